@@ -1,0 +1,224 @@
+"""The checker: what must hold of every graph, as a table of (name, predicate, message).
+
+Runs at each commit of a recording and, under pytest, after each pass, so it is linear in nodes and quick: the
+predicates look up facts that one sweep collected. The message says what is wrong, where, and what causes it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from tfnb.errors import GraphCycleError, InvalidArgument, TfnbError
+from tfnb.graph.contents import Contents
+from tfnb.graph.node import Node, Ref, Value
+from tfnb.graph.spec import Dim
+
+NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*")
+GATHERS = frozenset({"tfnb.group"})  # take inputs without naming them in attrs
+
+
+def check(contents: Contents) -> None:
+    """Raise InvalidArgument, or GraphCycleError with the path, for the first rule that ``contents`` breaks."""
+    facts = _Facts(contents)
+    for rule in RULES:
+        holds = rule.holds
+        for place, node in enumerate(contents.nodes):
+            if not holds(node, place, facts):
+                raise _error(rule, node, place, facts)
+    _check_guards(contents, facts)
+    _check_aliases(contents, facts)
+
+
+class _Facts:
+    """What the predicates look up, collected in one sweep over the nodes."""
+
+    def __init__(self, contents: Contents) -> None:
+        nodes = contents.nodes
+        self.contents = contents
+        self.position = {node.id: place for place, node in enumerate(nodes)}
+        self.outputs = {node.id: len(node.outputs) for node in nodes}
+        self.first = {node.name: place for place, node in reversed(list(enumerate(nodes)))}
+        self.unnamed = {node.name for node in nodes if not NAME.fullmatch(node.name)}
+        self.used = [_used(node) for node in nodes]  # refs and sizes of each node
+        sizes = {size for _, dims in self.used for size in dims}
+        bound = contents.symbols
+        self.unbound = {size for size in sizes if any(symbol not in bound for symbol in size.symbols)}
+
+
+def _used(node: Node) -> tuple[set[int], list[Dim]]:
+    """Numbers of the inputs that the attrs refer to, and all symbolic sizes of attrs and outputs."""
+    refs: set[int] = set()
+    dims = [size for spec in node.outputs for size in spec.shape if type(size) is Dim]
+    pending: list[Any] = list(node.attrs.values())
+    while pending:
+        leaf = pending.pop()
+        kind = type(leaf)
+        if kind is Ref:
+            refs.add(leaf.input)
+        elif kind is Dim:
+            dims.append(leaf)
+        elif kind is list or kind is tuple:
+            pending.extend(leaf)
+        elif kind is dict:
+            pending.extend(leaf.values())
+    return refs, dims
+
+
+class Rule(NamedTuple):
+    """``holds(node, place, facts)`` must be true of every node; ``message`` says what is wrong and why."""
+
+    name: str
+    holds: Callable[[Node, int, _Facts], bool]
+    message: Callable[[Node, int, _Facts], str]
+
+
+def _earlier(ids: Iterable[int], place: int, facts: _Facts) -> bool:
+    position = facts.position
+    return all(position[i] < place for i in ids)
+
+
+def _inputs_known(node: Node, place: int, facts: _Facts) -> bool:
+    outputs = facts.outputs
+    return all(value.index >= 0 and outputs.get(value.node, 0) > value.index for value in node.inputs)
+
+
+def _bad_input(node: Node, place: int, facts: _Facts) -> str:
+    value = next(v for v in node.inputs if not 0 <= v.index < facts.outputs.get(v.node, 0))
+    if value.node not in facts.outputs:
+        return f"takes a value of node id {value.node}, which is not in the graph; re-run the cell that recorded it"
+    owner = facts.contents.by_id[value.node].name
+    return f"takes output {value.index} of node {owner}, which has {facts.outputs[value.node]} outputs"
+
+
+def _bad_refs(node: Node, place: int, facts: _Facts) -> str:
+    refs, count = facts.used[place][0], len(node.inputs)
+    outside = sorted(refs - set(range(count)))
+    if outside:
+        return f"refers to input {outside[0]} in its attrs, but has {count} inputs"
+    return f"has {count} inputs, but its attrs name only {sorted(refs)}"
+
+
+def _later(node: Node, place: int, facts: _Facts) -> str:
+    wanted = [*(value.node for value in node.inputs), *node.control]
+    late = next(i for i in wanted if facts.position[i] >= place)
+    return f"needs node {facts.contents.by_id[late].name}, which comes later in program order"
+
+
+def _unbound(node: Node, place: int, facts: _Facts) -> str:
+    size = next(size for size in facts.used[place][1] if size in facts.unbound)
+    missing = next(symbol for symbol in size.symbols if symbol not in facts.contents.symbols)
+    return f"uses the size {size}, but no value has an axis {missing}: feed a placeholder of that size"
+
+
+RULES = (
+    Rule(
+        "ids are unique",
+        lambda node, place, facts: facts.position[node.id] == place,
+        lambda node, place, facts: f"has the id {node.id} of another node; take ids from new_id()",
+    ),
+    Rule(
+        "names are well formed",
+        lambda node, place, facts: node.name not in facts.unnamed,
+        lambda node, place, facts: f"has a bad name; names match ^{NAME.pattern}$",
+    ),
+    Rule(
+        "names are unique",
+        lambda node, place, facts: facts.first[node.name] == place,
+        lambda node, place, facts: f"has the name of node number {facts.first[node.name]}; see contents.unique()",
+    ),
+    Rule("inputs exist", _inputs_known, _bad_input),
+    Rule(
+        "control inputs exist",
+        lambda node, place, facts: not node.control or all(i in facts.position for i in node.control),
+        lambda node, place, facts: (
+            f"waits for node id {next(i for i in node.control if i not in facts.position)}, which is not in the graph"
+        ),
+    ),
+    Rule(
+        "inputs come earlier",
+        lambda node, place, facts: (
+            _earlier([value.node for value in node.inputs], place, facts) and _earlier(node.control, place, facts)
+        ),
+        _later,
+    ),
+    Rule(
+        "attrs name every input",
+        lambda node, place, facts: (
+            len(facts.used[place][0]) == len(node.inputs)
+            and (not node.inputs or (max(facts.used[place][0]) < len(node.inputs) and min(facts.used[place][0]) >= 0))
+        )
+        or (node.op in GATHERS and not facts.used[place][0]),
+        _bad_refs,
+    ),
+    Rule(
+        "placeholders take no inputs",
+        lambda node, place, facts: node.op != "tfnb.placeholder" or (not node.inputs and len(node.outputs) == 1),
+        lambda node, place, facts: (
+            f"is a placeholder with {len(node.inputs)} inputs and {len(node.outputs)} outputs; it has none and one"
+        ),
+    ),
+    Rule(
+        "symbols are bound",
+        lambda node, place, facts: not facts.unbound or facts.unbound.isdisjoint(facts.used[place][1]),
+        _unbound,
+    ),
+)
+
+
+def _error(rule: Rule, node: Node, place: int, facts: _Facts) -> TfnbError:
+    source = f"\n  {node.source}" if node.source else ""
+    where: dict[str, Any] = {"node": node.name, "op": node.op}
+    if node.source:
+        where |= {"cell": node.source.label, "line": node.source.line}
+    cycle = find_cycle(facts.contents) if rule.name == "inputs come earlier" else ()
+    if cycle:
+        path = " -> ".join(cycle)
+        return GraphCycleError(f"node {node.name} depends on itself: {path}{source}", peers=cycle, **where)
+    message = rule.message(node, place, facts)
+    return InvalidArgument(f"node {node.name!r} ({node.op}) {message}{source}  [{rule.name}]", **where)
+
+
+def find_cycle(contents: Contents) -> tuple[str, ...]:
+    """Names along one cycle of inputs and control inputs, first = last; empty if there is none. Iterative."""
+    by_id = contents.by_id
+    done: set[int] = set()
+    for root in by_id:
+        path: dict[int, Any] = {}  # node id -> what is left of its inputs, in order of descent
+        current: int | None = root
+        while current is not None:
+            if current not in path:
+                node = by_id[current]
+                path[current] = iter([*(value.node for value in node.inputs), *node.control])
+            following = next((i for i in path[current] if i in by_id and i not in done), None)
+            if following in path:
+                ids = list(path)
+                return tuple(by_id[i].name for i in [*ids[ids.index(following) :], following])
+            if following is None:
+                done.add(current)
+                del path[current]
+                following = next(reversed(path), None)
+            current = following
+        done.add(root)
+    return ()
+
+
+def _check_guards(contents: Contents, facts: _Facts) -> None:
+    for guard in contents.guards:
+        missing = [symbol for symbol in guard.symbols if symbol not in contents.symbols]
+        if missing:
+            raise InvalidArgument(f"guard {guard} uses {missing[0]}, but no value has an axis of that size")
+
+
+def _check_aliases(contents: Contents, facts: _Facts) -> None:
+    for name, value in contents.aliases.items():
+        if not 0 <= value.index < max(1, facts.outputs.get(value.node, 0)) or value.node not in facts.outputs:
+            raise InvalidArgument(
+                f"the name {name!r} stands for output {value.index} of node id {value.node}, which the graph does not have"
+            )
+
+
+def values_of(node: Node) -> tuple[Value, ...]:
+    """All outputs of a node as Values."""
+    return tuple(Value(node.id, index) for index in range(len(node.outputs)))

@@ -1,0 +1,112 @@
+"""One node of a graph: an immutable record with identity equality.
+
+``attrs`` holds every argument of the op by its schema name; tensor arguments are ``Ref(i)``, the i-th input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from tfnb.graph.spec import Dim, Spec
+
+
+class Value(NamedTuple):
+    """Output ``index`` of the node with id ``node``; hashes, so it is the key for values everywhere."""
+
+    node: int
+    index: int = 0
+
+
+class Ref(NamedTuple):
+    """Stands in ``attrs`` for input number ``input`` of the node."""
+
+    input: int
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the user wrote it: a label (``In[3]``, or a file), line from 1, the line's text."""
+
+    label: str
+    line: int
+    text: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.label} line {self.line}" + (f":  {self.text}" if self.text else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Who recorded a node: a cell (``cell:<id>``) or a ``record()`` block; ``index`` counts owners of a graph."""
+
+    key: str
+    index: int
+
+
+_EMPTY: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Node:
+    """One operation of the graph.
+
+    ``op`` is torch's qualified name (``aten.mm.default``) or one of ours (``tfnb.read``). ``inputs`` are the
+    tensor inputs, flat and in order; ``outputs`` one Spec per output. ``control`` names nodes that run first
+    and are pulled into a step with this one. ``stream`` is the index among the random nodes of the owner.
+    """
+
+    id: int
+    name: str
+    op: str
+    inputs: tuple[Value, ...] = ()
+    outputs: tuple[Spec, ...] = ()
+    attrs: Mapping[str, Any] = field(default_factory=lambda: _EMPTY)
+    control: tuple[int, ...] = ()
+    scope: tuple[str, ...] = ()
+    source: Source | None = None
+    owner: Owner | None = None
+    device: str | None = None
+    tags: frozenset[str] = frozenset()
+    stream: int | None = None
+    forward: int | None = None  # the forward node this backward node belongs to
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        """Symbols that the op's arguments need at run time."""
+        return tuple(dict.fromkeys(s for leaf in leaves(self.attrs) if isinstance(leaf, Dim) for s in leaf.symbols))
+
+    def value(self, index: int = 0) -> Value:
+        """Output number ``index`` as a Value."""
+        return Value(self.id, index)
+
+    def __repr__(self) -> str:
+        outs = ", ".join(map(str, self.outputs)) or "no output"
+        return f"<Node {self.name} = {self.op} -> {outs}>"
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """All leaves of nested mappings, lists and tuples; a Ref is a leaf."""
+    if isinstance(tree, Mapping):
+        for item in tree.values():
+            yield from leaves(item)
+    elif isinstance(tree, (list, tuple)) and not isinstance(tree, (Ref, Value)):
+        for item in tree:
+            yield from leaves(item)
+    else:
+        yield tree
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """The tree with ``function`` applied to every leaf; sequences become plain lists or tuples."""
+    if isinstance(tree, Mapping):
+        return {key: map_leaves(function, item) for key, item in tree.items()}
+    if isinstance(tree, (Ref, Value)):
+        return function(tree)
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(map_leaves(function, item) for item in tree) if type(tree) in (list, tuple) else tuple(
+            map_leaves(function, item) for item in tree
+        )
+    return function(tree)

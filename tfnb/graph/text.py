@@ -1,0 +1,151 @@
+"""The readable form of a graph: one node per line, values named by position, scopes by indentation.
+
+For people and golden files; what round-trips is JSON (`tfnb.graph.serial`). Two graphs that differ only in ids
+have the same text, so a unified difference of texts is a difference of graphs. Imports graph and torch's types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from tfnb.graph.contents import Contents
+from tfnb.graph.node import Node, Ref, Value
+from tfnb.graph.spec import Dim, Spec, dtype_name
+from tfnb.graph.variable import Variable
+
+SHOWN = 8  # elements of a constant that are written out
+
+
+def text(name: str, contents: Contents) -> str:
+    """The text form of ``contents`` under the graph name ``name``; ends without a newline."""
+    names = _value_names(contents)
+    inputs = ", ".join(f"{one_line(node.name)}: {_specs(node)}" for node in contents.placeholders)
+    body = [f"  {line}" for line in _body(contents, names)]
+    guards = [f"  guard {one_line(str(guard.expr))}{_comment(guard.source)}" for guard in contents.guards]
+    results = ", ".join(_result(value, contents, names) for value in _ends(contents))
+    end = f"}} -> {results}" if results else "}"
+    return "\n".join([f"graph {one_line(name)}({inputs}) {{", *body, *guards, end])
+
+
+def one_line(string: str) -> str:
+    """``string`` with every unprintable character escaped, so that it stays on its line.
+
+    >>> one_line("a\\nb")
+    'a\\\\nb'
+    """
+    if string.isprintable():
+        return string
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in string)
+
+
+def _value_names(contents: Contents) -> dict[int, str]:
+    """``%x`` for placeholders, ``%1``, ``%2`` ... for other nodes, by node id."""
+    names = {node.id: f"%{one_line(node.name)}" for node in contents.placeholders}
+    others = (node for node in contents.nodes if node.id not in names)
+    return names | {node.id: f"%{number}" for number, node in enumerate(others, 1)}
+
+
+def _body(contents: Contents, names: Mapping[int, str]) -> Iterator[str]:
+    labels = {variable: label for label, variable in contents.variables.items()}
+    counts = {node.id: len(node.outputs) for node in contents.nodes}
+    write = _Writer(names, labels, counts)
+    scope: tuple[str, ...] = ()
+    source = None
+    for node in contents.nodes:
+        if node.op == "tfnb.placeholder":
+            continue
+        comment = _comment(node.source) if node.source != source else ""
+        source = node.source
+        for depth in range(_shared(scope, node.scope), len(node.scope)):
+            yield "  " * depth + one_line(node.scope[depth]) + comment
+            comment = ""
+        scope = node.scope
+        yield "  " * len(scope) + write.node(node) + comment
+
+
+def _shared(a: tuple[str, ...], b: tuple[str, ...]) -> int:
+    """Length of the common beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _comment(source: Any) -> str:
+    return f"   # {one_line(source.label)}:{source.line}" if source is not None else ""
+
+
+def _specs(node: Node) -> str:
+    """``f32[B]``, or ``(f32[B], i64[B])`` for several outputs; empty for none."""
+    specs = [_spec(spec) for spec in node.outputs]
+    return specs[0] if len(specs) == 1 else f"({', '.join(specs)})" if specs else ""
+
+
+def _spec(spec: Spec) -> str:
+    return spec.short() + ("" if spec.device == "cpu" else f" on {spec.device}")
+
+
+def _ends(contents: Contents) -> Iterator[Value]:
+    """Values that no node takes."""
+    for node in contents.nodes:
+        for index in range(len(node.outputs)):
+            if Value(node.id, index) not in contents.consumers:
+                yield Value(node.id, index)
+
+
+def _result(value: Value, contents: Contents, names: Mapping[int, str]) -> str:
+    node = contents.by_id[value.node]
+    suffix = f":{value.index}" if len(node.outputs) > 1 else ""
+    return f"{one_line(node.name)}{suffix}: {names[node.id]}{suffix}"
+
+
+class _Writer:
+    """Writes nodes and their arguments, given what values and variables are called."""
+
+    def __init__(self, names: Mapping[int, str], labels: Mapping[Variable, str], counts: Mapping[int, int]) -> None:
+        self.names, self.labels, self.counts = names, labels, counts
+
+    def node(self, node: Node) -> str:
+        """``%2 = aten.addmm(%1, beta=0.5)   f32[B, 10]``."""
+        result = f"{self.names[node.id]} = " if node.outputs else ""
+        named = [self.argument(node, key, value) for key, value in node.attrs.items()]
+        arguments = ", ".join(named if node.attrs else map(self.value, node.inputs))
+        after = f" after {', '.join(self.names[i] for i in node.control)}" if node.control else ""
+        device = f" @{one_line(node.device)}" if node.device else ""
+        specs = f"   {_specs(node)}" if node.outputs else ""
+        return f"{result}{one_line(node.op).removesuffix('.default')}({arguments}){after}{device}{specs}"
+
+    def argument(self, node: Node, key: str, value: Any) -> str:
+        """Tensors and variables by themselves, other arguments as ``key=value``."""
+        shown = self.leaf(node, value)
+        return shown if isinstance(value, (Ref, Variable, torch.Tensor)) else f"{one_line(key)}={shown}"
+
+    def value(self, value: Value) -> str:
+        """``%3``, or ``%3:1`` where the node has several outputs."""
+        return self.names[value.node] + (f":{value.index}" if self.counts[value.node] > 1 else "")
+
+    def leaf(self, node: Node, leaf: Any) -> str:
+        """One attribute value, for people."""
+        match leaf:
+            case Ref(input=index):
+                return self.value(node.inputs[index])
+            case Variable():
+                return f"{one_line(self.labels[leaf])}: var {_spec(leaf.spec)}"
+            case torch.Tensor():
+                return _tensor(leaf)
+            case torch.dtype():
+                return dtype_name(leaf)
+            case Dim() | torch.device() | torch.layout() | torch.memory_format():
+                return str(leaf)
+            case list():
+                return f"[{', '.join(self.leaf(node, item) for item in leaf)}]"
+            case tuple():
+                items = [self.leaf(node, item) for item in leaf]
+                return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
+        return one_line(repr(leaf))
+
+
+def _tensor(tensor: torch.Tensor) -> str:
+    """The values of a small constant, the spec of a large one."""
+    spec = Spec(tensor.dtype, tuple(tensor.shape), tensor.device.type)
+    return f"{_spec(spec)} {tensor.tolist()}" if tensor.numel() <= SHOWN else _spec(spec)
