@@ -7,12 +7,12 @@ predicates look up facts that one sweep collected. The message says what is wron
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from tfnb.errors import GraphCycleError, InvalidArgument, TfnbError
 from tfnb.graph.contents import Contents
-from tfnb.graph.node import Node, Ref, Value
+from tfnb.graph.node import Node, Ref
 from tfnb.graph.spec import Dim
 
 NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*")
@@ -39,12 +39,12 @@ class _Facts:
         self.contents = contents
         self.position = {node.id: place for place, node in enumerate(nodes)}
         self.outputs = {node.id: len(node.outputs) for node in nodes}
-        self.first = {node.name: place for place, node in reversed(list(enumerate(nodes)))}
+        self.first = {node.name: place for place, node in zip(range(len(nodes) - 1, -1, -1), reversed(nodes), strict=True)}
         self.unnamed = {node.name for node in nodes if not NAME.fullmatch(node.name)}
         self.used = [_used(node) for node in nodes]  # refs and sizes of each node
         sizes = {size for _, dims in self.used for size in dims}
-        bound = contents.symbols
-        self.unbound = {size for size in sizes if any(symbol not in bound for symbol in size.symbols)}
+        bound = contents.symbols.keys()
+        self.unbound = {size for size in sizes if not bound >= set(size.symbols)}
 
 
 def _used(node: Node) -> tuple[set[int], list[Dim]]:
@@ -52,8 +52,7 @@ def _used(node: Node) -> tuple[set[int], list[Dim]]:
     refs: set[int] = set()
     dims = [size for spec in node.outputs for size in spec.shape if type(size) is Dim]
     pending: list[Any] = list(node.attrs.values())
-    while pending:
-        leaf = pending.pop()
+    for leaf in pending:  # grows while it is read
         kind = type(leaf)
         if kind is Ref:
             refs.add(leaf.input)
@@ -74,14 +73,27 @@ class Rule(NamedTuple):
     message: Callable[[Node, int, _Facts], str]
 
 
-def _earlier(ids: Iterable[int], place: int, facts: _Facts) -> bool:
+def _earlier(node: Node, place: int, facts: _Facts) -> bool:
     position = facts.position
-    return all(position[i] < place for i in ids)
+    for source, _ in node.inputs:  # plain loops: these two predicates are half the cost of the checker
+        if position[source] >= place:
+            return False
+    return not node.control or all(position[i] < place for i in node.control)
 
 
 def _inputs_known(node: Node, place: int, facts: _Facts) -> bool:
     outputs = facts.outputs
-    return all(value.index >= 0 and outputs.get(value.node, 0) > value.index for value in node.inputs)
+    for source, index in node.inputs:
+        if not 0 <= index < outputs.get(source, 0):
+            return False
+    return True
+
+
+def _refs_match(node: Node, place: int, facts: _Facts) -> bool:
+    refs, count = facts.used[place][0], len(node.inputs)
+    if not refs:
+        return not count or node.op in GATHERS
+    return len(refs) == count and min(refs) == 0 and max(refs) == count - 1
 
 
 def _bad_input(node: Node, place: int, facts: _Facts) -> str:
@@ -136,22 +148,8 @@ RULES = (
             f"waits for node id {next(i for i in node.control if i not in facts.position)}, which is not in the graph"
         ),
     ),
-    Rule(
-        "inputs come earlier",
-        lambda node, place, facts: (
-            _earlier([value.node for value in node.inputs], place, facts) and _earlier(node.control, place, facts)
-        ),
-        _later,
-    ),
-    Rule(
-        "attrs name every input",
-        lambda node, place, facts: (
-            len(facts.used[place][0]) == len(node.inputs)
-            and (not node.inputs or (max(facts.used[place][0]) < len(node.inputs) and min(facts.used[place][0]) >= 0))
-        )
-        or (node.op in GATHERS and not facts.used[place][0]),
-        _bad_refs,
-    ),
+    Rule("inputs come earlier", _earlier, _later),
+    Rule("attrs name every input", _refs_match, _bad_refs),
     Rule(
         "placeholders take no inputs",
         lambda node, place, facts: node.op != "tfnb.placeholder" or (not node.inputs and len(node.outputs) == 1),
@@ -217,8 +215,3 @@ def _check_aliases(contents: Contents, facts: _Facts) -> None:
             raise InvalidArgument(
                 f"the name {name!r} stands for output {value.index} of node id {value.node}, which the graph does not have"
             )
-
-
-def values_of(node: Node) -> tuple[Value, ...]:
-    """All outputs of a node as Values."""
-    return tuple(Value(node.id, index) for index in range(len(node.outputs)))
