@@ -1,0 +1,66 @@
+# `make` alone lists the targets. Everything runs in $(VENV), which is made on first use.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Address of one more wheel index, for example one with CPU-only builds of torch. Empty: pip's own configuration.
+TORCH_INDEX ?=
+
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+NOTEBOOKS := $(wildcard notebooks/*.ipynb)
+PYTEST := $(BIN)/python -m pytest --nbval --nbval-sanitize-with notebooks/sanitize.cfg --nbval-cell-timeout 240
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow test-all lint format type shape wheel doctor lab clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@echo "installing into $(VENV); the first time this downloads torch"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+	  -c constraints.txt -e '.[data,lab,dev]'
+	@touch $@
+
+demo: $(INSTALLED) ## install, then do the main job on real data, here and on a cluster in processes
+	@$(BIN)/python -m tfnb demo
+
+test: $(INSTALLED) ## all tests but the slow ones, notebooks included
+	$(PYTEST) -m "not slow" tests $(NOTEBOOKS)
+
+test-slow: $(INSTALLED) ## only the slow tests
+	$(PYTEST) -m slow tests
+
+test-all: $(INSTALLED) ## all tests
+	$(PYTEST) tests $(NOTEBOOKS)
+
+lint: $(INSTALLED) ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(INSTALLED) ## let ruff rewrite the files
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# Type checkers do not follow an editable install: they read the unpacked wheel, from another folder.
+type: wheel ## mypy on the wheel
+	rm -rf build/types && mkdir -p build/types
+	$(BIN)/python -m zipfile -e dist/tfnb-*.whl build/types
+	cd build/types && ../../$(BIN)/python -m mypy --config-file ../../pyproject.toml -p tfnb
+
+shape: $(INSTALLED) ## lines, functions and comments of each folder
+	@$(BIN)/python tests/benchmarks/shape.py
+
+wheel: $(INSTALLED) ## build dist/tfnb-*.whl
+	rm -rf build/lib build/bdist* dist
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+doctor: $(INSTALLED) ## say what works here
+	@$(BIN)/python -m tfnb doctor
+
+lab: $(INSTALLED) ## open JupyterLab on the notebooks
+	@$(BIN)/python -m tfnb lab
+
+clean: ## remove what was built, the environment included
+	rm -rf $(VENV) build dist demo-output *.egg-info .pytest_cache .mypy_cache .ruff_cache

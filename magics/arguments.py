@@ -1,0 +1,45 @@
+"""Options of the magics: one decorator for all, near matches for a mistyped option, ``-h``.
+
+May import IPython only.
+"""
+
+from __future__ import annotations
+
+import difflib
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+from IPython.core.error import UsageError
+from IPython.core.magic import line_cell_magic, no_var_expand
+from IPython.core.magic_arguments import argument, magic_arguments
+
+
+def magic(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A method as line and cell magic with ``options``, and the common ``-o -g -q -h``; braces and ``$`` stay literal."""
+    common = (
+        argument("-o", "--out", metavar="VAR", help="store the result under this name"),
+        argument("-g", "--graph", metavar="NAME", help="act on this graph instead of the current one"),
+        argument("-q", "--quiet", action="store_true", help="show nothing"),
+        argument("-h", "--help", action="store_true", help="show this"),
+    )
+
+    def decorate(method: Any) -> Any:
+        for option in (*reversed(common), *reversed(options)):
+            method = option(method)
+        return no_var_expand(line_cell_magic(magic_arguments()(method)))
+
+    return decorate
+
+
+def parsed(method: Any, line: str) -> Namespace:
+    """The arguments in ``line``; raises UsageError in one line, with the nearest option for an unknown one."""
+    parser = method.parser
+    arguments, unknown = parser.parse_argstring(line, partial=True)
+    if not unknown:
+        return arguments
+    known = [name for action in parser._actions for name in action.option_strings]
+    wrong = next((word for word in unknown if word.startswith("-")), unknown[0])
+    near = difflib.get_close_matches(wrong.partition("=")[0], known, 1)
+    advice = f"; did you mean {near[0]}?" if near else f"; options: {' '.join(sorted(known))}"
+    raise UsageError(f"unrecognized arguments: {' '.join(unknown)}{advice}")

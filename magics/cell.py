@@ -1,0 +1,103 @@
+"""The body of a cell magic, run as the notebook cell it is: true line numbers, one-frame syntax errors, user's names.
+
+May import IPython; knows nothing of graphs. IPython hands a magic its body without saying where in the cell it stood, so
+the cell is found from the Python frames and the input history, and the body is compiled under the cell's own file name.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import linecache
+import sys
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+from IPython.core.displayhook import DisplayHook
+from IPython.core.interactiveshell import InteractiveShell
+
+from tfnb.magics.frames import shorten
+
+_serial = itertools.count(1)
+
+
+class CellSyntaxError(Exception):
+    """A body that is not Python; shown as one frame. Not a SyntaxError: IPython would ignore the rendering hook."""
+
+    def __init__(self, error: SyntaxError, shell: InteractiveShell) -> None:
+        super().__init__(str(error))
+        self.error, self.shell = error, shell
+
+    def _render_traceback_(self) -> list[str]:
+        return self.shell.SyntaxTB.structured_traceback(type(self.error), self.error, [])
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A compiled body: ``label`` is ``In[3]``, ``filename`` what its frames carry, ``silent`` a final semicolon."""
+
+    shell: InteractiveShell
+    label: str
+    filename: str
+    statements: CodeType
+    result: CodeType | None
+    silent: bool
+    full: bool = False  # keep the frames of tfnb in tracebacks
+
+    def run(self) -> Any:
+        """Run in the user's namespace; the value of a final expression."""
+        __tracebackhide__ = True
+        names = self.shell.user_global_ns, self.shell.user_ns
+        try:
+            exec(self.statements, *names)
+            return None if self.result is None else eval(self.result, *names)
+        except BaseException as error:
+            if not self.full:
+                shorten(error)
+            raise
+
+
+def compiled(shell: InteractiveShell, magic: str, line: str, body: str) -> Program:
+    """The body of ``%%magic line``, ready to run; raises CellSyntaxError."""
+    __tracebackhide__ = True
+    label, filename = _place(shell)
+    text = _whole(shell, magic, line, body)
+    linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
+    above = text.rstrip().count("\n") - body.rstrip().count("\n")
+    blank = sum(1 for _ in itertools.takewhile(lambda row: not row.strip(), body.splitlines()))
+    try:
+        source = shell.transform_cell(body)  # drops leading blank lines
+        tree = shell.transform_ast(shell.compile.ast_parse("\n" * (above + blank) + source, filename))
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        statements = shell.compile(tree, filename, "exec")
+        result = None if last is None else shell.compile(ast.Expression(last.value), filename, "eval")
+    except SyntaxError as error:
+        raise CellSyntaxError(_advise(error), shell) from None
+    return Program(shell, label, filename, statements, result, DisplayHook.semicolon_at_end_of_expression(source))
+
+
+def _place(shell: InteractiveShell) -> tuple[str, str]:
+    """Label and file name of the innermost user cell on the stack: also under %%time, which runs cells by itself."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        known = shell.compile.format_code_name(filename)
+        if known is not None:
+            return known[1], filename
+        frame = frame.f_back
+    number = next(_serial)
+    return f"cell {number}", f"<tfgraph {number}>"
+
+
+def _whole(shell: InteractiveShell, magic: str, line: str, body: str) -> str:
+    """The raw text of the whole cell; rebuilt where the history does not have it (store_history=False)."""
+    raw = shell.history_manager.input_hist_raw[-1] if shell.history_manager else ""
+    return raw if raw.rstrip().endswith(body.rstrip()) else f"%%{magic} {line}\n{body}"
+
+
+def _advise(error: SyntaxError) -> SyntaxError:
+    if "outside function" in str(error.msg) and ("await" in error.msg or "async" in error.msg):
+        error.msg += "; a %%tfgraph cell cannot await: use `with tfnb.record():` in a plain cell"
+    return error
+

@@ -1,0 +1,67 @@
+"""Tracebacks that end where the user wrote the mistake: frames of tfnb, and of torch below them, are left out.
+
+``%config TfnbMagics.full_tracebacks = True`` shows everything.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+import tfnb
+
+_BESIDE = Path(__file__).parent.parent  # the checkout, or the installed package
+_OURS = tuple(
+    f"{folder}{os.sep}" for folder in (*tfnb.__path__, *(_BESIDE / room for room in ("kernels", "magics", "widgets")))
+)
+
+
+def shorten(error: BaseException) -> None:
+    """Drop inner frames from the traceback of an error and of its causes; all of it stays if nothing would be left."""
+    seen: set[int] = set()
+    todo: list[BaseException | None] = [error]
+    while todo:
+        current = todo.pop()
+        if current is not None and id(current) not in seen:
+            seen.add(id(current))
+            current.__traceback__ = _outer(current.__traceback__) or current.__traceback__
+            todo += current.__cause__, current.__context__
+
+
+def _outer(traceback: TracebackType | None) -> TracebackType | None:
+    kept: list[TracebackType] = []
+    tail: list[TracebackType] = []  # torch frames since the user's last one
+    inner = False
+    for entry in _entries(traceback):
+        filename = entry.tb_frame.f_code.co_filename
+        if is_ours(filename):
+            inner = True
+        elif is_torch(filename):
+            tail.append(entry)
+        else:
+            kept += [*tail, entry]
+            tail, inner = [], False
+    if not inner:  # torch itself complained, as it would outside a recording
+        kept += tail
+    chain = None
+    for entry in reversed(kept):
+        chain = TracebackType(chain, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return chain
+
+
+def _entries(traceback: TracebackType | None) -> Iterator[TracebackType]:
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next
+
+
+def is_ours(filename: str) -> bool:
+    """Whether a frame's file belongs to tfnb."""
+    return filename.startswith(_OURS)
+
+
+def is_torch(filename: str) -> bool:
+    """Whether a frame's file belongs to torch."""
+    return f"{os.sep}site-packages{os.sep}torch{os.sep}" in filename

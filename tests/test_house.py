@@ -1,0 +1,145 @@
+"""The house: what is installed, how quickly it loads, that its documents and commands are true."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import os
+import pkgutil
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import tfnb
+
+ROOT = Path(__file__).parent.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+IN_ITS_OWN_PROCESS = ("tfnb.__main__",)
+MODULES = sorted(
+    module.name
+    for module in pkgutil.walk_packages(tfnb.__path__, "tfnb.")
+    if module.name not in IN_ITS_OWN_PROCESS
+)
+
+
+def python(*args: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the interpreter of this environment."""
+    return subprocess.run(
+        [sys.executable, *args], capture_output=True, text=True, timeout=120, cwd=cwd, env={**os.environ, **environment}
+    )
+
+
+def folders() -> set[str]:
+    """Every folder with an ``__init__.py``, by its installed name."""
+    found = set()
+    for top in ("tfnb", "kernels", "magics", "widgets"):
+        for init in (ROOT / top).rglob("__init__.py"):
+            name = ".".join(init.parent.relative_to(ROOT).parts)
+            found.add(name if top == "tfnb" else f"tfnb.{name}")
+    return found
+
+
+def test_every_package_is_in_the_wheel() -> None:
+    assert set(PYPROJECT["tool"]["setuptools"]["packages"]) == folders()
+
+
+def test_every_requirement_has_a_tested_version() -> None:
+    project = PYPROJECT["project"]
+    wanted = [*project["dependencies"], *(r for extra in project["optional-dependencies"].values() for r in extra)]
+    pinned = {line.split("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    assert {re.split(r"[<>=\[]", requirement)[0].lower() for requirement in wanted} <= pinned
+
+
+def test_import_is_quick_and_loads_no_torch() -> None:
+    program = (
+        "import time, sys; start = time.perf_counter(); import tfnb; print(time.perf_counter() - start);"
+        "print({'torch', 'distributed', 'IPython'} & set(sys.modules))"
+    )
+    seconds, heavy = python("-c", program).stdout.split("\n")[:2]
+    assert heavy == "set()"
+    assert float(seconds) < 0.3
+
+
+@pytest.mark.parametrize("name", tfnb.__all__)
+def test_public_name_exists_and_is_described(name: str) -> None:
+    assert getattr(tfnb, name).__doc__
+
+
+def test_rooms_do_not_hide_public_functions() -> None:
+    program = "import tfnb.graph.spec, tfnb.gradients.rules, tfnb.doctor, tfnb; print(tfnb.graph, tfnb.gradients, tfnb.doctor)"
+    assert python("-c", program).stdout.count("<function") == 3
+
+
+def test_unknown_public_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'grahp'"):
+        tfnb.grahp  # noqa: B018
+
+
+def test_checkout_that_is_not_installed_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "tfnb").mkdir()
+    shutil.copy(ROOT / "tfnb" / "__init__.py", tmp_path / "tfnb")
+    done = python("-S", "-c", "import tfnb", cwd=tmp_path)
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: this checkout of tfnb") and "`make demo` or `pip install -e .`" in last
+
+
+def test_no_file_is_loaded_under_two_names() -> None:
+    for name in MODULES:
+        importlib.import_module(name)
+    files = Counter(
+        file for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None)) is not None
+    )
+    ours = {file: count for file, count in files.items() if file.startswith(str(ROOT)) and "/tests/" not in file}
+    assert not {file: count for file, count in ours.items() if count > 1 and f"{os.sep}.venv{os.sep}" not in file}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_module_says_what_it_is_and_its_examples_run(name: str) -> None:
+    module = importlib.import_module(name)
+    assert module.__doc__, f"{name} has no docstring"
+    assert doctest.testmod(module).failed == 0
+
+
+def test_make_lists_every_target() -> None:
+    if not shutil.which("make"):
+        pytest.skip("no make here")
+    listed = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, timeout=60).stdout
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert targets and all(f"make {target} " in listed for target in targets)
+
+
+def test_readme_starts_with_the_two_commands() -> None:
+    first = re.search(r"```[a-z]*\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert first is not None
+    assert [line.split("#")[0].strip() for line in first[1].strip().splitlines()] == ["make demo", "make test"]
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+def test_paths_named_in_documents_exist(document: str) -> None:
+    named = re.findall(r"`([\w./]+/[\w./]*|[\w./]+\.(?:py|md|toml|txt|ipynb))`", (ROOT / document).read_text())
+    assert named
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.slow
+def test_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
+    done = python("-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT))
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("tfnb-*.whl")
+    shutil.unpack_archive(wheel, tmp_path / "site", "zip")
+    program = (
+        "import tfnb, tfnb.magics, tfnb.kernels, tfnb.widgets, torch\n"
+        "with tfnb.record('wheel') as g:\n"
+        "    x = tfnb.placeholder(torch.ones(2, 3))\n"
+        "    y = (x @ torch.ones(3, 1)).sum()\n"
+        "print(tfnb.run(y, {x: torch.ones(4, 3)}).item(), '<svg' in g._repr_html_(), tfnb.__file__)\n"
+    )
+    ran = python("-c", program, cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"))
+    assert ran.stdout.split()[:2] == ["12.0", "True"], ran.stderr
+    assert str(tmp_path) in ran.stdout

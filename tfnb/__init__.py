@@ -1,0 +1,81 @@
+"""tfnb: a notebook cell becomes a dataflow graph, drawn, differentiated, and run here or on a Dask cluster.
+
+The public names, loaded when first used, so that ``import tfnb`` costs no torch. May import nothing of tfnb here.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+__version__ = "0.1.0"
+
+if find_spec("tfnb.kernels") is None:
+    raise ImportError(
+        f"this checkout of tfnb is on the path but not installed: in {__path__[0].removesuffix('tfnb')!r} "
+        "run `make demo` or `pip install -e .`"
+    )
+
+_HOME = {
+    "tfnb.cluster": ("Cluster", "connect"),
+    "tfnb.doctor": ("doctor",),
+    "tfnb.fitting": ("RunResult", "fit"),
+    "tfnb.gradients": (
+        "IndexedSlices", "clip_by_global_norm", "clip_by_norm", "clip_by_value", "gradients", "register_gradient",
+        "stop_gradient",
+    ),
+    "tfnb.graph": ("Graph", "Node", "Spec", "Variable"),
+    "tfnb.recording": (
+        "Operation", "Tensor", "constant", "control_dependencies", "device", "graph", "graphs", "group",
+        "name_scope", "placeholder", "record", "variable",
+    ),
+    "tfnb.session": ("Session", "run"),
+}  # fmt: skip
+_ROOMS = ("cluster", "datasets", "errors", "recording", "train", "view", "widgets")
+_FROM = {name: module for module, names in _HOME.items() for name in names}
+
+__all__ = sorted({*_FROM, "datasets", "errors", "train"})
+
+
+class _Package(ModuleType):
+    """This package: importing the room ``tfnb.graph`` does not hide the public function ``tfnb.graph``."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _FROM and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name, or one of the rooms, when it is first used."""
+    if name in _FROM:
+        value = getattr(import_module(_FROM[name]), name)
+    elif name in _ROOMS:
+        value = import_module(f"tfnb.{name}")
+    else:
+        raise AttributeError(f"module 'tfnb' has no attribute {name!r}")
+    setattr(sys.modules[__name__], name, value)
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
+
+
+def load_ipython_extension(ipython: Any) -> None:
+    """``%load_ext tfnb``: register the magics."""
+    from tfnb.magics import load
+
+    load(ipython)
+
+
+def unload_ipython_extension(ipython: Any) -> None:
+    """``%unload_ext tfnb``: take the magics away."""
+    from tfnb.magics import unload
+
+    unload(ipython)
