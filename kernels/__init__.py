@@ -1,0 +1,5 @@
+"""Our own ops: torch.library custom ops with fake implementations. Imports torch only, knows no graph."""
+
+from tfnb.kernels.optim import FUSED
+
+__all__ = ["FUSED"]

@@ -1,0 +1,318 @@
+"""Optimizer updates with the formulas of ``torch.optim``: functional ops, and in-place kernels over lists.
+
+Each rule below defines both. The op is ``tfnb::NAME(w, grad, slots, rate=None, *, lr=None, ...)`` and gives
+``[w, *slots]``, the new value of ``w`` and of each slot; it writes nothing. The learning rate is ``lr`` if it
+is a number, else the 0-d tensor ``rate``. ``FUSED["tfnb.NAME.default"](rows, lr=None, **settings)`` is its
+in-place twin for many variables at once: a row is the flat inputs of one node, ``(w, grad, *slots)`` and then
+``rate`` if there is no ``lr``; ``w`` and the slots are written. Both are bitwise equal: the op runs the twin on
+copies.
+
+The formulas are those of torch 2.13, by its fused kernels. Those run through memory in order and check
+neither shapes nor strides: what can fail is checked, and what needs memory is allocated, before a write.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+Row = tuple[Tensor, ...]
+Column = list[Tensor]
+Rate = float | Tensor
+Group = tuple[Column, Column, list[Column], Rate]  # ws, grads, slots, rate
+
+FUSED: dict[str, Callable[..., None]] = {}
+"""In-place twin of each op, by the op's qualified name."""
+
+_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+
+
+def update(kernel: Callable[..., None]) -> Callable[..., None]:
+    """Define the op named like ``kernel(ws, grads, slots, rate, *, settings)``, and its entry in FUSED.
+
+    ``ws`` and ``grads`` are columns, ``slots`` is a list of columns; the settings become the schema's.
+    """
+
+    def fused(rows: Sequence[Row], *, lr: float | None = None, **settings: float | bool) -> None:
+        groups, late = _prepared(rows, lr)
+        for ws, grads, slots, rate in groups:
+            kernel(ws, grads, slots, rate, **settings)
+        for target, value in late:
+            target.copy_(value)
+
+    def functional(
+        w: Tensor,
+        grad: Tensor,
+        slots: list[Tensor],
+        rate: Tensor | None = None,
+        *,
+        lr: float | None = None,
+        **settings: float | bool,
+    ) -> list[Tensor]:
+        if (rate is None) == (lr is None):
+            raise ValueError(f"{kernel.__name__} takes either the number lr or the tensor rate")
+        new = [w.clone(), *(slot.clone() for slot in slots)]
+        row = (new[0], grad, *new[1:]) if rate is None else (new[0], grad, *new[1:], rate)
+        fused([row], lr=lr, **settings)
+        return new
+
+    def fake(w: Tensor, grad: Tensor, slots: list[Tensor], *_: object, **__: object) -> list[Tensor]:
+        return [torch.empty_like(state) for state in (w, *slots)]
+
+    name = f"tfnb::{kernel.__name__}"
+    torch.library.define(name, _schema(kernel))
+    torch.library.impl(name, "CompositeExplicitAutograd", functional)
+    torch.library.register_fake(name, fake)
+    FUSED[f"tfnb.{kernel.__name__}.default"] = fused
+    return kernel
+
+
+def _schema(kernel: Callable[..., None]) -> str:
+    """The op's schema; the settings are the kernel's keyword-only arguments."""
+    settings = [p for p in inspect.signature(kernel).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    texts = [f"{'bool' if isinstance(p.default, bool) else 'float'} {p.name}={p.default}" for p in settings]
+    state = "Tensor w, Tensor grad, Tensor[] slots, Tensor? rate=None, *, float? lr=None"
+    return f"({', '.join([state, *texts])}) -> Tensor[]"
+
+
+# ----- what comes before the first write -----------------------------------------------------------------
+
+
+def _prepared(rows: Sequence[Row], lr: float | None) -> tuple[list[Group], list[tuple[Tensor, Tensor]]]:
+    """Columns that the fused kernels can take, with their rate, and what to copy back at the end."""
+    rates: list[Rate] = [lr] * len(rows) if lr is not None else [_rate(row[-1], row[0]) for row in rows]
+    if lr is None:
+        rows = [row[:-1] for row in rows]
+    _check(rows)
+    late: list[tuple[Tensor, Tensor]] = []
+    rows = _plain(rows, late)
+    if lr is not None and all([row[0].is_cpu for row in rows]):
+        return [(*_columns(rows), lr)], late
+    return list(_groups(rows, rates)), late
+
+
+def _rate(rate: Tensor, w: Tensor) -> Rate:
+    """A number if it can be had without waiting for a device, else what the fused kernels expect."""
+    return float(rate) if rate.is_cpu else rate.to(w.device, torch.float32)
+
+
+def _check(rows: Sequence[Row]) -> None:
+    for w, grad, *_ in rows:
+        if grad.shape != w.shape or grad.dtype != w.dtype or grad.device != w.device:
+            raise ValueError(
+                f"grad is {_text(grad)}, but the variable it updates is {_text(w)}: they must be alike"
+            )
+        if w.dtype not in _DTYPES and not w.is_complex():
+            raise TypeError(f"a variable to be updated is floating-point or complex, not {_text(w)}")
+
+
+def _text(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)} on {x.device}"
+
+
+def _plain(rows: Sequence[Row], late: list[tuple[Tensor, Tensor]]) -> list[Row]:
+    """The rows with complex seen as pairs of reals, everything contiguous, and no grad that is also written.
+
+    A gradient can be the very storage of a variable: that of ``(a * b).sum()`` for ``a`` is ``b``.
+    """
+    written = {_storage(x) for w, _, *slots in rows for x in (w, *slots)}
+    plain = []
+    for row in rows:
+        if row[0].is_complex():
+            row = tuple(torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in row)
+        w, grad, *slots = row
+        if not grad.is_contiguous():
+            grad = grad.contiguous()
+        elif _storage(grad) in written:
+            grad = grad.clone()
+        if not all([x.is_contiguous() for x in (w, *slots)]):
+            w, *slots = (_staged(x, late) for x in (w, *slots))
+        plain.append((w, grad, *slots))
+    return plain
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def _staged(x: Tensor, late: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """``x``, or a contiguous copy of it that is copied back after the kernels."""
+    if x.is_contiguous():
+        return x
+    copy = x.contiguous()
+    late.append((x, copy))
+    return copy
+
+
+def _columns(rows: Sequence[Row]) -> tuple[Column, Column, list[Column]]:
+    ws, grads, *slots = map(list, zip(*rows, strict=True))
+    return ws, grads, slots
+
+
+def _groups(rows: Sequence[Row], rates: Sequence[Rate]) -> Iterator[Group]:
+    """Rows of one device, dtype and rate together: on CUDA one kernel launch takes no other mixture."""
+    groups: dict[tuple[object, ...], tuple[list[Row], Rate]] = {}
+    for row, rate in zip(rows, rates, strict=True):
+        key = (row[0].device, row[0].dtype, rate if isinstance(rate, float) else _storage(rate))
+        groups.setdefault(key, ([], rate))[0].append(row)
+    for group, rate in groups.values():
+        yield (*_columns(group), rate)
+
+
+# ----- the rules -----------------------------------------------------------------------------------------
+
+
+@update
+def adagrad(
+    ws: Column,
+    grads: Column,
+    slots: list[Column],
+    rate: Rate,
+    *,
+    lr_decay: float = 0.0,
+    weight_decay: float = 0.0,
+    eps: float = 1e-10,
+    maximize: bool = False,
+) -> None:
+    """w -= rate / (1 + (t-1) * lr_decay) * g / (sqrt(sum of g*g) + eps). Slots: sum, step."""
+    sums, steps = slots
+    torch._foreach_add_(steps, 1)
+    torch._fused_adagrad_(
+        ws,
+        grads,
+        sums,
+        steps,
+        lr=rate,
+        lr_decay=lr_decay,
+        weight_decay=weight_decay,
+        eps=eps,
+        maximize=maximize,
+    )
+
+
+@update
+def adam(
+    ws: Column,
+    grads: Column,
+    slots: list[Column],
+    rate: Rate,
+    *,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    amsgrad: bool = False,
+    maximize: bool = False,
+    decoupled: bool = False,
+) -> None:
+    """w -= rate * m / (sqrt(v) + eps), with m, v the running means of g, g*g without their start-up bias.
+
+    Slots: exp_avg, exp_avg_sq, step, with ``amsgrad`` max_exp_avg_sq. ``decoupled`` is AdamW's decay.
+    """
+    exp_avgs, exp_avg_sqs, steps, *maxima = slots
+    torch._foreach_add_(steps, 1)
+    fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    fused(
+        ws,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        maxima[0] if amsgrad else [],
+        steps,
+        lr=rate,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=amsgrad,
+        maximize=maximize,
+    )
+
+
+@update
+def rmsprop(
+    ws: Column,
+    grads: Column,
+    slots: list[Column],
+    rate: Rate,
+    *,
+    alpha: float = 0.99,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    momentum: float = 0.0,
+    centered: bool = False,
+    maximize: bool = False,
+) -> None:
+    """w -= rate * g / (sqrt(running mean of g*g) + eps), through a buffer if ``momentum`` is not 0.
+
+    Slots: square_avg, with ``momentum`` momentum_buffer, with ``centered`` grad_avg. There is no fused
+    kernel in torch, so all temporaries are made before the writes.
+    """
+    old, rate = iter(slots), float(rate)
+    if maximize:
+        grads = torch._foreach_neg(grads)
+    if weight_decay != 0:
+        grads = torch._foreach_add(grads, ws, alpha=weight_decay)
+    new = [torch._foreach_mul(next(old), alpha)]
+    torch._foreach_addcmul_(new[0], grads, grads, value=1 - alpha)
+    if momentum != 0:
+        new.append(torch._foreach_mul(next(old), momentum))
+    if centered:
+        new.append(torch._foreach_lerp(next(old), grads, 1 - alpha))
+        scale = torch._foreach_addcmul(new[0], new[-1], new[-1], value=-1)
+        torch._foreach_sqrt_(scale)
+    else:
+        scale = torch._foreach_sqrt(new[0])
+    torch._foreach_add_(scale, eps)
+    if momentum != 0:
+        torch._foreach_addcdiv_(new[1], grads, scale)
+        torch._foreach_add_(ws, new[1], alpha=-rate)
+    else:
+        torch._foreach_addcdiv_(ws, grads, scale, value=-rate)
+    for column, values in zip(slots, new, strict=True):
+        torch._foreach_copy_(column, values)
+
+
+@update
+def sgd(
+    ws: Column,
+    grads: Column,
+    slots: list[Column],
+    rate: Rate,
+    *,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    maximize: bool = False,
+) -> None:
+    """w -= rate * g, through b = momentum*b + (1-dampening)*g if ``momentum`` is not 0.
+
+    Slots: with ``momentum`` momentum_buffer, starting at zero; with ``dampening`` also step, because the
+    first step takes g undampened.
+    """
+    buffers, *steps = slots if momentum != 0 else ([],)
+    apply = partial(
+        torch._fused_sgd_,
+        lr=rate,
+        momentum=momentum,
+        dampening=dampening,
+        weight_decay=weight_decay,
+        nesterov=nesterov,
+        maximize=maximize,
+    )
+    if not steps:
+        apply(ws, grads, buffers, is_first_step=False)
+        return
+    is_first = [bool(step == 0) for step in steps[0]]
+    for flag in set(is_first):
+        apply(*(_where(column, is_first, flag) for column in (ws, grads, buffers)), is_first_step=flag)
+    torch._foreach_add_(steps[0], 1)
+
+
+def _where(column: Column, flags: list[bool], flag: bool) -> Column:
+    return [x for x, is_flag in zip(column, flags, strict=True) if is_flag is flag]
