@@ -1,0 +1,49 @@
+"""Random draws from a named stream instead of torch's global one.
+
+A draw depends only on (graph seed, owner, stream, run), so it is reproducible and the same on every machine. Ops that
+take a ``generator`` get one; for the others the default generator is borrowed under a lock and put back.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+_borrow = threading.Lock()
+_MASK = (1 << 64) - 1
+
+
+def mix(*parts: int) -> int:
+    """A 63-bit seed from integers (splitmix64 over the parts).
+
+    >>> mix(1, 2) == mix(1, 2), mix(1, 2) == mix(2, 1)
+    (True, False)
+    """
+    state = 0x9E3779B97F4A7C15
+    for part in parts:
+        state = (state + (part & _MASK) * 0xBF58476D1CE4E5B9 + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state >> 1
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        torch.cuda.init()
+        return torch.cuda.default_generators[device.index or torch.cuda.current_device()]
+    return torch.default_generator
+
+
+def seeded(op: Any, seed: int, device: torch.device, args: Any, kwargs: Any) -> Any:
+    """``op(*args, **kwargs)`` with its random draws taken from ``seed``; the global random state stays as it was."""
+    generator = _default_generator(device)
+    with _borrow:
+        state = generator.get_state()
+        generator.manual_seed(seed)
+        try:
+            return op(*args, **kwargs)
+        finally:
+            generator.set_state(state)

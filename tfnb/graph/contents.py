@@ -1,0 +1,103 @@
+"""What a graph holds at one version: nodes in program order and the facts derived from them. Immutable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from tfnb.graph.node import Node, Owner, Source, Value
+from tfnb.graph.spec import Dim
+from tfnb.graph.variable import Variable
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """A relation between sizes that a recording relied on: ``expr`` must hold for every feed."""
+
+    expr: str
+    source: Source | None = None
+    owner: Owner | None = None
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        """Symbols in the relation."""
+        return Dim(self.expr).symbols
+
+    def __str__(self) -> str:
+        return self.expr + (f"  ({self.source})" if self.source else "")
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Nodes in program order, guards on sizes, and aliases (assigned Python names of further outputs)."""
+
+    nodes: tuple[Node, ...] = ()
+    guards: tuple[Guard, ...] = ()
+    aliases: Mapping[str, Value] = field(default_factory=dict)
+
+    @cached_property
+    def by_id(self) -> dict[int, Node]:
+        """Node of each id."""
+        return {node.id: node for node in self.nodes}
+
+    @cached_property
+    def by_name(self) -> dict[str, Node]:
+        """Node of each name."""
+        return {node.name: node for node in self.nodes}
+
+    @cached_property
+    def position(self) -> dict[int, int]:
+        """Place in program order of each node id."""
+        return {node.id: place for place, node in enumerate(self.nodes)}
+
+    @cached_property
+    def variables(self) -> dict[str, Variable]:
+        """Label -> Variable in order of first use; labels are the names, made unique."""
+        labels: dict[str, Variable] = {}
+        seen: set[Variable] = set()
+        for node in self.nodes:
+            variable = node.attrs.get("variable")
+            if isinstance(variable, Variable) and variable not in seen:
+                seen.add(variable)
+                labels[unique(variable.name, labels)] = variable
+        return labels
+
+    @cached_property
+    def placeholders(self) -> tuple[Node, ...]:
+        """Placeholder nodes in program order."""
+        return tuple(node for node in self.nodes if node.op == "tfnb.placeholder")
+
+    @cached_property
+    def symbols(self) -> dict[str, tuple[Value, int]]:
+        """Where each symbol is bound: the first value with an axis of that size. Placeholders bind before others."""
+        bound: dict[str, tuple[Value, int]] = {}
+        for node in (*self.placeholders, *self.nodes):
+            for index, spec in enumerate(node.outputs):
+                for axis, size in enumerate(spec.shape):
+                    if isinstance(size, Dim) and size.is_symbol:
+                        bound.setdefault(size.expr, (Value(node.id, index), axis))
+        return bound
+
+    @cached_property
+    def consumers(self) -> dict[Value, tuple[int, ...]]:
+        """Ids of the nodes that take each value, in program order."""
+        found: dict[Value, list[int]] = {}
+        for node in self.nodes:
+            for value in dict.fromkeys(node.inputs):
+                found.setdefault(value, []).append(node.id)
+        return {value: tuple(ids) for value, ids in found.items()}
+
+
+def unique(name: str, taken: Iterable[str]) -> str:
+    """``name``, or ``name_1``, ``name_2`` ... if it is taken.
+
+    >>> unique("loss", {"loss": 0, "loss_1": 0})
+    'loss_2'
+    """
+    if name not in taken:
+        return name
+    number = 1
+    while f"{name}_{number}" in taken:
+        number += 1
+    return f"{name}_{number}"

@@ -1,0 +1,37 @@
+"""The thread's stack of open recordings, and what is asked of one from below.
+
+Only the stack: what a recording does is `tfnb.recording`'s. Everything that differs inside a recording asks here.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Protocol
+
+import torch
+
+
+class Recording(Protocol):
+    """An open recording, as the rooms above it use it."""
+
+    def read(self, variable: Any) -> torch.Tensor: ...
+
+    def write(self, variable: Any, kind: str, *args: Any) -> torch.Tensor: ...
+
+
+class _Stack(threading.local):
+    def __init__(self) -> None:
+        self.open: list[Recording] = []
+
+
+stack = _Stack()
+
+
+def recording() -> Recording | None:
+    """The innermost open recording of this thread."""
+    return stack.open[-1] if stack.open else None
+
+
+def plain(value: Any) -> Any:
+    """A recorded tensor's sample; anything else unchanged."""
+    return getattr(value, "sample", value) if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,184 @@
+"""Graph: a named handle to immutable contents.
+
+A recording builds new contents and swaps them in with `Graph.commit`, which raises ``version``; a run keeps what it
+started with. Everything between recording and running is a function from Graph to Graph.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import threading
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from tfnb.errors import FailedPrecondition, NotFound
+from tfnb.graph.check import check
+from tfnb.graph.contents import Contents, Guard
+from tfnb.graph.node import Node, Value
+from tfnb.graph.serial import read_graph, write_graph
+from tfnb.graph.text import text
+from tfnb.graph.variable import Variable
+
+_ids = itertools.count(1)
+
+
+def new_id() -> int:
+    """A node id: never reused in this process."""
+    return next(_ids)
+
+
+class Graph:
+    """Nodes in program order, under a name.
+
+    >>> g = Graph("empty")
+    >>> g.nodes, g.version
+    ((), 0)
+    """
+
+    def __init__(self, name: str = "graph", contents: Contents | None = None, *, seed: int = 0) -> None:
+        self.name = name
+        self.seed = seed
+        self.version = 0
+        self.finalized = False
+        self.stale: dict[int, str] = {}  # ids of removed nodes -> what to re-run
+        self.owners: list[str] = []  # owner keys in order of first recording
+        self.notes: tuple[str, ...] = ()  # what the last recording wants to say
+        self.contents = contents or Contents()
+        self._lock = threading.Lock()
+
+    # -- reading ------------------------------------------------------------------------------------------
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """All nodes in program order."""
+        return self.contents.nodes
+
+    @property
+    def variables(self) -> tuple[Variable, ...]:
+        """Variables that nodes read or write, in order of first use."""
+        return tuple(self.contents.variables.values())
+
+    @property
+    def placeholders(self) -> tuple[Node, ...]:
+        """Placeholder nodes in program order."""
+        return self.contents.placeholders
+
+    @property
+    def guards(self) -> tuple[Guard, ...]:
+        """Relations between sizes that every feed must keep."""
+        return self.contents.guards
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self.nodes)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.contents.by_name or name in self.contents.aliases
+
+    def __getitem__(self, name: str) -> Node:
+        contents = self.contents
+        node = contents.by_name.get(name)
+        if node is None and name in contents.aliases:
+            node = contents.by_id[contents.aliases[name].node]
+        if node is None:
+            raise NotFound(f"graph {self.name} has no node {name!r}{self._near(name)}")
+        return node
+
+    def _near(self, name: str) -> str:
+        near = difflib.get_close_matches(name, [*self.contents.by_name, *self.contents.aliases], 3)
+        return f"; near: {', '.join(near)}" if near else ""
+
+    def value(self, name: str) -> Value:
+        """The Value that a name means: ``"loss"``, ``"split:1"`` or an assigned Python name."""
+        if name in self.contents.aliases:
+            return self.contents.aliases[name]
+        stem, colon, index = name.rpartition(":")
+        if colon and index.isdigit():
+            node = self[stem]
+            if int(index) >= max(1, len(node.outputs)):
+                raise NotFound(f"node {stem} has {len(node.outputs)} outputs, not {name!r}", node=stem)
+            return Value(node.id, int(index))
+        return Value(self[name].id)
+
+    def select(
+        self, *, op: str | None = None, scope: str | None = None, tag: str | None = None, cell: str | None = None
+    ) -> tuple[Node, ...]:
+        """Nodes whose op, scope path (joined by ``/``) and cell label match the patterns, with that tag."""
+
+        def matches(node: Node) -> bool:
+            return (
+                (op is None or fnmatch(node.op, op))
+                and (scope is None or fnmatch("/".join(node.scope), scope))
+                and (tag is None or tag in node.tags)
+                and (cell is None or (node.source is not None and fnmatch(node.source.label, cell)))
+            )
+
+        return tuple(filter(matches, self.nodes))
+
+    def text(self) -> str:
+        """The stable, readable text form: one node per line."""
+        return text(self.name, self.contents)
+
+    def diff(self, other: Graph) -> str:
+        """Unified difference of the text forms; empty for equal graphs."""
+        lines = difflib.unified_diff(
+            self.text().splitlines(), other.text().splitlines(), self.name, other.name, lineterm="", n=1
+        )
+        return "\n".join(lines)
+
+    # -- files --------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> None:
+        """Write JSON to ``path`` and, if there are any, constants to ``path + .safetensors``. No pickle."""
+        write_graph(self.name, self.seed, self.contents, Path(path))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Graph:
+        """Read a saved graph; raises GraphFormatError, GraphCycleError or UnknownOp for a bad file."""
+        name, seed, contents = read_graph(Path(path), new_id)
+        return cls(name, contents, seed=seed)
+
+    # -- writing ------------------------------------------------------------------------------------------
+
+    def commit(self, contents: Contents, *, removed: Iterable[tuple[int, str]] = ()) -> None:
+        """Swap in new contents, all or nothing; ``removed`` names ids that are gone and what to re-run."""
+        check(contents)
+        with self._lock:
+            self.ensure_open()
+            self.contents = contents
+            self.stale.update(removed)
+            self.version += 1
+
+    def finalize(self) -> None:
+        """Make the graph read-only for all threads; runs stay possible."""
+        self.finalized = True
+
+    def ensure_open(self) -> None:
+        """Raise FailedPrecondition if the graph is finalized."""
+        if self.finalized:
+            raise FailedPrecondition(f"Graph {self.name} is finalized and cannot be modified")
+
+    def derive(self, contents: Contents) -> Graph:
+        """A new graph with other contents: what a pass returns."""
+        derived = Graph(self.name, contents, seed=self.seed)
+        derived.stale = self.stale
+        return derived
+
+    def __repr__(self) -> str:
+        return f"<Graph {self.name}: {len(self.nodes)} nodes, {len(self.variables)} variables, version {self.version}>"
+
+    def _repr_html_(self) -> str:
+        from tfnb.view import graph_html  # listed exception: a repr asks view
+
+        return graph_html(self)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        return {"text/html": self._repr_html_(), "text/plain": repr(self)}

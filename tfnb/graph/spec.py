@@ -1,0 +1,226 @@
+"""What a value is: dtype, shape with symbolic sizes, device.
+
+A size that varies is a :class:`Dim`, an integer expression over named symbols (``B``, ``4*B``, ``B//2 + 1``).
+It holds only text, so it travels to files and other processes; it is evaluated with the symbols bound to ints
+(a run) or to ``torch.SymInt`` (a recording). Imports torch for its types only.
+"""
+
+from __future__ import annotations
+
+import ast
+import keyword
+import math
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from tfnb.errors import GraphFormatError, ShapeError
+
+_BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: lambda base, power: _power(base, power),
+    ast.Div: operator.truediv,
+}
+_COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+_CALLS: dict[str, Callable[..., Any]] = {
+    "max": torch.sym_max,
+    "min": torch.sym_min,
+    "floor": math.floor,
+    "ceil": math.ceil,
+    "trunc": math.trunc,
+    "float": torch.sym_float,
+    "int": torch.sym_int,
+    "abs": abs,
+}
+
+
+LENGTH_CAP, DEPTH_CAP, POWER_CAP = 4000, 100, 64  # characters, nesting, exponent: a file may hold anything
+
+
+@lru_cache(maxsize=4096)
+def _parse(text: str) -> ast.expr:
+    """The syntax tree, if the text is a size expression that may be evaluated; raises GraphFormatError."""
+    if len(text) > LENGTH_CAP:
+        raise GraphFormatError(f"a size expression of {len(text)} characters; at most {LENGTH_CAP} are allowed")
+    try:
+        tree = ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise GraphFormatError(f"not a size expression: {text[:80]!r}") from error
+    level: list[ast.AST] = [tree]
+    for _ in range(DEPTH_CAP):
+        for node in level:
+            if not _allowed(node):
+                raise GraphFormatError(f"not allowed in a size expression: {text[:80]!r}")
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
+    if level:
+        raise GraphFormatError(f"a size expression is nested deeper than {DEPTH_CAP}: {text[:80]!r}")
+    return tree
+
+
+def _allowed(node: ast.AST) -> bool:
+    """Whether `_evaluate` knows this kind of node."""
+    match node:
+        case ast.Constant(value=value):
+            return isinstance(value, (bool, int, float))
+        case ast.BinOp(op=op):
+            return type(op) in _BINARY
+        case ast.UnaryOp(op=op):
+            return isinstance(op, (ast.USub, ast.Not))
+        case ast.Compare(ops=ops):
+            return len(ops) == 1 and type(ops[0]) in _COMPARE
+        case ast.Call(func=ast.Name(id=name), keywords=[], args=args):
+            many = name in ("max", "min")
+            return name in _CALLS and (len(args) >= 2 if many else len(args) == 1)
+        case ast.Name() | ast.BoolOp() | ast.IfExp() | ast.expr_context() | ast.operator() | ast.cmpop():
+            return True
+        case ast.boolop() | ast.unaryop():
+            return True
+    return False
+
+
+def _power(base: Any, power: Any) -> Any:
+    """``base ** power``, without numbers that fill the memory."""
+    if isinstance(power, int) and abs(power) > POWER_CAP:
+        raise ShapeError(f"a size expression raises to the power {power}; at most {POWER_CAP} is allowed")
+    return base**power
+
+
+def _evaluate(node: ast.expr, symbols: Mapping[str, Any]) -> Any:
+    match node:
+        case ast.Constant(value=bool() | int() | float() as value):
+            return value
+        case ast.Name(id=name):
+            return symbols[name]
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
+            return _BINARY[type(op)](_evaluate(left, symbols), _evaluate(right, symbols))
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_evaluate(operand, symbols)
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            return not _evaluate(operand, symbols)
+        case ast.BoolOp(op=op, values=values):
+            fold = all if isinstance(op, ast.And) else any
+            return fold(_evaluate(value, symbols) for value in values)
+        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARE:
+            return _COMPARE[type(op)](_evaluate(left, symbols), _evaluate(right, symbols))
+        case ast.IfExp(test=test, body=body, orelse=orelse):
+            return _evaluate(body if _evaluate(test, symbols) else orelse, symbols)
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _CALLS:
+            values = [_evaluate(arg, symbols) for arg in args]
+            call = _CALLS[name]
+            if name in ("max", "min") and len(values) > 2:
+                result = values[0]
+                for value in values[1:]:
+                    result = call(result, value)
+                return result
+            return call(*values)
+    raise GraphFormatError(f"not allowed in a size expression: {ast.unparse(node)!r}")
+
+
+@lru_cache(maxsize=4096)
+def _symbols(text: str) -> tuple[str, ...]:
+    """Free symbols in order of appearance."""
+    tree = _parse(text)
+    calls = {id(n.func) for n in ast.walk(tree) if isinstance(n, ast.Call)}
+    names = (n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and id(n) not in calls)
+    return tuple(dict.fromkeys(names))
+
+
+@dataclass(frozen=True, slots=True)
+class Dim:
+    """An integer expression over named symbols.
+
+    >>> d = Dim("2*B + 1")
+    >>> d.symbols, d.evaluate({"B": 4}), str(d)
+    (('B',), 9, '2*B + 1')
+    """
+
+    expr: str
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        """The free symbols, in order of appearance."""
+        return _symbols(self.expr)
+
+    @property
+    def is_symbol(self) -> bool:
+        """Whether this is one bare symbol."""
+        return self.expr.isidentifier() and not keyword.iskeyword(self.expr)
+
+    def evaluate(self, symbols: Mapping[str, Any]) -> Any:
+        """The value with every symbol bound; raises ShapeError for an unbound one."""
+        try:
+            return _evaluate(_parse(self.expr), symbols)
+        except KeyError as missing:
+            raise ShapeError(f"size {self.expr} needs a value for {missing.args[0]}") from None
+
+    def rename(self, names: Mapping[str, int | str]) -> Dim:
+        """The expression with symbols replaced by other symbols or numbers."""
+        tree = ast.parse(self.expr, mode="eval")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and node.id in names:
+                node.id = str(names[node.id])
+        return Dim(ast.unparse(tree.body))
+
+    def __str__(self) -> str:
+        return self.expr
+
+    __repr__ = __str__
+
+
+Size = int | Dim
+
+_SHORT = {
+    torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.float64: "f64",
+    torch.complex64: "c64", torch.complex128: "c128", torch.bool: "bool", torch.uint8: "u8",
+    torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
+}  # fmt: skip
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """dtype, shape (ints and Dims) and device type of one value.
+
+    >>> str(Spec(torch.float32, (Dim("B"), 784)))
+    'float32[B, 784]'
+    """
+
+    dtype: torch.dtype
+    shape: tuple[Size, ...]
+    device: str = "cpu"
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        """Symbols of the shape, in order of appearance."""
+        return tuple(dict.fromkeys(s for d in self.shape if isinstance(d, Dim) for s in d.symbols))
+
+    def sizes(self, symbols: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The shape with every symbol bound."""
+        return tuple(d.evaluate(symbols) if isinstance(d, Dim) else d for d in self.shape)
+
+    def short(self) -> str:
+        """``f32[B, 784]``, for drawings and the text form."""
+        return f"{_SHORT.get(self.dtype, dtype_name(self.dtype))}{list(self.shape)}"
+
+    def __str__(self) -> str:
+        where = "" if self.device == "cpu" else f" on {self.device}"
+        return f"{dtype_name(self.dtype)}{list(self.shape)}{where}"

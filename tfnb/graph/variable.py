@@ -1,0 +1,258 @@
+"""A Variable: a persistent tensor with a name and a spec. Data and delegation only.
+
+Locally the value is the storage of the object it was made from (an ``nn.Parameter``, a buffer, or its own tensor), so a
+trained graph is a trained module. While a cluster is connected the value lives in a parameter server, and
+``home`` answers for it. What a write means inside a recording is the recording's business: see `tfnb.graph.current`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any, Protocol
+
+import torch
+
+from tfnb.errors import FailedPrecondition, ShapeError
+from tfnb.graph import current
+from tfnb.graph.spec import Spec
+
+_serial = itertools.count()
+
+SCATTER = ("update", "add", "sub", "mul", "div")
+
+
+class Home(Protocol):
+    """Who owns the values while they are not here: a connected cluster."""
+
+    def value(self, variable: Variable) -> torch.Tensor: ...
+
+    def assign(self, variable: Variable, value: torch.Tensor) -> None: ...
+
+
+class Variable:
+    """A tensor that survives runs.
+
+    initial_value: tensor, array or number. name: a label, made unique per graph. trainable: whether ``minimize``
+    updates it by default.
+
+    >>> v = Variable(torch.zeros(2), name="v")
+    >>> v.assign_add(torch.ones(2))
+    tensor([1., 1.])
+    >>> v.value()
+    tensor([1., 1.])
+    """
+
+    def __init__(
+        self, initial_value: Any, *, name: str | None = None, trainable: bool = True, container: str = "",
+        shared_name: str | None = None,
+    ) -> None:  # fmt: skip
+        owned = torch.as_tensor(current.plain(initial_value)).detach().clone()
+        trains = trainable and (owned.is_floating_point() or owned.is_complex())
+        self._bind(lambda: owned, _spec_of(owned), name or "Variable", trains)
+        self.container, self.shared_name = container, shared_name
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, *, name: str, trainable: bool) -> Variable:
+        """The Variable that shares ``tensor``'s storage (a Parameter or buffer; held weakly)."""
+        self = cls.__new__(cls)
+        reference = weakref.ref(tensor)
+        spare = tensor.detach()
+
+        def storage() -> torch.Tensor:
+            alive = reference()
+            return spare if alive is None else alive.detach()
+
+        self._bind(storage, _spec_of(spare), name, trainable)
+        return self
+
+    @classmethod
+    def declared(cls, spec: Spec, *, name: str, trainable: bool) -> Variable:
+        """A Variable of a loaded graph: it has no value, and takes no memory, until one is stored."""
+        self = cls.__new__(cls)
+        self._bind(None, spec, name, trainable)
+        return self
+
+    def _bind(self, storage: Callable[[], torch.Tensor] | None, spec: Spec, name: str, trainable: bool) -> None:
+        self._storage = storage
+        self.key = f"v{next(_serial)}"
+        self.name = name
+        self.trainable = trainable
+        self.spec = spec
+        self.home: Home | None = None
+        self.container: str = ""
+        self.shared_name: str | None = None
+
+    @property
+    def initialized(self) -> bool:
+        """Whether there is a local value."""
+        return self._storage is not None
+
+    @property
+    def storage(self) -> torch.Tensor:
+        """The local storage, not a copy; stale while a cluster owns the value."""
+        if self._storage is None:
+            raise FailedPrecondition(
+                f"Attempting to use uninitialized value {self.name} ({self.spec}): "
+                "restore a checkpoint with session.restore(path), or assign a value first"
+            )
+        return self._storage()
+
+    def store(self, value: torch.Tensor) -> None:
+        """Write the local storage, wherever the value lives; raises ShapeError for another shape or dtype."""
+        if tuple(value.shape) != tuple(self.spec.shape) or value.dtype != self.spec.dtype:
+            raise ShapeError(f"cannot assign {_spec_of(value)} to variable {self.name}, which is {self.spec}")
+        with torch.no_grad():
+            if self._storage is None:
+                owned = torch.empty(self.shape, dtype=self.dtype, device=self.spec.device).copy_(value)
+                self._storage = lambda: owned
+            else:
+                self._storage().copy_(value)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.spec.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.spec.shape)
+
+    @property
+    def device(self) -> str:
+        """Where the value lives."""
+        if self.home is not None:
+            return str(self.home)
+        return str(self.storage.device) if self.initialized else self.spec.device
+
+    def value(self) -> torch.Tensor:
+        """A copy of the value, wherever it lives."""
+        return self.storage.clone() if self.home is None else self.home.value(self)
+
+    def set(self, value: torch.Tensor) -> None:
+        """Write the value at once, wherever it lives; raises ShapeError for another shape."""
+        if self.home is None:
+            self.store(value)
+            return
+        if tuple(value.shape) != tuple(self.spec.shape) or value.dtype != self.spec.dtype:
+            raise ShapeError(f"cannot assign {_spec_of(value)} to variable {self.name}, which is {self.spec}")
+        self.home.assign(self, value)
+
+    # -- reads and writes: recorded inside a recording, immediate outside ----------------------------------
+
+    def read(self) -> torch.Tensor:
+        """The value at this place of the program."""
+        recording = current.recording()
+        return self.value() if recording is None else recording.read(self)
+
+    def _write(self, kind: str, *args: Any) -> torch.Tensor:
+        recording = current.recording()
+        if recording is not None:
+            return recording.write(self, kind, *args)
+        new = updated(self.value(), kind, *(torch.as_tensor(a, device=self.storage.device) for a in args))
+        self.set(new)
+        return new
+
+    def assign(self, value: Any) -> torch.Tensor:
+        """Replace the value; returns the value after the write."""
+        return self._write("assign", value)
+
+    def assign_add(self, value: Any) -> torch.Tensor:
+        """Add ``value``; returns the value after the write."""
+        return self._write("assign_add", value)
+
+    def assign_sub(self, value: Any) -> torch.Tensor:
+        """Subtract ``value``; returns the value after the write."""
+        return self._write("assign_sub", value)
+
+    def scatter_update(self, indices: Any, rows: Any) -> torch.Tensor:
+        """Replace the rows ``indices`` [n] by ``rows`` [n, ...]."""
+        return self._write("scatter_update", indices, rows)
+
+    def scatter_add(self, indices: Any, rows: Any) -> torch.Tensor:
+        """Add ``rows`` to the rows ``indices``; duplicates sum."""
+        return self._write("scatter_add", indices, rows)
+
+    def scatter_sub(self, indices: Any, rows: Any) -> torch.Tensor:
+        """Subtract ``rows`` from the rows ``indices``; duplicates sum."""
+        return self._write("scatter_sub", indices, rows)
+
+    def scatter_mul(self, indices: Any, rows: Any) -> torch.Tensor:
+        """Multiply the rows ``indices`` by ``rows``."""
+        return self._write("scatter_mul", indices, rows)
+
+    def scatter_div(self, indices: Any, rows: Any) -> torch.Tensor:
+        """Divide the rows ``indices`` by ``rows``."""
+        return self._write("scatter_div", indices, rows)
+
+    # -- use as a tensor ------------------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def read(x: Any) -> Any:
+            return x.read() if isinstance(x, Variable) else x
+
+        args, kwargs = torch.utils._pytree.tree_map(read, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.read(), name)  # v.sum(), v.T: what any tensor has
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self.read()[index]
+
+    def __len__(self) -> int:
+        return int(self.shape[0])
+
+    def __repr__(self) -> str:
+        return f"<Variable {self.name}: {self.spec}{'' if self.trainable else ', not trainable'}>"
+
+    def __reduce__(self) -> Any:
+        raise FailedPrecondition(
+            f"variable {self.name} is a handle and is not pickled: use {self.name}.value(), or session.save(path)"
+        )
+
+
+def updated(old: torch.Tensor, kind: str, *args: torch.Tensor) -> torch.Tensor:
+    """``old`` after the write ``kind``, as ordinary torch code: recorded in a recording, eager outside."""
+    match kind, args:
+        case "assign", (value,):
+            return value
+        case "assign_add", (value,):
+            return old + value
+        case "assign_sub", (value,):
+            return old - value
+        case "scatter_update", (indices, rows):
+            return old.index_copy(0, indices, rows)
+        case "scatter_add", (indices, rows):
+            return old.index_add(0, indices, rows)
+        case "scatter_sub", (indices, rows):
+            return old.index_add(0, indices, rows, alpha=-1)
+        case "scatter_mul", (indices, rows):
+            return old.index_copy(0, indices, old.index_select(0, indices) * rows)
+        case "scatter_div", (indices, rows):
+            return old.index_copy(0, indices, old.index_select(0, indices) / rows)
+    raise AssertionError(kind)
+
+
+def _operators() -> None:
+    """Give Variable the arithmetic of a tensor, each operator through ``read``."""
+    binary = "add sub mul truediv floordiv mod pow matmul and or xor lt le gt ge eq ne"
+
+    def install(name: str) -> None:
+        def operator(self: Variable, *args: Any) -> Any:
+            return getattr(torch.Tensor, name)(self.read(), *(a.read() if isinstance(a, Variable) else a for a in args))
+
+        setattr(Variable, name, operator)
+
+    for name in binary.split():
+        if name not in ("eq", "ne"):  # identity equality and hash: a Variable is a dict key
+            install(f"__{name}__")
+        if name not in ("eq", "ne", "lt", "le", "gt", "ge"):
+            install(f"__r{name}__")
+    for name in ("neg", "abs", "invert"):
+        install(f"__{name}__")
+
+
+_operators()

@@ -1,0 +1,153 @@
+"""What a user calls inside a recording: placeholders, constants, scopes, order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tfnb.errors import FailedPrecondition, InvalidArgument, ShapeError
+from tfnb.graph import Spec, Value, Variable, current
+from tfnb.graph.spec import Size
+from tfnb.recording.recorder import Recorder
+from tfnb.recording.symbols import Symbols
+from tfnb.recording.tensor import Operation, Tensor
+
+
+def _recorder(what: str) -> Recorder:
+    recording = current.recording()
+    if not isinstance(recording, Recorder):
+        raise FailedPrecondition(f"{what} works inside a recording: a %%tfgraph cell or `with tfnb.record(NAME):`")
+    return recording
+
+
+def placeholder(
+    sample: Any = None, *, shape: Sequence[int | str | None] | None = None, dtype: torch.dtype | None = None,
+    device: Any = None, name: str | None = None,
+) -> Tensor:  # fmt: skip
+    """A tensor that every run must feed.
+
+    sample: tensor, array or number; its values are used while recording. shape: ints are fixed, ``None`` varies, equal
+    letters vary together; by default axis 0 varies. Without a sample there are shapes only (dtype float32 unless given).
+
+    >>> from tfnb.recording import record
+    >>> with record():
+    ...     print(placeholder(torch.zeros(8, 3)).spec, placeholder(shape=(None, "T", 4)).spec)
+    float32[B, 3] float32[B1, T, 4]
+    """
+    recorder = _recorder("placeholder")
+    with _disable_current_modes():
+        plain = None if sample is None else _sample(sample, dtype, device or recorder.default_device)
+        if plain is None and shape is None:
+            raise InvalidArgument(f"placeholder needs a sample or a shape{recorder._at()}")
+        axes = _axes(plain, shape, recorder)
+        plain = _grown(plain, axes, recorder)
+        sizes = tuple(_size(axis, plain, i, recorder.symbols, recorder) for i, axis in enumerate(axes))
+        where = torch.device(device or recorder.default_device or "cpu").type if plain is None else plain.device.type
+        spec = Spec(plain.dtype if plain is not None else dtype or torch.get_default_dtype(), sizes, where)
+    return recorder.placeholder(spec, None if recorder.lazy else plain, name or "placeholder")
+
+
+def _sample(sample: Any, dtype: torch.dtype | None, device: Any) -> torch.Tensor:
+    if isinstance(sample, Variable):
+        sample = sample.value()
+    tensor = torch.as_tensor(current.plain(sample)).detach()
+    if isinstance(sample, np.ndarray):
+        tensor = tensor.clone()
+    return tensor.to(dtype=dtype, device=device)
+
+
+def _axes(sample: torch.Tensor | None, shape: Any, recorder: Recorder) -> tuple[int | str | None, ...]:
+    if shape is None:
+        assert sample is not None
+        return (None, *sample.shape[1:]) if sample.dim() else ()
+    axes = tuple(shape)
+    if sample is not None:
+        fits = len(axes) == sample.dim() and all(
+            not isinstance(a, int) or a == n for a, n in zip(axes, sample.shape, strict=False)
+        )
+        if not fits:
+            raise ShapeError(f"placeholder's shape {list(axes)} does not fit its sample {list(sample.shape)}{recorder._at()}")
+    return axes
+
+
+def _grown(sample: torch.Tensor | None, axes: Any, recorder: Recorder) -> torch.Tensor | None:
+    """A varying axis of length 0 or 1 would be recorded as a constant: double the row."""
+    if sample is None:
+        return None
+    for axis, wanted in enumerate(axes):
+        if isinstance(wanted, int) or sample.shape[axis] > 1:
+            continue
+        recorder.notes.append(f"the sample's axis {axis} has length {sample.shape[axis]}: recorded with 2 rows")
+        row = [*sample.shape]
+        row[axis] = 2
+        sample = sample.expand(row).clone() if sample.shape[axis] else sample.new_zeros(row)
+    return sample
+
+
+def _size(axis: Any, sample: torch.Tensor | None, place: int, symbols: Symbols, recorder: Recorder) -> Size:
+    if isinstance(axis, int):
+        return axis
+    hint = None if sample is None else sample.shape[place]
+    taken = {s for node in recorder.nodes for spec in node.outputs for s in spec.symbols} | recorder.letters
+    if isinstance(axis, str):
+        if not axis.isidentifier():
+            raise InvalidArgument(f"a varying axis is named by an identifier, not {axis!r}{recorder._at()}")
+        if axis in taken:
+            known = symbols.hint(symbols.get(axis))
+            if hint is not None and known != hint:
+                raise ShapeError(f"size {axis} is {known} in an earlier sample and {hint} in this one{recorder._at()}")
+            return symbols.size(symbols.get(axis))
+    size = symbols.fresh(axis, hint, taken)
+    recorder.letters.add(str(symbols.size(size)))
+    return symbols.size(size)
+
+
+def constant(value: Any, *, name: str | None = None) -> Tensor:
+    """A recorded tensor of a fixed value."""
+    recorder = _recorder("constant")
+    with _disable_current_modes():
+        tensor = torch.as_tensor(current.plain(value)).detach().clone()
+    return recorder._wrap(recorder.constant(tensor, name or "constant"))
+
+
+@contextmanager
+def name_scope(name: str | None) -> Iterator[str]:
+    """Nodes recorded inside stand under this scope. ``"a"`` opens a fresh one, ``"a/"`` re-enters, ``None`` is the root."""
+    with _recorder("name_scope").scope(name) as path:
+        yield path
+
+
+@contextmanager
+def device(spec: str | None) -> Iterator[None]:
+    """Nodes recorded inside request this device."""
+    with _recorder("device").placed(spec):
+        yield
+
+
+@contextmanager
+def control_dependencies(nodes: Sequence[Any] | None) -> Iterator[None]:
+    """What is recorded inside runs after ``nodes``, and reads of variables inside are fresh. ``None`` clears."""
+    recorder = _recorder("control_dependencies")
+    with recorder.after(None if nodes is None else tuple(_value(node, recorder).node for node in nodes)):
+        yield
+
+
+def group(*fetches: Any, name: str | None = None) -> Operation:
+    """An Operation that runs all of ``fetches``."""
+    recorder = _recorder("group")
+    return recorder.group(tuple(_value(f, recorder) for f in fetches), name)
+
+
+def _value(item: Any, recorder: Recorder) -> Value:
+    if isinstance(item, Tensor):
+        return recorder._entry(item).value
+    if isinstance(item, Operation):
+        return item.value
+    if isinstance(item, Variable):
+        return recorder.read(item).value
+    raise InvalidArgument(f"a recorded tensor, Operation or Variable was expected, got {type(item).__name__}")

@@ -1,0 +1,316 @@
+"""Opening and closing a recording: `record`, `record_cell`, `reopen`, and the graphs by name.
+
+All or nothing: contents are swapped in only when the block ended without an exception.
+"""
+
+from __future__ import annotations
+
+import gc
+import linecache
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound
+from tfnb.graph import Graph, Owner, Source, Value, current
+from tfnb.graph.graph import new_id
+from tfnb.recording.commit import drop_unreachable_data, replaced, substitute, unified_guards
+from tfnb.recording.recorder import Recorder
+from tfnb.recording.scopes import Functions, clean, follow_modules
+from tfnb.recording.tensor import Operation, Tensor
+
+_graphs: dict[str, Graph] = {}
+_lock = threading.Lock()
+
+Where = Callable[[], Source | None]
+
+
+def graph(name: str | None = None) -> Graph:
+    """The graph of this name; without a name, the open recording's or the last one named.
+
+    Raises NotFound for an unknown name.
+    """
+    if name is None:
+        recording = current.recording()
+        if recording is not None:
+            return recording.graph
+        if not _graphs:
+            raise NotFound("no graph yet: record one with %%tfgraph NAME or `with tfnb.record(NAME):`")
+        return list(_graphs.values())[-1]
+    if name not in _graphs:
+        raise NotFound(f"no graph named {name!r}; there are: {', '.join(_graphs) or 'none'}")
+    return _graphs[name]
+
+
+def graphs() -> dict[str, Graph]:
+    """All named graphs."""
+    return dict(_graphs)
+
+
+def forget(name: str) -> None:
+    """Take a name off the list of graphs; the object stays valid."""
+    graph(name)
+    del _graphs[name]
+
+
+@contextmanager
+def record(graph: Graph | str | None = None, *, device: Any = None, lazy: bool = False) -> Iterator[Graph]:
+    """Record the block into a graph: ordinary torch code, run at once on samples.
+
+    graph: None for a new unnamed graph, a name for a new graph of that name, a Graph to append to. device: where
+    factories and placeholders go. lazy: shapes only, no values. Raises whatever the block raises, with the graph
+    unchanged.
+
+    >>> with record() as g:
+    ...     x = placeholder(torch.ones(4, 3), name="x")
+    ...     y = (x * 2).sum(1)
+    >>> print(y.spec, [n.op for n in g.nodes])
+    float32[B] ['tfnb.placeholder', 'aten.mul.Tensor', 'aten.sum.dim_IntList']
+    """
+    __tracebackhide__ = True
+    frame = sys._getframe(2)
+    named = isinstance(graph, str)
+    target = graph if isinstance(graph, Graph) else Graph(graph or "graph")
+    target.ensure_open()
+    label = _file_label(frame.f_code.co_filename)
+    owner = _owner(target, f"block:{label}:{frame.f_lineno}:{len(target.owners)}")
+
+    def where() -> Source:
+        text = linecache.getline(frame.f_code.co_filename, frame.f_lineno, frame.f_globals).strip()
+        return Source(label, frame.f_lineno, text)
+
+    with _opened(target, owner, where, lambda: {**frame.f_globals, **frame.f_locals}, frame, device, lazy, append=True):
+        yield target
+    if named:
+        with _lock:
+            _graphs.pop(target.name, None)
+            _graphs[target.name] = target
+
+
+@contextmanager
+def record_cell(
+    name: str | None, *, owner: str, label: str, filename: str, namespace: Mapping[str, Any], device: Any = None,
+    lazy: bool = False, append: bool = False,
+) -> Iterator[Graph]:  # fmt: skip
+    """Record a notebook cell: the nodes that ``owner`` recorded before are replaced when the cell succeeds.
+
+    filename: what the cell was compiled as; its frames are the user's. namespace: where its names land.
+    """
+    __tracebackhide__ = True
+    target = _graphs.get(name or "graph") or Graph(name or "graph")
+    target.ensure_open()
+    stop = sys._getframe(2)
+
+    def where() -> Source | None:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename != filename:
+            frame = frame.f_back
+        if frame is None:
+            return Source(label, 1)
+        return Source(label, frame.f_lineno, linecache.getline(filename, frame.f_lineno).strip())
+
+    key = f"{owner}+{new_id()}" if append else owner
+    with _opened(target, _owner(target, key), where, lambda: namespace, stop, device, lazy, append=append):
+        yield target
+    with _lock:
+        _graphs.pop(target.name, None)
+        _graphs[target.name] = target
+
+
+@contextmanager
+def reopen(graph: Graph) -> Iterator[Recorder]:
+    """The open recording of ``graph``, or a new one that appends to it."""
+    recording = current.recording()
+    if isinstance(recording, Recorder) and recording.graph is graph:
+        yield recording
+        return
+    frame = _caller()
+    label = _file_label(frame.f_code.co_filename)
+    owner = _owner(graph, f"block:{label}:{frame.f_lineno}:{len(graph.owners)}")
+
+    def where() -> Source:
+        text = linecache.getline(frame.f_code.co_filename, frame.f_lineno, frame.f_globals).strip()
+        return Source(label, frame.f_lineno, text)
+
+    with _opened(graph, owner, where, dict, frame, None, False, append=True) as recorder:
+        yield recorder
+
+
+def _caller() -> FrameType:
+    """The nearest frame outside tfnb and the standard library's context managers."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("tfnb", "contextlib"):
+        frame = frame.f_back
+    return frame
+
+
+def _file_label(filename: str) -> str:
+    return filename.replace("\\", "/").rpartition("/")[2]
+
+
+def _owner(graph: Graph, key: str) -> Owner:
+    if key not in graph.owners:
+        graph.owners.append(key)
+    return Owner(key, graph.owners.index(key))
+
+
+@contextmanager
+def _opened(
+    graph: Graph, owner: Owner, where: Where, names: Callable[[], Mapping[str, Any]], stop: FrameType, device: Any,
+    lazy: bool, *, append: bool,
+) -> Iterator[Recorder]:  # fmt: skip
+    __tracebackhide__ = True
+    before = graph.contents
+    kept = tuple(n for n in before.nodes if append or n.owner is None or n.owner.key != owner.key)
+    python_name = _namer(names)
+    recorder = Recorder(graph, owner, where=where, kept=kept, python_name=python_name, stop=stop, lazy=lazy)
+    recorder.default_device = device
+    try:
+        with ExitStack() as stack:
+            _enter(stack, recorder, device)
+            yield recorder
+        _commit(recorder, before, names(), append=append)
+    except BaseException:
+        recorder.space.forget({node.id for node in recorder.new})
+        raise
+
+
+def _enter(stack: ExitStack, recorder: Recorder, device: Any) -> None:
+    """Everything that holds inside a block, undone in reverse order whatever happens."""
+    stack.enter_context(_pushed(recorder))
+    stack.enter_context(_listening(recorder))
+    stack.enter_context(follow_modules(recorder.scopes, recorder))
+    stack.enter_context(_born_parameters(recorder))
+    stack.enter_context(enable_python_dispatcher())
+    stack.enter_context(torch._C._AutoDispatchBelowAutograd())
+    stack.enter_context(recorder)
+    if device is not None:
+        stack.enter_context(torch.device(device))
+    stack.enter_context(Functions(recorder.scopes))
+
+
+@contextmanager
+def _pushed(recorder: Recorder) -> Iterator[None]:
+    current.stack.open.append(recorder)
+    try:
+        yield
+    finally:
+        top = current.stack.open.pop()
+        if top is not recorder:
+            raise FailedPrecondition(
+                f"recordings were left out of order: {top.graph.name} is still open inside {recorder.graph.name}"
+            )
+
+
+@contextmanager
+def _listening(recorder: Recorder) -> Iterator[None]:
+    before, recorder.symbols.listener = recorder.symbols.listener, recorder.heard
+    try:
+        yield
+    finally:
+        recorder.symbols.listener = before
+
+
+@contextmanager
+def _born_parameters(recorder: Recorder) -> Iterator[None]:
+    """A Parameter made inside a recording holds plain values: what was drawn becomes its Variable's initial value."""
+    original = torch.nn.Parameter.__new__
+
+    def make(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+        if current.recording() is not recorder:
+            return original(cls, data, requires_grad)
+        with _disable_current_modes():
+            plain = data.sample.detach().clone() if isinstance(data, Tensor) else data
+            parameter = original(cls, plain, requires_grad)
+        recorder.born.add(parameter)
+        return parameter
+
+    torch.nn.Parameter.__new__ = staticmethod(make)  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.nn.Parameter.__new__ = staticmethod(original)  # type: ignore[method-assign,assignment]
+
+
+def _namer(names: Callable[[], Mapping[str, Any]]) -> Callable[[Any], str | None]:
+    def python_name(target: Any) -> str | None:
+        found = [n for n, v in names().items() if v is target and not n.startswith("_")]
+        return found[0] if found else None
+
+    return python_name
+
+
+def _commit(recorder: Recorder, before: Any, names: Mapping[str, Any], *, append: bool) -> None:
+    """Turn what was recorded into the graph's new contents."""
+    aliases = _assigned_names(recorder, names)
+    live = {t.value.node for t in recorder.live} | {v.node for v in aliases.values()}
+    nodes = drop_unreachable_data(recorder.new, live - _only_in_list(recorder))
+    sizes = _unified(recorder)
+    if sizes:
+        nodes = [substitute(node, sizes) for node in nodes]
+    guards = unified_guards(recorder.new_guards, sizes)
+    contents, gone = replaced(before, nodes, guards, aliases, recorder.owner, append=append)
+    if recorder.graph.contents is not before:
+        raise FailedPrecondition(f"graph {recorder.graph.name} was changed by another thread during this recording")
+    recorder.graph.commit(contents, removed=gone.items())
+    recorder.graph.notes = tuple(recorder.notes)
+    recorder.space.forget(set(gone) | ({n.id for n in recorder.new} - {n.id for n in nodes}))
+
+
+def _only_in_list(recorder: Recorder) -> set[int]:
+    """Constants live only as handles of plain tensors: their own liveness keeps nothing."""
+    return {node.id for node in recorder.new if node.op == "tfnb.constant"}
+
+
+def _assigned_names(recorder: Recorder, names: Mapping[str, Any]) -> dict[str, Value]:
+    """Name nodes by the Python names they were assigned to; further outputs become aliases."""
+    mine = {node.id for node in recorder.new}
+    aliases: dict[str, Value] = {}
+    done: set[int] = set()
+    for name, value in list(names.items()):
+        if not isinstance(value, (Tensor, Operation)) or value.graph is not recorder.graph or name.startswith("_"):
+            continue
+        at = value.feed_value if isinstance(value, Tensor) else value.value
+        if at.node not in mine:
+            continue
+        if at.index or at.node in done:
+            aliases[name] = at
+        elif not recorder.node(at.node).attrs.get("named"):
+            done.add(at.node)
+            if recorder.rename(at.node, clean(name)) != name:
+                aliases[name] = at
+    return aliases
+
+
+def _unified(recorder: Recorder) -> dict[str, int | str]:
+    """Symbols made in this recording that became a number or another symbol."""
+    own = {s for n in recorder.new if n.op == "tfnb.placeholder" for spec in n.outputs for s in spec.symbols}
+    sizes: dict[str, int | str] = {}
+    for letter in own:
+        now = recorder.symbols.size(recorder.symbols.get(letter))
+        if isinstance(now, int):
+            sizes[letter] = now
+            _warn_fixed(recorder, letter, now)
+        elif now.is_symbol and now.expr != letter:
+            sizes[letter] = now.expr
+    return sizes
+
+
+def _warn_fixed(recorder: Recorder, letter: str, size: int) -> None:
+    found = next((s for text, _, s in recorder.equalities if letter in text.replace("(", " ").split()), None)
+    at = next((s for text, _, s in recorder.equalities if letter in text), found)
+    warnings.warn(
+        f"size {letter} became the constant {size}{f' at {at}' if at else ''}: the graph takes only feeds of that size",
+        stacklevel=2,
+    )
+
+
+__all__ = ["InvalidArgument", "forget", "graph", "graphs", "record", "record_cell", "reopen"]

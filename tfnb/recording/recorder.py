@@ -1,0 +1,585 @@
+"""The recorder: a dispatch mode that runs each ATen call at once on samples and appends a node.
+
+It sees every call of the block, also those without a recorded tensor (views of parameters, factories, random draws).
+Composites are taken apart here; writes become their out-of-place twins; everything else is one node. Nothing outside
+the recording changes: variables, modules, user tensors and torch's random state stay as they are.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+
+import sympy
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from tfnb.errors import FeedError, InvalidArgument, ShapeError, StaleNode, Unsupported
+from tfnb.graph import Graph, Guard, Node, Owner, Ref, Source, Spec, Value, Variable
+from tfnb.graph.contents import unique
+from tfnb.graph.graph import new_id
+from tfnb.graph.node import leaves
+from tfnb.graph.variable import updated
+from tfnb.kernels.random import seeded
+from tfnb.recording.ops import Facts, Op, bind, facts, op_name, twin, unbind
+from tfnb.recording.replaced import REPLACED
+from tfnb.recording.scopes import Scopes, clean
+from tfnb.recording.tensor import Base, Entry, Operation, Tensor
+from tfnb.recording.variables import known, variable
+from tfnb.recording.views import View
+from tfnb.recording.workspace import stream_seed, workspace
+
+aten = torch.ops.aten
+BIG_CONSTANT = 1 << 20  # bytes; larger captured tensors are announced and kept by reference
+_CONSTRUCTORS = frozenset({"__init__", "reset_parameters", "_reset_parameters"})
+
+
+class Recorder(TorchDispatchMode):
+    """One open recording of one owner into one graph."""
+
+    def __init__(
+        self, graph: Graph, owner: Owner, *, where: Callable[[], Source | None], kept: tuple[Node, ...],
+        python_name: Callable[[Any], str | None], stop: FrameType | None = None, lazy: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.graph, self.owner, self.lazy = graph, owner, lazy
+        self.space = workspace(graph)
+        self.symbols = self.space.symbols
+        self.where = where
+        self.scopes = Scopes(python_name)
+        self.new: list[Node] = []
+        self.new_guards: list[Guard] = []
+        self.equalities: list[tuple[str, sympy.Eq, Source | None]] = []
+        self.notes: list[str] = []
+        self.born: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.live: weakref.WeakSet[Tensor] = weakref.WeakSet()
+        self._kept = kept
+        self._by_id: dict[int, Node] = {node.id: node for node in kept}
+        self._names = {node.name for node in kept}
+        self._bases: dict[int, tuple[torch.Tensor, Base]] = {}
+        self._reads: dict[Variable, Base] = {}
+        self._control: tuple[int, ...] = ()
+        self._tags: frozenset[str] = frozenset()
+        self._forward: int | None = None
+        self._device: str | None = None
+        self._streams = 0
+        self._warned: set[Any] = set()
+        self._stop = stop
+        self.default_device: Any = None
+        self.letters: set[str] = set()  # symbols declared in this recording
+
+    # -- what the rooms above use -----------------------------------------------------------------------------
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """All nodes so far, earlier owners' first."""
+        return (*self._kept, *self.new)
+
+    def node(self, node_id: int) -> Node:
+        """A node of the graph or of this recording."""
+        return self._by_id[node_id]
+
+    def tensor(self, value: Value) -> Tensor:
+        """A recorded tensor of an existing value."""
+        return self._wrap(self._entry_of_value(value))
+
+    def _entry_of_value(self, value: Value) -> Entry:
+        node = self._by_id.get(value.node)
+        if node is None:
+            raise StaleNode(self.graph.stale.get(value.node, f"node {value.node} is not in graph {self.graph.name}"))
+        fake = self.space.fakes.get(value)
+        if fake is None:
+            fake = self.symbols.fake(node.outputs[value.index])
+        with _disable_current_modes():
+            sample = None if self.lazy else self.space.sample(value, self._by_id)
+        return Entry(value, fake, sample)
+
+    def read(self, var: Variable) -> Tensor:
+        """The variable's value at this place of the program."""
+        base = self._read_base(var)
+        return self._wrap(base.entry, base)
+
+    def _read_base(self, var: Variable) -> Base:
+        base = self._reads.get(var)
+        if base is None:
+            with _disable_current_modes():
+                sample = var.storage if var.home is None or not self.lazy else None
+                fake = self.symbols.fake_like(var.storage)
+            value = self._append("tfnb.read", clean(var.name), (var.spec,), attrs={"variable": var})
+            base = Base(Entry(value, fake, sample))
+            base.written = lambda entry: self._assigned(var, entry, frozenset())
+            self.space.keep(value, sample, root=False)
+            self._reads[var] = base
+        return base
+
+    def write(self, var: Variable, kind: str, *args: Any) -> Tensor:
+        """Record a write; returns the value after it."""
+        with self.scopes.name_scope(clean(var.name)), self:
+            new = updated(self.read(var), kind, *(self._as_tensor(a) for a in args))
+        base = self._read_base(var)
+        base.write(self._entry(self._fitting(var, new)))
+        return self._wrap(base.entry, base)
+
+    def assign(self, var: Variable, tensor: torch.Tensor, *, tags: frozenset[str] = frozenset()) -> Tensor:
+        """Record a plain assignment. Tagged ``step`` it is a step to be run: later reads neither pull nor show it."""
+        entry = self._entry(self._fitting(var, tensor))
+        if "step" not in tags:
+            base = self._read_base(var)
+            base.write(entry)
+            return self._wrap(base.entry, base)
+        self._reads.pop(var, None)
+        return self._wrap(self._assigned(var, entry, tags))
+
+    def _assigned(self, var: Variable, entry: Entry, tags: frozenset[str]) -> Entry:
+        value = self._append(
+            "tfnb.assign", f"{clean(var.name)}/assign", (var.spec,), inputs=(entry.value,),
+            attrs={"variable": var, "value": Ref(0)}, tags=tags,
+        )  # fmt: skip
+        self.space.keep(value, entry.sample)
+        return Entry(value, entry.fake, entry.sample)
+
+    def _fitting(self, var: Variable, new: Any) -> torch.Tensor:
+        new = self._as_tensor(new)
+        spec = self.symbols.spec(self._entry(new).fake)
+        if spec.dtype != var.spec.dtype or spec.shape != tuple(var.spec.shape):
+            raise ShapeError(f"cannot assign {spec} to variable {var.name}, which is {var.spec}{self._at()}")
+        return new
+
+    def _as_tensor(self, value: Any) -> torch.Tensor:
+        if isinstance(value, Variable):
+            return self.read(value)
+        if isinstance(value, torch.Tensor):
+            return value
+        with _disable_current_modes():
+            return torch.as_tensor(value)
+
+    def group(self, values: tuple[Value, ...], name: str | None = None, *, tags: frozenset[str] = frozenset()) -> Operation:
+        """An Operation that runs all of ``values``."""
+        value = self._append("tfnb.group", name or "group", (), inputs=values, attrs={"values": tuple(map(Ref, range(len(values))))}, tags=tags)  # fmt: skip
+        return Operation(self.graph, value)
+
+    def constant(self, tensor: torch.Tensor, name: str = "constant") -> Entry:
+        """A node that holds ``tensor``."""
+        value = self._append("tfnb.constant", name, (self.symbols.spec(tensor),), attrs={"value": tensor})
+        self.space.keep(value, tensor, root=True)
+        return Entry(value, self.symbols.fake_like(tensor), None if self.lazy else tensor)
+
+    def placeholder(self, spec: Spec, sample: torch.Tensor | None, name: str) -> Tensor:
+        """A node that must be fed."""
+        value = self._append("tfnb.placeholder", name, (spec,))
+        fake = self.symbols.fake(spec)
+        self.space.fakes[value] = fake
+        self.space.keep(value, sample, root=True)
+        tensor = self._wrap(Entry(value, fake, sample))
+        tensor._feed = value
+        return tensor
+
+    @contextmanager
+    def scope(self, name: str | None) -> Iterator[str]:
+        """A name scope: ``"a"`` fresh, ``"a/"`` re-entered, ``None`` the root."""
+        with self.scopes.name_scope(name) as path:
+            yield path
+
+    @contextmanager
+    def tagged(self, tags: frozenset[str], forward: int | None = None) -> Iterator[None]:
+        """Nodes recorded inside carry the tags and the forward node's id."""
+        before = self._tags, self._forward
+        self._tags, self._forward = self._tags | tags, forward
+        try:
+            yield
+        finally:
+            self._tags, self._forward = before
+
+    @contextmanager
+    def after(self, ids: tuple[int, ...] | None) -> Iterator[None]:
+        """Control dependencies: nodes recorded inside run after ``ids``, and reads inside are fresh."""
+        before = self._control, self._reads
+        self._control = () if ids is None else (*self._control, *ids)
+        self._reads = {}
+        try:
+            yield
+        finally:
+            self._control, self._reads = before
+
+    @contextmanager
+    def placed(self, device: str | None) -> Iterator[None]:
+        """Nodes recorded inside request this device."""
+        before, self._device = self._device, device
+        try:
+            yield
+        finally:
+            self._device = before
+
+    # -- what leaves the graph --------------------------------------------------------------------------------
+
+    def escaped(self, tensor: torch.Tensor, how: str) -> None:
+        """A value was read while recording: the number is a constant of the graph."""
+        source = self.where()
+        note = f"{source.label} line {source.line} `{how}`" if source else how
+        if note not in self.notes:
+            self.notes.append(note)
+
+    def branch(self, tensor: Tensor, outcome: bool) -> None:
+        """Python took a branch on a recorded value: warn once a line, and guard every later node by the outcome."""
+        source = self.where()
+        entry = self._entry(tensor)
+        guard = self._append("tfnb.guard", "guard", (), inputs=(entry.value,), attrs={"value": Ref(0), "outcome": outcome})
+        self._control = (*self._control, guard.node)
+        key = ("branch", source and source.line)
+        if key not in self._warned:
+            self._warned.add(key)
+            warnings.warn(
+                f"{source or 'recording'}: Python took the {outcome} branch of a recorded value; the graph holds only "
+                "that branch, and a run where it would go the other way raises BranchChanged (torch.where and "
+                "tfnb's staged control flow have both)",
+                stacklevel=self._user_level(),
+            )
+
+    def heard(self, text: str, expr: Any, kernel: bool) -> None:
+        """A relation between sizes that this recording now relies on."""
+        source = self.where()
+        if isinstance(expr, sympy.Eq):
+            self.equalities.append((text, expr, source))
+        if all(guard.expr != text for guard in self.new_guards):
+            self.new_guards.append(Guard(text, source, self.owner))
+
+    # -- the dispatch mode --------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        __tracebackhide__ = True
+        kwargs = kwargs or {}
+        own = facts(func)
+        if func is aten._local_scalar_dense.default:
+            return self._leave(args[0])
+        if not _mentions(args, kwargs, Tensor) and self._constructing(func, own, args):
+            return func(*args, **kwargs)
+        if func in (aten.lift_fresh.default, aten.lift.default):
+            return args[0] if isinstance(args[0], Tensor) else self._wrap(self._entry(args[0]))
+        if func in REPLACED:
+            with self:
+                result = REPLACED[func](self, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if own.decomposes:
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if own.writes:
+            return self._write_call(func, own, args, kwargs)
+        return self._call(func, own, args, kwargs)
+
+    def _leave(self, tensor: torch.Tensor) -> Any:
+        """``.item()`` from inside torch: the sample's number."""
+        if not isinstance(tensor, Tensor):
+            sample = self._entry(tensor).sample
+            return (tensor if sample is None else sample).item()
+        self.escaped(tensor, "item()")
+        return tensor.sample.item()
+
+    def _constructing(self, func: Op, own: Facts, args: Any) -> bool:
+        """Whether this call only makes initial values: it runs for real and leaves no node."""
+        if own.writes and args and isinstance(args[0], torch.nn.Parameter) and args[0] in self.born:
+            return args[0].untyped_storage().data_ptr() != 0 and known(args[0]) is None
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame is not self._stop:
+            code = frame.f_code
+            if code.co_name in _CONSTRUCTORS and code.co_argcount and isinstance(
+                frame.f_locals.get(code.co_varnames[0]), torch.nn.Module
+            ):  # fmt: skip
+                return True
+            frame = frame.f_back
+        return False
+
+    def _call(self, func: Op, own: Facts, args: Any, kwargs: Any) -> Any:
+        """Record one op: node, fake result, sample result."""
+        __tracebackhide__ = True
+        inputs: list[Entry] = []
+        attr_args, fake_args, sample_args = self._arguments(list(args), inputs)
+        attr_kwargs, fake_kwargs, sample_kwargs = self._arguments(kwargs, inputs)
+        fakes = self._fake_call(func, fake_args, fake_kwargs, inputs)
+        stream = None
+        if own.is_random:
+            stream, self._streams = self._streams, self._streams + 1
+        flat = fakes if isinstance(fakes, (list, tuple)) else (fakes,)
+        if not all(isinstance(f, torch.Tensor) for f in flat):
+            if all(f is None or isinstance(f, torch.Tensor) for f in flat):
+                raise Unsupported(f"{op_name(func)} with an absent output is not recorded{self._at()}", op=op_name(func))
+            return fakes  # sizes and other numbers: symbolic already
+        value = self._append(
+            op_name(func), self._leaf_name(func), tuple(self.symbols.spec(f) for f in flat),
+            inputs=tuple(entry.value for entry in inputs), attrs=bind(func, tuple(attr_args), attr_kwargs), stream=stream,
+        )  # fmt: skip
+        try:
+            samples = self._sample_call(func, sample_args, sample_kwargs, inputs, self.new[-1], len(flat))
+        except Exception as error:
+            self._drop_last()
+            raise self._explained(func, error, inputs) from error
+        base, chain, attrs = self._viewed(func, own, args, kwargs)
+        wrapped = []
+        for index, (fake, sample) in enumerate(zip(flat, samples, strict=True)):
+            entry = Entry(Value(value.node, index), fake, sample)
+            self.space.fakes[entry.value] = fake
+            self.space.keep(entry.value, sample)
+            view = () if base is None else (*chain, View(func, attrs, index))
+            wrapped.append(self._wrap(entry, base, view))
+        if isinstance(fakes, (list, tuple)):
+            return type(fakes)(wrapped) if type(fakes) in (list, tuple) else tuple(wrapped)
+        return wrapped[0]
+
+    def _arguments(self, tree: Any, inputs: list[Entry]) -> tuple[Any, Any, Any]:
+        """An argument tree three times: as attrs (Ref, Dim), on fakes, on samples. Tensors are added to ``inputs``."""
+        if isinstance(tree, torch.Tensor):
+            entry = self._entry(tree)
+            inputs.append(entry)
+            return Ref(len(inputs) - 1), entry.fake, entry.sample
+        if isinstance(tree, (list, tuple)):
+            parts = [self._arguments(item, inputs) for item in tree]
+            kind = list if isinstance(tree, list) else tuple
+            return tuple(kind(part[i] for part in parts) for i in range(3))  # type: ignore[return-value]
+        if isinstance(tree, Mapping):
+            items = {key: self._arguments(item, inputs) for key, item in tree.items()}
+            return tuple({key: part[i] for key, part in items.items()} for i in range(3))  # type: ignore[return-value]
+        if isinstance(tree, torch.Generator):
+            return None, None, None
+        return self.symbols.leaf(tree), tree, self.symbols.concrete(tree)
+
+    def _fake_call(self, func: Op, args: Any, kwargs: Any, inputs: list[Entry]) -> Any:
+        __tracebackhide__ = True
+        try:
+            with self.symbols.kernel():
+                return func(*args, **kwargs)
+        except Exception as error:
+            raise self._explained(func, error, inputs) from error
+
+    def _sample_call(
+        self, func: Op, args: Any, kwargs: Any, inputs: list[Entry], node: Node, count: int
+    ) -> tuple[torch.Tensor | None, ...]:
+        if self.lazy or any(entry.sample is None for entry in inputs):
+            return (None,) * count
+        if node.stream is None:
+            out = func(*args, **kwargs)
+        else:
+            seed = stream_seed(node, self.graph.seed, 0)
+            out = seeded(func, seed, torch.device(node.outputs[0].device), args, kwargs)
+        return tuple(out) if isinstance(out, (list, tuple)) else (out,)
+
+    def _viewed(self, func: Op, own: Facts, args: Any, kwargs: Any) -> tuple[Base | None, tuple[View, ...], dict[str, Any]]:
+        """For a view op: the base it looks at, the chain so far, and its arguments without the viewed tensor."""
+        if not own.is_view:
+            return None, (), {}
+        source = args[0] if args else kwargs["self"]
+        named = bind(func, tuple(args), kwargs)
+        attrs = {name: arg for name, arg in named.items() if arg is not source}
+        if isinstance(source, Tensor) and source._space is self.space:
+            return source._family, source._chain, attrs
+        return self._plain_base(source), (), attrs
+
+    # -- writes ---------------------------------------------------------------------------------------------------
+
+    def _write_call(self, func: Op, own: Facts, args: Any, kwargs: Any) -> Any:
+        """An op that writes: record its twin, then rebind what it wrote."""
+        other = twin(func)
+        named = dict(zip(own.names, args, strict=False)) | kwargs
+        if other is None:
+            raise Unsupported(
+                f"{op_name(func)} writes in place and has no out-of-place form{self._at()}; "
+                "use an out-of-place call", op=op_name(func),
+            )  # fmt: skip
+        targets = [named[name] for name in own.writes]
+        passed = {name: named[name] for name in facts(other).names if name in named}
+        with self:
+            call_args, call_kwargs = unbind(other, passed)
+            results = other(*call_args, **call_kwargs)
+            flat = results if isinstance(results, (list, tuple)) else (results,)
+            if len(targets) == 1 and isinstance(targets[0], (list, tuple)):
+                targets = list(targets[0])  # foreach ops
+            for target, result in zip(targets, flat, strict=True):
+                self._write_through(target, self._like(target, result))
+        returned = tuple(named[name] if name is not None else None for name in own.returns_written)
+        return returned[0] if len(returned) == 1 else (returned or None)
+
+    def _like(self, target: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        """What a write of ``result`` into ``target`` stores: the target's dtype and shape."""
+        if result.dtype != target.dtype:
+            result = result.to(target.dtype)
+        return result if result.shape == target.shape else result.expand(target.shape)
+
+    def _write_through(self, target: torch.Tensor, new: torch.Tensor) -> None:
+        if not isinstance(target, Tensor):
+            self._plain_base(target).write(self._entry(new))
+            return
+        base, chain = target._family, target._chain
+        steps = [self._wrap(base.entry, base)]
+        for view in chain[:-1]:
+            steps.append(view.apply(steps[-1]))
+        put = new
+        for view, step in zip(reversed(chain), reversed(steps), strict=False):
+            put = view.put(step, put)
+        if base.written is not None and not self._is_open(base):
+            raise Unsupported(f"a write through a view of a variable of an earlier recording{self._at()}")
+        base.write(self._entry(put))
+        target._entry = self._entry(new) if chain else base.entry
+        target._seen = base.version
+
+    def _is_open(self, base: Base) -> bool:
+        return any(base is mine for mine in self._reads.values())
+
+    # -- tensors to entries -----------------------------------------------------------------------------------------
+
+    def _entry(self, tensor: torch.Tensor) -> Entry:
+        """The current entry of any tensor met while recording."""
+        if not isinstance(tensor, Tensor):
+            return self._plain_base(tensor).entry
+        if tensor._space is not self.space:
+            return self._plain_base(tensor.sample).entry
+        if tensor._seen != tensor._family.version:
+            self._refresh(tensor)
+        entry = tensor._entry
+        if entry.value.node not in self._by_id:
+            why = self.graph.stale.get(entry.value.node, "its recording failed or was replaced")
+            raise StaleNode(f"a tensor used{self._at()} is not in graph {self.graph.name} any more: {why}")
+        if entry.sample is None and not self.lazy:
+            entry.sample = self.space.sample(entry.value, self._by_id)
+        return entry
+
+    def _refresh(self, tensor: Tensor) -> None:
+        """A view whose base was written: look again."""
+        base = tensor._family
+        entry = base.entry
+        if tensor._chain:
+            with self:
+                look: torch.Tensor = self._wrap(entry, base)
+                for view in tensor._chain:
+                    look = view.apply(look)
+            entry = self._entry(look)
+        tensor._entry, tensor._seen = entry, base.version
+
+    def _plain_base(self, tensor: torch.Tensor) -> Base:
+        """The base of a tensor that was not recorded: a variable's, or a constant's."""
+        found = self._bases.get(id(tensor))
+        if found is not None:
+            return found[1]
+        var = self._variable_of(tensor)
+        if var is not None:
+            return self._read_base(var)
+        with _disable_current_modes():
+            base = Base(self.constant(self._captured(tensor)))
+        self._bases[id(tensor)] = (tensor, base)
+        return base
+
+    def _variable_of(self, tensor: torch.Tensor) -> Variable | None:
+        label = self.scopes.label(tensor)
+        var = known(tensor)
+        is_leaf = isinstance(tensor, torch.nn.Parameter) or (tensor.requires_grad and tensor.is_leaf)
+        if var is None and not is_leaf and label is None:
+            return None
+        return variable(tensor, name=label, trainable=tensor.requires_grad)
+
+    def _captured(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A plain tensor as a constant: copied when small, so that later changes do not reach the graph."""
+        size = tensor.numel() * tensor.element_size() if tensor.layout is torch.strided else 0
+        if size <= BIG_CONSTANT:
+            return tensor.detach().clone()
+        source = self.where()
+        self.notes.append(
+            f"{source.label + f' line {source.line}' if source else 'recording'}: a constant of {size / 1e6:.1f} MB "
+            "stands in the graph; feed it through a placeholder if it is data"
+        )
+        return tensor.detach()
+
+    def _wrap(self, entry: Entry, base: Base | None = None, chain: tuple[View, ...] = ()) -> Tensor:
+        with _disable_current_modes():
+            tensor = Tensor(entry, self.space, base, chain)
+        self.live.add(tensor)
+        return tensor
+
+    # -- nodes --------------------------------------------------------------------------------------------------------
+
+    def _append(
+        self, op: str, name: str, outputs: tuple[Spec, ...], *, inputs: tuple[Value, ...] = (),
+        attrs: Mapping[str, Any] | None = None, tags: frozenset[str] = frozenset(), stream: int | None = None,
+    ) -> Value:  # fmt: skip
+        tags = tags | self._tags
+        if not torch.is_grad_enabled():
+            tags = tags | {"no_grad"}
+        structural = op in ("tfnb.placeholder", "tfnb.read", "tfnb.constant")
+        scope = () if structural else self.scopes.current()
+        node = Node(
+            id=new_id(), name=unique(name, self._names), op=op, inputs=inputs, outputs=outputs, attrs=attrs or {},
+            control=() if structural and op != "tfnb.read" else self._control, scope=scope, source=self.where(), owner=self.owner,
+            device=self._device, tags=tags, stream=stream, forward=self._forward,
+        )  # fmt: skip
+        self._names.add(node.name)
+        self._by_id[node.id] = node
+        self.new.append(node)
+        return Value(node.id)
+
+    def _drop_last(self) -> None:
+        node = self.new.pop()
+        del self._by_id[node.id]
+        self._names.discard(node.name)
+
+    def rename(self, node_id: int, name: str) -> str:
+        """Give a node of this recording another name (made unique); returns it."""
+        place, node = next((i, n) for i, n in enumerate(self.new) if n.id == node_id)
+        self._names.discard(node.name)
+        name = unique(name, self._names)
+        self._names.add(name)
+        self.new[place] = renamed = replace(node, name=name)
+        self._by_id[node_id] = renamed
+        return name
+
+    def _leaf_name(self, func: Op) -> str:
+        own = clean(func._schema.name.partition("::")[2].strip("_"))
+        function = self.scopes.function
+        path = [clean(part) for part in self.scopes.path]
+        leaf = [own] if function in (None, own) else [str(function), own]
+        return "/".join([*path, *leaf])
+
+    # -- errors ---------------------------------------------------------------------------------------------------------
+
+    def _at(self) -> str:
+        source = self.where()
+        return f"\n  at {source}" if source else ""
+
+    def _explained(self, func: Op, error: Exception, inputs: list[Entry]) -> Exception:
+        """A failing op in torch's words, with the specs and the line. Our own errors pass."""
+        if isinstance(error, (InvalidArgument, StaleNode, Unsupported, FeedError)):
+            return error
+        specs = tuple(str(self.symbols.spec(entry.fake)) for entry in inputs)
+        names = (self._by_id[e.value.node].name for e in inputs)
+        listed = ", ".join(f"{name}: {spec}" for name, spec in zip(names, specs, strict=True))
+        source = self.where()
+        kind = Unsupported if isinstance(error, NotImplementedError) else ShapeError
+        return kind(
+            f"{func._schema.name.partition('::')[2]} failed: {_first_line(error)}\n  inputs: {listed or 'none'}{self._at()}",
+            op=op_name(func), cell=source.label if source else None, line=source.line if source else None, inputs=specs,
+        )  # fmt: skip
+
+    def _user_level(self) -> int:
+        """The stacklevel at which a warning points to the user's frame."""
+        frame: FrameType | None = sys._getframe(1)
+        level = 1
+        while frame is not None and frame is not self._stop and level < 60:
+            if not frame.f_code.co_filename.startswith(_HERE):
+                return level
+            frame, level = frame.f_back, level + 1
+        return level
+
+
+_HERE = __file__.rpartition("/")[0]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0] or type(error).__name__
+
+
+def _mentions(args: Any, kwargs: Any, kind: type) -> bool:
+    return any(isinstance(leaf, kind) for leaf in leaves((args, kwargs)))

@@ -1,0 +1,67 @@
+"""Calls that are recorded as other calls: those that write into buffers, and those that a device would choose.
+
+Each row is called under the recorder with the arguments of the op, and returns what the op would (or NotImplemented).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+
+def _batch_norm(rec: Any, x: Any, w: Any, b: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float, cudnn: Any = None) -> Any:
+    """Batch norm as a pure op; the running statistics are written back as recorded assignments."""
+    if not training:
+        return aten._native_batch_norm_legit_no_training(x, w, b, mean, var, momentum, eps)[0]
+    if mean is None:
+        return aten._native_batch_norm_legit.no_stats(x, w, b, True, momentum, eps)[0]
+    out, _, _, new_mean, new_var = aten._native_batch_norm_legit_functional(x, w, b, mean, var, True, momentum, eps)
+    mean.copy_(new_mean)
+    var.copy_(new_var)
+    return out
+
+
+def _native_batch_norm(rec: Any, x: Any, w: Any, b: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float) -> Any:
+    if not training:
+        return aten._native_batch_norm_legit_no_training(x, w, b, mean, var, momentum, eps)
+    if mean is None:
+        return aten._native_batch_norm_legit.no_stats(x, w, b, True, momentum, eps)
+    *outs, new_mean, new_var = aten._native_batch_norm_legit_functional(x, w, b, mean, var, True, momentum, eps)
+    mean.copy_(new_mean)
+    var.copy_(new_var)
+    return tuple(outs)
+
+
+def _attention(rec: Any, *args: Any, **kwargs: Any) -> Any:
+    """Attention stays whole, but its dropout must be drawn by a node of its own."""
+    dropout = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
+    if not dropout:
+        return NotImplemented
+    return aten._scaled_dot_product_attention_math(*args, **kwargs)[0]
+
+
+def _recurrent(op: Any, dropout_at: int, train_at: int) -> Callable[..., Any]:
+    """Recurrent layers stay whole, unless they draw dropout between layers."""
+
+    def row(rec: Any, *args: Any) -> Any:
+        if not (args[dropout_at] and args[train_at]):
+            return NotImplemented
+        return op.decompose(*args)
+
+    return row
+
+
+REPLACED: dict[Any, Callable[..., Any]] = {
+    aten.batch_norm.default: _batch_norm,
+    aten.native_batch_norm.default: _native_batch_norm,
+    aten._native_batch_norm_legit.default: _native_batch_norm,
+    aten.scaled_dot_product_attention.default: _attention,
+    aten.lstm.input: _recurrent(aten.lstm.input, 5, 6),
+    aten.gru.input: _recurrent(aten.gru.input, 5, 6),
+    aten.rnn_tanh.input: _recurrent(aten.rnn_tanh.input, 5, 6),
+    aten.rnn_relu.input: _recurrent(aten.rnn_relu.input, 5, 6),
+}

@@ -1,0 +1,146 @@
+"""Which module and which torch function a node belongs to. Display only: nodes never depend on it.
+
+Modules are followed by torch's global forward hooks, functions by a TorchFunctionMode.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.modules import module as nn_module
+from torch.overrides import TorchFunctionMode
+
+from tfnb.graph import current
+
+_BAD = re.compile(r"[^A-Za-z0-9_.]+")
+
+
+def clean(name: str) -> str:
+    """A string as a legal part of a node name."""
+    part = _BAD.sub("_", name).strip("_")
+    return part if part and (part[0].isalnum() or part[0] == ".") else f"n{part}"
+
+
+class Scopes:
+    """The stack of open scopes of one recording: name scopes, modules, then the torch function."""
+
+    def __init__(self, python_name: Any) -> None:
+        self.path: list[str] = []
+        self.function: str | None = None
+        self.paused = 0
+        self.labels: dict[int, tuple[Any, str]] = {}  # id of a parameter or buffer -> (it, its path)
+        self._python_name = python_name
+        self._modules: list[tuple[torch.nn.Module, int, dict[int, str]]] = []
+        self._opened: dict[tuple[str, ...], int] = {}
+
+    def current(self) -> tuple[str, ...]:
+        """Scope of a node recorded now."""
+        return (*self.path, self.function) if self.function else tuple(self.path)
+
+    @contextmanager
+    def name_scope(self, name: str | None) -> Iterator[str]:
+        """``"a"`` opens a fresh ``a``, ``a_1``; ``"a/"`` re-enters; ``None`` returns to the root."""
+        before, function = self.path, self.function
+        if name is None:
+            self.path = []
+        elif name.endswith("/"):
+            self.path = name.strip("/").split("/")
+        else:
+            key = (*before, name)
+            count = self._opened.get(key, 0)
+            self._opened[key] = count + 1
+            self.path = [*before, f"{name}_{count}" if count else name]
+        self.function = None
+        try:
+            yield "/".join(self.path)
+        finally:
+            self.path, self.function = before, function
+
+    # -- modules --------------------------------------------------------------------------------------------
+
+    def enter(self, module: torch.nn.Module) -> None:
+        """A module's forward begins."""
+        names = self._modules[-1][2] if self._modules else {}
+        before = len(self.path)
+        path = names.get(id(module))
+        if path is None:
+            path = self._python_name(module) or type(module).__name__
+            names = {id(child): child_path for child_path, child in module.named_modules()}
+            self._label(module, "" if not self._modules else f"{path}.")
+            self.path = [*self.path, path]
+        else:
+            inner = {id(child): child_path for child_path, child in module.named_modules() if child is not module}
+            self.path = [*self.path, *path.split(".")]
+            names = inner
+        self._modules.append((module, before, names))
+
+    def exit(self, module: torch.nn.Module) -> None:
+        """A module's forward ends, also by an exception."""
+        while self._modules:
+            top, before, _ = self._modules.pop()
+            self.path = self.path[:before]
+            if top is module:
+                return
+
+    def _label(self, root: torch.nn.Module, prefix: str) -> None:
+        for name, tensor in (*root.named_parameters(), *root.named_buffers()):
+            self.labels.setdefault(id(tensor), (tensor, prefix + name))
+
+    def is_buffer(self, tensor: torch.Tensor) -> bool:
+        """Whether this tensor is held by a module seen so far."""
+        found = self.labels.get(id(tensor))
+        return found is not None and found[0] is tensor
+
+    def label(self, tensor: torch.Tensor) -> str | None:
+        """The module path of a parameter or buffer."""
+        found = self.labels.get(id(tensor))
+        return found[1] if found is not None and found[0] is tensor else None
+
+
+class Functions(TorchFunctionMode):
+    """Names the outermost torch function that is being called."""
+
+    def __init__(self, scopes: Scopes) -> None:
+        super().__init__()
+        self._scopes = scopes
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        __tracebackhide__ = True
+        scopes = self._scopes
+        if scopes.function is not None:
+            return func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "") or "op"
+        if name == "__get__":  # a property such as x.T or x.shape
+            name = getattr(getattr(func, "__self__", None), "__name__", name)
+        scopes.function = clean(name.strip("_"))
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            scopes.function = None
+
+
+@contextmanager
+def follow_modules(scopes: Scopes, recording: Any) -> Iterator[None]:
+    """Global module hooks for the time of a recording; they act on this thread's recording only."""
+
+    def before(module: torch.nn.Module, args: Any) -> None:
+        if current.recording() is recording:
+            scopes.enter(module)
+
+    def after(module: torch.nn.Module, args: Any, output: Any) -> None:
+        if current.recording() is recording:
+            scopes.exit(module)
+
+    pre = nn_module.register_module_forward_pre_hook(before)
+    try:
+        post = nn_module.register_module_forward_hook(after, always_call=True)
+        try:
+            yield
+        finally:
+            post.remove()
+    finally:
+        pre.remove()

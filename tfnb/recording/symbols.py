@@ -1,0 +1,171 @@
+"""Symbolic sizes of one graph: a ShapeEnv, the letters users see, and what the recording relied on.
+
+torch's fake tensors give every op's shape rule. A relation between sizes that the user's line (or a decomposition)
+asks for chose which ops were recorded, so it becomes a Guard. Inside the fake kernel of one op only equalities count:
+its inequalities (a convolution picking an algorithm by batch < 16) would refuse a short last batch.
+Private torch names used here were tried with torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import sympy
+import torch
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._sympy.printers import PythonPrinter
+
+from tfnb.graph import Dim, Spec
+from tfnb.graph.contents import unique
+from tfnb.graph.spec import Size
+
+_HINTS = (37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83)  # distinct, never 0 or 1, rarely a layer's width
+
+
+class _Env(ShapeEnv):
+    """A ShapeEnv that tells its owner of each new relation, and forgets kernels' inequalities."""
+
+    def __init__(self, heard: Callable[[Any, bool], None]) -> None:
+        super().__init__(duck_shape=False)
+        self._heard = heard
+        self.kernel = False
+
+    def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.kernel:
+            with self.suppress_guards():
+                result = super().evaluate_expr(orig_expr, *args, **kwargs)
+            if not _is_equality(orig_expr, result):
+                return result
+        before = len(self.guards)
+        result = super().evaluate_expr(orig_expr, *args, **kwargs)
+        for guard in self.guards[before:]:
+            self._heard(guard.expr, self.kernel)
+        return result
+
+
+def _is_equality(expr: Any, outcome: Any) -> bool:
+    """Whether evaluating ``expr`` to ``outcome`` states an equality (or fixes a number)."""
+    if isinstance(expr, sympy.Eq):
+        return bool(outcome)
+    if isinstance(expr, sympy.Ne):
+        return not bool(outcome)
+    return not isinstance(expr, (sympy.Rel, sympy.logic.boolalg.Boolean))
+
+
+class Symbols:
+    """The symbols of one graph in this process."""
+
+    def __init__(self) -> None:
+        self.listener: Callable[[str, Any, bool], None] | None = None
+        self.env = _Env(self._heard)
+        self.fake_mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
+        self._letters: dict[sympy.Symbol, str] = {}
+        self._values: dict[str, torch.SymInt] = {}
+
+    def _heard(self, expr: Any, kernel: bool) -> None:
+        if self.listener is not None:
+            self.listener(self.text(expr), expr, kernel)
+
+    # -- making symbols ------------------------------------------------------------------------------------
+
+    def fresh(self, letter: str | None, hint: int | None, taken: Any = ()) -> torch.SymInt:
+        """A new symbol under ``letter`` (default ``B``, ``B1`` ...), with the sample's size as hint."""
+        if letter is None:
+            letter = "B"
+            number = 0
+            while letter in taken:
+                number += 1
+                letter = f"B{number}"
+        if hint is None:
+            used = {self.hint(s) for s in self._values.values()}
+            hint = next((h for h in _HINTS if h not in used), 97 + 2 * len(used))
+        source = ConstantSource(f"{letter}_{len(self._letters)}")
+        symbol = self.env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+        size = self.env.create_symintnode(symbol, hint=hint, source=source)
+        self._letters[symbol] = letter
+        self._values[letter] = size
+        return size
+
+    def get(self, letter: str) -> torch.SymInt:
+        """The SymInt now under this letter; made with a generated hint if there is none."""
+        if letter not in self._values:
+            return self.fresh(letter, None)
+        return self._values[letter]
+
+    @staticmethod
+    def hint(size: Any) -> int:
+        """The size that the samples have."""
+        return size.node.hint if isinstance(size, torch.SymInt) else int(size)
+
+    # -- translating ---------------------------------------------------------------------------------------
+
+    def text(self, expr: Any) -> str:
+        """The expression over the letters; a symbol not met before (a data-dependent size) gets one."""
+        for symbol in sorted(expr.free_symbols, key=str):
+            if symbol not in self._letters:
+                letter = unique("N", self._values)
+                self._letters[symbol] = letter
+                self._values[letter] = self.env.create_symintnode(symbol, hint=None)
+        named = {s: sympy.Symbol(self._letters[s], integer=True, positive=True) for s in expr.free_symbols}
+        plain = PythonPrinter().doprint(expr.xreplace(named))
+        return re.sub(r"\b(?:math|torch)\.(?:sym_)?", "", plain)
+
+    def size(self, size: Any) -> Size:
+        """An int, or the Dim of a SymInt."""
+        if not isinstance(size, torch.SymInt):
+            return int(size)
+        expr = size.node.expr
+        return int(expr) if expr.is_number else Dim(self.text(expr))
+
+    def leaf(self, leaf: Any) -> Any:
+        """An op argument as it stands in ``attrs``."""
+        if isinstance(leaf, torch.SymInt):
+            return self.size(leaf)
+        if isinstance(leaf, (torch.SymFloat, torch.SymBool)):
+            expr = leaf.node.expr
+            return leaf.node.pytype(expr) if expr.is_number else Dim(self.text(expr))
+        return leaf
+
+    def concrete(self, leaf: Any) -> Any:
+        """An op argument for computing the sample."""
+        if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            hint = leaf.node.hint
+            return hint
+        return leaf
+
+    def spec(self, fake: torch.Tensor) -> Spec:
+        """The Spec of a fake (or plain) tensor."""
+        return Spec(fake.dtype, tuple(self.size(s) for s in fake.shape), fake.device.type)
+
+    def bindings(self, dims: Any) -> dict[str, torch.SymInt]:
+        """SymInts for the symbols of the Dims."""
+        return {s: self.get(s) for dim in dims if isinstance(dim, Dim) for s in dim.symbols}
+
+    # -- fake tensors --------------------------------------------------------------------------------------
+
+    def fake(self, spec: Spec) -> FakeTensor:
+        """A fake tensor of this spec."""
+        sizes = spec.sizes(self.bindings(spec.shape))
+        with _disable_current_modes(), self.fake_mode:
+            return torch.empty(sizes, dtype=spec.dtype, device=spec.device)
+
+    def fake_like(self, tensor: torch.Tensor) -> FakeTensor:
+        """A fake tensor with the static shape and strides of ``tensor``."""
+        with _disable_current_modes():
+            return self.fake_mode.from_tensor(tensor.detach(), static_shapes=True)
+
+    @contextmanager
+    def kernel(self) -> Iterator[None]:
+        """Inside the fake kernel of one recorded op."""
+        before, self.env.kernel = self.env.kernel, True
+        try:
+            with self.fake_mode:
+                yield
+        finally:
+            self.env.kernel = before

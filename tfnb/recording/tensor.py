@@ -1,0 +1,255 @@
+"""The recorded tensor: a torch.Tensor that holds a graph value, a fake tensor with symbolic sizes, and a sample.
+
+Inside a recording every op on it is recorded. Outside, ops give plain tensors computed on the sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from tfnb.errors import FailedPrecondition, InvalidArgument, StaleNode, Unsupported
+from tfnb.graph import Graph, Node, Spec, Value, current
+from tfnb.recording.views import View
+from tfnb.recording.workspace import Workspace
+
+
+@dataclass(slots=True)
+class Entry:
+    """A graph value with its fake tensor and its sample (None where there is none)."""
+
+    value: Value
+    fake: torch.Tensor
+    sample: torch.Tensor | None
+
+
+@dataclass(slots=True, eq=False)
+class Base:
+    """What a family of aliases looks at: the current entry, raised by each write.
+
+    ``written`` is called with the new entry when the base is a Variable.
+    """
+
+    entry: Entry
+    version: int = 0
+    written: Callable[[Entry], Entry] | None = None
+
+    def write(self, entry: Entry) -> None:
+        """Replace the entry; aliases notice by the version."""
+        self.entry = self.written(entry) if self.written else entry
+        self.version += 1
+
+
+class Tensor(torch.Tensor):
+    """A recorded tensor. ``.sample`` is its plain value while recording, ``.value`` its place in ``.graph``."""
+
+    _entry: Entry
+    _family: Base
+    _chain: tuple[View, ...]
+    _seen: int
+    _feed: Value | None
+    _space: Workspace
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, entry: Entry, space: Workspace, base: Base | None = None, chain: tuple[View, ...] = ()) -> Tensor:
+        fake = entry.fake
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, fake.shape, strides=fake.stride(), storage_offset=0, dtype=fake.dtype, device=fake.device,
+            layout=fake.layout, requires_grad=False,
+        )  # fmt: skip
+        self._entry = entry
+        self._family = base or Base(entry)
+        self._chain = chain
+        self._seen = self._family.version
+        self._feed = None
+        self._space = space
+        self._graph = space.graph
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    # -- where it stands in the graph -----------------------------------------------------------------------
+
+    @property
+    def graph(self) -> Graph:
+        """The graph it was recorded into."""
+        return self._graph
+
+    @property
+    def value(self) -> Value:
+        """(node id, output index); after an in-place write, of the new value."""
+        return self._family.entry.value if not self._chain else self._entry.value
+
+    @property
+    def feed_value(self) -> Value:
+        """The Value a feed under this key replaces: a placeholder written in place stays its own key."""
+        return self._feed or self.value
+
+    @property
+    def node(self) -> Node:
+        """The node that produces it; raises StaleNode if its cell was run again."""
+        recording = current.recording()
+        node = self._graph.contents.by_id.get(self.value.node)
+        if node is None and recording is not None and recording.graph is self._graph:
+            node = recording.node(self.value.node)
+        if node is None:
+            why = self._graph.stale.get(self.value.node, "its recording failed or was replaced")
+            raise StaleNode(f"this tensor is not in graph {self._graph.name} any more: {why}")
+        return node
+
+    @property
+    def index(self) -> int:
+        """Which output of the node."""
+        return self.value.index
+
+    @property
+    def spec(self) -> Spec:
+        """dtype, symbolic shape, device."""
+        return self._space.symbols.spec(self._entry.fake)
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """``node`` or ``node:index``."""
+        return self.node.name + (f":{self.index}" if self.index else "")
+
+    @property
+    def sample(self) -> torch.Tensor:
+        """The plain value while recording; raises InvalidArgument where there is none."""
+        entry = self._family.entry if not self._chain else self._entry
+        found = entry.sample
+        if found is None:
+            found = self._space.sample(entry.value, self._graph.contents.by_id)
+        if found is None:
+            raise InvalidArgument(
+                f"{self._describe()} has no value while recording: it depends on a placeholder without a sample. "
+                "Give tfnb.placeholder a sample, or use the value in a run",
+            )
+        return found
+
+    def eval(self, feed_dict: Any = None) -> torch.Tensor:
+        """The value in the default session of its graph."""
+        from tfnb.session import run  # listed exception: .eval asks the session
+
+        return run(self, feed_dict)
+
+    def _describe(self) -> str:
+        try:
+            return f"{self.name}: {self.spec}"
+        except StaleNode:
+            return str(self.spec)
+
+    # -- behaviour ------------------------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Outside a recording: a plain result on the samples, no node."""
+        __tracebackhide__ = True
+        args, kwargs = tree_map(lambda x: x.sample if isinstance(x, Tensor) else x, (args, kwargs or {}))
+        args, kwargs = tree_map(lambda x: x.node.hint if isinstance(x, torch.SymInt) else x, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        try:
+            shown = f"sample {torch.Tensor.__repr__(self.sample)}"
+        except InvalidArgument:
+            shown = "no sample"
+        return f"<{self._describe()}, {shown}>"
+
+    def __format__(self, spec: str) -> str:
+        return self.sample.__format__(spec) if self.dim() == 0 else format(repr(self), spec)
+
+    def _escaped(self, how: str) -> torch.Tensor:
+        """The sample, leaving the graph: an open recording notes the line."""
+        recording = current.recording()
+        if recording is not None:
+            recording.escaped(self, how)
+        return self.sample
+
+    def __bool__(self) -> bool:
+        __tracebackhide__ = True
+        recording = current.recording()
+        outcome = bool(self.sample)
+        if recording is not None:
+            recording.branch(self, outcome)
+        return outcome
+
+    def item(self) -> Any:
+        return self._escaped("item()").item()
+
+    def __float__(self) -> float:
+        return float(self._escaped("float()"))
+
+    def __int__(self) -> int:
+        return int(self._escaped("int()"))
+
+    def __index__(self) -> int:
+        return self._escaped("index").__index__()
+
+    def tolist(self) -> Any:
+        return self._escaped("tolist()").tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self._escaped("numpy()").numpy(force=force)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        return self._escaped("numpy()").__array__(dtype)
+
+    def data_ptr(self) -> int:
+        raise FailedPrecondition(
+            "a recorded tensor has no memory of its own: make the function that asks for data_ptr() a "
+            "torch.library.custom_op, or use .sample"
+        )
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """Not recorded yet: the graph's own gradients are `tfnb.gradients` and `tfnb.train`."""
+        raise Unsupported(
+            "backward() on a recorded tensor: use tfnb.gradients(loss, variables) or "
+            "tfnb.train.SGD(lr).minimize(loss), which record the backward pass into the graph"
+        )
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.sample.detach().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.sample.detach().clone().__reduce_ex__(protocol)
+
+    __hash__ = torch.Tensor.__hash__
+
+
+class Operation:
+    """A node without an output (minimize, group): something to run, with result None."""
+
+    def __init__(self, graph: Graph, value: Value) -> None:
+        self.graph, self.value = graph, value
+
+    @property
+    def node(self) -> Node:
+        """The node; raises StaleNode if its cell was run again."""
+        recording = current.recording()
+        node = self.graph.contents.by_id.get(self.value.node)
+        if node is None and recording is not None and recording.graph is self.graph:
+            node = recording.node(self.value.node)
+        if node is None:
+            raise StaleNode(self.graph.stale.get(self.value.node, "this operation is not in its graph any more"))
+        return node
+
+    @property
+    def name(self) -> str:
+        """The node's name."""
+        return self.node.name
+
+    def run(self, feed_dict: Any = None) -> None:
+        """Run it in the default session of its graph."""
+        from tfnb.session import run  # listed exception: .eval asks the session
+
+        run(self, feed_dict)
+
+    def __repr__(self) -> str:
+        return f"<Operation {self.name}>"

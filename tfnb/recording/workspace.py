@@ -1,0 +1,144 @@
+"""What recordings of one graph share in this process: symbols, samples, fakes, tensors of values.
+
+Samples are kept up to a budget and computed again on demand from those of the placeholders.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from tfnb.graph import Graph, Node, Ref, Value
+from tfnb.graph.node import map_leaves
+from tfnb.graph.spec import Dim
+from tfnb.kernels.random import mix, seeded
+from tfnb.recording.ops import resolve, unbind
+from tfnb.recording.symbols import Symbols
+
+SAMPLE_BUDGET = 1 << 30  # bytes
+
+_workspaces: weakref.WeakKeyDictionary[Graph, Workspace] = weakref.WeakKeyDictionary()
+
+
+class Workspace:
+    """Symbols and samples of one graph."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = weakref.ref(graph)
+        self.symbols = Symbols()
+        self.fakes: dict[Value, torch.Tensor] = {}
+        self._samples: dict[Value, torch.Tensor] = {}
+        self._roots: dict[Value, torch.Tensor] = {}
+        self._bytes = 0
+
+    @property
+    def graph(self) -> Graph:
+        graph = self._graph()
+        assert graph is not None
+        return graph
+
+    def keep(self, value: Value, sample: torch.Tensor | None, *, root: bool = False) -> None:
+        """Remember a sample; roots (what cannot be computed again) are never dropped."""
+        if sample is None:
+            return
+        if root:
+            self._roots[value] = sample
+            return
+        self._samples[value] = sample
+        self._bytes += sample.numel() * sample.element_size()
+        while self._bytes > SAMPLE_BUDGET and len(self._samples) > 1:
+            dropped = self._samples.pop(next(iter(self._samples)))
+            self._bytes -= dropped.numel() * dropped.element_size()
+
+    def forget(self, ids: set[int]) -> None:
+        """Drop everything about removed nodes."""
+        for table in (self.fakes, self._samples, self._roots):
+            for value in [v for v in table if v.node in ids]:
+                del table[value]
+        self._bytes = sum(s.numel() * s.element_size() for s in self._samples.values())
+
+    def sample(self, value: Value, by_id: dict[int, Node]) -> torch.Tensor | None:
+        """The sample of a value, computed again if it was dropped; None where there is none."""
+        found = self._roots.get(value)
+        if found is None:
+            found = self._samples.get(value)
+        if found is not None:
+            return found
+        for node in _producers(value, by_id, self):
+            outs = self._compute(node)
+            if outs is None:
+                return None
+            for index, out in enumerate(outs):
+                self.keep(node.value(index), out)
+        return self._samples.get(value)
+
+    def _known(self, value: Value) -> torch.Tensor | None:
+        found = self._roots.get(value)
+        return self._samples.get(value) if found is None else found
+
+    def _compute(self, node: Node) -> tuple[torch.Tensor, ...] | None:
+        match node.op:
+            case "tfnb.constant":
+                return (node.attrs["value"],)
+            case "tfnb.read":
+                return (node.attrs["variable"].storage,)
+            case "tfnb.placeholder":
+                return None
+        inputs = [self._known(v) for v in node.inputs]
+        if any(i is None for i in inputs):
+            return None
+        if node.op.startswith("tfnb.assign"):
+            return (inputs[0],)  # type: ignore[return-value]
+        return evaluate(node, inputs, self.symbols, self.graph.seed)
+
+
+def evaluate(node: Node, inputs: list[Any], symbols: Symbols, seed: int) -> tuple[torch.Tensor, ...]:
+    """The outputs of one node on plain tensors; random nodes draw what a first run would."""
+
+    def argument(leaf: Any) -> Any:
+        if isinstance(leaf, Ref):
+            return inputs[leaf.input]
+        if isinstance(leaf, Dim):
+            return symbols.concrete(leaf.evaluate(symbols.bindings([leaf])))
+        return leaf
+
+    op = resolve(node.op)
+    args, kwargs = unbind(op, map_leaves(argument, node.attrs))
+    with torch.no_grad():
+        if node.stream is None:
+            out = op(*args, **kwargs)
+        else:
+            device = torch.device(node.outputs[0].device)
+            out = seeded(op, stream_seed(node, seed, 0), device, args, kwargs)
+    return tuple(out) if isinstance(out, (list, tuple)) else (out,)
+
+
+def stream_seed(node: Node, graph_seed: int, run: int) -> int:
+    """The seed of a random node in one run: a function of graph seed, owner, place among its random nodes, run."""
+    return mix(graph_seed, node.owner.index if node.owner else 0, node.stream or 0, run)
+
+
+def _producers(value: Value, by_id: dict[int, Node], known: Workspace) -> list[Node]:
+    """Nodes to compute for ``value``, in order, down to what is known."""
+    order: dict[int, Node] = {}
+    stack = [(value.node, False)]
+    while stack:
+        node_id, ready = stack.pop()
+        if node_id in order or node_id not in by_id:
+            continue
+        node = by_id[node_id]
+        if ready:
+            order[node_id] = node
+            continue
+        stack.append((node_id, True))
+        stack.extend((v.node, False) for v in node.inputs if known._known(v) is None)
+    return list(order.values())
+
+
+def workspace(graph: Graph) -> Workspace:
+    """The workspace of a graph, made when first asked for."""
+    if graph not in _workspaces:
+        _workspaces[graph] = Workspace(graph)
+    return _workspaces[graph]
