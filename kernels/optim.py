@@ -4,8 +4,8 @@ Each rule below defines both. The op is ``tfnb::NAME(w, grad, slots, rate=None, 
 ``[w, *slots]``, the new value of ``w`` and of each slot; it writes nothing. The learning rate is ``lr`` if it
 is a number, else the 0-d tensor ``rate``. ``FUSED["tfnb.NAME.default"](rows, lr=None, **settings)`` is its
 in-place twin for many variables at once: a row is the flat inputs of one node, ``(w, grad, *slots)`` and then
-``rate`` if there is no ``lr``; ``w`` and the slots are written. Both are bitwise equal: the op runs the twin on
-copies.
+``rate`` if there is no ``lr``; ``w`` and the slots are written. They are bitwise equal: the op is the twin run
+on copies.
 
 The formulas are those of torch 2.13, by its fused kernels. Those run through memory in order and check
 neither shapes nor strides: what can fail is checked, and what needs memory is allocated, before a write.
@@ -38,6 +38,9 @@ def update(kernel: Callable[..., None]) -> Callable[..., None]:
     """
 
     def fused(rows: Sequence[Row], *, lr: float | None = None, **settings: float | bool) -> None:
+        if lr is not None and _is_ready(rows):
+            kernel(*_columns(rows), lr, **settings)
+            return
         groups, late = _prepared(rows, lr)
         for ws, grads, slots, rate in groups:
             kernel(ws, grads, slots, rate, **settings)
@@ -82,6 +85,23 @@ def _schema(kernel: Callable[..., None]) -> str:
 # ----- what comes before the first write -----------------------------------------------------------------
 
 
+def _is_ready(rows: Sequence[Row]) -> bool:
+    """Whether the fused kernels can take the rows as they are; on the hot path, hence the plain loops."""
+    written = set()
+    for w, grad, *slots in rows:
+        dtype = w.dtype
+        if not (grad.shape == w.shape and grad.dtype is dtype and dtype in _DTYPES and w.is_cpu and grad.is_cpu):
+            return False
+        if not (w.is_contiguous() and grad.is_contiguous()):
+            return False
+        written.add(_storage(w))
+        for slot in slots:
+            if not slot.is_contiguous():
+                return False
+            written.add(_storage(slot))
+    return all([_storage(row[1]) not in written for row in rows])
+
+
 def _prepared(rows: Sequence[Row], lr: float | None) -> tuple[list[Group], list[tuple[Tensor, Tensor]]]:
     """Columns that the fused kernels can take, with their rate, and what to copy back at the end."""
     rates: list[Rate] = [lr] * len(rows) if lr is not None else [_rate(row[-1], row[0]) for row in rows]
@@ -89,10 +109,7 @@ def _prepared(rows: Sequence[Row], lr: float | None) -> tuple[list[Group], list[
         rows = [row[:-1] for row in rows]
     _check(rows)
     late: list[tuple[Tensor, Tensor]] = []
-    rows = _plain(rows, late)
-    if lr is not None and all([row[0].is_cpu for row in rows]):
-        return [(*_columns(rows), lr)], late
-    return list(_groups(rows, rates)), late
+    return list(_groups(_plain(rows, late), rates)), late
 
 
 def _rate(rate: Tensor, w: Tensor) -> Rate:
@@ -103,9 +120,7 @@ def _rate(rate: Tensor, w: Tensor) -> Rate:
 def _check(rows: Sequence[Row]) -> None:
     for w, grad, *_ in rows:
         if grad.shape != w.shape or grad.dtype != w.dtype or grad.device != w.device:
-            raise ValueError(
-                f"grad is {_text(grad)}, but the variable it updates is {_text(w)}: they must be alike"
-            )
+            raise ValueError(f"grad is {_text(grad)}, but the variable it updates is {_text(w)}: they must be alike")
         if w.dtype not in _DTYPES and not w.is_complex():
             raise TypeError(f"a variable to be updated is floating-point or complex, not {_text(w)}")
 
@@ -129,9 +144,7 @@ def _plain(rows: Sequence[Row], late: list[tuple[Tensor, Tensor]]) -> list[Row]:
             grad = grad.contiguous()
         elif _storage(grad) in written:
             grad = grad.clone()
-        if not all([x.is_contiguous() for x in (w, *slots)]):
-            w, *slots = (_staged(x, late) for x in (w, *slots))
-        plain.append((w, grad, *slots))
+        plain.append((_staged(w, late), grad, *(_staged(slot, late) for slot in slots)))
     return plain
 
 
