@@ -106,7 +106,9 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     if isinstance(tree, (Ref, Value)):
         return function(tree)
     if isinstance(tree, (list, tuple)):
-        return type(tree)(map_leaves(function, item) for item in tree) if type(tree) in (list, tuple) else tuple(
-            map_leaves(function, item) for item in tree
+        return (
+            type(tree)(map_leaves(function, item) for item in tree)
+            if type(tree) in (list, tuple)
+            else tuple(map_leaves(function, item) for item in tree)
         )
     return function(tree)

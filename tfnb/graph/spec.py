@@ -26,7 +26,7 @@ _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Mult: operator.mul,
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
-    ast.Pow: lambda base, power: _power(base, power),
+    ast.Pow: lambda base, power: base ** _exponent(power),
     ast.Div: operator.truediv,
 }
 _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
@@ -47,8 +47,6 @@ _CALLS: dict[str, Callable[..., Any]] = {
     "int": torch.sym_int,
     "abs": abs,
 }
-
-
 LENGTH_CAP, DEPTH_CAP, POWER_CAP = 4000, 100, 64  # characters, nesting, exponent: a file may hold anything
 
 
@@ -93,11 +91,11 @@ def _allowed(node: ast.AST) -> bool:
     return False
 
 
-def _power(base: Any, power: Any) -> Any:
-    """``base ** power``, without numbers that fill the memory."""
-    if isinstance(power, int) and abs(power) > POWER_CAP:
+def _exponent(power: Any) -> Any:
+    """``power``, if it is small: a larger one makes numbers that fill the memory."""
+    if not isinstance(power, torch.SymInt) and abs(power) > POWER_CAP:
         raise ShapeError(f"a size expression raises to the power {power}; at most {POWER_CAP} is allowed")
-    return base**power
+    return power
 
 
 def _evaluate(node: ast.expr, symbols: Mapping[str, Any]) -> Any:
@@ -167,6 +165,13 @@ class Dim:
             return _evaluate(_parse(self.expr), symbols)
         except KeyError as missing:
             raise ShapeError(f"size {self.expr} needs a value for {missing.args[0]}") from None
+        except ZeroDivisionError:
+            raise ShapeError(f"size {self.expr} divides by zero for {dict(symbols)}") from None
+
+    def checked(self) -> Dim:
+        """This Dim, if its text is a size expression; raises GraphFormatError."""
+        _parse(self.expr)
+        return self
 
     def rename(self, names: Mapping[str, int | str]) -> Dim:
         """The expression with symbols replaced by other symbols or numbers."""

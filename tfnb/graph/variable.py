@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
-from tfnb.errors import FailedPrecondition, ShapeError
+from tfnb.errors import FailedPrecondition, InvalidArgument, ShapeError
 from tfnb.graph import current
 from tfnb.graph.spec import Spec
 
@@ -148,9 +149,28 @@ class Variable:
         recording = current.recording()
         if recording is not None:
             return recording.write(self, kind, *args)
-        new = updated(self.value(), kind, *(torch.as_tensor(a, device=self.storage.device) for a in args))
+        *indices, value = args
+        operands = [*(self._rows(i) for i in indices), self._operand(value)]
+        old = operands[-1] if kind == "assign" else self.value()  # an uninitialised variable may be assigned
+        new = updated(old, kind, *operands)
         self.set(new)
         return new
+
+    def _operand(self, value: Any) -> torch.Tensor:
+        """A tensor as it is; a number or list in the variable's dtype."""
+        if isinstance(value, Variable):
+            return value.value()
+        plain = current.plain(value)
+        return plain if isinstance(plain, torch.Tensor) else torch.as_tensor(plain, dtype=self.dtype)
+
+    def _rows(self, indices: Any) -> torch.Tensor:
+        """Row numbers as a tensor; raises InvalidArgument for one outside of the rows."""
+        rows = torch.as_tensor(current.plain(indices))
+        outside = rows[(rows < 0) | (rows >= len(self))]
+        if outside.numel():
+            bad = int(outside[0])
+            raise InvalidArgument(f"row {bad} is outside of variable {self.name}, which has {len(self)} rows")
+        return rows
 
     def assign(self, value: Any) -> torch.Tensor:
         """Replace the value; returns the value after the write."""
@@ -212,6 +232,10 @@ class Variable:
         raise FailedPrecondition(
             f"variable {self.name} is a handle and is not pickled: use {self.name}.value(), or session.save(path)"
         )
+
+
+def _spec_of(tensor: torch.Tensor) -> Spec:
+    return Spec(tensor.dtype, tuple(tensor.shape), tensor.device.type)
 
 
 def updated(old: torch.Tensor, kind: str, *args: torch.Tensor) -> torch.Tensor:

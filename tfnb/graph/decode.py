@@ -1,0 +1,378 @@
+"""From JSON text to nodes: strict parsing and reading of what `tfnb.graph.serial` writes.
+
+Nothing in a file is trusted: sizes over the caps, unknown fields, wrong types and ops that are not admitted are
+errors that name the path inside the file. Recursion is bounded by DEPTH_CAP, checked before parsing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from tfnb.errors import GraphCycleError, GraphFormatError, InvalidArgument, UnknownOp, UntrustedOp
+from tfnb.graph.check import check
+from tfnb.graph.contents import Contents, Guard
+from tfnb.graph.node import Node, Owner, Ref, Source, Value
+from tfnb.graph.ops import admit
+from tfnb.graph.spec import Dim, Spec
+from tfnb.graph.variable import Variable
+
+FORMAT, VERSION = "tfnb-graph", 1
+FILE_CAP = 64 * 2**20  # bytes
+DEPTH_CAP = 64  # nested lists and objects
+NODE_CAP = 10**6
+ATTR_CAP = 10**3  # per node
+STRING_CAP = 2**20  # characters
+
+
+# -- parsing ------------------------------------------------------------------------------------------------
+
+
+def parse(text: str) -> dict[str, Any]:
+    """The JSON object in ``text``; raises GraphFormatError for what strict JSON or the caps forbid."""
+    if len(text) > FILE_CAP:
+        raise GraphFormatError(f"the graph has {len(text)} characters; at most {FILE_CAP} are allowed")
+    _check_depth(text)
+    try:
+        document = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant, parse_float=_finite)
+    except json.JSONDecodeError as error:
+        raise GraphFormatError(f"not JSON at line {error.lineno} column {error.colno}: {error.msg}") from error
+    except (ValueError, RecursionError) as error:  # ValueError: an int of thousands of digits
+        raise GraphFormatError(f"not JSON: {error}") from error
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise GraphFormatError(f"not a graph file: its format is not {FORMAT!r}")
+    if document.get("version") != VERSION or isinstance(document["version"], bool):
+        raise GraphFormatError(f"version: {document.get('version')!r} is unknown; this tfnb reads version {VERSION}")
+    return document
+
+
+_STEP = {"[": 1, "{": 1, "]": -1, "}": -1}
+_NO_BRACKETS = re.compile(r"[^][{}]+")
+
+
+def _check_depth(text: str) -> None:
+    """Count brackets outside of strings, before a recursive parser sees them."""
+    outside = "".join(text.replace("\\\\", "").replace('\\"', "").split('"')[::2])
+    brackets = _NO_BRACKETS.sub("", outside)
+    if max(accumulate(map(_STEP.__getitem__, brackets)), default=0) > DEPTH_CAP:
+        raise GraphFormatError(f"lists and objects are nested deeper than {DEPTH_CAP} levels")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise GraphFormatError(f"the key {twice!r} occurs twice in one object")
+    return found
+
+
+def _no_constant(literal: str) -> float:
+    raise GraphFormatError(f"{literal} is not JSON; non-finite numbers are written as {{'$float': 'nan'}}")
+
+
+def _finite(literal: str) -> float:
+    value = float(literal)
+    if not math.isfinite(value):
+        raise GraphFormatError(f"the number {literal[:40]} is too large for a float")
+    return value
+
+
+# -- reading ------------------------------------------------------------------------------------------------
+
+_ABSENT: Any = object()
+
+
+def field(record: Mapping[str, Any], key: str, kind: Any, path: str, default: Any = _ABSENT) -> Any:
+    """``record[key]`` if it is of type ``kind``; a bool is no int."""
+    value = record.get(key, default)
+    if value is _ABSENT:
+        raise GraphFormatError(f"{path}: the field {key!r} is missing")
+    if value is not default and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
+        raise GraphFormatError(f"{path}.{key}: found {_short(value)}, expected {_kind(kind)}")
+    if isinstance(value, str) and len(value) > STRING_CAP:
+        raise GraphFormatError(f"{path}.{key}: a string of {len(value)} characters; at most {STRING_CAP} are allowed")
+    return value
+
+
+def _kind(kind: Any) -> str:
+    return " or ".join(k.__name__ for k in kind) if isinstance(kind, tuple) else kind.__name__
+
+
+def _short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:60]}..."
+
+
+def only(record: Any, fields: frozenset[str], path: str) -> dict[str, Any]:
+    """``record`` if it is an object without other fields than these."""
+    if not isinstance(record, dict):
+        raise GraphFormatError(f"{path}: found {_short(record)}, expected an object")
+    extra = sorted(record.keys() - fields)
+    if extra:
+        raise GraphFormatError(f"{path}: unknown field {extra[0][:60]!r}")
+    return record
+
+
+def _strings(record: Mapping[str, Any], key: str, path: str) -> list[str]:
+    found = field(record, key, list, path, [])
+    if not all(isinstance(item, str) and len(item) <= STRING_CAP for item in found):
+        raise GraphFormatError(f"{path}.{key}: expected a list of strings")
+    return found
+
+
+def _ints(values: Any, path: str, count: int | None = None) -> list[int]:
+    if not isinstance(values, list) or not all(type(item) is int for item in values):
+        raise GraphFormatError(f"{path}: expected a list of ints, found {_short(values)}")
+    if count is not None and len(values) != count:
+        raise GraphFormatError(f"{path}: expected {count} ints, found {len(values)}")
+    return values
+
+
+DOCUMENT = frozenset({
+    "format", "version", "name", "seed", "constants", "variables", "sources", "owners", "guards", "aliases", "nodes",
+})  # fmt: skip
+NODE = frozenset({
+    "name", "op", "in", "out", "attrs", "control", "scope", "source", "owner", "device", "tags", "stream", "forward",
+})  # fmt: skip
+SPEC = frozenset({"dtype", "shape", "device"})
+
+
+def build(
+    document: dict[str, Any], tensors: Mapping[str, torch.Tensor], new_id: Callable[[], int],
+    variables: Mapping[str, Variable], trusted: bool,
+) -> tuple[str, int, Contents]:  # fmt: skip
+    only(document, DOCUMENT, "file")
+    records = field(document, "nodes", list, "file")
+    if len(records) > NODE_CAP:
+        raise GraphFormatError(f"nodes: {len(records)} nodes; at most {NODE_CAP} are allowed")
+    reader = _Reader(document, tensors, [new_id() for _ in records], variables)
+    nodes = tuple(reader.node(record, f"nodes[{place}]", place, trusted) for place, record in enumerate(records))
+    guards = tuple(reader.guard(r, f"guards[{i}]") for i, r in enumerate(field(document, "guards", list, "file", [])))
+    aliases = {
+        alias: reader.value(value, f"aliases.{alias[:60]}")
+        for alias, value in field(document, "aliases", dict, "file", {}).items()
+    }
+    contents = Contents(nodes, guards, aliases)
+    try:
+        check(contents)
+    except GraphCycleError:
+        raise
+    except InvalidArgument as error:
+        place = next((place for place, node in enumerate(nodes) if node.name == error.node), None)
+        where = "file" if place is None else f"nodes[{place}]"
+        raise GraphFormatError(f"{where}: {error}", node=error.node, op=error.op) from error
+    return field(document, "name", str, "file"), field(document, "seed", int, "file"), contents
+
+
+class _Reader:
+    """Turns JSON records into nodes, given the tables of the file."""
+
+    def __init__(
+        self, document: dict[str, Any], tensors: Mapping[str, torch.Tensor], ids: list[int],
+        variables: Mapping[str, Variable],
+    ) -> None:  # fmt: skip
+        self.ids, self.tensors = ids, tensors
+        self.sources = [self._source(s, f"sources[{i}]") for i, s in enumerate(self._table(document, "sources"))]
+        self.owners = [self._owner(o, f"owners[{i}]") for i, o in enumerate(self._table(document, "owners"))]
+        self.tags: dict[str, tuple[type, Callable[[Any, str], Any]]] = {
+            "$ref": (int, lambda body, path: Ref(body)),
+            "$dim": (str, self.dim),
+            "$tuple": (list, self.sequence),
+            "$map": (list, self.mapping),
+            "$float": (str, self.non_finite),
+            "$complex": (list, self.complex),
+            "$dtype": (str, partial(self.constant, torch.dtype)),
+            "$layout": (str, partial(self.constant, torch.layout)),
+            "$memory_format": (str, partial(self.constant, torch.memory_format)),
+            "$device": (str, self.device),
+            "$variable": (str, self.variable),
+            "$tensor": (str, self.tensor),
+        }
+        declared = field(document, "variables", dict, "file", {})
+        self.variables = {label: self._declared(label, record, variables) for label, record in declared.items()}
+
+    @staticmethod
+    def _table(document: dict[str, Any], key: str) -> list[Any]:
+        return field(document, key, list, "file", [])
+
+    @staticmethod
+    def _source(record: Any, path: str) -> Source:
+        match record:
+            case [str(label), int(line), str(text)] if not isinstance(line, bool):
+                return Source(label, line, text)
+        raise GraphFormatError(f"{path}: expected [label, line, text], found {_short(record)}")
+
+    @staticmethod
+    def _owner(record: Any, path: str) -> Owner:
+        match record:
+            case [str(key), int(index)] if not isinstance(index, bool):
+                return Owner(key, index)
+        raise GraphFormatError(f"{path}: expected [key, index], found {_short(record)}")
+
+    def _declared(self, label: str, record: Any, given: Mapping[str, Variable]) -> Variable:
+        path = f"variables.{label[:60]}"
+        fields = dict(only(record, SPEC | {"trainable"}, path))
+        trainable = field(fields, "trainable", bool, path)
+        fields.pop("trainable")
+        spec = self.spec(fields, path)
+        if spec.symbols:
+            raise GraphFormatError(f"{path}.shape: a variable has fixed sizes, found {spec}")
+        found = given.get(label)
+        if found is None:
+            return Variable.declared(spec, name=label, trainable=trainable)
+        if (found.spec.dtype, tuple(found.spec.shape)) != (spec.dtype, spec.shape):
+            raise InvalidArgument(f"variable {label} is {found.spec}, but the graph needs {spec}")
+        return found
+
+    def spec(self, record: Any, path: str) -> Spec:
+        only(record, SPEC, path)
+        dtype = self.constant(torch.dtype, field(record, "dtype", str, path), f"{path}.dtype")
+        shape = field(record, "shape", list, path)
+        sizes = tuple(self.size(size, f"{path}.shape[{axis}]") for axis, size in enumerate(shape))
+        return Spec(dtype, sizes, field(record, "device", str, path, "cpu"))
+
+    def size(self, size: Any, path: str) -> int | Dim:
+        if type(size) is int and size >= 0:
+            return size
+        if isinstance(size, str):
+            return self.dim(size, path)
+        raise GraphFormatError(f"{path}: expected a size, found {_short(size)}")
+
+    @staticmethod
+    def dim(expr: Any, path: str) -> Dim:
+        if not isinstance(expr, str):
+            raise GraphFormatError(f"{path}: expected a size expression, found {_short(expr)}")
+        try:
+            return Dim(expr).checked()
+        except GraphFormatError as error:
+            raise GraphFormatError(f"{path}: {error}") from error
+
+    @staticmethod
+    def constant(kind: type, name: str, path: str) -> Any:
+        """``torch.float32`` and the like, by name."""
+        found = getattr(torch, name, None) if name.isidentifier() else None
+        if not isinstance(found, kind):
+            raise GraphFormatError(f"{path}: {name[:60]!r} is no torch.{kind.__name__}")
+        return found
+
+    def place(self, place: Any, path: str) -> int:
+        """Id of the node at that position."""
+        if type(place) is not int or not 0 <= place < len(self.ids):
+            raise GraphFormatError(f"{path}: {_short(place)} is no position of a node; there are {len(self.ids)}")
+        return self.ids[place]
+
+    def value(self, pair: Any, path: str) -> Value:
+        place, index = _ints(pair, path, 2)
+        return Value(self.place(place, path), index)
+
+    def entry(self, record: dict[str, Any], key: str, table: list[Any], path: str) -> Any:
+        """The entry of a table that ``record[key]`` numbers, if it is there."""
+        number = field(record, key, int, path, None)
+        if number is None:
+            return None
+        if not 0 <= number < len(table):
+            raise GraphFormatError(f"{path}.{key}: {number} is outside of the table of {len(table)}")
+        return table[number]
+
+    def guard(self, record: Any, path: str) -> Guard:
+        only(record, frozenset({"expr", "source", "owner"}), path)
+        expr = self.dim(field(record, "expr", str, path), f"{path}.expr").expr
+        source = self.entry(record, "source", self.sources, path)
+        return Guard(expr, source, self.entry(record, "owner", self.owners, path))
+
+    def node(self, record: Any, path: str, place: int, trusted: bool) -> Node:
+        only(record, NODE, path)
+        op = field(record, "op", str, path)
+        try:
+            admit(op, trusted=trusted)
+        except (UnknownOp, UntrustedOp) as error:
+            error.message = f"{path}: {error.message}"
+            raise
+        forward = field(record, "forward", int, path, None)
+        return Node(
+            id=self.ids[place],
+            name=field(record, "name", str, path),
+            op=op,
+            inputs=tuple(self.value(v, f"{path}.in[{i}]") for i, v in enumerate(field(record, "in", list, path, []))),
+            outputs=tuple(self.spec(s, f"{path}.out[{i}]") for i, s in enumerate(field(record, "out", list, path, []))),
+            attrs=self.attrs(field(record, "attrs", dict, path, {}), f"{path}.attrs"),
+            control=tuple(self.place(p, f"{path}.control") for p in field(record, "control", list, path, [])),
+            scope=tuple(_strings(record, "scope", path)),
+            source=self.entry(record, "source", self.sources, path),
+            owner=self.entry(record, "owner", self.owners, path),
+            device=field(record, "device", str, path, None),
+            tags=frozenset(_strings(record, "tags", path)),
+            stream=field(record, "stream", int, path, None),
+            forward=None if forward is None else self.place(forward, f"{path}.forward"),
+        )
+
+    def attrs(self, record: dict[str, Any], path: str) -> dict[str, Any]:
+        if len(record) > ATTR_CAP:
+            raise GraphFormatError(f"{path}: {len(record)} attrs; at most {ATTR_CAP} are allowed")
+        return {key: self.leaf(leaf, f"{path}.{key[:60]}") for key, leaf in record.items()}
+
+    def leaf(self, leaf: Any, path: str) -> Any:
+        """One attr; nesting is bounded by DEPTH_CAP."""
+        if isinstance(leaf, list):
+            return [self.leaf(item, f"{path}[{i}]") for i, item in enumerate(leaf)]
+        if isinstance(leaf, dict):
+            return self.tagged(leaf, path)
+        if isinstance(leaf, str) and len(leaf) > STRING_CAP:
+            raise GraphFormatError(f"{path}: a string of {len(leaf)} characters; at most {STRING_CAP} are allowed")
+        return leaf
+
+    def tagged(self, leaf: dict[str, Any], path: str) -> Any:
+        """An object with one ``$`` key."""
+        tag, body = next(iter(leaf.items())) if len(leaf) == 1 else ("", None)
+        kind, read = self.tags.get(tag, (None, None))
+        if kind is None or not isinstance(body, kind) or isinstance(body, bool):
+            raise GraphFormatError(f"{path}: {_short(leaf)} is no value that a graph file holds")
+        return read(body, f"{path}.{tag}")
+
+    def sequence(self, body: list[Any], path: str) -> tuple[Any, ...]:
+        return tuple(self.leaf(item, f"{path}[{i}]") for i, item in enumerate(body))
+
+    @staticmethod
+    def non_finite(body: str, path: str) -> float:
+        if body not in ("inf", "-inf", "nan"):
+            raise GraphFormatError(f"{path}: {_short(body)} is not inf, -inf or nan")
+        return float(body)
+
+    def complex(self, body: list[Any], path: str) -> complex:
+        parts = self.sequence(body, path)
+        if len(parts) != 2 or not all(type(part) in (int, float) for part in parts):
+            raise GraphFormatError(f"{path}: expected two numbers, found {_short(body)}")
+        return complex(*parts)
+
+    def variable(self, label: str, path: str) -> Variable:
+        if label not in self.variables:
+            raise GraphFormatError(f"{path}: {_short(label)} is not in the table of variables")
+        return self.variables[label]
+
+    def tensor(self, key: str, path: str) -> torch.Tensor:
+        if key not in self.tensors:
+            raise GraphFormatError(f"{path}: {_short(key)} is not among the constants")
+        return self.tensors[key]
+
+    def mapping(self, body: list[Any], path: str) -> dict[Any, Any]:
+        try:
+            return dict(self.sequence(body, path))
+        except (TypeError, ValueError) as error:  # no pair, or a list as key
+            if isinstance(error, GraphFormatError):
+                raise
+            raise GraphFormatError(f"{path}: expected a list of [key, value]") from error
+
+    @staticmethod
+    def device(name: str, path: str) -> torch.device:
+        try:
+            return torch.device(name)
+        except RuntimeError as error:
+            raise GraphFormatError(f"{path}: {name[:60]!r} is no device") from error

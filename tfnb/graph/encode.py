@@ -1,0 +1,110 @@
+"""From nodes to JSON objects: what `tfnb.graph.serial` writes. The inverse is `tfnb.graph.decode`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from tfnb.errors import InvalidArgument
+from tfnb.graph.contents import Contents, Guard
+from tfnb.graph.node import Node, Owner, Ref, Source, Value
+from tfnb.graph.spec import Dim, Spec, dtype_name
+from tfnb.graph.variable import Variable
+
+
+def variable_json(variable: Variable) -> dict[str, Any]:
+    return {**spec_json(variable.spec), "trainable": variable.trainable}
+
+
+def spec_json(spec: Spec) -> dict[str, Any]:
+    shape = [size.expr if isinstance(size, Dim) else size for size in spec.shape]
+    device = {} if spec.device == "cpu" else {"device": spec.device}
+    return {"dtype": dtype_name(spec.dtype), "shape": shape, **device}
+
+
+class Writer:
+    """Turns nodes into JSON objects and collects what they share: sources, owners, constants."""
+
+    def __init__(self, contents: Contents) -> None:
+        self.position = contents.position
+        self.labels = {variable: label for label, variable in contents.variables.items()}
+        self.sources: dict[tuple[str, int, str], int] = {}
+        self.owners: dict[tuple[str, int], int] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.keys: dict[int, str] = {}
+        # type -> tag and what stands under it; a list is written leaf by leaf. Ref before tuple, bool before int.
+        self.kinds: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
+            (Ref, "$ref", lambda ref: ref.input),
+            (Dim, "$dim", lambda dim: dim.expr),
+            (tuple, "$tuple", list),
+            (Mapping, "$map", lambda mapping: [list(pair) for pair in mapping.items()]),
+            (float, "", lambda number: float(number) if math.isfinite(number) else {"$float": repr(float(number))}),
+            (complex, "$complex", lambda number: [number.real, number.imag]),
+            (torch.dtype, "$dtype", dtype_name),
+            (torch.layout, "$layout", lambda layout: str(layout).removeprefix("torch.")),
+            (torch.memory_format, "$memory_format", lambda form: str(form).removeprefix("torch.")),
+            (torch.device, "$device", str),
+            (Variable, "$variable", self.labels.__getitem__),
+            (torch.Tensor, "$tensor", self.tensor),
+            (int, "", int),
+            (str, "", str),
+        )
+
+    def value(self, value: Value) -> list[int]:
+        return [self.position[value.node], value.index]
+
+    def source(self, source: Source | None) -> int | None:
+        if source is None:
+            return None
+        return self.sources.setdefault((source.label, source.line, source.text), len(self.sources))
+
+    def owner(self, owner: Owner | None) -> int | None:
+        return None if owner is None else self.owners.setdefault((owner.key, owner.index), len(self.owners))
+
+    def guard(self, guard: Guard) -> dict[str, Any]:
+        fields = {"expr": guard.expr, "source": self.source(guard.source), "owner": self.owner(guard.owner)}
+        return {key: value for key, value in fields.items() if value is not None}
+
+    def node(self, node: Node) -> dict[str, Any]:
+        """All fields but the empty ones."""
+        fields = {
+            "name": node.name,
+            "op": node.op,
+            "in": [self.value(value) for value in node.inputs],
+            "out": [spec_json(spec) for spec in node.outputs],
+            "attrs": {key: self.leaf(node, key, value) for key, value in node.attrs.items()},
+            "control": [self.position[i] for i in node.control],
+            "scope": list(node.scope),
+            "source": self.source(node.source),
+            "owner": self.owner(node.owner),
+            "device": node.device,
+            "tags": sorted(node.tags),
+            "stream": node.stream,
+            "forward": self.position.get(node.forward) if node.forward is not None else None,
+        }
+        return {key: value for key, value in fields.items() if value is not None and value != [] and value != {}}
+
+    def leaf(self, node: Node, key: str, leaf: Any) -> Any:
+        """One attr in JSON; raises InvalidArgument for a type that files do not hold."""
+        if leaf is None or type(leaf) in (bool, int, str):
+            return leaf
+        if isinstance(leaf, list):
+            return [self.leaf(node, key, item) for item in leaf]
+        for kind, tag, write in self.kinds:
+            if isinstance(leaf, kind):
+                body = write(leaf)
+                return {tag: self.leaf(node, key, body) if isinstance(body, list) else body} if tag else body
+        raise InvalidArgument(
+            f"attr {key} of node {node.name} ({node.op}) is a {type(leaf).__name__}, which graph files do not hold",
+            node=node.name,
+            op=node.op,
+        )
+
+    def tensor(self, tensor: torch.Tensor) -> str:
+        """Its key; one for a tensor that several nodes share."""
+        key = self.keys.setdefault(id(tensor), f"c{len(self.keys)}")
+        self.tensors[key] = tensor
+        return key

@@ -1,0 +1,52 @@
+"""Op names: from a qualified name (``aten.mm.default``) to torch's overload, and what a file may name.
+
+Uses one private call of torch (tried on 2.13): the dispatcher's schema look-up, which knows ATen and custom ops
+but not the TorchScript-only ones (``aten.save``), which read and write files.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+import torch
+
+from tfnb.errors import UnknownOp, UntrustedOp
+
+STRUCTURAL = frozenset({
+    "tfnb.placeholder", "tfnb.constant", "tfnb.read", "tfnb.assign", "tfnb.group", "tfnb.guard",
+})  # fmt: skip
+TRUSTED = frozenset({"aten", "prims", "tfnb"})  # namespaces that only compute
+UNTRUSTED = frozenset({"aten.from_file", "aten._print", "aten.set_data"})
+_PART = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+
+
+@lru_cache(maxsize=8192)
+def overload(op: str) -> torch._ops.OpOverload:
+    """Torch's overload of a qualified name; raises UnknownOp naming op and namespace."""
+    parts = op.split(".")
+    if len(parts) != 3 or not all(map(_PART.fullmatch, parts)):
+        raise UnknownOp(f"unknown op {op!r}: not of the form namespace.name.overload", op=op)
+    space, name, kind = parts
+    try:
+        torch._C._dispatch_find_schema_or_throw(f"{space}::{name}", "" if kind == "default" else kind)
+        found = getattr(getattr(getattr(torch.ops, space), name), kind)
+    except (RuntimeError, AttributeError) as error:
+        cure = "import tfnb" if space == "tfnb" else f"import the library that registers {space} ops"
+        cure = f"torch {torch.__version__} does not have it" if space in ("aten", "prims") else cure
+        raise UnknownOp(f"unknown op {op} of namespace {space}: {cure}", op=op) from error
+    return found
+
+
+def admit(op: str, *, trusted: bool) -> None:
+    """Check that a file may name ``op``; raises UnknownOp or UntrustedOp."""
+    if op in STRUCTURAL:
+        return
+    overload(op)
+    space, name, _ = op.split(".")
+    if not trusted and (space not in TRUSTED or f"{space}.{name}" in UNTRUSTED):
+        raise UntrustedOp(
+            f"op {op} of namespace {space} may run code or read files, and the graph comes from a file; "
+            "load it with trusted=True if you trust its origin",
+            op=op,
+        )
