@@ -182,7 +182,7 @@ class _Reader:
         self.ids, self.tensors = ids, tensors
         self.sources = [self._source(s, f"sources[{i}]") for i, s in enumerate(self._table(document, "sources"))]
         self.owners = [self._owner(o, f"owners[{i}]") for i, o in enumerate(self._table(document, "owners"))]
-        self.tags: dict[str, tuple[type, Callable[[Any, str], Any]]] = {
+        self.tags: dict[str, tuple[Any, Callable[..., Any]]] = {
             "$ref": (int, lambda body, path: Ref(body)),
             "$dim": (str, self.dim),
             "$tuple": (list, self.sequence),
@@ -332,8 +332,8 @@ class _Reader:
     def tagged(self, leaf: dict[str, Any], path: str) -> Any:
         """An object with one ``$`` key."""
         tag, body = next(iter(leaf.items())) if len(leaf) == 1 else ("", None)
-        kind, read = self.tags.get(tag, (None, None))
-        if kind is None or not isinstance(body, kind) or isinstance(body, bool):
+        kind, read = self.tags.get(tag, ((), str))  # no type: never an instance
+        if not isinstance(body, kind) or isinstance(body, bool):
             raise GraphFormatError(f"{path}: {_short(leaf)} is no value that a graph file holds")
         return read(body, f"{path}.{tag}")
 

@@ -30,7 +30,7 @@ HEADER_CAP = 16 * 2**20  # bytes
 # -- writing ------------------------------------------------------------------------------------------------
 
 
-def replace_file(path: Path, write: Callable[[Path], None]) -> None:
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Let ``write`` fill a temporary file beside ``path``, sync it and move it there: all or nothing.
 
     Raises CheckpointWriteError with the errno where the disk is full or the folder cannot be written.
@@ -139,7 +139,7 @@ def _checked(path: Path, metadata: Mapping[str, str], stored: Mapping[str, torch
 def sha256(tensor: torch.Tensor) -> str:
     """Of the bytes of a dense tensor alone, not of dtype and shape."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    return hashlib.sha256(plain.view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(plain.view(torch.uint8).numpy().data).hexdigest()
 
 
 def _digest(text: str, stored: Mapping[str, torch.Tensor]) -> str:

@@ -17,7 +17,7 @@ class Value(NamedTuple):
     """Output ``index`` of the node with id ``node``; hashes, so it is the key for values everywhere."""
 
     node: int
-    index: int = 0
+    index: int = 0  # type: ignore[assignment]  # hides tuple.index, which nobody asks of a Value
 
 
 class Ref(NamedTuple):

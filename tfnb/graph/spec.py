@@ -13,7 +13,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any
 
 import torch
@@ -112,20 +112,17 @@ def _evaluate(node: ast.expr, symbols: Mapping[str, Any]) -> Any:
             return not _evaluate(operand, symbols)
         case ast.BoolOp(op=op, values=values):
             fold = all if isinstance(op, ast.And) else any
-            return fold(_evaluate(value, symbols) for value in values)
+            return fold(_evaluate(part, symbols) for part in values)
         case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARE:
             return _COMPARE[type(op)](_evaluate(left, symbols), _evaluate(right, symbols))
         case ast.IfExp(test=test, body=body, orelse=orelse):
             return _evaluate(body if _evaluate(test, symbols) else orelse, symbols)
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _CALLS:
-            values = [_evaluate(arg, symbols) for arg in args]
+            found = [_evaluate(arg, symbols) for arg in args]
             call = _CALLS[name]
-            if name in ("max", "min") and len(values) > 2:
-                result = values[0]
-                for value in values[1:]:
-                    result = call(result, value)
-                return result
-            return call(*values)
+            if name in ("max", "min") and len(found) > 2:
+                return reduce(call, found)
+            return call(*found)
     raise GraphFormatError(f"not allowed in a size expression: {ast.unparse(node)!r}")
 
 

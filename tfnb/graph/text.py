@@ -1,7 +1,8 @@
 """The readable form of a graph: one node per line, values named by position, scopes by indentation.
 
-For people and golden files; what round-trips is JSON (`tfnb.graph.serial`). Two graphs that differ only in ids
-have the same text, so a unified difference of texts is a difference of graphs. Imports graph and torch's types.
+Placeholders stand in the head, and reads of variables where they are used, unless a write comes between. For people
+and golden files; what round-trips is JSON (`tfnb.graph.serial`). Two graphs that differ only in ids have the same
+text, so a unified difference of texts is a difference of graphs. Imports graph and torch's types.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ SHOWN = 8  # elements of a constant that are written out
 
 def text(name: str, contents: Contents) -> str:
     """The text form of ``contents`` under the graph name ``name``; ends without a newline."""
-    names = _value_names(contents)
+    inline = _inline_reads(contents)
+    names = _value_names(contents, inline)
     inputs = ", ".join(f"{one_line(node.name)}: {_specs(node)}" for node in contents.placeholders)
-    body = [f"  {line}" for line in _body(contents, names)]
+    body = [f"  {line}" for line in _body(contents, names, inline)]
     guards = [f"  guard {one_line(str(guard.expr))}{_comment(guard.source)}" for guard in contents.guards]
     results = ", ".join(_result(value, contents, names) for value in _ends(contents))
     end = f"}} -> {results}" if results else "}"
@@ -41,21 +43,44 @@ def one_line(string: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in string)
 
 
-def _value_names(contents: Contents) -> dict[int, str]:
-    """``%x`` for placeholders, ``%1``, ``%2`` ... for other nodes, by node id."""
-    names = {node.id: f"%{one_line(node.name)}" for node in contents.placeholders}
+def _inline_reads(contents: Contents) -> dict[int, str]:
+    """How reads are written where they are used, by node id: those with no write between read and use."""
+    labels = {variable: label for label, variable in contents.variables.items()}
+    writes: dict[Variable, list[int]] = {}
+    for place, node in enumerate(contents.nodes):
+        if node.op == "tfnb.assign":
+            writes.setdefault(node.attrs["variable"], []).append(place)
+    found = {}
+    for node in contents.nodes:
+        users = contents.consumers.get(Value(node.id), ()) if node.op == "tfnb.read" else ()
+        if users:
+            first, last = contents.position[node.id], max(contents.position[user] for user in users)
+            variable = node.attrs["variable"]
+            if not any(first < write < last for write in writes.get(variable, ())):
+                found[node.id] = variable_text(labels[variable], variable)
+    return found
+
+
+def variable_text(label: str, variable: Variable) -> str:
+    """``fc.weight: var f32[10, 784]``."""
+    return f"{one_line(label)}: var {_spec(variable.spec)}"
+
+
+def _value_names(contents: Contents, inline: Mapping[int, str]) -> dict[int, str]:
+    """``%x`` for placeholders, ``%1``, ``%2`` ... for the nodes that get a line, by node id."""
+    names = {node.id: f"%{one_line(node.name)}" for node in contents.placeholders} | dict(inline)
     others = (node for node in contents.nodes if node.id not in names)
     return names | {node.id: f"%{number}" for number, node in enumerate(others, 1)}
 
 
-def _body(contents: Contents, names: Mapping[int, str]) -> Iterator[str]:
+def _body(contents: Contents, names: Mapping[int, str], inline: Mapping[int, str]) -> Iterator[str]:
     labels = {variable: label for label, variable in contents.variables.items()}
     counts = {node.id: len(node.outputs) for node in contents.nodes}
     write = _Writer(names, labels, counts)
     scope: tuple[str, ...] = ()
     source = None
     for node in contents.nodes:
-        if node.op == "tfnb.placeholder":
+        if node.op == "tfnb.placeholder" or node.id in inline:
             continue
         comment = _comment(node.source) if node.source != source else ""
         source = node.source
@@ -130,7 +155,7 @@ class _Writer:
             case Ref(input=index):
                 return self.value(node.inputs[index])
             case Variable():
-                return f"{one_line(self.labels[leaf])}: var {_spec(leaf.spec)}"
+                return variable_text(self.labels[leaf], leaf)
             case torch.Tensor():
                 return _tensor(leaf)
             case torch.dtype():

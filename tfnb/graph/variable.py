@@ -50,8 +50,7 @@ class Variable:
     ) -> None:  # fmt: skip
         owned = torch.as_tensor(current.plain(initial_value)).detach().clone()
         trains = trainable and (owned.is_floating_point() or owned.is_complex())
-        self._bind(lambda: owned, _spec_of(owned), name or "Variable", trains)
-        self.container, self.shared_name = container, shared_name
+        self._bind(lambda: owned, _spec_of(owned), name or "Variable", trains, container, shared_name)
 
     @classmethod
     def of(cls, tensor: torch.Tensor, *, name: str, trainable: bool) -> Variable:
@@ -74,15 +73,18 @@ class Variable:
         self._bind(None, spec, name, trainable)
         return self
 
-    def _bind(self, storage: Callable[[], torch.Tensor] | None, spec: Spec, name: str, trainable: bool) -> None:
+    def _bind(
+        self, storage: Callable[[], torch.Tensor] | None, spec: Spec, name: str, trainable: bool,
+        container: str = "", shared_name: str | None = None,
+    ) -> None:  # fmt: skip
         self._storage = storage
         self.key = f"v{next(_serial)}"
         self.name = name
         self.trainable = trainable
         self.spec = spec
         self.home: Home | None = None
-        self.container: str = ""
-        self.shared_name: str | None = None
+        self.container = container
+        self.shared_name = shared_name
 
     @property
     def initialized(self) -> bool:
@@ -116,7 +118,7 @@ class Variable:
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size(self.spec.shape)
+        return torch.Size(self.spec.sizes({}))
 
     @property
     def device(self) -> str:
