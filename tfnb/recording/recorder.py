@@ -37,6 +37,7 @@ from tfnb.recording.workspace import stream_seed, workspace
 
 aten = torch.ops.aten
 BIG_CONSTANT = 1 << 20  # bytes; larger captured tensors are announced and kept by reference
+_ABSENT = Spec(torch.bool, (0,))  # stands for an output that the op leaves out, as its mask says
 _CONSTRUCTORS = frozenset({"__init__", "reset_parameters", "_reset_parameters"})
 
 
@@ -308,12 +309,10 @@ class Recorder(TorchDispatchMode):
         if own.is_random:
             stream, self._streams = self._streams, self._streams + 1
         flat = fakes if isinstance(fakes, (list, tuple)) else (fakes,)
-        if not all(isinstance(f, torch.Tensor) for f in flat):
-            if all(f is None or isinstance(f, torch.Tensor) for f in flat):
-                raise Unsupported(f"{op_name(func)} with an absent output is not recorded{self._at()}", op=op_name(func))
+        if not all(f is None or isinstance(f, torch.Tensor) for f in flat) or all(f is None for f in flat):
             return fakes  # sizes and other numbers: symbolic already
         value = self._append(
-            op_name(func), self._leaf_name(func), tuple(self.symbols.spec(f) for f in flat),
+            op_name(func), self._leaf_name(func), tuple(_ABSENT if f is None else self.symbols.spec(f) for f in flat),
             inputs=tuple(entry.value for entry in inputs), attrs=bind(func, tuple(attr_args), attr_kwargs), stream=stream,
         )  # fmt: skip
         try:
@@ -322,8 +321,11 @@ class Recorder(TorchDispatchMode):
             self._drop_last()
             raise self._explained(func, error, inputs) from error
         base, chain, attrs = self._viewed(func, own, args, kwargs)
-        wrapped = []
+        wrapped: list[Tensor | None] = []
         for index, (fake, sample) in enumerate(zip(flat, samples, strict=True)):
+            if fake is None:
+                wrapped.append(None)
+                continue
             entry = Entry(Value(value.node, index), fake, sample)
             self.space.fakes[entry.value] = fake
             self.space.keep(entry.value, sample)
