@@ -1,0 +1,32 @@
+"""What an op is made of, when it has no rule of its own: our composites first, then torch's decompositions.
+
+Uses `torch._decomp` (tried with torch 2.13). Imports recording.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from torch._decomp import decomposition_table
+
+from tfnb.errors import UnknownOp
+from tfnb.gradients.table import COMPOSITES
+from tfnb.recording.ops import resolve
+
+
+def decomposition(op: str) -> Callable[..., Any] | None:
+    """A function that computes the same from simpler ops, or None."""
+    return COMPOSITES.get(op) or _torchs(op)
+
+
+@lru_cache(maxsize=1024)
+def _torchs(op: str) -> Callable[..., Any] | None:
+    try:
+        overload = resolve(op)
+    except UnknownOp:
+        return None
+    if overload in decomposition_table:
+        return decomposition_table[overload]
+    return overload.decompose if overload._can_decompose() else None

@@ -1,0 +1,280 @@
+"""Rules for reading and writing by index: gather and scatter, index and index_put, masks, embeddings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tfnb.gradients.table import Forward, composite, nograd, partials, rule
+
+aten = torch.ops.aten
+
+nograd(
+    aten.nonzero.default, aten.nonzero_static.default, aten.one_hot.default, aten.repeat_interleave.Tensor,
+    aten.tril_indices.default, aten.triu_indices.default,
+)  # fmt: skip
+
+# -- index, index_put ------------------------------------------------------------------------------------------
+
+
+def _nones(n: Forward) -> list[None]:
+    return [None] * (len(n.inputs) - 1)
+
+
+@rule(aten.index.Tensor, aten._unsafe_index.Tensor)
+def _(n: Forward, dy: Any) -> Any:
+    zeros = dy.new_zeros(n["self"].shape)
+    return [aten.index_put(zeros, n["indices"], dy, True), *_nones(n)]
+
+
+@rule(aten.index_put.default, aten._unsafe_index_put.default)
+def _(n: Forward, dy: Any) -> Any:
+    indices, values = n["indices"], n["values"]
+    kept = dy if n["accumulate"] else lambda: aten.index_put(dy, indices, torch.zeros_like(values))
+    return {"self": kept, "values": lambda: aten.index(dy, indices)}
+
+
+@rule(aten._unsafe_masked_index.default)
+def _(n: Forward, dy: Any) -> Any:
+    zeros = dy.new_zeros(n["self"].shape)
+    return {"self": aten._unsafe_masked_index_put_accumulate(zeros, n["mask"], n["indices"], dy)}
+
+
+@rule(aten._unsafe_masked_index_put_accumulate.default)
+def _(n: Forward, dy: Any) -> Any:
+    return {"self": dy, "values": lambda: aten._unsafe_masked_index(dy, n["mask"], n["indices"], 0)}
+
+
+# -- along one axis --------------------------------------------------------------------------------------------
+
+
+@rule(aten.gather.default)
+def _(n: Forward, dy: Any) -> Any:
+    return dy.new_zeros(n["self"].shape).scatter_add(n["dim"], n["index"], dy), None
+
+
+@rule(aten.scatter.src)
+def _(n: Forward, dy: Any) -> Any:
+    return {
+        "self": lambda: dy.scatter(n["dim"], n["index"], 0.0),
+        "src": lambda: _gather_into(dy, n["dim"], n["index"], n["src"]),
+    }
+
+
+def _gather_into(dy: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
+    """dy at the index; src may be longer than the index, the rest of it gets zeros."""
+    found = dy.gather(dim, index)
+    for axis in range(found.dim()):
+        if found.shape[axis] is not src.shape[axis] and not _same(found.shape[axis], src.shape[axis]):
+            pad = [0, 0] * (found.dim() - 1 - axis) + [0, src.shape[axis] - found.shape[axis]]
+            found = aten.constant_pad_nd(found, pad)
+    return found
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two sizes are surely the same, without a guard."""
+    return str(a) == str(b)
+
+
+partials(aten.scatter.value, lambda n, dy: dy.scatter(n["dim"], n["index"], 0.0), None)
+
+
+@rule(aten.scatter_add.default)
+def _(n: Forward, dy: Any) -> Any:
+    return {"self": dy, "src": lambda: _gather_into(dy, n["dim"], n["index"], n["src"])}
+
+
+@rule(aten.scatter.reduce)
+def _(n: Forward, dy: Any) -> Any:
+    if n["reduce"] == "add":
+        return {"self": dy, "src": lambda: _gather_into(dy, n["dim"], n["index"], n["src"])}
+    # multiply, unique indices
+    factor = torch.ones_like(n["self"]).scatter(n["dim"], n["index"], n["src"], reduce="multiply")
+    return {
+        "self": lambda: dy * factor,
+        "src": lambda: _gather_into(dy * n["self"], n["dim"], n["index"], n["src"]),
+    }
+
+
+@rule(aten.scatter_reduce.two)
+def _(n: Forward, dy: Any) -> Any:
+    x, dim, index, src, kind, own = (n[a] for a in ("self", "dim", "index", "src", "reduce", "include_self"))
+    ones_like_self = torch.ones_like(x) if own else torch.ones_like(x).scatter(dim, index, 0.0)
+
+    def masked(d: torch.Tensor) -> torch.Tensor:
+        return d if own else d.scatter(dim, index, 0.0)
+
+    if kind == "sum":
+        return {"self": lambda: masked(dy), "src": lambda: _gather_into(dy, dim, index, src)}
+    if kind == "mean":
+        count = ones_like_self.scatter_add(dim, index, torch.ones_like(src))
+        share = dy / count.masked_fill(count == 0, 1.0)
+        return {"self": lambda: masked(share), "src": lambda: _gather_into(share, dim, index, src)}
+    if kind == "prod":
+        return _scatter_prod(n, dy, masked)
+    # amax, amin: shared evenly by the winners
+    value = n.out.gather(dim, index)
+    mine, theirs = (x == n.out).to(dy.dtype), (_front(src, index) == value).to(dy.dtype)
+    mine = masked(mine)
+    share = dy / mine.scatter_add(dim, index, theirs).clamp_min(1)
+    return {"self": lambda: share * mine if own else masked(dy),
+            "src": lambda: _gather_pad(share.gather(dim, index) * theirs, src)}  # fmt: skip
+
+
+def _front(src: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """The part of src that the index covers."""
+    for axis in range(src.dim()):
+        if not _same(src.shape[axis], index.shape[axis]):
+            src = src.narrow(axis, 0, index.shape[axis])
+    return src
+
+
+def _gather_pad(found: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
+    for axis in range(found.dim()):
+        if not _same(found.shape[axis], src.shape[axis]):
+            pad = [0, 0] * (found.dim() - 1 - axis) + [0, src.shape[axis] - found.shape[axis]]
+            found = aten.constant_pad_nd(found, pad)
+    return found
+
+
+def _scatter_prod(n: Forward, dy: Any, masked: Any) -> Any:
+    """Product of the others, exact for at most one zero in a place."""
+    x, dim, index, src = n["self"], n["dim"], n["index"], n["src"]
+    start = x if n["include_self"] else torch.ones_like(x).scatter(dim, index, 1.0).where(masked(torch.ones_like(x)) == 0, x)
+    part = _front(src, index)
+    zero = part == 0
+    zeros = (start == 0).to(dy.dtype).scatter_add(dim, index, zero.to(dy.dtype))
+    nonzero = start.masked_fill(start == 0, 1.0).scatter_reduce(
+        dim, index, part.masked_fill(zero, 1.0), reduce="prod", include_self=True
+    )
+    others = torch.where(start == 0, nonzero.where(zeros == 1, 0.0), (nonzero / start).where(zeros == 0, 0.0))
+    near, count = nonzero.gather(dim, index), zeros.gather(dim, index)
+    theirs = torch.where(zero, near.where(count == 1, 0.0), (near / part).where(count == 0, 0.0))
+    return {
+        "self": lambda: masked(dy * others) if not n["include_self"] else dy * others,
+        "src": lambda: _gather_pad(dy.gather(dim, index) * theirs, src),
+    }
+
+
+@rule(aten.index_select.default)
+def _(n: Forward, dy: Any) -> Any:
+    x, index = n["self"], n["index"]
+    if x.dim() == 0:
+        return dy.reshape([]), None
+    return dy.new_zeros(x.shape).index_add(n["dim"], index.reshape(-1), dy), None
+
+
+@rule(aten.index_add.default)
+def _(n: Forward, dy: Any) -> Any:
+    def source() -> torch.Tensor:
+        found = _rows(dy, n["dim"], n["index"], n["source"])
+        return found if n["alpha"] == 1 else found * n["alpha"]
+
+    return {"self": dy, "source": source}
+
+
+def _rows(dy: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    if dy.dim() == 0:
+        return dy.expand(source.shape)
+    return dy.index_select(dim, index.reshape(-1)).reshape(source.shape)
+
+
+@rule(aten.index_copy.default)
+def _(n: Forward, dy: Any) -> Any:
+    return {
+        "self": lambda: dy.index_fill(n["dim"], n["index"], 0.0),
+        "source": lambda: _rows(dy, n["dim"], n["index"], n["source"]),
+    }
+
+
+partials(aten.index_fill.int_Scalar, lambda n, dy: dy.index_fill(n["dim"], n["index"], 0.0), None)
+
+
+@rule(aten.index_fill.int_Tensor)
+def _(n: Forward, dy: Any) -> Any:
+    def value() -> torch.Tensor:
+        return (dy if dy.dim() == 0 else dy.index_select(n["dim"], n["index"].reshape(-1))).sum()
+
+    return {"self": lambda: dy.index_fill(n["dim"], n["index"], 0.0), "value": value}
+
+
+# -- flat positions and masks ----------------------------------------------------------------------------------
+
+
+@rule(aten.take.default)
+def _(n: Forward, dy: Any) -> Any:
+    return aten.put(dy.new_zeros(n["self"].shape), n["index"], dy, True), None
+
+
+@rule(aten.put.default)
+def _(n: Forward, dy: Any) -> Any:
+    def kept() -> torch.Tensor:
+        return dy if n["accumulate"] else aten.put(dy, n["index"], torch.zeros_like(n["source"]))
+
+    return {"self": kept, "source": lambda: dy.take(n["index"]).reshape(n["source"].shape)}
+
+
+def _mask_put(dy: torch.Tensor, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    shape = torch.broadcast_shapes(x.shape, mask.shape)
+    return aten.masked_scatter(dy.new_zeros(shape), mask, dy)
+
+
+partials(aten.masked_select.default, lambda n, dy: _mask_put(dy, n["self"], n["mask"]), None)
+
+
+@rule(aten.masked_scatter.default)
+def _(n: Forward, dy: Any) -> Any:
+    source, mask = n["source"], n["mask"]
+
+    def to_source() -> torch.Tensor:
+        # the k-th true of the mask took the k-th element of source
+        order = mask.expand(dy.shape).reshape(-1).cumsum(0) - 1
+        picked = dy.where(mask, 0.0).reshape(-1)
+        flat = dy.new_zeros([source.numel()]).index_add(0, order.clamp_min(0), picked)
+        return flat.reshape(source.shape)
+
+    return {"self": lambda: dy.masked_fill(mask, 0.0), "source": to_source}
+
+
+# -- embeddings ------------------------------------------------------------------------------------------------
+
+
+@rule(aten.embedding.default)
+def _(n: Forward, dy: Any) -> Any:
+    rows = n["weight"].shape[0]
+    dense = aten.embedding_dense_backward(dy, n["indices"], rows, n["padding_idx"], n["scale_grad_by_freq"])
+    return dense, None
+
+
+@rule(aten.embedding_dense_backward.default)
+def _(n: Forward, dd: Any) -> Any:
+    index, padding = n["indices"], n["padding_idx"]
+    found = aten.embedding(dd, index)
+    if n["scale_grad_by_freq"]:
+        counts = torch.zeros([dd.shape[0]], dtype=dd.dtype, device=dd.device)
+        flat = index.reshape(-1)
+        counts = counts.index_add(0, flat, torch.ones_like(flat, dtype=dd.dtype))
+        found = found / counts[index].unsqueeze(-1)
+    return found.masked_fill((index == padding).unsqueeze(-1), 0.0), None
+
+
+@composite(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
+def _(weight: Any, indices: Any, offsets: Any, scale_grad_by_freq: bool = False, mode: int = 0, sparse: bool = False,
+      per_sample_weights: Any = None, include_last_offset: bool = False, padding_idx: int = -1) -> Any:  # fmt: skip
+    rows = aten.embedding(weight, indices)  # mode 0 sum, 1 mean, 2 max; a bag is the run of rows between offsets
+    bags = offsets.shape[0] - 1 if include_last_offset else offsets.shape[0]
+    starts = offsets[:bags]
+    place = torch.arange(indices.shape[0], device=indices.device)
+    bag = torch.searchsorted(starts.contiguous(), place, right=True) - 1
+    kept = (indices != padding_idx).to(rows.dtype)
+    if mode == 2:
+        low = rows.masked_fill((kept == 0).unsqueeze(-1), float("-inf"))
+        start = rows.new_full([bags, rows.shape[1]], float("-inf"))
+        out = start.scatter_reduce(0, bag.unsqueeze(-1).expand(rows.shape), low, reduce="amax")
+        return out.masked_fill(out.isneginf(), 0.0), bag, bag, bag
+    scaled = rows * (kept if per_sample_weights is None else kept * per_sample_weights).unsqueeze(-1)
+    out = rows.new_zeros([bags, rows.shape[1]]).index_add(0, bag, scaled)
+    if mode == 1:
+        out = out / kept.new_zeros([bags]).index_add(0, bag, kept).clamp_min(1).unsqueeze(-1)
+    return out, bag, bag, bag

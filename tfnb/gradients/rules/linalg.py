@@ -1,0 +1,242 @@
+"""Rules for products of matrices and vectors, and for factorisations and solves.
+
+Factorisations follow Giles, "Collected matrix derivative results for forward and reverse mode algorithmic
+differentiation" (2008), real matrices only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tfnb.gradients.table import Forward, composite, nograd, rule
+
+aten = torch.ops.aten
+
+nograd(
+    aten._linalg_check_errors.default, aten.geqrf.default, aten.linalg_ldl_factor_ex.default,
+    aten.linalg_ldl_solve.default, aten.linalg_matrix_rank.default,
+)  # fmt: skip
+
+# -- products --------------------------------------------------------------------------------------------------
+
+
+@rule(aten.mm.default, aten.bmm.default)
+def _(n: Forward, dy: Any) -> Any:  # [.., B, K] @ [.., K, N] -> [.., B, N]
+    a, b = n.inputs
+    return lambda: dy @ b.mT, lambda: a.mT @ dy
+
+
+@rule(aten.mv.default)
+def _(n: Forward, dy: Any) -> Any:
+    a, v = n.inputs
+    return lambda: torch.outer(dy, v), lambda: a.t() @ dy
+
+
+@rule(aten.dot.default, aten.vdot.default)
+def _(n: Forward, dy: Any) -> Any:
+    a, b = n.inputs
+    return lambda: dy * b, lambda: dy * a
+
+
+def _times(x: torch.Tensor, factor: Any) -> torch.Tensor:
+    return x if factor == 1 else x * factor
+
+
+@rule(aten.addmm.default, aten.baddbmm.default)
+def _(n: Forward, dy: Any) -> Any:  # beta * bias + alpha * a @ b
+    bias, a, b = n.inputs
+    scaled = _times(dy, n["alpha"]) if n["alpha"] != 1 else dy
+    return lambda: _times(dy, n["beta"]), lambda: scaled @ b.mT, lambda: a.mT @ scaled
+
+
+@rule(aten.addmv.default)
+def _(n: Forward, dy: Any) -> Any:
+    bias, a, v = n.inputs
+    scaled = _times(dy, n["alpha"])
+    return lambda: _times(dy, n["beta"]), lambda: torch.outer(scaled, v), lambda: a.t() @ scaled
+
+
+@rule(aten.addr.default)
+def _(n: Forward, dy: Any) -> Any:
+    bias, a, b = n.inputs
+    scaled = _times(dy, n["alpha"])
+    return lambda: _times(dy, n["beta"]), lambda: scaled @ b, lambda: scaled.t() @ a
+
+
+@rule(aten.addbmm.default)
+def _(n: Forward, dy: Any) -> Any:
+    bias, a, b = n.inputs
+    scaled = _times(dy, n["alpha"])
+    return lambda: _times(dy, n["beta"]), lambda: scaled @ b.mT, lambda: a.mT @ scaled
+
+
+@rule(aten.linalg_cross.default)
+def _(n: Forward, dy: Any) -> Any:
+    a, b = n.inputs
+    return lambda: aten.linalg_cross(b, dy, dim=n["dim"]), lambda: aten.linalg_cross(dy, a, dim=n["dim"])
+
+
+@composite(aten._trilinear.default)
+def _(i1: Any, i2: Any, i3: Any, expand1: Any, expand2: Any, expand3: Any, sumdim: Any, unroll_dim: int = 1) -> Any:
+    for dims, which in ((expand1, 0), (expand2, 1), (expand3, 2)):
+        for dim in sorted(dims):
+            i1, i2, i3 = (t.unsqueeze(dim) if k == which else t for k, t in enumerate((i1, i2, i3)))
+    product = i1 * i2 * i3
+    return product.sum(sumdim) if sumdim else product
+
+
+# -- solves and factorisations ---------------------------------------------------------------------------------
+
+
+@rule(aten.linalg_inv_ex.default, outputs=1)
+def _(n: Forward, dy: Any) -> Any:
+    inverse = n.out.mT
+    return (-inverse @ dy @ inverse,)
+
+
+@rule(aten.linalg_matrix_exp.default)
+def _(n: Forward, dy: Any) -> Any:
+    a = n["self"].mT  # exp of [[A', dY], [0, A']] holds the cotangent in its upper right block
+    zero = torch.zeros_like(a)
+    big = torch.cat([torch.cat([a, dy], -1), torch.cat([zero, a], -1)], -2)
+    size = a.shape[-1]
+    return (torch.linalg.matrix_exp(big)[..., :size, size:],)
+
+
+@rule(aten._linalg_det.default, outputs=1)
+def _(n: Forward, dy: Any) -> Any:
+    return ((dy * n.out)[..., None, None] * torch.linalg.inv(n["A"]).mT,)
+
+
+@rule(aten._linalg_slogdet.default, outputs=2)
+def _(n: Forward, dys: Any) -> Any:
+    return (dys[1][..., None, None] * torch.linalg.inv(n["A"]).mT,)
+
+
+def _phi(a: torch.Tensor) -> torch.Tensor:
+    """Lower triangle with half the diagonal."""
+    lower = a.tril()
+    return lower - torch.diag_embed(lower.diagonal(0, -2, -1)) / 2
+
+
+@rule(aten.linalg_cholesky_ex.default, outputs=1)
+def _(n: Forward, dy: Any) -> Any:
+    low = n.out.mT if n["upper"] else n.out
+    dlow = dy.mT if n["upper"] else dy
+    inner = _phi(low.mT @ dlow.tril())
+    inner = inner + inner.tril(-1).mT  # symmetric, so one triangular solve from each side
+    half = torch.linalg.solve_triangular(low.mT, inner, upper=True)
+    return (torch.linalg.solve_triangular(low, half, upper=False, left=False) / 2,)
+
+
+@composite(aten.cholesky.default)
+def _(self: torch.Tensor, upper: bool = False) -> torch.Tensor:
+    return torch.linalg.cholesky_ex(self, upper=upper).L
+
+
+@composite(aten.cholesky_inverse.default)
+def _(self: torch.Tensor, upper: bool = False) -> torch.Tensor:
+    return torch.linalg.inv(self.triu().mT @ self.triu() if upper else self.tril() @ self.tril().mT)
+
+
+@composite(aten.cholesky_solve.default)
+def _(self: torch.Tensor, input2: torch.Tensor, upper: bool = False) -> torch.Tensor:
+    low = input2.mT if upper else input2
+    half = torch.linalg.solve_triangular(low, self, upper=False)
+    return torch.linalg.solve_triangular(low.mT, half, upper=True)
+
+
+@rule(aten.linalg_solve_triangular.default)
+def _(n: Forward, dy: Any) -> Any:
+    a, x, left, upper, unit = n["self"], n.out, n["left"], n["upper"], n["unitriangular"]
+    db = aten.linalg_solve_triangular(a.mT, dy, upper=not upper, left=left, unitriangular=unit)
+
+    def factor() -> torch.Tensor:
+        da = -(db @ x.mT if left else x.mT @ db)
+        return da.triu(int(unit)) if upper else da.tril(-int(unit))
+
+    return factor, db
+
+
+@rule(aten.triangular_solve.default, outputs=1)
+def _(n: Forward, dy: Any) -> Any:
+    a, x, upper, turned, unit = n["A"], n.out, n["upper"], n["transpose"], n["unitriangular"]
+    db = aten.linalg_solve_triangular(a if turned else a.mT, dy, upper=upper == turned, unitriangular=unit)
+
+    def factor() -> torch.Tensor:
+        da = -(x @ db.mT if turned else db @ x.mT)
+        return da.triu(int(unit)) if upper else da.tril(-int(unit))
+
+    return db, factor
+
+
+@rule(aten._linalg_solve_ex.default, outputs=1)
+def _(n: Forward, dy: Any) -> Any:
+    a, b, x, left = n["A"], n["B"], n.out, n["left"]
+    vector = b.dim() == 1 or (b.dim() == a.dim() - 1)
+    db = torch.linalg.solve(a.mT, dy, left=left)
+
+    def factor() -> torch.Tensor:
+        if vector:
+            return -(db.unsqueeze(-1) * x.unsqueeze(-2))
+        return -(db @ x.mT if left else x.mT @ db)
+
+    return factor, db
+
+
+@rule(aten._linalg_eigh.default)
+def _(n: Forward, dys: Any) -> Any:
+    values, vectors = n.outs
+    inner = torch.zeros_like(vectors) if dys.given(0) is None else torch.diag_embed(dys[0])
+    if dys.given(1) is not None:
+        gaps = values.unsqueeze(-2) - values.unsqueeze(-1)
+        eye = torch.eye(vectors.shape[-1], dtype=torch.bool, device=vectors.device)
+        inner = inner + (vectors.mT @ dys[1] / gaps.masked_fill(eye, 1.0)).masked_fill(eye, 0.0)
+    return (vectors @ inner @ vectors.mT,)
+
+
+@rule(aten.linalg_qr.default)
+def _(n: Forward, dys: Any) -> Any:
+    q, r = n.outs  # tall or square, reduced
+    m = (r @ dys[1].mT if dys.given(1) is not None else 0) - (dys[0].mT @ q if dys.given(0) is not None else 0)
+    symmetric = m.tril() + m.tril(-1).mT
+    right = q @ symmetric + (dys[0] if dys.given(0) is not None else 0)
+    return (torch.linalg.solve_triangular(r.mT, right, upper=False, left=False),)
+
+
+@rule(aten._linalg_svd.default)
+def _(n: Forward, dys: Any) -> Any:
+    u, s, v = n.outs[0], n.outs[1], n.outs[2].mT
+    eye = torch.eye(s.shape[-1], dtype=torch.bool, device=s.device)
+    gaps = ((s.unsqueeze(-2) - s.unsqueeze(-1)) * (s.unsqueeze(-2) + s.unsqueeze(-1))).masked_fill(eye, 1.0)
+    inner = torch.zeros_like(gaps) if dys.given(1) is None else torch.diag_embed(dys[1])
+    outer: Any = 0
+    if dys.given(0) is not None:
+        skew = (u.mT @ dys[0]) / gaps
+        inner = inner + (skew + skew.mT).masked_fill(eye, 0.0) * s.unsqueeze(-2)
+        if u.shape[-2] > s.shape[-1]:
+            rest = dys[0] - u @ (u.mT @ dys[0])
+            outer = outer + (rest / s.unsqueeze(-2)) @ v.mT
+    if dys.given(2) is not None:
+        dv = dys[2].mT
+        skew = (v.mT @ dv) / gaps
+        inner = inner + s.unsqueeze(-1) * (skew + skew.mT).masked_fill(eye, 0.0)
+        if v.shape[-2] > s.shape[-1]:
+            rest = dv - v @ (v.mT @ dv)
+            outer = outer + u @ (rest / s.unsqueeze(-2)).mT
+    return (u @ inner @ v.mT + outer,)
+
+
+@rule(aten.linalg_pinv.atol_rtol_tensor, aten.linalg_pinv.default)
+def _(n: Forward, dy: Any) -> Any:
+    # Golub and Pereyra 1973: three terms, grouped so that the products stay on the short side
+    a, x, d = n["self"], n.out, dy.mT
+    if a.shape[-2] <= a.shape[-1]:
+        k = d @ x
+        far = k @ x.mT
+        return (-(x @ k).mT + far - (a @ x) @ far + (x.mT @ x) @ (d - k @ a),)
+    k = x @ d
+    far = x.mT @ k
+    return (-(k @ x).mT + (d - a @ k) @ x @ x.mT + far - (far @ x) @ a,)

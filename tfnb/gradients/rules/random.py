@@ -1,0 +1,37 @@
+"""Ops that draw numbers or make tensors from nothing: no gradient flows through them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tfnb.gradients.table import nograd
+
+aten = torch.ops.aten
+
+
+def _overloads(name: str) -> list[Any]:
+    """All overloads of an op that write nothing."""
+    packet = getattr(aten, name, None)
+    return [] if packet is None else [getattr(packet, o) for o in packet.overloads() if "out" not in o]
+
+
+_DRAWN = (
+    "bernoulli binomial cauchy exponential geometric log_normal multinomial normal normal_functional poisson rand "
+    "rand_like randint randint_like randn randn_like randperm random uniform _sample_dirichlet _standard_gamma"
+)
+_MADE = (
+    "arange empty empty_like empty_permuted empty_strided eye fill full full_like linspace logspace new_empty "
+    "new_empty_strided new_full new_ones new_zeros ones ones_like scalar_tensor zeros zeros_like zero "
+    "tril_indices triu_indices hann_window hamming_window bartlett_window blackman_window kaiser_window"
+)
+
+for _name in (*_DRAWN.split(), *_MADE.split()):
+    nograd(*_overloads(_name))
+
+nograd(
+    aten.detach.default, aten.detach_copy.default, aten._local_scalar_dense.default, aten.sym_size.int,
+    aten._assert_async.default, aten._assert_async.msg, aten._assert_tensor_metadata.default,
+    "tfnb.placeholder", "tfnb.constant", "tfnb.read", "tfnb.group", "tfnb.guard", "tfnb.print",
+)  # fmt: skip

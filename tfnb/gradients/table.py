@@ -1,0 +1,186 @@
+"""The table of gradient rules: what an op's cotangents become, one entry per ATen overload.
+
+A rule is ordinary torch code, run under the recorder, so what it does are nodes and can be differentiated again. It gets
+the forward node as `Forward` and the cotangent of its output, and returns one cotangent per tensor input. What rules
+never see: broadcasting, dtype promotion, integer inputs, missing cotangents; the walker does those once.
+Imports graph, recording and torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from tfnb.graph.node import Ref, leaves, map_leaves
+from tfnb.recording.ops import facts, resolve
+
+Cotangent = torch.Tensor | Callable[[], torch.Tensor] | None
+RuleFunction = Callable[["Forward", Any], Any]
+
+
+class Rule:
+    """A rule and for how many of the op's outputs it knows what to do (None: all of them)."""
+
+    __slots__ = ("function", "outputs")
+
+    def __init__(self, function: RuleFunction, outputs: int | None = None) -> None:
+        self.function, self.outputs = function, outputs
+
+    def __str__(self) -> str:
+        code = getattr(self.function, "__code__", None)
+        return f"{code.co_filename} line {code.co_firstlineno}" if code else repr(self.function)
+
+
+RULES: dict[str, Rule] = {}
+COMPOSITES: dict[str, Callable[..., Any]] = {}
+NOGRAD: set[str] = set()
+
+
+class Forward:
+    """The forward node as a rule sees it.
+
+    ``inputs`` and ``outs`` are the recorded tensors; ``n["dim"]`` is an argument by its schema name, tensors
+    substituted and defaults filled in; ``n.needs("weight")`` tells whether anybody wants that cotangent.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        inputs: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor],
+        attrs: Mapping[str, Any],
+        needed: Sequence[bool],
+    ) -> None:
+        self.op, self.inputs, self.outs, self.attrs, self.needed = op, inputs, outs, attrs, needed
+
+    @property
+    def out(self) -> torch.Tensor:
+        """The first output."""
+        return self.outs[0]
+
+    @cached_property
+    def args(self) -> dict[str, Any]:
+        """Every argument by schema name, tensors substituted, defaults filled in."""
+
+        def tensor(leaf: Any) -> Any:
+            return self.inputs[leaf.input] if isinstance(leaf, Ref) else leaf
+
+        filled = facts(resolve(self.op)).defaults if self.op.count(".") > 1 else {}
+        return {**filled, **map_leaves(tensor, dict(self.attrs))}
+
+    def __getitem__(self, name: str) -> Any:
+        return self.args[name]
+
+    def places(self, name: str) -> list[int]:
+        """Positions among the inputs of the tensors in argument ``name``."""
+        return [leaf.input for leaf in leaves(self.attrs.get(name)) if isinstance(leaf, Ref)]
+
+    def needs(self, name: str) -> bool:
+        """Whether the cotangent of a tensor in argument ``name`` is wanted."""
+        return any(self.needed[place] for place in self.places(name))
+
+
+class Cotangents(Sequence[torch.Tensor]):
+    """The cotangents of a node's outputs; one that nobody gave becomes zeros when a rule first asks for it."""
+
+    def __init__(self, given: Sequence[torch.Tensor | None], outs: Sequence[torch.Tensor]) -> None:
+        self._given, self._outs = list(given), outs
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if self._given[index] is None:
+            self._given[index] = torch.zeros_like(self._outs[index])
+        return self._given[index]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (self[i] for i in range(len(self)))
+
+    def given(self, index: int) -> torch.Tensor | None:
+        """The cotangent if there is one."""
+        return self._given[index]
+
+    @property
+    def last(self) -> int:
+        """Index of the last output with a cotangent."""
+        return max(i for i, dy in enumerate(self._given) if dy is not None)
+
+
+def rule(*ops: Any, outputs: int | None = None) -> Callable[[RuleFunction], RuleFunction]:
+    """Register a rule for op overloads.
+
+    It returns one cotangent per tensor input: a sequence in input order, or a dict by argument name. An entry is a
+    tensor, None (no flow) or a function without arguments, called only if the entry is wanted. With ``outputs=k``
+    the rule serves nodes of which only the first k outputs have cotangents (others are decomposed), and k=1 means
+    that it gets one cotangent and not a list.
+
+    >>> aten = torch.ops.aten
+    >>> @rule(aten.mm.default)
+    ... def _(n, dy):                                # [B, K] @ [K, N] -> [B, N]
+    ...     a, b = n.inputs
+    ...     return lambda: dy @ b.mT, lambda: a.mT @ dy
+    """
+
+    def register(function: RuleFunction) -> RuleFunction:
+        RULES.update({str(op): Rule(function, outputs) for op in ops})
+        return function
+
+    return register
+
+
+def partials(op: Any, *functions: Callable[[Forward, Any], Any] | None) -> None:
+    """Register one function ``(n, dy) -> dx`` per tensor input, each called only if its cotangent is wanted.
+
+    The last function serves all further inputs.
+    """
+
+    def apply(n: Forward, dy: Any) -> list[Cotangent]:
+        def entry(i: int) -> Cotangent:
+            function = functions[min(i, len(functions) - 1)]
+            return None if function is None else lambda: function(n, dy)
+
+        return [entry(i) for i in range(len(n.inputs))]
+
+    rule(op)(apply)
+
+
+def composite(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register torch code that computes the same as the op from ops with rules: differentiated in its place."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        COMPOSITES.update({str(op): function for op in ops})
+        return function
+
+    return register
+
+
+def nograd(*ops: Any) -> None:
+    """Declare ops through which no gradient flows."""
+    NOGRAD.update(map(str, ops))
+
+
+def register_gradient(op: Any) -> Callable[[RuleFunction], RuleFunction]:
+    """Register the gradient of an op, say a ``torch.library.custom_op``: ``rule(n, dy)`` as in `rule`.
+
+    op: the custom op, an overload, or a name such as ``"mylib::swish"``. A rule already there is replaced.
+    Raises UnknownOp for a name that no library registered.
+    """
+    name = op_of(op)
+    NOGRAD.discard(name)
+    return rule(name)
+
+
+def op_of(op: Any) -> str:
+    """The qualified overload name of an op given in any of torch's ways."""
+    if isinstance(op, str):
+        name = op.replace("::", ".")
+        return str(resolve(name if name.count(".") > 1 else f"{name}.default"))
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        return str(op.default)
+    return str(getattr(op, "_opoverload", op))  # a torch.library.custom_op holds its overload

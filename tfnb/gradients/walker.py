@@ -1,0 +1,321 @@
+"""Reverse mode over a graph: `gradients` adds the nodes that compute derivatives.
+
+Reached values are found forwards from the xs, cotangents go backwards through them in reverse program order, so every
+node is met once, after all its consumers. What rules do not see happens here, once: sums of partial cotangents,
+broadcasting, promoted dtypes, missing cotangents, integers. Rules run under the recorder, so the result can be
+differentiated again. Imports graph and recording.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import reduce
+from operator import add
+from typing import Any
+
+import torch
+
+from tfnb.errors import InvalidArgument, NoGradient, ShapeError
+from tfnb.gradients.decompose import decomposition
+from tfnb.gradients.table import NOGRAD, RULES, Cotangents, Forward, Rule
+from tfnb.graph import Dim, Graph, Node, Spec, Value, Variable
+from tfnb.graph.node import map_leaves
+from tfnb.recording import Recorder, Tensor, reopen, variable
+from tfnb.recording.ops import resolve, unbind
+from tfnb.recording.variables import known
+
+_GRADIENT = frozenset({"gradient"})
+
+
+def gradients(
+    ys: Any, xs: Any, grad_ys: Any = None, *, stop_gradients: Any = (), unconnected: str = "none"
+) -> list[torch.Tensor | None]:
+    """Add nodes that compute d sum(ys * grad_ys) / dx for each x; also outside a recording.
+
+    ys: recorded tensors. xs: recorded tensors, Variables or Parameters. grad_ys: like ys, None entries mean ones.
+    stop_gradients: tensors that count as constants where others depend on them. unconnected: ``"none"`` gives None for
+    an x that no y depends on, ``"zero"`` gives zeros. Integer and bool tensors are constants.
+
+    Raises ShapeError or InvalidArgument for a grad_y that does not fit its y, NoGradient for an op without a rule.
+
+    >>> import tfnb
+    >>> with tfnb.record() as g:
+    ...     x = tfnb.placeholder(torch.tensor([1.0, 2.0]))
+    ...     dx, = tfnb.gradients((x * x).sum(), [x])
+    >>> dx.sample
+    tensor([2., 4.])
+    """
+    ys, xs = _listed(ys), _listed(xs)
+    if not xs:
+        raise InvalidArgument("gradients needs at least one x: got an empty list")
+    if unconnected not in ("none", "zero"):
+        raise InvalidArgument(f"unconnected is 'none' or 'zero', not {unconnected!r}")
+    wanted = [_target(x) for x in xs]
+    with reopen(_graph_of(ys, wanted)) as recorder, torch.enable_grad():
+        return _differentiate(recorder, ys, wanted, grad_ys, _listed(stop_gradients), unconnected)
+
+
+def stop_gradient(x: Any) -> torch.Tensor:
+    """The same value, as a constant for gradients."""
+    if isinstance(x, Tensor):
+        with reopen(x.graph):
+            return x.detach()
+    return x.read().detach() if isinstance(x, Variable) else x.detach()
+
+
+# -- arguments ------------------------------------------------------------------------------------------------
+
+
+def _listed(items: Any) -> list[Any]:
+    return list(items) if isinstance(items, (list, tuple)) else [] if items is None else [items]
+
+
+def _target(x: Any) -> Tensor | Variable:
+    if isinstance(x, (Tensor, Variable)):
+        return x
+    if isinstance(x, torch.nn.Parameter) or (isinstance(x, torch.Tensor) and known(x) is not None):
+        return variable(x)
+    raise InvalidArgument(
+        f"gradients are taken with respect to recorded tensors, Variables or Parameters, not {type(x).__name__}; "
+        "record it with tfnb.placeholder, or make it a tfnb.Variable"
+    )
+
+
+def _graph_of(ys: Sequence[Any], xs: Sequence[Any]) -> Graph:
+    for y in ys:
+        if not isinstance(y, (Tensor, Variable)):
+            raise InvalidArgument(f"gradients of recorded tensors only: a y is {type(y).__name__}, made outside a recording")
+    graphs = {t.graph for t in (*ys, *xs) if isinstance(t, Tensor)}
+    if len(graphs) != 1:
+        names = ", ".join(sorted(g.name for g in graphs)) or "none"
+        raise InvalidArgument(f"gradients works in one graph: ys and xs belong to {names}")
+    return graphs.pop()
+
+
+def _seed(y: Tensor, grad: Any, index: int) -> torch.Tensor:
+    """The cotangent that starts at ``y``."""
+    if grad is None:
+        return torch.ones_like(y)
+    if not isinstance(grad, torch.Tensor):
+        grad = torch.as_tensor(grad, dtype=y.dtype)
+    if grad.dtype != y.dtype:
+        raise InvalidArgument(f"grad_ys[{index}] is {grad.dtype}, its y {y.name} is {y.spec}")
+    shape = grad.spec.shape if isinstance(grad, Tensor) else tuple(grad.shape)
+    if len(shape) != y.dim() or any(_differ(a, b) for a, b in zip(shape, y.spec.shape, strict=True)):
+        raise ShapeError(f"grad_ys[{index}] has shape {list(shape)}, its y {y.name} is {y.spec}")
+    return grad
+
+
+def _differ(a: Any, b: Any) -> bool:
+    """Whether two sizes are surely different; symbols may turn out to be anything."""
+    return isinstance(a, int) and isinstance(b, int) and a != b
+
+
+def _differentiate(
+    recorder: Recorder, ys: list[Any], xs: list[Any], grad_ys: Any, stops: list[Any], unconnected: str
+) -> list[torch.Tensor | None]:
+    ys = [recorder.read(y) if isinstance(y, Variable) else y for y in ys]
+    given = [None] * len(ys) if grad_ys is None else _listed(grad_ys)
+    if len(given) != len(ys):
+        raise InvalidArgument(f"grad_ys has {len(given)} entries for {len(ys)} ys")
+    nodes = recorder.nodes
+    targets = [_values(x, nodes) for x in xs]
+    with recorder.scope("gradients") as scope, recorder.tagged(_GRADIENT):
+        seeds = [(y.value, _seed(y, g, i)) for i, (y, g) in enumerate(zip(ys, given, strict=True)) if _flows(y.spec)]
+        walk = Walk(recorder, [v for group in targets for v in group], {s.value for s in stops if isinstance(s, Tensor)})
+        walk.scope = scope
+        walk.run(nodes, seeds)
+        return [_result(walk, x, group, unconnected) for x, group in zip(xs, targets, strict=True)]
+
+
+def _values(x: Tensor | Variable, nodes: Iterable[Node]) -> list[Value]:
+    """The graph values that ``x`` means: of a Variable, every read of it."""
+    if isinstance(x, Tensor):
+        x.node  # noqa: B018  raises StaleNode for a tensor that is gone
+        return [x.value] if _flows(x.spec) else []
+    return [node.value() for node in nodes if node.op == "tfnb.read" and node.attrs["variable"] is x]
+
+
+def _result(walk: Walk, x: Tensor | Variable, values: list[Value], unconnected: str) -> torch.Tensor | None:
+    found = [dx for dx in map(walk.total, values) if dx is not None]
+    if found:
+        return reduce(add, found)
+    if unconnected == "none":
+        return None
+    return torch.zeros_like(x) if isinstance(x, Tensor) else torch.zeros_like(x.read())
+
+
+# -- the walk -------------------------------------------------------------------------------------------------
+
+
+class Walk:
+    """One backward pass over nodes in program order, towards the values ``targets``."""
+
+    def __init__(self, recorder: Recorder, targets: Iterable[Value], stop: Iterable[Value] = ()) -> None:
+        self.recorder = recorder
+        self.stop = frozenset(stop)
+        self.reached: set[Value] = set(targets)
+        self.partials: dict[Value, list[torch.Tensor]] = {}
+        self.scope: str | None = None  # where the gradient nodes stand; None inside a decomposition
+        self.inside: tuple[str, ...] = ()  # ops being decomposed
+
+    def run(self, nodes: Sequence[Node], seeds: Iterable[tuple[Value, torch.Tensor]]) -> None:
+        """Send the cotangents ``seeds`` backwards through ``nodes``."""
+        self._reach(nodes)
+        for value, dy in seeds:
+            self._send(value, dy)
+        for node in reversed(nodes):
+            dys = [self._through(node, i) for i in range(len(node.outputs))]
+            if any(dy is not None for dy in dys):
+                self._node(node, dys)
+
+    def total(self, value: Value) -> torch.Tensor | None:
+        """The sum of the partial cotangents of a value, made once."""
+        parts = self.partials.get(value)
+        if not parts:
+            return None
+        if len(parts) > 1:
+            self.partials[value] = parts = [reduce(add, parts)]
+        return parts[0]
+
+    def _reach(self, nodes: Iterable[Node]) -> None:
+        """Mark every value that depends on the targets through ops that conduct."""
+        for node in nodes:
+            if any(v in self.reached for v in node.inputs) and _conducts(node):
+                outs = (node.value(i) for i, spec in enumerate(node.outputs) if _flows(spec))
+                self.reached.update(v for v in outs if v not in self.stop)
+
+    def _send(self, value: Value, dy: torch.Tensor) -> None:
+        if value in self.reached:
+            self.partials.setdefault(value, []).append(dy)
+
+    def _through(self, node: Node, index: int) -> torch.Tensor | None:
+        """The cotangent of an output that goes on to the node's inputs."""
+        value = node.value(index)
+        return None if value in self.stop or not _conducts(node) else self.total(value)
+
+    def _node(self, node: Node, dys: list[torch.Tensor | None]) -> None:
+        needed = [v in self.reached for v in node.inputs]
+        if not any(needed):
+            return
+        with ExitStack() as stack:
+            if self.scope is not None:  # gradient nodes stand in the scope NODE_grad and link to their forward node
+                stack.enter_context(self.recorder.scope(f"{self.scope}/{node.name}_grad/"))
+                stack.enter_context(self.recorder.tagged(_GRADIENT, forward=node.id))
+            entries = self._entries(node, dys, needed)
+            for value, wanted, entry in zip(node.inputs, needed, entries, strict=True):
+                if wanted and entry is not None:
+                    self._send(value, self._fitted(node, entry() if callable(entry) else entry, value))
+
+    def _entries(self, node: Node, dys: list[torch.Tensor | None], needed: list[bool]) -> list[Any]:
+        if any(s.dtype.is_complex for s in node.outputs):
+            raise NoGradient(_refused(node, "complex tensors are not differentiated"), node=node.name, op=node.op)
+        rule = RULES.get(node.op)
+        if rule is None or (rule.outputs is not None and any(dy is not None for dy in dys[rule.outputs :])):
+            return self._decomposed(node, dys)
+        n = self._forward(node, needed)
+        single = len(node.outputs) == 1 or rule.outputs == 1
+        return _aligned(n, rule, rule.function(n, dys[0] if single else Cotangents(dys, n.outs)))
+
+    def _forward(self, node: Node, needed: list[bool]) -> Forward:
+        tensor = self.recorder.tensor
+        outs = [tensor(node.value(i)) for i in range(len(node.outputs))]
+        return Forward(node.op, [tensor(v) for v in node.inputs], outs, self._symbolic(node), needed)
+
+    def _symbolic(self, node: Node) -> Mapping[str, Any]:
+        """The node's attrs with sizes as SymInts."""
+        if not node.symbols:
+            return node.attrs
+        symbols = self.recorder.symbols
+
+        def size(leaf: Any) -> Any:
+            return leaf.evaluate(symbols.bindings([leaf])) if isinstance(leaf, Dim) else leaf
+
+        return map_leaves(size, node.attrs)
+
+    # -- ops without a rule -----------------------------------------------------------------------------------
+
+    def _decomposed(self, node: Node, dys: list[torch.Tensor | None]) -> list[Any]:
+        """Record what the op is made of, and differentiate that."""
+        function = None if node.op in self.inside else decomposition(node.op)
+        if function is None:
+            raise NoGradient(_refused(node, f"no gradient rule for {node.op}"), node=node.name, op=node.op,
+                             cell=node.source.label if node.source else None,
+                             line=node.source.line if node.source else None)  # fmt: skip
+        n = self._forward(node, [True] * len(node.inputs))
+        args, kwargs = unbind(resolve(node.op), {k: n.args[k] for k in node.attrs})
+        start = len(self.recorder.new)
+        outs = function(*args, **kwargs)
+        outs = outs if isinstance(outs, (list, tuple)) else [outs]
+        part = Walk(self.recorder, (v for v in node.inputs if v in self.reached))
+        part.inside = (*self.inside, node.op)
+        pairs = zip(outs, dys, strict=True)
+        part.run(self.recorder.new[start:], [(out.value, dy) for out, dy in pairs if dy is not None])
+        first = {v: i for i, v in reversed(list(enumerate(node.inputs)))}  # a value passed twice has one cotangent
+        return [part.total(v) if first[v] == i else None for i, v in enumerate(node.inputs)]
+
+    # -- what rules leave to the walker -----------------------------------------------------------------------
+
+    def _fitted(self, node: Node, dx: torch.Tensor, value: Value) -> torch.Tensor:
+        """dx in the shape, dtype and device of the input: broadcasting and promotion undone."""
+        spec = self.recorder.node(value.node).outputs[value.index]
+        if not isinstance(dx, Tensor):
+            dx = dx.clone()
+        dims, keep = _broadcast(dx.spec.shape, spec.shape, node)
+        if dims:
+            dx = dx.sum(dims)
+        if keep:
+            dx = dx.sum(keep, keepdim=True)
+        if dx.dtype != spec.dtype or dx.device.type != torch.device(spec.device).type:
+            dx = dx.to(device=spec.device, dtype=spec.dtype)
+        return dx
+
+
+def _flows(spec: Spec) -> bool:
+    return spec.dtype.is_floating_point or spec.dtype.is_complex
+
+
+def _conducts(node: Node) -> bool:
+    """Whether a gradient may pass: not declared otherwise, not recorded with grad mode off, no optimizer update."""
+    return node.op not in NOGRAD and not node.tags & {"no_grad", "update"}
+
+
+def _broadcast(got: Sequence[Any], wanted: Sequence[Any], node: Node) -> tuple[list[int], list[int]]:
+    """Axes of a cotangent to sum away, and then those to sum to size one."""
+    lead = len(got) - len(wanted)
+    tail = list(zip(got[max(lead, 0) :], wanted, strict=False))
+    if lead < 0 or any(w != 1 and _differ(g, w) for g, w in tail):
+        raise ShapeError(
+            f"the gradient rule of {node.op} returned shape {list(got)} for an input of shape {list(wanted)}\n"
+            f"  rule: {RULES.get(node.op, 'decomposed')}\n  node {node.name}, {node.source}",
+            node=node.name, op=node.op,
+        )  # fmt: skip
+    return list(range(lead)), [i for i, (g, w) in enumerate(tail) if w == 1 and g != 1]
+
+
+def _aligned(n: Forward, rule: Rule, result: Any) -> list[Any]:
+    """A rule's result as one entry per input."""
+    if isinstance(result, Mapping):
+        entries: list[Any] = [None] * len(n.inputs)
+        for name, entry in result.items():
+            places = n.places(name)
+            for place, part in zip(places, _listed(entry) if entry is not None else [None] * len(places), strict=False):
+                entries[place] = part
+        return entries
+    entries = list(result) if isinstance(result, (list, tuple)) else [result]
+    if len(entries) != len(n.inputs):
+        raise InvalidArgument(
+            f"Num gradients {len(entries)} generated for op {n.op} do not match num inputs {len(n.inputs)}\n"
+            f"  rule: {rule}; it returns one entry per tensor input, None where nothing flows", op=n.op,
+        )  # fmt: skip
+    return entries
+
+
+def _refused(node: Node, what: str) -> str:
+    inputs = ", ".join(map(str, node.outputs))
+    return (
+        f"{what}, which gives {inputs}\n  node {node.name}, {node.source}\n"
+        f"  register one with @tfnb.register_gradient({node.op!r}), or stop there with tfnb.stop_gradient(x)"
+    )
+
