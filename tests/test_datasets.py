@@ -8,32 +8,26 @@ import pytest
 import torch
 
 from tfnb import datasets
-from tfnb.errors import NotFound
+from tfnb.errors import FailedPrecondition, NotFound
 
 
 def test_digits_are_scaled_images_and_labels():
     data = datasets.digits()
-    assert data.images.shape == (1797, 1, 8, 8) and data.images.dtype == torch.float32
-    assert data.labels.shape == (1797,) and data.labels.dtype == torch.int64
+    assert data.images.shape == (1437, 1, 8, 8) and data.test_images.shape == (360, 1, 8, 8)
+    assert data.images.dtype == torch.float32 and data.labels.dtype == torch.int64
     assert (data.images.min(), data.images.max()) == (0, 1)
-    assert data.labels.unique().tolist() == list(range(10))
+    assert data.labels.unique().tolist() == data.test_labels.unique().tolist() == list(range(10))
 
 
 def test_digits_are_split_once_and_for_all():
     first, second = datasets.digits(), datasets.digits()
-    assert torch.equal(first.test.images, second.test.images)
-    assert (len(first.train.labels), len(first.test.labels)) == (1437, 360)
-    assert first.test.labels[:8].tolist() == SPLIT
-    together = torch.cat([first.train.images, first.test.images])
-    assert torch.equal(together.sum((0, 1)), first.images.sum((0, 1)))
-
-
-SPLIT = [6, 5, 5, 7, 9, 9, 8, 4]
+    assert all(map(torch.equal, first, second))
+    assert first.test_labels[:8].tolist() == [6, 6, 6, 2, 5, 6, 6, 2]
 
 
 def test_missing_package_is_named_with_the_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(NotFound, match=r"pip install tfnb\[data\]"):
+    with pytest.raises(FailedPrecondition, match=r"pip install 'tfnb\[data\]'"):
         datasets.digits()
 
 

@@ -1,13 +1,22 @@
-"""Real data without a download, from packages that bring it along. May import errors only."""
+"""Real data that comes with Python packages: nothing is downloaded, and a split is the same everywhere.
+
+``digits`` needs scikit-learn (the extra ``data``); ``python_docs`` only the standard library. May import errors only.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from tfnb.errors import FailedPrecondition
+from tfnb.errors import FailedPrecondition, NotFound
+
+try:
+    from pydoc_data.topics import topics
+except ImportError:  # some distributions leave it out
+    topics = None
 
 
 class Digits(NamedTuple):
@@ -33,3 +42,44 @@ def digits(*, test: int = 360, seed: int = 0) -> Digits:
     images = torch.from_numpy(data.images).to(torch.float32).unsqueeze(1)[order] / 16
     labels = torch.from_numpy(data.target).to(torch.int64)[order]
     return Digits(images[test:], labels[test:], images[:test], labels[:test])
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text as ``tokens`` int64 [N], which index the characters of ``vocabulary``.
+
+    >>> text = Text(torch.tensor([1, 0, 1]), "ab")
+    >>> text.decode(text.tokens), text.encode("ab").tolist()
+    ('bab', [0, 1])
+    """
+
+    tokens: torch.Tensor
+    vocabulary: str
+
+    def decode(self, tokens: torch.Tensor) -> str:
+        """The characters of ``tokens`` [N]."""
+        return "".join(self.vocabulary[token] for token in tokens.tolist())
+
+    def encode(self, text: str) -> torch.Tensor:
+        """int64 [len(text)]; raises NotFound for a character outside the vocabulary."""
+        index = {character: token for token, character in enumerate(self.vocabulary)}
+        unknown = sorted(set(text) - index.keys())
+        if unknown:
+            raise NotFound(f"not among the {len(self.vocabulary)} characters: {' '.join(map(repr, unknown))}")
+        return torch.tensor([index[character] for character in text], dtype=torch.int64)
+
+    def __repr__(self) -> str:
+        return f"<Text: {len(self.tokens)} tokens, {len(self.vocabulary)} characters>"
+
+
+def python_docs() -> Text:
+    """The language topics of Python's own ``help()``, about 460 000 characters, one token each.
+
+    The text is that of the running Python, so it differs between versions. Raises NotFound where a distribution
+    leaves it out.
+    """
+    if topics is None:
+        raise NotFound("this Python has no pydoc_data, the text of help(): install its documentation")
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    vocabulary = "".join(sorted(set(text)))
+    return Text(Text(torch.empty(0), vocabulary).encode(text), vocabulary)
