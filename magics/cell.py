@@ -43,9 +43,8 @@ class Program:
     statements: CodeType
     result: CodeType | None
     silent: bool
-    full: bool = False  # keep the frames of tfnb in tracebacks
 
-    def run(self) -> Any:
+    def run(self, *, full_tracebacks: bool = False) -> Any:
         """Run in the user's namespace; the value of a final expression."""
         __tracebackhide__ = True
         names = self.shell.user_global_ns, self.shell.user_ns
@@ -53,7 +52,7 @@ class Program:
             exec(self.statements, *names)
             return None if self.result is None else eval(self.result, *names)
         except BaseException as error:
-            if not self.full:
+            if not full_tracebacks:
                 shorten(error)
             raise
 
@@ -63,7 +62,7 @@ def compiled(shell: InteractiveShell, magic: str, line: str, body: str) -> Progr
     __tracebackhide__ = True
     label, filename = _place(shell)
     text = _whole(shell, magic, line, body)
-    linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
+    linecache.cache[filename] = (len(text), None, [f"{row}\n" for row in text.splitlines()], filename)
     above = text.rstrip().count("\n") - body.rstrip().count("\n")
     blank = sum(1 for _ in itertools.takewhile(lambda row: not row.strip(), body.splitlines()))
     try:

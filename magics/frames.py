@@ -19,14 +19,14 @@ _OURS = tuple(
 
 
 def shorten(error: BaseException) -> None:
-    """Drop inner frames from the traceback of an error and of its causes; all of it stays if nothing would be left."""
+    """Drop inner frames from the traceback of an error and of its causes."""
     seen: set[int] = set()
     todo: list[BaseException | None] = [error]
     while todo:
         current = todo.pop()
         if current is not None and id(current) not in seen:
             seen.add(id(current))
-            current.__traceback__ = _outer(current.__traceback__) or current.__traceback__
+            current.__traceback__ = _outer(current.__traceback__)
             todo += current.__cause__, current.__context__
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import doctest
 import importlib
 import os
-import pkgutil
 import re
 import shutil
 import subprocess
@@ -20,12 +19,19 @@ import tfnb
 
 ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-IN_ITS_OWN_PROCESS = ("tfnb.__main__",)
-MODULES = sorted(
-    module.name
-    for module in pkgutil.walk_packages(tfnb.__path__, "tfnb.")
-    if module.name not in IN_ITS_OWN_PROCESS
-)
+
+
+def modules() -> list[str]:
+    """Every module by its installed name, but the one that runs when imported."""
+    found = []
+    for top in ("tfnb", "kernels", "magics", "widgets"):
+        for path in sorted((ROOT / top).rglob("*.py")):
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            found.append(name if top == "tfnb" else f"tfnb.{name}")
+    return [name for name in found if name != "tfnb.__main__"]
+
+
+MODULES = modules()
 
 
 def python(*args: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:

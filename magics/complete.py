@@ -1,0 +1,38 @@
+"""Tab after a magic: its options, and the names it takes. May import this room; looks at graphs only if there are any."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tfnb
+
+VERBS = ("show", "ls", "rm", "clear", "export")
+
+
+def completer(magics: Any, name: str) -> Callable[[Any, Any], list[str]]:
+    """The ``complete_command`` hook of one magic."""
+
+    def complete(shell: Any, event: Any) -> list[str]:
+        options = [option for action in getattr(magics, name).parser._actions for option in action.option_strings]
+        return [*options, *dict.fromkeys(_names(name))]
+
+    return complete
+
+
+def _names(name: str) -> Iterator[str]:
+    if name == "tfgraph":
+        yield from VERBS
+    if name == "tfgraph" or name == "tfgrad" or name == "tfrun":
+        yield from ("cpu", "cuda")
+    if "tfnb.recording" not in sys.modules or not tfnb.graphs():
+        return
+    contents = tfnb.graph().contents
+    if name == "tfgraph":
+        yield from tfnb.graphs()
+    if name in ("tfrun", "tfgrad"):
+        yield from contents.by_name
+        yield from contents.aliases
+    if name in ("tfgrad", "tfvars"):
+        yield from contents.variables

@@ -1,0 +1,71 @@
+"""``%load_ext tfnb`` and ``%unload_ext tfnb``: magics, events, completion, reprs and short tracebacks, all taken back.
+
+May import IPython and this room.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+from IPython.core.interactiveshell import InteractiveShell
+
+from tfnb.errors import TfnbError
+from tfnb.magics.complete import completer
+from tfnb.magics.frames import shorten
+from tfnb.magics.magics import TfnbMagics
+
+NAMES = ("tfgraph", "tfrun", "tfgrad", "tfcluster", "tfvars", "tfsave", "tfload")
+SHOWN = ("tfnb.graph.graph.Graph", "tfnb.recording.tensor.Tensor", "tfnb.graph.variable.Variable")
+
+_loaded: dict[int, TfnbMagics] = {}
+
+
+def load(shell: InteractiveShell) -> None:
+    """Register everything; loading twice is the same as once."""
+    if id(shell) in _loaded:
+        return
+    magics = _loaded[id(shell)] = TfnbMagics(shell=shell)
+    shell.register_magics(magics)
+    magics.watch.attach()
+    for name in NAMES:
+        shell.set_hook("complete_command", completer(magics, name), str_key=f"%{name}")
+        shell.set_hook("complete_command", completer(magics, name), str_key=f"%%{name}")
+    for name in SHOWN:
+        shell.display_formatter.mimebundle_formatter.for_type_by_name(*name.rsplit(".", 1), magics.bundle)
+    if not shell.custom_exceptions:  # somebody else's handler stays
+        shell.set_custom_exc((TfnbError,), _show_short)
+
+
+def unload(shell: InteractiveShell) -> None:
+    """Take everything back."""
+    magics = _loaded.pop(id(shell), None)
+    if magics is None:
+        return
+    magics.watch.detach()
+    for name in NAMES:
+        for kind in ("line", "cell"):
+            shell.magics_manager.magics[kind].pop(name, None)
+            shell.strdispatchers["complete_command"].strs.pop({"line": "%", "cell": "%%"}[kind] + name, None)
+    for name in SHOWN:
+        _forget_formatter(shell.display_formatter.mimebundle_formatter, name)
+    if shell.custom_exceptions == (TfnbError,):
+        shell.set_custom_exc((), None)
+
+
+def _forget_formatter(formatter: Any, name: str) -> None:
+    """A formatter moves from the deferred table to the type's when the type is first shown."""
+    formatter.deferred_printers.pop(tuple(name.rsplit(".", 1)), None)
+    for kind in list(formatter.type_printers):
+        if f"{kind.__module__}.{kind.__qualname__}" == name:
+            formatter.type_printers.pop(kind)
+
+
+def _show_short(
+    shell: InteractiveShell, kind: type, error: BaseException, traceback: TracebackType | None, tb_offset: Any = None
+) -> list[str]:
+    """Show a tfnb error without tfnb's own frames."""
+    if not _loaded[id(shell)].full_tracebacks:
+        shorten(error)
+    shell.showtraceback((kind, error, error.__traceback__), tb_offset=tb_offset)
+    return []

@@ -1,0 +1,49 @@
+"""The command line: ``tfnb lab``, ``tfnb doctor``, ``tfnb demo``. Its output is the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one subcommand; returns the exit status."""
+    parser = argparse.ArgumentParser("tfnb", description="Dataflow graphs in a notebook, on PyTorch and Dask.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    lab = commands.add_parser("lab", help="open JupyterLab on the notebooks")
+    lab.add_argument("folder", nargs="?", type=Path, default=NOTEBOOKS if NOTEBOOKS.is_dir() else Path())
+    lab.set_defaults(run=_lab)
+    commands.add_parser("doctor", help="say what works here").set_defaults(run=_doctor)
+    demo = commands.add_parser("demo", help="the main job on real data, here and on a cluster in processes")
+    demo.add_argument("--out", type=Path, default=Path("demo-output"), help="folder of the report")
+    demo.set_defaults(run=_demo)
+    options = parser.parse_args(arguments)
+    return options.run(options)
+
+
+def _lab(options: argparse.Namespace) -> int:
+    try:
+        start = import_module("jupyterlab.labapp").main
+    except ImportError:
+        print("JupyterLab is not installed: pip install 'tfnb[lab]'", file=sys.stderr)
+        return 1
+    return start([str(options.folder)]) or 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    report = import_module("tfnb.doctor").doctor()
+    print(report)
+    return 0 if report.ok else 1
+
+
+def _demo(options: argparse.Namespace) -> int:
+    return import_module("tfnb.demo").demo(options.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
