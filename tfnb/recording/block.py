@@ -177,6 +177,7 @@ def _opened(
         with ExitStack() as stack:
             _enter(stack, recorder, device)
             yield recorder
+            recorder.settle()
         _commit(recorder, before, names(), append=append)
     except BaseException:
         recorder.space.forget({node.id for node in recorder.new})
@@ -230,7 +231,7 @@ def _born_parameters(recorder: Recorder) -> Iterator[None]:
         with _disable_current_modes():
             plain = data.sample.detach().clone() if isinstance(data, Tensor) else data
             parameter = original(cls, plain, requires_grad)
-        recorder.born.add(parameter)
+        recorder.born[parameter] = True
         return parameter
 
     torch.nn.Parameter.__new__ = staticmethod(make)  # type: ignore[method-assign,assignment]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +17,8 @@ from typing import Any
 
 import sympy
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from tfnb.errors import FeedError, InvalidArgument, ShapeError, StaleNode, Unsupported
 from tfnb.graph import Graph, Guard, Node, Owner, Ref, Source, Spec, Value, Variable
@@ -44,6 +44,10 @@ _CONSTRUCTORS = frozenset({"__init__", "reset_parameters", "_reset_parameters"})
 class Recorder(TorchDispatchMode):
     """One open recording of one owner into one graph."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the handler is never traced, and the guard costs more than a dispatch
+
     def __init__(
         self, graph: Graph, owner: Owner, *, where: Callable[[], Source | None], kept: tuple[Node, ...],
         python_name: Callable[[Any], str | None], stop: FrameType | None = None, lazy: bool = False,
@@ -58,8 +62,8 @@ class Recorder(TorchDispatchMode):
         self.new_guards: list[Guard] = []
         self.equalities: list[tuple[str, sympy.Eq, Source | None]] = []
         self.notes: list[str] = []
-        self.born: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.live: weakref.WeakSet[Tensor] = weakref.WeakSet()
+        self.born = WeakIdKeyDictionary()  # parameters made in this recording
+        self.live = WeakIdKeyDictionary()  # every recorded tensor that somebody still holds
         self._kept = kept
         self._by_id: dict[int, Node] = {node.id: node for node in kept}
         self._names = {node.name for node in kept}
@@ -74,6 +78,21 @@ class Recorder(TorchDispatchMode):
         self._stop = stop
         self.default_device: Any = None
         self.letters: set[str] = set()  # symbols declared in this recording
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Record what runs inside, also from within a dispatch handler; harmless where it is on already."""
+        if _get_current_dispatch_mode() is self:
+            yield
+        else:
+            with self:
+                yield
+
+    def settle(self) -> None:
+        """At the end of the block: views whose base was written show the new values."""
+        for tensor in list(self.live):
+            if tensor._seen != tensor._family.version:
+                self._refresh(tensor)
 
     # -- what the rooms above use -----------------------------------------------------------------------------
 
@@ -121,7 +140,7 @@ class Recorder(TorchDispatchMode):
 
     def write(self, var: Variable, kind: str, *args: Any) -> Tensor:
         """Record a write; returns the value after it."""
-        with self.scopes.name_scope(clean(var.name)), self:
+        with self.scopes.name_scope(clean(var.name)), self.on():
             new = updated(self.read(var), kind, *(self._as_tensor(a) for a in args))
         base = self._read_base(var)
         base.write(self._entry(self._fitting(var, new)))
@@ -263,12 +282,12 @@ class Recorder(TorchDispatchMode):
         if func in (aten.lift_fresh.default, aten.lift.default):
             return args[0] if isinstance(args[0], Tensor) else self._wrap(self._entry(args[0]))
         if func in REPLACED:
-            with self:
+            with self.on():
                 result = REPLACED[func](self, *args, **kwargs)
             if result is not NotImplemented:
                 return result
         if own.decomposes:
-            with self:
+            with self.on():
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
@@ -396,14 +415,14 @@ class Recorder(TorchDispatchMode):
             )  # fmt: skip
         targets = [named[name] for name in own.writes]
         passed = {name: named[name] for name in facts(other).names if name in named}
-        with self:
+        with self.on():
             call_args, call_kwargs = unbind(other, passed)
             results = other(*call_args, **call_kwargs)
             flat = results if isinstance(results, (list, tuple)) else (results,)
             if len(targets) == 1 and isinstance(targets[0], (list, tuple)):
                 targets = list(targets[0])  # foreach ops
             for target, result in zip(targets, flat, strict=True):
-                self._write_through(target, self._like(target, result))
+                self.rebind(target, self._like(target, result))
         returned = tuple(named[name] if name is not None else None for name in own.returns_written)
         return returned[0] if len(returned) == 1 else (returned or None)
 
@@ -413,9 +432,12 @@ class Recorder(TorchDispatchMode):
             result = result.to(target.dtype)
         return result if result.shape == target.shape else result.expand(target.shape)
 
-    def _write_through(self, target: torch.Tensor, new: torch.Tensor) -> None:
+    def rebind(self, target: torch.Tensor, new: torch.Tensor) -> None:
+        """What ``target`` (a recorded tensor, a view, a parameter, a buffer) means from here on: ``new``."""
         if not isinstance(target, Tensor):
-            self._plain_base(target).write(self._entry(new))
+            entry, base = self._entry(new), self._plain_base(target)
+            with self.tagged(frozenset({"buffer"}) if self.scopes.is_buffer(target) else frozenset()):
+                base.write(entry)
             return
         base, chain = target._family, target._chain
         steps = [self._wrap(base.entry, base)]
@@ -456,7 +478,7 @@ class Recorder(TorchDispatchMode):
         base = tensor._family
         entry = base.entry
         if tensor._chain:
-            with self:
+            with self.on():
                 look: torch.Tensor = self._wrap(entry, base)
                 for view in tensor._chain:
                     look = view.apply(look)
@@ -499,7 +521,7 @@ class Recorder(TorchDispatchMode):
     def _wrap(self, entry: Entry, base: Base | None = None, chain: tuple[View, ...] = ()) -> Tensor:
         with _disable_current_modes():
             tensor = Tensor(entry, self.space, base, chain)
-        self.live.add(tensor)
+        self.live[tensor] = True
         return tensor
 
     # -- nodes --------------------------------------------------------------------------------------------------------

@@ -20,8 +20,8 @@ def _batch_norm(rec: Any, x: Any, w: Any, b: Any, mean: Any, var: Any, training:
     if mean is None:
         return aten._native_batch_norm_legit.no_stats(x, w, b, True, momentum, eps)[0]
     out, _, _, new_mean, new_var = aten._native_batch_norm_legit_functional(x, w, b, mean, var, True, momentum, eps)
-    mean.copy_(new_mean)
-    var.copy_(new_var)
+    rec.rebind(mean, new_mean)
+    rec.rebind(var, new_var)
     return out
 
 
@@ -31,9 +31,24 @@ def _native_batch_norm(rec: Any, x: Any, w: Any, b: Any, mean: Any, var: Any, tr
     if mean is None:
         return aten._native_batch_norm_legit.no_stats(x, w, b, True, momentum, eps)
     *outs, new_mean, new_var = aten._native_batch_norm_legit_functional(x, w, b, mean, var, True, momentum, eps)
-    mean.copy_(new_mean)
-    var.copy_(new_var)
+    rec.rebind(mean, new_mean)
+    rec.rebind(var, new_var)
     return tuple(outs)
+
+
+def _linear(rec: Any, x: Any, weight: Any, bias: Any = None) -> Any:
+    """One matrix product over all leading axes: with symbolic sizes torch would expand the weight over the batch."""
+    if x.dim() < 2:
+        return NotImplemented
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    out = rows.mm(weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
+    return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1])
+
+
+def _matmul(rec: Any, a: Any, b: Any) -> Any:
+    if a.dim() < 3 or b.dim() != 2:
+        return NotImplemented
+    return a.reshape(-1, a.shape[-1]).mm(b).view(*a.shape[:-1], b.shape[-1])
 
 
 def _attention(rec: Any, *args: Any, **kwargs: Any) -> Any:
@@ -60,6 +75,8 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     aten.native_batch_norm.default: _native_batch_norm,
     aten._native_batch_norm_legit.default: _native_batch_norm,
     aten.scaled_dot_product_attention.default: _attention,
+    aten.linear.default: _linear,
+    aten.matmul.default: _matmul,
     aten.lstm.input: _recurrent(aten.lstm.input, 5, 6),
     aten.gru.input: _recurrent(aten.gru.input, 5, 6),
     aten.rnn_tanh.input: _recurrent(aten.rnn_tanh.input, 5, 6),

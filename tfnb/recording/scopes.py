@@ -113,7 +113,7 @@ class Functions(TorchFunctionMode):
         scopes = self._scopes
         if scopes.function is not None:
             return func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", "") or "op"
+        name = (getattr(func, "__name__", "") or "op").partition(".")[0]
         if name == "__get__":  # a property such as x.T or x.shape
             name = getattr(getattr(func, "__self__", None), "__name__", name)
         scopes.function = clean(name.strip("_"))

@@ -1,0 +1,23 @@
+"""Which cluster is connected in this process. Imports nothing heavy: the session asks here at every run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_current: list[Any] = []
+
+
+def connected() -> Any:
+    """The connected Cluster, or None."""
+    return _current[-1] if _current else None
+
+
+def connect(cluster: Any) -> None:
+    """Make ``cluster`` the one that runs go to."""
+    _current.append(cluster)
+
+
+def disconnect(cluster: Any) -> None:
+    """Forget ``cluster``; harmless if it was not connected."""
+    if cluster in _current:
+        _current.remove(cluster)

@@ -1,0 +1,335 @@
+"""From a graph to one generated torch.fx function, split into compute and commit.
+
+The generated function computes the fetches and every new variable value and writes nothing. Committing is then a few
+calls over lists (the fused optimizer kernels, one foreach copy), so an interrupt or an error leaves variables at a
+whole number of steps. Values are freed at their last use by torch.fx's generated code.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from tfnb.errors import BranchChanged, InvalidArgument
+from tfnb.execution.commit import Pending, Update, commit
+from tfnb.graph import Graph, Node, Ref, Value, Variable
+from tfnb.graph.node import map_leaves
+from tfnb.graph.ops import overload
+from tfnb.graph.spec import Dim
+from tfnb.kernels.optim import FUSED
+from tfnb.kernels.random import mix, seeded
+from tfnb.passes import feed_symbols, prune
+from tfnb.recording.ops import facts, unbind
+
+aten = torch.ops.aten
+_SAME_MEMORY = (aten._unsafe_view.default, aten._reshape_alias.default)
+
+
+@dataclass(slots=True, eq=False)
+class Program:
+    """A lowered graph for one choice of fetches and feeds.
+
+    ``compute(feeds, storages, run)`` takes one tensor for each of ``feeds`` and one storage for each of ``variables``
+    and returns the fetched values and what is to be written; ``commit`` writes it.
+    """
+
+    graph: Graph  # pruned
+    fetches: tuple[Value, ...]
+    feeds: tuple[Value, ...]
+    variables: tuple[Variable, ...]
+    writes: tuple[Variable, ...]
+    module: fx.GraphModule
+    node_of: dict[str, Node]  # generated name -> node, for errors
+    n_fetches: int
+    copies: tuple[int, ...]  # places in `variables` of the plainly written ones
+    updates: tuple[tuple[str, dict[str, Any], tuple[int, ...]], ...]  # fused op, settings, row lengths
+    forward: Callable[..., tuple[Any, ...]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.forward = self.module.forward
+
+    @property
+    def reads(self) -> tuple[Variable, ...]:
+        """Variables whose storage the program needs."""
+        return self.variables
+
+    def compute(
+        self, feeds: Iterable[torch.Tensor], storages: list[torch.Tensor], run: int = 0
+    ) -> tuple[list[torch.Tensor | None], Pending]:
+        """Fetched values, and the writes of the step; nothing is written."""
+        with torch.no_grad():
+            out = self.forward(*feeds, *storages, run)
+        fetched, rest = out[: self.n_fetches], out[self.n_fetches :]
+        if not self.writes:
+            return list(fetched), _NOTHING
+        targets = [storages[place] for place in self.copies]
+        values = list(rest[: len(targets)])
+        at = len(targets)
+        updates = []
+        for op, settings, lengths in self.updates:
+            rows = []
+            for length in lengths:
+                rows.append(rest[at : at + length])
+                at += length
+            updates.append(Update(FUSED[op], rows, settings))
+        return list(fetched), Pending(targets, values, updates)
+
+    @staticmethod
+    def commit(pending: Pending) -> None:
+        """Write everything; see `tfnb.execution.commit`."""
+        commit(pending)
+
+    @property
+    def code(self) -> str:
+        """The generated Python."""
+        return self.module.code
+
+
+_NOTHING = Pending([], [], [])
+
+
+def lower(graph: Graph, fetches: Iterable[Value], feeds: Iterable[Value]) -> Program:
+    """Generate the program that computes ``fetches`` from ``feeds``.
+
+    A fetch of a node without outputs gives None. Raises InvalidArgument naming a placeholder that would have to be fed.
+    """
+    fetches, feeds = tuple(fetches), tuple(feeds)
+    pruned = prune(graph, fetches, feeds)
+    return _Lowering(graph, pruned, fetches, feeds).program()
+
+
+class _Lowering:
+    """One lowering: an fx graph under construction and where each value stands in it."""
+
+    def __init__(self, graph: Graph, pruned: Graph, fetches: tuple[Value, ...], feeds: tuple[Value, ...]) -> None:
+        self.whole, self.graph, self.fetches, self.feeds = graph, pruned, fetches, feeds
+        self.fx = fx.Graph()
+        self.tracer = fx.proxy.GraphAppendingTracer(self.fx)
+        self.root = torch.nn.Module()
+        self.values: dict[Value, fx.Node] = {}
+        self.borrowed: set[Value] = set()  # values in memory that is not the step's own
+        self.state: dict[Variable, fx.Node] = {}  # a variable's value at this place of the program
+        self.written: dict[Variable, Value] = {}  # last assign of each variable
+        self.symbols: dict[str, fx.Proxy] = {}
+        self.node_of: dict[str, Node] = {}
+
+    def program(self) -> Program:
+        contents = self.graph.contents
+        inputs = [self.fx.placeholder(f"feed{i}") for i in range(len(self.feeds))]
+        variables = tuple(contents.variables.values())
+        storages = {var: self.fx.placeholder(f"var{i}") for i, var in enumerate(variables)}
+        self.state.update(storages)
+        self.run = self.fx.placeholder("run")
+        for value, given in zip(self.feeds, inputs, strict=True):
+            self.values[value] = given
+        self._bind_feed_symbols()
+        fused = self._fused()
+        for node in contents.nodes:
+            if node.id not in fused:
+                self._emit(node)
+        return self._finish(variables, fused)
+
+    def _bind_feed_symbols(self) -> None:
+        needed = {s for node in self.graph.nodes for s in node.symbols}
+        for symbol, (value, axis) in feed_symbols(self.whole.contents, self.feeds).items():
+            if symbol in needed:
+                self._bind(symbol, self.values[value], axis)
+
+    def _bind(self, symbol: str, of: fx.Node, axis: int) -> None:
+        self.symbols[symbol] = fx.Proxy(self.fx.call_method("size", (of, axis)), self.tracer)
+
+    # -- nodes ----------------------------------------------------------------------------------------------
+
+    def _emit(self, node: Node) -> None:
+        match node.op:
+            case "tfnb.placeholder":
+                if Value(node.id) not in self.values:
+                    raise _unfed(node)
+            case "tfnb.constant":
+                self._constant(node)
+            case "tfnb.read":
+                self._set(Value(node.id), self.state[node.attrs["variable"]], node)
+                if node.attrs["variable"] not in self.written:
+                    self.borrowed.add(Value(node.id))
+            case "tfnb.assign":
+                self._assign(node)
+            case "tfnb.group":
+                pass
+            case "tfnb.guard":
+                self._note(self.fx.call_function(_branch(node), (self.values[node.inputs[0]],)), node)
+            case _:
+                self._call(node)
+        self._bind_node_symbols(node)
+
+    def _set(self, value: Value, at: fx.Node, node: Node) -> None:
+        self.values.setdefault(value, at)
+        self._note(at, node)
+
+    def _note(self, at: fx.Node, node: Node) -> None:
+        self.node_of.setdefault(at.name, node)
+
+    def _constant(self, node: Node) -> None:
+        name = f"constant{node.id}"
+        self.root.register_buffer(name, node.attrs["value"], persistent=False)
+        self._set(Value(node.id), self.fx.get_attr(name), node)
+        self.borrowed.add(Value(node.id))
+
+    def _assign(self, node: Node) -> None:
+        variable, new = node.attrs["variable"], node.inputs[0]
+        at = self.values[new]
+        if new in self.borrowed:
+            at = self.fx.call_function(aten.clone.default, (at,))
+        self.state[variable] = at
+        self.written[variable] = Value(node.id)
+        self._set(Value(node.id), at, node)
+
+    def _call(self, node: Node) -> None:
+        op = overload(node.op)
+        args, kwargs = unbind(op, map_leaves(lambda leaf: self._argument(node, leaf), node.attrs))
+        target = op if node.stream is None else _drawing(node, self.graph.seed)
+        if node.stream is not None:
+            args = [self.run, *args]
+        out = self.fx.call_function(target, tuple(args), kwargs)
+        self._note(out, node)
+        aliased = bool(node.inputs) and node.inputs[0] in self.borrowed and (facts(op).is_view or op in _SAME_MEMORY)
+        several = len(op._schema.returns) > 1 or str(op._schema.returns[0].type).startswith("List")
+        for index in range(len(node.outputs)):
+            value = Value(node.id, index)
+            self.values.setdefault(value, self.fx.call_function(operator.getitem, (out, index)) if several else out)
+            if aliased:
+                self.borrowed.add(value)
+
+    def _argument(self, node: Node, leaf: Any) -> Any:
+        if isinstance(leaf, Ref):
+            return self.values[node.inputs[leaf.input]]
+        if isinstance(leaf, Dim):
+            result = leaf.evaluate(self.symbols)
+            return result.node if isinstance(result, fx.Proxy) else result
+        return leaf
+
+    def _bind_node_symbols(self, node: Node) -> None:
+        """Sizes that only this node knows (a data-dependent output)."""
+        if node.op in ("tfnb.read", "tfnb.constant", "tfnb.assign"):
+            return
+        for index, spec in enumerate(node.outputs):
+            for axis, size in enumerate(spec.shape):
+                value = Value(node.id, index)
+                if isinstance(size, Dim) and size.is_symbol and size.expr not in self.symbols and value in self.values:
+                    if any(size.expr in n.symbols for n in self.graph.nodes):
+                        self._bind(size.expr, self.values[value], axis)
+
+    # -- the commit -------------------------------------------------------------------------------------------
+
+    def _fused(self) -> dict[int, Node]:
+        """Update nodes (and their assigns) that can be done in place at commit: nobody else reads their outputs."""
+        contents = self.graph.contents
+        fetched = set(self.fetches)
+        assigns_of: dict[Variable, int] = {}
+        for node in contents.nodes:
+            if node.op == "tfnb.assign":
+                assigns_of[node.attrs["variable"]] = assigns_of.get(node.attrs["variable"], 0) + 1
+        fused: dict[int, Node] = {}
+        for node in contents.nodes:
+            if node.op in FUSED:
+                done = self._assigns(node, fetched, assigns_of)
+                if done is not None:
+                    fused[node.id] = node
+                    fused.update({assign.id: node for assign in done})
+        return fused
+
+    def _assigns(self, node: Node, fetched: set[Value], assigns_of: dict[Variable, int]) -> list[Node] | None:
+        """The assigns that store the outputs of an update node into the very variables it read, if that is all."""
+        contents = self.graph.contents
+        state = (0, *range(2, 2 + len(node.attrs["slots"])))  # w and the slots among the flat inputs
+        found: list[Node] = []
+        for index, place in enumerate(state):
+            output, source = Value(node.id, index), contents.by_id.get(node.inputs[place].node)
+            users = contents.consumers.get(output, ())
+            if output in fetched or len(users) != 1 or source is None or source.op != "tfnb.read":
+                return None
+            assign = contents.by_id[users[0]]
+            variable = source.attrs["variable"]
+            if (
+                assign.op != "tfnb.assign" or assign.attrs["variable"] is not variable or assigns_of[variable] != 1
+                or Value(source.id) in self.feeds or Value(assign.id) in fetched
+                or any(contents.by_id[c].op != "tfnb.group" for c in contents.consumers.get(Value(assign.id), ()))
+                or self._read_later(variable, assign)
+            ):  # fmt: skip
+                return None
+            found.append(assign)
+        return found
+
+    def _read_later(self, variable: Variable, assign: Node) -> bool:
+        contents = self.graph.contents
+        after = contents.nodes[contents.position[assign.id] :]
+        return any(n.op == "tfnb.read" and n.attrs["variable"] is variable for n in after)
+
+    def _finish(self, variables: tuple[Variable, ...], fused: dict[int, Node]) -> Program:
+        out: list[Any] = [self._fetched(value) for value in self.fetches]
+        place = {variable: i for i, variable in enumerate(variables)}
+        out += [self.state[variable] for variable in self.written]
+        groups: dict[tuple[str, str], tuple[str, dict[str, Any], list[int]]] = {}
+        rows: dict[tuple[str, str], list[Any]] = {}
+        for node in dict.fromkeys(fused.values()):
+            settings = {k: v for k, v in node.attrs.items() if k not in ("w", "grad", "slots", "rate")}
+            key = (node.op, repr(sorted(settings.items())))
+            groups.setdefault(key, (node.op, settings, []))[2].append(len(node.inputs))
+            rows.setdefault(key, []).extend(self.values[v] for v in node.inputs)
+        for key in groups:
+            out += rows[key]
+        self.fx.output(tuple(out))
+        assigned = [n.attrs["variable"] for n in self.graph.nodes if n.op == "tfnb.assign"]
+        return Program(
+            graph=self.graph, fetches=self.fetches, feeds=self.feeds, variables=variables,
+            writes=tuple(dict.fromkeys(assigned)), module=fx.GraphModule(self.root, self.fx), node_of=self.node_of,
+            n_fetches=len(self.fetches), copies=tuple(place[v] for v in self.written),
+            updates=tuple((op, settings, tuple(lengths)) for op, settings, lengths in groups.values()),
+        )  # fmt: skip
+
+    def _fetched(self, value: Value) -> Any:
+        node = self.whole.contents.by_id[value.node]
+        if not node.outputs:
+            return None
+        at = self.values[value]
+        return self.fx.call_function(aten.clone.default, (at,)) if value in self.borrowed else at
+
+
+def _unfed(node: Node) -> InvalidArgument:
+    where = f", recorded at {node.source}" if node.source else ""
+    return InvalidArgument(
+        f"placeholder {node.name} ({node.outputs[0]}) must be fed{where}; add it to the feed_dict",
+        node=node.name, op=node.op,
+        cell=node.source.label if node.source else None, line=node.source.line if node.source else None,
+    )  # fmt: skip
+
+
+def _drawing(node: Node, graph_seed: int) -> Callable[..., Any]:
+    """A random op that draws from its node's stream: called with the run's number first."""
+    op, device = overload(node.op), torch.device(node.outputs[0].device)
+    owner, stream = node.owner.index if node.owner else 0, node.stream or 0
+
+    def draw(run: int, *args: Any, **kwargs: Any) -> Any:
+        return seeded(op, mix(graph_seed, owner, stream, run), device, args, kwargs)
+
+    return draw
+
+
+def _branch(node: Node) -> Callable[[torch.Tensor], None]:
+    """A guard on a branch that Python took while recording."""
+    outcome = node.attrs["outcome"]
+
+    def branch(value: torch.Tensor) -> None:
+        if bool(value) != outcome:
+            raise BranchChanged(
+                f"the branch at {node.source or node.name} was recorded with {outcome}, and in this run it is "
+                f"{not outcome}: use torch.where, stage the branch, or record again with such a sample",
+                node=node.name, op=node.op, cell=node.source.label if node.source else None,
+                line=node.source.line if node.source else None,
+            )  # fmt: skip
+
+    return branch

@@ -1,0 +1,144 @@
+"""Feeds: from what a user gives to tensors that fit the graph, or an error that says what does not.
+
+dtype changes must be lossless; every symbol gets one size; guards of the recording are checked before the run.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from tfnb.errors import FeedError, ShapeError
+from tfnb.graph import Dim, Graph, Guard, Spec, Value, current
+from tfnb.graph.spec import dtype_name
+
+
+class Feeder:
+    """Checks and converts the feeds of one signature."""
+
+    def __init__(self, graph: Graph, keys: Iterable[tuple[Any, tuple[Value, ...]]]) -> None:
+        by_id = graph.contents.by_id
+        self._rows: list[tuple[str, Spec, int, Any]] = []
+        values: list[Value] = []
+        for key, targets in keys:
+            node = by_id[targets[0].node]
+            if targets[0].index >= len(node.outputs):
+                raise FeedError(f"cannot feed {node.name}: it has no value", node=node.name, op=node.op)
+            if targets[0] in values:
+                raise FeedError(f"{node.name} is fed twice (as {key!r} and under another key)", node=node.name)
+            values.extend(targets)
+            index = f":{targets[0].index}" if targets[0].index else ""
+            self._rows.append((f"{node.name}{index}", node.outputs[targets[0].index], len(targets), node.source))
+        self.values = tuple(values)
+        shown = {s for _, spec, _, _ in self._rows for s in spec.symbols}
+        self._guards = tuple(g for g in graph.guards if set(g.symbols) <= shown)
+
+    def tensors(self, given: Iterable[Any]) -> list[torch.Tensor]:
+        """One tensor for each of ``values``; raises FeedError or ShapeError."""
+        __tracebackhide__ = True
+        symbols: dict[str, int] = {}
+        tensors: list[torch.Tensor] = []
+        for (name, spec, count, source), value in zip(self._rows, given, strict=True):
+            tensor = converted(value, spec, name, source)
+            if tuple(tensor.shape) != spec.shape:
+                _fit(tensor, spec, name, source, symbols)
+            tensors.extend([tensor] * count)
+        if self._guards:
+            _check_guards(self._guards, symbols)
+        return tensors
+
+
+def converted(value: Any, spec: Spec, name: str, source: Any) -> torch.Tensor:
+    """The value as a tensor of the spec's dtype and device."""
+    if isinstance(value, torch.Tensor):
+        tensor = current.plain(value)
+        if tensor.dtype is spec.dtype and tensor.device.type == spec.device and not tensor.requires_grad:
+            return tensor
+        tensor = tensor.detach()
+    elif isinstance(value, (np.ndarray, np.generic)):
+        tensor = torch.as_tensor(np.ascontiguousarray(value) if isinstance(value, np.ndarray) and value.ndim else value)
+    else:
+        tensor = _from_python(value, spec, name)
+    if tensor.dtype is not spec.dtype and torch.promote_types(tensor.dtype, spec.dtype) is not spec.dtype:
+        raise FeedError(
+            f"cannot feed {dtype_name(tensor.dtype)} for {name}, which is {spec}: values would be lost; "
+            f"convert it with .to(torch.{dtype_name(spec.dtype)}){_at(source)}", node=name,
+        )  # fmt: skip
+    return tensor.to(device=spec.device, dtype=spec.dtype)
+
+
+def _from_python(value: Any, spec: Spec, name: str) -> torch.Tensor:
+    """Numbers and nested lists have no dtype of their own: floats fit any float, ints any number."""
+    try:
+        tensor = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise FeedError(f"cannot feed {type(value).__name__} for {name}, which is {spec}: {error}", node=name) from None
+    if tensor.dtype.is_floating_point and spec.dtype.is_floating_point:
+        return torch.as_tensor(value, dtype=spec.dtype)
+    if tensor.dtype is torch.int64 and spec.dtype is not torch.bool:
+        return torch.as_tensor(value, dtype=spec.dtype)
+    return tensor
+
+
+def _fit(tensor: torch.Tensor, spec: Spec, name: str, source: Any, symbols: dict[str, int]) -> None:
+    """Bind the symbols of a shape, or say where it does not fit."""
+    given = tuple(tensor.shape)
+    if len(given) == len(spec.shape):
+        for size, wanted in zip(given, spec.shape, strict=True):
+            if isinstance(wanted, Dim) and wanted.is_symbol:
+                if symbols.setdefault(wanted.expr, size) != size:
+                    raise ShapeError(
+                        f"Cannot feed value of shape {given} for Tensor {name}, which has shape {_shape(spec)}: "
+                        f"{wanted} is {symbols[wanted.expr]} in another feed{_at(source)}", node=name,
+                    )  # fmt: skip
+        try:
+            if given == spec.sizes(symbols):
+                return
+        except ShapeError:  # an expression over a symbol that no feed shows: nothing to compare with
+            return
+    raise ShapeError(
+        f"Cannot feed value of shape {given} for Tensor {name}, which has shape {_shape(spec)}{_at(source)}", node=name
+    )
+
+
+def _check_guards(guards: tuple[Guard, ...], symbols: dict[str, int]) -> None:
+    for guard in guards:
+        if not Dim(guard.expr).evaluate(symbols):
+            sizes = ", ".join(f"{s} = {symbols[s]}" for s in guard.symbols)
+            raise ShapeError(
+                f"the graph was recorded for {guard.expr}, and these feeds have {sizes}{_at(guard.source)}\n"
+                "  record it again with such a sample, or avoid deciding by the size in that line",
+                line=guard.source.line if guard.source else None, cell=guard.source.label if guard.source else None,
+            )  # fmt: skip
+
+
+def _shape(spec: Spec) -> str:
+    return "(" + ", ".join(map(str, spec.shape)) + ("," if len(spec.shape) == 1 else "") + ")"
+
+
+def _at(source: Any) -> str:
+    return f"\n  recorded at {source}" if source else ""
+
+
+def described(tensor: torch.Tensor) -> str:
+    """``float32[3, 4]`` of a plain tensor."""
+    return str(Spec(tensor.dtype, tuple(tensor.shape), tensor.device.type))
+
+
+def listing(graph: Graph, limit: int = 8) -> str:
+    """A few names a user may mean: placeholders and results."""
+    consumed = {v.node for n in graph.nodes for v in n.inputs}
+    names = [n.name for n in graph.nodes if n.op == "tfnb.placeholder" or (n.id not in consumed and n.outputs)]
+    return ", ".join(names[:limit]) + (" ..." if len(names) > limit else "")
+
+
+def near(name: str, names: Iterable[str]) -> str:
+    """``; did you mean X?`` for a near name, else nothing."""
+    found = difflib.get_close_matches(name, list(names), 1)
+    return f"; did you mean {found[0]}?" if found else ""
+
+

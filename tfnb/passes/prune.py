@@ -1,0 +1,57 @@
+"""Prune: cut at the feeds, keep what the fetches reach. White paper §4.2, partial execution."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tfnb.graph import Contents, Graph, Node, Value
+from tfnb.graph.spec import Dim
+
+
+def prune(graph: Graph, fetches: Iterable[Value], feeds: Iterable[Value]) -> Graph:
+    """The part of ``graph`` that computes ``fetches`` when ``feeds`` are given.
+
+    Fed values stand as placeholders of their own ids. A symbol that a kept node needs and no fed value shows keeps the
+    node that binds it.
+    """
+    contents = graph.contents
+    fed = dict.fromkeys(feeds)
+    needed = _reach(contents, (f for f in fetches if f not in fed), fed)
+    bound = feed_symbols(contents, fed)
+    while True:
+        missing = {s for i in needed for s in contents.by_id[i].symbols if s not in bound}
+        binders = {contents.symbols[s][0] for s in missing if s in contents.symbols}
+        more = _reach(contents, (v for v in binders if v.node not in needed), fed) - needed
+        if not more:
+            break
+        needed |= more
+    nodes = tuple(node for node in contents.nodes if node.id in needed)
+    return graph.derive(Contents(nodes, contents.guards))
+
+
+def _reach(contents: Contents, roots: Iterable[Value], fed: dict[Value, None]) -> set[int]:
+    """Ids of nodes reached backwards over data and control edges, stopping at fed values."""
+    needed: set[int] = set()
+    stack = [root.node for root in roots]
+    while stack:
+        node_id = stack.pop()
+        if node_id in needed:
+            continue
+        needed.add(node_id)
+        node: Node = contents.by_id[node_id]
+        stack.extend(v.node for v in node.inputs if v not in fed and v.node not in needed)
+        stack.extend(c for c in node.control if c not in needed)
+    return needed
+
+
+def feed_symbols(contents: Contents, feeds: Iterable[Value]) -> dict[str, tuple[Value, int]]:
+    """Symbols that the feeds show: symbol -> (fed value, axis)."""
+    bound: dict[str, tuple[Value, int]] = {}
+    for value in feeds:
+        outputs = contents.by_id[value.node].outputs
+        if value.index >= len(outputs):
+            continue
+        for axis, size in enumerate(outputs[value.index].shape):
+            if isinstance(size, Dim) and size.is_symbol:
+                bound.setdefault(size.expr, (value, axis))
+    return bound

@@ -1,0 +1,391 @@
+"""Session: runs fetches of a graph. Prune, lower, check the feeds, compute, commit.
+
+A lowered program is cached by what was fetched and fed, so a repeated run costs a dictionary look-up. State belongs to
+the Variables, not to the session. The default session of a graph is behind `run`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from tfnb import feeding
+from tfnb.cluster.connected import connected
+from tfnb.errors import (
+    DeadlineExceeded, FailedPrecondition, FeedError, InvalidArgument, NotFound, StaleNode, TfnbError, Unimplemented,
+)  # fmt: skip
+from tfnb.execution import Program, lower
+from tfnb.feeding import Feeder
+from tfnb.graph import Graph, Node, Value, Variable
+from tfnb.recording import Operation, Tensor, graph as graph_named
+from tfnb.recording.tensor import Tensor as _Tensor
+from tfnb.state import checkpoint
+
+
+
+@dataclass(slots=True)
+class _Prepared:
+    """One signature, ready to run."""
+
+    program: Program
+    feeder: Feeder
+    values: tuple[Value, ...]
+    rebuild: Callable[[Sequence[Any]], Any]
+    trailing: tuple[Variable, ...]  # variables fetched as such: their value after the step
+    version: int
+    nodes: tuple[Node, ...]
+
+
+class Session:
+    """Runs a graph's fetches here, or on the connected cluster.
+
+    >>> import tfnb
+    >>> with tfnb.record() as g:
+    ...     x = tfnb.placeholder(torch.zeros(2, 3), name="x")
+    ...     y = (x + 1).sum(1)
+    >>> with Session(g) as session:
+    ...     session.run(y, {x: torch.ones(4, 3)})
+    tensor([6., 6., 6., 6.])
+    """
+
+    def __init__(
+        self, graph: Graph | str | None = None, *, cluster: Any = None, compile: str = "auto",
+        memory_budget: int | None = None,
+    ) -> None:  # fmt: skip
+        if compile not in ("auto", "off"):
+            raise Unimplemented(f"compile={compile!r}: this version runs generated code ('auto' and 'off' are the same)")
+        if memory_budget is not None:
+            raise Unimplemented("memory_budget: this version keeps all intermediate values")
+        self.graph = graph if isinstance(graph, Graph) else graph_named(graph)
+        self._cluster = cluster
+        self._prepared: dict[Any, _Prepared] = {}
+        self._runs = itertools.count()
+        self._closed = False
+
+    @property
+    def cluster(self) -> Any:
+        """The cluster that runs go to: the session's own, else the connected one, else None."""
+        return self._cluster if self._cluster is not None else connected()
+
+    # -- running ------------------------------------------------------------------------------------------------
+
+    def run(
+        self, fetches: Any, feed_dict: Mapping[Any, Any] | None = None, *, timeout: float | None = None, trace: bool = False
+    ) -> Any:
+        """The values of ``fetches``, with their structure; only what they need is executed.
+
+        fetches: tensors, Variables, Operations, names, or any nesting of list, tuple, dict, namedtuple of them.
+        feed_dict: values for placeholders or any other tensor of the graph. timeout in seconds. Raises FeedError,
+        ShapeError, InvalidArgument for a missing feed, StaleNode; variables are then as they were.
+        """
+        __tracebackhide__ = True
+        if trace:
+            raise Unimplemented("trace=True: this version has no per-node trace yet")
+        feeds = feed_dict or {}
+        prepared = self._prepare(fetches, tuple(feeds))
+        tensors = prepared.feeder.tensors(feeds.values())
+        results = self._execute(prepared.program, tensors, timeout)
+        if prepared.trailing:
+            results += [variable.value() for variable in prepared.trailing]
+        return prepared.rebuild(results)
+
+    def make_callable(self, fetches: Any, feeds: Sequence[Any] = ()) -> Callable[..., Any]:
+        """``f(*values)``: `run` with the signature resolved once; values stand in the order of ``feeds``.
+
+        The result has the structure of ``fetches``.
+        """
+        feeds = tuple(feeds)
+        prepared = self._prepare(fetches, feeds)
+
+        def call(*values: Any) -> Any:
+            nonlocal prepared
+            if prepared.version != self.graph.version:
+                prepared = self._prepare(fetches, feeds)
+            if len(values) != len(feeds):
+                raise InvalidArgument(f"this callable takes {len(feeds)} values, got {len(values)}")
+            results = self._execute(prepared.program, prepared.feeder.tensors(values), None)
+            if prepared.trailing:
+                results += [variable.value() for variable in prepared.trailing]
+            return prepared.rebuild(results)
+
+        return call
+
+    def _execute(self, program: Program, tensors: list[torch.Tensor], timeout: float | None) -> list[Any]:
+        __tracebackhide__ = True
+        run = next(self._runs)
+        cluster = self.cluster
+        if cluster is not None:
+            return list(cluster.run(program, tensors, timeout=timeout, run=run))
+        storages = [_initialised(variable) for variable in program.variables]
+        try:
+            if timeout is None:
+                results, pending = program.compute(tensors, storages, run)
+            else:
+                results, pending = _interpreted(program, tensors, storages, run, timeout)
+        except TfnbError:
+            raise
+        except Exception as error:
+            raise explained(program, error, tensors) from error
+        program.commit(pending)
+        return results
+
+    def _prepare(self, fetches: Any, feed_keys: tuple[Any, ...]) -> _Prepared:
+        __tracebackhide__ = True
+        if self._closed:
+            raise FailedPrecondition(f"the session of graph {self.graph.name} is closed; make another with tfnb.Session")
+        key = (_key(fetches), tuple(map(_key, feed_keys)))
+        prepared = self._prepared.get(key)
+        if prepared is None or prepared.version != self.graph.version:
+            prepared = self._resolve(fetches, feed_keys, prepared)
+            self._prepared[key] = prepared
+        return prepared
+
+    def _resolve(self, fetches: Any, feed_keys: tuple[Any, ...], old: _Prepared | None) -> _Prepared:
+        version = self.graph.version
+        leaves: list[Any] = []
+        rebuild = _structure(fetches, leaves)
+        trailing = tuple(self._variable(leaf) for leaf in leaves if self._variable(leaf) is not None)
+        values = tuple(self.value(leaf) for leaf in leaves if self._variable(leaf) is None)
+        places = _places([self._variable(leaf) is not None for leaf in leaves])
+        feeder = Feeder(self.graph, [self._feed(key) for key in feed_keys])
+        program = lower(self.graph, values, feeder.values)
+        if old is not None and old.nodes == program.graph.nodes and old.program.feeds == program.feeds:
+            program = old.program  # an unrelated cell changed: keep what was generated
+        return _Prepared(
+            program, feeder, values, lambda results: rebuild([results[p] for p in places]), trailing, version,
+            program.graph.nodes,
+        )  # fmt: skip
+
+    # -- what fetches and feeds mean --------------------------------------------------------------------------------
+
+    def value(self, item: Any, what: str = "fetch") -> Value:
+        """The Value that a fetch or feed key means; raises FeedError, NotFound or StaleNode."""
+        graph = self.graph
+        if isinstance(item, str):
+            return graph.value(item)
+        if isinstance(item, (Tensor, Operation)):
+            if item.graph is not graph:
+                raise FeedError(f"cannot {what} {item.name}: it is in graph {item.graph.name}, not in {graph.name}")
+            value = item.feed_value if what == "feed" and isinstance(item, _Tensor) else item.value
+            if value.node not in graph.contents.by_id:
+                why = graph.stale.get(value.node, "it is not in the graph (its recording failed, or is not finished)")
+                raise StaleNode(f"cannot {what} a tensor that is gone: {why}")
+            return value
+        if isinstance(item, Value):
+            return item
+        if isinstance(item, Node):
+            return Value(item.id)
+        if isinstance(item, torch.Tensor):
+            raise FeedError(
+                f"cannot {what} a plain tensor of shape {list(item.shape)}: it was made outside a recording and is not in "
+                f"graph {graph.name}. Compute it in the %%tfgraph cell, or {what} one of: {feeding.listing(graph)}"
+            )
+        raise FeedError(f"cannot {what} {item!r}: a recorded tensor, Variable, Operation or name was expected")
+
+    def _variable(self, item: Any) -> Variable | None:
+        if isinstance(item, Variable):
+            return item
+        if isinstance(item, str) and item not in self.graph and item.rpartition(":")[0] not in self.graph:
+            return self.graph.contents.variables.get(item)
+        return None
+
+    def _feed(self, key: Any) -> tuple[Any, tuple[Value, ...]]:
+        variable = self._variable(key)
+        if variable is None:
+            return key, (self.value(key, "feed"),)
+        reads = tuple(Value(n.id) for n in self.graph.nodes if n.op == "tfnb.read" and n.attrs["variable"] is variable)
+        if not reads:
+            raise FeedError(f"cannot feed variable {variable.name}: graph {self.graph.name} does not read it")
+        return key, reads
+
+    # -- files ----------------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> None:
+        """Write the graph's variables to one safetensors file."""
+        labels = self.graph.contents.variables
+        checkpoint.save(path, {label: variable.value() for label, variable in labels.items()}, {"graph": self.graph.name})
+
+    def restore(self, path: str | Path, *, strict: bool = True, mapping: Mapping[str, str] | None = None) -> Session:
+        """Assign the variables from a file, all or none; returns the session.
+
+        strict: a variable missing in the file is an error. mapping: label here -> key in the file. Raises
+        CheckpointCorrupt, NotFound or CheckpointIncompatible, with nothing assigned.
+        """
+        tensors, _ = checkpoint.load(path)
+        labels = self.graph.contents.variables
+        specs = {label: variable.spec for label, variable in labels.items()}
+        for label, tensor in checkpoint.match(tensors, specs, strict=strict, mapping=mapping).items():
+            labels[label].set(tensor)
+        return self
+
+    def close(self) -> None:
+        """End the session; runs raise FailedPrecondition from now on."""
+        self._closed = True
+        self._prepared.clear()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Session of {self.graph!r}{', closed' if self._closed else ''}>"
+
+
+# -- the default session -------------------------------------------------------------------------------------------
+
+_defaults: weakref.WeakKeyDictionary[Graph, Session] = weakref.WeakKeyDictionary()
+
+
+def default_session(graph: Graph) -> Session:
+    """The session that `run`, `.eval` and `fit` use for a graph."""
+    if graph not in _defaults:
+        _defaults[graph] = Session(graph)
+    return _defaults[graph]
+
+
+def graph_of(fetches: Any) -> Graph:
+    """The graph that fetches belong to; names are looked up in the current graph."""
+    leaves: list[Any] = []
+    _structure(fetches, leaves)
+    for leaf in leaves:
+        if isinstance(leaf, (Tensor, Operation)):
+            return leaf.graph
+    if any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        plain = next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        raise FeedError(
+            f"cannot fetch a plain tensor of shape {list(plain.shape)}: it was made outside a recording. "
+            "Compute it inside a %%tfgraph cell or `with tfnb.record(NAME):`"
+        )
+    try:
+        return graph_named()
+    except NotFound:
+        raise FeedError(f"nothing to run: {fetches!r} names no graph") from None
+
+
+def run(
+    fetches: Any, feed_dict: Mapping[Any, Any] | None = None, *, timeout: float | None = None, trace: bool = False
+) -> Any:
+    """`Session.run` on the default session of the fetches' graph."""
+    __tracebackhide__ = True
+    return default_session(graph_of(fetches)).run(fetches, feed_dict, timeout=timeout, trace=trace)
+
+
+# -- structures ------------------------------------------------------------------------------------------------------
+
+
+def _key(item: Any) -> Any:
+    """A hashable key of a fetch structure or feed key."""
+    if isinstance(item, _Tensor):
+        return item.value if item._feed is None else (item.value, item._feed)
+    if isinstance(item, (list, tuple)):
+        return (type(item), *map(_key, item))
+    if isinstance(item, Mapping):
+        return (type(item), *((k, _key(v)) for k, v in item.items()))
+    if isinstance(item, Operation):
+        return item.value
+    if isinstance(item, torch.Tensor):
+        return id(item)
+    return item
+
+
+def _structure(item: Any, leaves: list[Any]) -> Callable[[Sequence[Any]], Any]:
+    """Collect the leaves; the result puts values back into the structure."""
+    if isinstance(item, Value) or not isinstance(item, (list, tuple, Mapping)):
+        leaves.append(item)
+        place = len(leaves) - 1
+        return lambda values: values[place]
+    if isinstance(item, Mapping):
+        inner = {key: _structure(part, leaves) for key, part in item.items()}
+        return lambda values: {key: part(values) for key, part in inner.items()}
+    parts = [_structure(part, leaves) for part in item]
+    if hasattr(item, "_fields"):
+        return lambda values: type(item)(*(part(values) for part in parts))
+    return lambda values: type(item)(part(values) for part in parts)
+
+
+def _places(is_variable: list[bool]) -> list[int]:
+    """Where each leaf's result stands: fetched values first, variables behind them."""
+    values = itertools.count()
+    variables = itertools.count(is_variable.count(False))
+    return [next(variables) if late else next(values) for late in is_variable]
+
+
+# -- running helpers ---------------------------------------------------------------------------------------------------
+
+
+def _initialised(variable: Variable) -> torch.Tensor:
+    return variable.storage
+
+
+def _interpreted(
+    program: Program, tensors: list[torch.Tensor], storages: list[torch.Tensor], run: int, timeout: float
+) -> Any:
+    """Compute node by node, looking at the clock between kernels."""
+    deadline = time.monotonic() + timeout
+
+    class Timed(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            if time.monotonic() > deadline:
+                at = program.node_of.get(n.name)
+                raise DeadlineExceeded(
+                    f"run did not end within {timeout} s; it stood before node {at.name if at else n.name}. "
+                    "Nothing was written", node=at.name if at else None,
+                )  # fmt: skip
+            return super().run_node(n)
+
+    before, program.forward = program.forward, Timed(program.module).run
+    try:
+        return program.compute(tensors, storages, run)
+    finally:
+        program.forward = before
+
+
+def explained(program: Program, error: Exception, tensors: Iterable[torch.Tensor]) -> TfnbError:
+    """A failing kernel as our error: node, op, line, and the shapes that were fed."""
+    node = _failing_node(program, error)
+    fed = ", ".join(
+        f"{program.graph.contents.by_id[v.node].name if v.node in program.graph.contents.by_id else 'feed'}: "
+        f"{feeding.described(t)}" for v, t in zip(program.feeds, tensors, strict=True)
+    )  # fmt: skip
+    if node is None:
+        return InvalidArgument(f"the run failed: {error}\n  fed: {fed or 'nothing'}")
+    specs = tuple(str(spec) for spec in _input_specs(program, node))
+    where = f"\n  at {node.source}" if node.source else ""
+    return InvalidArgument(
+        f"{node.op} failed: {str(error).splitlines()[0] if str(error) else type(error).__name__}\n"
+        f"  node {node.name}, inputs as recorded: {', '.join(specs) or 'none'}\n  fed: {fed or 'nothing'}{where}",
+        node=node.name, op=node.op, cell=node.source.label if node.source else None,
+        line=node.source.line if node.source else None, inputs=specs,
+    )  # fmt: skip
+
+
+def _input_specs(program: Program, node: Node) -> list[Any]:
+    by_id = program.graph.contents.by_id
+    return [by_id[v.node].outputs[v.index] for v in node.inputs if v.node in by_id]
+
+
+def _failing_node(program: Program, error: Exception) -> Node | None:
+    """The node whose generated line raised, by the traceback's line in the generated code."""
+    trace, line = error.__traceback__, None
+    while trace is not None:
+        if trace.tb_frame.f_code.co_name == "forward" and "eval_with_key" in trace.tb_frame.f_code.co_filename:
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    if line is None:
+        return None
+    text = program.code.splitlines()
+    if not 0 < line <= len(text):
+        return None
+    return program.node_of.get(text[line - 1].split("=")[0].split(":")[0].strip())
+
+
