@@ -39,6 +39,7 @@ class Program:
     """
 
     graph: Graph  # pruned
+    whole: Graph  # what it was lowered from
     fetches: tuple[Value, ...]
     feeds: tuple[Value, ...]
     variables: tuple[Variable, ...]
@@ -285,7 +286,7 @@ class _Lowering:
         self.fx.output(tuple(out))
         assigned = [n.attrs["variable"] for n in self.graph.nodes if n.op == "tfnb.assign"]
         return Program(
-            graph=self.graph, fetches=self.fetches, feeds=self.feeds, variables=variables,
+            graph=self.graph, whole=self.whole, fetches=self.fetches, feeds=self.feeds, variables=variables,
             writes=tuple(dict.fromkeys(assigned)), module=fx.GraphModule(self.root, self.fx), node_of=self.node_of,
             n_fetches=len(self.fetches), copies=tuple(place[v] for v in self.written),
             updates=tuple((op, settings, tuple(lengths)) for op, settings, lengths in groups.values()),
