@@ -1,0 +1,56 @@
+"""What every test gets: fixed seeds, a leak check, the devices to test on, hypothesis profiles.
+
+``TFNB_TEST_DEVICES=cpu,cuda`` names the devices (default ``cpu``); one that is absent fails, it does not skip.
+``TFNB_FUZZ=1`` takes the long random profile of hypothesis instead of the short, repeatable one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+
+from tfnb.graph import current
+
+DEVICES = os.environ.get("TFNB_TEST_DEVICES", "cpu").split(",")
+
+hypothesis.settings.register_profile("short", derandomize=True, deadline=None, max_examples=60, database=None)
+hypothesis.settings.register_profile("long", deadline=None, max_examples=5000)
+hypothesis.settings.load_profile("long" if os.environ.get("TFNB_FUZZ") else "short")
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    """Each device under test in turn."""
+    torch.empty(0, device=request.param)  # raises where it is absent
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Every test starts from the same random state."""
+    torch.manual_seed(0)
+
+
+def _left_open() -> dict[str, object]:
+    """Modes of this thread that a recording enters."""
+    return {
+        "recordings": list(current.stack.open),
+        "dispatch modes": torch._C._len_torch_dispatch_stack(),
+        "function modes": torch._C._len_torch_function_stack(),
+        "excluded dispatch keys": torch._C._dispatch_tls_local_exclude_set().raw_repr(),
+        "grad mode": torch.is_grad_enabled(),
+    }
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> Iterator[None]:
+    """A test leaves no open recording and no torch mode behind, also when it fails."""
+    before = _left_open()
+    yield
+    after = _left_open()
+    current.stack.open.clear()
+    assert after == before, "the test left a recording or a torch mode open"
