@@ -1,0 +1,6 @@
+"""Optimizers over symbolic gradients."""
+
+from tfnb.train.optimizer import Optimizer
+from tfnb.train.rules import SGD, Adagrad, Adam, AdamW, Momentum, RMSProp
+
+__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Momentum", "Optimizer", "RMSProp"]

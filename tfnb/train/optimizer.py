@@ -1,0 +1,208 @@
+"""What an optimizer is: slots beside each variable, and a rule that renews both.
+
+`minimize` records gradients, one update a variable, and assignments tagged ``step``: nothing is taken while recording,
+and reads never pull a step. A new optimizer is a subclass with `initial` and `update` in ordinary torch code; it runs
+wherever the graph runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tfnb.errors import InvalidArgument, ShapeError
+from tfnb.gradients import gradients
+from tfnb.graph import Graph, Variable, current
+from tfnb.recording import Operation, Recorder, Tensor, reopen, variable
+
+Rate = float | torch.Tensor
+Pair = tuple[Any, Any]  # (gradient or None, Variable or Parameter)
+
+
+class Optimizer:
+    """Base of all optimizers.
+
+    lr: a number, a Variable or a recorded scalar.
+
+    >>> class SignDescent(Optimizer):
+    ...     def update(self, w, grad, slots, lr):
+    ...         return w - lr * grad.sign(), slots
+    >>> SignDescent(0.1)
+    SignDescent(lr=0.1)
+    """
+
+    def __init__(self, lr: Any) -> None:
+        self.lr = _rate(type(self).__name__, lr)
+        self._slots: dict[Variable, dict[str, Variable]] = {}
+
+    def initial(self, w: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Initial value of each slot of a variable with the value ``w``."""
+        return {}
+
+    def update(
+        self, w: torch.Tensor, grad: torch.Tensor, slots: Mapping[str, torch.Tensor], lr: Rate
+    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        """New value of the variable and of its slots; ``lr`` is a float or a recorded 0-d tensor."""
+        raise NotImplementedError(f"{type(self).__name__} has no update: an optimizer defines update(w, grad, slots, lr)")
+
+    # -- what a user calls ------------------------------------------------------------------------------------
+
+    def compute_gradients(
+        self, loss: torch.Tensor, variables: Sequence[Any] | None = None
+    ) -> list[tuple[torch.Tensor | None, Variable]]:
+        """Record d loss / d variable for each of ``variables`` (Variables or Parameters).
+
+        Default: the trainable ones with a path to the loss. A variable that was asked for and has none gets None.
+        Raises ShapeError for a loss that is no scalar, InvalidArgument if there is no variable to train.
+        """
+        _check_loss(loss)
+        with reopen(loss.graph) as recorder:
+            wanted = _trainable(recorder) if variables is None else [variable(v) for v in variables]
+            found = gradients(loss, wanted) if wanted else []
+            pairs = [(g, v) for g, v in zip(found, wanted, strict=True) if variables is not None or g is not None]
+            if all(g is None for g, _ in pairs):
+                raise InvalidArgument(_nothing_to_train(loss, wanted))
+            return pairs
+
+    def apply_gradients(self, pairs: Iterable[Pair]) -> Operation:
+        """Record one step: an update of every variable whose gradient is not None. Takes no step.
+
+        Raises ShapeError or InvalidArgument for a gradient that does not fit its variable.
+        """
+        named = [(grad, variable(target)) for grad, target in pairs]
+        todo = [(grad, target) for grad, target in named if grad is not None]
+        _check_pairs(todo, len(named))
+        with reopen(_graph_of(todo)) as recorder, recorder.scope(type(self).__name__):
+            rate = self._recorded_rate(recorder)
+            new = [value for grad, target in todo for value in self._record(recorder, grad, target, rate)]
+            return recorder.group(tuple(t.value for t in new), name=type(self).__name__)
+
+    def minimize(self, loss: torch.Tensor, variables: Sequence[Any] | None = None) -> Operation:
+        """Record one step that lowers ``loss``: `compute_gradients`, then `apply_gradients`. Takes no step.
+
+        variables: Variables or Parameters; by default the trainable ones with a path to the loss.
+        """
+        _check_loss(loss)
+        with reopen(loss.graph):
+            return self.apply_gradients(self.compute_gradients(loss, variables))
+
+    def slots(self, target: Any) -> dict[str, Variable]:
+        """The Variables kept beside ``target`` (a Variable or Parameter), by slot name; made when first asked for."""
+        owner = variable(target)
+        if owner not in self._slots:
+            stem = f"{owner.name}/{type(self).__name__}"
+            with _disable_current_modes(), torch.no_grad():  # an open recording must not record initial values
+                values = self.initial(_value(owner))
+                made = {name: Variable(v, name=f"{stem}/{name}", trainable=False) for name, v in values.items()}
+            self._slots[owner] = made
+        return dict(self._slots[owner])
+
+    # -- recording --------------------------------------------------------------------------------------------
+
+    def _record(self, recorder: Recorder, grad: Any, target: Variable, rate: Rate) -> list[Tensor]:
+        """Nodes that update one variable and its slots; the values after the step."""
+        slots = self.slots(target)
+        before = {name: recorder.read(slot) for name, slot in slots.items()}
+        with recorder.tagged(frozenset({"update"})):
+            new, after = self.update(recorder.read(target), grad, before, rate)
+        if after.keys() != slots.keys():
+            raise InvalidArgument(
+                f"{type(self).__name__}.update gave the slots {sorted(after)}, but initial made {sorted(slots)}"
+            )
+        values = [(target, new), *((slots[name], after[name]) for name in slots)]
+        return [recorder.assign(v, value, tags=frozenset({"step"})) for v, value in values]
+
+    def _recorded_rate(self, recorder: Recorder) -> Rate:
+        return recorder.read(self.lr) if isinstance(self.lr, Variable) else self.lr
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(lr={self.lr!r})"
+
+
+def _rate(owner: str, lr: Any) -> Any:
+    """A float, Variable or recorded scalar; raises InvalidArgument for anything else."""
+    if isinstance(lr, Real) and float(lr) >= 0:
+        return float(lr)
+    if isinstance(lr, (Variable, Tensor)):
+        if any(size != 1 for size in lr.spec.shape):
+            raise ShapeError(f"{owner}: lr must be a scalar, it is {lr.spec}")
+        return lr
+    if isinstance(lr, torch.Tensor) and lr.numel() == 1:
+        return _rate(owner, lr.item())
+    raise InvalidArgument(f"{owner}: lr must be a number of at least 0, a Variable or a recorded scalar, not {lr!r}")
+
+
+def _value(owner: Variable) -> torch.Tensor:
+    """Something like the variable's value, to make slots from."""
+    if owner.initialized:
+        return owner.storage
+    return torch.zeros(owner.shape, dtype=owner.dtype, device=owner.spec.device)
+
+
+def _trainable(recorder: Recorder) -> list[Variable]:
+    """Trainable variables that the graph reads, in order of first use."""
+    read = (node.attrs["variable"] for node in recorder.nodes if node.op == "tfnb.read")
+    return [v for v in dict.fromkeys(read) if v.trainable]
+
+
+def _graph_of(pairs: Sequence[Pair]) -> Graph:
+    graphs = {grad.graph for grad, _ in pairs if isinstance(grad, Tensor)}
+    if len(graphs) > 1:
+        raise InvalidArgument(f"gradients of one graph are needed, got: {', '.join(sorted(g.name for g in graphs))}")
+    recording = current.recording()
+    if graphs or recording is None:
+        if not graphs:
+            raise InvalidArgument("none of the gradients is a recorded tensor, and no recording is open")
+        return graphs.pop()
+    return recording.graph
+
+
+# -- bad input ------------------------------------------------------------------------------------------------
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor):
+        raise InvalidArgument(
+            f"a loss is a recorded tensor, not {type(loss).__name__}: "
+            "compute it in a %%tfgraph cell or inside `with tfnb.record(NAME):`"
+        )
+    spec = loss.spec
+    if any(size != 1 for size in spec.shape):
+        raise ShapeError(f"a loss is a scalar: {loss.name} is {spec}, not [] ; take its mean() or sum()".replace(" ;", ";"))
+    if not spec.dtype.is_floating_point:
+        raise InvalidArgument(f"a loss is a floating-point number: {loss.name} is {spec}")
+
+
+def _nothing_to_train(loss: Tensor, asked: Sequence[Variable]) -> str:
+    if not asked:
+        return f"no trainable variable in graph {loss.graph.name}: {loss.name} depends on placeholders and constants only"
+    names = ", ".join(v.name for v in asked[:8]) + (", ..." if len(asked) > 8 else "")
+    return (
+        f"no trainable variable has a path to {loss.name}; looked at: {names}. "
+        "detach(), .data, integer casts and torch.no_grad() cut paths"
+    )
+
+
+def _check_pairs(pairs: Sequence[Pair], given: int) -> None:
+    if not pairs:
+        raise InvalidArgument(f"no gradient to apply: {f'all {given} are None' if given else 'the list is empty'}")
+    seen: set[Variable] = set()
+    for grad, target in pairs:
+        if target in seen:
+            raise InvalidArgument(f"{target.name} has two gradients in one step: add them up first")
+        seen.add(target)
+        _check_fit(grad, target)
+
+
+def _check_fit(grad: Any, target: Variable) -> None:
+    if not isinstance(grad, torch.Tensor):
+        raise InvalidArgument(f"the gradient of {target.name} is {type(grad).__name__}, not a tensor")
+    shape = grad.spec.shape if isinstance(grad, Tensor) else tuple(grad.shape)
+    if shape != tuple(target.spec.shape):
+        raise ShapeError(f"the gradient of {target.name} has shape {list(shape)}, the variable {list(target.spec.shape)}")
+    if grad.dtype != target.dtype:
+        raise InvalidArgument(f"the gradient of {target.name} is {grad.dtype}, the variable {target.dtype}")

@@ -1,0 +1,141 @@
+"""The optimizers of torch.optim: argument names, defaults and formulas are torch's.
+
+Each names its op of `tfnb.kernels.optim` and its slots, in the order of the op. `Momentum` is SGD with another default,
+and the slots carry torch's names, so that states compare by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import inf
+from numbers import Real
+from typing import Any
+
+import torch
+
+from tfnb.errors import InvalidArgument
+from tfnb.kernels import optim  # noqa: F401  defines torch.ops.tfnb
+from tfnb.train.optimizer import Optimizer, Rate
+
+_BETWEEN = {"beta1": (0, 1), "beta2": (0, 1), "dampening": (-inf, inf)}  # [low, high); others are [0, inf)
+
+
+class _Rule(Optimizer):
+    """An optimizer whose update is one op."""
+
+    def __init__(self, op: Any, lr: Any, slots: Mapping[str, bool], **settings: Any) -> None:
+        super().__init__(lr)
+        self.op = op
+        self.slot_names = tuple(name for name, is_kept in slots.items() if is_kept)
+        self.settings = {name: _setting(type(self).__name__, name, value) for name, value in settings.items()}
+
+    def initial(self, w: torch.Tensor) -> dict[str, torch.Tensor]:
+        step = torch.zeros((), dtype=torch.float32, device=w.device)
+        return {name: step if name == "step" else torch.zeros_like(w) for name in self.slot_names}
+
+    def update(
+        self, w: torch.Tensor, grad: torch.Tensor, slots: Mapping[str, torch.Tensor], lr: Rate
+    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        rate = {"lr": lr} if isinstance(lr, float) else {"rate": lr}
+        new, *after = self.op(w, grad, list(slots.values()), **rate, **self.settings)
+        return new, dict(zip(slots, after, strict=True))
+
+    def __repr__(self) -> str:
+        settings = ", ".join(f"{name}={value}" for name, value in self.settings.items())
+        return f"{type(self).__name__}(lr={self.lr!r}, {settings})"
+
+
+def _setting(owner: str, name: str, value: Any) -> float | bool:
+    if isinstance(value, bool):
+        return value
+    low, high = _BETWEEN.get(name, (0, inf))
+    if not isinstance(value, Real) or not low <= float(value) < high:
+        limits = f"from {low} to below {high}" if high < inf else f"of at least {low}"
+        raise InvalidArgument(f"{owner}: {name} must be a number {limits}, not {value!r}")
+    return float(value)
+
+
+class SGD(_Rule):
+    """Stochastic gradient descent, with momentum if it is not 0."""
+
+    def __init__(
+        self, lr: Any = 1e-3, momentum: float = 0.0, dampening: float = 0.0, weight_decay: float = 0.0,
+        nesterov: bool = False, *, maximize: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            torch.ops.tfnb.sgd, lr, {"momentum_buffer": momentum != 0, "step": momentum != 0 and dampening != 0},
+            momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=bool(nesterov),
+            maximize=bool(maximize),
+        )  # fmt: skip
+        if nesterov and (momentum == 0 or dampening != 0):
+            raise InvalidArgument(
+                f"{type(self).__name__}: nesterov needs a momentum and no dampening, "
+                f"got momentum={momentum}, dampening={dampening}"
+            )
+
+
+class Momentum(SGD):
+    """SGD with momentum."""
+
+    def __init__(
+        self, lr: Any = 1e-3, momentum: float = 0.9, dampening: float = 0.0, weight_decay: float = 0.0,
+        nesterov: bool = False, *, maximize: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(lr, momentum, dampening, weight_decay, nesterov, maximize=maximize)
+
+
+class Adagrad(_Rule):
+    """Steps divided by the root of all squared gradients so far (Duchi et al. 2011)."""
+
+    def __init__(
+        self, lr: Any = 1e-2, lr_decay: float = 0.0, weight_decay: float = 0.0, initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10, *, maximize: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            torch.ops.tfnb.adagrad, lr, {"sum": True, "step": True},
+            lr_decay=lr_decay, weight_decay=weight_decay, eps=eps, maximize=bool(maximize),
+        )  # fmt: skip
+        self.start = _setting(type(self).__name__, "initial_accumulator_value", initial_accumulator_value)
+
+    def initial(self, w: torch.Tensor) -> dict[str, torch.Tensor]:
+        slots = super().initial(w)
+        return {**slots, "sum": torch.full_like(w, complex(self.start, self.start) if w.is_complex() else self.start)}
+
+
+class RMSProp(_Rule):
+    """Steps divided by the root of a running mean of squared gradients (Hinton's lecture 6e; Graves 2013 centered)."""
+
+    def __init__(
+        self, lr: Any = 1e-2, alpha: float = 0.99, eps: float = 1e-8, weight_decay: float = 0.0, momentum: float = 0.0,
+        centered: bool = False, *, maximize: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            torch.ops.tfnb.rmsprop, lr, {"square_avg": True, "momentum_buffer": momentum != 0, "grad_avg": centered},
+            alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum, centered=bool(centered),
+            maximize=bool(maximize),
+        )  # fmt: skip
+
+
+class Adam(_Rule):
+    """Running means of the gradient and its square (Kingma and Ba 2015); ``amsgrad`` after Reddi et al. 2018."""
+
+    def __init__(
+        self, lr: Any = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
+        amsgrad: bool = False, *, maximize: bool = False, decoupled_weight_decay: bool = False,
+    ) -> None:  # fmt: skip
+        beta1, beta2 = betas
+        super().__init__(
+            torch.ops.tfnb.adam, lr, {"exp_avg": True, "exp_avg_sq": True, "step": True, "max_exp_avg_sq": amsgrad},
+            beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, amsgrad=bool(amsgrad),
+            maximize=bool(maximize), decoupled=bool(decoupled_weight_decay),
+        )  # fmt: skip
+
+
+class AdamW(Adam):
+    """Adam with weight decay outside the gradient (Loshchilov and Hutter 2019)."""
+
+    def __init__(
+        self, lr: Any = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2,
+        amsgrad: bool = False, *, maximize: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(lr, betas, eps, weight_decay, amsgrad, maximize=maximize, decoupled_weight_decay=True)
