@@ -49,13 +49,13 @@ def test_good_name_passes(name: str) -> None:
 
 
 def test_name_that_is_taken_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="'x'.*name of node number 0"):
+    with pytest.raises(InvalidArgument, match=r"'x'.*name of node number 0"):
         check(broken(4, name="x"))
 
 
 def test_id_that_is_taken_is_refused() -> None:
     nodes = dense().nodes
-    with pytest.raises(InvalidArgument, match="id .* of another node"):
+    with pytest.raises(InvalidArgument, match=r"id .* of another node"):
         check(Contents((*nodes, replace(nodes[4], name="again"))))
 
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -132,6 +133,6 @@ def test_text_does_not_depend_on_the_hash_seed(seed: str) -> None:
     program = "from tests.graph.build import dense; from tfnb.graph.text import text; print(text('net', dense()))"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, "PYTHONHASHSEED": seed},
-        cwd=os.path.dirname(__file__) + "/../..",
+        cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert done.stdout.rstrip("\n") == DENSE, done.stderr

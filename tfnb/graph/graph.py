@@ -141,9 +141,13 @@ class Graph:
         write_graph(self.name, self.seed, self.contents, Path(path))
 
     @classmethod
-    def load(cls, path: str | Path) -> Graph:
-        """Read a saved graph; raises GraphFormatError, GraphCycleError or UnknownOp for a bad file."""
-        name, seed, contents = read_graph(Path(path), new_id)
+    def load(cls, path: str | Path, *, trusted: bool = False) -> Graph:
+        """Read a saved graph; its variables have no values until a checkpoint is restored.
+
+        Raises GraphFormatError, GraphCycleError or UnknownOp for a bad file, and UntrustedOp for ops that may do
+        more than compute, unless ``trusted``.
+        """
+        name, seed, contents = read_graph(Path(path), new_id, trusted=trusted)
         return cls(name, contents, seed=seed)
 
     # -- writing ------------------------------------------------------------------------------------------
