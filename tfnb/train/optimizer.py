@@ -47,7 +47,7 @@ class Optimizer:
         self, w: torch.Tensor, grad: torch.Tensor, slots: Mapping[str, torch.Tensor], lr: Rate
     ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         """New value of the variable and of its slots; ``lr`` is a float or a recorded 0-d tensor."""
-        raise NotImplementedError(f"{type(self).__name__} has no update: an optimizer defines update(w, grad, slots, lr)")
+        raise NotImplementedError(f"{type(self).__name__} must define update(w, grad, slots, lr)")
 
     # -- what a user calls ------------------------------------------------------------------------------------
 
@@ -172,14 +172,14 @@ def _check_loss(loss: Any) -> None:
         )
     spec = loss.spec
     if any(size != 1 for size in spec.shape):
-        raise ShapeError(f"a loss is a scalar: {loss.name} is {spec}, not [] ; take its mean() or sum()".replace(" ;", ";"))
+        raise ShapeError(f"a loss has shape []: {loss.name} is {spec}; take its mean() or sum()")
     if not spec.dtype.is_floating_point:
         raise InvalidArgument(f"a loss is a floating-point number: {loss.name} is {spec}")
 
 
 def _nothing_to_train(loss: Tensor, asked: Sequence[Variable]) -> str:
     if not asked:
-        return f"no trainable variable in graph {loss.graph.name}: {loss.name} depends on placeholders and constants only"
+        return f"no trainable variable in graph {loss.graph.name}: {loss.name} depends on no Parameter or Variable"
     names = ", ".join(v.name for v in asked[:8]) + (", ..." if len(asked) > 8 else "")
     return (
         f"no trainable variable has a path to {loss.name}; looked at: {names}. "
@@ -203,6 +203,6 @@ def _check_fit(grad: Any, target: Variable) -> None:
         raise InvalidArgument(f"the gradient of {target.name} is {type(grad).__name__}, not a tensor")
     shape = grad.spec.shape if isinstance(grad, Tensor) else tuple(grad.shape)
     if shape != tuple(target.spec.shape):
-        raise ShapeError(f"the gradient of {target.name} has shape {list(shape)}, the variable {list(target.spec.shape)}")
+        raise ShapeError(f"the gradient of {target.name} is {list(shape)}, the variable {list(target.spec.shape)}")
     if grad.dtype != target.dtype:
         raise InvalidArgument(f"the gradient of {target.name} is {grad.dtype}, the variable {target.dtype}")
