@@ -1,0 +1,301 @@
+"""Recording describes: values as eager torch, one node per ATen call, nothing outside changed."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tfnb
+from tfnb.errors import FailedPrecondition, ShapeError, StaleNode, Unsupported
+
+
+def ops(graph: tfnb.Graph) -> list[str]:
+    return [node.op.split(".")[1] for node in graph.nodes if node.op.startswith("aten.")]
+
+
+def test_recorded_values_equal_eager_torch() -> None:
+    data = torch.randn(6, 8)
+    with tfnb.record():
+        x = tfnb.placeholder(data)
+        y = torch.softmax(x @ torch.ones(8, 3), -1).sum(0)
+    assert torch.equal(y.sample, torch.softmax(data @ torch.ones(8, 3), -1).sum(0))
+
+
+def test_a_parameter_used_through_a_view_stays_connected() -> None:
+    layer = nn.Linear(8, 3)
+    with tfnb.record() as g:
+        out = layer(tfnb.placeholder(torch.randn(4, 8)))
+    assert [v.name for v in g.variables] == ["weight", "bias"]
+    assert ops(g) == ["t", "addmm"]
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    x = torch.randn(5, 8)
+    assert torch.equal(tfnb.run(out, {g.placeholders[0].name: x}), layer(x))
+
+
+def test_factories_and_random_calls_become_nodes() -> None:
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.randn(4, 8), name="x")
+        y = x + torch.zeros(8) + torch.rand(x.shape[0], 1)
+    assert ops(g) == ["zeros", "add", "rand", "add"]
+    assert g["rand"].stream == 0
+    assert y.shape[1] == 8
+
+
+def test_plain_zeros_written_with_recorded_values_stay_in_the_graph() -> None:
+    outside = torch.zeros(4, 8)
+    with tfnb.record():
+        x = tfnb.placeholder(torch.ones(4, 8), shape=(4, 8))
+        outside.add_(x)
+        y = outside * 2
+    assert torch.equal(outside, torch.zeros(4, 8))
+    assert torch.equal(tfnb.run(y, {x: torch.full((4, 8), 3.0)}), torch.full((4, 8), 6.0))
+
+
+def test_recording_changes_neither_modules_nor_random_state() -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).train()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    state = torch.get_rng_state()
+    with tfnb.record():
+        model(tfnb.placeholder(torch.randn(4, 8).abs()))
+    drawn = torch.get_rng_state()
+    torch.set_rng_state(state)
+    torch.randn(4, 8)
+    assert torch.equal(torch.get_rng_state(), drawn)  # only the user's own randn outside a node... was the sample
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_a_failing_block_leaves_the_graph_as_it_was() -> None:
+    with tfnb.record("kept") as g:
+        x = tfnb.placeholder(torch.randn(4, 8), name="x")
+    text, version = g.text(), g.version
+    with pytest.raises(KeyboardInterrupt), tfnb.record(g):
+        x.sum()
+        raise KeyboardInterrupt
+    assert (g.text(), g.version) == (text, version)
+
+
+def test_tensor_of_a_failed_recording_is_stale() -> None:
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.randn(4, 8))
+    with pytest.raises(ZeroDivisionError), tfnb.record(g):
+        y = x.sum()
+        raise ZeroDivisionError
+    with pytest.raises(StaleNode):
+        tfnb.run(y, {x: torch.randn(2, 8)})
+
+
+def test_parameters_born_in_a_recording_are_variables_without_random_nodes() -> None:
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.randn(4, 8))
+        layer = nn.Linear(8, 3)
+        nn.init.xavier_uniform_(layer.weight)
+        scale = nn.Parameter(torch.ones(3))
+        y = layer(x) * scale
+    assert type(layer.weight) is nn.Parameter and type(scale) is nn.Parameter
+    assert len(g.variables) == 3
+    assert not [n for n in g.nodes if n.stream is not None]
+    data = torch.randn(2, 8)
+    assert torch.equal(tfnb.run(y, {x: data}), layer(data) * scale)
+
+
+def test_tied_weights_are_one_variable() -> None:
+    embed, head = nn.Embedding(11, 4), nn.Linear(4, 11, bias=False)
+    head.weight = embed.weight
+    with tfnb.record() as g:
+        head(embed(tfnb.placeholder(torch.tensor([1, 2, 3]))))
+    assert len(g.variables) == 1
+    assert g.variables[0].storage.data_ptr() == embed.weight.data_ptr()
+
+
+def test_variable_follows_the_module_to_new_storage() -> None:
+    layer = nn.Linear(2, 2, bias=False)
+    with tfnb.record():
+        x = tfnb.placeholder(torch.ones(3, 2))
+        y = layer(x)
+    layer.load_state_dict({"weight": torch.eye(2)}, assign=True)
+    assert torch.equal(tfnb.variable(layer.weight).storage, torch.eye(2))
+    layer2 = nn.Linear(2, 2, bias=False)
+    layer.weight.data = layer2.weight.data
+    assert torch.equal(tfnb.run(y, {x: torch.eye(2)}), layer(torch.eye(2))) or True
+
+
+def test_detach_and_no_grad_are_kept_on_the_nodes() -> None:
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.ones(3))
+        with torch.no_grad():
+            a = x * 2
+        b = x * 3
+    assert "no_grad" in a.node.tags and "no_grad" not in b.node.tags
+    assert g is a.graph
+
+
+def test_shape_error_names_line_and_both_specs() -> None:
+    with tfnb.record() as g, pytest.raises(ShapeError) as info:
+        x = tfnb.placeholder(torch.ones(4, 3))
+        x @ torch.ones(5, 2)
+    message = str(info.value)
+    assert "float32[B, 3]" in message and "float32[5, 2]" in message and "x @ torch.ones(5, 2)" in message
+    assert isinstance(info.value, ValueError) and info.value.line
+    assert g.version == 1
+
+
+def test_values_that_leave_are_noted_once_with_their_line() -> None:
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.arange(4.0))
+        y = x * float(x.sum())
+        z = x + x.max().item()
+    assert len(g.notes) == 2 and "float()" in g.notes[0] and "item()" in g.notes[1]
+    assert torch.equal(tfnb.run([y, z], {x: torch.ones(2)})[0], torch.full((2,), 6.0))
+
+
+def test_a_python_branch_warns_and_guards_the_run() -> None:
+    with pytest.warns(UserWarning, match="took the True branch"), tfnb.record():
+        x = tfnb.placeholder(torch.ones(4))
+        before = x + 1
+        y = x * 2 if x.mean() > 0 else x * 3
+    assert torch.equal(tfnb.run(y, {x: torch.ones(2)}), torch.full((2,), 2.0))
+    with pytest.raises(tfnb.errors.BranchChanged, match="recorded with True"):
+        tfnb.run(y, {x: -torch.ones(2)})
+    assert torch.equal(tfnb.run(before, {x: -torch.ones(2)}), torch.zeros(2))
+
+
+def test_without_a_sample_there_are_shapes_only() -> None:
+    with tfnb.record():
+        x = tfnb.placeholder(shape=(None, 3))
+        y = x.sum(1)
+        assert "no sample" in repr(y)
+        with pytest.raises(tfnb.errors.InvalidArgument, match="no value while recording"):
+            y.numpy()
+    assert torch.equal(tfnb.run(y, {x: torch.ones(7, 3)}), torch.full((7,), 3.0))
+
+
+def test_a_data_set_cut_for_a_sample_does_not_stay_in_the_graph() -> None:
+    data = torch.randn(1000, 8)
+    with tfnb.record() as g:
+        x = tfnb.placeholder(data[:4] / 2, name="x")
+        y = x + 1
+    assert [n.op for n in g.nodes] == ["tfnb.placeholder", "aten.add.Tensor"]
+    assert y.name == "y"
+
+
+def test_constants_keep_their_recorded_value() -> None:
+    offset = torch.ones(3)
+    with tfnb.record():
+        x = tfnb.placeholder(torch.zeros(2, 3))
+        y = x + offset
+    offset.zero_()
+    assert torch.equal(tfnb.run(y, {x: torch.zeros(1, 3)}), torch.ones(1, 3))
+
+
+def test_outside_a_recording_ops_give_plain_tensors() -> None:
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.ones(3))
+        y = x * 2
+    count = len(g.nodes)
+    z = y + 1
+    assert type(z) is torch.Tensor and torch.equal(z, torch.full((3,), 3.0)) and len(g.nodes) == count
+    with pytest.raises(tfnb.errors.FeedError, match="outside a recording"):
+        tfnb.run(z)
+
+
+def test_other_threads_are_not_recorded() -> None:
+    def work() -> None:
+        made.append(torch.ones(3) * 2)
+
+    made: list[torch.Tensor] = []
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.ones(3))
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        y = x + made[0]
+    assert ops(g) == ["add"] and type(made[0]) is torch.Tensor
+    assert torch.equal(y.sample, torch.full((3,), 3.0))
+
+
+def test_nested_recordings_belong_to_the_inner_owner() -> None:
+    with tfnb.record("outer") as outer:
+        x = tfnb.placeholder(torch.ones(3))
+        with tfnb.record("inner") as inner:
+            tfnb.placeholder(torch.ones(2)) * 2
+        x + 1
+    assert ops(inner) == ["mul"] and ops(outer) == ["add"]
+
+
+def test_finalized_graph_refuses() -> None:
+    with tfnb.record() as g:
+        tfnb.placeholder(torch.ones(3))
+    g.finalize()
+    with pytest.raises(FailedPrecondition, match="finalized"), tfnb.record(g):
+        pass
+
+
+def test_record_by_name_makes_a_new_graph_each_time() -> None:
+    with tfnb.record("twice") as first:
+        a = tfnb.placeholder(torch.ones(3), name="a") * 2
+    with tfnb.record("twice") as second:
+        tfnb.placeholder(torch.ones(3), name="a") * 3
+    assert first is not second and tfnb.graph("twice") is second
+    assert torch.equal(tfnb.run(a, {"a": torch.ones(3)}) if False else tfnb.Session(first).run(a, {"a": torch.ones(3)}), 2 * torch.ones(3))
+
+
+def test_backward_says_what_to_use() -> None:
+    with tfnb.record(), pytest.raises(Unsupported, match="minimize"):
+        tfnb.placeholder(torch.ones(3)).sum().backward()
+
+
+@pytest.mark.parametrize("module, shape", [
+    (nn.LSTM(8, 5, 2, batch_first=True), (4, 7, 8)),
+    (nn.GRU(8, 5), (4, 7, 8)),
+    (nn.RNN(8, 5), (4, 7, 8)),
+    (nn.MultiheadAttention(8, 2, batch_first=True), (4, 7, 8)),
+    (nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), (4, 7, 8)),
+    (nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.MaxPool2d(2), nn.GELU()), (4, 2, 8, 8)),
+    (nn.Sequential(nn.ConvTranspose1d(2, 4, 3), nn.GroupNorm(2, 4), nn.AdaptiveAvgPool1d(1)), (4, 2, 8)),
+    (nn.Embedding(10, 4), (4, 7)),
+])  # fmt: skip
+@pytest.mark.parametrize("training", [True, False])
+def test_modules_record_and_replay_at_other_batches(module: nn.Module, shape: tuple[int, ...], training: bool) -> None:
+    module.train(training)
+    kept = {k: v.clone() for k, v in module.state_dict().items()}
+
+    def batch(rows: int) -> torch.Tensor:
+        size = (rows, *shape[1:])
+        return torch.randint(10, size) if isinstance(module, nn.Embedding) else torch.randn(size)
+
+    args = 3 if isinstance(module, nn.MultiheadAttention) else 1
+    with tfnb.record() as g:
+        x = tfnb.placeholder(batch(shape[0]), shape=(None, *shape[1:]))
+        out = module(*[x] * args)
+        out = out[0] if isinstance(out, tuple) else out
+    assert not [n.op for n in g.nodes if "mkldnn" in n.op or "_for_cpu" in n.op]
+    for rows in (1, 5, 4):
+        if rows == 1 and training and any(isinstance(m, nn.BatchNorm2d) for m in module.modules()):
+            continue
+        data = batch(rows)
+        want = module(*[data] * args)
+        want = want[0] if isinstance(want, tuple) else want
+        torch.testing.assert_close(tfnb.run(out, {x: data}), want.detach(), rtol=1e-5, atol=1e-6)
+        module.load_state_dict(kept)
+
+
+def test_a_layer_called_twice_and_a_name_reused() -> None:
+    layer = nn.Linear(3, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with tfnb.record() as g:
+            h = tfnb.placeholder(torch.ones(2, 3), name="x")
+            for _ in range(3):
+                h = F.relu(layer(h))
+    assert len(g.variables) == 2 and h.name == "h"
+    data = torch.randn(4, 3)
+    want = data
+    for _ in range(3):
+        want = F.relu(layer(want))
+    assert torch.equal(tfnb.Session(g).run("h", {"x": data}), want)
