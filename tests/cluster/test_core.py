@@ -1,0 +1,337 @@
+"""The parameter-server core: exactly once, all or nothing, never a live reference. No cluster, no thread."""
+
+from __future__ import annotations
+
+import ast
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+import tfnb.cluster.core as core_module
+from tfnb.cluster.core import Core, mean
+from tfnb.cluster.ledger import WINDOW, Ledger
+from tfnb.cluster.messages import Failed, Ok, OpId, Refused, Request
+from tfnb.state.store import Store
+
+
+class Add:
+    """A server program: w += grad; writes in place like a fused kernel."""
+
+    kinds = ("grad",)
+    reads = writes = ("w",)
+
+    def __init__(self, fail: str = "") -> None:
+        self.fail = fail
+
+    def compute(self, feeds, storages, run_index):
+        if self.fail == "compute":
+            raise ValueError("kernel")
+        return storages[0], feeds[0]
+
+    def commit(self, pending):
+        if self.fail == "commit":
+            raise RuntimeError("half")
+        pending[0].add_(pending[1])
+
+
+class Server:
+    """A core with one variable w and the plan "add", called like a client would."""
+
+    def __init__(self, fail="", budget=None, size=3):
+        self.core = Core(Store(budget=budget), lambda meta, tensors: Add(fail), epoch=1, incarnation=7)
+        self.seq = 0
+        self("create", [torch.zeros(size)], keys=["w"])
+        self("register_shard", plan="add")
+
+    def __call__(self, method, tensors=(), *, op=None, epoch=1, incarnation=7, **meta):
+        self.seq += 1
+        op = op or OpId("client", self.seq)
+        return self.core.on(Request(method, op, epoch, incarnation, meta, list(tensors)), 0.0)
+
+    def push(self, value, **kwargs):
+        return self("push", [torch.full((3,), float(value))], plan="add", **kwargs)
+
+    def stage(self, number, worker, value, rows=1):
+        return self("stage", [torch.full((3,), float(value))], plan="add", round=number, worker=worker, rows=rows)
+
+    def commit(self, number, workers, **kwargs):
+        return self("commit", round=number, workers=list(workers), **kwargs)
+
+    @property
+    def w(self):
+        return self("pull", keys=["w"]).tensors[0]
+
+
+def test_c17_core_imports_neither_dask_nor_asyncio():
+    allowed = {"__future__", "collections", "contextlib", "dataclasses", "typing", "torch", "tfnb"}
+    for file in ("core", "ledger", "messages", "plan"):
+        tree = ast.parse(Path(core_module.__file__).with_name(f"{file}.py").read_text())
+        names = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+        names |= {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+        assert {name.split(".")[0] for name in names} <= allowed, file
+
+
+def test_push_applies_at_once():
+    server = Server()
+    assert server.push(2).meta["version"] == 2
+    assert server.w.tolist() == [2, 2, 2]
+
+
+def test_c19_a_push_sent_k_times_is_applied_once_and_all_answers_agree():
+    server = Server()
+    answers = [server.push(1, op=OpId("a", 3)) for _ in range(5)]
+    assert server.w.tolist() == [1, 1, 1]
+    assert {a.meta["version"] for a in answers} == {2}
+    assert [a.dup for a in answers] == [False, True, True, True, True]
+
+
+def test_c20_a_sequence_number_below_the_window_is_refused():
+    server = Server()
+    server.push(1, op=OpId("a", WINDOW + 10))
+    assert server.push(1, op=OpId("a", 10)).reason == "too-old"
+    assert isinstance(server.push(1, op=OpId("a", 11)), Ok)
+    assert server.w.tolist() == [2, 2, 2]
+
+
+def test_c23_stale_epoch_or_wrong_incarnation_never_changes_state():
+    server = Server()
+    for wrong in ({"epoch": 0}, {"epoch": 2}, {"incarnation": 8}):
+        assert server.push(1, **wrong).reason == "fenced"
+    assert server.w.tolist() == [0, 0, 0]
+
+
+def test_c21_a_pulled_value_never_changes():
+    server = Server()
+    seen = [server.w for _ in range(2)]
+    for _ in range(3):
+        server.push(1)
+        seen.append(server.w)
+    assert [s[0].item() for s in seen] == [0, 0, 1, 2, 3]
+    assert server.core.store.get("w").data_ptr() not in {s.data_ptr() for s in seen}
+    assert seen[0].data_ptr() == seen[1].data_ptr(), "readers of one version share one copy"
+
+
+def test_pull_since_a_version_sends_what_changed():
+    server = Server()
+    server("create", [torch.ones(1)], keys=["frozen"])
+    first = server("pull", keys=["frozen", "w"])
+    server.push(1)
+    second = server("pull", keys=["frozen", "w"], since=first.meta["versions"])
+    assert len(first.tensors) == 2
+    assert [t.tolist() for t in second.tensors] == [[1, 1, 1]]
+
+
+def test_commit_averages_exactly_the_named_workers_by_rows():
+    server = Server()
+    for worker, value, rows in ((0, 1, 2), (1, 4, 1), (2, 100, 1)):
+        assert isinstance(server.stage(1, worker, value, rows), Ok)
+    assert server.w.tolist() == [0, 0, 0], "staging writes nothing"
+    assert server.commit(1, [0, 1]).meta["step"] == 1
+    assert server.w.tolist() == [2, 2, 2]
+    assert server.stage(1, 2, 5).reason == "stale"
+    assert server.core.rounds == {}
+
+
+def test_commit_is_idempotent_by_operation_and_by_round():
+    server = Server()
+    server.stage(1, 0, 1)
+    first = server.commit(1, [0], op=OpId("m", 1))
+    again = server.commit(1, [0], op=OpId("m", 1))
+    assert (first.meta, again.dup) == (again.meta, True)
+    assert server.commit(1, [0]).reason == "stale"
+    assert server.w.tolist() == [1, 1, 1]
+
+
+def test_prepare_writes_nothing_and_a_late_part_is_seen():
+    server = Server()
+    server.stage(1, 0, 1)
+    assert isinstance(server("prepare", round=1, workers=[0]), Ok)
+    server.stage(1, 0, 3)
+    assert server.w.tolist() == [0, 0, 0]
+    server.commit(1, [0])
+    assert server.w.tolist() == [3, 3, 3]
+
+
+def test_abort_drops_what_was_staged_and_late_messages():
+    server = Server()
+    server.stage(2, 0, 1)
+    server("abort", round=2)
+    assert server.stage(2, 1, 1).reason == "stale"
+    assert server.commit(2, [0]).reason == "stale"
+    assert server.w.tolist() == [0, 0, 0] and server("stat").meta["staged"] == 0
+
+
+def test_commit_of_a_worker_that_staged_nothing_names_the_gap():
+    server = Server()
+    server.stage(1, 0, 1)
+    answer = server.commit(1, [0, 2])
+    assert answer.tag == "StepAborted" and "[2]" in answer.message
+
+
+def test_c22_an_error_before_the_write_leaves_the_state_and_one_inside_poisons():
+    server = Server(fail="compute")
+    assert isinstance(server.push(1), Failed)
+    assert server.w.tolist() == [0, 0, 0]
+    server = Server(fail="commit")
+    assert isinstance(server.push(1), Failed)
+    assert server("stat").reason == "poisoned"
+
+
+def test_a_failed_push_may_be_sent_again():
+    server = Server()
+    bad = server("push", [torch.zeros(3), torch.zeros(3)], plan="add", op=OpId("a", 1))
+    assert bad.tag == "InvalidArgument"
+    assert isinstance(server.push(1, op=OpId("a", 1)), Ok)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_non_finite_gradient_is_rejected(value):
+    server = Server()
+    assert server.push(value).tag == "NonFiniteGradient"
+    assert server.stage(1, 0, value).tag == "NonFiniteGradient"
+    assert server.w.tolist() == [0, 0, 0]
+
+
+def test_c24_over_budget_is_refused_and_the_core_lives():
+    server = Server(budget=30)
+    assert server("create", [torch.zeros(100)], keys=["big"]).tag == "ResourceExhausted"
+    assert isinstance(server.stage(1, 0, 1), Ok)
+    assert server.stage(1, 1, 1).tag == "ResourceExhausted"
+    assert isinstance(server.stage(1, 0, 2), Ok), "staging again replaces, it does not add"
+    assert isinstance(server.commit(1, [0]), Ok)
+    assert server.w.tolist() == [2, 2, 2]
+
+
+def test_bad_requests_are_typed_errors():
+    server = Server()
+    assert server("create", [torch.zeros(1)], keys=["w"]).tag == "InvalidArgument"
+    assert server("assign", [torch.zeros(4)], keys=["w"]).tag == "ShapeError"
+    assert server("assign", [torch.zeros(3).double()], keys=["w"]).tag == "ShapeError"
+    assert server("assign", [torch.zeros(3)] * 2, keys=["w", "w"]).tag == "InvalidArgument"
+    assert server("pull", keys=["x"]).tag == "NotFound"
+    assert server("push", [torch.zeros(3)], plan="other").reason == "unknown-plan"
+    assert server("stage", [torch.zeros(3)], plan="other", round=1, worker=0).reason == "unknown-plan"
+
+
+def test_whole_values_are_staged_and_committed():
+    server = Server()
+    server("create", [torch.zeros(1)], keys=["v"])
+    server("stage", [torch.ones(3), torch.ones(1)], keys=["w", "v"], round=1, worker=0)
+    server.commit(1, [0])
+    assert server("pull", keys=["w", "v"]).tensors[1].tolist() == [1] and server.w.tolist() == [1, 1, 1]
+    server("drop", keys=["v", "never"])
+    assert server("pull", keys=["v"]).tag == "NotFound"
+
+
+def test_c27_weighted_mean_equals_a_float64_reference():
+    torch.manual_seed(0)
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.float64, 1e-15), (torch.bfloat16, 1e-2)):
+        values = [torch.randn(100, dtype=dtype) for _ in range(5)]
+        rows = [3, 3, 3, 2, 1]
+        expected = sum(v.double() * r for v, r in zip(values, rows, strict=True)) / 12
+        torch.testing.assert_close(mean(values, rows).double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_ledger_survives_any_order_within_the_window():
+    source = random.Random(0)
+    ledger, sent = Ledger(), list(range(900)) * 2
+    source.shuffle(sent)
+    applied = 0
+    for seq in sent:
+        op = OpId("a", seq)
+        assert not ledger.is_too_old(op)
+        if ledger.ack(op) is None:
+            ledger.record(op, Ok())
+            applied += 1
+    assert (applied, ledger.dups) == (900, 900)
+    for seq in range(900, 5000):
+        ledger.record(OpId("a", seq), Ok())
+    assert len(ledger.clients["a"].acks) <= WINDOW + 1
+
+
+class Shard(RuleBasedStateMachine):
+    """Pushes, duplicates, reorderings, rounds, aborts, fences: the value is the replay of what was acked."""
+
+    def __init__(self):
+        super().__init__()
+        self.server = Server()
+        self.expected = 0.0
+        self.sent: list[tuple[OpId, int]] = []
+        self.acked: dict[OpId, object] = {}
+        self.round = 1
+        self.parts: dict[int, tuple[int, int]] = {}
+        self.version = self.server.core.version
+
+    @rule(client=st.sampled_from("abc"), seq=st.integers(0, 3000), value=st.integers(1, 9))
+    def push(self, client, seq, value):
+        op = OpId(client, seq)
+        if any(op == other for other, _ in self.sent):
+            return
+        self.sent.append((op, value))
+        self._deliver(op, value)
+
+    @precondition(lambda self: self.sent)
+    @rule(which=st.integers(0, 1000))
+    def push_again(self, which):
+        self._deliver(*self.sent[which % len(self.sent)])
+
+    def _deliver(self, op, value):
+        answer = self.server.push(value, op=op)
+        if isinstance(answer, Refused):
+            assert answer.reason == "too-old"
+        elif op in self.acked:
+            assert answer.dup and answer.meta == self.acked[op]
+        else:
+            assert not answer.dup
+            self.acked[op] = answer.meta
+            self.expected += value
+
+    @rule(worker=st.integers(0, 3), value=st.integers(1, 9), rows=st.sampled_from([1, 2, 4]))
+    def stage(self, worker, value, rows):
+        assert isinstance(self.server.stage(self.round, worker, value, rows), Ok)
+        self.parts[worker] = (value, rows)
+
+    @rule(worker=st.integers(0, 3), back=st.integers(1, 3))
+    def stage_late(self, worker, back):
+        assert self.server.stage(self.round - back, worker, 99).reason == "stale"
+
+    @precondition(lambda self: self.parts)
+    @rule(twice=st.booleans(), prepare=st.booleans())
+    def commit(self, twice, prepare):
+        workers = sorted(self.parts)
+        if prepare:
+            self.server("prepare", round=self.round, workers=workers)
+        op = OpId("master", self.round)
+        for _ in range(1 + twice):
+            assert isinstance(self.server.commit(self.round, workers, op=op), Ok)
+        rows = sum(r for _, r in self.parts.values())
+        self.expected += sum(v * r / rows for v, r in self.parts.values())
+        self._next()
+
+    @rule()
+    def abort(self):
+        self.server("abort", round=self.round)
+        self._next()
+
+    def _next(self):
+        self.parts = {}
+        self.round += 1
+
+    @rule(epoch=st.sampled_from([0, 2]))
+    def fenced(self, epoch):
+        assert self.server.push(1, epoch=epoch).reason == "fenced"
+
+    @invariant()
+    def value_is_the_replay_and_version_never_falls(self):
+        assert self.server.w[0].item() == pytest.approx(self.expected, rel=1e-4)
+        assert self.server.core.version >= self.version
+        self.version = self.server.core.version
+
+
+TestShard = Shard.TestCase
+TestShard.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

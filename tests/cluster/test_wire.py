@@ -1,0 +1,212 @@
+"""The envelope: every dtype round-trips bitwise, and no bytes cost more than an error."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+import tracemalloc
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tfnb.cluster import wire
+from tfnb.errors import InvalidArgument, ProtocolError, ResourceExhausted, UnsupportedDtype
+
+DTYPES = list(wire._TAGS.values())
+SHAPES = {"0-d": (), "empty": (3, 0), "one": (1,), "small": (5, 7), "64KB": (64 << 10,), "1MB": (1024, 1024)}
+
+
+def sent(header, tensors):
+    """Through the wire as Dask delivers it: a fresh writable buffer for each frame."""
+    message = wire.encode(header, tensors)
+    return wire.decode([memoryview(bytearray(frame)) for frame in message])
+
+
+def same(a, b):
+    return a.dtype == b.dtype and a.shape == b.shape and _raw(a) == _raw(b)
+
+
+def _raw(t):
+    return bytes(t.contiguous().reshape(-1).view(torch.uint8).numpy()) if t.numel() else b""
+
+
+def filled(shape, dtype):
+    raw = torch.randint(0, 2 if dtype is torch.bool else 256, (*shape, dtype.itemsize), dtype=torch.uint8)
+    return raw.view(dtype).reshape(shape) if raw.numel() else torch.empty(shape, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_c5_every_dtype_round_trips_bitwise(dtype, shape):
+    if dtype.itemsize * max(1, torch.Size(shape).numel()) > 4 << 20:
+        shape = (256, 1024)
+    tensor = filled(shape, dtype)
+    header, (got,) = sent({"method": "push"}, [tensor])
+    assert same(got, tensor)
+    assert header["method"] == "push"
+
+
+def test_c5_strided_conjugate_and_negative_views_round_trip():
+    base = torch.randn(6, 8, dtype=torch.complex64)
+    views = [base.T, base[::2, 1::3], base.conj(), base.conj().imag, base.expand(2, 6, 8)]
+    _, got = sent({}, views)
+    assert all(torch.equal(g, v) for g, v in zip(got, views, strict=True))
+
+
+def test_c8_received_tensors_are_writable_private_and_aligned():
+    tensor = torch.randn(100_000)
+    small = torch.randn(3)
+    _, got = sent({}, [tensor, small, tensor])
+    before = tensor.clone()
+    for g in got:
+        assert g.data_ptr() % g.element_size() == 0
+        g.add_(1)
+    assert torch.equal(tensor, before)
+    assert torch.equal(got[0], got[2])
+
+
+def test_read_only_frames_are_copied():
+    message = wire.encode({}, [torch.zeros(100_000)])
+    _, (got,) = wire.decode([bytes(frame) for frame in message])
+    assert got.add_(1).sum() == 100_000
+
+
+def test_sending_a_contiguous_tensor_does_not_copy_it():
+    tensor = torch.randn(100_000)
+    frame = wire.encode({}, [tensor])[1]
+    tensor[0] = 42.0
+    assert struct.unpack("<f", frame[:4]) == (42.0,)
+
+
+def test_meta_tensors_travel_as_shapes_and_grads_stay():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    _, (meta, got) = sent({}, [torch.empty(1 << 40, device="meta"), parameter])
+    assert meta.shape == (1 << 40,) and meta.device.type == "meta"
+    assert not got.requires_grad and got.grad is None
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.eye(3).to_sparse(),
+        torch.ones(2).to_mkldnn() if torch.backends.mkldnn.is_available() else torch.eye(3).to_sparse_csr(),
+        torch.ones(2).as_subclass(type("Special", (torch.Tensor,), {})),
+    ],
+    ids=["sparse", "opaque", "subclass"],
+)
+def test_c25_other_kinds_are_unsupported_before_anything_is_sent(tensor):
+    with pytest.raises(UnsupportedDtype, match="supported"):
+        wire.encode({}, [tensor])
+
+
+def test_header_takes_json_only():
+    for bad in ({"x": object()}, {"x": float("nan")}, {"x": torch.ones(1)}):
+        with pytest.raises(InvalidArgument, match="JSON"):
+            wire.encode(bad)
+
+
+def test_caps_name_asked_used_and_limit():
+    with pytest.raises(ResourceExhausted, match="asked 400.*limit 100"):
+        wire.encode({}, [torch.zeros(100)], budget=100)
+    with pytest.raises(ResourceExhausted, match="limit"):
+        wire.encode({"x": "y" * (2 << 20)})
+    message = wire.encode({}, [torch.zeros(100)])
+    with pytest.raises(ResourceExhausted, match="asked 400"):
+        wire.decode(message, budget=100)
+
+
+def envelope(header, tail=b""):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    head = wire.MAGIC + struct.pack("<I", len(text)) + text
+    return bytearray(head + bytes(-len(head) % wire.ALIGN) + tail)
+
+
+def entry(**changes):
+    return {"v": 1, "tensors": [{"dt": "f32", "shape": [2], "nbytes": 8, "lane": "i", "ref": 0} | changes]}
+
+
+BAD = {
+    "huge shape": entry(shape=[1 << 40, 1 << 40], nbytes=1 << 82),
+    "huge shape, small bytes": entry(shape=[1 << 40, 1 << 40]),
+    "huge meta": entry(shape=[1 << 61, 1 << 40], lane="m"),
+    "negative": entry(shape=[-2]),
+    "bool size": entry(shape=[True, 2]),
+    "float size": entry(shape=[2.0]),
+    "dims": entry(shape=[1] * 65 + [2]),
+    "offset": entry(ref=1 << 30),
+    "lane": entry(lane="s"),
+    "dtype": entry(dt="object"),
+    "frame": entry(lane="d"),
+    "not an object": {"v": 1, "tensors": [3]},
+    "not a list": {"v": 1, "tensors": {}},
+    "no tensors": {"v": 1},
+    "version": {"v": 2, "tensors": []},
+    "not a header": [],
+    "nan": b'{"v":1,"tensors":[],"x":NaN}',
+    "duplicate key": b'{"v":1,"v":1,"tensors":[]}',
+    "deep": b"[" * 100_000,
+    "utf8": b"\xff\xfe",
+    "digits": b'{"v":' + b"1" * 5000 + b"}",
+}
+
+
+@pytest.mark.parametrize("header", BAD.values(), ids=BAD)
+def test_malformed_headers_are_protocol_errors(header):
+    with pytest.raises(ProtocolError):
+        wire.decode([envelope(header, bytes(8))])
+
+
+def test_frames_are_named_once_each():
+    one = envelope({"v": 1, "tensors": [entry(lane="d")["tensors"][0]] * 2})
+    with pytest.raises(ProtocolError, match="frames"):
+        wire.decode([one, bytearray(8)])
+    with pytest.raises(ProtocolError, match="frames"):
+        wire.decode([envelope({"v": 1, "tensors": []}), bytearray(8)])
+    with pytest.raises(ProtocolError):
+        wire.decode([])
+
+
+def test_truncation_at_every_byte_is_a_protocol_error():
+    message = wire.encode({"method": "push"}, [torch.arange(9.0)])
+    for cut in range(len(message[0]) - 28):
+        with pytest.raises(ProtocolError):
+            wire.decode([message[0][:cut]])
+
+
+def test_c7_random_bytes_cost_an_error_and_no_memory():
+    source = random.Random(1)
+    good = bytes(wire.encode({"method": "push", "meta": {"a": [1, 2]}}, [torch.arange(9.0), torch.ones(2, 3)])[0])
+    tracemalloc.start()
+    refused = 0
+    for turn in range(10_000):
+        data = bytearray(good)
+        if turn % 4 == 0:
+            data = bytearray(source.randbytes(source.randrange(200)))
+        else:
+            for _ in range(source.randint(1, 4)):
+                data[source.randrange(len(data))] = source.randrange(256)
+        frames = [data] + [bytearray(source.randbytes(8))] * (turn % 3 == 0)
+        try:
+            wire.decode(frames)
+        except (ProtocolError, ResourceExhausted):
+            refused += 1
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert refused > 5000
+    assert peak < 2 << 20
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=4)), max_size=6),
+    st.dictionaries(st.text(), st.recursive(st.integers() | st.text() | st.none() | st.booleans(), st.lists)),
+)
+def test_any_message_round_trips(tensors, meta):
+    made = [filled(tuple(shape), dtype) for dtype, shape in tensors]
+    header, got = sent({"meta": meta}, made)
+    assert header["meta"] == meta
+    assert all(same(a, b) for a, b in zip(made, got, strict=True))

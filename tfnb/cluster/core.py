@@ -1,0 +1,409 @@
+"""The parameter server as a pure machine: ``core.on(request, now) -> Ok | Failed | Refused``.
+
+It holds values (the same store as a local session), applies pushes exactly once, and commits synchronous rounds all
+or nothing. No Dask, clock, I/O or thread: the task that hosts it calls ``on`` from one thread, in order. Programs
+of registered plans are compiled by the function it is given. Imports torch and the message types.
+
+A request is answered in this order: fence, ledger, checks and all computing, then one write, then the ack. An error
+before the write leaves the values as they were; one inside the write poisons the core, which then refuses everything.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+
+from tfnb.cluster.ledger import Ledger
+from tfnb.cluster.messages import Failed, Ok, Refused, Request, failed
+from tfnb.errors import InvalidArgument, NonFiniteGradient, NotFound, ResourceExhausted, ShapeError, StepAborted
+
+PLANS = 64  # registered plans that are kept
+
+Answer = Ok | Failed | Refused
+
+
+class Values(Protocol):
+    """What holds the tensors: `tfnb.state.store.Store`."""
+
+    budget: int | None
+
+    @property
+    def bytes(self) -> int: ...
+
+    def create(self, key: str, value: torch.Tensor) -> None: ...
+
+    def get(self, key: str) -> torch.Tensor: ...
+
+    def assign(self, key: str, value: torch.Tensor) -> None: ...
+
+    def drop(self, key: str) -> None: ...
+
+    def __contains__(self, key: object) -> bool: ...
+
+
+class ServerProgram(Protocol):
+    """A compiled server graph. ``kinds`` of its feeds: ``grad`` (averaged) or ``value`` (the first worker's)."""
+
+    kinds: Sequence[str]
+    reads: Sequence[str]
+    writes: Sequence[str]
+
+    def compute(self, feeds: Sequence[torch.Tensor], storages: Sequence[torch.Tensor], run_index: int) -> Any: ...
+
+    def commit(self, pending: Any) -> None: ...
+
+
+Compile = Callable[[Mapping[str, Any], Sequence[torch.Tensor]], ServerProgram]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one worker staged for a round: feeds of a program, or (``program`` None) new values of ``keys``."""
+
+    program: ServerProgram | None
+    keys: tuple[str, ...]
+    rows: float
+    run_index: int
+    tensors: tuple[torch.Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by this part."""
+        return sum(t.numel() * t.element_size() for t in self.tensors)
+
+
+@dataclass
+class Round:
+    """One synchronous step in the making."""
+
+    parts: dict[int, Part] = field(default_factory=dict)
+    workers: tuple[int, ...] = ()  # the prepared set
+    write: Callable[[], None] | None = None  # the prepared write, with nothing fallible in it
+    writes: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by all parts."""
+        return sum(part.nbytes for part in self.parts.values())
+
+
+class Core:
+    """State of one shard, and what each request does to it.
+
+    ``version`` counts writes, ``step`` counts committed rounds, ``floor`` is the last round that is over.
+    """
+
+    def __init__(self, store: Values, compile: Compile, *, epoch: int, incarnation: int) -> None:
+        self.store, self.compile = store, compile
+        self.epoch, self.incarnation = epoch, incarnation
+        self.version = self.step = self.floor = 0
+        self.versions: dict[str, int] = {}
+        self.published: dict[str, torch.Tensor] = {}  # immutable copies for readers, until the next write
+        self.ledger = Ledger()
+        self.plans: OrderedDict[str, ServerProgram] = OrderedDict()
+        self.rounds: dict[int, Round] = {}
+        self.poisoned: str | None = None
+        self._methods: dict[str, Callable[[Request], Ok | Refused]] = {
+            "create": self._create, "drop": self._drop, "assign": self._assign, "push": self._push,
+            "commit": self._commit,
+            "register_shard": self._register, "pull": self._pull, "stage": self._stage,
+            "prepare": self._prepare, "abort": self._abort, "stat": self._stat,
+        }  # fmt: skip
+
+    MUTATIONS = frozenset({"create", "drop", "assign", "push", "commit"})
+    METHODS = MUTATIONS | {"register_shard", "pull", "stage", "prepare", "abort", "stat"}
+
+    def on(self, request: Request, now: float) -> Answer:
+        """Answer one request."""
+        refused = fence(request, self.epoch, self.incarnation)
+        if refused is not None:
+            return refused
+        if self.poisoned is not None:
+            return Refused("poisoned", self.poisoned)
+        if request.method in self.MUTATIONS:
+            ack = self.ledger.ack(request.op)
+            if ack is not None:
+                return replace(ack, dup=True)
+            if self.ledger.is_too_old(request.op):
+                return Refused("too-old", f"{request.op} lies below the ledger's window")
+        try:
+            answer = self._methods[request.method](request)
+        except Exception as error:  # every class of error becomes data at this edge; nothing was written
+            return failed(error)
+        if request.method in self.MUTATIONS and isinstance(answer, Ok):
+            self.ledger.record(request.op, answer)
+        return answer
+
+    # -- variables ------------------------------------------------------------------------------------------
+
+    def _create(self, request: Request) -> Ok:
+        keys = _keys(request)
+        _same_number(keys, request.tensors)
+        for key in keys:
+            if key in self.store:
+                raise InvalidArgument(f"{key} exists on this server")
+        self._afford(sum(t.numel() * t.element_size() for t in request.tensors))
+        with self._writing(keys):
+            for key, tensor in zip(keys, request.tensors, strict=True):
+                self.store.create(key, tensor)
+        return self._ack()
+
+    def _drop(self, request: Request) -> Ok:
+        keys = [key for key in _keys(request) if key in self.store]
+        with self._writing(keys):
+            for key in keys:
+                self.store.drop(key)
+        return self._ack()
+
+    def _assign(self, request: Request) -> Ok:
+        write, keys = self._assignment(_keys(request), request.tensors)
+        with self._writing(keys):
+            write()
+        return self._ack()
+
+    def _assignment(
+        self, keys: Sequence[str], tensors: Sequence[torch.Tensor]
+    ) -> tuple[Callable[[], None], tuple[str, ...]]:
+        """The write of whole values, checked."""
+        _same_number(keys, tensors)
+        for key, tensor in zip(keys, tensors, strict=True):
+            held = self._value(key)
+            if held.shape != tensor.shape or held.dtype != tensor.dtype:
+                raise ShapeError(f"{key} is {_spec(held)}, the new value is {_spec(tensor)}")
+
+        def write() -> None:
+            for key, tensor in zip(keys, tensors, strict=True):
+                self.store.assign(key, tensor)
+
+        return write, tuple(keys)
+
+    def _pull(self, request: Request) -> Ok:
+        """Values of ``keys`` that changed after ``since`` (a version for each key; none: all of them)."""
+        keys = _keys(request)
+        since = request.meta.get("since") or [-1] * len(keys)
+        _same_number(keys, since)
+        for key in keys:
+            self._value(key)
+        versions = [self.versions[key] for key in keys]
+        fresh = [self._copy(key) for key, old, new in zip(keys, since, versions, strict=True) if old != new]
+        return Ok({"versions": versions, "version": self.version, "step": self.step}, fresh)
+
+    def _copy(self, key: str) -> torch.Tensor:
+        """An immutable copy of a value, made once for each version and shared by its readers."""
+        if key not in self.published:
+            self.published[key] = self.store.get(key).detach().clone(memory_format=torch.contiguous_format)
+        return self.published[key]
+
+    # -- plans ----------------------------------------------------------------------------------------------
+
+    def _register(self, request: Request) -> Ok:
+        plan = str(request.meta["plan"])
+        if plan not in self.plans:
+            self.plans[plan] = self.compile(request.meta, request.tensors)
+            while len(self.plans) > PLANS:
+                self.plans.popitem(last=False)
+        return Ok({"plan": plan})
+
+    def _program(self, plan: str) -> ServerProgram | None:
+        if plan in self.plans:
+            self.plans.move_to_end(plan)
+        return self.plans.get(plan)
+
+    def _push(self, request: Request) -> Ok | Refused:
+        """Apply one worker's update at once (asynchronous mode)."""
+        part = self._part(request)
+        if isinstance(part, Refused):
+            return part
+        write, keys = self._prepared([part])
+        with self._writing(keys):
+            write()
+        return self._ack()
+
+    # -- synchronous rounds -----------------------------------------------------------------------------------
+
+    def _stage(self, request: Request) -> Ok | Refused:
+        """Keep one worker's part until the round is committed or over."""
+        number, worker = int(request.meta["round"]), int(request.meta["worker"])
+        if number <= self.floor:
+            return Refused("stale", f"round {number} is over; the last one was {self.floor}")
+        part = self._part(request)
+        if isinstance(part, Refused):
+            return part
+        held = self.rounds.get(number, Round())
+        earlier = held.parts.get(worker)
+        self._afford(part.nbytes - (earlier.nbytes if earlier else 0))
+        self.rounds[number] = Round({**held.parts, worker: part})
+        return Ok({"round": number})
+
+    def _prepare(self, request: Request) -> Ok | Refused:
+        """Compute what a commit of these workers will write; writes nothing."""
+        number, workers = int(request.meta["round"]), tuple(map(int, request.meta["workers"]))
+        if number <= self.floor:
+            return Refused("stale", f"round {number} is over; the last one was {self.floor}")
+        self._ready(number, workers)
+        return Ok({"round": number})
+
+    def _ready(self, number: int, workers: tuple[int, ...]) -> Round:
+        held = self.rounds.get(number, Round())
+        missing = [worker for worker in workers if worker not in held.parts]
+        if missing or not workers:
+            raise StepAborted(f"round {number} lacks what workers {missing} staged")
+        if held.write is None or held.workers != workers:
+            held.write, held.writes = self._prepared([held.parts[worker] for worker in workers])
+            held.workers = workers
+        return held
+
+    def _commit(self, request: Request) -> Ok | Refused:
+        """Write the round with exactly these workers, in this order."""
+        number, workers = int(request.meta["round"]), tuple(map(int, request.meta["workers"]))
+        if number <= self.floor:
+            return Refused("stale", f"round {number} is over; the last one was {self.floor}")
+        held = self._ready(number, workers)
+        assert held.write is not None
+        with self._writing(held.writes):
+            held.write()
+        self.step += 1
+        self._end(number)
+        return self._ack()
+
+    def _abort(self, request: Request) -> Ok:
+        """End every round up to this one; what was committed stays committed."""
+        number = int(request.meta["round"])
+        if number > self.floor:
+            self._end(number)
+        return self._ack()
+
+    def _end(self, number: int) -> None:
+        self.floor = number
+        self.rounds = {later: held for later, held in self.rounds.items() if later > number}
+
+    def _prepared(self, parts: Sequence[Part]) -> tuple[Callable[[], None], tuple[str, ...]]:
+        """The write that applies ``parts`` as one update, fully computed; and the keys it writes."""
+        first = parts[0]
+        program = first.program
+        if any((part.program, part.keys) != (program, first.keys) for part in parts):
+            raise InvalidArgument("the workers of one round staged parts of different plans")
+        if program is None:
+            return self._assignment(first.keys, first.tensors)
+        feeds = [
+            mean([part.tensors[i] for part in parts], [part.rows for part in parts]) if kind == "grad" else value
+            for i, (kind, value) in enumerate(zip(program.kinds, first.tensors, strict=True))
+        ]
+        storages = [self._value(key) for key in program.reads]
+        pending = program.compute(feeds, storages, first.run_index)
+        return (lambda: program.commit(pending)), tuple(program.writes)
+
+    def _part(self, request: Request) -> Part | Refused:
+        """What the request stages or pushes, checked."""
+        meta, tensors = request.meta, tuple(request.tensors)
+        plan, keys = meta.get("plan"), tuple(meta.get("keys", ()))
+        program = None
+        if plan is None:
+            self._assignment(keys, tensors)
+        else:
+            program = self._program(str(plan))
+            if program is None:
+                return Refused("unknown-plan", str(plan))
+            _check_feeds(program, tensors)
+        return Part(program, keys, float(meta.get("rows", 1)), int(meta.get("run_index", 0)), tensors)
+
+    # -- shared -----------------------------------------------------------------------------------------------
+
+    def _stat(self, request: Request) -> Ok:
+        staged = sum(held.nbytes for held in self.rounds.values())
+        return Ok({
+            "version": self.version, "step": self.step, "bytes": self.store.bytes, "staged": staged,
+            "published": sum(t.numel() * t.element_size() for t in self.published.values()),
+            "budget": self.store.budget, "variables": len(self.versions), "plans": len(self.plans),
+            "applied": self.ledger.applied, "dups": self.ledger.dups,
+        })  # fmt: skip
+
+    def _ack(self) -> Ok:
+        return Ok({"version": self.version, "step": self.step})
+
+    def _value(self, key: str) -> torch.Tensor:
+        if key not in self.store:
+            raise NotFound(f"this server holds no variable {key}")
+        return self.store.get(key)
+
+    def _afford(self, asked: int) -> None:
+        used = self.store.bytes + sum(held.nbytes for held in self.rounds.values())
+        if self.store.budget is not None and used + asked > self.store.budget:
+            raise ResourceExhausted(
+                f"bytes on this parameter server: asked {asked}, used {used}, limit {self.store.budget}"
+            )
+
+    @contextmanager
+    def _writing(self, keys: Iterable[str]) -> Any:
+        """The one place where values change; an error inside poisons the core."""
+        keys = tuple(keys)
+        try:
+            yield
+        except BaseException as error:
+            self.poisoned = f"a write failed half-way: {type(error).__name__}: {error}"
+            raise
+        self.version += 1
+        for key in keys:
+            self.published.pop(key, None)
+            if key in self.store:
+                self.versions[key] = self.version
+            else:
+                self.versions.pop(key, None)
+
+
+def fence(request: Request, epoch: int, incarnation: int) -> Refused | None:
+    """Whether the request is for another process, or of another epoch, than the one that got it."""
+    if request.incarnation != incarnation:
+        return Refused("fenced", "this address now belongs to another task")
+    if request.epoch != epoch:
+        return Refused("fenced", f"the request is of epoch {request.epoch}, this task is at {epoch}")
+    return None
+
+
+def mean(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    """Weighted mean in the order given; one value is returned as it is, so that one worker is exact.
+
+    >>> mean([torch.tensor([1.0]), torch.tensor([4.0])], [2, 1])
+    tensor([2.])
+    """
+    if len(values) == 1:
+        return values[0]
+    for value in values:
+        if value.shape != values[0].shape or value.dtype != values[0].dtype:
+            raise ShapeError(f"workers pushed {_spec(values[0])} and {_spec(value)} for one gradient")
+    whole = sum(weights)
+    wide = torch.float32 if values[0].dtype in (torch.float16, torch.bfloat16) else values[0].dtype
+    total = values[0].to(wide) * (weights[0] / whole)
+    for value, weight in zip(values[1:], weights[1:], strict=True):
+        total.add_(value.to(wide), alpha=weight / whole)
+    return total.to(values[0].dtype)
+
+
+def _check_feeds(program: ServerProgram, tensors: Sequence[torch.Tensor]) -> None:
+    _same_number(program.kinds, tensors)
+    for kind, tensor in zip(program.kinds, tensors, strict=True):
+        if kind == "grad" and not bool(torch.isfinite(tensor).all()):
+            raise NonFiniteGradient(
+                f"a gradient {_spec(tensor)} holds NaN or infinity; the step was dropped on every server"
+            )
+
+
+def _keys(request: Request) -> list[str]:
+    keys = request.meta.get("keys")
+    if not isinstance(keys, list) or len(set(keys)) != len(keys):
+        raise InvalidArgument("keys is a list of different keys")
+    return keys
+
+
+def _same_number(a: Sequence[Any], b: Sequence[Any]) -> None:
+    if len(a) != len(b):
+        raise InvalidArgument(f"{len(a)} names, but {len(b)} entries")
+
+
+def _spec(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -1,0 +1,225 @@
+"""The TFN1 envelope: (header, tensors) <-> a few byte buffers. Pure; imports torch, JSON and nothing of Dask.
+
+``TFN1 | header length u32 | header JSON | padding | small tensors``, then one buffer for each larger tensor. A tensor
+travels as its bytes, little-endian, with a dtype tag; nothing is pickled. The decoder checks every size before it
+allocates anything, so that bytes from anywhere cost a `ProtocolError`, not memory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from tfnb.errors import InvalidArgument, ProtocolError, ResourceExhausted, UnsupportedDtype
+
+MAGIC = b"TFN1"
+VERSION = 1
+HEADER_CAP = 1 << 20  # bytes of header JSON
+FRAMES_CAP = 4096
+DIMS_CAP = 64
+INLINE = 64 << 10  # bytes: smaller tensors travel beside the header
+ALIGN = 64
+BUDGET = 4 << 30  # bytes of tensors in one message, unless the task says otherwise
+
+_TAGS: dict[str, torch.dtype] = {
+    "bool": torch.bool, "u8": torch.uint8, "u16": torch.uint16, "u32": torch.uint32, "u64": torch.uint64,
+    "i8": torch.int8, "i16": torch.int16, "i32": torch.int32, "i64": torch.int64,
+    "f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "f64": torch.float64,
+    "c64": torch.complex64, "c128": torch.complex128,
+    "f8e4m3fn": torch.float8_e4m3fn, "f8e5m2": torch.float8_e5m2,
+    "f8e4m3fnuz": torch.float8_e4m3fnuz, "f8e5m2fnuz": torch.float8_e5m2fnuz,
+}  # fmt: skip
+_TAG_OF = {dtype: tag for tag, dtype in _TAGS.items()}
+
+Buffer = bytes | bytearray | memoryview
+
+
+def size(tensors: Sequence[torch.Tensor]) -> int:
+    """Bytes of the values of ``tensors``; a meta tensor has none."""
+    return sum(t.numel() * t.element_size() for t in tensors if t.device.type != "meta")
+
+
+# -- encoding ---------------------------------------------------------------------------------------------
+
+
+def encode(header: Mapping[str, Any], tensors: Sequence[torch.Tensor] = (), *, budget: int = BUDGET) -> list[Buffer]:
+    """The envelope and the frames of a message. ``header``: JSON types only.
+
+    Contiguous CPU tensors are not copied, so they must not be written before the message is sent. Raises
+    UnsupportedDtype for what cannot travel, ResourceExhausted for a message over a cap.
+    """
+    _within("bytes of tensors in a message", size(tensors), 0, budget)
+    entries: list[dict[str, Any]] = []
+    small: list[Buffer] = []
+    frames: list[Buffer] = []
+    offset = 0
+    for position, tensor in enumerate(tensors):
+        flat = _bytes_of(tensor, position)
+        entry = {"dt": _TAG_OF[tensor.dtype], "shape": list(tensor.shape), "nbytes": flat.nbytes}
+        if tensor.device.type == "meta":
+            entry |= {"lane": "m", "ref": 0, "nbytes": 0}
+        elif flat.nbytes > INLINE:
+            entry |= {"lane": "d", "ref": len(frames)}
+            frames.append(flat)
+        else:
+            entry |= {"lane": "i", "ref": offset}
+            small += [flat, bytes(-flat.nbytes % ALIGN)]
+            offset += flat.nbytes + -flat.nbytes % ALIGN
+        entries.append(entry)
+    _within("frames in a message", len(frames), 0, FRAMES_CAP)
+    return [_envelope({**header, "v": VERSION, "tensors": entries}, small), *frames]
+
+
+def _envelope(header: Mapping[str, Any], small: Sequence[Buffer]) -> bytearray:
+    try:
+        text = json.dumps(header, allow_nan=False, separators=(",", ":")).encode()
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"a message header holds JSON types only: {error}") from error
+    _within("bytes of a message header", len(text), 0, HEADER_CAP)
+    head = MAGIC + struct.pack("<I", len(text)) + text
+    return bytearray(b"".join([head, bytes(-len(head) % ALIGN), *small]))
+
+
+def _bytes_of(tensor: torch.Tensor, position: int) -> memoryview:
+    """The values of a tensor as bytes; shares memory where it can."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        _unsupported(position, f"is a {type(tensor).__name__}, not a plain tensor")
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        _unsupported(position, f"is {tensor.layout if not tensor.is_quantized else 'quantised'}: send its parts")
+    if tensor.dtype not in _TAG_OF:
+        _unsupported(position, f"has dtype {tensor.dtype}, which has no wire form")
+    if tensor.device.type == "meta" or tensor.numel() == 0:
+        return memoryview(b"")
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    flat = plain.reshape(-1).view(torch.uint8).numpy()
+    if sys.byteorder == "big":
+        flat = flat.reshape(-1, plain.element_size())[:, ::-1].copy().reshape(-1)
+    return flat.data
+
+
+def _unsupported(position: int, why: str) -> NoReturn:
+    raise UnsupportedDtype(f"tensor {position} of the message {why}; supported: {', '.join(_TAGS)}")
+
+
+# -- decoding ---------------------------------------------------------------------------------------------
+
+
+def decode(message: Sequence[Buffer], *, budget: int = BUDGET) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """Header and tensors of a message; the tensors are private and writable.
+
+    Raises ProtocolError for bytes that are no envelope, ResourceExhausted for a message over a cap.
+    """
+    if not message:
+        _broken("a message without an envelope")
+    _within("frames in a message", len(message) - 1, 0, FRAMES_CAP)
+    envelope, frames = memoryview(message[0]).cast("B"), [memoryview(f).cast("B") for f in message[1:]]
+    header, start = _header(envelope)
+    entries = header.pop("tensors")
+    if not isinstance(entries, list):
+        _broken("tensors is not a list")
+    small = envelope[start:]
+    places = [_checked(entry, small, frames) for entry in entries]
+    if [ref for lane, ref, *_ in places if lane == "d"] != list(range(len(frames))):
+        _broken(f"{len(frames)} frames, but the header names others")
+    _within("bytes of tensors in a message", sum(place[4] for place in places), 0, budget)
+    return header, [_tensor(place, small, frames) for place in places]
+
+
+def _header(envelope: memoryview) -> tuple[dict[str, Any], int]:
+    """The JSON header, and where the small tensors start."""
+    if len(envelope) < 8 or bytes(envelope[:4]) != MAGIC:
+        _broken(f"it starts with {bytes(envelope[:4])!r}, not {MAGIC!r}")
+    (length,) = struct.unpack("<I", envelope[4:8])
+    _within("bytes of a message header", length, 0, HEADER_CAP)
+    if 8 + length > len(envelope):
+        _broken(f"a header of {length} bytes in an envelope of {len(envelope)}")
+    try:
+        header = json.loads(
+            str(envelope[8 : 8 + length], "utf-8"), parse_constant=_refuse, object_pairs_hook=_unique_pairs
+        )
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"not a message: its header is no JSON: {type(error).__name__}") from error
+    if not isinstance(header, dict) or header.get("v") != VERSION or "tensors" not in header:
+        _broken("its header has no tensors, or another version")
+    return header, 8 + length + -(8 + length) % ALIGN
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key appears twice")
+    return found
+
+
+_Place = tuple[str, int, torch.dtype, list[int], int]  # lane, ref, dtype, shape, bytes
+
+
+def _checked(entry: Any, small: memoryview, frames: Sequence[memoryview]) -> _Place:
+    """One tensor entry, with every size proved against the bytes that are here."""
+    if not isinstance(entry, dict):
+        _broken("a tensor entry is not an object")
+    tag, shape, nbytes, lane, ref = (entry.get(key) for key in ("dt", "shape", "nbytes", "lane", "ref"))
+    if not isinstance(tag, str) or tag not in _TAGS:
+        _broken(f"dtype tag {str(tag)[:20]!r}")
+    if not isinstance(shape, list) or len(shape) > DIMS_CAP or not all(_is_count(n) for n in shape):
+        _broken("a shape that is no list of sizes")
+    if not _is_count(nbytes) or not _is_count(ref) or any(n >= 1 << 62 for n in (*shape, nbytes, ref)):
+        _broken("sizes that are no counts")
+    dtype = _TAGS[tag]
+    declared = math.prod(shape) * dtype.itemsize
+    if lane == "m":
+        if declared >= 1 << 62:
+            _broken("a shape over the address space")
+        return lane, 0, dtype, shape, 0
+    if declared != nbytes:
+        _broken(f"shape {shape[:8]} of {tag} is {declared} bytes, the entry says {nbytes}")
+    if lane == "i":
+        if ref + nbytes > len(small):
+            _broken(f"a tensor ends at {ref + nbytes} of {len(small)} bytes")
+    elif lane == "d":
+        if ref >= len(frames) or frames[ref].nbytes != nbytes:
+            _broken(f"frame {ref} is not there, or has another length than {nbytes}")
+    else:
+        _broken(f"lane {str(lane)[:20]!r}")
+    return lane, ref, dtype, shape, nbytes
+
+
+def _is_count(number: Any) -> bool:
+    return type(number) is int and number >= 0
+
+
+def _tensor(place: _Place, small: memoryview, frames: Sequence[memoryview]) -> torch.Tensor:
+    lane, ref, dtype, shape, nbytes = place
+    if lane == "m":
+        return torch.empty(shape, dtype=dtype, device="meta")
+    if nbytes == 0:
+        return torch.empty(shape, dtype=dtype)
+    if lane == "i":
+        raw = torch.frombuffer(bytearray(small[ref : ref + nbytes]), dtype=torch.uint8)
+    else:
+        frame = frames[ref]
+        raw = torch.frombuffer(bytearray(frame) if frame.readonly else frame, dtype=torch.uint8)
+    if raw.data_ptr() % 16:
+        raw = raw.clone()
+    if sys.byteorder == "big":
+        raw = raw.reshape(-1, dtype.itemsize).flip(1).reshape(-1)
+    return raw.view(dtype).reshape(shape)
+
+
+def _broken(why: str) -> NoReturn:
+    raise ProtocolError(f"not a message of tfnb: {why}")
+
+
+def _within(what: str, asked: int, used: int, limit: int) -> None:
+    if asked + used > limit:
+        raise ResourceExhausted(f"{what}: asked {asked}, used {used}, limit {limit}")

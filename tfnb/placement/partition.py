@@ -1,0 +1,275 @@
+"""Cut a step into a compute graph and one server graph for each shard that it writes. Pure; imports graph and passes.
+
+The compute graph holds everything but the writes and what depends on an optimizer update; it reads variables of any
+shard and gives border values. A server graph holds the update nodes and assigns of its shard, and what only they need
+from variables that live there (optimizer slots, a step counter, a learning rate).
+
+Between data-parallel workers, border values of kind ``grad`` are averaged. The border of a gradient lies where the
+recorded derivative ends (tag ``gradient``): what the user computes from gradients, such as clipping, runs on the
+server, on the average, as it would on one machine. Other values are the first worker's.
+
+What a fetch may need from after the update decides how a step runs: see `Split`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+from tfnb.graph import Contents, Graph, Node, Ref, Spec, Value, Variable
+from tfnb.graph.graph import new_id
+from tfnb.passes import prune
+from tfnb.placement.state import State, resolve
+
+Kind = Literal["grad", "value"]
+
+
+class Border(NamedTuple):
+    """A value of the compute graph that a server needs."""
+
+    value: Value
+    kind: Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """What one shard does at commit: ``graph``, run for ``target`` with one feed for each border value."""
+
+    shard: int
+    graph: Graph
+    feeds: tuple[Value, ...]
+    borders: tuple[Border, ...]
+    target: Value
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A step in parts.
+
+    ``compute`` has one placeholder for each feed (``feeds``) and gives ``fetches`` (None: not from here), the border
+    values and ``checks``. ``after``: what the other fetches need, as a graph to be run when the step is committed.
+    ``why_whole`` (then there are no servers): the reason why one task must compute the whole step, updates included,
+    on private copies, and send whole new values.
+    """
+
+    compute: Graph
+    feeds: tuple[Value, ...]
+    fetches: tuple[Value | None, ...]
+    checks: tuple[Value, ...] = ()
+    servers: tuple[Server, ...] = ()
+    after: Graph | None = None
+    after_feeds: tuple[Value, ...] = ()
+    after_fetches: tuple[Value | None, ...] = ()
+    why_whole: str | None = None
+
+
+def split(
+    graph: Graph, fetches: Sequence[Value], feeds: Sequence[Value], shards: Mapping[str, int], *, parallel: bool
+) -> Split:
+    """Split the step that computes ``fetches`` from ``feeds``; ``shards``: shard of each variable key.
+
+    ``parallel``: the rows of a batch will be divided over workers, so no single one of them can give a fetch that
+    depends on averaged gradients.
+    """
+    pruned = prune(graph, fetches, feeds)
+    cut = _Cut(graph, pruned, tuple(fetches), tuple(feeds), shards)
+    late = [value for value in fetches if cut.is_late(value, parallel)]
+    if late and not parallel:
+        return cut.whole("a fetched value depends on the update")
+    mixed = next((value for value in late if cut.after_nodes([value]) is None), None)
+    if mixed is not None:
+        name = graph.contents.by_id[mixed.node].name
+        return cut.whole(f"{name} depends on averaged gradients, or on state both before and after the step")
+    return cut.parts(late)
+
+
+@dataclass
+class _Cut:
+    """One split in the making."""
+
+    graph: Graph
+    pruned: Graph
+    fetches: tuple[Value, ...]
+    feeds: tuple[Value, ...]
+    shards: Mapping[str, int]
+    state: State = field(init=False)
+    gradient: set[int] = field(default_factory=set)  # nodes that depend on a recorded derivative
+
+    def __post_init__(self) -> None:
+        self.state = resolve(self.pruned, set(self.feeds))
+        for node in self.state.nodes.values():
+            above = any(v.node in self.gradient for v in node.inputs if v not in self.feeds)
+            if above or "gradient" in node.tags:
+                self.gradient.add(node.id)
+
+    def is_late(self, value: Value, parallel: bool) -> bool:
+        """Whether a fetch is to be had only from the averaged step."""
+        value = self.state.resolved(value)
+        node = self.state.nodes.get(value.node)
+        if node is None or value in self.feeds or not node.outputs:
+            return False
+        processed = node.id in self.gradient and "gradient" not in node.tags
+        return node.id in self.state.updated or (parallel and processed)
+
+    # -- compute ----------------------------------------------------------------------------------------------
+
+    def whole(self, reason: str) -> Split:
+        """One task computes everything."""
+        fed = _Feeds(self.graph, self.feeds)
+        compute = self._derived(fed, self.pruned.nodes)
+        return Split(compute, fed.values, tuple(map(fed.of, self.fetches)), why_whole=reason)
+
+    def parts(self, late: Sequence[Value]) -> Split:
+        """Compute graph, server graphs, and what is to be seen afterwards."""
+        fed = _Feeds(self.graph, self.feeds)
+        nodes = [node for node in self.state.nodes.values() if node.id not in self.state.updated]
+        servers = [self._server(shard, targets) for shard, targets in sorted(self._targets().items())]
+        return Split(
+            self._derived(fed, nodes),
+            fed.values,
+            tuple(None if v in late or not self._gives(v) else fed.of(self.state.resolved(v)) for v in self.fetches),
+            tuple(Value(node.id) for node in nodes if node.op == "tfnb.guard"),
+            tuple(replace(s, borders=tuple(Border(fed.of(b.value), b.kind) for b in s.borders)) for s in servers),
+            *self._after(late),
+        )
+
+    def _gives(self, value: Value) -> bool:
+        """Whether the fetched node has outputs at all."""
+        return value in self.feeds or bool(self.graph.contents.by_id[value.node].outputs)
+
+    def _derived(self, fed: _Feeds, nodes: Iterable[Node]) -> Graph:
+        rewired = [fed.rewired(node) for node in nodes]
+        return self.graph.derive(Contents((*fed.nodes, *rewired)))
+
+    # -- servers ------------------------------------------------------------------------------------------------
+
+    def _targets(self) -> dict[int, dict[Variable, Value]]:
+        """New values by shard and variable."""
+        found: dict[int, dict[Variable, Value]] = {}
+        for variable, value in self.state.final.items():
+            found.setdefault(self.shards[variable.key], {})[variable] = value
+        return found
+
+    def _server(self, shard: int, targets: Mapping[Variable, Value]) -> Server:
+        """The graph that computes and assigns the new values of one shard."""
+        included, kinds = self._closure(shard, targets.values())
+        fed = _Feeds(self.graph, tuple(kinds))
+        nodes = [fed.rewired(replace(node, control=())) for node in self.state.nodes.values() if node.id in included]
+        last = {node.attrs["variable"]: node for node in self.pruned.nodes if node.op == "tfnb.assign"}
+        assigns = [
+            replace(last[variable], inputs=(fed.of(value),), control=()) for variable, value in targets.items()
+        ]
+        done = tuple(Value(node.id) for node in assigns)
+        group = Node(id=new_id(), name="apply", op="tfnb.group", inputs=done, attrs={"values": tuple(map(Ref, range(len(done))))})  # fmt: skip
+        server = self.graph.derive(Contents((*fed.nodes, *nodes, *assigns, group)))
+        borders = tuple(Border(value, kind) for value, kind in kinds.items())
+        return Server(shard, server, fed.values, borders, Value(group.id))
+
+    def _closure(self, shard: int, targets: Iterable[Value]) -> tuple[set[int], dict[Value, Kind]]:
+        """Ids of the nodes that run on the shard, and the values that must be sent to it."""
+        local = self._local(shard)
+        included: set[int] = set()
+        kinds: dict[Value, Kind] = {}
+        stack: list[tuple[Value, bool]] = [(value, False) for value in targets]
+        while stack:
+            value, is_gradient = stack.pop()
+            node = self.state.nodes.get(value.node)
+            here = node is not None and value not in self.feeds and self._runs_here(node, local)
+            if here and node is not None:
+                if node.id not in included:
+                    included.add(node.id)
+                    grad = node.attrs.get("grad") if "update" in node.tags else None
+                    place = grad.input if isinstance(grad, Ref) else None
+                    stack.extend((v, i == place) for i, v in enumerate(node.inputs))
+                continue
+            averaged = is_gradient or (value.node in self.gradient and value not in self.feeds)
+            kind: Kind = "grad" if averaged and self._spec(value).dtype.is_floating_point else "value"
+            if kind == "grad" or value not in kinds:
+                kinds[value] = kind
+        return included, kinds
+
+    def _runs_here(self, node: Node, local: set[int]) -> bool:
+        """Whether a node that a shard's writes need runs on that shard: after the border of the gradients, or local."""
+        if node.id in self.state.updated:
+            return True
+        processed = node.id in self.gradient and "gradient" not in node.tags
+        return node.id in local or (processed and _is_plain(node))
+
+    def _local(self, shard: int) -> set[int]:
+        """Nodes that depend on nothing but constants and variables of the shard."""
+        local: set[int] = set()
+        for node in self.state.nodes.values():
+            if node.op == "tfnb.read":
+                if self.shards[node.attrs["variable"].key] == shard:
+                    local.add(node.id)
+            elif node.id not in self.gradient and node.id not in self.state.updated and _is_plain(node):
+                if all(v.node in local and v not in self.feeds for v in node.inputs):
+                    local.add(node.id)
+        return local
+
+    def _spec(self, value: Value) -> Spec:
+        return self.graph.contents.by_id[value.node].outputs[value.index]
+
+    # -- afterwards ---------------------------------------------------------------------------------------------
+
+    def after_nodes(self, values: Iterable[Value]) -> list[Node] | None:
+        """The nodes that show ``values`` from the state after the step, or None if that state is not enough."""
+        by_id, found = self.pruned.contents.by_id, {}
+        stack = [value for value in values if value not in self.feeds]
+        while stack:
+            node = by_id[stack.pop().node]
+            if node.id in found:
+                continue
+            found[node.id] = node
+            if node.op in ("tfnb.read", "tfnb.assign"):
+                variable = node.attrs["variable"]
+                final = self.state.final.get(variable)
+                if final is not None and self.state.same.get(Value(node.id)) != final:
+                    return None
+                found[node.id] = replace(node, op="tfnb.read", inputs=(), attrs={"variable": variable}, control=())
+            elif node.id in self.gradient or "update" in node.tags:
+                return None
+            else:
+                stack.extend(v for v in node.inputs if v not in self.feeds)
+        return [found[node.id] for node in self.pruned.nodes if node.id in found]
+
+    def _after(self, late: Sequence[Value]) -> tuple[Graph | None, tuple[Value, ...], tuple[Value | None, ...]]:
+        nodes = self.after_nodes(late)
+        if not late or nodes is None:
+            return None, (), ()
+        ids = {node.id for node in nodes}
+        fed = _Feeds(self.graph, self.feeds)
+        kept = [replace(node, control=tuple(i for i in node.control if i in ids)) for node in nodes]
+        return self._derived(fed, kept), fed.values, tuple(fed.of(v) if v in late else None for v in self.fetches)
+
+
+class _Feeds:
+    """Placeholders in place of values that come from outside."""
+
+    def __init__(self, graph: Graph, values: Sequence[Value]) -> None:
+        nodes = [graph.contents.by_id[value.node] for value in values]
+        self.nodes = [
+            Node(
+                id=new_id(), name=f"{node.name}.{value.index}", op="tfnb.placeholder",
+                outputs=(node.outputs[value.index],), source=node.source,
+            )
+            for node, value in zip(nodes, values, strict=True)
+        ]  # fmt: skip
+        self.values = tuple(Value(node.id) for node in self.nodes)
+        self._of = dict(zip(values, self.values, strict=True))
+
+    def of(self, value: Value) -> Value:
+        """The placeholder's value, or the value itself."""
+        return self._of.get(value, value)
+
+    def rewired(self, node: Node) -> Node:
+        """The node with its inputs taken from the placeholders."""
+        inputs = tuple(map(self.of, node.inputs))
+        return node if inputs == node.inputs else replace(node, inputs=inputs)
+
+
+def _is_plain(node: Node) -> bool:
+    """A deterministic op whose arguments are known without a feed's sizes."""
+    is_op = node.op == "tfnb.constant" or not node.op.startswith("tfnb.")
+    return is_op and node.stream is None and not node.symbols
