@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from tfnb.errors import GraphFormatError, ShapeError
 from tfnb.graph import Dim, Spec
@@ -70,10 +71,8 @@ def test_evaluation_is_that_of_python(expr: str) -> None:
             Dim(expr).evaluate(SYMBOLS)
         return
     assert Dim(expr).evaluate(SYMBOLS) == expected
-    assert set(Dim(expr).symbols) == {n.id for n in ast.walk(ast.parse(expr)) if isinstance(n, ast.Name)} - {
-        "max",
-        "min",
-    }
+    names = {node.id for node in ast.walk(ast.parse(expr)) if isinstance(node, ast.Name)}
+    assert set(Dim(expr).symbols) == names - {"max", "min"}
 
 
 @pytest.mark.parametrize(
@@ -126,7 +125,6 @@ def test_what_is_no_size_expression_is_refused(expr: str) -> None:
         Dim(expr).checked()
     with pytest.raises(GraphFormatError, match="size expression"):
         Dim(expr).evaluate(SYMBOLS)
-    assert len(repr(expr)) < 200 or True  # the message is shortened, see below
 
 
 def test_message_about_a_long_expression_is_short() -> None:
@@ -152,11 +150,14 @@ def test_symbols_are_in_order_of_appearance_and_without_functions() -> None:
     assert Dim("max(T, B) + T*abs").symbols == ("T", "B", "abs")
 
 
-@pytest.mark.parametrize(
-    ("expr", "is_symbol"), [("B", True), ("u0", True), ("2*B", False), ("True", False), ("if", False)]
-)
-def test_bare_symbol_is_recognised(expr: str, is_symbol: bool) -> None:
-    assert Dim(expr).is_symbol is is_symbol
+@pytest.mark.parametrize("expr", ["B", "u0", "batch_size"])
+def test_bare_symbol_is_one(expr: str) -> None:
+    assert Dim(expr).is_symbol
+
+
+@pytest.mark.parametrize("expr", ["2*B", "3", "True", "if", ""])
+def test_other_expressions_are_no_bare_symbol(expr: str) -> None:
+    assert not Dim(expr).is_symbol
 
 
 def test_rename_replaces_symbols_by_names_and_numbers() -> None:
@@ -168,8 +169,6 @@ def test_dims_are_equal_by_text_and_hash() -> None:
 
 
 def test_dim_is_evaluated_with_symbolic_ints() -> None:
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
     env = ShapeEnv()
     size = env.create_unbacked_symint()
     assert isinstance(Dim("2*B + 1").evaluate({"B": size}), torch.SymInt)
