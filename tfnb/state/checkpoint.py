@@ -1,4 +1,8 @@
-"""Variable files: one safetensors file of labelled tensors with digests. No pickle."""
+"""Variable files: one safetensors file of tensors by label, with JSON metadata and digests. No pickle.
+
+A file is whole or absent, and a damaged one is never used: see `tfnb.graph.files`. What a restore would assign is
+worked out by the pure function `match` before anything is assigned.
+"""
 
 from __future__ import annotations
 
@@ -9,37 +13,73 @@ from typing import Any
 
 import torch
 
-from tfnb.errors import CheckpointIncompatible, NotFound
+from tfnb.errors import CheckpointIncompatible, InvalidArgument, NotFound
 from tfnb.graph import Spec
 from tfnb.graph.files import read_tensors, write_tensors
 
+FORMAT, VERSION = "tfnb-variables", 1
+
 
 def save(path: str | Path, variables: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> None:
-    """Write the tensors and the metadata, atomically."""
-    write_tensors(Path(path), variables, dict(meta))
+    """Write the tensors and ``meta`` (JSON: step, graph, hash of the graph ...); replaces an older file as a whole.
+
+    Raises CheckpointWriteError, with the older file unchanged, where the file cannot be written.
+    """
+    write_tensors(Path(path), variables, {"format": FORMAT, "version": VERSION, "meta": dict(meta)})
 
 
 def load(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors and the metadata; raises CheckpointCorrupt naming file and key."""
-    tensors, meta, _ = read_tensors(Path(path))
-    return tensors, meta
+    """The tensors by label, and ``meta``.
+
+    Raises CheckpointCorrupt naming file and key, or CheckpointIncompatible for a file of another kind or version.
+    """
+    tensors, about, _ = read_tensors(Path(path))
+    if about.get("format") != FORMAT or about.get("version") != VERSION:
+        found = f"{about.get('format')} version {about.get('version')}"
+        raise CheckpointIncompatible(f"{path} is {found}; expected {FORMAT} version {VERSION}")
+    return tensors, about["meta"]
 
 
 def match(
     have: Mapping[str, torch.Tensor], want: Mapping[str, Spec], *, strict: bool = True,
     mapping: Mapping[str, str] | None = None,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
-    """Label -> tensor for every wanted variable; raises before anything could be assigned."""
-    found = {}
-    for label, spec in want.items():
-        key = (mapping or {}).get(label, label)
-        if key not in have:
-            if strict:
-                near = difflib.get_close_matches(key, list(have), 3)
-                raise NotFound(f"no variable {key!r} in the checkpoint; near: {', '.join(near) or 'none'}")
-            continue
-        if tuple(have[key].shape) != tuple(spec.shape) or have[key].dtype != spec.dtype:
-            got = Spec(have[key].dtype, tuple(have[key].shape))
-            raise CheckpointIncompatible(f"variable {label} is {spec}, and the checkpoint holds {got}")
-        found[label] = have[key]
+    """What to assign: label -> tensor. ``have`` is a file's tensors, ``want`` the variables of the graph.
+
+    strict: a wanted label that the file lacks is NotFound, with the nearest keys. mapping: label -> key in the file.
+    Another shape or dtype is CheckpointIncompatible, with both. Keys that nobody wants are ignored.
+    """
+    keys = {label: label for label in want} | dict(mapping or {})
+    unknown = sorted(keys.keys() - want.keys())
+    if unknown:
+        raise InvalidArgument(f"mapping names {unknown[0]!r}, which is no variable here{_near(unknown[0], want)}")
+    missing = [keys[label] for label in want if keys[label] not in have]
+    if missing and (strict or set(missing) & set((mapping or {}).values())):
+        shown = "\n".join(f"  {key}{_near(key, have)}" for key in missing)
+        raise NotFound(f"the checkpoint lacks {len(missing)} of {len(want)} variables:\n{shown}")
+    found = {label: have[keys[label]] for label in want if keys[label] in have}
+    wrong = [label for label, tensor in found.items() if _spec(tensor) != (want[label].dtype, want[label].shape)]
+    if wrong:
+        shown = "\n".join(f"  {label} is {want[label]}, the checkpoint holds {_shown(found[label])}" for label in wrong)
+        raise CheckpointIncompatible(f"the checkpoint is of another model; nothing was assigned:\n{shown}")
     return found
+
+
+def extra(
+    have: Mapping[str, torch.Tensor], want: Mapping[str, Spec], mapping: Mapping[str, str] | None = None
+) -> list[str]:
+    """Keys of the file that no variable takes, sorted."""
+    return sorted(have.keys() - {(mapping or {}).get(label, label) for label in want})
+
+
+def _spec(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
+    return tensor.dtype, tuple(tensor.shape)
+
+
+def _shown(tensor: torch.Tensor) -> Spec:
+    return Spec(tensor.dtype, tuple(tensor.shape))
+
+
+def _near(key: str, among: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(key, among, 3)
+    return f" (near: {', '.join(near)})" if near else ""
