@@ -9,7 +9,7 @@ Imports graph, recording and torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -163,6 +163,13 @@ def composite(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 def nograd(*ops: Any) -> None:
     """Declare ops through which no gradient flows."""
     NOGRAD.update(map(str, ops))
+
+
+@lru_cache(maxsize=4096)
+def gives_one(op: str) -> bool:
+    """Whether the op returns one tensor, and not several or a list of them."""
+    returns = resolve(op)._schema.returns if op.count(".") > 1 else (None,)
+    return len(returns) == 1 and (returns[0] is None or str(returns[0].type) == "Tensor")
 
 
 def register_gradient(op: Any) -> Callable[[RuleFunction], RuleFunction]:

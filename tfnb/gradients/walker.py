@@ -18,10 +18,10 @@ import torch
 
 from tfnb.errors import InvalidArgument, NoGradient, ShapeError
 from tfnb.gradients.decompose import decomposition
-from tfnb.gradients.table import NOGRAD, RULES, Cotangents, Forward, Rule
+from tfnb.gradients.table import NOGRAD, RULES, Cotangents, Forward, Rule, gives_one
 from tfnb.graph import Dim, Graph, Node, Spec, Value, Variable
 from tfnb.graph.node import map_leaves
-from tfnb.recording import Recorder, Tensor, reopen, variable
+from tfnb.recording import Recorder, Tensor, constant, reopen, variable
 from tfnb.recording.ops import resolve, unbind
 from tfnb.recording.variables import known
 
@@ -98,13 +98,13 @@ def _seed(y: Tensor, grad: Any, index: int) -> torch.Tensor:
     if grad is None:
         return torch.ones_like(y)
     if not isinstance(grad, torch.Tensor):
-        grad = torch.as_tensor(grad, dtype=y.dtype)
+        grad = torch.as_tensor(grad, dtype=y.dtype)  # a number
     if grad.dtype != y.dtype:
         raise InvalidArgument(f"grad_ys[{index}] is {grad.dtype}, its y {y.name} is {y.spec}")
     shape = grad.spec.shape if isinstance(grad, Tensor) else tuple(grad.shape)
     if len(shape) != y.dim() or any(_differ(a, b) for a, b in zip(shape, y.spec.shape, strict=True)):
         raise ShapeError(f"grad_ys[{index}] has shape {list(shape)}, its y {y.name} is {y.spec}")
-    return grad
+    return grad if isinstance(grad, Tensor) else constant(grad, name="grad_ys")
 
 
 def _differ(a: Any, b: Any) -> bool:
@@ -182,7 +182,7 @@ class Walk:
     def _reach(self, nodes: Iterable[Node]) -> None:
         """Mark every value that depends on the targets through ops that conduct."""
         for node in nodes:
-            if any(v in self.reached for v in node.inputs) and _conducts(node):
+            if any(v in self.reached for v in _ways(node)):
                 outs = (node.value(i) for i, spec in enumerate(node.outputs) if _flows(spec))
                 self.reached.update(v for v in outs if v not in self.stop)
 
@@ -193,10 +193,11 @@ class Walk:
     def _through(self, node: Node, index: int) -> torch.Tensor | None:
         """The cotangent of an output that goes on to the node's inputs."""
         value = node.value(index)
-        return None if value in self.stop or not _conducts(node) else self.total(value)
+        return None if value in self.stop else self.total(value)
 
     def _node(self, node: Node, dys: list[torch.Tensor | None]) -> None:
-        needed = [v in self.reached for v in node.inputs]
+        ways = _ways(node)
+        needed = [i < len(ways) and v in self.reached for i, v in enumerate(node.inputs)]
         if not any(needed):
             return
         with ExitStack() as stack:
@@ -209,14 +210,17 @@ class Walk:
                     self._send(value, self._fitted(node, entry() if callable(entry) else entry, value))
 
     def _entries(self, node: Node, dys: list[torch.Tensor | None], needed: list[bool]) -> list[Any]:
+        if "no_grad" in node.tags:
+            return [dys[0], *([None] * (len(node.inputs) - 1))]
         if any(s.dtype.is_complex for s in node.outputs):
             raise NoGradient(_refused(node, "complex tensors are not differentiated"), node=node.name, op=node.op)
         rule = RULES.get(node.op)
         if rule is None or (rule.outputs is not None and any(dy is not None for dy in dys[rule.outputs :])):
             return self._decomposed(node, dys)
         n = self._forward(node, needed)
-        single = len(node.outputs) == 1 or rule.outputs == 1
-        return _aligned(n, rule, rule.function(n, dys[0] if single else Cotangents(dys, n.outs)))
+        single = rule.outputs == 1 or gives_one(node.op)
+        result = rule.function(n, dys[0] if single else Cotangents(dys, n.outs))
+        return self._decomposed(node, dys) if result is NotImplemented else _aligned(n, rule, result)
 
     def _forward(self, node: Node, needed: list[bool]) -> Forward:
         tensor = self.recorder.tensor
@@ -276,9 +280,15 @@ def _flows(spec: Spec) -> bool:
     return spec.dtype.is_floating_point or spec.dtype.is_complex
 
 
-def _conducts(node: Node) -> bool:
-    """Whether a gradient may pass: not declared otherwise, not recorded with grad mode off, no optimizer update."""
-    return node.op not in NOGRAD and not node.tags & {"no_grad", "update"}
+def _ways(node: Node) -> tuple[Value, ...]:
+    """The inputs to which a gradient may pass.
+
+    None through ops declared so, optimizer updates and what was recorded with grad mode off; but a write in place with
+    grad mode off passes the gradient straight to what was there before, as torch does.
+    """
+    if "no_grad" in node.tags:
+        return node.inputs[:1] if "in_place" in node.tags else ()
+    return () if node.op in NOGRAD or "update" in node.tags else node.inputs
 
 
 def _broadcast(got: Sequence[Any], wanted: Sequence[Any], node: Node) -> tuple[list[int], list[int]]:

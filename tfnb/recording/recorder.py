@@ -7,6 +7,7 @@ the recording changes: variables, modules, user tensors and torch's random state
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +29,7 @@ from tfnb.graph.node import leaves
 from tfnb.graph.variable import updated
 from tfnb.kernels.random import seeded
 from tfnb.recording.ops import Facts, Op, bind, facts, op_name, twin, unbind
-from tfnb.recording.replaced import REPLACED
+from tfnb.recording.replaced import REPLACED, SHAPES
 from tfnb.recording.scopes import Scopes, clean
 from tfnb.recording.tensor import Base, Entry, Operation, Tensor
 from tfnb.recording.variables import known, variable
@@ -75,6 +76,7 @@ class Recorder(TorchDispatchMode):
         self._device: str | None = None
         self._streams = 0
         self._warned: set[Any] = set()
+        self._named: set[int] = set()
         self._stop = stop
         self.default_device: Any = None
         self.letters: set[str] = set()  # symbols declared in this recording
@@ -181,18 +183,39 @@ class Recorder(TorchDispatchMode):
 
     def group(self, values: tuple[Value, ...], name: str | None = None, *, tags: frozenset[str] = frozenset()) -> Operation:
         """An Operation that runs all of ``values``."""
-        value = self._append("tfnb.group", name or "group", (), inputs=values, attrs={"values": tuple(map(Ref, range(len(values))))}, tags=tags)  # fmt: skip
+        value = self._append("tfnb.group", self._chosen(name, "group"), (), inputs=values, attrs={"values": tuple(map(Ref, range(len(values))))}, tags=tags)  # fmt: skip
+        self._keep_name(value, name)
         return Operation(self.graph, value)
 
-    def constant(self, tensor: torch.Tensor, name: str = "constant") -> Entry:
+    def _chosen(self, name: str | None, default: str) -> str:
+        """The node name for a user's ``name=``; raises InvalidArgument if it is not legal or another owner's."""
+        if name is None:
+            return default
+        if not _NAME.match(name):
+            raise InvalidArgument(f"{name!r} is not a node name: it must match {_NAME.pattern}{self._at()}")
+        if name in self._names:
+            other = next(n for n in self.nodes if n.name == name)
+            raise InvalidArgument(
+                f"the name {name!r} is taken by a node recorded at {other.source or 'another place'}; "
+                f"choose another{self._at()}"
+            )
+        return name
+
+    def _keep_name(self, value: Value, name: str | None) -> None:
+        if name is not None:
+            self._named.add(value.node)
+
+    def constant(self, tensor: torch.Tensor, name: str | None = None) -> Entry:
         """A node that holds ``tensor``."""
-        value = self._append("tfnb.constant", name, (self.symbols.spec(tensor),), attrs={"value": tensor})
+        value = self._append("tfnb.constant", self._chosen(name, "constant"), (self.symbols.spec(tensor),), attrs={"value": tensor})
+        self._keep_name(value, name)
         self.space.keep(value, tensor, root=True)
         return Entry(value, self.symbols.fake_like(tensor), None if self.lazy else tensor)
 
-    def placeholder(self, spec: Spec, sample: torch.Tensor | None, name: str) -> Tensor:
+    def placeholder(self, spec: Spec, sample: torch.Tensor | None, name: str | None) -> Tensor:
         """A node that must be fed."""
-        value = self._append("tfnb.placeholder", name, (spec,))
+        value = self._append("tfnb.placeholder", self._chosen(name, "placeholder"), (spec,))
+        self._keep_name(value, name)
         fake = self.symbols.fake(spec)
         self.space.fakes[value] = fake
         self.space.keep(value, sample, root=True)
@@ -375,7 +398,7 @@ class Recorder(TorchDispatchMode):
         __tracebackhide__ = True
         try:
             with self.symbols.kernel():
-                return func(*args, **kwargs)
+                return SHAPES.get(func, func)(*args, **kwargs)
         except Exception as error:
             raise self._explained(func, error, inputs) from error
 
@@ -414,8 +437,11 @@ class Recorder(TorchDispatchMode):
                 "use an out-of-place call", op=op_name(func),
             )  # fmt: skip
         targets = [named[name] for name in own.writes]
-        passed = {name: named[name] for name in facts(other).names if name in named}
-        with self.on():
+        known_args = own.defaults | named  # the twin may have other defaults, or none
+        passed = {name: known_args[name] for name in facts(other).names if name in known_args}
+        # as in torch, a write made with grad mode off leaves the path of gradients through its target as it was
+        straight = frozenset() if torch.is_grad_enabled() else frozenset({"in_place"})
+        with self.on(), self.tagged(straight, self._forward):
             call_args, call_kwargs = unbind(other, passed)
             results = other(*call_args, **call_kwargs)
             flat = results if isinstance(results, (list, tuple)) else (results,)
@@ -550,6 +576,10 @@ class Recorder(TorchDispatchMode):
         del self._by_id[node.id]
         self._names.discard(node.name)
 
+    def is_named(self, node_id: int) -> bool:
+        """Whether the user named the node in the call that made it."""
+        return node_id in self._named
+
     def rename(self, node_id: int, name: str) -> str:
         """Give a node of this recording another name (made unique); returns it."""
         place, node = next((i, n) for i, n in enumerate(self.new) if n.id == node_id)
@@ -598,6 +628,7 @@ class Recorder(TorchDispatchMode):
         return level
 
 
+_NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*\Z")
 _HERE = __file__.rpartition("/")[0]
 
 

@@ -1,9 +1,10 @@
 """The rules by family; importing this registers all of them."""
 
 from tfnb.gradients.rules import (
-    activation, convolution, index, linalg, loss, normalize, pointwise, random, reduce, shape,
+    activation, attention, convolution, index, linalg, loss, normalize, pointwise, random, recurrent, reduce, shape,
 )  # fmt: skip
 
 __all__ = [
-    "activation", "convolution", "index", "linalg", "loss", "normalize", "pointwise", "random", "reduce", "shape",
+    "activation", "attention", "convolution", "index", "linalg", "loss", "normalize", "pointwise", "random", "recurrent",
+    "reduce", "shape",
 ]  # fmt: skip

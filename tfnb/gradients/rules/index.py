@@ -122,6 +122,15 @@ def _(n: Forward, dy: Any) -> Any:
             "src": lambda: _gather_pad(share.gather(dim, index) * theirs, src)}  # fmt: skip
 
 
+@composite(aten.index_reduce.default)
+def _(self: Any, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True) -> Any:
+    dim, shape = dim % max(self.dim(), 1), self.shape
+    if self.dim() == 0:
+        self, source = self.reshape(1), source.reshape(1)
+    places = index.reshape([-1] + [1] * (source.dim() - dim - 1)).expand(source.shape)
+    return self.scatter_reduce(dim, places, source, reduce, include_self=include_self).reshape(shape)
+
+
 def _front(src: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """The part of src that the index covers."""
     for axis in range(src.dim()):

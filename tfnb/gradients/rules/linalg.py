@@ -115,17 +115,11 @@ def _(n: Forward, dys: Any) -> Any:
     return (dys[1][..., None, None] * torch.linalg.inv(n["A"]).mT,)
 
 
-def _phi(a: torch.Tensor) -> torch.Tensor:
-    """Lower triangle with half the diagonal."""
-    lower = a.tril()
-    return lower - torch.diag_embed(lower.diagonal(0, -2, -1)) / 2
-
-
 @rule(aten.linalg_cholesky_ex.default, outputs=1)
 def _(n: Forward, dy: Any) -> Any:
     low = n.out.mT if n["upper"] else n.out
     dlow = dy.mT if n["upper"] else dy
-    inner = _phi(low.mT @ dlow.tril())
+    inner = (low.mT @ dlow.tril()).tril()
     inner = inner + inner.tril(-1).mT  # symmetric, so one triangular solve from each side
     half = torch.linalg.solve_triangular(low.mT, inner, upper=True)
     return (torch.linalg.solve_triangular(low, half, upper=False, left=False) / 2,)
@@ -160,16 +154,10 @@ def _(n: Forward, dy: Any) -> Any:
     return factor, db
 
 
-@rule(aten.triangular_solve.default, outputs=1)
-def _(n: Forward, dy: Any) -> Any:
-    a, x, upper, turned, unit = n["A"], n.out, n["upper"], n["transpose"], n["unitriangular"]
-    db = aten.linalg_solve_triangular(a if turned else a.mT, dy, upper=upper == turned, unitriangular=unit)
-
-    def factor() -> torch.Tensor:
-        da = -(x @ db.mT if turned else db @ x.mT)
-        return da.triu(int(unit)) if upper else da.tril(-int(unit))
-
-    return db, factor
+@composite(aten.triangular_solve.default)
+def _(self: Any, A: Any, upper: bool = True, transpose: bool = False, unitriangular: bool = False) -> Any:
+    left, upper = (A.mT, not upper) if transpose else (A, upper)
+    return aten.linalg_solve_triangular(left, self, upper=upper, unitriangular=unitriangular), A.clone()
 
 
 @rule(aten._linalg_solve_ex.default, outputs=1)
@@ -188,7 +176,7 @@ def _(n: Forward, dy: Any) -> Any:
 
 @rule(aten._linalg_eigh.default)
 def _(n: Forward, dys: Any) -> Any:
-    values, vectors = n.outs
+    values, vectors = n.outs if n["compute_v"] else aten._linalg_eigh(n["A"], n["UPLO"])
     inner = torch.zeros_like(vectors) if dys.given(0) is None else torch.diag_embed(dys[0])
     if dys.given(1) is not None:
         gaps = values.unsqueeze(-2) - values.unsqueeze(-1)
@@ -208,19 +196,22 @@ def _(n: Forward, dys: Any) -> Any:
 
 @rule(aten._linalg_svd.default)
 def _(n: Forward, dys: Any) -> Any:
-    u, s, v = n.outs[0], n.outs[1], n.outs[2].mT
+    outs = n.outs if n["compute_uv"] else aten._linalg_svd(n["A"])
+    k = outs[1].shape[-1]  # full matrices have columns beyond, which carry no gradient
+    u, s, v = outs[0][..., :k], outs[1], outs[2][..., :k, :].mT
     eye = torch.eye(s.shape[-1], dtype=torch.bool, device=s.device)
     gaps = ((s.unsqueeze(-2) - s.unsqueeze(-1)) * (s.unsqueeze(-2) + s.unsqueeze(-1))).masked_fill(eye, 1.0)
     inner = torch.zeros_like(gaps) if dys.given(1) is None else torch.diag_embed(dys[1])
     outer: Any = 0
     if dys.given(0) is not None:
-        skew = (u.mT @ dys[0]) / gaps
+        du = dys[0][..., :k]
+        skew = (u.mT @ du) / gaps
         inner = inner + (skew + skew.mT).masked_fill(eye, 0.0) * s.unsqueeze(-2)
         if u.shape[-2] > s.shape[-1]:
-            rest = dys[0] - u @ (u.mT @ dys[0])
+            rest = du - u @ (u.mT @ du)
             outer = outer + (rest / s.unsqueeze(-2)) @ v.mT
     if dys.given(2) is not None:
-        dv = dys[2].mT
+        dv = dys[2][..., :k, :].mT
         skew = (v.mT @ dv) / gaps
         inner = inner + s.unsqueeze(-1) * (skew + skew.mT).masked_fill(eye, 0.0)
         if v.shape[-2] > s.shape[-1]:
@@ -236,7 +227,7 @@ def _(n: Forward, dy: Any) -> Any:
     if a.shape[-2] <= a.shape[-1]:
         k = d @ x
         far = k @ x.mT
-        return (-(x @ k).mT + far - (a @ x) @ far + (x.mT @ x) @ (d - k @ a),)
+        return {"self": -(x @ k).mT + far - (a @ x) @ far + (x.mT @ x) @ (d - k @ a)}
     k = x @ d
     far = x.mT @ k
-    return (-(k @ x).mT + (d - a @ k) @ x @ x.mT + far - (far @ x) @ a,)
+    return {"self": -(k @ x).mT + (d - a @ k) @ x @ x.mT + far - (far @ x) @ a}

@@ -136,13 +136,13 @@ def _(self: Any, target: Any, reduction: int = 1) -> Any:
 
 @composite(aten.multi_margin_loss.default)
 def _(self: Any, target: Any, p: Any = 1, margin: Any = 1, weight: Any = None, reduction: int = 1) -> Any:
-    rows = self if self.dim() == 2 else self.unsqueeze(0)
+    rows = self if self.dim() == 2 else self.reshape(1, -1)
     target = target.reshape(-1, 1)
     loss = (margin - rows.gather(1, target) + rows).clamp_min(0)
     loss = loss * loss if p == 2 else loss
     loss = loss if weight is None else loss * weight[target]
     loss = loss.scatter(1, target, 0.0).mean(1)
-    return _reduced(loss if self.dim() == 2 else loss.squeeze(0), reduction)
+    return _reduced(loss if self.dim() == 2 else loss.reshape([]), reduction)
 
 
 @rule(aten.multilabel_margin_loss_forward.default, outputs=1)

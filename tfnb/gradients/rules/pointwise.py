@@ -16,7 +16,7 @@ nograd(
         getattr(aten, name).default
         for name in (
             "ceil floor round sign trunc signbit sgn isnan isinf isposinf isneginf isfinite isreal logical_not bitwise_not "
-            "heaviside nextafter floor_divide logical_and logical_or logical_xor igamma igammac special_zeta "
+            "heaviside floor_divide logical_and logical_or logical_xor igamma igammac special_zeta "
             "special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 "
             "special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1 "
             "special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 special_spherical_bessel_j0 "
@@ -27,7 +27,7 @@ nograd(
         ).split()
         if hasattr(getattr(aten, name), "default")
     ),
-    aten.round.decimals, aten.floor_divide.Scalar, aten.frexp.Tensor,
+    aten.round.decimals, aten.floor_divide.Scalar,
     *(getattr(getattr(aten, name), kind) for name in "eq ne lt le gt ge".split() for kind in ("Scalar", "Tensor")),
 )  # fmt: skip
 
@@ -100,6 +100,17 @@ def _(n: Forward, dy: Any) -> Any:
     x, near = n.inputs[0], n.inputs[0].abs() <= torch.finfo(n.inputs[0].dtype).eps
     inside = torch.where(near, 1.0, x)
     return (dy * torch.where(near, 0.5, torch.special.i0e(inside) - n.out * (x.sgn() + 1 / inside)),)
+
+
+@rule(aten.frexp.Tensor, outputs=1)
+def _(n: Forward, dy: Any) -> Any:
+    return (dy / torch.exp2(n.outs[1]),)
+
+
+@rule(aten.nextafter.default)
+def _(n: Forward, dy: Any) -> Any:
+    same = n["self"] == n["other"]
+    return lambda: dy.masked_fill(same, 0.0), lambda: dy.where(same, 0.0)
 
 
 @rule(aten.sinc.default)

@@ -1,0 +1,67 @@
+"""Attention, kept whole in the graph: its gradient in matrix form, for all heads at once.
+
+s = q k' * scale + mask, p = softmax(s), y = p v; the weights p are computed again.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from tfnb.gradients.table import Forward, composite, rule
+
+aten = torch.ops.aten
+
+
+def _scale(q: torch.Tensor, scale: float | None) -> float:
+    return 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+
+
+def _weights(scores: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> torch.Tensor:
+    """softmax of [..., L, S] scores under the mask; rows that see nothing give zeros."""
+    if causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        return torch.softmax(scores.masked_fill(~seen, -math.inf), -1)
+    if mask is None:
+        return torch.softmax(scores, -1)
+    scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    return aten._safe_softmax(scores, -1)
+
+
+@rule(aten.scaled_dot_product_attention.default)
+def _(n: Forward, dy: Any) -> Any:
+    q, k, v, mask = n["query"], n["key"], n["value"], n["attn_mask"]
+    lead = list(q.shape[:-2])
+    if n["enable_gqa"] or any(list(t.shape[:-2]) != lead for t in (k, v)) or n["dropout_p"]:
+        return NotImplemented
+    scale = _scale(q, n["scale"])
+
+    def flat(t: torch.Tensor) -> torch.Tensor:  # [..., T, D] -> [heads, T, D]
+        return t.reshape([math.prod(lead), *t.shape[-2:]]) if len(lead) != 1 else t
+
+    def unflat(t: torch.Tensor) -> torch.Tensor:
+        return t.reshape([*lead, *t.shape[-2:]]) if len(lead) != 1 else t
+
+    flat_q, flat_k, flat_dy = flat(q), flat(k), flat(dy)
+    p = flat(_weights(unflat(torch.bmm(flat_q * scale, flat_k.mT)), mask, n["is_causal"]))
+    dp = torch.bmm(flat_dy, flat(v).mT)
+    ds = aten._softmax_backward_data(dp, p, -1, p.dtype)
+    return {
+        "query": lambda: unflat(torch.bmm(ds, flat_k) * scale),
+        "key": lambda: unflat(torch.bmm(ds.mT, flat_q) * scale),
+        "value": lambda: unflat(torch.bmm(p.mT, flat_dy)),
+        "attn_mask": lambda: unflat(ds),
+    }
+
+
+@composite(aten.scaled_dot_product_attention.default)
+def _(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, *,
+      scale: float | None = None, enable_gqa: bool = False) -> Any:  # fmt: skip
+    if enable_gqa:  # each key and value head serves a group of query heads
+        key, value = (
+            t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value)
+        )  # fmt: skip
+    scores = (query * _scale(query, scale)) @ key.mT
+    return _weights(scores, attn_mask, is_causal) @ value
