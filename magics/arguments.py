@@ -16,7 +16,7 @@ from IPython.core.magic_arguments import argument, magic_arguments
 
 
 def magic(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A method as line and cell magic with ``options``, and the common ``-o -g -q -h``; braces and ``$`` stay literal."""
+    """A method as line and cell magic with ``options`` and the common ones; braces and ``$`` stay literal."""
     common = (
         argument("-o", "--out", metavar="VAR", help="store the result under this name"),
         argument("-g", "--graph", metavar="NAME", help="act on this graph instead of the current one"),

@@ -1,7 +1,8 @@
-"""The body of a cell magic, run as the notebook cell it is: true line numbers, one-frame syntax errors, user's names.
+"""The body of a cell magic, run as the notebook cell it is: true lines, one-frame syntax errors, the user's names.
 
-May import IPython; knows nothing of graphs. IPython hands a magic its body without saying where in the cell it stood, so
-the cell is found from the Python frames and the input history, and the body is compiled under the cell's own file name.
+May import IPython; knows nothing of graphs. IPython hands a magic its body without saying where in the cell it stood,
+so the cell is found from the Python frames and the input history, and the body is compiled under the cell's own file
+name.
 """
 
 from __future__ import annotations
@@ -47,10 +48,20 @@ class Program:
     def run(self, *, full_tracebacks: bool = False) -> Any:
         """Run in the user's namespace; the value of a final expression."""
         __tracebackhide__ = True
-        names = self.shell.user_global_ns, self.shell.user_ns
+        return self._run(self.shell.user_global_ns, self.shell.user_ns, full_tracebacks)
+
+    def names(self, *, full_tracebacks: bool = False) -> dict[str, Any]:
+        """Run on a copy of the user's namespace, which is returned."""
+        __tracebackhide__ = True
+        names = dict(self.shell.user_ns)
+        self._run(names, names, full_tracebacks)
+        return names
+
+    def _run(self, outer: dict[str, Any], names: dict[str, Any], full_tracebacks: bool) -> Any:
+        __tracebackhide__ = True
         try:
-            exec(self.statements, *names)
-            return None if self.result is None else eval(self.result, *names)
+            exec(self.statements, outer, names)
+            return None if self.result is None else eval(self.result, outer, names)
         except BaseException as error:
             if not full_tracebacks:
                 shorten(error)
@@ -60,7 +71,7 @@ class Program:
 def compiled(shell: InteractiveShell, magic: str, line: str, body: str) -> Program:
     """The body of ``%%magic line``, ready to run; raises CellSyntaxError."""
     __tracebackhide__ = True
-    label, filename = _place(shell)
+    label, filename = place(shell)
     text = _whole(shell, magic, line, body)
     linecache.cache[filename] = (len(text), None, [f"{row}\n" for row in text.splitlines()], filename)
     above = text.rstrip().count("\n") - body.rstrip().count("\n")
@@ -76,17 +87,20 @@ def compiled(shell: InteractiveShell, magic: str, line: str, body: str) -> Progr
     return Program(shell, label, filename, statements, result, DisplayHook.semicolon_at_end_of_expression(source))
 
 
-def _place(shell: InteractiveShell) -> tuple[str, str]:
-    """Label and file name of the innermost user cell on the stack: also under %%time, which runs cells by itself."""
+def place(shell: InteractiveShell) -> tuple[str, str]:
+    """Label and file name of the user's cell: the outermost one on the stack, since %%capture runs cells by itself."""
+    found = None
     frame = sys._getframe(1)
     while frame is not None:
         filename = frame.f_code.co_filename
         known = shell.compile.format_code_name(filename)
         if known is not None:
-            return known[1], filename
+            found = known[1], filename
         frame = frame.f_back
-    number = next(_serial)
-    return f"cell {number}", f"<tfgraph {number}>"
+    if found is None:
+        number = next(_serial)
+        found = f"cell {number}", f"<tfgraph {number}>"
+    return found
 
 
 def _whole(shell: InteractiveShell, magic: str, line: str, body: str) -> str:
@@ -99,4 +113,3 @@ def _advise(error: SyntaxError) -> SyntaxError:
     if "outside function" in str(error.msg) and ("await" in error.msg or "async" in error.msg):
         error.msg += "; a %%tfgraph cell cannot await: use `with tfnb.record():` in a plain cell"
     return error
-

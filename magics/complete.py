@@ -1,4 +1,4 @@
-"""Tab after a magic: its options, and the names it takes. May import this room; looks at graphs only if there are any."""
+"""Tab after a magic: its options, and the names it takes. Looks at graphs only if there are any: loads no torch."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from argparse import Namespace
 from collections.abc import Iterator
 from fnmatch import fnmatch
@@ -20,11 +21,12 @@ from traitlets import Bool, Enum
 
 import tfnb
 from tfnb.magics.arguments import magic, parsed
-from tfnb.magics.cell import compiled
+from tfnb.magics.cell import compiled, place
 from tfnb.magics.complete import VERBS
 from tfnb.magics.table import Table
 from tfnb.magics.watch import CellWatch
 
+_COLUMNS = ("name", "spec", "bytes", "where", "trainable")
 _EXPORTS = {".svg": "graph_svg", ".html": "graph_html", ".dot": "graph_dot"}
 
 
@@ -39,7 +41,6 @@ class TfnbMagics(Magics):
     def __init__(self, shell: InteractiveShell, **kwargs: Any) -> None:
         super().__init__(shell=shell, **kwargs)
         self.watch = CellWatch(shell)
-        self.cluster: Any = None
 
     # -- recording and looking ------------------------------------------------------------------------------
 
@@ -97,6 +98,7 @@ class TfnbMagics(Magics):
         if name not in self.shell.user_ns:
             raise UsageError(f"-i {name}: there is no variable {name!r}")
         sample = self.shell.user_ns[name]
+        sample = sample.sample if isinstance(sample, tfnb.Tensor) else sample
         sizes = dims.split(",") if dims else None
         rank = len(getattr(sample, "shape", ()))
         if sizes is not None and len(sizes) != rank:
@@ -123,7 +125,7 @@ class TfnbMagics(Magics):
             return
         drawing = {"text/html": tfnb.view.graph_html(graph, cell=cell), "text/plain": repr(graph)}
         self.watch.show(self._plain(drawing))
-        if options.live or self.display == "live":
+        if getattr(options, "live", False) or self.display == "live":
             self.watch.show(tfnb.widgets.GraphWidget.of(graph)._repr_mimebundle_())
 
     def _verb(self, options: Namespace) -> Any:
@@ -159,10 +161,193 @@ class TfnbMagics(Magics):
         elif path.suffix in _EXPORTS:
             path.write_text(getattr(tfnb.view, _EXPORTS[path.suffix])(graph))
         else:
-            raise UsageError(f"cannot export {path.name}: the suffix says the format, one of .json {' '.join(_EXPORTS)}")
+            raise UsageError(
+                f"cannot export {path.name}: the suffix says the format, one of .json {' '.join(_EXPORTS)}"
+            )
         return path
 
+    # -- differentiating and running ------------------------------------------------------------------------
+
+    @magic(
+        argument("loss", nargs="?", help="what to differentiate"),
+        argument("variables", nargs="*", metavar="VAR", help="variables, patterns allowed; none: all trainable ones"),
+        argument("--wrt", action="append", default=[], metavar="PATTERN", help="further variables"),
+        argument("--no-show", action="store_false", dest="show", default=None, help="do not draw"),
+    )
+    def tfgrad(self, line: str, cell: str | None = None) -> Any:
+        """Add the gradient nodes of LOSS to its graph; returns {variable name: gradient}.
+
+        %tfgrad loss
+        %tfgrad loss conv.* -o grads
+        """
+        __tracebackhide__ = True
+        options = self._line_only(self.tfgrad, line, cell)
+        if options.help or not options.loss:
+            return self._help(self.tfgrad)
+        graph = self._graph(options.graph)
+        wanted = self._variables(graph, [*options.variables, *options.wrt])
+        with self._line_recorded(graph, line), tfnb.recording.reopen(graph) as recorder:
+            loss = recorder.tensor(graph.value(options.loss))
+            grads = dict(zip(wanted, tfnb.gradients(loss, list(wanted.values())), strict=True))
+        self._draw(graph, None, options, silent=False)
+        return self._out(options, {name: grad for name, grad in grads.items() if grad is not None})
+
+    @contextlib.contextmanager
+    def _line_recorded(self, graph: Any, line: str) -> Iterator[None]:
+        """A recording whose nodes the same line in the same cell replaces."""
+        label, filename = place(self.shell)
+        owner = f"{self.watch.owner(line)}/{line}"
+        names = self.shell.user_ns
+        with tfnb.recording.record_cell(graph.name, owner=owner, label=label, filename=filename, namespace=names):
+            yield
+
+    def _variables(self, graph: Any, patterns: list[str]) -> dict[str, Any]:
+        """Variables whose label matches a pattern; without patterns the trainable ones."""
+        labels = graph.contents.variables
+        if not patterns:
+            return {label: variable for label, variable in labels.items() if variable.trainable}
+        for pattern in patterns:
+            if not any(fnmatch(label, pattern) for label in labels):
+                raise UsageError(f"no variable matches {pattern!r}; there are: {', '.join(labels) or 'none'}")
+        return {label: labels[label] for label in labels if any(fnmatch(label, pattern) for pattern in patterns)}
+
+    @magic(
+        argument("fetches", nargs="*", metavar="FETCH", help="names in the graph"),
+        argument("-f", "--feed", action="append", default=[], metavar="NAME=EXPR",
+                 help="feed a placeholder; with -n an iterator gives one value a step"),
+        argument("-n", "--steps", type=int, metavar="N", help="run N steps; returns a RunResult"),
+        argument("--timeout", type=float, metavar="S", help="seconds before the run is given up"),
+    )  # fmt: skip
+    def tfrun(self, line: str, cell: str | None = None) -> Any:
+        """Run what FETCH needs; one fetch gives its value, several a dict.
+
+        Cell form: the body runs once, and what it assigns to placeholders' names is fed.
+
+            %tfrun loss -f x=images[:64] -f y=labels[:64]
+        """
+        __tracebackhide__ = True
+        options = parsed(self.tfrun, line)
+        if options.help or not options.fetches:
+            return self._help(self.tfrun)
+        graph = self._graph(options.graph)
+        feeds = dict(map(self._feed, options.feed)) | self._assigned(graph, line, cell)
+        fetches = options.fetches[0] if len(options.fetches) == 1 else {name: name for name in options.fetches}
+        if options.steps is None:
+            session = tfnb.session.default_session(graph)
+            return self._out(options, session.run(fetches, feeds, timeout=options.timeout))
+        batches = ({name: _next(value) for name, value in feeds.items()} for _ in range(options.steps))
+        target, *watch = (graph.value(name) for name in options.fetches)
+        return self._out(options, tfnb.fit(target, batches, steps=options.steps, watch=watch, timeout=options.timeout))
+
+    def _feed(self, text: str) -> tuple[str, Any]:
+        name, equals, expression = text.partition("=")
+        if not equals:
+            raise UsageError(f"-f {text}: NAME=EXPR was expected")
+        return name, self.shell.ev(expression)
+
+    def _assigned(self, graph: Any, line: str, cell: str | None) -> dict[str, Any]:
+        """Run a body on a copy of the namespace; what it gave to names of placeholders."""
+        if cell is None:
+            return {}
+        names = compiled(self.shell, "tfrun", line, cell).names(full_tracebacks=self.full_tracebacks)
+        before = self.shell.user_ns
+        fed = {node.name: names.get(node.name) for node in graph.placeholders}
+        return {name: value for name, value in fed.items() if value is not None and value is not before.get(name)}
+
+    # -- variables and files --------------------------------------------------------------------------------
+
+    @magic(
+        argument("patterns", nargs="*", metavar="PATTERN", help="names, with * and ?"),
+        argument("--sort", choices=_COLUMNS, metavar="COL", help="one of " + " ".join(_COLUMNS)),
+    )
+    def tfvars(self, line: str, cell: str | None = None) -> Any:
+        """The variables of a graph: spec, bytes, where they live.
+
+        %tfvars conv* --sort bytes
+        """
+        options = self._line_only(self.tfvars, line, cell)
+        if options.help:
+            return self._help(self.tfvars)
+        labels = self._graph(options.graph).contents.variables
+        patterns = options.patterns or ["*"]
+        rows = [_row(label, v) for label, v in labels.items() if any(fnmatch(label, p) for p in patterns)]
+        if options.sort:
+            rows.sort(key=lambda row: row[_COLUMNS.index(options.sort)])
+        return self._out(options, Table(_COLUMNS, rows))
+
+    @magic(argument("file", nargs="?", type=Path, help="a .safetensors file"))
+    def tfsave(self, line: str, cell: str | None = None) -> Any:
+        """Write the variables of a graph to one safetensors file.
+
+        %tfsave digits.safetensors
+        """
+        options = self._line_only(self.tfsave, line, cell)
+        if options.help or not options.file:
+            return self._help(self.tfsave)
+        tfnb.session.default_session(self._graph(options.graph)).save(options.file)
+        return self._out(options, options.file)
+
+    @magic(
+        argument("file", nargs="?", type=Path, help="a .safetensors file"),
+        argument("--no-strict", action="store_true", help="variables that the file lacks stay as they are"),
+        argument("--map", action="append", default=[], metavar="OLD=NEW", help="OLD in the file is NEW here"),
+    )
+    def tfload(self, line: str, cell: str | None = None) -> Any:
+        """Read the variables of a graph from a file, all or none.
+
+        %tfload digits.safetensors --map fc.weight=head.weight
+        """
+        options = self._line_only(self.tfload, line, cell)
+        if options.help or not options.file:
+            return self._help(self.tfload)
+        graph = self._graph(options.graph)
+        mapping = {new: old for old, _, new in (text.partition("=") for text in options.map)}
+        tfnb.session.default_session(graph).restore(options.file, strict=not options.no_strict, mapping=mapping)
+        return self._out(options, Table(_COLUMNS, [_row(*item) for item in graph.contents.variables.items()]))
+
+    # -- the cluster ----------------------------------------------------------------------------------------
+
+    @magic(
+        argument("cluster", nargs="?", metavar="ADDR|N|VAR",
+                 help="an address, a number of compute tasks, or a variable that holds a Client or cluster"),
+        argument("--ps", type=int, metavar="N", help="parameter servers"),
+        argument("--name", help="state to create or to find again"),
+        argument("--insecure", action="store_true", help="allow a plain address that is not on this machine"),
+        argument("--timeout", type=float, default=30, metavar="S", help="seconds to wait for it"),
+        argument("--close", action="store_true", help="bring the values home and leave"),
+    )  # fmt: skip
+    def tfcluster(self, line: str, cell: str | None = None) -> Any:
+        """Connect to a cluster, or start one here; bare: the connected one, else a default one.
+
+        %tfcluster 2 --ps 1
+        %tfcluster tcp://10.0.0.5:8786
+        %tfcluster --close
+        """
+        options = self._line_only(self.tfcluster, line, cell)
+        if options.help:
+            return self._help(self.tfcluster)
+        connected = tfnb.session.connected()
+        if options.close:
+            return connected.close() if connected is not None else None
+        if options.cluster is None and connected is not None:
+            return self._out(options, connected)
+        cluster = tfnb.connect(
+            self._target(options.cluster), ps=options.ps, name=options.name, insecure=options.insecure,
+            timeout=options.timeout,
+        )  # fmt: skip
+        return self._out(options, cluster)
+
+    def _target(self, word: str | None) -> Any:
+        if word is not None and word.isdigit():
+            return int(word)
+        return self.shell.user_ns.get(word, word)
+
     # -- what all magics share ------------------------------------------------------------------------------
+
+    def _line_only(self, method: Any, line: str, cell: str | None) -> Namespace:
+        if cell is not None:
+            raise UsageError(f"%{method.__name__} is a line magic: write it with one %")
+        return parsed(method, line)
 
     def _out(self, options: Namespace, result: Any) -> Any:
         self._store(options, result)
@@ -189,3 +374,14 @@ def _axis(name: str, size: int) -> int | str:
     """``_`` keeps the sample's size, digits fix it, a letter varies."""
     name = name.strip()
     return size if name == "_" else int(name) if name.isdigit() else name
+
+
+def _row(label: str, variable: Any) -> tuple[Any, ...]:
+    """One variable as a row of `_COLUMNS`."""
+    spec = variable.spec
+    return label, str(spec), math.prod(spec.shape) * spec.dtype.itemsize, str(variable.device), variable.trainable
+
+
+def _next(value: Any) -> Any:
+    """An iterator's next value; anything else is fed as it is."""
+    return next(value) if isinstance(value, Iterator) else value

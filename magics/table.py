@@ -1,4 +1,4 @@
-"""A small table with HTML and text reprs of equal facts: what %tfvars and %tfgraph ls return. Imports nothing of tfnb."""
+"""A small table with HTML and text reprs of equal facts: what %tfvars and %tfgraph ls return. Imports no room."""
 
 from __future__ import annotations
 

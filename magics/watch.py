@@ -11,8 +11,8 @@ from IPython.core.interactiveshell import InteractiveShell, display
 class CellWatch:
     """Follows the shell's events.
 
-    Identity is the front end's cell id. ``%%capture`` and its like run their body as a nested cell without an id, so the
-    outermost one counts until it ends. A drawing waits for the end of the cell, which puts it below ``Out[n]``.
+    Identity is the front end's cell id. ``%%capture`` and its like run their body as a nested cell without an id, so
+    the outermost one counts until it ends. A drawing waits for the end of the cell, which puts it below ``Out[n]``.
     """
 
     def __init__(self, shell: InteractiveShell) -> None:

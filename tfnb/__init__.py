@@ -34,7 +34,7 @@ _HOME = {
     ),
     "tfnb.session": ("Session", "run"),
 }  # fmt: skip
-_ROOMS = ("cluster", "datasets", "errors", "recording", "train", "view", "widgets")
+_ROOMS = ("cluster", "datasets", "errors", "recording", "session", "train", "view", "widgets")
 _FROM = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = sorted({*_FROM, "datasets", "errors", "train"})

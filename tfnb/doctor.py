@@ -68,7 +68,11 @@ def _tried(what: str, check: Callable[[], Finding]) -> Finding:
 
 
 def _python() -> Finding:
-    return Finding("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}", sys.version_info >= (3, 11))
+    return Finding(
+        "python",
+        f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+        sys.version_info >= (3, 11),
+    )
 
 
 def _package(name: str) -> Finding:

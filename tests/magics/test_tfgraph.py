@@ -1,0 +1,310 @@
+"""%%tfgraph and %tfgraph: who recorded what, options, drawings, failing cells."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from IPython.core.completer import provisionalcompleter
+
+import tfnb
+from tfnb.errors import StaleNode
+
+X = "x = tfnb.placeholder(torch.ones(2, 3))"
+
+
+def text(name="g"):
+    return tfnb.graph(name).text()
+
+
+# -- loading ---------------------------------------------------------------------------------------------------
+
+
+def test_loading_imports_no_torch_and_prints_nothing():
+    program = (
+        "from IPython.core.interactiveshell import InteractiveShell as S; import sys; s = S.instance();"
+        "s.run_cell('%load_ext tfnb'); s.run_cell('%reload_ext tfnb');"
+        "print('torch' in sys.modules, s.find_line_magic('tfgraph') is not None)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["False", "True"], done.stderr
+
+
+def test_unloading_takes_everything_back(notebook):
+    shell = notebook.shell
+    notebook.ok("%unload_ext tfnb")
+    assert shell.find_line_magic("tfgraph") is None and shell.find_cell_magic("tfgraph") is None
+    assert shell.custom_exceptions == ()
+    assert "%tfgraph" not in shell.strdispatchers["complete_command"].strs
+    assert shell.events.callbacks["pre_run_cell"] == [] or all(
+        "CellWatch" not in repr(callback) for callback in shell.events.callbacks["pre_run_cell"]
+    )
+    notebook.ok("%load_ext tfnb")
+
+
+def test_loading_again_registers_once(notebook):
+    notebook.ok("%reload_ext tfnb")
+    ran = notebook.ok(f"%%tfgraph g\n{X}")
+    assert len(ran.drawings) == 1
+
+
+# -- which cell is this ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cell_id", ["abc", None])
+def test_rerun_replaces_and_never_duplicates(notebook, cell_id):
+    cell = f"%%tfgraph g --no-show\n{X}\ny = x * 2"
+    notebook.ok(cell, cell_id=cell_id)
+    first = text()
+    for _ in range(5):
+        notebook.ok(cell, cell_id=cell_id)
+    number = notebook.count - 1
+    assert text() == first.replace("In[3]", f"In[{number}]")
+
+
+def test_edited_cell_replaces_its_nodes_by_the_front_ends_id(notebook):
+    notebook.ok(f"%%tfgraph g --no-show\n{X}\ny = x * 2", cell_id="a")
+    notebook.ok(f"%%tfgraph g --no-show\n{X}\nz = x - 2", cell_id="a")
+    assert "z" in tfnb.graph("g") and "y" not in tfnb.graph("g")
+
+
+def test_cell_under_capture_keeps_its_identity(notebook):
+    notebook.ok(f"%%tfgraph g --no-show\n{X}\ny = x * 2", cell_id="a")
+    notebook.ok(f"%%capture\n%%tfgraph g --no-show\n{X}\nz = x * 2", cell_id="a")
+    assert len(tfnb.graph("g").placeholders) == 1 and "y" not in tfnb.graph("g")
+
+
+def test_cells_of_one_graph_share_it(notebook):
+    notebook.ok(f"%%tfgraph g --no-show\n{X}", cell_id="a")
+    notebook.ok("%%tfgraph g --no-show\ny = x * 2", cell_id="b")
+    assert len(tfnb.graph("g").nodes) == 2
+
+
+def test_append_keeps_earlier_nodes(notebook):
+    notebook.ok(f"%%tfgraph g --no-show\n{X}", cell_id="a")
+    for _ in range(2):
+        notebook.ok("%%tfgraph g --append --no-show\ny = x * 2", cell_id="b")
+    assert len(tfnb.graph("g").select(op="aten.mul*")) == 2
+
+
+def test_without_a_name_the_current_graph_is_meant(notebook):
+    notebook.ok(f"%%tfgraph g --no-show\n{X}", cell_id="a")
+    notebook.ok("%%tfgraph --no-show\ny = x * 2", cell_id="b")
+    assert list(tfnb.graphs()) == ["g"] and "y" in tfnb.graph("g")
+
+
+def test_fetching_what_a_rerun_removed_names_the_cell(notebook):
+    notebook.ok(f"%%tfgraph g --no-show\n{X}\ny = x * 2\nold = y", cell_id="a")
+    notebook.ok(f"%%tfgraph g --no-show\n{X}\ny = x - 2", cell_id="a")
+    ran = notebook.run("old.node")
+    assert isinstance(ran.error, StaleNode) and "run In[3] again" in str(ran.error)
+
+
+# -- failing cells -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("failure", ["1 / 0", "x @ x", "raise KeyboardInterrupt", "bad syntax"])
+def test_failing_rerun_leaves_everything_as_it_was(notebook, failure):
+    notebook.ok("model = nn.BatchNorm1d(3)")
+    notebook.ok(f"%%tfgraph g --no-show\n{X}\ny = model(x)", cell_id="a")
+    before, mean, random = text(), notebook.names["model"].running_mean.clone(), torch.get_rng_state()
+    ran = notebook.run(f"%%tfgraph g\n{X}\ny = model(x) + torch.rand(3)\n{failure}", cell_id="a")
+    assert ran.error is not None and ran.drawings == []
+    assert text() == before
+    assert torch.equal(notebook.names["model"].running_mean, mean)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert notebook.ok("y.node.name").result == "y"  # the handle of before
+
+
+def test_interrupted_cell_leaves_the_next_one_working(notebook):
+    notebook.run(f"%%tfgraph g\n{X}\nraise KeyboardInterrupt")
+    ran = notebook.ok(f"%%tfgraph g\n{X}\nx.sum()")
+    assert float(ran.result) == 6.0
+
+
+# -- options ---------------------------------------------------------------------------------------------------------
+
+
+def test_input_makes_a_tensor_a_placeholder(notebook):
+    notebook.ok("a = torch.ones(4, 5, 8)")
+    for _ in range(2):  # and again, when `a` already is one
+        notebook.ok("%%tfgraph g --no-show -i a:B,T,_\nb = a * 2", cell_id="a")
+        assert str(notebook.names["a"].spec) == "float32[B, T, 8]"
+    assert [node.name for node in tfnb.graph("g").placeholders] == ["a"]
+
+
+@pytest.mark.parametrize(
+    "option, words", [("a:B", "a has 2 axes, 1 are named"), ("c", "there is no variable 'c'")]
+)
+def test_input_that_does_not_fit_is_one_line(notebook, option, words):
+    notebook.ok("a = torch.ones(4, 5)")
+    ran = notebook.run(f"%%tfgraph g -i {option}\nb = 2")
+    assert ran.err.startswith("UsageError: ") and words in ran.err and ran.err.count("\n") == 1
+    assert type(notebook.names["a"]) is torch.Tensor
+
+
+def test_out_stores_the_graph(notebook):
+    notebook.ok(f"%%tfgraph g --no-show -o kept\n{X}")
+    assert notebook.names["kept"] is tfnb.graph("g")
+
+
+def test_lazy_records_shapes_only(notebook):
+    notebook.ok("a = torch.ones(2, 3)")
+    notebook.ok("%%tfgraph g --lazy --no-show\nx = tfnb.placeholder(a)\ny = x * 2")
+    assert "no sample" in repr(notebook.names["y"])
+
+
+def test_device_is_where_placeholders_go(notebook):
+    notebook.ok(f"%%tfgraph g -d meta --lazy --no-show\nz = torch.zeros(3)")
+    assert notebook.names["z"].device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    "line, near", [("--devce cpu", "--device"), ("--lazzy", "--lazy"), ("--no-shw", "--no-show")]
+)
+def test_unknown_option_is_one_line_with_the_nearest(notebook, line, near):
+    ran = notebook.run(f"%%tfgraph g {line}\n{X}")
+    assert ran.err.startswith("UsageError: unrecognized arguments: ") and ran.err.count("\n") == 1
+    assert f"did you mean {near}?" in ran.err
+    assert tfnb.graphs() == {}
+
+
+@pytest.mark.parametrize("magic", ["%tfgraph?", "%%tfgraph?"])
+def test_question_mark_shows_the_options(notebook, magic, capsys):
+    notebook.shell.run_cell(magic)
+    assert "--lazy" in capsys.readouterr().out
+
+
+def test_help_shows_options_and_an_example(notebook):
+    (bundle,) = notebook.ok("%tfgraph -h").shown
+    assert "--append" in bundle["text/plain"] and "%%tfgraph digits" in bundle["text/plain"]
+
+
+# -- what is shown -----------------------------------------------------------------------------------------------------
+
+
+def test_drawing_stands_below_the_result(notebook):
+    ran = notebook.ok(f"%%tfgraph g\n{X}\ny = x * 2\nx.sum()")
+    assert "text/html" in ran.shown[-1] and "<svg" in ran.shown[-1]["text/html"]
+    assert len(ran.shown) == 2 and len(ran.drawings) == 1
+
+
+def test_drawing_waits_for_the_end_of_the_cell_under_time_too(notebook):
+    ran = notebook.ok(f"%%time\n%%tfgraph g\n{X}\nx.sum()")
+    assert "<svg" in ran.shown[-1]["text/html"] and len(ran.drawings) == 1
+
+
+@pytest.mark.parametrize("option", ["--no-show", "-q"])
+def test_nothing_is_drawn_when_not_wanted(notebook, option):
+    assert notebook.ok(f"%%tfgraph g {option}\n{X}").drawings == []
+
+
+def test_static_drawing_holds_no_widget(notebook):
+    ran = notebook.ok(f"%%tfgraph g\n{X}")
+    assert not any("application/vnd.jupyter.widget-view+json" in bundle for bundle in ran.shown)
+
+
+def test_same_cell_same_bytes(notebook):
+    cell = f"%%tfgraph g\n{X}\ny = (x * 2).sum()"
+    first = notebook.ok(cell, cell_id="a").drawings
+    notebook.shell.execution_count -= 1
+    assert notebook.ok(cell, cell_id="a").drawings == first
+
+
+def test_notes_are_shown_once(notebook):
+    ran = notebook.ok(f"%%tfgraph g --no-show\n{X}\nn = x.sum().item()")
+    notes = [bundle["text/plain"] for bundle in ran.shown]
+    assert len(notes) == 1 and "line 3 `item()`" in notes[0]
+
+
+def test_reprs_can_be_switched_to_text(notebook):
+    notebook.ok(f"%%tfgraph g --no-show\n{X}")
+    graph = tfnb.graph("g")
+    shell = notebook.shell
+    assert "text/html" in shell.display_formatter.format(graph)[0]
+    notebook.ok("%config TfnbMagics.repr = 'text'")
+    assert set(shell.display_formatter.format(graph)[0]) == {"text/plain"}
+    notebook.ok("%config TfnbMagics.repr = 'html'")
+
+
+# -- the line form -------------------------------------------------------------------------------------------------------
+
+
+def test_bare_line_is_the_current_graph(notebook):
+    notebook.ok(f"%%tfgraph g --no-show\n{X}")
+    assert notebook.ok("%tfgraph").result is tfnb.graph("g")
+    assert notebook.ok("%tfgraph g show").result is tfnb.graph("g")
+
+
+def test_ls_lists_and_rm_removes(notebook):
+    notebook.ok(f"%%tfgraph g --no-show\n{X}")
+    notebook.ok(f"%%tfgraph h --no-show\n{X}\ny = x + 1")
+    assert [row[:2] for row in notebook.ok("%tfgraph ls").result] == [("g", 1), ("h", 2)]
+    notebook.ok("%tfgraph rm g")
+    assert list(tfnb.graphs()) == ["h"]
+
+
+def test_clear_empties_the_graph(notebook):
+    notebook.ok(f"%%tfgraph g --no-show\n{X}")
+    notebook.ok("%tfgraph g clear -q")
+    assert tfnb.graph("g").nodes == ()
+    assert "was cleared" in str(notebook.run("x.node").error)
+
+
+@pytest.mark.parametrize("suffix, start", [("svg", "<svg"), ("html", "<"), ("dot", "digraph"), ("json", "{")])
+def test_export_by_suffix(notebook, tmp_path, suffix, start):
+    notebook.ok(f"%%tfgraph g --no-show\n{X}")
+    path = tmp_path / f"g.{suffix}"
+    notebook.ok(f"%tfgraph g export {path}")
+    assert path.read_text().lstrip().removeprefix("<?xml").startswith(start) or start in path.read_text()
+    if suffix == "json":
+        json.loads(path.read_text())
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [("%tfgraph other", "no graph named 'other'"), ("%tfgraph g export g.bmp", ".json .svg"), ("%tfgraph g h", "verbs")],
+)
+def test_mistakes_are_one_line(notebook, line, words):
+    notebook.ok(f"%%tfgraph g --no-show\n{X}")
+    ran = notebook.run(line)
+    assert ran.err.startswith("UsageError: ") and words in ran.err and ran.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "line, found", [("%tfgraph --l", "--lazy"), ("%%tfgraph ", "g"), ("%tfrun ", "x"), ("%tfcluster --", "--ps")]
+)
+def test_tab_completes_options_and_names(notebook, line, found):
+    notebook.ok(f"%%tfgraph g --no-show\n{X}")
+    with provisionalcompleter():
+        assert found in [each.text for each in notebook.shell.Completer.completions(line, len(line))]
+
+
+def test_two_spellings_build_equal_graphs(notebook):
+    body = [X, "model = nn.Linear(3, 2)", "y = model(x).relu().sum()"]
+    torch.manual_seed(0)
+    notebook.ok("%%tfgraph a --no-show\n" + "\n".join(body))
+    torch.manual_seed(0)
+    notebook.ok("with tfnb.record('b'):\n    " + "\n    ".join(body))
+
+    def without_lines(name):
+        return [row.split("#")[0].rstrip() for row in text(name).replace(f"graph {name}", "graph").splitlines()]
+
+    assert without_lines("a") == without_lines("b")
+
+
+def test_module_edited_on_disk_records_anew(notebook, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = tmp_path / "edited_net.py"
+    module.write_text("def f(x):\n    return x + 1\n")
+    notebook.ok("%load_ext autoreload\n%autoreload 2\nimport edited_net")
+    cell = f"%%tfgraph g --no-show\n{X}\ny = edited_net.f(x)"
+    notebook.ok(cell, cell_id="a")
+    module.write_text("def f(x):\n    return x * 222\n")
+    notebook.ok(cell, cell_id="a")
+    assert [node.op for node in tfnb.graph("g").nodes] == ["tfnb.placeholder", "aten.mul.Tensor"]
+    notebook.ok("%autoreload 0")
+    sys.modules.pop("edited_net")

@@ -1,0 +1,101 @@
+"""``tfnb demo``: execute the quickstart notebook, tell how it goes, write it as HTML, sum up in one line of JSON.
+
+There is one main job, the notebook; this only runs it. Needs the extras ``lab`` and ``data``. May import errors only.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+from nbconvert import HTMLExporter
+
+from tfnb.errors import NotFound
+
+QUICKSTART = Path(__file__).parent.parent / "notebooks" / "quickstart.ipynb"
+
+# What the summary says, as expressions over the notebook's names.
+SUMMARY = {
+    "nodes": "len(tfnb.graph('digits').nodes)",
+    "test_accuracy_local": "accuracy_local",
+    "test_accuracy_cluster": "accuracy_cluster",
+}
+
+
+def demo(out: Path) -> int:
+    """Do the main job; the report goes to the folder ``out``. Returns the exit status: 0, or 1 if a cell failed."""
+    if not QUICKSTART.exists():
+        raise NotFound(f"the demo executes {QUICKSTART}, which only a checkout of the repository has")
+    book = nbformat.read(QUICKSTART, as_version=4)
+    client = NotebookClient(book, km=_kernel(), timeout=600, record_timing=True)
+    print("The quickstart notebook: one network, trained here, then on 2 compute tasks and 1 parameter server.")
+    failed, summary = _executed(client)
+    report = _written(book, out)
+    if failed:
+        print(failed)
+        return 1
+    summary["record_seconds"] = round(sum(map(_seconds, _recordings(book))), 3)
+    print(json.dumps({"demo": "digits", **summary, "report": str(report)}))
+    return 0
+
+
+def _kernel() -> AsyncKernelManager:
+    """A kernel of this very environment, whatever kernels the user has installed."""
+    return AsyncKernelManager(kernel_name="python3", kernel_spec_manager=KernelSpecManager(kernel_dirs=[]))
+
+
+def _executed(client: NotebookClient) -> tuple[str, dict[str, Any]]:
+    """Run every cell with a line for each; the error's text if one failed, and the summary's values."""
+    cells = [(i, cell) for i, cell in enumerate(client.nb.cells) if cell.cell_type == "code"]
+    with client.setup_kernel():
+        for number, (index, cell) in enumerate(cells, start=1):
+            print(f"  [{number:2}/{len(cells)}] {_title(cell.source):62}", end="", flush=True)
+            start = time.monotonic()
+            try:
+                client.execute_cell(cell, index)
+            except CellExecutionError as error:
+                print(" failed")
+                return str(error), {}
+            print(f" {time.monotonic() - start:6.1f} s")
+        return "", _asked(client)
+
+
+def _asked(client: NotebookClient) -> dict[str, Any]:
+    """The values of `SUMMARY`'s expressions in the notebook."""
+    asked = client.kc.execute("", silent=True, user_expressions=SUMMARY)
+    found = client.wait_for_reply(asked)["content"]["user_expressions"]
+    return {name: json.loads(found[name]["data"]["text/plain"]) for name in SUMMARY}
+
+
+def _title(source: str) -> str:
+    """The first line of a cell that says something."""
+    lines = [line for line in source.splitlines() if line.strip() and not line.startswith("# NBVAL")]
+    return lines[0][:60] if lines else ""
+
+
+def _recordings(book: Any) -> list[Any]:
+    return [cell for cell in book.cells if cell.cell_type == "code" and cell.source.startswith("%%tfgraph")]
+
+
+def _seconds(cell: Any) -> float:
+    """How long the kernel was busy with a cell."""
+    start, end = (datetime.fromisoformat(cell.metadata.execution[key]) for key in ("iopub.status.busy", "iopub.status.idle"))
+    return (end - start).total_seconds()
+
+
+def _written(book: Any, out: Path) -> Path:
+    """The executed notebook as HTML that needs no network."""
+    exporter = HTMLExporter(mathjax_url="", require_js_url="")
+    html, _ = exporter.from_notebook_node(book)
+    out.mkdir(parents=True, exist_ok=True)
+    report = out / "quickstart.html"
+    report.write_text(html, encoding="utf-8")
+    return report.resolve()
