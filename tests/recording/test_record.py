@@ -43,7 +43,7 @@ def test_factories_and_random_calls_become_nodes() -> None:
         x = tfnb.placeholder(torch.randn(4, 8), name="x")
         y = x + torch.zeros(8) + torch.rand(x.shape[0], 1)
     assert ops(g) == ["zeros", "add", "rand", "add"]
-    assert g["rand"].stream == 0
+    assert g["rand"].stream is not None and g["zeros"].stream is None
     assert y.shape[1] == 8
 
 
@@ -63,10 +63,7 @@ def test_recording_changes_neither_modules_nor_random_state() -> None:
     state = torch.get_rng_state()
     with tfnb.record():
         model(tfnb.placeholder(torch.randn(4, 8).abs()))
-    drawn = torch.get_rng_state()
-    torch.set_rng_state(state)
-    torch.randn(4, 8)
-    assert torch.equal(torch.get_rng_state(), drawn)  # only the user's own randn outside a node... was the sample
+    assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
@@ -210,7 +207,7 @@ def test_other_threads_are_not_recorded() -> None:
 
     made: list[torch.Tensor] = []
     with tfnb.record() as g:
-        x = tfnb.placeholder(torch.ones(3))
+        x = tfnb.placeholder(torch.ones(3), shape=(3,))
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
@@ -242,7 +239,7 @@ def test_record_by_name_makes_a_new_graph_each_time() -> None:
     with tfnb.record("twice") as second:
         tfnb.placeholder(torch.ones(3), name="a") * 3
     assert first is not second and tfnb.graph("twice") is second
-    assert torch.equal(tfnb.run(a, {"a": torch.ones(3)}) if False else tfnb.Session(first).run(a, {"a": torch.ones(3)}), 2 * torch.ones(3))
+    assert torch.equal(tfnb.run(a, {"a": torch.ones(3)}), 2 * torch.ones(3))
 
 
 def test_backward_says_what_to_use() -> None:

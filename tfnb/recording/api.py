@@ -49,7 +49,7 @@ def placeholder(
         sizes = tuple(_size(axis, plain, i, recorder.symbols, recorder) for i, axis in enumerate(axes))
         where = torch.device(device or recorder.default_device or "cpu").type if plain is None else plain.device.type
         spec = Spec(plain.dtype if plain is not None else dtype or torch.get_default_dtype(), sizes, where)
-    return recorder.placeholder(spec, None if recorder.lazy else plain, name or "placeholder")
+    return recorder.placeholder(spec, None if recorder.lazy else plain, name)
 
 
 def _sample(sample: Any, dtype: torch.dtype | None, device: Any) -> torch.Tensor:
@@ -112,7 +112,7 @@ def constant(value: Any, *, name: str | None = None) -> Tensor:
     recorder = _recorder("constant")
     with _disable_current_modes():
         tensor = torch.as_tensor(current.plain(value)).detach().clone()
-    return recorder._wrap(recorder.constant(tensor, name or "constant"))
+    return recorder._wrap(recorder.constant(tensor, name))
 
 
 @contextmanager

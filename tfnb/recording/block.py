@@ -186,6 +186,7 @@ def _opened(
 
 def _enter(stack: ExitStack, recorder: Recorder, device: Any) -> None:
     """Everything that holds inside a block, undone in reverse order whatever happens."""
+    stack.enter_context(_disable_current_modes())  # a nested recording belongs to the inner owner only
     stack.enter_context(_pushed(recorder))
     stack.enter_context(_listening(recorder))
     stack.enter_context(follow_modules(recorder.scopes, recorder))
@@ -284,11 +285,11 @@ def _assigned_names(recorder: Recorder, names: Mapping[str, Any]) -> dict[str, V
             continue
         if at.index or at.node in done:
             aliases[name] = at
-        elif not recorder.node(at.node).attrs.get("named"):
+        elif not recorder.is_named(at.node):
             done.add(at.node)
-            if recorder.rename(at.node, clean(name)) != name:
-                aliases[name] = at
-    return aliases
+            recorder.rename(at.node, clean(name))
+    taken = {node.name for node in recorder.nodes}
+    return {name: at for name, at in aliases.items() if name not in taken}
 
 
 def _unified(recorder: Recorder) -> dict[str, int | str]:

@@ -18,18 +18,17 @@ _SOURCES = ("tfnb.placeholder", "tfnb.read", "tfnb.assign", "tfnb.group", "tfnb.
 
 
 def drop_unreachable_data(nodes: Iterable[Node], live: set[int]) -> list[Node]:
-    """Without the nodes computed from captured data alone that no kept node and no live name uses.
+    """Without the nodes made of constants and factories alone that no kept node and no live handle uses.
 
     A placeholder's sample is often cut out of a data set in the cell itself; the data set must not stay in the graph.
     """
     nodes = list(nodes)
+    known = {node.id for node in nodes}
     real: set[int] = set()
     for node in nodes:
-        outside = any(v.node in real for v in node.inputs) or not node.inputs and node.op != "tfnb.constant"
-        if node.op in _SOURCES or node.stream is not None or outside or node.id in live:
+        earlier = any(v.node not in known or v.node in real for v in node.inputs)
+        if node.op in _SOURCES or earlier or node.id in live:
             real.add(node.id)
-    known = {node.id for node in nodes}
-    real |= {v.node for node in nodes for v in node.inputs if v.node not in known}
     needed: set[int] = set()
     for node in reversed(nodes):
         if node.id in real or node.id in needed:

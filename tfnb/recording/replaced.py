@@ -51,6 +51,12 @@ def _matmul(rec: Any, a: Any, b: Any) -> Any:
     return a.reshape(-1, a.shape[-1]).mm(b).view(*a.shape[:-1], b.shape[-1])
 
 
+def _unbind(rec: Any, x: Any, dim: int = 0) -> Any:
+    """As many outputs as rows: the size is fixed by this line, whatever the shape rule of unbind concludes."""
+    int(x.shape[dim])
+    return NotImplemented
+
+
 def _attention(rec: Any, *args: Any, **kwargs: Any) -> Any:
     """Attention stays whole, but its dropout must be drawn by a node of its own."""
     dropout = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
@@ -77,8 +83,31 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     aten.scaled_dot_product_attention.default: _attention,
     aten.linear.default: _linear,
     aten.matmul.default: _matmul,
+    aten.unbind.int: _unbind,
     aten.lstm.input: _recurrent(aten.lstm.input, 5, 6),
     aten.gru.input: _recurrent(aten.gru.input, 5, 6),
     aten.rnn_tanh.input: _recurrent(aten.rnn_tanh.input, 5, 6),
     aten.rnn_relu.input: _recurrent(aten.rnn_relu.input, 5, 6),
+}
+
+
+def _lstm_shape(x: Any, hx: Any, params: Any, *rest: Any) -> Any:
+    return _recurrent_out(x, hx[0], rest), hx[0].clone(), hx[1].clone()
+
+
+def _rnn_shape(x: Any, hx: Any, params: Any, *rest: Any) -> Any:
+    return _recurrent_out(x, hx, rest), hx.clone()
+
+
+def _recurrent_out(x: Any, hx: Any, rest: Any) -> Any:
+    bidirectional = rest[4]
+    return x.new_empty((*x.shape[:2], hx.shape[-1] * (2 if bidirectional else 1)))
+
+
+# Shapes of ops kept whole whose torch decomposition unrolls the time axis, and so would fix its size.
+SHAPES: dict[Any, Callable[..., Any]] = {
+    aten.lstm.input: _lstm_shape,
+    aten.gru.input: _rnn_shape,
+    aten.rnn_tanh.input: _rnn_shape,
+    aten.rnn_relu.input: _rnn_shape,
 }
