@@ -79,7 +79,9 @@ class Optimizer:
         with reopen(_graph_of(todo)) as recorder, recorder.scope(type(self).__name__):
             rate = self._recorded_rate(recorder)
             new = [value for grad, target in todo for value in self._record(recorder, grad, target, rate)]
-            return recorder.group(tuple(t.value for t in new), name=type(self).__name__)
+            step = recorder.group(tuple(t.value for t in new))
+            recorder.rename(step.value.node, type(self).__name__)  # until a Python name is assigned
+            return step
 
     def minimize(self, loss: torch.Tensor, variables: Sequence[Any] | None = None) -> Operation:
         """Record one step that lowers ``loss``: `compute_gradients`, then `apply_gradients`. Takes no step.
