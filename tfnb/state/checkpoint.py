@@ -65,13 +65,6 @@ def match(
     return found
 
 
-def extra(
-    have: Mapping[str, torch.Tensor], want: Mapping[str, Spec], mapping: Mapping[str, str] | None = None
-) -> list[str]:
-    """Keys of the file that no variable takes, sorted."""
-    return sorted(have.keys() - {(mapping or {}).get(label, label) for label in want})
-
-
 def _spec(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
     return tensor.dtype, tuple(tensor.shape)
 
