@@ -85,7 +85,9 @@ def _earlier(node: Node, place: int, facts: _Facts) -> bool:
 def _inputs_known(node: Node, place: int, facts: _Facts) -> bool:
     outputs = facts.outputs
     for source, index in node.inputs:  # noqa: SIM110 (half as fast)
-        if not 0 <= index < outputs.get(source, 0):
+        if not 0 <= index < outputs.get(source, 0) and not (
+            node.op == "tfnb.group" and index == 0 and source in outputs  # a group of operations
+        ):
             return False
     return True
 

@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 
 from tfnb.graph import Contents, Graph, Node, Ref, Spec, Value, Variable
 from tfnb.graph.graph import new_id
+from tfnb.graph.ops import STRUCTURAL
 from tfnb.passes import prune
 from tfnb.placement.state import State, resolve
 
@@ -228,7 +229,7 @@ class _Cut:
                 if final is not None and self.state.same.get(Value(node.id)) != final:
                     return None
                 found[node.id] = replace(node, op="tfnb.read", inputs=(), attrs={"variable": variable}, control=())
-            elif node.id in self.gradient or "update" in node.tags:
+            elif node.tags & {"gradient", "update"}:
                 return None
             else:
                 stack.extend(v for v in node.inputs if v not in self.feeds)
@@ -271,5 +272,5 @@ class _Feeds:
 
 def _is_plain(node: Node) -> bool:
     """A deterministic op whose arguments are known without a feed's sizes."""
-    is_op = node.op == "tfnb.constant" or not node.op.startswith("tfnb.")
+    is_op = node.op == "tfnb.constant" or node.op not in STRUCTURAL
     return is_op and node.stream is None and not node.symbols

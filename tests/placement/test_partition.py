@@ -1,0 +1,285 @@
+"""A step cut into parts equals the whole step, for one worker and for several. No cluster: the parts run here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tfnb
+from tfnb.cluster.core import mean
+from tfnb.cluster.plan import divide
+from tfnb.execution import lower
+from tfnb.graph import Value
+from tfnb.passes import prune
+from tfnb.placement.partition import split
+from tfnb.placement.shards import pack, together
+
+
+def as_value(item):
+    return item if isinstance(item, Value) else item.value
+
+
+class Parts:
+    """Runs a split step here: ``workers`` compute on private copies of the reads, shards average and write."""
+
+    def __init__(self, graph, fetches, feeds, *, shards=1, workers=1, where=None):
+        self.fetches, self.feeds = [as_value(f) for f in fetches], [as_value(f) for f in feeds]
+        pruned = prune(graph, self.fetches, self.feeds)
+        self.shards = where or pack(together(pruned), {}, [0] * shards)
+        self.split = split(graph, self.fetches, self.feeds, self.shards, parallel=workers > 1)
+        self.workers = workers
+
+    def run(self, tensors, run=0):
+        s = self.split
+        borders = [b.value for server in s.servers for b in server.borders]
+        wanted = [v for v in s.fetches if v is not None]
+        program = lower(s.compute, (*wanted, *borders, *s.checks), s.feeds)
+        rows = tensors[0].shape[0] if tensors and self.workers > 1 else 0
+        ranges = divide(rows, self.workers) if rows else [None]
+        results = []
+        for part in ranges:
+            mine = tensors if part is None else [t[part[0] : part[1]] for t in tensors]
+            private = [v.storage.clone() for v in program.variables]
+            values, pending = program.compute(mine, private, run)
+            program.commit(pending)
+            if s.why_whole:
+                for variable, value in zip(program.variables, private, strict=True):
+                    variable.storage.copy_(value)
+            results.append(values)
+        sizes = [1 if r is None else r[1] - r[0] for r in ranges]
+        commits = []
+        for server in s.servers:
+            at = [len(wanted) + borders.index(b.value) for b in server.borders]
+            pushed = [
+                mean([r[i] for r in results], sizes) if b.kind == "grad" else results[0][i]
+                for i, b in zip(at, server.borders, strict=True)
+            ]
+            update = lower(server.graph, [server.target], server.feeds)
+            assert {self.shards[v.key] for v in update.variables} == {server.shard}, "a server reads only its own"
+            commits.append((update, update.compute(pushed, [v.storage for v in update.variables], run)[1]))
+        for update, pending in commits:
+            update.commit(pending)
+        found = dict(zip([i for i, v in enumerate(s.fetches) if v is not None], range(len(wanted)), strict=True))
+        out = [
+            mean([r[found[i]] for r in results], sizes) if i in found and results[0][found[i]] is not None else None
+            for i in range(len(self.fetches))
+        ]
+        if s.after is not None:
+            late = [v for v in s.after_fetches if v is not None]
+            after = lower(s.after, late, s.after_feeds)
+            values, _ = after.compute(tensors, [v.storage for v in after.variables], run)
+            for i, v in enumerate(s.after_fetches):
+                if v is not None:
+                    out[i] = values[late.index(v)]
+        return out
+
+
+def network(seed=0, norm=False, dropout=False):
+    torch.manual_seed(seed)
+    middle = [nn.BatchNorm1d(8)] if norm else []
+    return nn.Sequential(nn.Linear(4, 8), *middle, nn.Tanh(), *([nn.Dropout(0.3)] if dropout else []), nn.Linear(8, 3))
+
+
+def values_of(graph):
+    return [v.storage.clone() for v in graph.variables]
+
+
+def restore(graph, values):
+    for v, value in zip(graph.variables, values, strict=True):
+        v.storage.copy_(value)
+
+
+def classifier(make, **kwargs):
+    model = network(**kwargs)
+    data, labels = torch.randn(11, 4), torch.randint(0, 3, (11,))
+    with tfnb.record("net") as g:
+        x = tfnb.placeholder(data, name="x")
+        y = tfnb.placeholder(labels, name="y")
+        loss = F.cross_entropy(model(x), y)
+        train = make(loss)
+    return g, x, y, loss, train, data, labels
+
+
+def compare(g, fetches, feeds, tensors, *, steps=4, rtol=1e-6, **kwargs):
+    """The same steps whole and in parts; returns the Parts."""
+    start = values_of(g)
+    program = lower(g, [as_value(f) for f in fetches], [as_value(f) for f in feeds])
+    expected = []
+    for run in range(steps):
+        out, pending = program.compute(tensors, [v.storage for v in program.variables], run)
+        program.commit(pending)
+        expected.append([None if o is None else o.clone() for o in out])
+    want = values_of(g)
+    restore(g, start)
+    parts = Parts(g, fetches, feeds, **kwargs)
+    got = [parts.run(tensors, run) for run in range(steps)]
+    for a, b in zip(values_of(g), want, strict=True):
+        torch.testing.assert_close(a, b, rtol=rtol, atol=1e-7)
+    for mine, theirs in zip(got, expected, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                torch.testing.assert_close(a, b.to(a.dtype), rtol=1e-5, atol=1e-6)
+    return parts
+
+
+OPTIMIZERS = {
+    "sgd": lambda: tfnb.train.SGD(0.1),
+    "momentum": lambda: tfnb.train.SGD(0.1, momentum=0.9),
+    "adam": lambda: tfnb.train.Adam(1e-2),
+    "rmsprop": lambda: tfnb.train.RMSProp(1e-2),
+}
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_parts_equal_the_whole(name, shards, workers):
+    g, x, y, loss, train, data, labels = classifier(lambda loss: OPTIMIZERS[name]().minimize(loss))
+    parts = compare(g, [train, loss], [x, y], [data, labels], shards=shards, workers=workers)
+    assert parts.split.why_whole is None
+    assert len(parts.split.servers) == shards
+    kinds = {b.kind for server in parts.split.servers for b in server.borders}
+    assert kinds == {"grad"}, "slots and weights are read where they live"
+
+
+def test_one_worker_is_bitwise_equal():
+    g, x, y, loss, train, data, labels = classifier(lambda loss: tfnb.train.Adam(1e-2).minimize(loss))
+    compare(g, [train, loss], [x, y], [data, labels], rtol=0, shards=2)
+
+
+def test_slots_share_the_shard_of_their_variable():
+    g, x, y, loss, train, *_ = classifier(lambda loss: tfnb.train.Adam(1e-2).minimize(loss))
+    groups = together(prune(g, [train.value], [x.value, y.value]))
+    assert len(groups) == 4 and all(len(group) == 4 for group in groups)
+    placed = pack(groups, {groups[0][0].key: 1}, [0, 0])
+    assert {placed[v.key] for v in groups[0][1:]} == {1}
+    assert set(placed.values()) == {0, 1}
+
+
+def test_clipping_by_global_norm_sees_the_averaged_gradients():
+    def make(loss):
+        optimizer = tfnb.train.SGD(0.5)
+        grads, variables = zip(*optimizer.compute_gradients(loss), strict=True)
+        norm = torch.sqrt(sum((g * g).sum() for g in grads))
+        return optimizer.apply_gradients([(g * torch.clamp(0.05 / norm, max=1.0), v) for g, v in zip(grads, variables, strict=True)])  # fmt: skip
+
+    g, x, y, loss, train, data, labels = classifier(make)
+    for shards, workers in ((1, 3), (2, 3)):
+        parts = compare(g, [train, loss], [x, y], [data, labels], shards=shards, workers=workers)
+        assert parts.split.why_whole is None
+
+
+def test_a_watched_norm_of_gradients_needs_the_average():
+    def make(loss):
+        optimizer = tfnb.train.SGD(0.5)
+        pairs = optimizer.compute_gradients(loss)
+        make.norm = (pairs[0][0] ** 2).sum()
+        return optimizer.apply_gradients(pairs)
+
+    g, x, y, loss, train, data, labels = classifier(make)
+    parts = Parts(g, [train, make.norm], [x, y], workers=2)
+    assert "averaged gradients" in parts.split.why_whole
+    assert Parts(g, [train, make.norm], [x, y], workers=1).split.why_whole is None
+
+
+def test_an_assigned_counter_and_a_schedule_live_on_the_server():
+    step = tfnb.Variable(torch.tensor(0.0), name="steps", trainable=False)
+
+    def make(loss):
+        rate = 0.1 / (1.0 + step)
+        train = tfnb.train.SGD(rate).minimize(loss)
+        return tfnb.group(train, step.assign_add(1.0))
+
+    g, x, y, loss, train, data, labels = classifier(make)
+    parts = compare(g, [train, loss], [x, y], [data, labels], shards=1, workers=2)
+    assert {b.kind for s in parts.split.servers for b in s.borders} == {"grad"}
+    two = compare(g, [train, loss], [x, y], [data, labels], shards=2, workers=2)
+    assert any(b.kind == "value" for s in two.split.servers for b in s.borders), "a rate of another shard is sent"
+
+
+def test_batch_norm_buffers_are_the_first_workers():
+    g, x, y, loss, train, data, labels = classifier(lambda loss: tfnb.train.SGD(0.1).minimize(loss), norm=True)
+    writes = [n for n in g.nodes if n.op == "tfnb.assign"]
+    fetches = [train, loss, *(Value(n.id) for n in writes if "step" not in n.tags)]
+    assert len(fetches) > 2
+    parts = compare(g, fetches, [x, y], [data, labels], shards=2, workers=1)
+    assert parts.split.why_whole is None
+    assert {b.kind for s in parts.split.servers for b in s.borders} == {"grad", "value"}
+
+
+def test_random_draws_stay_with_the_compute_graph():
+    g, x, y, loss, train, data, labels = classifier(lambda loss: tfnb.train.SGD(0.1).minimize(loss), dropout=True)
+    parts = compare(g, [train, loss], [x, y], [data, labels], shards=2, workers=1)
+    assert all(n.stream is None for s in parts.split.servers for n in s.graph.nodes)
+
+
+def after_training(g, model, x, y):
+    with tfnb.record(g):
+        return F.cross_entropy(model(x), y)
+
+
+def test_a_fetch_of_the_state_after_the_step_is_run_afterwards():
+    model = network()
+    data, labels = torch.randn(11, 4), torch.randint(0, 3, (11,))
+    with tfnb.record("net") as g:
+        x, y = tfnb.placeholder(data, name="x"), tfnb.placeholder(labels, name="y")
+        loss = F.cross_entropy(model(x), y)
+        train = tfnb.train.SGD(0.1).minimize(loss)
+        later = F.cross_entropy(model(x), y)
+    parts = compare(g, [train, loss, later], [x, y], [data, labels], shards=2, workers=2)
+    assert parts.split.after is not None and parts.split.why_whole is None
+    alone = compare(g, [train, loss, later], [x, y], [data, labels], shards=2, workers=1)
+    assert alone.split.why_whole
+
+
+def test_a_fetch_that_mixes_before_and_after_is_computed_whole():
+    model = network()
+    data, labels = torch.randn(11, 4), torch.randint(0, 3, (11,))
+    with tfnb.record("net") as g:
+        x, y = tfnb.placeholder(data, name="x"), tfnb.placeholder(labels, name="y")
+        loss = F.cross_entropy(model(x), y)
+        train = tfnb.train.SGD(0.1).minimize(loss)
+        gain = loss - F.cross_entropy(model(x), y)
+    parts = Parts(g, [train, gain], [x, y], workers=2)
+    assert "before and after" in parts.split.why_whole
+    parts.workers = 1
+    compare(g, [train, gain], [x, y], [data, labels], shards=2, workers=1)
+
+
+def test_plain_writes_in_program_order():
+    v, w = tfnb.Variable(torch.tensor([1.0, 2.0]), name="v"), tfnb.Variable(torch.tensor([5.0, 5.0]), name="w")
+    with tfnb.record("writes") as g:
+        x = tfnb.placeholder(torch.ones(2), shape=(2,), name="x")
+        before = v.read() * 2
+        a = v.assign_add(x)
+        b = w.assign(v.read() + w.read())
+        after = v.read() + w.read()
+    fetches = [before, a, b, after]
+    for shards in (1, 2):
+        parts = compare(g, fetches, [x], [torch.tensor([3.0, 4.0])], shards=shards, rtol=0)
+        assert parts.split.why_whole is None, "no update, so every value is known before the commit"
+    assert before.spec.shape == (2,)
+
+
+def test_a_fed_intermediate_cuts_the_graph():
+    g, x, y, loss, train, data, labels = classifier(lambda loss: tfnb.train.SGD(0.1).minimize(loss))
+    hidden = next(n for n in g.nodes if n.op == "aten.tanh.default")
+    compare(g, [train, loss], [Value(hidden.id), y, x], [torch.randn(11, 8), labels, data], shards=2, workers=2)
+
+
+def test_feeding_a_variables_read_is_no_assignment():
+    v = tfnb.Variable(torch.ones(2), name="v")
+    with tfnb.record("fed") as g:
+        out = v.assign(v.read() * 3)
+    read = next(n for n in g.nodes if n.op == "tfnb.read")
+    parts = compare(g, [out], [Value(read.id)], [torch.tensor([2.0, 2.0])], steps=2, rtol=0)
+    assert [b.kind for b in parts.split.servers[0].borders] == ["value"]
+
+
+def test_a_step_without_writes_has_no_servers():
+    g, x, y, loss, _train, data, labels = classifier(lambda loss: None)
+    parts = compare(g, [loss, x], [x, y], [data, labels])
+    assert parts.split.servers == ()
