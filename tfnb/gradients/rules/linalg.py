@@ -22,10 +22,17 @@ nograd(
 # -- products --------------------------------------------------------------------------------------------------
 
 
+def _product(a: Any, b: Any, like: Any) -> Any:
+    """``a @ b`` in the memory layout of ``like``, so that a gradient lies in memory as what it updates does."""
+    rows, columns = like.stride()[-2:]
+    transposed = isinstance(rows, int) and rows == 1 and not (isinstance(columns, int) and columns == 1)
+    return (b.mT @ a.mT).mT if transposed else a @ b
+
+
 @rule(aten.mm.default, aten.bmm.default)
 def _(n: Forward, dy: Any) -> Any:  # [.., B, K] @ [.., K, N] -> [.., B, N]
     a, b = n.inputs
-    return lambda: dy @ b.mT, lambda: a.mT @ dy
+    return lambda: _product(dy, b.mT, a), lambda: _product(a.mT, dy, b)
 
 
 @rule(aten.mv.default)
@@ -48,7 +55,7 @@ def _times(x: torch.Tensor, factor: Any) -> torch.Tensor:
 def _(n: Forward, dy: Any) -> Any:  # beta * bias + alpha * a @ b
     bias, a, b = n.inputs
     scaled = _times(dy, n["alpha"]) if n["alpha"] != 1 else dy
-    return lambda: _times(dy, n["beta"]), lambda: scaled @ b.mT, lambda: a.mT @ scaled
+    return lambda: _times(dy, n["beta"]), lambda: _product(scaled, b.mT, a), lambda: _product(a.mT, scaled, b)
 
 
 @rule(aten.addmv.default)
