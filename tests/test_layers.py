@@ -15,7 +15,7 @@ BELOW = {
     "kernels": "",
     "widgets": "",
     "errors": "",
-    "graph": "errors",
+    "graph": "errors kernels",
     "recording": "graph kernels",
     "gradients": "recording",
     "control_flow": "gradients",

@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import torch
 
+import tfnb.kernels  # noqa: F401 - registers our ops, which a file may name
 from tfnb.errors import UnknownOp, UntrustedOp
 
 STRUCTURAL = frozenset({

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tfnb.errors import InvalidArgument, ShapeError
 from tfnb.gradients import gradients
-from tfnb.graph import Graph, Variable, current
+from tfnb.graph import Graph, Value, Variable, current
 from tfnb.recording import Operation, Recorder, Tensor, reopen, variable
 
 Rate = float | torch.Tensor
@@ -73,24 +73,29 @@ class Optimizer:
 
         Raises ShapeError or InvalidArgument for a gradient that does not fit its variable.
         """
+        return self._applied(pairs, ())
+
+    def _applied(self, pairs: Iterable[Pair], buffers: Iterable[Value]) -> Operation:
         named = [(grad, variable(target)) for grad, target in pairs]
         todo = [(grad, target) for grad, target in named if grad is not None]
         _check_pairs(todo, len(named))
         with reopen(_graph_of(todo)) as recorder, recorder.scope(type(self).__name__):
             rate = self._recorded_rate(recorder)
             new = [value for grad, target in todo for value in self._record(recorder, grad, target, rate)]
-            step = recorder.group(tuple(t.value for t in new))
+            step = recorder.group((*(t.value for t in new), *buffers))
             recorder.rename(step.value.node, type(self).__name__)  # until a Python name is assigned
             return step
 
     def minimize(self, loss: torch.Tensor, variables: Sequence[Any] | None = None) -> Operation:
         """Record one step that lowers ``loss``: `compute_gradients`, then `apply_gradients`. Takes no step.
 
+        The step also runs the writes of buffers by the modules that the loss went through (running statistics).
         variables: Variables or Parameters; by default the trainable ones with a path to the loss.
         """
         _check_loss(loss)
-        with reopen(loss.graph):
-            return self.apply_gradients(self.compute_gradients(loss, variables))
+        with reopen(loss.graph) as recorder:
+            buffers = _buffer_writes(recorder, loss)
+            return self._applied(self.compute_gradients(loss, variables), buffers)
 
     def slots(self, target: Any) -> dict[str, Variable]:
         """The Variables kept beside ``target`` (a Variable or Parameter), by slot name; made when first asked for."""
@@ -149,6 +154,20 @@ def _trainable(recorder: Recorder) -> list[Variable]:
     """Trainable variables that the graph reads, in order of first use."""
     read = (node.attrs["variable"] for node in recorder.nodes if node.op == "tfnb.read")
     return [v for v in dict.fromkeys(read) if v.trainable]
+
+
+def _buffer_writes(recorder: Recorder, loss: Tensor) -> list[Value]:
+    """Writes of buffers recorded by the modules that stand on the way to the loss."""
+    writes = [node for node in recorder.nodes if node.op == "tfnb.assign" and "buffer" in node.tags]
+    if not writes:
+        return []
+    modules, seen, stack = set(), set(), [loss.value.node]
+    while stack:
+        node = recorder.node(stack.pop())
+        modules.add((node.owner, node.scope[:-1]))
+        stack.extend(v.node for v in node.inputs if v.node not in seen)
+        seen.update(v.node for v in node.inputs)
+    return [Value(node.id) for node in writes if (node.owner, node.scope[:-1]) in modules]
 
 
 def _graph_of(pairs: Sequence[Pair]) -> Graph:
