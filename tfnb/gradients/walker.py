@@ -104,7 +104,7 @@ def _seed(y: Tensor, grad: Any, index: int) -> torch.Tensor:
     shape = grad.spec.shape if isinstance(grad, Tensor) else tuple(grad.shape)
     if len(shape) != y.dim() or any(_differ(a, b) for a, b in zip(shape, y.spec.shape, strict=True)):
         raise ShapeError(f"grad_ys[{index}] has shape {list(shape)}, its y {y.name} is {y.spec}")
-    return grad if isinstance(grad, Tensor) else constant(grad, name="grad_ys")
+    return grad if isinstance(grad, Tensor) else constant(grad)
 
 
 def _differ(a: Any, b: Any) -> bool:

@@ -153,11 +153,11 @@ def _scatter_prod(n: Forward, dy: Any, masked: Any) -> Any:
     start = x if n["include_self"] else torch.ones_like(x).scatter(dim, index, 1.0).where(masked(torch.ones_like(x)) == 0, x)
     part = _front(src, index)
     zero = part == 0
+    part, empty = part.masked_fill(zero, 1.0), start == 0
     zeros = (start == 0).to(dy.dtype).scatter_add(dim, index, zero.to(dy.dtype))
-    nonzero = start.masked_fill(start == 0, 1.0).scatter_reduce(
-        dim, index, part.masked_fill(zero, 1.0), reduce="prod", include_self=True
-    )
-    others = torch.where(start == 0, nonzero.where(zeros == 1, 0.0), (nonzero / start).where(zeros == 0, 0.0))
+    start = start.masked_fill(empty, 1.0)
+    nonzero = start.scatter_reduce(dim, index, part, reduce="prod", include_self=True)
+    others = torch.where(empty, nonzero.where(zeros == 1, 0.0), (nonzero / start).where(zeros == 0, 0.0))
     near, count = nonzero.gather(dim, index), zeros.gather(dim, index)
     theirs = torch.where(zero, near.where(count == 1, 0.0), (near / part).where(count == 0, 0.0))
     return {

@@ -189,16 +189,28 @@ def _(n: Forward, dys: Any) -> Any:
         gaps = values.unsqueeze(-2) - values.unsqueeze(-1)
         eye = torch.eye(vectors.shape[-1], dtype=torch.bool, device=vectors.device)
         inner = inner + (vectors.mT @ dys[1] / gaps.masked_fill(eye, 1.0)).masked_fill(eye, 0.0)
-    return (vectors @ inner @ vectors.mT,)
+    da = vectors @ inner @ vectors.mT
+    return ((da + da.mT) / 2,)
 
 
 @rule(aten.linalg_qr.default)
 def _(n: Forward, dys: Any) -> Any:
-    q, r = n.outs  # tall or square, reduced
+    q, r = n.outs
+    if n["mode"] == "r" or r.shape[-2] < r.shape[-1] or r.shape[-2] != q.shape[-1]:
+        return NotImplemented
     m = (r @ dys[1].mT if dys.given(1) is not None else 0) - (dys[0].mT @ q if dys.given(0) is not None else 0)
     symmetric = m.tril() + m.tril(-1).mT
     right = q @ symmetric + (dys[0] if dys.given(0) is not None else 0)
     return (torch.linalg.solve_triangular(r.mT, right, upper=False, left=False),)
+
+
+@composite(aten.linalg_qr.default)
+def _(A: torch.Tensor, mode: str = "reduced") -> tuple[torch.Tensor, torch.Tensor]:
+    rows, columns = A.shape[-2:]
+    if columns <= rows:
+        return torch.linalg.qr(A)
+    q, square = torch.linalg.qr(A[..., :rows])  # a wide matrix: the first columns give q
+    return q, torch.cat([square, q.mT @ A[..., rows:]], -1)
 
 
 @rule(aten._linalg_svd.default)

@@ -54,20 +54,26 @@ def _others(x: torch.Tensor) -> list[int]:
     return [0, *range(2, x.dim())]
 
 
-@composite(
-    aten.native_batch_norm.default, aten._native_batch_norm_legit.default,
-    aten._native_batch_norm_legit_functional.default,
-)  # fmt: skip
+def _normalized(x: Any, weight: Any, bias: Any, mean: Any, invstd: Any) -> torch.Tensor:
+    out = (x - _channels(x, mean)) * _channels(x, invstd)
+    out = out if weight is None else out * _channels(x, weight)
+    return out if bias is None else out + _channels(x, bias)
+
+
+@composite(aten._native_batch_norm_legit.no_stats)
+def _batch_norm_parts(input: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float) -> Any:
+    var, mean = torch.var_mean(input, _others(input), correction=0)
+    invstd = (var + eps).rsqrt()
+    return _normalized(input, weight, bias, mean, invstd), mean, invstd
+
+
+@composite(aten._native_batch_norm_legit_functional.default)
 def _(input: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, momentum: float,
       eps: float) -> Any:  # fmt: skip
-    if training:
-        var, mean = torch.var_mean(input, _others(input), correction=0)
-    else:
-        mean, var = running_mean, running_var
-    invstd = (var + eps).rsqrt()
-    out = (input - _channels(input, mean)) * _channels(input, invstd)
-    out = out if weight is None else out * _channels(input, weight)
-    return (out if bias is None else out + _channels(input, bias)), mean, invstd
+    out, mean, invstd = _batch_norm_parts(input, weight, bias, training, momentum, eps)
+    var = input.var(_others(input))
+    new = [old + momentum * (now - old) for old, now in ((running_mean, mean), (running_var, var))]
+    return out, mean, invstd, *new
 
 
 @composite(aten.native_batch_norm_backward.default)

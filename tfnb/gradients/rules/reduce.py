@@ -69,10 +69,10 @@ def _(n: Forward, dy: Any) -> Any:
     x, out, dim = n["self"], n.out, n["dim"]
 
     def back(d: torch.Tensor) -> torch.Tensor:  # sum over j >= i of d_j exp(x_i - out_j), in logarithms
-        logs = (d.log() - out).flip(dim).logcumsumexp(dim).flip(dim)
-        return (logs + x).exp()
+        logs = torch.where(d > 0, torch.where(d > 0, d, 1.0).log(), torch.finfo(d.dtype).min)
+        return ((logs - out).flip(dim).logcumsumexp(dim).flip(dim) + x).exp()
 
-    return (back(dy.clamp_min(0)) - back((-dy).clamp_min(0)),)
+    return (back(dy) - back(-dy),)
 
 
 # -- products --------------------------------------------------------------------------------------------------
@@ -227,9 +227,11 @@ def _norm(n: Forward, dy: torch.Tensor, p: Any) -> torch.Tensor:
     if p in (math.inf, -math.inf):
         hit = (x.abs() == out).to(dy.dtype)
         return dy * x.sgn() * (hit / (hit.sum(_dims(n), keepdim=True) if x.dim() else hit))
+    zero = out == 0  # the subgradient there is 0, also in higher orders
+    out = out.masked_fill(zero, 1.0)
     if p == 2:
-        return x * (dy / out).masked_fill(out == 0, 0.0)
-    scale = (dy / out.pow(p - 1)).masked_fill(out == 0, 0.0)
+        return x * (dy / out).masked_fill(zero, 0.0)
+    scale = (dy / out.pow(p - 1)).masked_fill(zero, 0.0)
     if p < 2:
         return (x.sgn() * x.abs().pow(p - 1)).masked_fill(x == 0, 0.0) * scale
     return x * x.abs().pow(p - 2) * scale
