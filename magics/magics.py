@@ -213,8 +213,8 @@ class TfnbMagics(Magics):
 
     @magic(
         argument("fetches", nargs="*", metavar="FETCH", help="names in the graph"),
-        argument("-f", "--feed", action="append", default=[], metavar="NAME=EXPR",
-                 help="feed a placeholder; with -n an iterator gives one value a step"),
+        argument("-f", "--feed", action="append", nargs="+", default=[], metavar="NAME=EXPR",
+                 help="after the fetches: feed a placeholder; with -n an iterator gives one value a step"),
         argument("-n", "--steps", type=int, metavar="N", help="run N steps; returns a RunResult"),
         argument("--timeout", type=float, metavar="S", help="seconds before the run is given up"),
     )  # fmt: skip
@@ -236,14 +236,20 @@ class TfnbMagics(Magics):
             session = tfnb.session.default_session(graph)
             return self._out(options, session.run(fetches, feeds, timeout=options.timeout))
         batches = ({name: _next(value) for name, value in feeds.items()} for _ in range(options.steps))
-        target, *watch = (graph.value(name) for name in options.fetches)
-        return self._out(options, tfnb.fit(target, batches, steps=options.steps, watch=watch, timeout=options.timeout))
+        first, *watch = options.fetches
+        step = tfnb.Operation(graph, graph.value(first))
+        return self._out(options, tfnb.fit(step, batches, steps=options.steps, watch=watch, timeout=options.timeout))
 
-    def _feed(self, text: str) -> tuple[str, Any]:
+    def _feed(self, words: list[str]) -> tuple[str, Any]:
+        """The words after one -f, an expression with spaces among them."""
+        text = " ".join(words)
         name, equals, expression = text.partition("=")
         if not equals:
             raise UsageError(f"-f {text}: NAME=EXPR was expected")
-        return name, self.shell.ev(expression)
+        try:
+            return name, self.shell.ev(expression)
+        except SyntaxError as error:
+            raise UsageError(f"-f {text}: {error.msg}") from None
 
     def _assigned(self, graph: Any, line: str, cell: str | None) -> dict[str, Any]:
         """Run a body on a copy of the namespace; what it gave to names of placeholders."""

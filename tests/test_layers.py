@@ -32,7 +32,7 @@ BELOW = {
     "view": "graph",
     "interop": "session",
     "datasets": "errors",
-    "doctor": "session view widgets",
+    "doctor": "",
     "demo": "errors",
     "__main__": "demo doctor",
     "__init__": "",

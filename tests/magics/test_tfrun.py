@@ -1,0 +1,157 @@
+"""The magics that run, differentiate, list, save and load: each does what its function does, from names."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tfnb
+
+NET = """%%tfgraph net --no-show
+torch.manual_seed(0)
+model = nn.Linear(3, 2)
+x = tfnb.placeholder(torch.ones(4, 3))
+y = model(x)
+loss = y.square().mean()
+"""
+
+
+@pytest.fixture
+def net(notebook):
+    notebook.ok(NET)
+    return notebook
+
+
+# -- %tfrun ------------------------------------------------------------------------------------------------------------
+
+
+def test_one_fetch_gives_its_value(net):
+    value = net.ok("%tfrun loss -f x=torch.zeros(5, 3)").result
+    assert torch.equal(value, net.names["model"].bias.detach().square().mean())
+
+
+def test_several_fetches_give_a_dict(net):
+    values = net.ok("%tfrun y loss -f x=torch.zeros(5, 3)").result
+    assert set(values) == {"y", "loss"} and values["y"].shape == (5, 2)
+
+
+def test_body_feeds_what_it_assigns_to_placeholders_and_keeps_the_names(net):
+    value = net.ok("%%tfrun y\nrows = 7\nx = torch.zeros(rows, 3)").result
+    assert value.shape == (7, 2)
+    assert net.names["x"] is not None and isinstance(net.names["x"], tfnb.Tensor)
+    assert "rows" not in net.names
+
+
+def test_out_stores_and_quiet_shows_nothing(net):
+    ran = net.ok("%tfrun y -q -o kept -f x=torch.zeros(1, 3)")
+    assert ran.result is None and net.names["kept"].shape == (1, 2)
+
+
+def test_steps_draw_from_an_iterator(net):
+    net.ok("%%tfgraph net --no-show\nstep = tfnb.train.SGD(0.1).minimize(loss)")
+    before = net.names["model"].weight.detach().clone()
+    result = net.ok("%tfrun step -n 3 -f x=iter(torch.rand(5,4,3))").result
+    assert result.steps == 3
+    assert not torch.equal(before, net.names["model"].weight)
+
+
+@pytest.mark.parametrize(
+    "line, error, words",
+    [
+        ("%tfrun loss", tfnb.errors.InvalidArgument, "placeholder x (float32[B, 3])"),
+        ("%tfrun lss", tfnb.errors.NotFound, "near: loss"),
+        ("%tfrun loss -f x=torch.zeros(5,4)", tfnb.errors.ShapeError, "(5, 4)"),
+        ("%tfrun loss -f x=torch.zeros(5,3).double()", tfnb.errors.FeedError, "float64"),
+        ("%tfrun loss -f z=1", tfnb.errors.NotFound, "'z'"),
+    ],
+)
+def test_mistakes_name_what_was_found(net, line, error, words):
+    number = net.count
+    ran = net.run(line)
+    assert isinstance(ran.error, error) and words in str(ran.error)
+    assert ran.frames[-1] == f"Cell In[{number}], line 1"
+
+
+def test_feed_without_a_value_is_one_line(net):
+    assert "NAME=EXPR was expected" in net.run("%tfrun loss -f x").err
+    assert "UsageError: -f x=1 +: invalid syntax" in net.run("%tfrun loss -f x=1 +").err
+
+
+# -- %tfgrad -----------------------------------------------------------------------------------------------------------
+
+
+def test_gradients_of_all_trainable_variables(net):
+    grads = net.ok("%tfgrad loss -o grads").result
+    assert set(grads) == {"weight", "bias"} and net.names["grads"] is grads
+    data = torch.rand(6, 3)
+    model = net.names["model"]
+    model(data).square().mean().backward()
+    torch.testing.assert_close(tfnb.run(grads["weight"], {net.names["x"]: data}), model.weight.grad)
+
+
+def test_gradients_by_pattern_are_replaced_by_a_rerun(net):
+    for _ in range(3):
+        assert set(net.ok("%tfgrad loss w*", cell_id="a").result) == {"weight"}
+    size = len(tfnb.graph("net").nodes)
+    net.ok("%tfgrad loss w*", cell_id="a")
+    assert len(tfnb.graph("net").nodes) == size
+
+
+def test_pattern_that_matches_nothing_is_one_line(net):
+    ran = net.run("%tfgrad loss conv*")
+    assert "no variable matches 'conv*'; there are: weight, bias" in ran.err
+
+
+# -- %tfvars, %tfsave, %tfload --------------------------------------------------------------------------------------------
+
+
+def test_variables_are_listed(net):
+    table = net.ok("%tfvars").result
+    assert list(table) == [("weight", "float32[2, 3]", 24, "cpu", True), ("bias", "float32[2]", 8, "cpu", True)]
+    assert [row[0] for row in net.ok("%tfvars --sort bytes").result] == ["bias", "weight"]
+    assert [row[0] for row in net.ok("%tfvars b*").result] == ["bias"]
+
+
+def test_table_says_the_same_as_text_and_html(net):
+    table = net.ok("%tfvars").result
+    html = table._repr_html_()
+    assert all(str(cell) in repr(table) and str(cell) in html for row in table for cell in row)
+
+
+def test_variables_survive_a_file(net, tmp_path):
+    weight = net.names["model"].weight.detach().clone()
+    net.ok(f"%tfsave {tmp_path / 'net.safetensors'}")
+    with torch.no_grad():
+        net.names["model"].weight.zero_()
+    net.ok(f"%tfload {tmp_path / 'net.safetensors'}")
+    assert torch.equal(net.names["model"].weight, weight)
+
+
+def test_file_that_lacks_a_variable_lists_it(net, tmp_path):
+    net.ok(f"%tfsave {tmp_path / 'net.safetensors'}")
+    net.ok("%%tfgraph net --no-show\nextra = tfnb.Variable(torch.zeros(2), name='extra')\nz = y + extra")
+    ran = net.run(f"%tfload {tmp_path / 'net.safetensors'}")
+    assert isinstance(ran.error, tfnb.errors.TfnbError) and "extra" in str(ran.error)
+    net.ok(f"%tfload --no-strict {tmp_path / 'net.safetensors'}")
+
+
+# -- all ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["tfgrad", "tfvars", "tfsave", "tfload", "tfcluster"])
+def test_line_magics_say_so_in_a_cell(net, name):
+    assert f"%{name} is a line magic" in net.run(f"%%{name}\n3").err
+
+
+@pytest.mark.parametrize("name", ["tfgraph", "tfrun", "tfgrad", "tfvars", "tfsave", "tfload", "tfcluster"])
+def test_every_magic_explains_itself_with_an_example(net, name, capsys):
+    (bundle,) = net.ok(f"%{name} -h").shown
+    assert "--out" in bundle["text/plain"] and f"%{name} " in bundle["text/plain"].split("options:")[0]
+    net.shell.run_cell(f"%{name}?")
+    assert "--quiet" in capsys.readouterr().out
+
+
+def test_cluster_that_nobody_started_is_an_error_within_its_deadline(net):
+    ran = net.run("%tfcluster tcp://127.0.0.1:1 --timeout 2")
+    assert isinstance(ran.error, tfnb.errors.TfnbError) and "127.0.0.1:1" in str(ran.error)
+    assert net.ok("%tfrun loss -f x=torch.zeros(5, 3)").result.shape == ()
