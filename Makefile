@@ -8,10 +8,10 @@ TORCH_INDEX ?=
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
-PYTEST := $(BIN)/python -m pytest --nbval --nbval-sanitize-with notebooks/sanitize.cfg --nbval-cell-timeout 240
+PYTEST := $(BIN)/python -m pytest --nbval --nbval-current-env --nbval-sanitize-with notebooks/sanitize.cfg --nbval-cell-timeout 240
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all lint format type shape wheel doctor lab clean
+.PHONY: help demo test test-slow test-all lint format type shape notebooks wheel doctor lab clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -51,6 +51,9 @@ type: wheel ## mypy on the wheel
 
 shape: $(INSTALLED) ## lines, functions and comments of each folder
 	@$(BIN)/python tests/benchmarks/shape.py
+
+notebooks: $(INSTALLED) ## execute the notebooks and keep their outputs
+	$(BIN)/python -m jupyter nbconvert --to notebook --inplace --execute $(NOTEBOOKS)
 
 wheel: $(INSTALLED) ## build dist/tfnb-*.whl
 	rm -rf build/lib build/bdist* dist

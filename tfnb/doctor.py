@@ -88,7 +88,7 @@ def _devices() -> str:
 def _drawing() -> str:
     torch, tfnb = import_module("torch"), import_module("tfnb")
     with tfnb.record() as graph:
-        tfnb.placeholder(torch.ones(2)) + 1  # noqa: B018  (recorded)
+        tfnb.placeholder(torch.ones(2)) + 1
     size = len(tfnb.view.graph_html(graph))
     return f"laid out in this process, {size // 1024} KiB"
 
