@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,24 @@ from torch import fx
 from tfnb import feeding
 from tfnb.cluster.connected import connected
 from tfnb.errors import (
-    DeadlineExceeded, FailedPrecondition, FeedError, InvalidArgument, NotFound, StaleNode, TfnbError, Unimplemented,
+    DeadlineExceeded,
+    FailedPrecondition,
+    FeedError,
+    InvalidArgument,
+    NotFound,
+    StaleNode,
+    TfnbError,
+    Unimplemented,
 )  # fmt: skip
 from tfnb.execution import Program, lower
+from tfnb.execution.explain import explained
 from tfnb.feeding import Feeder
 from tfnb.graph import Graph, Node, Value, Variable
-from tfnb.recording import Operation, Tensor, graph as graph_named
+from tfnb.graph.serial import graph_hash
+from tfnb.recording import Operation, Tensor
+from tfnb.recording import graph as graph_named
 from tfnb.recording.tensor import Tensor as _Tensor
 from tfnb.state import checkpoint
-
 
 
 @dataclass(slots=True)
@@ -210,8 +219,9 @@ class Session:
 
     def save(self, path: str | Path) -> None:
         """Write the graph's variables to one safetensors file."""
-        labels = self.graph.contents.variables
-        checkpoint.save(path, {label: variable.value() for label, variable in labels.items()}, {"graph": self.graph.name})
+        contents = self.graph.contents
+        values = {label: variable.value() for label, variable in contents.variables.items()}
+        checkpoint.save(path, values, {"graph": self.graph.name, "graph_hash": graph_hash(contents)})
 
     def restore(self, path: str | Path, *, strict: bool = True, mapping: Mapping[str, str] | None = None) -> Session:
         """Assign the variables from a file, all or none; returns the session.
@@ -348,44 +358,3 @@ def _interpreted(
         return program.compute(tensors, storages, run)
     finally:
         program.forward = before
-
-
-def explained(program: Program, error: Exception, tensors: Iterable[torch.Tensor]) -> TfnbError:
-    """A failing kernel as our error: node, op, line, and the shapes that were fed."""
-    node = _failing_node(program, error)
-    fed = ", ".join(
-        f"{program.graph.contents.by_id[v.node].name if v.node in program.graph.contents.by_id else 'feed'}: "
-        f"{feeding.described(t)}" for v, t in zip(program.feeds, tensors, strict=True)
-    )  # fmt: skip
-    if node is None:
-        return InvalidArgument(f"the run failed: {error}\n  fed: {fed or 'nothing'}")
-    specs = tuple(str(spec) for spec in _input_specs(program, node))
-    where = f"\n  at {node.source}" if node.source else ""
-    return InvalidArgument(
-        f"{node.op} failed: {str(error).splitlines()[0] if str(error) else type(error).__name__}\n"
-        f"  node {node.name}, inputs as recorded: {', '.join(specs) or 'none'}\n  fed: {fed or 'nothing'}{where}",
-        node=node.name, op=node.op, cell=node.source.label if node.source else None,
-        line=node.source.line if node.source else None, inputs=specs,
-    )  # fmt: skip
-
-
-def _input_specs(program: Program, node: Node) -> list[Any]:
-    by_id = program.graph.contents.by_id
-    return [by_id[v.node].outputs[v.index] for v in node.inputs if v.node in by_id]
-
-
-def _failing_node(program: Program, error: Exception) -> Node | None:
-    """The node whose generated line raised, by the traceback's line in the generated code."""
-    trace, line = error.__traceback__, None
-    while trace is not None:
-        if trace.tb_frame.f_code.co_name == "forward" and "eval_with_key" in trace.tb_frame.f_code.co_filename:
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    if line is None:
-        return None
-    text = program.code.splitlines()
-    if not 0 < line <= len(text):
-        return None
-    return program.node_of.get(text[line - 1].split("=")[0].split(":")[0].strip())
-
-

@@ -93,7 +93,7 @@ def _size(axis: Any, sample: torch.Tensor | None, place: int, symbols: Symbols, 
     if isinstance(axis, int):
         return axis
     hint = None if sample is None else sample.shape[place]
-    taken = {s for node in recorder.nodes for spec in node.outputs for s in spec.symbols} | recorder.letters
+    taken = recorder.letters | {s for n in recorder.nodes if n.op == "tfnb.placeholder" for s in n.outputs[0].symbols}
     if isinstance(axis, str):
         if not axis.isidentifier():
             raise InvalidArgument(f"a varying axis is named by an identifier, not {axis!r}{recorder._at()}")

@@ -5,7 +5,6 @@ All or nothing: contents are swapped in only when the block ended without an exc
 
 from __future__ import annotations
 
-import gc
 import linecache
 import sys
 import threading
@@ -69,6 +68,7 @@ def record(graph: Graph | str | None = None, *, device: Any = None, lazy: bool =
     factories and placeholders go. lazy: shapes only, no values. Raises whatever the block raises, with the graph
     unchanged.
 
+    >>> from tfnb.recording import placeholder
     >>> with record() as g:
     ...     x = placeholder(torch.ones(4, 3), name="x")
     ...     y = (x * 2).sum(1)

@@ -80,9 +80,15 @@ def replaced(
     new_ids = {n.id for n in new}
     kept_after: list[Node] = []
     available = {n.id for n in before} | new_ids
+    bound = {s for n in (*before, *new, *after) if n.op == "tfnb.placeholder" for s in n.outputs[0].symbols}
     for node in after:
         node = _relink(node, moved)
-        if any(v.node not in available for v in node.inputs) or any(c not in available for c in node.control):
+        bound.update(s for spec in node.outputs for s in spec.symbols if s not in node.symbols)
+        if (
+            any(v.node not in available for v in node.inputs)
+            or any(c not in available for c in node.control)
+            or not bound.issuperset(node.symbols)
+        ):
             gone[node.id] = _rerun(node)
             continue
         available.add(node.id)

@@ -124,8 +124,7 @@ class Recorder(TorchDispatchMode):
 
     def read(self, var: Variable) -> Tensor:
         """The variable's value at this place of the program."""
-        base = self._read_base(var)
-        return self._wrap(base.entry, base)
+        return self._wrap(self._read_base(var).entry)
 
     def _read_base(self, var: Variable) -> Base:
         base = self._reads.get(var)
@@ -146,7 +145,7 @@ class Recorder(TorchDispatchMode):
             new = updated(self.read(var), kind, *(self._as_tensor(a) for a in args))
         base = self._read_base(var)
         base.write(self._entry(self._fitting(var, new)))
-        return self._wrap(base.entry, base)
+        return self._wrap(base.entry)
 
     def assign(self, var: Variable, tensor: torch.Tensor, *, tags: frozenset[str] = frozenset()) -> Tensor:
         """Record a plain assignment. Tagged ``step`` it is a step to be run: later reads neither pull nor show it."""
@@ -154,7 +153,7 @@ class Recorder(TorchDispatchMode):
         if "step" not in tags:
             base = self._read_base(var)
             base.write(entry)
-            return self._wrap(base.entry, base)
+            return self._wrap(base.entry)
         self._reads.pop(var, None)
         return self._wrap(self._assigned(var, entry, tags))
 

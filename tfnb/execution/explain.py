@@ -1,0 +1,46 @@
+"""A failing kernel as an error of ours: node, op, the user's line, and the shapes that were given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from tfnb.errors import InvalidArgument, TfnbError
+from tfnb.execution.lower import Program
+from tfnb.graph import Node, Spec
+
+
+def explained(program: Program, error: Exception, tensors: Iterable[torch.Tensor]) -> TfnbError:
+    """What ``error``, raised by the generated code of ``program`` on these feeds, means to the user."""
+    by_id = program.whole.contents.by_id
+    fed = ", ".join(
+        f"{by_id[value.node].name}: {Spec(t.dtype, tuple(t.shape), t.device.type)}"
+        for value, t in zip(program.feeds, tensors, strict=True)
+    )
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    node = failing_node(program, error)
+    if node is None:
+        return InvalidArgument(f"the run failed: {reason}\n  fed: {fed or 'nothing'}")
+    specs = tuple(str(by_id[v.node].outputs[v.index]) for v in node.inputs)
+    where = f"\n  at {node.source}" if node.source else ""
+    return InvalidArgument(
+        f"{node.op} failed: {reason}\n"
+        f"  node {node.name}, inputs as recorded: {', '.join(specs) or 'none'}\n  fed: {fed or 'nothing'}{where}",
+        node=node.name, op=node.op, cell=node.source.label if node.source else None,
+        line=node.source.line if node.source else None, inputs=specs,
+    )  # fmt: skip
+
+
+def failing_node(program: Program, error: Exception) -> Node | None:
+    """The node whose generated line raised, by the traceback's line in the generated code."""
+    trace, line = error.__traceback__, 0
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if code.co_name == "forward" and "eval_with_key" in code.co_filename:
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    text = program.code.splitlines()
+    if not 0 < line <= len(text):
+        return None
+    return program.node_of.get(text[line - 1].split("=")[0].split(":")[0].strip())
