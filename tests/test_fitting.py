@@ -1,0 +1,316 @@
+"""fit: the same training as a PyTorch loop, what it reports, what it refuses, and interrupts at random instants."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import tfnb
+from tfnb import fitting
+from tfnb.errors import DeadlineExceeded, FeedError, InvalidArgument, ShapeError, Unimplemented
+from tfnb.train.batches import batches
+
+X = torch.randn(50, 6, generator=torch.Generator().manual_seed(0))
+Y = (X.sum(1) > 0).long()
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def recorded(model):
+    """Placeholders, loss and one recorded step."""
+    with tfnb.record():
+        x, y = tfnb.placeholder(X[:8], name="x"), tfnb.placeholder(Y[:8], name="y")
+        loss = F.cross_entropy(model(x), y)
+        step = tfnb.train.SGD(0.1).minimize(loss)
+    return x, y, loss, step
+
+
+def counter():
+    """A variable, and the operation that adds one to it."""
+    count = tfnb.Variable(torch.tensor(0.0), name="count")
+    with tfnb.record():
+        x = tfnb.placeholder(torch.zeros(2), name="x")
+        value = count.assign_add(torch.ones(()))
+        value = value + 0 * x.sum()
+    return count, x, value
+
+
+def test_fit_is_the_pytorch_loop_over_the_same_batches():
+    model, twin = network(), network()
+    x, y, loss, step = recorded(model)
+    result = tfnb.fit(step, {x: X, y: Y}, epochs=3, batch_size=16, watch={"loss": loss})
+    optimizer, losses = torch.optim.SGD(twin.parameters(), 0.1), []
+    for batch in batches({"x": X, "y": Y}, epochs=3, batch_size=16).each:
+        optimizer.zero_grad()
+        value = F.cross_entropy(twin(batch.values[0]), batch.values[1])
+        value.backward()
+        optimizer.step()
+        losses.append((batch.epoch, batch.rows, value.item()))
+    for got, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(got, expected)
+    assert result.steps == len(losses) == 12
+    assert [entry["step"] for entry in result.history] == [4, 8, 12]
+    for entry in result.history:
+        mean = sum(n * v for e, n, v in losses if e == entry["epoch"]) / 50
+        assert entry["loss"] == pytest.approx(mean, rel=1e-5)
+    assert [point["loss"] for point in result.curve] == pytest.approx([v for _, _, v in losses], rel=1e-4)
+
+
+def test_result_is_shown_as_text_and_table():
+    x, y, loss, step = recorded(network())
+    result = tfnb.fit(step, {x: X, y: Y}, epochs=2, watch={"<loss>": loss})
+    assert repr(result).startswith("4 steps in ") and "epoch 2  step 4  <loss> 0." in repr(result)
+    html = result._repr_html_()
+    assert "&lt;loss&gt;" in html and "<loss>" not in html and "<polyline" in html
+
+
+def test_watched_values_have_their_names():
+    x, y, loss, step = recorded(network())
+    result = tfnb.fit(step, {x: X, y: Y}, watch=[loss, loss])
+    assert list(result.history[0]) == ["epoch", "step", "loss", "loss_1"]
+    assert list(tfnb.fit(step, {x: X, y: Y}, watch=loss).history[0]) == ["epoch", "step", "loss"]
+    assert "loss" in tfnb.fit(step, {"x": X, "y": Y}, watch="loss").history[0]
+
+
+def test_feed_dicts_and_generators_are_data():
+    count, x, value = counter()
+    assert tfnb.fit(value, [{x: X[:, 0]}] * 3, epochs=2).steps == 6
+    assert tfnb.fit(value, ({x: X[:n, 0]} for n in (2, 5)), steps=7).steps == 2
+    assert count.value() == 8
+
+
+def test_steps_bound_the_run():
+    count, x, value = counter()
+    result = tfnb.fit(value, {x: X[:, 0]}, batch_size=20, steps=7, watch={"count": value})
+    assert (result.steps, count.value()) == (7, 7)
+    assert [entry["epoch"] for entry in result.history] == [1, 2, 3]
+    assert result.history[-1] == {"epoch": 3, "step": 7, "count": 7.0}
+
+
+def test_value_that_is_not_finite_is_named_with_its_step():
+    with tfnb.record():
+        x = tfnb.placeholder(torch.ones(2), name="x")
+        root = x.sum().sqrt()
+    with pytest.warns(UserWarning, match="root is nan at step 3") as caught:
+        tfnb.fit(root, [{x: torch.full((2,), value)} for value in (1.0, 2.0, -1.0, -1.0)], watch=[root])
+    assert [w.filename for w in caught] == [__file__]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_modes_are_one_loop_here(mode):
+    count, x, value = counter()
+    tfnb.fit(value, {x: X[:, 0]}, steps=3, mode=mode, backup=1)
+    assert count.value() == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"mode": "sinc"}, InvalidArgument, "near: 'sync'"),
+        ({"mode": "allreduce"}, Unimplemented, "there are: sync, async"),
+        ({"mode": object()}, Unimplemented, "there are: sync, async"),
+        ({"backup": -1}, InvalidArgument, "backup"),
+        ({"staleness": 2}, InvalidArgument, "bounded"),
+        ({"timeout": 0}, InvalidArgument, "seconds"),
+        ({"epochs": 0}, InvalidArgument, "epochs"),
+        ({"watch": "nothing"}, KeyError, "nothing"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_runs(options, error, text):
+    count, x, value = counter()
+    with pytest.raises(error, match=text):
+        tfnb.fit(value, {x: X[:, 0]}, **options)
+    assert count.value() == 0
+
+
+def test_watched_value_that_is_no_scalar_is_refused():
+    _, x, value = counter()
+    with pytest.raises(ShapeError, match=r"watched.*x is float32\[B\]"):
+        tfnb.fit(value, {x: X[:, 0]}, watch=[x])
+
+
+def test_rows_that_differ_are_named_with_both_counts():
+    x, y, _, step = recorded(network())
+    with pytest.raises(ShapeError, match="50 rows for x and 49 rows for y"):
+        tfnb.fit(step, {x: X, y: Y[:49]})
+
+
+def test_missing_and_wrong_feeds_are_the_sessions_errors():
+    x, y, _, step = recorded(network())
+    with pytest.raises(InvalidArgument, match=r"placeholder y.*must be fed"):
+        tfnb.fit(step, {x: X})
+    with pytest.raises(FeedError, match="float64 for x"):
+        tfnb.fit(step, {x: X.double(), y: Y})
+
+
+def test_failing_step_is_named_and_leaves_whole_steps():
+    count, x, value = counter()
+    with pytest.raises(ShapeError) as caught:
+        tfnb.fit(value, [{x: X[:, 0]}, {x: X[:, 0]}, {x: X}])
+    assert count.value() == 2
+    assert caught.value.__notes__ == ["in step 3 of fit; variables are at step 2"]
+    assert caught.value.step == 3
+
+
+def test_timeout_stops_between_steps():
+    count, x, value = counter()
+    forever = iter(lambda: {x: X[:, 0]}, None)
+    with pytest.raises(DeadlineExceeded, match=r"0\.3 s; variables are at step \d+") as caught:
+        tfnb.fit(value, forever, timeout=0.3)
+    assert count.value() == caught.value.step
+
+
+# -- progress -------------------------------------------------------------------------------------------------------
+
+
+class Screen:
+    """A terminal that remembers."""
+
+    def __init__(self):
+        self.text = ""
+
+    def isatty(self):
+        return True
+
+    def write(self, text):
+        self.text += text
+
+    def flush(self):
+        pass
+
+
+def test_terminal_shows_one_line_after_a_while(monkeypatch):
+    _, x, value = counter()
+    screen = Screen()
+    monkeypatch.setattr(sys, "stdout", screen)
+    tfnb.fit(value, {x: X[:, 0]}, steps=3)
+    assert screen.text == ""
+    monkeypatch.setattr(fitting, "SHOWN_AFTER", 0.0)
+    monkeypatch.setattr(fitting, "SHOWN_EVERY", 0.0)
+    tfnb.fit(value, {x: X[:, 0]}, steps=3, watch={"count": value})
+    lines = screen.text.split("\r")
+    assert lines[2].startswith("graph: step 2/3  ") and "count 5" in lines[2] and "s left" in lines[2]
+    assert lines[-1].strip().startswith("graph: 3 steps in ") and lines[-1].endswith("\n")
+
+
+def test_without_a_terminal_progress_is_logged(monkeypatch, caplog):
+    _, x, value = counter()
+    monkeypatch.setattr(fitting, "SHOWN_AFTER", 0.0)
+    monkeypatch.setattr(fitting, "SHOWN_EVERY", 0.0)
+    with caplog.at_level(logging.INFO, "tfnb.fit"):
+        tfnb.fit(value, {x: X[:, 0]}, steps=20)
+    lines = [record.message for record in caplog.records if record.name == "tfnb.fit"]
+    assert len(lines) == 2 and lines[0].startswith("graph: step 1/20  ") and "20 steps in" in lines[1]
+
+
+# -- interrupts -----------------------------------------------------------------------------------------------------
+
+
+def test_interrupt_while_waiting_for_data_stops_at_once_and_the_next_fit_works():
+    count, x, value = counter()
+    before = signal.getsignal(signal.SIGINT)
+
+    def data():
+        for number in range(100):
+            if number == 5:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(5)
+            yield {x: X[:, 0]}
+
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt, match="stopped at step 5; variables are at step 5"):
+        tfnb.fit(value, data())
+    assert time.monotonic() - start < 3
+    assert count.value() == 5
+    assert signal.getsignal(signal.SIGINT) is before
+    assert tfnb.fit(value, {x: X[:, 0]}, steps=2).steps == 2
+    assert count.value() == 7
+
+
+def test_interrupt_in_another_thread_is_not_ours():
+    count, x, value = counter()
+    results = []
+    thread = threading.Thread(target=lambda: results.append(tfnb.fit(value, {x: X[:, 0]}, steps=3)))
+    thread.start()
+    thread.join()
+    assert results[0].steps == count.value() == 3
+
+
+TRIALS = 40
+
+CHILD = """
+import json, os, random, signal, sys, threading
+import torch, tfnb
+
+torch.set_num_threads(1)
+random.seed(int(sys.argv[1]))
+variables = [tfnb.Variable(torch.zeros(64), name=f"v{i}") for i in range(12)]
+with tfnb.record():
+    x = tfnb.placeholder(torch.ones(4), name="x")
+    loss = sum((v.read() * x.mean()).sum() for v in variables)
+    step = tfnb.train.Momentum(1.0, momentum=0.0 if sys.argv[2] == "sgd" else 0.5).minimize(loss)
+    also = [v.read().sum() for v in variables]
+tfnb.run(step, {x: torch.ones(4)})
+for v in variables:
+    v.assign(torch.zeros(64))
+
+def interrupt(times):
+    for _ in range(times):
+        os.kill(os.getpid(), signal.SIGINT)
+        if times > 1:
+            threading.Event().wait(random.random() * 0.002)
+
+for trial in range(int(sys.argv[3])):
+    times = 1 if trial % 3 else 2
+    timer = threading.Timer(random.random() * 0.05, interrupt, [times])
+    said = ""
+    before = {v.value()[0].item() for v in variables}
+    try:
+        timer.start()
+        tfnb.fit(step, {x: torch.ones(100)}, steps=10**9, batch_size=4)
+    except KeyboardInterrupt as stop:
+        said = str(stop)
+    try:
+        timer.join()
+    except KeyboardInterrupt:  # the second one came after fit
+        timer.join()
+    values = [v.value() for v in variables]
+    whole = all(torch.equal(v, values[0]) for v in values) and len(set(values[0].tolist())) == 1
+    print(json.dumps({"said": said, "whole": whole, "before": before.pop(), "after": values[0][0].item()}), flush=True)
+print(json.dumps({"next": tfnb.fit(step, {x: torch.ones(8)}, batch_size=4).steps}))
+"""
+
+
+@pytest.mark.parametrize("rule", ["sgd", "momentum"])
+def test_interrupts_at_random_instants_leave_whole_steps(rule):
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD, "1", rule, str(TRIALS)], capture_output=True, text=True, timeout=250,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert child.returncode == 0, child.stderr[-3000:]
+    *trials, last = map(json.loads, child.stdout.splitlines())
+    assert len(trials) == TRIALS and last == {"next": 2}
+    for trial in trials:
+        assert trial["whole"], trial
+        if trial["said"] == "":  # it came before the first step
+            assert trial["before"] == trial["after"], trial
+            continue
+        assert trial["said"].startswith("stopped at step "), trial
+        if rule == "sgd":  # every step subtracts one
+            steps = trial["before"] - trial["after"]
+            said = [int(word) for word in trial["said"].split(";")[1].split() if word.isdigit()]
+            assert steps in said, trial

@@ -1,0 +1,113 @@
+"""Batches as plain data: order, sizes, passes, and what does not fit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tfnb.errors import InvalidArgument, ShapeError
+from tfnb.train.batches import batches
+
+X = torch.arange(10.0).reshape(10, 1)
+Y = torch.arange(10)
+
+
+def rows(made):
+    """The rows of each batch."""
+    return [batch.values[0].flatten().int().tolist() for batch in made.each]
+
+
+def test_last_short_batch_is_kept():
+    made = batches({"x": X, "y": Y}, batch_size=4, shuffle=False)
+    assert made.total == 3
+    assert rows(made) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_arrays_are_cut_alike():
+    for batch in batches({"x": X, "y": Y}, batch_size=3, epochs=2).each:
+        assert batch.keys == ("x", "y")
+        assert torch.equal(batch.values[0].flatten(), batch.values[1].float())
+        assert batch.rows == len(batch.values[1])
+
+
+def test_every_epoch_has_each_row_once_in_another_order():
+    order = [row for batch in rows(batches({"x": X}, batch_size=4, epochs=2)) for row in batch]
+    assert sorted(order[:10]) == sorted(order[10:]) == list(range(10))
+    assert order[:10] != order[10:] != list(range(10))
+
+
+def test_order_depends_on_the_seed_alone():
+    torch.manual_seed(1)
+    first = rows(batches({"x": X}, batch_size=4, epochs=2, seed=5))
+    torch.manual_seed(2)
+    assert rows(batches({"x": X}, batch_size=4, epochs=2, seed=5)) == first
+    assert rows(batches({"x": X}, batch_size=4, epochs=2, seed=6)) != first
+
+
+def test_random_state_is_left_alone():
+    before = torch.random.get_rng_state()
+    list(batches({"x": X}).each)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_steps_take_as_many_passes_as_needed():
+    made = batches({"x": X}, batch_size=4, steps=7, shuffle=False)
+    assert made.total == 7
+    assert [(b.epoch, b.rows) for b in made.each] == [(1, 4), (1, 4), (1, 2), (2, 4), (2, 4), (2, 2), (3, 4)]
+
+
+def test_default_batch_is_32_rows():
+    assert [b.rows for b in batches({"x": torch.zeros(70)}).each] == [32, 32, 6]
+
+
+def test_numpy_lists_and_numbers_are_data():
+    frozen = np.arange(4.0)
+    frozen.flags.writeable = False
+    made = batches({"a": frozen, "b": [1, 2, 3, 4], "rate": 0.5}, shuffle=False)
+    (batch,) = made.each
+    assert [v.tolist() for v in batch.values] == [[0, 1, 2, 3], [1, 2, 3, 4], 0.5]
+
+
+def test_feed_dicts_pass_as_they_are():
+    feeds = [{"x": X[:4]}, {"x": X[4:]}]
+    made = batches(feeds, epochs=2)
+    assert made.total == 4
+    assert [(b.epoch, b.rows, b.values[0] is feeds[i % 2]["x"]) for i, b in enumerate(made.each)] == [
+        (1, 4, True), (1, 6, True), (2, 4, True), (2, 6, True),
+    ]  # fmt: skip
+
+
+def test_generator_ends_early_or_at_steps():
+    assert len(list(batches(({"x": X} for _ in range(5)), steps=9).each)) == 5
+    made = batches(({"x": X} for _ in range(5)), steps=3)
+    assert (made.total, len(list(made.each))) == (3, 3)
+    assert batches({"x": X} for _ in range(5)).total is None
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "error", "text"),
+    [
+        ({"x": X, "y": Y[:7]}, {}, ShapeError, "10 rows for x and 7 rows for y"),
+        ({"x": X[:0]}, {}, ShapeError, "no rows"),
+        ({"x": 1.0}, {}, InvalidArgument, "at least one array"),
+        ({"x": ["a"]}, {}, InvalidArgument, "data for x"),
+        ({}, {}, InvalidArgument, "at least one array"),
+        ([], {}, InvalidArgument, "empty"),
+        (5, {}, InvalidArgument, "not int"),
+        ([{"x": X}], {"batch_size": 4}, InvalidArgument, "batch_size=4"),
+        (iter([{"x": X}]), {"epochs": 2}, InvalidArgument, "epochs=2"),
+        ({"x": X}, {"epochs": 0}, InvalidArgument, "epochs must be"),
+        ({"x": X}, {"steps": -1}, InvalidArgument, "steps must be"),
+        ({"x": X}, {"batch_size": 2.5}, InvalidArgument, "batch_size must be"),
+        ({"x": X}, {"batch_size": True}, InvalidArgument, "batch_size must be"),
+    ],
+)
+def test_what_does_not_fit_is_refused_at_once(data, options, error, text):
+    with pytest.raises(error, match=text):
+        batches(data, **options)
+
+
+def test_item_that_is_no_feed_dict_is_named():
+    with pytest.raises(InvalidArgument, match="item 1 of data is tuple"):
+        list(batches([{"x": X}, (X, Y)]).each)

@@ -1,0 +1,52 @@
+"""Means of watched values, by epoch and along the way."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+
+from tfnb.train.metrics import AT_ONCE, POINTS, Metrics
+
+
+def test_epoch_means_are_weighted_by_rows():
+    metrics = Metrics(["a", "b"])
+    metrics.add(1, 3, [torch.tensor(1.0), torch.tensor(10)])
+    metrics.add(2, 1, [torch.tensor(5.0), torch.tensor(20)])
+    metrics.end_epoch(1, 2)
+    metrics.add(3, 2, [torch.tensor(7.0), torch.tensor([30])])
+    metrics.end_epoch(2, 3)
+    first, second = {"epoch": 1, "step": 2, "a": 2.0, "b": 12.5}, {"epoch": 2, "step": 3, "a": 7.0, "b": 30.0}
+    assert metrics.history == [first, second]
+
+
+@pytest.mark.parametrize("steps", [1, POINTS, POINTS + 1, 2 * AT_ONCE + 7, 4 * POINTS + 3])
+def test_curve_is_short_and_ends_with_the_last_step(steps):
+    metrics = Metrics(["a"])
+    for step in range(1, steps + 1):
+        metrics.add(step, 1, [torch.tensor(float(step))])
+    metrics.end_epoch(1, steps)
+    curve = metrics.curve()
+    assert len(curve) <= POINTS and curve[-1]["step"] == steps
+    assert metrics.history[0]["a"] == (steps + 1) / 2
+    width = curve[0]["step"]
+    assert curve[0]["a"] == (width + 1) / 2
+    assert {b["step"] - a["step"] for a, b in pairwise(curve[:-1])} <= {width}
+
+
+def test_first_value_that_is_not_finite_is_kept_by_name():
+    metrics = Metrics(["a", "b"])
+    for step, b in enumerate([1.0, math.nan, math.inf], 1):
+        metrics.add(step, 1, [torch.tensor(1.0), torch.tensor(b)])
+    metrics.read()
+    ((name, value, step),) = metrics.bad
+    assert (name, math.isnan(value), step) == ("b", True, 2)
+
+
+def test_nothing_watched_costs_nothing():
+    metrics = Metrics([])
+    metrics.add(1, 1, ())
+    metrics.end_epoch(1, 1)
+    assert (metrics.history, metrics.curve(), metrics.latest()) == ([{"epoch": 1, "step": 1}], [], {})

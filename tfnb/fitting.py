@@ -1,0 +1,396 @@
+"""fit: many steps over batches, with progress, watched values, and an interrupt that stops between two steps.
+
+The loop is the session's callable over `tfnb.train.batches`; with a connected cluster the same batches go there.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import math
+import shutil
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from html import escape
+from types import FrameType
+from typing import Any
+
+import torch
+
+from tfnb import widgets
+from tfnb.errors import DeadlineExceeded, InvalidArgument, ShapeError, TfnbError, Unimplemented
+from tfnb.graph import Variable
+from tfnb.recording import Tensor
+from tfnb.session import Session, default_session, graph_of
+from tfnb.train.batches import Batch, Batches, batches, name_of
+from tfnb.train.metrics import Metrics
+
+log = logging.getLogger("tfnb.fit")
+
+MODES = ("sync", "async")
+LATER = ("bounded", "downpour", "sandblaster", "allreduce")
+SHOWN_AFTER = 2.0  # seconds
+SHOWN_EVERY = 0.1  # seconds
+LOGGED_EVERY = 10.0  # seconds, where there is no terminal
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """What `fit` did: how many steps, in how many seconds, and the watched values.
+
+    ``history`` has one entry for each epoch (pass over the data), also one that was cut short: ``epoch``, ``step`` (the
+    last one of it), and for each watched value its mean over the epoch, weighted by rows. ``curve`` has them along the
+    way: means over equal numbers of steps, at most 400 points.
+    """
+
+    steps: int
+    history: list[dict[str, Any]]
+    seconds: float
+    curve: list[dict[str, Any]] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        rate = f", {_number(self.steps / self.seconds)} steps/s" if self.seconds else ""
+        lines = [f"{self.steps} steps in {self.seconds:.2f} s{rate}"]
+        lines += ["  " + "  ".join(f"{k} {_number(v)}" for k, v in entry.items()) for entry in self.history[-10:]]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        heads = "".join(f"<th>{escape(name)}</th>" for name in (self.history[-1] if self.history else {}))
+        cells = ("".join(f"<td>{_number(value)}</td>" for value in entry.values()) for entry in self.history[-10:])
+        rows = "".join(f"<tr>{row}</tr>" for row in cells)
+        names = [name for name in (self.curve[-1] if self.curve else {}) if name not in ("epoch", "step")]
+        curves = "".join(_curve_svg(name, [(p["step"], p[name]) for p in self.curve]) for name in names)
+        first = escape(repr(self).split("\n")[0])
+        return f"<div>{first}</div>{curves}<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
+
+
+def fit(
+    fetch: Any, data: Any, *, epochs: int = 1, steps: int | None = None, batch_size: int | None = None,
+    shuffle: bool = True, seed: int = 0, watch: Any = (), mode: Any = "sync", backup: int = 0,
+    staleness: int | None = None, timeout: float | None = None,
+) -> RunResult:  # fmt: skip
+    """Run ``fetch`` once for each batch of ``data``.
+
+    fetch: usually what ``minimize`` gave. data: ``{placeholder: array}`` with rows on axis 0, or an iterable of feed
+    dicts. epochs: passes over the data. steps: so many steps in all instead. batch_size: rows of a step over all tasks
+    (32). shuffle, seed: another order in each epoch, the same in each call. watch: scalars to follow, or a dict of
+    names. mode, backup, staleness: how a connected cluster works together; here every mode is the same loop. timeout
+    in seconds.
+
+    Raises InvalidArgument or ShapeError for data that does not fit, before anything runs; DeadlineExceeded after
+    ``timeout``; KeyboardInterrupt when interrupted. Variables are then at a whole number of steps.
+    """
+    __tracebackhide__ = True
+    _check_mode(mode, backup, staleness, timeout)
+    session = default_session(graph_of(fetch))
+    names, watched = _watched(watch, session)
+    source = batches(data, epochs=epochs, steps=steps, batch_size=batch_size, shuffle=shuffle, seed=seed)
+    run = _Run(Metrics(names), _front(source.total, session.graph.name), timeout)
+    try:
+        with _interrupts(run):
+            for batch, values in _here(session, fetch, watched, source, run):
+                run.stepped(batch, values)
+            return run.finished()
+    except KeyboardInterrupt:
+        stopped = run.stopped()
+    except BaseException as error:
+        run.failed(error)
+        raise
+    raise KeyboardInterrupt(stopped)
+
+
+# -- the loop -------------------------------------------------------------------------------------------------------
+
+
+def _here(
+    session: Session, fetch: Any, watched: tuple[Any, ...], source: Batches, run: _Run
+) -> Iterator[tuple[Batch, Sequence[torch.Tensor]]]:
+    """Each batch with the watched values of its step, taken in this process."""
+    calls: dict[Any, Callable[..., Any]] = {}
+    for batch in source.each if source.is_ours else _awaited(source.each, run):
+        key = tuple(k if isinstance(k, str) else id(k) for k in batch.keys)
+        if key not in calls:
+            calls[key] = session.make_callable((fetch, watched), batch.keys)
+        run.is_inside = True
+        yield batch, calls[key](*batch.values)[1]
+
+
+def _awaited(each: Iterator[Batch], run: _Run) -> Iterator[Batch]:
+    """The user's data: nothing is half done while waiting for it, so an interrupt counts at once."""
+    while True:
+        run.is_waiting = True
+        run.stop_if_wanted()
+        batch = next(each, None)
+        run.is_waiting = False
+        if batch is None:
+            return
+        yield batch
+
+
+class _Run:
+    """Where one `fit` stands."""
+
+    def __init__(self, metrics: Metrics, front: Any, timeout: float | None) -> None:
+        self.step = 0
+        self.is_inside = False  # within a step
+        self.is_waiting = False  # for data
+        self.is_wanted = False  # an interrupt
+        self._metrics, self._front, self._timeout = metrics, front, timeout
+        self._epoch = 1
+        self._start = self._looked = time.perf_counter()
+        self._warned = 0
+
+    def stepped(self, batch: Batch, values: Sequence[torch.Tensor]) -> None:
+        """One more step is done."""
+        __tracebackhide__ = True
+        if batch.epoch != self._epoch:
+            self._metrics.end_epoch(self._epoch, self.step)
+            self._epoch = batch.epoch
+        self.step += 1
+        self.is_inside = False
+        self._metrics.add(self.step, batch.rows, values)
+        now = time.perf_counter()
+        if now - self._looked >= SHOWN_EVERY:
+            self._looked = now
+            self._look(now - self._start)
+        self.stop_if_wanted()
+
+    def _look(self, seconds: float) -> None:
+        """What is done a few times a second."""
+        __tracebackhide__ = True
+        self._read()
+        if seconds >= SHOWN_AFTER:
+            self._front.update(self.step, self._metrics.latest(), self.step / seconds)
+        if self._timeout is not None and seconds > self._timeout:
+            raise DeadlineExceeded(
+                f"fit did not end within {self._timeout} s; variables are at step {self.step}", step=self.step
+            )
+
+    def _read(self) -> None:
+        self._metrics.read()
+        for bad in self._metrics.bad[self._warned :]:
+            warnings.warn(f"{bad.name} is {bad.value} at step {bad.step}", stacklevel=_user_level())
+        self._warned = len(self._metrics.bad)
+
+    def stop_if_wanted(self) -> None:
+        """Between two steps: grant the wish of an interrupt."""
+        if self.is_wanted:
+            raise KeyboardInterrupt
+
+    def finished(self) -> RunResult:
+        """The end as planned."""
+        if self.step:
+            self._metrics.end_epoch(self._epoch, self.step)
+        self._read()
+        seconds = time.perf_counter() - self._start
+        self._front.finish(f"{self.step} steps in {seconds:.1f} s")
+        return RunResult(self.step, self._metrics.history, seconds, self._metrics.curve())
+
+    def stopped(self) -> str:
+        """The end by an interrupt; says where the variables are."""
+        place = f"{self.step} or {self.step + 1}" if self.is_inside else str(self.step)
+        text = f"stopped at step {self.step}; variables are at step {place}"
+        self._front.finish(text)
+        return text
+
+    def failed(self, error: BaseException) -> None:
+        """The end by an error, which learns its step."""
+        self._front.finish(f"failed after step {self.step}: {type(error).__name__}")
+        if self.is_inside:
+            error.add_note(f"in step {self.step + 1} of fit; variables are at step {self.step}")
+            if isinstance(error, TfnbError) and error.step is None:
+                error.step = self.step + 1
+
+
+def _user_level() -> int:
+    """The stacklevel at which a warning of the caller points to the line that called `fit`."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code is not fit.__code__:
+        frame, level = frame.f_back, level + 1
+    return level + 1
+
+
+# -- interrupts -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _interrupts(run: _Run) -> Iterator[None]:
+    """Ctrl-C becomes a wish that is granted between two steps; a second one counts at once.
+
+    Only the main thread gets signals, and only a handler set from Python can be put back.
+    """
+
+    def wish(number: int, frame: FrameType | None) -> None:
+        if run.is_waiting or run.is_wanted:
+            raise KeyboardInterrupt
+        run.is_wanted = True
+
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    signal.signal(signal.SIGINT, wish)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    run.stop_if_wanted()  # wished after the last step
+
+
+# -- watched values ---------------------------------------------------------------------------------------------------
+
+
+def _watched(watch: Any, session: Session) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+    """Names and fetches of what is watched; raises ShapeError for what is no scalar."""
+    if isinstance(watch, Mapping):
+        named = [(str(name), item) for name, item in watch.items()]
+    else:
+        items = [watch] if isinstance(watch, str | Tensor | Variable) else list(watch)
+        named = [(name_of(item), item) for item in items]
+    found: dict[str, Any] = {}
+    for name, item in named:
+        unique = name if name not in found else f"{name}_{len(found)}"
+        _check_scalar(unique, item, session)
+        found[unique] = item
+    return tuple(found), tuple(found.values())
+
+
+def _check_scalar(name: str, item: Any, session: Session) -> None:
+    if isinstance(item, Variable):
+        spec = item.spec
+    else:
+        value = session.value(item)
+        node = session.graph.contents.by_id[value.node]
+        if not node.outputs:
+            raise InvalidArgument(f"cannot watch {name}: it has no value")
+        spec = node.outputs[value.index]
+    if any(size != 1 for size in spec.shape):
+        raise ShapeError(f"a watched value has shape []: {name} is {spec}; take its mean() in the graph")
+
+
+# -- options ----------------------------------------------------------------------------------------------------------
+
+
+def _check_mode(mode: Any, backup: Any, staleness: Any, timeout: Any) -> None:
+    if not isinstance(mode, str) or mode in LATER:
+        raise Unimplemented(f"mode={mode!r} is not there yet; there are: {', '.join(MODES)}")
+    if mode not in MODES:
+        near = difflib.get_close_matches(mode, [*MODES, *LATER], 1)
+        nearest = f"; near: {near[0]!r}" if near else ""
+        raise InvalidArgument(f"unknown mode {mode!r}{nearest}; there are: {', '.join(MODES)}")
+    if isinstance(backup, bool) or not isinstance(backup, int) or backup < 0:
+        raise InvalidArgument(f"backup is the number of spare tasks, an int of at least 0, not {backup!r}")
+    if staleness is not None:
+        raise InvalidArgument(f"staleness={staleness!r} belongs to mode='bounded', not to {mode!r}")
+    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout <= 0):
+        raise InvalidArgument(f"timeout is in seconds, more than 0, not {timeout!r}")
+
+
+# -- showing ----------------------------------------------------------------------------------------------------------
+
+
+class _Terminal:
+    """One line that is written over and over."""
+
+    def __init__(self, total: int | None, label: str) -> None:
+        self._total, self._label, self._width = total, label, 0
+
+    def update(self, step: int, metrics: Mapping[str, float], rate: float) -> None:
+        """Write over the line."""
+        self._write(_line(self._label, step, self._total, metrics, rate))
+
+    def finish(self, text: str) -> None:
+        """The last word, if anything was shown."""
+        if self._width:
+            self._write(f"{self._label}: {text}")
+            sys.stdout.write("\n")
+
+    def _write(self, text: str) -> None:
+        text = text[: shutil.get_terminal_size().columns - 1]
+        sys.stdout.write("\r" + text.ljust(self._width))
+        sys.stdout.flush()
+        self._width = len(text)
+
+
+class _Log:
+    """Log lines now and then, where nobody watches."""
+
+    def __init__(self, total: int | None, label: str) -> None:
+        self._total, self._label = total, label
+        self._next = 0.0
+
+    def update(self, step: int, metrics: Mapping[str, float], rate: float) -> None:
+        """A line, if the last one is some time ago."""
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + LOGGED_EVERY
+            log.info("%s", _line(self._label, step, self._total, metrics, rate))
+
+    def finish(self, text: str) -> None:
+        """The last line."""
+        log.info("%s: %s", self._label, text)
+
+
+class _Panel:
+    """The notebook's panel, made when there is something to show."""
+
+    def __init__(self, total: int | None, label: str) -> None:
+        self._make = lambda: widgets.ProgressPanel(total, label)
+        self._panel: Any = None
+
+    def update(self, step: int, metrics: Mapping[str, float], rate: float) -> None:
+        """Show the panel, or renew it."""
+        if self._panel is None:
+            self._panel = self._make()
+        self._panel.update(step, metrics, rate)
+
+    def finish(self, text: str) -> None:
+        """The final state, which a saved notebook keeps."""
+        if self._panel is not None:
+            self._panel.finish(text)
+
+
+def _front(total: int | None, label: str) -> Any:
+    """Where progress goes: the notebook, the terminal, or the log."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if hasattr(shell, "kernel"):
+        return _Panel(total, label)
+    return (_Terminal if sys.stdout is not None and sys.stdout.isatty() else _Log)(total, label)
+
+
+def _line(label: str, step: int, total: int | None, metrics: Mapping[str, float], rate: float) -> str:
+    """``digits: step 312/1000  50.1/s  loss 0.123  13 s left``."""
+    parts = [f"{label}: step {step}/{total}" if total else f"{label}: step {step}", f"{_number(rate)}/s"]
+    parts += [f"{name} {_number(value)}" for name, value in metrics.items()]
+    if total and rate:
+        parts.append(f"{(total - step) / rate:.0f} s left")
+    return "  ".join(parts)
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _curve_svg(name: str, points: Sequence[tuple[int, float]]) -> str:
+    """A small line chart of one watched value."""
+    points = [(step, value) for step, value in points if math.isfinite(value)]
+    if len(points) < 2:
+        return ""
+    low, high = min(v for _, v in points), max(v for _, v in points)
+    first, last = points[0][0], points[-1][0]
+    line = " ".join(
+        f"{300 * (step - first) / (last - first):.1f},{60 - 60 * (value - low) / ((high - low) or 1):.1f}"
+        for step, value in points
+    )
+    return (
+        f'<figure style="margin:4px 0"><svg width="300" height="64" viewBox="-1 -2 302 64" role="img">'
+        f'<title>{escape(name)}</title><polyline points="{line}" fill="none" stroke="currentColor"/></svg>'
+        f"<figcaption>{escape(name)}: {_number(points[0][1])} to {_number(points[-1][1])}</figcaption></figure>"
+    )

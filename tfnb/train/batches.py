@@ -1,0 +1,166 @@
+"""Batches of training data: rows of arrays in shuffled order, or feed dicts that somebody else makes.
+
+The order depends on the seed alone, so a cluster trains on the same batches as this machine. Imports graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import count, islice
+from typing import Any
+
+import numpy as np
+import torch
+
+from tfnb.errors import InvalidArgument, ShapeError
+from tfnb.graph import current
+
+DEFAULT_BATCH = 32  # rows
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The feeds of one step: ``values`` in the order of ``keys``, ``rows`` of them, in pass ``epoch`` (from 1)."""
+
+    epoch: int
+    keys: tuple[Any, ...]
+    values: tuple[Any, ...]
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """Batches to iterate once, and how many there will be (None: unknown)."""
+
+    each: Iterator[Batch]
+    total: int | None
+    is_ours: bool  # made from arrays, so that waiting for the next one cannot block
+
+
+def batches(
+    data: Any, *, epochs: int = 1, steps: int | None = None, batch_size: int | None = None, shuffle: bool = True,
+    seed: int = 0,
+) -> Batches:  # fmt: skip
+    """Batches of ``data``: ``{key: array}`` with rows on axis 0, or an iterable of feed dicts.
+
+    epochs: passes over the data; the last batch of a pass may be short. steps: so many batches in all instead, over
+    as many passes as it takes. batch_size: rows of arrays in a batch, 32 unless given. A value without an axis is fed
+    whole to every step. Raises ShapeError for unequal numbers of rows, InvalidArgument for anything else.
+    """
+    _at_least_one(epochs=epochs, steps=steps, batch_size=batch_size)
+    if isinstance(data, Mapping):
+        return _of_arrays(data, epochs, steps, batch_size or DEFAULT_BATCH, shuffle, seed)
+    if batch_size is not None:
+        raise InvalidArgument(f"batch_size={batch_size} is for arrays: an iterable of feed dicts is in batches already")
+    return _of_feeds(data, epochs, steps)
+
+
+def _at_least_one(**counts: int | None) -> None:
+    for name, value in counts.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1):
+            raise InvalidArgument(f"{name} must be an int of at least 1, not {value!r}")
+
+
+# -- arrays -------------------------------------------------------------------------------------------------------
+
+
+def _of_arrays(
+    data: Mapping[Any, Any], epochs: int, steps: int | None, batch_size: int, shuffle: bool, seed: int
+) -> Batches:
+    keys, arrays = tuple(data), tuple(as_array(key, value) for key, value in data.items())
+    rows = _rows(keys, arrays)
+    per_pass = -(-rows // batch_size)
+
+    def one_pass(epoch: int, generator: torch.Generator) -> Iterator[Batch]:
+        order = torch.randperm(rows, generator=generator) if shuffle else None
+        for start in range(0, rows, batch_size):
+            stop = min(start + batch_size, rows)
+            values = tuple(_cut(array, order, start, stop) for array in arrays)
+            yield Batch(epoch, keys, values, stop - start)
+
+    def each() -> Iterator[Batch]:
+        generator = torch.Generator().manual_seed(seed)
+        for epoch in count(1) if steps else range(1, epochs + 1):
+            yield from one_pass(epoch, generator)
+
+    return Batches(islice(each(), steps), steps or epochs * per_pass, is_ours=True)
+
+
+def as_array(key: Any, value: Any) -> torch.Tensor:
+    """Data as a tensor, without a copy where that is possible."""
+    value = current.plain(value)
+    if isinstance(value, np.ndarray) and not value.flags.writeable:
+        value = value.copy()  # torch warns of shared memory that must not be written
+    try:
+        return torch.as_tensor(value).detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidArgument(f"data for {name_of(key)} is {type(value).__name__}, no array: {error}") from None
+
+
+def _rows(keys: tuple[Any, ...], arrays: tuple[torch.Tensor, ...]) -> int:
+    """How many rows all the arrays have."""
+    lengths = {name_of(key): len(array) for key, array in zip(keys, arrays, strict=True) if array.dim()}
+    if not lengths:
+        raise InvalidArgument("data needs at least one array with rows on axis 0: {placeholder: array}")
+    first, *others = lengths
+    for other in others:
+        if lengths[other] != lengths[first]:
+            raise ShapeError(f"data has {lengths[first]} rows for {first} and {lengths[other]} rows for {other}")
+    if lengths[first] == 0:
+        raise ShapeError(f"data for {', '.join(lengths)} has no rows")
+    return lengths[first]
+
+
+def _cut(array: torch.Tensor, order: torch.Tensor | None, start: int, stop: int) -> torch.Tensor:
+    if not array.dim():
+        return array
+    if order is None:
+        return array[start:stop]
+    return array.index_select(0, order[start:stop].to(array.device))
+
+
+def name_of(key: Any) -> str:
+    """What to call a feed key or fetch in a message."""
+    return key if isinstance(key, str) else str(getattr(key, "name", key))
+
+
+# -- feed dicts -----------------------------------------------------------------------------------------------------
+
+
+def _of_feeds(data: Any, epochs: int, steps: int | None) -> Batches:
+    if not isinstance(data, Iterable):
+        raise InvalidArgument(
+            f"data is {{placeholder: array}} or an iterable of feed dicts, not {type(data).__name__}"
+        )
+    is_spent = iter(data) is data
+    if is_spent and epochs > 1:
+        raise InvalidArgument(
+            f"epochs={epochs} needs data that can be iterated again, and {type(data).__name__} can be only once: "
+            "pass a list or another container, or use epochs=1"
+        )
+    passes: Iterable[int] = count(1) if steps and not is_spent else range(1, epochs + 1)
+    length = len(data) if hasattr(data, "__len__") else None
+    if length == 0:
+        raise InvalidArgument("data is empty")
+
+    def each() -> Iterator[Batch]:
+        for epoch in passes:
+            found = False
+            for number, feeds in enumerate(data):
+                found = True
+                yield _fed(epoch, number, feeds)
+            if not found:
+                return
+
+    return Batches(islice(each(), steps), steps or (length and length * epochs), is_ours=False)
+
+
+def _fed(epoch: int, number: int, feeds: Any) -> Batch:
+    if not isinstance(feeds, Mapping):
+        raise InvalidArgument(
+            f"item {number} of data is {type(feeds).__name__}, not a feed dict such as {{x: images, y: labels}}"
+        )
+    values = tuple(feeds.values())
+    rows = next((len(v) for v in values if getattr(v, "ndim", 0)), 1)
+    return Batch(epoch, tuple(feeds), values, rows)

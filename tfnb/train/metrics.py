@@ -1,0 +1,105 @@
+"""Watched values of a run: gathered step by step as tensors, read in bulk, averaged by epoch and along the way.
+
+Reading many at once waits for a device once. Imports torch only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+POINTS = 400  # of a curve
+AT_ONCE = 512  # steps kept as tensors
+
+
+class Bad(NamedTuple):
+    """A watched value that was not finite, the first time."""
+
+    name: str
+    value: float
+    step: int
+
+
+class Metrics:
+    """Means of watched values.
+
+    >>> m = Metrics(["loss"])
+    >>> m.add(1, 30, [torch.tensor(1.0)])
+    >>> m.add(2, 10, [torch.tensor(5.0)])
+    >>> m.end_epoch(1, 2)
+    >>> m.history, m.curve()
+    ([{'epoch': 1, 'step': 2, 'loss': 2.0}], [{'step': 1, 'loss': 1.0}, {'step': 2, 'loss': 5.0}])
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        self.history: list[dict[str, Any]] = []
+        self.bad: list[Bad] = []
+        self._fresh: list[tuple[int, int, Sequence[torch.Tensor]]] = []  # step, rows, values
+        self._last = [math.nan] * len(self.names)
+        self._sums = [0.0] * len(self.names)
+        self._rows = 0
+        self._windows: list[tuple[int, int, list[float]]] = []  # last step, steps, sums
+        self._width = 1
+
+    def add(self, step: int, rows: int, values: Sequence[torch.Tensor]) -> None:
+        """The values of one step over so many rows, one scalar for each name."""
+        if values:
+            self._fresh.append((step, rows, values))
+            if len(self._fresh) >= AT_ONCE:
+                self.read()
+
+    def read(self) -> None:
+        """Turn what was added into numbers."""
+        if not self._fresh:
+            return
+        flat = [value.detach().reshape(()).double() for _, _, values in self._fresh for value in values]
+        numbers = iter(torch.stack(flat).tolist())
+        for step, rows, values in self._fresh:
+            self._take(step, rows, [next(numbers) for _ in values])
+        self._fresh.clear()
+
+    def latest(self) -> dict[str, float]:
+        """The values of the newest step that was read."""
+        return dict(zip(self.names, self._last, strict=True))
+
+    def end_epoch(self, epoch: int, step: int) -> None:
+        """Add the means over the epoch that ends with ``step`` to the history."""
+        self.read()
+        means = [total / self._rows if self._rows else math.nan for total in self._sums]
+        self.history.append({"epoch": epoch, "step": step, **dict(zip(self.names, means, strict=True))})
+        self._sums, self._rows = [0.0] * len(self.names), 0
+
+    def curve(self) -> list[dict[str, Any]]:
+        """Means over windows of equal width."""
+        means = [(step, [total / steps for total in sums]) for step, steps, sums in self._windows]
+        return [{"step": step, **dict(zip(self.names, values, strict=True))} for step, values in means]
+
+    def _take(self, step: int, rows: int, values: list[float]) -> None:
+        self._rows += rows
+        self._sums = [total + value * rows for total, value in zip(self._sums, values, strict=True)]
+        self._last = values
+        if self._windows and self._windows[-1][1] < self._width:
+            self._windows[-1] = _joined(self._windows[-1], (step, 1, values))
+        else:
+            self._windows.append((step, 1, values))
+            if len(self._windows) > POINTS:
+                self._halve()
+        known = {bad.name for bad in self.bad}
+        fresh = [(n, v) for n, v in zip(self.names, values, strict=True) if not math.isfinite(v) and n not in known]
+        self.bad += [Bad(name, value, step) for name, value in fresh]
+
+    def _halve(self) -> None:
+        """Every two windows become one, twice as wide."""
+        windows = self._windows
+        self._windows = [_joined(*windows[i : i + 2]) for i in range(0, len(windows), 2)]
+        self._width *= 2
+
+
+def _joined(first: tuple[int, int, list[float]], *rest: tuple[int, int, list[float]]) -> tuple[int, int, list[float]]:
+    for step, steps, sums in rest:
+        first = (step, first[1] + steps, [a + b for a, b in zip(first[2], sums, strict=True)])
+    return first
