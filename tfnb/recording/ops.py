@@ -48,6 +48,7 @@ class Facts:
     returns_written: tuple[str | None, ...]  # per return: the written argument it is, or None
     is_view: bool
     is_random: bool
+    is_reshaping: bool  # changes the shape of what it writes, not its values
     decomposes: bool
 
 
@@ -74,6 +75,7 @@ def facts(op: Op) -> Facts:
         writes=writes,
         returns_written=tuple(written(r) for r in schema.returns),
         is_view=is_view and not writes,
+        is_reshaping=torch.Tag.inplace_view in op.tags,
         is_random=torch.Tag.nondeterministic_seeded in op.tags,
         decomposes=op not in WHOLE and op._can_decompose() and not _is_leaf(op),
     )

@@ -299,6 +299,8 @@ class Recorder(TorchDispatchMode):
         own = facts(func)
         if func is aten._local_scalar_dense.default:
             return self._leave(args[0])
+        if func in _ANSWERS:
+            return self._answer(func, args, kwargs)
         if not _mentions(args, kwargs, Tensor) and self._constructing(func, own, args):
             return func(*args, **kwargs)
         if func in (aten.lift_fresh.default, aten.lift.default):
@@ -324,6 +326,22 @@ class Recorder(TorchDispatchMode):
             return (tensor if sample is None else sample).item()
         self.escaped(tensor, "item()")
         return tensor.sample.item()
+
+    def _answer(self, func: Op, args: Any, kwargs: Any) -> bool:
+        """A comparison that gives a Python bool: the samples' answer, and a guard that it stays so."""
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        if not any(isinstance(t, Tensor) for t in tensors):
+            return func(*args, **kwargs)
+        samples = [self._entry(t).sample for t in tensors]
+        if any(sample is None for sample in samples):
+            raise InvalidArgument(f"{op_name(func)} has no answer without samples{self._at()}")
+        outcome = bool(func(*samples, *args[len(tensors) :], **kwargs))
+        with self.on():
+            same = tensors[0].shape == tensors[1].shape
+            check = _ANSWERS[func](*args, **kwargs).all() if same else None
+        if check is not None:
+            self.branch(check, outcome)
+        return outcome
 
     def _constructing(self, func: Op, own: Facts, args: Any) -> bool:
         """Whether this call only makes initial values: it runs for real and leaves no node."""
@@ -447,7 +465,9 @@ class Recorder(TorchDispatchMode):
             if len(targets) == 1 and isinstance(targets[0], (list, tuple)):
                 targets = list(targets[0])  # foreach ops
             for target, result in zip(targets, flat, strict=True):
-                self.rebind(target, self._like(target, result))
+                self.rebind(target, result if own.is_reshaping else self._like(target, result))
+        if own.is_reshaping:
+            return flat[0]  # a handle keeps the shape it was made with; what is returned has the new one
         returned = tuple(named[name] if name is not None else None for name in own.returns_written)
         return returned[0] if len(returned) == 1 else (returned or None)
 
@@ -627,6 +647,7 @@ class Recorder(TorchDispatchMode):
         return level
 
 
+_ANSWERS: dict[Op, Callable[..., Any]] = {aten.equal.default: torch.eq, aten.allclose.default: torch.isclose}
 _NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*\Z")
 _HERE = __file__.rpartition("/")[0]
 
