@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from html import escape
+from operator import is_not
 from types import FrameType
 from typing import Any
 
@@ -112,13 +113,13 @@ def _here(
     session: Session, fetch: Any, watched: tuple[Any, ...], source: Batches, run: _Run
 ) -> Iterator[tuple[Batch, Sequence[torch.Tensor]]]:
     """Each batch with the watched values of its step, taken in this process."""
-    calls: dict[Any, Callable[..., Any]] = {}
+    keys: tuple[Any, ...] | None = None
+    call: Callable[..., Any] = _here
     for batch in source.each if source.is_ours else _awaited(source.each, run):
-        key = tuple(k if isinstance(k, str) else id(k) for k in batch.keys)
-        if key not in calls:
-            calls[key] = session.make_callable((fetch, watched), batch.keys)
+        if keys is None or len(keys) != len(batch.keys) or any(map(is_not, keys, batch.keys)):
+            keys, call = batch.keys, session.make_callable((fetch, watched), batch.keys)
         run.is_inside = True
-        yield batch, calls[key](*batch.values)[1]
+        yield batch, call(*batch.values)[1]
 
 
 def _awaited(each: Iterator[Batch], run: _Run) -> Iterator[Batch]:

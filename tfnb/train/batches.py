@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import count, islice
-from typing import Any
+from functools import partial
+from itertools import count, islice, repeat
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,8 +20,7 @@ from tfnb.graph import current
 DEFAULT_BATCH = 32  # rows
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(NamedTuple):
     """The feeds of one step: ``values`` in the order of ``keys``, ``rows`` of them, in pass ``epoch`` (from 1)."""
 
     epoch: int
@@ -72,17 +72,13 @@ def _of_arrays(
     rows = _rows(keys, arrays)
     per_pass = -(-rows // batch_size)
 
-    def one_pass(epoch: int, generator: torch.Generator) -> Iterator[Batch]:
-        order = torch.randperm(rows, generator=generator) if shuffle else None
-        for start in range(0, rows, batch_size):
-            stop = min(start + batch_size, rows)
-            values = tuple(_cut(array, order, start, stop) for array in arrays)
-            yield Batch(epoch, keys, values, stop - start)
-
     def each() -> Iterator[Batch]:
         generator = torch.Generator().manual_seed(seed)
         for epoch in count(1) if steps else range(1, epochs + 1):
-            yield from one_pass(epoch, generator)
+            order = torch.randperm(rows, generator=generator) if shuffle else None
+            parts = [_cut(array, batch_size, order) for array in arrays]
+            for start, *values in zip(range(0, rows, batch_size), *parts, strict=False):
+                yield Batch(epoch, keys, tuple(values), min(batch_size, rows - start))
 
     return Batches(islice(each(), steps), steps or epochs * per_pass, is_ours=True)
 
@@ -112,12 +108,13 @@ def _rows(keys: tuple[Any, ...], arrays: tuple[torch.Tensor, ...]) -> int:
     return lengths[first]
 
 
-def _cut(array: torch.Tensor, order: torch.Tensor | None, start: int, stop: int) -> torch.Tensor:
+def _cut(array: torch.Tensor, batch_size: int, order: torch.Tensor | None) -> Iterator[torch.Tensor]:
+    """The array in batches, in that order of rows."""
     if not array.dim():
-        return array
+        return repeat(array)
     if order is None:
-        return array[start:stop]
-    return array.index_select(0, order[start:stop].to(array.device))
+        return iter(array.split(batch_size))
+    return map(partial(array.index_select, 0), order.to(array.device).split(batch_size))
 
 
 def name_of(key: Any) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import mul
 from typing import Any, NamedTuple
 
 import torch
@@ -56,11 +57,15 @@ class Metrics:
         """Turn what was added into numbers."""
         if not self._fresh:
             return
-        flat = [value.detach().reshape(()).double() for _, _, values in self._fresh for value in values]
-        numbers = iter(torch.stack(flat).tolist())
-        for step, rows, values in self._fresh:
-            self._take(step, rows, [next(numbers) for _ in values])
+        steps, rows, values = zip(*self._fresh, strict=True)
         self._fresh.clear()
+        numbers = _numbers([value for each in values for value in each])
+        columns = [[float(x) for x in numbers[place :: len(self.names)]] for place in range(len(self.names))]
+        self._rows += sum(rows)
+        self._sums = [s + sum(map(mul, c, rows)) for s, c in zip(self._sums, columns, strict=True)]
+        self._last = [column[-1] for column in columns]
+        self._note_bad(steps, columns)
+        self._extend_windows(steps, columns)
 
     def latest(self) -> dict[str, float]:
         """The values of the newest step that was read."""
@@ -78,25 +83,37 @@ class Metrics:
         means = [(step, [total / steps for total in sums]) for step, steps, sums in self._windows]
         return [{"step": step, **dict(zip(self.names, values, strict=True))} for step, values in means]
 
-    def _take(self, step: int, rows: int, values: list[float]) -> None:
-        self._rows += rows
-        self._sums = [total + value * rows for total, value in zip(self._sums, values, strict=True)]
-        self._last = values
-        if self._windows and self._windows[-1][1] < self._width:
-            self._windows[-1] = _joined(self._windows[-1], (step, 1, values))
-        else:
-            self._windows.append((step, 1, values))
+    def _note_bad(self, steps: Sequence[int], columns: list[list[float]]) -> None:
+        known = {bad.name for bad in self.bad}
+        for name, column in zip(self.names, columns, strict=True):
+            if name not in known and not math.isfinite(sum(column)):
+                found = next(((s, v) for s, v in zip(steps, column, strict=True) if not math.isfinite(v)), None)
+                if found is not None:  # else only the sum overflowed
+                    self.bad.append(Bad(name, found[1], found[0]))
+
+    def _extend_windows(self, steps: Sequence[int], columns: list[list[float]]) -> None:
+        start = 0
+        while start < len(steps):
+            if not self._windows or self._windows[-1][1] >= self._width:
+                self._windows.append((steps[start], 0, [0.0] * len(columns)))
+            stop = min(start + self._width - self._windows[-1][1], len(steps))
+            part = (steps[stop - 1], stop - start, [sum(column[start:stop]) for column in columns])
+            self._windows[-1] = _joined(self._windows[-1], part)
+            start = stop
             if len(self._windows) > POINTS:
                 self._halve()
-        known = {bad.name for bad in self.bad}
-        fresh = [(n, v) for n, v in zip(self.names, values, strict=True) if not math.isfinite(v) and n not in known]
-        self.bad += [Bad(name, value, step) for name, value in fresh]
 
     def _halve(self) -> None:
         """Every two windows become one, twice as wide."""
         windows = self._windows
         self._windows = [_joined(*windows[i : i + 2]) for i in range(0, len(windows), 2)]
         self._width *= 2
+
+
+def _numbers(scalars: list[torch.Tensor]) -> list[float]:
+    if len({scalar.device for scalar in scalars}) > 1:
+        return [scalar.item() for scalar in scalars]
+    return torch.stack([scalar.detach().reshape(()) for scalar in scalars]).tolist()
 
 
 def _joined(first: tuple[int, int, list[float]], *rest: tuple[int, int, list[float]]) -> tuple[int, int, list[float]]:
