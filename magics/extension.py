@@ -16,7 +16,10 @@ from tfnb.magics.frames import shorten
 from tfnb.magics.magics import TfnbMagics
 
 NAMES = ("tfgraph", "tfrun", "tfgrad", "tfcluster", "tfvars", "tfsave", "tfload")
-SHOWN = ("tfnb.graph.graph.Graph", "tfnb.recording.tensor.Tensor", "tfnb.graph.variable.Variable")
+SHOWN = (
+    "tfnb.graph.graph.Graph", "tfnb.graph.variable.Variable", "tfnb.recording.tensor.Tensor", "tfnb.fitting.RunResult",
+    "tfnb.magics.table.Table",
+)  # fmt: skip
 
 _loaded: dict[int, TfnbMagics] = {}
 
@@ -32,7 +35,8 @@ def load(shell: InteractiveShell) -> None:
         shell.set_hook("complete_command", completer(magics, name), str_key=f"%{name}")
         shell.set_hook("complete_command", completer(magics, name), str_key=f"%%{name}")
     for name in SHOWN:
-        shell.display_formatter.mimebundle_formatter.for_type_by_name(*name.rsplit(".", 1), magics.bundle)
+        for formatter, function in _formatters(shell, magics):
+            formatter.for_type_by_name(*name.rsplit(".", 1), function)
     if not shell.custom_exceptions:  # somebody else's handler stays
         shell.set_custom_exc((TfnbError,), _show_short)
 
@@ -48,13 +52,24 @@ def unload(shell: InteractiveShell) -> None:
             shell.magics_manager.magics[kind].pop(name, None)
             shell.strdispatchers["complete_command"].strs.pop({"line": "%", "cell": "%%"}[kind] + name, None)
     for name in SHOWN:
-        _forget_formatter(shell.display_formatter.mimebundle_formatter, name)
+        for formatter, _ in _formatters(shell, magics):
+            _forget(formatter, name)
     if shell.custom_exceptions == (TfnbError,):
         shell.set_custom_exc((), None)
 
 
-def _forget_formatter(formatter: Any, name: str) -> None:
-    """A formatter moves from the deferred table to the type's when the type is first shown."""
+def _formatters(shell: InteractiveShell, magics: TfnbMagics) -> tuple[tuple[Any, Any], ...]:
+    """Who shows our objects: text from the bundle, HTML only where it is wanted."""
+    shown = shell.display_formatter
+    return (shown.mimebundle_formatter, _text), (shown.formatters["text/html"], magics.html)
+
+
+def _text(shown: Any, include: Any = None, exclude: Any = None) -> dict[str, str]:
+    return {"text/plain": repr(shown)}
+
+
+def _forget(formatter: Any, name: str) -> None:
+    """A function moves from the deferred table to the type's when the type is first shown."""
     formatter.deferred_printers.pop(tuple(name.rsplit(".", 1)), None)
     for kind in list(formatter.type_printers):
         if f"{kind.__module__}.{kind.__qualname__}" == name:

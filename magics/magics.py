@@ -123,8 +123,8 @@ class TfnbMagics(Magics):
         wanted = self.display != "none" if options.show is None else options.show
         if silent or options.quiet or not wanted:
             return
-        drawing = {"text/html": tfnb.view.graph_html(graph, cell=cell), "text/plain": repr(graph)}
-        self.watch.show(self._plain(drawing))
+        html, text = tfnb.view.graph_html(graph, cell=cell), tfnb.view.text_tree(graph, cell=cell)
+        self.watch.show(self._plain({"text/html": html, "text/plain": text}))
         if getattr(options, "live", False) or self.display == "live":
             self.watch.show(tfnb.widgets.GraphWidget.of(graph)._repr_mimebundle_())
 
@@ -369,11 +369,10 @@ class TfnbMagics(Magics):
     def _plain(self, bundle: dict[str, Any]) -> dict[str, Any]:
         return bundle if self.repr == "html" else {"text/plain": bundle["text/plain"]}
 
-    def bundle(self, shown: Any) -> dict[str, Any]:
-        """The mime bundle of one of tfnb's objects, as ``%config TfnbMagics.repr`` wants it."""
+    def html(self, shown: Any) -> str | None:
+        """The HTML of one of tfnb's objects; none where ``%config TfnbMagics.repr = 'text'`` is set."""
         html = getattr(shown, "_repr_html_", None)
-        text = {"text/plain": repr(shown)}
-        return self._plain({"text/html": html(), **text} if html else text)
+        return html() if html is not None and self.repr == "html" else None
 
 
 def _axis(name: str, size: int) -> int | str:

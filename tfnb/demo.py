@@ -35,7 +35,8 @@ def demo(out: Path) -> int:
     if not QUICKSTART.exists():
         raise NotFound(f"the demo executes {QUICKSTART}, which only a checkout of the repository has")
     book = nbformat.read(QUICKSTART, as_version=4)
-    client = NotebookClient(book, km=_kernel(), timeout=600, record_timing=True)
+    quiet = ["--log-level=ERROR"]
+    client = NotebookClient(book, km=_kernel(), timeout=600, record_timing=True, extra_arguments=quiet)
     print("The quickstart notebook: one network, trained here, then on 2 compute tasks and 1 parameter server.")
     failed, summary = _executed(client)
     report = _written(book, out)
@@ -76,8 +77,9 @@ def _asked(client: NotebookClient) -> dict[str, Any]:
 
 
 def _title(source: str) -> str:
-    """The first line of a cell."""
-    return source.partition("\n")[0][:60]
+    """The first line of a cell; the first two under a cell magic."""
+    lines = source.splitlines()
+    return "  ".join(lines[: 1 + source.startswith("%%")])[:60]
 
 
 def _recordings(book: Any) -> list[Any]:
