@@ -14,10 +14,12 @@ import sys
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from html import escape
+from itertools import chain
 from operator import is_not
 from types import FrameType
 from typing import Any
@@ -92,10 +94,14 @@ def fit(
     session = default_session(graph_of(fetch))
     names, watched = _watched(watch, session)
     source = batches(data, epochs=epochs, steps=steps, batch_size=batch_size, shuffle=shuffle, seed=seed)
-    run = _Run(Metrics(names), _front(source.total, session.graph.name), timeout)
+    run = _Run(Metrics(names), _front(source.total, session.graph.name), timeout, session.cluster)
+    if session.cluster is None:
+        taken = _here(session, fetch, watched, source, run)
+    else:
+        taken = _there(session, fetch, watched, source, run, mode, backup)
     try:
-        with _interrupts(run):
-            for batch, values in _here(session, fetch, watched, source, run):
+        with _interrupts(run), closing(taken):
+            for batch, values in taken:
                 run.stepped(batch, values)
             return run.finished()
     except KeyboardInterrupt:
@@ -122,6 +128,30 @@ def _here(
         yield batch, call(*batch.values)[1]
 
 
+def _there(
+    session: Session, fetch: Any, watched: tuple[Any, ...], source: Batches, run: _Run, mode: str, backup: int
+) -> Iterator[tuple[Batch, Sequence[torch.Tensor]]]:
+    """Each batch with the watched values of its step, taken by the connected cluster."""
+    if backup:
+        warnings.warn(f"backup={backup}: no spare tasks yet, a step waits for all of them", stacklevel=_user_level())
+    each = source.each if source.is_ours else _awaited(source.each, run)
+    first = next(each, None)
+    if first is None:
+        return
+    begun: deque[Batch] = deque()  # in asynchronous mode several at a time, and they end in any order
+
+    def rows() -> Iterator[tuple[Any, ...]]:
+        for batch in chain([first], each):
+            if len(batch.keys) != len(first.keys) or any(map(is_not, first.keys, batch.keys)):
+                raise InvalidArgument("on a cluster every feed dict has the same keys in the same order")
+            begun.append(batch)
+            yield batch.values
+
+    with closing(session.train((fetch, watched), first.keys, rows(), mode=mode, timeout=run.timeout)) as steps:
+        for _, values in steps:
+            yield begun.popleft(), values
+
+
 def _awaited(each: Iterator[Batch], run: _Run) -> Iterator[Batch]:
     """The user's data: nothing is half done while waiting for it, so an interrupt counts at once."""
     while True:
@@ -137,12 +167,15 @@ def _awaited(each: Iterator[Batch], run: _Run) -> Iterator[Batch]:
 class _Run:
     """Where one `fit` stands."""
 
-    def __init__(self, metrics: Metrics, front: Any, timeout: float | None) -> None:
+    def __init__(self, metrics: Metrics, front: Any, timeout: float | None, cluster: Any) -> None:
         self.step = 0
+        self.timeout = timeout
+        self._cluster = cluster
+        self._before = 0 if cluster is None else cluster.step
         self.is_inside = False  # within a step
         self.is_waiting = False  # for data
         self.is_wanted = False  # an interrupt
-        self._metrics, self._front, self._timeout = metrics, front, timeout
+        self._metrics, self._front = metrics, front
         self._epoch = 1
         self._start = self._looked = time.perf_counter()
         self._warned = 0
@@ -168,9 +201,9 @@ class _Run:
         self._read()
         if seconds >= SHOWN_AFTER:
             self._front.update(self.step, self._metrics.latest(), self.step / seconds)
-        if self._timeout is not None and seconds > self._timeout:
+        if self.timeout is not None and self._cluster is None and seconds > self.timeout:
             raise DeadlineExceeded(
-                f"fit did not end within {self._timeout} s; variables are at step {self.step}", step=self.step
+                f"fit did not end within {self.timeout} s; variables are at step {self.step}", step=self.step
             )
 
     def _read(self) -> None:
@@ -195,10 +228,14 @@ class _Run:
 
     def stopped(self) -> str:
         """The end by an interrupt; says where the variables are."""
-        place = f"{self.step} or {self.step + 1}" if self.is_inside else str(self.step)
+        place = f"{self.step} or {self.step + 1}" if self.is_inside else str(self._applied())
         text = f"stopped at step {self.step}; variables are at step {place}"
         self._front.finish(text)
         return text
+
+    def _applied(self) -> int:
+        """Steps that the variables have seen: a cluster ends what it has begun."""
+        return self.step if self._cluster is None else self._cluster.step - self._before
 
     def failed(self, error: BaseException) -> None:
         """The end by an error, which learns its step."""

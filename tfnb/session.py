@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,18 @@ class Session:
             return prepared.rebuild(results)
 
         return call
+
+    def train(
+        self, fetches: Any, feeds: Sequence[Any], rows: Iterable[Sequence[Any]], *, mode: str, timeout: float | None
+    ) -> Iterator[Any]:
+        """`fit` on the cluster: ``fetches`` once for each of ``rows`` (values of ``feeds``), as steps are applied."""
+        cluster = self.cluster
+        prepared = self._prepare(fetches, tuple(feeds))
+        program = prepared.program
+        fed = ((prepared.feeder.tensors(values), next(self._runs)) for values in rows)
+        with closing(cluster.train(program, cluster.batches(program, fed), mode=mode, timeout=timeout)) as steps:
+            for _, results in steps:
+                yield prepared.rebuild([*results, *(variable.value() for variable in prepared.trailing)])
 
     def _execute(self, program: Program, tensors: list[torch.Tensor], timeout: float | None) -> list[Any]:
         __tracebackhide__ = True
