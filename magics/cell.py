@@ -12,7 +12,7 @@ import itertools
 import linecache
 import sys
 from dataclasses import dataclass
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 from IPython.core.displayhook import DisplayHook
@@ -31,7 +31,7 @@ class CellSyntaxError(Exception):
         self.error, self.shell = error, shell
 
     def _render_traceback_(self) -> list[str]:
-        return self.shell.SyntaxTB.structured_traceback(type(self.error), self.error, [])
+        return self.shell.SyntaxTB.structured_traceback(type(self.error), self.error, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +80,9 @@ def compiled(shell: InteractiveShell, magic: str, line: str, body: str) -> Progr
         source = shell.transform_cell(body)  # drops leading blank lines
         tree = shell.transform_ast(shell.compile.ast_parse("\n" * (above + blank) + source, filename))
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-        statements = shell.compile(tree, filename, "exec")
-        result = None if last is None else shell.compile(ast.Expression(last.value), filename, "eval")
+        compiler: Any = shell.compile  # annotated for text only
+        statements = compiler(tree, filename, "exec")
+        result = None if last is None else compiler(ast.Expression(last.value), filename, "eval")
     except SyntaxError as error:
         raise CellSyntaxError(_advise(error), shell) from None
     return Program(shell, label, filename, statements, result, DisplayHook.semicolon_at_end_of_expression(source))
@@ -90,7 +91,7 @@ def compiled(shell: InteractiveShell, magic: str, line: str, body: str) -> Progr
 def place(shell: InteractiveShell) -> tuple[str, str]:
     """Label and file name of the user's cell: the outermost one on the stack, since %%capture runs cells by itself."""
     found = None
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         filename = frame.f_code.co_filename
         known = shell.compile.format_code_name(filename)

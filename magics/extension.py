@@ -60,7 +60,7 @@ def unload(shell: InteractiveShell) -> None:
 
 def _formatters(shell: InteractiveShell, magics: TfnbMagics) -> tuple[tuple[Any, Any], ...]:
     """Who shows our objects: text from the bundle, HTML only where it is wanted."""
-    shown = shell.display_formatter
+    shown: Any = shell.display_formatter
     return (shown.mimebundle_formatter, _text), (shown.formatters["text/html"], magics.html)
 
 

@@ -38,6 +38,8 @@ class TfnbMagics(Magics):
     repr = Enum(["html", "text"], "html", help="how objects of tfnb are shown").tag(config=True)
     full_tracebacks = Bool(False, help="show the frames of tfnb in tracebacks").tag(config=True)
 
+    shell: InteractiveShell  # never None here, as it may be in IPython's class
+
     def __init__(self, shell: InteractiveShell, **kwargs: Any) -> None:
         super().__init__(shell=shell, **kwargs)
         self.watch = CellWatch(shell)
@@ -103,7 +105,8 @@ class TfnbMagics(Magics):
         rank = len(getattr(sample, "shape", ()))
         if sizes is not None and len(sizes) != rank:
             raise UsageError(f"-i {text}: {name} has {rank} axes, {len(sizes)} are named")
-        return name, tfnb.placeholder(sample, shape=sizes and [*map(_axis, sizes, sample.shape)], name=name)
+        shape = None if sizes is None else list(map(_axis, sizes, sample.shape))
+        return name, tfnb.placeholder(sample, shape=shape, name=name)
 
     @contextlib.contextmanager
     def _names_kept(self, inputs: list[str]) -> Iterator[None]:

@@ -71,8 +71,9 @@ def _executed(client: NotebookClient) -> tuple[str, dict[str, Any]]:
 
 def _asked(client: NotebookClient) -> dict[str, Any]:
     """The values of `SUMMARY`'s expressions in the notebook."""
-    asked = client.kc.execute("", silent=True, user_expressions=SUMMARY)
-    found = client.wait_for_reply(asked)["content"]["user_expressions"]
+    kernel: Any = client.kc
+    reply: Any = client.wait_for_reply(kernel.execute("", silent=True, user_expressions=SUMMARY))
+    found = reply["content"]["user_expressions"]
     return {name: json.loads(found[name]["data"]["text/plain"]) for name in SUMMARY}
 
 

@@ -1,0 +1,72 @@
+"""The command line: what it prints, and its exit status."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tfnb import doctor
+from tfnb.__main__ import main
+
+
+def test_help_lists_the_commands(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in ("lab", "doctor", "demo"))
+
+
+def test_unknown_command_is_refused(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["doctr"])
+    assert ended.value.code == 2 and "doctr" in capsys.readouterr().err
+
+
+def test_lab_without_jupyterlab_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "jupyterlab.labapp", None)
+    assert main(["lab"]) == 1
+    assert "pip install 'tfnb[lab]'" in capsys.readouterr().err
+
+
+def test_lab_opens_the_notebooks(monkeypatch):
+    opened = []
+    fake = type(sys)("jupyterlab.labapp")
+    fake.main = lambda arguments: opened.extend(arguments)
+    monkeypatch.setitem(sys.modules, "jupyterlab.labapp", fake)
+    assert main(["lab"]) == 0
+    assert Path(opened[0]).name == "notebooks"
+
+
+def test_doctor_finds_everything_here():
+    report = doctor()
+    assert report.ok, report
+    assert {"python", "torch", "drawing", "cluster"} <= {finding.what for finding in report.findings}
+    assert all(finding.found in report._repr_html_() for finding in report.findings if "'" not in finding.found)
+
+
+def test_doctor_reports_what_fails_and_goes_on(monkeypatch, capsys):
+    monkeypatch.setattr("tfnb.view.graph_html", lambda graph: 1 / 0)
+    monkeypatch.setattr("tfnb.connect", lambda *_, **__: 1 / 0, raising=False)
+    assert main(["doctor"]) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("FAILS") == 2 and "ZeroDivisionError" in printed
+
+
+@pytest.mark.slow
+def test_demo_ends_with_one_line_of_json(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "tfnb", "demo", "--out", str(tmp_path)], capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert set(summary) == {
+        "demo", "nodes", "test_accuracy_local", "test_accuracy_cluster", "record_seconds", "report",
+    }  # fmt: skip
+    assert summary["demo"] == "digits" and summary["nodes"] > 80
+    assert summary["test_accuracy_local"] >= 0.97 and summary["test_accuracy_cluster"] >= 0.97
+    assert "<svg" in Path(summary["report"]).read_text()
