@@ -11,11 +11,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
 import torch
-from torch._dynamo.source import ConstantSource
+from torch._guards import GuardSource, Source
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
@@ -26,6 +27,26 @@ from tfnb.graph.contents import unique
 from tfnb.graph.spec import Size
 
 _HINTS = (37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83)  # distinct, never 0 or 1, rarely a layer's width
+
+
+@dataclass(frozen=True)
+class _Named(Source):
+    """Where a symbol comes from: torch._dynamo's ConstantSource, without the seconds that importing torch._dynamo takes."""
+
+    label: str
+
+    @property
+    def guard_source(self) -> GuardSource:
+        return GuardSource.CONSTANT
+
+    @property
+    def _name_template(self) -> str:
+        return self.label
+
+    if not hasattr(Source, "_name_template"):  # torch before 2.12
+
+        def name(self) -> str:
+            return self.label
 
 
 class _Env(ShapeEnv):
@@ -85,7 +106,7 @@ class Symbols:
         if hint is None:
             used = {self.hint(s) for s in self._values.values()}
             hint = next((h for h in _HINTS if h not in used), 97 + 2 * len(used))
-        source = ConstantSource(f"{letter}_{len(self._letters)}")
+        source = _Named(f"{letter}_{len(self._letters)}")
         symbol = self.env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
         size = self.env.create_symintnode(symbol, hint=hint, source=source)
         self._letters[symbol] = letter
