@@ -20,7 +20,7 @@ import torch
 
 from tfnb.cluster.ledger import Ledger
 from tfnb.cluster.messages import Failed, Ok, Refused, Request, failed
-from tfnb.errors import InvalidArgument, NonFiniteGradient, NotFound, ResourceExhausted, ShapeError, StepAborted
+from tfnb.errors import AlreadyExists, InvalidArgument, NonFiniteGradient, NotFound, ResourceExhausted, ShapeError, StepAborted
 
 PLANS = 64  # registered plans that are kept
 
@@ -146,7 +146,7 @@ class Core:
         _same_number(keys, request.tensors)
         for key in keys:
             if key in self.store:
-                raise InvalidArgument(f"{key} exists on this server")
+                raise AlreadyExists(f"{key} exists on this server")
         self._afford(sum(t.numel() * t.element_size() for t in request.tensors))
         with self._writing(keys):
             for key, tensor in zip(keys, request.tensors, strict=True):

@@ -1,0 +1,294 @@
+"""Finding or making a Dask cluster, and starting one task on each of its workers. Dask glue; decides only who is what.
+
+A cluster that is made here listens on 127.0.0.1, has no dashboard, and is closed by us; what was handed in is left
+as it was. ``ps`` of the workers become parameter servers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import dask
+from distributed import Client, LocalCluster, Security, default_client
+
+from tfnb.cluster.engine import Member
+from tfnb.cluster.messages import Failed, Ok, Outcome, Peer, raised
+from tfnb.cluster.task import Task, versions
+from tfnb.cluster.transport import ClientLink, is_local, parse_address
+from tfnb.errors import (
+    DeadlineExceeded, FailedPrecondition, InsecureAddress, InvalidArgument, Unavailable, VersionMismatch,
+)  # fmt: skip
+
+EPOCH = 1
+_OURS = {"DASK_DISTRIBUTED__COMM__OFFLOAD": "False", "DASK_DISTRIBUTED__COMM__SHARD": "512MiB"}
+_SETTINGS = {"distributed.scheduler.worker-ttl": "30s", "distributed.comm.timeouts.connect": "10s"}
+_SCHEMES = ("tcp", "tls", "ws", "wss", "inproc", "unix", "ucx", "ucxx")
+_ENCRYPTED = ("tls", "wss", "inproc", "unix")
+
+
+@dataclass
+class Place:
+    """Where the tasks will run: a client, how to close what was made here, and how many servers were asked for."""
+
+    client: Client
+    closers: list[Callable[[], Any]] = field(default_factory=list)
+    ps: int | None = None
+    workers: int = 1  # to wait for
+
+    def close(self) -> None:
+        """Close what was made here; harmless if repeated."""
+        while self.closers:
+            self.closers.pop()()
+
+
+def find(
+    cluster: Any, ps: int | None, security: Security | None, insecure: bool, timeout: float
+) -> Place:
+    """A client for what the user gave; raises Unavailable, InsecureAddress or InvalidArgument."""
+    if ps is not None and (not isinstance(ps, int) or isinstance(ps, bool) or ps < 1):
+        raise InvalidArgument(f"ps={ps!r}: the number of parameter servers is an integer from 1")
+    match cluster:
+        case bool() | float() | bytes():
+            raise InvalidArgument(f"connect({cluster!r}): a number of compute tasks, an address, a Client or a cluster")
+        case None:
+            return _default(ps, timeout)
+        case int():
+            return local(cluster, ps, timeout)
+        case str() | Path():
+            return _address(str(cluster), ps, security, insecure, timeout)
+        case Client():
+            return _client(cluster, ps, insecure)
+    address = getattr(cluster, "scheduler_address", None)
+    if isinstance(address, str):
+        _check_secure(address, insecure)
+        place = _dialled(cluster, address, None, timeout)
+        place.ps = ps
+        return place
+    raise InvalidArgument(
+        f"connect({type(cluster).__name__}): expected a number of compute tasks, an address, a scheduler file, "
+        "a Client, or a cluster with a scheduler_address"
+    )
+
+
+def _default(ps: int | None, timeout: float) -> Place:
+    """Dask's default client, else a cluster of two tasks."""
+    try:
+        client = default_client()
+    except ValueError:
+        return local(2, ps, timeout)
+    return _client(client, ps, True)
+
+
+def _client(client: Client, ps: int | None, insecure: bool) -> Place:
+    if client.asynchronous:
+        raise InvalidArgument("connect needs a blocking Client: make it with asynchronous=False")
+    if client.status != "running" or client.scheduler is None:
+        raise Unavailable(f"the Client is {client.status}; connect with a running one")
+    _check_secure(client.scheduler.address, insecure)
+    return Place(client, ps=ps)
+
+
+def _address(text: str, ps: int | None, security: Security | None, insecure: bool, timeout: float) -> Place:
+    if text.endswith(".json"):
+        if not Path(text).is_file():
+            raise InvalidArgument(f"there is no scheduler file {text}")
+        place = _dialled(None, f"scheduler file {text}", security, timeout, scheduler_file=text)
+        try:
+            _check_secure(place.client.scheduler.address, insecure)
+        except InsecureAddress:
+            place.close()
+            raise
+    else:
+        scheme, rest = parse_address(text)
+        port = rest.rpartition(":")[2]
+        if scheme not in _SCHEMES or (scheme not in ("inproc", "unix") and not port.isdigit()):
+            raise InvalidArgument(f"{text!r} is no scheduler address: expected one like tcp://127.0.0.1:8786")
+        _check_secure(text, insecure)
+        place = _dialled(text, text, security, timeout)
+    place.ps = ps
+    return place
+
+
+def _check_secure(address: str, insecure: bool) -> None:
+    """Plain text to another machine needs an opt-in, before any byte is sent."""
+    if parse_address(address)[0] not in _ENCRYPTED and not insecure and not is_local(address):
+        raise InsecureAddress(
+            f"{address} is on another machine and not encrypted: whoever reaches it, or listens on the way, can run code "
+            "there. Use a tls:// address with security=, or opt in with insecure=True"
+        )
+
+
+def _dialled(target: Any, name: str, security: Any, timeout: float, **kwargs: Any) -> Place:
+    begin = time.monotonic()
+    client = Client.__new__(Client)  # so that a half-made one can be closed
+    try:
+        with dask.config.set({"distributed.comm.timeouts.connect": timeout}):
+            client.__init__(  # type: ignore[misc]
+                *([target] if target is not None else []), timeout=timeout, security=security, set_as_default=False,
+                **kwargs,
+            )  # fmt: skip
+    except BaseException as error:
+        _quietly(client)
+        if not isinstance(error, (OSError, TimeoutError, asyncio.TimeoutError)):
+            raise
+        spent = time.monotonic() - begin
+        raise Unavailable(
+            f"no Dask scheduler answered at {name} within {spent:.1f} s (timeout {timeout:g} s). "
+            "Is it running, and is the port right? The notebook goes on without a cluster"
+        ) from error
+    return Place(client, [client.close])
+
+
+def _quietly(thing: Any) -> None:
+    """Close what was half made; it may lack whatever a close needs."""
+    try:
+        thing.close(timeout=2)
+    except Exception:  # the error that led here is the one to show
+        logging.getLogger(__name__).debug("closing %r failed", type(thing), exc_info=True)
+
+
+def local(tasks: int, ps: int | None, timeout: float) -> Place:
+    """A cluster of processes on this machine: ``tasks`` compute tasks and ``ps`` servers, default one."""
+    if tasks < 1:
+        raise InvalidArgument(f"connect({tasks}): at least one compute task is needed")
+    ps = 1 if ps is None else ps
+    cluster = LocalCluster.__new__(LocalCluster)
+    try:
+        with dask.config.set({**_SETTINGS, "distributed.comm.timeouts.connect": timeout}):
+            cluster.__init__(  # type: ignore[misc]
+                n_workers=tasks + ps, threads_per_worker=1, processes=True, host="127.0.0.1", dashboard_address=None,
+                silence_logs=logging.ERROR, env=_OURS, preload=["tfnb.cluster.task"],
+            )  # fmt: skip
+        place = _dialled(cluster, str(cluster.scheduler_address), None, timeout)
+    except BaseException:
+        _quietly(cluster)
+        raise
+    place.closers.insert(0, cluster.close)
+    place.ps, place.workers = ps, tasks + ps
+    return place
+
+
+# -- tasks on workers -------------------------------------------------------------------------------------------
+
+
+def servers_among(workers: int, ps: int | None) -> int:
+    """How many of so many workers are servers; a single worker is a task and a server at once.
+
+    >>> [servers_among(n, None) for n in (1, 2, 3, 4, 8, 12)], servers_among(3, 2)
+    ([1, 1, 1, 1, 2, 3], 2)
+    """
+    ps = max(1, workers // 4) if ps is None else ps
+    if workers > 1 and ps >= workers:
+        raise InvalidArgument(f"ps={ps} of {workers} workers leaves no compute task; start more workers, or ask for fewer")
+    return min(ps, workers)
+
+
+async def workers_of(client: Client, least: int, timeout: float) -> dict[str, dict[str, Any]]:
+    """Address -> facts of every worker, as soon as there are ``least``."""
+    end = time.monotonic() + timeout
+    while True:
+        found = await _identities(client)
+        if len(found) >= least:
+            return dict(sorted(found.items(), key=lambda item: (str(item[1].get("name")), item[0])))
+        if time.monotonic() > end:
+            raise DeadlineExceeded(
+                f"the Dask cluster at {client.scheduler.address} has {len(found)} of {least} workers "  # type: ignore[union-attr]
+                f"after {timeout:g} s; start some with `dask worker {client.scheduler.address}`"  # type: ignore[union-attr]
+            )
+        await asyncio.sleep(0.05)
+
+
+async def _identities(client: Client) -> dict[str, dict[str, Any]]:
+    try:
+        found = await client.scheduler.identity(n_workers=-1)  # type: ignore[union-attr]
+    except TypeError:  # before distributed 2025: all workers, always
+        found = await client.scheduler.identity()  # type: ignore[union-attr]
+    return {addr: facts for addr, facts in found["workers"].items() if facts.get("status", "running") == "running"}
+
+
+def submit(client: Client, name: str, addr: str, owner: str) -> Any:
+    """Start the task actor on a worker; its future."""
+    return client.submit(
+        Task, name, actor=True, workers=[addr], allow_other_workers=False, pure=False, key=f"tfnb-{owner}-{name}",
+    )  # fmt: skip
+
+
+async def started(client: Client, futures: Mapping[str, Any], end: float) -> None:
+    """Wait until every actor stands; raises what its worker raised."""
+    while True:
+        states = {name: future.status for name, future in futures.items()}
+        for name, state in states.items():
+            if state == "error":
+                cause = await futures[name]._exception()
+                raise FailedPrecondition(
+                    f"the task {name} did not start: {type(cause).__name__}: {cause}. Every worker needs the same tfnb and "
+                    "torch as the notebook"
+                ) from cause
+            if state in ("cancelled", "lost"):
+                raise Unavailable(f"the worker of task {name} was lost while it started")
+        if all(state == "finished" for state in states.values()):
+            return
+        if time.monotonic() > end:
+            waiting = ", ".join(name for name, state in states.items() if state == "pending")
+            raise DeadlineExceeded(f"the tasks {waiting} did not start in time")
+        await asyncio.sleep(0.01)
+
+
+async def greet(link: ClientLink, addr: str, key: str, end: float) -> tuple[Peer, dict[str, Any]]:
+    """The identity of a task, and what it says of itself; raises VersionMismatch with a table."""
+    answer = await link.persist(Peer(addr, key, 0), "hello", epoch=0, deadline=end)
+    meta = _ok(answer, f"the task at {addr}").meta
+    ours, theirs = versions(), dict(meta["versions"])
+    if ours != theirs:
+        rows = [f"  {name:10} here {ours.get(name)!s:10} there {theirs.get(name)!s}" for name in sorted({*ours, *theirs})]
+        raise VersionMismatch("\n".join([f"the worker at {addr} has other versions than this notebook:", *rows]))
+    return Peer(addr, key, int(meta["incarnation"])), dict(meta)
+
+
+async def configure(link: ClientLink, members: Sequence[Member], servers: Sequence[Member], end: float) -> None:
+    """Tell every task the epoch and who the servers are."""
+    peers = [list(server.peer) for server in servers]
+    for member in members:
+        meta = {"epoch": EPOCH, "servers": peers, "serves": member in servers}
+        _ok(await link.persist(member.peer, "configure", meta, epoch=EPOCH, deadline=end), member.name)
+
+
+def _ok(answer: Outcome, who: str) -> Ok:
+    if isinstance(answer, Ok):
+        return answer
+    if isinstance(answer, Failed):
+        raise raised(answer)
+    raise Unavailable(f"{who} did not answer: {answer.message}")
+
+
+async def start(client: Client, link: ClientLink, ps: int | None, workers: int, timeout: float) -> tuple[list[Member], list[Member], str]:
+    """Tasks and servers on the workers of a cluster, and the route to them."""
+    end = time.monotonic() + timeout
+    addrs = list(await workers_of(client, workers, timeout))
+    count = servers_among(len(addrs), ps)
+    owner = uuid.uuid4().hex[:8]
+    if len(addrs) == 1:
+        names = {addrs[0]: "task:0"}
+    else:
+        compute = len(addrs) - count
+        names = {a: f"task:{i}" if i < compute else f"ps:{i - compute}" for i, a in enumerate(addrs)}
+    futures = {name: submit(client, name, addr, owner) for addr, name in names.items()}
+    await started(client, futures, end)
+    members, route = [], "direct"
+    for addr, name in names.items():
+        peer = Peer(addr, str(futures[name].key), 0)
+        if route == "direct":
+            route = await link.route(peer)
+        peer, info = await greet(link, peer.addr, peer.key, end)
+        members.append(Member(name, peer, futures[name], info))
+    servers = [m for m in members if m.name.startswith("ps:")] or members
+    tasks = [m for m in members if m.name.startswith("task:")]
+    await configure(link, members, servers, end)
+    return tasks, servers, route

@@ -1,0 +1,428 @@
+"""`connect` and the connected `Cluster`: the blocking face of the engine.
+
+While a cluster is connected its servers own the values of the variables that ran there: a variable moves when a run
+or fit uses it for the first time, and comes home with `Cluster.pull` and `Cluster.close`. Whatever must not be cut by
+Ctrl-C happens in the client's event loop; this thread only waits for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import torch
+
+from tfnb.cluster import connected
+from tfnb.cluster.card import Row, Status, size
+from tfnb.cluster.deploy import EPOCH, Place, find, start
+from tfnb.cluster.engine import Batch, Engine, Flow, Member
+from tfnb.cluster.joins import join, joins
+from tfnb.cluster.programs import Placed, place
+from tfnb.cluster.transport import ClientLink, parse_address
+from tfnb.errors import FailedPrecondition, InvalidArgument, ParameterServerLost, TfnbError, Unavailable, Unimplemented
+from tfnb.execution import Program
+from tfnb.graph import Variable
+from tfnb.placement.partition import split
+from tfnb.placement.shards import nbytes, pack, together
+
+T = TypeVar("T")
+
+SETTLE = 15.0  # seconds that an interrupted step has to end
+REFRESH = 2.0  # seconds between two pulls during a fit, at least
+KEPT = 64  # placed programs
+
+
+def connect(
+    cluster: Any = None, *, ps: int | None = None, name: str | None = None, security: Any = None,
+    insecure: bool = False, timeout: float = 30.0,
+) -> Cluster:  # fmt: skip
+    """Run graphs on a Dask cluster from now on.
+
+    cluster: a number n (a cluster of processes on this machine, n compute tasks plus ``ps`` servers, default one), a
+    scheduler address or file, a Client, a cluster object, or nothing (Dask's default client, else a local cluster).
+    Of a given cluster ``ps`` workers become servers (default one in four, at least one), the rest compute. security:
+    a `distributed.Security` for tls:// addresses. insecure: allow a plain address on another machine. timeout in
+    seconds for everything. Raises Unavailable naming the address, InvalidArgument, InsecureAddress, VersionMismatch,
+    DeadlineExceeded; nothing is left running then.
+    """
+    if name is not None:
+        raise Unimplemented("connect(name=...): re-attaching to the state of an earlier notebook is not there yet")
+    end = time.monotonic() + timeout
+    where = find(cluster, ps, security, insecure, timeout)
+    try:
+        made = Cluster(where, max(0.1, end - time.monotonic()))
+    except BaseException:
+        where.close()
+        raise
+    connected.connect(made)
+    return made
+
+
+class Cluster:
+    """A connected cluster; a context manager that closes it.
+
+    >>> with connect(2) as cluster:  # doctest: +SKIP
+    ...     tfnb.run(train, feeds)
+    """
+
+    def __init__(self, where: Place, timeout: float) -> None:
+        self._where = where
+        self.client = where.client
+        self._link = ClientLink(self.client)
+        handle = self._link.start(start, self.client, self._link, where.ps, where.workers, timeout)
+        tasks, servers, self._route = self._link.wait(handle, timeout + 5, "starting the tasks")
+        self._engine = Engine(self._link, tasks, servers, EPOCH)
+        self._engine.on_lost = self._lost
+        self._homes = [Home(self, shard, member) for shard, member in enumerate(servers)]
+        self._shards: dict[str, int] = {}
+        self._variables: dict[str, Variable] = {}
+        self._placed: OrderedDict[tuple[int, bool], tuple[Program, Placed]] = OrderedDict()
+        self._pulled = (0, time.monotonic(), 0.0)  # step, when, seconds it took
+        self._closed = False
+
+    # -- what is there --------------------------------------------------------------------------------------
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Names of the live compute tasks."""
+        return tuple(member.name for member in self._engine.tasks if member.alive and member.reported)
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """Names of the live parameter servers."""
+        return tuple(member.name for member in self._engine.servers if member.alive and member.reported)
+
+    @property
+    def step(self) -> int:
+        """Steps (in asynchronous mode: batches) applied since it was connected."""
+        return self._engine.step
+
+    @property
+    def pulled_step(self) -> int:
+        """The step that the local storages show."""
+        return self._pulled[0]
+
+    @property
+    def dashboard_link(self) -> str:
+        """Dask's dashboard, or an empty string where there is none."""
+        with suppress(Exception):  # Dask raises whatever its configuration lacks
+            services = self.client.scheduler_info(n_workers=0).get("services", {})
+            return str(self.client.dashboard_link) if "dashboard" in services else ""
+        return ""
+
+    def status(self) -> Status:
+        """Tasks, servers, sizes and health, as text and as a card."""
+        engine, address = self._engine, str(self.client.scheduler.address)
+        stats: dict[str, dict[str, Any]] = {}
+        if not self._closed and engine.lost is None:
+            stats = self._do("status", 3.0, engine.stats, 2.0)
+        rows = [self._row(m, stats.get(m.name, {})) for m in dict.fromkeys((*engine.tasks, *engine.servers))]
+        encryption = "encrypted" if parse_address(address)[0] in ("tls", "wss") else "plain"
+        facts = (
+            ("scheduler", f"{address} ({encryption}, {self._route})"),
+            ("compute tasks", str(len(self.tasks))), ("parameter servers", str(len(self.servers))),
+            ("variables on servers", str(len(self._variables))), ("step", str(engine.step)),
+            ("local values are of step", str(self.pulled_step)), ("epoch", str(engine.epoch)),
+            ("dashboard", self.dashboard_link or "off"),
+        )  # fmt: skip
+        state = "closed" if self._closed else "lost" if engine.lost else "connected"
+        notes = tuple([engine.lost.message] if engine.lost else ())
+        dead = sum(not member.alive for member in engine.tasks)
+        if dead and not engine.lost:
+            notes += (f"{dead} of {len(engine.tasks)} compute tasks are lost; the others go on",)
+        return Status(f"Dask cluster, {state}", facts, tuple(rows), notes)
+
+    def _row(self, member: Member, stat: dict[str, Any]) -> Row:
+        state = "alive" if member.alive and member.reported else "lost"
+        threads = member.info.get("threads", 1)
+        parts = [f"{threads} torch thread{'s' if threads != 1 else ''}", ", ".join(member.info.get("devices", ()))]
+        if stat:
+            budget = stat["budget"]
+            limit = f" of {size(budget)}" if budget else ""
+            parts.append(f"{stat['variables']} variables, {size(stat['bytes'])}{limit}, version {stat['version']}")
+        return Row(member.name, member.peer.addr, state, "; ".join(part for part in parts if part))
+
+    def _repr_html_(self) -> str:
+        return self.status()._repr_html_()
+
+    def __repr__(self) -> str:
+        return str(self.status())
+
+    # -- running ----------------------------------------------------------------------------------------------
+
+    def run(
+        self, program: Program, tensors: Sequence[torch.Tensor], *, timeout: float | None = None, run: int = 0
+    ) -> list[torch.Tensor | None]:
+        """One step on one task: the fetched values of ``program``; ``tensors`` in the order of its feeds."""
+        self._ensure_open()
+        placed = self._place(program, parallel=False)
+        values, _, _ = self._step(placed, Batch(tuple(tensors), run), timeout, "run")
+        return _picked(placed.fetched, values[0])
+
+    def _step(
+        self, placed: Placed, batch: Batch, timeout: float | None, what: str
+    ) -> tuple[list[list[Any]], list[int], list[Any]]:
+        patience = None if timeout is None else timeout + 5
+        return self._do(what, patience, self._engine.run, placed, batch, timeout)
+
+    def train(
+        self, program: Program, batches: Iterable[Batch], *, mode: str = "sync", timeout: float | None = None
+    ) -> Iterator[tuple[int, list[Any]]]:
+        """Train data-parallel over the compute tasks; yields (step, fetched values) as batches are applied.
+
+        sync: the rows of a batch are divided over the live tasks, gradients are averaged weighted by rows. async:
+        each task works on whole batches of its own. Close the generator (or exhaust it): local storages then show
+        the values of the last step, also after Ctrl-C. ``timeout``: seconds for all of it.
+        """
+        if mode not in ("sync", "async"):
+            raise Unimplemented(f"mode={mode!r}: this version trains with 'sync' and 'async'")
+        self._ensure_open()
+        end = None if timeout is None else time.monotonic() + timeout
+        steps = self._sync(program, batches, end) if mode == "sync" else self._async(program, batches, end, timeout)
+        try:
+            for item in steps:
+                yield item
+                self._refresh()
+        finally:
+            steps.close()
+            if self._engine.lost is None:
+                self._settle()
+                self.pull()
+
+    def _sync(self, program: Program, batches: Iterable[Batch], end: float | None) -> Iterator[Any]:
+        placed = self._place(program, parallel=True)
+        if placed.why_whole:
+            warnings.warn(f"every step runs whole on one task, not in parallel: {placed.why_whole}", stacklevel=4)
+        ways = joins(program)
+        for batch in batches:
+            left = None if end is None else max(0.0, end - time.monotonic())
+            values, rows, after = self._step(placed, batch, left, "a training step")
+            parts = [_picked(placed.fetched, part) for part in values]
+            joined = [join(way, [part[i] for part in parts], rows) for i, way in enumerate(ways)]
+            for i, at in enumerate(placed.after_fetched):
+                if at is not None:
+                    joined[i] = after[at]
+            yield self._engine.step, joined
+
+    def _async(
+        self, program: Program, batches: Iterable[Batch], end: float | None, timeout: float | None
+    ) -> Iterator[Any]:
+        engine = self._engine
+        placed = self._place(program, parallel=False)
+        left = None if end is None else max(0.0, end - time.monotonic())
+        flow: Flow = self._do("starting to train", SETTLE, engine.flow, placed, left)
+        source, last = iter(batches), False
+        try:
+            while flow.end is None:
+                new = list(itertools.islice(source, flow.machine.wants))
+                last = last or len(new) < flow.machine.wants
+                patience = None if end is None else max(0.0, end - time.monotonic()) + SETTLE
+                for step, values in self._do("training", patience, engine.exchange, flow, new, last):
+                    yield step, _picked(placed.fetched, values)
+        finally:
+            if flow.end is None and engine.lost is None:
+                self._do("ending the training", SETTLE, engine.finish, flow)
+        error = engine.flow_error(flow, timeout)
+        if error is not None:
+            raise self._explained(error)
+
+    # -- variables ----------------------------------------------------------------------------------------------
+
+    def _place(self, program: Program, *, parallel: bool) -> Placed:
+        """The plans of a program, with its variables on the servers."""
+        known = self._placed.get((id(program), parallel))
+        if known is None:
+            shards = self._shards | self._new_shards(program)
+            cut = split(program.whole, program.fetches, program.feeds, shards, parallel=parallel)
+            known = (program, place(cut, program, shards))
+            self._placed[id(program), parallel] = known
+            while len(self._placed) > KEPT:
+                self._placed.popitem(last=False)
+        self._adopt(program)
+        return known[1]
+
+    def _new_shards(self, program: Program) -> dict[str, int]:
+        loads = [0] * len(self._homes)
+        for key, variable in self._variables.items():
+            loads[self._shards[key]] += nbytes(variable)
+        return pack(together(program.graph), self._shards, loads)
+
+    def _adopt(self, program: Program) -> None:
+        """Move variables that are still at home to their servers, with their current values."""
+        strays = [v for v in program.variables if v.key not in self._variables]
+        if not strays:
+            return
+        for variable in strays:
+            if variable.home is not None:
+                raise FailedPrecondition(f"variable {variable.name} lives on {variable.home}; close that cluster first")
+        shards = self._shards | self._new_shards(program)
+        self._do("moving variables to the servers", None, self._move, strays, shards)
+
+    async def _move(self, variables: Sequence[Variable], shards: dict[str, int]) -> None:
+        for shard, home in enumerate(self._homes):
+            mine = [v for v in variables if shards[v.key] == shard and v.key not in self._variables]
+            if mine:
+                await self._engine.create(shard, [v.key for v in mine], [v.storage.cpu() for v in mine])
+                for variable in mine:
+                    self._shards[variable.key], self._variables[variable.key] = shard, variable
+                    variable.home = home
+
+    def pull(self) -> int:
+        """Refresh the local storages (the modules' parameters) from the servers; returns the step they show."""
+        self._ensure_open()
+        begin = time.monotonic()
+        step = self._do("pull", None, self._bring_home)
+        self._pulled = (step, time.monotonic(), time.monotonic() - begin)
+        return step
+
+    async def _bring_home(self) -> int:
+        """All values first, then all storages, so that what is here is always of one step."""
+        values, step = await self._values(list(self._variables.values()))
+        with torch.no_grad():
+            for key, value in values.items():
+                self._variables[key].storage.copy_(value)
+        self._pulled = (step, time.monotonic(), 0.0)
+        return step
+
+    async def _values(self, variables: Sequence[Variable]) -> tuple[dict[str, torch.Tensor], int]:
+        wanted: dict[int, list[str]] = {}
+        for variable in variables:
+            wanted.setdefault(self._shards[variable.key], []).append(variable.key)
+        return await self._engine.pull(wanted)
+
+    def _refresh(self) -> None:
+        """A pull now and then while training: what is left if a server is lost. Costs at most a twentieth of the time."""
+        _, when, cost = self._pulled
+        if time.monotonic() - when > max(REFRESH, 20 * cost):
+            self.pull()
+
+    def _release(self) -> None:
+        """Variables live here again."""
+        for variable in self._variables.values():
+            if variable.home in self._homes:
+                variable.home = None
+        self._variables.clear()
+        self._shards.clear()
+        self._placed.clear()
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def _lost(self, error: TfnbError) -> None:
+        """A server is gone (called in the event loop): the notebook goes on with the last pulled values."""
+        step, missing = self.pulled_step, max(0, self._engine.step - self.pulled_step)
+        tell = f"{missing} later steps are gone" if missing else "nothing is missing"
+        error.message = (
+            f"{error.message}\n  The local variables hold the last pulled values, of step {step}: {tell}.\n"
+            "  The notebook goes on without the cluster; tfnb.connect(...) makes another."
+        )
+        error.details = {"pulled_step": step, "lost_steps": missing}
+        self._release()
+        connected.disconnect(self)
+
+    def close(self, timeout: float = 30.0) -> None:
+        """Bring the values home and close what `connect` opened; harmless if repeated.
+
+        With a server lost the last pulled values stay, and a warning says of which step they are.
+        """
+        if self._closed:
+            return
+        try:
+            if self._engine.lost is None:
+                self._do("close", timeout, self._leave, timeout)
+        except Unavailable as error:
+            warnings.warn(f"closed without the last values: {error}", stacklevel=2)
+        finally:
+            self._closed = True
+            self._release()
+            connected.disconnect(self)
+            for member in (*self._engine.tasks, *self._engine.servers):
+                member.future.release()
+            self._where.close()
+
+    async def _leave(self, timeout: float) -> None:
+        await self._engine.settle(timeout / 2)
+        if self._variables:
+            await self._bring_home()
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # -- waiting --------------------------------------------------------------------------------------------------
+
+    def _ensure_open(self) -> None:
+        if self._closed:
+            raise FailedPrecondition("this cluster is closed; tfnb.connect(...) makes another")
+        if self._engine.lost is not None:
+            raise self._explained(self._engine.lost)
+
+    def _do(
+        self, what: str, timeout: float | None, function: Callable[..., Coroutine[Any, Any, T]], *args: Any
+    ) -> T:
+        """Wait for the event loop to do it; an interrupt or a deadline here ends it there, at a step boundary."""
+        try:
+            return self._link.wait(self._link.start(function, *args), timeout, what)
+        except ParameterServerLost as error:
+            raise self._explained(error) from None
+        except TfnbError:
+            raise
+        except BaseException:
+            self._settle()
+            raise
+
+    def _settle(self) -> None:
+        """End what is in progress, at a step boundary."""
+        self._link.wait(self._link.start(self._engine.settle, SETTLE), SETTLE + 1, "ending the step")
+
+    def _explained(self, error: TfnbError) -> TfnbError:
+        """A fresh exception of the same error, so that tracebacks do not pile up."""
+        return type(error)(error.message, step=error.step, task=error.task, details=error.details)
+
+
+class Home:
+    """The owner of the variables on one server; see `tfnb.graph.variable.Home`."""
+
+    def __init__(self, cluster: Cluster, shard: int, member: Member) -> None:
+        self._cluster, self._shard, self._member = cluster, shard, member
+
+    def value(self, variable: Variable) -> torch.Tensor:
+        """A copy of the value on the server."""
+        values, _ = self._cluster._do("reading a variable", None, self._cluster._values, [variable])
+        return values[variable.key].to(variable.spec.device)
+
+    def assign(self, variable: Variable, value: torch.Tensor) -> None:
+        """Write the value on the server."""
+        cluster = self._cluster
+        cluster._do("assigning a variable", None, cluster._engine.assign, self._shard, variable.key, value.cpu())
+
+    def __str__(self) -> str:
+        return f"{self._member.name} ({self._member.peer.addr})"
+
+
+def _picked(places: Sequence[int | None], values: Sequence[Any]) -> list[Any]:
+    return [None if place is None else values[place] for place in places]
+
+
+def batches(
+    program: Program, rows: Iterable[tuple[Sequence[torch.Tensor], int]]
+) -> Iterator[Batch]:
+    """Batches of (tensors, run index): every feed with a varying axis 0 of the batch's length is divided."""
+    by_id = program.whole.contents.by_id
+    varies = [
+        bool(shape) and not isinstance(shape[0], int)
+        for shape in (by_id[value.node].outputs[value.index].shape for value in program.feeds)
+    ]
+    for tensors, run_index in rows:
+        lengths = {len(t) for t, free in zip(tensors, varies, strict=True) if free}
+        count = max(lengths, default=0)
+        cut = tuple(free and len(t) == count for t, free in zip(tensors, varies, strict=True))
+        if count == 0 and lengths:
+            raise InvalidArgument("a batch of no rows")
+        yield Batch(tuple(tensors), run_index, count or None, cut)

@@ -1,0 +1,521 @@
+"""Carries out what `plan` says: calls tasks and servers, watches who is alive, and moves variables.
+
+Everything here runs in the client's event loop, so that Ctrl-C in the calling thread cuts nothing in half; the
+thread asks for it with `Engine.interrupt`. Decisions are the machines'; this module only reports what happened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tfnb.cluster import plan as p
+from tfnb.cluster.messages import Failed, NotSent, Ok, Outcome, Peer, Refused, Unknown, raised
+from tfnb.cluster.programs import Placed, Plan
+from tfnb.cluster.transport import ClientLink
+from tfnb.errors import (
+    Cancelled, DeadlineExceeded, ParameterServerLost, SchedulerLost, TfnbError, WorkerLost,
+)  # fmt: skip
+
+LOOK = 0.05  # seconds between looks at who is alive
+PATIENCE = 1.0  # seconds a call is out before its peers are pinged
+MISSES = 3  # pings without an answer that make a peer dead
+GRACE = 1.0  # seconds for telling everybody that a round is over
+RANK = 1 << 40  # between the random streams of the workers of one step
+
+
+@dataclass(eq=False)
+class Member:
+    """A task as the notebook sees it. ``future`` is Dask's word on whether its worker lives."""
+
+    name: str
+    peer: Peer
+    future: Any
+    info: dict[str, Any] = field(default_factory=dict)
+    alive: bool = True
+    plans: set[str] = field(default_factory=set)
+
+    @property
+    def reported(self) -> bool:
+        """Whether the scheduler still knows the task's worker."""
+        return self.future.status == "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Feeds of one step, in the order of the program's feeds; ``split``: which of them have the batch's ``rows``."""
+
+    tensors: tuple[torch.Tensor, ...]
+    run_index: int
+    rows: int | None = None
+    split: tuple[bool, ...] = ()
+
+    def part(self, start: int, stop: int) -> list[torch.Tensor]:
+        """The feeds of the worker that gets rows ``start`` to ``stop``."""
+        if self.rows is None:
+            return list(self.tensors)
+        return [t[start:stop] if cut else t for t, cut in zip(self.tensors, self.split, strict=True)]
+
+
+@dataclass
+class Flow:
+    """Asynchronous training in progress."""
+
+    machine: p.Leases
+    placed: Placed
+    queue: asyncio.Queue[p.Event]
+    results: list[tuple[int, list[Any]]] = field(default_factory=list)
+    end: p.Finish | None = None
+    carried: set[asyncio.Task[None]] = field(default_factory=set)
+    watcher: asyncio.Task[None] | None = None
+
+
+class Engine:
+    """The cluster's tasks and servers, driven from the client's event loop.
+
+    ``step``: steps (in asynchronous mode: batches) applied so far. ``lost``: the error that ended the cluster.
+    """
+
+    def __init__(self, link: ClientLink, tasks: Sequence[Member], servers: Sequence[Member], epoch: int) -> None:
+        self.link, self.epoch = link, epoch
+        self.tasks, self.servers = list(tasks), list(servers)
+        self.step = 0
+        self.lost: TfnbError | None = None
+        self.on_lost: Callable[[TfnbError], None] = lambda error: None
+        self.timings: OrderedDict[str, float] = OrderedDict()
+        self._numbers = itertools.count(1)
+        self._turn = asyncio.Lock()  # one step at a time
+        self._queues: set[asyncio.Queue[p.Event]] = set()  # of the machines in progress
+        self._told: set[asyncio.Task[Any]] = set()
+
+    # -- what the notebook asks for -------------------------------------------------------------------------
+
+    async def interrupt(self) -> None:
+        """Ctrl-C: machines in progress stop before their commit, or finish it."""
+        for queue in self._queues:
+            queue.put_nowait(p.Interrupt())
+
+    async def settle(self, seconds: float) -> None:
+        """`interrupt`, and wait until nothing is in progress any more."""
+        await self.interrupt()
+        mine = asyncio.current_task()
+        others = [task for task in self.link.begun if task is not mine]
+        if others:
+            await asyncio.wait(others, timeout=seconds)
+
+    async def run(self, placed: Placed, batch: Batch, seconds: float | None) -> tuple[list[list[Any]], list[int], list[Any]]:
+        """One step. Values of each worker, their rows, and the values seen after the commit."""
+        async with self._turn:
+            deadline = time.monotonic() + seconds if seconds is not None else float("inf")
+            whole = batch.rows is None or placed.why_whole is not None
+            machine = p.Step(
+                self._live(), placed.writes, self._numbers, None if whole else batch.rows, deadline
+            )
+            end = await self._drive(machine, placed, batch)
+            if end.cause is not None:
+                raise self._error(end.cause, seconds)
+            if placed.writes:
+                self.step += 1
+            after: list[Any] = []
+            if placed.after is not None:
+                after = await self._afterwards(placed, placed.after, batch, deadline, seconds)
+            return [_unpacked(value) for value in end.values], list(end.rows), after
+
+    async def _afterwards(
+        self, placed: Placed, after: Plan, batch: Batch, deadline: float, seconds: float | None
+    ) -> list[Any]:
+        """Fetches of the state after the commit: a read of its own."""
+        reading = Placed(after, {}, placed.after_fetched, placed.variables, ())
+        machine = p.Step(self._live(), (), self._numbers, None, deadline)
+        end = await self._drive(machine, reading, Batch(batch.tensors, batch.run_index))
+        if end.cause is not None:
+            raise self._error(end.cause, seconds)
+        return _unpacked(end.values[0])
+
+    async def create(self, shard: int, keys: list[str], tensors: list[torch.Tensor]) -> None:
+        """Make variables on a shard."""
+        await self._mutate(shard, "create", {"keys": keys}, tensors)
+
+    async def assign(self, shard: int, key: str, tensor: torch.Tensor) -> None:
+        """Write a variable."""
+        async with self._turn:
+            await self._mutate(shard, "assign", {"keys": [key]}, [tensor])
+
+    async def pull(self, wanted: dict[int, list[str]]) -> tuple[dict[str, torch.Tensor], int]:
+        """Values by key, all of one step, and that step."""
+        async with self._turn:
+            step = self.step
+            answers = await asyncio.gather(
+                *(self._insist(shard, "pull", {"keys": keys}) for shard, keys in wanted.items())
+            )
+        values = {
+            key: tensor
+            for keys, answer in zip(wanted.values(), answers, strict=True)
+            for key, tensor in zip(keys, answer.tensors, strict=True)
+        }
+        return values, step
+
+    async def stats(self, seconds: float) -> dict[str, dict[str, Any]]:
+        """What each live server says of itself, within ``seconds``."""
+        deadline = time.monotonic() + seconds
+        live = [member for member in self.servers if member.alive]
+        answers = await asyncio.gather(
+            *(self.link.call(m.peer, "stat", epoch=self.epoch, deadline=deadline) for m in live)
+        )
+        return {m.name: dict(a.meta) for m, a in zip(live, answers, strict=True) if isinstance(a, Ok)}
+
+    # -- asynchronous training --------------------------------------------------------------------------------
+
+    async def flow(self, placed: Placed, seconds: float | None) -> Flow:
+        """Begin asynchronous training."""
+        deadline = time.monotonic() + seconds if seconds is not None else float("inf")
+        queue: asyncio.Queue[p.Event] = asyncio.Queue()
+        flow = Flow(p.Leases(self._live(), self._numbers, deadline), placed, queue)
+        self._queues.add(queue)
+        flow.watcher = asyncio.create_task(self._watch(queue))
+        return flow
+
+    async def exchange(self, flow: Flow, batches: Sequence[Batch], last: bool) -> list[tuple[int, list[Any]]]:
+        """Offer batches; return what was applied meanwhile, as soon as there is news or room for more."""
+        for batch in batches:
+            self._carry_flow(flow, flow.machine.on(p.Offer(batch), time.monotonic()))
+        if last:
+            self._carry_flow(flow, flow.machine.on(p.End(), time.monotonic()))
+        while flow.end is None and not flow.results and not flow.machine.wants:
+            event = await flow.queue.get()
+            self._carry_flow(flow, flow.machine.on(event, time.monotonic()))
+        if flow.end is not None:
+            self._finish_flow(flow)
+        results, flow.results = flow.results, []
+        return results
+
+    def _finish_flow(self, flow: Flow) -> None:
+        self._queues.discard(flow.queue)
+        if flow.watcher is not None:
+            flow.watcher.cancel()
+        for task in flow.carried:
+            task.cancel()
+
+    async def finish(self, flow: Flow) -> None:
+        """Let every begun batch be applied and begin no more."""
+        self._carry_flow(flow, flow.machine.on(p.Interrupt(), time.monotonic()))
+        while flow.end is None:
+            event = await flow.queue.get()
+            self._carry_flow(flow, flow.machine.on(event, time.monotonic()))
+        self._finish_flow(flow)
+
+    def flow_error(self, flow: Flow, seconds: float | None) -> TfnbError | None:
+        """Why asynchronous training ended, if not by the end of its data."""
+        return None if flow.end is None or flow.end.cause is None else self._error(flow.end.cause, seconds)
+
+    def _carry_flow(self, flow: Flow, instructions: Sequence[p.Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case p.Lease(number, task, batch):
+                    work = self._lease(flow, number, task, batch)
+                    carried = asyncio.create_task(work)
+                    flow.carried.add(carried)
+                    carried.add_done_callback(flow.carried.discard)
+                case p.Report(_, values):
+                    self.step += 1
+                    flow.results.append((self.step, _unpacked(values)))
+                case p.Finish():
+                    flow.end = instruction
+
+    async def _lease(self, flow: Flow, number: int, task: int, batch: Batch) -> None:
+        """Compute and push one batch on one task."""
+        about = {"lease": [f"{self.link.client}-leases", number], "rows": batch.rows or 1, "worker": task}
+        event = await self._run_on(number, task, flow.placed, about, list(batch.tensors), batch.run_index)
+        flow.queue.put_nowait(event)
+
+    # -- one synchronous step ------------------------------------------------------------------------------------
+
+    async def _drive(self, machine: p.Step, placed: Placed, batch: Batch) -> p.Finish:
+        """Run a step machine to its end."""
+        queue: asyncio.Queue[p.Event] = asyncio.Queue()
+        carried: set[asyncio.Task[None]] = set()
+        self._queues.add(queue)
+        watcher = asyncio.create_task(self._watch(queue))
+        try:
+            instructions = machine.on(p.Start(), time.monotonic())
+            while True:
+                for instruction in instructions:
+                    if isinstance(instruction, p.Finish):
+                        return instruction
+                    work = asyncio.create_task(self._carry(instruction, placed, batch, queue))
+                    carried.add(work)
+                    work.add_done_callback(carried.discard)
+                event = await queue.get()
+                instructions = machine.on(event, time.monotonic())
+        finally:
+            self._queues.discard(queue)
+            watcher.cancel()
+            for work in carried:
+                work.cancel()
+
+    async def _carry(
+        self, instruction: p.Instruction, placed: Placed, batch: Batch, queue: asyncio.Queue[p.Event]
+    ) -> None:
+        """Carry out one instruction and report the event it leads to."""
+        match instruction:
+            case p.Run(number, task, worker, start, stop):
+                about = {"worker": worker, "rows": stop - start or 1}
+                feeds = batch.part(start, stop)
+                event = await self._run_on(number, task, placed, about, feeds, batch.run_index + worker * RANK)
+                queue.put_nowait(event)
+            case p.Prepare(number, shard, workers):
+                answer = await self._settled(shard, "prepare", {"round": number, "workers": list(workers)})
+                queue.put_nowait(_shard_event(p.Prepared(number, shard), answer))
+            case p.Commit(number, shard, workers):
+                answer = await self._settled(shard, "commit", {"round": number, "workers": list(workers)})
+                queue.put_nowait(_shard_event(p.Committed(number, shard), answer))
+            case p.Abort(number):
+                self._tell(number)
+
+    def _tell(self, number: int) -> None:
+        """Let everybody forget a round; nobody waits for the answers."""
+        deadline = time.monotonic() + GRACE
+        for members, method in ((self.tasks, "cancel"), (self.servers, "abort")):
+            for member in members:
+                if member.alive:
+                    call = self.link.call(member.peer, method, {"round": number}, epoch=self.epoch, deadline=deadline)
+                    told = asyncio.ensure_future(call)
+                    self._told.add(told)
+                    told.add_done_callback(self._told.discard)
+
+    async def _run_on(
+        self, number: int, task: int, placed: Placed, about: dict[str, Any], feeds: list[torch.Tensor], run_index: int
+    ) -> p.Event:
+        """Run a compute plan on a task, registering what it lacks; the event that came of it."""
+        member = self.tasks[task]
+        meta = {"plan": placed.compute.id, "round": number, "run_index": run_index, **about}
+        answer: Outcome = NotSent()
+        for attempt in range(3):
+            try:
+                await self._register(placed, member, again=attempt > 0)
+                deadline = self.link.deadline("run", sum(t.numel() * t.element_size() for t in feeds))
+                answer = await self.link.call(
+                    member.peer, "run", meta, feeds, epoch=self.epoch, deadline=deadline
+                )
+            except _NotDone as failure:
+                answer = failure.outcome
+            except TfnbError as error:  # what cannot be encoded
+                return p.Error(number, task, _as_failed(error))
+            if not (isinstance(answer, Refused) and answer.reason == "unknown-plan"):
+                break
+        return await self._judged(answer, number, task)
+
+    async def _judged(self, answer: Outcome, number: int, task: int) -> p.Event:
+        """What a task's answer means, after asking who is alive where it was none."""
+        member = self.tasks[task]
+        match answer:
+            case Ok():
+                return p.Done(number, task, answer)
+            case Failed(details={"missed": True, "shard": int(shard)}):
+                if not await self.verify(self.servers[shard]):
+                    return p.ShardLost(shard)
+                return p.Missed(number, task, answer)
+            case Failed():
+                return p.Error(number, task, answer)
+            case Refused("stale", message):
+                return p.Missed(number, task, Failed("StepAborted", message))
+            case Refused("unknown-task" | "fenced", _):
+                member.alive = False
+                return p.Lost(task)
+            case Refused(reason, message):
+                return p.Error(number, task, Failed("Internal", f"{member.name} refused: {reason} {message}"))
+        if not await self.verify(member):
+            return p.Lost(task)
+        return p.Missed(number, task, Failed("Unavailable", f"{member.name}: {answer.message}", {"task": member.name}))
+
+    # -- plans ---------------------------------------------------------------------------------------------------
+
+    async def _register(self, placed: Placed, member: Member, *, again: bool) -> None:
+        """See that a task and the servers know the plans of a step."""
+        work = [(member, "register", placed.compute)]
+        work += [(self.servers[shard], "register_shard", plan) for shard, plan in placed.servers.items()]
+        missing = [(m, method, plan) for m, method, plan in work if again or plan.id not in m.plans]
+        if missing:
+            await asyncio.gather(*(self._register_one(*item) for item in missing))
+
+    async def _register_one(self, member: Member, method: str, plan: Plan) -> None:
+        answer = await self.link.persist(
+            member.peer, method, plan.meta, plan.tensors, epoch=self.epoch, deadline=time.monotonic() + 60.0
+        )
+        if isinstance(answer, Ok):
+            member.plans.add(plan.id)
+            return
+        if member in self.servers and isinstance(answer, NotSent | Unknown | Refused):
+            answer = Failed("Unavailable", answer.message, {"missed": True, "shard": self.servers.index(member)})
+        raise _NotDone(answer)
+
+    # -- servers -------------------------------------------------------------------------------------------------
+
+    async def _mutate(self, shard: int, method: str, meta: dict[str, Any], tensors: list[torch.Tensor]) -> None:
+        answer = await self._settled(shard, method, meta, tensors)
+        if isinstance(answer, p.ShardLost):
+            raise self._error(p.ServerLost(shard), None)
+        if isinstance(answer, Failed):
+            raise raised(answer)
+
+    async def _insist(self, shard: int, method: str, meta: dict[str, Any]) -> Ok:
+        answer = await self._settled(shard, method, meta)
+        if isinstance(answer, p.ShardLost):
+            raise self._error(p.ServerLost(shard), None)
+        if isinstance(answer, Failed):
+            raise raised(answer)
+        return answer
+
+    async def _settled(
+        self, shard: int, method: str, meta: dict[str, Any], tensors: Sequence[torch.Tensor] = ()
+    ) -> Ok | Failed | p.ShardLost:
+        """A call to a server, repeated under one identity until it is answered or the server is dead."""
+        member, op = self.servers[shard], self.link.op()
+        while member.alive:
+            deadline = self.link.deadline(method, sum(t.numel() * t.element_size() for t in tensors))
+            answer = await self._unless_dead(
+                member, self.link.call(member.peer, method, meta, tensors, epoch=self.epoch, op=op, deadline=deadline)
+            )
+            match answer:
+                case Ok() | Failed():
+                    return answer
+                case Refused("stale" | "too-old" | "unknown-plan" | "protocol", message):
+                    return Failed("StepAborted", message)
+                case Refused("poisoned", message):
+                    member.info["poisoned"] = message
+                    break
+                case Refused("fenced" | "unknown-task", message):
+                    break
+            if not await self.verify(member):
+                break
+        member.alive = False
+        return p.ShardLost(shard)
+
+    async def _unless_dead(self, member: Member, call: Awaitable[Outcome]) -> Outcome:
+        """The call's outcome, or Unknown as soon as the scheduler says that the peer is dead."""
+        asked, died = asyncio.ensure_future(call), asyncio.ensure_future(self._death(member))
+        try:
+            await asyncio.wait({asked, died}, return_when=asyncio.FIRST_COMPLETED)
+            return asked.result() if asked.done() else Unknown(f"{member.name} died", lost=True)
+        finally:
+            asked.cancel()
+            died.cancel()
+
+    # -- who is alive ----------------------------------------------------------------------------------------------
+
+    def _live(self) -> list[int]:
+        return [index for index, member in enumerate(self.tasks) if member.alive and member.reported]
+
+    async def _death(self, member: Member) -> None:
+        while member.alive and member.reported:
+            await asyncio.sleep(LOOK / 2)
+
+    async def verify(self, member: Member) -> bool:
+        """Whether a peer that a call failed to is alive: by the scheduler's word, then by pings."""
+        for _ in range(MISSES):
+            if not member.alive or not member.reported:
+                break
+            self.link.confirm(member.peer.addr)  # the registry's entry is good: it may be dialled once more
+            answer = await self._unless_dead(member, self.link.call(member.peer, "ping", epoch=self.epoch))
+            if isinstance(answer, Ok) and answer.meta.get("incarnation") == member.peer.incarnation:
+                return True
+        member.alive = False
+        self.link.suspect.add(member.peer.addr)
+        return False
+
+    async def _watch(self, queue: asyncio.Queue[p.Event]) -> None:
+        """Report deaths and the time; ping everybody once the work takes long."""
+        begin = pinged = time.monotonic()
+        pings: dict[Member, asyncio.Task[bool]] = {}
+        seen = {member for member in (*self.tasks, *self.servers) if not member.alive}
+        try:
+            while True:
+                await asyncio.sleep(LOOK)
+                now = time.monotonic()
+                for index, member in enumerate(self.tasks):
+                    if member not in seen and not (member.alive and member.reported):
+                        seen.add(member)
+                        member.alive = False
+                        queue.put_nowait(p.Lost(index))
+                for index, member in enumerate(self.servers):
+                    if member not in seen and not (member.alive and member.reported):
+                        seen.add(member)
+                        member.alive = False
+                        queue.put_nowait(p.ShardLost(index))
+                queue.put_nowait(p.Tick())
+                if now - begin > PATIENCE and now - pinged > PATIENCE:
+                    pinged = now
+                    for member in {*self.tasks, *self.servers} - seen:
+                        if member not in pings or pings[member].done():
+                            pings[member] = asyncio.create_task(self.verify(member))
+        finally:
+            for ping in pings.values():
+                ping.cancel()
+
+    # -- errors ------------------------------------------------------------------------------------------------------
+
+    def _error(self, cause: p.Cause, seconds: float | None) -> TfnbError:
+        """The exception of a cause; a lost server or scheduler ends the cluster."""
+        if self.link.dask.status not in ("running", "newly-created") and not isinstance(cause, Failed | p.Interrupted):
+            return self._lose(SchedulerLost(f"the Dask scheduler was lost at step {self.step}"))
+        match cause:
+            case p.Interrupted():
+                return Cancelled(f"interrupted at step {self.step}", step=self.step)
+            case p.TimedOut():
+                names = ", ".join(self.tasks[i].name for i in self._live())
+                return DeadlineExceeded(
+                    f"step {self.step + 1} did not end within {seconds} s; it waited for {names or 'nobody'}",
+                    step=self.step,
+                )
+            case p.TasksLost(message):
+                return WorkerLost(f"{message} (step {self.step}); variables are as of that step", step=self.step)
+            case p.ServerLost(shard):
+                return self._lose(self._server_error(shard))
+        return raised(cause)
+
+    def _server_error(self, shard: int) -> ParameterServerLost:
+        member = self.servers[shard]
+        why = member.info.get("poisoned", "was lost")
+        text = f"parameter server {shard + 1} of {len(self.servers)} ({member.peer.addr}) {why} at step {self.step}."
+        return ParameterServerLost(text, step=self.step, task=member.name)
+
+    def _lose(self, error: TfnbError) -> TfnbError:
+        if self.lost is None:
+            self.lost = error
+            self.on_lost(error)
+        return self.lost
+
+
+class _NotDone(Exception):
+    """A registration that did not come through."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome)
+        self.outcome = outcome
+
+
+def _shard_event(done: p.Prepared | p.Committed, answer: Ok | Failed | p.ShardLost) -> p.Event:
+    match answer:
+        case Ok():
+            return done
+        case Failed():
+            return p.ShardError(done.number, done.shard, answer)
+    return answer
+
+
+def _as_failed(error: TfnbError) -> Failed:
+    return Failed(type(error).__name__, error.message)
+
+
+def _unpacked(answer: Ok) -> list[Any]:
+    """The fetches of a task's answer, None where a fetch has no value."""
+    tensors = iter(answer.tensors)
+    return [next(tensors) if some else None for some in answer.meta["some"]]
+

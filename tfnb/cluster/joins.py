@@ -1,0 +1,57 @@
+"""How the workers' values of one fetch become the value of the whole batch. Pure; imports the graph.
+
+Rows are put together; what does not depend on the feeds is the first worker's; a floating value is averaged weighted
+by rows, which is exact for a mean over rows; an integer is summed, as a count over rows is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+
+from tfnb.cluster.core import mean
+from tfnb.execution import Program
+from tfnb.graph import Dim, Spec, Value
+
+Way = Literal["first", "rows", "mean", "sum"]
+
+
+def joins(program: Program) -> list[Way]:
+    """The way of each fetch of a program."""
+    fed = set(program.feeds)
+    varying: set[int] = set()
+    for node in program.graph.nodes:
+        if any(value in fed or value.node in varying for value in node.inputs):
+            varying.add(node.id)
+    by_id = program.whole.contents.by_id
+
+    def way(value: Value) -> Way:
+        outputs = by_id[value.node].outputs
+        if not outputs or (value not in fed and value.node not in varying):
+            return "first"
+        return _way(outputs[value.index])
+
+    return [way(value) for value in program.fetches]
+
+
+def _way(spec: Spec) -> Way:
+    if spec.shape and isinstance(spec.shape[0], Dim):
+        return "rows"
+    if spec.dtype.is_floating_point or spec.dtype.is_complex:
+        return "mean"
+    return "first" if spec.dtype is torch.bool else "sum"
+
+
+def join(way: Way, values: Sequence[Any], rows: Sequence[int]) -> Any:
+    """The value of the whole batch.
+
+    >>> join("mean", [torch.tensor(1.0), torch.tensor(4.0)], [2, 1])
+    tensor(2.)
+    """
+    if len(values) == 1 or values[0] is None or way == "first":
+        return values[0]
+    if way == "rows":
+        return torch.cat(list(values))
+    return mean(values, rows) if way == "mean" else torch.stack(list(values)).sum(0).to(values[0].dtype)

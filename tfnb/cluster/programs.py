@@ -1,0 +1,249 @@
+"""Plans: the parts of a split step as messages, and as compiled programs on the tasks.
+
+A plan is registered once on a task, under the sha256 of its content, in tfnb's own graph format; nothing is pickled.
+The notebook makes `Plan`s; a compute task turns one into a `ComputeProgram`, a server into a `ShardProgram`.
+Imports the graph, placement and execution; no Dask.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tfnb.errors import GraphFormatError, TfnbError
+from tfnb.execution import Pending, Program, lower
+from tfnb.execution.explain import explained
+from tfnb.graph import Graph, Value, Variable
+from tfnb.graph.files import sha256
+from tfnb.graph.graph import new_id
+from tfnb.graph.serial import dumps, loads
+from tfnb.placement.partition import Server, Split
+
+Meta = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One part of a step, ready to be registered: ``id``, JSON facts, and the graph's text and constants as tensors."""
+
+    id: str
+    meta: dict[str, Any]
+    tensors: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A step placed on the cluster.
+
+    ``fetched``: for each fetch its place among what the compute plan returns, or None. ``after``: a plan that gives
+    the fetches at ``after_fetched`` from the state after the step. ``writes``: shards that the step writes.
+    """
+
+    compute: Plan
+    servers: Mapping[int, Plan]
+    fetched: tuple[int | None, ...]
+    variables: tuple[Variable, ...]
+    writes: tuple[int, ...]
+    after: Plan | None = None
+    after_fetched: tuple[int | None, ...] = ()
+    why_whole: str | None = None
+
+
+# -- the notebook's side --------------------------------------------------------------------------------------
+
+
+def place(split: Split, program: Program, shards: Mapping[str, int]) -> Placed:
+    """The plans of a split step; ``program`` is the step as it would run here."""
+    servers = {server.shard: _server_plan(server) for server in split.servers}
+    wanted = [value for value in split.fetches if value is not None]
+    borders = list(dict.fromkeys(b.value for server in split.servers for b in server.borders))
+    pushes = [
+        {"shard": s.shard, "plan": servers[s.shard].id, "at": [len(wanted) + borders.index(b.value) for b in s.borders]}
+        for s in split.servers
+    ]
+    writes = tuple(sorted({shards[variable.key] for variable in program.writes}))
+    about = {"count": len(wanted), "pushes": pushes, "whole": split.why_whole is not None}
+    outputs = (*wanted, *borders, *split.checks)
+    compute = _plan(split.compute, outputs, split.feeds, {"shards": _homes(split.compute, shards), **about})
+    after, after_at = None, _numbered(split.after_fetches)
+    if split.after is not None:
+        late = tuple(value for value in split.after_fetches if value is not None)
+        facts = {"shards": _homes(split.after, shards), "count": len(late), "pushes": [], "whole": False}
+        after = _plan(split.after, late, split.after_feeds, facts)
+    return Placed(
+        compute, servers, _numbered(split.fetches), program.variables, writes, after, after_at, split.why_whole
+    )
+
+
+def _numbered(values: Iterable[Value | None]) -> tuple[int | None, ...]:
+    """Places of the values that are not None, counted."""
+    found: list[int | None] = []
+    for value in values:
+        found.append(None if value is None else sum(place is not None for place in found))
+    return tuple(found)
+
+
+def _homes(graph: Graph, shards: Mapping[str, int]) -> dict[str, list[Any]]:
+    """[shard, key] of each variable label of a graph."""
+    return {label: [shards[v.key], v.key] for label, v in graph.contents.variables.items()}
+
+
+def _server_plan(server: Server) -> Plan:
+    facts = {
+        "kinds": [border.kind for border in server.borders],
+        "keys": {label: variable.key for label, variable in server.graph.contents.variables.items()},
+    }
+    return _plan(server.graph, (server.target,), server.feeds, facts)
+
+
+def _plan(graph: Graph, fetches: Sequence[Value], feeds: Sequence[Value], facts: Meta) -> Plan:
+    text, constants = dumps(graph.name, graph.seed, graph.contents)
+    meta = {
+        **facts, "constants": list(constants),
+        "fetches": [_name(graph, value) for value in fetches], "feeds": [_name(graph, value) for value in feeds],
+    }  # fmt: skip
+    digest = hashlib.sha256(json.dumps([meta, text], sort_keys=True).encode())
+    for tensor in constants.values():
+        digest.update(sha256(tensor).encode())
+    raw = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    return Plan(digest.hexdigest(), {"plan": digest.hexdigest(), **meta}, (raw, *constants.values()))
+
+
+def _name(graph: Graph, value: Value) -> str:
+    return f"{graph.contents.by_id[value.node].name}:{value.index}"
+
+
+# -- the tasks' side ------------------------------------------------------------------------------------------
+
+
+def _graph(meta: Meta, tensors: Sequence[torch.Tensor]) -> Graph:
+    """The graph of a registered plan."""
+    try:
+        text = bytes(tensors[0].numpy()).decode()
+        constants = dict(zip(meta["constants"], tensors[1:], strict=True))
+    except (IndexError, KeyError, TypeError, ValueError) as error:
+        raise GraphFormatError(f"not a plan: {type(error).__name__}: {error}") from error
+    name, seed, contents = loads(text, constants, new_id, trusted=True)
+    return Graph(name, contents, seed=seed)
+
+
+def _lowered(meta: Meta, tensors: Sequence[torch.Tensor]) -> Program:
+    graph = _graph(meta, tensors)
+    return lower(graph, map(graph.value, meta["fetches"]), map(graph.value, meta["feeds"]))
+
+
+def _keys(program: Program, keys: Mapping[str, Any]) -> list[Any]:
+    """What ``keys`` says of each variable of the program, in its order."""
+    labels = {variable: label for label, variable in program.whole.contents.variables.items()}
+    return [keys[labels[variable]] for variable in program.variables]
+
+
+class ShardProgram:
+    """What a server applies at commit; a `tfnb.cluster.core.ServerProgram`."""
+
+    def __init__(self, meta: Meta, tensors: Sequence[torch.Tensor]) -> None:
+        self.program = _lowered(meta, tensors)
+        self.kinds: list[str] = list(meta["kinds"])
+        self.reads: list[str] = _keys(self.program, meta["keys"])
+        key_of = dict(zip(self.program.variables, self.reads, strict=True))
+        self.writes: list[str] = [key_of[variable] for variable in self.program.writes]
+
+    def compute(self, feeds: Sequence[torch.Tensor], storages: Sequence[torch.Tensor], run_index: int) -> Pending:
+        """What will be written; nothing is."""
+        try:
+            return self.program.compute(feeds, list(storages), run_index)[1]
+        except TfnbError:
+            raise
+        except Exception as error:
+            raise explained(self.program, error, feeds) from error
+
+    def commit(self, pending: Pending) -> None:
+        """Write it."""
+        self.program.commit(pending)
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """What a worker sends to one shard: feeds of a server plan, or (``plan`` None) new values of ``keys``."""
+
+    shard: int
+    plan: str | None
+    keys: tuple[str, ...]
+    tensors: tuple[torch.Tensor, ...]
+
+
+@dataclass
+class ComputeProgram:
+    """What a compute task runs: reads of some shards, feeds, then fetches and pushes."""
+
+    meta: Meta
+    tensors: Sequence[torch.Tensor]
+    program: Program = field(init=False)
+    homes: list[tuple[int, str]] = field(init=False)  # shard and key of each of the program's variables
+
+    def __post_init__(self) -> None:
+        self.program = _lowered(self.meta, self.tensors)
+        self.tensors = ()
+        self.homes = [(int(shard), str(key)) for shard, key in _keys(self.program, self.meta["shards"])]
+
+    @property
+    def reads(self) -> dict[int, list[str]]:
+        """Keys to pull from each shard."""
+        found: dict[int, list[str]] = {}
+        for shard, key in self.homes:
+            found.setdefault(shard, []).append(key)
+        return found
+
+    def run(
+        self, feeds: Sequence[torch.Tensor], values: Mapping[str, torch.Tensor], run_index: int
+    ) -> tuple[list[torch.Tensor | None], list[Push]]:
+        """Fetched values, and what goes to the shards. ``values`` (by key) are not written."""
+        storages = [self._storage(variable, values[key]) for variable, (_, key) in self._variables()]
+        feeds = [self._fed(value, tensor) for value, tensor in zip(self.program.feeds, feeds, strict=True)]
+        try:
+            out, pending = self.program.compute(feeds, storages, run_index)
+        except TfnbError:
+            raise
+        except Exception as error:
+            raise explained(self.program, error, feeds) from error
+        if self.meta["whole"]:
+            self.program.commit(pending)
+            return out, self._whole(storages)
+        pushes = [
+            Push(int(to["shard"]), str(to["plan"]), (), tuple(_present(out[i]) for i in to["at"]))
+            for to in self.meta["pushes"]
+        ]
+        return out[: self.meta["count"]], pushes
+
+    def _variables(self) -> Iterable[tuple[Variable, tuple[int, str]]]:
+        return zip(self.program.variables, self.homes, strict=True)
+
+    def _storage(self, variable: Variable, value: torch.Tensor) -> torch.Tensor:
+        """A value where the graph wants it; a private copy if the program writes it."""
+        placed = value.to(variable.spec.device)
+        return placed.clone() if placed is value and variable in self.program.writes else placed
+
+    def _fed(self, value: Value, tensor: torch.Tensor) -> torch.Tensor:
+        spec = self.program.whole.contents.by_id[value.node].outputs[value.index]
+        return tensor if tensor.device.type == spec.device else tensor.to(spec.device)
+
+    def _whole(self, storages: Sequence[torch.Tensor]) -> list[Push]:
+        """New values of everything that was written, by shard."""
+        parts: dict[int, list[tuple[str, torch.Tensor]]] = {}
+        for (variable, (shard, key)), storage in zip(self._variables(), storages, strict=True):
+            if variable in self.program.writes:
+                parts.setdefault(shard, []).append((key, storage))
+        return [
+            Push(shard, None, tuple(key for key, _ in part), tuple(value for _, value in part))
+            for shard, part in parts.items()
+        ]
+
+
+def _present(value: torch.Tensor | None) -> torch.Tensor:
+    assert value is not None  # border values are outputs
+    return value

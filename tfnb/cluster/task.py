@@ -1,0 +1,282 @@
+"""The task: one Dask actor on each worker, reached through its one method ``handle``.
+
+A server hosts a `Core` (fed from one thread, in order); a compute task runs registered plans: pull what is read, compute
+in a thread of its own, send updates to the servers, answer with the fetches. The event loop only passes messages on.
+Every error, also SystemExit from a kernel, becomes an answer at the edge; only cancellation by Dask itself passes.
+Imports Dask for the worker it lives on; never IPython.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import secrets
+import signal
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+from distributed import get_worker
+
+import tfnb
+from tfnb.cluster import wire
+from tfnb.cluster.core import PLANS, Core, fence
+from tfnb.cluster.messages import Failed, Ok, OpId, Outcome, Peer, Refused, Request, failed
+from tfnb.cluster.programs import ComputeProgram, Push, ShardProgram
+from tfnb.cluster.transport import read_request, worker_link, write_outcome
+from tfnb.errors import InvalidArgument, StepAborted
+from tfnb.state.store import Store
+
+T = TypeVar("T")
+Answer = Ok | Failed | Refused
+
+SHARE = 0.6  # of a worker's memory limit that a server may fill; Dask pauses a worker at 0.8
+
+
+def versions() -> dict[str, str]:
+    """What must agree between the processes of a cluster."""
+    return {
+        "tfnb": tfnb.__version__, "torch": torch.__version__.partition("+")[0],
+        "python": ".".join(platform.python_version_tuple()[:2]), "envelope": str(wire.VERSION),
+    }  # fmt: skip
+
+
+class _Answered(Exception):
+    """A call on the way could not be carried out: what the caller is told."""
+
+    def __init__(self, answer: Failed | Refused) -> None:
+        super().__init__(answer)
+        self.answer = answer
+
+
+class Task:
+    """One task of a cluster. ``threads``: torch threads; ``budget``: bytes of values a server may hold."""
+
+    def __init__(self, name: str, threads: int | None = None, budget: int | None = None) -> None:
+        worker = get_worker()
+        limit = worker.memory_manager.memory_limit
+        self.name, self.worker = name, worker
+        self.budget = budget if budget is not None or not limit else int(SHARE * limit)
+        self.incarnation = secrets.randbits(62)
+        self.epoch = 0
+        self.core: Core | None = None
+        self.servers: list[Peer] = []
+        self.link = worker_link(worker, wire.BUDGET)
+        self.plans: OrderedDict[str, ComputeProgram] = OrderedDict()
+        self.cache: dict[str, tuple[int, torch.Tensor]] = {}  # key -> version and value, as last pulled
+        self.steps: dict[int, asyncio.Task[Answer]] = {}  # round -> what runs for it
+        self.floor = 0  # rounds up to here are over
+        self.computing = ThreadPoolExecutor(1, thread_name_prefix="tfnb-compute")
+        self.applying = ThreadPoolExecutor(1, thread_name_prefix="tfnb-server")
+        torch.set_num_threads(threads or worker.state.nthreads)
+        self._methods: dict[str, Callable[[Request], Awaitable[Answer]]] = {
+            "configure": self._configure, "register": self._register, "run": self._run, "cancel": self._cancel,
+            **dict.fromkeys(Core.METHODS, self._serve),
+        }  # fmt: skip
+
+    async def handle(self, *frames: Any) -> list[wire.Buffer]:
+        """Answer one message with one message."""
+        try:
+            request = read_request(frames, wire.BUDGET)
+            answer = await self._answer(request)
+            return write_outcome(answer, wire.BUDGET)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # also SystemExit: it must not end the worker
+            return write_outcome(failed(error, self.name), wire.BUDGET)
+
+    async def _answer(self, request: Request) -> Answer:
+        match request.method:
+            case "hello":
+                return self._hello()
+            case "ping":
+                return Ok({"incarnation": self.incarnation, "epoch": self.epoch})
+            case "configure":
+                pass  # it sets the epoch
+            case _:
+                refused = fence(request, self.epoch, self.incarnation)
+                if refused is not None:
+                    return refused
+        method = self._methods.get(request.method)
+        if method is None:
+            return Refused("protocol", f"a task has no method {request.method[:40]!r}")
+        return await method(request)
+
+    def _hello(self) -> Ok:
+        _ignore_interrupts()
+        return Ok({
+            "incarnation": self.incarnation, "versions": versions(), "pid": os.getpid(), "budget": self.budget,
+            "threads": torch.get_num_threads(), "devices": _devices(),
+        })  # fmt: skip
+
+    async def _configure(self, request: Request) -> Answer:
+        """Take a place in the cluster: epoch, the servers, and whether this is one of them."""
+        meta = request.meta
+        if request.incarnation != self.incarnation:
+            return Refused("fenced", "this address now belongs to another task")
+        if int(meta["epoch"]) < self.epoch:
+            return Refused("fenced", f"this task is at epoch {self.epoch}")
+        self.epoch = int(meta["epoch"])
+        self.servers = [Peer(str(a), str(k), int(i)) for a, k, i in meta["servers"]]
+        self.cache.clear()
+        if meta["serves"] and self.core is None:
+            store = Store(budget=self.budget)
+            self.core = Core(store, ShardProgram, epoch=self.epoch, incarnation=self.incarnation)
+        if self.core is not None:
+            self.core.epoch = self.epoch
+        return Ok({"epoch": self.epoch})
+
+    # -- a server -----------------------------------------------------------------------------------------------
+
+    async def _serve(self, request: Request) -> Answer:
+        core = self.core
+        if core is None:
+            return Refused("protocol", f"{self.name} is no parameter server")
+        return await _in(self.applying, lambda: core.on(request, time.monotonic()))
+
+    # -- a compute task ---------------------------------------------------------------------------------------------
+
+    async def _register(self, request: Request) -> Answer:
+        plan = str(request.meta["plan"])
+        if plan not in self.plans:
+            self.plans[plan] = await _in(self.computing, lambda: ComputeProgram(request.meta, request.tensors))
+            while len(self.plans) > PLANS:
+                self.plans.popitem(last=False)
+        return Ok({"plan": plan})
+
+    async def _run(self, request: Request) -> Answer:
+        """Run a plan for a round; ends early when the round is cancelled."""
+        number = int(request.meta["round"])
+        if number <= self.floor:
+            return Refused("stale", f"round {number} is over")
+        step = asyncio.ensure_future(self._step(request, number))
+        self.steps[number] = step
+        try:
+            await asyncio.wait({step})
+        finally:
+            step.cancel()
+            self.steps.pop(number, None)
+        if step.cancelled():
+            return Failed("Cancelled", f"round {number} was cancelled", {"task": self.name})
+        return step.result()
+
+    async def _cancel(self, request: Request) -> Answer:
+        """End every round up to this one; what has been sent is dropped by the servers."""
+        self.floor = max(self.floor, int(request.meta["round"]))
+        for number, step in list(self.steps.items()):
+            if number <= self.floor:
+                step.cancel()
+        return Ok()
+
+    async def _step(self, request: Request, number: int) -> Answer:
+        meta, deadline = request.meta, time.monotonic() + request.seconds_left
+        program = self.plans.get(str(meta["plan"]))
+        if program is None:
+            return Refused("unknown-plan", str(meta["plan"]))
+        self.plans.move_to_end(str(meta["plan"]))
+        begin = time.monotonic()
+        try:
+            values = await self._pull(program, deadline)
+            pulled = time.monotonic()
+            feeds, run_index = request.tensors, int(meta["run_index"])
+            out, pushes = await _in(self.computing, lambda: program.run(feeds, values, run_index))
+            computed = time.monotonic()
+            await asyncio.gather(*(self._push(push, request, number, deadline) for push in pushes))
+        except _Answered as ended:
+            return ended.answer
+        except Exception as error:
+            return failed(error, self.name)
+        timings = {"pull": pulled - begin, "compute": computed - pulled, "push": time.monotonic() - computed}
+        return Ok({"some": [value is not None for value in out], "timings": timings}, _tensors(out))
+
+    async def _pull(self, program: ComputeProgram, deadline: float) -> dict[str, torch.Tensor]:
+        """Values of everything the program reads: one call for each shard, and bytes only for what changed."""
+        answers = await asyncio.gather(*(self._pull_from(*item, deadline) for item in program.reads.items()))
+        return {key: value for answer in answers for key, value in answer.items()}
+
+    async def _pull_from(self, shard: int, keys: Sequence[str], deadline: float) -> dict[str, torch.Tensor]:
+        held = [self.cache.get(key, (-1, None))[0] for key in keys]
+        answer = await self._ask(shard, "pull", {"keys": list(keys), "since": held}, (), None, deadline)
+        fresh = iter(answer.tensors)
+        for key, old, version in zip(keys, held, answer.meta["versions"], strict=True):
+            if old != version:
+                self.cache[key] = (version, next(fresh))
+        return {key: self.cache[key][1] for key in keys}
+
+    async def _push(self, push: Push, request: Request, number: int, deadline: float) -> None:
+        """Send one shard's part: at once in asynchronous mode, else staged for the round."""
+        meta = request.meta
+        about = {
+            "plan": push.plan, "keys": list(push.keys), "rows": meta.get("rows", 1), "run_index": meta["run_index"],
+        }  # fmt: skip
+        if meta.get("lease") is None:
+            about |= {"round": number, "worker": meta["worker"]}
+            await self._ask(push.shard, "stage", about, push.tensors, None, deadline)
+        else:
+            client, seq = meta["lease"]
+            await self._ask(push.shard, "push", about, push.tensors, OpId(str(client), int(seq)), deadline)
+
+    async def _ask(
+        self, shard: int, method: str, meta: Mapping[str, Any], tensors: Sequence[torch.Tensor], op: OpId | None,
+        deadline: float,
+    ) -> Ok:  # fmt: skip
+        """A call to a server; what goes wrong there becomes this task's answer."""
+        peer = self.servers[shard]
+        answer = await self.link.persist(peer, method, meta, tensors, epoch=self.epoch, op=op, deadline=deadline)
+        if isinstance(answer, Ok):
+            return answer
+        raise _Answered(_passed_on(answer, peer, shard))
+
+
+def _passed_on(answer: Outcome, peer: Peer, shard: int) -> Failed | Refused:
+    """A server's refusal in the words of the task that asked: its master decides what it means."""
+    match answer:
+        case Failed():
+            return answer
+        case Refused("unknown-plan", message):
+            return Refused("unknown-plan", message)
+        case Refused("stale", message):
+            return Failed("StepAborted", message)
+    text = f"server {shard} at {peer.addr}: {type(answer).__name__} {getattr(answer, 'message', '')}"
+    return Failed("Unavailable", text, {"shard": shard, "missed": True})
+
+
+async def _in(executor: ThreadPoolExecutor, function: Callable[[], T]) -> T:
+    """The result of ``function`` in a thread; SystemExit and its like arrive as an ordinary error."""
+
+    def guarded() -> tuple[T | None, BaseException | None]:
+        try:
+            return function(), None
+        except BaseException as error:  # asyncio would end the event loop on SystemExit
+            return None, error
+
+    result, error = await asyncio.get_running_loop().run_in_executor(executor, guarded)
+    if error is None:
+        return result  # type: ignore[return-value]
+    if isinstance(error, Exception):
+        raise error
+    raise StepAborted(f"a kernel raised {type(error).__name__}: {error}; nothing was written") from error
+
+
+def _tensors(out: Sequence[Any]) -> list[torch.Tensor]:
+    found = [value for value in out if value is not None]
+    if not all(isinstance(value, torch.Tensor) for value in found):
+        raise InvalidArgument("a fetched value is no tensor")
+    return found
+
+
+def _devices() -> list[str]:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return ["cpu", *(f"cuda:{index}" for index in range(count))]
+
+
+def _ignore_interrupts() -> None:
+    """Ctrl-C in a notebook reaches its process group, worker processes included: it is the notebook's to handle."""
+    if threading.current_thread() is threading.main_thread():
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
