@@ -26,10 +26,10 @@ def small() -> tfnb.Graph:
     with tfnb.record("small") as g:
         a = tfnb.placeholder(torch.ones(2), name="a")
         b = tfnb.placeholder(torch.ones(2), name="b")
-        c = a + b  # noqa: F841
-        d = a * 2  # noqa: F841
-        e = d.exp()  # noqa: F841
-        f = c * 10  # noqa: F841
+        c = a + b
+        d = a * 2
+        e = d.exp()
+        f = c * 10
     return g
 
 
@@ -76,7 +76,7 @@ def test_fetches_of_what_is_not_there() -> None:
         session.run("lossy")
     with pytest.raises(FeedError, match="outside a recording"):
         session.run(torch.ones(3))
-    with pytest.raises(NotFound, match="0 outputs|outputs"):
+    with pytest.raises(NotFound, match="outputs"):
         session.run("a:3", {a: torch.ones(2)})
 
 
@@ -86,7 +86,8 @@ def test_a_failing_kernel_names_node_line_and_feeds() -> None:
         rows = F.embedding(x, torch.randn(4, 2))
     with pytest.raises(InvalidArgument) as info:
         tfnb.run(rows, {x: [7]})
-    assert info.value.op == "aten.embedding.default" and "F.embedding(x" in str(info.value) and "x: int64[1]" in str(info.value)
+    assert info.value.op == "aten.embedding.default"
+    assert "F.embedding(x" in str(info.value) and "x: int64[1]" in str(info.value)
 
 
 def test_reads_and_writes_follow_program_order() -> None:
@@ -251,7 +252,7 @@ def test_a_saved_graph_runs_in_a_fresh_process_without_ipython(tmp_path: Path) -
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
     with tfnb.record("net") as g:
         x = tfnb.placeholder(torch.randn(4, 1, 8, 8))
-        logits = model(x)  # noqa: F841
+        logits = model(x)
         loss = logits.square().mean()
         step = tfnb.train.Adam(1e-2).minimize(loss)
     data = torch.randn(5, 1, 8, 8)
@@ -330,8 +331,7 @@ def test_interrupt_is_delivered_after_the_commit() -> None:
     from tfnb.execution import no_interrupt
 
     reached = []
-    with pytest.raises(KeyboardInterrupt):
-        with no_interrupt():
-            os.kill(os.getpid(), signal.SIGINT)
-            reached.append(1)
+    with pytest.raises(KeyboardInterrupt), no_interrupt():
+        os.kill(os.getpid(), signal.SIGINT)
+        reached.append(1)
     assert reached == [1] and signal.getsignal(signal.SIGINT) is signal.default_int_handler

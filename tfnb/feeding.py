@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,42 @@ from tfnb.graph import Dim, Graph, Guard, Spec, Value, current
 from tfnb.graph.spec import dtype_name
 
 
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """What one feed key takes: the spec, taken apart for a quick look at each feed."""
+
+    name: str
+    spec: Spec
+    count: int  # how many values it stands for
+    source: Any
+    static: tuple[int | None, ...]  # sizes that are numbers
+    symbols: tuple[tuple[int, str], ...]  # (axis, symbol) of the others
+    plain: bool  # no size is an expression
+
+    @classmethod
+    def of(cls, name: str, spec: Spec, count: int, source: Any) -> _Row:
+        symbols = tuple((i, d.expr) for i, d in enumerate(spec.shape) if isinstance(d, Dim) and d.is_symbol)
+        static = tuple(d if isinstance(d, int) else None for d in spec.shape)
+        plain = all(isinstance(d, int) or d.is_symbol for d in spec.shape)
+        return cls(name, spec, count, source, static, symbols, plain)
+
+    def fits(self, tensor: torch.Tensor, symbols: dict[str, int]) -> bool:
+        """Whether the shape fits; binds the symbols."""
+        shape = tensor.shape
+        if not self.plain or len(shape) != len(self.static):
+            return False
+        for axis, symbol in self.symbols:
+            if symbols.setdefault(symbol, shape[axis]) != shape[axis]:
+                return False
+        return all([want is None or want == size for want, size in zip(self.static, shape, strict=True)])
+
+
 class Feeder:
     """Checks and converts the feeds of one signature."""
 
     def __init__(self, graph: Graph, keys: Iterable[tuple[Any, tuple[Value, ...]]]) -> None:
         by_id = graph.contents.by_id
-        self._rows: list[tuple[str, Spec, int, Any]] = []
+        self._rows: list[_Row] = []
         values: list[Value] = []
         for key, targets in keys:
             node = by_id[targets[0].node]
@@ -32,9 +63,10 @@ class Feeder:
                 raise FeedError(f"{node.name} is fed twice (as {key!r} and under another key)", node=node.name)
             values.extend(targets)
             index = f":{targets[0].index}" if targets[0].index else ""
-            self._rows.append((f"{node.name}{index}", node.outputs[targets[0].index], len(targets), node.source))
+            spec = node.outputs[targets[0].index]
+            self._rows.append(_Row.of(f"{node.name}{index}", spec, len(targets), node.source))
         self.values = tuple(values)
-        shown = {s for _, spec, _, _ in self._rows for s in spec.symbols}
+        shown = {s for row in self._rows for s in row.spec.symbols}
         self._guards = tuple(g for g in graph.guards if set(g.symbols) <= shown)
 
     def tensors(self, given: Iterable[Any]) -> list[torch.Tensor]:
@@ -42,11 +74,13 @@ class Feeder:
         __tracebackhide__ = True
         symbols: dict[str, int] = {}
         tensors: list[torch.Tensor] = []
-        for (name, spec, count, source), value in zip(self._rows, given, strict=True):
-            tensor = converted(value, spec, name, source)
-            if tuple(tensor.shape) != spec.shape:
-                _fit(tensor, spec, name, source, symbols)
-            tensors.extend([tensor] * count)
+        for row, value in zip(self._rows, given, strict=True):
+            tensor = converted(value, row.spec, row.name, row.source)
+            if not row.fits(tensor, symbols):
+                _fit(tensor, row.spec, row.name, row.source, symbols)
+            tensors.append(tensor)
+            if row.count > 1:
+                tensors.extend([tensor] * (row.count - 1))
         if self._guards:
             _check_guards(self._guards, symbols)
         return tensors
@@ -56,7 +90,8 @@ def converted(value: Any, spec: Spec, name: str, source: Any) -> torch.Tensor:
     """The value as a tensor of the spec's dtype and device."""
     if isinstance(value, torch.Tensor):
         tensor = current.plain(value)
-        if tensor.dtype is spec.dtype and tensor.device.type == spec.device and not tensor.requires_grad:
+        here = tensor.is_cpu if spec.device == "cpu" else tensor.device.type == spec.device
+        if here and tensor.dtype is spec.dtype and not tensor.requires_grad:
             return tensor
         tensor = tensor.detach()
     elif isinstance(value, (np.ndarray, np.generic)):
@@ -89,12 +124,12 @@ def _fit(tensor: torch.Tensor, spec: Spec, name: str, source: Any, symbols: dict
     given = tuple(tensor.shape)
     if len(given) == len(spec.shape):
         for size, wanted in zip(given, spec.shape, strict=True):
-            if isinstance(wanted, Dim) and wanted.is_symbol:
-                if symbols.setdefault(wanted.expr, size) != size:
-                    raise ShapeError(
-                        f"Cannot feed value of shape {given} for Tensor {name}, which has shape {_shape(spec)}: "
-                        f"{wanted} is {symbols[wanted.expr]} in another feed{_at(source)}", node=name,
-                    )  # fmt: skip
+            symbol = wanted.expr if isinstance(wanted, Dim) and wanted.is_symbol else None
+            if symbol is not None and symbols.setdefault(symbol, size) != size:
+                raise ShapeError(
+                    f"Cannot feed value of shape {given} for Tensor {name}, which has shape {_shape(spec)}: "
+                    f"{symbol} is {symbols[symbol]} in another feed{_at(source)}", node=name,
+                )  # fmt: skip
         try:
             if given == spec.sizes(symbols):
                 return
@@ -140,5 +175,3 @@ def near(name: str, names: Iterable[str]) -> str:
     """``; did you mean X?`` for a near name, else nothing."""
     found = difflib.get_close_matches(name, list(names), 1)
     return f"; did you mean {found[0]}?" if found else ""
-
-

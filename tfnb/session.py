@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -71,7 +70,7 @@ class Session:
         memory_budget: int | None = None,
     ) -> None:  # fmt: skip
         if compile not in ("auto", "off"):
-            raise Unimplemented(f"compile={compile!r}: this version runs generated code ('auto' and 'off' are the same)")
+            raise Unimplemented(f"compile={compile!r}: this version runs generated code; 'auto' and 'off' are the same")
         if memory_budget is not None:
             raise Unimplemented("memory_budget: this version keeps all intermediate values")
         self.graph = graph if isinstance(graph, Graph) else graph_named(graph)
@@ -88,7 +87,12 @@ class Session:
     # -- running ------------------------------------------------------------------------------------------------
 
     def run(
-        self, fetches: Any, feed_dict: Mapping[Any, Any] | None = None, *, timeout: float | None = None, trace: bool = False
+        self,
+        fetches: Any,
+        feed_dict: Mapping[Any, Any] | None = None,
+        *,
+        timeout: float | None = None,
+        trace: bool = False,
     ) -> Any:
         """The values of ``fetches``, with their structure; only what they need is executed.
 
@@ -162,7 +166,7 @@ class Session:
     def _prepare(self, fetches: Any, feed_keys: tuple[Any, ...]) -> _Prepared:
         __tracebackhide__ = True
         if self._closed:
-            raise FailedPrecondition(f"the session of graph {self.graph.name} is closed; make another with tfnb.Session")
+            raise FailedPrecondition(f"the session of graph {self.graph.name} is closed; make a new tfnb.Session")
         key = (_key(fetches), tuple(map(_key, feed_keys)))
         prepared = self._prepared.get(key)
         if prepared is None or prepared.version != self.graph.version:
@@ -207,8 +211,8 @@ class Session:
             return Value(item.id)
         if isinstance(item, torch.Tensor):
             raise FeedError(
-                f"cannot {what} a plain tensor of shape {list(item.shape)}: it was made outside a recording and is not in "
-                f"graph {graph.name}. Compute it in the %%tfgraph cell, or {what} one of: {feeding.listing(graph)}"
+                f"cannot {what} a plain tensor of shape {list(item.shape)}: it was made outside a recording and is not "
+                f"in graph {graph.name}. Compute it in the %%tfgraph cell, or {what} one of: {feeding.listing(graph)}"
             )
         raise FeedError(f"cannot {what} {item!r}: a recorded tensor, Variable, Operation or name was expected")
 
@@ -228,7 +232,7 @@ class Session:
             raise FeedError(f"cannot feed variable {variable.name}: graph {self.graph.name} does not read it")
         return key, reads
 
-    # -- files ----------------------------------------------------------------------------------------------------------
+    # -- files ----------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
         """Write the graph's variables to one safetensors file."""
@@ -266,14 +270,12 @@ class Session:
 
 # -- the default session -------------------------------------------------------------------------------------------
 
-_defaults: weakref.WeakKeyDictionary[Graph, Session] = weakref.WeakKeyDictionary()
-
 
 def default_session(graph: Graph) -> Session:
     """The session that `run`, `.eval` and `fit` use for a graph."""
-    if graph not in _defaults:
-        _defaults[graph] = Session(graph)
-    return _defaults[graph]
+    if "session" not in graph.attached:
+        graph.attached["session"] = Session(graph)
+    return graph.attached["session"]
 
 
 def graph_of(fetches: Any) -> Graph:

@@ -45,7 +45,13 @@ def phases(make: Callable[[], torch.nn.Module], data: torch.Tensor, labels: torc
     want = torch.autograd.grad(F.cross_entropy(model(data).flatten(0, -2), labels.flatten()), parameters)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
-    return {"record": seconds, "differentiate": differentiate, "first run": first, "nodes": forward, "all nodes": len(graph.nodes)}
+    return {
+        "record": seconds,
+        "differentiate": differentiate,
+        "first run": first,
+        "nodes": forward,
+        "all nodes": len(graph.nodes),
+    }
 
 
 def export(ids: torch.Tensor) -> float:

@@ -48,7 +48,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A small GPT: tokens [B, T] -> logits [B, T, vocabulary]."""
 
-    def __init__(self, layers: int = 12, vocabulary: int = 256, width: int = 96, heads: int = 4, time: int = 32) -> None:
+    def __init__(
+        self, layers: int = 12, vocabulary: int = 256, width: int = 96, heads: int = 4, time: int = 32
+    ) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(time, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))

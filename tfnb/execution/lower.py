@@ -63,8 +63,7 @@ class Program:
         self, feeds: Iterable[torch.Tensor], storages: list[torch.Tensor], run: int = 0
     ) -> tuple[list[torch.Tensor | None], Pending]:
         """Fetched values, and the writes of the step; nothing is written."""
-        with torch.no_grad():
-            out = self.forward(*feeds, *storages, run)
+        out = self.forward(*feeds, *storages, run)  # nothing here requires grad, so grad mode does not matter
         fetched, rest = out[: self.n_fetches], out[self.n_fetches :]
         if not self.writes:
             return list(fetched), _NOTHING
@@ -118,6 +117,7 @@ class _Lowering:
         self.state: dict[Variable, fx.Node] = {}  # a variable's value at this place of the program
         self.written: dict[Variable, Value] = {}  # last assign of each variable
         self.symbols: dict[str, fx.Proxy] = {}
+        self.needed_symbols = {s for node in pruned.nodes for s in node.symbols}
         self.node_of: dict[str, Node] = {}
 
     def program(self) -> Program:
@@ -137,9 +137,8 @@ class _Lowering:
         return self._finish(variables, fused)
 
     def _bind_feed_symbols(self) -> None:
-        needed = {s for node in self.graph.nodes for s in node.symbols}
         for symbol, (value, axis) in feed_symbols(self.whole.contents, self.feeds).items():
-            if symbol in needed:
+            if symbol in self.needed_symbols:
                 self._bind(symbol, self.values[value], axis)
 
     def _bind(self, symbol: str, of: fx.Node, axis: int) -> None:
@@ -221,9 +220,9 @@ class _Lowering:
         for index, spec in enumerate(node.outputs):
             for axis, size in enumerate(spec.shape):
                 value = Value(node.id, index)
-                if isinstance(size, Dim) and size.is_symbol and size.expr not in self.symbols and value in self.values:
-                    if any(size.expr in n.symbols for n in self.graph.nodes):
-                        self._bind(size.expr, self.values[value], axis)
+                unbound = isinstance(size, Dim) and size.is_symbol and size.expr not in self.symbols
+                if unbound and value in self.values and size.expr in self.needed_symbols:
+                    self._bind(size.expr, self.values[value], axis)
 
     # -- the commit -------------------------------------------------------------------------------------------
 

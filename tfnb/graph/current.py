@@ -34,4 +34,6 @@ def recording() -> Recording | None:
 
 def plain(value: Any) -> Any:
     """A recorded tensor's sample; anything else unchanged."""
-    return getattr(value, "sample", value) if isinstance(value, torch.Tensor) else value
+    if type(value) is torch.Tensor or not isinstance(value, torch.Tensor):
+        return value
+    return getattr(value, "sample", value)

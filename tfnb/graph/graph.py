@@ -46,6 +46,7 @@ class Graph:
         self.stale: dict[int, str] = {}  # ids of removed nodes -> what to re-run
         self.owners: list[str] = []  # owner keys in order of first recording
         self.notes: tuple[str, ...] = ()  # what the last recording wants to say
+        self.attached: dict[str, Any] = {}  # what rooms above keep for as long as the graph lives
         self.contents = contents or Contents()
         self._lock = threading.Lock()
 

@@ -31,8 +31,9 @@ def placeholder(
 ) -> Tensor:  # fmt: skip
     """A tensor that every run must feed.
 
-    sample: tensor, array or number; its values are used while recording. shape: ints are fixed, ``None`` varies, equal
-    letters vary together; by default axis 0 varies. Without a sample there are shapes only (dtype float32 unless given).
+    sample: tensor, array or number; its values are used while recording. shape: ints are fixed, ``None`` varies,
+    equal letters vary together; by default axis 0 varies. Without a sample there are shapes only, of the default
+    dtype unless given.
 
     >>> from tfnb.recording import record
     >>> with record():
@@ -71,7 +72,8 @@ def _axes(sample: torch.Tensor | None, shape: Any, recorder: Recorder) -> tuple[
             not isinstance(a, int) or a == n for a, n in zip(axes, sample.shape, strict=False)
         )
         if not fits:
-            raise ShapeError(f"placeholder's shape {list(axes)} does not fit its sample {list(sample.shape)}{recorder._at()}")
+            found = list(sample.shape)
+            raise ShapeError(f"placeholder's shape {list(axes)} does not fit its sample {found}{recorder._at()}")
     return axes
 
 
@@ -117,7 +119,7 @@ def constant(value: Any, *, name: str | None = None) -> Tensor:
 
 @contextmanager
 def name_scope(name: str | None) -> Iterator[str]:
-    """Nodes recorded inside stand under this scope. ``"a"`` opens a fresh one, ``"a/"`` re-enters, ``None`` is the root."""
+    """Nodes recorded inside stand under this scope: ``"a"`` fresh, ``"a/"`` re-entered, ``None`` the root."""
     with _recorder("name_scope").scope(name) as path:
         yield path
 

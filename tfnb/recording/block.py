@@ -168,6 +168,7 @@ def _opened(
     lazy: bool, *, append: bool,
 ) -> Iterator[Recorder]:  # fmt: skip
     __tracebackhide__ = True
+    _check_device(device)
     before = graph.contents
     kept = tuple(n for n in before.nodes if append or n.owner is None or n.owner.key != owner.key)
     python_name = _namer(names)
@@ -182,6 +183,13 @@ def _opened(
     except BaseException:
         recorder.space.forget({node.id for node in recorder.new})
         raise
+
+
+def _check_device(device: Any) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch asserts where it was built without CUDA
+        raise InvalidArgument(f"device {device!r} is not available here: {str(error).splitlines()[0]}") from None
 
 
 def _enter(stack: ExitStack, recorder: Recorder, device: Any) -> None:

@@ -1,7 +1,7 @@
 """From a finished recording to new graph contents: pure functions.
 
-Sizes that turned out equal are unified, nodes of nothing but captured data that nobody can reach are dropped, the owner's
-earlier nodes are replaced in place, and consumers in other cells are re-linked by name or become stale.
+Sizes that turned out equal are unified, nodes of nothing but captured data that nobody can reach are dropped, the
+owner's earlier nodes are replaced in place, and consumers in other cells are re-linked by name or become stale.
 """
 
 from __future__ import annotations

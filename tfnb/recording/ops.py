@@ -7,7 +7,7 @@ out-of-place twin of an op that writes. Tried with torch 2.11 and 2.13.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ class Facts:
     decomposes: bool
 
 
-@lru_cache(maxsize=None)
+@cache
 def facts(op: Op) -> Facts:
     """The facts of an overload."""
     schema = op._schema
@@ -86,7 +86,7 @@ def _is_leaf(op: Op) -> bool:
     return op in (aten.detach.default, aten._local_scalar_dense.default)
 
 
-@lru_cache(maxsize=None)
+@cache
 def twin(op: Op) -> Op | None:
     """The overload that computes what ``op`` would write, without writing."""
     if op in _TWINS:

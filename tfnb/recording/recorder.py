@@ -180,9 +180,12 @@ class Recorder(TorchDispatchMode):
         with _disable_current_modes():
             return torch.as_tensor(value)
 
-    def group(self, values: tuple[Value, ...], name: str | None = None, *, tags: frozenset[str] = frozenset()) -> Operation:
+    def group(
+        self, values: tuple[Value, ...], name: str | None = None, *, tags: frozenset[str] = frozenset()
+    ) -> Operation:
         """An Operation that runs all of ``values``."""
-        value = self._append("tfnb.group", self._chosen(name, "group"), (), inputs=values, attrs={"values": tuple(map(Ref, range(len(values))))}, tags=tags)  # fmt: skip
+        attrs = {"values": tuple(map(Ref, range(len(values))))}
+        value = self._append("tfnb.group", self._chosen(name, "group"), (), inputs=values, attrs=attrs, tags=tags)
         self._keep_name(value, name)
         return Operation(self.graph, value)
 
@@ -206,7 +209,9 @@ class Recorder(TorchDispatchMode):
 
     def constant(self, tensor: torch.Tensor, name: str | None = None) -> Entry:
         """A node that holds ``tensor``."""
-        value = self._append("tfnb.constant", self._chosen(name, "constant"), (self.symbols.spec(tensor),), attrs={"value": tensor})
+        value = self._append(
+            "tfnb.constant", self._chosen(name, "constant"), (self.symbols.spec(tensor),), attrs={"value": tensor}
+        )
         self._keep_name(value, name)
         self.space.keep(value, tensor, root=True)
         return Entry(value, self.symbols.fake_like(tensor), None if self.lazy else tensor)
@@ -271,7 +276,9 @@ class Recorder(TorchDispatchMode):
         """Python took a branch on a recorded value: warn once a line, and guard every later node by the outcome."""
         source = self.where()
         entry = self._entry(tensor)
-        guard = self._append("tfnb.guard", "guard", (), inputs=(entry.value,), attrs={"value": Ref(0), "outcome": outcome})
+        guard = self._append(
+            "tfnb.guard", "guard", (), inputs=(entry.value,), attrs={"value": Ref(0), "outcome": outcome}
+        )
         self._control = (*self._control, guard.node)
         key = ("branch", source and source.line)
         if key not in self._warned:
@@ -372,7 +379,8 @@ class Recorder(TorchDispatchMode):
             return fakes  # sizes and other numbers: symbolic already
         value = self._append(
             op_name(func), self._leaf_name(func), tuple(_ABSENT if f is None else self.symbols.spec(f) for f in flat),
-            inputs=tuple(entry.value for entry in inputs), attrs=bind(func, tuple(attr_args), attr_kwargs), stream=stream,
+            inputs=tuple(entry.value for entry in inputs), attrs=bind(func, tuple(attr_args), attr_kwargs),
+            stream=stream,
         )  # fmt: skip
         try:
             samples = self._sample_call(func, sample_args, sample_kwargs, inputs, self.new[-1], len(flat))
@@ -431,7 +439,9 @@ class Recorder(TorchDispatchMode):
             out = seeded(func, seed, torch.device(node.outputs[0].device), args, kwargs)
         return tuple(out) if isinstance(out, (list, tuple)) else (out,)
 
-    def _viewed(self, func: Op, own: Facts, args: Any, kwargs: Any) -> tuple[Base | None, tuple[View, ...], dict[str, Any]]:
+    def _viewed(
+        self, func: Op, own: Facts, args: Any, kwargs: Any
+    ) -> tuple[Base | None, tuple[View, ...], dict[str, Any]]:
         """For a view op: the base it looks at, the chain so far, and its arguments without the viewed tensor."""
         if not own.is_view:
             return None, (), {}
@@ -582,8 +592,8 @@ class Recorder(TorchDispatchMode):
         scope = () if structural else self.scopes.current()
         node = Node(
             id=new_id(), name=unique(name, self._names), op=op, inputs=inputs, outputs=outputs, attrs=attrs or {},
-            control=() if structural and op != "tfnb.read" else self._control, scope=scope, source=self.where(), owner=self.owner,
-            device=self._device, tags=tags, stream=stream, forward=self._forward,
+            control=() if structural and op != "tfnb.read" else self._control, scope=scope, source=self.where(),
+            owner=self.owner, device=self._device, tags=tags, stream=stream, forward=self._forward,
         )  # fmt: skip
         self._names.add(node.name)
         self._by_id[node.id] = node
@@ -616,7 +626,7 @@ class Recorder(TorchDispatchMode):
         leaf = [own] if function in (None, own) else [str(function), own]
         return "/".join([*path, *leaf])
 
-    # -- errors ---------------------------------------------------------------------------------------------------------
+    # -- errors ---------------------------------------------------------------------------------------------
 
     def _at(self) -> str:
         source = self.where()
@@ -631,8 +641,9 @@ class Recorder(TorchDispatchMode):
         listed = ", ".join(f"{name}: {spec}" for name, spec in zip(names, specs, strict=True))
         source = self.where()
         kind = Unsupported if isinstance(error, NotImplementedError) else ShapeError
+        name = func._schema.name.partition("::")[2]
         return kind(
-            f"{func._schema.name.partition('::')[2]} failed: {_first_line(error)}\n  inputs: {listed or 'none'}{self._at()}",
+            f"{name} failed: {_first_line(error)}\n  inputs: {listed or 'none'}{self._at()}",
             op=op_name(func), cell=source.label if source else None, line=source.line if source else None, inputs=specs,
         )  # fmt: skip
 

@@ -13,7 +13,18 @@ import torch
 aten = torch.ops.aten
 
 
-def _batch_norm(rec: Any, x: Any, w: Any, b: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float, cudnn: Any = None) -> Any:
+def _batch_norm(
+    rec: Any,
+    x: Any,
+    w: Any,
+    b: Any,
+    mean: Any,
+    var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn: Any = None,
+) -> Any:
     """Batch norm as a pure op; the running statistics are written back as recorded assignments."""
     if not training:
         return aten._native_batch_norm_legit_no_training(x, w, b, mean, var, momentum, eps)[0]
@@ -25,7 +36,9 @@ def _batch_norm(rec: Any, x: Any, w: Any, b: Any, mean: Any, var: Any, training:
     return out
 
 
-def _native_batch_norm(rec: Any, x: Any, w: Any, b: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float) -> Any:
+def _native_batch_norm(
+    rec: Any, x: Any, w: Any, b: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
+) -> Any:
     if not training:
         return aten._native_batch_norm_legit_no_training(x, w, b, mean, var, momentum, eps)
     if mean is None:

@@ -31,7 +31,7 @@ _HINTS = (37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83)  # distinct, never 0 o
 
 @dataclass(frozen=True)
 class _Named(Source):
-    """Where a symbol comes from: torch._dynamo's ConstantSource, without the seconds that importing torch._dynamo takes."""
+    """Where a symbol comes from: as torch._dynamo's ConstantSource, which takes seconds to import."""
 
     label: str
 

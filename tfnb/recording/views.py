@@ -61,7 +61,9 @@ def _split_sizes(base: Any, new: Any, a: Any, i: int) -> Any:
 PUT: dict[Any, Callable[[Any, Any, dict[str, Any], int], Any]] = {
     aten.alias: lambda base, new, a, i: new,
     aten.detach: lambda base, new, a, i: new,
-    aten.as_strided: lambda base, new, a, i: aten.as_strided_scatter(base, new, a["size"], a["stride"], a["storage_offset"]),
+    aten.as_strided: lambda base, new, a, i: aten.as_strided_scatter(
+        base, new, a["size"], a["stride"], a["storage_offset"]
+    ),
     aten.diagonal: lambda base, new, a, i: torch.diagonal_scatter(base, new, a["offset"], a["dim1"], a["dim2"]),
     aten.permute: _permute,
     aten.select: lambda base, new, a, i: torch.select_scatter(base, new, a["dim"], a["index"]),

@@ -19,8 +19,6 @@ from tfnb.recording.symbols import Symbols
 
 SAMPLE_BUDGET = 1 << 30  # bytes
 
-_workspaces: weakref.WeakKeyDictionary[Graph, Workspace] = weakref.WeakKeyDictionary()
-
 
 class Workspace:
     """Symbols and samples of one graph."""
@@ -139,6 +137,6 @@ def _producers(value: Value, by_id: dict[int, Node], known: Workspace) -> list[N
 
 def workspace(graph: Graph) -> Workspace:
     """The workspace of a graph, made when first asked for."""
-    if graph not in _workspaces:
-        _workspaces[graph] = Workspace(graph)
-    return _workspaces[graph]
+    if "workspace" not in graph.attached:
+        graph.attached["workspace"] = Workspace(graph)
+    return graph.attached["workspace"]
