@@ -228,8 +228,9 @@ class _Run:
 
     def stopped(self) -> str:
         """The end by an interrupt; says where the variables are."""
-        place = f"{self.step} or {self.step + 1}" if self.is_inside else str(self._applied())
-        text = f"stopped at step {self.step}; variables are at step {place}"
+        step = self._applied()
+        place = f"{step} or {step + 1}" if self.is_inside else str(step)
+        text = f"stopped at step {step}; variables are at step {place}"
         self._front.finish(text)
         return text
 

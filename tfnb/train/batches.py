@@ -5,7 +5,7 @@ The order depends on the seed alone, so a cluster trains on the same batches as 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice, repeat
@@ -137,7 +137,7 @@ def _of_feeds(data: Any, epochs: int, steps: int | None) -> Batches:
             "pass a list or another container, or use epochs=1"
         )
     passes: Iterable[int] = count(1) if steps and not is_spent else range(1, epochs + 1)
-    length = len(data) if hasattr(data, "__len__") else None
+    length = len(data) if isinstance(data, Sized) else None
     if length == 0:
         raise InvalidArgument("data is empty")
 

@@ -59,13 +59,13 @@ class Optimizer:
         Default: the trainable ones with a path to the loss. A variable that was asked for and has none gets None.
         Raises ShapeError for a loss that is no scalar, InvalidArgument if there is no variable to train.
         """
-        _check_loss(loss)
-        with reopen(loss.graph) as recorder:
+        recorded = _scalar(loss)
+        with reopen(recorded.graph) as recorder:
             wanted = _trainable(recorder) if variables is None else [variable(v) for v in variables]
             found = gradients(loss, wanted) if wanted else []
             pairs = [(g, v) for g, v in zip(found, wanted, strict=True) if variables is not None or g is not None]
             if all(g is None for g, _ in pairs):
-                raise InvalidArgument(_nothing_to_train(loss, wanted))
+                raise InvalidArgument(_nothing_to_train(recorded, wanted))
             return pairs
 
     def apply_gradients(self, pairs: Iterable[Pair]) -> Operation:
@@ -92,9 +92,9 @@ class Optimizer:
         The step also runs the writes of buffers by the modules that the loss went through (running statistics).
         variables: Variables or Parameters; by default the trainable ones with a path to the loss.
         """
-        _check_loss(loss)
-        with reopen(loss.graph) as recorder:
-            buffers = _buffer_writes(recorder, loss)
+        recorded = _scalar(loss)
+        with reopen(recorded.graph) as recorder:
+            buffers = _buffer_writes(recorder, recorded)
             return self._applied(self.compute_gradients(loss, variables), buffers)
 
     def slots(self, target: Any) -> dict[str, Variable]:
@@ -161,7 +161,9 @@ def _buffer_writes(recorder: Recorder, loss: Tensor) -> list[Value]:
     writes = [node for node in recorder.nodes if node.op == "tfnb.assign" and "buffer" in node.tags]
     if not writes:
         return []
-    modules, seen, stack = set(), set(), [loss.value.node]
+    modules: set[Any] = set()
+    seen: set[int] = set()
+    stack = [loss.value.node]
     while stack:
         node = recorder.node(stack.pop())
         modules.add((node.owner, node.scope[:-1]))
@@ -175,17 +177,18 @@ def _graph_of(pairs: Sequence[Pair]) -> Graph:
     if len(graphs) > 1:
         raise InvalidArgument(f"gradients of one graph are needed, got: {', '.join(sorted(g.name for g in graphs))}")
     recording = current.recording()
-    if graphs or recording is None:
-        if not graphs:
-            raise InvalidArgument("none of the gradients is a recorded tensor, and no recording is open")
+    if graphs:
         return graphs.pop()
+    if not isinstance(recording, Recorder):
+        raise InvalidArgument("none of the gradients is a recorded tensor, and no recording is open")
     return recording.graph
 
 
 # -- bad input ------------------------------------------------------------------------------------------------
 
 
-def _check_loss(loss: Any) -> None:
+def _scalar(loss: Any) -> Tensor:
+    """The loss, if it is one."""
     if not isinstance(loss, Tensor):
         raise InvalidArgument(
             f"a loss is a recorded tensor, not {type(loss).__name__}: "
@@ -196,6 +199,7 @@ def _check_loss(loss: Any) -> None:
         raise ShapeError(f"a loss has shape []: {loss.name} is {spec}; take its mean() or sum()")
     if not spec.dtype.is_floating_point:
         raise InvalidArgument(f"a loss is a floating-point number: {loss.name} is {spec}")
+    return loss
 
 
 def _nothing_to_train(loss: Tensor, asked: Sequence[Variable]) -> str:
