@@ -46,13 +46,6 @@ partials(aten._prelu_kernel.default, lambda n, dy: dy.where(n["self"] >= 0, n["w
          lambda n, dy: (n["self"] * dy).where(n["self"] < 0, 0.0))  # fmt: skip
 
 
-@rule(aten.rrelu_with_noise.default)
-def _(n: Forward, dy: Any) -> Any:
-    if n["training"]:
-        return dy * n["noise"], None
-    return aten.leaky_relu_backward(dy, n["self"], (n["lower"] + n["upper"]) / 2, False), None
-
-
 @rule(aten.rrelu_with_noise_functional.default, outputs=1)
 def _(n: Forward, dy: Any) -> Any:
     if n["training"]:

@@ -120,23 +120,12 @@ partials(aten.max_unpool3d.default, lambda n, dy: _gathered(dy, n["indices"], 3)
 
 # -- resizing: linear too --------------------------------------------------------------------------------------
 
-_RESIZES = (
-    "_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d",
-    "_upsample_nearest_exact3d", "upsample_bicubic2d", "upsample_bilinear2d", "upsample_linear1d", "upsample_nearest1d",
-    "upsample_nearest2d", "upsample_nearest3d", "upsample_trilinear3d",
-)  # fmt: skip
-
-
-def _resize(name: str) -> None:
-    """One resize op, its backward kernel, and the op again for the second order."""
-    forward, backward = getattr(aten, name).default, getattr(aten, f"{name}_backward").default
-    names = [a.name for a in forward._schema.arguments[2:]]  # align_corners and scales, if any
-    partials(forward, lambda n, dy: backward(dy, n["output_size"], n["self"].shape, *(n[a] for a in names)))
-    partials(backward, lambda n, dd: forward(dd, n["output_size"], *(n[a] for a in names)))
-
-
-for _name in _RESIZES:
-    _resize(_name)
+for _name in ("_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa"):
+    _forward, _backward = getattr(aten, _name).default, getattr(aten, f"{_name}_backward").default
+    _rest = ("align_corners", "scales_h", "scales_w")
+    partials(_forward, lambda n, dy, back=_backward: back(
+        dy, n["output_size"], n["self"].shape, *(n[a] for a in _rest)))  # fmt: skip
+    partials(_backward, lambda n, dd, resize=_forward: resize(dd, n["output_size"], *(n[a] for a in _rest)))
 
 # -- sampling a grid -------------------------------------------------------------------------------------------
 

@@ -239,7 +239,7 @@ def _(n: Forward, dys: Any) -> Any:
     return (u @ inner @ v.mT + outer,)
 
 
-@rule(aten.linalg_pinv.atol_rtol_tensor, aten.linalg_pinv.default)
+@rule(aten.linalg_pinv.atol_rtol_tensor)
 def _(n: Forward, dy: Any) -> Any:
     # Golub and Pereyra 1973: three terms, grouped so that the products stay on the short side
     a, x, d = n["self"], n.out, dy.mT

@@ -27,15 +27,12 @@ def _batch_norm(n: Forward, dy: torch.Tensor, mean: Any, invstd: Any, train: boo
     return {"input": dx} | ({} if w is None else {"weight": dw}) | ({"bias": db} if bias else {})
 
 
-@rule(
-    aten.native_batch_norm.default, aten._native_batch_norm_legit.default,
-    aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats, outputs=1,
-)  # fmt: skip
+@rule(aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats, outputs=1)
 def _(n: Forward, dy: Any) -> Any:
     return _batch_norm(n, dy, n.outs[1], n.outs[2], n["training"])
 
 
-@rule(aten._batch_norm_with_update.default, aten._batch_norm_with_update_functional.default, outputs=1)
+@rule(aten._batch_norm_with_update_functional.default, outputs=1)
 def _(n: Forward, dy: Any) -> Any:
     return _batch_norm(n, dy, n.outs[1], n.outs[2], True)
 

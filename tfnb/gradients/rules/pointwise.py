@@ -74,8 +74,6 @@ partials(aten.sin.default, lambda n, dy: dy * _x(n).cos())
 partials(aten.sinh.default, lambda n, dy: dy * _x(n).cosh())
 partials(aten.sqrt.default, lambda n, dy: dy / (2 * n.out))
 partials(aten.tan.default, lambda n, dy: dy * (n.out * n.out + 1))
-partials(aten.square.default, lambda n, dy: dy * (2 * _x(n)))
-partials(aten.positive.default, lambda n, dy: dy)
 partials(aten.angle.default, lambda n, dy: dy * 0)  # of a real number: 0 or pi
 partials(aten.nan_to_num.default, lambda n, dy: dy * _x(n).isfinite())
 partials(aten.special_entr.default, lambda n, dy: dy * (-_x(n).log() - 1).where(_x(n) >= 0, -math.inf))

@@ -240,7 +240,6 @@ def _norm(n: Forward, dy: torch.Tensor, p: Any) -> torch.Tensor:
 partials(aten.linalg_vector_norm.default, lambda n, dy: _norm(n, dy, n["ord"]))
 for _op in (
     aten.norm.Scalar, aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dim_dtype, aten.norm.ScalarOpt_dtype,
-    aten.native_norm.default, aten.native_norm.ScalarOpt_dim_dtype,
 ):  # fmt: skip
     partials(_op, lambda n, dy: _norm(n, dy, 2 if n["p"] is None else n["p"]))
 

@@ -19,15 +19,14 @@ def _back(n: Forward, dy: torch.Tensor) -> torch.Tensor:
 
 
 for _op in (
-    aten.view.default, aten.view_copy.default, aten._unsafe_view.default, aten.reshape.default,
+    aten.view.default, aten.view_copy.default, aten._unsafe_view.default,
     aten._reshape_alias.default, aten._reshape_copy.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
     aten.squeeze_copy.default, aten.squeeze_copy.dim, aten.squeeze_copy.dims,
 ):  # fmt: skip
     partials(_op, _back)
 
 for _op in (
-    aten.alias.default, aten.alias_copy.default, aten.clone.default, aten.contiguous.default, aten.lift.default,
-    aten.lift_fresh.default, aten.lift_fresh_copy.default, aten._to_copy.default,
+    aten.alias.default, aten.alias_copy.default, aten.clone.default, aten._to_copy.default,
     torch.ops.prims.convert_element_type.default, torch.ops.prims.view_of.default, "tfnb.assign",
 ):  # fmt: skip
     partials(_op, lambda n, dy: dy)
@@ -63,7 +62,7 @@ def _inverse(dims: Any) -> list[int]:
     return back
 
 
-@rule(aten.channel_shuffle.default, aten.native_channel_shuffle.default)
+@rule(aten.channel_shuffle.default)
 def _(n: Forward, dy: Any) -> Any:
     # [N, g*k, ...] was read as [N, g, k, ...] and transposed: shuffle with k groups undoes it
     return (aten.channel_shuffle(dy, n["self"].shape[1] // n["groups"]),)
@@ -192,7 +191,7 @@ def _(n: Forward, dy: Any) -> Any:
 
 for _op in (
     aten.split.Tensor, aten.split_copy.Tensor, aten.split_with_sizes.default, aten.split_with_sizes_copy.default,
-    aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default, aten.chunk.default, aten.unsafe_chunk.default,
+    aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default,
 ):  # fmt: skip
     partials(_op, lambda n, dys: torch.cat(list(dys), n["dim"]))
 for _op in (aten.unbind.int, aten.unbind_copy.int):

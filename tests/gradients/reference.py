@@ -1,0 +1,76 @@
+"""Comparing recorded gradients with torch autograd, which no rule calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+import tfnb
+from tfnb.graph import Graph
+
+Function = Callable[..., Any]
+
+
+def compare(function: Function, inputs: Sequence[Any], *, oracle: Function | None = None, second: bool = True) -> Graph:
+    """Differentiate ``function(*inputs)`` by every input that requires grad, twice, and compare with autograd.
+
+    oracle: a function with the same values that torch can differentiate, where it is not ``function`` itself.
+    """
+    wanted = [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.requires_grad]
+    plain = [x.detach().clone().requires_grad_() if i in wanted else x for i, x in enumerate(inputs)]
+    ys = outputs((oracle or function)(*plain))
+    flows = [y.requires_grad for y in ys]
+    dys = [torch.randn_like(y) for y in ys]
+    starts = [plain[i] for i in wanted]
+    expected = autograd(ys, starts, dys, create=second)
+    again = autograd(expected, starts, [torch.ones_like(e) for e in expected]) if second else []
+
+    with tfnb.record() as g:
+        held = [placeholder(x) for x in inputs]
+        recorded = [y for y, flow in zip(outputs(function(*held)), flows, strict=True) if flow]
+        xs = [held[i] for i in wanted]
+        if not recorded:
+            return g
+        got = tfnb.gradients(recorded, xs, [dy for dy, flow in zip(dys, flows, strict=True) if flow])
+        some = [dx for dx, e in zip(got, expected, strict=True) if dx is not None and e.requires_grad]
+        twice = tfnb.gradients(some, xs) if second and some else []
+    assert_same(got, expected)
+    assert_same(twice, again if twice else [])
+    return g
+
+
+def outputs(result: Any) -> list[torch.Tensor]:
+    """The floating tensors in a result."""
+    return [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.dtype.is_floating_point]
+
+
+def placeholder(x: Any) -> Any:
+    """A placeholder of fixed shape for a tensor; anything else unchanged."""
+    return tfnb.placeholder(x.detach(), shape=tuple(x.shape)) if isinstance(x, torch.Tensor) else x
+
+
+def autograd(
+    ys: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], dys: Sequence[torch.Tensor], *, create: bool = False
+) -> list[torch.Tensor]:
+    """torch's gradients, zeros where it gives none; skips the test where it cannot."""
+    pairs = [(y, dy) for y, dy in zip(ys, dys, strict=True) if y.requires_grad]
+    if not pairs:
+        return [torch.zeros_like(x) for x in xs]
+    try:
+        ends, starts = [y for y, _ in pairs], [dy for _, dy in pairs]
+        found = torch.autograd.grad(ends, xs, starts, allow_unused=True, create_graph=create)
+    except RuntimeError as error:
+        pytest.skip(f"torch cannot: {error}")
+    return [torch.zeros_like(x) if dx is None else dx for x, dx in zip(xs, found, strict=True)]
+
+
+def assert_same(got: Sequence[torch.Tensor | None], expected: Sequence[torch.Tensor]) -> None:
+    """Equal up to the rounding of float64; None counts as zeros."""
+    for dx, reference in zip(got, expected, strict=True):
+        value = torch.zeros_like(reference) if dx is None else getattr(dx, "sample", dx)
+        # the same formulas in another order: float64 leaves 1e-7 after cancellations
+        torch.testing.assert_close(value, reference.detach(), rtol=1e-6, atol=1e-7, equal_nan=True)
