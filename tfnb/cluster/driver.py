@@ -12,7 +12,6 @@ import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -110,10 +109,8 @@ class Cluster:
     @property
     def dashboard_link(self) -> str:
         """Dask's dashboard, or an empty string where there is none."""
-        with suppress(Exception):  # Dask raises whatever its configuration lacks
-            services = self.client.scheduler_info(n_workers=0).get("services", {})
-            return str(self.client.dashboard_link) if "dashboard" in services else ""
-        return ""
+        services = self.client.scheduler_info(n_workers=0).get("services", {}) if self._where.dashboard else {}
+        return str(self.client.dashboard_link) if "dashboard" in services else ""
 
     def status(self) -> Status:
         """Tasks, servers, sizes and health, as text and as a card."""
@@ -169,6 +166,11 @@ class Cluster:
     ) -> tuple[list[list[Any]], list[int], list[Any]]:
         patience = None if timeout is None else timeout + 5
         return self._do(what, patience, self._engine.run, placed, batch, timeout)
+
+    @staticmethod
+    def batches(program: Program, rows: Iterable[tuple[Sequence[torch.Tensor], int]]) -> Iterator[Batch]:
+        """What `train` takes, made of (tensors in the order of the program's feeds, run index)."""
+        return batches(program, rows)
 
     def train(
         self, program: Program, batches: Iterable[Batch], *, mode: str = "sync", timeout: float | None = None
