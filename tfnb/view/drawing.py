@@ -1,0 +1,169 @@
+"""A graph's drawing: which boxes are unfolded at first, their faces, and the whole picture as SVG.
+
+Every box has a card (folded) and, if it holds others, a frame (unfolded). The page gets the picture and the other face
+of each group, so it can fold and unfold without asking anyone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from functools import cached_property
+from itertools import groupby
+
+from tfnb.graph import Contents, Graph, Node, Value
+from tfnb.view import facts
+from tfnb.view.box import Box, Key, key_name
+from tfnb.view.escape import shorten, xml
+from tfnb.view.face import HEAD, Face, Painter, n, times
+from tfnb.view.level import Drawn, Level, Placed, Ports
+from tfnb.view.measure import SANS
+from tfnb.view.style import PAPER, SHEET
+from tfnb.view.tree import tree
+from tfnb.view.wiring import Wiring
+
+BOXES = 24  # boxes of the first view, where the graph allows a choice
+MOST = 150
+FACES = 850_000  # characters of the faces that are not shown at first; what is beyond unfolds in the live view only
+
+Which = Node | Value | str | int | None
+
+
+class Drawing:
+    """Draws one version of a graph; ``cell`` folds other cells, ``failing`` is red, ``grey`` pale."""
+
+    def __init__(
+        self, graph: Graph, *, cell: str | None = None, failing: Which = None, grey: Collection[int] = (),
+        boxes: int = BOXES,
+    ) -> None:  # fmt: skip
+        self.name = graph.name
+        self.contents: Contents = graph.contents
+        self.root = tree(self.contents, cell=cell)
+        self.wiring = Wiring(self.contents, self.root)
+        failed = _id_of(failing, self.contents)
+        red = frozenset() if failed is None else frozenset({failed})
+        self.painter = Painter(self.wiring, red, frozenset(grey))
+        self.opened = self._opened(min(boxes, MOST), red)
+
+    # -- which boxes are unfolded -----------------------------------------------------------------------------
+
+    def _opened(self, budget: int, failing: Collection[int]) -> frozenset[Key]:
+        """Groups above a failing node; then lines and modules, a whole depth of a line at a time, while they fit."""
+        where = self.wiring.where
+        opened = {where[node][:depth] for node in failing for depth in range(len(where[node]))} | {()}
+        seen = sum(len(box.children) for box in self.root.walk() if box.key in opened)
+        for _, boxes in groupby(sorted(filter(_has_functions, self.root.walk()), key=_priority), key=_priority):
+            inner = [box for box in boxes if box.key not in opened and box.key[:-1] in opened]
+            more = sum(len(box.children) for box in inner)
+            if seen + more <= budget:
+                opened.update(box.key for box in inner)
+                seen += more
+        return frozenset(opened)
+
+    def seen(self, key: Key) -> Key:
+        """The key of the box that a node is seen in at first: itself, or the outermost folded box around it."""
+        return next((key[:depth] for depth in range(1, len(key)) if key[:depth] not in self.opened), key)
+
+    # -- faces ------------------------------------------------------------------------------------------------
+
+    def card(self, box: Box) -> Face:
+        """The folded face."""
+        return self.painter.card(box)
+
+    def frame(self, box: Box, opened: Collection[Key]) -> tuple[Face, Ports]:
+        """The unfolded face, with the boxes in ``opened`` unfolded inside."""
+        drawn = self._level(box, opened)
+        empty = self.painter.frame(box, "", drawn.width, drawn.height)
+        shift = (empty.width - drawn.width) / 2
+        size = f'data-w="{n(drawn.width)}" data-h="{n(drawn.height)}"'
+        inside = f'<g class="level" {size} transform="translate({n(shift)},{HEAD})">{drawn.svg}</g>'
+        return self.painter.frame(box, inside, drawn.width, drawn.height), drawn.ports.moved(shift)
+
+    def _level(self, box: Box, opened: Collection[Key]) -> Drawn:
+        return Level(box, [self._placed(child, opened) for child in box.children], self.wiring).draw()
+
+    def _placed(self, box: Box, opened: Collection[Key]) -> Placed:
+        unfolded = box.key in opened
+        face, ports = self.frame(box, opened) if unfolded else (self.card(box), Ports())
+        return Placed(face, ports, lambda x, y: self._wrapped(box, face, x, y, unfolded))
+
+    def _wrapped(self, box: Box, face: Face, x: float, y: float, unfolded: bool) -> str:
+        words = [f'class="box" data-key="{box.name}" transform="translate({n(x)},{n(y)})" tabindex="0"']
+        if box.children:
+            words.append(f'aria-expanded="{str(unfolded).lower()}" role="button"')
+        results = self.wiring.results(box)
+        if len(results) == 1:
+            words.append(f'data-node="{xml(results[0][0].name)}"')
+        uses = self.wiring.uses(box)
+        if uses:
+            words.append(f'data-uses="{" ".join(key_name(self.wiring.where[node.id]) for node in uses)}"')
+        return f"<g {' '.join(words)}><title>{xml(self.title(box))}</title>{face.svg}</g>"
+
+    def title(self, box: Box) -> str:
+        """The lines of a box's tooltip."""
+        if not box.children:
+            return "\n".join(facts.describe(box.node, self.contents))
+        name = [box.title, times(box) if box.times > 1 else "", box.detail]
+        lines = [" ".join(filter(None, name)), facts.plural(len(box.nodes), "node")]
+        lines += [f"gives {node.name}  {node.outputs[places[0]]}" for node, places in self.wiring.results(box)[:4]]
+        variables = dict.fromkeys(facts.variable_name(node) for node in box.nodes if node.op == "tfnb.read")
+        lines += [f"reads {facts.joined(variables, 6)}"] if variables else []
+        lines += facts.quoted(box.nodes[0])
+        return "\n".join(shorten(line, 200) for line in lines)
+
+    def face(self, name: str, unfolded: bool) -> str:
+        """One face of the group with that key, as SVG: what a live view asks for."""
+        box = self.root.at(tuple(map(int, name.split("."))))
+        return self.frame(box, ())[0].svg if unfolded else self.card(box).svg
+
+    def faces(self) -> dict[str, str]:
+        """The face that is not shown at first of every group, as many as fit into a page."""
+        found: dict[str, str] = {}
+        room = FACES
+        for box in sorted(self._groups(), key=lambda box: (len(box.key), box.key)):
+            if room > 0:
+                found[box.name] = self.face(box.name, box.key not in self.opened)
+                room -= len(found[box.name])
+        return found
+
+    def _groups(self) -> Iterator[Box]:
+        return (box for box in self.root.walk() if box.children and box.key)
+
+    # -- the picture ------------------------------------------------------------------------------------------
+
+    @cached_property
+    def svg(self) -> str:
+        """The first view as a complete SVG document; raises LayoutFailed."""
+        drawn = self._level(self.root, self.opened)
+        wide, high = n(drawn.width), n(drawn.height)
+        words = f"Graph {self.name}: {facts.counts(self.contents)}"
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="tfnb" role="img" aria-label="{xml(words)}" '
+            f'width="{wide}" height="{high}" viewBox="0 0 {wide} {high}" font-family="{SANS}" '
+            f'style="max-width:100%;height:auto"><style>{SHEET}</style>'
+            f'<rect class="paper" width="100%" height="100%" fill="{PAPER}"/>'
+            f'<g class="level" data-w="{wide}" data-h="{high}">{drawn.svg}</g></svg>'
+        )
+
+
+def _id_of(which: Which, contents: Contents) -> int | None:
+    match which:
+        case None:
+            return None
+        case Node(id=number) | Value(node=number):
+            return number if number in contents.by_id else None
+        case str():
+            node = contents.by_name.get(which)
+            return node.id if node else None
+    return which if which in contents.by_id else None
+
+
+def _has_functions(box: Box) -> bool:
+    """Whether unfolding shows torch functions of a line, or the modules of a module."""
+    if box.kind in ("line", "cell", "pass") or box.code:
+        return box.times == 1 and any(child.kind != "op" for child in box.children)
+    return box.kind == "scope" and any(child.kind == "scope" or child.detail for child in box.children)
+
+
+def _priority(box: Box) -> tuple[bool, int, Key]:
+    """The forward pass before gradients and updates, outer boxes first; boxes of one line and depth are equal."""
+    return any(node.tags & {"gradient", "update"} for node in box.nodes), len(box.key), box.key[:1]

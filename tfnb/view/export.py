@@ -1,0 +1,101 @@
+"""A graph as a string: HTML for notebooks, SVG, DOT and JSON for files.
+
+Options of all but JSON: ``cell`` (a label such as ``In[3]``) folds other cells to one box each, ``failing`` (a node,
+its name or id) is drawn red with all that holds it unfolded, ``grey`` (ids) is drawn pale, ``boxes`` is how many to
+show at first. The same graph gives the same bytes in every process.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import graphviz
+
+from tfnb.graph import Graph, Node
+from tfnb.view import facts, page
+from tfnb.view.box import Box, Key
+from tfnb.view.drawing import Drawing
+from tfnb.view.escape import dot as quoted
+from tfnb.view.listing import text_tree
+from tfnb.view.style import LIGHT
+
+
+def graph_html(graph: Graph, **options: Any) -> str:
+    """A self-contained interactive drawing; an indented listing where the graph cannot be laid out."""
+    return page.html(Drawing(graph, **options), lambda: text_tree(graph, cell=options.get("cell")))
+
+
+def graph_svg(graph: Graph, **options: Any) -> str:
+    """The first view as an SVG document; raises LayoutFailed."""
+    return Drawing(graph, **options).svg
+
+
+def graph_dot(graph: Graph, **options: Any) -> str:
+    """The first view as DOT text: unfolded boxes are clusters."""
+    drawing = Drawing(graph, **options)
+    source = graphviz.Digraph(
+        quoted(graph.name),
+        graph_attr={"fontname": "Helvetica,Arial,sans-serif"},
+        node_attr={"shape": "box", "style": "rounded,filled", "fontname": "Helvetica,Arial,sans-serif"},
+    )
+    _cluster(source, drawing.root, drawing)
+    for tail, head in _visible_edges(drawing):
+        source.edge(_id(tail), _id(head))
+    return str(source.source)
+
+
+def _cluster(source: graphviz.Digraph, box: Box, drawing: Drawing) -> None:
+    for child in box.children:
+        paint = LIGHT[drawing.painter.tone(child)]
+        label = quoted(" ".join(word for word in (child.title, child.detail) if word))
+        if child.key not in drawing.opened:
+            source.node(_id(child.key), label, fillcolor=paint.fill, color=paint.line, fontcolor=paint.ink)
+            continue
+        name = f"cluster_{_id(child.key)}"
+        with source.subgraph(name=name, graph_attr={"label": label, "id": name, "color": paint.line}) as inner:
+            _cluster(inner, child, drawing)
+
+
+def _visible_edges(drawing: Drawing) -> dict[tuple[Key, Key], None]:
+    where, links = drawing.wiring.where, drawing.wiring.links.values()
+    drawn = (link for found in links for link in found if not link.quiet)
+    ends = ((drawing.seen(where[link.producer]), drawing.seen(where[link.consumer])) for link in drawn)
+    return dict.fromkeys(pair for pair in ends if pair[0] != pair[1])
+
+
+def _id(key: Key) -> str:
+    return "n" + "_".join(map(str, key))
+
+
+def graph_json(graph: Graph, **options: Any) -> str:
+    """Nodes with all that a tooltip shows, and the tree of boxes, as JSON."""
+    drawing = Drawing(graph, **options)
+    nodes = [_node(node, drawing) for node in graph.nodes]
+    data = {"name": graph.name, "nodes": nodes, "boxes": [_box(box) for box in drawing.root.children]}
+    return json.dumps(data, ensure_ascii=False, indent=1)
+
+
+def _node(node: Node, drawing: Drawing) -> dict[str, Any]:
+    contents = drawing.contents
+    source = node.source and {"label": node.source.label, "line": node.source.line, "text": node.source.text}
+    forward = contents.by_id.get(node.forward) if node.forward is not None else None
+    return {
+        "name": node.name,
+        "op": node.op,
+        "inputs": [facts.value_name(value, contents) for value in node.inputs],
+        "outputs": [str(spec) for spec in node.outputs],
+        "arguments": facts.arguments(node, contents),
+        "scope": list(node.scope),
+        "source": source,
+        "device": node.device,
+        "tags": sorted(node.tags),
+        "forward": forward.name if forward else None,
+    }
+
+
+def _box(box: Box) -> dict[str, Any]:
+    if not box.children:
+        return {"key": box.name, "title": box.title, "node": box.node.name}
+    inner = [_box(child) for child in box.children]
+    return {"key": box.name, "kind": box.kind, "title": box.title, "times": box.times, "boxes": inner}

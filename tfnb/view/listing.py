@@ -1,0 +1,45 @@
+"""A graph as an indented listing: the same boxes as the picture, for terminals and where a layout fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tfnb.graph import Contents, Graph
+from tfnb.view import facts
+from tfnb.view.box import Box
+from tfnb.view.escape import shorten
+from tfnb.view.face import times
+from tfnb.view.tree import tree
+from tfnb.view.wiring import Wiring
+
+WIDTH = 110  # characters of a line
+LINES = 400
+
+
+def text_tree(graph: Graph, *, cell: str | None = None) -> str:
+    """The graph's lines, modules, torch functions and nodes, one per line."""
+    contents = graph.contents
+    root = tree(contents, cell=cell)
+    wiring = Wiring(contents, root)
+    lines = [f"{graph.name}: {facts.counts(contents)}"]
+    for box in root.walk():
+        if box.key and not box.is_small:
+            lines.append(shorten("  " * len(box.key) + " ".join(_words(box, wiring, contents)), WIDTH))
+    more = len(lines) - LINES
+    return "\n".join(lines[:LINES] + ([f"  … {facts.plural(more, 'line')} more"] if more > 0 else []))
+
+
+def _words(box: Box, wiring: Wiring, contents: Contents) -> Iterator[str]:
+    yield box.title
+    if box.times > 1:
+        yield times(box)
+    if box.detail:
+        yield box.detail
+    if not box.children:
+        yield f"= {box.node.op}({facts.arguments(box.node, contents)})"
+    results = wiring.results(box)
+    if len(results) == 1:
+        node, places = results[0]
+        yield f"-> {facts.specs(node, places)}"
+    if box.code or box.where:
+        yield f"  # {' '.join(word for word in (box.where, box.code) if word)}"

@@ -1,0 +1,65 @@
+"""A drawing as one self-contained piece of HTML: the picture, its other faces as JSON, a style and a small script.
+
+Without the script (GitHub strips it) the picture stays. The script and style are plain files of `tfnb.widgets`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from tfnb.view import facts
+from tfnb.view.drawing import Drawing
+from tfnb.view.escape import json_script, xml
+from tfnb.view.layout import LayoutFailed
+from tfnb.view.style import LIGHT
+
+LEGEND = ("forward", "gradient", "update", "variable")
+
+
+def html(drawing: Drawing, listing: Callable[[], str]) -> str:
+    """The page; ``listing()`` stands in where the graph cannot be laid out."""
+    try:
+        picture, faces = drawing.svg, drawing.faces()
+    except LayoutFailed as failure:
+        return f'<div class="tfnb-page"><p>{xml(str(failure))}</p><pre>{xml(listing())}</pre></div>'
+    return (
+        f'<div class="tfnb-page" data-tfnb="{digest(picture)}"><style>{asset("drawing.css")}</style>{_bar(drawing)}'
+        f'{picture}<script type="application/json">{json_script(faces)}</script>'
+        f"<script>{asset('drawing.js')}\n{asset('static.js')}</script></div>"
+    )
+
+
+def digest(picture: str) -> str:
+    """Names a picture by its content: how a live view finds the static one it stands in for."""
+    return hashlib.sha256(picture.encode()).hexdigest()[:16]
+
+
+def live(drawing: Drawing) -> dict[str, Any]:
+    """What `tfnb.widgets.graph.GraphWidget` needs of a drawing, beside its callbacks; raises LayoutFailed."""
+    title = f"{drawing.name}  {facts.counts(drawing.contents)}"
+    return {"svg": drawing.svg, "title": title, "legend": _legend(drawing), "twin": digest(drawing.svg)}
+
+
+def _legend(drawing: Drawing) -> list[list[str]]:
+    tones = {facts.tone(node) for node in drawing.contents.nodes}
+    return [[tone, LIGHT[tone].line] for tone in LEGEND if tone in tones]
+
+
+def _bar(drawing: Drawing) -> str:
+    dots = "".join(
+        f'<span><span class="tfnb-dot" style="background:{colour}"></span>{word}</span>'
+        for word, colour in _legend(drawing)
+    )
+    return f'<div class="tfnb-bar"><span><b>{xml(drawing.name)}</b> {facts.counts(drawing.contents)}</span>{dots}</div>'
+
+
+@cache
+def asset(name: str) -> str:
+    """A file of `tfnb.widgets` without comment lines and indentation."""
+    text = (files("tfnb.widgets") / name).read_text(encoding="utf-8")
+    lines = (line.strip() for line in text.splitlines())
+    return "\n".join(line for line in lines if line and not line.startswith("//"))

@@ -1,0 +1,116 @@
+"""Small reprs: the same facts as HTML, in a ``details`` element without script, and as text.
+
+Takes anything that looks like a recorded tensor (``name spec node sample``) or a Variable; reads no remote value.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from tfnb.graph import Variable
+from tfnb.view import facts
+from tfnb.view.escape import visible, xml
+from tfnb.view.style import LIGHT
+
+Facts = list[tuple[str, str]]
+
+_BARS = 24
+_TABLE = 'style="border-collapse:collapse;font:12px Menlo,Consolas,monospace;margin:4px 0"'
+_CELL = 'style="text-align:left;padding:1px 12px 1px 0;vertical-align:top"'
+
+
+def tensor_html(tensor: Any) -> str:
+    """A recorded tensor: spec, where it comes from, and its sample."""
+    sample = tensor.sample
+    badge = '<span style="background:#e8ecf2;color:#3d4d66;border-radius:8px;padding:0 7px">sample</span> '
+    shown = badge + _histogram(sample) if isinstance(sample, torch.Tensor) else ""
+    return _details(f"{tensor.name}  {tensor.spec}", tensor_facts(tensor), shown)
+
+
+def tensor_text(tensor: Any) -> str:
+    """The same facts as text."""
+    return _text(f"{tensor.name}  {tensor.spec}", tensor_facts(tensor))
+
+
+def tensor_facts(tensor: Any) -> Facts:
+    """What both forms say about a recorded tensor."""
+    node, spec, sample = tensor.node, tensor.spec, tensor.sample
+    found = [("device", spec.device), ("bytes", _bytes(spec)), ("from", f"{node.name} = {node.op}")]
+    if node.source:
+        found.append(("line", str(node.source)))
+    if isinstance(sample, torch.Tensor):
+        found += [("sample", _numbers(sample)), ("health", health(sample))]
+    return found
+
+
+def variable_html(variable: Variable) -> str:
+    """A Variable: spec, home, and its value if that is here."""
+    return _details(f"{variable.name}  {variable.spec}", variable_facts(variable), "")
+
+
+def variable_text(variable: Variable) -> str:
+    """The same facts as text."""
+    return _text(f"{variable.name}  {variable.spec}", variable_facts(variable))
+
+
+def variable_facts(variable: Variable) -> Facts:
+    """What both forms say about a Variable; a value that lives elsewhere is not fetched."""
+    here = variable.home is None
+    found = [("bytes", _bytes(variable.spec)), ("home", "here" if here else str(variable.home))]
+    found.append(("trainable", "yes" if variable.trainable else "no"))
+    return [*found, ("value", _numbers(variable.storage) if here else "not fetched: use .value()")]
+
+
+def health(tensor: torch.Tensor) -> str:
+    """Counts of NaN and infinity, or the range.
+
+    >>> health(torch.tensor([1.0, float("nan")]))
+    '1 NaN'
+    """
+    if tensor.numel() == 0:
+        return "empty"
+    if not tensor.is_floating_point():
+        return "ok"
+    bad = {"NaN": int(tensor.isnan().sum()), "infinite": int(tensor.isinf().sum())}
+    if any(bad.values()):
+        return ", ".join(f"{count} {word}" for word, count in bad.items() if count)
+    return f"ok, {facts.number(tensor.min().item())} to {facts.number(tensor.max().item())}"
+
+
+def _bytes(spec: Any) -> str:
+    if spec.symbols:
+        return f"{facts.amount(facts.bytes_of(spec))} at {', '.join(f'{s}={facts.BATCH}' for s in spec.symbols)}"
+    return facts.amount(math.prod(spec.shape) * spec.dtype.itemsize)
+
+
+def _numbers(tensor: torch.Tensor) -> str:
+    """At most `facts.PREVIEW` numbers."""
+    flat = tensor.detach().flatten()[: facts.PREVIEW].tolist()
+    more = f", … {tensor.numel() - len(flat):,} more" if tensor.numel() > len(flat) else ""
+    return "[" + ", ".join(map(facts.number, flat)) + more + "]" if tensor.dim() else facts.number(flat[0])
+
+
+def _details(title: str, found: Facts, extra: str) -> str:
+    rows = "".join(f"<tr><th {_CELL}>{xml(name)}</th><td {_CELL}>{xml(text)}</td></tr>" for name, text in found)
+    return f"<details><summary><code>{xml(title)}</code> {extra}</summary><table {_TABLE}>{rows}</table></details>"
+
+
+def _text(title: str, found: Facts) -> str:
+    return "\n".join([visible(title), *(f"  {name}: {visible(text)}" for name, text in found)])
+
+
+def _histogram(tensor: torch.Tensor) -> str:
+    """A sparkline of the values, as inline SVG."""
+    values = tensor.detach().flatten().float()
+    values = values[values.isfinite()]
+    if values.numel() < 2 or values.min() == values.max():
+        return ""
+    counts = torch.histc(values, _BARS).tolist()
+    bars = "".join(
+        f'<rect x="{3 * place}" y="{16 - height}" width="2" height="{height}"/>'
+        for place, height in enumerate(max(1, round(15 * count / max(counts))) for count in counts)
+    )
+    return f'<svg width="{3 * _BARS}" height="16" role="img" fill="{LIGHT["forward"].line}">{bars}</svg>'

@@ -1,0 +1,68 @@
+"""Colours of a drawing: light ones as attributes, since a page may strip styles, and a style block for dark pages."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tfnb.view.measure import MONO, SANS
+
+
+class Tone(NamedTuple):
+    """Fill and line of a card, and the ink on it."""
+
+    fill: str
+    line: str
+    ink: str
+
+
+LIGHT = {
+    "forward": Tone("#eaf1fe", "#6b9bf2", "#17325e"),
+    "gradient": Tone("#f3ebfe", "#a274ec", "#3e1d78"),
+    "update": Tone("#e2f6f0", "#33a98a", "#0b4a3b"),
+    "variable": Tone("#fdf4d7", "#d3a518", "#5a4405"),
+    "constant": Tone("#f1f2f4", "#a9b0bb", "#414853"),
+    "input": Tone("#e8ecf2", "#3d4d66", "#1b2738"),
+    "plain": Tone("#ffffff", "#b9c2cf", "#1f2937"),
+    "failing": Tone("#fde3e1", "#dc2f26", "#7c130d"),
+}
+DARK = {
+    "forward": Tone("#1c2d4d", "#5b8def", "#dbe7ff"),
+    "gradient": Tone("#33224f", "#9f78e6", "#ebdfff"),
+    "update": Tone("#12392f", "#35a98b", "#d0f4e8"),
+    "variable": Tone("#40350f", "#c79f2a", "#fbeab4"),
+    "constant": Tone("#2c3038", "#6f7885", "#d8dce3"),
+    "input": Tone("#2b3442", "#aebace", "#eef2f8"),
+    "plain": Tone("#1d2026", "#4a5260", "#e8ebf0"),
+    "failing": Tone("#4c1714", "#f4665d", "#ffd9d6"),
+}
+PAPER, SOFT, WIRE, FRAME = "#fbfcfd", "#66707f", "#8d97a6", "#ffffff"
+DARK_PAPER, DARK_SOFT, DARK_WIRE, DARK_FRAME = "#15171b", "#9aa4b3", "#76808f", "#1b1e23"
+LIGHT_PAGE = "[data-jp-theme-light=true]"  # a notebook that is light although the system is dark
+DARK_PAGES = "[data-jp-theme-light=false] .tfnb,.vscode-dark .tfnb,html[theme=dark] .tfnb"
+
+
+def _paints(tones: dict[str, Tone], paper: str, soft: str, wire: str, frame: str) -> str:
+    """The colours as CSS variables: ``--f0`` is forward's fill."""
+    plain = f"--paper:{paper};--soft:{soft};--wire:{wire};--frame:{frame};"
+    return plain + "".join(f"--{name}{i}:{colour};" for name, tone in tones.items() for i, colour in enumerate(tone))
+
+
+def _rules() -> str:
+    rules = ".paper{fill:var(--paper)}.soft{fill:var(--soft)}.wire{stroke:var(--wire)}.port{fill:var(--wire)}"
+    rules += ".frame{fill:var(--frame)}.halo{stroke:var(--frame)}.fold{stroke:var(--soft)}"
+    for name in LIGHT:
+        rules += f".t-{name}>.card{{fill:var(--{name}0)}}.t-{name}>.card,.t-{name}>.frame{{stroke:var(--{name}1)}}"
+        rules += f".t-{name},.t-{name}>.ink{{fill:var(--{name}2)}}.w-{name}{{stroke:var(--{name}1)}}"
+    return ".tfnb " + rules.replace("}.", "}.tfnb .").replace(",.", ",.tfnb .")
+
+
+def _sheet() -> str:
+    light = _paints(LIGHT, PAPER, SOFT, WIRE, FRAME)
+    dark = _paints(DARK, DARK_PAPER, DARK_SOFT, DARK_WIRE, DARK_FRAME)
+    system = f"@media (prefers-color-scheme:dark){{.tfnb:not({LIGHT_PAGE} *){{{dark}}}}}"
+    return f".tfnb{{{light}}}{system}{DARK_PAGES}{{{dark}}}{_rules()}"
+
+
+SHEET = _sheet()
+
+__all__ = ["FRAME", "LIGHT", "MONO", "PAPER", "SANS", "SHEET", "SOFT", "WIRE", "Tone"]

@@ -1,0 +1,199 @@
+"""Contents -> a tree of boxes: cell line, module path, torch function, ATen nodes.
+
+A group is a run of neighbours that share a line, a pass or a scope, so the boxes of one level never depend on each
+other in a circle. A box that holds one thing is merged with it, equal neighbours become one box xN, and a level that
+is too long is cut into parts: every level can be laid out, and read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from tfnb.graph import Contents, Node, Source
+from tfnb.view import facts
+from tfnb.view.box import Box
+from tfnb.view.repeats import fold_repeats
+
+LEVEL = 60  # boxes of one level
+PART = 40  # boxes of one part of a longer level
+
+
+class Step(NamedTuple):
+    """One step of the way from the root to a node."""
+
+    kind: str
+    label: str
+    where: str = ""
+
+
+class Item(NamedTuple):
+    """A node and its way."""
+
+    node: Node
+    steps: tuple[Step, ...]
+
+
+def tree(contents: Contents, *, cell: str | None = None) -> Box:
+    """The root box of a graph; with ``cell`` (a label or an owner's key) other cells are one box each."""
+    items = _ordered(contents, cell)
+    children = _level([_collapse(box) for box in _group(items, 0)])
+    return Box("root", "", tuple(item.node for item in items), tuple(children)).number()
+
+
+# -- the way to a node ----------------------------------------------------------------------------------------
+
+
+def _ordered(contents: Contents, cell: str | None) -> list[Item]:
+    """Program order, but a read or constant before its first user and an optimizer's assign behind its update."""
+    first_user = _first_users(contents)
+    after: dict[int, list[Node]] = {}
+    before: dict[int, list[Node]] = {}
+    for node in contents.nodes:
+        if node.op in facts.SMALL and node.id in first_user:
+            before.setdefault(first_user[node.id], []).append(node)
+        elif "step" in node.tags and node.inputs and node.inputs[0].node in contents.by_id:
+            after.setdefault(node.inputs[0].node, []).append(node)
+    moved = {node.id for nodes in (*before.values(), *after.values()) for node in nodes}
+
+    def take(node: Node, steps: tuple[Step, ...]) -> list[Item]:
+        around = [Item(small, steps) for small in before.get(node.id, ())]
+        behind = [item for late in after.get(node.id, ()) for item in take(late, steps)]
+        return [*around, Item(node, steps), *behind]
+
+    items = (take(node, _steps(node, contents, cell)) for node in contents.nodes if node.id not in moved)
+    return _adopted([item for taken in items for item in taken])
+
+
+def _adopted(items: list[Item]) -> list[Item]:
+    """Sums of partial gradients, which belong to no forward node, beside the gradients they come between."""
+    for place in range(1, len(items) - 1):
+        node, before, behind = items[place].node, items[place - 1].steps, items[place + 1].steps
+        if "gradient" in node.tags and node.forward is None and "gradient" in items[place - 1].node.tags:
+            depth = next((k for k, (a, b) in enumerate(zip(before, behind, strict=False)) if a != b), len(before) - 1)
+            depth += before[depth].label.isdigit()  # an item of a Sequential or ModuleList keeps its own sums
+            items[place] = Item(node, (*before[:depth], Step("function", facts.label(node))))
+    return items
+
+
+def _first_users(contents: Contents) -> dict[int, int]:
+    users: dict[int, int] = {}
+    for node in contents.nodes:
+        if node.op not in facts.SMALL:
+            for value in node.inputs:
+                users.setdefault(value.node, node.id)
+    return users
+
+
+def _steps(node: Node, contents: Contents, cell: str | None) -> tuple[Step, ...]:
+    if node.op == "tfnb.placeholder":
+        return ()
+    steps = []
+    if cell is not None and not _of_cell(node, cell):
+        steps.append(Step("cell", node.source.label if node.source else "elsewhere"))
+    if node.source:
+        steps.append(_line(node.source))
+    return (*steps, *_scopes(node, contents))
+
+
+def _of_cell(node: Node, cell: str) -> bool:
+    return cell in (node.source and node.source.label, node.owner and node.owner.key)
+
+
+def _line(source: Source) -> Step:
+    return Step("line", source.text.strip() or str(source), f"{source.label}:{source.line}")
+
+
+def _scopes(node: Node, contents: Contents) -> tuple[Step, ...]:
+    """Steps below the line. A gradient goes under its forward node's scope, an update under its variable's name."""
+    scope = node.scope
+    if _is_update(node, contents):
+        name = scope[0] if scope else "update"
+        ways = [] if node.op == "tfnb.group" else [Step("scope", _updated(node, contents))]
+        return (Step("pass", name), *ways, *(Step("function", part) for part in scope[1:]))
+    if "gradient" in node.tags:
+        inner = scope[1:] if scope[:1] == ("gradients",) else scope
+        forward = contents.by_id.get(node.forward) if node.forward is not None else None
+        depth = len(forward.scope) - 1 if forward else 0
+        return (Step("pass", "gradients"), *_kinds(inner, depth))
+    return _kinds(scope, len(scope) - 1)
+
+
+def _kinds(scope: Sequence[str], modules: int) -> tuple[Step, ...]:
+    """Steps of a scope path whose first ``modules`` parts are modules or name scopes."""
+    return tuple(Step("scope" if place < modules else "function", part) for place, part in enumerate(scope))
+
+
+def _is_update(node: Node, contents: Contents) -> bool:
+    if node.op == "tfnb.group":
+        return any("step" in contents.by_id[value.node].tags for value in node.inputs if value.node in contents.by_id)
+    return bool(node.tags & {"update", "step"})
+
+
+def _updated(node: Node, contents: Contents) -> str:
+    users = (contents.by_id[user] for user in contents.consumers.get(node.value(), ()))
+    return next((facts.variable_name(user) for user in (node, *users) if user.op == "tfnb.assign"), facts.label(node))
+
+
+# -- grouping -------------------------------------------------------------------------------------------------
+
+
+def _group(items: Iterable[Item], depth: int) -> list[Box]:
+    """Runs of items with the same step at ``depth``; items whose way ends here are leaves."""
+    boxes = []
+    for step, run in groupby(items, lambda item: item.steps[depth] if len(item.steps) > depth else None):
+        members = list(run)
+        if step is None:
+            boxes += [Box("op", facts.label(item.node), (item.node,)) for item in members]
+        else:
+            children = tuple(_group(members, depth + 1))
+            boxes.append(Box(step.kind, step.label, tuple(item.node for item in members), children, where=step.where))
+    return boxes
+
+
+def _collapse(box: Box) -> Box:
+    """Merge boxes that hold one thing, fold repeats and cut long levels, from the inside out."""
+    if not box.children:
+        return box
+    box.children = tuple(_level([_collapse(child) for child in box.children]))
+    return _merged(box, box.children[0]) if len(box.children) == 1 else box
+
+
+def _merged(outer: Box, inner: Box) -> Box:
+    """The only child with what its parent knew: a line gives its code, a scope or pass its name."""
+    if outer.kind in ("line", "cell"):
+        inner.code, inner.where = inner.code or outer.title, inner.where or outer.where
+        return inner
+    if inner.kind in ("scope", "repeat", "part") and outer.kind == "scope":
+        inner.title = f"{outer.title}/{inner.title}" if inner.kind == "scope" else outer.title
+        return inner
+    if outer.kind == "function" and inner.kind == "op":
+        inner.title, inner.kind = outer.title, "function"
+        return inner
+    if inner.title != outer.title:
+        inner.detail = inner.title if inner.kind in ("function", "op") else inner.detail
+    inner.title = outer.title
+    if outer.kind == "pass":
+        inner.kind = inner.kind if inner.times > 1 or not inner.children else "pass"
+    return inner
+
+
+def _level(boxes: Sequence[Box]) -> Sequence[Box]:
+    return _cut(fold_repeats(boxes))
+
+
+def _cut(boxes: Sequence[Box]) -> Sequence[Box]:
+    """Parts of equal length for a level that is too long."""
+    if len(boxes) <= LEVEL:
+        return boxes
+    count = min(PART, math.ceil(len(boxes) / PART))
+    size = math.ceil(len(boxes) / count)
+    return [_part(boxes[start : start + size], start, len(boxes)) for start in range(0, len(boxes), size)]
+
+
+def _part(boxes: Sequence[Box], start: int, total: int) -> Box:
+    nodes = tuple(node for box in boxes for node in box.nodes)
+    title = f"{start + 1} to {start + len(boxes)} of {total}"
+    return Box("part", title, nodes, tuple(_cut(boxes)), detail=f"{boxes[0].title} … {boxes[-1].title}")

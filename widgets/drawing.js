@@ -1,0 +1,478 @@
+// One drawing in a page: pan, zoom, search, fold and unfold, hover, keyboard. Used by static pages and by the widget.
+//
+// Python draws and lays out. Each box comes with two faces (card and frame); unfolding swaps them and stretches the
+// level around it: along each axis a monotone map that is 1:1 between boxes. Text enters by textContent only; SVG comes
+// from our own strings, parsed and reduced to an allow-list.
+function tfnbParse(text) {  // one element, or null
+  const ALLOWED = new Set(["svg", "g", "rect", "path", "circle", "text", "title", "style"]);
+  const clean = (el) => {
+    for (const child of [...el.children]) ALLOWED.has(child.localName) ? clean(child) : child.remove();
+    for (const { name } of [...el.attributes]) if (/^on|href/i.test(name)) el.removeAttribute(name);
+  };
+  const page = new DOMParser().parseFromString(text, "image/svg+xml");
+  if (page.querySelector("parsererror")) return null;
+  clean(page.documentElement);
+  return document.importNode(page.documentElement, true);
+}
+function tfnbDrawing(root, options) {
+  const svg = root.querySelector("svg");
+  const HEAD = 32, TALLEST = 680, SMALLEST = 0.6;
+  const faces = options.faces || {}, parsed = new Map(), bases = new WeakMap();
+  const listeners = [];
+  const on = (target, kind, call, how) => {
+    target.addEventListener(kind, call, how);
+    listeners.push(() => target.removeEventListener(kind, call, how));
+  };
+  const make = (tag, className, text) => {
+    const made = document.createElement(tag);
+    made.className = className;
+    if (text) made.textContent = text;
+    return made;
+  };
+  const number = (el, name) => parseFloat(el.getAttribute(name)) || 0;
+  const keyOf = (box) => box.getAttribute("data-key");
+  const boxesOf = (level) => [...level.children].filter((el) => el.classList.contains("box"));
+  const faceOf = (box) => box.querySelector(":scope > .face");
+  const innerOf = (box) => box.querySelector(":scope > .face > .level");
+  const levelOf = (box) => box.parentNode;
+  const ownerOf = (level) => level.parentNode.closest(".box");
+  const top = svg.querySelector(".level");
+  const find = (key) => svg.querySelector(`.box[data-key="${CSS.escape(key)}"]`);
+  const isOpen = (box) => !!innerOf(box);
+  const isGroup = (box) => box.hasAttribute("aria-expanded");
+
+  // ---- faces -------------------------------------------------------------------------------------------------
+  function adopt(el) {  // titles become labels: the browser's own tooltip would lie over ours
+    for (const title of [...el.querySelectorAll("title")]) {
+      title.parentNode.setAttribute("aria-label", title.textContent);
+      title.remove();
+    }
+  }
+  function parse(text) {
+    const whole = tfnbParse(`<svg xmlns="${svg.namespaceURI}">${text}</svg>`);
+    if (whole) adopt(whole);
+    return whole && whole.firstElementChild;
+  }
+  function otherFace(key) {  // the face that is not shown, if this page has it
+    if (!parsed.has(key) && Object.hasOwn(faces, key)) parsed.set(key, parse(faces[key]));
+    return parsed.get(key) || null;
+  }
+
+  // ---- geometry ----------------------------------------------------------------------------------------------
+  function sizeOf(box) {
+    const shape = [...faceOf(box).children].filter((el) => el.localName === "rect").pop();
+    return { w: number(shape, "width"), h: number(shape, "height") };
+  }
+  function placeOf(box) {
+    const [x, y] = box.getAttribute("transform").match(/-?[\d.]+/g).map(Number);
+    return { x, y };
+  }
+  function baseOf(level) {  // as Python laid it out; taken before anything inside changes
+    if (bases.has(level)) return bases.get(level);
+    const base = { w: number(level, "data-w"), h: number(level, "data-h"), boxes: new Map(), wires: [], ports: [] };
+    for (const el of level.children) {
+      if (el.classList.contains("box")) base.boxes.set(el, { ...placeOf(el), ...sizeOf(el) });
+      else if (el.classList.contains("port")) base.ports.push([el, number(el, "cx")]);
+      else if (el.classList.contains("wire")) {
+        const [line, tip] = el.getAttribute("d").slice(1).split("M");
+        const values = line.match(/-?[\d.]+/g).map(Number), points = [];
+        for (let i = 0; i < values.length; i += 2) points.push([values[i], values[i + 1]]);
+        base.wires.push({ el, points, tip: !!tip });
+      }
+    }
+    bases.set(level, base);
+    return base;
+  }
+  function axis(spans) {  // spans [from, to, factor] -> monotone map, 1:1 where no box is, else the largest factor
+    const cuts = [...new Set(spans.flatMap(([a, b]) => [a, b]))].sort((a, b) => a - b);
+    const slopes = cuts.slice(1).map((end, i) => {
+      const over = spans.filter(([a, b]) => a <= cuts[i] && b >= end).map((span) => span[2]);
+      return over.length ? Math.max(...over) : 1;
+    });
+    const marks = [cuts[0] || 0];
+    slopes.forEach((slope, i) => marks.push(marks[i] + slope * (cuts[i + 1] - cuts[i])));
+    return (p) => {
+      if (!cuts.length || p <= cuts[0]) return p;
+      let i = 0;
+      while (i < slopes.length && p > cuts[i + 1]) i++;
+      return marks[i] + (p - cuts[i]) * (i < slopes.length ? slopes[i] : 1);
+    };
+  }
+  function portX(box, kind, name) {  // where an edge meets the frame of an unfolded box
+    const level = innerOf(box);
+    const port = level && [...level.children].find((el) => el.getAttribute(kind) === name);
+    return port ? placeOf(box).x + placeOf(level).x + number(port, "cx") : null;
+  }
+  function endsOf(wire, points, boxes, height) {
+    const tail = boxes.get(wire.el.dataset.tail), head = boxes.get(wire.el.dataset.head);
+    const [first, last] = [points[0], points[points.length - 1]];
+    let from = [first[0], -HEAD], to = [last[0], height];
+    if (tail) {
+      const depth = keyOf(tail).split(".").length;
+      const x = portX(tail, "data-out", (wire.el.dataset.from || "").split(".")[depth]);
+      const { w, h } = sizeOf(tail), { x: left, y } = placeOf(tail);
+      from = [x ?? left + w / 2, y + h];
+    }
+    if (head) {
+      const { x: left, y } = placeOf(head);
+      to = [portX(head, "data-in", wire.el.dataset.tail) ?? left + sizeOf(head).w / 2, y];
+    }
+    return [from, to];
+  }
+  function pathOf(points, tip) {
+    const text = points.map((p) => p.map((v) => v.toFixed(1)).join(","));
+    let d = `M${text[0]}C${text.slice(1).join(" ")}`;
+    if (tip) {
+      const [x, y] = points[points.length - 1], [bx, by] = points[points.length - 2];
+      const size = 4.5 / (Math.hypot(x - bx, y - by) || 1), ux = (x - bx) * size, uy = (y - by) * size;
+      d += `M${x - 1.4 * ux - uy},${y - 1.4 * uy + ux}L${x},${y}L${x - 1.4 * ux + uy},${y - 1.4 * uy - ux}`;
+    }
+    return d;
+  }
+  function arrange(level) {  // put a level around the present sizes of its boxes
+    const base = baseOf(level), byKey = new Map();
+    const spans = [[], []];
+    for (const [box, was] of base.boxes) {
+      const now = sizeOf(box);
+      spans[0].push([was.x, was.x + was.w, now.w / was.w]);
+      spans[1].push([was.y, was.y + was.h, now.h / was.h]);
+      byKey.set(keyOf(box), box);
+    }
+    const fx = axis(spans[0]), fy = axis(spans[1]), w = fx(base.w), h = fy(base.h);
+    for (const [box, was] of base.boxes) {
+      const now = sizeOf(box);
+      const x = (fx(was.x) + fx(was.x + was.w) - now.w) / 2, y = (fy(was.y) + fy(was.y + was.h) - now.h) / 2;
+      box.setAttribute("transform", `translate(${x.toFixed(1)},${y.toFixed(1)})`);
+    }
+    for (const [port, x] of base.ports) {
+      port.setAttribute("cx", fx(x));
+      if (port.hasAttribute("data-out")) port.setAttribute("cy", h);
+    }
+    for (const wire of base.wires) {
+      const points = wire.points.map(([x, y]) => [fx(x), fy(y)]), n = points.length;
+      const [from, to] = endsOf(wire, points, byKey, h);
+      points[1][0] += from[0] - points[0][0];
+      points[n - 2][0] += to[0] - points[n - 1][0];
+      points[0] = from;
+      points[n - 1] = to;
+      wire.el.setAttribute("d", pathOf(points, wire.tip));
+    }
+    level.setAttribute("data-w", w);
+    level.setAttribute("data-h", h);
+    const owner = ownerOf(level);
+    if (!owner) return;
+    const frame = faceOf(owner).querySelector(":scope > .frame");
+    const wide = Math.max(w, number(frame, "data-min"));
+    frame.setAttribute("width", wide);
+    frame.setAttribute("height", h + HEAD);
+    level.setAttribute("transform", `translate(${(wide - w) / 2},${HEAD})`);
+    arrange(levelOf(owner));
+  }
+  function swap(box, face) {
+    for (let level = levelOf(box); level; level = ownerOf(level) && levelOf(ownerOf(level))) baseOf(level);
+    const key = keyOf(box), old = faceOf(box);
+    parsed.set(key, old);
+    old.replaceWith(face);
+    box.setAttribute("aria-expanded", String(isOpen(box)));
+    arrange(levelOf(box));
+  }
+  async function toggle(box, quiet) {
+    if (!isGroup(box)) return false;
+    let face = otherFace(keyOf(box));
+    if (!face && options.ask) {
+      const text = await options.ask(keyOf(box), !isOpen(box));
+      face = text ? parse(text) : null;
+    }
+    if (!face) {
+      say("This graph is too large for a page: this box unfolds in the live drawing only.");
+      return false;
+    }
+    const before = box.getBoundingClientRect();
+    swap(box, face);
+    if (!quiet) settle(box, before);
+    return true;
+  }
+
+  // ---- the view ----------------------------------------------------------------------------------------------
+  const view = { x: 0, y: 0, scale: 1, ready: false };
+  const extent = () => ({ w: number(top, "data-w"), h: number(top, "data-h") });
+  function show() {
+    const wide = svg.clientWidth || 1, high = svg.clientHeight || 1;
+    svg.setAttribute("viewBox", `${view.x} ${view.y} ${wide / view.scale} ${high / view.scale}`);
+  }
+  function tall() {
+    svg.style.height = `${Math.max(120, Math.min(TALLEST, extent().h * view.scale))}px`;
+  }
+  function fit(whole) {
+    const { w, h } = extent(), wide = svg.clientWidth;
+    if (!wide) return;
+    const across = Math.min(1, wide / w), inside = Math.min(across, TALLEST / h);
+    view.scale = whole || inside >= SMALLEST * across ? inside : across;
+    tall();
+    view.x = (w - wide / view.scale) / 2;
+    view.y = 0;
+    view.ready = true;
+    show();
+  }
+  function zoom(factor, at) {
+    const box = svg.getBoundingClientRect();
+    const px = at ? at.clientX - box.left : box.width / 2, py = at ? at.clientY - box.top : box.height / 2;
+    const scale = Math.min(8, Math.max(0.05, view.scale * factor));
+    view.x += px / view.scale - px / scale;
+    view.y += py / view.scale - py / scale;
+    view.scale = scale;
+    show();
+  }
+  function settle(box, before) {  // keep what was clicked under the pointer
+    tall();
+    show();
+    const now = box.getBoundingClientRect();
+    const shift = isOpen(box) ? now.left + now.width / 2 - before.left - before.width / 2 : now.left - before.left;
+    view.x += shift / view.scale;
+    view.y += (now.top - before.top) / view.scale;
+    show();
+  }
+  function centre(box) {
+    const where = box.getBoundingClientRect(), page = svg.getBoundingClientRect();
+    view.x += (where.left + where.width / 2 - page.left - page.width / 2) / view.scale;
+    view.y += (where.top + Math.min(where.height, page.height) / 2 - page.top - page.height / 2) / view.scale;
+    show();
+  }
+
+  // ---- tools -------------------------------------------------------------------------------------------------
+  const bar = root.querySelector(".tfnb-bar") || root.insertBefore(make("div", "tfnb-bar"), root.firstChild);
+  const tools = bar.appendChild(make("span", "tfnb-tools"));
+  const tip = root.appendChild(make("div", "tfnb-tip")), note = root.appendChild(make("div", "tfnb-note"));
+  note.setAttribute("role", "status");
+  tip.hidden = true;
+  function say(text) { note.textContent = text; }
+  function button(text, label, call) {
+    const made = tools.appendChild(make("button", "", text));
+    made.type = "button";
+    made.title = label;
+    made.setAttribute("aria-label", label);
+    on(made, "click", call);
+  }
+  const search = tools.appendChild(make("input", ""));
+  search.type = "search";
+  search.placeholder = "find  /regex/";
+  search.setAttribute("aria-label", "Find nodes by name, operation or line");
+  const tally = tools.appendChild(make("span", "tfnb-tally"));
+  button("+", "Zoom in", () => zoom(1.25));
+  button("−", "Zoom out", () => zoom(0.8));
+  button("Fit", "Show the whole graph", () => fit(true));
+  button("Unfold", "Unfold one more level", () => unfoldAll());
+  button("Fold", "Fold all", () => foldAll());
+  button("SVG", "Save the picture as it is now", () => save());
+
+  async function unfoldAll() {
+    const folded = [...svg.querySelectorAll('.box[aria-expanded="false"]')];
+    for (const box of folded) {
+      if (svg.querySelectorAll(".box").length > 150) { say("150 boxes are shown; unfold single boxes by a click."); break; }
+      await toggle(box, true);
+    }
+    fit();
+  }
+  async function foldAll() {
+    for (const box of [...top.querySelectorAll('.box[aria-expanded="true"]')].reverse()) await toggle(box, true);
+    fit();
+  }
+  function save() {
+    const copy = svg.cloneNode(true), { w, h } = extent();
+    copy.setAttribute("viewBox", `0 0 ${w} ${h}`);
+    copy.setAttribute("width", w);
+    copy.setAttribute("height", h);
+    copy.removeAttribute("style");
+    const link = make("a", "");
+    link.href = URL.createObjectURL(new Blob([new XMLSerializer().serializeToString(copy)], { type: "image/svg+xml" }));
+    link.download = "graph.svg";
+    link.click();
+    URL.revokeObjectURL(link.href);
+  }
+
+  // ---- search ------------------------------------------------------------------------------------------------
+  let hits = [], current = -1;
+  function* everyBox(level) {
+    for (const box of boxesOf(level)) {
+      yield box;
+      const inside = innerOf(box) || (isGroup(box) && otherFace(keyOf(box))?.querySelector(":scope > .level"));
+      if (inside) yield* everyBox(inside);
+    }
+  }
+  function tester(text) {
+    const pattern = text.match(/^\/(.+)\/$/);
+    if (pattern) try { const regex = new RegExp(pattern[1], "i"); return (words) => regex.test(words); } catch { /* as text */ }
+    return (words) => words.toLowerCase().includes(text.toLowerCase());
+  }
+  function mark() {
+    for (const el of svg.querySelectorAll(".hit,.holds")) el.classList.remove("hit", "holds");
+    for (const key of hits) {
+      const parts = key.split(".");
+      for (let n = parts.length; n > 0; n--) {
+        const box = find(parts.slice(0, n).join("."));
+        if (box) { box.classList.add(n === parts.length ? "hit" : "holds"); break; }
+      }
+    }
+  }
+  function look() {
+    const text = search.value.trim(), matches = text && tester(text);
+    hits = text ? [...everyBox(top)].filter((box) => matches(box.getAttribute("aria-label") || "")).map(keyOf) : [];
+    current = -1;
+    mark();
+    tally.textContent = text ? `${hits.length} found` : "";
+  }
+  async function next(step) {
+    if (!hits.length) return;
+    current = (current + step + hits.length) % hits.length;
+    tally.textContent = `${current + 1} of ${hits.length}`;
+    await reveal(hits[current]);
+    mark();
+  }
+  async function reveal(key) {
+    const parts = key.split(".");
+    for (let n = 1; n < parts.length; n++) {
+      const box = find(parts.slice(0, n).join("."));
+      if (box && !isOpen(box)) await toggle(box, true);
+    }
+    tall();
+    show();
+    const box = find(key);
+    if (box) { centre(box); light(box, true); }
+  }
+  on(search, "input", look);
+  on(search, "keydown", (event) => {
+    if (event.key === "Enter") next(event.shiftKey ? -1 : 1);
+    if (event.key === "Escape") { search.value = ""; look(); svg.focus({ preventScroll: true }); }
+    event.stopPropagation();
+  });
+
+  // ---- what belongs together ---------------------------------------------------------------------------------
+  function light(box, far) {
+    for (const el of svg.querySelectorAll(".lit,.near,.used")) el.classList.remove("lit", "near", "used");
+    if (!box) return;
+    const wires = [...levelOf(box).children].filter((el) => el.classList.contains("wire"));
+    for (const [here, there] of [["head", "tail"], ["tail", "head"]]) {
+      const seen = new Set([keyOf(box)]), queue = [keyOf(box)];
+      while (queue.length) {
+        const key = queue.shift();
+        for (const wire of wires.filter((el) => el.dataset[here] === key)) {
+          const end = wire.dataset[there];
+          wire.classList.add(key === keyOf(box) ? "lit" : "near");
+          if (far && end && !seen.has(end)) { seen.add(end); queue.push(end); }
+        }
+      }
+    }
+    for (const key of (box.dataset.uses || "").split(" ").filter(Boolean)) {
+      const parts = key.split(".");
+      while (parts.length && !find(parts.join("."))) parts.pop();
+      if (parts.length) find(parts.join(".")).classList.add("used");
+    }
+  }
+  let hinted = null, wait = 0;
+  function hint(target, event) {  // after a moment of rest
+    if (target === hinted && !tip.hidden) return put(event);
+    clearTimeout(wait);
+    tip.hidden = true;
+    hinted = target;
+    if (target) wait = setTimeout(() => { tip.textContent = target.getAttribute("aria-label"); tip.hidden = false; put(event); }, 250);
+  }
+  function put(event) {
+    const page = root.getBoundingClientRect();
+    const x = event.clientX - page.left + 14, y = event.clientY - page.top + 16;
+    tip.style.left = `${Math.max(0, Math.min(x, page.width - tip.offsetWidth - 4))}px`;
+    tip.style.top = `${y + tip.offsetHeight > page.height ? Math.max(0, y - tip.offsetHeight - 26) : y}px`;
+  }
+
+  // ---- pointer and keys --------------------------------------------------------------------------------------
+  let drag = null, chosen = null;
+  const active = () => root.contains(document.activeElement);
+  const boxAt = (event) => event.target.closest && event.target.closest(".box");
+  function select(box) {
+    chosen?.classList.remove("chosen");
+    chosen = box;
+    box?.classList.add("chosen");
+    light(box, true);
+    if (box && options.select) options.select(box.dataset.node || "", keyOf(box));
+  }
+  function press(box, event) {  // a frame reacts on its title only; inside it is paper
+    if (isOpen(box) && event.clientY - box.getBoundingClientRect().top > HEAD * view.scale) return select(null);
+    select(box);
+    if (isGroup(box)) toggle(box);
+  }
+  on(svg, "pointerdown", (event) => {
+    hint(null);
+    if (event.button === 0) drag = { x: event.clientX, y: event.clientY, moved: false, id: event.pointerId };
+    (boxAt(event) || svg).focus({ preventScroll: true });
+  });
+  on(svg, "pointermove", (event) => {
+    if (!drag) return hint(event.target.closest(".wire,.box"), event), light(boxAt(event) || chosen, !boxAt(event));
+    const dx = event.clientX - drag.x, dy = event.clientY - drag.y;
+    if (!drag.moved && Math.hypot(dx, dy) < 4) return;
+    if (!drag.moved) svg.setPointerCapture(drag.id);
+    drag = { ...drag, x: event.clientX, y: event.clientY, moved: true };
+    view.x -= dx / view.scale;
+    view.y -= dy / view.scale;
+    show();
+  });
+  on(svg, "pointerup", (event) => {
+    if (drag && !drag.moved) boxAt(event) ? press(boxAt(event), event) : select(null);
+    drag = null;
+  });
+  on(svg, "pointercancel", () => { drag = null; });
+  on(svg, "pointerleave", () => { hint(null); if (!drag) light(chosen, true); });
+  on(svg, "wheel", (event) => {
+    if (!active() && !event.ctrlKey) return;
+    event.preventDefault();
+    zoom(Math.exp(-event.deltaY * (event.ctrlKey ? 0.01 : 0.0015)), event);
+  }, { passive: false });
+  on(svg, "focusin", (event) => { const box = boxAt(event); if (box) light(box, true); });
+
+  function neighbour(box, key) {
+    const level = levelOf(box), wires = [...level.children].filter((el) => el.classList.contains("wire"));
+    const along = key === "ArrowDown" ? ["tail", "head"] : ["head", "tail"];
+    if (key === "ArrowDown" || key === "ArrowUp") {
+      const wire = wires.find((el) => el.dataset[along[0]] === keyOf(box) && find(el.dataset[along[1]] || ""));
+      return wire && find(wire.dataset[along[1]]);
+    }
+    const row = boxesOf(level).sort((a, b) => placeOf(a).x - placeOf(b).x || placeOf(a).y - placeOf(b).y);
+    return row[row.indexOf(box) + (key === "ArrowRight" ? 1 : -1)];
+  }
+  function moveTo(box) {
+    if (!box) return;
+    box.focus({ preventScroll: true });
+    const where = box.getBoundingClientRect(), page = svg.getBoundingClientRect();
+    if (where.top < page.top || where.bottom > page.bottom || where.left < page.left || where.right > page.right) centre(box);
+  }
+  const KEYS = {
+    "+": () => zoom(1.25), "=": () => zoom(1.25), "-": () => zoom(0.8), "0": () => fit(true), f: () => fit(true),
+    "/": () => search.focus(),
+    Escape: (box) => { const owner = box && ownerOf(levelOf(box)); owner ? moveTo(owner) : (select(null), document.activeElement.blur()); },
+    Enter: (box) => { if (box) { select(box); toggle(box); } },
+  };
+  KEYS[" "] = KEYS.Enter;
+  on(svg, "keydown", (event) => {
+    const box = boxAt(event);
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    if (event.key.startsWith("Arrow")) moveTo(box ? neighbour(box, event.key) : boxesOf(top)[0]);
+    else if (KEYS[event.key]) KEYS[event.key](box);
+    else return;
+    event.preventDefault();
+    event.stopPropagation();  // a notebook has keys of its own
+  });
+
+  // ---- start -------------------------------------------------------------------------------------------------
+  adopt(svg);
+  svg.setAttribute("role", "group");
+  svg.setAttribute("tabindex", "0");
+  svg.classList.add("live");
+  const paper = svg.querySelector(".paper");
+  for (const [name, value] of [["x", -1e5], ["y", -1e5], ["width", 2e5], ["height", 2e5]]) paper.setAttribute(name, value);
+  Object.assign(svg.style, { width: "100%", maxWidth: "none" });
+  const watch = new ResizeObserver(() => (view.ready ? show() : fit()));
+  watch.observe(svg);
+  fit();
+  return {
+    toggle: (key) => find(key) && toggle(find(key)), reveal, fit, say, select,
+    stop() { clearTimeout(wait); watch.disconnect(); listeners.forEach((off) => off()); },
+  };
+}

@@ -1,0 +1,81 @@
+"""The live drawing: one picture as a string, faces and values on request. Knows no graph."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import anywidget
+import traitlets
+
+log = logging.getLogger(__name__)
+
+Fetch = Callable[[str], Mapping[str, Any]]
+Face = Callable[[str, bool], str]
+
+_HERE = Path(__file__).parent
+
+
+def _text(*names: str) -> str:
+    return "\n".join((_HERE / name).read_text(encoding="utf-8") for name in names)
+
+
+class GraphWidget(anywidget.AnyWidget):
+    """A drawing that unfolds through ``on_face`` and shows values through ``on_fetch``.
+
+    svg: the first picture. title, legend (pairs of a word and ``#rrggbb``): what stands above it. twin: the
+    ``data-tfnb`` of a static drawing that this one hides while it is shown. text: what a front end without
+    widgets shows. on_fetch(node name) gives ``{"preview": str}``; on_face(key of a box, unfolded) gives SVG.
+    ``selection`` is the name of the node that was clicked.
+    """
+
+    _esm = _text("drawing.js", "graph.js")
+    _css = _text("drawing.css")
+
+    svg = traitlets.Unicode().tag(sync=True)
+    title = traitlets.Unicode().tag(sync=True)
+    legend = traitlets.List().tag(sync=True)
+    twin = traitlets.Unicode().tag(sync=True)
+    selection = traitlets.Unicode().tag(sync=True)
+
+    def __init__(
+        self, svg: str, *, title: str = "", legend: list[list[str]] | None = None, twin: str = "", text: str = "",
+        on_fetch: Fetch | None = None, on_face: Face | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(svg=svg, title=title, legend=legend or [], twin=twin)
+        self.text = text
+        self._fetch, self._face = on_fetch, on_face
+        self.on_msg(self._heard)
+
+    def _heard(self, _widget: Any, message: Any, _buffers: Any) -> None:
+        """Answer one message of the page; whatever a callback raises is shown there, and logged."""
+        match message:
+            case {"kind": "fetch", "node": str(node)}:
+                self.send({"kind": "value", "node": node, **self._value(node)})
+            case {"kind": "fold" | "unfold" as kind, "scope": str(scope)}:
+                self.send({"kind": "face", "scope": scope, "svg": self._drawn(scope, kind == "unfold")})
+
+    def _value(self, node: str) -> dict[str, str]:
+        if self._fetch is None:
+            return {"error": "values cannot be fetched here"}
+        try:
+            return {"preview": str(self._fetch(node).get("preview", ""))}
+        except Exception as failure:  # the user's data and code: the page says what went wrong
+            log.info("fetching %s failed", node, exc_info=True)
+            return {"error": f"{type(failure).__name__}: {failure}"}
+
+    def _drawn(self, scope: str, unfolded: bool) -> str:
+        try:
+            return self._face(scope, unfolded) if self._face else ""
+        except Exception:  # a key of an older picture, or a layout that failed: the page says it cannot unfold
+            log.info("drawing %s failed", scope, exc_info=True)
+            return ""
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+        bundle = super()._repr_mimebundle_(**kwargs)
+        data = bundle[0] if isinstance(bundle, tuple) else bundle
+        if data is not None and self.text:
+            data["text/plain"] = self.text
+        return bundle

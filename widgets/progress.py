@@ -1,0 +1,202 @@
+"""The panel of a long run: a bar, the latest metrics and their curves, renewed in place.
+
+Takes plain numbers and strings. How often it is renewed is the caller's business. Without a notebook it is one line that a carriage return rewrites.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from typing import Any, Protocol, TextIO
+
+import ipywidgets
+from IPython import get_ipython
+from IPython.display import HTML, display
+
+POINTS = 240  # points of a curve; older ones are thinned out
+
+_INK = "#5b8def"
+_FONT = "font:13px Helvetica,Arial,sans-serif"
+_CELL = 'style="text-align:left;padding:2px 14px 2px 0;vertical-align:middle;border:0"'
+
+Point = tuple[int, float]
+
+
+class ProgressPanel:
+    """Shows how far a run is.
+
+    total: steps, or None if that is not known. label: what is running. stream: where the line goes if there is no
+    notebook; standard output by default.
+
+    >>> import io
+    >>> out = io.StringIO()
+    >>> panel = ProgressPanel(10, "digits", stream=out)
+    >>> panel.update(5, {"loss": 0.25}, rate=2.5)
+    >>> panel.finish("10 steps in 4.0 s")
+    >>> out.getvalue().split("\\r")[1:]
+    ['digits: step 5/10 · 2.5/s · 2 s left · loss 0.25', 'digits: 10 steps in 4.0 s · loss 0.25\\x1b[K\\n']
+    """
+
+    def __init__(self, total: int | None, label: str, *, stream: TextIO | None = None) -> None:
+        self.total, self.label = total, label
+        self.step, self.rate = 0, 0.0
+        self.metrics: dict[str, float] = {}
+        self.curves: dict[str, Curve] = {}
+        self._front: _Front = _Notebook(self) if stream is None and _in_notebook() else _Line(stream or sys.stdout)
+
+    def update(self, step: int, metrics: Mapping[str, float] | None = None, rate: float = 0.0) -> None:
+        """Show step, metrics (name -> number) and rate (steps per second)."""
+        self.step, self.rate = step, rate
+        for name, value in (metrics or {}).items():
+            self.metrics[name] = float(value)
+            self.curves.setdefault(name, Curve()).add(step, float(value))
+        self._front.show(self)
+
+    def finish(self, text: str = "") -> None:
+        """Leave the final state, with ``text``, as static output that a saved notebook keeps."""
+        self._front.finish(self, f"{self.label}: {text}" if text else self.status())
+
+    def status(self) -> str:
+        """``digits: step 312/1000 · 50.1/s · 14 s left``."""
+        parts = [f"{self.label}: step {self.step}" + (f"/{self.total}" if self.total else "")]
+        if self.rate:
+            parts.append(f"{number(self.rate)}/s")
+        if self.rate and self.total:
+            parts.append(f"{duration((self.total - self.step) / self.rate)} left")
+        return " · ".join(parts)
+
+    def line(self, status: str) -> str:
+        """A status with the metrics behind it, as text."""
+        return " · ".join([status, *(f"{name} {number(value)}" for name, value in self.metrics.items())])
+
+    def table(self) -> str:
+        """The metrics and their curves, as HTML."""
+        rows = "".join(
+            f"<tr><th {_CELL}>{escape(name)}</th><td {_CELL}>{number(self.metrics[name])}</td>"
+            f"<td {_CELL}>{curve.svg(name)}</td></tr>"
+            for name, curve in self.curves.items()
+        )
+        return f'<table style="border-collapse:collapse;{_FONT}">{rows}</table>' if rows else ""
+
+
+class Curve:
+    """The course of one value, thinned to `POINTS` points."""
+
+    def __init__(self) -> None:
+        self.points: list[Point] = []
+        self._every, self._seen = 1, 0
+
+    def add(self, step: int, value: float) -> None:
+        """Take a value; one that is not finite is not drawn."""
+        if self._seen % self._every == 0 and math.isfinite(value):
+            self.points.append((step, value))
+        self._seen += 1
+        if len(self.points) > POINTS:
+            self.points = self.points[::2]
+            self._every *= 2
+
+    def svg(self, name: str, wide: int = 240, high: int = 40) -> str:
+        """A line chart with its range beside it."""
+        if len(self.points) < 2:
+            return ""
+        places = list(_scaled(self.points, wide - 8, high - 8))
+        line = " ".join(f"{x + 4:.1f},{y + 4:.1f}" for x, y in places)
+        x, y = places[-1]
+        values = [value for _, value in self.points]
+        span = f"{number(min(values))} to {number(max(values))}"
+        return (
+            f'<svg width="{wide}" height="{high}" viewBox="0 0 {wide} {high}" role="img">'
+            f"<title>{escape(name)}: {span}</title>"
+            f'<polyline points="{line}" fill="none" stroke="{_INK}" stroke-width="1.6" stroke-linejoin="round"/>'
+            f'<circle cx="{x + 4:.1f}" cy="{y + 4:.1f}" r="2.6" fill="{_INK}"/></svg>'
+        )
+
+
+def _scaled(points: Sequence[Point], wide: float, high: float) -> Iterator[tuple[float, float]]:
+    low, top = min(value for _, value in points), max(value for _, value in points)
+    first, last = points[0][0], points[-1][0]
+    for step, value in points:
+        yield wide * (step - first) / ((last - first) or 1), high * (1 - (value - low) / ((top - low) or 1))
+
+
+# -- where it is shown ----------------------------------------------------------------------------------------
+
+
+class _Front(Protocol):
+    def show(self, panel: ProgressPanel) -> None: ...
+
+    def finish(self, panel: ProgressPanel, text: str) -> None: ...
+
+
+class _Notebook:
+    """Widgets while it runs; at the end the same display holds plain HTML."""
+
+    def __init__(self, panel: ProgressPanel) -> None:
+        known = panel.total or 1
+        self._bar = ipywidgets.IntProgress(max=known, layout=ipywidgets.Layout(width="260px"))
+        self._status, self._table = ipywidgets.HTML(), ipywidgets.HTML()
+        self._box = ipywidgets.VBox([ipywidgets.HBox([self._bar, self._status]), self._table])
+        self._place: Any = None
+
+    def show(self, panel: ProgressPanel) -> None:
+        if self._place is None:
+            self._place = display(self._box, display_id=True)
+        self._bar.value = min(panel.step, self._bar.max) if panel.total else 0
+        self._bar.bar_style = "" if panel.total else "info"
+        self._status.value = escape(panel.status())
+        self._table.value = panel.table()
+
+    def finish(self, panel: ProgressPanel, text: str) -> None:
+        final = HTML(f'<div style="{_FONT};padding:4px 0">{escape(text)}</div>{panel.table()}')
+        if self._place is None:
+            display(final)
+        else:
+            self._place.update(final)
+        for widget in (self._box, *self._box.children[0].children, *self._box.children, self._bar):
+            widget.close()
+
+
+class _Line:
+    """One line of a terminal, rewritten."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def show(self, panel: ProgressPanel) -> None:
+        self._write(panel.line(panel.status()))
+
+    def finish(self, panel: ProgressPanel, text: str) -> None:
+        self._write(panel.line(text) + "\x1b[K\n")
+
+    def _write(self, text: str) -> None:
+        self._stream.write("\r" + text)
+        self._stream.flush()
+
+
+def _in_notebook() -> bool:
+    return hasattr(get_ipython(), "kernel")
+
+
+def number(value: float) -> str:
+    """A number in at most four digits.
+
+    >>> number(0.123456), number(50.0)
+    ('0.1235', '50')
+    """
+    return f"{value:.4g}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people.
+
+    >>> duration(14.2), duration(130), duration(7300)
+    ('14 s', '2 min 10 s', '2 h 1 min')
+    """
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
