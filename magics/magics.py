@@ -23,6 +23,7 @@ import tfnb
 from tfnb.magics.arguments import magic, parsed
 from tfnb.magics.cell import compiled, place
 from tfnb.magics.complete import VERBS
+from tfnb.magics.live import live
 from tfnb.magics.table import Table
 from tfnb.magics.watch import CellWatch
 
@@ -129,7 +130,7 @@ class TfnbMagics(Magics):
         html, text = tfnb.view.graph_html(graph, cell=cell), tfnb.view.text_tree(graph, cell=cell)
         self.watch.show(self._plain({"text/html": html, "text/plain": text}))
         if getattr(options, "live", False) or self.display == "live":
-            self.watch.show(tfnb.widgets.GraphWidget.of(graph)._repr_mimebundle_())
+            self.watch.show(_bundle(live(graph, cell)))
 
     def _verb(self, options: Namespace) -> Any:
         """The line form: ``[NAME] [VERB] [FILE]`` in any order of the first two."""
@@ -388,6 +389,12 @@ def _row(label: str, variable: Any) -> tuple[Any, ...]:
     """One variable as a row of `_COLUMNS`."""
     spec = variable.spec
     return label, str(spec), math.prod(spec.shape) * spec.dtype.itemsize, str(variable.device), variable.trainable
+
+
+def _bundle(widget: Any) -> dict[str, Any]:
+    """A widget's mime bundle; with metadata in some versions."""
+    bundle = widget._repr_mimebundle_()
+    return bundle[0] if isinstance(bundle, tuple) else bundle
 
 
 def _next(value: Any) -> Any:

@@ -12,6 +12,8 @@ from IPython.core.completer import provisionalcompleter
 
 import tfnb
 from tfnb.errors import StaleNode
+from tfnb.magics.live import fetched
+from tfnb.magics.live import live as live_drawing
 
 X = "x = tfnb.placeholder(torch.ones(2, 3))"
 
@@ -20,7 +22,7 @@ def text(name="g"):
     return tfnb.graph(name).text()
 
 
-# -- loading ---------------------------------------------------------------------------------------------------
+# -- loading ----------------------------------------------------------------------------
 
 
 def test_loading_imports_no_torch_and_prints_nothing():
@@ -51,7 +53,7 @@ def test_loading_again_registers_once(notebook):
     assert len(ran.drawings) == 1
 
 
-# -- which cell is this ------------------------------------------------------------------------------------------
+# -- which cell is this ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cell_id", ["abc", None])
@@ -103,7 +105,7 @@ def test_fetching_what_a_rerun_removed_names_the_cell(notebook):
     assert isinstance(ran.error, StaleNode) and "run In[3] again" in str(ran.error)
 
 
-# -- failing cells -------------------------------------------------------------------------------------------------
+# -- failing cells ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("failure", ["1 / 0", "x @ x", "raise KeyboardInterrupt", "bad syntax"])
@@ -125,7 +127,7 @@ def test_interrupted_cell_leaves_the_next_one_working(notebook):
     assert float(ran.result) == 6.0
 
 
-# -- options ---------------------------------------------------------------------------------------------------------
+# -- options ----------------------------------------------------------------------------
 
 
 def test_input_makes_a_tensor_a_placeholder(notebook):
@@ -136,9 +138,7 @@ def test_input_makes_a_tensor_a_placeholder(notebook):
     assert [node.name for node in tfnb.graph("g").placeholders] == ["a"]
 
 
-@pytest.mark.parametrize(
-    "option, words", [("a:B", "a has 2 axes, 1 are named"), ("c", "there is no variable 'c'")]
-)
+@pytest.mark.parametrize("option, words", [("a:B", "a has 2 axes, 1 are named"), ("c", "there is no variable 'c'")])
 def test_input_that_does_not_fit_is_one_line(notebook, option, words):
     notebook.ok("a = torch.ones(4, 5)")
     ran = notebook.run(f"%%tfgraph g -i {option}\nb = 2")
@@ -158,13 +158,11 @@ def test_lazy_records_shapes_only(notebook):
 
 
 def test_device_is_where_placeholders_go(notebook):
-    notebook.ok(f"%%tfgraph g -d meta --lazy --no-show\nz = torch.zeros(3)")
+    notebook.ok("%%tfgraph g -d meta --lazy --no-show\nz = torch.zeros(3)")
     assert notebook.names["z"].device.type == "meta"
 
 
-@pytest.mark.parametrize(
-    "line, near", [("--devce cpu", "--device"), ("--lazzy", "--lazy"), ("--no-shw", "--no-show")]
-)
+@pytest.mark.parametrize("line, near", [("--devce cpu", "--device"), ("--lazzy", "--lazy"), ("--no-shw", "--no-show")])
 def test_unknown_option_is_one_line_with_the_nearest(notebook, line, near):
     ran = notebook.run(f"%%tfgraph g {line}\n{X}")
     assert ran.err.startswith("UsageError: unrecognized arguments: ") and ran.err.count("\n") == 1
@@ -183,7 +181,7 @@ def test_help_shows_options_and_an_example(notebook):
     assert "--append" in bundle["text/plain"] and "%%tfgraph digits" in bundle["text/plain"]
 
 
-# -- what is shown -----------------------------------------------------------------------------------------------------
+# -- what is shown ----------------------------------------------------------------------------
 
 
 def test_drawing_stands_below_the_result(notebook, monkeypatch):
@@ -209,6 +207,20 @@ def test_static_drawing_holds_no_widget(notebook):
     assert not any("application/vnd.jupyter.widget-view+json" in bundle for bundle in ran.shown)
 
 
+def test_live_widget_stands_below_its_static_twin(notebook):
+    ran = notebook.ok(f"%%tfgraph g --live\n{X}\ny = x * 2")
+    static, live = ran.shown
+    assert "application/vnd.jupyter.widget-view+json" in live and "text/html" not in live
+    assert f'data-tfnb="{live_drawing(tfnb.graph("g"), f"In[{notebook.count - 1}]").twin}"' in static["text/html"]
+
+
+def test_click_fetches_the_value_of_now(notebook):
+    notebook.ok(f"%%tfgraph g --no-show\n{X}\nv = tfnb.Variable(torch.ones(3), name='v')\ny = x + v")
+    assert "[2., 2., 2.]" in fetched(tfnb.graph("g"), "y")["preview"]
+    notebook.ok("v.assign(torch.zeros(3))")
+    assert "float32[B, 3]: ok, 1 to 1" in fetched(tfnb.graph("g"), "y")["preview"]
+
+
 def test_same_cell_same_bytes(notebook):
     cell = f"%%tfgraph g\n{X}\ny = (x * 2).sum()"
     first = notebook.ok(cell, cell_id="a").drawings
@@ -232,7 +244,7 @@ def test_reprs_can_be_switched_to_text(notebook):
     notebook.ok("%config TfnbMagics.repr = 'html'")
 
 
-# -- the line form -------------------------------------------------------------------------------------------------------
+# -- the line form ----------------------------------------------------------------------------
 
 
 def test_bare_line_is_the_current_graph(notebook):
@@ -268,7 +280,11 @@ def test_export_by_suffix(notebook, tmp_path, suffix, start):
 
 @pytest.mark.parametrize(
     "line, words",
-    [("%tfgraph other", "no graph named 'other'"), ("%tfgraph g export g.bmp", ".json .svg"), ("%tfgraph g h", "verbs")],
+    [
+        ("%tfgraph other", "no graph named 'other'"),
+        ("%tfgraph g export g.bmp", ".json .svg"),
+        ("%tfgraph g h", "verbs"),
+    ],
 )
 def test_mistakes_are_one_line(notebook, line, words):
     notebook.ok(f"%%tfgraph g --no-show\n{X}")

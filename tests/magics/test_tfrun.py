@@ -22,7 +22,7 @@ def net(notebook):
     return notebook
 
 
-# -- %tfrun ------------------------------------------------------------------------------------------------------------
+# -- %tfrun ----------------------------------------------------------------------------
 
 
 def test_one_fetch_gives_its_value(net):
@@ -77,7 +77,7 @@ def test_feed_without_a_value_is_one_line(net):
     assert "UsageError: -f x=1 +: invalid syntax" in net.run("%tfrun loss -f x=1 +").err
 
 
-# -- %tfgrad -----------------------------------------------------------------------------------------------------------
+# -- %tfgrad ----------------------------------------------------------------------------
 
 
 def test_gradients_of_all_trainable_variables(net):
@@ -102,7 +102,7 @@ def test_pattern_that_matches_nothing_is_one_line(net):
     assert "no variable matches 'conv*'; there are: weight, bias" in ran.err
 
 
-# -- %tfvars, %tfsave, %tfload --------------------------------------------------------------------------------------------
+# -- %tfvars, %tfsave, %tfload ----------------------------------------------------------------------------
 
 
 def test_variables_are_listed(net):
@@ -135,7 +135,7 @@ def test_file_that_lacks_a_variable_lists_it(net, tmp_path):
     net.ok(f"%tfload --no-strict {tmp_path / 'net.safetensors'}")
 
 
-# -- all ---------------------------------------------------------------------------------------------------------------
+# -- all ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["tfgrad", "tfvars", "tfsave", "tfload", "tfcluster"])
