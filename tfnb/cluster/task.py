@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 from distributed import get_worker
 
-import tfnb
+from tfnb import __version__
 from tfnb.cluster import wire
 from tfnb.cluster.core import PLANS, Core, fence
 from tfnb.cluster.messages import Failed, Ok, OpId, Outcome, Peer, Refused, Request, failed
@@ -41,7 +41,7 @@ SHARE = 0.6  # of a worker's memory limit that a server may fill; Dask pauses a 
 def versions() -> dict[str, str]:
     """What must agree between the processes of a cluster."""
     return {
-        "tfnb": tfnb.__version__, "torch": torch.__version__.partition("+")[0],
+        "tfnb": __version__, "torch": torch.__version__.partition("+")[0],
         "python": ".".join(platform.python_version_tuple()[:2]), "envelope": str(wire.VERSION),
     }  # fmt: skip
 
