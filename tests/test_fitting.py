@@ -203,8 +203,8 @@ def test_terminal_shows_one_line_after_a_while(monkeypatch):
     monkeypatch.setattr(fitting, "SHOWN_EVERY", 0.0)
     tfnb.fit(value, {x: X[:, 0]}, steps=3, watch={"count": value})
     lines = screen.text.split("\r")
-    assert lines[2].startswith("graph: step 2/3  ") and "count 5" in lines[2] and "s left" in lines[2]
-    assert lines[-1].strip().startswith("graph: 3 steps in ") and lines[-1].endswith("\n")
+    assert lines[2].startswith("graph: step 2/3 ") and "count 5" in lines[2] and "s left" in lines[2]
+    assert lines[-1].startswith("graph: 3 steps in ") and lines[-1].endswith("\n")
 
 
 def test_without_a_terminal_progress_is_logged(monkeypatch, caplog):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import logging
 import math
-import shutil
 import signal
 import sys
 import threading
@@ -334,29 +333,6 @@ def _check_mode(mode: Any, backup: Any, staleness: Any, timeout: Any) -> None:
 # -- showing ----------------------------------------------------------------------------------------------------------
 
 
-class _Terminal:
-    """One line that is written over and over."""
-
-    def __init__(self, total: int | None, label: str) -> None:
-        self._total, self._label, self._width = total, label, 0
-
-    def update(self, step: int, metrics: Mapping[str, float], rate: float) -> None:
-        """Write over the line."""
-        self._write(_line(self._label, step, self._total, metrics, rate))
-
-    def finish(self, text: str) -> None:
-        """The last word, if anything was shown."""
-        if self._width:
-            self._write(f"{self._label}: {text}")
-            sys.stdout.write("\n")
-
-    def _write(self, text: str) -> None:
-        text = text[: shutil.get_terminal_size().columns - 1]
-        sys.stdout.write("\r" + text.ljust(self._width))
-        sys.stdout.flush()
-        self._width = len(text)
-
-
 class _Log:
     """Log lines now and then, where nobody watches."""
 
@@ -377,16 +353,16 @@ class _Log:
 
 
 class _Panel:
-    """The notebook's panel, made when there is something to show."""
+    """The panel of a notebook or the line of a terminal, made when there is something to show."""
 
     def __init__(self, total: int | None, label: str) -> None:
-        self._make = lambda: widgets.ProgressPanel(total, label)
+        self._total, self._label = total, label
         self._panel: Any = None
 
     def update(self, step: int, metrics: Mapping[str, float], rate: float) -> None:
-        """Show the panel, or renew it."""
+        """Show it, or renew it."""
         if self._panel is None:
-            self._panel = self._make()
+            self._panel = widgets.ProgressPanel(self._total, self._label)
         self._panel.update(step, metrics, rate)
 
     def finish(self, text: str) -> None:
@@ -395,13 +371,12 @@ class _Panel:
             self._panel.finish(text)
 
 
-def _front(total: int | None, label: str) -> Any:
-    """Where progress goes: the notebook, the terminal, or the log."""
+def _front(total: int | None, label: str) -> _Panel | _Log:
+    """Where progress goes: the notebook or terminal, or the log."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
-    if hasattr(shell, "kernel"):
-        return _Panel(total, label)
-    return (_Terminal if sys.stdout is not None and sys.stdout.isatty() else _Log)(total, label)
+    is_seen = hasattr(shell, "kernel") or (sys.stdout is not None and sys.stdout.isatty())
+    return (_Panel if is_seen else _Log)(total, label)
 
 
 def _line(label: str, step: int, total: int | None, metrics: Mapping[str, float], rate: float) -> str:
