@@ -209,7 +209,7 @@ def test_c24_over_budget_is_refused_and_the_core_lives():
 
 def test_bad_requests_are_typed_errors():
     server = Server()
-    assert server("create", [torch.zeros(1)], keys=["w"]).tag == "InvalidArgument"
+    assert server("create", [torch.zeros(1)], keys=["w"]).tag == "AlreadyExists"
     assert server("assign", [torch.zeros(4)], keys=["w"]).tag == "ShapeError"
     assert server("assign", [torch.zeros(3).double()], keys=["w"]).tag == "ShapeError"
     assert server("assign", [torch.zeros(3)] * 2, keys=["w", "w"]).tag == "InvalidArgument"

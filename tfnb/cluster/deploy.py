@@ -39,6 +39,7 @@ class Place:
 
     client: Client
     closers: list[Callable[[], Any]] = field(default_factory=list)
+    dashboard: bool = True
     ps: int | None = None
     workers: int = 1  # to wait for
 
@@ -163,15 +164,15 @@ def local(tasks: int, ps: int | None, timeout: float) -> Place:
     try:
         with dask.config.set({**_SETTINGS, "distributed.comm.timeouts.connect": timeout}):
             cluster.__init__(  # type: ignore[misc]
-                n_workers=tasks + ps, threads_per_worker=1, processes=True, host="127.0.0.1", dashboard_address=None,
-                silence_logs=logging.ERROR, env=_OURS, preload=["tfnb.cluster.task"],
+                n_workers=tasks + ps, threads_per_worker=1, processes=True, host="127.0.0.1",
+                dashboard_address="127.0.0.1:0", scheduler_kwargs={"dashboard": False}, silence_logs=logging.ERROR, env=_OURS, preload=["tfnb.cluster.task"],
             )  # fmt: skip
         place = _dialled(cluster, str(cluster.scheduler_address), None, timeout)
     except BaseException:
         _quietly(cluster)
         raise
     place.closers.insert(0, cluster.close)
-    place.ps, place.workers = ps, tasks + ps
+    place.ps, place.workers, place.dashboard = ps, tasks + ps, False
     return place
 
 

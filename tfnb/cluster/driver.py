@@ -109,8 +109,9 @@ class Cluster:
     @property
     def dashboard_link(self) -> str:
         """Dask's dashboard, or an empty string where there is none."""
-        services = self.client.scheduler_info(n_workers=0).get("services", {}) if self._where.dashboard else {}
-        return str(self.client.dashboard_link) if "dashboard" in services else ""
+        if self._closed or self.client.status != "running" or not self._where.dashboard:
+            return ""
+        return str(self.client.dashboard_link) if "dashboard" in self.client.scheduler_info()["services"] else ""
 
     def status(self) -> Status:
         """Tasks, servers, sizes and health, as text and as a card."""

@@ -1,0 +1,135 @@
+"""One Dask cluster of processes for the whole folder, and small problems to train on it.
+
+Tests connect to it with as many servers as they like; its nannies replace the workers that tests kill.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from distributed import Client, LocalCluster
+from torch import nn
+
+import tfnb
+from tfnb.cluster import connected
+from tfnb.cluster.driver import Cluster, batches
+from tfnb.execution import Program, lower
+
+WORKERS = 4
+
+
+@pytest.fixture(scope="session")
+def dask() -> Iterator[Client]:
+    """A client of four worker processes."""
+    with (
+        LocalCluster(
+            n_workers=WORKERS, threads_per_worker=1, processes=True, host="127.0.0.1", dashboard_address=None,
+            preload=["tfnb.cluster.task"], silence_logs=50,
+        ) as cluster,
+        Client(cluster, set_as_default=False) as client,
+    ):  # fmt: skip
+        yield client
+
+
+def wait_for_workers(client: Client) -> None:
+    """Until every killed worker has its successor."""
+    client.wait_for_workers(WORKERS, timeout=60)
+    end = time.monotonic() + 60
+    while len(client.run(lambda: 0)) < WORKERS and time.monotonic() < end:
+        pass
+
+
+@pytest.fixture
+def connect(dask: Client) -> Iterator[Callable[..., Cluster]]:
+    """``connect(tasks)``: that many compute tasks; the other workers are servers."""
+    made: list[Cluster] = []
+
+    def connect(tasks: int = 3) -> Cluster:
+        wait_for_workers(dask)
+        made.append(tfnb.connect(dask, ps=WORKERS - tasks))
+        assert len(made[-1].tasks) == tasks
+        return made[-1]
+
+    yield connect
+    for cluster in made:
+        cluster.close()
+    assert connected.connected() is None
+    assert dask.status == "running", "we close only what we opened"
+
+
+@dataclass
+class Problem:
+    """A small classifier, its batches, and the local run that others are measured against."""
+
+    graph: tfnb.Graph
+    program: Program
+    data: torch.Tensor
+    labels: torch.Tensor
+    train: Any
+    loss: Any
+    feeds: tuple[Any, Any]
+    start: list[torch.Tensor]
+
+    def batch(self, run: int, size: int) -> list[torch.Tensor]:
+        at = torch.arange(run * size, run * size + size) % len(self.data)
+        return [self.data[at], self.labels[at]]
+
+    def batches(self, steps: int, size: int = 12, last: int | None = None):
+        """``steps`` batches; the last one may be short."""
+        found = [(self.batch(run, size), run) for run in range(steps)]
+        if last is not None:
+            found[-1] = ([t[:last] for t in found[-1][0]], steps - 1)
+        return batches(self.program, found)
+
+    def values(self) -> list[torch.Tensor]:
+        return [v.storage.clone() for v in self.graph.variables]
+
+    def reset(self) -> None:
+        for v, value in zip(self.graph.variables, self.start, strict=True):
+            v.storage.copy_(value)
+
+    def local(self, steps: int, **kwargs: Any) -> tuple[list[list[torch.Tensor]], list[float]]:
+        """States before and after each local step, and the losses; the variables are put back."""
+        before = self.values()
+        states, losses = [self.values()], []
+        for batch in self.batches(steps, **kwargs):
+            out, pending = self.program.compute(
+                list(batch.tensors), [v.storage for v in self.program.variables], batch.run_index
+            )
+            self.program.commit(pending)
+            states.append(self.values())
+            losses.append(float(out[1]))
+        for v, value in zip(self.graph.variables, before, strict=True):
+            v.storage.copy_(value)
+        return states, losses
+
+
+def close_to(a: list[torch.Tensor], b: list[torch.Tensor], rtol: float = 1e-6) -> bool:
+    """Whether two states are equal within ``rtol`` of each tensor's size."""
+    return all(bool(((x - y).abs() <= rtol * (1.0 + y.abs())).all()) for x, y in zip(a, b, strict=True))
+
+
+@pytest.fixture
+def problem() -> Callable[..., Problem]:
+    """``problem(optimizer)``."""
+
+    def make(optimizer: Any = None, *, dtype: torch.dtype = torch.float64, hidden: int = 8) -> Problem:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, hidden), nn.Tanh(), nn.Linear(hidden, 3)).to(dtype)
+        data, labels = torch.randn(60, 4, dtype=dtype), torch.randint(0, 3, (60,))
+        with tfnb.record("problem") as g:
+            x, y = tfnb.placeholder(data[:5], name="x"), tfnb.placeholder(labels[:5], name="y")
+            loss = F.cross_entropy(model(x), y)
+            train = (optimizer or tfnb.train.Adam(1e-2)).minimize(loss)
+        program = lower(g, (train.value, loss.value), (x.value, y.value))
+        made = Problem(g, program, data, labels, train, loss, (x, y), [])
+        made.start = made.values()
+        return made
+
+    return make

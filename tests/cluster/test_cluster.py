@@ -1,0 +1,356 @@
+"""Training and running on real processes: equal to local runs, and values come and go without loss."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tfnb
+from tfnb.cluster import connected
+from tfnb.cluster.joins import join, joins
+from tfnb.errors import (
+    DeadlineExceeded, FailedPrecondition, InsecureAddress, InvalidArgument, NonFiniteGradient, NotFound, ShapeError,
+    TfnbError, Unavailable, Unimplemented,
+)  # fmt: skip
+from tfnb.execution import lower
+
+OPTIMIZERS = {
+    "momentum": lambda: tfnb.train.SGD(0.1, momentum=0.9),
+    "adam": lambda: tfnb.train.Adam(1e-2),
+}
+
+
+def close_to(a, b, rtol=1e-6):
+    return all(bool(((x - y).abs() <= rtol * (1.0 + y.abs())).all()) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("tasks", [1, 2, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_c52_c79_sync_equals_the_local_run(connect, problem, name, tasks):
+    p = problem(OPTIMIZERS[name]())
+    states, losses = p.local(8, last=5)
+    cluster = connect(tasks)
+    seen = list(cluster.train(p.program, p.batches(8, last=5)))
+    assert [step for step, _ in seen] == list(range(1, 9))
+    assert close_to([values[1] for _, values in seen], [torch.tensor(x, dtype=torch.float64) for x in losses])
+    assert all(values[0] is None for _, values in seen)
+    assert close_to(p.values(), states[-1]), "module storage is refreshed when training ends"
+    assert cluster.pulled_step == 8
+
+
+def test_a_batch_of_fewer_rows_than_tasks(connect, problem):
+    p = problem()
+    states, _ = p.local(2, last=2)
+    list(connect(3).train(p.program, p.batches(2, last=2)))
+    assert close_to(p.values(), states[-1])
+
+
+def test_float32_within_tolerance(connect, problem):
+    p = problem(OPTIMIZERS["momentum"](), dtype=torch.float32)
+    states, _ = p.local(10)
+    list(connect(3).train(p.program, p.batches(10)))
+    assert close_to(p.values(), states[-1], rtol=1e-6)
+
+
+def test_variables_move_there_and_back_in_the_middle_of_training(connect, problem):
+    p = problem()
+    states, _ = p.local(9)
+
+    def local_steps(first, last):
+        for batch in list(p.batches(last))[first:]:
+            _, pending = p.program.compute(list(batch.tensors), [v.storage for v in p.program.variables], batch.run_index)
+            p.program.commit(pending)
+
+    local_steps(0, 3)
+    cluster = connect(2)
+    batches = list(p.batches(6))[3:]
+    list(cluster.train(p.program, batches))
+    cluster.close()
+    assert connected.connected() is None
+    local_steps(6, 9)
+    assert close_to(p.values(), states[-1])
+
+
+def test_run_equals_local_and_never_splits(connect, problem):
+    p = problem()
+    states, losses = p.local(3)
+    cluster = connect(3)
+    for run, batch in enumerate(p.batches(3)):
+        fetched = cluster.run(p.program, batch.tensors, run=run)
+        assert fetched[0] is None and fetched[1].item() == losses[run], "one task computes it: bitwise equal"
+    cluster.pull()
+    assert all(torch.equal(a, b) for a, b in zip(p.values(), states[-1], strict=True))
+
+
+def test_session_and_fit_style_calls_go_to_the_connected_cluster(connect, problem):
+    p = problem()
+    x, y = p.feeds
+    here = tfnb.run(p.loss, {x: p.data, y: p.labels})
+    cluster = connect(2)
+    assert tfnb.run(p.loss, {x: p.data, y: p.labels}).item() == here.item()
+    tfnb.run(p.train, {x: p.data, y: p.labels})
+    assert cluster.step == 1
+    after = tfnb.run(p.loss, {x: p.data, y: p.labels})
+    assert after < here
+    cluster.close()
+    assert tfnb.run(p.loss, {x: p.data, y: p.labels}).item() == pytest.approx(after.item(), rel=1e-12)
+
+
+def test_variables_answer_for_their_servers(connect):
+    v = tfnb.Variable(torch.tensor([1.0, 2.0]), name="v")
+    with tfnb.record("counter"):
+        double = v.read() * 2
+    cluster = connect(2)
+    tfnb.run(double)
+    assert "ps:" in v.device
+    v.assign_add(torch.ones(2))
+    assert v.storage.tolist() == [1, 2], "the storage here is stale"
+    assert v.value().tolist() == [2, 3]
+    assert tfnb.run(double).tolist() == [4, 6]
+    with pytest.raises(ShapeError):
+        v.assign(torch.ones(3))
+    cluster.pull()
+    assert v.storage.tolist() == [2, 3]
+    v.assign(torch.tensor([7.0, 7.0]))
+    cluster.close()
+    assert v.storage.tolist() == [7, 7] and v.home is None and v.device == "cpu"
+
+
+def test_run_with_writes_and_fetches_of_the_state_afterwards(connect):
+    v, w = tfnb.Variable(torch.zeros(2), name="v"), tfnb.Variable(torch.ones(2), name="w")
+    with tfnb.record("writes"):
+        x = tfnb.placeholder(torch.ones(2), shape=(2,), name="x")
+        before = v.read() * 1
+        a = v.assign_add(x)
+        b = w.assign(v.read() * 10)
+        after = v.read() + w.read()
+    connect(2)
+    for step in (1, 2):
+        got = tfnb.run([before, a, b, after], {x: torch.ones(2)})
+        assert [t[0].item() for t in got] == [step - 1, step, 10 * step, 11 * step]
+    assert v.value().tolist() == [2, 2]
+
+
+def test_watched_values_of_the_state_after_the_step(connect, problem):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).double()
+    data, labels = torch.randn(24, 4, dtype=torch.float64), torch.randint(0, 3, (24,))
+    with tfnb.record("later") as g:
+        x, y = tfnb.placeholder(data[:5], name="x"), tfnb.placeholder(labels[:5], name="y")
+        logits = model(x)
+        loss = F.cross_entropy(logits, y)
+        train = tfnb.train.SGD(0.5).minimize(loss)
+        later = F.cross_entropy(model(x), y)
+        right = (logits.argmax(1) == y).sum()
+    program = lower(g, [t.value for t in (train, loss, later, right, logits)], [x.value, y.value])
+    start = [v.storage.clone() for v in g.variables]
+    expected = []
+    for run in range(3):
+        out, pending = program.compute([data, labels], [v.storage for v in program.variables], run)
+        expected.append([o.clone() for o in out[1:]])
+        program.commit(pending)
+    for v, value in zip(g.variables, start, strict=True):
+        v.storage.copy_(value)
+    from_cluster = connect(3).train(program, tfnb.cluster.driver.batches(program, [([data, labels], r) for r in range(3)]))
+    for (_, got), want in zip(from_cluster, expected, strict=True):
+        for a, b in zip(got[1:], want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_random_draws_are_the_same_as_here(connect):
+    with tfnb.record("random"):
+        x = tfnb.placeholder(torch.ones(4), name="x")
+        out = F.dropout(x, 0.5) + torch.rand_like(x)
+    here = [tfnb.Session(out.graph).run(out, {x: torch.ones(4)}) for _ in range(1)]
+    connect(2)
+    there = [tfnb.Session(out.graph).run(out, {x: torch.ones(4)}) for _ in range(1)]
+    assert torch.equal(here[0], there[0])
+
+
+def test_async_trains_and_applies_each_batch_once(connect, problem):
+    p = problem(tfnb.train.SGD(0.3))
+    before = float(p.local(1, size=60)[1][0])
+    cluster = connect(3)
+    seen = [step for step, _ in cluster.train(p.program, p.batches(90), mode="async")]
+    assert seen == list(range(1, 91))
+    stats = cluster._do("stat", 5, cluster._engine.stats, 5.0)
+    assert sum(s["applied"] for s in stats.values()) == 90 + len(stats), "one push for each batch, one creation"
+    after = float(p.local(1, size=60)[1][0])
+    assert after < 0.9 * before
+
+
+def test_async_on_one_task_equals_local(connect, problem):
+    p = problem()
+    states, _ = p.local(6)
+    list(connect(1).train(p.program, p.batches(6), mode="async"))
+    assert close_to(p.values(), states[-1])
+
+
+def test_breaking_out_of_training_brings_the_values_home(connect, problem):
+    p = problem()
+    states, _ = p.local(9)
+    for mode in ("sync", "async"):
+        p.reset()
+        cluster = connect(2)
+        steps = cluster.train(p.program, p.batches(9), mode=mode)
+        for step, _ in steps:
+            if step == 4:
+                break
+        steps.close()
+        if mode == "sync":
+            assert close_to(p.values(), states[4]) and cluster.pulled_step == 4
+        else:
+            assert 4 <= cluster.pulled_step == cluster.step <= 6
+        cluster.close()
+
+
+# -- errors ------------------------------------------------------------------------------------------------------
+
+
+def test_a_kernel_error_names_node_line_and_shapes_and_writes_nothing(connect):
+    v = tfnb.Variable(torch.zeros(()), name="v")
+    with tfnb.record("bad"):
+        rows = tfnb.placeholder(torch.tensor([0, 1, 2]), name="rows")
+        out = F.embedding(rows, torch.ones(4, 2))
+        bump = v.assign_add(1.0)
+    cluster = connect(2)
+    with pytest.raises(TfnbError) as caught:
+        tfnb.run([out, bump], {rows: torch.tensor([9])})
+    error = caught.value
+    assert error.op == "aten.embedding.default" and error.line and error.task == "task:0"
+    assert "out = F.embedding(rows" in error.message and "rows" in error.message
+    assert v.value().item() == 0
+    assert tfnb.run(bump).item() == 1 and cluster.step == 1
+
+
+def test_c23_a_non_finite_gradient_stops_training_and_changes_nothing(connect, problem):
+    p = problem()
+    cluster = connect(2)
+    bad = list(p.batches(3))
+    bad[1].tensors[0][0, 0] = float("nan")
+    with pytest.raises(NonFiniteGradient):
+        list(cluster.train(p.program, bad))
+    assert cluster.step == 1
+    assert close_to(p.values(), p.local(0)[0][0])
+
+
+def test_a_step_that_passes_its_deadline(connect, problem):
+    p = problem()
+    cluster = connect(2)
+    list(cluster.train(p.program, p.batches(1)))
+
+    def slow():
+        for batch in p.batches(1000):
+            yield batch
+
+    begin = time.monotonic()
+    with pytest.raises(DeadlineExceeded):
+        for _ in cluster.train(p.program, slow(), timeout=0.3):
+            pass
+    assert time.monotonic() - begin < 10
+    step = cluster.step
+    assert close_to(p.values(), [v.value() for v in p.graph.variables])
+    list(cluster.train(p.program, p.batches(1)))
+    assert cluster.step == step + 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind"),
+    [
+        ({"cluster": 0}, InvalidArgument), ({"cluster": True}, InvalidArgument), ({"cluster": 2.5}, InvalidArgument),
+        ({"cluster": object()}, InvalidArgument), ({"cluster": "nonsense"}, InvalidArgument),
+        ({"cluster": "gopher://127.0.0.1:1"}, InvalidArgument), ({"cluster": "missing.json"}, InvalidArgument),
+        ({"cluster": 1, "ps": 0}, InvalidArgument), ({"cluster": "tcp://192.0.2.7:8786"}, InsecureAddress),
+        ({"cluster": 1, "name": "run"}, Unimplemented),
+    ],
+)  # fmt: skip
+def test_bad_arguments_of_connect(arguments, kind):
+    begin = time.monotonic()
+    with pytest.raises(kind):
+        tfnb.connect(**arguments)
+    assert time.monotonic() - begin < 5
+    assert connected.connected() is None
+
+
+def test_more_servers_than_workers(dask):
+    with pytest.raises(InvalidArgument, match="leaves no compute task"):
+        tfnb.connect(dask, ps=4)
+
+
+def test_an_address_where_nothing_listens(problem):
+    begin = time.monotonic()
+    with pytest.raises(Unavailable, match=r"127\.0\.0\.1:9 within [0-9.]+ s"):
+        tfnb.connect("tcp://127.0.0.1:9", timeout=2)
+    assert time.monotonic() - begin < 6
+    assert connected.connected() is None
+    p = problem()
+    assert tfnb.run(p.loss, {p.feeds[0]: p.data, p.feeds[1]: p.labels}) > 0, "the notebook goes on"
+
+
+def test_a_closed_cluster_says_so(connect, problem):
+    p = problem()
+    cluster = connect(2)
+    cluster.close()
+    cluster.close()
+    with pytest.raises(FailedPrecondition, match="closed"):
+        cluster.run(p.program, p.batch(0, 12))
+    assert "closed" in str(cluster.status())
+
+
+def test_unknown_modes_are_named(connect, problem):
+    p = problem()
+    with pytest.raises(Unimplemented, match="downpour"):
+        list(connect(2).train(p.program, p.batches(1), mode="downpour"))
+
+
+def test_pull_of_a_key_that_no_server_has(connect):
+    cluster = connect(2)
+    with pytest.raises(NotFound):
+        cluster._do("pull", 5, cluster._engine.pull, {0: ["nothing"]})
+
+
+def test_a_variable_of_another_cluster(connect, problem):
+    p = problem()
+    first = connect(2)
+    list(first.train(p.program, p.batches(1)))
+    second = connect(2)
+    with pytest.raises(FailedPrecondition, match="close that cluster first"):
+        second.run(p.program, p.batch(0, 12))
+
+
+# -- the card, the house ------------------------------------------------------------------------------------------
+
+
+def test_c76_status_says_the_same_as_text_and_as_html(connect, problem):
+    p = problem()
+    cluster = connect(3)
+    list(cluster.train(p.program, p.batches(2)))
+    status = cluster.status()
+    text, html = str(status), status._repr_html_()
+    for fact in ("task:0", "ps:0", "alive", "16 variables", "step", "plain"):
+        assert fact in text and fact in html
+    assert "step: 2" in text
+    assert "<script" not in html
+    assert cluster._repr_html_().startswith("<div")
+
+
+def test_importing_tfnb_loads_no_dask():
+    code = "import sys, tfnb; tfnb.run; tfnb.Session; assert 'distributed' not in sys.modules and 'dask' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_joins_follow_the_graph():
+    v = tfnb.Variable(torch.ones(2), name="v")
+    with tfnb.record("ways") as g:
+        x = tfnb.placeholder(torch.ones(4, 2), name="x")
+        fetches = [x * 2, x.mean(), (x > 0).sum(), (x > 0).all(), v.read() * 2]
+    program = lower(g, [f.value for f in fetches], [x.value])
+    assert joins(program) == ["rows", "mean", "sum", "first", "first"]
+    assert join("sum", [torch.tensor(2), torch.tensor(3)], [1, 1]).item() == 5
+    assert join("rows", [torch.ones(2, 1), torch.zeros(1, 1)], [2, 1]).shape == (3, 1)
