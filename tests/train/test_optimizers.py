@@ -164,6 +164,15 @@ def test_rate_variable_is_read_at_each_step():
     assert not torch.equal(model[0].weight, before)
 
 
+def test_updates_of_one_step_do_not_see_one_another():
+    a, b = (tfnb.Variable(torch.tensor(v), name=n) for n, v in (("a", [1.0, 2.0]), ("b", [10.0, 20.0])))
+    with tfnb.record():
+        da, db = b.read(), a.read()  # of a * b: the gradients are the variables' own memory
+        steps = [train.SGD(1.0).apply_gradients([(da, a)]), train.Momentum(1.0).apply_gradients([(db, b)])]
+    tfnb.run(steps)
+    assert [v.value().tolist() for v in (a, b)] == [[-9.0, -18.0], [9.0, 18.0]]
+
+
 def test_gradients_may_be_changed_between_compute_and_apply():
     model, twin = network(), network()
     images, labels = batch(0)

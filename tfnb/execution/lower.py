@@ -280,7 +280,9 @@ class _Lowering:
             settings = {k: v for k, v in node.attrs.items() if k not in ("w", "grad", "slots", "rate")}
             key = (node.op, repr(sorted(settings.items())))
             groups.setdefault(key, (node.op, settings, []))[2].append(len(node.inputs))
-            rows.setdefault(key, []).extend(self.values[v] for v in node.inputs)
+            state = {0, *range(2, 2 + len(node.attrs["slots"]))}  # written; the rest is read after other writes
+            inputs = [self.values[v] if i in state else self._own(v) for i, v in enumerate(node.inputs)]
+            rows.setdefault(key, []).extend(inputs)
         for key in groups:
             out += rows[key]
         self.fx.output(tuple(out))
@@ -294,8 +296,10 @@ class _Lowering:
 
     def _fetched(self, value: Value) -> Any:
         node = self.whole.contents.by_id[value.node]
-        if not node.outputs:
-            return None
+        return self._own(value) if node.outputs else None
+
+    def _own(self, value: Value) -> fx.Node:
+        """The value in memory of the step's own."""
         at = self.values[value]
         return self.fx.call_function(aten.clone.default, (at,)) if value in self.borrowed else at
 
