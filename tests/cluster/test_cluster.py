@@ -175,14 +175,14 @@ def test_random_draws_are_the_same_as_here(connect):
 
 def test_async_trains_and_applies_each_batch_once(connect, problem):
     p = problem(tfnb.train.SGD(0.3))
-    before = float(p.local(1, size=60)[1][0])
+    states, losses = p.local(90)
     cluster = connect(3)
     seen = [step for step, _ in cluster.train(p.program, p.batches(90), mode="async")]
     assert seen == list(range(1, 91))
     stats = cluster._do("stat", 5, cluster._engine.stats, 5.0)
     assert sum(s["applied"] for s in stats.values()) == 90 + len(stats), "one push for each batch, one creation"
-    after = float(p.local(1, size=60)[1][0])
-    assert after < 0.9 * before
+    assert float(p.local(1, size=12)[1][0]) < losses[0]
+    assert close_to(p.values(), states[-1], rtol=0.1), "staleness changes little at this rate"
 
 
 def test_async_on_one_task_equals_local(connect, problem):
