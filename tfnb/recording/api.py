@@ -44,7 +44,7 @@ def placeholder(
     with _disable_current_modes():
         plain = None if sample is None else _sample(sample, dtype, device or recorder.default_device)
         if plain is None and shape is None:
-            raise InvalidArgument(f"placeholder needs a sample or a shape{recorder._at()}")
+            raise InvalidArgument(f"placeholder needs a sample or a shape{recorder.tape.at()}")
         axes = _axes(plain, shape, recorder)
         plain = _grown(plain, axes, recorder)
         sizes = tuple(_size(axis, plain, i, recorder.symbols, recorder) for i, axis in enumerate(axes))
@@ -73,7 +73,7 @@ def _axes(sample: torch.Tensor | None, shape: Any, recorder: Recorder) -> tuple[
         )
         if not fits:
             found = list(sample.shape)
-            raise ShapeError(f"placeholder's shape {list(axes)} does not fit its sample {found}{recorder._at()}")
+            raise ShapeError(f"placeholder's shape {list(axes)} does not fit its sample {found}{recorder.tape.at()}")
     return axes
 
 
@@ -98,11 +98,13 @@ def _size(axis: Any, sample: torch.Tensor | None, place: int, symbols: Symbols, 
     taken = recorder.letters | {s for n in recorder.nodes if n.op == "tfnb.placeholder" for s in n.outputs[0].symbols}
     if isinstance(axis, str):
         if not axis.isidentifier():
-            raise InvalidArgument(f"a varying axis is named by an identifier, not {axis!r}{recorder._at()}")
+            raise InvalidArgument(f"a varying axis is named by an identifier, not {axis!r}{recorder.tape.at()}")
         if axis in taken:
             known = symbols.hint(symbols.get(axis))
             if hint is not None and known != hint:
-                raise ShapeError(f"size {axis} is {known} in an earlier sample and {hint} in this one{recorder._at()}")
+                raise ShapeError(
+                    f"size {axis} is {known} in an earlier sample and {hint} in this one{recorder.tape.at()}"
+                )
             return symbols.size(symbols.get(axis))
     size = symbols.fresh(axis, hint, taken)
     recorder.letters.add(str(symbols.size(size)))

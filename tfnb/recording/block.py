@@ -293,7 +293,7 @@ def _assigned_names(recorder: Recorder, names: Mapping[str, Any]) -> dict[str, V
             continue
         if at.index or at.node in done:
             aliases[name] = at
-        elif not recorder.is_named(at.node):
+        elif at.node not in recorder.tape.named:
             done.add(at.node)
             recorder.rename(at.node, clean(name))
     taken = {node.name for node in recorder.nodes}

@@ -7,7 +7,6 @@ the recording changes: variables, modules, user tensors and torch's random state
 
 from __future__ import annotations
 
-import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -21,16 +20,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tfnb.errors import FeedError, InvalidArgument, ShapeError, StaleNode, Unsupported
+from tfnb.errors import InvalidArgument, ShapeError, StaleNode, Unsupported
 from tfnb.graph import Graph, Guard, Node, Owner, Ref, Source, Spec, Value, Variable
-from tfnb.graph.contents import unique
-from tfnb.graph.graph import new_id
 from tfnb.graph.node import leaves
 from tfnb.graph.variable import updated
 from tfnb.kernels.random import seeded
 from tfnb.recording.ops import Facts, Op, bind, facts, op_name, twin, unbind
 from tfnb.recording.replaced import REPLACED, SHAPES
+from tfnb.recording.report import explained, user_level
 from tfnb.recording.scopes import Scopes, clean
+from tfnb.recording.tape import Tape
 from tfnb.recording.tensor import Base, Entry, Operation, Tensor
 from tfnb.recording.variables import known, variable
 from tfnb.recording.views import View
@@ -59,24 +58,15 @@ class Recorder(TorchDispatchMode):
         self.symbols = self.space.symbols
         self.where = where
         self.scopes = Scopes(python_name)
-        self.new: list[Node] = []
+        self.tape = Tape(owner, where, kept)
         self.new_guards: list[Guard] = []
         self.equalities: list[tuple[str, sympy.Eq, Source | None]] = []
         self.notes: list[str] = []
         self.born = WeakIdKeyDictionary()  # parameters made in this recording
         self.live = WeakIdKeyDictionary()  # every recorded tensor that somebody still holds
-        self._kept = kept
-        self._by_id: dict[int, Node] = {node.id: node for node in kept}
-        self._names = {node.name for node in kept}
         self._bases: dict[int, tuple[torch.Tensor, Base]] = {}
         self._reads: dict[Variable, Base] = {}
-        self._control: tuple[int, ...] = ()
-        self._tags: frozenset[str] = frozenset()
-        self._forward: int | None = None
-        self._device: str | None = None
-        self._streams = 0
         self._warned: set[Any] = set()
-        self._named: set[int] = set()
         self._stop = stop
         self.default_device: Any = None
         self.letters: set[str] = set()  # symbols declared in this recording
@@ -101,25 +91,34 @@ class Recorder(TorchDispatchMode):
     @property
     def nodes(self) -> tuple[Node, ...]:
         """All nodes so far, earlier owners' first."""
-        return (*self._kept, *self.new)
+        return self.tape.nodes
+
+    @property
+    def new(self) -> list[Node]:
+        """The nodes of this recording."""
+        return self.tape.new
 
     def node(self, node_id: int) -> Node:
         """A node of the graph or of this recording."""
-        return self._by_id[node_id]
+        return self.tape.by_id[node_id]
+
+    def rename(self, node_id: int, name: str) -> str:
+        """Give a node of this recording another name (made unique); returns it."""
+        return self.tape.rename(node_id, name)
 
     def tensor(self, value: Value) -> Tensor:
         """A recorded tensor of an existing value."""
         return self._wrap(self._entry_of_value(value))
 
     def _entry_of_value(self, value: Value) -> Entry:
-        node = self._by_id.get(value.node)
+        node = self.tape.by_id.get(value.node)
         if node is None:
             raise StaleNode(self.graph.stale.get(value.node, f"node {value.node} is not in graph {self.graph.name}"))
         fake = self.space.fakes.get(value)
         if fake is None:
             fake = self.symbols.fake(node.outputs[value.index])
         with _disable_current_modes():
-            sample = None if self.lazy else self.space.sample(value, self._by_id)
+            sample = None if self.lazy else self.space.sample(value, self.tape.by_id)
         return Entry(value, fake, sample)
 
     def read(self, var: Variable) -> Tensor:
@@ -132,7 +131,7 @@ class Recorder(TorchDispatchMode):
             with _disable_current_modes():
                 sample = var.storage if var.home is None or not self.lazy else None
                 fake = self.symbols.fake_like(var.storage)
-            value = self._append("tfnb.read", clean(var.name), (var.spec,), attrs={"variable": var})
+            value = self.tape.append("tfnb.read", clean(var.name), (var.spec,), attrs={"variable": var})
             base = Base(Entry(value, fake, sample))
             base.written = lambda entry: self._assigned(var, entry, frozenset())
             self.space.keep(value, sample, root=False)
@@ -158,9 +157,9 @@ class Recorder(TorchDispatchMode):
         return self._wrap(self._assigned(var, entry, tags))
 
     def _assigned(self, var: Variable, entry: Entry, tags: frozenset[str]) -> Entry:
-        value = self._append(
+        value = self.tape.append(
             "tfnb.assign", f"{clean(var.name)}/assign", (var.spec,), inputs=(entry.value,),
-            attrs={"variable": var, "value": Ref(0)}, tags=tags,
+            attrs={"variable": var, "value": Ref(0)}, tags=tags, scope=self.scopes.current(),
         )  # fmt: skip
         self.space.keep(value, entry.sample)
         return Entry(value, entry.fake, entry.sample)
@@ -169,7 +168,7 @@ class Recorder(TorchDispatchMode):
         new = self._as_tensor(new)
         spec = self.symbols.spec(self._entry(new).fake)
         if spec.dtype != var.spec.dtype or spec.shape != tuple(var.spec.shape):
-            raise ShapeError(f"cannot assign {spec} to variable {var.name}, which is {var.spec}{self._at()}")
+            raise ShapeError(f"cannot assign {spec} to variable {var.name}, which is {var.spec}{self.tape.at()}")
         return new
 
     def _as_tensor(self, value: Any) -> torch.Tensor:
@@ -185,41 +184,24 @@ class Recorder(TorchDispatchMode):
     ) -> Operation:
         """An Operation that runs all of ``values``."""
         attrs = {"values": tuple(map(Ref, range(len(values))))}
-        value = self._append("tfnb.group", self._chosen(name, "group"), (), inputs=values, attrs=attrs, tags=tags)
-        self._keep_name(value, name)
+        value = self.tape.append(
+            "tfnb.group", "group", (), inputs=values, attrs=attrs, tags=tags, scope=self.scopes.current(),
+            chosen=name,
+        )  # fmt: skip
         return Operation(self.graph, value)
-
-    def _chosen(self, name: str | None, default: str) -> str:
-        """The node name for a user's ``name=``; raises InvalidArgument if it is not legal or another owner's."""
-        if name is None:
-            return default
-        if not _NAME.match(name):
-            raise InvalidArgument(f"{name!r} is not a node name: it must match {_NAME.pattern}{self._at()}")
-        if name in self._names:
-            other = next(n for n in self.nodes if n.name == name)
-            raise InvalidArgument(
-                f"the name {name!r} is taken by a node recorded at {other.source or 'another place'}; "
-                f"choose another{self._at()}"
-            )
-        return name
-
-    def _keep_name(self, value: Value, name: str | None) -> None:
-        if name is not None:
-            self._named.add(value.node)
 
     def constant(self, tensor: torch.Tensor, name: str | None = None) -> Entry:
         """A node that holds ``tensor``."""
-        value = self._append(
-            "tfnb.constant", self._chosen(name, "constant"), (self.symbols.spec(tensor),), attrs={"value": tensor}
-        )
-        self._keep_name(value, name)
+        value = self.tape.append(
+            "tfnb.constant", "constant", (self.symbols.spec(tensor),), attrs={"value": tensor},
+            chosen=name,
+        )  # fmt: skip
         self.space.keep(value, tensor, root=True)
         return Entry(value, self.symbols.fake_like(tensor), None if self.lazy else tensor)
 
     def placeholder(self, spec: Spec, sample: torch.Tensor | None, name: str | None) -> Tensor:
         """A node that must be fed."""
-        value = self._append("tfnb.placeholder", self._chosen(name, "placeholder"), (spec,))
-        self._keep_name(value, name)
+        value = self.tape.append("tfnb.placeholder", "placeholder", (spec,), chosen=name)
         fake = self.symbols.fake(spec)
         self.space.fakes[value] = fake
         self.space.keep(value, sample, root=True)
@@ -236,32 +218,24 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def tagged(self, tags: frozenset[str], forward: int | None = None) -> Iterator[None]:
         """Nodes recorded inside carry the tags and the forward node's id."""
-        before = self._tags, self._forward
-        self._tags, self._forward = self._tags | tags, forward
-        try:
+        with self.tape.marked(tags=self.tape.marks.tags | tags, forward=forward):
             yield
-        finally:
-            self._tags, self._forward = before
 
     @contextmanager
     def after(self, ids: tuple[int, ...] | None) -> Iterator[None]:
         """Control dependencies: nodes recorded inside run after ``ids``, and reads inside are fresh."""
-        before = self._control, self._reads
-        self._control = () if ids is None else (*self._control, *ids)
-        self._reads = {}
+        before, self._reads = self._reads, {}
         try:
-            yield
+            with self.tape.marked(control=() if ids is None else (*self.tape.marks.control, *ids)):
+                yield
         finally:
-            self._control, self._reads = before
+            self._reads = before
 
     @contextmanager
     def placed(self, device: str | None) -> Iterator[None]:
         """Nodes recorded inside request this device."""
-        before, self._device = self._device, device
-        try:
+        with self.tape.marked(device=device):
             yield
-        finally:
-            self._device = before
 
     # -- what leaves the graph --------------------------------------------------------------------------------
 
@@ -276,10 +250,11 @@ class Recorder(TorchDispatchMode):
         """Python took a branch on a recorded value: warn once a line, and guard every later node by the outcome."""
         source = self.where()
         entry = self._entry(tensor)
-        guard = self._append(
-            "tfnb.guard", "guard", (), inputs=(entry.value,), attrs={"value": Ref(0), "outcome": outcome}
-        )
-        self._control = (*self._control, guard.node)
+        guard = self.tape.append(
+            "tfnb.guard", "guard", (), inputs=(entry.value,), attrs={"value": Ref(0), "outcome": outcome},
+            scope=self.scopes.current(),
+        )  # fmt: skip
+        self.tape.marks = replace(self.tape.marks, control=(*self.tape.marks.control, guard.node))
         key = ("branch", source and source.line)
         if key not in self._warned:
             self._warned.add(key)
@@ -287,7 +262,7 @@ class Recorder(TorchDispatchMode):
                 f"{source or 'recording'}: Python took the {outcome} branch of a recorded value; the graph holds only "
                 "that branch, and a run where it would go the other way raises BranchChanged (torch.where and "
                 "tfnb's staged control flow have both)",
-                stacklevel=self._user_level(),
+                stacklevel=user_level(self._stop),
             )
 
     def heard(self, text: str, expr: Any, kernel: bool) -> None:
@@ -341,7 +316,7 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         samples = [self._entry(t).sample for t in tensors]
         if any(sample is None for sample in samples):
-            raise InvalidArgument(f"{op_name(func)} has no answer without samples{self._at()}")
+            raise InvalidArgument(f"{op_name(func)} has no answer without samples{self.tape.at()}")
         outcome = bool(func(*samples, *args[len(tensors) :], **kwargs))
         with self.on():
             same = tensors[0].shape == tensors[1].shape
@@ -371,22 +346,19 @@ class Recorder(TorchDispatchMode):
         attr_args, fake_args, sample_args = self._arguments(list(args), inputs)
         attr_kwargs, fake_kwargs, sample_kwargs = self._arguments(kwargs, inputs)
         fakes = self._fake_call(func, fake_args, fake_kwargs, inputs)
-        stream = None
-        if own.is_random:
-            stream, self._streams = self._streams, self._streams + 1
         flat = fakes if isinstance(fakes, (list, tuple)) else (fakes,)
         if not all(f is None or isinstance(f, torch.Tensor) for f in flat) or all(f is None for f in flat):
             return fakes  # sizes and other numbers: symbolic already
-        value = self._append(
+        value = self.tape.append(
             op_name(func), self._leaf_name(func), tuple(_ABSENT if f is None else self.symbols.spec(f) for f in flat),
             inputs=tuple(entry.value for entry in inputs), attrs=bind(func, tuple(attr_args), attr_kwargs),
-            stream=stream,
+            scope=self.scopes.current(), is_random=own.is_random,
         )  # fmt: skip
         try:
             samples = self._sample_call(func, sample_args, sample_kwargs, inputs, self.new[-1], len(flat))
         except Exception as error:
-            self._drop_last()
-            raise self._explained(func, error, inputs) from error
+            self.tape.drop_last()
+            raise self._failed(func, error, inputs) from error
         base, chain, attrs = self._viewed(func, own, args, kwargs)
         wrapped: list[Tensor | None] = []
         for index, (fake, sample) in enumerate(zip(flat, samples, strict=True)):
@@ -425,7 +397,7 @@ class Recorder(TorchDispatchMode):
             with self.symbols.kernel():
                 return SHAPES.get(func, func)(*args, **kwargs)
         except Exception as error:
-            raise self._explained(func, error, inputs) from error
+            raise self._failed(func, error, inputs) from error
 
     def _sample_call(
         self, func: Op, args: Any, kwargs: Any, inputs: list[Entry], node: Node, count: int
@@ -460,7 +432,7 @@ class Recorder(TorchDispatchMode):
         named = dict(zip(own.names, args, strict=False)) | kwargs
         if other is None:
             raise Unsupported(
-                f"{op_name(func)} writes in place and has no out-of-place form{self._at()}; "
+                f"{op_name(func)} writes in place and has no out-of-place form{self.tape.at()}; "
                 "use an out-of-place call", op=op_name(func),
             )  # fmt: skip
         targets = [named[name] for name in own.writes]
@@ -468,7 +440,7 @@ class Recorder(TorchDispatchMode):
         passed = {name: known_args[name] for name in facts(other).names if name in known_args}
         # as in torch, a write made with grad mode off leaves the path of gradients through its target as it was
         straight = frozenset() if torch.is_grad_enabled() else frozenset({"in_place"})
-        with self.on(), self.tagged(straight, self._forward):
+        with self.on(), self.tagged(straight, self.tape.marks.forward):
             call_args, call_kwargs = unbind(other, passed)
             results = other(*call_args, **call_kwargs)
             flat = results if isinstance(results, (list, tuple)) else (results,)
@@ -502,7 +474,7 @@ class Recorder(TorchDispatchMode):
         for view, step in zip(reversed(chain), reversed(steps), strict=False):
             put = view.put(step, put)
         if base.written is not None and not self._is_open(base):
-            raise Unsupported(f"a write through a view of a variable of an earlier recording{self._at()}")
+            raise Unsupported(f"a write through a view of a variable of an earlier recording{self.tape.at()}")
         base.write(self._entry(put))
         target._entry = self._entry(new) if chain else base.entry
         target._seen = base.version
@@ -521,11 +493,11 @@ class Recorder(TorchDispatchMode):
         if tensor._seen != tensor._family.version:
             self._refresh(tensor)
         entry = tensor._entry
-        if entry.value.node not in self._by_id:
+        if entry.value.node not in self.tape.by_id:
             why = self.graph.stale.get(entry.value.node, "its recording failed or was replaced")
-            raise StaleNode(f"a tensor used{self._at()} is not in graph {self.graph.name} any more: {why}")
+            raise StaleNode(f"a tensor used{self.tape.at()} is not in graph {self.graph.name} any more: {why}")
         if entry.sample is None and not self.lazy:
-            entry.sample = self.space.sample(entry.value, self._by_id)
+            entry.sample = self.space.sample(entry.value, self.tape.by_id)
         return entry
 
     def _refresh(self, tensor: Tensor) -> None:
@@ -579,46 +551,6 @@ class Recorder(TorchDispatchMode):
         self.live[tensor] = True
         return tensor
 
-    # -- nodes --------------------------------------------------------------------------------------------------------
-
-    def _append(
-        self, op: str, name: str, outputs: tuple[Spec, ...], *, inputs: tuple[Value, ...] = (),
-        attrs: Mapping[str, Any] | None = None, tags: frozenset[str] = frozenset(), stream: int | None = None,
-    ) -> Value:  # fmt: skip
-        tags = tags | self._tags
-        if not torch.is_grad_enabled():
-            tags = tags | {"no_grad"}
-        structural = op in ("tfnb.placeholder", "tfnb.read", "tfnb.constant")
-        scope = () if structural else self.scopes.current()
-        node = Node(
-            id=new_id(), name=unique(name, self._names), op=op, inputs=inputs, outputs=outputs, attrs=attrs or {},
-            control=() if structural and op != "tfnb.read" else self._control, scope=scope, source=self.where(),
-            owner=self.owner, device=self._device, tags=tags, stream=stream, forward=self._forward,
-        )  # fmt: skip
-        self._names.add(node.name)
-        self._by_id[node.id] = node
-        self.new.append(node)
-        return Value(node.id)
-
-    def _drop_last(self) -> None:
-        node = self.new.pop()
-        del self._by_id[node.id]
-        self._names.discard(node.name)
-
-    def is_named(self, node_id: int) -> bool:
-        """Whether the user named the node in the call that made it."""
-        return node_id in self._named
-
-    def rename(self, node_id: int, name: str) -> str:
-        """Give a node of this recording another name (made unique); returns it."""
-        place, node = next((i, n) for i, n in enumerate(self.new) if n.id == node_id)
-        self._names.discard(node.name)
-        name = unique(name, self._names)
-        self._names.add(name)
-        self.new[place] = renamed = replace(node, name=name)
-        self._by_id[node_id] = renamed
-        return name
-
     def _leaf_name(self, func: Op) -> str:
         own = clean(func._schema.name.partition("::")[2].strip("_"))
         function = self.scopes.function
@@ -626,45 +558,12 @@ class Recorder(TorchDispatchMode):
         leaf = [own] if function in (None, own) else [str(function), own]
         return "/".join([*path, *leaf])
 
-    # -- errors ---------------------------------------------------------------------------------------------
-
-    def _at(self) -> str:
-        source = self.where()
-        return f"\n  at {source}" if source else ""
-
-    def _explained(self, func: Op, error: Exception, inputs: list[Entry]) -> Exception:
-        """A failing op in torch's words, with the specs and the line. Our own errors pass."""
-        if isinstance(error, (InvalidArgument, StaleNode, Unsupported, FeedError)):
-            return error
-        specs = tuple(str(self.symbols.spec(entry.fake)) for entry in inputs)
-        names = (self._by_id[e.value.node].name for e in inputs)
-        listed = ", ".join(f"{name}: {spec}" for name, spec in zip(names, specs, strict=True))
-        source = self.where()
-        kind = Unsupported if isinstance(error, NotImplementedError) else ShapeError
-        name = func._schema.name.partition("::")[2]
-        return kind(
-            f"{name} failed: {_first_line(error)}\n  inputs: {listed or 'none'}{self._at()}",
-            op=op_name(func), cell=source.label if source else None, line=source.line if source else None, inputs=specs,
-        )  # fmt: skip
-
-    def _user_level(self) -> int:
-        """The stacklevel at which a warning points to the user's frame."""
-        frame: FrameType | None = sys._getframe(1)
-        level = 1
-        while frame is not None and frame is not self._stop and level < 60:
-            if not frame.f_code.co_filename.startswith(_HERE):
-                return level
-            frame, level = frame.f_back, level + 1
-        return level
+    def _failed(self, func: Op, error: Exception, inputs: list[Entry]) -> Exception:
+        described = ((self.tape.by_id[e.value.node].name, str(self.symbols.spec(e.fake))) for e in inputs)
+        return explained(func, error, described, self.where())
 
 
 _ANSWERS: dict[Op, Callable[..., Any]] = {aten.equal.default: torch.eq, aten.allclose.default: torch.isclose}
-_NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*\Z")
-_HERE = __file__.rpartition("/")[0]
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0] or type(error).__name__
 
 
 def _mentions(args: Any, kwargs: Any, kind: type) -> bool:

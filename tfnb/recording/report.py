@@ -1,0 +1,40 @@
+"""What a user is told when an op fails while recording, and where a warning points."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from types import FrameType
+
+from tfnb.errors import FeedError, InvalidArgument, ShapeError, StaleNode, Unsupported
+from tfnb.graph import Source
+from tfnb.recording.ops import Op, op_name
+
+_HERE = __file__.rpartition("/")[0]
+
+
+def explained(func: Op, error: Exception, inputs: Iterable[tuple[str, str]], source: Source | None) -> Exception:
+    """A failing op in torch's words, with the (name, spec) of its inputs and the line. Our own errors pass."""
+    if isinstance(error, (InvalidArgument, StaleNode, Unsupported, FeedError)):
+        return error
+    inputs = tuple(inputs)
+    listed = ", ".join(f"{name}: {spec}" for name, spec in inputs)
+    kind = Unsupported if isinstance(error, NotImplementedError) else ShapeError
+    reason = str(error).strip().split("\n")[0] or type(error).__name__
+    name = func._schema.name.partition("::")[2]
+    return kind(
+        f"{name} failed: {reason}\n  inputs: {listed or 'none'}" + (f"\n  at {source}" if source else ""),
+        op=op_name(func), cell=source.label if source else None, line=source.line if source else None,
+        inputs=tuple(spec for _, spec in inputs),
+    )  # fmt: skip
+
+
+def user_level(stop: FrameType | None) -> int:
+    """The stacklevel at which a warning of the caller points to the user's frame."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 0
+    while frame is not None and frame is not stop and level < 60:
+        if not frame.f_code.co_filename.startswith(_HERE):
+            return level
+        frame, level = frame.f_back, level + 1
+    return level
