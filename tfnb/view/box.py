@@ -23,6 +23,7 @@ class Box:
     code: str = ""  # the line of the cell, where the title is not
     where: str = ""  # In[3]:4
     times: int = 1
+    is_module: bool = False  # whether the title is a module path, also of a function merged with its module
     key: Key = ()
 
     @property

@@ -11,11 +11,12 @@ from tfnb.view.wiring import Edge, End, Inlet, Outlet
 Size = tuple[float, float]  # pixels
 
 _EFFORT = {"nslimit": "4", "nslimit1": "4", "mclimit": "0.6"}  # bounds the simplex and the crossing search
+EDGES = 250  # of one level that are laid out; more would take seconds
 _BUSY = 4  # edges of a port from which on they no longer pull their ends together
 
 
 def level(sizes: Sequence[Size], edges: Sequence[Edge]) -> str:
-    """DOT of one level: boxes ``0, 1, ...`` of these sizes, ports, and edges whose ``id`` is their place."""
+    """DOT of one level: boxes ``0, 1, ...`` of these sizes, ports, and the first `EDGES` edges by their place."""
     graph = graphviz.Digraph(
         graph_attr={"rankdir": "TB", "nodesep": "0.22", "ranksep": "0.34", **_EFFORT},
         node_attr={"shape": "box", "fixedsize": "true", "label": ""},
@@ -26,7 +27,7 @@ def level(sizes: Sequence[Size], edges: Sequence[Edge]) -> str:
     _ports(graph, "source", dict.fromkeys(edge.tail for edge in edges if isinstance(edge.tail, Inlet)))
     _ports(graph, "sink", dict.fromkeys(edge.head for edge in edges if isinstance(edge.head, Outlet)))
     busy = busy_inlets(edges)
-    for place, edge in enumerate(edges):
+    for place, edge in enumerate(edges[:EDGES]):
         weight = "0" if edge.tail in busy else "1" if isinstance(edge.tail, Inlet) else "3"
         graph.edge(end(edge.tail), end(edge.head), id=str(place), weight=weight)
     return str(graph.source)

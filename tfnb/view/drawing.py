@@ -21,7 +21,7 @@ from tfnb.view.style import PAPER, SHEET
 from tfnb.view.tree import tree
 from tfnb.view.wiring import Wiring
 
-BOXES = 24  # boxes of the first view, where the graph allows a choice
+BOXES = 26  # boxes and frames of the first view, where the graph allows a choice
 MOST = 150
 FACES = 850_000  # characters of the faces that are not shown at first; what is beyond unfolds in the live view only
 
@@ -50,10 +50,10 @@ class Drawing:
         """Groups above a failing node; then lines and modules, a whole depth of a line at a time, while they fit."""
         where = self.wiring.where
         opened = {where[node][:depth] for node in failing for depth in range(len(where[node]))} | {()}
-        seen = sum(len(box.children) for box in self.root.walk() if box.key in opened)
+        seen = sum(len(box.children) + 1 for box in self.root.walk() if box.key in opened) - 1
         for _, boxes in groupby(sorted(filter(_has_functions, self.root.walk()), key=_priority), key=_priority):
             inner = [box for box in boxes if box.key not in opened and box.key[:-1] in opened]
-            more = sum(len(box.children) for box in inner)
+            more = sum(len(box.children) + 1 for box in inner)
             if seen + more <= budget:
                 opened.update(box.key for box in inner)
                 seen += more
@@ -161,7 +161,7 @@ def _has_functions(box: Box) -> bool:
     """Whether unfolding shows torch functions of a line, or the modules of a module."""
     if box.kind in ("line", "cell", "pass") or box.code:
         return box.times == 1 and any(child.kind != "op" for child in box.children)
-    return box.kind == "scope" and any(child.kind == "scope" or child.detail for child in box.children)
+    return box.kind == "scope" and any(child.kind == "scope" or child.is_module for child in box.children)
 
 
 def _priority(box: Box) -> tuple[bool, int, Key]:

@@ -40,7 +40,7 @@ def xml(text: str) -> str:
 
 def dot(text: str) -> str:
     """Text for a DOT attribute: never an escape sequence, never an HTML-like label."""
-    return str(graphviz.escape("\n".join(map(visible, text.split("\n"))).replace("\n", "⏎")))
+    return graphviz.escape(visible(text))  # NOTE: a str subclass; as plain str, "<...>" would be an HTML-like label
 
 
 def json_script(value: Any) -> str:

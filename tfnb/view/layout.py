@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -48,7 +48,7 @@ _engines: list[_Engine] = []
 
 @lru_cache(maxsize=1024)
 def layout(source: str) -> Layout:
-    """Lay out DOT whose edges carry ``id`` numbers; raises LayoutFailed. The same text gives the same numbers."""
+    """Lay out DOT; an edge is named by a number, its ``id`` or its place. Same text, same numbers. Raises LayoutFailed."""
     with _lock:
         return _parse(json.loads(_render(source)))
 
@@ -63,7 +63,7 @@ def _render(source: str) -> bytes:
         _engines.clear()
         if not isinstance(failure, Exception):
             raise
-        reason = str(failure).splitlines()[0] if str(failure) else type(failure).__name__
+        reason = str(failure).strip().rpartition("\n")[2].strip() or type(failure).__name__  # a trap's cause is last
         raise LayoutFailed(f"this graph could not be laid out: {reason}") from failure
 
 
@@ -112,5 +112,10 @@ def _parse(data: dict[str, Any]) -> Layout:
         return float(x) - left, top - float(y)
 
     nodes = {item["name"]: point(item["pos"]) for item in data.get("objects", ()) if "pos" in item}
-    edges = {int(item["id"]): tuple(map(point, item["pos"].split())) for item in data.get("edges", ())}
+    edges = {int(item.get("id", item["_gvid"])): _curve(item["pos"], point) for item in data.get("edges", ())}
     return Layout(right - left, top - bottom, nodes, edges)
+
+
+def _curve(text: str, point: Callable[[str], Point]) -> tuple[Point, ...]:
+    """Bezier points without the tips of arrows (``e,x,y``)."""
+    return tuple(point(word) for word in text.split(";")[0].split() if word[0] not in "es")

@@ -101,17 +101,25 @@ class Level:
     def _wires(self) -> Iterator[str]:
         busy = dot.busy_inlets(self.edges)
         for place, edge in enumerate(self.edges):
-            if place in self.plan.edges:
-                yield self._wire(edge, self._points(place, edge), pale=edge.tail in busy)
+            pale = edge.tail in busy or place not in self.plan.edges
+            yield self._wire(edge, self._points(place, edge), pale=pale)
 
     def _points(self, place: int, edge: Edge) -> list[Point]:
         """Bezier points from the layout, with both ends moved to the ports they belong to."""
-        points = [(x + MARGIN, y + self.top) for x, y in self.plan.edges[place]]
+        laid = self.plan.edges.get(place)
+        points = [(x + MARGIN, y + self.top) for x, y in laid] if laid else self._direct(edge)
         (x0, y0), (x1, y1) = self._start(edge, points[0]), self._stop(edge, points[-1])
         before, after = x0 - points[0][0], x1 - points[-1][0]
         points[0], points[1] = (x0, y0), (points[1][0] + before, points[1][1])
         points[-2], points[-1] = (points[-2][0] + after, points[-2][1]), (x1, y1)
         return _falling(points)
+
+    def _direct(self, edge: Edge) -> list[Point]:
+        """A curve for an edge beyond what is laid out."""
+        (x0, y0), (x1, y1) = self._centre(edge.tail), self._centre(edge.head)
+        y0 += self.children[edge.tail].face.height / 2 if isinstance(edge.tail, int) else 0
+        y1 -= self.children[edge.head].face.height / 2 if isinstance(edge.head, int) else 0
+        return [(x0, y0), (x0, (y0 + y1) / 2), (x1, (y0 + y1) / 2), (x1, y1)]
 
     def _start(self, edge: Edge, point: Point) -> Point:
         if isinstance(edge.tail, Inlet):

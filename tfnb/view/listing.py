@@ -21,7 +21,7 @@ def text_tree(graph: Graph, *, cell: str | None = None) -> str:
     contents = graph.contents
     root = tree(contents, cell=cell)
     wiring = Wiring(contents, root)
-    lines = [f"{graph.name}: {facts.counts(contents)}"]
+    lines = [f"{shorten(graph.name, 40)}: {facts.counts(contents)}"]
     for box in root.walk():
         if box.key and not box.is_small:
             lines.append(shorten("  " * len(box.key) + " ".join(_words(box, wiring, contents)), WIDTH))

@@ -166,22 +166,26 @@ def _merged(outer: Box, inner: Box) -> Box:
     if outer.kind in ("line", "cell"):
         inner.code, inner.where = inner.code or outer.title, inner.where or outer.where
         return inner
-    if inner.kind in ("scope", "repeat", "part") and outer.kind == "scope":
-        inner.title = f"{outer.title}/{inner.title}" if inner.kind == "scope" else outer.title
+    if outer.kind == "scope":
+        path = inner.kind == "scope" or inner.is_module
+        title = f"{outer.title}/{inner.title}" if path and inner.times == 1 else outer.title
+        inner.detail = inner.detail if path or inner.title == outer.title else inner.title
+        inner.title, inner.is_module = title, True
         return inner
-    if outer.kind == "function" and inner.kind == "op":
-        inner.title, inner.kind = outer.title, "function"
-        return inner
-    if inner.title != outer.title:
-        inner.detail = inner.title if inner.kind in ("function", "op") else inner.detail
-    inner.title = outer.title
-    if outer.kind == "pass":
-        inner.kind = inner.kind if inner.times > 1 or not inner.children else "pass"
+    if outer.kind == "pass" and inner.kind != "repeat" and inner.children:
+        inner.kind = "pass"
+    elif outer.kind == "function" and inner.kind == "op":
+        inner.kind = "function"
+    inner.title, inner.detail = outer.title, inner.detail if inner.kind == "repeat" else ""
     return inner
 
 
 def _level(boxes: Sequence[Box]) -> Sequence[Box]:
-    return _cut(fold_repeats(boxes))
+    folded = fold_repeats(boxes)
+    for box in folded:
+        if box.kind == "repeat":
+            box.children = tuple(_cut(box.children))
+    return _cut(folded)
 
 
 def _cut(boxes: Sequence[Box]) -> Sequence[Box]:
