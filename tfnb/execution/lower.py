@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from tfnb.errors import BranchChanged, InvalidArgument
+from tfnb.execution.bindings import QUICK
 from tfnb.execution.commit import Pending, Update, commit
 from tfnb.graph import Graph, Node, Ref, Value, Variable
 from tfnb.graph.node import map_leaves
@@ -192,7 +193,7 @@ class _Lowering:
     def _call(self, node: Node) -> None:
         op = overload(node.op)
         args, kwargs = unbind(op, map_leaves(lambda leaf: self._argument(node, leaf), node.attrs))
-        target = op if node.stream is None else _drawing(node, self.graph.seed)
+        target = QUICK.get(op, op) if node.stream is None else _drawing(node, self.graph.seed)
         if node.stream is not None:
             args = [self.run, *args]
         out = self.fx.call_function(target, tuple(args), kwargs)
