@@ -25,7 +25,7 @@ from tfnb.magics.cell import compiled, place
 from tfnb.magics.complete import VERBS
 from tfnb.magics.live import live
 from tfnb.magics.table import Table
-from tfnb.magics.watch import CellWatch
+from tfnb.magics.watch import BY_TEXT, CellWatch
 
 _COLUMNS = ("name", "spec", "bytes", "where", "trainable")
 _EXPORTS = {".svg": "graph_svg", ".html": "graph_html", ".dot": "graph_dot"}
@@ -62,7 +62,7 @@ class TfnbMagics(Magics):
         """Record a cell into a graph, or look at graphs.
 
         Cell form: the body is ordinary PyTorch, run at once on samples; a last expression becomes Out[n]. -o stores the
-        graph. Line form: show (default), ls, rm, clear, export FILE.
+        graph. Line form: show (default), ls, rm [In[n]], clear, export FILE.
 
             %%tfgraph digits -i images:B,1,8,8
             %tfgraph digits export digits.svg
@@ -74,6 +74,7 @@ class TfnbMagics(Magics):
         if cell is None:
             return self._verb(options)
         program = compiled(self.shell, "tfgraph", line, cell)
+        before = _recorded_by(tfnb.graphs().get(self._name(options)))
         with (
             self._names_kept(options.input),
             tfnb.recording.record_cell(
@@ -84,7 +85,7 @@ class TfnbMagics(Magics):
             self.shell.user_ns.update(map(self._input, options.input))
             result = program.run(full_tracebacks=self.full_tracebacks)
         self._draw(graph, program.label, options, silent=program.silent)
-        for note in graph.notes:
+        for note in (*graph.notes, *_shadowed(graph, before, self.shell.user_ns)):
             self.watch.show({"text/plain": f"note: {note}"})
         self._store(options, graph)
         return None if program.silent else result
@@ -138,19 +139,34 @@ class TfnbMagics(Magics):
         verb = next((word for word in words if word in VERBS), "show")
         names = [word for word in words if word != verb]
         file = names.pop() if verb == "export" and names else None
+        cell = names.pop() if verb == "rm" and names and names[-1].startswith("In[") else None
         if len(names) > 1:
             raise UsageError(f"unknown: {' '.join(names[1:])}; verbs are {' '.join(VERBS)}")
         if verb == "ls":
             rows = [(g.name, len(g.nodes), len(g.variables), g.version) for g in tfnb.graphs().values()]
             return Table(("graph", "nodes", "variables", "version"), rows)
         graph = self._graph(options.graph or next(iter(names), None))
-        if verb == "rm":
+        if cell is not None:
+            self._remove_cell(graph, cell)
+        elif verb == "rm":
             tfnb.recording.forget(graph.name)
         elif verb == "clear":
             graph.commit(type(graph.contents)(), removed=[(n.id, f"node {n.name} was cleared") for n in graph.nodes])
         elif verb == "export":
             return self._export(graph, file)
+        elif options.live:
+            return self._out(options, live(graph, None))
         return self._out(options, None if verb == "rm" else graph)
+
+    def _remove_cell(self, graph: Any, cell: str) -> None:
+        """Replace what the cell recorded by nothing."""
+        owners = {node.owner.key for node in graph.nodes if node.source is not None and node.source.label == cell}
+        if not owners:
+            cells = dict.fromkeys(node.source.label for node in graph.nodes if node.source is not None)
+            raise UsageError(f"{cell} recorded nothing in graph {graph.name}; there are: {', '.join(cells) or 'none'}")
+        for owner in owners:
+            with tfnb.recording.record_cell(graph.name, owner=owner, label=cell, filename="", namespace={}):
+                pass
 
     def _graph(self, name: str | None) -> Any:
         try:
@@ -323,7 +339,7 @@ class TfnbMagics(Magics):
         argument("--ps", type=int, metavar="N", help="parameter servers"),
         argument("--name", help="state to create or to find again"),
         argument("--insecure", action="store_true", help="allow a plain address that is not on this machine"),
-        argument("--timeout", type=float, default=30, metavar="S", help="seconds to wait for it"),
+        argument("--timeout", type=float, default=30, metavar="S", help="seconds to wait for it (30)"),
         argument("--close", action="store_true", help="bring the values home and leave"),
     )  # fmt: skip
     def tfcluster(self, line: str, cell: str | None = None) -> Any:
@@ -389,6 +405,24 @@ def _row(label: str, variable: Any) -> tuple[Any, ...]:
     """One variable as a row of `_COLUMNS`."""
     spec = variable.spec
     return label, str(spec), math.prod(spec.shape) * spec.dtype.itemsize, str(variable.device), variable.trainable
+
+
+def _recorded_by(graph: Any) -> dict[str, Any]:
+    """Name -> the node that has it, of cells that are known by their text only."""
+    nodes = graph.nodes if graph is not None else ()
+    return {node.name: node for node in nodes if node.owner is not None and node.owner.key.startswith(BY_TEXT)}
+
+
+def _shadowed(graph: Any, before: dict[str, Any], names: dict[str, Any]) -> Iterator[str]:
+    """An edited cell that the front end gave no id cannot be recognised: say what stays of it."""
+    stays: dict[str, list[str]] = {}
+    for name, old in before.items():
+        new = names.get(name)
+        here = isinstance(new, (tfnb.Tensor, tfnb.Operation)) and new.graph is graph
+        if here and new.node is not old and old.id in graph.contents.by_id and old.source is not None:
+            stays.setdefault(old.source.label, []).append(name)
+    for label, both in stays.items():
+        yield f"{label} recorded {', '.join(both)} too, and that stays in the graph; %tfgraph rm {label} removes it"
 
 
 def _bundle(widget: Any) -> dict[str, Any]:

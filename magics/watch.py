@@ -7,6 +7,8 @@ from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell, display
 
+BY_TEXT = "cell:#"  # how the owner of a cell without an id starts
+
 
 class CellWatch:
     """Follows the shell's events.
@@ -31,9 +33,9 @@ class CellWatch:
         self.shell.events.unregister("post_run_cell", self._end)
 
     def owner(self, body: str) -> str:
-        """Who records: ``cell:<id>``, or the body's digest where the front end sends no id."""
+        """Who records: ``cell:<id>``, or ``cell:#<digest of the body>`` where the front end sends no id."""
         cell_id = getattr(self._outermost, "cell_id", None)
-        return f"cell:{cell_id or '#' + hashlib.sha256(body.encode()).hexdigest()[:12]}"
+        return f"cell:{cell_id}" if cell_id else BY_TEXT + hashlib.sha256(body.encode()).hexdigest()[:12]
 
     def show(self, *bundles: dict[str, Any]) -> None:
         """Display the bundles when the running cell ends; at once where no cell is running."""

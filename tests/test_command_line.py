@@ -38,8 +38,14 @@ def test_lab_opens_the_notebooks(monkeypatch):
     fake = type(sys)("jupyterlab.labapp")
     fake.main = lambda arguments: opened.extend(arguments)
     monkeypatch.setitem(sys.modules, "jupyterlab.labapp", fake)
-    assert main(["lab"]) == 0
-    assert Path(opened[0]).name == "notebooks"
+    assert main(["lab", "--no-browser"]) == 0
+    assert Path(opened[0]).name == "notebooks" and opened[1:] == ["--no-browser"]
+
+
+def test_unknown_option_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["doctor", "--verbos"])
+    assert "unrecognized arguments: --verbos" in capsys.readouterr().err
 
 
 def test_doctor_finds_everything_here():

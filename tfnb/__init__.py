@@ -24,8 +24,7 @@ _HOME = {
     "tfnb.doctor": ("doctor",),
     "tfnb.fitting": ("RunResult", "fit"),
     "tfnb.gradients": (
-        "IndexedSlices", "clip_by_global_norm", "clip_by_norm", "clip_by_value", "gradients", "register_gradient",
-        "stop_gradient",
+        "clip_by_global_norm", "clip_by_norm", "clip_by_value", "gradients", "register_gradient", "stop_gradient",
     ),
     "tfnb.graph": ("Graph", "Node", "Spec", "Variable"),
     "tfnb.recording": (

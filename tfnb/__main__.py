@@ -15,14 +15,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns the exit status."""
     parser = argparse.ArgumentParser("tfnb", description="Dataflow graphs in a notebook, on PyTorch and Dask.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    lab = commands.add_parser("lab", help="open JupyterLab on the notebooks")
+    lab = commands.add_parser("lab", help="open JupyterLab on the notebooks; takes JupyterLab's own options too")
     lab.add_argument("folder", nargs="?", type=Path, default=NOTEBOOKS if NOTEBOOKS.is_dir() else Path())
     lab.set_defaults(run=_lab)
     commands.add_parser("doctor", help="say what works here").set_defaults(run=_doctor)
     demo = commands.add_parser("demo", help="the main job on real data, here and on a cluster in processes")
     demo.add_argument("--out", type=Path, default=Path("demo-output"), help="folder of the report")
     demo.set_defaults(run=_demo)
-    options = parser.parse_args(arguments)
+    options, further = parser.parse_known_args(arguments)
+    if further and options.run is not _lab:
+        parser.error(f"unrecognized arguments: {' '.join(further)}")
+    options.further = further
     return options.run(options)
 
 
@@ -32,7 +35,7 @@ def _lab(options: argparse.Namespace) -> int:
     except ImportError:
         print("JupyterLab is not installed: pip install 'tfnb[lab]'", file=sys.stderr)
         return 1
-    return start([str(options.folder)]) or 0
+    return start([str(options.folder), *options.further]) or 0
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -94,5 +94,5 @@ def _drawing() -> str:
 
 
 def _cluster() -> str:
-    with import_module("tfnb").connect(1, ps=1) as cluster:
+    with import_module("tfnb").connect(1, ps=1, timeout=120) as cluster:
         return f"{len(cluster.tasks)} compute task and {len(cluster.servers)} parameter server started and ended"

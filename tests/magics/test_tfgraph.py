@@ -73,6 +73,17 @@ def test_edited_cell_replaces_its_nodes_by_the_front_ends_id(notebook):
     assert "z" in tfnb.graph("g") and "y" not in tfnb.graph("g")
 
 
+def test_edited_cell_without_an_id_is_said_to_stay_and_can_be_removed(notebook):
+    first = notebook.count
+    notebook.ok(f"%%tfgraph g --no-show\n{X}\ny = x * 2")
+    ran = notebook.ok(f"%%tfgraph g --no-show\n{X}\ny = x * 3")
+    (note,) = (bundle["text/plain"] for bundle in ran.shown)
+    assert note.startswith(f"note: In[{first}] recorded x, y too") and f"%tfgraph rm In[{first}]" in note
+    notebook.ok(f"%tfgraph rm In[{first}]")
+    assert [node.source.label for node in tfnb.graph("g").nodes] == [f"In[{first + 1}]"] * 2
+    assert "recorded nothing in graph g" in notebook.run("%tfgraph rm In[99]").err
+
+
 def test_cell_under_capture_keeps_its_identity(notebook):
     notebook.ok(f"%%tfgraph g --no-show\n{X}\ny = x * 2", cell_id="a")
     notebook.ok(f"%%capture\n%%tfgraph g --no-show\n{X}\nz = x * 2", cell_id="a")

@@ -1,1 +1,1 @@
-
+"""The store of values on a server, and variable files."""
