@@ -95,7 +95,7 @@ def _fake_gru(gates: Tensor, h0: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, 
 
 @op("(Tensor gates, Tensor h0, Tensor w, Tensor b) -> (Tensor y, Tensor act)", _fake_gru)
 def gru_layer(gates: Tensor, h0: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """gates: [T, B, 3H]; w: [3H, H]; b: [3H], inside the reset. Hidden states, and r, z, n, w_n h + b_n of each step."""
+    """gates: [T, B, 3H]; w: [3H, H]; b: [3H], inside the reset. Hidden states, and r, z, n, w_n h + b_n by step."""
     h, back = h0, w.t()
     ys, acts = [], []
     for pre in gates.unbind(0):

@@ -67,7 +67,10 @@ def test_integers_and_bools_are_constants() -> None:
 
 @pytest.mark.parametrize(
     ("grad", "error", "words"),
-    [(torch.ones(3), ShapeError, "its y .* is float32"), (torch.ones(2, dtype=torch.float64), InvalidArgument, "float64")],
+    [
+        (torch.ones(3), ShapeError, "its y .* is float32"),
+        (torch.ones(2, dtype=torch.float64), InvalidArgument, "float64"),
+    ],
 )
 def test_grad_ys_that_do_not_fit_name_the_y(grad: torch.Tensor, error: type[Exception], words: str) -> None:
     with tfnb.record():
@@ -327,8 +330,10 @@ def test_rule_with_a_wrong_count_is_refused(library: Any) -> None:
     tfnb.register_gradient(cube)(lambda n, dy: (dy, dy))
     with tfnb.record():
         x = point()
-        with pytest.raises(InvalidArgument, match=r"Num gradients 2 generated for op tfnb_test.cube.default do not match "
-                                                  r"num inputs 1\n  rule: .*test_walker.py line \d+"):  # fmt: skip
+        words = (
+            r"Num gradients 2 generated for op tfnb_test.cube.default do not match num inputs 1\n  rule: .*walker.py"
+        )
+        with pytest.raises(InvalidArgument, match=words):
             tfnb.gradients(cube(x), [x])
 
 

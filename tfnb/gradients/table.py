@@ -1,8 +1,8 @@
 """The table of gradient rules: what an op's cotangents become, one entry per ATen overload.
 
-A rule is ordinary torch code, run under the recorder, so what it does are nodes and can be differentiated again. It gets
-the forward node as `Forward` and the cotangent of its output, and returns one cotangent per tensor input. What rules
-never see: broadcasting, dtype promotion, integer inputs, missing cotangents; the walker does those once.
+A rule is ordinary torch code, run under the recorder, so what it does are nodes and can be differentiated again. It
+gets the forward node as `Forward` and the cotangent of its output, and returns one cotangent per tensor input. What
+rules never see: broadcasting, dtype promotion, integer inputs, missing cotangents; the walker does those once.
 Imports graph, recording and torch.
 """
 
@@ -163,6 +163,12 @@ def composite(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 def nograd(*ops: Any) -> None:
     """Declare ops through which no gradient flows."""
     NOGRAD.update(map(str, ops))
+
+
+def overloads(name: str) -> list[Any]:
+    """All overloads of an ATen op that write nothing; none if this torch does not have it."""
+    packet = getattr(torch.ops.aten, name, None)
+    return [] if packet is None else [getattr(packet, o) for o in packet.overloads() if "out" not in o]
 
 
 @lru_cache(maxsize=4096)

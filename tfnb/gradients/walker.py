@@ -85,7 +85,7 @@ def _target(x: Any) -> Tensor | Variable:
 def _graph_of(ys: Sequence[Any], xs: Sequence[Any]) -> Graph:
     for y in ys:
         if not isinstance(y, (Tensor, Variable)):
-            raise InvalidArgument(f"gradients of recorded tensors only: a y is {type(y).__name__}, made outside a recording")
+            raise InvalidArgument(f"gradients of recorded tensors only: a y is a {type(y).__name__}, not recorded")
     graphs = {t.graph for t in (*ys, *xs) if isinstance(t, Tensor)}
     if len(graphs) != 1:
         names = ", ".join(sorted(g.name for g in graphs)) or "none"
@@ -123,7 +123,8 @@ def _differentiate(
     targets = [_values(x, nodes) for x in xs]
     with recorder.scope("gradients") as scope, recorder.tagged(_GRADIENT):
         seeds = [(y.value, _seed(y, g, i)) for i, (y, g) in enumerate(zip(ys, given, strict=True)) if _flows(y.spec)]
-        walk = Walk(recorder, [v for group in targets for v in group], {s.value for s in stops if isinstance(s, Tensor)})
+        stop = {s.value for s in stops if isinstance(s, Tensor)}
+        walk = Walk(recorder, [v for group in targets for v in group], stop)
         walk.scope = scope
         walk.run(nodes, seeds)
         return [_result(walk, x, group, unconnected) for x, group in zip(xs, targets, strict=True)]
@@ -263,10 +264,10 @@ class Walk:
 
     def _fitted(self, node: Node, dx: torch.Tensor, value: Value) -> torch.Tensor:
         """dx in the shape, dtype and device of the input: broadcasting and promotion undone."""
-        spec = self.recorder.node(value.node).outputs[value.index]
+        spec = self._spec(value)
         if not isinstance(dx, Tensor):
             dx = dx.clone()
-        dims, keep = _broadcast(dx.spec.shape, spec.shape, node)
+        dims, keep = _broadcast(self._spec(dx.value).shape, spec.shape, node)  # type: ignore[attr-defined]
         if dims:
             dx = dx.sum(dims)
         if keep:
@@ -274,6 +275,9 @@ class Walk:
         if dx.dtype != spec.dtype or dx.device.type != torch.device(spec.device).type:
             dx = dx.to(device=spec.device, dtype=spec.dtype)
         return dx
+
+    def _spec(self, value: Value) -> Spec:
+        return self.recorder.node(value.node).outputs[value.index]
 
 
 def _flows(spec: Spec) -> bool:
@@ -328,4 +332,3 @@ def _refused(node: Node, what: str) -> str:
         f"{what}, which gives {inputs}\n  node {node.name}, {node.source}\n"
         f"  register one with @tfnb.register_gradient({node.op!r}), or stop there with tfnb.stop_gradient(x)"
     )
-

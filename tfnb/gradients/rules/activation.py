@@ -64,7 +64,8 @@ partials(aten.mish.default, lambda n, dy: aten.mish_backward(dy, _x(n)))
 partials(aten.hardswish.default, lambda n, dy: aten.hardswish_backward(dy, _x(n)))
 partials(aten.softplus.default, lambda n, dy: aten.softplus_backward(dy, _x(n), n["beta"], n["threshold"]))
 partials(aten.softplus_backward.default,
-         lambda n, dd: aten.softplus_backward(dd, n["self"], n["beta"], n["threshold"]), lambda n, dd: _softplus2(n, dd))
+         lambda n, dd: aten.softplus_backward(dd, n["self"], n["beta"], n["threshold"]),
+         lambda n, dd: _softplus2(n, dd))  # fmt: skip
 partials(aten.glu.default, lambda n, dy: aten.glu_backward(dy, _x(n), n["dim"]))
 
 

@@ -56,15 +56,21 @@ def _(n: Forward, dds: Any) -> Any:
 
 _POOL = ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override")
 
-for _d in (2, 3):
-    _forward, _backward = getattr(aten, f"avg_pool{_d}d").default, getattr(aten, f"avg_pool{_d}d_backward").default
-    partials(_forward, lambda n, dy, back=_backward: back(dy, n["self"], *(n[a] for a in _POOL)))
-    partials(_backward, lambda n, dd, pool=_forward: pool(dd, *(n[a] for a in _POOL)), None)
-    _forward = getattr(aten, f"_adaptive_avg_pool{_d}d").default
-    _backward = getattr(aten, f"_adaptive_avg_pool{_d}d_backward").default
-    partials(_forward, lambda n, dy, back=_backward: back(dy, n["self"]))
-    partials(_backward, lambda n, dd, pool=_forward, d=_d: pool(dd, n["grad_output"].shape[-d:]), None)
 
+def _average(forward: Any, backward: Any) -> None:
+    partials(forward, lambda n, dy: backward(dy, n["self"], *(n[a] for a in _POOL)))
+    partials(backward, lambda n, dd: forward(dd, *(n[a] for a in _POOL)), None)
+
+
+def _adaptive(forward: Any, backward: Any, spatial: int) -> None:
+    partials(forward, lambda n, dy: backward(dy, n["self"]))
+    partials(backward, lambda n, dd: forward(dd, n["grad_output"].shape[-spatial:]), None)
+
+
+_average(aten.avg_pool2d.default, aten.avg_pool2d_backward.default)
+_average(aten.avg_pool3d.default, aten.avg_pool3d_backward.default)
+_adaptive(aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool2d_backward.default, 2)
+_adaptive(aten._adaptive_avg_pool3d.default, aten._adaptive_avg_pool3d_backward.default, 3)
 
 # -- max pools: a gather at the indices of the winners ---------------------------------------------------------
 
@@ -107,34 +113,39 @@ def _(n: Forward, dy: Any) -> Any:
     return aten.fractional_max_pool3d_backward(dy, n["self"], n["kernel_size"], n["output_size"], n.outs[1]), None
 
 
-for _d, _names in (
-    (2, ("max_pool2d_with_indices", "adaptive_max_pool2d", "fractional_max_pool2d")),
-    (3, ("max_pool3d_with_indices", "adaptive_max_pool3d", "fractional_max_pool3d")),
-):
-    for _name in _names:
-        partials(getattr(aten, f"{_name}_backward").default,
-                 lambda n, dd, d=_d: _gathered(dd, n["indices"], d), None)  # fmt: skip
-
+for _op in (
+    aten.max_pool2d_with_indices_backward, aten.adaptive_max_pool2d_backward, aten.fractional_max_pool2d_backward,
+):  # fmt: skip
+    partials(_op.default, lambda n, dd: _gathered(dd, n["indices"], 2), None)
+for _op in (
+    aten.max_pool3d_with_indices_backward, aten.adaptive_max_pool3d_backward, aten.fractional_max_pool3d_backward,
+):  # fmt: skip
+    partials(_op.default, lambda n, dd: _gathered(dd, n["indices"], 3), None)
 partials(aten.max_unpool2d.default, lambda n, dy: _gathered(dy, n["indices"], 2), None)
 partials(aten.max_unpool3d.default, lambda n, dy: _gathered(dy, n["indices"], 3), None)
 
 # -- resizing: linear too --------------------------------------------------------------------------------------
 
-for _name in ("_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa"):
-    _forward, _backward = getattr(aten, _name).default, getattr(aten, f"{_name}_backward").default
-    _rest = ("align_corners", "scales_h", "scales_w")
-    partials(_forward, lambda n, dy, back=_backward: back(
-        dy, n["output_size"], n["self"].shape, *(n[a] for a in _rest)))  # fmt: skip
-    partials(_backward, lambda n, dd, resize=_forward: resize(dd, n["output_size"], *(n[a] for a in _rest)))
+_CORNERS = ("align_corners", "scales_h", "scales_w")
+
+
+def _resize(forward: Any, backward: Any) -> None:
+    partials(forward, lambda n, dy: backward(dy, n["output_size"], n["self"].shape, *(n[a] for a in _CORNERS)))
+    partials(backward, lambda n, dd: forward(dd, n["output_size"], *(n[a] for a in _CORNERS)))
+
+
+_resize(aten._upsample_bicubic2d_aa.default, aten._upsample_bicubic2d_aa_backward.default)
+_resize(aten._upsample_bilinear2d_aa.default, aten._upsample_bilinear2d_aa_backward.default)
 
 # -- sampling a grid -------------------------------------------------------------------------------------------
 
 _GRID = ("interpolation_mode", "padding_mode", "align_corners")
 
-for _d in (2, 3):
+for _op in (aten.grid_sampler_2d, aten.grid_sampler_3d):
 
-    @rule(getattr(aten, f"grid_sampler_{_d}d").default)
-    def _(n: Forward, dy: Any, back: Any = getattr(aten, f"grid_sampler_{_d}d_backward").default) -> Any:
+    @rule(_op.default)
+    def _(n: Forward, dy: Any, name: str = _op.__name__) -> Any:
+        back = getattr(aten, f"{name}_backward")
         mask = [n.needs("input"), n.needs("grid")]
         dx, dgrid = back(dy, n["input"], n["grid"], *(n[a] for a in _GRID), mask)
         return dx if mask[0] else None, dgrid

@@ -150,7 +150,8 @@ def _gather_pad(found: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
 def _scatter_prod(n: Forward, dy: Any, masked: Any) -> Any:
     """Product of the others, exact for at most one zero in a place."""
     x, dim, index, src = n["self"], n["dim"], n["index"], n["src"]
-    start = x if n["include_self"] else torch.ones_like(x).scatter(dim, index, 1.0).where(masked(torch.ones_like(x)) == 0, x)
+    ones = torch.ones_like(x)
+    start = x if n["include_self"] else ones.where(masked(ones) == 0, x)
     part = _front(src, index)
     zero = part == 0
     part, empty = part.masked_fill(zero, 1.0), start == 0

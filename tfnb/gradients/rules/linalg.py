@@ -53,28 +53,28 @@ def _times(x: torch.Tensor, factor: Any) -> torch.Tensor:
 
 @rule(aten.addmm.default, aten.baddbmm.default)
 def _(n: Forward, dy: Any) -> Any:  # beta * bias + alpha * a @ b
-    bias, a, b = n.inputs
+    _, a, b = n.inputs
     scaled = _times(dy, n["alpha"]) if n["alpha"] != 1 else dy
     return lambda: _times(dy, n["beta"]), lambda: _product(scaled, b.mT, a), lambda: _product(a.mT, scaled, b)
 
 
 @rule(aten.addmv.default)
 def _(n: Forward, dy: Any) -> Any:
-    bias, a, v = n.inputs
+    _, a, v = n.inputs
     scaled = _times(dy, n["alpha"])
     return lambda: _times(dy, n["beta"]), lambda: torch.outer(scaled, v), lambda: a.t() @ scaled
 
 
 @rule(aten.addr.default)
 def _(n: Forward, dy: Any) -> Any:
-    bias, a, b = n.inputs
+    _, a, b = n.inputs
     scaled = _times(dy, n["alpha"])
     return lambda: _times(dy, n["beta"]), lambda: scaled @ b, lambda: scaled.t() @ a
 
 
 @rule(aten.addbmm.default)
 def _(n: Forward, dy: Any) -> Any:
-    bias, a, b = n.inputs
+    _, a, b = n.inputs
     scaled = _times(dy, n["alpha"])
     return lambda: _times(dy, n["beta"]), lambda: scaled @ b.mT, lambda: a.mT @ scaled
 
@@ -198,7 +198,7 @@ def _(n: Forward, dys: Any) -> Any:
     q, r = n.outs
     if n["mode"] == "r" or r.shape[-2] < r.shape[-1] or r.shape[-2] != q.shape[-1]:
         return NotImplemented
-    m = (r @ dys[1].mT if dys.given(1) is not None else 0) - (dys[0].mT @ q if dys.given(0) is not None else 0)
+    m: Any = (r @ dys[1].mT if dys.given(1) is not None else 0) - (dys[0].mT @ q if dys.given(0) is not None else 0)
     symmetric = m.tril() + m.tril(-1).mT
     right = q @ symmetric + (dys[0] if dys.given(0) is not None else 0)
     return (torch.linalg.solve_triangular(r.mT, right, upper=False, left=False),)

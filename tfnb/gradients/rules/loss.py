@@ -167,5 +167,3 @@ def _(n: Forward, dy: Any) -> Any:
     back = aten._ctc_loss_backward.Tensor if n.op.endswith("Tensor") else aten._ctc_loss_backward.default
     dx = back(dy, *(n[a] for a in names), n.outs[0], n.outs[1], n["blank"], n["zero_infinity"])
     return [dx] + [None] * (len(n.inputs) - 1)
-
-

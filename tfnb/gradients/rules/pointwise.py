@@ -7,29 +7,25 @@ from typing import Any
 
 import torch
 
-from tfnb.gradients.table import Forward, composite, nograd, partials, rule
+from tfnb.gradients.table import Forward, composite, nograd, overloads, partials, rule
 
 aten = torch.ops.aten
 
-nograd(
-    *(
-        getattr(aten, name).default
-        for name in (
-            "ceil floor round sign trunc signbit sgn isnan isinf isposinf isneginf isfinite isreal logical_not bitwise_not "
-            "heaviside floor_divide logical_and logical_or logical_xor igamma igammac special_zeta "
-            "special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 "
-            "special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1 "
-            "special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 special_spherical_bessel_j0 "
-            "special_chebyshev_polynomial_t special_chebyshev_polynomial_u special_chebyshev_polynomial_v "
-            "special_chebyshev_polynomial_w special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u "
-            "special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w special_hermite_polynomial_h "
-            "special_hermite_polynomial_he special_laguerre_polynomial_l special_legendre_polynomial_p"
-        ).split()
-        if hasattr(getattr(aten, name), "default")
-    ),
-    aten.round.decimals, aten.floor_divide.Scalar,
-    *(getattr(getattr(aten, name), kind) for name in "eq ne lt le gt ge".split() for kind in ("Scalar", "Tensor")),
-)  # fmt: skip
+_FLAT = """
+    bitwise_and bitwise_not bitwise_or bitwise_xor ceil eq floor floor_divide ge gt heaviside igamma igammac isfinite
+    isinf isnan isneginf isposinf isreal le logical_and logical_not logical_or logical_xor lt ne round sgn sign signbit
+    trunc
+    special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1
+    special_chebyshev_polynomial_t special_chebyshev_polynomial_u special_chebyshev_polynomial_v
+    special_chebyshev_polynomial_w special_hermite_polynomial_h special_hermite_polynomial_he
+    special_laguerre_polynomial_l special_legendre_polynomial_p special_modified_bessel_i0 special_modified_bessel_i1
+    special_modified_bessel_k0 special_modified_bessel_k1 special_scaled_modified_bessel_k0
+    special_scaled_modified_bessel_k1 special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u
+    special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w special_spherical_bessel_j0
+    special_zeta
+"""
+for _name in _FLAT.split():
+    nograd(*overloads(_name))
 
 # -- functions of one variable ------------------------------------------------------------------------------
 
@@ -327,7 +323,8 @@ partials(aten.clamp_min.Tensor, lambda n, dy: dy.where(n["self"] >= n["min"], 0.
          lambda n, dy: dy.where(n["self"] < n["min"], 0.0))  # fmt: skip
 partials(aten.clamp_max.Tensor, lambda n, dy: dy.where(n["self"] <= n["max"], 0.0),
          lambda n, dy: dy.where(n["self"] > n["max"], 0.0))  # fmt: skip
-partials(aten.where.self, None, lambda n, dy: dy.where(n["condition"], 0.0), lambda n, dy: dy.where(~n["condition"], 0.0))
+partials(aten.where.self, None, lambda n, dy: dy.where(n["condition"], 0.0),
+         lambda n, dy: dy.where(~n["condition"], 0.0))  # fmt: skip
 partials(aten.masked_fill.Scalar, lambda n, dy: dy.masked_fill(n["mask"], 0.0), None)
 partials(aten.masked_fill.Tensor, lambda n, dy: dy.masked_fill(n["mask"], 0.0), None,
          lambda n, dy: dy.where(n["mask"], 0.0))  # fmt: skip

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from tfnb.gradients.table import nograd
+from tfnb.gradients.table import nograd, overloads
 
 aten = torch.ops.aten
-
-
-def _overloads(name: str) -> list[Any]:
-    """All overloads of an op that write nothing."""
-    packet = getattr(aten, name, None)
-    return [] if packet is None else [getattr(packet, o) for o in packet.overloads() if "out" not in o]
 
 
 _DRAWN = (
@@ -28,7 +20,7 @@ _MADE = (
 )
 
 for _name in (*_DRAWN.split(), *_MADE.split()):
-    nograd(*_overloads(_name))
+    nograd(*overloads(_name))
 
 nograd(
     aten.detach.default, aten.detach_copy.default, aten._local_scalar_dense.default, aten.sym_size.int,

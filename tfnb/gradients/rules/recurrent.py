@@ -40,9 +40,8 @@ def _(n: Forward, dys: Any) -> Any:
 def _(n: Forward, dy: Any) -> Any:
     y, act = n.outs
     dgates, dhidden, dh0 = tfnb.gru_layer_backward(dy, act, y, n["h0"], n["w"])
-    return {
-        "gates": dgates, "h0": dh0, "w": lambda: _weight(dhidden, _before(n["h0"], y)), "b": lambda: dhidden.sum([0, 1]),
-    }  # fmt: skip
+    weight, bias = lambda: _weight(dhidden, _before(n["h0"], y)), lambda: dhidden.sum([0, 1])
+    return {"gates": dgates, "h0": dh0, "w": weight, "b": bias}
 
 
 @rule(tfnb.rnn_layer.default)

@@ -27,9 +27,10 @@ for _op in (
 
 for _op in (
     aten.alias.default, aten.alias_copy.default, aten.clone.default, aten._to_copy.default,
-    torch.ops.prims.convert_element_type.default, torch.ops.prims.view_of.default, "tfnb.assign",
+    torch.ops.prims.convert_element_type.default, torch.ops.prims.view_of.default,
 ):  # fmt: skip
     partials(_op, lambda n, dy: dy)
+partials("tfnb.assign", lambda n, dy: dy)
 
 partials(aten.copy.default, None, lambda n, dy: dy)
 partials(aten.permute.default, lambda n, dy: dy.permute(_inverse(n["dims"])))
@@ -213,8 +214,16 @@ def _(n: Forward, dy: Any) -> Any:
 
 partials(aten.constant_pad_nd.default, lambda n, dy: aten.constant_pad_nd(dy, [-p for p in n["pad"]]))
 
-for _d in (1, 2, 3):
-    for _kind in ("reflection", "replication"):
-        _forward, _backward = getattr(aten, f"{_kind}_pad{_d}d"), getattr(aten, f"{_kind}_pad{_d}d_backward")
-        partials(_forward.default, lambda n, dy, back=_backward: back(dy, n["self"], n["padding"]))
-        partials(_backward.default, lambda n, dd, pad=_forward: pad(dd, n["padding"]), None)
+
+def _pad(forward: Any, backward: Any) -> None:
+    """A pad by copies of the border, its backward kernel, and the pad again for the second order."""
+    partials(forward, lambda n, dy: backward(dy, n["self"], n["padding"]))
+    partials(backward, lambda n, dd: forward(dd, n["padding"]), None)
+
+
+_pad(aten.reflection_pad1d.default, aten.reflection_pad1d_backward.default)
+_pad(aten.reflection_pad2d.default, aten.reflection_pad2d_backward.default)
+_pad(aten.reflection_pad3d.default, aten.reflection_pad3d_backward.default)
+_pad(aten.replication_pad1d.default, aten.replication_pad1d_backward.default)
+_pad(aten.replication_pad2d.default, aten.replication_pad2d_backward.default)
+_pad(aten.replication_pad3d.default, aten.replication_pad3d_backward.default)
