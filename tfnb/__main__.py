@@ -16,7 +16,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("tfnb", description="Dataflow graphs in a notebook, on PyTorch and Dask.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     lab = commands.add_parser("lab", help="open JupyterLab on the notebooks; takes JupyterLab's own options too")
-    lab.add_argument("folder", nargs="?", type=Path, default=NOTEBOOKS if NOTEBOOKS.is_dir() else Path())
     lab.set_defaults(run=_lab)
     commands.add_parser("doctor", help="say what works here").set_defaults(run=_doctor)
     demo = commands.add_parser("demo", help="the main job on real data, here and on a cluster in processes")
@@ -35,7 +34,8 @@ def _lab(options: argparse.Namespace) -> int:
     except ImportError:
         print("JupyterLab is not installed: pip install 'tfnb[lab]'", file=sys.stderr)
         return 1
-    return start([str(options.folder), *options.further]) or 0
+    folder = NOTEBOOKS if NOTEBOOKS.is_dir() else Path()
+    return start([str(folder), *options.further]) or 0
 
 
 def _doctor(options: argparse.Namespace) -> int:
