@@ -226,9 +226,10 @@ function tfnbDrawing(root, options) {
   function settle(box, before) {  // keep what was clicked under the pointer
     tall();
     show();
-    const now = box.getBoundingClientRect();
-    const shift = isOpen(box) ? now.left + now.width / 2 - before.left - before.width / 2 : now.left - before.left;
-    view.x += shift / view.scale;
+    const now = box.getBoundingClientRect(), page = svg.getBoundingClientRect();
+    const beyond = before.left + now.width + 12 - page.right;
+    const aside = isOpen(box) ? Math.max(0, Math.min(beyond, before.left - page.left - 12)) : 0;
+    view.x += (now.left - before.left + aside) / view.scale;
     view.y += (now.top - before.top) / view.scale;
     show();
   }
@@ -301,7 +302,7 @@ function tfnbDrawing(root, options) {
   }
   function tester(text) {
     const pattern = text.match(/^\/(.+)\/$/);
-    if (pattern) try { const regex = new RegExp(pattern[1], "i"); return (words) => regex.test(words); } catch { /* as text */ }
+    if (pattern) try { const regex = new RegExp(pattern[1], "im"); return (words) => regex.test(words); } catch { /* as text */ }
     return (words) => words.toLowerCase().includes(text.toLowerCase());
   }
   function mark() {

@@ -1,6 +1,7 @@
 """The panel of a long run: a bar, the latest metrics and their curves, renewed in place.
 
-Takes plain numbers and strings. How often it is renewed is the caller's business. Without a notebook it is one line that a carriage return rewrites.
+Takes plain numbers and strings. How often it is renewed is the caller's business. Without a notebook it is one line
+that a carriage return rewrites.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def graph_json(graph: Graph, **options: Any) -> str:
     drawing = Drawing(graph, **options)
     nodes = [_node(node, drawing) for node in graph.nodes]
     data = {"name": graph.name, "nodes": nodes, "boxes": [_box(box) for box in drawing.root.children]}
-    return json.dumps(data, ensure_ascii=False, indent=1)
+    return json.dumps(data, indent=1)
 
 
 def _node(node: Node, drawing: Drawing) -> dict[str, Any]:

@@ -48,7 +48,7 @@ _engines: list[_Engine] = []
 
 @lru_cache(maxsize=1024)
 def layout(source: str) -> Layout:
-    """Lay out DOT; an edge is named by a number, its ``id`` or its place. Same text, same numbers. Raises LayoutFailed."""
+    """Lay out DOT; an edge is named by a number, its ``id`` or place. Same text, same numbers. Raises LayoutFailed."""
     with _lock:
         return _parse(json.loads(_render(source)))
 
