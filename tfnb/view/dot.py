@@ -22,23 +22,23 @@ def level(sizes: Sequence[Size], edges: Sequence[Edge]) -> str:
         node_attr={"shape": "box", "fixedsize": "true", "label": ""},
         edge_attr={"arrowhead": "none", "headport": "n", "tailport": "s"},
     )
-    for place, (wide, high) in enumerate(sizes):
-        graph.node(str(place), width=inches(wide), height=inches(high))
-    _ports(graph, "source", dict.fromkeys(edge.tail for edge in edges if isinstance(edge.tail, Inlet)))
-    _ports(graph, "sink", dict.fromkeys(edge.head for edge in edges if isinstance(edge.head, Outlet)))
+    names = ends(edges)
+    graph.body += [
+        f"\t{place} [height={inches(high)} width={inches(wide)}]\n" for place, (wide, high) in enumerate(sizes)
+    ]  # NOTE: the body takes lines as they are; quoting number by number takes longer than the layout
+    _ports(graph, "source", [name for end, name in names.items() if isinstance(end, Inlet)])
+    _ports(graph, "sink", [name for end, name in names.items() if isinstance(end, Outlet)])
     busy = busy_inlets(edges)
     for place, edge in enumerate(edges[:EDGES]):
-        weight = "0" if edge.tail in busy else "1" if isinstance(edge.tail, Inlet) else "3"
-        graph.edge(end(edge.tail), end(edge.head), id=str(place), weight=weight)
+        weight = 0 if edge.tail in busy else 1 if isinstance(edge.tail, Inlet) else 3
+        graph.body.append(f"\t{names[edge.tail]} -> {names[edge.head]} [id={place} weight={weight}]\n")
     return str(graph.source)
 
 
-def _ports(graph: graphviz.Digraph, rank: str, ports: dict[End, None]) -> None:
-    if not ports:
-        return
-    with graph.subgraph(graph_attr={"rank": rank}) as row:
-        for port in ports:
-            row.node(end(port), width="0.08", height="0.02")
+def _ports(graph: graphviz.Digraph, rank: str, names: Sequence[str]) -> None:
+    if names:
+        with graph.subgraph(graph_attr={"rank": rank}, node_attr={"width": "0.08", "height": "0.02"}) as row:
+            row.body += [f"\t\t{name}\n" for name in names]
 
 
 def busy_inlets(edges: Sequence[Edge]) -> set[End]:
@@ -47,14 +47,13 @@ def busy_inlets(edges: Sequence[Edge]) -> set[End]:
     return {tail for tail in tails if tails.count(tail) > _BUSY}
 
 
-def end(port: End) -> str:
-    """The name of an end in DOT: a digit, or letters and digits."""
-    match port:
-        case Inlet(source=key):
-            return "i" + "_".join(map(str, key))
-        case Outlet(child=place):
-            return f"o{place}"
-    return str(port)
+def ends(edges: Sequence[Edge]) -> dict[End, str]:
+    """Names of all ends in DOT, by place: equal levels of different boxes have the same DOT and are laid out once."""
+    names: dict[End, str] = {}
+    for end in (end for edge in edges for end in (edge.tail, edge.head)):
+        if end not in names:
+            names[end] = f"i{len(names)}" if isinstance(end, Inlet) else f"o{end.child}" if isinstance(end, Outlet) else str(end)
+    return names
 
 
 def inches(pixels: float) -> str:

@@ -60,6 +60,7 @@ class Level:
     def __init__(self, box: Box, children: Sequence[Placed], wiring: Wiring) -> None:
         self.box, self.children, self.wiring = box, children, wiring
         self.edges = wiring.edges(box)
+        self.names = dot.ends(self.edges)
         sizes = [(child.face.width, child.face.height) for child in children]
         self.plan = layout(dot.level(sizes, self.edges))
         ports = self._ports()
@@ -73,7 +74,7 @@ class Level:
         return Drawn(svg, self.width, self.height, self._ports())
 
     def _centre(self, end: End) -> Point:
-        x, y = self.plan.nodes[dot.end(end)]
+        x, y = self.plan.nodes[self.names.get(end, str(end))]
         return x + MARGIN, y + self.top
 
     def _boxes(self) -> Iterator[str]:
@@ -83,7 +84,7 @@ class Level:
 
     def _ports(self) -> Ports:
         def across(end: End) -> float:
-            return self.plan.nodes[dot.end(end)][0] + MARGIN
+            return self.plan.nodes[self.names[end]][0] + MARGIN
 
         inlets = {edge.tail.source: across(edge.tail) for edge in self.edges if isinstance(edge.tail, Inlet)}
         outlets = {edge.head.child: across(edge.head) for edge in self.edges if isinstance(edge.head, Outlet)}

@@ -54,6 +54,7 @@ class Wiring:
 
     def __init__(self, contents: Contents, root: Box) -> None:
         self.contents, self.root = contents, root
+        self._results: dict[Key, list[tuple[Node, tuple[int, ...]]]] = {}
         self.where: dict[int, Key] = {box.node.id: box.key for box in root.walk() if not box.children and box.nodes}
 
     @cached_property
@@ -90,6 +91,11 @@ class Wiring:
 
     def results(self, box: Box) -> list[tuple[Node, tuple[int, ...]]]:
         """The values of a box that something outside takes, or nothing at all: nodes and output places."""
+        if box.key not in self._results:
+            self._results[box.key] = self._find_results(box)
+        return self._results[box.key]
+
+    def _find_results(self, box: Box) -> list[tuple[Node, tuple[int, ...]]]:
         inside = {node.id for node in box.nodes}
         found = []
         for node in box.nodes:

@@ -1,0 +1,169 @@
+"""The live drawing: traits and messages in Python, and its module in a browser against a fake model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.view.browser import Page, browser, needs_browser
+from tests.view.models import digits
+from tfnb.view import Drawing, graph_html, page
+from tfnb.widgets import GraphWidget
+
+
+class Sent(GraphWidget):
+    """Keeps what it would send."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.sent: list[Any] = []
+        super().__init__(*args, **kwargs)
+
+    def send(self, content: Any, buffers: Any = None) -> None:
+        self.sent.append(content)
+
+
+def tell(widget: Sent, message: Any) -> list[Any]:
+    """Deliver a message of the page; what is answered."""
+    widget.sent.clear()
+    widget._handle_custom_msg(message, [])
+    return list(widget.sent)
+
+
+def test_a_click_fetches_a_value() -> None:
+    widget = Sent("<svg/>", on_fetch=lambda node: {"preview": f"{node} is 3"})
+    assert tell(widget, {"kind": "fetch", "node": "loss"}) == [{"kind": "value", "node": "loss", "preview": "loss is 3"}]
+
+
+def test_a_fetch_that_fails_is_told_to_the_page() -> None:
+    def fetch(node: str) -> dict[str, str]:
+        raise ValueError("x is not fed")
+
+    answer = {"kind": "value", "node": "loss", "error": "ValueError: x is not fed"}
+    assert tell(Sent("<svg/>", on_fetch=fetch), {"kind": "fetch", "node": "loss"}) == [answer]
+
+
+def test_unfolding_asks_python() -> None:
+    widget = Sent("<svg/>", on_face=lambda key, unfolded: f"<g>{key} {unfolded}</g>")
+    assert tell(widget, {"kind": "unfold", "scope": "2.1"}) == [{"kind": "face", "scope": "2.1", "svg": "<g>2.1 True</g>"}]
+    assert tell(widget, {"kind": "fold", "scope": "2"})[0]["svg"] == "<g>2 False</g>"
+
+
+def test_a_face_that_cannot_be_drawn_is_empty() -> None:
+    def face(key: str, unfolded: bool) -> str:
+        raise IndexError(key)
+
+    assert tell(Sent("<svg/>", on_face=face), {"kind": "unfold", "scope": "9"})[0]["svg"] == ""
+
+
+@pytest.mark.parametrize("message", [None, {}, {"kind": "fetch"}, {"kind": "fetch", "node": 3}, {"kind": "other"}, []])
+def test_messages_of_no_known_kind_are_ignored(message: Any) -> None:
+    assert tell(Sent("<svg/>", on_fetch=lambda node: {}), message) == []
+
+
+def test_the_bundle_has_a_text_fallback() -> None:
+    bundle = GraphWidget("<svg/>", text="digits: 3 nodes")._repr_mimebundle_()
+    data = bundle[0] if isinstance(bundle, tuple) else bundle
+    assert data["text/plain"] == "digits: 3 nodes"
+    assert "application/vnd.jupyter.widget-view+json" in data
+    assert "text/html" not in data and "image/svg+xml" not in data
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node to check the module's syntax")
+def test_the_module_is_well_formed(tmp_path: Path) -> None:
+    path = tmp_path / "graph.mjs"
+    path.write_text(GraphWidget._esm if isinstance(GraphWidget._esm, str) else GraphWidget._esm.read_text())
+    subprocess.run(["node", "--check", str(path)], check=True, capture_output=True)
+
+
+FAKE = """
+<div id="here"></div>
+<script type="application/json" id="data">%s</script>
+<script type="module">
+class Model {  // what anywidget gives a module, and a kernel that answers from a table
+  constructor(state, faces) { this.state = state; this.faces = faces; this.heard = {}; this.sent = []; this.saved = 0; }
+  get(name) { return this.state[name]; }
+  set(name, value) { this.state[name] = value; this.emit(`change:${name}`); }
+  save_changes() { this.saved += 1; }
+  on(kind, call) { (this.heard[kind] ||= []).push(call); }
+  off(kind, call) { this.heard[kind] = (this.heard[kind] || []).filter((each) => each !== call); }
+  emit(kind, ...args) { for (const call of this.heard[kind] || []) call(...args); }
+  send(message) {
+    this.sent.push(message);
+    const answer = message.kind === "fetch"
+      ? { kind: "value", node: message.node, preview: `<b>${message.node}</b> = 2.31` }
+      : { kind: "face", scope: message.scope, svg: this.faces[message.scope] || "" };
+    setTimeout(() => this.emit("msg:custom", answer), 5);
+  }
+}
+const data = JSON.parse(document.getElementById("data").textContent);
+const module = await import(URL.createObjectURL(new Blob([data.esm], { type: "text/javascript" })));
+window.model = new Model(data.state, data.faces);
+window.cleanup = module.default.render({ model: window.model, el: document.getElementById("here") });
+window.ready = true;
+</script>"""
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[Any]:
+    with browser() as driver:
+        yield driver
+
+
+@pytest.fixture
+def live(driver: Any, tmp_path: Path) -> Iterator[Page]:
+    """A static drawing with its live one below."""
+    graph = digits()
+    drawing = Drawing(graph)
+    data = {"esm": GraphWidget._esm, "state": {**page.live(drawing), "selection": ""}, "faces": drawing.faces()}
+    shown = Page(driver, tmp_path, graph_html(graph) + FAKE % json.dumps(data, default=str).replace("</", "<\\/"))
+    shown.wait("window.ready")
+    yield shown
+    assert shown.errors() == []
+
+
+@needs_browser
+def test_the_live_drawing_hides_its_static_twin_and_gives_it_back(live: Page) -> None:
+    hidden = "getComputedStyle(document.querySelector('.tfnb-page[data-tfnb]')).display"
+    assert live.js(f"return {hidden}") == "none"
+    assert live.js("return document.querySelector('#here svg').getBoundingClientRect().height") > 300
+    live.js("window.cleanup()")
+    assert live.js(f"return {hidden}") == "block"
+
+
+@needs_browser
+def test_unfolding_goes_through_python(live: Page) -> None:
+    live.js("document.querySelector('.tfnb-page[data-tfnb]').remove()")
+    conv = live.key("0 conv2d")
+    live.click(conv)
+    live.wait(f"document.querySelector(`.box[data-key='{conv}.0']`)")
+    kinds = live.js("return window.model.sent.map(m => [m.kind, m.scope])")
+    assert ["unfold", conv] in kinds
+
+
+@needs_browser
+def test_a_click_selects_and_shows_the_value_as_text(live: Page) -> None:
+    live.js("document.querySelector('.tfnb-page[data-tfnb]').remove()")
+    live.click(live.key("model/1/relu"))
+    words = live.wait("document.querySelector('.tfnb-value').textContent.includes('2.31') && document.querySelector('.tfnb-value').textContent")
+    assert words == "model/1/relu\n<b>model/1/relu</b> = 2.31"
+    assert live.js("return document.querySelectorAll('.tfnb-value b').length") == 0
+    assert live.js("return [window.model.get('selection'), window.model.saved]") == ["model/1/relu", 1]
+
+
+@needs_browser
+def test_a_new_picture_is_shown(live: Page) -> None:
+    live.js("window.model.set('svg', '<svg xmlns=\"http://www.w3.org/2000/svg\" class=\"tfnb\"><rect class=\"paper\"/><g class=\"level\" data-w=\"9\" data-h=\"9\"/></svg>')")
+    assert live.js("return document.querySelectorAll('#here .box').length") == 0
+
+
+@needs_browser
+@pytest.mark.parametrize("svg", ["<svg", "<svg xmlns='http://www.w3.org/2000/svg' class='tfnb' onload='window.hacked = 1'><script>window.hacked = 1</script><rect class='paper'/><g class='level'/></svg>"])
+def test_markup_that_is_no_picture_does_nothing(live: Page, svg: str) -> None:
+    live.js("window.model.set('svg', arguments[0])", svg)
+    assert live.js("return [window.hacked || 0, document.querySelectorAll('#here script').length]") == [0, 0]

@@ -1,0 +1,111 @@
+"""The panel of a long run, as text and as widgets."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from typing import Any
+
+import pytest
+
+from tfnb.widgets import ProgressPanel, progress
+from tfnb.widgets.progress import Curve
+
+
+def test_a_terminal_gets_one_line_that_is_rewritten() -> None:
+    out = io.StringIO()
+    panel = ProgressPanel(1000, "digits", stream=out)
+    for step in (100, 200):
+        panel.update(step, {"loss": 1 / step}, rate=50.0)
+    panel.finish("1000 steps")
+    assert out.getvalue() == (
+        "\rdigits: step 100/1000 · 50/s · 18 s left · loss 0.01"
+        "\rdigits: step 200/1000 · 50/s · 16 s left · loss 0.005"
+        "\rdigits: 1000 steps · loss 0.005\x1b[K\n"
+    )
+
+
+def test_without_a_total_or_rate_nothing_is_promised() -> None:
+    panel = ProgressPanel(None, "run", stream=io.StringIO())
+    panel.update(7)
+    assert panel.status() == "run: step 7"
+
+
+def test_a_curve_keeps_few_points_of_many() -> None:
+    curve = Curve()
+    for step in range(10_000):
+        curve.add(step, math.sin(step / 100))
+    assert len(curve.points) <= progress.POINTS
+    assert curve.points[0][0] == 0 and curve.points[-1][0] > 9_000
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_value_that_is_not_finite_is_shown_but_not_drawn(value: float) -> None:
+    panel = ProgressPanel(10, "run", stream=io.StringIO())
+    for step, number in enumerate([1.0, value, 2.0]):
+        panel.update(step, {"loss": number})
+    assert len(panel.curves["loss"].points) == 2
+    assert not re.search("points=.[^>]*(nan|inf)", panel.table())
+
+
+def test_names_are_text() -> None:
+    panel = ProgressPanel(10, "<run>", stream=io.StringIO())
+    panel.update(1, {"<script>": 1.0})
+    panel.update(2, {"<script>": 2.0})
+    assert "<script>" not in panel.table() and "&lt;script&gt;" in panel.table()
+
+
+class Place:
+    """Stands for a display of a notebook."""
+
+    def __init__(self) -> None:
+        self.updates: list[Any] = []
+
+    def update(self, shown: Any) -> None:
+        self.updates.append(shown)
+
+
+@pytest.fixture
+def notebook(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], Place]:
+    """A notebook's displays."""
+    shown: list[Any] = []
+    place = Place()
+
+    def display(thing: Any, display_id: bool = False) -> Place | None:
+        shown.append(thing)
+        return place if display_id else None
+
+    monkeypatch.setattr(progress, "_in_notebook", lambda: True)
+    monkeypatch.setattr(progress, "display", display)
+    return shown, place
+
+
+def test_a_notebook_gets_one_display_renewed_in_place(notebook: tuple[list[Any], Place]) -> None:
+    shown, place = notebook
+    panel = ProgressPanel(100, "digits <x>")
+    assert shown == []
+    for step in (10, 20, 30):
+        panel.update(step, {"loss": 1 / step}, rate=5.0)
+    (box,) = shown
+    bar, status = box.children[0].children
+    assert (bar.value, bar.max) == (30, 100)
+    assert status.value == "digits &lt;x&gt;: step 30/100 · 5/s · 14 s left"
+    assert "<polyline" in box.children[1].value and place.updates == []
+
+
+def test_the_final_state_is_static(notebook: tuple[list[Any], Place]) -> None:
+    shown, place = notebook
+    panel = ProgressPanel(100, "digits")
+    panel.update(50, {"loss": 0.5})
+    panel.update(100, {"loss": 0.25})
+    panel.finish("100 steps in 2 s")
+    (final,) = place.updates
+    assert "digits: 100 steps in 2 s" in final.data and "<polyline" in final.data and "<script" not in final.data
+    assert shown[0].comm is None  # the widgets are gone
+
+
+def test_a_run_that_showed_nothing_still_shows_its_end(notebook: tuple[list[Any], Place]) -> None:
+    shown, _ = notebook
+    ProgressPanel(100, "digits").finish("done")
+    assert "digits: done" in shown[0].data
