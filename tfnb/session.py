@@ -178,9 +178,10 @@ class Session:
         version = self.graph.version
         leaves: list[Any] = []
         rebuild = _structure(fetches, leaves)
-        trailing = tuple(self._variable(leaf) for leaf in leaves if self._variable(leaf) is not None)
-        values = tuple(self.value(leaf) for leaf in leaves if self._variable(leaf) is None)
-        places = _places([self._variable(leaf) is not None for leaf in leaves])
+        variables = [self._variable(leaf) for leaf in leaves]
+        trailing = tuple(variable for variable in variables if variable is not None)
+        values = tuple(self.value(leaf) for leaf, var in zip(leaves, variables, strict=True) if var is None)
+        places = _places([variable is not None for variable in variables])
         feeder = Feeder(self.graph, [self._feed(key) for key in feed_keys])
         program = lower(self.graph, values, feeder.values)
         if old is not None and old.nodes == program.graph.nodes and old.program.feeds == program.feeds:

@@ -221,9 +221,9 @@ class _Lowering:
         for index, spec in enumerate(node.outputs):
             for axis, size in enumerate(spec.shape):
                 value = Value(node.id, index)
-                unbound = isinstance(size, Dim) and size.is_symbol and size.expr not in self.symbols
-                if unbound and value in self.values and size.expr in self.needed_symbols:
-                    self._bind(size.expr, self.values[value], axis)
+                symbol = size.expr if isinstance(size, Dim) and size.is_symbol else ""
+                if symbol in self.needed_symbols and symbol not in self.symbols and value in self.values:
+                    self._bind(symbol, self.values[value], axis)
 
     # -- the commit -------------------------------------------------------------------------------------------
 

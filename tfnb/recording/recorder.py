@@ -467,7 +467,7 @@ class Recorder(TorchDispatchMode):
                 base.write(entry)
             return
         base, chain = target._family, target._chain
-        steps = [self._wrap(base.entry, base)]
+        steps: list[torch.Tensor] = [self._wrap(base.entry, base)]
         for view in chain[:-1]:
             steps.append(view.apply(steps[-1]))
         put = new

@@ -45,7 +45,7 @@ class _Named(Source):
 
     if not hasattr(Source, "_name_template"):  # torch before 2.12
 
-        def name(self) -> str:
+        def name(self) -> str:  # type: ignore[override]
             return self.label
 
 
@@ -87,7 +87,7 @@ class Symbols:
         self.env = _Env(self._heard)
         self.fake_mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
         self._letters: dict[sympy.Symbol, str] = {}
-        self._values: dict[str, torch.SymInt] = {}
+        self._values: dict[str, Any] = {}  # letter -> SymInt
 
     def _heard(self, expr: Any, kernel: bool) -> None:
         if self.listener is not None:
@@ -108,7 +108,7 @@ class Symbols:
             hint = next((h for h in _HINTS if h not in used), 97 + 2 * len(used))
         source = _Named(f"{letter}_{len(self._letters)}")
         symbol = self.env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
-        size = self.env.create_symintnode(symbol, hint=hint, source=source)
+        size: Any = self.env.create_symintnode(symbol, hint=hint, source=source)
         self._letters[symbol] = letter
         self._values[letter] = size
         return size
@@ -170,7 +170,7 @@ class Symbols:
 
     # -- fake tensors --------------------------------------------------------------------------------------
 
-    def fake(self, spec: Spec) -> FakeTensor:
+    def fake(self, spec: Spec) -> torch.Tensor:
         """A fake tensor of this spec."""
         sizes = spec.sizes(self.bindings(spec.shape))
         with _disable_current_modes(), self.fake_mode:

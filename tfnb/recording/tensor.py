@@ -53,6 +53,7 @@ class Tensor(torch.Tensor):
     _seen: int
     _feed: Value | None
     _space: Workspace
+    _graph: Graph
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -105,7 +106,7 @@ class Tensor(torch.Tensor):
         return node
 
     @property
-    def index(self) -> int:
+    def index(self) -> int:  # type: ignore[override]
         """Which output of the node."""
         return self.value.index
 
@@ -148,14 +149,16 @@ class Tensor(torch.Tensor):
     # -- behaviour ------------------------------------------------------------------------------------------
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Outside a recording: a plain result on the samples, no node."""
         __tracebackhide__ = True
         args, kwargs = tree_map(lambda x: x.sample if isinstance(x, Tensor) else x, (args, kwargs or {}))
         args, kwargs = tree_map(lambda x: x.node.hint if isinstance(x, torch.SymInt) else x, (args, kwargs))
         return func(*args, **kwargs)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         try:
             shown = f"sample {torch.Tensor.__repr__(self.sample)}"
         except InvalidArgument:

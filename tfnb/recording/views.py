@@ -22,12 +22,12 @@ class View(NamedTuple):
 
     op: Op
     attrs: dict[str, Any]
-    index: int = 0  # which output, for ops with several
+    output: int = 0  # which output, for ops with several
 
     def apply(self, base: torch.Tensor) -> torch.Tensor:
         """The view of ``base``."""
         out = self.op(base, **self.attrs)
-        return out[self.index] if isinstance(out, (list, tuple)) else out
+        return out[self.output] if isinstance(out, (list, tuple)) else out
 
     def put(self, base: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """``base`` with ``new`` where this view looks."""
@@ -35,7 +35,7 @@ class View(NamedTuple):
         if row is None:
             raise Unsupported(f"writing through a view made by {op_name(self.op)} is not recorded; write to the base")
         defaults = facts(self.op).defaults
-        return row(base, new, {**defaults, **self.attrs}, self.index)
+        return row(base, new, {**defaults, **self.attrs}, self.output)
 
 
 def _reshape(base: Any, new: Any, a: Any, i: int) -> Any:
