@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tfnb.graph.node import Ref, leaves, map_leaves
+from tfnb.graph.node import Ref, Value, leaves, map_leaves
 from tfnb.recording.ops import facts, resolve
 
 Cotangent = torch.Tensor | Callable[[], torch.Tensor] | None
@@ -62,17 +62,23 @@ class Forward:
         return self.outs[0]
 
     @cached_property
+    def defaults(self) -> Mapping[str, Any]:
+        """Arguments that have a default."""
+        return facts(resolve(self.op)).defaults if self.op.count(".") > 1 else {}
+
+    @property
     def args(self) -> dict[str, Any]:
         """Every argument by schema name, tensors substituted, defaults filled in."""
+        return {name: self[name] for name in (*self.defaults, *self.attrs)}
 
-        def tensor(leaf: Any) -> Any:
-            return self.inputs[leaf.input] if isinstance(leaf, Ref) else leaf
-
-        filled = facts(resolve(self.op)).defaults if self.op.count(".") > 1 else {}
-        return {**filled, **map_leaves(tensor, dict(self.attrs))}
+    def get(self, name: str) -> Any:
+        """The argument, or None if the op has none of that name."""
+        return self[name] if name in self.attrs or name in self.defaults else None
 
     def __getitem__(self, name: str) -> Any:
-        return self.args[name]
+        if name not in self.attrs:
+            return self.defaults[name]
+        return map_leaves(lambda leaf: self.inputs[leaf.input] if isinstance(leaf, Ref) else leaf, self.attrs[name])
 
     def places(self, name: str) -> list[int]:
         """Positions among the inputs of the tensors in argument ``name``."""
@@ -81,6 +87,21 @@ class Forward:
     def needs(self, name: str) -> bool:
         """Whether the cotangent of a tensor in argument ``name`` is wanted."""
         return any(self.needed[place] for place in self.places(name))
+
+
+class Tensors(Sequence[torch.Tensor]):
+    """The recorded tensors of some values, each made when a rule first asks for it."""
+
+    def __init__(self, values: Sequence[Value], make: Callable[[Value], torch.Tensor]) -> None:
+        self._values, self._make = values, make
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self._make(v) for v in self._values[index]]
+        return self._make(self._values[index])
 
 
 class Cotangents(Sequence[torch.Tensor]):

@@ -18,7 +18,7 @@ import torch
 
 from tfnb.errors import InvalidArgument, NoGradient, ShapeError
 from tfnb.gradients.decompose import decomposition
-from tfnb.gradients.table import NOGRAD, RULES, Cotangents, Forward, Rule, gives_one
+from tfnb.gradients.table import NOGRAD, RULES, Cotangents, Forward, Rule, Tensors, gives_one
 from tfnb.graph import Dim, Graph, Node, Spec, Value, Variable
 from tfnb.graph.node import map_leaves
 from tfnb.recording import Recorder, Tensor, constant, reopen, variable
@@ -158,6 +158,7 @@ class Walk:
         self.stop = frozenset(stop)
         self.reached: set[Value] = set(targets)
         self.partials: dict[Value, list[torch.Tensor]] = {}
+        self.tensors: dict[Value, torch.Tensor] = {}  # recorded tensors of forward values
         self.scope: str | None = None  # where the gradient nodes stand; None inside a decomposition
         self.inside: tuple[str, ...] = ()  # ops being decomposed
 
@@ -224,9 +225,14 @@ class Walk:
         return self._decomposed(node, dys) if result is NotImplemented else _aligned(n, rule, result)
 
     def _forward(self, node: Node, needed: list[bool]) -> Forward:
-        tensor = self.recorder.tensor
-        outs = [tensor(node.value(i)) for i in range(len(node.outputs))]
-        return Forward(node.op, [tensor(v) for v in node.inputs], outs, self._symbolic(node), needed)
+        outs = Tensors([node.value(i) for i in range(len(node.outputs))], self._tensor)
+        return Forward(node.op, Tensors(node.inputs, self._tensor), outs, self._symbolic(node), needed)
+
+    def _tensor(self, value: Value) -> torch.Tensor:
+        found = self.tensors.get(value)
+        if found is None:
+            found = self.tensors[value] = self.recorder.tensor(value)
+        return found
 
     def _symbolic(self, node: Node) -> Mapping[str, Any]:
         """The node's attrs with sizes as SymInts."""
@@ -249,7 +255,7 @@ class Walk:
                              cell=node.source.label if node.source else None,
                              line=node.source.line if node.source else None)  # fmt: skip
         n = self._forward(node, [True] * len(node.inputs))
-        args, kwargs = unbind(resolve(node.op), {k: n.args[k] for k in node.attrs})
+        args, kwargs = unbind(resolve(node.op), {name: n[name] for name in node.attrs})
         start = len(self.recorder.new)
         outs = function(*args, **kwargs)
         outs = outs if isinstance(outs, (list, tuple)) else [outs]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tfnb.gradients.rules.shape import turned
 from tfnb.gradients.table import Forward, composite, rule
 
 aten = torch.ops.aten
@@ -22,8 +23,8 @@ def _scale(q: torch.Tensor, scale: float | None) -> float:
 def _weights(scores: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> torch.Tensor:
     """softmax of [..., L, S] scores under the mask; rows that see nothing give zeros."""
     if causal:
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        return torch.softmax(scores.masked_fill(~seen, -math.inf), -1)
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        return torch.softmax(scores.masked_fill(later, -math.inf), -1)
     if mask is None:
         return torch.softmax(scores, -1)
     scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
@@ -44,13 +45,14 @@ def _(n: Forward, dy: Any) -> Any:
     def unflat(t: torch.Tensor) -> torch.Tensor:
         return t.reshape([*lead, *t.shape[-2:]]) if len(lead) != 1 else t
 
-    flat_q, flat_k, flat_dy = flat(q), flat(k), flat(dy)
-    p = flat(_weights(unflat(torch.bmm(flat_q * scale, flat_k.mT)), mask, n["is_causal"]))
-    dp = torch.bmm(flat_dy, flat(v).mT)
+    scaled_q, flat_k, flat_dy = flat(q) * scale, flat(k), flat(dy)
+    scores = torch.bmm(scaled_q, turned(flat_k))
+    p = _weights(scores, None, n["is_causal"]) if mask is None else flat(_weights(unflat(scores), mask, False))
+    dp = torch.bmm(flat_dy, turned(flat(v)))
     ds = aten._softmax_backward_data(dp, p, -1, p.dtype)
     return {
         "query": lambda: unflat(torch.bmm(ds, flat_k) * scale),
-        "key": lambda: unflat(torch.bmm(ds.mT, flat_q) * scale),
+        "key": lambda: unflat(torch.bmm(ds.mT, scaled_q)),
         "value": lambda: unflat(torch.bmm(p.mT, flat_dy)),
         "attn_mask": lambda: unflat(ds),
     }

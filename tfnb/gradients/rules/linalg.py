@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tfnb.gradients.rules.shape import turned
 from tfnb.gradients.table import Forward, composite, nograd, rule
 
 aten = torch.ops.aten
@@ -22,17 +23,18 @@ nograd(
 # -- products --------------------------------------------------------------------------------------------------
 
 
-def _product(a: Any, b: Any, like: Any) -> Any:
-    """``a @ b`` in the memory layout of ``like``, so that a gradient lies in memory as what it updates does."""
+def _product(a: Any, b: Any, like: Any, *, turn: str = "") -> Any:
+    """``a @ b``, the named ones transposed, in the memory layout of ``like``: a gradient lies as what it updates does."""
     rows, columns = like.stride()[-2:]
-    transposed = isinstance(rows, int) and rows == 1 and not (isinstance(columns, int) and columns == 1)
-    return (b.mT @ a.mT).mT if transposed else a @ b
+    if isinstance(rows, int) and rows == 1 and not (isinstance(columns, int) and columns == 1):
+        return ((b if "b" in turn else turned(b)) @ (a if "a" in turn else turned(a))).mT
+    return (turned(a) if "a" in turn else a) @ (turned(b) if "b" in turn else b)
 
 
 @rule(aten.mm.default, aten.bmm.default)
 def _(n: Forward, dy: Any) -> Any:  # [.., B, K] @ [.., K, N] -> [.., B, N]
     a, b = n.inputs
-    return lambda: _product(dy, b.mT, a), lambda: _product(a.mT, dy, b)
+    return lambda: _product(dy, b, a, turn="b"), lambda: _product(a, dy, b, turn="a")
 
 
 @rule(aten.mv.default)
@@ -54,8 +56,12 @@ def _times(x: torch.Tensor, factor: Any) -> torch.Tensor:
 @rule(aten.addmm.default, aten.baddbmm.default)
 def _(n: Forward, dy: Any) -> Any:  # beta * bias + alpha * a @ b
     _, a, b = n.inputs
-    scaled = _times(dy, n["alpha"]) if n["alpha"] != 1 else dy
-    return lambda: _times(dy, n["beta"]), lambda: _product(scaled, b.mT, a), lambda: _product(a.mT, scaled, b)
+    scaled = _times(dy, n["alpha"])
+    return (
+        lambda: _times(dy, n["beta"]),
+        lambda: _product(scaled, b, a, turn="b"),
+        lambda: _product(a, scaled, b, turn="a"),
+    )
 
 
 @rule(aten.addmv.default)

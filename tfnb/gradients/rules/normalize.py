@@ -21,7 +21,7 @@ def _batch_norm(n: Forward, dy: torch.Tensor, mean: Any, invstd: Any, train: boo
     x, w = n["input"], n["weight"]
     bias = n["bias"] is not None
     mask = [n.needs("input"), n.needs("weight"), n.needs("bias")]
-    running = n.args.get("running_mean"), n.args.get("running_var")
+    running = n.get("running_mean"), n.get("running_var")
     found = aten.native_batch_norm_backward(dy, x, w, *running, mean, invstd, train, n["eps"], mask)
     dx, dw, db = (d if wanted else None for d, wanted in zip(found, mask, strict=True))
     return {"input": dx} | ({} if w is None else {"weight": dw}) | ({"bias": db} if bias else {})

@@ -22,7 +22,7 @@ nograd(
 
 def _dims(n: Forward, name: str = "dim") -> list[int]:
     """The reduced dimensions, never negative; all of them for None or []."""
-    rank, dim = n["self"].dim(), n.args.get(name)
+    rank, dim = n["self"].dim(), n.get(name)
     if dim is None or (isinstance(dim, (list, tuple)) and not dim):
         return list(range(rank))
     return [d % max(rank, 1) for d in (dim if isinstance(dim, (list, tuple)) else [dim])]
@@ -30,7 +30,7 @@ def _dims(n: Forward, name: str = "dim") -> list[int]:
 
 def _kept(n: Forward, reduced: torch.Tensor) -> torch.Tensor:
     """A reduced tensor with the lost dimensions back as ones."""
-    if n.args.get("keepdim") or n["self"].dim() == 0:
+    if n.get("keepdim") or n["self"].dim() == 0:
         return reduced
     for dim in sorted(_dims(n)):
         reduced = reduced.unsqueeze(dim)
@@ -143,7 +143,7 @@ def _selected(n: Forward, dy: torch.Tensor, indices: torch.Tensor) -> torch.Tens
     """dy put back to where the reduction took its value."""
     if n["self"].dim() == 0:
         return dy
-    if not n.args.get("keepdim"):
+    if not n.get("keepdim"):
         dy, indices = dy.unsqueeze(n["dim"]), indices.unsqueeze(n["dim"])
     return dy.new_zeros(n["self"].shape).scatter(n["dim"], indices, dy)
 

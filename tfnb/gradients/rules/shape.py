@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from tfnb.gradients.table import Forward, partials, rule
+from tfnb.graph import current
+from tfnb.recording import Recorder, Tensor
 
 aten = torch.ops.aten
 
@@ -35,7 +37,7 @@ partials("tfnb.assign", lambda n, dy: dy)
 partials(aten.copy.default, None, lambda n, dy: dy)
 partials(aten.permute.default, lambda n, dy: dy.permute(_inverse(n["dims"])))
 partials(aten.permute_copy.default, lambda n, dy: dy.permute(_inverse(n["dims"])))
-partials(aten.t.default, lambda n, dy: dy.t())
+partials(aten.t.default, lambda n, dy: turned(dy) if dy.dim() == 2 else dy)
 partials(aten.t_copy.default, lambda n, dy: dy.t())
 partials(aten.transpose.int, lambda n, dy: dy.transpose(n["dim0"], n["dim1"]))
 partials(aten.transpose_copy.int, lambda n, dy: dy.transpose(n["dim0"], n["dim1"]))
@@ -48,6 +50,17 @@ partials(aten.pixel_shuffle.default, lambda n, dy: aten.pixel_unshuffle(dy, n["u
 partials(aten.pixel_unshuffle.default, lambda n, dy: aten.pixel_shuffle(dy, n["downscale_factor"]))
 partials(aten.tril.default, lambda n, dy: dy.tril(n["diagonal"]))
 partials(aten.triu.default, lambda n, dy: dy.triu(n["diagonal"]))
+
+
+def turned(x: torch.Tensor) -> torch.Tensor:
+    """``x.mT``; where x is itself such a transpose, what it was made from, and no node."""
+    recorder = current.recording()
+    if isinstance(x, Tensor) and isinstance(recorder, Recorder):
+        node = recorder.node(x.value.node)
+        dims = {node.attrs[name] % x.dim() for name in ("dim0", "dim1") if name in node.attrs}
+        if node.op == "aten.t.default" or (node.op == "aten.transpose.int" and dims == {x.dim() - 1, x.dim() - 2}):
+            return recorder.tensor(node.inputs[0])
+    return x.mT
 
 
 def _list(value: Any) -> list[Any]:
