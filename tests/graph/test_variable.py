@@ -245,3 +245,20 @@ def test_write_of_another_shape_does_not_reach_the_home(v: Variable) -> None:
     with pytest.raises(TfnbError):
         v.assign(torch.zeros(1))
     assert home.values == {}
+
+
+def test_a_shared_name_is_one_variable_for_every_graph() -> None:
+    first = Variable(torch.zeros(2), shared_name="shared-between-graphs")
+    second = Variable(torch.ones(2), shared_name="shared-between-graphs")
+    assert second is first and second.value().tolist() == [0, 0]
+    with pytest.raises(InvalidArgument, match=r"float32\[2\], not float32\[3\]"):
+        Variable(torch.ones(3), shared_name="shared-between-graphs")
+    assert Variable(torch.ones(3), container="other", shared_name="shared-between-graphs") is not first
+
+
+def test_lazy_variable_has_no_value_until_assigned() -> None:
+    v = Variable(torch.ones(2), name="late", lazy_init=True)
+    with pytest.raises(FailedPrecondition, match="uninitialized value late"):
+        v.value()
+    v.assign(torch.full((2,), 3.0))
+    assert v.value().tolist() == [3, 3]

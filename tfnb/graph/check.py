@@ -84,7 +84,7 @@ def _earlier(node: Node, place: int, facts: _Facts) -> bool:
 
 def _inputs_known(node: Node, place: int, facts: _Facts) -> bool:
     outputs = facts.outputs
-    for source, index in node.inputs:  # noqa: SIM110 (half as fast)
+    for source, index in node.inputs:
         if not 0 <= index < outputs.get(source, 0) and not (
             node.op == "tfnb.group" and index == 0 and source in outputs  # a group of operations
         ):

@@ -22,6 +22,8 @@ _serial = itertools.count()
 
 SCATTER = ("update", "add", "sub", "mul", "div")
 
+_shared: dict[tuple[str, str], Variable] = {}  # (container, shared name): they outlive every graph
+
 
 class Home(Protocol):
     """Who owns the values while they are not here: a connected cluster."""
@@ -35,7 +37,8 @@ class Variable:
     """A tensor that survives runs.
 
     initial_value: tensor, array or number. name: a label, made unique per graph. trainable: whether ``minimize``
-    updates it by default.
+    updates it by default. shared_name: every Variable of that name in a container is this one; raises InvalidArgument
+    for another dtype or shape. lazy_init: no value until one is assigned; reading raises FailedPrecondition.
 
     >>> v = Variable(torch.zeros(2), name="v")
     >>> v.assign_add(torch.ones(2))
@@ -44,13 +47,25 @@ class Variable:
     tensor([1., 1.])
     """
 
+    def __new__(cls, *args: Any, container: str = "", shared_name: str | None = None, **kwargs: Any) -> Variable:
+        found = _shared.get((container, shared_name)) if shared_name is not None else None
+        return object.__new__(cls) if found is None else found
+
     def __init__(
         self, initial_value: Any, *, name: str | None = None, trainable: bool = True, container: str = "",
-        shared_name: str | None = None,
+        shared_name: str | None = None, lazy_init: bool = False,
     ) -> None:  # fmt: skip
         owned = torch.as_tensor(current.plain(initial_value)).detach().clone()
+        spec = _spec_of(owned)
+        if "spec" in self.__dict__:  # found by its shared name
+            if spec != self.spec:
+                raise InvalidArgument(f"variable {shared_name!r} of container {container!r} is {self.spec}, not {spec}")
+            return
         trains = trainable and (owned.is_floating_point() or owned.is_complex())
-        self._bind(lambda: owned, _spec_of(owned), name or "Variable", trains, container, shared_name)
+        storage = None if lazy_init else lambda: owned
+        self._bind(storage, spec, name or shared_name or "Variable", trains, container, shared_name)
+        if shared_name is not None:
+            _shared[container, shared_name] = self
 
     @classmethod
     def of(cls, tensor: torch.Tensor, *, name: str, trainable: bool) -> Variable:
