@@ -123,3 +123,14 @@ def test_scalar_placeholders_have_no_varying_axis() -> None:
         rate = tfnb.placeholder(0.5)
         y = rate * 2
     assert str(rate.spec) == "float32[]" and tfnb.run(y, {rate: 3}) == 6
+
+
+def test_a_lazy_recording_has_shapes_only_and_runs() -> None:
+    net = nn.Linear(3, 2)
+    with tfnb.record(lazy=True):
+        x = tfnb.placeholder(torch.randn(4, 3))
+        z = tfnb.placeholder(torch.tensor([1.0, 2.0, 3.0]))
+        y = net(x) + z.sum()
+    assert str(y.spec) == "float32[B, 2]" and "no sample" in repr(y)
+    data = torch.randn(5, 3)
+    torch.testing.assert_close(tfnb.run(y, {x: data, z: torch.ones(2)}), (net(data) + 2).detach())

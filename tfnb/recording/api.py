@@ -41,6 +41,9 @@ def placeholder(
     float32[B, 3] float32[B1, T, 4]
     """
     recorder = _recorder("placeholder")
+    if recorder.lazy and isinstance(sample, Tensor):  # made in this block: it has a shape and no values
+        shape = shape or ((None, *sample.shape[1:]) if sample.dim() else ())
+        sample, dtype = None, dtype or sample.dtype
     with _disable_current_modes():
         plain = None if sample is None else _sample(sample, dtype, device or recorder.default_device)
         if plain is None and shape is None:
