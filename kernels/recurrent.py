@@ -2,6 +2,8 @@
 
 The products with the input are one matrix product for all steps and stay outside; so do the products that give the
 weights' gradients. T steps, B rows, H hidden; gates in torch's order (LSTM: i, f, g, o; GRU: r, z, n).
+A step writes into slices of what it returns: the fewer and the larger the calls, the less Python costs. What a backward
+step multiplies by is computed for all steps at once before the first.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ def op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], 
     def define(function: Callable[..., Any]) -> Callable[..., Any]:
         name = f"tfnb::{function.__name__}"
         torch.library.define(name, schema)
-        torch.library.impl(name, "CompositeExplicitAutograd", function)
+        torch.library.impl(name, "CompositeExplicitAutograd", torch.no_grad()(function))
         torch.library.register_fake(name, fake)
         return function
 
@@ -43,23 +45,25 @@ def _fake_layer(gates: Tensor, h0: Tensor, *rest: Any) -> Tensor:
 
 
 def _fake_lstm(gates: Tensor, h0: Tensor, c0: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake_layer(gates, h0), _fake_layer(gates, h0), torch.empty_like(gates)
+    return _fake_layer(gates, h0), _fake_layer(gates, h0), gates.new_empty(gates.shape)
 
 
 @op("(Tensor gates, Tensor h0, Tensor c0, Tensor w) -> (Tensor y, Tensor c, Tensor act)", _fake_lstm)
 def lstm_layer(gates: Tensor, h0: Tensor, c0: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """gates: [T, B, 4H], the input's part; w: [4H, H]. Hidden and cell states [T, B, H], activations [T, B, 4H]."""
-    h, c, back = h0, c0, w.t()
-    ys, cs, acts = [], [], []
-    for pre in gates.unbind(0):
-        i, f, g, o = torch.addmm(pre, h, back).chunk(4, 1)
-        i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
-        c = f * c + i * g
-        h = o * c.tanh()
-        ys.append(h)
-        cs.append(c)
-        acts.append(torch.cat([i, f, g, o], 1))
-    return torch.stack(ys), torch.stack(cs), torch.stack(acts)
+    act = gates.new_empty(gates.shape)
+    y, c = (gates.new_empty([gates.shape[0], *h0.shape]) for _ in range(2))
+    i, f, g, o = (part.unbind(0) for part in act.chunk(4, 2))
+    both = act[..., : 2 * h0.shape[1]].unbind(0)  # i and f
+    h, cell, back, t = h0, c0, w.t(), torch.empty_like(h0)
+    for step, (pre, now) in enumerate(zip(gates.unbind(0), act.unbind(0), strict=True)):
+        torch.addmm(pre, h, back, out=now)
+        both[step].sigmoid_()
+        g[step].tanh_()
+        o[step].sigmoid_()
+        cell = torch.mul(f[step], cell, out=c[step]).addcmul_(i[step], g[step])
+        h = torch.mul(o[step], torch.tanh(cell, out=t), out=y[step])
+    return y, c, act
 
 
 @op(
@@ -70,20 +74,25 @@ def lstm_layer_backward(
     dy: Tensor, dc: Tensor, act: Tensor, c: Tensor, c0: Tensor, w: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cotangents of the gates and of the first states, from those of all hidden and cell states."""
-    dh, dcell = torch.zeros_like(c0), torch.zeros_like(c0)
-    before = [c0, *c.unbind(0)[:-1]]
-    steps = zip(dy.unbind(0), dc.unbind(0), act.unbind(0), c.unbind(0), before, strict=True)
-    dgates = []
-    for dy_t, dc_t, act_t, c_t, c_prev in reversed(list(steps)):
-        i, f, g, o = act_t.chunk(4, 1)
-        t = c_t.tanh()
-        dh = dh + dy_t
-        dcell = dcell + dc_t + dh * o * (1 - t * t)
-        parts = [dcell * g * i * (1 - i), dcell * c_prev * f * (1 - f), dcell * i * (1 - g * g), dh * t * o * (1 - o)]
-        d = torch.cat(parts, 1)
-        dgates.append(d)
-        dh, dcell = d @ w, dcell * f
-    return torch.stack(dgates[::-1]), dh, dcell
+    i, f, g, o = act.chunk(4, 2)
+    before = torch.cat([c0.unsqueeze(0), c[:-1]])
+    t = c.tanh()
+    by_cell = torch.stack([g * i * (1 - i), before * f * (1 - f), i * (1 - g * g)], 2).unbind(0)  # [B, 3, H] a step
+    by_h, to_cell = (t * o * (1 - o)).unbind(0), (o * (1 - t * t)).unbind(0)
+    dgates = act.new_empty(act.shape)
+    rows = dgates.unbind(0)
+    split = dgates.view(*act.shape[:2], 4, -1)
+    first, last = split[:, :, :3].unbind(0), split[:, :, 3].unbind(0)
+    dys, dcs, forget = dy.unbind(0), dc.unbind(0), f.unbind(0)
+    dh, dcell = dys[-1], dcs[-1]
+    for step in range(act.shape[0] - 1, -1, -1):
+        dcell = torch.addcmul(dcell, dh, to_cell[step])
+        torch.mul(dcell.unsqueeze(1), by_cell[step], out=first[step])
+        torch.mul(dh, by_h[step], out=last[step])
+        if step:
+            dh = torch.addmm(dys[step - 1], rows[step], w)
+            dcell = torch.addcmul(dcs[step - 1], dcell, forget[step])
+    return dgates, rows[0] @ w, dcell * forget[0]
 
 
 # -- GRU -------------------------------------------------------------------------------------------------------
@@ -96,22 +105,26 @@ def _fake_gru(gates: Tensor, h0: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, 
 @op("(Tensor gates, Tensor h0, Tensor w, Tensor b) -> (Tensor y, Tensor act)", _fake_gru)
 def gru_layer(gates: Tensor, h0: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """gates: [T, B, 3H]; w: [3H, H]; b: [3H], inside the reset. Hidden states, and r, z, n, w_n h + b_n by step."""
-    h, back = h0, w.t()
-    ys, acts = [], []
-    for pre in gates.unbind(0):
-        xr, xz, xn = pre.chunk(3, 1)
-        hr, hz, hn = torch.addmm(b, h, back).chunk(3, 1)
-        r, z = (xr + hr).sigmoid(), (xz + hz).sigmoid()
-        n = (xn + r * hn).tanh()
-        h = n + z * (h - n)
-        ys.append(h)
-        acts.append(torch.cat([r, z, n, hn], 1))
-    return torch.stack(ys), torch.stack(acts)
+    size = h0.shape[1]
+    y = gates.new_empty([gates.shape[0], *h0.shape])
+    act = gates.new_empty([*gates.shape[:2], 4 * size])
+    r, z, n, kept = (part.unbind(0) for part in act.chunk(4, 2))
+    both = act[..., : 2 * size].unbind(0)  # r and z
+    pre_both, pre_n = gates[..., : 2 * size].unbind(0), gates[..., 2 * size :].unbind(0)
+    h, back, hidden = h0, w.t(), gates.new_empty(gates.shape[1:])
+    hidden_both, hidden_n = hidden[:, : 2 * size], hidden[:, 2 * size :]
+    for step in range(gates.shape[0]):
+        torch.addmm(b, h, back, out=hidden)
+        torch.add(pre_both[step], hidden_both, out=both[step]).sigmoid_()
+        kept[step].copy_(hidden_n)
+        torch.addcmul(pre_n[step], r[step], hidden_n, out=n[step]).tanh_()
+        h = torch.lerp(n[step], h, z[step], out=y[step])
+    return y, act
 
 
 def _fake_gru_backward(dy: Tensor, act: Tensor, y: Tensor, h0: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     gates = act.new_empty([*act.shape[:2], 3 * h0.shape[1]])
-    return gates, torch.empty_like(gates), torch.empty_like(h0)
+    return gates, torch.empty_like(gates), h0.new_empty(h0.shape)
 
 
 @op(
@@ -120,19 +133,23 @@ def _fake_gru_backward(dy: Tensor, act: Tensor, y: Tensor, h0: Tensor, w: Tensor
 )
 def gru_layer_backward(dy: Tensor, act: Tensor, y: Tensor, h0: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Cotangents of the input's part of the gates, of the hidden state's part, and of the first state."""
-    dh = torch.zeros_like(h0)
-    before = [h0, *y.unbind(0)[:-1]]
-    dgates, dhidden = [], []
-    for dy_t, act_t, h_prev in reversed(list(zip(dy.unbind(0), act.unbind(0), before, strict=True))):
-        r, z, n, hn = act_t.chunk(4, 1)
-        dh = dh + dy_t
-        dn = dh * (1 - z) * (1 - n * n)
-        dr, dz = dn * hn * r * (1 - r), dh * (h_prev - n) * z * (1 - z)
-        d = torch.cat([dr, dz, dn * r], 1)
-        dgates.append(torch.cat([dr, dz, dn], 1))
-        dhidden.append(d)
-        dh = dh * z + d @ w
-    return torch.stack(dgates[::-1]), torch.stack(dhidden[::-1]), dh
+    r, z, n, hn = act.chunk(4, 2)
+    before = torch.cat([h0.unsqueeze(0), y[:-1]])
+    by_n = (1 - z) * (1 - n * n)
+    by_r, by_z = by_n * hn * r * (1 - r), (before - n) * z * (1 - z)
+    slopes = torch.stack([by_r, by_z, by_n], 2).unbind(0)  # [B, 3, H] a step
+    slopes_hidden = torch.stack([by_r, by_z, by_n * r], 2).unbind(0)
+    dgates, dhidden = (act.new_empty([*act.shape[:2], 3 * h0.shape[1]]) for _ in range(2))
+    outs, outs_hidden = (d.view(*act.shape[:2], 3, -1).unbind(0) for d in (dgates, dhidden))
+    rows, dys, update = dhidden.unbind(0), dy.unbind(0), z.unbind(0)
+    dh = dys[-1]
+    for step in range(act.shape[0] - 1, -1, -1):
+        wide = dh.unsqueeze(1)
+        torch.mul(wide, slopes[step], out=outs[step])
+        torch.mul(wide, slopes_hidden[step], out=outs_hidden[step])
+        earlier = torch.addmm(dys[step - 1], rows[step], w) if step else rows[0] @ w
+        dh = earlier.addcmul_(dh, update[step])
+    return dgates, dhidden, dh
 
 
 # -- plain RNN -------------------------------------------------------------------------------------------------
@@ -141,22 +158,23 @@ def gru_layer_backward(dy: Tensor, act: Tensor, y: Tensor, h0: Tensor, w: Tensor
 @op("(Tensor gates, Tensor h0, Tensor w, bool tanh) -> Tensor", _fake_layer)
 def rnn_layer(gates: Tensor, h0: Tensor, w: Tensor, tanh: bool) -> Tensor:
     """gates: [T, B, H]; w: [H, H]. Hidden states [T, B, H]; relu instead of tanh where ``tanh`` is false."""
-    h, back, ys = h0, w.t(), []
-    for pre in gates.unbind(0):
-        h = torch.addmm(pre, h, back)
-        h = h.tanh() if tanh else h.relu()
-        ys.append(h)
-    return torch.stack(ys)
+    y = gates.new_empty(gates.shape)
+    h, back = h0, w.t()
+    for pre, now in zip(gates.unbind(0), y.unbind(0), strict=True):
+        torch.addmm(pre, h, back, out=now)
+        h = now.tanh_() if tanh else now.relu_()
+    return y
 
 
 @op("(Tensor dy, Tensor y, Tensor w, bool tanh) -> (Tensor dgates, Tensor dh0)",
-    lambda dy, y, w, tanh: (torch.empty_like(y), torch.empty_like(y[0])))  # fmt: skip
+    lambda dy, y, w, tanh: (y.new_empty(y.shape), y.new_empty(y.shape[1:])))  # fmt: skip
 def rnn_layer_backward(dy: Tensor, y: Tensor, w: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
     """Cotangents of the gates and of the first state."""
-    steps = list(zip(dy.unbind(0), y.unbind(0), strict=True))
-    dh, dgates = torch.zeros_like(steps[0][1]), []
-    for dy_t, y_t in reversed(steps):
-        d = (dh + dy_t) * ((1 - y_t * y_t) if tanh else (y_t > 0))
-        dgates.append(d)
-        dh = d @ w
-    return torch.stack(dgates[::-1]), dh
+    slopes = ((1 - y * y) if tanh else (y > 0).to(y.dtype)).unbind(0)
+    dgates = y.new_empty(y.shape)
+    rows, dys = dgates.unbind(0), dy.unbind(0)
+    dh = dys[-1]
+    for step in range(y.shape[0] - 1, -1, -1):
+        torch.mul(dh, slopes[step], out=rows[step])
+        dh = torch.addmm(dys[step - 1], rows[step], w) if step else rows[0] @ w
+    return dgates, dh

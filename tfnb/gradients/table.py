@@ -141,11 +141,10 @@ def rule(*ops: Any, outputs: int | None = None) -> Callable[[RuleFunction], Rule
     the rule serves nodes of which only the first k outputs have cotangents (others are decomposed), and k=1 means
     that it gets one cotangent and not a list.
 
-    >>> aten = torch.ops.aten
-    >>> @rule(aten.mm.default)
-    ... def _(n, dy):                                # [B, K] @ [K, N] -> [B, N]
-    ...     a, b = n.inputs
-    ...     return lambda: dy @ b.mT, lambda: a.mT @ dy
+        @rule(aten.mm.default)
+        def _(n, dy):                                # [B, K] @ [K, N] -> [B, N]
+            a, b = n.inputs
+            return lambda: dy @ b.mT, lambda: a.mT @ dy
     """
 
     def register(function: RuleFunction) -> RuleFunction:

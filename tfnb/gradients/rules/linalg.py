@@ -24,7 +24,7 @@ nograd(
 
 
 def _product(a: Any, b: Any, like: Any, *, turn: str = "") -> Any:
-    """``a @ b``, the named ones transposed, in the memory layout of ``like``: a gradient lies as what it updates does."""
+    """``a @ b``, those in ``turn`` transposed, in the memory layout of ``like``: a gradient lies as what it updates."""
     rows, columns = like.stride()[-2:]
     if isinstance(rows, int) and rows == 1 and not (isinstance(columns, int) and columns == 1):
         return ((b if "b" in turn else turned(b)) @ (a if "a" in turn else turned(a))).mT

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tfnb.gradients.table import Forward, composite, rule
-from tfnb.kernels import recurrent
+from tfnb.kernels import recurrent  # noqa: F401  defines torch.ops.tfnb
 
 aten, tfnb = torch.ops.aten, torch.ops.tfnb
 
@@ -50,9 +50,81 @@ def _(n: Forward, dy: Any) -> Any:
     return {"gates": dgates, "h0": dh0, "w": lambda: _weight(dgates, _before(n["h0"], n.out))}
 
 
-for _name in ("lstm_layer", "gru_layer", "rnn_layer"):
-    composite(f"tfnb.{_name}.default")(getattr(recurrent, _name))
-    composite(f"tfnb.{_name}_backward.default")(getattr(recurrent, f"{_name}_backward"))
+# -- the same step by step, to be differentiated again ---------------------------------------------------------
+
+
+@composite(tfnb.lstm_layer.default)
+def _(gates: Any, h0: Any, c0: Any, w: Any) -> Any:
+    h, c, outs = h0, c0, []
+    for pre in gates.unbind(0):
+        i, f, g, o = torch.addmm(pre, h, w.t()).chunk(4, 1)
+        act = i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+        c = f * c + i * g
+        h = o * c.tanh()
+        outs.append((h, c, torch.cat(act, 1)))
+    return tuple(torch.stack(out) for out in zip(*outs, strict=True))
+
+
+@composite(tfnb.lstm_layer_backward.default)
+def _(dy: Any, dc: Any, act: Any, c: Any, c0: Any, w: Any) -> Any:
+    steps = zip(dy.unbind(0), dc.unbind(0), act.unbind(0), c.unbind(0), [c0, *c.unbind(0)[:-1]], strict=True)
+    dh, dcell, dgates = torch.zeros_like(c0), torch.zeros_like(c0), []
+    for dy_t, dc_t, act_t, c_t, before in reversed(list(steps)):
+        i, f, g, o = act_t.chunk(4, 1)
+        t = c_t.tanh()
+        dh = dh + dy_t
+        dcell = dcell + dc_t + dh * o * (1 - t * t)
+        parts = dcell * g * i * (1 - i), dcell * before * f * (1 - f), dcell * i * (1 - g * g), dh * t * o * (1 - o)
+        dgates.append(torch.cat(parts, 1))
+        dh, dcell = dgates[-1] @ w, dcell * f
+    return torch.stack(dgates[::-1]), dh, dcell
+
+
+@composite(tfnb.gru_layer.default)
+def _(gates: Any, h0: Any, w: Any, b: Any) -> Any:
+    h, outs = h0, []
+    for pre in gates.unbind(0):
+        xr, xz, xn = pre.chunk(3, 1)
+        hr, hz, hn = torch.addmm(b, h, w.t()).chunk(3, 1)
+        r, z = (xr + hr).sigmoid(), (xz + hz).sigmoid()
+        n = (xn + r * hn).tanh()
+        h = n + z * (h - n)
+        outs.append((h, torch.cat([r, z, n, hn], 1)))
+    return tuple(torch.stack(out) for out in zip(*outs, strict=True))
+
+
+@composite(tfnb.gru_layer_backward.default)
+def _(dy: Any, act: Any, y: Any, h0: Any, w: Any) -> Any:
+    dh, dgates, dhidden = torch.zeros_like(h0), [], []
+    for dy_t, act_t, before in reversed(list(zip(dy.unbind(0), act.unbind(0), [h0, *y.unbind(0)[:-1]], strict=True))):
+        r, z, n, hn = act_t.chunk(4, 1)
+        dh = dh + dy_t
+        dn = dh * (1 - z) * (1 - n * n)
+        dr, dz = dn * hn * r * (1 - r), dh * (before - n) * z * (1 - z)
+        dgates.append(torch.cat([dr, dz, dn], 1))
+        dhidden.append(torch.cat([dr, dz, dn * r], 1))
+        dh = dh * z + dhidden[-1] @ w
+    return torch.stack(dgates[::-1]), torch.stack(dhidden[::-1]), dh
+
+
+@composite(tfnb.rnn_layer.default)
+def _(gates: Any, h0: Any, w: Any, tanh: bool) -> Any:
+    h, outs = h0, []
+    for pre in gates.unbind(0):
+        h = torch.addmm(pre, h, w.t())
+        h = h.tanh() if tanh else h.relu()
+        outs.append(h)
+    return torch.stack(outs)
+
+
+@composite(tfnb.rnn_layer_backward.default)
+def _(dy: Any, y: Any, w: Any, tanh: bool) -> Any:
+    dh, dgates = torch.zeros_like(y[0]), []
+    for dy_t, y_t in reversed(list(zip(dy.unbind(0), y.unbind(0), strict=True))):
+        dgates.append((dh + dy_t) * ((1 - y_t * y_t) if tanh else (y_t > 0)))
+        dh = dgates[-1] @ w
+    return torch.stack(dgates[::-1]), dh
+
 
 # -- layers and directions -------------------------------------------------------------------------------------
 
