@@ -317,7 +317,11 @@ function tfnbDrawing(root, options) {
   }
   function look() {
     const text = search.value.trim(), matches = text && tester(text);
-    hits = text ? [...everyBox(top)].filter((box) => matches(box.getAttribute("aria-label") || "")).map(keyOf) : [];
+    const words = (box) => {  // the quoted line counts for the line's own box only, not for all inside
+      const label = box.getAttribute("aria-label") || "";
+      return keyOf(box).includes(".") ? label.replace(/\n.* line \d+: .*$/, "") : label;
+    };
+    hits = text ? [...everyBox(top)].filter((box) => matches(words(box))).map(keyOf) : [];
     current = -1;
     mark();
     tally.textContent = text ? `${hits.length} found` : "";

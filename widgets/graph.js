@@ -1,4 +1,4 @@
-// The live drawing: asks Python for faces and values, and stands in for the static drawing above it.
+// The live drawing: asks Python for values and for faces it lacks, and stands in for the static drawing above it.
 function tfnbTwin(el, name) {  // the nearest static drawing before this element that shows the same picture
   for (let around = el.parentElement; around && name; around = around.parentElement) {
     const same = [...around.querySelectorAll(`.tfnb-page[data-tfnb="${CSS.escape(name)}"]`)]
@@ -9,7 +9,7 @@ function tfnbTwin(el, name) {  // the nearest static drawing before this element
 }
 function render({ model, el }) {
   const waiting = new Map();
-  let drawing = null, twin = null, value = null;
+  let drawing = null, twin = null, value = null, late = 0;
   function build() {
     if (drawing) drawing.stop();
     el.replaceChildren();
@@ -34,7 +34,11 @@ function render({ model, el }) {
     drawing = tfnbDrawing(root, { ask, select });
     root.appendChild(value);
   }
+  let kept = null;  // the faces that the static drawing holds: the same picture, also when no kernel is left
   function ask(scope, unfold) {
+    const data = twin && twin.querySelector('script[type="application/json"]');
+    kept ||= data && JSON.parse(data.textContent);
+    if (kept && Object.hasOwn(kept, scope)) return kept[scope];
     model.send({ kind: unfold ? "unfold" : "fold", scope });
     return new Promise((resolve) => {
       const clock = setTimeout(() => resolve(""), 15000);
@@ -47,6 +51,8 @@ function render({ model, el }) {
     if (!node) return;
     value.hidden = false;
     value.textContent = `${node}: …`;
+    clearTimeout(late);
+    late = setTimeout(() => { value.textContent = `${node}: no answer; is the kernel running?`; }, 30000);
     model.send({ kind: "fetch", node });
   }
   function heard(message) {
@@ -55,6 +61,7 @@ function render({ model, el }) {
       waiting.delete(message.scope);
     }
     if (message.kind === "value" && message.node === model.get("selection")) {
+      clearTimeout(late);
       value.textContent = `${message.node}\n${message.error || message.preview}`;
     }
   }
@@ -63,9 +70,15 @@ function render({ model, el }) {
   model.on("msg:custom", heard);
   model.on("change:svg", build);
   model.on("change:selection", chosen);
-  twin = tfnbTwin(el, model.get("twin"));
-  if (twin) { twin.dataset.hidden = "1"; twin.style.display = "none"; }
+  let tries = 0, clock = 0;
+  (function hide() {  // a front end may render before it puts the element into the page
+    if (!el.isConnected && tries++ < 100) { clock = setTimeout(hide, 50); return; }
+    twin = tfnbTwin(el, model.get("twin"));
+    if (twin) { twin.dataset.hidden = "1"; twin.style.display = "none"; }
+  })();
   return () => {
+    clearTimeout(clock);
+    clearTimeout(late);
     model.off("msg:custom", heard);
     model.off("change:svg", build);
     model.off("change:selection", chosen);

@@ -60,8 +60,9 @@ class Page:
 
     def key(self, title: str) -> str:
         """The key of the first box whose label starts so."""
-        code = "return [...document.querySelectorAll('.box')].find(b => b.getAttribute('aria-label').startsWith(arguments[0]))"
-        return str(self.js(code, title).get_attribute("data-key"))
+        boxes = "[...document.querySelectorAll('.box')]"
+        found = self.js(f"return {boxes}.find(b => b.getAttribute('aria-label').startsWith(arguments[0]))", title)
+        return str(found.get_attribute("data-key"))
 
     def click(self, key: str) -> None:
         """Click the title of a box, brought into view."""

@@ -101,7 +101,8 @@ def test_buttons_and_wheel_zoom(page: Page) -> None:
     page.js("document.querySelector('button[aria-label=\"Show the whole graph\"]').click()")
     wide = page.view()[2]
     wheel = """const svg = document.querySelector('svg.tfnb');
-        const event = new WheelEvent('wheel', {deltaY: -200, clientX: 300, clientY: 300, bubbles: true, cancelable: true});
+        const how = {deltaY: -200, clientX: 300, clientY: 300, bubbles: true, cancelable: true};
+        const event = new WheelEvent('wheel', how);
         svg.dispatchEvent(event); return event.defaultPrevented"""
     page.js("document.activeElement.blur()")
     assert page.js(wheel) is False and page.view()[2] == wide  # the page scrolls until the drawing has focus
@@ -126,7 +127,9 @@ def test_search_finds_and_reveals_what_is_folded(page: Page, text: str) -> None:
     assert page.wait("document.querySelector('.tfnb-tally').textContent").endswith("found")
     assert "holds" in page.box(conv).get_attribute("class") or "hit" in page.box(conv).get_attribute("class")
     search.send_keys("\ue007")
-    page.wait("document.querySelector('.box.hit') && document.querySelector('.tfnb-tally').textContent.startsWith('1 of')")
+    page.wait(
+        "document.querySelector('.box.hit') && document.querySelector('.tfnb-tally').textContent.startsWith('1 of')"
+    )
     search.send_keys("\ue00c")
     assert page.js("return document.querySelectorAll('.hit,.holds').length") == 0
 
@@ -165,13 +168,17 @@ def test_everything_works_by_keyboard(page: Page) -> None:
 
 
 def test_boxes_have_labels_for_a_screen_reader(page: Page) -> None:
-    assert page.js("return [...document.querySelectorAll('.box')].every(b => b.getAttribute('aria-label') && b.tabIndex === 0)")
+    assert page.js(
+        "return [...document.querySelectorAll('.box')].every(b => b.getAttribute('aria-label') && b.tabIndex === 0)"
+    )
     assert page.js("return document.querySelector('svg.tfnb').getAttribute('aria-label')").startswith("Graph digits")
 
 
 def test_one_page_may_hold_a_drawing_twice(driver: Any, digits: Graph, tmp_path: Path) -> None:
     page = Page(driver, tmp_path, graph_html(digits) * 2)
-    assert page.js("return [...document.querySelectorAll('.tfnb-page')].map(p => p.querySelectorAll('.tfnb-tools').length)") == [1, 1]
+    assert page.js(
+        "return [...document.querySelectorAll('.tfnb-page')].map(p => p.querySelectorAll('.tfnb-tools').length)"
+    ) == [1, 1]
     conv = page.key("0 conv2d")
     page.click(conv)
     assert page.js(f"return document.querySelectorAll('.box[data-key=\"{conv}.0\"]').length") == 1
@@ -192,8 +199,9 @@ def test_text_is_legible_on_light_and_dark_pages(dark: bool, digits: Graph, tmp_
     with browser(dark=dark) as driver:
         page = Page(driver, tmp_path, graph_html(digits))
         contrasts = page.js("""
-            const light = c => { const [r, g, b] = c.match(/[\\d.]+/g).map(v => { v /= 255;
-              return v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4; }); return 0.2126*r + 0.7152*g + 0.0722*b; };
+            const linear = v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+            const light = c => { const [r, g, b] = c.match(/[\\d.]+/g).map(v => linear(v / 255));
+              return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
             return [...document.querySelectorAll('.face > text')].map(text => {
               const ground = text.parentNode.querySelector(':scope > .card:not(:has(~ .card)), :scope > .frame');
               const [a, b] = [light(getComputedStyle(text).fill), light(getComputedStyle(ground).fill)];
@@ -202,6 +210,10 @@ def test_text_is_legible_on_light_and_dark_pages(dark: bool, digits: Graph, tmp_
 
 
 def test_a_large_graph_says_what_only_the_live_drawing_unfolds(driver: Any, digits: Graph, tmp_path: Path) -> None:
-    page = Page(driver, tmp_path, re.sub(r'(<script type="application/json">).*?</script>', r"\1{}</script>", graph_html(digits)))
+    page = Page(
+        driver,
+        tmp_path,
+        re.sub(r'(<script type="application/json">).*?</script>', r"\1{}</script>", graph_html(digits)),
+    )
     page.click(page.key("0 conv2d"))
     assert "live" in page.wait("document.querySelector('.tfnb-note').textContent")

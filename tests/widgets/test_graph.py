@@ -37,7 +37,9 @@ def tell(widget: Sent, message: Any) -> list[Any]:
 
 def test_a_click_fetches_a_value() -> None:
     widget = Sent("<svg/>", on_fetch=lambda node: {"preview": f"{node} is 3"})
-    assert tell(widget, {"kind": "fetch", "node": "loss"}) == [{"kind": "value", "node": "loss", "preview": "loss is 3"}]
+    assert tell(widget, {"kind": "fetch", "node": "loss"}) == [
+        {"kind": "value", "node": "loss", "preview": "loss is 3"}
+    ]
 
 
 def test_a_fetch_that_fails_is_told_to_the_page() -> None:
@@ -50,7 +52,9 @@ def test_a_fetch_that_fails_is_told_to_the_page() -> None:
 
 def test_unfolding_asks_python() -> None:
     widget = Sent("<svg/>", on_face=lambda key, unfolded: f"<g>{key} {unfolded}</g>")
-    assert tell(widget, {"kind": "unfold", "scope": "2.1"}) == [{"kind": "face", "scope": "2.1", "svg": "<g>2.1 True</g>"}]
+    assert tell(widget, {"kind": "unfold", "scope": "2.1"}) == [
+        {"kind": "face", "scope": "2.1", "svg": "<g>2.1 True</g>"}
+    ]
     assert tell(widget, {"kind": "fold", "scope": "2"})[0]["svg"] == "<g>2 False</g>"
 
 
@@ -115,30 +119,52 @@ def driver() -> Iterator[Any]:
         yield driver
 
 
-@pytest.fixture
-def live(driver: Any, tmp_path: Path) -> Iterator[Page]:
-    """A static drawing with its live one below."""
+def shown(driver: Any, folder: Path, *, twin: bool) -> Page:
+    """A live drawing, below a static one if ``twin``."""
     graph = digits()
     drawing = Drawing(graph)
     data = {"esm": GraphWidget._esm, "state": {**page.live(drawing), "selection": ""}, "faces": drawing.faces()}
-    shown = Page(driver, tmp_path, graph_html(graph) + FAKE % json.dumps(data, default=str).replace("</", "<\\/"))
+    static = graph_html(graph) if twin else f"<style>{GraphWidget._css}</style>"
+    shown = Page(driver, folder, static + FAKE % json.dumps(data, default=str).replace("</", "<\\/"))
     shown.wait("window.ready")
-    yield shown
-    assert shown.errors() == []
+    return shown
+
+
+@pytest.fixture
+def live(driver: Any, tmp_path: Path) -> Iterator[Page]:
+    page = shown(driver, tmp_path, twin=False)
+    yield page
+    assert page.errors() == []
+
+
+@pytest.fixture
+def pair(driver: Any, tmp_path: Path) -> Iterator[Page]:
+    page = shown(driver, tmp_path, twin=True)
+    yield page
+    assert page.errors() == []
 
 
 @needs_browser
-def test_the_live_drawing_hides_its_static_twin_and_gives_it_back(live: Page) -> None:
+def test_the_live_drawing_hides_its_static_twin_and_gives_it_back(pair: Page) -> None:
     hidden = "getComputedStyle(document.querySelector('.tfnb-page[data-tfnb]')).display"
-    assert live.js(f"return {hidden}") == "none"
-    assert live.js("return document.querySelector('#here svg').getBoundingClientRect().height") > 300
-    live.js("window.cleanup()")
-    assert live.js(f"return {hidden}") == "block"
+    assert pair.js(f"return {hidden}") == "none"
+    assert pair.js("return document.querySelector('#here svg').getBoundingClientRect().height") > 300
+    pair.js("window.cleanup()")
+    assert pair.js(f"return {hidden}") == "block"
+
+
+@needs_browser
+def test_faces_of_the_twin_need_no_kernel(pair: Page) -> None:
+    pair.js(
+        "window.model.send = () => { throw new Error('no kernel'); }; document.querySelector('.tfnb-page').remove()"
+    )
+    pair.js("document.querySelector(`.box[data-key='2.0'] > .face`).parentNode.removeAttribute('data-node')")
+    pair.click("2.0")
+    pair.wait("document.querySelector(`.box[data-key='2.0.0']`)")
 
 
 @needs_browser
 def test_unfolding_goes_through_python(live: Page) -> None:
-    live.js("document.querySelector('.tfnb-page[data-tfnb]').remove()")
     conv = live.key("0 conv2d")
     live.click(conv)
     live.wait(f"document.querySelector(`.box[data-key='{conv}.0']`)")
@@ -148,22 +174,26 @@ def test_unfolding_goes_through_python(live: Page) -> None:
 
 @needs_browser
 def test_a_click_selects_and_shows_the_value_as_text(live: Page) -> None:
-    live.js("document.querySelector('.tfnb-page[data-tfnb]').remove()")
     live.click(live.key("model/1/relu"))
-    words = live.wait("document.querySelector('.tfnb-value').textContent.includes('2.31') && document.querySelector('.tfnb-value').textContent")
+    shown = "document.querySelector('.tfnb-value').textContent"
+    words = live.wait(f"{shown}.includes('2.31') && {shown}")
     assert words == "model/1/relu\n<b>model/1/relu</b> = 2.31"
     assert live.js("return document.querySelectorAll('.tfnb-value b').length") == 0
     assert live.js("return [window.model.get('selection'), window.model.saved]") == ["model/1/relu", 1]
 
 
+EMPTY = """<svg xmlns="http://www.w3.org/2000/svg" class="tfnb" onload="window.hacked = 1"><rect class="paper"/>
+<script>window.hacked = 1</script><g class="level" data-w="9" data-h="9"/></svg>"""
+
+
 @needs_browser
 def test_a_new_picture_is_shown(live: Page) -> None:
-    live.js("window.model.set('svg', '<svg xmlns=\"http://www.w3.org/2000/svg\" class=\"tfnb\"><rect class=\"paper\"/><g class=\"level\" data-w=\"9\" data-h=\"9\"/></svg>')")
+    live.js("window.model.set('svg', arguments[0])", EMPTY)
     assert live.js("return document.querySelectorAll('#here .box').length") == 0
 
 
 @needs_browser
-@pytest.mark.parametrize("svg", ["<svg", "<svg xmlns='http://www.w3.org/2000/svg' class='tfnb' onload='window.hacked = 1'><script>window.hacked = 1</script><rect class='paper'/><g class='level'/></svg>"])
+@pytest.mark.parametrize("svg", ["<svg", EMPTY])
 def test_markup_that_is_no_picture_does_nothing(live: Page, svg: str) -> None:
     live.js("window.model.set('svg', arguments[0])", svg)
     assert live.js("return [window.hacked || 0, document.querySelectorAll('#here script').length]") == [0, 0]

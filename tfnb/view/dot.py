@@ -52,7 +52,9 @@ def ends(edges: Sequence[Edge]) -> dict[End, str]:
     names: dict[End, str] = {}
     for end in (end for edge in edges for end in (edge.tail, edge.head)):
         if end not in names:
-            names[end] = f"i{len(names)}" if isinstance(end, Inlet) else f"o{end.child}" if isinstance(end, Outlet) else str(end)
+            names[end] = (
+                f"i{len(names)}" if isinstance(end, Inlet) else f"o{end.child}" if isinstance(end, Outlet) else str(end)
+            )
     return names
 
 

@@ -17,15 +17,15 @@ _ASCII = (  # U+0020 to U+007E
     "278 556 500 722 500 500 500 334 260 334 584"
 )
 _WIDTHS = {chr(32 + place): int(width) for place, width in enumerate(_ASCII.split())}
-_BOLD = 1.14  # bold letters over regular ones
-_ROOM = 1.1  # other fonts, DejaVu and Verdana, are wider
+_BOLD = 1.18  # bold letters over regular ones
+_ROOM = 1.12  # other fonts, DejaVu and Verdana, are wider
 
 
 def width(text: str, size: float, *, bold: bool = False, mono: bool = False) -> float:
     """Width in pixels of one line at a font size in pixels.
 
     >>> round(width("conv1", 12), 1), width("conv1", 10, mono=True)
-    (35.2, 30.5)
+    (35.9, 30.5)
     """
     if mono:
         return sum(1.0 if _wide(c) else 0.61 for c in text) * size
