@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,11 +68,15 @@ class Notebook:
         return ran
 
 
-@pytest.fixture(scope="session")
-def ipython() -> InteractiveShell:
+@pytest.fixture(scope="module")
+def ipython() -> Iterator[InteractiveShell]:
+    """A shell; afterwards the process is no IPython any more, and ``__main__`` is what started it."""
+    main, hook = sys.modules["__main__"], sys.excepthook
     config = Config()
     config.HistoryManager.hist_file = ":memory:"
-    return InteractiveShell.instance(config=config)
+    yield InteractiveShell.instance(config=config)
+    InteractiveShell.clear_instance()
+    sys.modules["__main__"], sys.excepthook = main, hook
 
 
 @pytest.fixture
