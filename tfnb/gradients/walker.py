@@ -212,6 +212,8 @@ class Walk:
                     self._send(value, self._fitted(node, entry() if callable(entry) else entry, value))
 
     def _entries(self, node: Node, dys: list[torch.Tensor | None], needed: list[bool]) -> list[Any]:
+        if "autograd_function" in node.tags:
+            raise NoGradient(_refused(node, _OWN_BACKWARD), node=node.name, op=node.op)
         if "no_grad" in node.tags:
             return [dys[0], *([None] * (len(node.inputs) - 1))]
         if any(s.dtype.is_complex for s in node.outputs):
@@ -290,12 +292,17 @@ def _flows(spec: Spec) -> bool:
     return spec.dtype.is_floating_point or spec.dtype.is_complex
 
 
+_OWN_BACKWARD = "a torch.autograd.Function has a backward of its own, which is not recorded: write it in torch calls"
+
+
 def _ways(node: Node) -> tuple[Value, ...]:
     """The inputs to which a gradient may pass.
 
     None through ops declared so, optimizer updates and what was recorded with grad mode off; but a write in place with
     grad mode off passes the gradient straight to what was there before, as torch does.
     """
+    if "autograd_function" in node.tags:
+        return node.inputs  # so that a loss that depends on it is refused, not cut
     if "no_grad" in node.tags:
         return node.inputs[:1] if "in_place" in node.tags else ()
     return () if node.op in NOGRAD or "update" in node.tags else node.inputs

@@ -116,7 +116,7 @@ class Recorder(TorchDispatchMode):
             raise StaleNode(self.graph.stale.get(value.node, f"node {value.node} is not in graph {self.graph.name}"))
         fake = self.space.fakes.get(value)
         if fake is None:
-            fake = self.symbols.fake(node.outputs[value.index])
+            fake = self.space.fakes[value] = self.symbols.fake(node.outputs[value.index])
         with _disable_current_modes():
             sample = None if self.lazy else self.space.sample(value, self.tape.by_id)
         return Entry(value, fake, sample)
