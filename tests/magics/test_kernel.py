@@ -1,0 +1,102 @@
+"""A real kernel in its own process: what front ends send, and the interrupt button."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import KernelManager
+
+TIMEOUT = 120
+
+
+class Kernel:
+    """Sends cells as a front end does."""
+
+    def __init__(self) -> None:
+        self.manager = KernelManager(kernel_spec_manager=KernelSpecManager(kernel_dirs=[]))
+        self.manager.start_kernel(extra_arguments=["--log-level=ERROR"])
+        self.client = self.manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=TIMEOUT)
+
+    def send(self, source: str, cell_id: str | None = None) -> str:
+        """Send a cell; the id of the message."""
+        content = {"code": source, "silent": False, "store_history": True, "user_expressions": {}, "allow_stdin": False}
+        message = self.client.session.msg("execute_request", content, metadata={"cellId": cell_id} if cell_id else {})
+        self.client.shell_channel.send(message)
+        return str(message["header"]["msg_id"])
+
+    def outputs(self, sent: str) -> list[dict[str, Any]]:
+        """What the cell published until the kernel was idle again; each with its ``type``."""
+        found: list[dict[str, Any]] = []
+        while True:
+            message = self.client.get_iopub_msg(timeout=TIMEOUT)
+            if message["parent_header"].get("msg_id") != sent:
+                continue
+            if message["msg_type"] == "status" and message["content"]["execution_state"] == "idle":
+                return found
+            found.append({"type": message["msg_type"], **message["content"]})
+
+    def run(self, source: str, cell_id: str | None = None) -> list[dict[str, Any]]:
+        """Run a cell and wait for it."""
+        return self.outputs(self.send(source, cell_id))
+
+    def text(self, expression: str) -> str:
+        """The repr of an expression."""
+        (result,) = (out for out in self.run(expression) if out["type"] == "execute_result")
+        return str(result["data"]["text/plain"])
+
+    def close(self) -> None:
+        """End the process."""
+        self.client.stop_channels()
+        self.manager.shutdown_kernel(now=True)
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Kernel]:
+    kernel = Kernel()
+    assert not [out for out in kernel.run("%load_ext tfnb\nimport torch, tfnb") if out["type"] == "error"]
+    yield kernel
+    kernel.close()
+
+
+def test_cell_id_of_the_front_end_is_the_identity(kernel: Kernel) -> None:
+    cell = "%%tfgraph g\nx = tfnb.placeholder(torch.ones(2, 3))\ny = x * {}"
+    kernel.run(cell.format(2), "one")
+    kernel.run(cell.format(3), "one")
+    assert kernel.text("len(tfnb.graph('g').nodes)") == "2"
+    kernel.run(cell.format(4), "two")
+    assert kernel.text("len(tfnb.graph('g').nodes)") == "4"
+
+
+def test_result_stands_above_the_drawing(kernel: Kernel) -> None:
+    outputs = kernel.run("%%tfgraph h\nx = tfnb.placeholder(torch.ones(2, 3))\nx.sum()", "three")
+    shown = [out["type"] for out in outputs if out["type"] in ("execute_result", "display_data")]
+    assert shown == ["execute_result", "display_data"]
+    assert "<svg" in outputs[-1]["data"]["text/html"]
+
+
+def test_error_is_one_short_traceback(kernel: Kernel) -> None:
+    outputs = kernel.run("%%tfgraph h\nx = tfnb.placeholder(torch.ones(2, 3))\ny = x @ x", "three")
+    (error,) = (out for out in outputs if out["type"] == "error")
+    assert error["ename"] == "ShapeError"
+    assert not any("recording" in frame or "site-packages" in frame for frame in error["traceback"])
+
+
+def test_interrupt_leaves_the_graph_and_the_next_cell_works(kernel: Kernel) -> None:
+    kernel.run("%%tfgraph i --no-show\nx = tfnb.placeholder(torch.ones(2, 3))\ny = x * 2", "four")
+    before = kernel.text("tfnb.graph('i').text()")
+    sent = kernel.send(
+        "%%tfgraph i\nx = tfnb.placeholder(torch.ones(2, 3))\nprint('go', flush=True)\nwhile True:\n    y = x * 2", "four"
+    )
+    while kernel.client.get_iopub_msg(timeout=TIMEOUT)["msg_type"] != "stream":
+        time.sleep(0.01)
+    kernel.manager.interrupt_kernel()
+    (error,) = (out for out in kernel.outputs(sent) if out["type"] == "error")
+    assert error["ename"] == "KeyboardInterrupt"
+    assert kernel.text("tfnb.graph('i').text()") == before
+    assert kernel.text("tfnb.run(y, {x: torch.ones(1, 3)})") == "tensor([[2., 2., 2.]])"
