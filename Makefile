@@ -53,7 +53,8 @@ shape: $(INSTALLED) ## lines, functions and comments of each folder
 	@$(BIN)/python tests/benchmarks/shape.py
 
 notebooks: $(INSTALLED) ## execute the notebooks and keep their outputs
-	$(BIN)/python -m jupyter nbconvert --to notebook --inplace --execute $(NOTEBOOKS)
+	$(BIN)/python -m jupyter nbconvert --to notebook --inplace --execute \
+	  --ExecutePreprocessor.record_timing=False --ExecutePreprocessor.store_widget_state=False $(NOTEBOOKS)
 
 wheel: $(INSTALLED) ## build dist/tfnb-*.whl
 	rm -rf build/lib build/bdist* dist
