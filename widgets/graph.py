@@ -36,7 +36,7 @@ class GraphWidget(anywidget.AnyWidget):
 
     svg = traitlets.Unicode().tag(sync=True)
     title = traitlets.Unicode().tag(sync=True)
-    legend = traitlets.List().tag(sync=True)
+    legend: traitlets.List[list[str]] = traitlets.List().tag(sync=True)
     twin = traitlets.Unicode().tag(sync=True)
     selection = traitlets.Unicode().tag(sync=True)
 

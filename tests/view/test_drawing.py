@@ -45,6 +45,11 @@ def test_the_first_view_is_small(name: str, request: pytest.FixtureRequest) -> N
     assert float(re.search(r'height="([\d.]+)"', svg).group(1)) < 1600  # type: ignore[union-attr]
 
 
+def test_a_page_of_a_large_graph_stays_below_a_megabyte(gpt: Graph) -> None:
+    assert len(gpt.nodes) > 2000
+    assert len(graph_html(gpt).encode()) < 1_000_000
+
+
 def test_a_box_budget_is_kept(gpt: Graph) -> None:
     assert len(boxes(graph_svg(gpt, boxes=10**6))) <= 150
     assert len(boxes(graph_svg(gpt, boxes=0))) < 8

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import given
 
+import tfnb
 from tests.graph.build import Builder
 from tests.graph.strategies import graphs
 from tfnb.graph import Contents, Dim, Graph, Ref, Source, Spec, Value
@@ -140,3 +141,21 @@ def test_a_value_of_an_unknown_node_is_left_out() -> None:
     b = Builder()
     b.node("lost", "aten.relu.default", (ROW,), inputs=(Value(10**9),), attrs={"self": Ref(0)})
     assert titles(tree(b.contents())) == ["relu"]
+
+
+def test_gradients_of_two_lines_stay_in_their_lines() -> None:
+    model = torch.nn.Linear(4, 3)
+    with tfnb.record("two") as graph:
+        h = model(tfnb.placeholder(torch.rand(8, 4)))
+        h = h + torch.relu(h)  # the gradient of the first h is a sum
+        loss = (h * h).sum()
+        tfnb.gradients(loss, [model.weight])
+        step = tfnb.train.SGD(0.1).minimize(loss)
+    root = tree(graph.contents)
+    assert [box.code or box.title for box in root.children[-2:]] == [
+        "tfnb.gradients(loss, [model.weight])",
+        "step = tfnb.train.SGD(0.1).minimize(loss)",
+    ]
+    assert [box.kind for box in root.children[-1].children] == ["pass", "pass"]
+    assert titles(root.children[-1])[0] == "gradients"
+    assert not any("gradients_1" in box.title for box in root.walk())

@@ -120,9 +120,11 @@ class Drawing:
         found: dict[str, str] = {}
         room = FACES
         for box in sorted(self._groups(), key=lambda box: (len(box.key), box.key)):
-            if room > 0:
-                found[box.name] = self.face(box.name, box.key not in self.opened)
-                room -= len(found[box.name])
+            face = self.face(box.name, box.key not in self.opened)
+            room -= len(face)
+            if room < 0:
+                break
+            found[box.name] = face
         return found
 
     def _groups(self) -> Iterator[Box]:

@@ -84,12 +84,11 @@ def given_name(node: Node) -> str:
 
 def bytes_of(out: Spec) -> int:
     """Bytes of a value, an axis that varies counted as `BATCH`."""
-    sizes = (int(size) if not isinstance(size, Dim) else _estimate(size) for size in out.shape)
-    return math.prod(sizes) * out.dtype.itemsize
+    return math.prod([_estimate(size) for size in out.shape]) * out.dtype.itemsize
 
 
-def _estimate(size: Dim) -> int:
-    return max(1, int(size.evaluate(dict.fromkeys(size.symbols, BATCH))))
+def _estimate(size: int | Dim) -> int:
+    return max(1, int(size.evaluate(dict.fromkeys(size.symbols, BATCH)))) if isinstance(size, Dim) else size
 
 
 def amount(count: float) -> str:
@@ -108,7 +107,7 @@ def amount(count: float) -> str:
 def counts(contents: Contents) -> str:
     """``41 nodes · 8 variables · 2,410 parameters``."""
     variables = contents.variables.values()
-    parameters = sum(math.prod(v.spec.shape) for v in variables if v.trainable)
+    parameters = sum(math.prod(v.shape) for v in variables if v.trainable)
     words = [plural(len(contents.nodes), "node")]
     if contents.variables:
         words.append(plural(len(contents.variables), "variable"))

@@ -23,7 +23,8 @@ LEGEND = ("forward", "gradient", "update", "variable")
 def html(drawing: Drawing, listing: Callable[[], str]) -> str:
     """The page; ``listing()`` stands in where the graph cannot be laid out."""
     try:
-        picture, faces = drawing.svg, drawing.faces()
+        picture = drawing.svg
+        faces = {key: face.replace('"', "'") for key, face in drawing.faces().items()}  # text has no bare quotes
     except LayoutFailed as failure:
         return f'<div class="tfnb-page"><p>{xml(str(failure))}</p><pre>{xml(listing())}</pre></div>'
     return (

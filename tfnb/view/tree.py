@@ -8,6 +8,7 @@ is too long is cut into parts: every level can be laid out, and read.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import NamedTuple
@@ -64,18 +65,24 @@ def _ordered(contents: Contents, cell: str | None) -> list[Item]:
         return [*around, Item(node, steps), *behind]
 
     items = (take(node, _steps(node, contents, cell)) for node in contents.nodes if node.id not in moved)
-    return _adopted([item for taken in items for item in taken])
+    return _adopted([item for taken in items for item in taken], contents)
 
 
-def _adopted(items: list[Item]) -> list[Item]:
+def _adopted(items: list[Item], contents: Contents) -> list[Item]:
     """Sums of partial gradients, which belong to no forward node, beside the gradients they come between."""
     for place in range(1, len(items) - 1):
         node, before, behind = items[place].node, items[place - 1].steps, items[place + 1].steps
-        if "gradient" in node.tags and node.forward is None and "gradient" in items[place - 1].node.tags:
-            depth = next((k for k, (a, b) in enumerate(zip(before, behind, strict=False)) if a != b), len(before) - 1)
-            depth += before[depth].label.isdigit()  # an item of a Sequential or ModuleList keeps its own sums
-            items[place] = Item(node, (*before[:depth], Step("function", facts.label(node))))
+        if _is_sum(node, contents) and "gradient" in items[place - 1].node.tags:
+            least = 1 + next(k for k, step in enumerate(before) if step.kind == "pass")
+            shared = next((k for k, (a, b) in enumerate(zip(before, behind, strict=False)) if a != b), len(before) - 1)
+            shared += before[shared].label.isdigit()  # an item of a Sequential or ModuleList keeps its own sums
+            items[place] = Item(node, (*before[: max(least, shared)], Step("function", facts.label(node))))
     return items
+
+
+def _is_sum(node: Node, contents: Contents) -> bool:
+    sources = (contents.by_id.get(value.node) for value in node.inputs)
+    return "gradient" in node.tags and node.forward is None and any(n and "gradient" in n.tags for n in sources)
 
 
 def _first_users(contents: Contents) -> dict[int, int]:
@@ -103,7 +110,8 @@ def _of_cell(node: Node, cell: str) -> bool:
 
 
 def _line(source: Source) -> Step:
-    return Step("line", source.text.strip() or str(source), f"{source.label}:{source.line}")
+    where = f"{source.label}:{source.line}"
+    return Step("line", source.text.strip(), where) if source.text.strip() else Step("line", where)
 
 
 def _scopes(node: Node, contents: Contents) -> tuple[Step, ...]:
@@ -114,7 +122,7 @@ def _scopes(node: Node, contents: Contents) -> tuple[Step, ...]:
         ways = [] if node.op == "tfnb.group" else [Step("scope", _updated(node, contents))]
         return (Step("pass", name), *ways, *(Step("function", part) for part in scope[1:]))
     if "gradient" in node.tags:
-        inner = scope[1:] if scope[:1] == ("gradients",) else scope
+        inner = scope[1:] if scope and re.fullmatch(r"gradients(_\d+)?", scope[0]) else scope
         forward = contents.by_id.get(node.forward) if node.forward is not None else None
         depth = len(forward.scope) - 1 if forward else 0
         return (Step("pass", "gradients"), *_kinds(inner, depth))
