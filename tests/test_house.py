@@ -62,14 +62,9 @@ def test_every_requirement_has_a_tested_version() -> None:
     assert {re.split(r"[<>=\[]", requirement)[0].lower() for requirement in wanted} <= pinned
 
 
-def test_import_is_quick_and_loads_no_torch() -> None:
-    program = (
-        "import time, sys; start = time.perf_counter(); import tfnb; print(time.perf_counter() - start);"
-        "print({'torch', 'distributed', 'IPython'} & set(sys.modules))"
-    )
-    seconds, heavy = python("-c", program).stdout.split("\n")[:2]
-    assert heavy == "set()"
-    assert float(seconds) < 0.3
+def test_import_loads_nothing_heavy() -> None:
+    program = "import sys, tfnb; print({'torch', 'distributed', 'IPython', 'numpy', 'dask'} & set(sys.modules))"
+    assert python("-c", program).stdout.strip() == "set()"
 
 
 @pytest.mark.parametrize("name", tfnb.__all__)

