@@ -37,22 +37,25 @@ def dask() -> Iterator[Client]:
         yield client
 
 
-def wait_for_workers(client: Client) -> None:
-    """Until every killed worker has its successor."""
-    client.wait_for_workers(WORKERS, timeout=60)
-    end = time.monotonic() + 60
-    while len(client.run(lambda: 0)) < WORKERS and time.monotonic() < end:
-        pass
+def workers(client: Client, least: int) -> int:
+    """How many workers answer, as soon as there are ``least``: a killed one has its successor some seconds later."""
+    end = time.monotonic() + 90
+    while True:
+        found = len(client.run(lambda: 0, on_error="ignore"))
+        if found >= least:
+            return found
+        nannies = [(n.status.name, n.process and n.process.status.name, n.pid) for n in client.cluster.workers.values()]
+        assert time.monotonic() < end, f"{found} of {least} workers; {nannies}"
+        time.sleep(0.2)
 
 
 @pytest.fixture
 def connect(dask: Client) -> Iterator[Callable[..., Cluster]]:
-    """``connect(tasks)``: that many compute tasks; the other workers are servers."""
+    """``connect(tasks)``: that many compute tasks; all other workers, at least one, are servers."""
     made: list[Cluster] = []
 
     def connect(tasks: int = 3) -> Cluster:
-        wait_for_workers(dask)
-        made.append(tfnb.connect(dask, ps=WORKERS - tasks))
+        made.append(tfnb.connect(dask, ps=workers(dask, tasks + 1) - tasks, timeout=60))
         assert len(made[-1].tasks) == tasks
         return made[-1]
 

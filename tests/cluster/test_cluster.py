@@ -280,7 +280,7 @@ def test_bad_arguments_of_connect(arguments, kind):
 
 def test_more_servers_than_workers(dask):
     with pytest.raises(InvalidArgument, match="leaves no compute task"):
-        tfnb.connect(dask, ps=4)
+        tfnb.connect(dask, ps=9)
 
 
 def test_an_address_where_nothing_listens(problem):

@@ -107,6 +107,7 @@ class Engine:
         await self.interrupt()
         mine = asyncio.current_task()
         others = [task for task in self.link.begun if task is not mine]
+        others += self._told
         if others:
             await asyncio.wait(others, timeout=seconds)
 

@@ -9,6 +9,7 @@ Imports Dask for the worker it lives on; never IPython.
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import platform
 import secrets
@@ -276,7 +277,9 @@ def _devices() -> list[str]:
 
 
 def _ignore_interrupts() -> None:
-    """Ctrl-C in a notebook reaches its process group, worker processes included: it is the notebook's to handle."""
-    if threading.current_thread() is threading.main_thread():
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Ctrl-C in a notebook reaches its process group, worker processes included: it is the notebook's to handle.
+
+    Only in a process that a nanny started, which ends it by message; a worker started by hand keeps its Ctrl-C.
+    """
+    if multiprocessing.parent_process() is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,0 +1,360 @@
+"""Real kills, stops and interrupts in the middle of training: nothing hangs, and variables are at a whole number of steps."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+import torch
+
+import tfnb
+from tfnb.cluster import connected
+from tfnb.errors import ParameterServerLost, Unavailable, WorkerLost
+
+
+def close_to(a, b, rtol=1e-6):
+    return all(bool(((x - y).abs() <= rtol * (1.0 + y.abs())).all()) for x, y in zip(a, b, strict=True))
+
+
+def kill(member, how=signal.SIGKILL):
+    os.kill(member.info["pid"], how)
+
+
+def train(cluster, p, batches, at=None, do=None, mode="sync"):
+    """Train, doing ``do`` when step ``at`` is done; the steps seen."""
+    seen = []
+    for step, _ in cluster.train(p.program, batches, mode=mode):
+        seen.append(step)
+        if step == at and do is not None:
+            do()
+    return seen
+
+
+# -- compute tasks ---------------------------------------------------------------------------------------------
+
+
+def test_c63_row1_training_goes_on_when_a_compute_task_is_killed(connect, problem):
+    p = problem()
+    states, _ = p.local(30)
+    cluster = connect(3)
+    seen = train(cluster, p, p.batches(30), 5, lambda: kill(cluster._engine.tasks[1]))
+    assert seen == list(range(1, 31))
+    assert cluster.tasks == ("task:0", "task:2")
+    assert close_to(p.values(), states[-1]), "the interrupted step was repeated on the others, and written once"
+    assert "1 of 3 compute tasks are lost" in str(cluster.status())
+
+
+def test_kill_inside_a_step_at_random_instants(connect, problem):
+    p = problem()
+    states, _ = p.local(40)
+    cluster = connect(3)
+    timer = threading.Timer(random.Random(3).uniform(0.05, 0.3), lambda: kill(cluster._engine.tasks[0]))
+    timer.start()
+    seen = train(cluster, p, p.batches(40))
+    timer.join()
+    assert len(seen) == 40 and close_to(p.values(), states[-1])
+
+
+def test_c61_async_training_goes_on_and_each_batch_counts_once(connect, problem):
+    p = problem(tfnb.train.SGD(0.1))
+    cluster = connect(3)
+    seen = train(cluster, p, p.batches(60), 10, lambda: kill(cluster._engine.tasks[2]), mode="async")
+    assert seen == list(range(1, 61))
+    stats = cluster._do("stat", 5, cluster._engine.stats, 5.0)
+    assert sum(s["applied"] for s in stats.values()) == 60 + len(stats)
+
+
+def test_a_stopped_compute_task_is_left_behind(connect, problem):
+    p = problem()
+    states, _ = p.local(12)
+    cluster = connect(2)
+    member = cluster._engine.tasks[0]
+    try:
+        seen = train(cluster, p, p.batches(12), 4, lambda: kill(member, signal.SIGSTOP))
+        assert len(seen) == 12 and cluster.tasks == ("task:1",)
+    finally:
+        kill(member, signal.SIGCONT)
+    list(cluster.train(p.program, []))
+    assert close_to(p.values(), states[-1]), "what the stopped task sends later means nothing"
+
+
+def test_no_compute_task_left(connect, problem):
+    p = problem()
+    states, _ = p.local(9)
+    cluster = connect(2)
+    with pytest.raises(WorkerLost, match="no compute task is left"):
+        train(cluster, p, p.batches(1000), 8, lambda: [kill(m) for m in cluster._engine.tasks])
+    assert close_to(p.values(), states[8]) and cluster.pulled_step == 8
+    cluster.close()
+    assert tfnb.run(p.loss, dict(zip(p.feeds, (p.data, p.labels), strict=True))) > 0
+
+
+# -- servers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_c63_row2_a_lost_server_is_an_error_within_ten_seconds(connect, problem, how):
+    p = problem()
+    states, _ = p.local(30)
+    cluster = connect(2)
+    member, count = cluster._engine.servers[-1], len(cluster.servers)
+    fault: list[float] = []
+
+    def strike():
+        cluster.pull()
+        kill(member, how)
+        fault.append(time.monotonic())
+
+    try:
+        with pytest.raises(ParameterServerLost) as caught:
+            train(cluster, p, p.batches(2000), 20, strike)
+        assert time.monotonic() - fault[0] < 10
+    finally:
+        if how == signal.SIGSTOP:
+            kill(member, signal.SIGCONT)
+    error = caught.value
+    assert f"parameter server {count} of {count}" in error.message and "of step 20" in error.message
+    assert error.details["pulled_step"] == 20
+    assert close_to(p.values(), states[20]), "the last pulled values are kept"
+    assert connected.connected() is None and all(v.home is None for v in p.graph.variables)
+    assert tfnb.run(p.loss, dict(zip(p.feeds, (p.data, p.labels), strict=True))) > 0, "the notebook goes on here"
+    with pytest.raises(ParameterServerLost, match="of step 20"):
+        cluster.run(p.program, p.batch(0, 12))
+    assert "lost" in str(cluster.status())
+    cluster.close()
+    assert close_to(p.values(), states[20])
+
+
+def test_a_server_lost_between_two_calls(connect, problem):
+    p = problem()
+    states, _ = p.local(3)
+    cluster = connect(2)
+    train(cluster, p, p.batches(3))
+    kill(cluster._engine.servers[0])
+    begin = time.monotonic()
+    with pytest.raises(ParameterServerLost):
+        cluster.run(p.program, p.batch(3, 12))
+    assert time.monotonic() - begin < 10
+    assert close_to(p.values(), states[3])
+
+
+def test_closing_with_a_lost_server_warns_and_keeps_the_last_values(connect, problem):
+    p = problem()
+    states, _ = p.local(3)
+    cluster = connect(2)
+    train(cluster, p, p.batches(3))
+    kill(cluster._engine.servers[0])
+    with pytest.warns(UserWarning, match="of step 3"):
+        cluster.close()
+    assert close_to(p.values(), states[3])
+
+
+def test_values_are_pulled_now_and_then_while_training(connect, problem, monkeypatch):
+    monkeypatch.setattr("tfnb.cluster.driver.REFRESH", 0.05)
+    p = problem()
+    cluster = connect(2)
+    pulled = []
+    for step, _ in cluster.train(p.program, p.batches(40)):
+        pulled.append(cluster.pulled_step)
+    assert len(set(pulled)) > 2 and all(0 <= n <= 40 for n in pulled)
+
+
+# -- interrupts ---------------------------------------------------------------------------------------------------
+
+
+class Interrupter:
+    """Sends Ctrl-C once, after some time, but only while it is wanted."""
+
+    def __enter__(self):
+        self.armed = False
+        self.before = signal.signal(signal.SIGINT, self.handle)
+        return self
+
+    def __exit__(self, *exc):
+        signal.signal(signal.SIGINT, self.before)
+
+    def handle(self, number, frame):
+        if self.armed:
+            self.armed = False
+            raise KeyboardInterrupt
+
+    def after(self, seconds):
+        self.armed = True
+        threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+
+def interrupts(connect, p, times, mode):
+    """Interrupt training again and again; after each time the values are those of a whole number of steps."""
+    states, _ = p.local(1) if mode == "async" else p.local(60)
+    cluster = connect(2)
+    source = random.Random(0)
+    hit = 0
+    with Interrupter() as interrupter:
+        for _ in range(times):
+            p.reset()
+            for variable, value in zip(p.graph.variables, p.start, strict=True):
+                variable.set(value)
+            before = cluster.step
+            steps = cluster.train(p.program, p.batches(60), mode=mode)
+            try:
+                interrupter.after(source.uniform(0.0, 0.3))
+                for _ in steps:
+                    pass
+            except KeyboardInterrupt:
+                hit += 1
+            finally:
+                interrupter.armed = False
+                steps.close()
+            begin = time.monotonic()
+            done = cluster.step - before
+            assert cluster.pulled_step == cluster.step
+            if mode == "sync":
+                assert close_to(p.values(), states[done]), f"not a whole number of steps: {done}"
+            assert close_to(p.values(), [v.value() for v in p.graph.variables], 0.0)
+            assert tfnb.run(p.loss, dict(zip(p.feeds, (p.data, p.labels), strict=True))) > 0
+            assert time.monotonic() - begin < 2, "the next cell works"
+    return hit
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_c51_interrupts_at_random_instants(connect, problem, mode):
+    assert interrupts(connect, problem(), 15, mode) > 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_c51_a_hundred_interrupts(connect, problem, mode):
+    assert interrupts(connect, problem(), 100, mode) > 50
+
+
+def test_interrupts_of_single_runs_take_the_step_or_not(connect, problem):
+    p = problem()
+    states, _ = p.local(40)
+    cluster = connect(2)
+    source = random.Random(1)
+    with Interrupter() as interrupter:
+        for _ in range(12):
+            interrupter.after(source.uniform(0.0, 0.03))
+            try:
+                step = cluster.step
+                cluster.run(p.program, p.batch(step, 12), run=step)
+            except KeyboardInterrupt:
+                pass
+            finally:
+                interrupter.armed = False
+            assert cluster.step - step in (0, 1)
+    cluster.pull()
+    assert close_to(p.values(), states[cluster.step])
+
+
+# -- a cluster of our own -------------------------------------------------------------------------------------------
+
+OWN = """
+    import os, signal, sys, time
+    import torch
+    import tfnb
+    from tfnb.cluster.driver import batches
+    from tfnb.execution import lower
+
+    def main():
+        v = tfnb.Variable(torch.zeros(2), name="v")
+        with tfnb.record("count"):
+            x = tfnb.placeholder(torch.ones(4, 2), name="x")
+            grad = x.mean(0)
+            train = tfnb.train.SGD(1.0).apply_gradients([(grad, v)])
+        program = lower(train.graph, [train.value], [x.value])
+        cluster = tfnb.connect(2, ps=1)
+        print("pids", *(m.info["pid"] for m in (*cluster._engine.tasks, *cluster._engine.servers)), flush=True)
+        sockets = os.popen(f"ss -ltnp 2>/dev/null").read()
+        try:
+            data = torch.ones(4, 2)
+            for step, _ in cluster.train(program, batches(program, (([data], n) for n in range(10**6)))):
+                if step == 3:
+                    print("training", flush=True)
+                    if "--die" in sys.argv:
+                        os._exit(3)
+        except KeyboardInterrupt:
+            print("interrupted", cluster.step, flush=True)
+        assert v.storage.tolist() == [-cluster.step] * 2, (v.storage, cluster.step)
+        tfnb.run(train, {x: data})
+        print("alive", len(cluster.tasks), len(cluster.servers), flush=True)
+        if "--exit" in sys.argv:
+            return
+        cluster.close()
+        assert v.storage[0] == -cluster.step
+        print("closed", flush=True)
+
+    if __name__ == "__main__":
+        main()
+"""
+
+
+def gone(pids, seconds):
+    """Whether all processes end within ``seconds``."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if not any(os.path.exists(f"/proc/{pid}") and b"State:\tZ" not in _status(pid) for pid in pids):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def _status(pid):
+    try:
+        with open(f"/proc/{pid}/status", "rb") as file:
+            return file.read()
+    except OSError:
+        return b"State:\tZ"
+
+
+@pytest.mark.parametrize(
+    "ending", ["", pytest.param("--exit", marks=pytest.mark.slow), pytest.param("--die", marks=pytest.mark.slow)]
+)
+def test_c75_ctrl_c_to_the_process_group_and_no_process_is_left(tmp_path, ending):
+    """A notebook's kernel gets SIGINT together with its worker processes: they must survive it."""
+    script = tmp_path / "own.py"
+    script.write_text(textwrap.dedent(OWN))
+    child = subprocess.Popen(
+        [sys.executable, str(script), ending], stdout=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    try:
+        pids = [int(n) for n in child.stdout.readline().split()[1:]]
+        assert len(pids) == 3
+        assert child.stdout.readline() == "training\n"
+        if ending != "--die":
+            os.killpg(child.pid, signal.SIGINT)
+            assert child.stdout.readline().startswith("interrupted")
+            assert child.stdout.readline() == "alive 2 1\n"
+        if not ending:
+            assert child.stdout.readline() == "closed\n"
+        assert child.wait(30) == (3 if ending == "--die" else 0)
+        assert gone(pids, 15), "worker processes are left"
+    finally:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+        child.stdout.close()
+        child.wait(10)
+
+
+def test_c66_a_cluster_of_ours_listens_on_loopback_only_and_is_closed():
+    psutil = pytest.importorskip("psutil")
+    with tfnb.connect(1) as cluster:
+        assert cluster.tasks == ("task:0",) and cluster.servers == ("ps:0",)
+        assert cluster.dashboard_link == ""
+        processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+        listening = {c.laddr.ip for p in processes for c in p.net_connections() if c.status == "LISTEN"}
+        assert listening <= {"127.0.0.1", "::1"}
+        pids = [m.info["pid"] for m in (*cluster._engine.tasks, *cluster._engine.servers)]
+        threads = cluster._engine.tasks[0].info["threads"]
+        assert threads == 1
+        assert torch.equal(torch.tensor(len(pids)), torch.tensor(2))
+    assert gone(pids, 15)
+    assert isinstance(Unavailable("x"), ConnectionError)
