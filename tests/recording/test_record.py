@@ -317,3 +317,12 @@ def test_an_autograd_function_runs_and_its_gradient_is_refused() -> None:
         with pytest.raises(tfnb.errors.NoGradient, match=r"autograd\.Function"):
             tfnb.gradients(y.sum(), [x])
     assert tfnb.run(y, {x: torch.tensor([1.0, -3.0])}).tolist() == [1, -1]
+
+
+def test_variables_are_labelled_by_path_root_and_python_name() -> None:
+    model, model2 = nn.Sequential(nn.Linear(3, 2)), nn.Sequential(nn.Linear(3, 2))
+    scale = nn.Parameter(torch.ones(2))
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.randn(4, 3))
+        y = model(x) + model2(x) * scale
+    assert [v.name for v in g.variables] == ["0.weight", "0.bias", "model2.0.weight", "model2.0.bias", "scale"]

@@ -186,4 +186,6 @@ class Graph:
         return graph_html(self)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        return {"text/html": self._repr_html_(), "text/plain": repr(self)}
+        from tfnb.view import text_tree  # listed exception: a repr asks view
+
+        return {"text/html": self._repr_html_(), "text/plain": text_tree(self)}

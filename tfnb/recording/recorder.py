@@ -526,12 +526,14 @@ class Recorder(TorchDispatchMode):
         return base
 
     def _variable_of(self, tensor: torch.Tensor) -> Variable | None:
-        label = self.scopes.label(tensor)
         var = known(tensor)
         is_leaf = isinstance(tensor, torch.nn.Parameter) or (tensor.requires_grad and tensor.is_leaf)
-        if var is None and not is_leaf and label is None:
+        if var is None and not is_leaf and not self.scopes.is_buffer(tensor):
             return None
-        return variable(tensor, name=label, trainable=tensor.requires_grad)
+        if var is not None and var.name != "Variable":
+            return var
+        taken = {n.attrs["variable"].name for n in self.tape.nodes if n.op == "tfnb.read"}
+        return variable(tensor, name=self.scopes.label(tensor, taken), trainable=tensor.requires_grad)
 
     def _captured(self, tensor: torch.Tensor) -> torch.Tensor:
         """A plain tensor as a constant: copied when small, so that later changes do not reach the graph."""

@@ -6,7 +6,7 @@ Modules are followed by torch's global forward hooks, functions by a TorchFuncti
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,7 +32,7 @@ class Scopes:
         self.path: list[str] = []
         self.function: str | None = None
         self.paused = 0
-        self.labels: dict[int, tuple[Any, str]] = {}  # id of a parameter or buffer -> (it, its path)
+        self.labels: dict[int, tuple[Any, str, str]] = {}  # id of a parameter or buffer -> (it, its path, root's name)
         self._python_name = python_name
         self._modules: list[tuple[torch.nn.Module, int, dict[int, str]]] = []
         self._opened: dict[tuple[str, ...], int] = {}
@@ -70,7 +70,7 @@ class Scopes:
         if path is None:
             path = self._python_name(module) or type(module).__name__
             names = {id(child): child_path for child_path, child in module.named_modules()}
-            self._label(module, "" if not self._modules else f"{path}.")
+            self._label(module, "" if not self._modules else f"{path}.", path)
             self.path = [*self.path, path]
         else:
             inner = {id(child): child_path for child_path, child in module.named_modules() if child is not module}
@@ -86,19 +86,21 @@ class Scopes:
             if top is module:
                 return
 
-    def _label(self, root: torch.nn.Module, prefix: str) -> None:
+    def _label(self, root: torch.nn.Module, prefix: str, root_name: str) -> None:
         for name, tensor in (*root.named_parameters(), *root.named_buffers()):
-            self.labels.setdefault(id(tensor), (tensor, prefix + name))
+            self.labels.setdefault(id(tensor), (tensor, prefix + name, root_name))
 
     def is_buffer(self, tensor: torch.Tensor) -> bool:
         """Whether this tensor is held by a module seen so far."""
         found = self.labels.get(id(tensor))
         return found is not None and found[0] is tensor
 
-    def label(self, tensor: torch.Tensor) -> str | None:
-        """The module path of a parameter or buffer."""
-        found = self.labels.get(id(tensor))
-        return found[1] if found is not None and found[0] is tensor else None
+    def label(self, tensor: torch.Tensor, taken: Collection[str]) -> str | None:
+        """The module path of a parameter or buffer (with the root module's name if that is taken), or a Python name."""
+        if not self.is_buffer(tensor):
+            return self._python_name(tensor)
+        _, path, root = self.labels[id(tensor)]
+        return f"{root}.{path}" if path in taken else path
 
 
 class Functions(TorchFunctionMode):
