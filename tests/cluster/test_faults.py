@@ -1,4 +1,4 @@
-"""Real kills, stops and interrupts in the middle of training: nothing hangs, and variables are at a whole number of steps."""
+"""Real kills, stops and interrupts while training: nothing hangs, and variables are at a whole number of steps."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -161,7 +162,7 @@ def test_values_are_pulled_now_and_then_while_training(connect, problem, monkeyp
     p = problem()
     cluster = connect(2)
     pulled = []
-    for step, _ in cluster.train(p.program, p.batches(40)):
+    for _ in cluster.train(p.program, p.batches(40)):
         pulled.append(cluster.pulled_step)
     assert len(set(pulled)) > 2 and all(0 <= n <= 40 for n in pulled)
 
@@ -300,7 +301,7 @@ def gone(pids, seconds):
     """Whether all processes end within ``seconds``."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        if not any(os.path.exists(f"/proc/{pid}") and b"State:\tZ" not in _status(pid) for pid in pids):
+        if all(b"State:\tZ" in _status(pid) for pid in pids):
             return True
         time.sleep(0.1)
     return False
@@ -308,8 +309,7 @@ def gone(pids, seconds):
 
 def _status(pid):
     try:
-        with open(f"/proc/{pid}/status", "rb") as file:
-            return file.read()
+        return Path(f"/proc/{pid}/status").read_bytes()
     except OSError:
         return b"State:\tZ"
 

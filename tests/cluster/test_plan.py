@@ -11,8 +11,33 @@ from hypothesis import strategies as st
 from tfnb.cluster import plan
 from tfnb.cluster.messages import Failed
 from tfnb.cluster.plan import (
-    Abort, Commit, Committed, Done, End, Error, Finish, Interrupt, Interrupted, Lease, Leases, Lost, Missed, Offer,
-    Prepare, Prepared, Report, Run, ServerLost, ShardError, ShardLost, Start, Step, TasksLost, Tick, TimedOut, divide,
+    Abort,
+    Commit,
+    Committed,
+    Done,
+    End,
+    Error,
+    Finish,
+    Interrupt,
+    Interrupted,
+    Lease,
+    Leases,
+    Lost,
+    Missed,
+    Offer,
+    Prepare,
+    Prepared,
+    Report,
+    Run,
+    ServerLost,
+    ShardError,
+    ShardLost,
+    Start,
+    Step,
+    TasksLost,
+    Tick,
+    TimedOut,
+    divide,
 )  # fmt: skip
 
 BAD = Failed("InvalidArgument", "kernel")
@@ -145,7 +170,7 @@ class Servers:
 
 
 @given(st.data())
-def test_c50_a_step_under_any_events_is_written_once_or_not_at_all(data):
+def test_c50_a_step_under_any_events_is_written_once_or_not_at_all(data):  # noqa: C901 (one table of events)
     """Random answers, losses, retries, interrupts: it ends, and every shard has the same one round or none."""
     shards = data.draw(st.sampled_from([(), (0,), (0, 1), (0, 1, 2)]))
     tasks = list(range(data.draw(st.integers(1, 4))))
@@ -259,7 +284,7 @@ def test_deadline_and_a_lost_server_end_at_once():
 
 
 @given(st.data())
-def test_c61_each_batch_is_applied_once_and_reported_once_under_kills(data):
+def test_c61_each_batch_is_applied_once_and_reported_once_under_kills(data):  # noqa: C901 (one table of events)
     """Random kills, misses and late answers; the server's ledger drops a second push of one number."""
     tasks = list(range(data.draw(st.integers(1, 4))))
     total = data.draw(st.integers(0, 8))

@@ -18,7 +18,13 @@ from tfnb.cluster import transport
 from tfnb.cluster.messages import Failed, NotSent, Ok, Peer, Refused, Unknown, failed, raised
 from tfnb.cluster.transport import SLACK, GiveUp, Wait, allowance, is_local, retry
 from tfnb.errors import (
-    DeadlineExceeded, InvalidArgument, NonFiniteGradient, NotFound, ResourceExhausted, ShapeError, StepAborted,
+    DeadlineExceeded,
+    InvalidArgument,
+    NonFiniteGradient,
+    NotFound,
+    ResourceExhausted,
+    ShapeError,
+    StepAborted,
     UnsupportedDtype,
 )  # fmt: skip
 
@@ -224,4 +230,6 @@ def test_c1_only_the_transport_touches_connections_and_nobody_waits_without_end(
                 continue  # of a dictionary, or of the engine's own queues
             if method == "result" and not node.args and not node.keywords:
                 target = ast.unparse(node.func.value)
-                assert target in ("task", "asked", "step", "handle.task[0]"), f"{where}: asyncio tasks that are done only"
+                assert target in ("task", "asked", "step", "handle.task[0]"), (
+                    f"{where}: asyncio tasks that are done only"
+                )

@@ -110,7 +110,7 @@ def test_header_takes_json_only():
 
 
 def test_caps_name_asked_used_and_limit():
-    with pytest.raises(ResourceExhausted, match="asked 400.*limit 100"):
+    with pytest.raises(ResourceExhausted, match=r"asked 400.*limit 100"):
         wire.encode({}, [torch.zeros(100)], budget=100)
     with pytest.raises(ResourceExhausted, match="limit"):
         wire.encode({"x": "y" * (2 << 20)})

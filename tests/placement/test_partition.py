@@ -151,7 +151,7 @@ def test_one_worker_is_bitwise_equal():
 
 
 def test_slots_share_the_shard_of_their_variable():
-    g, x, y, loss, train, *_ = classifier(lambda loss: tfnb.train.Adam(1e-2).minimize(loss))
+    g, x, y, _, train, *_ = classifier(lambda loss: tfnb.train.Adam(1e-2).minimize(loss))
     groups = together(prune(g, [train.value], [x.value, y.value]))
     assert len(groups) == 4 and all(len(group) == 4 for group in groups)
     placed = pack(groups, {groups[0][0].key: 1}, [0, 0])
@@ -164,7 +164,8 @@ def test_clipping_by_global_norm_sees_the_averaged_gradients():
         optimizer = tfnb.train.SGD(0.5)
         grads, variables = zip(*optimizer.compute_gradients(loss), strict=True)
         norm = torch.sqrt(sum((g * g).sum() for g in grads))
-        return optimizer.apply_gradients([(g * torch.clamp(0.05 / norm, max=1.0), v) for g, v in zip(grads, variables, strict=True)])  # fmt: skip
+        scale = torch.clamp(0.05 / norm, max=1.0)
+        return optimizer.apply_gradients([(g * scale, v) for g, v in zip(grads, variables, strict=True)])
 
     g, x, y, loss, train, data, labels = classifier(make)
     for shards, workers in ((1, 3), (2, 3)):
@@ -179,7 +180,7 @@ def test_a_watched_norm_of_gradients_needs_the_average():
         make.norm = (pairs[0][0] ** 2).sum()
         return optimizer.apply_gradients(pairs)
 
-    g, x, y, loss, train, data, labels = classifier(make)
+    g, x, y, _, train, *_ = classifier(make)
     parts = Parts(g, [train, make.norm], [x, y], workers=2)
     assert "averaged gradients" in parts.split.why_whole
     assert Parts(g, [train, make.norm], [x, y], workers=1).split.why_whole is None

@@ -1,4 +1,4 @@
-"""The cluster: transport, task actors, parameter servers, step machines. Dask is loaded when `connect` is first used."""
+"""The cluster: transport, tasks, parameter servers, step machines. Dask is loaded when `connect` is first used."""
 
 from __future__ import annotations
 

@@ -20,7 +20,15 @@ import torch
 
 from tfnb.cluster.ledger import Ledger
 from tfnb.cluster.messages import Failed, Ok, Refused, Request, failed
-from tfnb.errors import AlreadyExists, InvalidArgument, NonFiniteGradient, NotFound, ResourceExhausted, ShapeError, StepAborted
+from tfnb.errors import (
+    AlreadyExists,
+    InvalidArgument,
+    NonFiniteGradient,
+    NotFound,
+    ResourceExhausted,
+    ShapeError,
+    StepAborted,
+)
 
 PLANS = 64  # registered plans that are kept
 

@@ -21,9 +21,14 @@ from distributed import Client, LocalCluster, Security, default_client
 from tfnb.cluster.engine import Member
 from tfnb.cluster.messages import Failed, Ok, Outcome, Peer, raised
 from tfnb.cluster.task import Task, versions
-from tfnb.cluster.transport import ClientLink, is_local, parse_address
+from tfnb.cluster.transport import ClientLink, is_local, parse_address, scheduler_address
 from tfnb.errors import (
-    DeadlineExceeded, FailedPrecondition, InsecureAddress, InvalidArgument, Unavailable, VersionMismatch,
+    DeadlineExceeded,
+    FailedPrecondition,
+    InsecureAddress,
+    InvalidArgument,
+    Unavailable,
+    VersionMismatch,
 )  # fmt: skip
 
 EPOCH = 1
@@ -49,9 +54,7 @@ class Place:
             self.closers.pop()()
 
 
-def find(
-    cluster: Any, ps: int | None, security: Security | None, insecure: bool, timeout: float
-) -> Place:
+def find(cluster: Any, ps: int | None, security: Security | None, insecure: bool, timeout: float) -> Place:
     """A client for what the user gave; raises Unavailable, InsecureAddress or InvalidArgument."""
     if ps is not None and (not isinstance(ps, int) or isinstance(ps, bool) or ps < 1):
         raise InvalidArgument(f"ps={ps!r}: the number of parameter servers is an integer from 1")
@@ -92,7 +95,7 @@ def _client(client: Client, ps: int | None, insecure: bool) -> Place:
         raise InvalidArgument("connect needs a blocking Client: make it with asynchronous=False")
     if client.status != "running" or client.scheduler is None:
         raise Unavailable(f"the Client is {client.status}; connect with a running one")
-    _check_secure(client.scheduler.address, insecure)
+    _check_secure(scheduler_address(client), insecure)
     return Place(client, ps=ps)
 
 
@@ -102,7 +105,7 @@ def _address(text: str, ps: int | None, security: Security | None, insecure: boo
             raise InvalidArgument(f"there is no scheduler file {text}")
         place = _dialled(None, f"scheduler file {text}", security, timeout, scheduler_file=text)
         try:
-            _check_secure(place.client.scheduler.address, insecure)
+            _check_secure(scheduler_address(place.client), insecure)
         except InsecureAddress:
             place.close()
             raise
@@ -121,8 +124,8 @@ def _check_secure(address: str, insecure: bool) -> None:
     """Plain text to another machine needs an opt-in, before any byte is sent."""
     if parse_address(address)[0] not in _ENCRYPTED and not insecure and not is_local(address):
         raise InsecureAddress(
-            f"{address} is on another machine and not encrypted: whoever reaches it, or listens on the way, can run code "
-            "there. Use a tls:// address with security=, or opt in with insecure=True"
+            f"{address} is on another machine and not encrypted: whoever reaches it, or listens on the way, can run "
+            "code there. Use a tls:// address with security=, or opt in with insecure=True"
         )
 
 
@@ -165,7 +168,8 @@ def local(tasks: int, ps: int | None, timeout: float) -> Place:
         with dask.config.set({**_SETTINGS, "distributed.comm.timeouts.connect": timeout}):
             cluster.__init__(  # type: ignore[misc]
                 n_workers=tasks + ps, threads_per_worker=1, processes=True, host="127.0.0.1",
-                dashboard_address="127.0.0.1:0", scheduler_kwargs={"dashboard": False}, silence_logs=logging.ERROR, env=_OURS, preload=["tfnb.cluster.task"],
+                dashboard_address="127.0.0.1:0", scheduler_kwargs={"dashboard": False}, silence_logs=logging.ERROR,
+                env=_OURS, preload=["tfnb.cluster.task"],
             )  # fmt: skip
         place = _dialled(cluster, str(cluster.scheduler_address), None, timeout)
     except BaseException:
@@ -187,7 +191,9 @@ def servers_among(workers: int, ps: int | None) -> int:
     """
     ps = max(1, workers // 4) if ps is None else ps
     if workers > 1 and ps >= workers:
-        raise InvalidArgument(f"ps={ps} of {workers} workers leaves no compute task; start more workers, or ask for fewer")
+        raise InvalidArgument(
+            f"ps={ps} of {workers} workers leaves no compute task; start more workers, or ask for fewer"
+        )
     return min(ps, workers)
 
 
@@ -200,8 +206,8 @@ async def workers_of(client: Client, least: int, timeout: float) -> dict[str, di
             return dict(sorted(found.items(), key=lambda item: (str(item[1].get("name")), item[0])))
         if time.monotonic() > end:
             raise DeadlineExceeded(
-                f"the Dask cluster at {client.scheduler.address} has {len(found)} of {least} workers "  # type: ignore[union-attr]
-                f"after {timeout:g} s; start some with `dask worker {client.scheduler.address}`"  # type: ignore[union-attr]
+                f"the Dask cluster at {scheduler_address(client)} has {len(found)} of {least} workers after "
+                f"{timeout:g} s; start some with `dask worker {scheduler_address(client)}`"
             )
         await asyncio.sleep(0.05)
 
@@ -229,8 +235,8 @@ async def started(client: Client, futures: Mapping[str, Any], end: float) -> Non
             if state == "error":
                 cause = await futures[name]._exception()
                 raise FailedPrecondition(
-                    f"the task {name} did not start: {type(cause).__name__}: {cause}. Every worker needs the same tfnb and "
-                    "torch as the notebook"
+                    f"the task {name} did not start: {type(cause).__name__}: {cause}. Every worker needs the same "
+                    "tfnb and torch as the notebook"
                 ) from cause
             if state in ("cancelled", "lost"):
                 raise Unavailable(f"the worker of task {name} was lost while it started")
@@ -248,7 +254,9 @@ async def greet(link: ClientLink, addr: str, key: str, end: float) -> tuple[Peer
     meta = _ok(answer, f"the task at {addr}").meta
     ours, theirs = versions(), dict(meta["versions"])
     if ours != theirs:
-        rows = [f"  {name:10} here {ours.get(name)!s:10} there {theirs.get(name)!s}" for name in sorted({*ours, *theirs})]
+        rows = [
+            f"  {name:10} here {ours.get(name)!s:10} there {theirs.get(name)!s}" for name in sorted({*ours, *theirs})
+        ]
         raise VersionMismatch("\n".join([f"the worker at {addr} has other versions than this notebook:", *rows]))
     return Peer(addr, key, int(meta["incarnation"])), dict(meta)
 
@@ -269,7 +277,9 @@ def _ok(answer: Outcome, who: str) -> Ok:
     raise Unavailable(f"{who} did not answer: {answer.message}")
 
 
-async def start(client: Client, link: ClientLink, ps: int | None, workers: int, timeout: float) -> tuple[list[Member], list[Member], str]:
+async def start(
+    client: Client, link: ClientLink, ps: int | None, workers: int, timeout: float
+) -> tuple[list[Member], list[Member], str]:
     """Tasks and servers on the workers of a cluster, and the route to them."""
     end = time.monotonic() + timeout
     addrs = list(await workers_of(client, workers, timeout))

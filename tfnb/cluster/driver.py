@@ -11,7 +11,7 @@ import itertools
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +22,7 @@ from tfnb.cluster.deploy import EPOCH, Place, find, start
 from tfnb.cluster.engine import Batch, Engine, Flow, Member
 from tfnb.cluster.joins import join, joins
 from tfnb.cluster.programs import Placed, place
-from tfnb.cluster.transport import ClientLink, parse_address
+from tfnb.cluster.transport import ClientLink, parse_address, scheduler_address
 from tfnb.errors import FailedPrecondition, InvalidArgument, ParameterServerLost, TfnbError, Unavailable, Unimplemented
 from tfnb.execution import Program
 from tfnb.graph import Variable
@@ -115,7 +115,7 @@ class Cluster:
 
     def status(self) -> Status:
         """Tasks, servers, sizes and health, as text and as a card."""
-        engine, address = self._engine, str(self.client.scheduler.address)
+        engine, address = self._engine, scheduler_address(self.client)
         stats: dict[str, dict[str, Any]] = {}
         if not self._closed and engine.lost is None:
             stats = self._do("status", 3.0, engine.stats, 2.0)
@@ -175,7 +175,7 @@ class Cluster:
 
     def train(
         self, program: Program, batches: Iterable[Batch], *, mode: str = "sync", timeout: float | None = None
-    ) -> Iterator[tuple[int, list[Any]]]:
+    ) -> Generator[tuple[int, list[Any]], None, None]:
         """Train data-parallel over the compute tasks; yields (step, fetched values) as batches are applied.
 
         sync: the rows of a batch are divided over the live tasks, gradients are averaged weighted by rows. async:
@@ -197,7 +197,7 @@ class Cluster:
                 self._settle()
                 self.pull()
 
-    def _sync(self, program: Program, batches: Iterable[Batch], end: float | None) -> Iterator[Any]:
+    def _sync(self, program: Program, batches: Iterable[Batch], end: float | None) -> Generator[Any, None, None]:
         placed = self._place(program, parallel=True)
         if placed.why_whole:
             warnings.warn(f"every step runs whole on one task, not in parallel: {placed.why_whole}", stacklevel=4)
@@ -214,7 +214,7 @@ class Cluster:
 
     def _async(
         self, program: Program, batches: Iterable[Batch], end: float | None, timeout: float | None
-    ) -> Iterator[Any]:
+    ) -> Generator[Any, None, None]:
         engine = self._engine
         placed = self._place(program, parallel=False)
         left = None if end is None else max(0.0, end - time.monotonic())
@@ -299,7 +299,7 @@ class Cluster:
         return await self._engine.pull(wanted)
 
     def _refresh(self) -> None:
-        """A pull now and then while training: what is left if a server is lost. Costs at most a twentieth of the time."""
+        """A pull now and then while training, for the case that a server is lost; a twentieth of the time at most."""
         _, when, cost = self._pulled
         if time.monotonic() - when > max(REFRESH, 20 * cost):
             self.pull()
@@ -366,9 +366,7 @@ class Cluster:
         if self._engine.lost is not None:
             raise self._explained(self._engine.lost)
 
-    def _do(
-        self, what: str, timeout: float | None, function: Callable[..., Coroutine[Any, Any, T]], *args: Any
-    ) -> T:
+    def _do(self, what: str, timeout: float | None, function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
         """Wait for the event loop to do it; an interrupt or a deadline here ends it there, at a step boundary."""
         try:
             return self._link.wait(self._link.start(function, *args), timeout, what)
@@ -413,9 +411,7 @@ def _picked(places: Sequence[int | None], values: Sequence[Any]) -> list[Any]:
     return [None if place is None else values[place] for place in places]
 
 
-def batches(
-    program: Program, rows: Iterable[tuple[Sequence[torch.Tensor], int]]
-) -> Iterator[Batch]:
+def batches(program: Program, rows: Iterable[tuple[Sequence[torch.Tensor], int]]) -> Iterator[Batch]:
     """Batches of (tensors, run index): every feed with a varying axis 0 of the batch's length is divided."""
     by_id = program.whole.contents.by_id
     varies = [

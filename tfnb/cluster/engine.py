@@ -21,7 +21,12 @@ from tfnb.cluster.messages import Failed, NotSent, Ok, Outcome, Peer, Refused, U
 from tfnb.cluster.programs import Placed, Plan
 from tfnb.cluster.transport import ClientLink
 from tfnb.errors import (
-    Cancelled, DeadlineExceeded, ParameterServerLost, SchedulerLost, TfnbError, WorkerLost,
+    Cancelled,
+    DeadlineExceeded,
+    ParameterServerLost,
+    SchedulerLost,
+    TfnbError,
+    WorkerLost,
 )  # fmt: skip
 
 LOOK = 0.05  # seconds between looks at who is alive
@@ -111,14 +116,14 @@ class Engine:
         if others:
             await asyncio.wait(others, timeout=seconds)
 
-    async def run(self, placed: Placed, batch: Batch, seconds: float | None) -> tuple[list[list[Any]], list[int], list[Any]]:
+    async def run(
+        self, placed: Placed, batch: Batch, seconds: float | None
+    ) -> tuple[list[list[Any]], list[int], list[Any]]:
         """One step. Values of each worker, their rows, and the values seen after the commit."""
         async with self._turn:
             deadline = time.monotonic() + seconds if seconds is not None else float("inf")
             whole = batch.rows is None or placed.why_whole is not None
-            machine = p.Step(
-                self._live(), placed.writes, self._numbers, None if whole else batch.rows, deadline
-            )
+            machine = p.Step(self._live(), placed.writes, self._numbers, None if whole else batch.rows, deadline)
             end = await self._drive(machine, placed, batch)
             if end.cause is not None:
                 raise self._error(end.cause, seconds)
@@ -302,9 +307,7 @@ class Engine:
             try:
                 await self._register(placed, member, again=attempt > 0)
                 deadline = self.link.deadline("run", sum(t.numel() * t.element_size() for t in feeds))
-                answer = await self.link.call(
-                    member.peer, "run", meta, feeds, epoch=self.epoch, deadline=deadline
-                )
+                answer = await self.link.call(member.peer, "run", meta, feeds, epoch=self.epoch, deadline=deadline)
             except _NotDone as failure:
                 answer = failure.outcome
             except TfnbError as error:  # what cannot be encoded
@@ -519,4 +522,3 @@ def _unpacked(answer: Ok) -> list[Any]:
     """The fetches of a task's answer, None where a fetch has no value."""
     tensors = iter(answer.tensors)
     return [next(tensors) if some else None for some in answer.meta["some"]]
-

@@ -131,7 +131,19 @@ class End(NamedTuple):
 
 
 Event = (
-    Start | Done | Error | Missed | Lost | ShardLost | Prepared | Committed | ShardError | Interrupt | Tick | Offer | End
+    Start
+    | Done
+    | Error
+    | Missed
+    | Lost
+    | ShardLost
+    | Prepared
+    | Committed
+    | ShardError
+    | Interrupt
+    | Tick
+    | Offer
+    | End
 )
 
 

@@ -148,10 +148,10 @@ class ShardProgram:
 
     def __init__(self, meta: Meta, tensors: Sequence[torch.Tensor]) -> None:
         self.program = _lowered(meta, tensors)
-        self.kinds: list[str] = list(meta["kinds"])
-        self.reads: list[str] = _keys(self.program, meta["keys"])
+        self.kinds: Sequence[str] = list(meta["kinds"])
+        self.reads: Sequence[str] = _keys(self.program, meta["keys"])
         key_of = dict(zip(self.program.variables, self.reads, strict=True))
-        self.writes: list[str] = [key_of[variable] for variable in self.program.writes]
+        self.writes: Sequence[str] = [key_of[variable] for variable in self.program.writes]
 
     def compute(self, feeds: Sequence[torch.Tensor], storages: Sequence[torch.Tensor], run_index: int) -> Pending:
         """What will be written; nothing is."""

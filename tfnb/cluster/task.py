@@ -1,7 +1,7 @@
 """The task: one Dask actor on each worker, reached through its one method ``handle``.
 
-A server hosts a `Core` (fed from one thread, in order); a compute task runs registered plans: pull what is read, compute
-in a thread of its own, send updates to the servers, answer with the fetches. The event loop only passes messages on.
+A server hosts a `Core` (fed from one thread, in order); a compute task runs registered plans: pull what is read,
+compute in a thread of its own, send updates to the servers, answer with the fetches. The event loop passes messages.
 Every error, also SystemExit from a kernel, becomes an answer at the edge; only cancellation by Dask itself passes.
 Imports Dask for the worker it lives on; never IPython.
 """

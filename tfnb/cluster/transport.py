@@ -173,9 +173,7 @@ class Link:
         if not task.cancelled():
             task.exception()  # seen: its caller was told "unknown" already
 
-    async def _exchange(
-        self, peer: Peer, message: Sequence[wire.Buffer], deadline: float, sent: list[bool]
-    ) -> Outcome:
+    async def _exchange(self, peer: Peer, message: Sequence[wire.Buffer], deadline: float, sent: list[bool]) -> Outcome:
         call: dict[str, Any] = {
             "actor": peer.key, "function": "handle", "kwargs": {},
             "args": [to_serialize(memoryview(frame)) for frame in message],
@@ -186,7 +184,7 @@ class Link:
                 reply = await self.scheduler.proxy(worker=peer.addr, msg={"op": "actor_execute", **call})
             else:
                 reply = await self._direct(peer.addr, call, deadline, sent)
-        except (OSError, CommClosedError, asyncio.TimeoutError, RuntimeError) as error:
+        except (TimeoutError, OSError, CommClosedError, RuntimeError) as error:
             text = f"{peer.addr}: {type(error).__name__}: {error}"
             return Unknown(text, lost=True) if sent else NotSent(text)
         except KeyError:  # the worker lives and knows no such actor
@@ -276,13 +274,13 @@ class ClientLink(Link):
         super().__init__(client.rpc)
         self.dask = client
         self.begun: set[asyncio.Task[Any]] = set()
-        self.loop: asyncio.AbstractEventLoop = client.loop.asyncio_loop  # type: ignore[attr-defined]
+        self.loop: asyncio.AbstractEventLoop = client.loop.asyncio_loop  # type: ignore[union-attr]
 
     async def route(self, peer: Peer) -> str:
         """Find out how the peer's worker is reached: ``direct``, or through the ``scheduler``."""
         try:
             comm = await asyncio.wait_for(self.pool.connect(peer.addr, timeout=CONNECT), CONNECT + SLACK)
-        except (OSError, CommClosedError, asyncio.TimeoutError):
+        except (TimeoutError, OSError, CommClosedError):
             self.scheduler = self.dask.scheduler
             return "scheduler"
         self.pool.reuse(peer.addr, comm)
@@ -328,6 +326,11 @@ class Handle(Generic[T]):
             task.exception()  # seen, also if nobody waits any more
         self.task.append(task)
         self.gate.release()
+
+
+def scheduler_address(client: Client) -> str:
+    """Where a client's scheduler listens."""
+    return str(getattr(client.scheduler, "address", ""))
 
 
 # -- addresses ------------------------------------------------------------------------------------------------

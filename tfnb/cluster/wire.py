@@ -12,7 +12,7 @@ import math
 import struct
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 import torch
 
@@ -194,7 +194,7 @@ def _checked(entry: Any, small: memoryview, frames: Sequence[memoryview]) -> _Pl
     return lane, ref, dtype, shape, nbytes
 
 
-def _is_count(number: Any) -> bool:
+def _is_count(number: Any) -> TypeGuard[int]:
     return type(number) is int and number >= 0
 
 

@@ -158,11 +158,10 @@ class _Cut:
         fed = _Feeds(self.graph, tuple(kinds))
         nodes = [fed.rewired(replace(node, control=())) for node in self.state.nodes.values() if node.id in included]
         last = {node.attrs["variable"]: node for node in self.pruned.nodes if node.op == "tfnb.assign"}
-        assigns = [
-            replace(last[variable], inputs=(fed.of(value),), control=()) for variable, value in targets.items()
-        ]
+        assigns = [replace(last[variable], inputs=(fed.of(value),), control=()) for variable, value in targets.items()]
         done = tuple(Value(node.id) for node in assigns)
-        group = Node(id=new_id(), name="apply", op="tfnb.group", inputs=done, attrs={"values": tuple(map(Ref, range(len(done))))})  # fmt: skip
+        attrs = {"values": tuple(map(Ref, range(len(done))))}
+        group = Node(id=new_id(), name="apply", op="tfnb.group", inputs=done, attrs=attrs)
         server = self.graph.derive(Contents((*fed.nodes, *nodes, *assigns, group)))
         borders = tuple(Border(value, kind) for value, kind in kinds.items())
         return Server(shard, server, fed.values, borders, Value(group.id))
@@ -202,11 +201,13 @@ class _Cut:
         local: set[int] = set()
         for node in self.state.nodes.values():
             if node.op == "tfnb.read":
-                if self.shards[node.attrs["variable"].key] == shard:
-                    local.add(node.id)
-            elif node.id not in self.gradient and node.id not in self.state.updated and _is_plain(node):
-                if all(v.node in local and v not in self.feeds for v in node.inputs):
-                    local.add(node.id)
+                is_local = self.shards[node.attrs["variable"].key] == shard
+            else:
+                late = node.id in self.gradient or node.id in self.state.updated
+                inside = all(v.node in local and v not in self.feeds for v in node.inputs)
+                is_local = inside and not late and _is_plain(node)
+            if is_local:
+                local.add(node.id)
         return local
 
     def _spec(self, value: Value) -> Spec:

@@ -34,9 +34,7 @@ def together(graph: Graph) -> list[tuple[Variable, ...]]:
     return [tuple(sorted(found, key=order.__getitem__)) for found in {id(g): g for g in group.values()}.values()]
 
 
-def pack(
-    groups: Iterable[Sequence[Variable]], placed: Mapping[str, int], loads: Sequence[int]
-) -> dict[str, int]:
+def pack(groups: Iterable[Sequence[Variable]], placed: Mapping[str, int], loads: Sequence[int]) -> dict[str, int]:
     """Shard of each variable key that is not yet ``placed``; ``loads``: bytes on each shard so far."""
     loads, found = list(loads), {}
     for group in groups:
