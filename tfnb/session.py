@@ -346,7 +346,7 @@ def _places(is_variable: list[bool]) -> list[int]:
     return [next(variables) if late else next(values) for late in is_variable]
 
 
-# -- running helpers ---------------------------------------------------------------------------------------------------
+# -- running -----------------------------------------------------------------------------------------------
 
 
 def _initialised(variable: Variable) -> torch.Tensor:

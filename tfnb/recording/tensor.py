@@ -96,14 +96,7 @@ class Tensor(torch.Tensor):
     @property
     def node(self) -> Node:
         """The node that produces it; raises StaleNode if its cell was run again."""
-        recording = current.recording()
-        node = self._graph.contents.by_id.get(self.value.node)
-        if node is None and recording is not None and recording.graph is self._graph:
-            node = recording.node(self.value.node)
-        if node is None:
-            why = self._graph.stale.get(self.value.node, "its recording failed or was replaced")
-            raise StaleNode(f"this tensor is not in graph {self._graph.name} any more: {why}")
-        return node
+        return _node(self._graph, self.value)
 
     @property
     def index(self) -> int:  # type: ignore[override]
@@ -235,13 +228,7 @@ class Operation:
     @property
     def node(self) -> Node:
         """The node; raises StaleNode if its cell was run again."""
-        recording = current.recording()
-        node = self.graph.contents.by_id.get(self.value.node)
-        if node is None and recording is not None and recording.graph is self.graph:
-            node = recording.node(self.value.node)
-        if node is None:
-            raise StaleNode(self.graph.stale.get(self.value.node, "this operation is not in its graph any more"))
-        return node
+        return _node(self.graph, self.value)
 
     @property
     def name(self) -> str:
@@ -256,3 +243,18 @@ class Operation:
 
     def __repr__(self) -> str:
         return f"<Operation {self.name}>"
+
+
+def _node(graph: Graph, value: Value) -> Node:
+    """The node of a handle, in the graph or in the open recording of it; raises StaleNode."""
+    node = graph.contents.by_id.get(value.node)
+    recording = current.recording()
+    if node is None and recording is not None and recording.graph is graph:
+        try:
+            node = recording.node(value.node)
+        except KeyError:  # a handle of a recording that failed
+            node = None
+    if node is None:
+        why = graph.stale.get(value.node, "its recording failed or was replaced")
+        raise StaleNode(f"this is not in graph {graph.name} any more: {why}")
+    return node
