@@ -290,7 +290,8 @@ for trial in range(int(sys.argv[3])):
         timer.join()
     values = [v.value() for v in variables]
     whole = all(torch.equal(v, values[0]) for v in values) and len(set(values[0].tolist())) == 1
-    print(json.dumps({"said": said, "whole": whole, "before": before.pop(), "after": values[0][0].item()}), flush=True)
+    found = {"said": said, "times": times, "whole": whole, "before": before.pop(), "after": values[0][0].item()}
+    print(json.dumps(found), flush=True)
 print(json.dumps({"next": tfnb.fit(step, {x: torch.ones(8)}, batch_size=4).steps}))
 """
 
@@ -306,8 +307,8 @@ def test_interrupts_at_random_instants_leave_whole_steps(rule):
     assert len(trials) == TRIALS and last == {"next": 2}
     for trial in trials:
         assert trial["whole"], trial
-        if trial["said"] == "":  # it came before the first step
-            assert trial["before"] == trial["after"], trial
+        if trial["said"] == "":  # it came before the first step, or a second one while the first was being reported
+            assert trial["before"] == trial["after"] or trial["times"] == 2, trial
             continue
         assert trial["said"].startswith("stopped at step "), trial
         if rule == "sgd":  # every step subtracts one

@@ -1,7 +1,7 @@
 """Cluster step time against the local one: the 784-128-10 network, batch 32, on a LocalCluster in processes.
 
-`python tests/benchmarks/bench_cluster.py [STEPS]` prints medians in milliseconds of one `run` of the training step, here
-and on 2 compute tasks with 1 parameter server, and of a step of `fit`, sync and async. The loss of the same
+`python tests/benchmarks/bench_cluster.py [STEPS]` prints medians in milliseconds of one `run` of the training step,
+here and on 2 compute tasks with 1 parameter server, and of a step of `fit`, sync and async. The loss of the same
 batch is checked to be equal here and there first.
 """
 

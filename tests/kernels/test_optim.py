@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from tfnb.kernels.optim import FUSED
 
 SHAPES = [(5, 7), (3,), (), (2, 0), (33, 4)]

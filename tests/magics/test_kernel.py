@@ -90,9 +90,8 @@ def test_error_is_one_short_traceback(kernel: Kernel) -> None:
 def test_interrupt_leaves_the_graph_and_the_next_cell_works(kernel: Kernel) -> None:
     kernel.run("%%tfgraph i --no-show\nx = tfnb.placeholder(torch.ones(2, 3))\ny = x * 2", "four")
     before = kernel.text("tfnb.graph('i').text()")
-    sent = kernel.send(
-        "%%tfgraph i\nx = tfnb.placeholder(torch.ones(2, 3))\nprint('go', flush=True)\nwhile True:\n    y = x * 2", "four"
-    )
+    endless = "x = tfnb.placeholder(torch.ones(2, 3))\nprint('go', flush=True)\nwhile True:\n    y = x * 2"
+    sent = kernel.send(f"%%tfgraph i\n{endless}", "four")
     while kernel.client.get_iopub_msg(timeout=TIMEOUT)["msg_type"] != "stream":
         time.sleep(0.01)
     kernel.manager.interrupt_kernel()

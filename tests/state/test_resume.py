@@ -26,7 +26,7 @@ def graph() -> tfnb.Graph:
         x = tfnb.placeholder(X, name="x")
         y = tfnb.placeholder(Y, name="y")
         loss = functional.cross_entropy(model(x), y)
-        train = tfnb.train.Adam(1e-2).minimize(loss)  # noqa: F841 (its name is the name of the node)
+        train = tfnb.train.Adam(1e-2).minimize(loss)
     return g
 
 
@@ -60,7 +60,7 @@ def test_restored_run_equals_the_uninterrupted_one_bitwise(tmp_path: Path) -> No
         x = tfnb.placeholder(X, name="x")
         y = tfnb.placeholder(Y, name="y")
         loss = functional.cross_entropy(model(x), y)
-        train = tfnb.train.Adam(1e-2).minimize(loss)  # noqa: F841
+        train = tfnb.train.Adam(1e-2).minimize(loss)
     session = tfnb.Session(g)
     steps(session, 2)
     g.save(tmp_path / "g.json")
