@@ -134,3 +134,11 @@ def test_a_lazy_recording_has_shapes_only_and_runs() -> None:
     assert str(y.spec) == "float32[B, 2]" and "no sample" in repr(y)
     data = torch.randn(5, 3)
     torch.testing.assert_close(tfnb.run(y, {x: data, z: torch.ones(2)}), (net(data) + 2).detach())
+
+
+def test_shape_errors_speak_of_letters_and_leave_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    with tfnb.record():
+        x = tfnb.placeholder(torch.ones(4, 3))
+        with pytest.raises(ShapeError, match=r"\[B, 3\] X \[5, 2\]"):
+            x @ torch.ones(5, 2)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]

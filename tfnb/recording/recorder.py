@@ -562,7 +562,7 @@ class Recorder(TorchDispatchMode):
 
     def _failed(self, func: Op, error: Exception, inputs: list[Entry]) -> Exception:
         described = ((self.tape.by_id[e.value.node].name, str(self.symbols.spec(e.fake))) for e in inputs)
-        return explained(func, error, described, self.where())
+        return explained(func, error, described, self.where(), self.symbols.readable)
 
 
 _ANSWERS: dict[Op, Callable[..., Any]] = {aten.equal.default: torch.eq, aten.allclose.default: torch.isclose}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import FrameType
 
 from tfnb.errors import FeedError, InvalidArgument, ShapeError, StaleNode, Unsupported
@@ -13,14 +13,19 @@ from tfnb.recording.ops import Op, op_name
 _HERE = __file__.rpartition("/")[0]
 
 
-def explained(func: Op, error: Exception, inputs: Iterable[tuple[str, str]], source: Source | None) -> Exception:
-    """A failing op in torch's words, with the (name, spec) of its inputs and the line. Our own errors pass."""
+def explained(
+    func: Op, error: Exception, inputs: Iterable[tuple[str, str]], source: Source | None, readable: Callable[[str], str]
+) -> Exception:  # fmt: skip
+    """A failing op in torch's words, with the (name, spec) of its inputs and the line. Our own errors pass.
+
+    readable: puts the user's letters in place of torch's names of sizes.
+    """
     if isinstance(error, (InvalidArgument, StaleNode, Unsupported, FeedError)):
         return error
     inputs = tuple(inputs)
     listed = ", ".join(f"{name}: {spec}" for name, spec in inputs)
     kind = Unsupported if isinstance(error, NotImplementedError) else ShapeError
-    reason = str(error).strip().split("\n")[0] or type(error).__name__
+    reason = readable(str(error).strip().split("\n")[0]) or type(error).__name__
     name = func._schema.name.partition("::")[2]
     return kind(
         f"{name} failed: {reason}\n  inputs: {listed or 'none'}" + (f"\n  at {source}" if source else ""),

@@ -8,6 +8,7 @@ Private torch names used here were tried with torch 2.11 and 2.13.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from tfnb.graph import Dim, Spec
 from tfnb.graph.contents import unique
 from tfnb.graph.spec import Size
 
+_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _HINTS = (37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83)  # distinct, never 0 or 1, rarely a layer's width
 
 
@@ -137,6 +139,11 @@ class Symbols:
         plain = PythonPrinter().doprint(expr.xreplace(named))
         return re.sub(r"\b(?:math|torch)\.(?:sym_)?", "", plain)
 
+    def readable(self, text: str) -> str:
+        """A text of torch's with the letters in place of its names of symbols."""
+        letters = {str(symbol): letter for symbol, letter in self._letters.items()}
+        return re.sub(r"\b[su]\d+\b", lambda found: letters.get(found[0], found[0]), text)
+
     def size(self, size: Any) -> Size:
         """An int, or the Dim of a SymInt."""
         if not isinstance(size, torch.SymInt):
@@ -185,8 +192,9 @@ class Symbols:
     def kernel(self) -> Iterator[None]:
         """Inside the fake kernel of one recorded op."""
         before, self.env.kernel = self.env.kernel, True
+        quiet, _LOG.disabled = _LOG.disabled, True  # what fails is raised with the user's line; torch logs it as well
         try:
             with self.fake_mode:
                 yield
         finally:
-            self.env.kernel = before
+            self.env.kernel, _LOG.disabled = before, quiet
