@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -220,6 +221,58 @@ def test_breaking_out_of_training_brings_the_values_home(connect, problem):
         else:
             assert 4 <= cluster.pulled_step == cluster.step <= 6
         cluster.close()
+
+
+def test_fit_goes_to_the_cluster_and_equals_the_local_fit(connect, problem):
+    p = problem()
+    x, y = p.feeds
+    here = tfnb.fit(p.train, {x: p.data, y: p.labels}, epochs=2, batch_size=13, watch=[p.loss], seed=3)
+    expected = p.values()
+    p.reset()
+    cluster = connect(3)
+    there = tfnb.fit(p.train, {x: p.data, y: p.labels}, epochs=2, batch_size=13, watch=[p.loss], seed=3)
+    assert there.steps == here.steps == cluster.step == 10
+    assert close_to(p.values(), expected)
+    for mine, theirs in zip(there.history, here.history, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-6)
+
+
+def test_two_threads_run_on_one_cluster(connect, problem):
+    p = problem()
+    x, y = p.feeds
+    cluster = connect(2)
+    total = tfnb.Variable(torch.tensor(0), name="total")
+    with tfnb.record("count"):
+        bump = total.assign_add(1)
+    seen: list[int] = []
+
+    def work():
+        for _ in range(15):
+            seen.append(int(tfnb.run(bump)))
+            tfnb.run(p.loss, {x: p.data, y: p.labels})
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(seen) == list(range(1, 31)) and total.value() == 30 == cluster.step
+
+
+def test_async_with_a_watch_of_the_state_after_the_step_goes_one_by_one(connect):
+    v = tfnb.Variable(torch.zeros(2, dtype=torch.float64), name="v")
+    with tfnb.record("after"):
+        x = tfnb.placeholder(torch.ones(4, 2, dtype=torch.float64), name="x")
+        train = tfnb.train.SGD(1.0).apply_gradients([(x.mean(0), v)])
+        now = v.read() * 1
+    program = lower(train.graph, [train.value, now.value], [x.value])
+    feeds = [([torch.ones(4, 2, dtype=torch.float64)], run) for run in range(4)]
+    cluster = connect(2)
+    with pytest.warns(UserWarning, match="one step after the other"):
+        seen = [
+            values[1][0].item() for _, values in cluster.train(program, cluster.batches(program, feeds), mode="async")
+        ]
+    assert seen == [-1, -2, -3, -4]
 
 
 # -- errors ------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -171,15 +172,22 @@ def test_values_are_pulled_now_and_then_while_training(connect, problem, monkeyp
 
 
 class Interrupter:
-    """Sends Ctrl-C once, after some time, but only while it is wanted."""
+    """Sends Ctrl-C once, after some time, but only while it is wanted.
+
+    Without garbage collection: Python drops an interrupt that hits a callback of the collector.
+    """
 
     def __enter__(self):
+        gc.disable()
         self.armed = False
+        self.timer = None
         self.before = signal.signal(signal.SIGINT, self.handle)
         return self
 
     def __exit__(self, *exc):
+        self.off()
         signal.signal(signal.SIGINT, self.before)
+        gc.enable()
 
     def handle(self, number, frame):
         if self.armed:
@@ -188,7 +196,14 @@ class Interrupter:
 
     def after(self, seconds):
         self.armed = True
-        threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+        self.timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
+        self.timer.start()
+
+    def off(self):
+        self.armed = False
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer.join()
 
 
 def interrupts(connect, p, times, mode):
@@ -205,13 +220,13 @@ def interrupts(connect, p, times, mode):
             before = cluster.step
             steps = cluster.train(p.program, p.batches(60), mode=mode)
             try:
-                interrupter.after(source.uniform(0.0, 0.3))
+                interrupter.after(source.uniform(0.0, 0.15))
                 for _ in steps:
                     pass
             except KeyboardInterrupt:
                 hit += 1
             finally:
-                interrupter.armed = False
+                interrupter.off()
                 steps.close()
             begin = time.monotonic()
             done = cluster.step - before
@@ -249,7 +264,7 @@ def test_interrupts_of_single_runs_take_the_step_or_not(connect, problem):
             except KeyboardInterrupt:
                 pass
             finally:
-                interrupter.armed = False
+                interrupter.off()
             assert cluster.step - step in (0, 1)
     cluster.pull()
     assert close_to(p.values(), states[cluster.step])

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import dask
-from distributed import Client, LocalCluster, Security, default_client
+from distributed import Client, KilledWorker, LocalCluster, Security, default_client
 
 from tfnb.cluster.engine import Member
 from tfnb.cluster.messages import Failed, Ok, Outcome, Peer, raised
@@ -35,6 +35,7 @@ EPOCH = 1
 _OURS = {"DASK_DISTRIBUTED__COMM__OFFLOAD": "False", "DASK_DISTRIBUTED__COMM__SHARD": "512MiB"}
 _SETTINGS = {"distributed.scheduler.worker-ttl": "30s", "distributed.comm.timeouts.connect": "10s"}
 _SCHEMES = ("tcp", "tls", "ws", "wss", "inproc", "unix", "ucx", "ucxx")
+_LOST = "Worker holding Actor was lost"  # Dask's words
 _ENCRYPTED = ("tls", "wss", "inproc", "unix")
 
 
@@ -232,14 +233,14 @@ async def started(client: Client, futures: Mapping[str, Any], end: float) -> Non
     while True:
         states = {name: future.status for name, future in futures.items()}
         for name, state in states.items():
-            if state == "error":
-                cause = await futures[name]._exception()
+            cause = await futures[name]._exception() if state == "error" else None
+            if state in ("cancelled", "lost") or isinstance(cause, KilledWorker) or _LOST in str(cause):
+                raise _WorkerGone(f"the worker of task {name} was lost while it started")
+            if cause is not None:
                 raise FailedPrecondition(
                     f"the task {name} did not start: {type(cause).__name__}: {cause}. Every worker needs the same "
                     "tfnb and torch as the notebook"
                 ) from cause
-            if state in ("cancelled", "lost"):
-                raise Unavailable(f"the worker of task {name} was lost while it started")
         if all(state == "finished" for state in states.values()):
             return
         if time.monotonic() > end:
@@ -277,19 +278,31 @@ def _ok(answer: Outcome, who: str) -> Ok:
     raise Unavailable(f"{who} did not answer: {answer.message}")
 
 
+class _WorkerGone(Unavailable):
+    """A worker died while its task was started; the list of workers was a moment too old."""
+
+
 async def start(
     client: Client, link: ClientLink, ps: int | None, workers: int, timeout: float
 ) -> tuple[list[Member], list[Member], str]:
     """Tasks and servers on the workers of a cluster, and the route to them."""
     end = time.monotonic() + timeout
-    addrs = list(await workers_of(client, workers, timeout))
-    count = servers_among(len(addrs), ps)
+    while True:
+        addrs = list(await workers_of(client, workers, end - time.monotonic()))
+        try:
+            return await _start_on(client, link, addrs, servers_among(len(addrs), ps), end)
+        except _WorkerGone:
+            if time.monotonic() > end:
+                raise
+            await asyncio.sleep(0.1)
+
+
+async def _start_on(
+    client: Client, link: ClientLink, addrs: Sequence[str], count: int, end: float
+) -> tuple[list[Member], list[Member], str]:
+    compute = len(addrs) - count if len(addrs) > 1 else 1
+    names = {a: f"task:{i}" if i < compute else f"ps:{i - compute}" for i, a in enumerate(addrs)}
     owner = uuid.uuid4().hex[:8]
-    if len(addrs) == 1:
-        names = {addrs[0]: "task:0"}
-    else:
-        compute = len(addrs) - count
-        names = {a: f"task:{i}" if i < compute else f"ps:{i - compute}" for i, a in enumerate(addrs)}
     futures = {name: submit(client, name, addr, owner) for addr, name in names.items()}
     await started(client, futures, end)
     members, route = [], "direct"

@@ -8,6 +8,7 @@ Ctrl-C happens in the client's event loop; this thread only waits for it.
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 import warnings
 from collections import OrderedDict
@@ -23,7 +24,15 @@ from tfnb.cluster.engine import Batch, Engine, Flow, Member
 from tfnb.cluster.joins import join, joins
 from tfnb.cluster.programs import Placed, place
 from tfnb.cluster.transport import ClientLink, parse_address, scheduler_address
-from tfnb.errors import FailedPrecondition, InvalidArgument, ParameterServerLost, TfnbError, Unavailable, Unimplemented
+from tfnb.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    ParameterServerLost,
+    TfnbError,
+    Unavailable,
+    Unimplemented,
+)
 from tfnb.execution import Program
 from tfnb.graph import Variable
 from tfnb.placement.partition import split
@@ -81,6 +90,7 @@ class Cluster:
         self._shards: dict[str, int] = {}
         self._variables: dict[str, Variable] = {}
         self._placed: OrderedDict[tuple[int, bool], tuple[Program, Placed]] = OrderedDict()
+        self._placing = threading.RLock()
         self._pulled = (0, time.monotonic(), 0.0)  # step, when, seconds it took
         self._closed = False
 
@@ -203,7 +213,7 @@ class Cluster:
             warnings.warn(f"every step runs whole on one task, not in parallel: {placed.why_whole}", stacklevel=4)
         ways = joins(program)
         for batch in batches:
-            left = None if end is None else max(0.0, end - time.monotonic())
+            left = self._left(end)
             values, rows, after = self._step(placed, batch, left, "a training step")
             parts = [_picked(placed.fetched, part) for part in values]
             joined = [join(way, [part[i] for part in parts], rows) for i, way in enumerate(ways)]
@@ -212,16 +222,31 @@ class Cluster:
                     joined[i] = after[at]
             yield self._engine.step, joined
 
+    def _left(self, end: float | None) -> float | None:
+        """Seconds until ``end``; raises DeadlineExceeded when it is past."""
+        left = None if end is None else end - time.monotonic()
+        if left is not None and left <= 0:
+            raise DeadlineExceeded(
+                f"training did not end in time; variables are at step {self._engine.step}", step=self._engine.step
+            )
+        return left
+
     def _async(
         self, program: Program, batches: Iterable[Batch], end: float | None, timeout: float | None
     ) -> Generator[Any, None, None]:
         engine = self._engine
-        placed = self._place(program, parallel=False)
-        left = None if end is None else max(0.0, end - time.monotonic())
+        placed = self._place(program, parallel=True)
+        if placed.why_whole or placed.after:
+            why = placed.why_whole or "a watched value shows the state after the step"
+            warnings.warn(f"mode='async' takes one step after the other: {why}", stacklevel=4)
+            yield from self._sync(program, batches, end)
+            return
+        left = self._left(end)
         flow: Flow = self._do("starting to train", SETTLE, engine.flow, placed, left)
         source, last = iter(batches), False
         try:
             while flow.end is None:
+                self._left(end)
                 new = list(itertools.islice(source, flow.machine.wants))
                 last = last or len(new) < flow.machine.wants
                 patience = None if end is None else max(0.0, end - time.monotonic()) + SETTLE
@@ -238,16 +263,17 @@ class Cluster:
 
     def _place(self, program: Program, *, parallel: bool) -> Placed:
         """The plans of a program, with its variables on the servers."""
-        known = self._placed.get((id(program), parallel))
-        if known is None:
-            shards = self._shards | self._new_shards(program)
-            cut = split(program.whole, program.fetches, program.feeds, shards, parallel=parallel)
-            known = (program, place(cut, program, shards))
-            self._placed[id(program), parallel] = known
-            while len(self._placed) > KEPT:
-                self._placed.popitem(last=False)
-        self._adopt(program)
-        return known[1]
+        with self._placing:
+            known = self._placed.get((id(program), parallel))
+            if known is None:
+                shards = self._shards | self._new_shards(program)
+                cut = split(program.whole, program.fetches, program.feeds, shards, parallel=parallel)
+                known = (program, place(cut, program, shards))
+                self._placed[id(program), parallel] = known
+                while len(self._placed) > KEPT:
+                    self._placed.popitem(last=False)
+            self._adopt(program)
+            return known[1]
 
     def _new_shards(self, program: Program) -> dict[str, int]:
         loads = [0] * len(self._homes)
