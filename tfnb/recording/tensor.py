@@ -61,8 +61,8 @@ class Tensor(torch.Tensor):
     def __new__(cls, entry: Entry, space: Workspace, base: Base | None = None, chain: tuple[View, ...] = ()) -> Tensor:
         fake = entry.fake
         self = torch.Tensor._make_wrapper_subclass(
-            cls, fake.shape, strides=fake.stride(), storage_offset=fake.storage_offset(), dtype=fake.dtype, device=fake.device,
-            layout=fake.layout, requires_grad=False,
+            cls, fake.shape, strides=fake.stride(), storage_offset=fake.storage_offset(), dtype=fake.dtype,
+            device=fake.device, layout=fake.layout, requires_grad=False,
         )  # fmt: skip
         self._entry = entry
         self._family = base or Base(entry)
