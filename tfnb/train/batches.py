@@ -127,9 +127,7 @@ def name_of(key: Any) -> str:
 
 def _of_feeds(data: Any, epochs: int, steps: int | None) -> Batches:
     if not isinstance(data, Iterable):
-        raise InvalidArgument(
-            f"data is {{placeholder: array}} or an iterable of feed dicts, not {type(data).__name__}"
-        )
+        raise InvalidArgument(f"data is {{placeholder: array}} or an iterable of feed dicts, not {type(data).__name__}")
     is_spent = iter(data) is data
     if is_spent and epochs > 1:
         raise InvalidArgument(
