@@ -26,6 +26,7 @@ from tfnb.errors import (
     TfnbError,
     Unavailable,
     Unimplemented,
+    VersionMismatch,
 )  # fmt: skip
 from tfnb.execution import lower
 
@@ -339,6 +340,18 @@ def test_bad_arguments_of_connect(arguments, kind):
     with pytest.raises(kind):
         tfnb.connect(**arguments)
     assert time.monotonic() - begin < 5
+    assert connected.connected() is None
+
+
+def test_tls_needs_certificates():
+    with pytest.raises(InvalidArgument, match="Security"):
+        tfnb.connect("tls://127.0.0.1:8786")
+
+
+def test_other_versions_on_the_workers_are_shown_as_a_table(dask, monkeypatch):
+    monkeypatch.setattr("tfnb.cluster.deploy.versions", lambda: {"tfnb": "9.9", "torch": "1.0"})
+    with pytest.raises(VersionMismatch, match=r"(?s)tfnb +here 9.9 .*torch +here 1.0"):
+        tfnb.connect(dask)
     assert connected.connected() is None
 
 

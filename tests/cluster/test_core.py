@@ -207,6 +207,15 @@ def test_c24_over_budget_is_refused_and_the_core_lives():
     assert server.w.tolist() == [2, 2, 2]
 
 
+def test_copies_for_readers_never_take_the_room_of_values():
+    server = Server(budget=30)
+    first = server.w
+    assert server("stat").meta["published"] == 12
+    assert isinstance(server("create", [torch.zeros(4)], keys=["v"]), Ok), "24 bytes held, 16 more asked: the copy goes"
+    assert server("stat").meta["published"] == 0
+    assert server.w.tolist() == first.tolist() and server("stat").meta["published"] == 0
+
+
 def test_bad_requests_are_typed_errors():
     server = Server()
     assert server("create", [torch.zeros(1)], keys=["w"]).tag == "AlreadyExists"

@@ -359,6 +359,19 @@ def test_c75_ctrl_c_to_the_process_group_and_no_process_is_left(tmp_path, ending
         child.wait(10)
 
 
+def test_c75_an_interrupted_connect_leaves_no_process():
+    psutil = pytest.importorskip("psutil")
+    before = {p.pid for p in psutil.Process().children()}
+    with Interrupter() as interrupter:
+        interrupter.after(1.5)
+        with pytest.raises(KeyboardInterrupt):
+            tfnb.connect(1)
+    assert connected.connected() is None
+    end = time.monotonic() + 60
+    while (left := {p.pid for p in psutil.Process().children()} - before) and not gone(left, 1):
+        assert time.monotonic() < end, "worker processes are left"
+
+
 def test_c66_a_cluster_of_ours_listens_on_loopback_only_and_is_closed():
     psutil = pytest.importorskip("psutil")
     with tfnb.connect(1) as cluster:

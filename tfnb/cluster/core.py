@@ -82,7 +82,7 @@ class Part:
     @property
     def nbytes(self) -> int:
         """Bytes held by this part."""
-        return sum(t.numel() * t.element_size() for t in self.tensors)
+        return _size(self.tensors)
 
 
 @dataclass
@@ -155,7 +155,7 @@ class Core:
         for key in keys:
             if key in self.store:
                 raise AlreadyExists(f"{key} exists on this server")
-        self._afford(sum(t.numel() * t.element_size() for t in request.tensors))
+        self._afford(_size(request.tensors))
         with self._writing(keys):
             for key, tensor in zip(keys, request.tensors, strict=True):
                 self.store.create(key, tensor)
@@ -202,10 +202,18 @@ class Core:
         return Ok({"versions": versions, "version": self.version, "step": self.step}, fresh)
 
     def _copy(self, key: str) -> torch.Tensor:
-        """An immutable copy of a value, made once for each version and shared by its readers."""
-        if key not in self.published:
-            self.published[key] = self.store.get(key).detach().clone(memory_format=torch.contiguous_format)
-        return self.published[key]
+        """An immutable copy of a value, made once for each version and shared by its readers while there is room."""
+        if key in self.published:
+            return self.published[key]
+        copy = self.store.get(key).detach().clone(memory_format=torch.contiguous_format)
+        if self.store.budget is None or self._used + copy.numel() * copy.element_size() <= self.store.budget:
+            self.published[key] = copy
+        return copy
+
+    @property
+    def _used(self) -> int:
+        """Bytes of values, staged parts and published copies."""
+        return self.store.bytes + sum(held.nbytes for held in self.rounds.values()) + _size(self.published.values())
 
     # -- plans ----------------------------------------------------------------------------------------------
 
@@ -326,7 +334,7 @@ class Core:
         staged = sum(held.nbytes for held in self.rounds.values())
         return Ok({
             "version": self.version, "step": self.step, "bytes": self.store.bytes, "staged": staged,
-            "published": sum(t.numel() * t.element_size() for t in self.published.values()),
+            "published": _size(self.published.values()),
             "budget": self.store.budget, "variables": len(self.versions), "plans": len(self.plans),
             "applied": self.ledger.applied, "dups": self.ledger.dups,
         })  # fmt: skip
@@ -340,11 +348,12 @@ class Core:
         return self.store.get(key)
 
     def _afford(self, asked: int) -> None:
-        used = self.store.bytes + sum(held.nbytes for held in self.rounds.values())
-        if self.store.budget is not None and used + asked > self.store.budget:
-            raise ResourceExhausted(
-                f"bytes on this parameter server: asked {asked}, used {used}, limit {self.store.budget}"
-            )
+        budget = self.store.budget
+        if budget is None or self._used + asked <= budget:
+            return
+        self.published.clear()  # they can be made again
+        if self._used + asked > budget:
+            raise ResourceExhausted(f"bytes on this parameter server: asked {asked}, used {self._used}, limit {budget}")
 
     @contextmanager
     def _writing(self, keys: Iterable[str]) -> Any:
@@ -411,6 +420,10 @@ def _keys(request: Request) -> list[str]:
 def _same_number(a: Sequence[Any], b: Sequence[Any]) -> None:
     if len(a) != len(b):
         raise InvalidArgument(f"{len(a)} names, but {len(b)} entries")
+
+
+def _size(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def _spec(tensor: torch.Tensor) -> str:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import dask
 from distributed import Client, KilledWorker, LocalCluster, Security, default_client
@@ -21,7 +23,7 @@ from distributed import Client, KilledWorker, LocalCluster, Security, default_cl
 from tfnb.cluster.engine import Member
 from tfnb.cluster.messages import Failed, Ok, Outcome, Peer, raised
 from tfnb.cluster.task import Task, versions
-from tfnb.cluster.transport import ClientLink, is_local, parse_address, scheduler_address
+from tfnb.cluster.transport import ClientLink, Handle, is_local, parse_address, scheduler_address, wait
 from tfnb.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -31,9 +33,11 @@ from tfnb.errors import (
     VersionMismatch,
 )  # fmt: skip
 
+T = TypeVar("T")
+
 EPOCH = 1
 _OURS = {"DASK_DISTRIBUTED__COMM__OFFLOAD": "False", "DASK_DISTRIBUTED__COMM__SHARD": "512MiB"}
-_SETTINGS = {"distributed.scheduler.worker-ttl": "30s", "distributed.comm.timeouts.connect": "10s"}
+_SETTINGS = {"distributed.scheduler.worker-ttl": "30s", "distributed.comm.timeouts.connect": "30s"}
 _SCHEMES = ("tcp", "tls", "ws", "wss", "inproc", "unix", "ucx", "ucxx")
 _LOST = "Worker holding Actor was lost"  # Dask's words
 _ENCRYPTED = ("tls", "wss", "inproc", "unix")
@@ -116,6 +120,8 @@ def _address(text: str, ps: int | None, security: Security | None, insecure: boo
         if scheme not in _SCHEMES or (scheme not in ("inproc", "unix") and not port.isdigit()):
             raise InvalidArgument(f"{text!r} is no scheduler address: expected one like tcp://127.0.0.1:8786")
         _check_secure(text, insecure)
+        if scheme in ("tls", "wss") and security is None and not dask.config.get("distributed.comm.tls.ca-file"):
+            raise InvalidArgument(f"{text} is encrypted: pass security=distributed.Security(...) with its certificates")
         place = _dialled(text, text, security, timeout)
     place.ps = ps
     return place
@@ -131,18 +137,25 @@ def _check_secure(address: str, insecure: bool) -> None:
 
 
 def _dialled(target: Any, name: str, security: Any, timeout: float, **kwargs: Any) -> Place:
-    begin = time.monotonic()
-    client = Client.__new__(Client)  # so that a half-made one can be closed
-    try:
-        with dask.config.set({"distributed.comm.timeouts.connect": timeout}):
-            client.__init__(  # type: ignore[misc]
-                *([target] if target is not None else []), timeout=timeout, security=security, set_as_default=False,
-                **kwargs,
-            )  # fmt: skip
-    except BaseException as error:
-        _quietly(client)
-        if not isinstance(error, (OSError, TimeoutError, asyncio.TimeoutError)):
+    """A client of our own."""
+
+    def make() -> Client:
+        client = Client.__new__(Client)  # so that a half-made one can be closed
+        try:
+            with dask.config.set({"distributed.comm.timeouts.connect": timeout}):
+                client.__init__(  # type: ignore[misc]
+                    *([target] if target is not None else []),
+                    timeout=timeout, security=security, set_as_default=False, **kwargs,
+                )  # fmt: skip
+        except BaseException:
+            _quietly(client)
             raise
+        return client
+
+    begin = time.monotonic()
+    try:
+        client = _opened(make, timeout + 5, f"connecting to {name}")
+    except (OSError, TimeoutError) as error:
         spent = time.monotonic() - begin
         raise Unavailable(
             f"no Dask scheduler answered at {name} within {spent:.1f} s (timeout {timeout:g} s). "
@@ -151,10 +164,35 @@ def _dialled(target: Any, name: str, security: Any, timeout: float, **kwargs: An
     return Place(client, [client.close])
 
 
+def _opened(make: Callable[[], T], timeout: float, what: str) -> T:
+    """What ``make`` makes, in a thread of its own: Ctrl-C is seen at once, and what comes too late is closed."""
+    handle: Handle[T] = Handle()
+    unwanted = threading.Event()
+
+    def work() -> None:
+        future: Future[T] = Future()
+        try:
+            future.set_result(make())
+        except BaseException as error:  # raised by who waits
+            future.set_exception(error)
+        handle.finish(future)
+        if unwanted.is_set() and future.exception() is None:
+            _quietly(future.result(timeout=0))
+
+    threading.Thread(target=work, name="tfnb-connect", daemon=True).start()
+    try:
+        return wait(handle, timeout, what)
+    except BaseException:
+        unwanted.set()
+        if handle.task and handle.task[0].exception() is None:  # made between the interrupt and here
+            _quietly(handle.task[0].result())
+        raise
+
+
 def _quietly(thing: Any) -> None:
     """Close what was half made; it may lack whatever a close needs."""
     try:
-        thing.close(timeout=2)
+        thing.close(timeout=10)
     except Exception:  # the error that led here is the one to show
         logging.getLogger(__name__).debug("closing %r failed", type(thing), exc_info=True)
 
@@ -164,15 +202,19 @@ def local(tasks: int, ps: int | None, timeout: float) -> Place:
     if tasks < 1:
         raise InvalidArgument(f"connect({tasks}): at least one compute task is needed")
     ps = 1 if ps is None else ps
-    cluster = LocalCluster.__new__(LocalCluster)
-    try:
-        with dask.config.set({**_SETTINGS, "distributed.comm.timeouts.connect": timeout}):
-            cluster.__init__(  # type: ignore[misc]
+    begin = time.monotonic()
+
+    def make() -> LocalCluster:
+        with dask.config.set(_SETTINGS):
+            return LocalCluster(
                 n_workers=tasks + ps, threads_per_worker=1, processes=True, host="127.0.0.1",
                 dashboard_address="127.0.0.1:0", scheduler_kwargs={"dashboard": False}, silence_logs=logging.ERROR,
                 env=_OURS, preload=["tfnb.cluster.task"],
             )  # fmt: skip
-        place = _dialled(cluster, str(cluster.scheduler_address), None, timeout)
+
+    cluster = _opened(make, timeout, f"starting {tasks + ps} worker processes")
+    try:
+        place = _dialled(cluster, str(cluster.scheduler_address), None, max(1.0, timeout - time.monotonic() + begin))
     except BaseException:
         _quietly(cluster)
         raise

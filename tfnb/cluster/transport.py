@@ -11,6 +11,7 @@ begun goes on in the event loop.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import itertools
 import random
 import socket
@@ -300,32 +301,37 @@ class ClientLink(Link):
 
     def wait(self, handle: Handle[T], timeout: float | None, what: str) -> T:
         """The result of what was begun. Raises DeadlineExceeded after ``timeout`` seconds; the work goes on."""
-        end = float("inf") if timeout is None else time.monotonic() + timeout
-        while not handle.task:
-            if time.monotonic() >= end:
-                raise DeadlineExceeded(f"{what} did not end within {timeout:.1f} s")
-            handle.gate.acquire(timeout=_TURN)
-        return handle.task[0].result()
+        return wait(handle, timeout, what)
 
 
 class Handle(Generic[T]):
-    """Work begun in the event loop, as the blocking side sees it.
+    """Work begun elsewhere, as the blocking side sees it.
 
     A bare lock that only one side releases: an interrupt between any two bytecodes leaves nothing locked that
-    the event loop needs, which a `concurrent.futures.Future` does not promise.
+    the other side needs, which a `concurrent.futures.Future` does not promise.
     """
 
     def __init__(self) -> None:
-        self.task: list[asyncio.Task[T]] = []
+        self.task: list[asyncio.Task[T] | concurrent.futures.Future[T]] = []
         self.gate = threading.Lock()
         self.gate.acquire()
 
-    def finish(self, task: asyncio.Task[T]) -> None:
-        """Called in the event loop when the work is done."""
+    def finish(self, task: asyncio.Task[T] | concurrent.futures.Future[T]) -> None:
+        """Called where the work is done, when it is."""
         if not task.cancelled():
             task.exception()  # seen, also if nobody waits any more
         self.task.append(task)
         self.gate.release()
+
+
+def wait(handle: Handle[T], timeout: float | None, what: str) -> T:
+    """The result of a handle, waited for in short turns so that Ctrl-C is seen; DeadlineExceeded after ``timeout``."""
+    end = float("inf") if timeout is None else time.monotonic() + timeout
+    while not handle.task:
+        if time.monotonic() >= end:
+            raise DeadlineExceeded(f"{what} did not end within {timeout:.1f} s")
+        handle.gate.acquire(timeout=_TURN)
+    return handle.task[0].result()
 
 
 def scheduler_address(client: Client) -> str:
