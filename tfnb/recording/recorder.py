@@ -20,12 +20,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tfnb.errors import InvalidArgument, ShapeError, StaleNode, Unsupported
+from tfnb.errors import InvalidArgument, ShapeError, StaleNode
 from tfnb.graph import Graph, Guard, Node, Owner, Ref, Source, Spec, Value, Variable
 from tfnb.graph.node import leaves
 from tfnb.graph.variable import updated
 from tfnb.kernels.random import seeded
-from tfnb.recording.ops import Facts, Op, bind, facts, op_name, twin, unbind
+from tfnb.recording.ops import Facts, Op, bind, facts, op_name
 from tfnb.recording.replaced import REPLACED, SHAPES
 from tfnb.recording.report import explained, user_level
 from tfnb.recording.scopes import Scopes, clean
@@ -34,6 +34,7 @@ from tfnb.recording.tensor import Base, Entry, Operation, Tensor
 from tfnb.recording.variables import known, variable
 from tfnb.recording.views import View
 from tfnb.recording.workspace import stream_seed, workspace
+from tfnb.recording.writes import record_write
 
 aten = torch.ops.aten
 BIG_CONSTANT = 1 << 20  # bytes; larger captured tensors are announced and kept by reference
@@ -298,7 +299,7 @@ class Recorder(TorchDispatchMode):
             if result is not NotImplemented:
                 return result
         if own.writes:
-            return self._write_call(func, own, args, kwargs)
+            return record_write(self, func, own, args, kwargs)
         return self._call(func, own, args, kwargs)
 
     def _leave(self, tensor: torch.Tensor) -> Any:
@@ -423,64 +424,6 @@ class Recorder(TorchDispatchMode):
         if isinstance(source, Tensor) and source._space is self.space:
             return source._family, source._chain, attrs
         return self._plain_base(source), (), attrs
-
-    # -- writes ---------------------------------------------------------------------------------------------------
-
-    def _write_call(self, func: Op, own: Facts, args: Any, kwargs: Any) -> Any:
-        """An op that writes: record its twin, then rebind what it wrote."""
-        other = twin(func)
-        named = dict(zip(own.names, args, strict=False)) | kwargs
-        if other is None:
-            raise Unsupported(
-                f"{op_name(func)} writes in place and has no out-of-place form{self.tape.at()}; "
-                "use an out-of-place call", op=op_name(func),
-            )  # fmt: skip
-        targets = [named[name] for name in own.writes]
-        known_args = own.defaults | named  # the twin may have other defaults, or none
-        passed = {name: known_args[name] for name in facts(other).names if name in known_args}
-        # as in torch, a write made with grad mode off leaves the path of gradients through its target as it was
-        straight = frozenset() if torch.is_grad_enabled() else frozenset({"in_place"})
-        with self.on(), self.tagged(straight, self.tape.marks.forward):
-            call_args, call_kwargs = unbind(other, passed)
-            results = other(*call_args, **call_kwargs)
-            flat = results if isinstance(results, (list, tuple)) else (results,)
-            if len(targets) == 1 and isinstance(targets[0], (list, tuple)):
-                targets = list(targets[0])  # foreach ops
-            for target, result in zip(targets, flat, strict=True):
-                self.rebind(target, result if own.is_reshaping else self._like(target, result))
-        if own.is_reshaping:
-            return flat[0]  # a handle keeps the shape it was made with; what is returned has the new one
-        returned = tuple(named[name] if name is not None else None for name in own.returns_written)
-        return returned[0] if len(returned) == 1 else (returned or None)
-
-    def _like(self, target: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-        """What a write of ``result`` into ``target`` stores: the target's dtype and shape."""
-        if result.dtype != target.dtype:
-            result = result.to(target.dtype)
-        return result if result.shape == target.shape else result.expand(target.shape)
-
-    def rebind(self, target: torch.Tensor, new: torch.Tensor) -> None:
-        """What ``target`` (a recorded tensor, a view, a parameter, a buffer) means from here on: ``new``."""
-        if not isinstance(target, Tensor):
-            entry, base = self._entry(new), self._plain_base(target)
-            with self.tagged(frozenset({"buffer"}) if self.scopes.is_buffer(target) else frozenset()):
-                base.write(entry)
-            return
-        base, chain = target._family, target._chain
-        steps: list[torch.Tensor] = [self._wrap(base.entry, base)]
-        for view in chain[:-1]:
-            steps.append(view.apply(steps[-1]))
-        put = new
-        for view, step in zip(reversed(chain), reversed(steps), strict=False):
-            put = view.put(step, put)
-        if base.written is not None and not self._is_open(base):
-            raise Unsupported(f"a write through a view of a variable of an earlier recording{self.tape.at()}")
-        base.write(self._entry(put))
-        target._entry = self._entry(new) if chain else base.entry
-        target._seen = base.version
-
-    def _is_open(self, base: Base) -> bool:
-        return any(base is mine for mine in self._reads.values())
 
     # -- tensors to entries -----------------------------------------------------------------------------------------
 

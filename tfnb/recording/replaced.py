@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from tfnb.recording.writes import rebind
+
 aten = torch.ops.aten
 
 
@@ -31,8 +33,8 @@ def _batch_norm(
     if mean is None:
         return aten._native_batch_norm_legit.no_stats(x, w, b, True, momentum, eps)[0]
     out, _, _, new_mean, new_var = aten._native_batch_norm_legit_functional(x, w, b, mean, var, True, momentum, eps)
-    rec.rebind(mean, new_mean)
-    rec.rebind(var, new_var)
+    rebind(rec, mean, new_mean)
+    rebind(rec, var, new_var)
     return out
 
 
@@ -44,8 +46,8 @@ def _native_batch_norm(
     if mean is None:
         return aten._native_batch_norm_legit.no_stats(x, w, b, True, momentum, eps)
     *outs, new_mean, new_var = aten._native_batch_norm_legit_functional(x, w, b, mean, var, True, momentum, eps)
-    rec.rebind(mean, new_mean)
-    rec.rebind(var, new_var)
+    rebind(rec, mean, new_mean)
+    rebind(rec, var, new_var)
     return tuple(outs)
 
 

@@ -1,0 +1,73 @@
+"""Writes while recording: an op that writes in place becomes its out-of-place twin, and its target means the result.
+
+A write to a view is put back into the base it looks at, so every alias sees it; see `tfnb.recording.views`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tfnb.errors import Unsupported
+from tfnb.recording.ops import Facts, Op, facts, op_name, twin, unbind
+from tfnb.recording.tensor import Tensor
+
+if TYPE_CHECKING:
+    from tfnb.recording.recorder import Recorder
+
+
+def record_write(rec: Recorder, func: Op, own: Facts, args: Any, kwargs: Any) -> Any:
+    """Record the twin of ``func``, then rebind what it writes; returns what ``func`` would."""
+    other = twin(func)
+    named = dict(zip(own.names, args, strict=False)) | kwargs
+    if other is None:
+        raise Unsupported(
+            f"{op_name(func)} writes in place and has no out-of-place form{rec.tape.at()}; "
+            "use an out-of-place call", op=op_name(func),
+        )  # fmt: skip
+    targets = [named[name] for name in own.writes]
+    known_args = own.defaults | named  # the twin may have other defaults, or none
+    passed = {name: known_args[name] for name in facts(other).names if name in known_args}
+    # as in torch, a write made with grad mode off leaves the path of gradients through its target as it was
+    straight = frozenset() if torch.is_grad_enabled() else frozenset({"in_place"})
+    with rec.on(), rec.tagged(straight, rec.tape.marks.forward):
+        call_args, call_kwargs = unbind(other, passed)
+        results = other(*call_args, **call_kwargs)
+        flat = results if isinstance(results, (list, tuple)) else (results,)
+        if len(targets) == 1 and isinstance(targets[0], (list, tuple)):
+            targets = list(targets[0])  # foreach ops
+        for target, result in zip(targets, flat, strict=True):
+            rebind(rec, target, result if own.is_reshaping else _fitting(target, result))
+    if own.is_reshaping:
+        return flat[0]  # a handle keeps the shape it was made with; what is returned has the new one
+    returned = tuple(named[name] if name is not None else None for name in own.returns_written)
+    return returned[0] if len(returned) == 1 else (returned or None)
+
+
+def _fitting(target: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """What a write of ``result`` into ``target`` stores: the target's dtype and shape."""
+    if result.dtype != target.dtype:
+        result = result.to(target.dtype)
+    return result if result.shape == target.shape else result.expand(target.shape)
+
+
+def rebind(rec: Recorder, target: torch.Tensor, new: torch.Tensor) -> None:
+    """What ``target`` (a recorded tensor, a view, a parameter, a buffer) means from here on: ``new``."""
+    if not isinstance(target, Tensor):
+        entry, base = rec._entry(new), rec._plain_base(target)
+        with rec.tagged(frozenset({"buffer"}) if rec.scopes.is_buffer(target) else frozenset()):
+            base.write(entry)
+        return
+    base, chain = target._family, target._chain
+    steps: list[torch.Tensor] = [rec._wrap(base.entry, base)]
+    for view in chain[:-1]:
+        steps.append(view.apply(steps[-1]))
+    put = new
+    for view, step in zip(reversed(chain), reversed(steps), strict=False):
+        put = view.put(step, put)
+    if base.written is not None and all(base is not read for read in rec._reads.values()):
+        raise Unsupported(f"a write through a view of a variable of an earlier recording{rec.tape.at()}")
+    base.write(rec._entry(put))
+    target._entry = rec._entry(new) if chain else base.entry
+    target._seen = base.version
