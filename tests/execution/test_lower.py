@@ -14,7 +14,7 @@ from tfnb.errors import InvalidArgument
 from tfnb.execution import lower
 from tfnb.graph import Contents, Graph, Value
 from tfnb.graph.check import check
-from tfnb.passes import drop_double_transposes, prune
+from tfnb.passes import prune
 
 
 def all_values(contents: Contents) -> list[Value]:
@@ -58,28 +58,6 @@ def test_pruning_never_changes_a_fetch(contents: Contents, data: st.DataObject) 
     check(pruned.contents) if contents.placeholders[0] in pruned.nodes else None
     assert len(prune(pruned, [fetch], []).nodes) == len(pruned.nodes)
     torch.testing.assert_close(run(contents, [fetch], feed)[0][0], want, equal_nan=True, rtol=0, atol=0)
-
-
-def test_transposes_that_undo_one_another_disappear() -> None:
-    with tfnb.record() as g:
-        x = tfnb.placeholder(torch.randn(4, 3), name="x")
-        y = x.t().mT.t().exp()
-        z = x.t().t().sin()
-    simpler = drop_double_transposes(g)
-    check(simpler.contents)
-    assert [n.op for n in prune(simpler, [y.value], []).nodes].count("aten.t.default") == 1
-    assert len(prune(simpler, [z.value], []).nodes) == 2
-    data = torch.randn(5, 3)
-    assert torch.equal(tfnb.run(y, {x: data}), data.t().exp())
-
-
-def test_a_fed_transpose_is_not_looked_through() -> None:
-    with tfnb.record():
-        x = tfnb.placeholder(torch.randn(4, 3), name="x")
-        t = x.t()
-        y = t.t() + 0
-    fed = torch.randn(3, 5)
-    assert torch.equal(tfnb.run(y, {t: fed}), fed.t())
 
 
 def test_updates_fuse_into_one_call_unless_somebody_looks() -> None:

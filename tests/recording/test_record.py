@@ -326,3 +326,10 @@ def test_variables_are_labelled_by_path_root_and_python_name() -> None:
         x = tfnb.placeholder(torch.randn(4, 3))
         y = model(x) + model2(x) * scale
     assert [v.name for v in g.variables] == ["0.weight", "0.bias", "model2.0.weight", "model2.0.bias", "scale"]
+
+
+def test_attention_without_dropout_is_not_random() -> None:
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.randn(2, 3, 4, 5))
+        torch.nn.functional.scaled_dot_product_attention(x, x, x)
+    assert all(node.stream is None for node in g.nodes)

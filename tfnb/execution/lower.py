@@ -24,7 +24,7 @@ from tfnb.graph.ops import overload
 from tfnb.graph.spec import Dim
 from tfnb.kernels.optim import FUSED
 from tfnb.kernels.random import mix, seeded
-from tfnb.passes import drop_double_transposes, feed_symbols, prune
+from tfnb.passes import feed_symbols, optimize
 from tfnb.recording.ops import facts, unbind
 
 aten = torch.ops.aten
@@ -100,9 +100,7 @@ def lower(graph: Graph, fetches: Iterable[Value], feeds: Iterable[Value]) -> Pro
     A fetch of a node without outputs gives None. Raises InvalidArgument naming a placeholder that would have to be fed.
     """
     fetches, feeds = tuple(fetches), tuple(feeds)
-    graph = drop_double_transposes(graph, feeds)
-    pruned = prune(graph, fetches, feeds)
-    return _Lowering(graph, pruned, fetches, feeds).program()
+    return _Lowering(graph, optimize(graph, fetches, feeds), fetches, feeds).program()
 
 
 class _Lowering:

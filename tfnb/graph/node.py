@@ -72,11 +72,17 @@ class Node:
     tags: frozenset[str] = frozenset()
     stream: int | None = None
     forward: int | None = None  # the forward node this backward node belongs to
+    _symbols: tuple[str, ...] | None = field(default=None, init=False, repr=False)
 
     @property
     def symbols(self) -> tuple[str, ...]:
         """Symbols that the op's arguments need at run time."""
-        return tuple(dict.fromkeys(s for leaf in leaves(self.attrs) if isinstance(leaf, Dim) for s in leaf.symbols))
+        found = self._symbols
+        if found is None:  # every pass asks every node
+            dims = (leaf for leaf in leaves(self.attrs) if isinstance(leaf, Dim))
+            found = tuple(dict.fromkeys(s for dim in dims for s in dim.symbols))
+            object.__setattr__(self, "_symbols", found)
+        return found
 
     def value(self, index: int = 0) -> Value:
         """Output number ``index`` as a Value."""

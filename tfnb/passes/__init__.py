@@ -1,6 +1,9 @@
 """Passes: functions from Graph to Graph."""
 
+from tfnb.passes.fold import fold
+from tfnb.passes.merge import merge
+from tfnb.passes.pipeline import PIPELINE, optimize, stages
 from tfnb.passes.prune import feed_symbols, prune
-from tfnb.passes.transposes import drop_double_transposes
+from tfnb.passes.simplify import simplify
 
-__all__ = ["drop_double_transposes", "feed_symbols", "prune"]
+__all__ = ["PIPELINE", "feed_symbols", "fold", "merge", "optimize", "prune", "simplify", "stages"]

@@ -1,0 +1,46 @@
+"""Merging of duplicates (common subexpressions): the same pure op on the same inputs is computed once.
+
+White paper §5.1, semantics S-140. Recomputed nodes are meant to be computed again, and stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Mapping
+from typing import Any
+
+import torch
+
+from tfnb.graph import Graph, Node, Value
+from tfnb.passes.rewrite import is_pure, redirected, with_nodes
+
+
+def merge(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Value] = ()) -> Graph:
+    """Consumers of a node that repeats an earlier one use the earlier one. Nothing is removed here.
+
+    A fetched or fed node stays its own.
+    """
+    own = {value.node for value in (*fetches, *feeds)}
+    first: dict[Hashable, Node] = {}
+    same: dict[Value, Value] = {}
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        node = redirected(node, same)
+        nodes.append(node)
+        if node.id in own or not is_pure(node) or "recompute" in node.tags:
+            continue
+        key = (node.op, node.inputs, node.control, node.device, _frozen(node.attrs))
+        earlier = first.setdefault(key, node)
+        if earlier is not node:
+            same.update({node.value(i): earlier.value(i) for i in range(len(node.outputs))})
+    return with_nodes(graph, nodes)
+
+
+def _frozen(tree: Any) -> Hashable:
+    """Nested arguments as a key: numbers with their type (1, 1.0 and True differ), tensors by identity."""
+    if isinstance(tree, Mapping):
+        return tuple((name, _frozen(item)) for name, item in sorted(tree.items()))
+    if isinstance(tree, (list, tuple)):
+        return (type(tree).__name__, *map(_frozen, tree))
+    if isinstance(tree, torch.Tensor):
+        return id(tree)
+    return (type(tree).__name__, repr(tree) if isinstance(tree, float) else tree)

@@ -1,0 +1,45 @@
+"""The passes in order, and the loop that applies them until nothing changes (semantics S-140)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from tfnb.graph import Contents, Graph, Value
+from tfnb.passes.fold import fold
+from tfnb.passes.merge import merge
+from tfnb.passes.prune import prune
+from tfnb.passes.rewrite import Pass
+from tfnb.passes.simplify import simplify
+
+PIPELINE: tuple[Pass, ...] = (fold, simplify, merge)  # between two prunings
+ROUNDS = 10
+
+
+def optimize(graph: Graph, fetches: Collection[Value], feeds: Collection[Value]) -> Graph:
+    """The graph that computes ``fetches`` from ``feeds`` with the least work; values and writes are the same."""
+    *_, (_, last) = stages(graph, fetches, feeds)
+    return last
+
+
+def stages(graph: Graph, fetches: Collection[Value], feeds: Collection[Value]) -> Iterator[tuple[str, Graph]]:
+    """Each pass that changed something and the graph after it, from the first pruning to the last."""
+    whole, graph = graph, prune(graph, fetches, feeds)
+    yield "prune", graph
+    for _ in range(ROUNDS):
+        before, seen = graph.nodes, _with_fed(graph, whole, feeds)
+        for run in PIPELINE:
+            after = run(seen, fetches, feeds)
+            if after is not seen:
+                yield run.__name__, after
+            seen = after
+        graph = prune(seen, fetches, feeds)
+        if graph.nodes == before:
+            return
+        yield "prune", graph
+
+
+def _with_fed(graph: Graph, whole: Graph, feeds: Collection[Value]) -> Graph:
+    """The graph with the nodes of the fed values in front: their specs are facts that passes may use."""
+    fed = dict.fromkeys(value.node for value in feeds)
+    nodes = tuple(whole.contents.by_id[i] for i in fed if i not in graph.contents.by_id)
+    return graph.derive(Contents((*nodes, *graph.nodes), graph.contents.guards))

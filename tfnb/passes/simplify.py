@@ -1,0 +1,275 @@
+"""Algebra: a table of rewrites that give the same values from fewer or cheaper ops.
+
+Each row says what it does, for which ops, and how: a function of the node and of what produces its inputs that returns
+the value that equals its output, a node in its place, or None. Rows never change dtypes, and never the strides of what
+a view looks at. What a compiler does better (fusing pointwise ops) is not repeated here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tfnb.graph import Graph, Node, Ref, Value
+from tfnb.graph.ops import overload
+from tfnb.passes.rewrite import redirected, with_nodes
+
+
+class Look:
+    """The graph as a row sees it: what produces a value, and who else takes it."""
+
+    def __init__(self, graph: Graph, fixed: Collection[int]) -> None:
+        self._nodes = {node.id: node for node in graph.nodes}
+        self._consumers = graph.contents.consumers
+        self._fixed = fixed
+
+    def update(self, node: Node) -> None:
+        """A node as it is now."""
+        self._nodes[node.id] = node
+
+    def producer(self, value: Value) -> Node | None:
+        """The node behind a value, if it may be looked through: not what is fed."""
+        node = self._nodes.get(value.node)
+        return None if node is None or node.id in self._fixed else node
+
+    def spec(self, value: Value) -> Any:
+        """dtype and shape of a value; None for one that only the feeds know."""
+        node = self._nodes.get(value.node)
+        return None if node is None else node.outputs[value.index]
+
+    def only_user(self, value: Value) -> bool:
+        """Whether one node takes the value, and it is not fetched."""
+        return len(self._consumers.get(value, ())) == 1 and value.node not in self._fixed
+
+    def users(self, value: Value) -> list[Node]:
+        """Nodes that take the value."""
+        return [self._nodes[i] for i in self._consumers.get(value, ())]
+
+
+Rewrite = Callable[[Node, Look], Value | Node | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One rewrite: its name is its comment."""
+
+    name: str
+    ops: frozenset[str]
+    rewrite: Rewrite
+
+
+ROWS: list[Row] = []
+
+
+def row(name: str, *ops: str) -> Callable[[Rewrite], Rewrite]:
+    """Add a row to the table."""
+
+    def add(rewrite: Rewrite) -> Rewrite:
+        ROWS.append(Row(name, frozenset(f"aten.{op}" for op in ops), rewrite))
+        return rewrite
+
+    return add
+
+
+def simplify(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Value] = ()) -> Graph:
+    """Apply the table once to every node. Nothing is removed here: prune drops what nobody needs any more."""
+    fixed = {value.node for value in (*fetches, *feeds)}
+    look = Look(graph, {value.node for value in feeds})
+    same: dict[Value, Value] = {}
+    nodes: list[Node] = []
+    for old in graph.nodes:
+        node = redirected(old, same)
+        found = None if node.id in look._fixed else _rewritten(node, look)
+        if isinstance(found, Node):
+            node = found
+        elif found is not None and node.id not in fixed:
+            same[node.value()] = found
+        look.update(node)
+        nodes.append(node)
+    return with_nodes(graph, nodes)
+
+
+def _rewritten(node: Node, look: Look) -> Value | Node | None:
+    return next((r for row in _BY_OP.get(node.op, ()) if (r := row.rewrite(node, look)) is not None), None)
+
+
+_KEEP_STRIDES = ("aten._unsafe_view.default", "aten.clone.default")
+
+# -- what rows ask ----------------------------------------------------------------------------------------------
+
+
+def _input(node: Node, name: str = "self") -> Value | None:
+    """The value passed as argument ``name``, if it is a tensor."""
+    ref = node.attrs.get(name)
+    return node.inputs[ref.input] if isinstance(ref, Ref) else None
+
+
+def _unchanged(node: Node, look: Look) -> Value | None:
+    """The input, if it has the very dtype, shape and device of the output."""
+    source = _input(node)
+    return source if source is not None and look.spec(source) == node.outputs[0] else None
+
+
+def _before(node: Node, look: Look, *ops: str) -> Node | None:
+    """What produces the input, if it is one of ``ops``."""
+    source = _input(node)
+    producer = None if source is None else look.producer(source)
+    return producer if producer is not None and producer.op in {f"aten.{op}" for op in ops} else None
+
+
+def _is_number(node: Node, name: str, number: int) -> bool:
+    value = node.attrs.get(name)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == number
+
+
+# -- the table --------------------------------------------------------------------------------------------------
+
+
+@row("alias(x) -> x", "alias.default", "detach.default", "lift_fresh.default")
+def _(node: Node, look: Look) -> Value | None:
+    return _unchanged(node, look)
+
+
+@row("x * 1 -> x; x / 1 -> x", "mul.Tensor", "mul.Scalar", "div.Tensor", "div.Scalar")
+def _(node: Node, look: Look) -> Value | None:
+    return _unchanged(node, look) if _is_number(node, "other", 1) else None
+
+
+@row("x - 0 -> x", "sub.Tensor", "sub.Scalar")  # not x + 0: that makes -0. a 0.
+def _(node: Node, look: Look) -> Value | None:
+    return _unchanged(node, look) if _is_number(node, "other", 0) else None
+
+
+@row("x ** 1 -> x", "pow.Tensor_Scalar")
+def _(node: Node, look: Look) -> Value | None:
+    return _unchanged(node, look) if _is_number(node, "exponent", 1) else None
+
+
+@row("-(-x) -> x", "neg.default")
+def _(node: Node, look: Look) -> Value | None:
+    inner = _before(node, look, "neg.default")
+    return None if inner is None else _input(inner)
+
+
+@row("(x.T).T -> x", "t.default", "transpose.int")
+def _(node: Node, look: Look) -> Value | None:
+    inner = _before(node, look, "t.default", "transpose.int")
+    return _input(inner) if inner is not None and _swapped(inner) == _swapped(node) is not None else None
+
+
+def _swapped(node: Node) -> tuple[int, int] | None:
+    """The two axes that a node exchanges, or None."""
+    rank = len(node.outputs[0].shape)
+    if rank < 2:
+        return None
+    if node.op == "aten.t.default":
+        return 0, 1
+    first, second = sorted((node.attrs["dim0"] % rank, node.attrs["dim1"] % rank))
+    return first, second
+
+
+@row("x.permute(p).permute(q) -> x.permute(p[q])", "permute.default")
+def _(node: Node, look: Look) -> Value | Node | None:
+    inner = _before(node, look, "permute.default")
+    if inner is None:
+        return None
+    rank = len(node.outputs[0].shape)
+    first = [dim % rank for dim in inner.attrs["dims"]]
+    dims = [first[dim % rank] for dim in node.attrs["dims"]]
+    source = inner.inputs[0]
+    return source if dims == list(range(rank)) else replace(node, inputs=(source,), attrs={**node.attrs, "dims": dims})
+
+
+@row("x.view(its shape) -> x", "view.default", "expand.default")
+def _(node: Node, look: Look) -> Value | None:
+    return _unchanged(node, look)
+
+
+@row("x.view(a).view(b) -> x.view(b)", "view.default")
+def _(node: Node, look: Look) -> Node | None:
+    inner = _before(node, look, "view.default", "_unsafe_view.default")
+    return None if inner is None else replace(node, inputs=inner.inputs[:1])
+
+
+@row("x.clone() -> x, where nobody minds the memory", "clone.default")
+def _(node: Node, look: Look) -> Value | None:
+    """Dropout with p = 0 is such a copy. A view may not be possible on other strides, and a write needs its own."""
+    if "memory_format" in node.attrs:
+        return None
+    users = look.users(node.value())
+    return _unchanged(node, look) if users and all(map(_takes_any_memory, users)) else None
+
+
+def _takes_any_memory(node: Node) -> bool:
+    """Whether an op's outputs are new memory, whatever the strides of its inputs: torch's own kernels are like that."""
+    if not node.op.startswith("aten."):
+        return False
+    op = overload(node.op)
+    returns_new = all(r.alias_info is None for r in op._schema.returns)
+    return (
+        returns_new and not op._schema.is_mutable and node.op not in ("aten._unsafe_view.default", "aten.clone.default")
+    )
+
+
+@row("zeros with row i from each of n values, added up -> stack", "add.Tensor")
+def _(node: Node, look: Look) -> Node | None:
+    """The cotangent of ``x.unbind(d)``: n copies of x-sized zeros otherwise."""
+    parts = _summands(node, look, "aten.select_backward.default")
+    if parts is None:
+        return None
+    dim, sizes = parts[0].attrs["dim"], parts[0].attrs["input_sizes"]
+    count = sizes[dim] if isinstance(sizes[dim], int) else None
+    at = {part.attrs["index"] % (count or 1): part.inputs[0] for part in parts}
+    alike = all(p.attrs["dim"] == dim and p.attrs["input_sizes"] == sizes for p in parts)
+    if not alike or count is None or len(at) != len(parts) or sorted(at) != list(range(count)):
+        return None
+    return _joined(node, "aten.stack.default", [at[i] for i in range(count)], dim)
+
+
+@row("zeros with rows a:b from each of n values, added up -> cat", "add.Tensor")
+def _(node: Node, look: Look) -> Node | None:
+    """The cotangent of ``x.split(sizes, d)``."""
+    parts = _summands(node, look, "aten.slice_backward.default")
+    if parts is None:
+        return None
+    dim, sizes = parts[0].attrs["dim"], parts[0].attrs["input_sizes"]
+    alike = all(p.attrs["dim"] == dim and p.attrs["input_sizes"] == sizes and p.attrs["step"] == 1 for p in parts)
+    if not alike or not all(isinstance(p.attrs[end], int) for p in parts for end in ("start", "end")):
+        return None
+    parts = sorted(parts, key=lambda part: part.attrs["start"])
+    ends = [0, *(part.attrs["end"] for part in parts)]
+    meets = all(part.attrs["start"] == end for part, end in zip(parts, ends, strict=False))
+    whole = isinstance(sizes[dim], int) and ends[-1] >= sizes[dim] and all(end <= sizes[dim] for end in ends[:-1])
+    return _joined(node, "aten.cat.default", [part.inputs[0] for part in parts], dim) if meets and whole else None
+
+
+def _summands(node: Node, look: Look, op: str) -> list[Node] | None:
+    """The nodes that a tree of additions adds up, if all are ``op`` and used only here."""
+    if "alpha" in node.attrs or len(node.inputs) != 2:
+        return None
+    found: list[Node] = []
+    stack: list[Value] = list(node.inputs)
+    while stack:
+        value = stack.pop()
+        part = look.producer(value)
+        if part is None or not look.only_user(value) or part.outputs[0].dtype is not node.outputs[0].dtype:
+            return None
+        if part.op == op:
+            found.append(part)
+        elif part.op == "aten.add.Tensor" and "alpha" not in part.attrs and len(part.inputs) == 2:
+            stack.extend(part.inputs)
+        else:
+            return None
+    return found
+
+
+def _joined(node: Node, op: str, values: Sequence[Value], dim: int) -> Node:
+    refs: Iterable[Ref] = map(Ref, range(len(values)))
+    return replace(node, op=op, inputs=tuple(values), attrs={"tensors": list(refs), "dim": dim})
+
+
+_BY_OP: dict[str, list[Row]] = {}
+for _row in ROWS:
+    for _op in _row.ops:
+        _BY_OP.setdefault(_op, []).append(_row)
