@@ -279,6 +279,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         __tracebackhide__ = True
         kwargs = kwargs or {}
+        if func in _SIZES:
+            return [int(size) for size in _SIZES[func](args[0])]
         own = facts(func)
         if func is aten._local_scalar_dense.default:
             return self._leave(args[0])
@@ -369,6 +371,8 @@ class Recorder(TorchDispatchMode):
             entry = Entry(Value(value.node, index), fake, sample)
             self.space.fakes[entry.value] = fake
             self.space.keep(entry.value, sample)
+            if sample is not None:
+                self.symbols.observe(fake, sample)
             view = () if base is None else (*chain, View(func, attrs, index))
             wrapped.append(self._wrap(entry, base, view))
         if isinstance(fakes, (list, tuple)):
@@ -508,6 +512,10 @@ class Recorder(TorchDispatchMode):
         return explained(func, error, described, self.where(), self.symbols.readable)
 
 
+# Composites in C++ that want numbers: they fix the sizes, which is heard as equalities and warned about.
+_SIZES: dict[Op, Callable[[torch.Tensor], Any]] = {
+    aten.size.default: torch.Tensor.size, aten.stride.default: torch.Tensor.stride,
+}  # fmt: skip
 _ANSWERS: dict[Op, Callable[..., Any]] = {aten.equal.default: torch.eq, aten.allclose.default: torch.isclose}
 
 

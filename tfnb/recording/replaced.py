@@ -66,6 +66,19 @@ def _matmul(rec: Any, a: Any, b: Any) -> Any:
     return a.reshape(-1, a.shape[-1]).mm(b).view(*a.shape[:-1], b.shape[-1])
 
 
+def _kron(rec: Any, a: Any, b: Any) -> Any:
+    """The product of all pairs: torch's own composite wants numbers for the sizes."""
+    rank = max(a.dim(), b.dim())
+    left, right = ([1] * (rank - t.dim()) + list(t.shape) for t in (a, b))
+    pairs = a.reshape([s for size in left for s in (size, 1)]) * b.reshape([s for size in right for s in (1, size)])
+    return pairs.reshape([i * j for i, j in zip(left, right, strict=True)])
+
+
+def _cdist(rec: Any, x1: Any, x2: Any, p: float = 2.0, compute_mode: Any = None) -> Any:
+    """One kernel, which chooses by the number of rows in each run; the composite would choose while recording."""
+    return aten._cdist_forward(x1, x2, p, compute_mode)
+
+
 def _unbind(rec: Any, x: Any, dim: int = 0) -> Any:
     """As many outputs as rows: the size is fixed by this line, whatever the shape rule of unbind concludes."""
     int(x.shape[dim])
@@ -99,6 +112,8 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     aten.linear.default: _linear,
     aten.matmul.default: _matmul,
     aten.unbind.int: _unbind,
+    aten.kron.default: _kron,
+    aten.cdist.default: _cdist,
     aten.lstm.input: _recurrent(aten.lstm.input, 5, 6),
     aten.gru.input: _recurrent(aten.gru.input, 5, 6),
     aten.rnn_tanh.input: _recurrent(aten.rnn_tanh.input, 5, 6),

@@ -90,6 +90,7 @@ class Symbols:
         self.fake_mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
         self._letters: dict[sympy.Symbol, str] = {}
         self._values: dict[str, Any] = {}  # letter -> SymInt
+        self._observed: dict[sympy.Symbol, sympy.Integer] = {}  # symbol -> its size in the samples
 
     def _heard(self, expr: Any, kernel: bool) -> None:
         if self.listener is not None:
@@ -113,6 +114,7 @@ class Symbols:
         size: Any = self.env.create_symintnode(symbol, hint=hint, source=source)
         self._letters[symbol] = letter
         self._values[letter] = size
+        self._observed[symbol] = sympy.Integer(hint)
         return size
 
     def get(self, letter: str) -> torch.SymInt:
@@ -162,10 +164,19 @@ class Symbols:
 
     def concrete(self, leaf: Any) -> Any:
         """An op argument for computing the sample."""
-        if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            hint = leaf.node.hint
+        if not isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return leaf
+        hint = leaf.node.hint
+        if hint is not None:
             return hint
-        return leaf
+        value = leaf.node.expr.xreplace(self._observed)
+        return leaf.node.pytype(value) if value.is_number else None
+
+    def observe(self, fake: torch.Tensor, sample: torch.Tensor) -> None:
+        """Remember the sizes of a sample that only its data tells."""
+        for size, seen in zip(fake.shape, sample.shape, strict=True):
+            if isinstance(size, torch.SymInt) and size.node.hint is None and size.node.expr.is_symbol:
+                self._observed[size.node.expr] = sympy.Integer(seen)
 
     def spec(self, fake: torch.Tensor) -> Spec:
         """The Spec of a fake (or plain) tensor."""
