@@ -24,12 +24,13 @@ _HOME = {
     "tfnb.doctor": ("doctor",),
     "tfnb.fitting": ("RunResult", "fit"),
     "tfnb.gradients": (
-        "clip_by_global_norm", "clip_by_norm", "clip_by_value", "gradients", "register_gradient", "stop_gradient",
+        "clip_by_global_norm", "clip_by_norm", "clip_by_value", "custom_gradient", "gradient_override", "gradients",
+        "jvp", "register_gradient", "stop_gradient",
     ),
     "tfnb.graph": ("Graph", "Node", "Spec", "Variable"),
     "tfnb.recording": (
         "Operation", "Tensor", "constant", "control_dependencies", "device", "graph", "graphs", "group",
-        "name_scope", "placeholder", "record", "variable",
+        "name_scope", "placeholder", "recompute", "record", "variable",
     ),
     "tfnb.session": ("Session", "run"),
 }  # fmt: skip

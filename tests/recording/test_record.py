@@ -298,27 +298,6 @@ def test_a_layer_called_twice_and_a_name_reused() -> None:
     assert torch.equal(tfnb.Session(g).run("h", {"x": data}), want)
 
 
-class Sign(torch.autograd.Function):
-    """Straight-through sign: its backward is not the derivative of its forward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.sign()
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy
-
-
-def test_an_autograd_function_runs_and_its_gradient_is_refused() -> None:
-    with tfnb.record():
-        x = tfnb.placeholder(torch.randn(3))
-        y = Sign.apply(x * 2)
-        with pytest.raises(tfnb.errors.NoGradient, match=r"autograd\.Function"):
-            tfnb.gradients(y.sum(), [x])
-    assert tfnb.run(y, {x: torch.tensor([1.0, -3.0])}).tolist() == [1, -1]
-
-
 def test_variables_are_labelled_by_path_root_and_python_name() -> None:
     model, model2 = nn.Sequential(nn.Linear(3, 2)), nn.Sequential(nn.Linear(3, 2))
     scale = nn.Parameter(torch.ones(2))

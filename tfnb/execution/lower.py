@@ -18,7 +18,7 @@ from torch import fx
 from tfnb.errors import BranchChanged, InvalidArgument
 from tfnb.execution.bindings import QUICK
 from tfnb.execution.commit import Pending, Update, commit
-from tfnb.graph import Graph, Node, Ref, Value, Variable
+from tfnb.graph import Graph, Node, Ref, Value, Variable, ops
 from tfnb.graph.node import map_leaves
 from tfnb.graph.ops import overload
 from tfnb.graph.spec import Dim
@@ -160,6 +160,8 @@ class _Lowering:
                 self._assign(node)
             case "tfnb.group":
                 pass
+            case ops.WITH_GRADIENT:
+                self._same(node)
             case "tfnb.guard":
                 self._note(self.fx.call_function(_branch(node), (self.values[node.inputs[0]],)), node)
             case _:
@@ -187,6 +189,14 @@ class _Lowering:
         self.state[variable] = at
         self.written[variable] = Value(node.id)
         self._set(Value(node.id), at, node)
+
+    def _same(self, node: Node) -> None:
+        """Values that have a gradient of their own are the values."""
+        for index, ref in enumerate(node.attrs["values"]):
+            value = node.inputs[ref.input]
+            self._set(Value(node.id, index), self.values[value], node)
+            if value in self.borrowed:
+                self.borrowed.add(Value(node.id, index))
 
     def _call(self, node: Node) -> None:
         op = overload(node.op)

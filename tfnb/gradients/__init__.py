@@ -2,10 +2,12 @@
 
 from tfnb.gradients import rules
 from tfnb.gradients.clip import clip_by_global_norm, clip_by_norm, clip_by_value
+from tfnb.gradients.custom import custom_gradient, gradient_override
+from tfnb.gradients.forward import jvp
 from tfnb.gradients.table import Forward, register_gradient
 from tfnb.gradients.walker import gradients, stop_gradient
 
 __all__ = [
-    "Forward", "clip_by_global_norm", "clip_by_norm", "clip_by_value", "gradients", "register_gradient", "rules",
-    "stop_gradient",
+    "Forward", "clip_by_global_norm", "clip_by_norm", "clip_by_value", "custom_gradient", "gradient_override",
+    "gradients", "jvp", "register_gradient", "rules", "stop_gradient",
 ]  # fmt: skip

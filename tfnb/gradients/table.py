@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
+from tfnb.errors import UnknownOp
 from tfnb.graph.node import Ref, Value, leaves, map_leaves
+from tfnb.graph.ops import WITH_GRADIENT
 from tfnb.recording.ops import facts, resolve
 
 Cotangent = torch.Tensor | Callable[[], torch.Tensor] | None
@@ -30,6 +32,9 @@ class Rule:
         self.function, self.outputs = function, outputs
 
     def __str__(self) -> str:
+        where = getattr(self.function, "where", None)
+        if where is not None:
+            return str(where)
         code = getattr(self.function, "__code__", None)
         return f"{code.co_filename} line {code.co_firstlineno}" if code else repr(self.function)
 
@@ -194,8 +199,10 @@ def overloads(name: str) -> list[Any]:
 @lru_cache(maxsize=4096)
 def gives_one(op: str) -> bool:
     """Whether the op returns one tensor, and not several or a list of them."""
-    returns = resolve(op)._schema.returns if op.count(".") > 1 else (None,)
-    return len(returns) == 1 and (returns[0] is None or str(returns[0].type) == "Tensor")
+    if op.count(".") < 2:
+        return op != WITH_GRADIENT
+    returns = resolve(op)._schema.returns
+    return len(returns) == 1 and str(returns[0].type) == "Tensor"
 
 
 def register_gradient(op: Any) -> Callable[[RuleFunction], RuleFunction]:
@@ -204,16 +211,31 @@ def register_gradient(op: Any) -> Callable[[RuleFunction], RuleFunction]:
     op: the custom op, an overload, or a name such as ``"mylib::swish"``. A rule already there is replaced.
     Raises UnknownOp for a name that no library registered.
     """
-    name = op_of(op)
-    NOGRAD.discard(name)
-    return rule(name)
+    names = ops_of(op)
+    NOGRAD.difference_update(names)
+    return rule(*names)
 
 
-def op_of(op: Any) -> str:
-    """The qualified overload name of an op given in any of torch's ways."""
+def ops_of(op: Any) -> tuple[str, ...]:
+    """The qualified names of the overloads meant by an op given in any of torch's ways; raises UnknownOp."""
     if isinstance(op, str):
-        name = op.replace("::", ".")
-        return str(resolve(name if name.count(".") > 1 else f"{name}.default"))
+        return _named(op.replace("::", "."))
     if isinstance(op, torch._ops.OpOverloadPacket):
-        return str(op.default)
-    return str(getattr(op, "_opoverload", op))  # a torch.library.custom_op holds its overload
+        return tuple(str(getattr(op, name)) for name in op.overloads() if _is_op(op, name))
+    op = getattr(op, "_opoverload", op)  # a torch.library.custom_op holds its overload
+    if not isinstance(op, torch._ops.OpOverload):
+        raise UnknownOp(f"{op!r} is not an op: give an overload or packet of torch.ops (torch.ops.aten.relu.default), "
+                        'a torch.library.custom_op, or a name ("aten::relu")')  # fmt: skip
+    return (str(op),)
+
+
+def _is_op(packet: Any, overload: str) -> bool:
+    """Whether the overload is one of the dispatcher's, and not only TorchScript's."""
+    name = "" if overload == "default" else overload
+    return torch._C._dispatch_has_kernel(packet._qualified_op_name + (f".{name}" if name else ""))
+
+
+def _named(name: str) -> tuple[str, ...]:
+    space, _, base = name.partition(".")
+    packet = getattr(getattr(torch.ops, space), base, None) if "." not in base else None
+    return (str(resolve(name if "." in base else f"{name}.default")),) if packet is None else ops_of(packet)

@@ -21,8 +21,10 @@ from tfnb.gradients.decompose import decomposition
 from tfnb.gradients.table import NOGRAD, RULES, Cotangents, Forward, Rule, Tensors, gives_one
 from tfnb.graph import Dim, Graph, Node, Spec, Value, Variable
 from tfnb.graph.node import map_leaves
+from tfnb.graph.ops import WITH_GRADIENT
 from tfnb.recording import Recorder, Tensor, constant, reopen, variable
 from tfnb.recording.ops import resolve, unbind
+from tfnb.recording.recompute import Copies, region_of_tags
 from tfnb.recording.variables import known
 
 _GRADIENT = frozenset({"gradient"})
@@ -51,8 +53,8 @@ def gradients(
         raise InvalidArgument("gradients needs at least one x: got an empty list")
     if unconnected not in ("none", "zero"):
         raise InvalidArgument(f"unconnected is 'none' or 'zero', not {unconnected!r}")
-    wanted = [_target(x) for x in xs]
-    with reopen(_graph_of(ys, wanted)) as recorder, torch.enable_grad():
+    graph, wanted = differentiable(ys, xs)
+    with reopen(graph) as recorder, torch.enable_grad():
         return _differentiate(recorder, ys, wanted, grad_ys, _listed(stop_gradients), unconnected)
 
 
@@ -65,6 +67,12 @@ def stop_gradient(x: Any) -> torch.Tensor:
 
 
 # -- arguments ------------------------------------------------------------------------------------------------
+
+
+def differentiable(ys: Sequence[Any], xs: Sequence[Any]) -> tuple[Graph, list[Tensor | Variable]]:
+    """The graph of ``ys`` and ``xs``, and the xs as recorded tensors or Variables; raises InvalidArgument."""
+    wanted = [_target(x) for x in xs]
+    return _graph_of(ys, wanted), wanted
 
 
 def _listed(items: Any) -> list[Any]:
@@ -95,15 +103,19 @@ def _graph_of(ys: Sequence[Any], xs: Sequence[Any]) -> Graph:
 
 def _seed(y: Tensor, grad: Any, index: int) -> torch.Tensor:
     """The cotangent that starts at ``y``."""
-    if grad is None:
-        return torch.ones_like(y)
+    return torch.ones_like(y) if grad is None else seeded_like(y, grad, f"grad_ys[{index}]", "y")
+
+
+def seeded_like(y: torch.Tensor, grad: Any, what: str, whose: str) -> torch.Tensor:
+    """``grad`` as a recorded tensor; raises InvalidArgument or ShapeError if it is not like ``y``."""
+    assert isinstance(y, Tensor)
     if not isinstance(grad, torch.Tensor):
         grad = torch.as_tensor(grad, dtype=y.dtype)  # a number
     if grad.dtype != y.dtype:
-        raise InvalidArgument(f"grad_ys[{index}] is {grad.dtype}, its y {y.name} is {y.spec}")
+        raise InvalidArgument(f"{what} is {grad.dtype}, its {whose} {y.name} is {y.spec}")
     shape = grad.spec.shape if isinstance(grad, Tensor) else tuple(grad.shape)
     if len(shape) != y.dim() or any(_differ(a, b) for a, b in zip(shape, y.spec.shape, strict=True)):
-        raise ShapeError(f"grad_ys[{index}] has shape {list(shape)}, its y {y.name} is {y.spec}")
+        raise ShapeError(f"{what} has shape {list(shape)}, its {whose} {y.name} is {y.spec}")
     return grad if isinstance(grad, Tensor) else constant(grad)
 
 
@@ -159,6 +171,7 @@ class Walk:
         self.reached: set[Value] = set(targets)
         self.partials: dict[Value, list[torch.Tensor]] = {}
         self.tensors: dict[Value, torch.Tensor] = {}  # recorded tensors of forward values
+        self.copies = Copies(recorder)
         self.scope: str | None = None  # where the gradient nodes stand; None inside a decomposition
         self.inside: tuple[str, ...] = ()  # ops being decomposed
 
@@ -212,13 +225,11 @@ class Walk:
                     self._send(value, self._fitted(node, entry() if callable(entry) else entry, value))
 
     def _entries(self, node: Node, dys: list[torch.Tensor | None], needed: list[bool]) -> list[Any]:
-        if "autograd_function" in node.tags:
-            raise NoGradient(_refused(node, _OWN_BACKWARD), node=node.name, op=node.op)
         if "no_grad" in node.tags:
             return [dys[0], *([None] * (len(node.inputs) - 1))]
         if any(s.dtype.is_complex for s in node.outputs):
             raise NoGradient(_refused(node, "complex tensors are not differentiated"), node=node.name, op=node.op)
-        rule = RULES.get(node.op)
+        rule = self._rule(node)
         if rule is None or (rule.outputs is not None and any(dy is not None for dy in dys[rule.outputs :])):
             return self._decomposed(node, dys)
         n = self._forward(node, needed)
@@ -226,9 +237,27 @@ class Walk:
         result = rule.function(n, dys[0] if single else Cotangents(dys, n.outs))
         return self._decomposed(node, dys) if result is NotImplemented else _aligned(n, rule, result)
 
+    def _rule(self, node: Node) -> Rule | None:
+        """The node's own rule, or its op's."""
+        if not _has_own_rule(node):
+            return RULES.get(node.op)
+        own = self.recorder.space.rules.get(node.id)
+        if own is None:
+            what = f"the gradient {node.attrs.get('rule', 'override')} of {node.op} is a Python function"
+            raise NoGradient(
+                _described(node, f"{what} of the session that recorded it, and is not here: run that recording again"),
+                node=node.name, op=node.op,
+            )  # fmt: skip
+        return Rule(own)
+
     def _forward(self, node: Node, needed: list[bool]) -> Forward:
-        outs = Tensors([node.value(i) for i in range(len(node.outputs))], self._tensor)
-        return Forward(node.op, Tensors(node.inputs, self._tensor), outs, self._symbolic(node), needed)
+        region = region_of_tags(node.tags)
+
+        def seen(value: Value) -> torch.Tensor:
+            return self._tensor(self.copies.seen(value, region))
+
+        outs = Tensors([node.value(i) for i in range(len(node.outputs))], seen)
+        return Forward(node.op, Tensors(node.inputs, seen), outs, self._symbolic(node), needed)
 
     def _tensor(self, value: Value) -> torch.Tensor:
         found = self.tensors.get(value)
@@ -261,12 +290,13 @@ class Walk:
         start = len(self.recorder.new)
         outs = function(*args, **kwargs)
         outs = outs if isinstance(outs, (list, tuple)) else [outs]
-        part = Walk(self.recorder, (v for v in node.inputs if v in self.reached))
+        inputs = [x.value for x in n.inputs]  # of a region that is computed again, its copies
+        part = Walk(self.recorder, (x for x, v in zip(inputs, node.inputs, strict=True) if v in self.reached))
         part.inside = (*self.inside, node.op)
         pairs = zip(outs, dys, strict=True)
         part.run(self.recorder.new[start:], [(out.value, dy) for out, dy in pairs if dy is not None])
-        first = {v: i for i, v in reversed(list(enumerate(node.inputs)))}  # a value passed twice has one cotangent
-        return [part.total(v) if first[v] == i else None for i, v in enumerate(node.inputs)]
+        first = {v: i for i, v in reversed(list(enumerate(inputs)))}  # a value passed twice has one cotangent
+        return [part.total(v) if first[v] == i else None for i, v in enumerate(inputs)]
 
     # -- what rules leave to the walker -----------------------------------------------------------------------
 
@@ -275,7 +305,8 @@ class Walk:
         spec = self._spec(value)
         if not isinstance(dx, Tensor):
             dx = dx.clone()
-        dims, keep = _broadcast(self._spec(dx.value).shape, spec.shape, node)  # type: ignore[attr-defined]
+        got = self._spec(dx.value).shape  # type: ignore[attr-defined]
+        dims, keep = _broadcast(got, spec.shape, node, self._rule(node))
         if dims:
             dx = dx.sum(dims)
         if keep:
@@ -292,7 +323,9 @@ def _flows(spec: Spec) -> bool:
     return spec.dtype.is_floating_point or spec.dtype.is_complex
 
 
-_OWN_BACKWARD = "a torch.autograd.Function has a backward of its own, which is not recorded: write it in torch calls"
+def _has_own_rule(node: Node) -> bool:
+    """Whether the node's gradient is not that of its op."""
+    return node.op == WITH_GRADIENT or "override" in node.tags
 
 
 def _ways(node: Node) -> tuple[Value, ...]:
@@ -301,21 +334,21 @@ def _ways(node: Node) -> tuple[Value, ...]:
     None through ops declared so, optimizer updates and what was recorded with grad mode off; but a write in place with
     grad mode off passes the gradient straight to what was there before, as torch does.
     """
-    if "autograd_function" in node.tags:
-        return node.inputs  # so that a loss that depends on it is refused, not cut
     if "no_grad" in node.tags:
         return node.inputs[:1] if "in_place" in node.tags else ()
+    if _has_own_rule(node):
+        return node.inputs[: len(node.attrs["args"])] if node.op == WITH_GRADIENT else node.inputs
     return () if node.op in NOGRAD or "update" in node.tags else node.inputs
 
 
-def _broadcast(got: Sequence[Any], wanted: Sequence[Any], node: Node) -> tuple[list[int], list[int]]:
+def _broadcast(got: Sequence[Any], wanted: Sequence[Any], node: Node, rule: Rule | None) -> tuple[list[int], list[int]]:
     """Axes of a cotangent to sum away, and then those to sum to size one."""
     lead = len(got) - len(wanted)
     tail = list(zip(got[max(lead, 0) :], wanted, strict=False))
     if lead < 0 or any(w != 1 and _differ(g, w) for g, w in tail):
         raise ShapeError(
             f"the gradient rule of {node.op} returned shape {list(got)} for an input of shape {list(wanted)}\n"
-            f"  rule: {RULES.get(node.op, 'decomposed')}\n  node {node.name}, {node.source}",
+            f"  rule: {rule or 'decomposed'}\n  node {node.name}, {node.source}",
             node=node.name, op=node.op,
         )  # fmt: skip
     return list(range(lead)), [i for i, (g, w) in enumerate(tail) if w == 1 and g != 1]
@@ -331,6 +364,8 @@ def _aligned(n: Forward, rule: Rule, result: Any) -> list[Any]:
                 entries[place] = part
         return entries
     entries = list(result) if isinstance(result, (list, tuple)) else [result]
+    if n.op == WITH_GRADIENT:  # an entry for each arg; its values have what follows from the args
+        entries += [None] * len(n.attrs["values"])
     if len(entries) != len(n.inputs):
         raise InvalidArgument(
             f"Num gradients {len(entries)} generated for op {n.op} do not match num inputs {len(n.inputs)}\n"
@@ -339,9 +374,13 @@ def _aligned(n: Forward, rule: Rule, result: Any) -> list[Any]:
     return entries
 
 
+def _described(node: Node, what: str) -> str:
+    return f"{what}\n  node {node.name}, {node.source}"
+
+
 def _refused(node: Node, what: str) -> str:
-    inputs = ", ".join(map(str, node.outputs))
+    outputs = ", ".join(map(str, node.outputs))
     return (
-        f"{what}, which gives {inputs}\n  node {node.name}, {node.source}\n"
+        f"{_described(node, f'{what}, which gives {outputs}')}\n"
         f"  register one with @tfnb.register_gradient({node.op!r}), or stop there with tfnb.stop_gradient(x)"
     )

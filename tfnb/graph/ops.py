@@ -14,8 +14,9 @@ import torch
 import tfnb.kernels  # noqa: F401 - registers our ops, which a file may name
 from tfnb.errors import UnknownOp, UntrustedOp
 
+WITH_GRADIENT = "tfnb.with_gradient"  # the identity of its values, with a gradient of its own
 STRUCTURAL = frozenset({
-    "tfnb.placeholder", "tfnb.constant", "tfnb.read", "tfnb.assign", "tfnb.group", "tfnb.guard",
+    "tfnb.placeholder", "tfnb.constant", "tfnb.read", "tfnb.assign", "tfnb.group", "tfnb.guard", WITH_GRADIENT,
 })  # fmt: skip
 TRUSTED = frozenset({"aten", "prims", "tfnb"})  # namespaces that only compute
 UNTRUSTED = frozenset({"aten.from_file", "aten._print", "aten.set_data"})

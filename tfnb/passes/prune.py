@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
-from tfnb.graph import Contents, Graph, Node, Value
+from tfnb.graph import Contents, Graph, Node, Ref, Value
+from tfnb.graph.ops import WITH_GRADIENT
 from tfnb.graph.spec import Dim
 
 
@@ -25,7 +27,7 @@ def prune(graph: Graph, fetches: Iterable[Value], feeds: Iterable[Value]) -> Gra
         if not more:
             break
         needed |= more
-    nodes = tuple(node for node in contents.nodes if node.id in needed)
+    nodes = tuple(_run(node) for node in contents.nodes if node.id in needed)
     return graph.derive(Contents(nodes, contents.guards))
 
 
@@ -39,9 +41,17 @@ def _reach(contents: Contents, roots: Iterable[Value], fed: dict[Value, None]) -
             continue
         needed.add(node_id)
         node: Node = contents.by_id[node_id]
-        stack.extend(v.node for v in node.inputs if v not in fed and v.node not in needed)
+        stack.extend(v.node for v in _run(node).inputs if v not in fed and v.node not in needed)
         stack.extend(c for c in node.control if c not in needed)
     return needed
+
+
+def _run(node: Node) -> Node:
+    """The node as a step runs it: what only differentiation needs is gone."""
+    if node.op != WITH_GRADIENT:
+        return node
+    values = tuple(node.inputs[ref.input] for ref in node.attrs["values"])
+    return replace(node, inputs=values, attrs={"values": tuple(map(Ref, range(len(values))))})
 
 
 def feed_symbols(contents: Contents, feeds: Iterable[Value]) -> dict[str, tuple[Value, int]]:

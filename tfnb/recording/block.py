@@ -22,6 +22,8 @@ from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound
 from tfnb.graph import Graph, Owner, Source, Value, current
 from tfnb.graph.graph import new_id
 from tfnb.recording.commit import drop_unreachable_data, replaced, substitute, unified_guards
+from tfnb.recording.functions import own_functions
+from tfnb.recording.recompute import checkpoints
 from tfnb.recording.recorder import Recorder
 from tfnb.recording.scopes import Functions, clean, follow_modules
 from tfnb.recording.tensor import Operation, Tensor
@@ -199,7 +201,8 @@ def _enter(stack: ExitStack, recorder: Recorder, device: Any) -> None:
     stack.enter_context(_listening(recorder))
     stack.enter_context(follow_modules(recorder.scopes, recorder))
     stack.enter_context(_born_parameters(recorder))
-    stack.enter_context(_marked_functions(recorder))
+    stack.enter_context(own_functions(recorder))
+    stack.enter_context(checkpoints(recorder))
     stack.enter_context(enable_python_dispatcher())
     stack.enter_context(torch._C._AutoDispatchBelowAutograd())
     stack.enter_context(recorder)
@@ -249,25 +252,6 @@ def _born_parameters(recorder: Recorder) -> Iterator[None]:
         yield
     finally:
         torch.nn.Parameter.__new__ = staticmethod(original)  # type: ignore[method-assign,assignment]
-
-
-@contextmanager
-def _marked_functions(recorder: Recorder) -> Iterator[None]:
-    """Nodes of a torch.autograd.Function are marked: its backward is not the derivative of its forward."""
-    original = torch.autograd.Function.__dict__["apply"]
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        call = original.__get__(None, cls)
-        if current.recording() is not recorder:
-            return call(*args, **kwargs)
-        with recorder.tagged(frozenset({"autograd_function"})):
-            return call(*args, **kwargs)
-
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = original
 
 
 def _namer(names: Callable[[], Mapping[str, Any]]) -> Callable[[Any], str | None]:

@@ -70,6 +70,9 @@ class Recorder(TorchDispatchMode):
         self._warned: set[Any] = set()
         self._stop = stop
         self.default_device: Any = None
+        self.regions = 0  # of values that are computed again for the backward pass
+        self.refuse: Callable[[str], None] | None = None  # asked about each value that leaves the graph
+        self.overrides: Mapping[str, Callable[..., Any]] = {}  # gradient rules of the ops recorded now
         self.letters: set[str] = set()  # symbols declared in this recording
 
     @contextmanager
@@ -242,6 +245,8 @@ class Recorder(TorchDispatchMode):
 
     def escaped(self, tensor: torch.Tensor, how: str) -> None:
         """A value was read while recording: the number is a constant of the graph."""
+        if self.refuse is not None:
+            self.refuse(how)
         source = self.where()
         note = f"{source.label} line {source.line} `{how}`" if source else how
         if note not in self.notes:
@@ -290,6 +295,8 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if func in (aten.lift_fresh.default, aten.lift.default):
             return args[0] if isinstance(args[0], Tensor) else self._wrap(self._entry(args[0]))
+        if self.overrides and self._override(func) is not None:
+            return self._call(func, own, args, kwargs)  # whole, so that its rule sees its arguments
         if func in REPLACED:
             with self.on():
                 result = REPLACED[func](self, *args, **kwargs)
@@ -352,11 +359,15 @@ class Recorder(TorchDispatchMode):
         flat = fakes if isinstance(fakes, (list, tuple)) else (fakes,)
         if not all(f is None or isinstance(f, torch.Tensor) for f in flat) or all(f is None for f in flat):
             return fakes  # sizes and other numbers: symbolic already
+        override = self._override(func) if self.overrides else None
         value = self.tape.append(
             op_name(func), self._leaf_name(func), tuple(_ABSENT if f is None else self.symbols.spec(f) for f in flat),
             inputs=tuple(entry.value for entry in inputs), attrs=bind(func, tuple(attr_args), attr_kwargs),
             scope=self.scopes.current(), is_random=own.is_random,
+            tags=frozenset() if override is None else frozenset({"override"}),
         )  # fmt: skip
+        if override is not None:
+            self.space.rules[value.node] = override
         try:
             samples = self._sample_call(func, sample_args, sample_kwargs, inputs, self.new[-1], len(flat))
         except Exception as error:
@@ -378,6 +389,10 @@ class Recorder(TorchDispatchMode):
         if isinstance(fakes, (list, tuple)):
             return type(fakes)(wrapped) if type(fakes) in (list, tuple) else tuple(wrapped)
         return wrapped[0]
+
+    def _override(self, func: Op) -> Callable[..., Any] | None:
+        """The gradient that the user gave this op here; what gradient rules record keeps the usual one."""
+        return None if "gradient" in self.tape.marks.tags else self.overrides.get(op_name(func))
 
     def _arguments(self, tree: Any, inputs: list[Entry]) -> tuple[Any, Any, Any]:
         """An argument tree three times: as attrs (Ref, Dim), on fakes, on samples. Tensors are added to ``inputs``."""

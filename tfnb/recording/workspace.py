@@ -6,12 +6,14 @@ Samples are kept up to a budget and computed again on demand from those of the p
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from tfnb.graph import Graph, Node, Ref, Value
 from tfnb.graph.node import map_leaves
+from tfnb.graph.ops import WITH_GRADIENT
 from tfnb.graph.spec import Dim
 from tfnb.kernels.random import mix, seeded
 from tfnb.recording.ops import resolve, unbind
@@ -29,6 +31,7 @@ class Workspace:
         self.fakes: dict[Value, torch.Tensor] = {}
         self._samples: dict[Value, torch.Tensor] = {}
         self._roots: dict[Value, torch.Tensor] = {}
+        self.rules: dict[int, Callable[..., Any]] = {}  # nodes with a gradient rule of their own
         self._bytes = 0
 
     @property
@@ -55,6 +58,8 @@ class Workspace:
         for table in (self.fakes, self._samples, self._roots):
             for value in [v for v in table if v.node in ids]:
                 del table[value]
+        for node_id in ids & self.rules.keys():
+            del self.rules[node_id]
         self._bytes = sum(s.numel() * s.element_size() for s in self._samples.values())
 
     def sample(self, value: Value, by_id: dict[int, Node]) -> torch.Tensor | None:
@@ -87,6 +92,8 @@ class Workspace:
         inputs = [self._known(v) for v in node.inputs]
         if any(i is None for i in inputs):
             return None
+        if node.op == WITH_GRADIENT:
+            return tuple(inputs[ref.input] for ref in node.attrs["values"])
         if node.op.startswith("tfnb.assign"):
             return (inputs[0],)  # type: ignore[return-value]
         return evaluate(node, inputs, self.symbols, self.graph.seed)

@@ -1,0 +1,172 @@
+"""Gradients that the user gives: `custom_gradient` for one function, `gradient_override` for ops within a scope."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound, UnknownOp, Unsupported
+from tfnb.gradients.table import RuleFunction, ops_of
+from tfnb.graph import Variable, current
+from tfnb.recording import Recorder
+from tfnb.recording.ops import facts, resolve
+from tfnb.recording.own_gradient import OwnRule, attach, written_at
+from tfnb.recording.scopes import clean
+
+
+def custom_gradient(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function with a gradient of its own: ``fn`` returns ``(ys, grad_fn)``, a call returns ``ys``.
+
+    ``grad_fn`` gets one cotangent for each floating tensor in ``ys`` and returns one entry for each floating tensor
+    among fn's arguments, in order: a tensor, or None where nothing flows. What it computes is recorded, so it can be
+    differentiated again, also through values that fn computed. Nothing flows to tensors that fn uses without being
+    given them. Outside a recording it is a torch.autograd.Function.
+
+    Raises InvalidArgument when fn does not return a pair or grad_fn a wrong number of entries, ShapeError for an entry
+    of a wrong shape.
+
+    >>> import torch, tfnb
+    >>> @tfnb.custom_gradient
+    ... def log1pexp(x):                             # its derivative as written by torch would be nan at 1000
+    ...     e = x.exp()
+    ...     return (1 + e).log(), lambda dy: dy * (1 - 1 / (1 + e))
+    >>> with tfnb.record():
+    ...     x = tfnb.placeholder(torch.tensor([1000.0, 0.0]))
+    ...     dx, = tfnb.gradients(log1pexp(x), [x])
+    >>> dx.sample
+    tensor([1.0000, 0.5000])
+    """
+
+    @wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        recorder = current.recording()
+        if isinstance(recorder, Recorder):
+            return _recorded(recorder, fn, args, kwargs)
+        leaves, tree = tree_flatten((args, kwargs))
+        form: list[Any] = []
+        outs = _Eager.apply(fn, tree, form, *leaves)
+        return tree_unflatten(list(outs), form[0])
+
+    return call
+
+
+def _recorded(recorder: Recorder, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    leaves, tree = tree_flatten((args, kwargs))
+    leaves = [recorder.read(x) if isinstance(x, Variable) else x for x in leaves]
+    places = [i for i, x in enumerate(leaves) if _floats(x)]
+    before = [recorder._entry(leaves[i]) for i in places]
+    given = [recorder._wrap(entry) for entry in before]  # what fn writes stays fn's, and is found below
+    for i, tensor in zip(places, given, strict=True):
+        leaves[i] = tensor
+    ys, grad_fn = _pair(fn, tree_unflatten(leaves, tree))
+    if any(t._family.version for t in given):
+        raise Unsupported(f"{written_at(fn)} writes into its argument; use out-of-place calls{recorder.tape.at()}")
+    outs, form = tree_flatten(ys)
+    ends = [i for i, y in enumerate(outs) if _floats(y)]
+    if places and ends:
+        rule = OwnRule(_Checked(grad_fn, written_at(grad_fn), len(places)), written_at(grad_fn))
+        name = clean(getattr(fn, "__name__", "custom_gradient"))
+        values = [recorder._entry(outs[i]) for i in ends]
+        for i, new in zip(ends, attach(recorder, [None] * len(ends), values, before, rule, name), strict=True):
+            outs[i] = new
+    return tree_unflatten(outs, form)
+
+
+def _floats(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and (x.dtype.is_floating_point or x.dtype.is_complex)
+
+
+def _pair(fn: Callable[..., Any], arguments: Any) -> tuple[Any, Callable[..., Any]]:
+    args, kwargs = arguments
+    result = fn(*args, **kwargs)
+    if not (isinstance(result, tuple) and len(result) == 2 and callable(result[1])):
+        raise InvalidArgument(f"a custom_gradient function returns (ys, grad_fn); {written_at(fn)} does not")
+    return result
+
+
+class _Checked:
+    """A grad_fn as a rule: one entry for each argument, or an error that names its line."""
+
+    def __init__(self, grad_fn: Callable[..., Any], where: str, count: int) -> None:
+        self.grad_fn, self.where, self.count = grad_fn, where, count
+
+    def __call__(self, n: Any, dys: Any) -> list[Any]:
+        result = self.grad_fn(*dys)
+        entries = list(result) if isinstance(result, (tuple, list)) else [result]
+        if len(entries) != self.count:
+            raise InvalidArgument(
+                f"Num gradients {len(entries)} of a custom gradient do not match num inputs {self.count}\n"
+                f"  rule: {self.where}; it returns one entry per floating tensor argument, None where nothing flows"
+            )
+        return entries
+
+
+class _Eager(torch.autograd.Function):
+    """`custom_gradient` outside of recordings."""
+
+    @staticmethod
+    def forward(ctx: Any, fn: Any, tree: Any, form: list[Any], *leaves: Any) -> Any:
+        ys, grad_fn = _pair(fn, tree_unflatten(list(leaves), tree))
+        outs, shape = tree_flatten(ys)
+        ctx.ends = [i for i, y in enumerate(outs) if _floats(y)]
+        ctx.places = [i for i, x in enumerate(leaves) if _floats(x)]
+        ctx.rule = _Checked(grad_fn, written_at(grad_fn), len(ctx.places))
+        form.append(shape)
+        return tuple(outs)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Any) -> Any:
+        grads: list[Any] = [None] * len(ctx.needs_input_grad)
+        for place, dx in zip(ctx.places, ctx.rule(None, [dys[i] for i in ctx.ends]), strict=True):
+            grads[place + 3] = dx
+        return tuple(grads)
+
+
+@contextmanager
+def gradient_override(rules: Mapping[Any, RuleFunction]) -> Iterator[None]:
+    """Ops recorded inside get these gradients: ``{op: rule}``, with rules as for `register_gradient`.
+
+    An op is an overload, a packet (all its overloads), a custom op or a name such as ``"aten::relu"``. A composite op
+    that is overridden is recorded whole. Inner scopes win. What gradients themselves record keeps the usual rules, so a
+    second derivative is that of the rule's code.
+
+    Raises NotFound for an unknown op, InvalidArgument for one that writes in place (override its out-of-place twin),
+    FailedPrecondition outside a recording.
+
+    >>> import torch, tfnb
+    >>> with tfnb.record():
+    ...     x = tfnb.placeholder(torch.tensor([-1.2, 3.4]))
+    ...     with tfnb.gradient_override({torch.ops.aten.round: lambda n, dy: dy}):
+    ...         y = x.round()
+    ...     dx, = tfnb.gradients(y, [x])
+    >>> dx.sample
+    tensor([1., 1.])
+    """
+    recorder = current.recording()
+    if not isinstance(recorder, Recorder):
+        raise FailedPrecondition("gradient_override works inside a recording: it is for the ops recorded in it")
+    named = {name: rule for op, rule in rules.items() for name in _overridable(op, recorder)}
+    before, recorder.overrides = recorder.overrides, {**recorder.overrides, **named}
+    try:
+        yield
+    finally:
+        recorder.overrides = before
+
+
+def _overridable(op: Any, recorder: Recorder) -> tuple[str, ...]:
+    try:
+        names = ops_of(op)
+    except UnknownOp as error:
+        raise NotFound(f"gradient_override: {error}{recorder.tape.at()}", op=str(op)) from error
+    pure = tuple(name for name in names if not facts(resolve(name)).writes)
+    if not pure:
+        raise InvalidArgument(f"gradient_override: {op} writes in place; override the op without the underscore")
+    return pure
+
+
+__all__ = ["custom_gradient", "gradient_override"]
