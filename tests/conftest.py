@@ -15,6 +15,7 @@ import torch
 
 from tfnb.graph import current
 
+os.environ.setdefault("TFNB_COMPILE", "off")  # compiled code differs in the last bits; its tests ask for it
 DEVICES = os.environ.get("TFNB_TEST_DEVICES", "cpu").split(",")
 
 hypothesis.settings.register_profile("short", derandomize=True, deadline=None, max_examples=60, database=None)

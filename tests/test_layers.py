@@ -47,6 +47,9 @@ LATE = {
     ("tfnb/recording/tensor.py", "tfnb.view"): "a repr asks view",
     ("tfnb/graph/variable.py", "tfnb.view"): "a repr asks view",
     ("tfnb/datasets.py", "sklearn"): "optional extra [data]",
+    ("tfnb/execution/compiler.py", "torch"): "inductor takes seconds to load",
+    ("tfnb/execution/compiler.py", "torch._inductor"): "inductor takes seconds to load",
+    ("tfnb/execution/compiler.py", "torch._dynamo.convert_frame"): "inductor takes seconds to load",
 }
 
 # Package -> rooms that may import it.

@@ -29,7 +29,7 @@ from tfnb.errors import (
     TfnbError,
     Unimplemented,
 )  # fmt: skip
-from tfnb.execution import Program, lower
+from tfnb.execution import Program, lower, tiers
 from tfnb.execution.explain import explained
 from tfnb.feeding import Feeder
 from tfnb.graph import Graph, Node, Value, Variable
@@ -45,6 +45,7 @@ class _Prepared:
     """One signature, ready to run."""
 
     program: Program
+    tiers: tiers.Tiers
     feeder: Feeder
     values: tuple[Value, ...]
     rebuild: Callable[[Sequence[Any]], Any]
@@ -55,6 +56,9 @@ class _Prepared:
 
 class Session:
     """Runs a graph's fetches here, or on the connected cluster.
+
+    compile: ``"auto"`` compiles steps that take long in the background and keeps what is faster, ``"off"`` never,
+    ``"now"`` at the first run of each signature; `status` tells. The environment's TFNB_COMPILE stands for "auto".
 
     >>> import tfnb
     >>> with tfnb.record() as g:
@@ -69,8 +73,7 @@ class Session:
         self, graph: Graph | str | None = None, *, cluster: Any = None, compile: str = "auto",
         memory_budget: int | None = None,
     ) -> None:  # fmt: skip
-        if compile not in ("auto", "off"):
-            raise Unimplemented(f"compile={compile!r}: this version runs generated code; 'auto' and 'off' are the same")
+        self._mode = tiers.mode(compile)
         if memory_budget is not None:
             raise Unimplemented("memory_budget: this version keeps all intermediate values")
         self.graph = graph if isinstance(graph, Graph) else graph_named(graph)
@@ -106,7 +109,7 @@ class Session:
         feeds = feed_dict or {}
         prepared = self._prepare(fetches, tuple(feeds))
         tensors = prepared.feeder.tensors(feeds.values())
-        results = self._execute(prepared.program, tensors, timeout)
+        results = self._execute(prepared, tensors, timeout)
         if prepared.trailing:
             results += [variable.value() for variable in prepared.trailing]
         return prepared.rebuild(results)
@@ -125,7 +128,7 @@ class Session:
                 prepared = self._prepare(fetches, feeds)
             if len(values) != len(feeds):
                 raise InvalidArgument(f"this callable takes {len(feeds)} values, got {len(values)}")
-            results = self._execute(prepared.program, prepared.feeder.tensors(values), None)
+            results = self._execute(prepared, prepared.feeder.tensors(values), None)
             if prepared.trailing:
                 results += [variable.value() for variable in prepared.trailing]
             return prepared.rebuild(results)
@@ -144,18 +147,16 @@ class Session:
             for _, results in steps:
                 yield prepared.rebuild([*results, *(variable.value() for variable in prepared.trailing)])
 
-    def _execute(self, program: Program, tensors: list[torch.Tensor], timeout: float | None) -> list[Any]:
+    def _execute(self, prepared: _Prepared, tensors: list[torch.Tensor], timeout: float | None) -> list[Any]:
         __tracebackhide__ = True
-        run = next(self._runs)
+        run, program = next(self._runs), prepared.program
         cluster = self.cluster
         if cluster is not None:
             return list(cluster.run(program, tensors, timeout=timeout, run=run))
         storages = [_initialised(variable) for variable in program.variables]
         try:
-            if timeout is None:
-                results, pending = program.compute(tensors, storages, run)
-            else:
-                results, pending = _interpreted(program, tensors, storages, run, timeout)
+            forward = prepared.tiers.forward(tensors) if timeout is None else _timed(program, timeout)
+            results, pending = program.compute(tensors, storages, run, forward)
         except TfnbError:
             raise
         except Exception as error:
@@ -185,9 +186,11 @@ class Session:
         feeder = Feeder(self.graph, [self._feed(key) for key in feed_keys])
         program = lower(self.graph, values, feeder.values)
         if old is not None and old.nodes == program.graph.nodes and old.program.feeds == program.feeds:
-            program = old.program  # an unrelated cell changed: keep what was generated
+            program, compiled = old.program, old.tiers  # an unrelated cell changed: keep what was generated
+        else:
+            compiled = tiers.Tiers(program, self._mode)
         return _Prepared(
-            program, feeder, values, lambda results: rebuild([results[p] for p in places]), trailing, version,
+            program, compiled, feeder, values, lambda results: rebuild([results[p] for p in places]), trailing, version,
             program.graph.nodes,
         )  # fmt: skip
 
@@ -253,6 +256,10 @@ class Session:
         for label, tensor in checkpoint.match(tensors, specs, strict=strict, mapping=mapping).items():
             labels[label].set(tensor)
         return self
+
+    def status(self) -> list[str]:
+        """For each signature run here and each choice of feed sizes, which code runs and why."""
+        return [line for prepared in self._prepared.values() for line in prepared.tiers.status()]
 
     def close(self) -> None:
         """End the session; runs raise FailedPrecondition from now on."""
@@ -353,9 +360,7 @@ def _initialised(variable: Variable) -> torch.Tensor:
     return variable.storage
 
 
-def _interpreted(
-    program: Program, tensors: list[torch.Tensor], storages: list[torch.Tensor], run: int, timeout: float
-) -> Any:
+def _timed(program: Program, timeout: float) -> Callable[..., Any]:
     """Compute node by node, looking at the clock between kernels."""
     deadline = time.monotonic() + timeout
 
@@ -369,8 +374,4 @@ def _interpreted(
                 )  # fmt: skip
             return super().run_node(n)
 
-    before, program.forward = program.forward, Timed(program.module).run
-    try:
-        return program.compute(tensors, storages, run)
-    finally:
-        program.forward = before
+    return Timed(program.module).run

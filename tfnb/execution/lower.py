@@ -61,10 +61,14 @@ class Program:
         return self.variables
 
     def compute(
-        self, feeds: Iterable[torch.Tensor], storages: list[torch.Tensor], run: int = 0
-    ) -> tuple[list[torch.Tensor | None], Pending]:
-        """Fetched values, and the writes of the step; nothing is written."""
-        out = self.forward(*feeds, *storages, run)  # nothing here requires grad, so grad mode does not matter
+        self, feeds: Iterable[torch.Tensor], storages: list[torch.Tensor], run: int = 0,
+        forward: Callable[..., tuple[Any, ...]] | None = None,
+    ) -> tuple[list[torch.Tensor | None], Pending]:  # fmt: skip
+        """Fetched values, and the writes of the step; nothing is written.
+
+        forward: other code that computes what the generated ``self.forward`` does.
+        """
+        out = (forward or self.forward)(*feeds, *storages, run)  # nothing requires grad: grad mode does not matter
         fetched, rest = out[: self.n_fetches], out[self.n_fetches :]
         if not self.writes:
             return list(fetched), _NOTHING
@@ -163,7 +167,7 @@ class _Lowering:
             case ops.WITH_GRADIENT:
                 self._same(node)
             case "tfnb.guard":
-                self._note(self.fx.call_function(_branch(node), (self.values[node.inputs[0]],)), node)
+                self._note(self.fx.call_function(Branch(node), (self.values[node.inputs[0]],)), node)
             case _:
                 self._call(node)
         self._bind_node_symbols(node)
@@ -201,7 +205,7 @@ class _Lowering:
     def _call(self, node: Node) -> None:
         op = overload(node.op)
         args, kwargs = unbind(op, map_leaves(lambda leaf: self._argument(node, leaf), node.attrs))
-        target = QUICK.get(op, op) if node.stream is None else _drawing(node, self.graph.seed)
+        target = QUICK.get(op, op) if node.stream is None else Drawing(node, self.graph.seed)
         if node.stream is not None:
             args = [self.run, *args]
         out = self.fx.call_function(target, tuple(args), kwargs)
@@ -322,28 +326,31 @@ def _unfed(node: Node) -> InvalidArgument:
     )  # fmt: skip
 
 
-def _drawing(node: Node, graph_seed: int) -> Callable[..., Any]:
+class Drawing:
     """A random op that draws from its node's stream: called with the run's number first."""
-    op, device = overload(node.op), torch.device(node.outputs[0].device)
-    owner, stream = node.owner.index if node.owner else 0, node.stream or 0
 
-    def draw(run: int, *args: Any, **kwargs: Any) -> Any:
-        return seeded(op, mix(graph_seed, owner, stream, run), device, args, kwargs)
+    def __init__(self, node: Node, graph_seed: int) -> None:
+        self.op, self.device = overload(node.op), torch.device(node.outputs[0].device)
+        self.place = (graph_seed, node.owner.index if node.owner else 0, node.stream or 0)
+        self.__name__ = "draw"  # for the generated code
 
-    return draw
+    def __call__(self, run: int, *args: Any, **kwargs: Any) -> Any:
+        return seeded(self.op, mix(*self.place, run), self.device, args, kwargs)
 
 
-def _branch(node: Node) -> Callable[[torch.Tensor], None]:
-    """A guard on a branch that Python took while recording."""
-    outcome = node.attrs["outcome"]
+class Branch:
+    """A guard on a branch that Python took while recording: called with the value it depended on."""
 
-    def branch(value: torch.Tensor) -> None:
-        if bool(value) != outcome:
+    def __init__(self, node: Node) -> None:
+        self.node, self.outcome = node, node.attrs["outcome"]
+        self.__name__ = "branch"  # for the generated code
+
+    def __call__(self, value: torch.Tensor) -> None:
+        node = self.node
+        if bool(value) != self.outcome:
             raise BranchChanged(
-                f"the branch at {node.source or node.name} was recorded with {outcome}, and in this run it is "
-                f"{not outcome}: use torch.where, stage the branch, or record again with such a sample",
+                f"the branch at {node.source or node.name} was recorded with {self.outcome}, and in this run it is "
+                f"{not self.outcome}: use torch.where, stage the branch, or record again with such a sample",
                 node=node.name, op=node.op, cell=node.source.label if node.source else None,
                 line=node.source.line if node.source else None,
             )  # fmt: skip
-
-    return branch

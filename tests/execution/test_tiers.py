@@ -1,0 +1,130 @@
+"""Compiled code computes what generated code computes, and gives way to it whatever happens."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import tfnb
+from tfnb.errors import InvalidArgument
+from tfnb.execution import compiler, tiers
+
+
+@pytest.fixture
+def needs_compiler() -> None:
+    """Skips where nothing can be compiled."""
+    if compiler.obstacle() is not None:
+        pytest.skip(str(compiler.obstacle()))
+
+
+def classifier() -> tuple[Any, list[Any], list[Any]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Dropout(0.5), nn.Linear(5, 3))
+    with tfnb.record() as g:
+        x, y = tfnb.placeholder(torch.randn(4, 6), name="x"), tfnb.placeholder(torch.tensor([0, 1, 2, 0]), name="y")
+        loss = F.cross_entropy(model(x), y)
+        train = tfnb.train.Adam(0.1).minimize(loss)
+    return g, [train, loss], [x, y]
+
+
+def batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    made = torch.Generator().manual_seed(rows)
+    return torch.randn(rows, 6, generator=made), torch.randint(3, (rows,), generator=made)
+
+
+def losses(mode: str, rows: list[int]) -> tuple[list[float], tfnb.Session]:
+    g, fetches, keys = classifier()
+    session = tfnb.Session(g, compile=mode)
+    return [float(session.run(fetches, dict(zip(keys, batch(n), strict=True)))[1]) for n in rows], session
+
+
+@pytest.mark.usefixtures("needs_compiler")
+@pytest.mark.filterwarnings("ignore")  # inductor's own
+def test_compiled_steps_equal_generated_steps_with_the_same_draws() -> None:
+    rows = [4, 4, 7, 4, 5, 4]
+    want, _ = losses("off", rows)
+    got, session = losses("now", rows)
+    assert got == pytest.approx(want, rel=1e-5)
+    assert session.status() == [
+        "x [4, 6], y [4]: compiled", "x [7, 6], y [7]: compiled", "x [5, 6], y [5]: generated code",
+    ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("needs_compiler")
+@pytest.mark.filterwarnings("ignore")
+def test_code_is_swapped_in_while_steps_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers, "WORTH_COMPILING", 0.0)
+    g, fetches, keys = classifier()
+    session, feed = tfnb.Session(g, compile="auto"), dict(zip(keys, batch(4), strict=True))
+    seen: dict[str, None] = {}
+    got: list[float] = []
+    deadline = time.monotonic() + 200
+    while not any("us" in status for status in seen) and time.monotonic() < deadline:
+        got.append(float(session.run(fetches, feed)[1]))
+        seen.setdefault(session.status()[0])
+    assert "x [4, 6], y [4]: generated code; compiling" in seen
+    assert any("compiled" in status and "us" in status for status in seen), seen
+    want, _ = losses("off", [4] * min(len(got), 50))
+    assert got[:50] == pytest.approx(want, rel=1e-4)
+
+
+@pytest.mark.usefixtures("needs_compiler")
+@pytest.mark.filterwarnings("ignore")
+def test_a_module_with_other_strides_goes_on_with_generated_code() -> None:
+    model = nn.Linear(6, 3)
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.randn(4, 6), name="x")
+        y = model(x).exp()
+    session, data = tfnb.Session(g, compile="now"), torch.randn(4, 6)
+    torch.testing.assert_close(session.run(y, {x: data}), model(data).exp().detach())
+    model.weight.data = torch.randn(6, 3).t()
+    torch.testing.assert_close(session.run(y, {x: data}), model(data).exp().detach())
+    assert "generated code (compiled code failed" in session.status()[0]
+
+
+@pytest.mark.usefixtures("needs_compiler")
+@pytest.mark.filterwarnings("ignore")
+def test_what_cannot_be_compiled_says_why_and_runs() -> None:
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.ones(4), name="x")
+        y = x + 1 if x.sum() > 0 else x
+    session = tfnb.Session(g, compile="now")
+    assert torch.equal(session.run(y, {x: torch.ones(4)}), torch.full((4,), 2.0))
+    assert "a branch that Python took" in session.status()[0]
+
+
+def test_without_a_compiler_generated_code_runs() -> None:
+    script = """
+import torch, tfnb
+with tfnb.record() as g:
+    x = tfnb.placeholder(torch.ones(4), name="x")
+    y = x.exp().sin()
+session = tfnb.Session(g, compile="now")
+assert torch.equal(session.run(y, {x: torch.ones(4)}), torch.ones(4).exp().sin())
+print(session.status()[0])
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={"CXX": "/no/such/compiler", "PATH": ""},
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "generated code (no C++ compiler" in ended.stdout
+
+
+def test_the_environment_chooses_for_sessions_that_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TFNB_COMPILE", "off")
+    assert tiers.mode("auto") == "off" and tiers.mode("now") == "now"
+    monkeypatch.delenv("TFNB_COMPILE")
+    assert tiers.mode("auto") == "auto"
+    with pytest.raises(InvalidArgument, match="'auto', 'off', 'now', not 'never'"):
+        tiers.mode("never")

@@ -1,0 +1,86 @@
+"""Generated torch.fx code through inductor: one function for one choice of sizes.
+
+Compiles what `tfnb.execution.lower` generated, without the writes: forward and backward of a step together, which a
+compiler of the model alone does not see. Uses torch._inductor (tried with torch 2.13), loaded when first used: it takes
+seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from tfnb.errors import Unimplemented
+from tfnb.execution.lower import Branch, Drawing, Program
+from tfnb.kernels.random import drawing_op
+
+Forward = Callable[..., tuple[Any, ...]]
+
+
+@cache
+def obstacle() -> str | None:
+    """Why nothing can be compiled on this machine; None where it can."""
+    from torch._inductor import cpp_builder  # listed exception: inductor takes seconds to load
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except Exception as error:  # its class is not public
+        return f"no C++ compiler: {str(error).strip().splitlines()[0]}"
+    return None
+
+
+def compiled(program: Program, args: Sequence[Any]) -> Forward:
+    """``program.forward`` for arguments of these very sizes; raises Unimplemented or what inductor raises.
+
+    ``args`` are as in a run: feeds, storages, the run's number. The result takes the same and raises for others.
+    """
+    from torch import _inductor  # listed exception: inductor takes seconds to load
+    from torch._dynamo.convert_frame import compile_lock
+
+    graph, slots = _pure(program)
+    draws = any(node.op == "placeholder" and node.name == "run" for node in graph.nodes)
+    examples = (*args[:-1], torch.tensor(args[-1])) if draws else tuple(args[:-1])
+    module = fx.GraphModule(program.module, graph)
+    with compile_lock, torch.no_grad(), _inductor.config.patch(compile_threads=1):
+        kernel = _inductor.compile(module, list(examples))
+
+    def forward(*given: Any) -> tuple[Any, ...]:
+        outs = kernel(*given[:-1], torch.tensor(given[-1])) if draws else kernel(*given[:-1])
+        return tuple([outs[place] if made else given[place] for made, place in slots])
+
+    forward(*args)  # the first call loads what was compiled
+    return forward
+
+
+def _pure(program: Program) -> tuple[fx.Graph, list[tuple[bool, int]]]:
+    """The program's graph with named random ops, returning only what it computes.
+
+    The slots say where each of the program's outputs comes from: (True, place among the new outputs) or (False, place
+    among the arguments).
+    """
+    graph, old = fx.Graph(), program.module.graph
+    nodes: dict[fx.Node, fx.Node] = {}
+    returned = graph.graph_copy(old, nodes)
+    arguments = {node: place for place, node in enumerate(graph.find_nodes(op="placeholder"))}
+    run = next(node for node in arguments if node.name == "run")
+    for node in list(graph.nodes):
+        if isinstance(node.target, Branch):
+            raise Unimplemented("a branch that Python took while recording is checked between kernels")
+        if isinstance(node.target, Drawing):
+            node.args = (run, list(node.target.place), *node.args[1:])
+            node.target = drawing_op(node.target.op)
+    results: dict[fx.Node, int] = {}
+    slots = []
+    for item in returned:  # type: ignore[union-attr]
+        if item in arguments:
+            slots.append((False, arguments[item]))
+        else:
+            slots.append((True, results.setdefault(item, len(results))))
+    graph.output(tuple(results))
+    if not run.users:
+        graph.erase_node(run)
+    return graph, slots

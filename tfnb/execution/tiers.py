@@ -1,0 +1,182 @@
+"""Which code a step runs: generated torch.fx code at once, compiled code where that turns out faster.
+
+A choice of feed sizes that has used two seconds of computing is compiled in a background thread. Compiled code is
+swapped in between steps: the first time both run and are compared, then they take turns until it is clear which one is
+faster. Computing writes nothing, so that code that fails is dropped and the step computed again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import statistics
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+
+from tfnb.errors import InvalidArgument
+from tfnb.execution.compiler import Forward, compiled, obstacle
+from tfnb.execution.lower import Program
+
+Mode = Literal["auto", "off", "now"]
+MODES = ("auto", "off", "now")
+WORTH_COMPILING = 2.0  # seconds of computing with the same sizes
+MOST = 2  # sizes compiled for one program
+TURNS = 10  # timed steps of each kind
+LONGEST_COMPARED = 0.2  # seconds; comparing doubles one step, and no stall shall be long
+
+_LOG = logging.getLogger(__name__)
+
+
+def mode(wanted: str) -> Mode:
+    """What ``compile=`` means: for ``"auto"`` the environment's TFNB_COMPILE counts, if it is set."""
+    found = os.environ.get("TFNB_COMPILE", wanted) if wanted == "auto" else wanted
+    if found not in MODES:
+        raise InvalidArgument(f"compile is one of {', '.join(map(repr, MODES))}, not {found!r}")
+    return found  # type: ignore[return-value]
+
+
+class Tiers:
+    """The code of one program, by the sizes of its feeds."""
+
+    def __init__(self, program: Program, mode: Mode) -> None:
+        self.program, self.mode = program, mode
+        self._sizes: dict[tuple[torch.Size, ...], Sizes] = {}
+
+    def forward(self, feeds: Sequence[torch.Tensor]) -> Forward:
+        """What computes the step for these feeds."""
+        if self.mode == "off":
+            return self.program.forward
+        key = tuple([feed.shape for feed in feeds])
+        found = self._sizes.get(key)
+        if found is None:
+            found = self._sizes[key] = Sizes(self.program, self.mode if len(self._sizes) < MOST else "off")
+        return found.forward
+
+    def status(self) -> list[str]:
+        """A line for each choice of sizes: which code runs and why."""
+        names = [self.program.whole.contents.by_id[value.node].name for value in self.program.feeds]
+        return [
+            ", ".join(f"{name} {list(shape)}" for name, shape in zip(names, key, strict=True)) + f": {sizes.status}"
+            for key, sizes in self._sizes.items()
+        ]
+
+
+class Sizes:
+    """One choice of sizes: ``forward`` is what runs now, replaced as the state changes."""
+
+    def __init__(self, program: Program, mode: Mode) -> None:
+        self.program = program
+        self.generated = program.forward
+        self.forward: Forward = {"auto": self._counted, "off": self.generated, "now": self._now}[mode]
+        self.status = "generated code"
+        self._seconds = 0.0
+        self._fast: Forward = self.generated
+        self._times: dict[str, list[float]] = {"generated": [], "compiled": []}
+
+    def _counted(self, *args: Any) -> tuple[Any, ...]:
+        start = time.perf_counter()
+        outs = self.generated(*args)
+        self._seconds += time.perf_counter() - start
+        if self._seconds > WORTH_COMPILING:
+            self.forward = self.generated
+            self.status = "generated code; compiling"
+            WORKER.submit(self, args)
+        return outs
+
+    def _now(self, *args: Any) -> tuple[Any, ...]:
+        self.build(args)
+        if self.forward == self._compared:
+            self._keep("compiled")
+        return self.forward(*args)
+
+    def build(self, args: Sequence[Any]) -> None:
+        """Compile; afterwards the next step is compared."""
+        start = time.perf_counter()
+        try:
+            why = obstacle()
+            if why is not None:
+                return self.drop(why)
+            self._fast = compiled(self.program, args)
+        except Exception as error:  # inductor raises anything; generated code goes on
+            return self.drop(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
+        self.status = f"compiled in {time.perf_counter() - start:.1f} s, not compared yet"
+        self.forward = self._compared
+
+    def drop(self, why: str) -> None:
+        """Stay with generated code."""
+        self._fast, self.forward = self.generated, self.generated
+        self.status = f"generated code ({why})"
+        _LOG.info("compiled code dropped: %s", why)
+
+    def _compared(self, *args: Any) -> tuple[Any, ...]:
+        """The first step after compiling: both, unless that takes long."""
+        self.forward = self._in_turns
+        start = time.perf_counter()
+        outs = self.generated(*args)
+        if time.perf_counter() - start < LONGEST_COMPARED:
+            self._check(outs, args)
+        return outs
+
+    def _check(self, outs: Sequence[Any], args: Sequence[Any]) -> None:
+        try:
+            torch.testing.assert_close(self._fast(*args), tuple(outs), rtol=1e-3, atol=1e-4, equal_nan=True)
+        except Exception as error:
+            self.drop(f"compiled code differs: {str(error).strip().splitlines()[0]}")
+
+    def _in_turns(self, *args: Any) -> tuple[Any, ...]:
+        """Generated and compiled code take turns, timed."""
+        kind = min(self._times, key=lambda kind: len(self._times[kind]))
+        start = time.perf_counter()
+        outs = self.generated(*args) if kind == "generated" else self._guarded(*args)
+        self._times[kind].append(time.perf_counter() - start)
+        if len(self._times["compiled"]) >= TURNS and self.forward == self._in_turns:
+            slow, fast = (statistics.median(self._times[kind]) for kind in ("generated", "compiled"))
+            if fast < slow:
+                self._keep(f"compiled: {fast * 1e6:.0f} instead of {slow * 1e6:.0f} us")
+            else:
+                self.drop(f"compiled code is not faster: {fast * 1e6:.0f} against {slow * 1e6:.0f} us")
+        return outs
+
+    def _keep(self, status: str) -> None:
+        self.forward, self.status = self._guarded, status
+
+    def _guarded(self, *args: Any) -> tuple[Any, ...]:
+        try:
+            return self._fast(*args)
+        except Exception as error:  # other strides, another device: nothing was written, so compute it again
+            self.drop(f"compiled code failed: {type(error).__name__}")
+            return self.generated(*args)
+
+
+class Worker:
+    """A daemon thread that compiles one thing after the other."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[tuple[weakref.ref[Sizes], Sequence[Any]]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def submit(self, sizes: Sizes, args: Sequence[Any]) -> None:
+        """Compile for these arguments, some time."""
+        self._jobs.put((weakref.ref(sizes), args))
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="tfnb-compiler", daemon=True)
+                self._thread.start()
+
+    def _work(self) -> None:
+        while True:
+            reference, args = self._jobs.get()
+            sizes = reference()
+            if sizes is not None:
+                sizes.build(args)
+            del sizes, args
+
+
+WORKER = Worker()
