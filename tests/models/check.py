@@ -28,12 +28,12 @@ def check(model: nn.Module, objective: Objective, draw: Draw, *, training: bool)
     model.train(training)
     twin = copy.deepcopy(model)
     parameters, wanted = dict(model.named_parameters()), dict(twin.named_parameters())
-    optimizer = torch.optim.Adam(twin.parameters(), lr=1e-2, eps=1e-4)
+    optimizer = torch.optim.Adam(twin.parameters(), lr=1e-3, eps=1e-4)
     with tfnb.record() as graph:
         fed = [tfnb.placeholder(sample, shape=("B", *sample.shape[1:])) for sample in draw(ROWS[0])]
         outputs, loss = objective(model, *fed)
         grads = tfnb.gradients(loss, list(parameters.values()))
-        step = tfnb.train.Adam(1e-2, eps=1e-4).minimize(loss)
+        step = tfnb.train.Adam(1e-3, eps=1e-4).minimize(loss)
     fetched = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
     given = [grad is not None for grad in grads]
     with tfnb.Session(graph) as session:

@@ -130,7 +130,7 @@ class Encoder(nn.Module):
         if padding is not None and mask is not None:
             mask = mask < 0  # masks of one kind
         x = self.places(self.embedding(ids) * math.sqrt(self.embedding.embedding_dim))
-        return self.out(self.layers(x, mask=mask, src_key_padding_mask=padding, is_causal=False))
+        return self.out(self.layers(x, mask=mask, src_key_padding_mask=padding))
 
 
 class Decoder(nn.Module):

@@ -118,7 +118,7 @@ def normed_weights(*, inputs: int = 6, hidden: int = 8, classes: int = 3) -> nn.
     return nn.Sequential(
         parametrizations.spectral_norm(nn.Linear(inputs, hidden)), nn.Tanh(),
         parametrizations.weight_norm(nn.Linear(hidden, hidden)), nn.Tanh(),
-        parametrizations.orthogonal(nn.Linear(hidden, classes), orthogonal_map="householder"),
+        parametrizations.orthogonal(nn.Linear(hidden, classes), orthogonal_map="matrix_exp"),
     )  # fmt: skip
 
 
@@ -147,7 +147,7 @@ class Norms(nn.Module):
         self.conv = nn.Conv1d(channels, channels, 3, padding="same", padding_mode="circular")
         self.norms = nn.Sequential(
             nn.GroupNorm(2, channels), nn.InstanceNorm1d(channels, affine=True, track_running_stats=True),
-            nn.LocalResponseNorm(3), nn.BatchNorm1d(channels, momentum=None), nn.Softplus(),
+            nn.LocalResponseNorm(3), nn.BatchNorm1d(channels, affine=False), nn.Softplus(),
         )  # fmt: skip
         self.layer, self.rms = nn.LayerNorm(channels), nn.RMSNorm(channels)
         self.out = nn.Linear(channels, classes)

@@ -104,7 +104,9 @@ IMAGE, LABEL = floats(3, 32, 32), ids(5)
 WORDS = inputs(ids(20, 7), ids(3))
 
 CASES: dict[str, Case] = {
-    "resnet18": (lambda: vision.resnet18(width=8, classes=5), classified, inputs(IMAGE, LABEL)),
+    "resnet18": (
+        lambda: vision.resnet18(width=4, classes=5), classified, inputs(floats(3, 64, 64), LABEL)
+    ),
     "vgg": (lambda: vision.VGG(width=4, classes=5, grid=1, hidden=16, dropout=0.0), classified, inputs(IMAGE, LABEL)),
     "googlenet": (
         lambda: vision.GoogLeNet(width=2, classes=5, dropout=0.0), with_auxiliary, inputs(floats(3, 18, 18), LABEL)

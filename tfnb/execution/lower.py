@@ -25,7 +25,7 @@ from tfnb.graph.spec import Dim
 from tfnb.kernels.optim import FUSED
 from tfnb.kernels.random import mix, seeded
 from tfnb.passes import feed_symbols, optimize
-from tfnb.recording.ops import facts, unbind
+from tfnb.recording.ops import facts, kernel, unbind
 
 aten = torch.ops.aten
 _SAME_MEMORY = (aten._unsafe_view.default, aten._reshape_alias.default)
@@ -205,7 +205,7 @@ class _Lowering:
     def _call(self, node: Node) -> None:
         op = overload(node.op)
         args, kwargs = unbind(op, map_leaves(lambda leaf: self._argument(node, leaf), node.attrs))
-        target = QUICK.get(op, op) if node.stream is None else Drawing(node, self.graph.seed)
+        target = QUICK.get(kernel(op), kernel(op)) if node.stream is None else Drawing(node, self.graph.seed)
         if node.stream is not None:
             args = [self.run, *args]
         out = self.fx.call_function(target, tuple(args), kwargs)

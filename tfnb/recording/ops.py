@@ -14,7 +14,7 @@ import torch
 
 from tfnb.graph.ops import overload as resolve
 
-__all__ = ["WHOLE", "Facts", "Op", "bind", "facts", "op_name", "resolve", "twin", "unbind"]
+__all__ = ["WHOLE", "Facts", "Op", "bind", "facts", "kernel", "op_name", "resolve", "twin", "unbind"]
 
 aten = torch.ops.aten
 Op = torch._ops.OpOverload
@@ -35,6 +35,11 @@ _TWINS = {
     aten.detach_.default: aten.alias.default,
     aten.requires_grad_.default: aten.alias.default,
 }
+
+
+# Values of a graph share no memory, and kernels choose strides by device and size: what was recorded as another view
+# of the same memory need not be one when it runs.
+_KERNELS = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +115,11 @@ def twin(op: Op) -> Op | None:
 
 def _types(op: Op) -> list[str]:
     return [str(a.type) for a in op._schema.arguments]
+
+
+def kernel(op: Op) -> Op:
+    """The overload that computes a recorded ``op`` on plain tensors of any strides."""
+    return _KERNELS.get(op, op)
 
 
 def op_name(op: Op) -> str:

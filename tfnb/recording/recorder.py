@@ -25,7 +25,7 @@ from tfnb.graph import Graph, Guard, Node, Owner, Ref, Source, Spec, Value, Vari
 from tfnb.graph.node import leaves
 from tfnb.graph.variable import updated
 from tfnb.kernels.random import seeded
-from tfnb.recording.ops import Facts, Op, bind, facts, op_name
+from tfnb.recording.ops import Facts, Op, bind, facts, kernel, op_name
 from tfnb.recording.replaced import REPLACED, SHAPES
 from tfnb.recording.report import explained, user_level
 from tfnb.recording.scopes import Scopes, clean
@@ -262,7 +262,7 @@ class Recorder(TorchDispatchMode):
         )  # fmt: skip
         self.tape.marks = replace(self.tape.marks, control=(*self.tape.marks.control, guard.node))
         key = ("branch", source and source.line)
-        if key not in self._warned:
+        if key not in self._warned and not self.tape.is_fixed(entry.value):
             self._warned.add(key)
             warnings.warn(
                 f"{source or 'recording'}: Python took the {outcome} branch of a recorded value; the graph holds only "
@@ -313,11 +313,12 @@ class Recorder(TorchDispatchMode):
 
     def _leave(self, tensor: torch.Tensor) -> Any:
         """``.item()`` from inside torch: the sample's number."""
-        if not isinstance(tensor, Tensor):
-            sample = self._entry(tensor).sample
-            return (tensor if sample is None else sample).item()
-        self.escaped(tensor, "item()")
-        return tensor.sample.item()
+        entry = self._entry(tensor)
+        if not self.tape.is_fixed(entry.value):
+            self.escaped(tensor, "item()")
+        if isinstance(tensor, Tensor):
+            return tensor.sample.item()
+        return (tensor if entry.sample is None else entry.sample).item()
 
     def _answer(self, func: Op, args: Any, kwargs: Any) -> bool:
         """A comparison that gives a Python bool: the samples' answer, and a guard that it stays so."""
@@ -425,7 +426,7 @@ class Recorder(TorchDispatchMode):
         if self.lazy or any(entry.sample is None for entry in inputs):
             return (None,) * count
         if node.stream is None:
-            out = func(*args, **kwargs)
+            out = kernel(func)(*args, **kwargs)
         else:
             seed = stream_seed(node, self.graph.seed, 0)
             out = seeded(func, seed, torch.device(node.outputs[0].device), args, kwargs)

@@ -93,13 +93,27 @@ def _attention(rec: Any, *args: Any, **kwargs: Any) -> Any:
     return aten._scaled_dot_product_attention_math(*args, **kwargs)[0]
 
 
-def _recurrent(op: Any, dropout_at: int, train_at: int) -> Callable[..., Any]:
-    """Recurrent layers stay whole, unless they draw dropout between layers."""
+def _recurrent(op: Any) -> Callable[..., Any]:
+    """Recurrent layers stay whole; those that draw dropout between them are recorded one by one, with the draws.
 
-    def row(rec: Any, *args: Any) -> Any:
-        if not (args[dropout_at] and args[train_at]):
+    torch's own decomposition (2.13) leaves the dropout out.
+    """
+
+    def row(
+        rec: Any, x: Any, hx: Any, params: Any, biases: bool, layers: int, dropout: float, train: bool, both: bool,
+        batch_first: bool,
+    ) -> Any:  # fmt: skip
+        if not (dropout and train and layers > 1):
             return NotImplemented
-        return op.decompose(*args)
+        several, ways, each = isinstance(hx, (list, tuple)), 1 + both, len(params) // layers
+        finals = []
+        for i in range(layers):
+            start = [h[i * ways : (i + 1) * ways] for h in (hx if several else [hx])]
+            own = params[i * each : (i + 1) * each]
+            x = x if i == 0 else torch.dropout(x, dropout, True)
+            x, *last = op(x, start if several else start[0], own, biases, 1, 0.0, train, both, batch_first)
+            finals.append(last)
+        return (x, *map(torch.cat, zip(*finals, strict=True)))
 
     return row
 
@@ -114,10 +128,10 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     aten.unbind.int: _unbind,
     aten.kron.default: _kron,
     aten.cdist.default: _cdist,
-    aten.lstm.input: _recurrent(aten.lstm.input, 5, 6),
-    aten.gru.input: _recurrent(aten.gru.input, 5, 6),
-    aten.rnn_tanh.input: _recurrent(aten.rnn_tanh.input, 5, 6),
-    aten.rnn_relu.input: _recurrent(aten.rnn_relu.input, 5, 6),
+    aten.lstm.input: _recurrent(aten.lstm.input),
+    aten.gru.input: _recurrent(aten.gru.input),
+    aten.rnn_tanh.input: _recurrent(aten.rnn_tanh.input),
+    aten.rnn_relu.input: _recurrent(aten.rnn_relu.input),
 }
 
 
@@ -130,8 +144,10 @@ def _rnn_shape(x: Any, hx: Any, params: Any, *rest: Any) -> Any:
 
 
 def _recurrent_out(x: Any, hx: Any, rest: Any) -> Any:
-    bidirectional = rest[4]
-    return x.new_empty((*x.shape[:2], hx.shape[-1] * (2 if bidirectional else 1)))
+    *_, bidirectional, batch_first = rest
+    first, second = (1, 0) if batch_first else (0, 1)
+    out = x.new_empty((x.shape[first], x.shape[second], hx.shape[-1] * (2 if bidirectional else 1)))
+    return out.transpose(0, 1) if batch_first else out  # as the kernels lay it out: time first
 
 
 # Shapes of ops kept whole whose torch decomposition unrolls the time axis, and so would fix its size.

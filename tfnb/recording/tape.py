@@ -19,6 +19,7 @@ from tfnb.graph.contents import unique
 from tfnb.graph.graph import new_id
 
 _NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*\Z")
+_VARYING = ("tfnb.placeholder", "tfnb.read", "tfnb.assign")
 _UNSCOPED = ("tfnb.placeholder", "tfnb.read", "tfnb.constant")
 
 
@@ -74,6 +75,18 @@ class Tape:
         if chosen is not None:
             self.named.add(node.id)
         return Value(node.id)
+
+    def is_fixed(self, value: Value) -> bool:
+        """Whether a value is the same in every run: no placeholder, variable, size or random draw leads to it."""
+        stack, seen = [value.node], {value.node}
+        while stack:
+            node = self.by_id[stack.pop()]
+            if node.op in _VARYING or node.stream is not None or node.symbols:
+                return False
+            ahead = {v.node for v in node.inputs} - seen
+            stack.extend(ahead)
+            seen |= ahead
+        return True
 
     def drop_last(self) -> None:
         """Take back the last node: its op failed."""

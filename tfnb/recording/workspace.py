@@ -16,7 +16,7 @@ from tfnb.graph.node import map_leaves
 from tfnb.graph.ops import WITH_GRADIENT
 from tfnb.graph.spec import Dim
 from tfnb.kernels.random import mix, seeded
-from tfnb.recording.ops import resolve, unbind
+from tfnb.recording.ops import kernel, resolve, unbind
 from tfnb.recording.symbols import Symbols
 
 SAMPLE_BUDGET = 1 << 30  # bytes
@@ -111,6 +111,7 @@ def evaluate(node: Node, inputs: list[Any], symbols: Symbols, seed: int) -> tupl
 
     op = resolve(node.op)
     args, kwargs = unbind(op, map_leaves(argument, node.attrs))
+    op = kernel(op)
     with torch.no_grad():
         if node.stream is None:
             out = op(*args, **kwargs)

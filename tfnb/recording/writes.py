@@ -12,6 +12,7 @@ import torch
 from tfnb.errors import Unsupported
 from tfnb.recording.ops import Facts, Op, facts, op_name, twin, unbind
 from tfnb.recording.tensor import Tensor
+from tfnb.recording.variables import known
 
 if TYPE_CHECKING:
     from tfnb.recording.recorder import Recorder
@@ -56,7 +57,7 @@ def rebind(rec: Recorder, target: torch.Tensor, new: torch.Tensor) -> None:
     """What ``target`` (a recorded tensor, a view, a parameter, a buffer) means from here on: ``new``."""
     if not isinstance(target, Tensor):
         entry, base = rec._entry(new), rec._plain_base(target)
-        with rec.tagged(frozenset({"buffer"}) if rec.scopes.is_buffer(target) else frozenset()):
+        with rec.tagged(_tags(rec.scopes.is_buffer(target))):
             base.write(entry)
         return
     base, chain = target._family, target._chain
@@ -66,8 +67,16 @@ def rebind(rec: Recorder, target: torch.Tensor, new: torch.Tensor) -> None:
     put = new
     for view, step in zip(reversed(chain), reversed(steps), strict=False):
         put = view.put(step, put)
-    if base.written is not None and all(base is not read for read in rec._reads.values()):
+    var = next((var for var, read in rec._reads.items() if read is base), None)
+    if base.written is not None and var is None:
         raise Unsupported(f"a write through a view of a variable of an earlier recording{rec.tape.at()}")
-    base.write(rec._entry(put))
+    entry = rec._entry(put)
+    with rec.tagged(_tags(any(known(held) is var for held, *_ in rec.scopes.labels.values()) if var else False)):
+        base.write(entry)
     target._entry = rec._entry(new) if chain else base.entry
     target._seen = base.version
+
+
+def _tags(in_module: bool) -> frozenset[str]:
+    """A buffer that a module writes belongs to the step of a loss that went through the module."""
+    return frozenset({"buffer"}) if in_module else frozenset()
