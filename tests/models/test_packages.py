@@ -10,11 +10,12 @@ import torch
 import transformers
 from torch import nn
 
+import tfnb
 from tests.models.check import Draw, Objective, check
 from tests.models.test_models import floats, ids, inputs, padding
+from tfnb.errors import BranchChanged
 
 OFF = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
-
 
 
 def called(*names: str) -> Objective:
@@ -81,8 +82,19 @@ CASES: dict[str, tuple[Callable[..., nn.Module], Objective, Draw]] = {
 }  # fmt: skip
 
 
+# the masks of the package depend on whether any place is padded: in these batches some always is
+@pytest.mark.filterwarnings("ignore:.*Python took the (True|False) branch of a recorded value")
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("name", CASES)
 def test_model(name: str, training: bool) -> None:
     make, objective, draw = CASES[name]
     check(make(), objective, draw, training=training)
+
+
+def test_batch_without_padding_is_refused_by_what_was_recorded_with_padding() -> None:
+    model = bert().eval()
+    with pytest.warns(UserWarning, match="Python took the False branch"), tfnb.record():
+        tokens, mask = tfnb.placeholder(torch.ones(2, 4, dtype=torch.long)), tfnb.placeholder(torch.eye(2, 4) + 1 > 1)
+        logits = model(input_ids=tokens, attention_mask=mask).logits
+    with pytest.raises(BranchChanged, match="was recorded with False"):
+        tfnb.run(logits, {tokens: torch.ones(3, 4, dtype=torch.long), mask: torch.ones(3, 4, dtype=torch.bool)})

@@ -6,6 +6,7 @@ Nothing of tfnb. Inputs are [B, C, H, W]; classifiers return logits [B, classes]
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -252,7 +253,7 @@ class MobileNet(nn.Module):
     ) -> None:
         super().__init__()
         blocks: list[nn.Module] = []
-        for place, (channels, out) in enumerate(zip(widths[:-1], widths[1:], strict=True)):
+        for place, (channels, out) in enumerate(pairwise(widths)):
             activation = nn.ReLU6 if place < len(widths) // 2 else nn.Hardswish
             blocks.append(InvertedResidual(channels, out, 2 if channels != out else 1, 4, activation))
         self.stem = nn.Sequential(
@@ -284,7 +285,7 @@ class UNet(nn.Module):
         super().__init__()
         widths = [width << level for level in range(depth + 1)]
         self.start = _double(channels, width)
-        self.downs = nn.ModuleList(_double(a, b) for a, b in zip(widths[:-1], widths[1:], strict=True))
+        self.downs = nn.ModuleList(_double(a, b) for a, b in pairwise(widths))
         pairs = list(zip(widths[:0:-1], widths[-2::-1], strict=True))
         up = nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True)
         self.ups = nn.ModuleList(

@@ -15,8 +15,8 @@ aten = torch.ops.aten
 
 _NAMES = """
     _log_softmax _log_softmax_backward_data _softmax _softmax_backward_data abs addmm baddbmm bmm clone convolution cos
-    embedding exp log mm native_layer_norm neg ones_like permute relu reshape rsqrt sigmoid sin sqrt t tanh threshold_backward
-    zeros_like
+    embedding exp log mm native_layer_norm neg ones_like permute relu reshape rsqrt sigmoid sin sqrt t tanh
+    threshold_backward zeros_like
 """
 
 QUICK: dict[Any, Callable[..., Any]] = {
