@@ -197,8 +197,11 @@ def _projected() -> nn.Module:
     return First()
 
 
+SLOW = {"resnet18", "googlenet", "densenet", "unet", "translator", "encoder, norm first, both masks", "decoder"}
+
+
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CASES])
 def test_model(name: str, training: bool) -> None:
     make, objective, draw = CASES[name]
     check(make(), objective, draw, training=training)

@@ -312,3 +312,54 @@ def test_attention_without_dropout_is_not_random() -> None:
         x = tfnb.placeholder(torch.randn(2, 3, 4, 5))
         torch.nn.functional.scaled_dot_product_attention(x, x, x)
     assert all(node.stream is None for node in g.nodes)
+
+
+def test_the_number_of_a_buffer_leaves_the_graph_with_a_note() -> None:
+    count = nn.BatchNorm1d(3)
+    with tfnb.record() as g:
+        x = count(tfnb.placeholder(torch.randn(4, 3)))
+        y = x / float(count.num_batches_tracked)
+    assert len(g.notes) == 1 and "item()" in g.notes[0]
+
+
+def test_a_branch_on_what_is_the_same_in_every_run_says_nothing() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with tfnb.record() as g:
+            x = tfnb.placeholder(torch.randn(4, 3))
+            mask = torch.ones(3, 3).triu(1).bool()
+            y = x.sum(1) if mask.all() else x @ mask.float()
+    assert g.notes == ()
+    assert tfnb.run(y, {x: torch.ones(2, 3)}).shape == (2, 3)
+
+
+def test_a_view_recorded_of_dense_memory_runs_on_any_strides() -> None:
+    with tfnb.record():
+        x = tfnb.placeholder(torch.randn(4, 3, 2))
+        y = x.view(-1, 6) * 2
+    data = torch.randn(3, 5, 2).transpose(0, 1)
+    assert torch.equal(tfnb.run(y, {x: data}), data.reshape(5, 6) * 2)
+
+
+def test_a_buffer_written_through_a_view_belongs_to_the_step() -> None:
+    norm, twin = (nn.InstanceNorm1d(3, affine=True, track_running_stats=True) for _ in range(2))
+    data = torch.randn(4, 3, 5)
+    with tfnb.record():
+        step = tfnb.train.SGD(0.1).minimize(norm(x := tfnb.placeholder(data)).square().mean())
+    tfnb.run(step, {x: data})
+    twin(data)
+    torch.testing.assert_close(norm.running_mean, twin.running_mean)
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+def test_dropout_between_recurrent_layers_is_drawn_in_each_run(layer: type[nn.Module]) -> None:
+    net = layer(3, 4, num_layers=3, dropout=0.5, bidirectional=True)
+    data = torch.randn(5, 2, 3)
+    with tfnb.record() as g:
+        out = net(x := tfnb.placeholder(data, shape=("T", "B", 3)))[0]
+    assert sum(node.stream is not None for node in g.nodes) == 2
+    assert not torch.equal(tfnb.run(out, {x: data}), tfnb.run(out, {x: data}))
+    net.eval()
+    with tfnb.record():
+        out, _ = net(x := tfnb.placeholder(data, shape=("T", "B", 3)))
+    torch.testing.assert_close(tfnb.run(out, {x: data[:4]}), net(data[:4])[0])
