@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tfnb
-from tfnb.errors import FailedPrecondition, ShapeError, StaleNode, Unsupported
+from tfnb.errors import FailedPrecondition, ShapeError, StaleNode
 
 
 def ops(graph: tfnb.Graph) -> list[str]:
@@ -240,11 +240,6 @@ def test_record_by_name_makes_a_new_graph_each_time() -> None:
         tfnb.placeholder(torch.ones(3), name="a") * 3
     assert first is not second and tfnb.graph("twice") is second
     assert torch.equal(tfnb.run(a, {"a": torch.ones(3)}), 2 * torch.ones(3))
-
-
-def test_backward_says_what_to_use() -> None:
-    with tfnb.record(), pytest.raises(Unsupported, match="minimize"):
-        tfnb.placeholder(torch.ones(3)).sum().backward()
 
 
 @pytest.mark.parametrize("module, shape", [

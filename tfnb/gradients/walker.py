@@ -8,7 +8,7 @@ differentiated again. Imports graph and recording.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import reduce
 from operator import add
@@ -27,6 +27,7 @@ from tfnb.recording.ops import resolve, unbind
 from tfnb.recording.recompute import Copies, region_of_tags
 from tfnb.recording.variables import known
 
+Hook = Callable[[torch.Tensor], torch.Tensor | None]
 _GRADIENT = frozenset({"gradient"})
 
 
@@ -55,7 +56,7 @@ def gradients(
         raise InvalidArgument(f"unconnected is 'none' or 'zero', not {unconnected!r}")
     graph, wanted = differentiable(ys, xs)
     with reopen(graph) as recorder, torch.enable_grad():
-        return _differentiate(recorder, ys, wanted, grad_ys, _listed(stop_gradients), unconnected)
+        return differentiate(recorder, ys, wanted, grad_ys, _listed(stop_gradients), unconnected)
 
 
 def stop_gradient(x: Any) -> torch.Tensor:
@@ -124,9 +125,11 @@ def _differ(a: Any, b: Any) -> bool:
     return isinstance(a, int) and isinstance(b, int) and a != b
 
 
-def _differentiate(
-    recorder: Recorder, ys: list[Any], xs: list[Any], grad_ys: Any, stops: list[Any], unconnected: str
-) -> list[torch.Tensor | None]:
+def differentiate(
+    recorder: Recorder, ys: list[Any], xs: list[Any], grad_ys: Any = None, stops: Iterable[Any] = (),
+    unconnected: str = "none",
+) -> list[torch.Tensor | None]:  # fmt: skip
+    """`gradients` in an open recording, in the grad mode that holds."""
     ys = [recorder.read(y) if isinstance(y, Variable) else y for y in ys]
     given = [None] * len(ys) if grad_ys is None else _listed(grad_ys)
     if len(given) != len(ys):
@@ -138,6 +141,7 @@ def _differentiate(
         stop = {s.value for s in stops if isinstance(s, Tensor)}
         walk = Walk(recorder, [v for group in targets for v in group], stop)
         walk.scope = scope
+        walk.hooks = {value: list(hooks.values()) for value, hooks in recorder.habits.hooks.items()}
         walk.run(nodes, seeds)
         return [_result(walk, x, group, unconnected) for x, group in zip(xs, targets, strict=True)]
 
@@ -153,7 +157,7 @@ def _values(x: Tensor | Variable, nodes: Iterable[Node]) -> list[Value]:
 def _result(walk: Walk, x: Tensor | Variable, values: list[Value], unconnected: str) -> torch.Tensor | None:
     found = [dx for dx in map(walk.total, values) if dx is not None]
     if found:
-        return reduce(add, found)
+        return hooked(reduce(add, found), [] if isinstance(x, Tensor) else x.hooks)
     if unconnected == "none":
         return None
     return torch.zeros_like(x) if isinstance(x, Tensor) else torch.zeros_like(x.read())
@@ -172,12 +176,13 @@ class Walk:
         self.partials: dict[Value, list[torch.Tensor]] = {}
         self.tensors: dict[Value, torch.Tensor] = {}  # recorded tensors of forward values
         self.copies = Copies(recorder)
+        self.hooks: dict[Value, list[Hook]] = {}  # called with the whole cotangent of their value, once
         self.scope: str | None = None  # where the gradient nodes stand; None inside a decomposition
         self.inside: tuple[str, ...] = ()  # ops being decomposed
 
     def run(self, nodes: Sequence[Node], seeds: Iterable[tuple[Value, torch.Tensor]]) -> None:
         """Send the cotangents ``seeds`` backwards through ``nodes``."""
-        self._reach(nodes)
+        self.reach(nodes)
         for value, dy in seeds:
             self._send(value, dy)
         for node in reversed(nodes):
@@ -192,9 +197,11 @@ class Walk:
             return None
         if len(parts) > 1:
             self.partials[value] = parts = [reduce(add, parts)]
+        if value in self.hooks:
+            self.partials[value] = parts = [hooked(parts[0], self.hooks.pop(value))]
         return parts[0]
 
-    def _reach(self, nodes: Iterable[Node]) -> None:
+    def reach(self, nodes: Iterable[Node]) -> None:
         """Mark every value that depends on the targets through ops that conduct."""
         for node in nodes:
             if any(v in self.reached for v in _ways(node)):
@@ -288,7 +295,8 @@ class Walk:
         n = self._forward(node, [True] * len(node.inputs))
         args, kwargs = unbind(resolve(node.op), {name: n[name] for name in node.attrs})
         start = len(self.recorder.new)
-        outs = function(*args, **kwargs)
+        with torch.enable_grad():  # these nodes are walked below, also where the result is not to be differentiated
+            outs = function(*args, **kwargs)
         outs = outs if isinstance(outs, (list, tuple)) else [outs]
         inputs = [x.value for x in n.inputs]  # of a region that is computed again, its copies
         part = Walk(self.recorder, (x for x, v in zip(inputs, node.inputs, strict=True) if v in self.reached))
@@ -317,6 +325,14 @@ class Walk:
 
     def _spec(self, value: Value) -> Spec:
         return self.recorder.node(value.node).outputs[value.index]
+
+
+def hooked(dx: torch.Tensor, hooks: Iterable[Hook]) -> torch.Tensor:
+    """A whole gradient after the user's hooks: each may return another one in its place."""
+    for hook in hooks:
+        changed = hook(dx)
+        dx = dx if changed is None else changed
+    return dx
 
 
 def _flows(spec: Spec) -> bool:

@@ -8,14 +8,15 @@ trained graph is a trained module. While a cluster is connected the value lives 
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from tfnb.errors import FailedPrecondition, InvalidArgument, ShapeError
 from tfnb.graph import current
+from tfnb.graph.held import Held
 from tfnb.graph.spec import Spec
 
 _serial = itertools.count()
@@ -68,17 +69,21 @@ class Variable:
             _shared[container, shared_name] = self
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, *, name: str, trainable: bool) -> Variable:
-        """The Variable that shares ``tensor``'s storage (a Parameter or buffer; held weakly)."""
+    def of(cls, tensor: torch.Tensor, *, name: str, trainable: bool | None = None) -> Variable:
+        """The Variable that shares ``tensor``'s storage (a Parameter or buffer; held weakly).
+
+        It follows the modules that are said to hold it (``held.by``). trainable: by default as ``requires_grad`` says.
+        """
         self = cls.__new__(cls)
-        reference = weakref.ref(tensor)
-        spare = tensor.detach()
+        self._bind(None, _spec_of(tensor), name, trainable)
+        self.held = Held(tensor)
+        return self
 
-        def storage() -> torch.Tensor:
-            alive = reference()
-            return spare if alive is None else alive.detach()
-
-        self._bind(storage, _spec_of(spare), name, trainable)
+    @classmethod
+    def looked_up(cls, find: Callable[[], torch.Tensor], *, name: str) -> Variable:
+        """A Variable, not trainable, whose storage is what ``find`` gives each time: always of one shape and dtype."""
+        self = cls.__new__(cls)
+        self._bind(find, _spec_of(find()), name, False)
         return self
 
     @classmethod
@@ -89,26 +94,38 @@ class Variable:
         return self
 
     def _bind(
-        self, storage: Callable[[], torch.Tensor] | None, spec: Spec, name: str, trainable: bool,
+        self, storage: Callable[[], torch.Tensor] | None, spec: Spec, name: str, trainable: bool | None,
         container: str = "", shared_name: str | None = None,
     ) -> None:  # fmt: skip
         self._storage = storage
+        self.held: Held | None = None
         self.key = f"v{next(_serial)}"
         self.name = name
-        self.trainable = trainable
+        self._trainable = trainable
         self.spec = spec
+        self.shape = torch.Size(spec.sizes({}))
         self.home: Home | None = None
         self.container = container
         self.shared_name = shared_name
 
     @property
+    def trainable(self) -> bool:
+        """Whether ``minimize`` and ``backward`` see it by default: as said when it was made, or as its tensor says."""
+        if self._trainable is not None:
+            return self._trainable
+        tensor = None if self.held is None else self.held.tensor()
+        return tensor is not None and tensor.requires_grad
+
+    @property
     def initialized(self) -> bool:
         """Whether there is a local value."""
-        return self._storage is not None
+        return self._storage is not None or self.held is not None
 
     @property
     def storage(self) -> torch.Tensor:
         """The local storage, not a copy; stale while a cluster owns the value."""
+        if self.held is not None:
+            return self._followed(self.held)
         if self._storage is None:
             raise FailedPrecondition(
                 f"Attempting to use uninitialized value {self.name} ({self.spec}): "
@@ -116,24 +133,60 @@ class Variable:
             )
         return self._storage()
 
+    def _followed(self, held: Held) -> torch.Tensor:
+        """What the module holds now; raises where that can be no value of this variable."""
+        try:
+            found = held.values()
+        except FailedPrecondition as error:
+            raise FailedPrecondition(f"variable {self.name} has no single value: {error}") from None
+        if found.shape != self.shape or found.dtype != self.spec.dtype:
+            raise ShapeError(
+                f"variable {self.name} is {self.spec}, but its module now holds {_spec_of(found)} in its place: "
+                "record the cell again"
+            )
+        return found
+
+    @property
+    def hooks(self) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
+        """What ``register_hook`` of its Parameter was given."""
+        tensor = None if self.held is None else self.held.tensor()
+        return [] if tensor is None else list((tensor._backward_hooks or {}).values())
+
+    @property
+    def after_hooks(self) -> list[Callable[[], Any]]:
+        """What ``register_post_accumulate_grad_hook`` of its Parameter was given, each a call without arguments."""
+        tensor = None if self.held is None else self.held.tensor()
+        return (
+            [] if tensor is None else [partial(h, tensor) for h in (tensor._post_accumulate_grad_hooks or {}).values()]
+        )
+
     def store(self, value: torch.Tensor) -> None:
         """Write the local storage, wherever the value lives; raises ShapeError for another shape or dtype."""
         if tuple(value.shape) != tuple(self.spec.shape) or value.dtype != self.spec.dtype:
             raise ShapeError(f"cannot assign {_spec_of(value)} to variable {self.name}, which is {self.spec}")
         with torch.no_grad():
-            if self._storage is None:
+            if not self.initialized:
                 owned = torch.empty(self.shape, dtype=self.dtype, device=self.spec.device).copy_(value)
                 self._storage = lambda: owned
             else:
-                self._storage().copy_(value)
+                self.storage.copy_(value)
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """Inside a recording: the gradient that ``backward`` recorded so far."""
+        recording = current.recording()
+        return None if recording is None else recording.habits.grad(self)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        recording = current.recording()
+        if recording is None:
+            raise FailedPrecondition(f"the .grad of variable {self.name} is set inside a recording only")
+        recording.habits.set_grad(self, value)
 
     @property
     def dtype(self) -> torch.dtype:
         return self.spec.dtype
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size(self.spec.sizes({}))
 
     @property
     def device(self) -> str:

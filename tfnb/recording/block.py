@@ -23,6 +23,7 @@ from tfnb.graph import Graph, Owner, Source, Value, current
 from tfnb.graph.graph import new_id
 from tfnb.recording.commit import drop_unreachable_data, replaced, substitute, unified_guards
 from tfnb.recording.functions import own_functions
+from tfnb.recording.habits import recorded_steps
 from tfnb.recording.recompute import checkpoints
 from tfnb.recording.recorder import Recorder
 from tfnb.recording.scopes import Functions, clean, follow_modules
@@ -209,6 +210,8 @@ def _enter(stack: ExitStack, recorder: Recorder, device: Any) -> None:
     if device is not None:
         stack.enter_context(torch.device(device))
     stack.enter_context(Functions(recorder.scopes))
+    stack.enter_context(recorded_steps(recorder))
+    stack.enter_context(recorder.habits)
 
 
 @contextmanager

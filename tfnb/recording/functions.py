@@ -119,7 +119,7 @@ def _floats(value: Any) -> bool:
 
 def _conducts(recorder: Recorder, value: Any) -> bool:
     """Whether a gradient may be wanted for an argument: recorded, or the tensor of a Variable."""
-    return _floats(value) and (isinstance(value, Tensor) or recorder._variable_of(value) is not None)
+    return _floats(value) and (isinstance(value, Tensor) or recorder.variable_of(value) is not None)
 
 
 def _among(value: Any, others: Any) -> bool:

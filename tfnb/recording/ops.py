@@ -32,7 +32,7 @@ _TWINS = {
     aten.normal_.default: aten.normal_functional.default,
     aten.zero_.default: aten.zeros_like.default,
     aten.bernoulli_.float: aten.bernoulli.p,
-    aten.detach_.default: aten.alias.default,
+    aten.detach_.default: aten.detach.default,
     aten.requires_grad_.default: aten.alias.default,
 }
 

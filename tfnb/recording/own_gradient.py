@@ -63,7 +63,7 @@ def _renewed(recorder: Recorder, out: Any, entry: Entry) -> Tensor:
 
 def kept(recorder: Recorder, tensor: Any) -> Any:
     """A handle of what ``tensor`` is now, whatever is written to it later; captured data stays plain."""
-    if not isinstance(tensor, Tensor) and recorder._variable_of(tensor) is None:
+    if not isinstance(tensor, Tensor) and recorder.variable_of(tensor) is None:
         return tensor
     entry = recorder._entry(tensor)
     node = recorder.node(entry.value.node)

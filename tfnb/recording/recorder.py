@@ -25,13 +25,14 @@ from tfnb.graph import Graph, Guard, Node, Owner, Ref, Source, Spec, Value, Vari
 from tfnb.graph.node import leaves
 from tfnb.graph.variable import updated
 from tfnb.kernels.random import seeded
+from tfnb.recording.habits import Habits
 from tfnb.recording.ops import Facts, Op, bind, facts, kernel, op_name
 from tfnb.recording.replaced import REPLACED, SHAPES
 from tfnb.recording.report import explained, user_level
 from tfnb.recording.scopes import Scopes, clean
 from tfnb.recording.tape import Tape
 from tfnb.recording.tensor import Base, Entry, Operation, Tensor
-from tfnb.recording.variables import known, variable
+from tfnb.recording.variables import held, known, variable
 from tfnb.recording.views import View
 from tfnb.recording.workspace import stream_seed, workspace
 from tfnb.recording.writes import record_write
@@ -40,6 +41,7 @@ aten = torch.ops.aten
 BIG_CONSTANT = 1 << 20  # bytes; larger captured tensors are announced and kept by reference
 _ABSENT = Spec(torch.bool, (0,))  # stands for an output that the op leaves out, as its mask says
 _CONSTRUCTORS = frozenset({"__init__", "reset_parameters", "_reset_parameters"})
+_CONVERTERS = frozenset({"_apply"})  # of a module just made: .double(), .to(...)
 
 
 class Recorder(TorchDispatchMode):
@@ -63,7 +65,7 @@ class Recorder(TorchDispatchMode):
         self.new_guards: list[Guard] = []
         self.equalities: list[tuple[str, sympy.Eq, Source | None]] = []
         self.notes: list[str] = []
-        self.born = WeakIdKeyDictionary()  # parameters made in this recording
+        self.born = WeakIdKeyDictionary()  # parameters and buffers made in this recording
         self.live = WeakIdKeyDictionary()  # every recorded tensor that somebody still holds
         self._bases: dict[int, tuple[torch.Tensor, Base]] = {}
         self._reads: dict[Variable, Base] = {}
@@ -74,6 +76,7 @@ class Recorder(TorchDispatchMode):
         self.refuse: Callable[[str], None] | None = None  # asked about each value that leaves the graph
         self.overrides: Mapping[str, Callable[..., Any]] = {}  # gradient rules of the ops recorded now
         self.letters: set[str] = set()  # symbols declared in this recording
+        self.habits = Habits(self)
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -292,7 +295,10 @@ class Recorder(TorchDispatchMode):
         if func in _ANSWERS:
             return self._answer(func, args, kwargs)
         if not _mentions(args, kwargs, Tensor) and self._constructing(func, own, args):
-            return func(*args, **kwargs)
+            made = func(*args, **kwargs)
+            if isinstance(made, torch.Tensor):
+                self.born[made] = True
+            return made
         if func in (aten.lift_fresh.default, aten.lift.default):
             return args[0] if isinstance(args[0], Tensor) else self._wrap(self._entry(args[0]))
         if self.overrides and self._override(func) is not None:
@@ -338,17 +344,22 @@ class Recorder(TorchDispatchMode):
 
     def _constructing(self, func: Op, own: Facts, args: Any) -> bool:
         """Whether this call only makes initial values: it runs for real and leaves no node."""
-        if own.writes and args and isinstance(args[0], torch.nn.Parameter) and args[0] in self.born:
-            return args[0].untyped_storage().data_ptr() != 0 and known(args[0]) is None
+        mine = bool(args) and isinstance(args[0], torch.Tensor) and self.is_unused(args[0])
+        if own.writes and mine and isinstance(args[0], torch.nn.Parameter):
+            return args[0].untyped_storage().data_ptr() != 0
+        names = _CONSTRUCTORS | _CONVERTERS if mine else _CONSTRUCTORS
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and frame is not self._stop:
             code = frame.f_code
-            if code.co_name in _CONSTRUCTORS and code.co_argcount and isinstance(
-                frame.f_locals.get(code.co_varnames[0]), torch.nn.Module
-            ):  # fmt: skip
+            me = frame.f_locals.get(code.co_varnames[0]) if code.co_name in names and code.co_argcount else None
+            if isinstance(me, torch.nn.Module):
                 return True
             frame = frame.f_back
         return False
+
+    def is_unused(self, tensor: torch.Tensor) -> bool:
+        """Whether this is a parameter or buffer made in this recording that nothing recorded has used yet."""
+        return tensor in self.born and known(tensor) is None
 
     def _call(self, func: Op, own: Facts, args: Any, kwargs: Any) -> Any:
         """Record one op: node, fake result, sample result."""
@@ -480,7 +491,7 @@ class Recorder(TorchDispatchMode):
         found = self._bases.get(id(tensor))
         if found is not None:
             return found[1]
-        var = self._variable_of(tensor)
+        var = self.variable_of(tensor)
         if var is not None:
             return self._read_base(var)
         with _disable_current_modes():
@@ -488,15 +499,20 @@ class Recorder(TorchDispatchMode):
         self._bases[id(tensor)] = (tensor, base)
         return base
 
-    def _variable_of(self, tensor: torch.Tensor) -> Variable | None:
+    def variable_of(self, tensor: torch.Tensor) -> Variable | None:
+        """The Variable of a Parameter, buffer or leaf; None for other tensors."""
         var = known(tensor)
+        if var is not None and var in self._reads:
+            return var
+        places = self.scopes.places(tensor)
         is_leaf = isinstance(tensor, torch.nn.Parameter) or (tensor.requires_grad and tensor.is_leaf)
-        if var is None and not is_leaf and not self.scopes.is_buffer(tensor):
+        if var is None and not is_leaf and not places:
             return None
-        if var is not None and var.name != "Variable":
+        if var is not None and var.name != "Variable" and not places:
             return var
         taken = {n.attrs["variable"].name for n in self.tape.nodes if n.op == "tfnb.read"}
-        return variable(tensor, name=self.scopes.label(tensor, taken), trainable=tensor.requires_grad)
+        name = self.scopes.label(tensor, taken)
+        return held(tensor, places, name) if places else variable(tensor, name=name)
 
     def _captured(self, tensor: torch.Tensor) -> torch.Tensor:
         """A plain tensor as a constant: copied when small, so that later changes do not reach the graph."""

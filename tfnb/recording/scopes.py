@@ -8,12 +8,13 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules import module as nn_module
 from torch.overrides import TorchFunctionMode
 
+from tfnb.errors import Unsupported
 from tfnb.graph import current
 
 _BAD = re.compile(r"[^A-Za-z0-9_.]+")
@@ -25,6 +26,15 @@ def clean(name: str) -> str:
     return part if part and (part[0].isalnum() or part[0] == ".") else f"n{part}"
 
 
+class Label(NamedTuple):
+    """Where a parameter or buffer was seen."""
+
+    tensor: torch.Tensor
+    path: str
+    root: str
+    places: list[tuple[torch.nn.Module, str]]
+
+
 class Scopes:
     """The stack of open scopes of one recording: name scopes, modules, then the torch function."""
 
@@ -32,7 +42,7 @@ class Scopes:
         self.path: list[str] = []
         self.function: str | None = None
         self.paused = 0
-        self.labels: dict[int, tuple[Any, str, str]] = {}  # id of a parameter or buffer -> (it, its path, root's name)
+        self.labels: dict[int, Label] = {}  # by the id of a parameter or buffer
         self._python_name = python_name
         self._modules: list[tuple[torch.nn.Module, int, dict[int, str]]] = []
         self._opened: dict[tuple[str, ...], int] = {}
@@ -87,20 +97,28 @@ class Scopes:
                 return
 
     def _label(self, root: torch.nn.Module, prefix: str, root_name: str) -> None:
-        for name, tensor in (*root.named_parameters(), *root.named_buffers()):
-            self.labels.setdefault(id(tensor), (tensor, prefix + name, root_name))
+        for path, module in root.named_modules(prefix=prefix.rstrip(".")):
+            for attribute, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is None:
+                    continue
+                label = self.labels.get(id(tensor))
+                if label is None or label.tensor is not tensor:
+                    full = f"{path}.{attribute}" if path else attribute
+                    label = self.labels[id(tensor)] = Label(tensor, full, root_name, [])
+                if (module, attribute) not in label.places:
+                    label.places.append((module, attribute))
 
-    def is_buffer(self, tensor: torch.Tensor) -> bool:
-        """Whether this tensor is held by a module seen so far."""
+    def places(self, tensor: torch.Tensor) -> list[tuple[torch.nn.Module, str]]:
+        """The modules seen so far that hold this tensor, and under which names."""
         found = self.labels.get(id(tensor))
-        return found is not None and found[0] is tensor
+        return found.places if found is not None and found.tensor is tensor else []
 
     def label(self, tensor: torch.Tensor, taken: Collection[str]) -> str | None:
         """The module path of a parameter or buffer (with the root module's name if that is taken), or a Python name."""
-        if not self.is_buffer(tensor):
+        found = self.labels.get(id(tensor))
+        if found is None or found.tensor is not tensor:
             return self._python_name(tensor)
-        _, path, root = self.labels[id(tensor)]
-        return f"{root}.{path}" if path in taken else path
+        return f"{found.root}.{found.path}" if found.path in taken else found.path
 
 
 class Functions(TorchFunctionMode):
@@ -131,6 +149,7 @@ def follow_modules(scopes: Scopes, recording: Any) -> Iterator[None]:
 
     def before(module: torch.nn.Module, args: Any) -> None:
         if current.recording() is recording:
+            _refuse_backward_hooks(module, recording)
             scopes.enter(module)
 
     def after(module: torch.nn.Module, args: Any, output: Any) -> None:
@@ -146,3 +165,13 @@ def follow_modules(scopes: Scopes, recording: Any) -> Iterator[None]:
             post.remove()
     finally:
         pre.remove()
+
+
+def _refuse_backward_hooks(module: torch.nn.Module, recording: Any) -> None:
+    """They hang on the engine of autograd, which a recording has not; they must not be passed over in silence."""
+    everywhere = nn_module._global_backward_hooks or nn_module._global_backward_pre_hooks
+    if torch.is_grad_enabled() and (everywhere or module._backward_hooks or module._backward_pre_hooks):
+        raise Unsupported(
+            f"{type(module).__name__} has a backward hook, which is not recorded: use register_hook on its input or "
+            f"output tensor{recording.tape.at()}"
+        )

@@ -204,11 +204,14 @@ class Tensor(torch.Tensor):
         )
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
-        """Not recorded yet: the graph's own gradients are `tfnb.gradients` and `tfnb.train`."""
-        raise Unsupported(
-            "backward() on a recorded tensor: use tfnb.gradients(loss, variables) or "
-            "tfnb.train.SGD(lr).minimize(loss), which record the backward pass into the graph"
-        )
+        """Inside its recording: the gradients of this loss become the ``.grad`` of what it depends on."""
+        recording = current.recording()
+        if recording is None or recording.graph is not self._graph:
+            raise Unsupported(
+                f"backward() of {self._describe()} outside of its recording: call it inside, or use "
+                "tfnb.gradients(loss, variables), which also works outside"
+            )
+        super().backward(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
         return self.sample.detach().clone()

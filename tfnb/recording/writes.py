@@ -57,7 +57,7 @@ def rebind(rec: Recorder, target: torch.Tensor, new: torch.Tensor) -> None:
     """What ``target`` (a recorded tensor, a view, a parameter, a buffer) means from here on: ``new``."""
     if not isinstance(target, Tensor):
         entry, base = rec._entry(new), rec._plain_base(target)
-        with rec.tagged(_tags(rec.scopes.is_buffer(target))):
+        with rec.tagged(_tags(bool(rec.scopes.places(target)))):
             base.write(entry)
         return
     base, chain = target._family, target._chain

@@ -1,6 +1,7 @@
 """Optimizers over symbolic gradients."""
 
+from tfnb.train.from_torch import from_torch
 from tfnb.train.optimizer import Optimizer
 from tfnb.train.rules import SGD, Adagrad, Adam, AdamW, Momentum, RMSProp
 
-__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Momentum", "Optimizer", "RMSProp"]
+__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Momentum", "Optimizer", "RMSProp", "from_torch"]

@@ -61,7 +61,7 @@ class Optimizer:
         """
         recorded = _scalar(loss)
         with reopen(recorded.graph) as recorder:
-            wanted = _trainable(recorder) if variables is None else [variable(v) for v in variables]
+            wanted = self._trained(recorder) if variables is None else [variable(v) for v in variables]
             found = gradients(loss, wanted) if wanted else []
             pairs = [(g, v) for g, v in zip(found, wanted, strict=True) if variables is not None or g is not None]
             if all(g is None for g, _ in pairs):
@@ -79,11 +79,10 @@ class Optimizer:
         named = [(grad, variable(target)) for grad, target in pairs]
         todo = [(grad, target) for grad, target in named if grad is not None]
         _check_pairs(todo, len(named))
-        with reopen(_graph_of(todo)) as recorder, recorder.scope(type(self).__name__):
-            rate = self._recorded_rate(recorder)
-            new = [value for grad, target in todo for value in self._record(recorder, grad, target, rate)]
+        with reopen(_graph_of(todo)) as recorder, recorder.scope(self._label):
+            new = [value for grad, target in todo for value in self._record(recorder, grad, target)]
             step = recorder.group((*(t.value for t in new), *buffers))
-            recorder.rename(step.value.node, type(self).__name__)  # until a Python name is assigned
+            recorder.rename(step.value.node, self._label)  # until a Python name is assigned
             return step
 
     def minimize(self, loss: torch.Tensor, variables: Sequence[Any] | None = None) -> Operation:
@@ -94,7 +93,7 @@ class Optimizer:
         """
         recorded = _scalar(loss)
         with reopen(recorded.graph) as recorder:
-            buffers = _buffer_writes(recorder, recorded)
+            buffers = buffer_writes(recorder, [recorded.value])
             return self._applied(self.compute_gradients(loss, variables), buffers)
 
     def slots(self, target: Any) -> dict[str, Variable]:
@@ -110,9 +109,19 @@ class Optimizer:
 
     # -- recording --------------------------------------------------------------------------------------------
 
-    def _record(self, recorder: Recorder, grad: Any, target: Variable, rate: Rate) -> list[Tensor]:
+    @property
+    def _label(self) -> str:
+        """What its nodes are named after."""
+        return type(self).__name__
+
+    def _trained(self, recorder: Recorder) -> list[Variable]:
+        """The variables to train by default: trainable ones that the graph reads, in order of first use."""
+        read = (node.attrs["variable"] for node in recorder.nodes if node.op == "tfnb.read")
+        return [v for v in dict.fromkeys(read) if v.trainable]
+
+    def _record(self, recorder: Recorder, grad: Any, target: Variable) -> list[Tensor]:
         """Nodes that update one variable and its slots; the values after the step."""
-        slots = self.slots(target)
+        slots, rate = self.slots(target), self._recorded_rate(recorder)
         before = {name: recorder.read(slot) for name, slot in slots.items()}
         with recorder.tagged(frozenset({"update"})):
             new, after = self.update(recorder.read(target), grad, before, rate)
@@ -150,24 +159,18 @@ def _value(owner: Variable) -> torch.Tensor:
     return torch.zeros(owner.shape, dtype=owner.dtype, device=owner.spec.device)
 
 
-def _trainable(recorder: Recorder) -> list[Variable]:
-    """Trainable variables that the graph reads, in order of first use."""
-    read = (node.attrs["variable"] for node in recorder.nodes if node.op == "tfnb.read")
-    return [v for v in dict.fromkeys(read) if v.trainable]
-
-
-def _buffer_writes(recorder: Recorder, loss: Tensor) -> list[Value]:
-    """Writes of buffers recorded by the modules that stand on the way to the loss."""
+def buffer_writes(recorder: Recorder, roots: Iterable[Value]) -> list[Value]:
+    """Writes of buffers recorded by the modules that stand on the way to ``roots``."""
     writes = [node for node in recorder.nodes if node.op == "tfnb.assign" and "buffer" in node.tags]
     if not writes:
         return []
     modules: set[Any] = set()
-    seen: set[int] = set()
-    stack = [loss.value.node]
+    stack = [root.node for root in roots]
+    seen = set(stack)
     while stack:
         node = recorder.node(stack.pop())
         modules.add((node.owner, node.scope[:-1]))
-        stack.extend(v.node for v in node.inputs if v.node not in seen)
+        stack.extend({v.node for v in node.inputs} - seen)
         seen.update(v.node for v in node.inputs)
     return [Value(node.id) for node in writes if (node.owner, node.scope[:-1]) in modules]
 

@@ -1,0 +1,266 @@
+"""`optimizer.step()` of torch optimizers in a recording: the graph's run is the eager loop, state and all."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import tfnb
+from tfnb import train
+from tfnb.errors import FailedPrecondition, Unsupported
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {"lr": 0.1}),
+    "SGD decay maximize": (torch.optim.SGD, {"lr": 0.01, "weight_decay": 0.1, "maximize": True}),
+    "SGD momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "SGD nesterov": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    "SGD dampening": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.01, "initial_accumulator_value": 0.1}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "weight_decay": 0.01}),
+    "RMSprop centered": (torch.optim.RMSprop, {"lr": 0.01, "centered": True, "momentum": 0.5}),
+    "Adam": (torch.optim.Adam, {"lr": 0.01, "betas": (0.8, 0.99)}),
+    "Adam amsgrad": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True, "weight_decay": 0.01, "foreach": True}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.01}),
+    "AdamW amsgrad": (torch.optim.AdamW, {"lr": 0.01, "amsgrad": True, "maximize": True, "eps": 1e-6}),
+}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+def batch(step: int, rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(rows, 6, generator=generator, dtype=torch.float64)
+    return x, torch.randint(0, 3, (rows,), generator=generator)
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """The first layer with a learning rate of its own."""
+    first, rest = list(model[0].parameters()), [p for part in model[1:] for p in part.parameters()]
+    return [{"params": rest}, {"params": first, "lr": 0.03}]
+
+
+def step_on(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> Any:
+    """The body of a training loop; in a recording, the Operation."""
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    return optimizer.step()
+
+
+def recorded(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[int, int], None]:
+    """A function that takes one step of the recorded loop on a batch."""
+    images, labels = batch(0)
+    with tfnb.record():
+        x, y = tfnb.placeholder(images), tfnb.placeholder(labels)
+        step = step_on(model, optimizer, x, y)
+    assert isinstance(step, tfnb.Operation)
+    return lambda i, rows: tfnb.run(step, dict(zip((x, y), batch(i, rows), strict=True)))
+
+
+def assert_same(a: Any, b: Any) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_twenty_steps_are_those_of_the_eager_loop(name: str) -> None:
+    make, arguments = OPTIMIZERS[name]
+    model, twin = network(), network()
+    optimizer, eager = make(groups(model), **arguments), make(groups(twin), **arguments)
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    run = recorded(model, optimizer)
+    assert_same((model.state_dict(), optimizer.state_dict()), before)
+    for i in range(20):
+        rows = 3 + i % 7
+        run(i, rows)
+        step_on(twin, eager, *batch(i, rows))
+    assert_same(dict(model.state_dict()), dict(twin.state_dict()))
+    ours, theirs = optimizer.state_dict()["state"], eager.state_dict()["state"]
+    if make is torch.optim.RMSprop:  # torch's count of steps, which it uses nowhere
+        ours, theirs = ({i: {**s, "step": 0} for i, s in state.items()} for state in (ours, theirs))
+    if not ours:
+        theirs = {i: s for i, s in theirs.items() if any(v is not None for v in s.values())}  # SGD's empty buffers
+    assert_same(ours, theirs)
+    for i in range(20, 23):  # the eager loop goes on where the graph stopped
+        step_on(model, optimizer, *batch(i))
+        step_on(twin, eager, *batch(i))
+    assert_same(dict(model.state_dict()), dict(twin.state_dict()))
+
+
+@pytest.mark.parametrize("name", ["SGD dampening", "Adagrad", "RMSprop centered", "Adam amsgrad"])
+def test_a_recording_goes_on_where_the_eager_loop_stopped(name: str) -> None:
+    make, arguments = OPTIMIZERS[name]
+    model, twin = network(), network()
+    optimizer, eager = make(groups(model), **arguments), make(groups(twin), **arguments)
+    for i in range(3):
+        step_on(model, optimizer, *batch(i))
+        step_on(twin, eager, *batch(i))
+    before = copy.deepcopy((dict(model.state_dict()), optimizer.state_dict()))
+    run = recorded(model, optimizer)
+    assert_same((dict(model.state_dict()), optimizer.state_dict()), before)
+    for i in range(3, 8):
+        run(i, 8)
+        step_on(twin, eager, *batch(i))
+    optimizer.load_state_dict(copy.deepcopy(eager.state_dict()))  # other tensors: they count from here on
+    for i in range(8, 12):
+        run(i, 8)
+        step_on(twin, eager, *batch(i))
+    assert_same(dict(model.state_dict()), dict(twin.state_dict()))
+
+
+def test_fit_trains_the_module() -> None:
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    images, labels = batch(0, 64)
+    with tfnb.record("fit"):
+        x, y = tfnb.placeholder(images[:8]), tfnb.placeholder(labels[:8])
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()  # nothing is assigned: it is found by its name
+    before = F.cross_entropy(model(images), labels).item()
+    result = tfnb.fit("Adam", {x: images, y: labels}, epochs=10, batch_size=16, watch=[loss])
+    assert result.steps == 40 and F.cross_entropy(model(images), labels).item() < 0.9 * before
+    assert optimizer.state_dict()["state"][0]["step"] == 40
+
+
+def test_later_lines_neither_see_nor_pull_the_step() -> None:
+    model = network().eval()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    images, labels = batch(0)
+    with tfnb.record():
+        x, y = tfnb.placeholder(images), tfnb.placeholder(labels)
+        step = step_on(model, optimizer, x, y)
+        below = model(x)
+    before = model(images).detach()
+    assert torch.equal(below.sample, before)
+    assert_same(tfnb.run(below, {x: images}), before)
+    _, after = tfnb.run([step, below], {x: images, y: labels})
+    assert not torch.equal(after, before)
+    assert_same(after, model(images).detach())
+
+
+def test_a_step_runs_the_writes_of_running_statistics_of_its_own_loss() -> None:
+    generator, critic = network(), network()
+    g, c = (torch.optim.SGD(m.parameters(), 0.1) for m in (generator, critic))
+    images, labels = batch(0)
+    with tfnb.record():
+        x, y = tfnb.placeholder(images), tfnb.placeholder(labels)
+        first = step_on(generator, g, x, y)
+        second = step_on(critic, c, x, y)
+    tfnb.run(first, {x: images, y: labels})
+    assert generator[1].running_mean.any() and not critic[1].running_mean.any()
+    tfnb.run(second, {x: images, y: labels})
+    assert torch.equal(generator[1].running_mean, critic[1].running_mean)
+
+
+def test_a_scheduler_works_between_runs() -> None:
+    model, twin = network(), network()
+    optimizer, eager = (torch.optim.SGD(groups(m), lr=0.1, momentum=0.9) for m in (model, twin))
+    schedule, eager_schedule = (torch.optim.lr_scheduler.StepLR(o, 2, 0.1) for o in (optimizer, eager))
+    run = recorded(model, optimizer)
+    for i in range(8):
+        run(i, 8)
+        schedule.step()
+        step_on(twin, eager, *batch(i))
+        eager_schedule.step()
+    assert_same(dict(model.state_dict()), dict(twin.state_dict()))
+
+
+@pytest.mark.parametrize("make", [
+    lambda o: torch.optim.lr_scheduler.StepLR(o, 1), lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o),
+    lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 5),
+])  # fmt: skip
+def test_a_scheduler_inside_a_recording_is_refused(make: Callable[[Any], Any]) -> None:
+    optimizer = torch.optim.SGD(network().parameters(), 0.1)
+    with tfnb.record(), pytest.raises(Unsupported, match=r"(?s)between runs.*line"):
+        make(optimizer).step(1)
+    schedule = make(optimizer)
+    optimizer.step()
+    schedule.step(*[1.0] * isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau))
+
+
+def test_a_closure_is_called_once_and_the_step_is_given() -> None:
+    model, twin = network(), network()
+    images, labels = batch(0)
+    calls = []
+
+    def closure() -> Any:
+        calls.append(1)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    optimizer, eager = (torch.optim.Adam(m.parameters(), 0.01) for m in (model, twin))
+    with tfnb.record():
+        x, y = tfnb.placeholder(images), tfnb.placeholder(labels)
+        step = optimizer.step(closure)
+    assert len(calls) == 1
+    tfnb.run(step, {x: images, y: labels})
+    step_on(twin, eager, images, labels)
+    assert_same(dict(model.state_dict()), dict(twin.state_dict()))
+
+
+def test_from_torch_minimizes_the_parameters_of_its_optimizer_only() -> None:
+    model, twin = network(), network()
+    optimizer, eager = (torch.optim.Adam(m[3].parameters(), 0.1) for m in (model, twin))
+    images, labels = batch(0)
+    with tfnb.record():
+        x, y = tfnb.placeholder(images), tfnb.placeholder(labels)
+        step = train.from_torch(optimizer).minimize(F.cross_entropy(model(x), y))
+    tfnb.run(step, {x: images, y: labels})
+    step_on(twin, eager, images, labels)
+    assert_same(dict(model.state_dict()), dict(twin.state_dict()))
+    assert train.from_torch(optimizer) is train.from_torch(optimizer)
+    slots = train.from_torch(optimizer).slots(model[3].weight)
+    assert slots["exp_avg"].storage.data_ptr() == optimizer.state[model[3].weight]["exp_avg"].data_ptr()
+
+
+class Mine(torch.optim.SGD):
+    pass
+
+
+@pytest.mark.parametrize(("make", "text"), [
+    (lambda ps: torch.optim.LBFGS(ps), r"torch\.optim\.lbfgs\.LBFGS has no twin"),
+    (lambda ps: torch.optim.Adamax(ps), "Adamax has no twin"),
+    (lambda ps: torch.optim.NAdam(ps), "NAdam has no twin"),
+    (lambda ps: Mine(ps, 0.1), "Mine has no twin.*not their subclasses"),
+    (lambda ps: torch.optim.SGD(ps, 0.1, differentiable=True), r"differentiable=True"),
+])  # fmt: skip
+def test_other_optimizers_are_refused_with_class_and_line(make: Callable[[Any], Any], text: str) -> None:
+    model = network()
+    optimizer = make(list(model.parameters()))
+    before = copy.deepcopy(model.state_dict())
+    images, labels = batch(0)
+    with tfnb.record():
+        x, y = tfnb.placeholder(images), tfnb.placeholder(labels)
+        F.cross_entropy(model(x), y).backward()
+        with pytest.raises(Unsupported, match=f"(?s){text}.*line"):
+            optimizer.step(lambda: 0.0)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_a_step_without_gradients_is_refused() -> None:
+    model = network()
+    with tfnb.record(), pytest.raises(FailedPrecondition, match=r"(?s)backward\(\) in the same cell.*line"):
+        torch.optim.SGD(model.parameters(), 0.1).step()
+
+
+def test_outside_of_a_recording_an_optimizer_is_torchs() -> None:
+    model, twin = network(), network()
+    optimizer, eager = (torch.optim.Adam(m.parameters(), 0.1) for m in (model, twin))
+    recorded(model, optimizer)
+    for _ in range(2):
+        assert step_on(model, optimizer, *batch(0)) is None
+        step_on(twin, eager, *batch(0))
+    assert_same(dict(model.state_dict()), dict(twin.state_dict()))
+    assert_same(optimizer.state_dict(), eager.state_dict())
+    copy.deepcopy(optimizer)

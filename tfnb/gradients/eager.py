@@ -1,0 +1,153 @@
+"""`torch.autograd.backward` and `torch.autograd.grad` of recorded tensors: gradients as nodes, with torch's arguments.
+
+As in torch, what a backward pass computes is a constant to later ones unless `create_graph` is set: it is recorded with
+grad mode off. A graph is never freed, so `retain_graph` says nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from tfnb.errors import FailedPrecondition, InvalidArgument, ShapeError
+from tfnb.gradients.walker import Walk, differentiate
+from tfnb.graph import Variable
+from tfnb.recording import Recorder, Tensor
+from tfnb.recording.habits import Habits
+
+
+def backward(habits: Habits, tensors: Any, grads: Any, *, create_graph: bool, inputs: Any = None) -> None:
+    """Add d sum(tensors * grads) / d leaf to the ``.grad`` of every leaf, or of ``inputs`` only.
+
+    Raises FailedPrecondition if no leaf is connected, ShapeError for a loss without ``grads`` that is no scalar.
+    """
+    recorder = habits.recorder
+    ys = _outputs(recorder, tensors)
+    seeds = _seeds(recorder, ys, grads)
+    leaves = habits.leaves() if inputs is None else _chosen(habits, inputs)
+    found = _gradients(recorder, ys, [x for _, x in leaves], seeds, create_graph) if leaves else []
+    if all(dx is None for dx in found):
+        raise FailedPrecondition(
+            f"backward() of {', '.join(y.name for y in ys)}: nothing that requires a gradient has a path to it; "
+            f"looked at: {_names(x for _, x in leaves)}. detach(), .data, integer casts and torch.no_grad() cut paths"
+            f"{recorder.tape.at()}"
+        )
+    for (holder, _), dx in zip(leaves, found, strict=True):
+        if dx is not None:
+            habits.accumulate(holder, dx, keep_graph=create_graph)
+            for hook in holder.after_hooks if isinstance(holder, Variable) else ():
+                hook()
+
+
+def grad(
+    habits: Habits, outputs: Any, inputs: Any, grad_outputs: Any, *, create_graph: bool, allow_unused: bool | None,
+    materialize: bool,
+) -> Any:  # fmt: skip
+    """d sum(outputs * grad_outputs) / d input for each of ``inputs``: a tuple, or a dict where inputs is one.
+
+    Raises FailedPrecondition for an input that no output depends on, unless ``allow_unused`` or ``materialize``.
+    """
+    if materialize and allow_unused is False:
+        raise InvalidArgument(
+            "torch.autograd.grad: materialize_grads=True needs allow_unused=True, or nothing, not False"
+        )
+    recorder = habits.recorder
+    ys = _outputs(recorder, outputs)
+    xs = [x for _, x in _chosen(habits, inputs)]
+    found = _gradients(recorder, ys, xs, _seeds(recorder, ys, grad_outputs), create_graph)
+    unused = [x for x, dx in zip(xs, found, strict=True) if dx is None]
+    if unused and not allow_unused and not materialize:
+        raise FailedPrecondition(
+            f"torch.autograd.grad of {', '.join(y.name for y in ys)}: no path from {_names(unused)}; "
+            f"allow_unused=True gives None for it, materialize_grads=True zeros{recorder.tape.at()}"
+        )
+    if materialize:
+        found = [torch.zeros_like(x) if dx is None else dx for x, dx in zip(xs, found, strict=True)]
+    return dict(zip(inputs, found, strict=True)) if isinstance(inputs, dict) else tuple(found)
+
+
+def connected(recorder: Recorder, tensor: Tensor) -> bool:
+    """Whether a leaf (trainable Variable, recorded tensor that requires a gradient) has a path to ``tensor``."""
+    leaves = [x for _, x in recorder.habits.leaves() if x is not tensor]
+    reads = {id(x) for x in leaves if isinstance(x, Variable)}
+    targets = {x.value for x in leaves if isinstance(x, Tensor)}
+    nodes = recorder.nodes
+    targets |= {n.value() for n in nodes if n.op == "tfnb.read" and id(n.attrs["variable"]) in reads}
+    walk = Walk(recorder, targets)
+    walk.reach(nodes)
+    return tensor.value in walk.reached
+
+
+# -- arguments ------------------------------------------------------------------------------------------------------
+
+
+def _listed(items: Any) -> list[Any]:
+    if isinstance(items, dict):
+        return list(items.values())
+    return [items] if isinstance(items, torch.Tensor | Variable) else list(items)
+
+
+def _outputs(recorder: Recorder, tensors: Any) -> list[Tensor]:
+    ys = [y.read() if isinstance(y, Variable) else y for y in _listed(tensors)]
+    for y in ys:
+        if not isinstance(y, Tensor) or y.graph is not recorder.graph:
+            what = f"of graph {y.graph.name}" if isinstance(y, Tensor) else f"a plain {type(y).__name__}"
+            raise InvalidArgument(
+                f"inside a recording, gradients are those of tensors recorded in it; this one is {what}: "
+                f"compute it here, or differentiate it outside{recorder.tape.at()}"
+            )
+    return ys
+
+
+def _seeds(recorder: Recorder, ys: Sequence[Tensor], grads: Any) -> list[Any]:
+    seeds = [None] * len(ys) if grads is None else _listed(grads)
+    if len(seeds) != len(ys):
+        raise InvalidArgument(f"{len(seeds)} gradients were given for {len(ys)} outputs{recorder.tape.at()}")
+    for y, seed in zip(ys, seeds, strict=True):
+        if seed is None and any(size != 1 for size in y.spec.shape):
+            raise ShapeError(
+                f"a gradient is implied for scalars only: {y.name} is {y.spec}; pass gradient=, or take its mean() or "
+                f"sum(){recorder.tape.at()}"
+            )
+    return seeds
+
+
+def _chosen(habits: Habits, inputs: Any) -> list[tuple[Any, Any]]:
+    """(holder, x) for each of the inputs that the user named."""
+    found = []
+    for x in _listed(inputs):
+        holder = habits.holder(x)
+        if not isinstance(holder, Variable | Tensor):
+            raise InvalidArgument(
+                f"a gradient is taken with respect to a Parameter, Variable or recorded tensor, not a plain "
+                f"{type(x).__name__}{habits.recorder.tape.at()}"
+            )
+        found.append((holder, habits.source(holder)))
+    if not found:
+        raise InvalidArgument(f"no input to differentiate with respect to{habits.recorder.tape.at()}")
+    return found
+
+
+def _names(xs: Iterable[Any]) -> str:
+    names = [x.name for x in xs]
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") or "nothing"
+
+
+# -- the pass -------------------------------------------------------------------------------------------------------
+
+
+def _gradients(recorder: Recorder, ys: list[Any], xs: list[Any], seeds: list[Any], create_graph: bool) -> list[Any]:
+    with torch.set_grad_enabled(create_graph):
+        found = differentiate(recorder, ys, xs, seeds)
+        return [dx if dx is None else _handle(recorder, dx, create_graph) for dx in found]
+
+
+def _handle(recorder: Recorder, dx: Any, create_graph: bool) -> Tensor:
+    """A handle of its own, so that a write into one gradient is no write into another."""
+    if not isinstance(dx, Tensor):
+        dx = torch.clone(dx)
+    if not create_graph and "no_grad" not in dx.node.tags:  # a value of the forward pass, handed through
+        dx = dx.detach()
+    return recorder.tensor(dx.value)

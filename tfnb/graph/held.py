@@ -1,0 +1,55 @@
+"""The tensor object behind a Variable: a Parameter or buffer, and the modules that hold it.
+
+A module may come to hold another object in its place (`load_state_dict(assign=True)`, `layer.weight = ...`): the
+Variable goes with the module. Nothing here keeps a module or a tensor object alive.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from tfnb.errors import FailedPrecondition
+
+
+class Held:
+    """Where the tensor of one Variable is found."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._places: list[tuple[weakref.ref[torch.nn.Module], str]] = []
+        self._hold(tensor)
+
+    def _hold(self, tensor: torch.Tensor) -> None:
+        self._object = weakref.ref(tensor)
+        self._spare = tensor.detach()  # the values, should the object die
+
+    def by(self, module: torch.nn.Module, attribute: str) -> None:
+        """The object is this attribute of this module."""
+        if all(place() is not module or name != attribute for place, name in self._places):
+            self._places.append((weakref.ref(module), attribute))
+
+    def tensor(self) -> torch.Tensor | None:
+        """The object now; None if it died. Raises FailedPrecondition where modules that shared it hold two."""
+        now: torch.Tensor | None = None
+        for place, name in self._places:
+            module = place()
+            found = None if module is None else module._parameters.get(name, module._buffers.get(name))
+            if found is None or found is now:  # not there any more: the object itself goes on
+                continue
+            if now is not None:
+                raise FailedPrecondition(
+                    f"it was shared by several modules ({', '.join(n for _, n in self._places)}), which now hold "
+                    "different tensors: tie them again, or record again"
+                )
+            now = found
+        before = self._object()
+        if now is None or now is before:
+            return before
+        self._hold(now)
+        return now
+
+    def values(self) -> torch.Tensor:
+        """The storage, not a copy."""
+        tensor = self.tensor()
+        return self._spare if tensor is None else tensor.detach()

@@ -1,0 +1,202 @@
+"""The twin of a torch optimizer: the same rules, hyperparameters and state, as nodes of a graph.
+
+The state is torch's own: a slot is the tensor in ``optimizer.state``, looked up at every run, so `state_dict` shows
+what the graph did, `load_state_dict` counts, and an eager `step` may follow. Recording alone adds nothing to it. The
+learning rate is read at every run, too, so schedulers work between runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tfnb.errors import FailedPrecondition, Unsupported
+from tfnb.graph import Variable, current
+from tfnb.recording import Operation, Recorder, Tensor, variable
+from tfnb.recording.variables import known
+from tfnb.train.optimizer import Optimizer, buffer_writes
+from tfnb.train.rules import SGD, Adagrad, Adam, AdamW, RMSProp
+
+_TWINS: Mapping[type, tuple[Callable[..., Optimizer], str]] = {
+    torch.optim.SGD: (SGD, "momentum dampening weight_decay nesterov maximize"),
+    torch.optim.Adagrad: (Adagrad, "lr_decay weight_decay initial_accumulator_value eps maximize"),
+    torch.optim.RMSprop: (RMSProp, "alpha eps weight_decay momentum centered maximize"),
+    torch.optim.Adam: (Adam, "betas eps weight_decay amsgrad maximize decoupled_weight_decay"),
+    torch.optim.AdamW: (AdamW, "betas eps weight_decay amsgrad maximize"),
+}
+
+_TWIN = "_tfnb_twin"  # attribute of the torch optimizer: state dicts, copies and pickles leave it out
+
+
+def from_torch(optimizer: torch.optim.Optimizer) -> FromTorch:
+    """The graph's twin of a torch optimizer: every param group with its own hyperparameters, and the same state.
+
+    Of exactly the classes SGD, Adagrad, RMSprop, Adam and AdamW; one optimizer has one twin. Learning rates and state
+    are the torch optimizer's, looked up at each run; the other hyperparameters are those at the time of recording.
+    While a cluster is connected its servers hold both: the torch optimizer shows them again after ``fit``.
+
+    Raises Unsupported for another class, and for ``differentiable=True``.
+
+    >>> layer = torch.nn.Linear(2, 1)
+    >>> from_torch(torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9))
+    from_torch(SGD: SGD(lr=0.1, momentum=0.9, dampening=0.0, weight_decay=0.0, nesterov=False, maximize=False))
+    """
+    if type(optimizer) not in _TWINS:
+        names = ", ".join(kind.__name__ for kind in _TWINS)
+        raise Unsupported(
+            f"{type(optimizer).__module__}.{type(optimizer).__qualname__} has no twin in the graph: only {names} of "
+            "torch.optim themselves, not their subclasses, have one; write its rule as a tfnb.train.Optimizer"
+            f"{_at()}"
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise Unsupported(
+            f"{type(optimizer).__name__}(differentiable=True) has no twin in the graph: apply the update in torch calls"
+            f"{_at()}"
+        )
+    if _TWIN not in optimizer.__dict__:
+        setattr(optimizer, _TWIN, FromTorch(optimizer))
+    return getattr(optimizer, _TWIN)
+
+
+class _Place(NamedTuple):
+    """A parameter, and the number of its group."""
+
+    parameter: torch.Tensor
+    group: int
+
+
+class FromTorch(Optimizer):
+    """What `from_torch` gives. A step updates the parameters of the optimizer only, each as its group says."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(0.0)  # each group has its own
+        self.optimizer = optimizer
+        self._rates: dict[int, Variable] = {}
+        self._first: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # by parameter: what state starts with
+        self._kept: dict[tuple[torch.Tensor, str], Variable] = {}
+
+    @property
+    def _label(self) -> str:
+        return type(self.optimizer).__name__
+
+    def step(self) -> Operation:
+        """Record one step along the gradients that ``backward`` left in this recording; takes no step.
+
+        It also runs the writes of buffers by the modules on the way (running statistics). Raises FailedPrecondition
+        outside a recording or without a gradient.
+        """
+        recorder = current.recording()
+        if not isinstance(recorder, Recorder):
+            raise FailedPrecondition(f"from_torch({self._label}).step() works inside a recording, after backward()")
+        pairs = []
+        for parameter, _ in self._places():
+            grad = recorder.habits.grad(recorder.habits.holder(parameter))
+            if isinstance(parameter, Tensor) and grad is not None:
+                raise Unsupported(
+                    f"{self._label}.step(): {parameter.name} was recorded, it is no Parameter that lives on from "
+                    f"run to run: make it a torch.nn.Parameter{recorder.tape.at()}"
+                )
+            if grad is not None:
+                pairs.append((grad, variable(parameter)))
+        if not pairs:
+            raise FailedPrecondition(
+                f"{self._label}.step(): no parameter has a .grad in this recording; call backward() in the same cell "
+                f"above it{recorder.tape.at()}"
+            )
+        recorded = [grad.value for grad, _ in pairs if isinstance(grad, Tensor)]
+        return self._applied(pairs, buffer_writes(recorder, recorded))
+
+    def slots(self, target: Any) -> dict[str, Variable]:
+        owner = variable(target)
+        parameter, rule = self._rule(owner)
+        stem = f"{owner.name}/{self._label}"
+        return {name: self._slot(rule, parameter, name, stem) for name in rule.slot_names}
+
+    # -- the torch optimizer's groups and state -------------------------------------------------------------------
+
+    def _places(self) -> list[_Place]:
+        return [_Place(p, i) for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]]
+
+    def _trained(self, recorder: Recorder) -> list[Variable]:
+        mine = {known(parameter) for parameter, _ in self._places()}
+        return [v for v in super()._trained(recorder) if v in mine]
+
+    def _rule(self, owner: Variable) -> tuple[torch.Tensor, Any]:
+        """The parameter of a variable, and the rule of its group with the hyperparameters of now."""
+        for parameter, number in self._places():
+            if known(parameter) is owner:
+                return parameter, self._group_rule(number)
+        raise FailedPrecondition(f"{owner.name} is no parameter of this {self._label}: add_param_group it{_at()}")
+
+    def _group_rule(self, number: int) -> Any:
+        make, names = _TWINS[type(self.optimizer)]
+        group = self.optimizer.param_groups[number]
+        return make(group["lr"], **{name: group[name] for name in names.split() if name in group})
+
+    def _rate(self, number: int) -> Variable:
+        """The learning rate of a group as a Variable that shows what the group says now."""
+        if number not in self._rates:
+            last = torch.tensor(float(self.optimizer.param_groups[number]["lr"]), dtype=torch.float64)
+
+            def find() -> torch.Tensor:
+                nonlocal last
+                now = float(self.optimizer.param_groups[number]["lr"])
+                if now != float(last):
+                    last = torch.tensor(now, dtype=torch.float64)
+                return last
+
+            self._rates[number] = Variable.looked_up(find, name=f"{self._label}/lr{f'_{number}' if number else ''}")
+        return self._rates[number]
+
+    def _slot(self, rule: Any, parameter: torch.Tensor, name: str, stem: str) -> Variable:
+        key = parameter, name
+        if key not in self._kept:
+            with _disable_current_modes(), torch.no_grad():
+                first = self._first.setdefault(parameter, {})
+                first.update({n: t for n, t in rule.initial(parameter.detach()).items() if n not in first})
+                is_count = isinstance(rule, SGD) and name == "step"
+                find = partial(self._count if is_count else self._state, parameter, name)
+                self._kept[key] = Variable.looked_up(find, name=f"{stem}/{name}")
+        return self._kept[key]
+
+    def _state(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
+        """A slot in torch's state. What is not there yet is put there when it is needed outside of a recording."""
+        state, first = self.optimizer.state.get(parameter, {}), self._first[parameter]
+        if state.get(name) is not None:
+            return state[name]
+        if current.recording() is None:  # all of it: torch takes a state with anything in it for a whole one
+            missing = {n: t for n, t in first.items() if state.get(n) is None}
+            if isinstance(self.optimizer, torch.optim.SGD):
+                missing.pop("step", None)
+            if isinstance(self.optimizer, torch.optim.RMSprop):
+                missing.setdefault("step", torch.zeros(()))  # torch counts its steps, and uses the number nowhere
+            self.optimizer.state[parameter].update(missing)
+        return first[name]
+
+    def _count(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
+        """Whether SGD with dampening took its first step: torch has no count, but a buffer only after that step."""
+        first = self._first[parameter]
+        buffer = self.optimizer.state.get(parameter, {}).get("momentum_buffer")
+        if buffer is not None and buffer is not first["momentum_buffer"] and current.recording() is None:
+            first[name].fill_(1)
+        return first[name]
+
+    def _record(self, recorder: Recorder, grad: Any, target: Variable) -> list[Tensor]:
+        parameter, rule = self._rule(target)
+        number = next(i for p, i in self._places() if p is parameter)
+        rule.lr = self._rate(number)
+        rule._slots[target] = self.slots(target)
+        return rule._record(recorder, grad, target)
+
+    def __repr__(self) -> str:
+        rules = ", ".join(repr(self._group_rule(i)) for i in range(len(self.optimizer.param_groups)))
+        return f"from_torch({self._label}: {rules})"
+
+
+def _at() -> str:
+    recording = current.recording()
+    return recording.tape.at() if isinstance(recording, Recorder) else ""
