@@ -75,15 +75,35 @@ class Feeder:
         symbols: dict[str, int] = {}
         tensors: list[torch.Tensor] = []
         for row, value in zip(self._rows, given, strict=True):
-            tensor = converted(value, row.spec, row.name, row.source)
-            if not row.fits(tensor, symbols):
-                _fit(tensor, row.spec, row.name, row.source, symbols)
-            tensors.append(tensor)
+            tensors.append(tensor := _taken(row, value, symbols))
             if row.count > 1:
                 tensors.extend([tensor] * (row.count - 1))
         if self._guards:
             _check_guards(self._guards, symbols)
         return tensors
+
+    @property
+    def names(self) -> list[str]:
+        """What each key feeds."""
+        return [row.name for row in self._rows]
+
+    def take(self, place: int, value: Any, symbols: dict[str, int]) -> dict[int, torch.Tensor]:
+        """The feed of key number ``place`` alone: tensors by their place among ``values``.
+
+        ``symbols`` holds the sizes that earlier feeds showed, and gets those of this one.
+        """
+        row = self._rows[place]
+        tensor = _taken(row, value, symbols)
+        _check_guards(tuple(g for g in self._guards if set(g.symbols) <= symbols.keys()), symbols)
+        first = sum(row.count for row in self._rows[:place])
+        return dict.fromkeys(range(first, first + row.count), tensor)
+
+
+def _taken(row: _Row, value: Any, symbols: dict[str, int]) -> torch.Tensor:
+    tensor = converted(value, row.spec, row.name, row.source)
+    if not row.fits(tensor, symbols):
+        _fit(tensor, row.spec, row.name, row.source, symbols)
+    return tensor
 
 
 def converted(value: Any, spec: Spec, name: str, source: Any) -> torch.Tensor:

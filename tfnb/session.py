@@ -34,10 +34,12 @@ from tfnb.execution.explain import explained
 from tfnb.feeding import Feeder
 from tfnb.graph import Graph, Node, Value, Variable
 from tfnb.graph.serial import graph_hash
+from tfnb.passes import prune
 from tfnb.recording import Operation, Tensor
 from tfnb.recording import graph as graph_named
 from tfnb.recording.tensor import Tensor as _Tensor
 from tfnb.state import checkpoint
+from tfnb.step import Step
 
 
 @dataclass(slots=True)
@@ -135,6 +137,36 @@ class Session:
 
         return call
 
+    def step(self, fetches: Sequence[Any], feeds: Sequence[Any] = ()) -> Step:
+        """One step computed in parts, as a context manager: feed something, fetch something, feed more.
+
+        fetches: what will be fetched, each once; feeds: what will be fed, each once. What a later fetch shares with an
+        earlier one is computed once. Variables are written when everything was fetched, and not at all if the block is
+        left before.
+
+        >>> import tfnb
+        >>> with tfnb.record() as g:
+        ...     a, b = tfnb.placeholder(torch.zeros(2)), tfnb.placeholder(torch.zeros(2))
+        ...     total, scaled = a + 1, (a + 1) * b
+        >>> with Session(g).step([total, scaled], [a, b]) as step:
+        ...     first = step.fetch(total, {a: torch.ones(2)})
+        ...     step.fetch(scaled, {b: first})
+        tensor([4., 4.])
+        """
+        if self.cluster is not None:
+            raise Unimplemented("a step in parts runs here only: close the cluster, or run the fetches together")
+        feeds = tuple(feeds)
+        prepared = self._prepare(tuple(fetches), feeds)
+        if prepared.trailing:
+            names = ", ".join(variable.name for variable in prepared.trailing)
+            raise InvalidArgument(f"a step in parts fetches recorded tensors; record {names}.read()")
+        values = {value: place for place, value in enumerate(prepared.values)}
+        keys = {self._feed(key)[1][0]: place for place, key in enumerate(feeds)}
+        return Step(
+            prepared.program, prepared.feeder, next(self._runs),
+            fetch=lambda item: values.get(self.value(item)), feed=lambda key: keys.get(self._feed(key)[1][0]),
+        )  # fmt: skip
+
     def train(
         self, fetches: Any, feeds: Sequence[Any], rows: Iterable[Sequence[Any]], *, mode: str, timeout: float | None
     ) -> Iterator[Any]:
@@ -184,14 +216,15 @@ class Session:
         values = tuple(self.value(leaf) for leaf, var in zip(leaves, variables, strict=True) if var is None)
         places = _places([variable is not None for variable in variables])
         feeder = Feeder(self.graph, [self._feed(key) for key in feed_keys])
-        program = lower(self.graph, values, feeder.values)
-        if old is not None and old.nodes == program.graph.nodes and old.program.feeds == program.feeds:
+        nodes = prune(self.graph, values, feeder.values).nodes
+        if old is not None and old.nodes == nodes and old.program.feeds == feeder.values:
             program, compiled = old.program, old.tiers  # an unrelated cell changed: keep what was generated
         else:
+            program = lower(self.graph, values, feeder.values)
             compiled = tiers.Tiers(program, self._mode)
         return _Prepared(
             program, compiled, feeder, values, lambda results: rebuild([results[p] for p in places]), trailing, version,
-            program.graph.nodes,
+            nodes,
         )  # fmt: skip
 
     # -- what fetches and feeds mean --------------------------------------------------------------------------------
