@@ -18,6 +18,7 @@ import torch
 
 from tfnb.errors import InvalidArgument, NoGradient, ShapeError
 from tfnb.gradients.decompose import decomposition
+from tfnb.gradients.library import library_rule
 from tfnb.gradients.table import NOGRAD, RULES, Cotangents, Forward, Rule, Tensors, gives_one
 from tfnb.graph import Dim, Graph, Node, Spec, Value, Variable
 from tfnb.graph.node import map_leaves
@@ -247,7 +248,7 @@ class Walk:
     def _rule(self, node: Node) -> Rule | None:
         """The node's own rule, or its op's."""
         if not _has_own_rule(node):
-            return RULES.get(node.op)
+            return RULES.get(node.op) or library_rule(node.op)
         own = self.recorder.space.rules.get(node.id)
         if own is None:
             what = f"the gradient {node.attrs.get('rule', 'override')} of {node.op} is a Python function"
@@ -298,7 +299,7 @@ class Walk:
         with torch.enable_grad():  # these nodes are walked below, also where the result is not to be differentiated
             outs = function(*args, **kwargs)
         outs = outs if isinstance(outs, (list, tuple)) else [outs]
-        inputs = [x.value for x in n.inputs]  # of a region that is computed again, its copies
+        inputs: list[Value] = [x.value for x in n.inputs]  # type: ignore[attr-defined]  # of a region that is computed again, its copies
         part = Walk(self.recorder, (x for x, v in zip(inputs, node.inputs, strict=True) if v in self.reached))
         part.inside = (*self.inside, node.op)
         pairs = zip(outs, dys, strict=True)

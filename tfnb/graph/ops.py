@@ -13,6 +13,7 @@ import torch
 
 import tfnb.kernels  # noqa: F401 - registers our ops, which a file may name
 from tfnb.errors import UnknownOp, UntrustedOp
+from tfnb.graph.pure import original, pure
 
 WITH_GRADIENT = "tfnb.with_gradient"  # the identity of its values, with a gradient of its own
 STRUCTURAL = frozenset({
@@ -30,6 +31,9 @@ def overload(op: str) -> torch._ops.OpOverload:
     if len(parts) != 3 or not all(map(_PART.fullmatch, parts)):
         raise UnknownOp(f"unknown op {op!r}: not of the form namespace.name.overload", op=op)
     space, name, kind = parts
+    written = original(op)
+    if written is not None:
+        pure(overload(written))  # makes the twin
     try:
         torch._C._dispatch_find_schema_or_throw(f"{space}::{name}", "" if kind == "default" else kind)
         found = getattr(getattr(getattr(torch.ops, space), name), kind)

@@ -8,7 +8,7 @@ that node is differentiated, ``backward`` runs under the recorder. Uses private 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,7 +37,7 @@ class Context(FunctionCtx):
     materialize_grads = True
     needs_input_grad: tuple[bool, ...] = ()
 
-    def __init__(self, function: type) -> None:
+    def __init__(self, function: Any) -> None:
         self._forward_cls = function
 
     @property
@@ -69,7 +69,7 @@ def own_functions(recorder: Recorder) -> Iterator[None]:
     try:
         yield
     finally:
-        torch.autograd.Function.apply = original
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
 
 
 def _record(recorder: Recorder, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -89,7 +89,7 @@ def _record(recorder: Recorder, cls: Any, args: tuple[Any, ...], kwargs: dict[st
 
     def refuse(how: str) -> None:
         if how in _ARRAYS:
-            raise Unsupported(_left(cls, "forward", how) + recorder.tape.at())
+            raise Unsupported(_left(cls.forward, _whose(cls), "forward", how) + recorder.tape.at())
 
     with torch.no_grad(), recorder.scope(clean(cls.__name__)), sealed(recorder, refuse):
         if with_context:
@@ -130,11 +130,29 @@ def _backward_of(cls: Any) -> Callable[..., Any]:
     return cls.backward if cls.vjp is torch.autograd.Function.vjp else cls.vjp
 
 
-def _left(cls: Any, part: str, how: str) -> str:
+def _whose(cls: Any) -> str:
+    return f"the torch.autograd.Function {cls.__name__}"
+
+
+def run_backward(function: Callable[..., Any], whose: str, part: str, ctx: Context, grads: Sequence[Any]) -> Any:
+    """A user's backward under the recorder; raises NoGradient where it cannot be recorded."""
+
+    def refuse(how: str) -> None:
+        raise Unsupported(_left(function, whose, part, how))
+
+    try:
+        with sealed(open_recorder(), refuse):
+            return function(ctx, *grads)
+    except (NoGradient, StaleNode):
+        raise
+    except Exception as error:
+        raise NoGradient(f"the {part} of {whose} ({written_at(function)}) cannot be recorded: {error}") from error
+
+
+def _left(function: Callable[..., Any], whose: str, part: str, how: str) -> str:
     return (
-        f"{part} of the torch.autograd.Function {cls.__name__} ({written_at(getattr(cls, part))}) takes a value out of "
-        f"the graph with {how}, so a run on other data would use the sample's; write it in torch calls, or make it a "
-        "torch.library.custom_op"
+        f"the {part} of {whose} ({written_at(function)}) takes a value out of the graph with {how}, so a run on other "
+        "data would use the sample's; write it in torch calls, or make it a torch.library.custom_op"
     )
 
 
@@ -164,20 +182,7 @@ class _Backward:
 
     def _called(self, grads: list[Any]) -> list[Any]:
         function = _backward_of(self.cls)
-
-        def refuse(how: str) -> None:
-            raise Unsupported(_left(self.cls, "backward" if function == self.cls.backward else "vjp", how))
-
-        try:
-            with sealed(open_recorder(), refuse):
-                result = function(self.ctx, *grads)
-        except (NoGradient, StaleNode):
-            raise
-        except Exception as error:
-            raise NoGradient(
-                f"the backward of the torch.autograd.Function {self.cls.__name__} ({written_at(function)}) cannot be "
-                f"recorded: {error}"
-            ) from error
+        result = run_backward(function, _whose(self.cls), "backward", self.ctx, grads)
         found = list(result) if isinstance(result, (tuple, list)) else [result]
         while len(found) > self.arguments and found[-1] is None:
             found.pop()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tfnb.graph.ops import overload as resolve
+from tfnb.graph.pure import pure
 
 __all__ = ["WHOLE", "Facts", "Op", "bind", "facts", "kernel", "op_name", "resolve", "twin", "unbind"]
 
@@ -103,14 +104,12 @@ def twin(op: Op) -> Op | None:
     wanted = tuple(n for n in own.names if n not in outs)
     base = name.rstrip("_") if name.endswith("_") else name
     packet = getattr(getattr(torch.ops, namespace), base, None)
-    if packet is None:
-        return None
-    for overload in packet.overloads():
+    for overload in packet.overloads() if packet is not None else ():
         candidate = getattr(packet, overload)
         found = facts(candidate)
         if not found.writes and found.names == wanted and _types(candidate) == _types(op)[: len(wanted)]:
             return candidate
-    return None
+    return None if namespace in ("aten", "prims") else pure(op)
 
 
 def _types(op: Op) -> list[str]:

@@ -25,6 +25,7 @@ from tfnb.graph import Graph, Guard, Node, Owner, Ref, Source, Spec, Value, Vari
 from tfnb.graph.node import leaves
 from tfnb.graph.variable import updated
 from tfnb.kernels.random import seeded
+from tfnb.recording.custom_ops import lacks_shapes, shapes
 from tfnb.recording.habits import Habits
 from tfnb.recording.ops import Facts, Op, bind, facts, kernel, op_name
 from tfnb.recording.replaced import REPLACED, SHAPES
@@ -427,6 +428,8 @@ class Recorder(TorchDispatchMode):
         __tracebackhide__ = True
         try:
             with self.symbols.kernel():
+                if lacks_shapes(func):
+                    return shapes(self, func, args, kwargs, inputs)
                 return SHAPES.get(func, func)(*args, **kwargs)
         except Exception as error:
             raise self._failed(func, error, inputs) from error

@@ -38,11 +38,12 @@ def record_write(rec: Recorder, func: Op, own: Facts, args: Any, kwargs: Any) ->
         flat = results if isinstance(results, (list, tuple)) else (results,)
         if len(targets) == 1 and isinstance(targets[0], (list, tuple)):
             targets = list(targets[0])  # foreach ops
-        for target, result in zip(targets, flat, strict=True):
+        for target, result in zip(targets, flat[: len(targets)], strict=True):
             rebind(rec, target, result if own.is_reshaping else _fitting(target, result))
     if own.is_reshaping:
         return flat[0]  # a handle keeps the shape it was made with; what is returned has the new one
-    returned = tuple(named[name] if name is not None else None for name in own.returns_written)
+    more = iter(flat[len(targets) :])
+    returned = tuple(named[name] if name is not None else next(more, None) for name in own.returns_written)
     return returned[0] if len(returned) == 1 else (returned or None)
 
 

@@ -1,0 +1,82 @@
+"""Gradients of custom ops: what ``torch.library.register_autograd`` was given, as a rule.
+
+Its backward and setup_context run under the recorder when the op is differentiated. Uses private names of torch (tried
+with torch 2.11 and 2.13).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._library.custom_ops import OPDEFS
+
+from tfnb.errors import InvalidArgument
+from tfnb.gradients.table import Rule, gives_one
+from tfnb.recording.functions import Context, run_backward
+from tfnb.recording.ops import facts, resolve
+from tfnb.recording.own_gradient import OwnRule, written_at
+
+
+def library_rule(op: str) -> Rule | None:
+    """The rule that the op's library registered with torch, if it did."""
+    space, _, rest = op.partition(".")
+    found = OPDEFS.get(f"{space}::{rest.rpartition('.')[0]}")
+    if found is None or found._backward_fn is None:
+        return None
+    backward, setup = found._backward_fn, found._setup_context_fn
+
+    def rule(n: Any, dys: Any) -> dict[str, Any]:
+        overload = resolve(op)
+        names = facts(overload).names
+        positional, keywords = names[: facts(overload).positional], names[facts(overload).positional :]
+        args = tuple(n[name] for name in positional)
+        ctx = Context(overload)
+        ctx.needs_input_grad = tuple(_needed(n, name) for name in positional)
+        if setup is not None:
+            more = {"keyword_only_inputs": {name: n[name] for name in keywords}} if keywords else {}
+            setup(ctx=ctx, inputs=args, output=_result(overload, n), **more)
+        outs = [*n.outs] if not gives_one(op) else [n.out]
+        grads = _cotangents(ctx, outs, [dys] if gives_one(op) else dys)
+        result = run_backward(backward, f"the custom op {op}", "backward", ctx, _grouped(overload, grads))
+        entries = list(result) if isinstance(result, tuple) else [result]
+        if len(entries) != len(positional):
+            raise InvalidArgument(
+                f"Num gradients {len(entries)} of {op} do not match num inputs {len(positional)}\n"
+                f"  rule: {written_at(backward)}; it returns one entry per positional argument, a tensor or None",
+                op=op,
+            )
+        return {name: dx for name, dx in zip(positional, entries, strict=True) if n.places(name)}
+
+    return Rule(OwnRule(rule, written_at(backward)))
+
+
+def _needed(n: Any, name: str) -> Any:
+    """Whether the gradient of an argument is wanted; for a list of tensors one bool each."""
+    wanted = [n.needed[place] for place in n.places(name)]
+    return wanted if isinstance(n[name], (list, tuple)) and wanted else any(wanted)
+
+
+def _result(op: Any, n: Any) -> Any:
+    """What the op returned."""
+    return _grouped(op, list(n.outs)) if len(op._schema.returns) > 1 else _grouped(op, list(n.outs))[0]
+
+
+def _grouped(op: Any, items: list[Any]) -> tuple[Any, ...]:
+    """One entry per return of the op; one that is a list takes all there are."""
+    if str(op._schema.returns[0].type) == "List[Tensor]":
+        return (items,)
+    return tuple(items)
+
+
+def _cotangents(ctx: Context, outs: list[Any], dys: Any) -> list[Any]:
+    """The cotangents that torch would pass: zeros for what is not differentiable."""
+    found = []
+    for i, out in enumerate(outs):
+        if any(out is other for other in ctx.non_differentiable):
+            found.append(torch.zeros_like(out) if ctx.materialize_grads else None)
+        elif isinstance(dys, list):
+            found.append(dys[i])
+        else:
+            found.append(dys[i] if ctx.materialize_grads else dys.given(i))
+    return found
