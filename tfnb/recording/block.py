@@ -26,6 +26,7 @@ from tfnb.recording.functions import own_functions
 from tfnb.recording.habits import recorded_steps
 from tfnb.recording.recompute import checkpoints
 from tfnb.recording.recorder import Recorder
+from tfnb.recording.replaced import FUNCTIONS
 from tfnb.recording.scopes import Functions, clean, follow_modules
 from tfnb.recording.tensor import Operation, Tensor
 
@@ -209,7 +210,7 @@ def _enter(stack: ExitStack, recorder: Recorder, device: Any) -> None:
     stack.enter_context(recorder)
     if device is not None:
         stack.enter_context(torch.device(device))
-    stack.enter_context(Functions(recorder.scopes))
+    stack.enter_context(Functions(recorder.scopes, FUNCTIONS))
     stack.enter_context(recorded_steps(recorder))
     stack.enter_context(recorder.habits)
 

@@ -5,7 +5,10 @@ Each row is called under the recorder with the arguments of the op, and returns 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -79,6 +82,81 @@ def _cdist(rec: Any, x1: Any, x2: Any, p: float = 2.0, compute_mode: Any = None)
     return aten._cdist_forward(x1, x2, p, compute_mode)
 
 
+def _diff(rec: Any, x: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
+    """Differences of neighbours: an axis too short for that many becomes empty in the run, not while recording."""
+    parts = [part for part in (prepend, x, append) if part is not None]
+    out, dim = parts[0] if len(parts) == 1 else torch.cat(parts, dim), dim % max(x.dim(), 1)
+    for _ in range(n):
+        later, earlier = aten.slice(out, dim, 1), aten.slice(out, dim, 0, -1)
+        out = torch.logical_xor(later, earlier) if out.dtype is torch.bool else later - earlier
+    return out.clone() if n == 0 else out
+
+
+def _multi_dot(rec: Any, tensors: Any) -> Any:
+    """Products in the order that is cheapest for the sizes of the samples, without fixing them."""
+    first, last = tensors[0].dim() == 1, tensors[-1].dim() == 1
+    ts = list(tensors)
+    ts[0] = ts[0].unsqueeze(0) if first else ts[0]
+    ts[-1] = ts[-1].unsqueeze(1) if last else ts[-1]
+    sizes = [rec.symbols.hint(size) for size in (*(t.shape[0] for t in ts), ts[-1].shape[1])]
+
+    @cache
+    def best(i: int, j: int) -> tuple[int, int]:  # cost of the product of i..j, and where it is cut
+        cuts = ((best(i, k)[0] + best(k + 1, j)[0] + sizes[i] * sizes[k + 1] * sizes[j + 1], k) for k in range(i, j))
+        return min(cuts, default=(0, i))
+
+    def product(i: int, j: int) -> Any:
+        cut = best(i, j)[1]
+        return ts[i] if i == j else product(i, cut).mm(product(cut + 1, j))
+
+    out = product(0, len(ts) - 1)
+    out = out.squeeze(1) if last else out
+    return out.squeeze(0) if first else out
+
+
+def _cov(rec: Any, x: Any, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Any:
+    """Covariances of rows: torch's own composite wants numbers, and looks at the divisor's value."""
+    rows = x.reshape(1, -1) if x.dim() < 2 else x
+    given = [w for w in (fweights, aweights) if w is not None]
+    if not given:
+        centred = rows - rows.sum(1, keepdim=True) / rows.shape[1]
+        return (centred @ centred.mH / torch.sym_max(rows.shape[1] - correction, 0)).squeeze()
+    weights = given[0] if len(given) == 1 else given[0] * given[1]
+    total = weights.sum()
+    lost = correction if aweights is None else correction * (weights * aweights).sum() / total
+    centred = rows - (rows * weights).sum(1, keepdim=True) / total
+    return (centred @ (centred * weights).mH / (total - lost).clamp_min(0)).squeeze()
+
+
+def _combinations(rec: Any, x: Any, r: int = 2, with_replacement: bool = False) -> Any:
+    if r < 1:
+        return NotImplemented
+    grids = torch.meshgrid(*[torch.arange(x.shape[0], device=x.device)] * r, indexing="ij")
+    kept = torch.ones_like(grids[0], dtype=torch.bool)
+    for a, b in pairwise(grids):
+        kept = kept & (a <= b if with_replacement else a < b)
+    return x[kept.nonzero()]
+
+
+def _take_along_dim(rec: Any, x: Any, indices: Any, dim: Any = None) -> Any:
+    if dim is None:
+        return x.reshape(-1).gather(0, indices.reshape(-1))
+    dim = dim % max(x.dim(), 1)
+    lead = [b if isinstance(a, int) and a == 1 else a for a, b in zip(x.shape, indices.shape, strict=True)]
+    own, picked = ([*lead[:dim], t.shape[dim], *lead[dim + 1 :]] for t in (x, indices))
+    return x.expand(own).gather(dim, indices.expand(picked).remainder(x.shape[dim]))
+
+
+def _matrix_norm(rec: Any, a: Any, ord: Any, dim: Any = (-2, -1), keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """The largest (smallest) sum of a column or row; the other norms are made of singular values."""
+    if abs(ord) not in (1, math.inf):
+        return NotImplemented
+    summed, compared = (d % a.dim() for d in (dim if abs(ord) == 1 else reversed(dim)))
+    sums = torch.linalg.vector_norm(a, 1, [summed], keepdim=True, dtype=dtype)
+    out = sums.amax([compared], keepdim=True) if ord > 0 else sums.amin([compared], keepdim=True)
+    return out if keepdim else out.squeeze((summed, compared))
+
+
 def _unbind(rec: Any, x: Any, dim: int = 0) -> Any:
     """As many outputs as rows: the size is fixed by this line, whatever the shape rule of unbind concludes."""
     int(x.shape[dim])
@@ -128,6 +206,12 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     aten.unbind.int: _unbind,
     aten.kron.default: _kron,
     aten.cdist.default: _cdist,
+    aten.diff.default: _diff,
+    aten.take_along_dim.default: _take_along_dim,
+    aten.linalg_multi_dot.default: _multi_dot,
+    aten.linalg_matrix_norm.default: _matrix_norm,
+    aten.cov.default: _cov,
+    aten.combinations.default: _combinations,
     aten.lstm.input: _recurrent(aten.lstm.input),
     aten.gru.input: _recurrent(aten.gru.input),
     aten.rnn_tanh.input: _recurrent(aten.rnn_tanh.input),
@@ -150,8 +234,71 @@ def _recurrent_out(x: Any, hx: Any, rest: Any) -> Any:
     return out.transpose(0, 1) if batch_first else out  # as the kernels lay it out: time first
 
 
-# Shapes of ops kept whole whose torch decomposition unrolls the time axis, and so would fix its size.
+def _linspace(start: Any, end: Any, steps: Any, **kwargs: Any) -> Any:
+    if not isinstance(steps, torch.SymInt):
+        return torch.linspace(start, end, steps, **kwargs)
+    kwargs.setdefault("dtype", torch.get_default_dtype())
+    place = torch.arange(steps, **kwargs)
+    step = (end - start) / torch.sym_max(steps - 1, 1)
+    return torch.where(place < (steps + 1) // 2, start + step * place, end - step * (steps - 1 - place))
+
+
+def _triangle(cut: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Where a matrix has a triangle; how many places, is left to each run."""
+
+    def indices(row: Any, col: Any, offset: int = 0, **kwargs: Any) -> Any:
+        if not any(isinstance(size, torch.SymInt) for size in (row, col)):
+            return plain(row, col, offset, **kwargs)
+        inside = cut(torch.ones([row, col], dtype=torch.bool, device=kwargs.get("device")), offset)
+        return inside.nonzero().t().to(kwargs.get("dtype", torch.int64))
+
+    return indices
+
+
+# Functions that take a number for a size, and so would fix it before any op is called.
+FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    torch.linspace: _linspace,
+    torch.tril_indices: _triangle(torch.tril, torch.tril_indices),
+    torch.triu_indices: _triangle(torch.triu, torch.triu_indices),
+}
+
+
+def _like_second(*args: Any) -> Any:
+    """The gradient of an op by its first argument, which stands behind the cotangent."""
+    return torch.empty_like(args[1])
+
+
+def _geqrf(a: Any) -> Any:
+    return torch.empty_like(a), a.new_empty((*a.shape[:-2], torch.sym_min(a.shape[-2], a.shape[-1])))
+
+
+def _fractional(spatial: int) -> Callable[..., Any]:
+    def shape(x: Any, kernel_size: Any, output_size: Any, random_samples: Any) -> Any:
+        sizes = (*x.shape[:-spatial], *output_size)
+        return x.new_empty(sizes), x.new_empty(sizes, dtype=torch.int64)
+
+    return shape
+
+
+def _histogram(x: Any, bins: int, **kwargs: Any) -> Any:
+    return x.new_empty(bins), x.new_empty(bins + 1)
+
+
+def _histogram_edges(x: Any, bins: Any, **kwargs: Any) -> Any:
+    return x.new_empty(bins.shape[0] - 1), torch.empty_like(bins)
+
+
+# Shape rules that torch lacks for symbolic sizes: of recurrent layers kept whole, whose decomposition unrolls the time
+# axis and so would fix its size, and of kernels that have none.
 SHAPES: dict[Any, Callable[..., Any]] = {
+    aten.hardshrink_backward.default: _like_second,
+    aten.softshrink_backward.default: _like_second,
+    aten.multilabel_margin_loss_backward.default: _like_second,
+    aten.geqrf.default: _geqrf,
+    aten.fractional_max_pool3d.default: _fractional(3),
+    aten.fractional_max_pool3d_backward.default: _like_second,
+    aten.histogram.bin_ct: _histogram,
+    aten.histogram.bins_tensor: _histogram_edges,
     aten.lstm.input: _lstm_shape,
     aten.gru.input: _rnn_shape,
     aten.rnn_tanh.input: _rnn_shape,

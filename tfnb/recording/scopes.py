@@ -6,7 +6,7 @@ Modules are followed by torch's global forward hooks, functions by a TorchFuncti
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -122,23 +122,24 @@ class Scopes:
 
 
 class Functions(TorchFunctionMode):
-    """Names the outermost torch function that is being called."""
+    """Names the outermost torch function that is being called; ``calls`` may hold another to call in its place."""
 
-    def __init__(self, scopes: Scopes) -> None:
+    def __init__(self, scopes: Scopes, calls: Mapping[Any, Callable[..., Any]]) -> None:
         super().__init__()
-        self._scopes = scopes
+        self._scopes, self._calls = scopes, calls
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         __tracebackhide__ = True
         scopes = self._scopes
+        call = self._calls.get(func, func)
         if scopes.function is not None:
-            return func(*args, **(kwargs or {}))
+            return call(*args, **(kwargs or {}))
         name = (getattr(func, "__name__", "") or "op").partition(".")[0]
         if name == "__get__":  # a property such as x.T or x.shape
             name = getattr(getattr(func, "__self__", None), "__name__", name)
         scopes.function = clean(name.strip("_"))
         try:
-            return func(*args, **(kwargs or {}))
+            return call(*args, **(kwargs or {}))
         finally:
             scopes.function = None
 

@@ -78,7 +78,7 @@ def _is_equality(expr: Any, outcome: Any) -> bool:
         return bool(outcome)
     if isinstance(expr, sympy.Ne):
         return not bool(outcome)
-    return not isinstance(expr, (sympy.Rel, sympy.logic.boolalg.Boolean))
+    return not isinstance(outcome, (bool, sympy.logic.boolalg.BooleanAtom))  # a bare symbol is a Boolean to sympy
 
 
 class Symbols:

@@ -203,10 +203,8 @@ partials(aten.index_fill.int_Scalar, lambda n, dy: dy.index_fill(n["dim"], n["in
 
 @rule(aten.index_fill.int_Tensor)
 def _(n: Forward, dy: Any) -> Any:
-    def value() -> torch.Tensor:
-        return (dy if dy.dim() == 0 else dy.index_select(n["dim"], n["index"].reshape(-1))).sum()
-
-    return {"self": lambda: dy.index_fill(n["dim"], n["index"], 0.0), "value": value}
+    kept = dy.index_fill(n["dim"], n["index"], 0.0)
+    return {"self": kept, "value": lambda: (dy - kept).sum()}  # a row filled twice counts once
 
 
 # -- flat positions and masks ----------------------------------------------------------------------------------

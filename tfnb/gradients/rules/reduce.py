@@ -263,5 +263,7 @@ def _(x1: torch.Tensor, x2: torch.Tensor, p: float, compute_mode: int | None) ->
 
 @composite(aten._pdist_forward.default)
 def _(self: torch.Tensor, p: float = 2) -> torch.Tensor:
-    first, second = torch.triu_indices(self.shape[0], self.shape[0], 1, device=self.device)
+    rows = self.shape[0]
+    later = torch.ones([rows, rows], dtype=torch.bool, device=self.device).triu(1)
+    first, second = aten.nonzero_static(later, size=rows * (rows - 1) // 2).unbind(1)
     return torch.linalg.vector_norm(self[first] - self[second], p, -1)
