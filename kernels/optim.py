@@ -7,6 +7,10 @@ in-place twin for many variables at once: a row is the flat inputs of one node, 
 ``rate`` if there is no ``lr``; ``w`` and the slots are written. They are bitwise equal: the op is the twin run
 on copies.
 
+``tfnb::NAME_rows(w, grad, slots, indices, rate=None, *, lr=None, ...)`` does the same to some rows of ``w`` and of
+the slots that are shaped like it: ``grad`` holds the gradients of the distinct rows ``indices``. Its in-place twin
+takes rows ``(w, grad, *slots, indices)`` and touches, and copies, nothing else of a table.
+
 The formulas are those of torch 2.13, by its fused kernels. Those run through memory in order and check
 neither shapes nor strides: what can fail is checked, and what needs memory is allocated, before a write.
 """
@@ -16,6 +20,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,20 +71,61 @@ def update(kernel: Callable[..., None]) -> Callable[..., None]:
     def fake(w: Tensor, grad: Tensor, slots: list[Tensor], *_: object, **__: object) -> list[Tensor]:
         return [torch.empty_like(state) for state in (w, *slots)]
 
-    name = f"tfnb::{kernel.__name__}"
-    torch.library.define(name, _schema(kernel))
-    torch.library.impl(name, "CompositeExplicitAutograd", functional)
-    torch.library.register_fake(name, fake)
-    FUSED[f"tfnb.{kernel.__name__}.default"] = fused
+    _define(kernel, "", fused, functional, fake)
+    _define(kernel, "_rows", partial(_in_rows, fused), partial(_rows_of_copies, fused), fake)
     return kernel
 
 
-def _schema(kernel: Callable[..., None]) -> str:
+def _define(kernel: Callable[..., None], form: str, fused: Any, functional: Any, fake: Any) -> None:
+    name = f"{kernel.__name__}{form}"
+    torch.library.define(f"tfnb::{name}", _schema(kernel, ", Tensor indices" if form else ""))
+    torch.library.impl(f"tfnb::{name}", "CompositeExplicitAutograd", functional)
+    torch.library.register_fake(f"tfnb::{name}", fake)
+    FUSED[f"tfnb.{name}.default"] = fused
+
+
+def _schema(kernel: Callable[..., None], more: str) -> str:
     """The op's schema; the settings are the kernel's keyword-only arguments."""
     settings = [p for p in inspect.signature(kernel).parameters.values() if p.kind is p.KEYWORD_ONLY]
     texts = [f"{'bool' if isinstance(p.default, bool) else 'float'} {p.name}={p.default}" for p in settings]
-    state = "Tensor w, Tensor grad, Tensor[] slots, Tensor? rate=None, *, float? lr=None"
+    state = f"Tensor w, Tensor grad, Tensor[] slots{more}, Tensor? rate=None, *, float? lr=None"
     return f"({', '.join([state, *texts])}) -> Tensor[]"
+
+
+# ----- some rows of a table -------------------------------------------------------------------------------
+
+
+def _in_rows(
+    fused: Callable[..., None], rows: Sequence[Row], *, lr: float | None = None, **settings: float | bool
+) -> None:
+    """The dense twin on the touched rows, which are then written back; what can fail comes before the writes."""
+    small: list[Row] = []
+    back: list[tuple[Tensor, Tensor | None, Tensor]] = []
+    for w, grad, *rest in rows:
+        rate = [] if lr is not None else [rest.pop()]
+        *slots, indices = rest
+        state = []
+        for table in (w, *slots):
+            is_table = table.shape == w.shape
+            state.append(table.index_select(0, indices) if is_table else table.clone())
+            back.append((table, indices if is_table else None, state[-1]))
+        small.append((state[0], grad, *state[1:], *rate))
+    fused(small, lr=lr, **settings)
+    for table, where, value in back:
+        if where is None:
+            table.copy_(value)
+        else:
+            table.index_copy_(0, where, value)
+
+
+def _rows_of_copies(
+    fused: Callable[..., None], w: Tensor, grad: Tensor, slots: list[Tensor], indices: Tensor,
+    rate: Tensor | None = None, *, lr: float | None = None, **settings: float | bool,
+) -> list[Tensor]:  # fmt: skip
+    new = [w.clone(), *(slot.clone() for slot in slots)]
+    row = (new[0], grad, *new[1:], indices)
+    _in_rows(fused, [row if rate is None else (*row, rate)], lr=lr, **settings)
+    return new
 
 
 # ----- what comes before the first write -----------------------------------------------------------------

@@ -14,18 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
-def op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Define ``tfnb::NAME`` from a function of the same name."""
-
-    def define(function: Callable[..., Any]) -> Callable[..., Any]:
-        name = f"tfnb::{function.__name__}"
-        torch.library.define(name, schema)
-        torch.library.impl(name, "CompositeExplicitAutograd", torch.no_grad()(function))
-        torch.library.register_fake(name, fake)
-        return function
-
-    return define
+from tfnb.kernels.define import op
 
 
 def _like(*sources: int) -> Callable[..., tuple[Tensor, ...]]:

@@ -47,6 +47,7 @@ LATE = {
     ("tfnb/recording/habits.py", "tfnb.gradients.eager"): "backward() in a cell asks gradients",
     ("tfnb/recording/habits.py", "tfnb.train.from_torch"): "optimizer.step() in a cell asks train",
     ("tfnb/recording/tensor.py", "tfnb.session"): ".eval asks the default session",
+    ("tfnb/gradients/slices.py", "tfnb.session"): ".eval asks the default session",
     ("tfnb/recording/tensor.py", "tfnb.view"): "a repr asks view",
     ("tfnb/graph/variable.py", "tfnb.view"): "a repr asks view",
     ("tfnb/datasets.py", "sklearn"): "optional extra [data]",

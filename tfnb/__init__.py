@@ -24,8 +24,8 @@ _HOME = {
     "tfnb.doctor": ("doctor",),
     "tfnb.fitting": ("RunResult", "fit"),
     "tfnb.gradients": (
-        "clip_by_global_norm", "clip_by_norm", "clip_by_value", "custom_gradient", "gradient_override", "gradients",
-        "jvp", "register_gradient", "stop_gradient",
+        "IndexedSlices", "clip_by_global_norm", "clip_by_norm", "clip_by_value", "custom_gradient",
+        "gradient_override", "gradients", "jvp", "register_gradient", "stop_gradient",
     ),
     "tfnb.graph": ("Graph", "Node", "Spec", "Variable"),
     "tfnb.recording": (

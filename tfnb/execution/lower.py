@@ -290,7 +290,7 @@ class _Lowering:
         groups: dict[tuple[str, str], tuple[str, dict[str, Any], list[int]]] = {}
         rows: dict[tuple[str, str], list[Any]] = {}
         for node in dict.fromkeys(fused.values()):
-            settings = {k: v for k, v in node.attrs.items() if k not in ("w", "grad", "slots", "rate")}
+            settings = {k: v for k, v in node.attrs.items() if k not in ("w", "grad", "slots", "indices", "rate")}
             key = (node.op, repr(sorted(settings.items())))
             groups.setdefault(key, (node.op, settings, []))[2].append(len(node.inputs))
             state = {0, *range(2, 2 + len(node.attrs["slots"]))}  # written; the rest is read after other writes

@@ -4,10 +4,11 @@ from tfnb.gradients import rules
 from tfnb.gradients.clip import clip_by_global_norm, clip_by_norm, clip_by_value
 from tfnb.gradients.custom import custom_gradient, gradient_override
 from tfnb.gradients.forward import jvp
+from tfnb.gradients.slices import IndexedSlices
 from tfnb.gradients.table import Forward, register_gradient
 from tfnb.gradients.walker import gradients, stop_gradient
 
 __all__ = [
-    "Forward", "clip_by_global_norm", "clip_by_norm", "clip_by_value", "custom_gradient", "gradient_override",
-    "gradients", "jvp", "register_gradient", "rules", "stop_gradient",
+    "Forward", "IndexedSlices", "clip_by_global_norm", "clip_by_norm", "clip_by_value", "custom_gradient",
+    "gradient_override", "gradients", "jvp", "register_gradient", "rules", "stop_gradient",
 ]  # fmt: skip

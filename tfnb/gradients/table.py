@@ -41,6 +41,9 @@ class Rule:
 
 RULES: dict[str, Rule] = {}
 COMPOSITES: dict[str, Callable[..., Any]] = {}
+LOOKUPS: dict[str, Callable[..., Any]] = {}
+PASSES = {"aten.alias.default", "aten.clone.default", "aten._to_copy.default", "tfnb.assign"}
+"""Ops whose output has the rows of their input: a row-sparse cotangent goes through as it is."""
 NOGRAD: set[str] = set()
 
 
@@ -185,6 +188,25 @@ def composite(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return register
 
 
+def lookup(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register how the gradient of an op that takes rows of its first input consists of rows.
+
+    ``function(n, dy, at)`` gives (values, indices), or None where the op does not take whole rows of axis 0; it is
+    asked in place of the rule where a row-sparse gradient is wanted. ``at`` goes around the op's index: where dy itself
+    has only some rows, it picks the index of those.
+
+        @lookup(aten.index_select.default)
+        def _(n, dy, at):
+            return None if n["dim"] else (dy, at(n["index"]))
+    """
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        LOOKUPS.update({str(op): function for op in ops})
+        return function
+
+    return register
+
+
 def nograd(*ops: Any) -> None:
     """Declare ops through which no gradient flows."""
     NOGRAD.update(map(str, ops))
@@ -213,6 +235,8 @@ def register_gradient(op: Any) -> Callable[[RuleFunction], RuleFunction]:
     """
     names = ops_of(op)
     NOGRAD.difference_update(names)
+    for name in names:
+        LOOKUPS.pop(name, None)
     return rule(*names)
 
 

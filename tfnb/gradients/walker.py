@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import reduce
-from operator import add
 from typing import Any
 
 import torch
@@ -19,7 +17,8 @@ import torch
 from tfnb.errors import InvalidArgument, NoGradient, ShapeError
 from tfnb.gradients.decompose import decomposition
 from tfnb.gradients.library import library_rule
-from tfnb.gradients.table import NOGRAD, RULES, Cotangents, Forward, Rule, Tensors, gives_one
+from tfnb.gradients.slices import IndexedSlices, added
+from tfnb.gradients.table import LOOKUPS, NOGRAD, PASSES, RULES, Cotangents, Forward, Rule, Tensors, gives_one
 from tfnb.graph import Dim, Graph, Node, Spec, Value, Variable
 from tfnb.graph.node import map_leaves
 from tfnb.graph.ops import WITH_GRADIENT
@@ -30,16 +29,18 @@ from tfnb.recording.variables import known
 
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
 _GRADIENT = frozenset({"gradient"})
+_STRAIGHT = frozenset({"no_grad", "in_place"})
 
 
 def gradients(
     ys: Any, xs: Any, grad_ys: Any = None, *, stop_gradients: Any = (), unconnected: str = "none"
-) -> list[torch.Tensor | None]:
+) -> list[torch.Tensor | IndexedSlices | None]:
     """Add nodes that compute d sum(ys * grad_ys) / dx for each x; also outside a recording.
 
     ys: recorded tensors. xs: recorded tensors, Variables or Parameters. grad_ys: like ys, None entries mean ones.
     stop_gradients: tensors that count as constants where others depend on them. unconnected: ``"none"`` gives None for
-    an x that no y depends on, ``"zero"`` gives zeros. Integer and bool tensors are constants.
+    an x that no y depends on, ``"zero"`` gives zeros. Integer and bool tensors are constants. A Variable or Parameter
+    that is only looked up by row (embedding, index_select, ``w[rows]``) gets `IndexedSlices`; a y may be one.
 
     Raises ShapeError or InvalidArgument for a grad_y that does not fit its y, NoGradient for an op without a rule.
 
@@ -50,14 +51,15 @@ def gradients(
     >>> dx.sample
     tensor([2., 4.])
     """
-    ys, xs = _listed(ys), _listed(xs)
+    ys, grad_ys = _entries_of(_listed(ys), grad_ys)
+    xs = _listed(xs)
     if not xs:
         raise InvalidArgument("gradients needs at least one x: got an empty list")
     if unconnected not in ("none", "zero"):
         raise InvalidArgument(f"unconnected is 'none' or 'zero', not {unconnected!r}")
     graph, wanted = differentiable(ys, xs)
     with reopen(graph) as recorder, torch.enable_grad():
-        return differentiate(recorder, ys, wanted, grad_ys, _listed(stop_gradients), unconnected)
+        return differentiate(recorder, ys, wanted, grad_ys, _listed(stop_gradients), unconnected, rows=True)
 
 
 def stop_gradient(x: Any) -> torch.Tensor:
@@ -79,6 +81,16 @@ def differentiable(ys: Sequence[Any], xs: Sequence[Any]) -> tuple[Graph, list[Te
 
 def _listed(items: Any) -> list[Any]:
     return list(items) if isinstance(items, (list, tuple)) else [] if items is None else [items]
+
+
+def _entries_of(ys: list[Any], grad_ys: Any) -> tuple[list[Any], Any]:
+    """IndexedSlices among the ys as their values, and what is given for the dense tensor as the rows of it."""
+    if not any(isinstance(y, IndexedSlices) for y in ys):
+        return ys, grad_ys
+    given = [None] * len(ys) if grad_ys is None else _listed(grad_ys)
+    pairs = zip(ys, given, strict=False)
+    rows = [g.index_select(0, y.indices) if isinstance(y, IndexedSlices) and g is not None else g for y, g in pairs]
+    return [y.values if isinstance(y, IndexedSlices) else y for y in ys], rows + given[len(ys) :]
 
 
 def _target(x: Any) -> Tensor | Variable:
@@ -128,9 +140,9 @@ def _differ(a: Any, b: Any) -> bool:
 
 def differentiate(
     recorder: Recorder, ys: list[Any], xs: list[Any], grad_ys: Any = None, stops: Iterable[Any] = (),
-    unconnected: str = "none",
-) -> list[torch.Tensor | None]:  # fmt: skip
-    """`gradients` in an open recording, in the grad mode that holds."""
+    unconnected: str = "none", *, rows: bool = False,
+) -> list[Any]:  # fmt: skip
+    """`gradients` in an open recording, in the grad mode that holds; ``rows``: those of tables may be row-sparse."""
     ys = [recorder.read(y) if isinstance(y, Variable) else y for y in ys]
     given = [None] * len(ys) if grad_ys is None else _listed(grad_ys)
     if len(given) != len(ys):
@@ -143,6 +155,9 @@ def differentiate(
         walk = Walk(recorder, [v for group in targets for v in group], stop)
         walk.scope = scope
         walk.hooks = {value: list(hooks.values()) for value, hooks in recorder.habits.hooks.items()}
+        if rows:  # a hook takes a tensor
+            tables = [v for x, v in zip(xs, targets, strict=True) if isinstance(x, Variable) and not x.hooks]
+            walk.tables.update(v for group in tables for v in group if v not in walk.hooks)
         walk.run(nodes, seeds)
         return [_result(walk, x, group, unconnected) for x, group in zip(xs, targets, strict=True)]
 
@@ -155,10 +170,15 @@ def _values(x: Tensor | Variable, nodes: Iterable[Node]) -> list[Value]:
     return [node.value() for node in nodes if node.op == "tfnb.read" and node.attrs["variable"] is x]
 
 
-def _result(walk: Walk, x: Tensor | Variable, values: list[Value], unconnected: str) -> torch.Tensor | None:
+def _result(
+    walk: Walk, x: Tensor | Variable, values: list[Value], unconnected: str
+) -> torch.Tensor | IndexedSlices | None:
     found = [dx for dx in map(walk.total, values) if dx is not None]
     if found:
-        return hooked(reduce(add, found), [] if isinstance(x, Tensor) else x.hooks)
+        total = added(found)
+        if isinstance(total, IndexedSlices):
+            return total.canonical() if isinstance(x, Variable) else total.to_dense()
+        return hooked(total, [] if isinstance(x, Tensor) else x.hooks)
     if unconnected == "none":
         return None
     return torch.zeros_like(x) if isinstance(x, Tensor) else torch.zeros_like(x.read())
@@ -174,7 +194,8 @@ class Walk:
         self.recorder = recorder
         self.stop = frozenset(stop)
         self.reached: set[Value] = set(targets)
-        self.partials: dict[Value, list[torch.Tensor]] = {}
+        self.tables: set[Value] = set()  # values whose cotangents may be row-sparse
+        self.partials: dict[Value, list[torch.Tensor | IndexedSlices]] = {}
         self.tensors: dict[Value, torch.Tensor] = {}  # recorded tensors of forward values
         self.copies = Copies(recorder)
         self.hooks: dict[Value, list[Hook]] = {}  # called with the whole cotangent of their value, once
@@ -191,13 +212,13 @@ class Walk:
             if any(dy is not None for dy in dys):
                 self._node(node, dys)
 
-    def total(self, value: Value) -> torch.Tensor | None:
+    def total(self, value: Value) -> torch.Tensor | IndexedSlices | None:
         """The sum of the partial cotangents of a value, made once."""
         parts = self.partials.get(value)
         if not parts:
             return None
         if len(parts) > 1:
-            self.partials[value] = parts = [reduce(add, parts)]
+            self.partials[value] = parts = [added(parts)]
         if value in self.hooks:
             self.partials[value] = parts = [hooked(parts[0], self.hooks.pop(value))]
         return parts[0]
@@ -208,17 +229,19 @@ class Walk:
             if any(v in self.reached for v in _ways(node)):
                 outs = (node.value(i) for i, spec in enumerate(node.outputs) if _flows(spec))
                 self.reached.update(v for v in outs if v not in self.stop)
+                if node.inputs[0] in self.tables and node.value() not in self.hooks and self._keeps_rows(node):
+                    self.tables.add(node.value())
 
-    def _send(self, value: Value, dy: torch.Tensor) -> None:
+    def _send(self, value: Value, dy: torch.Tensor | IndexedSlices) -> None:
         if value in self.reached:
             self.partials.setdefault(value, []).append(dy)
 
-    def _through(self, node: Node, index: int) -> torch.Tensor | None:
+    def _through(self, node: Node, index: int) -> torch.Tensor | IndexedSlices | None:
         """The cotangent of an output that goes on to the node's inputs."""
         value = node.value(index)
         return None if value in self.stop else self.total(value)
 
-    def _node(self, node: Node, dys: list[torch.Tensor | None]) -> None:
+    def _node(self, node: Node, dys: list[Any]) -> None:
         ways = _ways(node)
         needed = [i < len(ways) and v in self.reached for i, v in enumerate(node.inputs)]
         if not any(needed):
@@ -232,11 +255,16 @@ class Walk:
                 if wanted and entry is not None:
                     self._send(value, self._fitted(node, entry() if callable(entry) else entry, value))
 
-    def _entries(self, node: Node, dys: list[torch.Tensor | None], needed: list[bool]) -> list[Any]:
+    def _entries(self, node: Node, dys: list[Any], needed: list[bool]) -> list[Any]:
         if "no_grad" in node.tags:
             return [dys[0], *([None] * (len(node.inputs) - 1))]
         if any(s.dtype.is_complex for s in node.outputs):
             raise NoGradient(_refused(node, "complex tensors are not differentiated"), node=node.name, op=node.op)
+        if needed[0] and node.inputs[0] in self.tables and not _has_own_rule(node):
+            rows = self._rows(node, dys[0], needed)
+            if rows is not None:
+                return [rows, *([None] * (len(node.inputs) - 1))]
+        dys = [dy.to_dense() if isinstance(dy, IndexedSlices) else dy for dy in dys]
         rule = self._rule(node)
         if rule is None or (rule.outputs is not None and any(dy is not None for dy in dys[rule.outputs :])):
             return self._decomposed(node, dys)
@@ -257,6 +285,30 @@ class Walk:
                 node=node.name, op=node.op,
             )  # fmt: skip
         return Rule(own)
+
+    def _keeps_rows(self, node: Node) -> bool:
+        """Whether rows of the output are rows of the first input: a row-sparse cotangent of it goes through."""
+        if _has_own_rule(node):
+            return False
+        if node.op in LOOKUPS:  # one row alone has no axis of rows
+            return len(node.outputs[0].shape) >= len(self._spec(node.inputs[0]).shape)
+        return node.op in PASSES or node.tags >= _STRAIGHT
+
+    def _rows(self, node: Node, dy: Any, needed: list[bool]) -> IndexedSlices | None:
+        """The cotangent of a table, if it consists of rows."""
+        is_rows = isinstance(dy, IndexedSlices)
+        if node.op in PASSES:
+            return dy if is_rows else None
+        if dy is None or node.op not in LOOKUPS:
+            return None
+        n, take = self._forward(node, needed), LOOKUPS[node.op]
+        pair = (dy.values, lambda i: i.index_select(0, dy.indices)) if is_rows else (dy, lambda i: i)
+        found = take(n, *pair)
+        if found is None:
+            return None
+        shape = tuple(n.inputs[0].shape)
+        name = self.recorder.node(node.inputs[0].node).name
+        return IndexedSlices(*torch.ops.tfnb.slices(*found, shape[0]), shape).called(name)
 
     def _forward(self, node: Node, needed: list[bool]) -> Forward:
         region = region_of_tags(node.tags)
@@ -302,6 +354,7 @@ class Walk:
         inputs: list[Value] = [x.value for x in n.inputs]  # type: ignore[attr-defined]  # of a region that is computed again, its copies
         part = Walk(self.recorder, (x for x, v in zip(inputs, node.inputs, strict=True) if v in self.reached))
         part.inside = (*self.inside, node.op)
+        part.tables.update(x for x, v in zip(inputs, node.inputs, strict=True) if v in self.tables)
         pairs = zip(outs, dys, strict=True)
         part.run(self.recorder.new[start:], [(out.value, dy) for out, dy in pairs if dy is not None])
         first = {v: i for i, v in reversed(list(enumerate(inputs)))}  # a value passed twice has one cotangent
@@ -309,9 +362,11 @@ class Walk:
 
     # -- what rules leave to the walker -----------------------------------------------------------------------
 
-    def _fitted(self, node: Node, dx: torch.Tensor, value: Value) -> torch.Tensor:
+    def _fitted(self, node: Node, dx: Any, value: Value) -> torch.Tensor | IndexedSlices:
         """dx in the shape, dtype and device of the input: broadcasting and promotion undone."""
         spec = self._spec(value)
+        if isinstance(dx, IndexedSlices):
+            return dx if dx.dtype == spec.dtype else dx.to(spec.dtype)
         if not isinstance(dx, Tensor):
             dx = dx.clone()
         got = self._spec(dx.value).shape  # type: ignore[attr-defined]

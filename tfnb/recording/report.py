@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import FrameType
 
 from tfnb.errors import FeedError, InvalidArgument, ShapeError, StaleNode, Unsupported
 from tfnb.graph import Source
 from tfnb.recording.ops import Op, op_name
 
-_HERE = __file__.rpartition("/")[0]
+_HERE = str(Path(__file__).parent.parent)  # the package
 
 
 def explained(

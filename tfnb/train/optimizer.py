@@ -8,6 +8,7 @@ wherever the graph runs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tfnb.errors import InvalidArgument, ShapeError
-from tfnb.gradients import gradients
+from tfnb.gradients import IndexedSlices, gradients
 from tfnb.graph import Graph, Value, Variable, current
 from tfnb.recording import Operation, Recorder, Tensor, reopen, variable
 
@@ -49,11 +50,17 @@ class Optimizer:
         """New value of the variable and of its slots; ``lr`` is a float or a recorded 0-d tensor."""
         raise NotImplementedError(f"{type(self).__name__} must define update(w, grad, slots, lr)")
 
+    def update_rows(
+        self, w: torch.Tensor, grad: IndexedSlices, slots: Mapping[str, torch.Tensor], lr: Rate
+    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        """`update` for a row-sparse gradient; here by a dense copy of it."""
+        return self.update(w, grad.to_dense(f"{type(self).__name__} renews every row"), slots, lr)
+
     # -- what a user calls ------------------------------------------------------------------------------------
 
     def compute_gradients(
         self, loss: torch.Tensor, variables: Sequence[Any] | None = None
-    ) -> list[tuple[torch.Tensor | None, Variable]]:
+    ) -> list[tuple[torch.Tensor | IndexedSlices | None, Variable]]:
         """Record d loss / d variable for each of ``variables`` (Variables or Parameters).
 
         Default: the trainable ones with a path to the loss. A variable that was asked for and has none gets None.
@@ -123,14 +130,22 @@ class Optimizer:
         """Nodes that update one variable and its slots; the values after the step."""
         slots, rate = self.slots(target), self._recorded_rate(recorder)
         before = {name: recorder.read(slot) for name, slot in slots.items()}
+        if isinstance(grad, IndexedSlices):
+            grad = grad.called(target.name).canonical()
         with recorder.tagged(frozenset({"update"})):
-            new, after = self.update(recorder.read(target), grad, before, rate)
+            rule = self._row_rule() if isinstance(grad, IndexedSlices) else self.update
+            new, after = rule(recorder.read(target), grad, before, rate)
         if after.keys() != slots.keys():
             raise InvalidArgument(
                 f"{type(self).__name__}.update gave the slots {sorted(after)}, but initial made {sorted(slots)}"
             )
         values = [(target, new), *((slots[name], after[name]) for name in slots)]
         return [recorder.assign(v, value, tags=frozenset({"step"})) for v, value in values]
+
+    def _row_rule(self) -> Any:
+        """`update_rows`, unless a subclass says in `update` how its steps differ from those of the base."""
+        nearest = next(c for c in type(self).__mro__ if "update" in vars(c) or "update_rows" in vars(c))
+        return self.update_rows if "update_rows" in vars(nearest) else partial(Optimizer.update_rows, self)
 
     def _recorded_rate(self, recorder: Recorder) -> Rate:
         return recorder.read(self.lr) if isinstance(self.lr, Variable) else self.lr
@@ -176,7 +191,8 @@ def buffer_writes(recorder: Recorder, roots: Iterable[Value]) -> list[Value]:
 
 
 def _graph_of(pairs: Sequence[Pair]) -> Graph:
-    graphs = {grad.graph for grad, _ in pairs if isinstance(grad, Tensor)}
+    parts = (grad.values if isinstance(grad, IndexedSlices) else grad for grad, _ in pairs)
+    graphs = {part.graph for part in parts if isinstance(part, Tensor)}
     if len(graphs) > 1:
         raise InvalidArgument(f"gradients of one graph are needed, got: {', '.join(sorted(g.name for g in graphs))}")
     recording = current.recording()
@@ -227,7 +243,7 @@ def _check_pairs(pairs: Sequence[Pair], given: int) -> None:
 
 
 def _check_fit(grad: Any, target: Variable) -> None:
-    if not isinstance(grad, torch.Tensor):
+    if not isinstance(grad, (torch.Tensor, IndexedSlices)):
         raise InvalidArgument(f"the gradient of {target.name} is {type(grad).__name__}, not a tensor")
     shape = grad.spec.shape if isinstance(grad, Tensor) else tuple(grad.shape)
     if shape != tuple(target.spec.shape):

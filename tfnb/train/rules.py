@@ -2,6 +2,10 @@
 
 Each names its op of `tfnb.kernels.optim` and its slots, in the order of the op. `Momentum` is SGD with another default,
 and the slots carry torch's names, so that states compare by name.
+
+``sparse`` says what a row-sparse gradient (`tfnb.IndexedSlices`) does. ``"exact"``: what the dense gradient would do,
+which takes a pass over all rows where a row without gradient moves too (momentum, running means, weight decay). ``"lazy"``:
+only rows that are in the gradient change, and their slots; a count of steps is that of all steps.
 """
 
 from __future__ import annotations
@@ -14,18 +18,27 @@ from typing import Any
 import torch
 
 from tfnb.errors import InvalidArgument
+from tfnb.gradients import IndexedSlices
 from tfnb.kernels import optim  # noqa: F401  defines torch.ops.tfnb
 from tfnb.train.optimizer import Optimizer, Rate
 
+SPARSE = ("exact", "lazy")
 _BETWEEN = {"beta1": (0, 1), "beta2": (0, 1), "dampening": (-inf, inf)}  # [low, high); others are [0, inf)
 
 
 class _Rule(Optimizer):
-    """An optimizer whose update is one op."""
+    """An optimizer whose update is one op.
 
-    def __init__(self, op: Any, lr: Any, slots: Mapping[str, bool], **settings: Any) -> None:
+    still: whether a row without gradient stays as it is, and its slots, so that exact steps need the others only.
+    """
+
+    def __init__(
+        self, op: Any, lr: Any, slots: Mapping[str, bool], sparse: str, still: bool = False, **settings: Any
+    ) -> None:  # fmt: skip
         super().__init__(lr)
-        self.op = op
+        if sparse not in SPARSE:
+            raise InvalidArgument(f"{type(self).__name__}: sparse is one of {', '.join(SPARSE)}, not {sparse!r}")
+        self.op, self.sparse, self.still = op, sparse, still
         self.slot_names = tuple(name for name, is_kept in slots.items() if is_kept)
         self.settings = {name: _setting(type(self).__name__, name, value) for name, value in settings.items()}
 
@@ -36,13 +49,27 @@ class _Rule(Optimizer):
     def update(
         self, w: torch.Tensor, grad: torch.Tensor, slots: Mapping[str, torch.Tensor], lr: Rate
     ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-        rate = {"lr": lr} if isinstance(lr, float) else {"rate": lr}
-        new, *after = self.op(w, grad, list(slots.values()), **rate, **self.settings)
+        new, *after = self.op(w, grad, list(slots.values()), **_rate(lr), **self.settings)
+        return new, dict(zip(slots, after, strict=True))
+
+    def update_rows(
+        self, w: torch.Tensor, grad: IndexedSlices, slots: Mapping[str, torch.Tensor], lr: Rate
+    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        if self.sparse == "exact" and not self.still:
+            why = f"an exact {type(self).__name__} step renews every row, sparse='lazy' those of the gradient"
+            return self.update(w, grad.to_dense(why), slots, lr)
+        rows, op = grad.coalesce(), getattr(torch.ops.tfnb, f"{self.op.__name__}_rows")
+        new, *after = op(w, rows.values, list(slots.values()), rows.indices, **_rate(lr), **self.settings)
         return new, dict(zip(slots, after, strict=True))
 
     def __repr__(self) -> str:
-        settings = ", ".join(f"{name}={value}" for name, value in self.settings.items())
+        shown = self.settings | ({"sparse": self.sparse} if self.sparse != "exact" else {})
+        settings = ", ".join(f"{name}={value}" for name, value in shown.items())
         return f"{type(self).__name__}(lr={self.lr!r}, {settings})"
+
+
+def _rate(lr: Rate) -> dict[str, Rate]:
+    return {"lr": lr} if isinstance(lr, float) else {"rate": lr}
 
 
 def _setting(owner: str, name: str, value: Any) -> float | bool:
@@ -60,10 +87,11 @@ class SGD(_Rule):
 
     def __init__(
         self, lr: Any = 1e-3, momentum: float = 0.0, dampening: float = 0.0, weight_decay: float = 0.0,
-        nesterov: bool = False, *, maximize: bool = False,
+        nesterov: bool = False, *, maximize: bool = False, sparse: str = "exact",
     ) -> None:  # fmt: skip
         super().__init__(
             torch.ops.tfnb.sgd, lr, {"momentum_buffer": momentum != 0, "step": momentum != 0 and dampening != 0},
+            sparse, still=momentum == 0 and weight_decay == 0,
             momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=bool(nesterov),
             maximize=bool(maximize),
         )  # fmt: skip
@@ -79,9 +107,9 @@ class Momentum(SGD):
 
     def __init__(
         self, lr: Any = 1e-3, momentum: float = 0.9, dampening: float = 0.0, weight_decay: float = 0.0,
-        nesterov: bool = False, *, maximize: bool = False,
+        nesterov: bool = False, *, maximize: bool = False, sparse: str = "exact",
     ) -> None:  # fmt: skip
-        super().__init__(lr, momentum, dampening, weight_decay, nesterov, maximize=maximize)
+        super().__init__(lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, sparse=sparse)
 
 
 class Adagrad(_Rule):
@@ -89,10 +117,11 @@ class Adagrad(_Rule):
 
     def __init__(
         self, lr: Any = 1e-2, lr_decay: float = 0.0, weight_decay: float = 0.0, initial_accumulator_value: float = 0.0,
-        eps: float = 1e-10, *, maximize: bool = False,
+        eps: float = 1e-10, *, maximize: bool = False, sparse: str = "exact",
     ) -> None:  # fmt: skip
         super().__init__(
             torch.ops.tfnb.adagrad, lr, {"sum": True, "step": True},
+            sparse, still=weight_decay == 0 and (eps > 0 or initial_accumulator_value > 0),  # else 0 / 0
             lr_decay=lr_decay, weight_decay=weight_decay, eps=eps, maximize=bool(maximize),
         )  # fmt: skip
         self.start = _setting(type(self).__name__, "initial_accumulator_value", initial_accumulator_value)
@@ -107,10 +136,11 @@ class RMSProp(_Rule):
 
     def __init__(
         self, lr: Any = 1e-2, alpha: float = 0.99, eps: float = 1e-8, weight_decay: float = 0.0, momentum: float = 0.0,
-        centered: bool = False, *, maximize: bool = False,
+        centered: bool = False, *, maximize: bool = False, sparse: str = "exact",
     ) -> None:  # fmt: skip
         super().__init__(
             torch.ops.tfnb.rmsprop, lr, {"square_avg": True, "momentum_buffer": momentum != 0, "grad_avg": centered},
+            sparse,
             alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum, centered=bool(centered),
             maximize=bool(maximize),
         )  # fmt: skip
@@ -122,10 +152,12 @@ class Adam(_Rule):
     def __init__(
         self, lr: Any = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
         amsgrad: bool = False, *, maximize: bool = False, decoupled_weight_decay: bool = False,
+        sparse: str = "exact",
     ) -> None:  # fmt: skip
         beta1, beta2 = betas
         super().__init__(
             torch.ops.tfnb.adam, lr, {"exp_avg": True, "exp_avg_sq": True, "step": True, "max_exp_avg_sq": amsgrad},
+            sparse,
             beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, amsgrad=bool(amsgrad),
             maximize=bool(maximize), decoupled=bool(decoupled_weight_decay),
         )  # fmt: skip
@@ -136,6 +168,18 @@ class AdamW(Adam):
 
     def __init__(
         self, lr: Any = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2,
+        amsgrad: bool = False, *, maximize: bool = False, sparse: str = "exact",
+    ) -> None:  # fmt: skip
+        super().__init__(
+            lr, betas, eps, weight_decay, amsgrad, maximize=maximize, decoupled_weight_decay=True, sparse=sparse
+        )
+
+
+class LazyAdam(Adam):
+    """Adam that changes only the rows of a row-sparse gradient; on dense gradients it is Adam."""
+
+    def __init__(
+        self, lr: Any = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
         amsgrad: bool = False, *, maximize: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(lr, betas, eps, weight_decay, amsgrad, maximize=maximize, decoupled_weight_decay=True)
+        super().__init__(lr, betas, eps, weight_decay, amsgrad, maximize=maximize, sparse="lazy")

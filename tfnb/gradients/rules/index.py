@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tfnb.gradients.table import Forward, composite, nograd, partials, rule
+from tfnb.gradients.table import Forward, composite, lookup, nograd, partials, rule
 
 aten = torch.ops.aten
 
@@ -26,6 +26,14 @@ def _nones(n: Forward) -> list[None]:
 def _(n: Forward, dy: Any) -> Any:
     zeros = dy.new_zeros(n["self"].shape)
     return [aten.index_put(zeros, n["indices"], dy, True), *_nones(n)]
+
+
+@lookup(aten.index.Tensor, aten._unsafe_index.Tensor)
+def _(n: Forward, dy: Any, at: Any) -> Any:
+    first, *others = n["indices"]
+    if first is None or first.dtype is torch.bool or any(index is not None for index in others):
+        return None
+    return dy, at(first)
 
 
 @rule(aten.index_put.default, aten._unsafe_index_put.default)
@@ -52,6 +60,11 @@ def _(n: Forward, dy: Any) -> Any:
 @rule(aten.gather.default)
 def _(n: Forward, dy: Any) -> Any:
     return dy.new_zeros(n["self"].shape).scatter_add(n["dim"], n["index"], dy), None
+
+
+@lookup(aten.gather.default)
+def _(n: Forward, dy: Any, at: Any) -> Any:
+    return (dy, at(n["index"])) if n["self"].dim() == 1 else None  # an index for each element, not for each row
 
 
 @rule(aten.scatter.src)
@@ -175,6 +188,11 @@ def _(n: Forward, dy: Any) -> Any:
     return dy.new_zeros(x.shape).index_add(n["dim"], index.reshape(-1), dy), None
 
 
+@lookup(aten.index_select.default)
+def _(n: Forward, dy: Any, at: Any) -> Any:
+    return None if n["dim"] % n["self"].dim() else (dy, at(n["index"].reshape(-1)))
+
+
 @rule(aten.index_add.default)
 def _(n: Forward, dy: Any) -> Any:
     def source() -> torch.Tensor:
@@ -255,6 +273,23 @@ def _(n: Forward, dy: Any) -> Any:
     return dense, None
 
 
+@lookup(aten.embedding.default)
+def _(n: Forward, dy: Any, at: Any) -> Any:
+    index, padding = at(n["indices"]), n["padding_idx"]
+    if n["scale_grad_by_freq"]:
+        dy = dy / _frequency(n["indices"], index, dy).unsqueeze(-1)
+    if padding >= 0:
+        dy = dy.masked_fill((index == padding).unsqueeze(-1), 0.0)
+    return dy, index
+
+
+def _frequency(indices: torch.Tensor, index: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """How often each of ``index`` stands in ``indices``."""
+    ordered = indices.reshape(-1).sort().values
+    ends = (torch.searchsorted(ordered, index.contiguous(), right=right) for right in (True, False))
+    return torch.sub(*ends).to(like.dtype)
+
+
 @rule(aten.embedding_dense_backward.default)
 def _(n: Forward, dd: Any) -> Any:
     index, padding = n["indices"], n["padding_idx"]
@@ -286,3 +321,10 @@ def _(weight: Any, indices: Any, offsets: Any, scale_grad_by_freq: bool = False,
     if mode == 1:
         out = out / kept.new_zeros([bags]).index_add(0, bag, kept).clamp_min(1).unsqueeze(-1)
     return out, bag, bag, bag
+
+
+# -- slices ----------------------------------------------------------------------------------------------------
+
+tfnb = torch.ops.tfnb
+partials(tfnb.slices.default, lambda n, dys: dys[0].reshape(n["values"].shape), None)
+partials(tfnb.coalesce.default, lambda n, dys: dys[0].index_select(0, n.outs[2]), None)

@@ -1,0 +1,21 @@
+"""How an op of ours is defined: a schema, a fake implementation, and a function that computes it on every device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Define ``tfnb::NAME`` from a function of the same name."""
+
+    def define(function: Callable[..., Any]) -> Callable[..., Any]:
+        name = f"tfnb::{function.__name__}"
+        torch.library.define(name, schema)
+        torch.library.impl(name, "CompositeExplicitAutograd", torch.no_grad()(function))
+        torch.library.register_fake(name, fake)
+        return function
+
+    return define

@@ -1,0 +1,433 @@
+"""IndexedSlices: a gradient that has rows for a few rows of a table, and what can be done with it as such.
+
+A row named twice gets the sum. `CLOSED` is the table of what keeps the form: linear maps act on the entries as they
+are; a map f with f(0) = 0 acts on the distinct rows, after `coalesce`. Everything else needs `to_dense`, which is
+never done silently: the node is tagged ``densified``, and the recording notes the line and the bytes.
+Works on recorded and on plain tensors. Imports recording.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial, reduce
+from numbers import Real
+from operator import add
+from typing import Any
+
+import torch
+
+from tfnb.errors import InvalidArgument, ShapeError
+from tfnb.graph import Spec, Variable, current
+from tfnb.kernels import slices as _ops  # noqa: F401  defines torch.ops.tfnb
+from tfnb.recording import Recorder, Tensor
+from tfnb.recording.report import user_level
+
+DENSIFIED = frozenset({"densified"})  # tag of a node that makes slices dense
+MANY = 100_000_000  # elements; a larger densification warns
+
+
+class IndexedSlices:
+    """Row ``indices[k]`` of a tensor of ``dense_shape`` gets ``values[k]``; what has no entry is zero.
+
+    values: [n, ...], indices: [n] integers, dense_shape: [rows, ...]. Duplicate indices mean the sum. It is what
+    `gradients` gives for a table that is only looked up by row; it can be fetched, fed, scaled, added, cast, clipped,
+    concatenated and split. Raises ShapeError or InvalidArgument for parts that do not fit each other.
+
+    >>> g = IndexedSlices(torch.tensor([[3.0], [4.0], [1.0]]), torch.tensor([1, 1, 0]), (3, 1))
+    >>> (2 * g).to_dense().flatten()
+    tensor([ 2., 14.,  0.])
+    >>> g.coalesce().indices
+    tensor([0, 1])
+    """
+
+    def __init__(self, values: Any, indices: Any, dense_shape: Sequence[int]) -> None:
+        self.values: torch.Tensor = values if isinstance(values, torch.Tensor) else torch.as_tensor(values)
+        self.indices: torch.Tensor = indices if isinstance(indices, torch.Tensor) else torch.as_tensor(indices)
+        self.dense_shape = tuple(dense_shape)
+        self.name = "IndexedSlices"  # of the variable whose gradient it is
+        self.is_distinct = False  # no row has two entries
+        self._check()
+
+    def _check(self) -> None:
+        values, indices = _sizes(self.values), _sizes(self.indices)
+        if self.indices.dtype.is_floating_point or self.indices.dtype in (torch.bool, torch.complex64):
+            raise InvalidArgument(f"the indices of IndexedSlices are row numbers, not {self.indices.dtype}")
+        fits = len(indices) == 1 and len(values) == len(self.dense_shape) > 0
+        pairs = [(values[0], indices[0]), *zip(values[1:], self.dense_shape[1:], strict=True)] if fits else []
+        if not fits or any(isinstance(a, int) and isinstance(b, int) and a != b for a, b in pairs):
+            raise ShapeError(
+                f"IndexedSlices of {list(self.dense_shape)} needs values [n, {', '.join(map(str, self.shape[1:]))}] "
+                f"and indices [n]: got {list(values)} and {list(indices)}"
+            )
+
+    # -- like a tensor ----------------------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the dense tensor that is meant."""
+        return torch.Size(self.dense_shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a dense copy would take."""
+        return math.prod(self.dense_shape) * self.dtype.itemsize
+
+    def dim(self) -> int:
+        """Number of axes."""
+        return len(self.dense_shape)
+
+    @property
+    def sample(self) -> IndexedSlices:
+        """Plain values while recording."""
+        return self._with(current.plain(self.values), current.plain(self.indices))
+
+    def eval(self, feed_dict: Any = None) -> IndexedSlices:
+        """The value in the default session of its graph."""
+        from tfnb.session import run  # listed exception: .eval asks the session
+
+        return run(self, feed_dict)
+
+    def __repr__(self) -> str:
+        entries = Spec(self.dtype, _sizes(self.values), self.device.type)
+        return f"<IndexedSlices {self.name}: {list(self.dense_shape)}, entries {entries}>"
+
+    # -- to other forms ---------------------------------------------------------------------------------------
+
+    def _with(self, values: torch.Tensor, indices: torch.Tensor | None = None) -> IndexedSlices:
+        """Other values in the same rows, or the same entries elsewhere."""
+        made = IndexedSlices(values, self.indices if indices is None else indices, self.dense_shape)
+        made.name, made.is_distinct = self.name, self.is_distinct
+        return made
+
+    def called(self, name: str) -> IndexedSlices:
+        """The same under another name, for messages."""
+        made = self._with(self.values)
+        made.name = name
+        return made
+
+    def canonical(self) -> IndexedSlices:
+        """The same entries as the outputs of one node, by which others know that the two belong together."""
+        v, i = self.values, self.indices
+        if isinstance(v, Tensor) and isinstance(i, Tensor) and v.node is i.node and v.node.op == "tfnb.slices.default":
+            return self
+        return self._with(*torch.ops.tfnb.slices(self.values, self.indices, self.dense_shape[0]))
+
+    def coalesce(self) -> IndexedSlices:
+        """Distinct rows in ascending order, duplicates summed in their order. Raises for a row that is not there."""
+        if self.is_distinct:
+            return self
+        rows = self.canonical()
+        made = self._with(*torch.ops.tfnb.coalesce(rows.values, rows.indices, self.dense_shape[0])[:2])
+        made.is_distinct = True
+        return made
+
+    def to_dense(self, why: str = "") -> torch.Tensor:
+        """The dense tensor. A recording notes line, bytes and ``why``; above 100 000 000 elements it warns."""
+        zeros = self.values.new_zeros(self.dense_shape)
+        with _densifying(self, why):
+            return zeros.index_add(0, self.indices, self.values)
+
+    # -- the closed algebra -----------------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.removeprefix("linalg_").strip("_")
+        if name not in CLOSED:
+            raise _needs_dense(name, next(x for x in _flat((args, kwargs)) if isinstance(x, IndexedSlices)))
+        return CLOSED[name](*args, **(kwargs or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in CLOSED:
+            return partial(CLOSED[name], self)
+        if name.startswith("_") or not callable(getattr(torch.Tensor, name, None)):
+            raise AttributeError(f"IndexedSlices has no attribute {name!r}")
+
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            raise _needs_dense(name, self)
+
+        return refuse
+
+
+def _sizes(x: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(x.spec.shape) if isinstance(x, Tensor) else tuple(x.shape)
+
+
+def _flat(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, (list, tuple)):
+        yield tree
+        return
+    for part in tree:
+        yield from _flat(part)
+
+
+def _needs_dense(name: str, g: IndexedSlices) -> InvalidArgument:
+    recording = current.recording()
+    at = recording.tape.at() if isinstance(recording, Recorder) else ""
+    return InvalidArgument(
+        f"{name} does not keep the row-sparse form of {g.name}: a dense {Spec(g.dtype, g.dense_shape, '')} takes "
+        f"{g.nbytes} bytes. Call .to_dense() first if that is meant{at}",
+        op=name,
+    )
+
+
+@contextmanager
+def _densifying(g: IndexedSlices, why: str = "") -> Iterator[None]:
+    """What is recorded inside makes ``g`` dense: it is tagged and noted, and large ones warn."""
+    recording = current.recording()
+    recorder = recording if isinstance(recording, Recorder) and isinstance(g.values, Tensor) else None
+    is_static = all(isinstance(size, int) for size in g.dense_shape)  # else a part of a lookup, as long as the batch
+    source = recorder.where() if recorder else None
+    size = f"{g.nbytes} bytes" if is_static else "some rows"
+    text = f"{source or 'here'}: {g.name} {list(g.dense_shape)} becomes dense, {size}{why and ': '}{why}"
+    if is_static and math.prod(g.dense_shape) > MANY:
+        warnings.warn(text, stacklevel=user_level(None))
+    if recorder is None:
+        yield
+        return
+    if is_static and text not in recorder.notes:
+        recorder.notes.append(text)
+    with recorder.tagged(DENSIFIED, recorder.tape.marks.forward):
+        yield
+
+
+def added(parts: Iterable[torch.Tensor | IndexedSlices]) -> Any:
+    """The sum of partial gradients: slices are put behind each other, slices with dense tensors become dense."""
+    parts = list(parts)
+    slices = [p for p in parts if isinstance(p, IndexedSlices)]
+    dense = [p for p in parts if not isinstance(p, IndexedSlices)]
+    if not slices:
+        return reduce(add, dense)
+    rows = slices[0]
+    if len(slices) > 1:
+        rows = IndexedSlices(
+            torch.cat([g.values for g in slices]), torch.cat([g.indices for g in slices]), rows.dense_shape
+        ).called(rows.name)
+    if not dense:
+        return rows
+    total = reduce(add, dense)
+    with _densifying(rows):  # no zeros are made: there is a dense tensor of that size already
+        return total.index_add(0, rows.indices, rows.values.to(total.dtype))
+
+
+# -- the table --------------------------------------------------------------------------------------------------
+
+CLOSED: dict[str, Callable[..., Any]] = {}
+"""What keeps the form (or gives a scalar), by the name of the torch function."""
+
+
+def closed(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a function under names of torch functions."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        CLOSED.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+def _linear(name: str) -> Callable[..., Any]:
+    """f(a + b) = f(a) + f(b): entry by entry."""
+
+    def apply(g: IndexedSlices, *args: Any, **kwargs: Any) -> IndexedSlices:
+        values = getattr(torch.Tensor, name)(g.values, *args, **kwargs)
+        if not (values.dtype.is_floating_point or values.dtype.is_complex):
+            raise _needs_dense(f"{name} to {values.dtype}", g)
+        return g._with(values, g.indices.to(values.device))
+
+    return apply
+
+
+def _from_zero(name: str) -> Callable[..., Any]:
+    """f(0) = 0: on distinct rows."""
+
+    def apply(g: IndexedSlices) -> IndexedSlices:
+        rows = g.coalesce()
+        return rows._with(getattr(torch.Tensor, name)(rows.values))
+
+    return apply
+
+
+_LINEAR = "bfloat16 clone contiguous cpu cuda detach double float half neg negative positive to type"
+_FROM_ZERO = """
+    abs absolute arcsinh arctan asin asinh atan ceil erf expm1 fix floor frac log1p nan_to_num relu round sgn sign sin
+    sinh sqrt square tan tanh trunc
+"""
+CLOSED.update({name: _linear(name) for name in _LINEAR.split()})
+CLOSED.update({name: _from_zero(name) for name in _FROM_ZERO.split()})
+
+
+def _factor(name: str, g: IndexedSlices, factor: Any) -> Any:
+    """What the entries of ``g`` meet when the dense tensor meets ``factor``: one for all rows, or each row's own."""
+    if isinstance(factor, Variable):
+        factor = factor.read()
+    if isinstance(factor, Real):
+        return factor
+    sizes = _sizes(factor) if isinstance(factor, torch.Tensor) else None
+    lead = -1 if sizes is None else len(g.dense_shape) - len(sizes)
+    if sizes is None or lead < 0 or any(f not in (1, d) for f, d in zip(sizes, g.dense_shape[lead:], strict=True)):
+        raise _needs_dense(f"{name} by {type(factor).__name__} {list(sizes or ())}", g)
+    has_rows = lead == 0 and sizes[0] != 1
+    return factor.index_select(0, g.indices) if has_rows else factor
+
+
+@closed("mul", "multiply", "rmul")
+def _mul(a: Any, b: Any) -> IndexedSlices:
+    g, factor = (a, b) if isinstance(a, IndexedSlices) else (b, a)
+    return g._with(g.values * _factor("mul", g, factor))
+
+
+@closed("div", "divide", "true_divide", "truediv")
+def _div(g: Any, by: Any) -> IndexedSlices:
+    if not isinstance(g, IndexedSlices):
+        raise _needs_dense("division by", by)
+    return g._with(g.values / _factor("div", g, by))
+
+
+@closed("add", "radd")
+def _add(a: Any, b: Any, *, alpha: Any = 1) -> Any:
+    g = a if isinstance(a, IndexedSlices) else b
+    if any(isinstance(x, Real) and x == 0 for x in (a, b)):  # Python's sum starts with 0
+        return g
+    for x in (a, b):
+        if not isinstance(x, (IndexedSlices, torch.Tensor)) or tuple(x.shape) != tuple(g.shape):
+            raise _needs_dense(f"add of {type(x).__name__} {list(getattr(x, 'shape', ()))}", g)
+    return added([a, b if isinstance(alpha, Real) and alpha == 1 else b * alpha])
+
+
+@closed("sub", "subtract")
+def _sub(a: Any, b: Any, *, alpha: Any = 1) -> Any:
+    return _add(a, b * -alpha)
+
+
+@closed("rsub")
+def _rsub(a: Any, b: Any) -> Any:
+    return _add(b, -a)
+
+
+@closed("pow")
+def _pow(g: Any, exponent: Any) -> IndexedSlices:
+    if not isinstance(g, IndexedSlices) or not isinstance(exponent, Real) or exponent <= 0:
+        raise _needs_dense("pow with an exponent that is no number above 0", _first(g, exponent))
+    rows = g.coalesce()
+    return rows._with(rows.values**exponent)
+
+
+@closed("clamp", "clip", "clamp_min", "clamp_max")
+def _clamp(g: IndexedSlices, min: Any = None, max: Any = None) -> IndexedSlices:
+    for bound, is_low in ((min, True), (max, False)):
+        if bound is not None and not (isinstance(bound, Real) and (bound <= 0 if is_low else bound >= 0)):
+            raise _needs_dense(f"clamp between {min} and {max}, which do not enclose 0,", g)
+    rows = g.coalesce()
+    return rows._with(torch.clamp(rows.values, min, max))
+
+
+CLOSED["clamp_max"] = lambda g, max: _clamp(g, None, max)
+
+
+@closed("sum")
+def _sum(g: IndexedSlices) -> torch.Tensor:
+    return g.values.sum()
+
+
+@closed("norm", "vector_norm")
+def _norm(g: IndexedSlices, ord: Any = 2) -> torch.Tensor:
+    if not isinstance(ord, Real) or ord <= 0:
+        raise _needs_dense(f"norm of order {ord}", g)
+    return torch.linalg.vector_norm(g.coalesce().values, ord)
+
+
+@closed("cat", "concat", "concatenate")
+def _cat(parts: Sequence[Any], dim: int = 0, **kwargs: Any) -> IndexedSlices:
+    g, axis = _first(*parts), kwargs.get("axis", dim)
+    if not all(isinstance(p, IndexedSlices) for p in parts):
+        raise _needs_dense("cat with dense tensors", g)
+    axis = axis % len(g.dense_shape)
+    starts = _starts([p.dense_shape[axis] for p in parts])
+    shape = list(g.dense_shape)
+    shape[axis] = starts.pop()
+    if axis == 0:
+        indices = [p.indices + start for p, start in zip(parts, starts, strict=True)]
+        values = [p.values for p in parts]
+    else:
+        indices = [p.indices for p in parts]
+        values = [_padded(p.values, axis, s, shape[axis]) for p, s in zip(parts, starts, strict=True)]
+    return IndexedSlices(torch.cat(values), torch.cat(indices), shape).called(g.name)
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    """Where each part begins, and behind the last one where it ends."""
+    return reduce(lambda found, size: [*found, found[-1] + size], sizes, [0])
+
+
+def _padded(values: torch.Tensor, axis: int, start: int, whole: int) -> torch.Tensor:
+    """Zeros around ``values``, so that it is ``whole`` long."""
+    return torch.constant_pad_nd(
+        values, [0, 0] * (values.dim() - 1 - axis) + [start, whole - start - _sizes(values)[axis]]
+    )
+
+
+@closed("split", "split_with_sizes")
+def _split(g: IndexedSlices, split_size_or_sections: Any, dim: int = 0) -> tuple[IndexedSlices, ...]:
+    axis = dim % len(g.dense_shape)
+    whole, sizes = g.dense_shape[axis], split_size_or_sections
+    if isinstance(sizes, int):
+        sizes = [min(sizes, whole - start) for start in range(0, whole, sizes)]
+    starts = _starts(sizes)
+    if starts.pop() != whole:
+        raise ShapeError(f"split sizes {list(sizes)} do not add up to {whole}, axis {axis} of {g.name}")
+    return tuple(_part(g, axis, start, size) for start, size in zip(starts, sizes, strict=True))
+
+
+@closed("chunk")
+def _chunk(g: IndexedSlices, chunks: int, dim: int = 0) -> tuple[IndexedSlices, ...]:
+    return _split(g, -(-g.dense_shape[dim] // chunks), dim)
+
+
+def _part(g: IndexedSlices, axis: int, start: int, size: int) -> IndexedSlices:
+    shape = [*g.dense_shape[:axis], size, *g.dense_shape[axis + 1 :]]
+    if axis:
+        return IndexedSlices(g.values.narrow(axis, start, size), g.indices, shape).called(g.name)
+    inside = (g.indices >= start) & (g.indices < start + size)
+    kept = inside.nonzero().reshape(-1)
+    values, indices = g.values.index_select(0, kept), g.indices.index_select(0, kept) - start
+    return IndexedSlices(values, indices, shape).called(g.name)
+
+
+def _first(*items: Any) -> IndexedSlices:
+    return next(x for x in items if isinstance(x, IndexedSlices))
+
+
+_OPERATORS = """
+    abs add floordiv ge getitem gt le lt matmul mod mul neg pow radd rmul rpow rsub rtruediv sub truediv
+"""
+
+
+def _operators() -> None:
+    """The operators of the table, and for the others an error that says what to do."""
+
+    def install(name: str) -> None:
+        def operator(self: IndexedSlices, *args: Any) -> Any:
+            if name not in CLOSED:
+                raise _needs_dense(name, self)
+            return CLOSED[name](self, *args)
+
+        setattr(IndexedSlices, f"__{name}__", operator)
+
+    for name in _OPERATORS.split():
+        install(name)
+
+
+_operators()
