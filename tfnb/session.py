@@ -25,6 +25,7 @@ from tfnb.errors import (
     FeedError,
     InvalidArgument,
     NotFound,
+    ShapeError,
     StaleNode,
     TfnbError,
     Unimplemented,
@@ -32,6 +33,7 @@ from tfnb.errors import (
 from tfnb.execution import Program, lower, tiers
 from tfnb.execution.explain import explained
 from tfnb.feeding import Feeder
+from tfnb.gradients import IndexedSlices
 from tfnb.graph import Graph, Node, Value, Variable
 from tfnb.graph.serial import graph_hash
 from tfnb.passes import prune
@@ -109,6 +111,8 @@ class Session:
         if trace:
             raise Unimplemented("trace=True: this version has no per-node trace yet")
         feeds = feed_dict or {}
+        if IndexedSlices in map(type, feeds):
+            feeds = _spread(feeds.items())
         prepared = self._prepare(fetches, tuple(feeds))
         tensors = prepared.feeder.tensors(feeds.values())
         results = self._execute(prepared, tensors, timeout)
@@ -122,6 +126,9 @@ class Session:
         The result has the structure of ``fetches``.
         """
         feeds = tuple(feeds)
+        if IndexedSlices in map(type, feeds):
+            flat = self.make_callable(fetches, _parts(feeds))
+            return lambda *values: flat(*_spread(zip(feeds, values, strict=True)).values())
         prepared = self._prepare(fetches, feeds)
 
         def call(*values: Any) -> Any:
@@ -172,7 +179,9 @@ class Session:
     ) -> Iterator[Any]:
         """`fit` on the cluster: ``fetches`` once for each of ``rows`` (values of ``feeds``), as steps are applied."""
         cluster = self.cluster
-        prepared = self._prepare(fetches, tuple(feeds))
+        if IndexedSlices in map(type, feeds):
+            rows = (tuple(_spread(zip(feeds, values, strict=True)).values()) for values in rows)
+        prepared = self._prepare(fetches, _parts(feeds))
         program = prepared.program
         fed = ((prepared.feeder.tensors(values), next(self._runs)) for values in rows)
         with closing(cluster.train(program, cluster.batches(program, fed), mode=mode, timeout=timeout)) as steps:
@@ -346,6 +355,29 @@ def run(
     return default_session(graph_of(fetches)).run(fetches, feed_dict, timeout=timeout, trace=trace)
 
 
+# -- feeds of slices --------------------------------------------------------------------------------------------------
+
+
+def _parts(keys: Sequence[Any]) -> tuple[Any, ...]:
+    """Feed keys with values and indices in place of IndexedSlices."""
+    return tuple(p for key in keys for p in ((key.values, key.indices) if isinstance(key, IndexedSlices) else (key,)))
+
+
+def _spread(feeds: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    """The same for feeds; raises FeedError for a value that is no IndexedSlices, ShapeError for another shape."""
+    spread: dict[Any, Any] = {}
+    for key, value in feeds:
+        if not isinstance(key, IndexedSlices):
+            spread[key] = value
+            continue
+        if not isinstance(value, IndexedSlices):
+            raise FeedError(f"cannot feed {type(value).__name__} for {key!r}: feed tfnb.IndexedSlices")
+        if value.dense_shape != key.dense_shape:
+            raise ShapeError(f"cannot feed IndexedSlices of {list(value.dense_shape)} for {key!r}")
+        spread |= {key.values: value.values, key.indices: value.indices}
+    return spread
+
+
 # -- structures ------------------------------------------------------------------------------------------------------
 
 
@@ -355,6 +387,8 @@ def _key(item: Any) -> Any:
         return item.value if item._feed is None else (item.value, item._feed)
     if isinstance(item, (list, tuple)):
         return (type(item), *map(_key, item))
+    if isinstance(item, IndexedSlices):
+        return (IndexedSlices, _key(item.values), _key(item.indices), item.dense_shape)
     if isinstance(item, Mapping):
         return (type(item), *((k, _key(v)) for k, v in item.items()))
     if isinstance(item, Operation):
@@ -366,6 +400,9 @@ def _key(item: Any) -> Any:
 
 def _structure(item: Any, leaves: list[Any]) -> Callable[[Sequence[Any]], Any]:
     """Collect the leaves; the result puts values back into the structure."""
+    if isinstance(item, IndexedSlices):
+        pair = _structure((item.values, item.indices), leaves)
+        return lambda values: item.like(*pair(values))
     if isinstance(item, Value) or not isinstance(item, (list, tuple, Mapping)):
         leaves.append(item)
         place = len(leaves) - 1

@@ -1,6 +1,7 @@
 """Clipping of gradients as ordinary recorded code. Imports graph and torch.
 
-A norm that is NaN or infinite gives NaN, never silently zeros.
+A norm that is NaN or infinite gives NaN, never silently zeros. `IndexedSlices` stay so; the entries of one row count as
+their sum.
 """
 
 from __future__ import annotations
@@ -11,30 +12,42 @@ from typing import Any
 import torch
 
 from tfnb.errors import InvalidArgument
+from tfnb.gradients.slices import IndexedSlices
 
 
-def clip_by_value(x: torch.Tensor, low: Any, high: Any) -> torch.Tensor:
-    """``x`` with every element between ``low`` and ``high``."""
+def clip_by_value(x: Any, low: Any, high: Any) -> Any:
+    """``x`` with every element between ``low`` and ``high``, which enclose 0 if ``x`` is row-sparse."""
     return torch.clamp(x, low, high)
 
 
-def clip_by_norm(x: torch.Tensor, norm: Any, dim: int | Sequence[int] | None = None) -> torch.Tensor:
+def clip_by_norm(x: Any, norm: Any, dim: int | Sequence[int] | None = None) -> Any:
     """``x`` scaled down where its 2-norm (over ``dim``, default all) exceeds ``norm``.
 
     >>> clip_by_norm(torch.tensor([3.0, 4.0]), 1.0)
     tensor([0.6000, 0.8000])
     """
+    if isinstance(x, IndexedSlices):
+        return _rows_by_norm(x.coalesce(), norm, dim)
     found = torch.linalg.vector_norm(x, dim=dim, keepdim=dim is not None)
     return x * _scale(found, norm)
 
 
+def _rows_by_norm(x: IndexedSlices, norm: Any, dim: int | Sequence[int] | None) -> IndexedSlices:
+    """On distinct rows; over all elements, or within each row."""
+    dims = () if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
+    if any(d % x.dim() == 0 for d in dims):
+        raise InvalidArgument(f"clip_by_norm over dim={dim} of {x.name}, whose rows lie on axis 0: use .to_dense()")
+    return x.map(lambda rows: clip_by_norm(rows, norm, dim))
+
+
 def clip_by_global_norm(
-    xs: Sequence[torch.Tensor | None], norm: Any, *, use_norm: torch.Tensor | None = None
-) -> tuple[list[torch.Tensor | None], torch.Tensor]:
+    xs: Sequence[Any], norm: Any, *, use_norm: torch.Tensor | None = None
+) -> tuple[list[Any], torch.Tensor]:
     """All ``xs`` scaled by one factor so that their joint 2-norm is at most ``norm``; also the norm before.
 
     None entries stay None. use_norm: the joint norm, where it is known already.
     """
+    xs = [x.coalesce() if isinstance(x, IndexedSlices) else x for x in xs]
     given = [x for x in xs if x is not None]
     if not given:
         raise InvalidArgument("clip_by_global_norm needs at least one tensor: got none")

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from tfnb.errors import InvalidArgument, ShapeError
-from tfnb.graph import Spec, Variable, current
+from tfnb.graph import Graph, Spec, Variable, current
 from tfnb.kernels import slices as _ops  # noqa: F401  defines torch.ops.tfnb
 from tfnb.recording import Recorder, Tensor
 from tfnb.recording.report import user_level
@@ -88,9 +88,14 @@ class IndexedSlices:
         return len(self.dense_shape)
 
     @property
+    def graph(self) -> Graph:
+        """The graph that it was recorded into."""
+        return self.values.graph  # type: ignore[attr-defined,no-any-return]
+
+    @property
     def sample(self) -> IndexedSlices:
         """Plain values while recording."""
-        return self._with(current.plain(self.values), current.plain(self.indices))
+        return self.like(current.plain(self.values), current.plain(self.indices))
 
     def eval(self, feed_dict: Any = None) -> IndexedSlices:
         """The value in the default session of its graph."""
@@ -104,15 +109,20 @@ class IndexedSlices:
 
     # -- to other forms ---------------------------------------------------------------------------------------
 
-    def _with(self, values: torch.Tensor, indices: torch.Tensor | None = None) -> IndexedSlices:
+    def like(self, values: torch.Tensor, indices: torch.Tensor | None = None) -> IndexedSlices:
         """Other values in the same rows, or the same entries elsewhere."""
         made = IndexedSlices(values, self.indices if indices is None else indices, self.dense_shape)
         made.name, made.is_distinct = self.name, self.is_distinct
         return made
 
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> IndexedSlices:
+        """``function`` of the values of the distinct rows; it must give zero for zero."""
+        rows = self.coalesce()
+        return rows.like(function(rows.values))
+
     def called(self, name: str) -> IndexedSlices:
         """The same under another name, for messages."""
-        made = self._with(self.values)
+        made = self.like(self.values)
         made.name = name
         return made
 
@@ -121,14 +131,14 @@ class IndexedSlices:
         v, i = self.values, self.indices
         if isinstance(v, Tensor) and isinstance(i, Tensor) and v.node is i.node and v.node.op == "tfnb.slices.default":
             return self
-        return self._with(*torch.ops.tfnb.slices(self.values, self.indices, self.dense_shape[0]))
+        return self.like(*torch.ops.tfnb.slices(self.values, self.indices, self.dense_shape[0]))
 
     def coalesce(self) -> IndexedSlices:
         """Distinct rows in ascending order, duplicates summed in their order. Raises for a row that is not there."""
         if self.is_distinct:
             return self
         rows = self.canonical()
-        made = self._with(*torch.ops.tfnb.coalesce(rows.values, rows.indices, self.dense_shape[0])[:2])
+        made = self.like(*torch.ops.tfnb.coalesce(rows.values, rows.indices, self.dense_shape[0])[:2])
         made.is_distinct = True
         return made
 
@@ -245,7 +255,7 @@ def _linear(name: str) -> Callable[..., Any]:
         values = getattr(torch.Tensor, name)(g.values, *args, **kwargs)
         if not (values.dtype.is_floating_point or values.dtype.is_complex):
             raise _needs_dense(f"{name} to {values.dtype}", g)
-        return g._with(values, g.indices.to(values.device))
+        return g.like(values, g.indices.to(values.device))
 
     return apply
 
@@ -254,8 +264,7 @@ def _from_zero(name: str) -> Callable[..., Any]:
     """f(0) = 0: on distinct rows."""
 
     def apply(g: IndexedSlices) -> IndexedSlices:
-        rows = g.coalesce()
-        return rows._with(getattr(torch.Tensor, name)(rows.values))
+        return g.map(getattr(torch.Tensor, name))
 
     return apply
 
@@ -286,14 +295,14 @@ def _factor(name: str, g: IndexedSlices, factor: Any) -> Any:
 @closed("mul", "multiply", "rmul")
 def _mul(a: Any, b: Any) -> IndexedSlices:
     g, factor = (a, b) if isinstance(a, IndexedSlices) else (b, a)
-    return g._with(g.values * _factor("mul", g, factor))
+    return g.like(g.values * _factor("mul", g, factor))
 
 
 @closed("div", "divide", "true_divide", "truediv")
 def _div(g: Any, by: Any) -> IndexedSlices:
     if not isinstance(g, IndexedSlices):
         raise _needs_dense("division by", by)
-    return g._with(g.values / _factor("div", g, by))
+    return g.like(g.values / _factor("div", g, by))
 
 
 @closed("add", "radd")
@@ -321,8 +330,7 @@ def _rsub(a: Any, b: Any) -> Any:
 def _pow(g: Any, exponent: Any) -> IndexedSlices:
     if not isinstance(g, IndexedSlices) or not isinstance(exponent, Real) or exponent <= 0:
         raise _needs_dense("pow with an exponent that is no number above 0", _first(g, exponent))
-    rows = g.coalesce()
-    return rows._with(rows.values**exponent)
+    return g.map(lambda rows: rows**exponent)
 
 
 @closed("clamp", "clip", "clamp_min", "clamp_max")
@@ -330,8 +338,7 @@ def _clamp(g: IndexedSlices, min: Any = None, max: Any = None) -> IndexedSlices:
     for bound, is_low in ((min, True), (max, False)):
         if bound is not None and not (isinstance(bound, Real) and (bound <= 0 if is_low else bound >= 0)):
             raise _needs_dense(f"clamp between {min} and {max}, which do not enclose 0,", g)
-    rows = g.coalesce()
-    return rows._with(torch.clamp(rows.values, min, max))
+    return g.map(lambda rows: torch.clamp(rows, min, max))
 
 
 CLOSED["clamp_max"] = lambda g, max: _clamp(g, None, max)

@@ -38,9 +38,9 @@ def explained(
 def user_level(stop: FrameType | None) -> int:
     """The stacklevel at which a warning of the caller points to the user's frame."""
     frame: FrameType | None = sys._getframe(1)
-    level = 0
+    level = 1
     while frame is not None and frame is not stop and level < 60:
-        if not frame.f_code.co_filename.startswith(_HERE):
+        if not frame.f_code.co_filename.startswith(_HERE) and frame.f_globals.get("__name__") != "contextlib":
             return level
         frame, level = frame.f_back, level + 1
     return level

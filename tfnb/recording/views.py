@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tfnb.errors import Unsupported
+from tfnb.graph import current
 from tfnb.recording.ops import Op, facts, op_name
 
 aten = torch.ops.aten
@@ -57,10 +58,16 @@ def _split_sizes(base: Any, new: Any, a: Any, i: int) -> Any:
     return torch.slice_scatter(base, new, a["dim"], start, start + a["split_sizes"][i])
 
 
+def _detach(base: Any, new: Any, a: Any, i: int) -> Any:
+    """A write through a detached alias changes the value and, as in torch, not the path of gradients."""
+    with torch.no_grad(), current.recording().tagged(frozenset({"in_place"})):  # type: ignore[union-attr]
+        return aten.copy(base, new)
+
+
 # view -> how the base follows from the new view
 PUT: dict[Any, Callable[[Any, Any, dict[str, Any], int], Any]] = {
     aten.alias: lambda base, new, a, i: new,
-    aten.detach: lambda base, new, a, i: new,
+    aten.detach: _detach,
     aten.as_strided: lambda base, new, a, i: aten.as_strided_scatter(
         base, new, a["size"], a["stride"], a["storage_offset"]
     ),

@@ -4,8 +4,8 @@ Each names its op of `tfnb.kernels.optim` and its slots, in the order of the op.
 and the slots carry torch's names, so that states compare by name.
 
 ``sparse`` says what a row-sparse gradient (`tfnb.IndexedSlices`) does. ``"exact"``: what the dense gradient would do,
-which takes a pass over all rows where a row without gradient moves too (momentum, running means, weight decay). ``"lazy"``:
-only rows that are in the gradient change, and their slots; a count of steps is that of all steps.
+which takes a pass over all rows where a row without gradient moves too (momentum, running means, weight decay).
+``"lazy"``: only rows that are in the gradient change, and their slots; a count of steps is that of all steps.
 """
 
 from __future__ import annotations
