@@ -431,3 +431,40 @@ def test_joins_follow_the_graph():
     assert joins(program) == ["rows", "mean", "sum", "first", "first"]
     assert join("sum", [torch.tensor(2), torch.tensor(3)], [1, 1]).item() == 5
     assert join("rows", [torch.ones(2, 1), torch.zeros(1, 1)], [2, 1]).shape == (3, 1)
+
+
+SPARSE = {
+    "sgd": lambda: tfnb.train.SGD(0.5),
+    "adagrad": lambda: tfnb.train.Adagrad(0.1),
+    "exact adam": lambda: tfnb.train.Adam(1e-2),
+    "lazy adam": lambda: tfnb.train.LazyAdam(1e-2),
+}
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_rows_of_a_table_go_to_its_server_and_equal_the_local_run(connect, name):
+    def trained(tasks, clip):
+        torch.manual_seed(0)
+        table, head = nn.Embedding(50, 4, dtype=torch.float64), nn.Linear(4, 3, dtype=torch.float64)
+        words = torch.randint(0, 9, (24, 2))
+        with tfnb.record() as graph:
+            i, y = tfnb.placeholder(words[:6]), tfnb.placeholder(words[:6, 0] % 3)
+            loss = F.cross_entropy(head(table(i).mean(1)), y)
+            optimizer = SPARSE[name]()
+            pairs = optimizer.compute_gradients(loss)
+            if clip:
+                grads, _ = tfnb.clip_by_global_norm([g for g, _ in pairs], 0.1)
+                pairs = list(zip(grads, (v for _, v in pairs), strict=True))
+            step = optimizer.apply_gradients(pairs)
+        if tasks:
+            cluster = connect(tasks)
+            placed = cluster._place(lower(graph, [step.value], [i.value, y.value]), parallel=True)
+            assert placed.why_whole is None
+            assert any("rows" in plan.meta["kinds"] for plan in placed.servers.values())
+        tfnb.fit(step, {i: words, y: words[:, 0] % 3}, epochs=2, batch_size=7, shuffle=False)
+        if tasks:
+            cluster.close()
+        return [p.detach().clone() for p in (table.weight, *head.parameters())]
+
+    for clip in (False, True):
+        assert close_to(trained(2, clip), trained(0, clip))

@@ -55,7 +55,7 @@ class Values(Protocol):
 
 
 class ServerProgram(Protocol):
-    """A compiled server graph. ``kinds`` of its feeds: ``grad`` (averaged) or ``value`` (the first worker's)."""
+    """A compiled server graph. ``kinds`` of its feeds say how the workers' become one: a row of MERGES."""
 
     kinds: Sequence[str]
     reads: Sequence[str]
@@ -306,10 +306,8 @@ class Core:
             raise InvalidArgument("the workers of one round staged parts of different plans")
         if program is None:
             return self._assignment(first.keys, first.tensors)
-        feeds = [
-            mean([part.tensors[i] for part in parts], [part.rows for part in parts]) if kind == "grad" else value
-            for i, (kind, value) in enumerate(zip(program.kinds, first.tensors, strict=True))
-        ]
+        weights = [part.rows for part in parts]
+        feeds = [MERGES[kind]([part.tensors[i] for part in parts], weights) for i, kind in enumerate(program.kinds)]
         storages = [self._value(key) for key in program.reads]
         pending = program.compute(feeds, storages, first.run_index)
         return (lambda: program.commit(pending)), tuple(program.writes)
@@ -401,10 +399,30 @@ def mean(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tens
     return total.to(values[0].dtype)
 
 
+def weighted(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    """Entries of row-sparse gradients behind each other, which sum to their weighted mean.
+
+    >>> weighted([torch.tensor([[3.0]]), torch.tensor([[3.0], [6.0]])], [2, 1]).flatten()
+    tensor([2., 1., 2.])
+    """
+    if len(values) == 1:
+        return values[0]
+    whole = sum(weights)
+    return torch.cat([value * (weight / whole) for value, weight in zip(values, weights, strict=True)])
+
+
+MERGES: dict[str, Callable[[Sequence[torch.Tensor], Sequence[float]], torch.Tensor]] = {
+    "grad": mean,
+    "rows": weighted,
+    "entries": lambda values, weights: values[0] if len(values) == 1 else torch.cat(list(values)),
+    "value": lambda values, weights: values[0],
+}
+
+
 def _check_feeds(program: ServerProgram, tensors: Sequence[torch.Tensor]) -> None:
     _same_number(program.kinds, tensors)
     for kind, tensor in zip(program.kinds, tensors, strict=True):
-        if kind == "grad" and not bool(torch.isfinite(tensor).all()):
+        if kind in ("grad", "rows") and not bool(torch.isfinite(tensor).all()):
             raise NonFiniteGradient(
                 f"a gradient {_spec(tensor)} holds NaN or infinity; the step was dropped on every server"
             )

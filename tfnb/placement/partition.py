@@ -4,8 +4,10 @@ The compute graph holds everything but the writes and what depends on an optimiz
 shard and gives border values. A server graph holds the update nodes and assigns of its shard, and what only they need
 from variables that live there (optimizer slots, a step counter, a learning rate).
 
-Between data-parallel workers, border values of kind ``grad`` are averaged. The border of a gradient lies where the
-recorded derivative ends (tag ``gradient``): what the user computes from gradients, such as clipping, runs on the
+Between data-parallel workers, border values of kind ``grad`` are averaged. A row-sparse gradient (the two outputs of a
+``tfnb.slices``) goes to the server as such, and the workers' entries are put behind each other: values of kind ``rows``
+weighted as an average is, and ``entries``, such as their row numbers, as they are. The border of a gradient lies where
+the recorded derivative ends (tag ``gradient``): what the user computes from gradients, such as clipping, runs on the
 server, on the average, as it would on one machine. Other values are the first worker's.
 
 What a fetch may need from after the update decides how a step runs: see `Split`.
@@ -17,13 +19,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
-from tfnb.graph import Contents, Graph, Node, Ref, Spec, Value, Variable
+from tfnb.graph import Contents, Dim, Graph, Node, Ref, Spec, Value, Variable
+from tfnb.graph.contents import unique
 from tfnb.graph.graph import new_id
 from tfnb.graph.ops import STRUCTURAL
 from tfnb.passes import prune
 from tfnb.placement.state import State, resolve
 
-Kind = Literal["grad", "value"]
+Kind = Literal["grad", "rows", "entries", "value"]
 
 
 class Border(NamedTuple):
@@ -141,7 +144,7 @@ class _Cut:
 
     def _derived(self, fed: _Feeds, nodes: Iterable[Node]) -> Graph:
         rewired = [fed.rewired(node) for node in nodes]
-        return self.graph.derive(Contents((*fed.nodes, *rewired)))
+        return self.graph.derive(Contents(_sized((*fed.nodes, *rewired))))
 
     # -- servers ------------------------------------------------------------------------------------------------
 
@@ -162,7 +165,7 @@ class _Cut:
         done = tuple(Value(node.id) for node in assigns)
         attrs = {"values": tuple(map(Ref, range(len(done))))}
         group = Node(id=new_id(), name="apply", op="tfnb.group", inputs=done, attrs=attrs)
-        server = self.graph.derive(Contents((*fed.nodes, *nodes, *assigns, group)))
+        server = self.graph.derive(Contents(_sized((*fed.nodes, *nodes, *assigns, group))))
         borders = tuple(Border(value, kind) for value, kind in kinds.items())
         return Server(shard, server, fed.values, borders, Value(group.id))
 
@@ -183,11 +186,20 @@ class _Cut:
                     place = grad.input if isinstance(grad, Ref) else None
                     stack.extend((v, i == place) for i, v in enumerate(node.inputs))
                 continue
-            averaged = is_gradient or (value.node in self.gradient and value not in self.feeds)
-            kind: Kind = "grad" if averaged and self._spec(value).dtype.is_floating_point else "value"
-            if kind == "grad" or value not in kinds:
+            kind = self._kind(value, is_gradient)
+            if kind != "value" or value not in kinds:
                 kinds[value] = kind
         return included, kinds
+
+    def _kind(self, value: Value, is_gradient: bool) -> Kind:
+        """How the workers' values of a border become one."""
+        derived = value.node in self.gradient and value not in self.feeds
+        spec = self._spec(value)
+        if self.graph.contents.by_id[value.node].op == "tfnb.slices.default":
+            if derived:
+                return "rows" if value.index == 0 else "entries"
+            return "value" if isinstance(spec.shape[0], int) else "entries"  # divided with the batch that was fed
+        return "grad" if (is_gradient or derived) and spec.dtype.is_floating_point else "value"
 
     def _runs_here(self, node: Node, local: set[int]) -> bool:
         """Whether a node that a shard's writes need runs on that shard: after the border of the gradients, or local."""
@@ -269,6 +281,23 @@ class _Feeds:
         """The node with its inputs taken from the placeholders."""
         inputs = tuple(map(self.of, node.inputs))
         return node if inputs == node.inputs else replace(node, inputs=inputs)
+
+
+def _sized(nodes: Sequence[Node]) -> tuple[Node, ...]:
+    """The nodes, with sizes over symbols that stayed behind (the 2*B entries of a gradient) as symbols of their own."""
+    sizes = [d for n in nodes for spec in n.outputs for d in spec.shape if isinstance(d, Dim)]
+    bound = {d.expr for d in sizes if d.is_symbol}
+    own: dict[str, Dim] = {}
+    for d in sizes:
+        if not bound.issuperset(d.symbols) and d.expr not in own:
+            own[d.expr] = Dim(unique("S", bound | {name.expr for name in own.values()}))
+    if not own:
+        return tuple(nodes)
+
+    def resized(spec: Spec) -> Spec:
+        return Spec(spec.dtype, tuple(own.get(d.expr, d) if isinstance(d, Dim) else d for d in spec.shape), spec.device)
+
+    return tuple(replace(node, outputs=tuple(map(resized, node.outputs))) for node in nodes)
 
 
 def _is_plain(node: Node) -> bool:
