@@ -129,3 +129,22 @@ def test_a_parameter_written_in_a_cell_is_an_assignment() -> None:
 def test_writing_through_an_expanded_view_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises((tfnb.errors.TfnbError, RuntimeError)), tfnb.record():
         tfnb.placeholder(torch.ones(1, 3), shape=(1, 3)).expand(4, 3).add_(1)
+
+
+def test_a_call_that_reshapes_in_place_reshapes_the_handle_alone() -> None:
+    def program(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x * 2
+        flat = y.view(-1)
+        y.unsqueeze_(1).transpose_(0, 1)
+        y[0, 0] = 5
+        z = torch.quantile(x, 0.5)  # squeezes in place, and goes on with the handle
+        return y, flat, z, y.sum(0) * z.reshape([1] * (z.dim() + 1))
+
+    with tfnb.record():
+        x = tfnb.placeholder(torch.randn(4, 3))
+        recorded = program(x)
+    for rows in (4, 7, 1):
+        data = torch.randn(rows, 3)
+        for got, expected in zip(tfnb.run(recorded, {x: data}), program(data), strict=True):
+            torch.testing.assert_close(got, expected)
+    assert recorded[0].shape == (1, *x.shape) and recorded[2].dim() == 0

@@ -295,6 +295,7 @@ SHAPES: dict[Any, Callable[..., Any]] = {
     aten.softshrink_backward.default: _like_second,
     aten.multilabel_margin_loss_backward.default: _like_second,
     aten.geqrf.default: _geqrf,
+    aten.fractional_max_pool2d_backward.default: _like_second,
     aten.fractional_max_pool3d.default: _fractional(3),
     aten.fractional_max_pool3d_backward.default: _like_second,
     aten.histogram.bin_ct: _histogram,

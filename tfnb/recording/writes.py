@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tfnb.errors import Unsupported
 from tfnb.recording.ops import Facts, Op, facts, op_name, twin, unbind
@@ -38,13 +39,24 @@ def record_write(rec: Recorder, func: Op, own: Facts, args: Any, kwargs: Any) ->
         flat = results if isinstance(results, (list, tuple)) else (results,)
         if len(targets) == 1 and isinstance(targets[0], (list, tuple)):
             targets = list(targets[0])  # foreach ops
+        if own.is_reshaping and isinstance(targets[0], Tensor) and isinstance(flat[0], Tensor):
+            return _reshaped(targets[0], flat[0])
         for target, result in zip(targets, flat[: len(targets)], strict=True):
             rebind(rec, target, result if own.is_reshaping else _fitting(target, result))
     if own.is_reshaping:
-        return flat[0]  # a handle keeps the shape it was made with; what is returned has the new one
+        return flat[0]  # a plain tensor keeps the shape it has; what is returned has the new one
     more = iter(flat[len(targets) :])
     returned = tuple(named[name] if name is not None else next(more, None) for name in own.returns_written)
     return returned[0] if len(returned) == 1 else (returned or None)
+
+
+def _reshaped(target: Tensor, view: Tensor) -> Tensor:
+    """``target`` after a call such as squeeze_: the handle becomes the view, other aliases keep their shapes."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        target.data = view  # sizes and strides
+    target._entry, target._family = view._entry, view._family
+    target._chain, target._seen = view._chain, view._seen
+    return target
 
 
 def _fitting(target: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
