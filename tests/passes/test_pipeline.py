@@ -173,3 +173,13 @@ def test_stages_show_what_each_pass_did() -> None:
     told = [(name, len(graph.nodes)) for name, graph in stages(g, ys, xs)]
     assert [name for name, _ in told][:3] == ["prune", "simplify", "merge"] and told[-1] == ("prune", 2)
     assert prune(g, ys, xs) and fold(g) is g and merge(simplify(g)) is not g
+
+
+def test_recomputed_nodes_are_computed_again() -> None:
+    with tfnb.record() as g:
+        x = tfnb.placeholder(X)
+        y = tfnb.recompute(lambda x: x.exp().sin())(x).sum()
+        (dx,) = tfnb.gradients(y, [x])
+    left = [node.op for node in optimize(g, [y.value, dx.value], [x.value]).nodes]
+    assert left.count("aten.exp.default") == 2
+    torch.testing.assert_close(tfnb.run(dx, {x: X}), X.exp().cos() * X.exp())

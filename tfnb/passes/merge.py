@@ -17,20 +17,20 @@ from tfnb.passes.rewrite import is_pure, redirected, with_nodes
 def merge(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Value] = ()) -> Graph:
     """Consumers of a node that repeats an earlier one use the earlier one. Nothing is removed here.
 
-    A fetched or fed node stays its own.
+    A fetched node stays, and may stand for later ones; a fed one is not looked at.
     """
-    own = {value.node for value in (*fetches, *feeds)}
+    fetched, fed = {value.node for value in fetches}, {value.node for value in feeds}
     first: dict[Hashable, Node] = {}
     same: dict[Value, Value] = {}
     nodes: list[Node] = []
     for node in graph.nodes:
         node = redirected(node, same)
         nodes.append(node)
-        if node.id in own or not is_pure(node) or "recompute" in node.tags:
+        if node.id in fed or not is_pure(node) or "recomputed" in node.tags:
             continue
         key = (node.op, node.inputs, node.control, node.device, _frozen(node.attrs))
         earlier = first.setdefault(key, node)
-        if earlier is not node:
+        if earlier is not node and node.id not in fetched:
             same.update({node.value(i): earlier.value(i) for i in range(len(node.outputs))})
     return with_nodes(graph, nodes)
 

@@ -17,7 +17,8 @@ Pass = Callable[[Graph, Collection[Value], Collection[Value]], Graph]
 
 def is_pure(node: Node) -> bool:
     """Whether the node's outputs are a function of its inputs and attributes alone, and no later pass may care."""
-    return node.stream is None and not node.op.startswith("tfnb.") and "update" not in node.tags
+    is_torch_op = node.op.count(".") > 1  # "aten.mm.default"; "tfnb.read" and its kin are ours alone
+    return is_torch_op and node.stream is None and "update" not in node.tags
 
 
 def redirected(node: Node, same: Mapping[Value, Value]) -> Node:

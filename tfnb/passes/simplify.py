@@ -244,6 +244,19 @@ def _(node: Node, look: Look) -> Node | None:
     return _joined(node, "aten.cat.default", [part.inputs[0] for part in parts], dim) if meets and whole else None
 
 
+@row(
+    "attention, whose gradient is taken -> attention that keeps its log-sum-exp", "scaled_dot_product_attention.default"
+)
+def _(node: Node, look: Look) -> Node | None:
+    """The gradient's rule computes the forward once more for its log-sum-exp; then both are one."""
+    for other in look.users(node.inputs[0]):
+        if other.op == "tfnb.attention.default" and other.inputs == node.inputs:
+            same = other.attrs["causal"] == node.attrs.get("is_causal", False)
+            if same and node.attrs.get("scale", other.attrs["scale"]) == other.attrs["scale"]:
+                return replace(node, op=other.op, attrs=other.attrs, outputs=other.outputs)
+    return None
+
+
 def _summands(node: Node, look: Look, op: str) -> list[Node] | None:
     """The nodes that a tree of additions adds up, if all are ``op`` and used only here."""
     if "alpha" in node.attrs or len(node.inputs) != 2:

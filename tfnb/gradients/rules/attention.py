@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from tfnb.gradients.rules.shape import turned
-from tfnb.gradients.table import Forward, composite, rule
+from tfnb.gradients.table import Forward, composite, nograd, rule
+from tfnb.kernels.attention import plain_backward
 
 aten = torch.ops.aten
 
@@ -38,6 +39,9 @@ def _(n: Forward, dy: Any) -> Any:
     if n["enable_gqa"] or any(list(t.shape[:-2]) != lead for t in (k, v)) or n["dropout_p"]:
         return NotImplemented
     scale = _scale(q, n["scale"])
+    if mask is None and len(lead) == 2:
+        out, lse = torch.ops.tfnb.attention(q, k, v, n["is_causal"], scale)
+        return torch.ops.tfnb.attention_backward(dy, q, k, v, out, lse, n["is_causal"], scale)
 
     def flat(t: torch.Tensor) -> torch.Tensor:  # [..., T, D] -> [heads, T, D]
         return t.reshape([math.prod(lead), *t.shape[-2:]]) if len(lead) != 1 else t
@@ -67,3 +71,11 @@ def _(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float 
         )  # fmt: skip
     scores = (query * _scale(query, scale)) @ key.mT
     return _weights(scores, attn_mask, is_causal) @ value
+
+
+@composite(torch.ops.tfnb.attention_backward.default)
+def _(dy: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, causal: bool, scale: float) -> Any:
+    return plain_backward(dy, q, k, v, causal, scale)
+
+
+nograd(torch.ops.tfnb.attention.default)  # feeds attention_backward alone, whose parts start from q, k and v

@@ -1,0 +1,87 @@
+"""Attention that keeps what its backward needs: torch's fused kernels where torch itself would choose them.
+
+q: [B, H, L, D], k and v: [B, H, S, D], no mask but a causal one. ``lse`` [B, H, L] is the logarithm of the sum of the
+exponentials of each row of scores, zeros where no fused kernel ran. Gradients lie in memory as [B, L, H, D], the layout
+of a projection that was split into heads. FlashAttention (Dao et al. 2022), as in torch.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+_FLASH = 1  # torch.nn.attention.SDPBackend.FLASH_ATTENTION
+
+
+def _is_fused(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> bool:
+    return q.is_cpu and aten._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=scale) == _FLASH
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """softmax(q k' * scale) v, and the rows' log-sum-exp."""
+    if _is_fused(q, k, v, causal, scale):
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    out = aten.scaled_dot_product_attention(q, k, v, None, 0.0, causal, scale=scale)
+    return out, q.new_zeros(q.shape[:-1], dtype=_wide(q))
+
+
+def attention_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The cotangents of q, k and v."""
+    if _is_fused(q, k, v, causal, scale):
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dy, q, k, v, out, lse, 0.0, causal, scale=scale
+        )
+    dq, dk, dv = (_split_into_heads(t) for t in plain_backward(dy, q, k, v, causal, scale))
+    return dq, dk, dv
+
+
+def plain_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same in ordinary ops: s = q k' * scale, p = softmax(s), y = p v, ds = p * (dp - sum(dp * p))."""
+    scores = (q * scale) @ k.mT
+    if causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(later, -math.inf)
+    p = torch.softmax(scores, -1)
+    ds = aten._softmax_backward_data(dy @ v.mT, p, -1, p.dtype)
+    return ds @ k * scale, ds.mT @ q * scale, p.mT @ dy
+
+
+def _wide(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype is torch.float64 else torch.float32
+
+
+def _split_into_heads(t: Tensor) -> Tensor:
+    return t.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _fake(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    return aten.scaled_dot_product_attention(q, k, v), q.new_empty(q.shape[:-1], dtype=_wide(q))
+
+
+def _fake_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (t.new_empty([t.shape[0], t.shape[2], t.shape[1], t.shape[3]]).transpose(1, 2) for t in (q, k, v))
+    return dq, dk, dv
+
+
+_ARGUMENTS = "Tensor q, Tensor k, Tensor v"
+for _name, _schema, _function, _shape in (
+    ("attention", f"({_ARGUMENTS}, bool causal, float scale) -> (Tensor out, Tensor lse)", attention, _fake),
+    (
+        "attention_backward",
+        f"(Tensor dy, {_ARGUMENTS}, Tensor out, Tensor lse, bool causal, float scale) -> (Tensor, Tensor, Tensor)",
+        attention_backward,
+        _fake_backward,
+    ),
+):
+    torch.library.define(f"tfnb::{_name}", _schema)
+    torch.library.impl(f"tfnb::{_name}", "CompositeExplicitAutograd", torch.no_grad()(_function))
+    torch.library.register_fake(f"tfnb::{_name}", _shape)
