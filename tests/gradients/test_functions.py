@@ -120,6 +120,9 @@ class SortedTwo(torch.autograd.Function):
         return torch.zeros_like(dvalues).scatter(-1, places, dvalues) * 7 + dsin + drounded, None
 
 
+made_before_the_recording = Exp.apply
+
+
 class Bare(torch.autograd.Function):
     """Missing cotangents stay None."""
 
@@ -182,6 +185,7 @@ CASES: dict[str, Callable[..., Any]] = {
     "clipped": lambda x: Clipped.apply(x, 0.7) * x * x,
     "clipped by default": lambda x: Clipped.apply(x * 2),
     "output saved": lambda x: Exp.apply(x) * x,
+    "bound long before": lambda x: made_before_the_recording(x) * x,
     "output kept as attribute": lambda x: Cube.apply(x) * x,
     "two inputs": lambda x: Scaled.apply(x, x.cos()),
     "a constant input": lambda x: Scaled.apply(x, torch.full((3,), 2.0, dtype=torch.float64)),

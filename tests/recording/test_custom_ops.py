@@ -118,7 +118,32 @@ OLD.define("old_composite(Tensor x) -> Tensor")
 OLD.impl("old_composite", lambda x: x.sin() * 2, "CompositeImplicitAutograd")
 OLD.define("old_write(Tensor(a!) x, Tensor y) -> Tensor(a!)")
 OLD.impl("old_write", lambda x, y: x.copy_(y * 3), "CPU")
+OLD.define("kernel(Tensor x) -> Tensor")
+OLD.impl("kernel", lambda x: x * 2, "CompositeExplicitAutograd")
+torch.library.register_autograd(
+    f"{SPACE}::kernel", lambda ctx, dy: dy * 7 * ctx.x, lib=OLD,
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "x", inputs[0]),
+)  # fmt: skip
 OPS = torch.ops.tfnb_tests
+
+
+class Applied(torch.autograd.Function):
+    """What the Autograd kernel of an op of the old way applies."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        with torch._C._AutoDispatchBelowAutograd():
+            return OPS.applied(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+        return 13 * dy * ctx.saved_tensors[0].sin()
+
+
+OLD.define("applied(Tensor x) -> Tensor")
+OLD.impl("applied", lambda x: x * 2, "CPU")
+OLD.impl("applied", Applied.apply, "Autograd")
 
 
 def added(x: torch.Tensor) -> torch.Tensor:
@@ -151,11 +176,14 @@ CASES: dict[str, Callable[..., Any]] = {
     "a write": added,
     "writes and a result": pushed,
     "defined the old way": lambda x: OPS.old(x) + OPS.old(x, 5),
+    "with a registered gradient": lambda x: OPS.kernel(x * 2),
+    "with an Autograd kernel": lambda x: OPS.applied(x) * x,
     "composite": lambda x: OPS.old_composite(x),
     "an old write": old_write,
 }
 DIFFERENTIABLE = ("no fake", "keyword only", "keyword default", "a list of tensors", "several results",
-                  "a list of results", "composite")  # fmt: skip
+                  "a list of results", "with a registered gradient", "with an Autograd kernel",
+                  "composite")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -12,6 +12,7 @@ from typing import Any
 from torch._decomp import decomposition_table
 
 from tfnb.errors import UnknownOp
+from tfnb.gradients.library import autograd_kernel
 from tfnb.gradients.table import COMPOSITES
 from tfnb.recording.ops import resolve
 
@@ -29,4 +30,4 @@ def _torchs(op: str) -> Callable[..., Any] | None:
         return None
     if overload in decomposition_table:
         return decomposition_table[overload]
-    return overload.decompose if overload._can_decompose() else None
+    return overload.decompose if overload._can_decompose() else autograd_kernel(op)

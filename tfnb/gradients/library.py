@@ -1,21 +1,31 @@
-"""Gradients of custom ops: what ``torch.library.register_autograd`` was given, as a rule.
+"""Gradients that torch.library knows: what ``register_autograd`` was given, or a kernel for the key Autograd.
 
-Its backward and setup_context run under the recorder when the op is differentiated. Uses private names of torch (tried
-with torch 2.11 and 2.13).
+The backward and setup_context of a ``torch.library.custom_op`` are a rule. Of another library's op torch gives out only
+its Autograd kernel: that is run under the recorder, which finds the autograd.Function that it applies. Uses private
+names of torch (tried with torch 2.11 and 2.13).
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch._library.custom_ops import OPDEFS
+from torch.utils._pytree import tree_leaves
 
 from tfnb.errors import InvalidArgument
 from tfnb.gradients.table import Rule, gives_one
+from tfnb.recording import Tensor
 from tfnb.recording.functions import Context, run_backward
 from tfnb.recording.ops import facts, resolve
 from tfnb.recording.own_gradient import OwnRule, written_at
+
+_AUTOGRAD = re.compile(r"^Autograd\w*(?:\[alias\])?: registered at", re.MULTILINE)
+_AUTOGRAD_KEYS = (torch._C.DispatchKey.AutogradCPU, torch._C.DispatchKey.AutogradCUDA,
+                  torch._C.DispatchKey.AutogradFunctionality)  # fmt: skip
 
 
 def library_rule(op: str) -> Rule | None:
@@ -49,6 +59,46 @@ def library_rule(op: str) -> Rule | None:
         return {name: dx for name, dx in zip(positional, entries, strict=True) if n.places(name)}
 
     return Rule(OwnRule(rule, written_at(backward)))
+
+
+def autograd_kernel(op: str) -> Callable[..., Any] | None:
+    """The op as its library's Autograd kernel computes it, or None where it has no such kernel of its own."""
+    space, _, rest = op.partition(".")
+    overload = resolve(op)
+    if (
+        space in ("aten", "prims", "tfnb")
+        or f"{space}::{rest.rpartition('.')[0]}" in OPDEFS
+        or facts(overload).is_random
+    ):
+        return None
+    if not _AUTOGRAD.search(torch._C._dispatch_dump(overload._name)):
+        return None
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+        for key in _AUTOGRAD_KEYS:
+            excluded = excluded - torch._C.DispatchKeySet(key)
+        with _requiring((args, kwargs)), torch._C._ForceDispatchKeyGuard(included, excluded):
+            return overload(*args, **kwargs)
+
+    return call
+
+
+@contextmanager
+def _requiring(arguments: Any) -> Iterator[None]:
+    """Recorded tensors look to torch's own code as if a gradient were wanted of them."""
+    found = [t for t in tree_leaves(arguments) if isinstance(t, Tensor) and t.dtype.is_floating_point]
+
+    def mark(wanted: bool) -> None:
+        with torch._C.DisableTorchFunction():  # the flag itself, and not what a recording says of it
+            for tensor in found:
+                tensor.requires_grad = wanted
+
+    mark(True)
+    try:
+        yield
+    finally:
+        mark(False)
 
 
 def _needed(n: Any, name: str) -> Any:

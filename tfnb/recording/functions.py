@@ -7,7 +7,6 @@ that node is differentiated, ``backward`` runs under the recorder. Uses private 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +23,7 @@ from tfnb.recording.scopes import clean
 from tfnb.recording.tensor import Tensor
 from tfnb.recording.writes import rebind
 
+_Base: Any = torch.autograd.function._SingleLevelFunction
 _ONCE = once_differentiable(lambda ctx: None).__code__
 _ARRAYS = ("numpy()", "tolist()")
 
@@ -55,30 +55,33 @@ class Context(FunctionCtx):
 
 @contextmanager
 def own_functions(recorder: Recorder) -> Iterator[None]:
-    """For the time of a recording, ``Function.apply`` is recorded with the Function's own backward."""
-    original = torch.autograd.Function.__dict__["apply"]
+    """For the time of a recording, ``Function.apply`` is recorded with the Function's own backward.
+
+    ``Function.apply`` calls the ``apply`` of its base class. That one is shadowed, because a program may hold a
+    Function's own (``relu = MyRelu.apply``) from long before the recording.
+    """
+    before = _Base.__dict__.get("apply")
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if current.recording() is not recorder or torch._C._are_functorch_transforms_active():
-            return original.__get__(None, cls)(*args, **kwargs)
+        if current.recording() is not recorder or not issubclass(cls, torch.autograd.Function):
+            return (super(_Base, cls).apply if before is None else before.__get__(None, cls))(*args, **kwargs)
         if cls in CHECKPOINTS:
             return CHECKPOINTS[cls](recorder, *args)
         return _record(recorder, cls, args, kwargs)
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+    _Base.apply = classmethod(apply)
     try:
         yield
     finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+        if before is None:
+            del _Base.apply
+        else:
+            _Base.apply = before
 
 
 def _record(recorder: Recorder, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One call of a Function: its results, with its own gradient."""
     with_context = cls.setup_context is not torch.autograd.Function.setup_context
-    if with_context:
-        bound = inspect.signature(cls.forward).bind(*args, **kwargs)
-        bound.apply_defaults()
-        args, kwargs = bound.args, bound.kwargs
     if kwargs:
         raise TypeError(f"{cls.__name__}.apply takes no keyword arguments, got {', '.join(kwargs)}")
     args = tuple(recorder.read(a) if isinstance(a, Variable) else a for a in args)

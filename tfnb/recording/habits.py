@@ -42,7 +42,8 @@ class Habits(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         __tracebackhide__ = True
         row = TABLE.get(func)
-        if row is None or current.recording() is not self.recorder:
+        mine = current.recording() is self.recorder
+        if row is None or not mine or torch._C._are_functorch_transforms_active():  # torch.func has autograd of its own
             return func(*args, **(kwargs or {}))
         with self if row in _CALLS_HOOKS else nullcontext():
             return row(self, func, *args, **(kwargs or {}))
