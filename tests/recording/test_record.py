@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -358,3 +359,14 @@ def test_dropout_between_recurrent_layers_is_drawn_in_each_run(layer: type[nn.Mo
     with tfnb.record():
         out, _ = net(x := tfnb.placeholder(data, shape=("T", "B", 3)))
     torch.testing.assert_close(tfnb.run(out, {x: data[:4]}), net(data[:4])[0])
+
+
+def test_the_memory_of_a_plain_tensor_is_read_as_it_is() -> None:
+    data, written = torch.arange(3.0), torch.zeros(3)
+    with tfnb.record():
+        assert data.numpy().tolist() == np.asarray(data).tolist() == [0, 1, 2]
+        x = tfnb.placeholder(torch.ones(3), shape=(3,))
+        written += x
+        assert written.numpy().tolist() == [1, 1, 1]
+        assert (torch.from_numpy(data.numpy()) * x).sample.tolist() == [0, 1, 2]
+    assert written.tolist() == [0, 0, 0]

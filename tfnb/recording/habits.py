@@ -16,6 +16,8 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -43,7 +45,7 @@ class Habits(TorchFunctionMode):
         __tracebackhide__ = True
         row = TABLE.get(func)
         mine = current.recording() is self.recorder
-        if row is None or not mine or torch._C._are_functorch_transforms_active():  # torch.func has autograd of its own
+        if row is None or not mine or _is_of_func(args):
             return func(*args, **(kwargs or {}))
         with self if row in _CALLS_HOOKS else nullcontext():
             return row(self, func, *args, **(kwargs or {}))
@@ -279,6 +281,12 @@ def _set_data(habits: Habits, func: Any, tensor: Any, new: Any) -> None:
             tensor.copy_(new)
 
 
+def _to_numpy(habits: Habits, func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """The memory of a plain tensor as an array; torch would ask for a detached handle, and get a recorded one."""
+    with _disable_current_modes():
+        return func(habits.recorder.written(tensor), *args, **kwargs)
+
+
 TABLE: Mapping[Any, Callable[..., Any]] = {
     torch.Tensor.grad.__get__: _get_grad,  # type: ignore[attr-defined]
     torch.Tensor.grad.__set__: _set_grad,  # type: ignore[attr-defined]
@@ -294,9 +302,19 @@ TABLE: Mapping[Any, Callable[..., Any]] = {
     torch.Tensor.register_hook: _register_hook,
     torch.Tensor.register_post_accumulate_grad_hook: _after_accumulation,
     torch.Tensor.backward: _tensor_backward,
+    torch.Tensor.numpy: _to_numpy,
+    torch.Tensor.__array__: _to_numpy,
     torch.autograd.backward: _backward,
     torch.autograd.grad: _autograd_grad,
 }
+
+
+def _is_of_func(args: Any) -> bool:
+    """Whether torch.func calls: it has an autograd of its own, in which its wrapped tensors stand."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    return torch._C._are_functorch_transforms_active() or any(
+        wrapped(t) for t in tree_leaves(args) if isinstance(t, torch.Tensor)
+    )
 
 
 _CALLS_HOOKS = frozenset({_tensor_backward, _backward, _autograd_grad})  # user code runs inside, with the same habits

@@ -256,6 +256,17 @@ class Recorder(TorchDispatchMode):
         if note not in self.notes:
             self.notes.append(note)
 
+    def written(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What a tensor that was not recorded holds for the program: its memory, or what this recording wrote to it."""
+        var, found = known(tensor), self._bases.get(id(tensor))
+        base = self._reads.get(var) if var is not None else found[1] if found is not None else None
+        if base is None or not base.version:
+            return tensor
+        self.escaped(tensor, "numpy()")
+        if base.entry.sample is None:
+            raise InvalidArgument(f"a tensor written here has no value while recording{self.tape.at()}")
+        return base.entry.sample
+
     def branch(self, tensor: Tensor, outcome: bool) -> None:
         """Python took a branch on a recorded value: warn once a line, and guard every later node by the outcome."""
         source = self.where()

@@ -163,6 +163,11 @@ def _unbind(rec: Any, x: Any, dim: int = 0) -> Any:
     return NotImplemented
 
 
+def _zeros(rec: Any, size: Any, **options: Any) -> Any:
+    """Forward mode's zeros without memory: kernels that torch calls past its own handling of them would read it."""
+    return torch.zeros(size, **options)
+
+
 def _attention(rec: Any, *args: Any, **kwargs: Any) -> Any:
     """Attention stays whole, but its dropout must be drawn by a node of its own."""
     dropout = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
@@ -204,6 +209,7 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     aten.linear.default: _linear,
     aten.matmul.default: _matmul,
     aten.unbind.int: _unbind,
+    aten._efficientzerotensor.default: _zeros,
     aten.kron.default: _kron,
     aten.cdist.default: _cdist,
     aten.diff.default: _diff,
