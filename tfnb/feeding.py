@@ -111,9 +111,9 @@ def converted(value: Any, spec: Spec, name: str, source: Any) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         tensor = current.plain(value)
         here = tensor.is_cpu if spec.device == "cpu" else tensor.device.type == spec.device
-        if here and tensor.dtype is spec.dtype and not tensor.requires_grad:
+        if here and tensor.dtype is spec.dtype and not tensor.requires_grad and not tensor.is_conj():
             return tensor
-        tensor = tensor.detach()
+        tensor = tensor.detach().resolve_conj()
     elif isinstance(value, (np.ndarray, np.generic)):
         tensor = torch.as_tensor(np.ascontiguousarray(value) if isinstance(value, np.ndarray) and value.ndim else value)
     else:

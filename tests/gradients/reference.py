@@ -44,8 +44,9 @@ def compare(function: Function, inputs: Sequence[Any], *, oracle: Function | Non
 
 
 def outputs(result: Any) -> list[torch.Tensor]:
-    """The floating tensors in a result."""
-    return [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.dtype.is_floating_point]
+    """The floating and complex tensors in a result."""
+    tensors = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+    return [t for t in tensors if t.dtype.is_floating_point or t.dtype.is_complex]
 
 
 def placeholder(x: Any) -> Any:

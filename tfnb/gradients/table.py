@@ -45,6 +45,7 @@ LOOKUPS: dict[str, Callable[..., Any]] = {}
 PASSES = {"aten.alias.default", "aten.clone.default", "aten._to_copy.default", "tfnb.assign"}
 """Ops whose output has the rows of their input: a row-sparse cotangent goes through as it is."""
 NOGRAD: set[str] = set()
+COMPLEX: set[str] = set()  # ops whose rules hold for complex tensors too
 
 
 class Forward:
@@ -207,6 +208,11 @@ def lookup(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return register
 
 
+def conj(x: torch.Tensor) -> torch.Tensor:
+    """The conjugate: of a real tensor that tensor, and no node."""
+    return x.conj() if x.is_complex() else x
+
+
 def nograd(*ops: Any) -> None:
     """Declare ops through which no gradient flows."""
     NOGRAD.update(map(str, ops))
@@ -235,6 +241,7 @@ def register_gradient(op: Any) -> Callable[[RuleFunction], RuleFunction]:
     """
     names = ops_of(op)
     NOGRAD.difference_update(names)
+    COMPLEX.update(names)  # the user's to know
     for name in names:
         LOOKUPS.pop(name, None)
     return rule(*names)

@@ -18,7 +18,18 @@ from tfnb.errors import InvalidArgument, NoGradient, ShapeError
 from tfnb.gradients.decompose import decomposition
 from tfnb.gradients.library import library_rule
 from tfnb.gradients.slices import IndexedSlices, added
-from tfnb.gradients.table import LOOKUPS, NOGRAD, PASSES, RULES, Cotangents, Forward, Rule, Tensors, gives_one
+from tfnb.gradients.table import (
+    COMPLEX,
+    LOOKUPS,
+    NOGRAD,
+    PASSES,
+    RULES,
+    Cotangents,
+    Forward,
+    Rule,
+    Tensors,
+    gives_one,
+)  # fmt: skip
 from tfnb.graph import Dim, Graph, Node, Spec, Value, Variable
 from tfnb.graph.node import map_leaves
 from tfnb.graph.ops import WITH_GRADIENT
@@ -258,8 +269,6 @@ class Walk:
     def _entries(self, node: Node, dys: list[Any], needed: list[bool]) -> list[Any]:
         if "no_grad" in node.tags:
             return [dys[0], *([None] * (len(node.inputs) - 1))]
-        if any(s.dtype.is_complex for s in node.outputs):
-            raise NoGradient(_refused(node, "complex tensors are not differentiated"), node=node.name, op=node.op)
         if needed[0] and node.inputs[0] in self.tables and not _has_own_rule(node):
             rows = self._rows(node, dys[0], needed)
             if rows is not None:
@@ -268,6 +277,8 @@ class Walk:
         rule = self._rule(node)
         if rule is None or (rule.outputs is not None and any(dy is not None for dy in dys[rule.outputs :])):
             return self._decomposed(node, dys)
+        if node.op in RULES and node.op not in COMPLEX and not _has_own_rule(node) and self._complex(node):
+            raise NoGradient(_refused(node, f"the rule of {node.op} is for real tensors"), node=node.name, op=node.op)
         n = self._forward(node, needed)
         single = rule.outputs == 1 or gives_one(node.op)
         result = rule.function(n, dys[0] if single else Cotangents(dys, n.outs))
@@ -369,6 +380,8 @@ class Walk:
             return dx if dx.dtype == spec.dtype else dx.to(spec.dtype)
         if not isinstance(dx, Tensor):
             dx = dx.clone()
+        if dx.dtype.is_complex and not spec.dtype.is_complex:
+            dx = dx.real  # what moves a real input is the real part
         got = self._spec(dx.value).shape  # type: ignore[attr-defined]
         dims, keep = _broadcast(got, spec.shape, node, self._rule(node))
         if dims:
@@ -378,6 +391,9 @@ class Walk:
         if dx.dtype != spec.dtype or dx.device.type != torch.device(spec.device).type:
             dx = dx.to(device=spec.device, dtype=spec.dtype)
         return dx
+
+    def _complex(self, node: Node) -> bool:
+        return any(spec.dtype.is_complex for spec in (*node.outputs, *map(self._spec, node.inputs)))
 
     def _spec(self, value: Value) -> Spec:
         return self.recorder.node(value.node).outputs[value.index]

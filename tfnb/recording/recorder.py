@@ -28,14 +28,14 @@ from tfnb.kernels.random import seeded
 from tfnb.recording.custom_ops import lacks_shapes, shapes
 from tfnb.recording.habits import Habits
 from tfnb.recording.ops import Facts, Op, bind, facts, kernel, op_name
-from tfnb.recording.replaced import REPLACED, SHAPES
+from tfnb.recording.replaced import PHYSICAL, REPLACED, SHAPES
 from tfnb.recording.report import explained, user_level
 from tfnb.recording.scopes import Scopes, clean
 from tfnb.recording.tape import Tape
 from tfnb.recording.tensor import Base, Entry, Operation, Tensor
 from tfnb.recording.variables import held, known, variable
 from tfnb.recording.views import View
-from tfnb.recording.workspace import stream_seed, workspace
+from tfnb.recording.workspace import conjugating, physical, stream_seed, workspace
 from tfnb.recording.writes import record_write
 
 aten = torch.ops.aten
@@ -137,7 +137,7 @@ class Recorder(TorchDispatchMode):
         base = self._reads.get(var)
         if base is None:
             with _disable_current_modes():
-                sample = var.storage if var.home is None or not self.lazy else None
+                sample = physical(var.storage) if var.home is None or not self.lazy else None
                 fake = self.symbols.fake_like(var.storage)
             value = self.tape.append("tfnb.read", clean(var.name), (var.spec,), attrs={"variable": var})
             base = Base(Entry(value, fake, sample))
@@ -200,6 +200,7 @@ class Recorder(TorchDispatchMode):
 
     def constant(self, tensor: torch.Tensor, name: str | None = None) -> Entry:
         """A node that holds ``tensor``."""
+        tensor = physical(tensor)
         value = self.tape.append(
             "tfnb.constant", "constant", (self.symbols.spec(tensor),), attrs={"value": tensor},
             chosen=name,
@@ -210,7 +211,7 @@ class Recorder(TorchDispatchMode):
     def placeholder(self, spec: Spec, sample: torch.Tensor | None, name: str | None) -> Tensor:
         """A node that must be fed."""
         value = self.tape.append("tfnb.placeholder", "placeholder", (spec,), chosen=name)
-        fake = self.symbols.fake(spec)
+        fake, sample = self.symbols.fake(spec), physical(sample)
         self.space.fakes[value] = fake
         self.space.keep(value, sample, root=True)
         tensor = self._wrap(Entry(value, fake, sample))
@@ -327,7 +328,7 @@ class Recorder(TorchDispatchMode):
                 return result
         if own.writes:
             return record_write(self, func, own, args, kwargs)
-        return self._call(func, own, args, kwargs)
+        return self._call(PHYSICAL.get(func, func), own, args, kwargs)
 
     def _leave(self, tensor: torch.Tensor) -> Any:
         """``.item()`` from inside torch: the sample's number."""
@@ -451,11 +452,13 @@ class Recorder(TorchDispatchMode):
         if self.lazy or any(entry.sample is None for entry in inputs):
             return (None,) * count
         if node.stream is None:
-            out = kernel(func)(*args, **kwargs)
+            is_complex = any(t.dtype.is_complex for t in (*node.outputs, *(entry.fake for entry in inputs)))
+            with conjugating(is_complex):
+                out = kernel(func)(*args, **kwargs)
         else:
             seed = stream_seed(node, self.graph.seed, 0)
             out = seeded(func, seed, torch.device(node.outputs[0].device), args, kwargs)
-        return tuple(out) if isinstance(out, (list, tuple)) else (out,)
+        return tuple(map(physical, out)) if isinstance(out, (list, tuple)) else (physical(out),)
 
     def _viewed(
         self, func: Op, own: Facts, args: Any, kwargs: Any

@@ -41,6 +41,19 @@ def _batch_norm(
     return out
 
 
+def _batch_norm_with_update(rec: Any, x: Any, w: Any, b: Any, mean: Any, var: Any, momentum: float, eps: float) -> Any:
+    found = aten._batch_norm_with_update_functional(x, w, b, mean, var, momentum, eps)
+    rebind(rec, mean, found[4])
+    rebind(rec, var, found[5])
+    return found[:4]
+
+
+def _rrelu(rec: Any, x: Any, noise: Any, *args: Any, **kwargs: Any) -> Any:
+    out, drawn = aten.rrelu_with_noise_functional(x, noise, *args, **kwargs)
+    rebind(rec, noise, drawn)
+    return out
+
+
 def _native_batch_norm(
     rec: Any, x: Any, w: Any, b: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
 ) -> Any:
@@ -58,7 +71,7 @@ def _linear(rec: Any, x: Any, weight: Any, bias: Any = None) -> Any:
     """One matrix product over all leading axes: with symbolic sizes torch would expand the weight over the batch."""
     if x.dim() < 2:
         return NotImplemented
-    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    rows = x if x.dim() == 2 else x.flatten(0, -2)
     out = rows.mm(weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
     return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1])
 
@@ -66,7 +79,7 @@ def _linear(rec: Any, x: Any, weight: Any, bias: Any = None) -> Any:
 def _matmul(rec: Any, a: Any, b: Any) -> Any:
     if a.dim() < 3 or b.dim() != 2:
         return NotImplemented
-    return a.reshape(-1, a.shape[-1]).mm(b).view(*a.shape[:-1], b.shape[-1])
+    return a.flatten(0, -2).mm(b).view(*a.shape[:-1], b.shape[-1])
 
 
 def _kron(rec: Any, a: Any, b: Any) -> Any:
@@ -204,6 +217,8 @@ def _recurrent(op: Any) -> Callable[..., Any]:
 REPLACED: dict[Any, Callable[..., Any]] = {
     aten.batch_norm.default: _batch_norm,
     aten.native_batch_norm.default: _native_batch_norm,
+    aten._batch_norm_with_update.default: _batch_norm_with_update,
+    aten.rrelu_with_noise.default: _rrelu,
     aten._native_batch_norm_legit.default: _native_batch_norm,
     aten.scaled_dot_product_attention.default: _attention,
     aten.linear.default: _linear,
@@ -222,6 +237,13 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     aten.gru.input: _recurrent(aten.gru.input),
     aten.rnn_tanh.input: _recurrent(aten.rnn_tanh.input),
     aten.rnn_relu.input: _recurrent(aten.rnn_relu.input),
+}
+
+
+# torch conjugates and negates lazily, by a bit on the view; a recorded view holds the numbers themselves.
+PHYSICAL: dict[Any, Any] = {
+    aten._conj.default: aten._conj_physical.default,
+    aten._neg_view.default: aten.neg.default,
 }
 
 
@@ -294,6 +316,18 @@ def _histogram_edges(x: Any, bins: Any, **kwargs: Any) -> Any:
     return x.new_empty(bins.shape[0] - 1), torch.empty_like(bins)
 
 
+def _lstsq_shape(a: Any, b: Any, rcond: Any = None, *, driver: str | None = None) -> Any:
+    """Of a matrix of full rank: else torch leaves out the residuals too, which only the values tell."""
+    rows, columns = a.shape[-2:]
+    driver = driver or ("gels" if a.device.type == "cuda" else "gelsy")
+    vector = b.dim() == 1 or b.dim() == a.dim() - 1
+    lead, right = a.shape[:-2], [] if vector else b.shape[-1:]
+    rank = a.new_empty([0] if driver == "gels" else lead, dtype=torch.int64)
+    values = a.real.new_empty([*lead, min(rows, columns)] if driver in ("gelsd", "gelss") else [0])
+    squares = a.new_empty([*lead, *right] if rows > columns and driver != "gelsy" else [0], dtype=values.dtype)
+    return a.new_empty([*lead, columns, *right]), squares, rank, values
+
+
 # Shape rules that torch lacks for symbolic sizes: of recurrent layers kept whole, whose decomposition unrolls the time
 # axis and so would fix its size, and of kernels that have none.
 SHAPES: dict[Any, Callable[..., Any]] = {
@@ -310,4 +344,5 @@ SHAPES: dict[Any, Callable[..., Any]] = {
     aten.gru.input: _rnn_shape,
     aten.rnn_tanh.input: _rnn_shape,
     aten.rnn_relu.input: _rnn_shape,
+    aten.linalg_lstsq.default: _lstsq_shape,
 }

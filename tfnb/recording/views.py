@@ -83,6 +83,10 @@ PUT: dict[Any, Callable[[Any, Any, dict[str, Any], int], Any]] = {
     aten.unbind: lambda base, new, a, i: torch.select_scatter(base, new, a["dim"], i),
     aten.unsqueeze: _reshape,
     aten.view: _reshape,
+    aten.view_as_complex: lambda base, new, a, i: torch.view_as_real(new),
+    aten.view_as_real: lambda base, new, a, i: torch.view_as_complex(new),
+    aten._conj_physical: lambda base, new, a, i: new.conj(),
+    aten.neg: lambda base, new, a, i: -new,
     aten._unsafe_view: _reshape,
     aten._reshape_alias: _reshape,
 }

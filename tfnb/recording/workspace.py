@@ -6,10 +6,12 @@ Samples are kept up to a budget and computed again on demand from those of the p
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tfnb.graph import Graph, Node, Ref, Value
 from tfnb.graph.node import map_leaves
@@ -20,6 +22,27 @@ from tfnb.recording.ops import kernel, resolve, unbind
 from tfnb.recording.symbols import Symbols
 
 SAMPLE_BUDGET = 1 << 30  # bytes
+
+
+@contextmanager
+def conjugating(complex: bool) -> Iterator[None]:
+    """Inside a dispatch mode torch hides lazy conjugates from kernels that call others: here they see them."""
+    if not complex:
+        yield
+        return
+    hidden = torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative):
+        hidden = hidden.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), hidden):
+        yield
+
+
+def physical(tensor: Any) -> Any:
+    """``tensor`` without the bits of a lazy conjugate or negation: recorded tensors hold the numbers themselves."""
+    if not isinstance(tensor, torch.Tensor) or not (tensor.is_conj() or tensor.is_neg()):
+        return tensor
+    with _disable_current_modes():
+        return tensor.resolve_conj().resolve_neg()
 
 
 class Workspace:
@@ -86,7 +109,7 @@ class Workspace:
             case "tfnb.constant":
                 return (node.attrs["value"],)
             case "tfnb.read":
-                return (node.attrs["variable"].storage,)
+                return (physical(node.attrs["variable"].storage),)
             case "tfnb.placeholder":
                 return None
         inputs = [self._known(v) for v in node.inputs]

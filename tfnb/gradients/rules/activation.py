@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tfnb.gradients.table import Forward, composite, partials, rule
+from tfnb.gradients.table import Forward, composite, conj, partials, rule
 
 aten = torch.ops.aten
 
@@ -19,11 +19,11 @@ def _x(n: Forward) -> torch.Tensor:
 # -- sigmoid and tanh: backward kernels take the output --------------------------------------------------------
 
 partials(aten.sigmoid.default, lambda n, dy: aten.sigmoid_backward(dy, n.out))
-partials(aten.sigmoid_backward.default, lambda n, dd: aten.sigmoid_backward(dd, n["output"]),
-         lambda n, dd: dd * n["grad_output"] * (1 - 2 * n["output"]))  # fmt: skip
+partials(aten.sigmoid_backward.default, lambda n, dd: aten.sigmoid_backward(dd, conj(n["output"])),
+         lambda n, dd: conj(dd) * n["grad_output"] * (1 - 2 * conj(n["output"])))  # fmt: skip
 partials(aten.tanh.default, lambda n, dy: aten.tanh_backward(dy, n.out))
-partials(aten.tanh_backward.default, lambda n, dd: aten.tanh_backward(dd, n["output"]),
-         lambda n, dd: dd * n["grad_output"] * (-2 * n["output"]))  # fmt: skip
+partials(aten.tanh_backward.default, lambda n, dd: aten.tanh_backward(dd, conj(n["output"])),
+         lambda n, dd: conj(dd) * n["grad_output"] * (-2 * conj(n["output"])))  # fmt: skip
 
 # -- piecewise linear: the derivative is constant between the kinks --------------------------------------------
 
@@ -46,11 +46,11 @@ partials(aten._prelu_kernel.default, lambda n, dy: dy.where(n["self"] >= 0, n["w
          lambda n, dy: (n["self"] * dy).where(n["self"] < 0, 0.0))  # fmt: skip
 
 
-@rule(aten.rrelu_with_noise_functional.default, outputs=1)
-def _(n: Forward, dy: Any) -> Any:
+@rule(aten.rrelu_with_noise_functional.default)
+def _(n: Forward, dys: Any) -> Any:  # the second output is the slopes drawn: no gradient passes there
     if n["training"]:
-        return dy * n.outs[1], None
-    return aten.leaky_relu_backward(dy, n["self"], (n["lower"] + n["upper"]) / 2, False), None
+        return dys[0] * n.outs[1], None
+    return aten.leaky_relu_backward(dys[0], n["self"], (n["lower"] + n["upper"]) / 2, False), None
 
 
 # -- smooth: the backward kernel is linear in its first argument, the second order goes through plain torch ----

@@ -161,23 +161,25 @@ def _gather_pad(found: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
 
 
 def _scatter_prod(n: Forward, dy: Any, masked: Any) -> Any:
-    """Product of the others, exact for at most one zero in a place."""
-    x, dim, index, src = n["self"], n["dim"], n["index"], n["src"]
-    ones = torch.ones_like(x)
-    start = x if n["include_self"] else ones.where(masked(ones) == 0, x)
+    """To each factor the product of the others; the second order holds for at most one zero in a place."""
+    x, dim, index, src, own = (n[a] for a in ("self", "dim", "index", "src", "include_self"))
     part = _front(src, index)
     zero = part == 0
-    part, empty = part.masked_fill(zero, 1.0), start == 0
-    zeros = (start == 0).to(dy.dtype).scatter_add(dim, index, zero.to(dy.dtype))
-    start = start.masked_fill(empty, 1.0)
-    nonzero = start.scatter_reduce(dim, index, part, reduce="prod", include_self=True)
-    others = torch.where(empty, nonzero.where(zeros == 1, 0.0), (nonzero / start).where(zeros == 0, 0.0))
-    near, count = nonzero.gather(dim, index), zeros.gather(dim, index)
-    theirs = torch.where(zero, near.where(count == 1, 0.0), (near / part).where(count == 0, 0.0))
-    return {
-        "self": lambda: masked(dy * others) if not n["include_self"] else dy * others,
-        "src": lambda: _gather_pad(dy.gather(dim, index) * theirs, src),
-    }
+    alone = zero & (torch.zeros_like(x).scatter_add(dim, index, zero.to(x.dtype)).gather(dim, index) == 1)
+
+    def product(start: torch.Tensor, factors: torch.Tensor, own: bool) -> torch.Tensor:
+        return aten.scatter_reduce(start, dim, index, factors, "prod", include_self=own)
+
+    def kept() -> torch.Tensor:
+        start = x.masked_fill(x == 0, 1.0)
+        return dy * (product(start, src, True) / start) if own else masked(dy)
+
+    def factors() -> torch.Tensor:
+        others = (dy * product(x, part.masked_fill(alone, 1.0), own)).gather(dim, index)
+        shared = (dy * n.out).gather(dim, index) / part.masked_fill(zero, 1.0)
+        return _gather_pad(torch.where(alone, others, shared), src)
+
+    return {"self": kept, "src": factors}
 
 
 @rule(aten.index_select.default)

@@ -158,6 +158,25 @@ def _(grad_output: Any, self: Any, target: Any, reduction: int, is_target: Any) 
     return slope * (grad_output.unsqueeze(-1) if grad_output.dim() and reduction == 0 else grad_output)
 
 
+# -- a linear layer and its cross entropy in one op, by chunks of rows ------------------------------------------
+
+
+@composite("torch_nn._linear_cross_entropy_batch_chunked.default")
+def _(input: Any, linear_weight: Any, target: Any, linear_bias: Any, weight: Any, reduction: str, ignore_index: int,
+      label_smoothing: float, *chunking: Any) -> Any:  # fmt: skip
+    rows = torch.nn.functional.linear(input, linear_weight, linear_bias)
+    options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
+    loss = torch.nn.functional.cross_entropy(rows, target, weight, **options)
+    return loss, None, None, None  # the others are saved gradients
+
+
+@composite("torch_nn._linear_cross_entropy_batch_chunked_no_reduction.default")
+def _(input: Any, linear_weight: Any, target: Any, linear_bias: Any, weight: Any, ignore_index: int,
+      *chunking: Any) -> Any:  # fmt: skip
+    rows = torch.nn.functional.linear(input, linear_weight, linear_bias)
+    return torch.nn.functional.cross_entropy(rows, target, weight, ignore_index=ignore_index, reduction="none")
+
+
 # -- connectionist temporal classification ---------------------------------------------------------------------
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import cmath
 import math
 from typing import Any
 
 import torch
 
-from tfnb.gradients.table import Forward, composite, nograd, overloads, partials, rule
+from tfnb.gradients.table import Forward, composite, conj, nograd, overloads, partials, rule
 
 aten = torch.ops.aten
 
 _FLAT = """
     bitwise_and bitwise_not bitwise_or bitwise_xor ceil eq floor floor_divide ge gt heaviside igamma igammac isfinite
-    isinf isnan isneginf isposinf isreal le logical_and logical_not logical_or logical_xor lt ne round sgn sign signbit
+    isinf isnan isneginf isposinf isreal le logical_and logical_not logical_or logical_xor lt ne round sign signbit
     trunc
     special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1
     special_chebyshev_polynomial_t special_chebyshev_polynomial_u special_chebyshev_polynomial_v
@@ -31,13 +32,18 @@ for _name in _FLAT.split():
 
 
 def _x(n: Forward) -> torch.Tensor:
-    return n.inputs[0]
+    """The input, conjugate: f'(conj x) is the conjugate of f'(x) for the functions below."""
+    return conj(n.inputs[0])
+
+
+def _y(n: Forward) -> torch.Tensor:
+    return conj(n.out)
 
 
 _LN2, _LN10 = math.log(2.0), math.log(10.0)
 _TWO_OVER_ROOT_PI = 2.0 / math.sqrt(math.pi)
 
-partials(aten.abs.default, lambda n, dy: dy * _x(n).sgn())
+partials(aten.abs.default, lambda n, dy: dy * n["self"].sgn())
 partials(aten.acos.default, lambda n, dy: dy * -(1 - _x(n) * _x(n)).rsqrt())
 partials(aten.acosh.default, lambda n, dy: dy * (_x(n) * _x(n) - 1).rsqrt())
 partials(aten.asin.default, lambda n, dy: dy * (1 - _x(n) * _x(n)).rsqrt())
@@ -50,10 +56,10 @@ partials(aten.deg2rad.default, lambda n, dy: dy * (math.pi / 180))
 partials(aten.digamma.default, lambda n, dy: dy * torch.polygamma(1, _x(n)))
 partials(aten.erf.default, lambda n, dy: dy * (_TWO_OVER_ROOT_PI * (-_x(n) * _x(n)).exp()))
 partials(aten.erfc.default, lambda n, dy: dy * (-_TWO_OVER_ROOT_PI * (-_x(n) * _x(n)).exp()))
-partials(aten.erfinv.default, lambda n, dy: dy * ((n.out * n.out).exp() / _TWO_OVER_ROOT_PI))
-partials(aten.exp.default, lambda n, dy: dy * n.out)
-partials(aten.exp2.default, lambda n, dy: dy * (n.out * _LN2))
-partials(aten.expm1.default, lambda n, dy: dy * (n.out + 1))
+partials(aten.erfinv.default, lambda n, dy: dy * ((_y(n) * _y(n)).exp() / _TWO_OVER_ROOT_PI))
+partials(aten.exp.default, lambda n, dy: dy * _y(n))
+partials(aten.exp2.default, lambda n, dy: dy * (_y(n) * _LN2))
+partials(aten.expm1.default, lambda n, dy: dy * (_y(n) + 1))
 partials(aten.frac.default, lambda n, dy: dy)
 partials(aten.i0.default, lambda n, dy: dy * torch.special.i1(_x(n)))
 partials(aten.lgamma.default, lambda n, dy: dy * _x(n).digamma())
@@ -64,18 +70,17 @@ partials(aten.log2.default, lambda n, dy: dy / (_x(n) * _LN2))
 partials(aten.neg.default, lambda n, dy: -dy)
 partials(aten.polygamma.default, lambda n, dy: dy * torch.polygamma(n["n"] + 1, _x(n)))
 partials(aten.rad2deg.default, lambda n, dy: dy * (180 / math.pi))
-partials(aten.reciprocal.default, lambda n, dy: -dy * n.out * n.out)
-partials(aten.rsqrt.default, lambda n, dy: dy * (-0.5 * n.out * n.out * n.out))
+partials(aten.reciprocal.default, lambda n, dy: -dy * _y(n) * _y(n))
+partials(aten.rsqrt.default, lambda n, dy: dy * (-0.5 * _y(n) * _y(n) * _y(n)))
 partials(aten.sin.default, lambda n, dy: dy * _x(n).cos())
 partials(aten.sinh.default, lambda n, dy: dy * _x(n).cosh())
-partials(aten.sqrt.default, lambda n, dy: dy / (2 * n.out))
-partials(aten.tan.default, lambda n, dy: dy * (n.out * n.out + 1))
-partials(aten.angle.default, lambda n, dy: dy * 0)  # of a real number: 0 or pi
+partials(aten.sqrt.default, lambda n, dy: dy / (2 * _y(n)))
+partials(aten.tan.default, lambda n, dy: dy * (_y(n) * _y(n) + 1))
 partials(aten.nan_to_num.default, lambda n, dy: dy * _x(n).isfinite())
 partials(aten.special_entr.default, lambda n, dy: dy * (-_x(n).log() - 1).where(_x(n) >= 0, -math.inf))
-partials(aten.special_erfcx.default, lambda n, dy: dy * (2 * _x(n) * n.out - _TWO_OVER_ROOT_PI))
-partials(aten.special_i0e.default, lambda n, dy: dy * (torch.special.i1e(_x(n)) - _x(n).sgn() * n.out))
-partials(aten.special_ndtri.default, lambda n, dy: dy * (math.sqrt(2 * math.pi) * (n.out * n.out / 2).exp()))
+partials(aten.special_erfcx.default, lambda n, dy: dy * (2 * _x(n) * _y(n) - _TWO_OVER_ROOT_PI))
+partials(aten.special_i0e.default, lambda n, dy: dy * (torch.special.i1e(_x(n)) - _x(n).sgn() * _y(n)))
+partials(aten.special_ndtri.default, lambda n, dy: dy * (math.sqrt(2 * math.pi) * (_y(n) * _y(n) / 2).exp()))
 partials(
     aten.special_log_ndtr.default,  # phi(x) / Phi(x), through erfcx where Phi(x) would underflow
     lambda n, dy: dy / torch.special.erfcx(_x(n) * -math.sqrt(0.5)) * math.sqrt(2 / math.pi),
@@ -109,7 +114,7 @@ def _(n: Forward, dy: Any) -> Any:
 
 @rule(aten.sinc.default)
 def _(n: Forward, dy: Any) -> Any:
-    x = n.inputs[0] * math.pi
+    x = _x(n) * math.pi
     inside = torch.where(x == 0, 1.0, x)
     return (dy * torch.where(x == 0, 0.0, math.pi * (x * x.cos() - x.sin()) / inside / inside),)
 
@@ -131,34 +136,44 @@ def _(self: torch.Tensor, p: int) -> torch.Tensor:
 
 # -- arithmetic of two ----------------------------------------------------------------------------------------
 
+
+def _c(n: Forward, name: str) -> Any:
+    """An argument, tensor or number, conjugate."""
+    return conj(n[name]) if isinstance(n[name], torch.Tensor) else _conjugate(n[name])
+
+
+def _conjugate(number: Any) -> Any:
+    return number.conjugate() if isinstance(number, complex) else number
+
+
 partials(aten.add.Scalar, lambda n, dy: dy)
 partials(aten.add.Tensor, lambda n, dy: dy, lambda n, dy: _times(dy, n["alpha"]))
 partials(aten.sub.Scalar, lambda n, dy: dy)
 partials(aten.sub.Tensor, lambda n, dy: dy, lambda n, dy: _times(-dy, n["alpha"]))
 partials(aten.rsub.Scalar, lambda n, dy: _times(-dy, n["alpha"]))
 partials(aten.rsub.Tensor, lambda n, dy: _times(-dy, n["alpha"]), lambda n, dy: dy)
-partials(aten.mul.Scalar, lambda n, dy: dy * n["other"])
-partials(aten.mul.Tensor, lambda n, dy: dy * n["other"], lambda n, dy: dy * n["self"])
-partials(aten.div.Scalar, lambda n, dy: dy / n["other"])
-partials(aten.div.Tensor, lambda n, dy: dy / n["other"], lambda n, dy: -dy * (n.out / n["other"]))
-partials(aten.addcdiv.default, lambda n, dy: dy, lambda n, dy: _times(dy, n["value"]) / n["tensor2"],
-         lambda n, dy: _times(-dy, n["value"]) * n["tensor1"] / (n["tensor2"] * n["tensor2"]))  # fmt: skip
-partials(aten.addcmul.default, lambda n, dy: dy, lambda n, dy: _times(dy, n["value"]) * n["tensor2"],
-         lambda n, dy: _times(dy, n["value"]) * n["tensor1"])  # fmt: skip
-partials(aten.lerp.Scalar, lambda n, dy: dy * (1 - n["weight"]), lambda n, dy: dy * n["weight"])
-partials(aten.lerp.Tensor, lambda n, dy: dy * (1 - n["weight"]), lambda n, dy: dy * n["weight"],
-         lambda n, dy: dy * (n["end"] - n["self"]))  # fmt: skip
+partials(aten.mul.Scalar, lambda n, dy: dy * _c(n, "other"))
+partials(aten.mul.Tensor, lambda n, dy: dy * _c(n, "other"), lambda n, dy: dy * _c(n, "self"))
+partials(aten.div.Scalar, lambda n, dy: dy / _c(n, "other"))
+partials(aten.div.Tensor, lambda n, dy: dy / _c(n, "other"), lambda n, dy: -dy * (_y(n) / _c(n, "other")))
+partials(aten.addcdiv.default, lambda n, dy: dy, lambda n, dy: _times(dy, n["value"]) / _c(n, "tensor2"),
+         lambda n, dy: _times(-dy, n["value"]) * _c(n, "tensor1") / (_c(n, "tensor2") * _c(n, "tensor2")))  # fmt: skip
+partials(aten.addcmul.default, lambda n, dy: dy, lambda n, dy: _times(dy, n["value"]) * _c(n, "tensor2"),
+         lambda n, dy: _times(dy, n["value"]) * _c(n, "tensor1"))  # fmt: skip
+partials(aten.lerp.Scalar, lambda n, dy: dy * (1 - _c(n, "weight")), lambda n, dy: dy * _c(n, "weight"))
+partials(aten.lerp.Tensor, lambda n, dy: dy * (1 - _c(n, "weight")), lambda n, dy: dy * _c(n, "weight"),
+         lambda n, dy: dy * conj(n["end"] - n["self"]))  # fmt: skip
 
 
 def _times(dy: torch.Tensor, factor: Any) -> torch.Tensor:
-    return dy if factor == 1 else dy * factor
+    return dy if factor == 1 else dy * _conjugate(factor)
 
 
 @rule(aten.div.Tensor_mode, aten.div.Scalar_mode)
 def _(n: Forward, dy: Any) -> Any:
     if n["rounding_mode"] is not None:
         return (None,) * len(n.inputs)
-    a, b = n["self"], n["other"]
+    a, b = _c(n, "self"), _c(n, "other")
     return {"self": lambda: dy / b, "other": lambda: -dy * (a / b / b)}
 
 
@@ -175,7 +190,7 @@ partials(aten.remainder.Scalar_Tensor, lambda n, dy: -dy * torch.div(n["self"], 
 
 @rule(aten.pow.Tensor_Scalar)
 def _(n: Forward, dy: Any) -> Any:
-    x, exponent = n["self"], n["exponent"]
+    x, exponent = _x(n), _c(n, "exponent")
     if exponent == 0:
         return (None,)
     if exponent == 2:
@@ -185,15 +200,18 @@ def _(n: Forward, dy: Any) -> Any:
 
 def _pow_exponent(n: Forward, dy: torch.Tensor) -> torch.Tensor:
     """dy * out * log(base), and 0 where the base is 0 and the exponent not negative."""
-    base, exponent = n["self"], n["exponent"]
-    if not isinstance(base, torch.Tensor):
-        return dy * (n.out * math.log(base)) if base > 0 else dy * torch.where(exponent >= 0, 0.0, n.out * math.nan)
-    zero = (base == 0) & (exponent >= 0)
-    return dy * torch.where(zero, 0.0, n.out * base.masked_fill(zero, 1).log())
+    base, exponent = n["self"], _c(n, "exponent")
+    decays = exponent.real >= 0
+    if isinstance(base, torch.Tensor):
+        zero = (base == 0) & decays
+        return dy * torch.where(zero, 0.0, _y(n) * conj(base).masked_fill(zero, 1).log())
+    if n.out.is_complex() and base != 0:
+        return dy * (_y(n) * cmath.log(base).conjugate())
+    return dy * (_y(n) * math.log(base)) if base > 0 else dy * torch.where(decays, 0.0, _y(n) * math.nan)
 
 
 def _pow_base(n: Forward, dy: torch.Tensor) -> torch.Tensor:
-    base, exponent = n["self"], n["exponent"]
+    base, exponent = _c(n, "self"), _c(n, "exponent")
     return dy * torch.where(exponent == 0, 0.0, exponent * base.pow(exponent - 1))
 
 
@@ -223,18 +241,18 @@ def _(n: Forward, dy: Any) -> Any:
 
 @rule(aten.ldexp.Tensor)
 def _(n: Forward, dy: Any) -> Any:
-    return {"self": lambda: dy * torch.exp2(n["other"]), "other": lambda: dy * (n.out * _LN2)}
+    return {"self": lambda: dy * torch.exp2(_c(n, "other")), "other": lambda: dy * (_y(n) * _LN2)}
 
 
 @rule(aten.logaddexp.default)
 def _(n: Forward, dy: Any) -> Any:
-    a, b = n.inputs
+    a, b = map(conj, n.inputs)
     return lambda: dy * torch.sigmoid(a - b), lambda: dy * torch.sigmoid(b - a)
 
 
 @rule(aten.logaddexp2.default)
 def _(n: Forward, dy: Any) -> Any:
-    a, b = n.inputs
+    a, b = map(conj, n.inputs)
     return lambda: dy / (1 + torch.exp2(b - a)), lambda: dy / (1 + torch.exp2(a - b))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tfnb.gradients.table import Forward, composite, nograd, partials, rule
+from tfnb.gradients.table import Forward, composite, conj, nograd, partials, rule
 
 aten = torch.ops.aten
 
@@ -60,8 +60,8 @@ partials(aten.cumsum.default, lambda n, dy: dy.flip(n["dim"]).cumsum(n["dim"]).f
 @rule(aten.logsumexp.default)
 def _(n: Forward, dy: Any) -> Any:
     out = _kept(n, n.out)
-    lowest = out.masked_fill(out.isneginf(), 0.0)
-    return (_kept(n, dy) * (n["self"] - lowest).exp(),)
+    lowest = out.masked_fill(out.real.isneginf(), 0.0)
+    return (_kept(n, dy) * conj((n["self"] - lowest).exp()),)
 
 
 @rule(aten.logcumsumexp.default)
@@ -80,15 +80,17 @@ def _(n: Forward, dy: Any) -> Any:
 
 def _products(x: torch.Tensor, dim: int) -> torch.Tensor:
     """Of each element along ``dim``, the product of the others: right also with zeros."""
-    ones = torch.ones_like(x.narrow(dim, 0, 1))
-    before = torch.cat([ones, x.narrow(dim, 0, x.shape[dim] - 1)], dim).cumprod(dim)
-    after = torch.cat([x.narrow(dim, 1, x.shape[dim] - 1), ones], dim).flip(dim).cumprod(dim).flip(dim)
-    return before * after
+
+    def before(x: torch.Tensor) -> torch.Tensor:
+        pad = [0, 0] * (x.dim() - 1 - dim % x.dim()) + [1, 0]
+        return aten.constant_pad_nd(x, pad, 1).cumprod(dim).narrow(dim, 0, x.shape[dim])
+
+    return before(x) * before(x.flip(dim)).flip(dim)
 
 
 @rule(aten.prod.default)
 def _(n: Forward, dy: Any) -> Any:
-    x = n["self"]
+    x = conj(n["self"])
     if x.dim() == 0:
         return (dy,)
     return (dy * _products(x.reshape(-1), 0).reshape(x.shape),)
@@ -96,12 +98,12 @@ def _(n: Forward, dy: Any) -> Any:
 
 @rule(aten.prod.dim_int)
 def _(n: Forward, dy: Any) -> Any:
-    return (_kept(n, dy) * _products(n["self"], n["dim"]) if n["self"].dim() else dy,)
+    return (_kept(n, dy) * _products(conj(n["self"]), n["dim"]) if n["self"].dim() else dy,)
 
 
 @rule(aten.cumprod.default)
 def _(n: Forward, dy: Any) -> Any:
-    x, dim = n["self"], n["dim"]
+    x, dim = conj(n["self"]), n["dim"]
     if x.dim() == 0:
         return (dy,)
     # dx_i = sum over j >= i of dy_j * prod of x_k over k <= j, k != i: a matrix of products, exact with zeros
@@ -267,3 +269,12 @@ def _(self: torch.Tensor, p: float = 2) -> torch.Tensor:
     later = torch.ones([rows, rows], dtype=torch.bool, device=self.device).triu(1)
     first, second = aten.nonzero_static(later, size=rows * (rows - 1) // 2).unbind(1)
     return torch.linalg.vector_norm(self[first] - self[second], p, -1)
+
+
+# -- segments of one axis --------------------------------------------------------------------------------------
+
+
+@rule(aten.segment_reduce.default)
+def _(n: Forward, dy: Any) -> Any:
+    given = {name: n[name] for name in ("lengths", "offsets", "axis", "initial")}
+    return {"data": aten._segment_reduce_backward(dy, n.out, n["data"], n["reduce"], **given)}

@@ -1,0 +1,141 @@
+"""Gradients of complex tensors against torch autograd: OpInfo's complex samples, and what they do not reach."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+import tfnb
+from tests.gradients.reference import compare
+from tfnb.errors import NoGradient
+from tfnb.gradients.table import COMPLEX
+
+SKIPPED = {
+    "as_strided_scatter": "torch gives overwritten elements a gradient",
+    "as_strided.partial_views": "looks at storage outside of the tensor",
+    "logcumsumexp": "the rule goes through logarithms of real numbers",
+    "sparse.sampled_addmm": "sparse",
+}
+FIRST_ORDER = {"linalg.norm.subgradients_at_zero"}  # NaN in torch
+
+
+def _name(info: Any) -> str:
+    return info.name + (f".{info.variant_test_name}" if info.variant_test_name else "")
+
+
+INFOS = {_name(i): i for i in op_db if i.supports_autograd and torch.complex128 in i.supported_backward_dtypes("cpu")}
+REACHED: set[str] = set()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", sorted(INFOS))
+def test_opinfo_samples(name: str) -> None:
+    if name in SKIPPED:
+        pytest.skip(SKIPPED[name])
+    info = INFOS[name]
+    samples = list(info.sample_inputs("cpu", torch.complex128, requires_grad=True))
+    for sample in samples[:: max(1, len(samples) // 2)][:2]:
+        leaves, spec = tree_flatten((sample.input, sample.args, sample.kwargs))
+
+        def function(*leaves: Any, sample: Any = sample, spec: Any = spec) -> Any:
+            first, args, kwargs = tree_unflatten(leaves, spec)
+            return sample.output_process_fn_grad(info.op(first, *args, **kwargs))
+
+        g = compare(function, leaves, second=info.supports_gradgrad and name not in FIRST_ORDER)
+        REACHED.update(n.op for n in g.nodes if any(s.dtype.is_complex for s in _specs(g, n)))
+
+
+def _specs(g: Any, node: Any) -> list[Any]:
+    by_id = {n.id: n for n in g.nodes}
+    return [*node.outputs, *(by_id[v.node].outputs[v.index] for v in node.inputs)]
+
+
+def c(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.complex128, requires_grad=True)
+
+
+def r(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+
+_ONES = torch.ones(8, dtype=torch.float64)
+ROWS: dict[str, tuple[Any, Any]] = {
+    "conv1d": (F.conv1d, lambda: (c(2, 3, 5), c(4, 3, 2), c(4))),
+    "conv_transpose2d": (F.conv_transpose2d, lambda: (c(2, 3, 4, 4), c(3, 2, 2, 2))),
+    "norm": (lambda x: torch.ops.aten.norm.Scalar(x, 1.5), lambda: (c(3, 2),)),
+    "polar": (torch.polar, lambda: (r(3).abs().detach().requires_grad_(), r(3))),
+    "power of a number": (lambda x: torch.pow(2.5, x) + torch.pow(-2.5, x) + torch.pow(2 - 1j, x), lambda: (c(4),)),
+    "complex number to real powers": (lambda x: torch.pow(1 + 2j, x), lambda: (r(4),)),
+    "complex factors": (lambda a, b, d: torch.addmm(a, b, d, alpha=1j, beta=2 - 1j) * (1 + 2j),
+                        lambda: (c(3, 3), c(3, 2), c(2, 3))),
+    "real and complex": (lambda x, z: (x * z + z.conj() * 2j - x).real.sum() + (z.abs() * x).sum(),
+                         lambda: (r(3), c(3))),
+    "parts": (lambda z: z.imag * z.real, lambda: (c(3),)),
+    "product of real and complex matrices": (lambda x, z: x.to(z.dtype) @ z, lambda: (r(3, 2), c(2, 3))),
+    "eigenvalues of a real matrix": (torch.linalg.eigvals, lambda: (r(4, 4),)),
+    "filter": (lambda x: torch.fft.irfft(torch.fft.rfft(x) * (1 - 2j), n=5), lambda: (r(2, 5),)),
+    "stft and back": (lambda x: torch.istft(torch.stft(x, 8, return_complex=True, window=_ONES), 8, window=_ONES),
+                      lambda: (r(2, 32),)),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", sorted(ROWS))
+def test_equals_autograd(name: str) -> None:
+    function, inputs = ROWS[name]
+    REACHED.update(node.op for node in compare(function, inputs()).nodes)
+
+
+def test_ops_named_complex_are_reached() -> None:
+    """Runs after the samples."""
+    if len(REACHED) < 150:
+        pytest.skip("only part of the samples ran")
+    assert sorted(COMPLEX - REACHED) == []
+
+
+def test_a_rule_for_real_tensors_refuses_complex_ones() -> None:
+    with tfnb.record():
+        x = tfnb.placeholder(torch.randn(3, dtype=torch.complex128), shape=(3,))
+        with pytest.raises(NoGradient, match="real tensors"):
+            tfnb.gradients(torch.logcumsumexp(x, 0), [x])
+
+
+@pytest.mark.parametrize("where", ["placeholder", "constant"])
+def test_lazily_conjugated_samples(where: str) -> None:
+    a, b = (torch.randn(3, dtype=torch.complex128) for _ in range(2))
+    lazy = b.conj()
+    with tfnb.record() as g:
+        x = tfnb.placeholder(a, shape=(3,))
+        y = tfnb.placeholder(lazy, shape=(3,)) if where == "placeholder" else lazy
+        z = torch.view_as_real(x * y) if where == "constant" else torch.view_as_real(y) * torch.view_as_real(x)
+    expected = a * lazy if where == "constant" else torch.complex(lazy.real * a.real, lazy.imag * a.imag)
+    torch.testing.assert_close(z.sample, torch.view_as_real(expected.resolve_conj()))
+    feeds = {x: a} | ({y: lazy} if where == "placeholder" else {})
+    torch.testing.assert_close(tfnb.Session(g).run(z, feeds), z.sample)
+
+
+def test_writes_through_complex_views() -> None:
+    def function(x: Any) -> Any:
+        x = x.clone()
+        x.conj().mul_(1j)
+        x.real[0] = 7.0
+        x.imag = x.imag + 1
+        torch.view_as_real(x)[:, 1].add_(3)
+        torch.view_as_complex(torch.view_as_real(x))[2] = 0
+        return x, x.conj().real + x.conj().imag
+
+    a, b = (torch.randn(3, dtype=torch.complex128) for _ in range(2))
+    with tfnb.record() as g:
+        x = tfnb.placeholder(a, shape=(3,))
+        got = function(x)
+    for y, now, expected in zip(tfnb.Session(g).run(list(got), {x: b}), got, function(a), strict=True):
+        torch.testing.assert_close(now.sample, expected)
+        assert y.shape == expected.shape
+    for y, expected in zip(tfnb.Session(g).run(list(got), {x: b}), function(b), strict=True):
+        torch.testing.assert_close(y, expected)
