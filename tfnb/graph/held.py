@@ -34,7 +34,7 @@ class Held:
         now: torch.Tensor | None = None
         for place, name in self._places:
             module = place()
-            found = None if module is None else module._parameters.get(name, module._buffers.get(name))
+            found = None if module is None else _held(module, name)
             if found is None or found is now:  # not there any more: the object itself goes on
                 continue
             if now is not None:
@@ -53,3 +53,11 @@ class Held:
         """The storage, not a copy."""
         tensor = self.tensor()
         return self._spare if tensor is None else tensor.detach()
+
+
+def _held(module: torch.nn.Module, name: str) -> torch.Tensor | None:
+    """A parameter or buffer of a module, also of a scripted one, whose tables are no dicts."""
+    for table in (module._parameters, module._buffers):
+        if name in table:
+            return table[name]
+    return None

@@ -24,10 +24,12 @@ from tfnb.graph.graph import new_id
 from tfnb.recording.commit import drop_unreachable_data, replaced, substitute, unified_guards
 from tfnb.recording.functions import own_functions
 from tfnb.recording.habits import recorded_steps
+from tfnb.recording.modules import follow_modules
 from tfnb.recording.recompute import checkpoints
 from tfnb.recording.recorder import Recorder
 from tfnb.recording.replaced import FUNCTIONS
-from tfnb.recording.scopes import Functions, clean, follow_modules
+from tfnb.recording.scopes import Functions, clean
+from tfnb.recording.surroundings import surroundings
 from tfnb.recording.tensor import Operation, Tensor
 
 _graphs: dict[str, Graph] = {}
@@ -199,6 +201,7 @@ def _check_device(device: Any) -> None:
 def _enter(stack: ExitStack, recorder: Recorder, device: Any) -> None:
     """Everything that holds inside a block, undone in reverse order whatever happens."""
     stack.enter_context(_disable_current_modes())  # a nested recording belongs to the inner owner only
+    stack.enter_context(surroundings())
     stack.enter_context(_pushed(recorder))
     stack.enter_context(_listening(recorder))
     stack.enter_context(follow_modules(recorder.scopes, recorder))

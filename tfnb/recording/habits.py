@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
@@ -268,7 +269,8 @@ def _autograd_grad(
 def _set_data(habits: Habits, func: Any, tensor: Any, new: Any) -> None:
     """``x.data = new``: a write that gradients do not see. Modules made here are converted for real."""
     recorder = habits.recorder
-    if not isinstance(new, torch.Tensor) or (recorder.is_unused(tensor) and not isinstance(new, Tensor)):
+    is_initial = is_lazy(tensor) or recorder.is_unused(tensor)
+    if not isinstance(new, torch.Tensor) or (is_initial and not isinstance(new, Tensor)):
         func(tensor, new)
         return
     if tuple(new.shape) != tuple(tensor.shape) or new.dtype != tensor.dtype:
@@ -287,10 +289,25 @@ def _to_numpy(habits: Habits, func: Any, tensor: Any, *args: Any, **kwargs: Any)
         return func(habits.recorder.written(tensor), *args, **kwargs)
 
 
+def _deepcopy(habits: Habits, func: Any, tensor: Any, memo: Any) -> Any:
+    """A copy of a tensor of outside is a tensor of its own, with the values that it has here."""
+    recorder = habits.recorder
+    if isinstance(tensor, Tensor | torch.nn.Parameter):
+        return func(tensor, memo)
+    with _disable_current_modes():
+        copy = func(tensor, memo)
+        written = recorder.written(tensor, "deepcopy()")
+        if written is not tensor:
+            copy.copy_(written)
+    recorder.born[copy] = True
+    return copy
+
+
 TABLE: Mapping[Any, Callable[..., Any]] = {
     torch.Tensor.grad.__get__: _get_grad,  # type: ignore[attr-defined]
     torch.Tensor.grad.__set__: _set_grad,  # type: ignore[attr-defined]
     torch.Tensor.grad.__delete__: _delete_grad,  # type: ignore[attr-defined]
+    torch.Tensor.__deepcopy__: _deepcopy,
     torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     torch.Tensor.requires_grad.__get__: _get_requires_grad,  # type: ignore[attr-defined]
     torch.Tensor.requires_grad.__set__: _set_requires_grad,  # type: ignore[attr-defined]

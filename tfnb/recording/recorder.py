@@ -41,7 +41,7 @@ from tfnb.recording.writes import record_write
 aten = torch.ops.aten
 BIG_CONSTANT = 1 << 20  # bytes; larger captured tensors are announced and kept by reference
 _ABSENT = Spec(torch.bool, (0,))  # stands for an output that the op leaves out, as its mask says
-_CONSTRUCTORS = frozenset({"__init__", "reset_parameters", "_reset_parameters"})
+_CONSTRUCTORS = frozenset({"__init__", "reset_parameters", "_reset_parameters", "initialize_parameters"})
 _CONVERTERS = frozenset({"_apply"})  # of a module just made: .double(), .to(...)
 
 
@@ -257,13 +257,13 @@ class Recorder(TorchDispatchMode):
         if note not in self.notes:
             self.notes.append(note)
 
-    def written(self, tensor: torch.Tensor) -> torch.Tensor:
+    def written(self, tensor: torch.Tensor, how: str = "numpy()") -> torch.Tensor:
         """What a tensor that was not recorded holds for the program: its memory, or what this recording wrote to it."""
         var, found = known(tensor), self._bases.get(id(tensor))
         base = self._reads.get(var) if var is not None else found[1] if found is not None else None
         if base is None or not base.version:
             return tensor
-        self.escaped(tensor, "numpy()")
+        self.escaped(tensor, how)
         if base.entry.sample is None:
             raise InvalidArgument(f"a tensor written here has no value while recording{self.tape.at()}")
         return base.entry.sample

@@ -1,6 +1,6 @@
 """Which module and which torch function a node belongs to. Display only: nodes never depend on it.
 
-Modules are followed by torch's global forward hooks, functions by a TorchFunctionMode.
+Modules are followed by `tfnb.recording.modules`, functions by a TorchFunctionMode.
 """
 
 from __future__ import annotations
@@ -11,11 +11,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.modules import module as nn_module
 from torch.overrides import TorchFunctionMode
-
-from tfnb.errors import Unsupported
-from tfnb.graph import current
 
 _BAD = re.compile(r"[^A-Za-z0-9_.]+")
 
@@ -35,6 +31,15 @@ class Label(NamedTuple):
     places: list[tuple[torch.nn.Module, str]]
 
 
+class _Open(NamedTuple):
+    """A module whose forward runs: how deep the path was, names of the modules inside, its own buffers."""
+
+    module: torch.nn.Module
+    depth: int
+    names: dict[int, str]
+    buffers: dict[str, torch.Tensor | None]
+
+
 class Scopes:
     """The stack of open scopes of one recording: name scopes, modules, then the torch function."""
 
@@ -44,7 +49,7 @@ class Scopes:
         self.paused = 0
         self.labels: dict[int, Label] = {}  # by the id of a parameter or buffer
         self._python_name = python_name
-        self._modules: list[tuple[torch.nn.Module, int, dict[int, str]]] = []
+        self._modules: list[_Open] = []
         self._opened: dict[tuple[str, ...], int] = {}
 
     def current(self) -> tuple[str, ...]:
@@ -74,7 +79,7 @@ class Scopes:
 
     def enter(self, module: torch.nn.Module) -> None:
         """A module's forward begins."""
-        names = self._modules[-1][2] if self._modules else {}
+        names = self._modules[-1].names if self._modules else {}
         before = len(self.path)
         path = names.get(id(module))
         if path is None:
@@ -86,15 +91,16 @@ class Scopes:
             inner = {id(child): child_path for child_path, child in module.named_modules() if child is not module}
             self.path = [*self.path, *path.split(".")]
             names = inner
-        self._modules.append((module, before, names))
+        self._modules.append(_Open(module, before, names, dict(module._buffers)))
 
-    def exit(self, module: torch.nn.Module) -> None:
-        """A module's forward ends, also by an exception."""
+    def exit(self, module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+        """A module's forward ends, also by an exception; returns the buffers that it had before."""
         while self._modules:
-            top, before, _ = self._modules.pop()
-            self.path = self.path[:before]
-            if top is module:
-                return
+            top = self._modules.pop()
+            self.path = self.path[: top.depth]
+            if top.module is module:
+                return top.buffers
+        return dict(module._buffers)
 
     def _label(self, root: torch.nn.Module, prefix: str, root_name: str) -> None:
         for path, module in root.named_modules(prefix=prefix.rstrip(".")):
@@ -142,37 +148,3 @@ class Functions(TorchFunctionMode):
             return call(*args, **(kwargs or {}))
         finally:
             scopes.function = None
-
-
-@contextmanager
-def follow_modules(scopes: Scopes, recording: Any) -> Iterator[None]:
-    """Global module hooks for the time of a recording; they act on this thread's recording only."""
-
-    def before(module: torch.nn.Module, args: Any) -> None:
-        if current.recording() is recording:
-            _refuse_backward_hooks(module, recording)
-            scopes.enter(module)
-
-    def after(module: torch.nn.Module, args: Any, output: Any) -> None:
-        if current.recording() is recording:
-            scopes.exit(module)
-
-    pre = nn_module.register_module_forward_pre_hook(before)
-    try:
-        post = nn_module.register_module_forward_hook(after, always_call=True)
-        try:
-            yield
-        finally:
-            post.remove()
-    finally:
-        pre.remove()
-
-
-def _refuse_backward_hooks(module: torch.nn.Module, recording: Any) -> None:
-    """They hang on the engine of autograd, which a recording has not; they must not be passed over in silence."""
-    everywhere = nn_module._global_backward_hooks or nn_module._global_backward_pre_hooks
-    if torch.is_grad_enabled() and (everywhere or module._backward_hooks or module._backward_pre_hooks):
-        raise Unsupported(
-            f"{type(module).__name__} has a backward hook, which is not recorded: use register_hook on its input or "
-            f"output tensor{recording.tape.at()}"
-        )
