@@ -67,6 +67,9 @@ def test_mistakes_of_a_custom_gradient_name_its_line() -> None:
         y = tfnb.custom_gradient(lambda x: (x * 1, lambda dy: (dy, dy)))(x)
         with pytest.raises(tfnb.errors.InvalidArgument, match=r"Num gradients 2 .* num inputs 1\n  rule: .*test_cus"):
             tfnb.gradients(y, x)
+        y = tfnb.custom_gradient(lambda x: (x * 1, lambda dy: dy[:2]))(x)  # a fixed size for one that varies
+        with pytest.raises(tfnb.errors.ShapeError, match=r"shape \[2\] for an input of shape \[B\]"):
+            tfnb.gradients(y, x)
         z = tfnb.placeholder(torch.randn(3), shape=(3,))
         y = tfnb.custom_gradient(lambda x: (x * 1, lambda dy: dy[:2]))(z)
         with pytest.raises(tfnb.errors.ShapeError, match=r"shape \[2\] for an input of shape \[3\]\n  rule: .*test"):
@@ -140,6 +143,8 @@ def test_mistakes_of_an_override() -> None:
         with pytest.raises(tfnb.errors.NotFound, match="not an op"), tfnb.gradient_override({F.relu: None}):
             pass
         with pytest.raises(tfnb.errors.InvalidArgument, match="in place"), tfnb.gradient_override({aten.relu_: None}):
+            pass
+        with pytest.raises(tfnb.errors.InvalidArgument, match="stat"), tfnb.gradient_override({aten.batch_norm: None}):
             pass
         with tfnb.gradient_override({aten.sin: lambda n, dy: (dy, dy)}):
             y = x.sin()

@@ -63,6 +63,7 @@ CASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "hessian": hessian(f),
     "vmap": vmap(lambda row: row.sin() * row.sum()),
     "vmap over columns": vmap(lambda column: column * 2, in_dims=1, out_dims=1),
+    "vmap with a size": vmap(lambda column: column.sum() / column.shape[0], in_dims=1),
     "vmap with a matrix": vmap(lambda row: MATRIX @ row),
     "vmap of vmap": vmap(vmap(lambda a: a * a)),
     "vmap over two": lambda x: vmap(torch.dot)(x, x * 2),

@@ -127,6 +127,10 @@ class _Eager(torch.autograd.Function):
         return tuple(grads)
 
 
+# composites that write buffers without saying so in their schema: kept whole, they would write while recording
+_WRITES_BUFFERS = frozenset({"aten.batch_norm.default", "aten.instance_norm.default"})
+
+
 @contextmanager
 def gradient_override(rules: Mapping[Any, RuleFunction]) -> Iterator[None]:
     """Ops recorded inside get these gradients: ``{op: rule}``, with rules as for `register_gradient`.
@@ -163,6 +167,8 @@ def _overridable(op: Any, recorder: Recorder) -> tuple[str, ...]:
         names = ops_of(op)
     except UnknownOp as error:
         raise NotFound(f"gradient_override: {error}{recorder.tape.at()}", op=str(op)) from error
+    if set(names) & _WRITES_BUFFERS:
+        raise InvalidArgument(f"gradient_override: {op} writes running statistics; override what it is made of")
     pure = tuple(name for name in names if not facts(resolve(name)).writes)
     if not pure:
         raise InvalidArgument(f"gradient_override: {op} writes in place; override the op without the underscore")

@@ -383,7 +383,7 @@ class Walk:
         if dx.dtype.is_complex and not spec.dtype.is_complex:
             dx = dx.real  # what moves a real input is the real part
         got = self._spec(dx.value).shape  # type: ignore[attr-defined]
-        dims, keep = _broadcast(got, spec.shape, node, self._rule(node))
+        dims, keep = _broadcast(got, spec.shape, node, self._rule(node), self._hint)
         if dims:
             dx = dx.sum(dims)
         if keep:
@@ -394,6 +394,11 @@ class Walk:
 
     def _complex(self, node: Node) -> bool:
         return any(spec.dtype.is_complex for spec in (*node.outputs, *map(self._spec, node.inputs)))
+
+    def _hint(self, size: Any) -> int | None:
+        """A size as it is in the samples; None where they do not know it."""
+        symbols = self.recorder.symbols
+        return symbols.hint(size.evaluate(symbols.bindings([size]))) if isinstance(size, Dim) else size
 
     def _spec(self, value: Value) -> Spec:
         return self.recorder.node(value.node).outputs[value.index]
@@ -429,11 +434,13 @@ def _ways(node: Node) -> tuple[Value, ...]:
     return () if node.op in NOGRAD or "update" in node.tags else node.inputs
 
 
-def _broadcast(got: Sequence[Any], wanted: Sequence[Any], node: Node, rule: Rule | None) -> tuple[list[int], list[int]]:
+def _broadcast(
+    got: Sequence[Any], wanted: Sequence[Any], node: Node, rule: Rule | None, hint: Callable[[Any], int | None]
+) -> tuple[list[int], list[int]]:
     """Axes of a cotangent to sum away, and then those to sum to size one."""
     lead = len(got) - len(wanted)
     tail = list(zip(got[max(lead, 0) :], wanted, strict=False))
-    if lead < 0 or any(w != 1 and _differ(g, w) for g, w in tail):
+    if lead < 0 or any(w not in (1, g) and None is not hint(g) != hint(w) is not None for g, w in tail):
         raise ShapeError(
             f"the gradient rule of {node.op} returned shape {list(got)} for an input of shape {list(wanted)}\n"
             f"  rule: {rule or 'decomposed'}\n  node {node.name}, {node.source}",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from tfnb.recording.writes import rebind
 
 _Base: Any = torch.autograd.function._SingleLevelFunction
 _ONCE = once_differentiable(lambda ctx: None).__code__
+_open: list[Recorder] = []  # in all threads
+_lock = Lock()
 _ARRAYS = ("numpy()", "tolist()")
 
 
@@ -57,26 +60,28 @@ class Context(FunctionCtx):
 def own_functions(recorder: Recorder) -> Iterator[None]:
     """For the time of a recording, ``Function.apply`` is recorded with the Function's own backward.
 
-    ``Function.apply`` calls the ``apply`` of its base class. That one is shadowed, because a program may hold a
-    Function's own (``relu = MyRelu.apply``) from long before the recording.
+    ``Function.apply`` calls the ``apply`` of its base class. That one is shadowed while any thread records, because a
+    program may hold a Function's own (``relu = MyRelu.apply``) from long before.
     """
-    before = _Base.__dict__.get("apply")
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if current.recording() is not recorder or not issubclass(cls, torch.autograd.Function):
-            return (super(_Base, cls).apply if before is None else before.__get__(None, cls))(*args, **kwargs)
-        if cls in CHECKPOINTS:
-            return CHECKPOINTS[cls](recorder, *args)
-        return _record(recorder, cls, args, kwargs)
-
-    _Base.apply = classmethod(apply)
+    with _lock:
+        _open.append(recorder)
+        _Base.apply = classmethod(_apply)
     try:
         yield
     finally:
-        if before is None:
-            del _Base.apply
-        else:
-            _Base.apply = before
+        with _lock:
+            _open.remove(recorder)
+            if not _open:
+                del _Base.apply
+
+
+def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    recorder = current.recording()
+    if not isinstance(recorder, Recorder) or not issubclass(cls, torch.autograd.Function):
+        return super(_Base, cls).apply(*args, **kwargs)
+    if cls in CHECKPOINTS:
+        return CHECKPOINTS[cls](recorder, *args)
+    return _record(recorder, cls, args, kwargs)
 
 
 def _record(recorder: Recorder, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

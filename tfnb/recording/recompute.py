@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from itertools import takewhile
+from threading import Lock
 from typing import Any
 
 import torch.utils.checkpoint
@@ -147,21 +148,29 @@ CHECKPOINTS: dict[Any, Callable[..., Any]] = {torch.utils.checkpoint.CheckpointF
 @contextmanager
 def checkpoints(recorder: Recorder) -> Iterator[None]:
     """For the time of a recording, what ``checkpoint(use_reentrant=False)`` runs is a region."""
-    original = getattr(torch.utils.checkpoint, _GENERATOR)
-
-    def generator(fn: Any, preserve: bool = True, context_fn: Any = None, *args: Any, **kwargs: Any) -> Iterator[None]:
-        if current.recording() is not recorder:
-            yield from original(fn, preserve, context_fn, *args, **kwargs)
-            return
-        context = context_fn()[0] if context_fn is not None else nullcontext()
-        with context, region(recorder):
-            yield
-
-    setattr(torch.utils.checkpoint, _GENERATOR, generator)
+    with _lock:
+        _open.append(recorder)
+        setattr(torch.utils.checkpoint, _GENERATOR, _generator)
     try:
         yield
     finally:
-        setattr(torch.utils.checkpoint, _GENERATOR, original)
+        with _lock:
+            _open.remove(recorder)
+            if not _open:
+                setattr(torch.utils.checkpoint, _GENERATOR, _ORIGINAL)
 
 
 _GENERATOR = "_checkpoint_without_reentrant_generator"
+_ORIGINAL = getattr(torch.utils.checkpoint, _GENERATOR)
+_open: list[Recorder] = []  # in all threads
+_lock = Lock()
+
+
+def _generator(fn: Any, preserve: bool = True, context_fn: Any = None, *args: Any, **kwargs: Any) -> Iterator[None]:
+    recorder = current.recording()
+    if not isinstance(recorder, Recorder):
+        yield from _ORIGINAL(fn, preserve, context_fn, *args, **kwargs)
+        return
+    context = context_fn()[0] if context_fn is not None else nullcontext()
+    with context, region(recorder):
+        yield

@@ -181,6 +181,11 @@ def _zeros(rec: Any, size: Any, **options: Any) -> Any:
     return torch.zeros(size, **options)
 
 
+def _number(rec: Any, x: Any, **options: Any) -> Any:
+    """vmap makes a tensor of a varying size in this way."""
+    return torch.scalar_tensor(x, **options) if isinstance(x, torch.SymInt) else NotImplemented
+
+
 def _attention(rec: Any, *args: Any, **kwargs: Any) -> Any:
     """Attention stays whole, but its dropout must be drawn by a node of its own."""
     dropout = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
@@ -225,6 +230,7 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     aten.matmul.default: _matmul,
     aten.unbind.int: _unbind,
     aten._efficientzerotensor.default: _zeros,
+    aten._to_copy.default: _number,
     aten.kron.default: _kron,
     aten.cdist.default: _cdist,
     aten.diff.default: _diff,
