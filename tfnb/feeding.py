@@ -107,12 +107,12 @@ def _taken(row: _Row, value: Any, symbols: dict[str, int]) -> torch.Tensor:
 
 
 def converted(value: Any, spec: Spec, name: str, source: Any) -> torch.Tensor:
-    """The value as a tensor of the spec's dtype and device."""
+    """The value as a tensor of the spec's dtype and device, laid out in memory as it was while recording: in rows."""
     if isinstance(value, torch.Tensor):
         tensor = current.plain(value)
         here = tensor.is_cpu if spec.device == "cpu" else tensor.device.type == spec.device
         if here and tensor.dtype is spec.dtype and not tensor.requires_grad and not tensor.is_conj():
-            return tensor
+            return tensor.contiguous()
         tensor = tensor.detach().resolve_conj()
     elif isinstance(value, (np.ndarray, np.generic)):
         tensor = torch.as_tensor(np.ascontiguousarray(value) if isinstance(value, np.ndarray) and value.ndim else value)
@@ -123,7 +123,7 @@ def converted(value: Any, spec: Spec, name: str, source: Any) -> torch.Tensor:
             f"cannot feed {dtype_name(tensor.dtype)} for {name}, which is {spec}: values would be lost; "
             f"convert it with .to(torch.{dtype_name(spec.dtype)}){_at(source)}", node=name,
         )  # fmt: skip
-    return tensor.to(device=spec.device, dtype=spec.dtype)
+    return tensor.to(device=spec.device, dtype=spec.dtype).contiguous()
 
 
 def _from_python(value: Any, spec: Spec, name: str) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 
 import tfnb
@@ -148,3 +149,168 @@ def test_a_call_that_reshapes_in_place_reshapes_the_handle_alone() -> None:
         for got, expected in zip(tfnb.run(recorded, {x: data}), program(data), strict=True):
             torch.testing.assert_close(got, expected)
     assert recorded[0].shape == (1, *x.shape) and recorded[2].dim() == 0
+
+
+def replayed(program: Any, sample: torch.Tensor, other: torch.Tensor) -> list[torch.Tensor]:
+    """Record ``program(x)``, compare with eager, and return what a run on ``other`` gives."""
+    with tfnb.record() as g:
+        x = tfnb.placeholder(sample, shape=tuple(sample.shape))
+        got = program(x)
+    want = program(sample.clone())
+    assert [t.sample.tolist() for t in got] == [t.tolist() for t in want]
+    assert [tuple(t.shape) for t in got] == [tuple(t.shape) for t in want]
+    found = tfnb.Session(g).run(list(got), {x: other})
+    assert [t.tolist() for t in found] == [t.tolist() for t in program(other.contiguous().clone())]
+    return found
+
+
+def _turned(x: torch.Tensor) -> list[torch.Tensor]:
+    y = x * 1
+    row = y[0]
+    y.t_()
+    y.unsqueeze_(0)
+    row.squeeze_().add_(1)
+    y[0, 0] = 9
+    return [y, row, y.squeeze_(0), y.view(-1) if y.is_contiguous() else y.reshape(-1)]
+
+
+def _foreach_aliases(x: torch.Tensor) -> list[torch.Tensor]:
+    y = x * 1
+    torch._foreach_add_([y, y[0], y.t()], 1)
+    torch._foreach_mul_([y, x], [x, y])
+    return [x, y]
+
+
+def _overlaid(x: torch.Tensor) -> list[torch.Tensor]:
+    y = x * 1
+    tail = y[1:]
+    tail.as_strided((2,), (1,), 0).add_(10)  # counts from the start of y
+    y.unfold(1, 2, 2).mul_(2)
+    y.view(torch.int32)[0, 0] = 0
+    return [y, tail]
+
+
+def _same_strides(x: torch.Tensor) -> list[torch.Tensor]:
+    y = x.t() * 1  # lies in memory by columns, and stays so
+    y.copy_(x.t().contiguous())
+    y.mul_(x.t().contiguous())
+    flat = y.t().view(-1)
+    flat[0] = 5
+    z = F.dropout(y, 0.5, training=False)
+    z.add_(1)
+    return [y, flat, z]
+
+
+def _grown(x: torch.Tensor) -> list[torch.Tensor]:
+    out = torch.empty(0)
+    same = torch.add(x, 1, out=out)
+    same[0] = 0
+    return [out, same]
+
+
+@pytest.mark.parametrize("program", [_turned, _foreach_aliases, _overlaid, _same_strides, _grown])
+def test_aliases_are_torchs(program: Any) -> None:
+    replayed(program, torch.arange(12.0).view(3, 4), torch.arange(12.0, 0, -1).view(4, 3).t())
+
+
+def test_a_fed_tensor_may_lie_in_memory_in_any_way() -> None:
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.ones(4, 3).t(), shape=(3, 4))
+        middle = x.t() * 1
+        y = middle.t().view(-1)
+        x.fill_diagonal_(0)
+    other = torch.arange(12.0).view(4, 3).t()
+    session = tfnb.Session(g)
+    assert torch.equal(session.run(x, {x: other}), other.clone().fill_diagonal_(0))
+    assert torch.equal(session.run(y, {middle: torch.ones(4, 3)}), torch.ones(12))
+
+
+def test_plain_tensors_that_share_memory() -> None:
+    whole = torch.zeros(4)
+    part, later = whole[1:3], whole[2:]
+    with tfnb.record():
+        whole.add_(1)
+        y = part * 2
+        part.add_(1)
+        z = whole * 1
+    assert [t.tolist() for t in tfnb.run([y, z])] == [[2, 2], [1, 2, 2, 1]]
+    assert whole.tolist() == [0, 0, 0, 0]
+    with pytest.raises(tfnb.errors.Unsupported, match="shares in part"), tfnb.record():
+        part * 1
+        later * 1
+        part.add_(1)
+
+
+def test_a_view_of_a_parameter_made_before_is_a_view_of_its_variable() -> None:
+    w = torch.nn.Parameter(torch.ones(2, 3))
+    turned = w.t()
+    with tfnb.record():
+        loss = (turned * 2).sum() + w.data.sum()
+        dw = tfnb.gradients(loss, [w])[0]
+    with torch.no_grad():
+        w.fill_(3)
+    got = tfnb.run([loss, dw])
+    assert got[0] == 54 and got[1].tolist() == [[2, 2, 2], [2, 2, 2]]
+
+
+def _through_detach(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    y.detach()[0].add_(1)
+    y.data.mul_(3)
+    return (y * y.detach()).sum()
+
+
+def _looked_at_without_grad(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    row, alias = y[0], y.view(-1)
+    with torch.no_grad():
+        y.add_(1)
+        alias.mul_(2)
+        row.sum()
+    return (row * 3).sum() + alias.sum()
+
+
+def _out_without_grad(x: torch.Tensor) -> torch.Tensor:
+    y, z = x * 2, x * 3
+    with torch.no_grad():
+        torch.add(x, 1, out=y)
+        torch._foreach_mul_([y, z], 2)
+    return (y * 5).sum() + z.sum()
+
+
+def _filled(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    y[0].fill_(x.sum())
+    y[1] = x[0] * 3
+    y.squeeze_().t_()
+    return (y * torch.arange(6.0, dtype=torch.float64).view(3, 2)).sum()
+
+
+@pytest.mark.parametrize("program", [_through_detach, _looked_at_without_grad, _out_without_grad, _filled])
+def test_gradients_through_writes_are_torchs(program: Any) -> None:
+    x = torch.arange(6.0, dtype=torch.float64).view(2, 3).requires_grad_()
+    program(x).backward()
+    with tfnb.record():
+        held = tfnb.placeholder(x.detach(), shape=(2, 3))
+        (dx,) = tfnb.gradients(program(held), [held])
+    assert torch.equal(dx.sample, x.grad)
+
+
+REFUSED = {
+    "set_": lambda x, plain: x.set_(plain),
+    "resize_": lambda x, plain: x.resize_(1),
+    "shape of a plain tensor": lambda x, plain: plain.t_(),
+    "out= of another shape": lambda x, plain: torch.add(x, 1, out=torch.empty(4, 4)),
+    "out= of a plain tensor": lambda x, plain: torch.add(x[:1, :1], 1, out=plain[:0]),
+    "overlap": lambda x, plain: x.as_strided((2, 2), (1, 1)).add_(1),
+    "unfold": lambda x, plain: x.unfold(0, 2, 1).add_(1),
+    "expand": lambda x, plain: x[:, :1].expand(2, 3)[:, 1:].add_(1),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_recorded_is_refused_with_its_line(what: str) -> None:
+    plain = torch.ones(2, 3)
+    with pytest.raises(tfnb.errors.Unsupported, match=r"test_inplace.py line"), tfnb.record():
+        REFUSED[what](tfnb.placeholder(torch.ones(2, 3), shape=(2, 3)), plain)
+    assert plain.shape == (2, 3)

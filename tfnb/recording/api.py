@@ -62,7 +62,7 @@ def _sample(sample: Any, dtype: torch.dtype | None, device: Any) -> torch.Tensor
     tensor = torch.as_tensor(current.plain(sample)).detach()
     if isinstance(sample, np.ndarray):
         tensor = tensor.clone()
-    return tensor.to(dtype=dtype, device=device)
+    return tensor.to(dtype=dtype, device=device).contiguous()  # as every feed will be
 
 
 def _axes(sample: torch.Tensor | None, shape: Any, recorder: Recorder) -> tuple[int | str | None, ...]:

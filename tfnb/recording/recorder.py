@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tfnb.errors import InvalidArgument, ShapeError, StaleNode
+from tfnb.errors import InvalidArgument, ShapeError, StaleNode, Unsupported
 from tfnb.graph import Graph, Guard, Node, Owner, Ref, Source, Spec, Value, Variable
 from tfnb.graph.node import leaves
 from tfnb.graph.variable import updated
@@ -68,7 +68,8 @@ class Recorder(TorchDispatchMode):
         self.notes: list[str] = []
         self.born = WeakIdKeyDictionary()  # parameters and buffers made in this recording
         self.live = WeakIdKeyDictionary()  # every recorded tensor that somebody still holds
-        self._bases: dict[int, tuple[torch.Tensor, Base]] = {}
+        self._handles: dict[int, tuple[torch.Tensor, Tensor]] = {}  # of plain tensors met, by id
+        self._memory: dict[int, tuple[torch.Tensor, Tensor]] = {}  # the first of them, by their storage
         self._reads: dict[Variable, Base] = {}
         self._warned: set[Any] = set()
         self._stop = stop
@@ -409,7 +410,7 @@ class Recorder(TorchDispatchMode):
             self.space.keep(entry.value, sample)
             if sample is not None:
                 self.symbols.observe(fake, sample)
-            view = () if base is None else (*chain, View(func, attrs, index))
+            view = () if base is None else (*chain, View(func, attrs, index, torch.is_grad_enabled()))
             wrapped.append(self._wrap(entry, base, view))
         if isinstance(fakes, (list, tuple)):
             return type(fakes)(wrapped) if type(fakes) in (list, tuple) else tuple(wrapped)
@@ -469,18 +470,16 @@ class Recorder(TorchDispatchMode):
         source = args[0] if args else kwargs["self"]
         named = bind(func, tuple(args), kwargs)
         attrs = {name: arg for name, arg in named.items() if arg is not source}
-        if isinstance(source, Tensor) and source._space is self.space:
-            return source._family, source._chain, attrs
-        return self._plain_base(source), (), attrs
+        handle = self.handle(source)
+        if func is aten.as_strided.default:  # counts from the start of the memory, whatever it is called on
+            return handle._family, (), {**attrs, "storage_offset": attrs.get("storage_offset", handle.storage_offset())}
+        return handle._family, handle._chain, attrs
 
     # -- tensors to entries -----------------------------------------------------------------------------------------
 
     def _entry(self, tensor: torch.Tensor) -> Entry:
         """The current entry of any tensor met while recording."""
-        if not isinstance(tensor, Tensor):
-            return self._plain_base(tensor).entry
-        if tensor._space is not self.space:
-            return self._plain_base(tensor.sample).entry
+        tensor = self.handle(tensor)
         if tensor._seen != tensor._family.version:
             self._refresh(tensor)
         entry = tensor._entry
@@ -503,18 +502,57 @@ class Recorder(TorchDispatchMode):
             entry = self._entry(look)
         tensor._entry, tensor._seen = entry, base.version
 
-    def _plain_base(self, tensor: torch.Tensor) -> Base:
-        """The base of a tensor that was not recorded: a variable's, or a constant's."""
-        found = self._bases.get(id(tensor))
+    def handle(self, tensor: torch.Tensor) -> Tensor:
+        """The recorded tensor that stands for any tensor met while recording: itself, a variable's, or a constant's."""
+        if isinstance(tensor, Tensor):
+            if tensor._space is self.space:
+                return tensor
+            tensor = tensor.sample
+        found = self._handles.get(id(tensor))
         if found is not None:
             return found[1]
         var = self.variable_of(tensor)
         if var is not None:
-            return self._read_base(var)
+            base = self._read_base(var)
+            handle = Tensor(base.entry, self.space, base)
+        else:
+            handle = self._seen_memory(tensor)
+            handle = self._constant_of(tensor) if handle is None else handle
+            self._handles[id(tensor)] = (tensor, handle)
+        self._memory.setdefault(_storage(tensor), (tensor, handle))
+        return handle
+
+    def _constant_of(self, tensor: torch.Tensor) -> Tensor:
         with _disable_current_modes():
-            base = Base(self.constant(self._captured(tensor)))
-        self._bases[id(tensor)] = (tensor, base)
-        return base
+            return Tensor(self.constant(self._captured(tensor)), self.space)
+
+    def _seen_memory(self, tensor: torch.Tensor) -> Tensor | None:
+        """A plain tensor that shares memory with one met before: a view of that, so that writes to either show."""
+        first, handle = self._memory.get(_storage(tensor), (tensor, None))
+        if handle is None and tensor._base is not None and self.variable_of(tensor._base) is not None:
+            first, handle = tensor._base, self.handle(tensor._base)
+        if handle is None:
+            return None
+        if not _covers(first, tensor):
+            why = "a tensor whose memory another tensor met in this recording shares in part: write to a copy of it"
+            if handle._family.version:
+                raise Unsupported(f"a read after a write to {why}{self.tape.at()}")
+            handle._family.frozen = why
+            other = self._constant_of(tensor)
+            other._family.frozen = why
+            return other
+        handle = self.handle(first)
+        with self.on():
+            offset = tensor.storage_offset() - first.storage_offset() + int(handle.storage_offset())
+            return aten.as_strided(handle, tensor.shape, tensor.stride(), offset)
+
+    def home(self, tensor: torch.Tensor) -> Base:
+        """What the aliases of a tensor share."""
+        return self.handle(tensor)._family
+
+    def fresh(self, tensor: torch.Tensor) -> Tensor:
+        """The value of ``tensor`` in memory of its own."""
+        return self._wrap(self._entry(tensor))
 
     def variable_of(self, tensor: torch.Tensor) -> Variable | None:
         """The Variable of a Parameter, buffer or leaf; None for other tensors."""
@@ -561,10 +599,25 @@ class Recorder(TorchDispatchMode):
         return explained(func, error, described, self.where(), self.symbols.readable)
 
 
+def _storage(tensor: torch.Tensor) -> int:
+    """The memory of a plain tensor; its own id where that is not one piece."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+
+
+def _covers(first: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether every element of ``tensor`` is one of ``first``, which lies in memory without gaps."""
+    start, at = first.storage_offset(), tensor.storage_offset()
+    last = at + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    with _disable_current_modes():
+        dense = torch.empty_like(first, device="meta").stride() == first.stride()
+    return dense and tensor.dtype == first.dtype and start <= at and last < start + first.numel()
+
+
 # Composites in C++ that want numbers: they fix the sizes, which is heard as equalities and warned about.
 _SIZES: dict[Op, Callable[[torch.Tensor], Any]] = {
     aten.size.default: torch.Tensor.size, aten.stride.default: torch.Tensor.stride,
 }  # fmt: skip
+
 _ANSWERS: dict[Op, Callable[..., Any]] = {aten.equal.default: torch.eq, aten.allclose.default: torch.isclose}
 
 

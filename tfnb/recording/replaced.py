@@ -194,6 +194,11 @@ def _attention(rec: Any, *args: Any, **kwargs: Any) -> Any:
     return aten._scaled_dot_product_attention_math(*args, **kwargs)[0]
 
 
+def _dropout(rec: Any, x: Any, p: float, train: bool) -> Any:
+    """Where nothing is dropped torch gives back the very tensor, whatever a device's kernel does."""
+    return NotImplemented if train and p else x
+
+
 def _recurrent(op: Any) -> Callable[..., Any]:
     """Recurrent layers stay whole; those that draw dropout between them are recorded one by one, with the draws.
 
@@ -220,6 +225,7 @@ def _recurrent(op: Any) -> Callable[..., Any]:
 
 
 REPLACED: dict[Any, Callable[..., Any]] = {
+    aten.dropout.default: _dropout,
     aten.batch_norm.default: _batch_norm,
     aten.native_batch_norm.default: _native_batch_norm,
     aten._batch_norm_with_update.default: _batch_norm_with_update,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from tfnb.errors import FailedPrecondition, InvalidArgument, StaleNode, Unsupported
@@ -37,6 +38,7 @@ class Base:
     entry: Entry
     version: int = 0
     written: Callable[[Entry], Entry] | None = None
+    frozen: str = ""  # why nothing may be written here
 
     def write(self, entry: Entry) -> None:
         """Replace the entry; aliases notice by the version."""
@@ -126,6 +128,12 @@ class Tensor(torch.Tensor):
                 "Give tfnb.placeholder a sample, or use the value in a run",
             )
         return found
+
+    def look_as(self, other: Tensor) -> None:
+        """Become another handle of what ``other`` looks at, with its shape and strides."""
+        self._entry, self._family, self._chain, self._seen = other._entry, other._family, other._chain, other._seen
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            self.data = other  # sizes and strides
 
     def eval(self, feed_dict: Any = None) -> torch.Tensor:
         """The value in the default session of its graph."""

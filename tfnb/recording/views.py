@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from tfnb.errors import Unsupported
-from tfnb.graph import current
 from tfnb.recording.ops import Op, facts, op_name
 
 aten = torch.ops.aten
@@ -24,10 +24,12 @@ class View(NamedTuple):
     op: Op
     attrs: dict[str, Any]
     output: int = 0  # which output, for ops with several
+    grad: bool = True  # the grad mode it was made under
 
     def apply(self, base: torch.Tensor) -> torch.Tensor:
         """The view of ``base``."""
-        out = self.op(base, **self.attrs)
+        with torch.set_grad_enabled(self.grad):
+            out = self.op(base, **self.attrs)
         return out[self.output] if isinstance(out, (list, tuple)) else out
 
     def put(self, base: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
@@ -41,6 +43,33 @@ class View(NamedTuple):
 
 def _reshape(base: Any, new: Any, a: Any, i: int) -> Any:
     return new.reshape(base.shape)
+
+
+def _view(base: Any, new: Any, a: Any, i: int) -> Any:
+    return new.view(base.dtype) if "dtype" in a else new.reshape(base.shape)
+
+
+def _expand(base: Any, new: Any, a: Any, i: int) -> Any:
+    if not statically_known_true(new.numel() == base.numel()):
+        raise Unsupported("a write through expand() would write one place of memory more than once: write to the base")
+    return new.reshape(base.shape)
+
+
+def _unfold(base: Any, new: Any, a: Any, i: int) -> Any:
+    if a["size"] > a["step"]:
+        raise Unsupported("a write through overlapping unfold() would write one place of memory more than once")
+    places = torch.arange(base.numel(), device=base.device).view(base.shape)
+    places = places.unfold(a["dimension"], a["size"], a["step"]).reshape(-1)
+    return base.reshape(-1).index_put((places,), new.reshape(-1)).view(base.shape)
+
+
+def _as_strided(base: Any, new: Any, a: Any, i: int) -> Any:
+    reach = 0
+    for step, size in sorted((step, size) for size, step in zip(a["size"], a["stride"], strict=True) if size != 1):
+        if step <= reach:
+            raise Unsupported("a write through overlapping as_strided() would write one place of memory more than once")
+        reach += (size - 1) * step
+    return aten.as_strided_scatter(base, new, a["size"], a["stride"], a["storage_offset"])
 
 
 def _permute(base: Any, new: Any, a: Any, i: int) -> Any:
@@ -58,21 +87,16 @@ def _split_sizes(base: Any, new: Any, a: Any, i: int) -> Any:
     return torch.slice_scatter(base, new, a["dim"], start, start + a["split_sizes"][i])
 
 
-def _detach(base: Any, new: Any, a: Any, i: int) -> Any:
-    """A write through a detached alias changes the value and, as in torch, not the path of gradients."""
-    with torch.no_grad(), current.recording().tagged(frozenset({"in_place"})):  # type: ignore[union-attr]
-        return aten.copy(base, new)
-
-
 # view -> how the base follows from the new view
 PUT: dict[Any, Callable[[Any, Any, dict[str, Any], int], Any]] = {
     aten.alias: lambda base, new, a, i: new,
-    aten.detach: _detach,
-    aten.as_strided: lambda base, new, a, i: aten.as_strided_scatter(
-        base, new, a["size"], a["stride"], a["storage_offset"]
-    ),
+    aten.detach: lambda base, new, a, i: new,
+    aten.as_strided: _as_strided,
     aten.diagonal: lambda base, new, a, i: torch.diagonal_scatter(base, new, a["offset"], a["dim1"], a["dim2"]),
+    aten.expand: _expand,
+    aten.imag: lambda base, new, a, i: torch.complex(torch.real(base), new),
     aten.permute: _permute,
+    aten.real: lambda base, new, a, i: torch.complex(new, torch.imag(base)),
     aten.select: lambda base, new, a, i: torch.select_scatter(base, new, a["dim"], a["index"]),
     aten.slice: lambda base, new, a, i: aten.slice_scatter(base, new, a["dim"], a["start"], a["end"], a["step"]),
     aten.split: _split,
@@ -81,8 +105,9 @@ PUT: dict[Any, Callable[[Any, Any, dict[str, Any], int], Any]] = {
     aten.t: lambda base, new, a, i: new.t(),
     aten.transpose: lambda base, new, a, i: new.transpose(a["dim0"], a["dim1"]),
     aten.unbind: lambda base, new, a, i: torch.select_scatter(base, new, a["dim"], i),
+    aten.unfold: _unfold,
     aten.unsqueeze: _reshape,
-    aten.view: _reshape,
+    aten.view: _view,
     aten.view_as_complex: lambda base, new, a, i: torch.view_as_real(new),
     aten.view_as_real: lambda base, new, a, i: torch.view_as_complex(new),
     aten._conj_physical: lambda base, new, a, i: new.conj(),

@@ -1,95 +1,181 @@
 """Writes while recording: an op that writes in place becomes its out-of-place twin, and its target means the result.
 
-A write to a view is put back into the base it looks at, so every alias sees it; see `tfnb.recording.views`.
+A write to a view is put back into the base it looks at, so every alias sees it; see `tfnb.recording.views`. What an
+alias sees follows torch, also where gradients are concerned: a write made with grad mode off, or through ``detach()``
+or ``.data``, leaves the path of gradients through its target as it was.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from tfnb.errors import Unsupported
+from tfnb.graph.node import leaves
 from tfnb.recording.ops import Facts, Op, facts, op_name, twin, unbind
 from tfnb.recording.tensor import Tensor
 from tfnb.recording.variables import known
+from tfnb.recording.views import View
 
 if TYPE_CHECKING:
     from tfnb.recording.recorder import Recorder
 
+aten = torch.ops.aten
+_STRAIGHT = frozenset({"in_place"})  # with grad mode off: gradients pass to what was there before
+
 
 def record_write(rec: Recorder, func: Op, own: Facts, args: Any, kwargs: Any) -> Any:
     """Record the twin of ``func``, then rebind what it writes; returns what ``func`` would."""
-    other = twin(func)
     named = dict(zip(own.names, args, strict=False)) | kwargs
+    other = twin(func)
     if other is None:
-        raise Unsupported(
-            f"{op_name(func)} writes in place and has no out-of-place form{rec.tape.at()}; "
-            "use an out-of-place call", op=op_name(func),
-        )  # fmt: skip
-    targets = [named[name] for name in own.writes]
-    known_args = own.defaults | named  # the twin may have other defaults, or none
-    passed = {name: known_args[name] for name in facts(other).names if name in known_args}
-    # as in torch, a write made with grad mode off leaves the path of gradients through its target as it was
-    straight = frozenset() if torch.is_grad_enabled() else frozenset({"in_place"})
-    with rec.on(), rec.tagged(straight, rec.tape.marks.forward):
-        call_args, call_kwargs = unbind(other, passed)
-        results = other(*call_args, **call_kwargs)
-        flat = results if isinstance(results, (list, tuple)) else (results,)
+        raise _refused(rec, func, "writes in place and has no out-of-place form: use an out-of-place call")
+    with rec.on():
+        if own.is_reshaping:
+            return _look_again(rec, func, other, own, named)
+        targets = [named[name] for name in own.writes]
         if len(targets) == 1 and isinstance(targets[0], (list, tuple)):
-            targets = list(targets[0])  # foreach ops
-        if own.is_reshaping and isinstance(targets[0], Tensor) and isinstance(flat[0], Tensor):
-            return _reshaped(targets[0], flat[0])
-        for target, result in zip(targets, flat[: len(targets)], strict=True):
-            rebind(rec, target, result if own.is_reshaping else _fitting(target, result))
-    if own.is_reshaping:
-        return flat[0]  # a plain tensor keeps the shape it has; what is returned has the new one
-    more = iter(flat[len(targets) :])
+            _write_lists(rec, other, own, named, list(targets[0]))
+            more = iter(())
+        else:
+            more = iter(_write(rec, func, other, own, named, targets))
     returned = tuple(named[name] if name is not None else next(more, None) for name in own.returns_written)
     return returned[0] if len(returned) == 1 else (returned or None)
 
 
-def _reshaped(target: Tensor, view: Tensor) -> Tensor:
-    """``target`` after a call such as squeeze_: the handle becomes the view, other aliases keep their shapes."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
-        target.data = view  # sizes and strides
-    target._entry, target._family = view._entry, view._family
-    target._chain, target._seen = view._chain, view._seen
+def _write(
+    rec: Recorder, func: Op, other: Op, own: Facts, named: Mapping[str, Any], targets: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """One call that writes ``targets``; returns what it computes besides."""
+    given = own.defaults | dict(named)  # the twin may have other defaults, or none
+    passed = {name: given[name] for name in facts(other).names if name in given}
+    first = next((leaf for leaf in leaves(passed) if isinstance(leaf, torch.Tensor)), None)
+    off = not torch.is_grad_enabled()
+    direct = len(targets) == 1 and first is targets[0]  # the result's gradient passes through the target as it is
+    with rec.tagged(_STRAIGHT if off and direct else frozenset(), rec.tape.marks.forward):
+        results = _called(other, passed)
+    for target, result in zip(targets, results[: len(targets)], strict=True):
+        if not direct and not _broadcasts(result, target):
+            _grow(rec, func, target, result)
+            continue
+        if off and not direct:
+            with rec.tagged(_STRAIGHT, rec.tape.marks.forward):
+                result = aten.copy(target, result)
+        rebind(rec, target, _fitting(target, result))
+    return results[len(targets) :]
+
+
+def _called(op: Op, named: Mapping[str, Any]) -> list[torch.Tensor]:
+    args, kwargs = unbind(op, dict(named))
+    results = op(*args, **kwargs)
+    return list(results) if isinstance(results, (list, tuple)) else [results]
+
+
+def _write_lists(rec: Recorder, other: Op, own: Facts, named: Mapping[str, Any], targets: list[torch.Tensor]) -> None:
+    """A foreach call: one entry after another, as torch does it, where an entry is an alias of something else."""
+    given = own.defaults | dict(named)
+    passed = {name: given[name] for name in facts(other).names if name in given}
+    homes = [id(rec.home(leaf)) for leaf in leaves(passed) if isinstance(leaf, torch.Tensor)]
+    off = not torch.is_grad_enabled()
+    turns = [targets]
+    if off or len(set(homes)) < len(homes):
+        turns = [[target] for target in targets]
+    for at, turn in enumerate(turns):
+        part = passed if turn is targets else {k: _entry_of(v, at, len(targets)) for k, v in passed.items()}
+        with rec.tagged(_STRAIGHT if off else frozenset(), rec.tape.marks.forward):
+            results = _called(other, part)
+        for target, result in zip(turn, results, strict=True):
+            rebind(rec, target, _fitting(target, result))
+
+
+def _entry_of(argument: Any, at: int, count: int) -> Any:
+    """The ``at``-th of an argument that has one entry for each target."""
+    return [argument[at]] if isinstance(argument, (list, tuple)) and len(argument) == count else argument
+
+
+def _look_again(rec: Recorder, func: Op, other: Op, own: Facts, named: Mapping[str, Any]) -> torch.Tensor:
+    """A call that changes the shape of its target and no value: the handle looks through one more view."""
+    target = named[own.writes[0]]
+    if not facts(other).is_view:
+        raise _refused(rec, func, "gives a tensor other memory, which is not recorded: use a new tensor")
+    if not isinstance(target, Tensor) or target._space is not rec.space:
+        raise _refused(rec, func, "changes the shape of a tensor made outside of the recording: use a view of it")
+    target.look_as(_called(other, named)[0])
     return target
 
 
+def _grow(rec: Recorder, func: Op, target: torch.Tensor, result: torch.Tensor) -> None:
+    """An ``out=`` without elements takes the shape of the result."""
+    mine = isinstance(target, Tensor) and target._space is rec.space and not target._chain
+    if not mine or result.dtype != target.dtype or not statically_known_true(target.numel() == 0):
+        shapes = f"{list(target.shape)} {target.dtype} to {list(result.shape)} {result.dtype}"
+        raise _refused(rec, func, f"would change its out= from {shapes}: give it a tensor that fits")
+    target.look_as(rec.fresh(result))
+
+
+def _broadcasts(result: torch.Tensor, target: torch.Tensor) -> bool:
+    """Whether ``result`` has the shape of ``target``, or can be written into all of it."""
+    if result.dim() != target.dim() and result.numel() != target.numel():
+        return False
+    return all(
+        statically_known_true(a == b) or a == b
+        for a, b in zip(reversed(result.shape), reversed(target.shape), strict=False)
+    )
+
+
 def _fitting(target: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    """What a write of ``result`` into ``target`` stores: the target's dtype and shape."""
-    if result.dtype != target.dtype:
-        result = result.to(target.dtype)
-    return result if result.shape == target.shape else result.expand(target.shape)
+    """``result`` as it stands in ``target``: its dtype, shape and strides, on which later views depend."""
+    same = result.dtype == target.dtype and result.dim() == target.dim() and all(
+        statically_known_true(n == m) and (statically_known_true(n <= 1) or statically_known_true(a == b))
+        for n, m, a, b in zip(result.shape, target.shape, result.stride(), target.stride(), strict=True)
+    )  # fmt: skip
+    if same:
+        return result
+    with torch.enable_grad():
+        return aten.copy(target, result)
 
 
 def rebind(rec: Recorder, target: torch.Tensor, new: torch.Tensor) -> None:
     """What ``target`` (a recorded tensor, a view, a parameter, a buffer) means from here on: ``new``."""
-    if not isinstance(target, Tensor):
-        entry, base = rec._entry(new), rec._plain_base(target)
-        with rec.tagged(_tags(bool(rec.scopes.places(target)))):
-            base.write(entry)
-        return
-    base, chain = target._family, target._chain
+    handle = rec.handle(target)
+    base, chain = handle._family, handle._chain
+    if base.frozen:
+        raise Unsupported(f"a write to {base.frozen}{rec.tape.at()}")
     steps: list[torch.Tensor] = [rec._wrap(base.entry, base)]
     for view in chain[:-1]:
         steps.append(view.apply(steps[-1]))
     put = new
     for view, step in zip(reversed(chain), reversed(steps), strict=False):
-        put = view.put(step, put)
+        put = _put(rec, view, step, put)
+    put = _fitting(steps[0], put) if chain else put
     var = next((var for var, read in rec._reads.items() if read is base), None)
     if base.written is not None and var is None:
         raise Unsupported(f"a write through a view of a variable of an earlier recording{rec.tape.at()}")
     entry = rec._entry(put)
-    with rec.tagged(_tags(any(known(held) is var for held, *_ in rec.scopes.labels.values()) if var else False)):
+    in_module = var is not None and any(known(held) is var for held, *_ in rec.scopes.labels.values())
+    with rec.tagged(frozenset({"buffer"}) if in_module else frozenset()):  # it belongs to the step of a loss
         base.write(entry)
-    target._entry = rec._entry(new) if chain else base.entry
-    target._seen = base.version
+    handle._entry = rec._entry(new) if chain else base.entry
+    handle._seen = base.version
 
 
-def _tags(in_module: bool) -> frozenset[str]:
-    """A buffer that a module writes belongs to the step of a loss that went through the module."""
-    return frozenset({"buffer"}) if in_module else frozenset()
+def _put(rec: Recorder, view: View, base: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """``base`` with ``new`` where the view looks; gradients take the way that the write gave ``new``."""
+    if view.op is aten.detach.default:
+        with torch.no_grad(), rec.tagged(_STRAIGHT, rec.tape.marks.forward):
+            return aten.copy(base, new)
+    try:
+        with torch.enable_grad():
+            return view.put(base, new)
+    except Unsupported as error:
+        raise Unsupported(f"{error}{rec.tape.at()}", op=op_name(view.op)) from None
+
+
+def _refused(rec: Recorder, func: Op, why: str) -> Unsupported:
+    return Unsupported(f"{op_name(func)} {why}{rec.tape.at()}", op=op_name(func))
+
+
+__all__ = ["rebind", "record_write"]

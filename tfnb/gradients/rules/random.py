@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tfnb.gradients.table import nograd, overloads
+from tfnb.gradients.table import nograd, overloads, partials
 
 aten = torch.ops.aten
 
@@ -20,7 +20,9 @@ _MADE = (
 )
 
 for _name in (*_DRAWN.split(), *_MADE.split()):
-    nograd(*overloads(_name))
+    nograd(*(op for op in overloads(_name) if op is not aten.fill.Tensor))
+
+partials(aten.fill.Tensor, None, lambda n, dy: dy)
 
 nograd(
     aten.detach.default, aten.detach_copy.default, aten._local_scalar_dense.default, aten.sym_size.int,

@@ -1,0 +1,106 @@
+"""A random program: inputs and lines of Python over torch, so that a failure prints code that runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils._pytree import tree_flatten
+
+MOST = 1e4  # values beyond this, and what is not a number, say nothing about the order of things
+
+
+@dataclass(frozen=True)
+class Input:
+    """A tensor that a program starts from; axis 0 is the batch where ``varies``."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    varies: bool = False
+
+    def make(self, seed: int, batch: int | None = None) -> torch.Tensor:
+        """Halves between -2 and 2: sums of them are exact in any order."""
+        shape = (batch, *self.shape[1:]) if self.varies and batch is not None else self.shape
+        found = torch.Generator().manual_seed(seed * 1009 + sum(map(ord, self.name)))
+        whole = torch.randint(-4, 5, shape, generator=found)
+        return (
+            whole > 0
+            if self.dtype is torch.bool
+            else (whole / (2 if self.dtype.is_floating_point else 1)).to(self.dtype)
+        )
+
+    def __str__(self) -> str:
+        return f"{self.name} = torch.tensor({self.make(1).tolist()}, dtype={self.dtype})"
+
+
+@dataclass(frozen=True)
+class Program:
+    """``lines`` over ``inputs``; every name assigned in them is a result."""
+
+    inputs: tuple[Input, ...]
+    lines: tuple[str, ...] = ()
+
+    def then(self, *lines: str) -> Program:
+        """The program with more lines."""
+        return replace(self, lines=(*self.lines, *lines))
+
+    def make(self, seed: int = 1, batch: int | None = None) -> dict[str, torch.Tensor]:
+        """Values for the inputs."""
+        return {given.name: given.make(seed, batch) for given in self.inputs}
+
+    def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """What every name means at the end of the program: tensors, or lists of them."""
+        names = {"torch": torch, "F": F, **inputs}
+        for line in self.lines:
+            exec(line, names)
+        return {name: names[name] for name in names if name not in ("torch", "F", "__builtins__")}
+
+    def __repr__(self) -> str:
+        return "\n" + "\n".join((*map(str, self.inputs), *self.lines)) + "\n"
+
+
+def tensors(results: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors among results, those in lists too, in order."""
+    return [leaf for leaf in tree_flatten(list(results.values()))[0] if isinstance(leaf, torch.Tensor)]
+
+
+def tame(results: Mapping[str, Any]) -> bool:
+    """Whether every value is a number of moderate size."""
+    return all(
+        bool((t.detach().abs() <= MOST).all()) for t in tensors(results) if t.numel() and t.dtype is not torch.bool
+    )
+
+
+def differences(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], names: Sequence[str]) -> list[str]:
+    """What differs: dtypes, shapes, values beyond rounding."""
+    found = []
+    for g, w, name in zip(got, want, names, strict=True):
+        g, w = g.detach(), w.detach()
+        if g.dtype != w.dtype or g.shape != w.shape:
+            found.append(f"{name}: {g.dtype} {list(g.shape)}, not {w.dtype} {list(w.shape)}")
+        elif not torch.allclose(g.double(), w.double(), rtol=tolerance(w), atol=tolerance(w), equal_nan=True):
+            found.append(f"{name}: {g.tolist()}, not {w.tolist()}")
+    return found
+
+
+def tolerance(want: torch.Tensor) -> float:
+    """Rounding of the dtype; sums are taken in another order in few places."""
+    return 1e-5 if want.dtype is torch.float32 else 1e-9
+
+
+def labels(results: Mapping[str, Any]) -> list[str]:
+    """A name for each of `tensors`."""
+    found = []
+    for name, value in results.items():
+        found += [name] if isinstance(value, torch.Tensor) else [f"{name}[{i}]" for i in range(len(value))]
+    return found
+
+
+def count(shape: Sequence[int]) -> int:
+    """Elements of a shape."""
+    return math.prod(shape)
