@@ -260,14 +260,13 @@ class Recorder(TorchDispatchMode):
 
     def written(self, tensor: torch.Tensor, how: str = "numpy()") -> torch.Tensor:
         """What a tensor that was not recorded holds for the program: its memory, or what this recording wrote to it."""
-        var, found = known(tensor), self._bases.get(id(tensor))
-        base = self._reads.get(var) if var is not None else found[1] if found is not None else None
-        if base is None or not base.version:
+        if _storage(tensor) not in self._memory or not self.home(tensor).version:
             return tensor
         self.escaped(tensor, how)
-        if base.entry.sample is None:
+        sample = self._entry(tensor).sample
+        if sample is None:
             raise InvalidArgument(f"a tensor written here has no value while recording{self.tape.at()}")
-        return base.entry.sample
+        return sample
 
     def branch(self, tensor: Tensor, outcome: bool) -> None:
         """Python took a branch on a recorded value: warn once a line, and guard every later node by the outcome."""
