@@ -156,7 +156,8 @@ def rebind(rec: Recorder, target: torch.Tensor, new: torch.Tensor) -> None:
         raise Unsupported(f"a write through a view of a variable of an earlier recording{rec.tape.at()}")
     entry = rec._entry(put)
     in_module = var is not None and any(known(held) is var for held, *_ in rec.scopes.labels.values())
-    with rec.tagged(frozenset({"buffer"}) if in_module else frozenset()):  # it belongs to the step of a loss
+    tags = frozenset({"buffer"} if in_module else ())  # it belongs to the step of a loss
+    with torch.enable_grad(), rec.tagged(tags, rec.tape.marks.forward):
         base.write(entry)
     handle._entry = rec._entry(new) if chain else base.entry
     handle._seen = base.version
