@@ -24,6 +24,16 @@ def slices(values: Tensor, indices: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     return entries.clone(memory_format=torch.contiguous_format), torch.where(flat < 0, flat + rows, flat)
 
 
+def _fake_densify(values: Tensor, indices: Tensor, rows: int) -> Tensor:
+    return values.new_empty([rows, *values.shape[1:]])
+
+
+@op("(Tensor values, Tensor indices, SymInt rows) -> Tensor", _fake_densify)
+def densify(values: Tensor, indices: Tensor, rows: int) -> Tensor:
+    """The table [rows, ...] of zeros with the entries added; one allocation of its size."""
+    return values.new_zeros([rows, *values.shape[1:]]).index_add_(0, indices, values)
+
+
 def _fake_coalesce(values: Tensor, indices: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     count = torch.library.get_ctx().new_dynamic_size()
     return values.new_empty([count, *values.shape[1:]]), indices.new_empty([count]), torch.empty_like(indices)

@@ -301,6 +301,18 @@ def test_split_of_recorded_slices_filters_what_is_fed() -> None:
     assert (first.indices.tolist(), second.indices.tolist()) == ([0], [1, 1, 0])
 
 
+def test_negative_rows_count_from_the_end() -> None:
+    g = IndexedSlices(torch.ones(3, 1), torch.tensor([-1, 3, 0]), (4, 1))
+    table = torch.arange(4.0).unsqueeze(1)
+    expected = torch.tensor([[1.0], [0.0], [0.0], [2.0]])
+    assert torch.equal(g.to_dense(), expected)
+    assert torch.equal(g.coalesce().to_dense(), expected)
+    assert torch.equal((g * table).to_dense(), expected * table)
+    assert torch.equal(g + table, expected + table)
+    assert torch.equal(torch.cat([g, g]).to_dense(), torch.cat([expected, expected]))
+    assert torch.equal(g.split(2)[1].to_dense(), expected[2:])
+
+
 # -- coalesce --------------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+import tfnb
 from tests.graph.build import Builder, dense
 from tests.graph.strategies import graphs
 from tfnb.graph import Contents, Dim, Graph, Ref, Source, Spec
@@ -171,3 +172,21 @@ def test_any_graph_can_be_drawn(contents: Contents) -> None:
     drawing = Drawing(Graph("any", contents), boxes=5)
     shown = [box for svg in (drawing.svg, *drawing.faces().values()) for box in boxes(svg)]
     assert {box.get("data-key") for box in shown} == {box.name for box in drawing.root.walk() if box.key}
+
+
+@pytest.mark.parametrize("kind", ["asked for", "tied weights"])
+def test_a_densified_gradient_is_a_red_edge_with_its_bytes(kind: str) -> None:
+    w = tfnb.Variable(torch.zeros(50, 4), name="table")
+    with tfnb.record() as g:
+        i = tfnb.placeholder(torch.tensor([1, 2, 1]))
+        rows = w.read()[i]
+        (grad,) = tfnb.gradients((rows @ w.t() if kind == "tied weights" else rows).square().sum(), [w])
+        with tfnb.name_scope("after"):
+            if isinstance(grad, tfnb.IndexedSlices):
+                grad = grad.to_dense()
+            grad.sum()
+            tfnb.train.SGD(0.1).apply_gradients([(grad, w)])
+    svg = Drawing(g, boxes=10_000).svg
+    red = [part for part in svg.split("<path") if 'class="wire' in part and f'stroke="{LIGHT["failing"].line}"' in part]
+    assert red
+    assert all("made dense: 800 bytes" in part for part in red)

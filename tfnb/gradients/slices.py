@@ -127,11 +127,17 @@ class IndexedSlices:
         return made
 
     def canonical(self) -> IndexedSlices:
-        """The same entries as the outputs of one node, by which others know that the two belong together."""
+        """The same entries with row numbers from 0, as the outputs of one node.
+
+        By that node others know that the two belong together. Where it is cut between tasks, the entries of all of them
+        come behind each other, so rows count as distinct no longer.
+        """
         v, i = self.values, self.indices
         if isinstance(v, Tensor) and isinstance(i, Tensor) and v.node is i.node and v.node.op == "tfnb.slices.default":
             return self
-        return self.like(*torch.ops.tfnb.slices(self.values, self.indices, self.dense_shape[0]))
+        made = self.like(*torch.ops.tfnb.slices(self.values, self.indices, self.dense_shape[0]))
+        made.is_distinct = False
+        return made
 
     def coalesce(self) -> IndexedSlices:
         """Distinct rows in ascending order, duplicates summed in their order. Raises for a row that is not there."""
@@ -144,9 +150,9 @@ class IndexedSlices:
 
     def to_dense(self, why: str = "") -> torch.Tensor:
         """The dense tensor. A recording notes line, bytes and ``why``; above 100 000 000 elements it warns."""
-        zeros = self.values.new_zeros(self.dense_shape)
+        rows = self.canonical()
         with _densifying(self, why):
-            return zeros.index_add(0, self.indices, self.values)
+            return torch.ops.tfnb.densify(rows.values, rows.indices, self.dense_shape[0])
 
     # -- the closed algebra -----------------------------------------------------------------------------------
 
@@ -227,7 +233,7 @@ def added(parts: Iterable[torch.Tensor | IndexedSlices]) -> Any:
         ).called(rows.name)
     if not dense:
         return rows
-    total = reduce(add, dense)
+    total, rows = reduce(add, dense), rows.canonical()
     with _densifying(rows):  # no zeros are made: there is a dense tensor of that size already
         return total.index_add(0, rows.indices, rows.values.to(total.dtype))
 
@@ -289,7 +295,7 @@ def _factor(name: str, g: IndexedSlices, factor: Any) -> Any:
     if sizes is None or lead < 0 or any(f not in (1, d) for f, d in zip(sizes, g.dense_shape[lead:], strict=True)):
         raise _needs_dense(f"{name} by {type(factor).__name__} {list(sizes or ())}", g)
     has_rows = lead == 0 and sizes[0] != 1
-    return factor.index_select(0, g.indices) if has_rows else factor
+    return factor.index_select(0, g.canonical().indices) if has_rows else factor
 
 
 @closed("mul", "multiply", "rmul")
@@ -366,7 +372,7 @@ def _cat(parts: Sequence[Any], dim: int = 0, **kwargs: Any) -> IndexedSlices:
     shape = list(g.dense_shape)
     shape[axis] = starts.pop()
     if axis == 0:
-        indices = [p.indices + start for p, start in zip(parts, starts, strict=True)]
+        indices = [p.canonical().indices + start for p, start in zip(parts, starts, strict=True)]
         values = [p.values for p in parts]
     else:
         indices = [p.indices for p in parts]
@@ -407,6 +413,7 @@ def _part(g: IndexedSlices, axis: int, start: int, size: int) -> IndexedSlices:
     shape = [*g.dense_shape[:axis], size, *g.dense_shape[axis + 1 :]]
     if axis:
         return IndexedSlices(g.values.narrow(axis, start, size), g.indices, shape).called(g.name)
+    g = g.canonical()
     inside = (g.indices >= start) & (g.indices < start + size)
     kept = inside.nonzero().reshape(-1)
     values, indices = g.values.index_select(0, kept), g.indices.index_select(0, kept) - start

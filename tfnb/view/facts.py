@@ -61,6 +61,11 @@ def tone(node: Node) -> str:
     return next((tag for tag in ("update", "gradient") if tag in node.tags), "forward")
 
 
+def is_densified(node: Node) -> bool:
+    """Whether it makes a row-sparse gradient dense."""
+    return "densified" in node.tags
+
+
 def specs(node: Node, places: Iterable[int]) -> str:
     """The short specs of these outputs: ``f32[B, 10]``."""
     return ", ".join(node.outputs[place].short() for place in places)

@@ -148,7 +148,9 @@ class Level:
     def _wire(self, edge: Edge, points: list[Point], *, pale: bool) -> str:
         contents = self.wiring.contents
         tone = facts.tone(contents.by_id[edge.values[0].node]) if edge.values else "forward"
-        colour = LIGHT[tone].line if tone in ("gradient", "update") else WIRE
+        if any(facts.is_densified(contents.by_id[value.node]) for value in edge.values):
+            tone = "failing"
+        colour = LIGHT[tone].line if tone in ("gradient", "update", "failing") else WIRE
         look = f'class="wire{f" w-{tone}" if colour != WIRE else ""}" stroke="{colour}" fill="none"'
         look += f' stroke-width="{n(_thickness(edge.values, self.wiring))}"'
         look += "" if edge.values else ' stroke-dasharray="4 3"'
@@ -175,7 +177,10 @@ def _words(values: Sequence[Value], wiring: Wiring) -> Iterator[str]:
     """Lines of an edge's tooltip."""
     contents = wiring.contents
     for value in values[:4]:
-        yield f"{facts.value_name(value, contents)}  {contents.by_id[value.node].outputs[value.index]}"
+        node = contents.by_id[value.node]
+        yield f"{facts.value_name(value, contents)}  {node.outputs[value.index]}"
+        if facts.is_densified(node):
+            yield f"a row-sparse gradient made dense: {facts.bytes_of(node.outputs[value.index])} bytes"
     if len(values) > 4:
         yield f"and {len(values) - 4} more"
     if not values:

@@ -329,4 +329,5 @@ def _(weight: Any, indices: Any, offsets: Any, scale_grad_by_freq: bool = False,
 
 tfnb = torch.ops.tfnb
 partials(tfnb.slices.default, lambda n, dys: dys[0].reshape(n["values"].shape), None)
+partials(tfnb.densify.default, lambda n, dy: dy.index_select(0, n["indices"]), None)
 partials(tfnb.coalesce.default, lambda n, dys: dys[0].index_select(0, n.outs[2]), None)

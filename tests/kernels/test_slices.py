@@ -1,0 +1,60 @@
+"""The ops of row-sparse gradients, and the optimizers' forms that take rows, by torch and against the dense ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tfnb.kernels.optim import FUSED
+
+ops = torch.ops.tfnb
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2), (), (0,)])
+def test_slices_pass_opcheck(shape):
+    values, indices = torch.randn(*shape, 3), torch.randint(-5, 5, shape)
+    torch.library.opcheck(ops.slices.default, (values, indices, 5), test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("op", [ops.coalesce.default, ops.densify.default])
+@pytest.mark.parametrize("count", [0, 1, 6])
+def test_ops_on_slices_pass_opcheck(op, count):
+    values, indices = torch.randn(count, 3), torch.randint(0, 5, (count,))
+    torch.library.opcheck(op, (values, indices, 5), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_coalesce_adds_in_the_order_of_the_entries():
+    values = torch.tensor([[1e8], [1.0], [-1e8], [1.0]])  # another order gives 0 or 2
+    summed, rows, places = ops.coalesce(values, torch.tensor([3, 3, 3, 3]), 4)
+    assert (summed.tolist(), rows.tolist(), places.tolist()) == ([[1.0]], [3], [0, 0, 0, 0])
+
+
+@pytest.mark.parametrize(("op", "slots"), [("sgd", 0), ("adagrad", 1), ("adam", 2), ("rmsprop", 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_rows_are_bitwise_those_of_the_dense_kernel_and_others_stay(op, slots, dtype):
+    steps = [torch.tensor(3.0)] if op in ("adagrad", "adam") else []
+    w, *state = (torch.rand(9, 5).to(dtype) for _ in range(slots + 1))
+    grad, rows = torch.randn(3, 5).to(dtype), torch.tensor([7, 0, 4])
+    small = [torch.cat([x[rows]]) for x in (w, *state)]
+    dense = getattr(ops, op)(small[0], grad, [*small[1:], *steps], lr=0.1)
+    sparse = getattr(ops, f"{op}_rows")(w, grad, [*state, *steps], rows, lr=0.1)
+    others = torch.tensor([1, 2, 3, 5, 6, 8])
+    for before, new, expected in zip((w, *state), sparse, dense, strict=False):
+        assert torch.equal(new[rows], expected)
+        assert torch.equal(new[others], before[others])
+    assert all(torch.equal(a, b) for a, b in zip(sparse[slots + 1 :], dense[slots + 1 :], strict=True))
+
+
+def test_in_place_twin_takes_tables_that_are_not_contiguous():
+    w = torch.zeros(4, 6).t()
+    FUSED["tfnb.sgd_rows.default"]([(w, torch.ones(2, 4), torch.tensor([5, 1]))], lr=1.0)
+    assert w.sum(1).tolist() == [0.0, -4.0, 0.0, 0.0, 0.0, -4.0]
+
+
+def test_gradient_that_does_not_fit_is_refused_before_anything_is_written():
+    w, other = torch.zeros(4, 2), torch.zeros(4, 2)
+    rows = [(other, torch.ones(1, 2), torch.tensor([0])), (w, torch.ones(1, 3), torch.tensor([0]))]
+    with pytest.raises(ValueError, match=r"float32\[1, 3\]"):
+        FUSED["tfnb.sgd_rows.default"](rows, lr=1.0)
+    assert not w.any()
+    assert not other.any()
