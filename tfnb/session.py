@@ -183,6 +183,8 @@ class Session:
             rows = (tuple(_spread(zip(feeds, values, strict=True)).values()) for values in rows)
         prepared = self._prepare(fetches, _parts(feeds))
         program = prepared.program
+        for variable in program.variables:
+            variable.send()
         fed = ((prepared.feeder.tensors(values), next(self._runs)) for values in rows)
         with closing(cluster.train(program, cluster.batches(program, fed), mode=mode, timeout=timeout)) as steps:
             for _, results in steps:
@@ -193,6 +195,8 @@ class Session:
         run, program = next(self._runs), prepared.program
         cluster = self.cluster
         if cluster is not None:
+            for variable in program.variables:
+                variable.send()
             return list(cluster.run(program, tensors, timeout=timeout, run=run))
         storages = [_initialised(variable) for variable in program.variables]
         try:

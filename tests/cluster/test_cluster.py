@@ -468,3 +468,26 @@ def test_rows_of_a_table_go_to_its_server_and_equal_the_local_run(connect, name)
 
     for clip in (False, True):
         assert close_to(trained(2, clip), trained(0, clip))
+
+
+def test_a_recorded_torch_optimizer_trains_there_with_the_rate_of_now(connect):
+    models = [nn.Linear(4, 2).double() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizer, eager = (torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in models)
+    rows = torch.randn(32, 4, dtype=torch.float64)
+    with tfnb.record():
+        x = tfnb.placeholder(rows[:8])
+        models[0](x).square().mean().backward()
+        step = optimizer.step()
+    connect(2)
+    for rate in (0.1, 0.01):
+        optimizer.param_groups[0]["lr"] = eager.param_groups[0]["lr"] = rate
+        tfnb.fit(step, {x: rows}, batch_size=16, shuffle=False)
+        for part in rows.split(16):
+            eager.zero_grad()
+            models[1](part).square().mean().backward()
+            eager.step()
+        assert close_to(models[0].parameters(), models[1].parameters())
+    assert close_to(
+        [s["momentum_buffer"] for s in optimizer.state.values()], [s["momentum_buffer"] for s in eager.state.values()]
+    )

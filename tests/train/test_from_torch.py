@@ -254,6 +254,23 @@ def test_a_step_without_gradients_is_refused() -> None:
         torch.optim.SGD(model.parameters(), 0.1).step()
 
 
+@pytest.mark.parametrize("name", ["Adagrad", "Adam", "SGD momentum"])
+def test_an_optimizer_may_be_made_in_the_recording(name: str) -> None:
+    make, arguments = OPTIMIZERS[name]
+    model, twin = network(), network()
+    with tfnb.record():
+        x, y = map(tfnb.placeholder, batch(0))
+        optimizer = make(model.parameters(), **arguments)
+        step = step_on(model, optimizer, x, y)
+    eager = make(twin.parameters(), **arguments)
+    for i in range(4):
+        tfnb.run(step, dict(zip((x, y), batch(i), strict=True)))
+        step_on(twin, eager, *batch(i))
+    assert_same(dict(model.state_dict()), dict(twin.state_dict()))
+    assert all(type(t) is torch.Tensor for s in optimizer.state.values() for t in s.values())
+    assert all(type(v.storage) is torch.Tensor for v in step.graph.variables)
+
+
 def test_outside_of_a_recording_an_optimizer_is_torchs() -> None:
     model, twin = network(), network()
     optimizer, eager = (torch.optim.Adam(m.parameters(), 0.1) for m in (model, twin))

@@ -80,10 +80,14 @@ class Variable:
         return self
 
     @classmethod
-    def looked_up(cls, find: Callable[[], torch.Tensor], *, name: str) -> Variable:
-        """A Variable, not trainable, whose storage is what ``find`` gives each time: always of one shape and dtype."""
+    def looked_up(cls, find: Callable[[], torch.Tensor], *, name: str, leads: bool = False) -> Variable:
+        """A Variable, not trainable, whose storage is what ``find`` gives each time: always of one shape and dtype.
+
+        leads: the value here counts also while the variable lives elsewhere; see `send`.
+        """
         self = cls.__new__(cls)
         self._bind(find, _spec_of(find()), name, False)
+        self._leads = leads
         return self
 
     @classmethod
@@ -102,6 +106,8 @@ class Variable:
         self.key = f"v{next(_serial)}"
         self.name = name
         self._trainable = trainable
+        self._leads = False
+        self._sent: tuple[Home, torch.Tensor] | None = None
         self.spec = spec
         self.shape = torch.Size(spec.sizes({}))
         self.home: Home | None = None
@@ -207,6 +213,15 @@ class Variable:
         if tuple(value.shape) != tuple(self.spec.shape) or value.dtype != self.spec.dtype:
             raise ShapeError(f"cannot assign {_spec_of(value)} to variable {self.name}, which is {self.spec}")
         self.home.assign(self, value)
+
+    def send(self) -> None:
+        """Before a run elsewhere: a value that leads goes there, if it changed since it was last sent."""
+        if not self._leads or self.home is None:
+            return
+        now = self.storage
+        if self._sent is None or self._sent[0] is not self.home or not torch.equal(self._sent[1], now):
+            self.home.assign(self, now)
+            self._sent = self.home, now.clone()
 
     # -- reads and writes: recorded inside a recording, immediate outside ----------------------------------
 

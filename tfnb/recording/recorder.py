@@ -365,7 +365,7 @@ class Recorder(TorchDispatchMode):
         while frame is not None and frame is not self._stop:
             code = frame.f_code
             me = frame.f_locals.get(code.co_varnames[0]) if code.co_name in names and code.co_argcount else None
-            if isinstance(me, torch.nn.Module):
+            if isinstance(me, (torch.nn.Module, torch.optim.Optimizer)):
                 return True
             frame = frame.f_back
         return False

@@ -37,7 +37,8 @@ def from_torch(optimizer: torch.optim.Optimizer) -> FromTorch:
 
     Of exactly the classes SGD, Adagrad, RMSprop, Adam and AdamW; one optimizer has one twin. Learning rates and state
     are the torch optimizer's, looked up at each run; the other hyperparameters are those at the time of recording.
-    While a cluster is connected its servers hold both: the torch optimizer shows them again after ``fit``.
+    While a cluster is connected its servers hold the state: the torch optimizer shows it again after ``fit``. A rate
+    that changes there counts from the next ``run`` or ``fit`` on.
 
     Raises Unsupported for another class, and for ``differentiable=True``.
 
@@ -140,16 +141,17 @@ class FromTorch(Optimizer):
     def _rate(self, number: int) -> Variable:
         """The learning rate of a group as a Variable that shows what the group says now."""
         if number not in self._rates:
-            last = torch.tensor(float(self.optimizer.param_groups[number]["lr"]), dtype=torch.float64)
+            last = _plain(self.optimizer.param_groups[number]["lr"])
 
             def find() -> torch.Tensor:
                 nonlocal last
-                now = float(self.optimizer.param_groups[number]["lr"])
-                if now != float(last):
-                    last = torch.tensor(now, dtype=torch.float64)
+                now = self.optimizer.param_groups[number]["lr"]
+                if float(now) != float(last):
+                    last = _plain(now)
                 return last
 
-            self._rates[number] = Variable.looked_up(find, name=f"{self._label}/lr{f'_{number}' if number else ''}")
+            name = f"{self._label}/lr{f'_{number}' if number else ''}"
+            self._rates[number] = Variable.looked_up(find, name=name, leads=True)
         return self._rates[number]
 
     def _slot(self, rule: Any, parameter: torch.Tensor, name: str, stem: str) -> Variable:
@@ -195,6 +197,12 @@ class FromTorch(Optimizer):
     def __repr__(self) -> str:
         rules = ", ".join(repr(self._group_rule(i)) for i in range(len(self.optimizer.param_groups)))
         return f"from_torch({self._label}: {rules})"
+
+
+def _plain(rate: Any) -> torch.Tensor:
+    """A learning rate as a tensor that no open recording sees."""
+    with _disable_current_modes():
+        return torch.tensor(float(rate), dtype=torch.float64)
 
 
 def _at() -> str:
