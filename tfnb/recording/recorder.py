@@ -139,7 +139,7 @@ class Recorder(TorchDispatchMode):
         if base is None:
             with _disable_current_modes():
                 sample = physical(var.storage) if var.home is None or not self.lazy else None
-                fake = self.symbols.fake_like(var.storage)
+                fake = self.space.shapes.like(var.storage)
             value = self.tape.append("tfnb.read", clean(var.name), (var.spec,), attrs={"variable": var})
             base = Base(Entry(value, fake, sample))
             base.written = lambda entry: self._assigned(var, entry, frozenset())
@@ -175,7 +175,7 @@ class Recorder(TorchDispatchMode):
 
     def _fitting(self, var: Variable, new: Any) -> torch.Tensor:
         new = self._as_tensor(new)
-        spec = self.symbols.spec(self._entry(new).fake)
+        spec = self.space.shapes.spec(self._entry(new).fake)
         if spec.dtype != var.spec.dtype or spec.shape != tuple(var.spec.shape):
             raise ShapeError(f"cannot assign {spec} to variable {var.name}, which is {var.spec}{self.tape.at()}")
         return new
@@ -203,11 +203,11 @@ class Recorder(TorchDispatchMode):
         """A node that holds ``tensor``."""
         tensor = physical(tensor)
         value = self.tape.append(
-            "tfnb.constant", "constant", (self.symbols.spec(tensor),), attrs={"value": tensor},
+            "tfnb.constant", "constant", (self.space.shapes.spec(tensor),), attrs={"value": tensor},
             chosen=name,
         )  # fmt: skip
         self.space.keep(value, tensor, root=True)
-        return Entry(value, self.symbols.fake_like(tensor), None if self.lazy else tensor)
+        return Entry(value, self.space.shapes.like(tensor), None if self.lazy else tensor)
 
     def placeholder(self, spec: Spec, sample: torch.Tensor | None, name: str | None) -> Tensor:
         """A node that must be fed."""
@@ -385,8 +385,9 @@ class Recorder(TorchDispatchMode):
         if not all(f is None or isinstance(f, torch.Tensor) for f in flat) or all(f is None for f in flat):
             return fakes  # sizes and other numbers: symbolic already
         override = self._override(func) if self.overrides else None
+        specs = tuple(_ABSENT if f is None else self.space.shapes.spec(f) for f in flat)
         value = self.tape.append(
-            op_name(func), self._leaf_name(func), tuple(_ABSENT if f is None else self.symbols.spec(f) for f in flat),
+            op_name(func), self._leaf_name(func), specs,
             inputs=tuple(entry.value for entry in inputs), attrs=bind(func, tuple(attr_args), attr_kwargs),
             scope=self.scopes.current(), is_random=own.is_random,
             tags=frozenset() if override is None else frozenset({"override"}),
@@ -439,10 +440,10 @@ class Recorder(TorchDispatchMode):
     def _fake_call(self, func: Op, args: Any, kwargs: Any, inputs: list[Entry]) -> Any:
         __tracebackhide__ = True
         try:
-            with self.symbols.kernel():
-                if lacks_shapes(func):
+            if lacks_shapes(func):
+                with self.symbols.kernel():
                     return shapes(self, func, args, kwargs, inputs)
-                return SHAPES.get(func, func)(*args, **kwargs)
+            return self.space.shapes.call(func, args, kwargs, SHAPES.get(func, func))
         except Exception as error:
             raise self._failed(func, error, inputs) from error
 
@@ -594,7 +595,7 @@ class Recorder(TorchDispatchMode):
         return "/".join([*path, *leaf])
 
     def _failed(self, func: Op, error: Exception, inputs: list[Entry]) -> Exception:
-        described = ((self.tape.by_id[e.value.node].name, str(self.symbols.spec(e.fake))) for e in inputs)
+        described = ((self.tape.by_id[e.value.node].name, str(self.space.shapes.spec(e.fake))) for e in inputs)
         return explained(func, error, described, self.where(), self.symbols.readable)
 
 

@@ -90,6 +90,7 @@ class Symbols:
         self.fake_mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
         self._letters: dict[sympy.Symbol, str] = {}
         self._values: dict[str, Any] = {}  # letter -> SymInt
+        self._texts: dict[Any, str] = {}
         self._observed: dict[sympy.Symbol, sympy.Integer] = {}  # symbol -> its size in the samples
 
     def _heard(self, expr: Any, kernel: bool) -> None:
@@ -132,6 +133,12 @@ class Symbols:
 
     def text(self, expr: Any) -> str:
         """The expression over the letters; a symbol not met before (a data-dependent size) gets one."""
+        found = self._texts.get(expr)
+        if found is None:
+            found = self._texts[expr] = self._text(expr)
+        return found
+
+    def _text(self, expr: Any) -> str:
         for symbol in sorted(expr.free_symbols, key=str):
             if symbol not in self._letters:
                 letter = unique("N", self._values)

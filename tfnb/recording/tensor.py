@@ -65,6 +65,7 @@ class Tensor(torch.Tensor):
         self = torch.Tensor._make_wrapper_subclass(
             cls, fake.shape, strides=fake.stride(), storage_offset=fake.storage_offset(), dtype=fake.dtype,
             device=fake.device, layout=fake.layout, requires_grad=False,
+            storage_size=None if entry.sample is None else entry.sample.untyped_storage().nbytes(),
         )  # fmt: skip
         self._entry = entry
         self._family = base or Base(entry)

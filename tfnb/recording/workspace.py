@@ -19,6 +19,7 @@ from tfnb.graph.ops import WITH_GRADIENT
 from tfnb.graph.spec import Dim
 from tfnb.kernels.random import mix, seeded
 from tfnb.recording.ops import kernel, resolve, unbind
+from tfnb.recording.shapes import Shapes
 from tfnb.recording.symbols import Symbols
 
 SAMPLE_BUDGET = 1 << 30  # bytes
@@ -51,6 +52,7 @@ class Workspace:
     def __init__(self, graph: Graph) -> None:
         self._graph = weakref.ref(graph)
         self.symbols = Symbols()
+        self.shapes = Shapes(self.symbols)
         self.fakes: dict[Value, torch.Tensor] = {}
         self._samples: dict[Value, torch.Tensor] = {}
         self._roots: dict[Value, torch.Tensor] = {}

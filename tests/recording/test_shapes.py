@@ -1,0 +1,65 @@
+"""Shape rules are asked once for the same metadata, and again where the answer may be another."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tfnb
+from tfnb.recording.workspace import workspace
+
+
+def test_equal_questions_have_one_answer() -> None:
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.randn(4, 3))
+        a, b = x.sin(), x.cos()
+        c, d = a + b, b + a
+    fakes = workspace(g).fakes
+    assert fakes[c.value] is fakes[d.value] is fakes[a.value]
+    assert str(c.spec) == "float32[B, 3]"
+
+
+def test_numbers_of_other_types_are_other_questions() -> None:
+    with tfnb.record():
+        x = tfnb.placeholder(torch.arange(4))
+        specs = [(x * number).spec.dtype for number in (True, 1, 1.0)]
+    assert specs == [torch.int64, torch.int64, torch.float32]
+
+
+def test_the_default_dtype_is_part_of_the_question() -> None:
+    with tfnb.record():
+        x = tfnb.placeholder(torch.arange(4))
+        single = x / 2
+        torch.set_default_dtype(torch.float64)
+        try:
+            double = x / 2
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert (single.dtype, double.dtype) == (torch.float32, torch.float64)
+
+
+def test_a_view_is_not_taken_for_memory_of_its_own() -> None:
+    data = torch.randn(4, 6)
+    with tfnb.record():
+        x = tfnb.placeholder(data, shape=(4, 6))
+        small = torch.zeros(2, 3)
+        view = (x * 1)[:2, :3].as_strided((2, 6), (6, 1))  # reaches beyond what [2, 3] of its own would hold
+        y = view + small.sum()
+    assert torch.equal(tfnb.run(y, {x: data}), data[:2])
+
+
+def test_sizes_that_data_decide_are_asked_each_time() -> None:
+    with tfnb.record():
+        x = tfnb.placeholder(torch.tensor([1.0, 0.0, 2.0]))
+        a, b = x.nonzero(), (x - 1).nonzero()
+    assert a.spec.shape[0] != b.spec.shape[0]
+    a, b = tfnb.run([a, b], {x: torch.tensor([1.0, 1.0, 0.0, 3.0])})
+    assert (len(a), len(b)) == (3, 2)
+
+
+def test_a_size_that_becomes_fixed_is_asked_again() -> None:
+    with pytest.warns(UserWarning, match="became the constant 4"), tfnb.record():
+        x = tfnb.placeholder(torch.randn(4, 3))
+        y = x.sin() + torch.randn(4, 3)
+        z = x.sin()
+    assert y.spec.shape == z.spec.shape == (4, 3)
