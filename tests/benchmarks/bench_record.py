@@ -1,7 +1,9 @@
-"""Record, differentiate, first run: a 784-128-10 network, a 20-layer convolution net, a 12-layer GPT.
+"""Record, differentiate, first run, and torch.export of the same model in the same run.
 
-`python tests/benchmarks/bench_record.py [REPEATS]` prints seconds (median) of each phase, the node counts, and
-`torch.export` of the GPT with a dynamic batch in the same run, after its result was checked against the model.
+`python -m tests.benchmarks.bench_record [REPEATS] [CASE ...]` prints medians in seconds of one thread's processor
+time, so that a busy machine does not move the ratios, and microseconds for each node. Phases and `torch.export` with a
+dynamic batch take turns. Gradients are compared with torch's before anything is timed. Recording computes samples:
+``lazy`` is recording without them, which is what export does.
 """
 
 from __future__ import annotations
@@ -15,69 +17,87 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from models import GPT, conv20, mlp
 
 import tfnb
+from tests.benchmarks.models import conv20, mlp
+from tests.models.sequence import GPT
+from tests.models.vision import resnet50
 
 
 def timed(function: Callable[[], Any]) -> tuple[float, Any]:
-    start = time.perf_counter()
+    start = time.process_time()
     result = function()
-    return time.perf_counter() - start, result
+    return time.process_time() - start, result
 
 
-def phases(make: Callable[[], torch.nn.Module], data: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
-    """Seconds to record the loss, to differentiate it, to run the gradients the first time; node counts."""
-    model = make()
+class Case:
+    """A model with one batch of data and labels."""
 
-    def record() -> Any:
-        with tfnb.record() as graph:
-            x, y = tfnb.placeholder(data), tfnb.placeholder(labels)
-            logits = model(x)
-            loss = F.cross_entropy(logits.flatten(0, -2), y.flatten())
+    def __init__(self, model: torch.nn.Module, data: torch.Tensor, labels: torch.Tensor) -> None:
+        self.model, self.data, self.labels = model, data, labels
+        self.parameters = list(model.parameters())
+
+    def record(self, *, lazy: bool = False) -> tuple[tfnb.Graph, Any, Any, Any]:
+        with tfnb.record(lazy=lazy) as graph:
+            x, y = tfnb.placeholder(self.data), tfnb.placeholder(self.labels)
+            loss = F.cross_entropy(self.model(x).flatten(0, -2), y.flatten())
         return graph, x, y, loss
 
-    seconds, (graph, x, y, loss) = timed(record)
-    forward = len(graph.nodes)
-    parameters = list(model.parameters())
-    differentiate, grads = timed(lambda: tfnb.gradients(loss, parameters))
-    first, got = timed(lambda: tfnb.run(grads, {x: data, y: labels}))
-    want = torch.autograd.grad(F.cross_entropy(model(data).flatten(0, -2), labels.flatten()), parameters)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
-    return {
-        "record": seconds,
-        "differentiate": differentiate,
-        "first run": first,
-        "nodes": forward,
-        "all nodes": len(graph.nodes),
-    }
+    def export(self) -> Any:
+        batch = torch.export.Dim("batch", min=2, max=4096)
+        return torch.export.export(self.model, (self.data,), dynamic_shapes=({0: batch},))
+
+    def phases(self) -> dict[str, float]:
+        """Seconds of each phase, one after the other."""
+        record, (graph, x, y, loss) = timed(self.record)
+        nodes = len(graph.nodes)
+        export, _ = timed(self.export)
+        lazy, _ = timed(lambda: self.record(lazy=True))
+        differentiate, grads = timed(lambda: tfnb.gradients(loss, self.parameters))
+        first, got = timed(lambda: tfnb.run(grads, {x: self.data, y: self.labels}))
+        eager, _ = timed(lambda: self.model(self.data))
+        self.check(got)
+        added = len(graph.nodes) - nodes
+        return {
+            "record": record, "lazy": lazy, "export": export, "eager forward": eager, "differentiate": differentiate,
+            "first run": first, "nodes": nodes, "gradient nodes": added,
+            "record us/node": 1e6 * record / nodes, "lazy us/node": 1e6 * lazy / nodes,
+            "differentiate us/node": 1e6 * differentiate / added,
+        }  # fmt: skip
+
+    def check(self, got: list[torch.Tensor]) -> None:
+        logits = self.model(self.data)
+        want = torch.autograd.grad(F.cross_entropy(logits.flatten(0, -2), self.labels.flatten()), self.parameters)
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3 * float(b.abs().max()))
 
 
-def export(ids: torch.Tensor) -> float:
-    """Seconds of torch.export of the GPT with a dynamic batch."""
-    batch = torch.export.Dim("batch", min=2, max=4096)
-    return timed(lambda: torch.export.export(GPT(), (ids,), dynamic_shapes=({0: batch},)))[0]
+def gpt12(time: int = 32) -> Case:
+    ids = torch.randint(256, (4, time))
+    return Case(GPT(layers=12, vocabulary=256, width=96, heads=4, time=time), ids, ids.clone())
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "mlp": lambda: Case(mlp(), torch.randn(32, 784), torch.randint(10, (32,))),
+    "conv20": lambda: Case(conv20(), torch.randn(8, 3, 32, 32), torch.randint(10, (8,))),
+    "resnet50": lambda: Case(resnet50(), torch.randn(4, 3, 224, 224), torch.randint(1000, (4,))),
+    "gpt12": gpt12,
+}
 
 
 def main() -> None:
+    torch.set_num_threads(1)
     repeats = int(sys.argv[1]) if len(sys.argv) > 1 else 3
-    ids = torch.randint(256, (4, 32))
-    cases = {
-        "mlp": (mlp, torch.randn(32, 784), torch.randint(10, (32,))),
-        "conv20": (conv20, torch.randn(8, 3, 32, 32), torch.randint(10, (8,))),
-        "gpt12": (GPT, ids, ids.clone()),
-    }
-    table: dict[str, Any] = {}
-    for name, case in cases.items():
-        runs = [phases(*case) for _ in range(repeats + 1)]
-        table[name] = {key: round(statistics.median(r[key] for r in runs[1:]), 3) for key in runs[0]}
-        table[name]["record, first in the process"] = round(runs[0]["record"], 3)
-    exports = [export(ids) for _ in range(repeats + 1)]
-    table["torch.export of gpt12"] = round(statistics.median(exports[1:]), 3)
-    table["gpt12 record / export"] = round(table["gpt12"]["record"] / table["torch.export of gpt12"], 2)
-    for name, row in table.items():
-        print(f"{name:24} {row}")
+    table: dict[str, dict[str, float]] = {}
+    for name in sys.argv[2:] or CASES:
+        case = CASES[name]()
+        runs = [case.phases() for _ in range(repeats + 1)]
+        row = {key: round(statistics.median(r[key] for r in runs[1:]), 3) for key in runs[0]}
+        row["record, first in the process"] = round(runs[0]["record"], 3)
+        row["record / export"] = round(statistics.median(r["record"] / r["export"] for r in runs[1:]), 2)
+        row["lazy / export"] = round(statistics.median(r["lazy"] / r["export"] for r in runs[1:]), 2)
+        table[name] = row
+        print(f"{name:10} {row}", flush=True)
     print(json.dumps({"bench": "record", "torch": torch.__version__, **table}))
 
 

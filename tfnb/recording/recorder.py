@@ -143,6 +143,7 @@ class Recorder(TorchDispatchMode):
             value = self.tape.append("tfnb.read", clean(var.name), (var.spec,), attrs={"variable": var})
             base = Base(Entry(value, fake, sample))
             base.written = lambda entry: self._assigned(var, entry, frozenset())
+            self.space.fakes[value] = fake
             self.space.keep(value, sample, root=False)
             self._reads[var] = base
         return base
@@ -170,6 +171,7 @@ class Recorder(TorchDispatchMode):
             "tfnb.assign", f"{clean(var.name)}/assign", (var.spec,), inputs=(entry.value,),
             attrs={"variable": var, "value": Ref(0)}, tags=tags, scope=self.scopes.current(),
         )  # fmt: skip
+        self.space.fakes[value] = entry.fake
         self.space.keep(value, entry.sample)
         return Entry(value, entry.fake, entry.sample)
 
@@ -206,8 +208,9 @@ class Recorder(TorchDispatchMode):
             "tfnb.constant", "constant", (self.space.shapes.spec(tensor),), attrs={"value": tensor},
             chosen=name,
         )  # fmt: skip
+        fake = self.space.fakes[value] = self.space.shapes.like(tensor)
         self.space.keep(value, tensor, root=True)
-        return Entry(value, self.space.shapes.like(tensor), None if self.lazy else tensor)
+        return Entry(value, fake, None if self.lazy else tensor)
 
     def placeholder(self, spec: Spec, sample: torch.Tensor | None, name: str | None) -> Tensor:
         """A node that must be fed."""
