@@ -41,6 +41,7 @@ def check(model: nn.Module, objective: Objective, draw: Draw, *, training: bool)
             batch = draw(rows)
             fetches = [fetched, loss, [grad for grad in grads if grad is not None], step]
             got, got_loss, got_grads, _ = session.run(fetches, dict(zip(fed, batch, strict=True)))
+            got_grads = [g.to_dense() if isinstance(g, tfnb.IndexedSlices) else g for g in got_grads]
             optimizer.zero_grad()
             expected, expected_loss = objective(twin, *batch)
             expected_loss.backward()
