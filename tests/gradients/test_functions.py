@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -355,3 +356,43 @@ class SecondUnused(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         return dy, dy
+
+
+def test_a_cell_that_runs_again_takes_its_rules_along() -> None:
+    def cell(factor: float) -> Any:
+        names: dict[str, Any] = {}
+        with tfnb.recording.record_cell("cells", owner="cell:1", label="In[1]", filename="x", namespace=names) as g:
+            names["x"] = tfnb.placeholder(torch.tensor([0.5, -2.0, 1.0]))
+            names["y"] = Reversed.apply(names["x"], factor)
+        return g, names["x"], names["y"]
+
+    g, x, y = cell(2.0)
+    g, x_again, y_again = cell(3.0)
+    assert len(g.attached["workspace"].rules) == 1
+    assert tfnb.gradients(y_again, x_again)[0].sample.tolist() == [-3.0] * 3
+    with pytest.raises(tfnb.errors.StaleNode):
+        tfnb.gradients(y, x)
+    tfnb.recording.forget("cells")
+
+
+def test_recordings_in_two_threads_each_keep_backwards() -> None:
+    entered, left = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with tfnb.record():
+            entered.set()
+            left.wait(30)
+
+    with tfnb.record():
+        thread = threading.Thread(target=other)
+        thread.start()
+        entered.wait(30)
+    left.set()
+    thread.join()
+    applied = torch.autograd.Function.apply
+    with tfnb.record():
+        x = tfnb.placeholder(torch.tensor([0.5, -2.0, 1.0]))
+        assert tfnb.gradients(Sign.apply(x), x)[0].sample.tolist() == [1.0] * 3
+    assert torch.autograd.Function.apply == applied
+    leaf = torch.ones(2, requires_grad=True)
+    assert torch.autograd.grad(Exp.apply(leaf).sum(), leaf)[0].tolist() == pytest.approx([3 * torch.e] * 2)

@@ -137,3 +137,23 @@ def test_a_rule_that_is_a_decomposition() -> None:
     g = compare(lambda x: tfnb.recompute(lambda z: F.cross_entropy(torch.logit(z.sigmoid()), z.softmax(-1)))(x),
                 [torch.randn(4, 3, dtype=torch.float64, requires_grad=True)])  # fmt: skip
     assert_not_kept(g)
+
+
+def test_copies_stand_on_the_device_of_what_they_copy() -> None:
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.randn(4, 3))
+        with tfnb.device("/task:1"):
+            y = tfnb.recompute(body)(x)
+        tfnb.gradients(y.sum(), x)
+    assert {n.device for n in g.select(tag="recomputed")} == {"/task:1"}
+
+
+def test_regions_of_two_recordings_are_two_regions() -> None:
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.randn(4, 3, dtype=torch.float64))
+        y = tfnb.recompute(body)(x)
+    with tfnb.record(g):
+        z = tfnb.recompute(body)(y).sin()
+        tfnb.gradients(z.sum(), x)
+    assert len({t for n in g.nodes for t in n.tags if t.startswith("recompute:")}) == 2
+    assert_not_kept(g)

@@ -39,6 +39,6 @@ def jvp(ys: Any, xs: Any, tangents: Any) -> list[torch.Tensor]:
         linear = [torch.zeros_like(y) for y, flow in zip(ys, flows, strict=True) if flow]
         back = gradients([y for y, flow in zip(ys, flows, strict=True) if flow], xs, linear) if linear else []
         ends = [(dx, move) for dx, move in zip(back, moves, strict=False) if dx is not None]
-        found = iter(gradients([dx for dx, _ in ends], linear, [move for _, move in ends]) if ends else [])
+        found: Any = iter(gradients([dx for dx, _ in ends], linear, [move for _, move in ends]) if ends else [])
         moved = (next(found, None) if flow else None for flow in flows)
         return [torch.zeros_like(y) if dy is None else dy for y, dy in zip(ys, moved, strict=True)]

@@ -438,9 +438,13 @@ def _broadcast(
     got: Sequence[Any], wanted: Sequence[Any], node: Node, rule: Rule | None, hint: Callable[[Any], int | None]
 ) -> tuple[list[int], list[int]]:
     """Axes of a cotangent to sum away, and then those to sum to size one."""
+
+    def known_apart(a: Any, b: Any) -> bool:
+        return hint(a) is not None and hint(b) is not None and hint(a) != hint(b)
+
     lead = len(got) - len(wanted)
     tail = list(zip(got[max(lead, 0) :], wanted, strict=False))
-    if lead < 0 or any(w not in (1, g) and None is not hint(g) != hint(w) is not None for g, w in tail):
+    if lead < 0 or any(w not in (1, g) and known_apart(g, w) for g, w in tail):
         raise ShapeError(
             f"the gradient rule of {node.op} returned shape {list(got)} for an input of shape {list(wanted)}\n"
             f"  rule: {rule or 'decomposed'}\n  node {node.name}, {node.source}",

@@ -116,9 +116,11 @@ class Copies:
         inputs = tuple(v if d == 0 else Value(self._made[v.node, d], v.index) for v, d in self._inputs(item))
         tags = frozenset(t for t in node.tags if not t.startswith(_TAG)) | {RECOMPUTED}
         name = f"{node.name}_again"
-        copy = recorder.tape.append(
-            node.op, name, node.outputs, inputs=inputs, attrs=node.attrs, tags=tags, scope=recorder.scopes.current()
-        ).node
+        scope = recorder.scopes.current()
+        with recorder.placed(node.device):
+            copy = recorder.tape.append(
+                node.op, name, node.outputs, inputs=inputs, attrs=node.attrs, tags=tags, scope=scope
+            ).node
         for index in range(len(node.outputs)):
             entry = recorder._entry_of_value(node.value(index))
             recorder.space.fakes[Value(copy, index)] = entry.fake
