@@ -585,8 +585,7 @@ class Recorder(TorchDispatchMode):
         return tensor.detach()
 
     def _wrap(self, entry: Entry, base: Base | None = None, chain: tuple[View, ...] = ()) -> Tensor:
-        with _disable_current_modes():
-            tensor = Tensor(entry, self.space, base, chain)
+        tensor = Tensor(entry, self.space, base, chain)
         self.live[tensor] = True
         return tensor
 

@@ -356,5 +356,6 @@ SHAPES: dict[Any, Callable[..., Any]] = {
     aten.gru.input: _rnn_shape,
     aten.rnn_tanh.input: _rnn_shape,
     aten.rnn_relu.input: _rnn_shape,
+    aten.relu.default: aten.neg.default,  # the same rule; torch takes a long way round for relu with symbolic sizes
     aten.linalg_lstsq.default: _lstsq_shape,
 }

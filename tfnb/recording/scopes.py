@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 _BAD = re.compile(r"[^A-Za-z0-9_.]+")
 
 
+@lru_cache(maxsize=4096)
 def clean(name: str) -> str:
     """A string as a legal part of a node name."""
     part = _BAD.sub("_", name).strip("_")
