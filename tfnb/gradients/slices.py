@@ -334,15 +334,15 @@ def _rsub(a: Any, b: Any) -> Any:
 
 @closed("pow")
 def _pow(g: Any, exponent: Any) -> IndexedSlices:
-    if not isinstance(g, IndexedSlices) or not isinstance(exponent, Real) or exponent <= 0:
+    if not isinstance(g, IndexedSlices) or not isinstance(exponent, (int, float)) or exponent <= 0:
         raise _needs_dense("pow with an exponent that is no number above 0", _first(g, exponent))
-    return g.map(lambda rows: rows**exponent)
+    return g.map(lambda rows: torch.pow(rows, exponent))
 
 
 @closed("clamp", "clip", "clamp_min", "clamp_max")
 def _clamp(g: IndexedSlices, min: Any = None, max: Any = None) -> IndexedSlices:
     for bound, is_low in ((min, True), (max, False)):
-        if bound is not None and not (isinstance(bound, Real) and (bound <= 0 if is_low else bound >= 0)):
+        if bound is not None and not (isinstance(bound, (int, float)) and (bound <= 0 if is_low else bound >= 0)):
             raise _needs_dense(f"clamp between {min} and {max}, which do not enclose 0,", g)
     return g.map(lambda rows: torch.clamp(rows, min, max))
 

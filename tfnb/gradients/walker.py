@@ -45,13 +45,14 @@ _STRAIGHT = frozenset({"no_grad", "in_place"})
 
 def gradients(
     ys: Any, xs: Any, grad_ys: Any = None, *, stop_gradients: Any = (), unconnected: str = "none"
-) -> list[torch.Tensor | IndexedSlices | None]:
+) -> list[Any]:
     """Add nodes that compute d sum(ys * grad_ys) / dx for each x; also outside a recording.
 
     ys: recorded tensors. xs: recorded tensors, Variables or Parameters. grad_ys: like ys, None entries mean ones.
     stop_gradients: tensors that count as constants where others depend on them. unconnected: ``"none"`` gives None for
     an x that no y depends on, ``"zero"`` gives zeros. Integer and bool tensors are constants. A Variable or Parameter
-    that is only looked up by row (embedding, index_select, ``w[rows]``) gets `IndexedSlices`; a y may be one.
+    that is only looked up by row (embedding, index_select, ``w[rows]``) gets `IndexedSlices`, the others tensors; a y
+    may be slices, too.
 
     Raises ShapeError or InvalidArgument for a grad_y that does not fit its y, NoGradient for an op without a rule.
 
@@ -231,7 +232,7 @@ class Walk:
         if len(parts) > 1:
             self.partials[value] = parts = [added(parts)]
         if value in self.hooks:
-            self.partials[value] = parts = [hooked(parts[0], self.hooks.pop(value))]
+            self.partials[value] = parts = [hooked(parts[0], self.hooks.pop(value))]  # type: ignore[arg-type]
         return parts[0]
 
     def reach(self, nodes: Iterable[Node]) -> None:
@@ -317,9 +318,11 @@ class Walk:
         found = take(n, *pair)
         if found is None:
             return None
+        values, indices = found
         shape = tuple(n.inputs[0].shape)
         name = self.recorder.node(node.inputs[0].node).name
-        return IndexedSlices(*torch.ops.tfnb.slices(*found, shape[0]), shape).called(name)
+        values, indices = torch.ops.tfnb.slices(values, indices, shape[0])
+        return IndexedSlices(values, indices, shape).called(name)
 
     def _forward(self, node: Node, needed: list[bool]) -> Forward:
         region = region_of_tags(node.tags)
