@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import tfnb
 from tests.gradients.reference import compare
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -158,3 +159,13 @@ def test_as_strided_scatter_overwrites() -> None:
         lambda x, v: torch.as_strided_scatter(x, v, (2,), (2,), 1), (r(6), r(2)),
         oracle=lambda x, v: torch.cat([x[:1], v[:1], x[2:3], v[1:], x[4:]]),
     )  # fmt: skip
+
+
+def test_rrelu_in_training_keeps_the_slopes_it_drew() -> None:
+    with tfnb.record():
+        x = tfnb.placeholder(torch.randn(5, dtype=torch.float64))
+        y = F.rrelu(x, training=True)
+        (dx,) = tfnb.gradients(y, [x])
+        (again,) = tfnb.gradients((dx * dx).sum() + (x * x).sum(), [x])
+    torch.testing.assert_close(dx.sample, y.sample / x.sample)
+    torch.testing.assert_close(again.sample, 2 * x.sample)

@@ -20,6 +20,7 @@ from tfnb.gradients.library import library_rule
 from tfnb.gradients.slices import IndexedSlices, added
 from tfnb.gradients.table import (
     COMPLEX,
+    COMPOSITES,
     LOOKUPS,
     NOGRAD,
     PASSES,
@@ -288,7 +289,7 @@ class Walk:
     def _rule(self, node: Node) -> Rule | None:
         """The node's own rule, or its op's."""
         if not _has_own_rule(node):
-            return RULES.get(node.op) or library_rule(node.op)
+            return RULES.get(node.op) or (None if node.op in COMPOSITES else library_rule(node.op))
         own = self.recorder.space.rules.get(node.id)
         if own is None:
             what = f"the gradient {node.attrs.get('rule', 'override')} of {node.op} is a Python function"

@@ -31,6 +31,8 @@ def _batch_norm(
     cudnn: Any = None,
 ) -> Any:
     """Batch norm as a pure op; the running statistics are written back as recorded assignments."""
+    if x.dim() < 2:
+        return NotImplemented  # torch takes an empty vector
     if not training:
         return aten._native_batch_norm_legit_no_training(x, w, b, mean, var, momentum, eps)[0]
     if mean is None:
@@ -328,6 +330,12 @@ def _histogram_edges(x: Any, bins: Any, **kwargs: Any) -> Any:
     return x.new_empty(bins.shape[0] - 1), torch.empty_like(bins)
 
 
+def _ctc_shape(log_probs: Any, targets: Any, inputs: Any, lengths: Any, *rest: Any) -> Any:
+    steps, batch = log_probs.shape[:2]
+    longest = max(lengths, default=0) if isinstance(lengths, (list, tuple)) else targets.shape[-1]
+    return log_probs.new_empty([batch]), log_probs.new_empty([batch, steps, 2 * longest + 1])
+
+
 def _lstsq_shape(a: Any, b: Any, rcond: Any = None, *, driver: str | None = None) -> Any:
     """Of a matrix of full rank: else torch leaves out the residuals too, which only the values tell."""
     rows, columns = a.shape[-2:]
@@ -358,4 +366,8 @@ SHAPES: dict[Any, Callable[..., Any]] = {
     aten.rnn_relu.input: _rnn_shape,
     aten.relu.default: aten.neg.default,  # the same rule; torch takes a long way round for relu with symbolic sizes
     aten.linalg_lstsq.default: _lstsq_shape,
+    aten._ctc_loss.default: _ctc_shape,
+    aten._ctc_loss.Tensor: _ctc_shape,
+    aten._ctc_loss_backward.default: _like_second,
+    aten._ctc_loss_backward.Tensor: _like_second,
 }

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import Any
 
 import torch
+from torch._decomp import decomposition_table
 
-from tfnb.gradients.table import Forward, partials, rule
+from tfnb.gradients.table import Forward, composite, partials, rule
+from tfnb.gradients.walker import gradients
 
 aten = torch.ops.aten
 
@@ -149,3 +153,50 @@ for _op in (aten.grid_sampler_2d, aten.grid_sampler_3d):
         mask = [n.needs("input"), n.needs("grid")]
         dx, dgrid = back(dy, n["input"], n["grid"], *(n[a] for a in _GRID), mask)
         return dx if mask[0] else None, dgrid
+
+
+# The backward kernels are differentiated as the gradient of the sampling in plain torch.
+
+
+def _place(x: torch.Tensor, size: Any, padding: int, align_corners: bool) -> torch.Tensor:
+    """Positions in [-1, 1] as indices, padded by zeros (0), the border (1) or reflection (2)."""
+    x = (x + 1) * (size - 1) / 2 if align_corners else ((x + 1) * size - 1) / 2
+    if padding == 2:
+        low, span = (0.0, size - 1) if align_corners else (-0.5, size)
+        away, turns = (x - low).abs() % max(span, 1), ((x - low).abs() / max(span, 1)).detach().floor()
+        x = torch.where(turns % 2 == 0, away + low, span - away + low) if span else x * 0
+    return x if padding == 0 else x.clamp(0, size - 1)
+
+
+def _sampled3d(x: Any, grid: Any, mode: int, padding: int, align_corners: bool) -> torch.Tensor:
+    """x: [N, C, D, H, W] at grid: [N, d, h, w, 3], linear (mode 0) or nearest (1)."""
+    sizes, batch = x.shape[2:], torch.arange(x.shape[0], device=x.device).reshape([-1, 1, 1, 1])
+    places = [_place(grid[..., 2 - k], sizes[k], padding, align_corners) for k in range(3)]
+    rows = x.permute(0, 2, 3, 4, 1)
+
+    def at(corner: list[torch.Tensor]) -> torch.Tensor:
+        inside = math.prod((c >= 0) & (c < size) for c, size in zip(corner, sizes, strict=True))
+        index = [c.clamp(0, size - 1).to(torch.int64) for c, size in zip(corner, sizes, strict=True)]
+        return rows[batch, index[0], index[1], index[2]] * inside.unsqueeze(-1)
+
+    if mode == 1:
+        return at([p.round() for p in places]).permute(0, 4, 1, 2, 3)
+    low, total = [p.detach().floor() for p in places], 0
+    for corner in itertools.product((0, 1), repeat=3):
+        weights = [p - f if up else 1 - (p - f) for p, f, up in zip(places, low, corner, strict=True)]
+        total = total + at([f + up for f, up in zip(low, corner, strict=True)]) * math.prod(weights).unsqueeze(-1)
+    return total.permute(0, 4, 1, 2, 3)
+
+
+def _twice(backward: Any, plain: Any) -> None:
+    """The backward op of a sampling, as what the walker makes of the sampling in plain torch."""
+
+    @composite(backward)
+    def _(grad_output: Any, input: Any, grid: Any, interpolation_mode: int, padding_mode: int, align_corners: bool,
+          output_mask: Any) -> Any:  # fmt: skip
+        out = plain(input, grid, interpolation_mode, padding_mode, align_corners)
+        return gradients(out, [input, grid], grad_output, unconnected="zero")
+
+
+_twice(aten.grid_sampler_2d_backward.default, decomposition_table[aten.grid_sampler_2d.default])
+_twice(aten.grid_sampler_3d_backward.default, _sampled3d)

@@ -260,7 +260,8 @@ def _(self: torch.Tensor, p: float, dim: int, maxnorm: float) -> torch.Tensor:
 
 @composite(aten._cdist_forward.default)
 def _(x1: torch.Tensor, x2: torch.Tensor, p: float, compute_mode: int | None) -> torch.Tensor:
-    return torch.linalg.vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, -1)
+    apart = x1.unsqueeze(-2) - x2.unsqueeze(-3)
+    return torch.linalg.vector_norm(apart, p, apart.dim() - 1)  # for -1 torch 2.13 refuses an empty batch
 
 
 @composite(aten._pdist_forward.default)
