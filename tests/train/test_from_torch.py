@@ -254,6 +254,31 @@ def test_a_step_without_gradients_is_refused() -> None:
         torch.optim.SGD(model.parameters(), 0.1).step()
 
 
+@pytest.mark.parametrize("name", ["SGD momentum", "Adagrad", "Adam"])
+def test_tables_of_rows_are_trained_as_torch_trains_them(name: str) -> None:
+    make, arguments = OPTIMIZERS[name]
+
+    def table() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 3)).double()
+        model[0].weight.register_hook(lambda grad: grad.clamp(-0.5, 0.5))
+        return model
+
+    def rows(i: int) -> torch.Tensor:
+        return torch.randint(0, 10, (7,), generator=torch.Generator().manual_seed(i))
+
+    model, twin = table(), table()
+    optimizer, eager = make(model.parameters(), **arguments), make(twin.parameters(), **arguments)
+    with tfnb.record():
+        x, y = tfnb.placeholder(rows(0)), tfnb.placeholder(rows(0) % 3)
+        step = step_on(model, optimizer, x, y)
+        assert isinstance(model[0].weight.grad, tfnb.Tensor) and model[0].weight.grad.shape == (10, 4)
+    for i in range(5):
+        tfnb.run(step, {x: rows(i), y: rows(i) % 3})
+        step_on(twin, eager, rows(i), rows(i) % 3)
+    assert_same(dict(model.state_dict()), dict(twin.state_dict()))
+
+
 @pytest.mark.parametrize("name", ["Adagrad", "Adam", "SGD momentum"])
 def test_an_optimizer_may_be_made_in_the_recording(name: str) -> None:
     make, arguments = OPTIMIZERS[name]

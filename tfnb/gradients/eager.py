@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tfnb.errors import FailedPrecondition, InvalidArgument, ShapeError
+from tfnb.gradients.slices import IndexedSlices
 from tfnb.gradients.walker import Walk, differentiate
 from tfnb.graph import Variable
 from tfnb.recording import Recorder, Tensor
@@ -90,7 +91,7 @@ def _listed(items: Any) -> list[Any]:
 
 
 def _outputs(recorder: Recorder, tensors: Any) -> list[Tensor]:
-    ys = [y.read() if isinstance(y, Variable) else y for y in _listed(tensors)]
+    ys: list[Any] = [y.read() if isinstance(y, Variable) else y for y in _listed(tensors)]
     for y in ys:
         if not isinstance(y, Tensor) or y.graph is not recorder.graph:
             what = f"of graph {y.graph.name}" if isinstance(y, Tensor) else f"a plain {type(y).__name__}"
@@ -146,7 +147,9 @@ def _gradients(recorder: Recorder, ys: list[Any], xs: list[Any], seeds: list[Any
 
 def _handle(recorder: Recorder, dx: Any, create_graph: bool) -> Tensor:
     """A handle of its own, so that a write into one gradient is no write into another."""
-    if not isinstance(dx, Tensor):
+    if isinstance(dx, IndexedSlices):
+        dx = dx.to_dense("torch's .grad is dense")
+    elif not isinstance(dx, Tensor):
         dx = torch.clone(dx)
     if not create_graph and "no_grad" not in dx.node.tags:  # a value of the forward pass, handed through
         dx = dx.detach()

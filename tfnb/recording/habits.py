@@ -210,7 +210,7 @@ def _grad_fn(habits: Habits, func: Any, tensor: Any) -> Any:
     return None if _is_leaf(habits, func, tensor) else tensor.node
 
 
-def _retain_grad(habits: Habits, func: Any, tensor: Any) -> None:
+def _retain_grad(habits: Habits, func: Any, tensor: Any) -> Any:
     return habits.retain(tensor) if isinstance(tensor, Tensor) else func(tensor)
 
 
@@ -304,9 +304,9 @@ def _deepcopy(habits: Habits, func: Any, tensor: Any, memo: Any) -> Any:
 
 
 TABLE: Mapping[Any, Callable[..., Any]] = {
-    torch.Tensor.grad.__get__: _get_grad,  # type: ignore[attr-defined]
-    torch.Tensor.grad.__set__: _set_grad,  # type: ignore[attr-defined]
-    torch.Tensor.grad.__delete__: _delete_grad,  # type: ignore[attr-defined]
+    torch.Tensor.grad.__get__: _get_grad,  # type: ignore[union-attr]
+    torch.Tensor.grad.__set__: _set_grad,  # type: ignore[union-attr]
+    torch.Tensor.grad.__delete__: _delete_grad,  # type: ignore[union-attr]
     torch.Tensor.__deepcopy__: _deepcopy,
     torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     torch.Tensor.requires_grad.__get__: _get_requires_grad,  # type: ignore[attr-defined]
@@ -399,7 +399,7 @@ def _refused_schedules(recorder: Recorder) -> Iterator[None]:
             kind.step = original  # type: ignore[attr-defined]
 
 
-def _all_schedulers(kind: type) -> Iterator[type]:
+def _all_schedulers(kind: type[Any]) -> Iterator[type[Any]]:
     yield kind
     for child in kind.__subclasses__():
         yield from _all_schedulers(child)
