@@ -32,7 +32,8 @@ BINARY = """
     {a} <= {b} | {a} // 2 | {a} % 3 | torch.add({a}, {b}, alpha=2) | torch.rsub({a}, {b}) | {a} ** 2
     torch.lerp({a}, {b}, 0.25) | torch.addcmul({a}, {b}, {c}, value=2) | torch.atan2({a}, {b}) | {a} & {b}
     {a} ^ {b} | torch.where({mask}, {a}, {s}) | torch.where({mask}, {a}, {b}) | {a}.masked_fill({mask}, {s})
-    {a} @ {b} | torch.matmul({a}, {b}.mT) | F.linear({a}, {b}) | torch.bmm({a}, {b}) | F.mse_loss({a}, {b})
+    {a} @ {b} | torch.matmul({a}, {b}.mT) | F.linear({a}, {b}) | torch.bmm({a}, {b})
+    F.mse_loss({a}.double(), {b}.double())
     torch.dot({a}, {b}) | torch.outer({a}, {b}) | torch.addmm({a}, {b}, {c}) | torch.baddbmm({a}, {b}, {c})
     torch.mv({a}, {b}) | F.conv1d({a}, {b}) | F.conv1d({a}, {b}, padding=1)
     torch.einsum('...i,...i->...', {a}, {b}) | F.cosine_similarity({a}, {b}, dim={d}) | torch.fmod({a}, 2)
@@ -101,7 +102,7 @@ WRITES = """
     F.dropout({a}, 0.5, False, True) | F.elu_({a}) | {a}.data.add_(1) | {a}.detach().mul_(2) | {a}.t().add_({b})
     {a}.view(-1)[0] = {s} | {a}.flatten()[-1] = {s} | {a}.diagonal().fill_({s}) | {a}.unsqueeze({d}).mul_(2)
     {a}.transpose({d}, {e}).copy_({a}.clone()) | {a}.reshape(-1).add_(1) | {a}.addmm_({b}, {c})
-    {a}.logical_not_() | {a}.eq_({b})
+    {a}.eq_({b})
     {a}[{i}], {a}[{j}] = {a}[{j}].clone(), {a}[{i}].clone() | torch.swapaxes({a}, {d}, {e})[{i}] = {s}
     {a}.sort({d}).values.add_(1) | torch.stack([{a}, {b}], out={o}) | torch.where({mask}, {a}, {b}, out={a})
     torch.clamp({a}, -1, 1, out={a}) | {a}.expand_as({b}).add_(1) | {a}.put_({idx}, {a}.take({idx}))

@@ -222,7 +222,8 @@ partials(aten.pow.Tensor_Tensor, _pow_base, _pow_exponent)
 @rule(aten.atan2.default)
 def _(n: Forward, dy: Any) -> Any:
     y, x = n.inputs
-    scaled = dy / (x * x + y * y)
+    square = x * x + y * y
+    scaled = (dy / square).masked_fill(square == 0, 0.0)
     return lambda: scaled * x, lambda: -scaled * y
 
 
