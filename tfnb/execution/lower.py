@@ -221,10 +221,16 @@ class _Lowering:
     def _argument(self, node: Node, leaf: Any) -> Any:
         if isinstance(leaf, Ref):
             return self.values[node.inputs[leaf.input]]
-        if isinstance(leaf, Dim):
-            result = leaf.evaluate(self.symbols)
-            return result.node if isinstance(result, fx.Proxy) else result
-        return leaf
+        return self._size(leaf) if isinstance(leaf, Dim) else leaf
+
+    def _size(self, dim: Dim) -> Any:
+        """The size as arithmetic in the generated code; as one call where it rounds, which proxies cannot."""
+        try:
+            result = dim.evaluate(self.symbols)
+        except TypeError:
+            at = [self.symbols[symbol].node for symbol in dim.symbols]
+            return self.fx.call_function(_evaluated, (dim.expr, dim.symbols, *at))
+        return result.node if isinstance(result, fx.Proxy) else result
 
     def _bind_node_symbols(self, node: Node) -> None:
         """Sizes that only this node knows (a data-dependent output)."""
@@ -315,6 +321,10 @@ class _Lowering:
         """The value in memory of the step's own."""
         at = self.values[value]
         return self.fx.call_function(aten.clone.default, (at,)) if value in self.borrowed else at
+
+
+def _evaluated(expr: str, symbols: tuple[str, ...], *sizes: int) -> Any:
+    return Dim(expr).evaluate(dict(zip(symbols, sizes, strict=True)))
 
 
 def _unfed(node: Node) -> InvalidArgument:

@@ -585,7 +585,8 @@ class Recorder(TorchDispatchMode):
         return tensor.detach()
 
     def _wrap(self, entry: Entry, base: Base | None = None, chain: tuple[View, ...] = ()) -> Tensor:
-        tensor = Tensor(entry, self.space, base, chain)
+        with self.symbols.quiet():  # torch looks whether the tensor is empty
+            tensor = Tensor(entry, self.space, base, chain)
         self.live[tensor] = True
         return tensor
 

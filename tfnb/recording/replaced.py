@@ -16,6 +16,7 @@ import torch
 from tfnb.recording.writes import rebind
 
 aten = torch.ops.aten
+_ALL = (1 << 63) - 1  # how a slice without an end is written
 
 
 def _batch_norm(
@@ -172,6 +173,11 @@ def _matrix_norm(rec: Any, a: Any, ord: Any, dim: Any = (-2, -1), keepdim: bool 
     return out if keepdim else out.squeeze((summed, compared))
 
 
+def _max_pool1d(rec: Any, *args: Any, **kwargs: Any) -> Any:
+    """Without the composite's check of the output's size, which wants a number."""
+    return aten.max_pool1d_with_indices(*args, **kwargs)[0]
+
+
 def _unbind(rec: Any, x: Any, dim: int = 0) -> Any:
     """As many outputs as rows: the size is fixed by this line, whatever the shape rule of unbind concludes."""
     int(x.shape[dim])
@@ -239,6 +245,7 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     aten.unbind.int: _unbind,
     aten._efficientzerotensor.default: _zeros,
     aten._to_copy.default: _number,
+    aten.max_pool1d.default: _max_pool1d,
     aten.kron.default: _kron,
     aten.cdist.default: _cdist,
     aten.diff.default: _diff,
@@ -310,6 +317,28 @@ def _like_second(*args: Any) -> Any:
     return torch.empty_like(args[1])
 
 
+def _slice(x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+    """At most as many rows as there are in a run: torch's rule compares with the rows of the sample."""
+    rows, first = x.shape[dim], 0 if start is None else start
+    numbers = isinstance(first, int) and (end is None or isinstance(end, int))
+    is_open = end is None or (isinstance(end, int) and end >= _ALL)
+    if not isinstance(rows, torch.SymInt) or not numbers or (first == 0 and is_open):
+        return aten.slice.Tensor(x, dim, start, end, step)
+
+    def place(at: int) -> Any:
+        return torch.sym_min(at, rows) if at >= 0 else torch.sym_max(rows + at, 0)
+
+    if is_open and first < 0:
+        count = torch.sym_min(-first, rows)
+    else:  # a start behind the end gives nothing
+        count = torch.sym_max((rows if is_open else place(end)) - (first if first >= 0 else place(first)), 0)
+    sizes, strides = list(x.shape), list(x.stride())
+    sizes[dim] = count if step == 1 else (count + step - 1) // step
+    offset = x.storage_offset() + place(first) * strides[dim]
+    strides[dim] = strides[dim] * step
+    return x.as_strided(sizes, strides, offset)
+
+
 def _geqrf(a: Any) -> Any:
     return torch.empty_like(a), a.new_empty((*a.shape[:-2], torch.sym_min(a.shape[-2], a.shape[-1])))
 
@@ -351,6 +380,7 @@ def _lstsq_shape(a: Any, b: Any, rcond: Any = None, *, driver: str | None = None
 # Shape rules that torch lacks for symbolic sizes: of recurrent layers kept whole, whose decomposition unrolls the time
 # axis and so would fix its size, and of kernels that have none.
 SHAPES: dict[Any, Callable[..., Any]] = {
+    aten.slice.Tensor: _slice,
     aten.hardshrink_backward.default: _like_second,
     aten.softshrink_backward.default: _like_second,
     aten.multilabel_margin_loss_backward.default: _like_second,

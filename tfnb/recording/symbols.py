@@ -181,7 +181,7 @@ class Symbols:
 
     def observe(self, fake: torch.Tensor, sample: torch.Tensor) -> None:
         """Remember the sizes of a sample that only its data tells."""
-        for size, seen in zip(fake.shape, sample.shape, strict=True):
+        for size, seen in zip(fake.shape, sample.shape, strict=False):  # ranks differ where an output was not asked for
             if isinstance(size, torch.SymInt) and size.node.hint is None and size.node.expr.is_symbol:
                 self._observed[size.node.expr] = sympy.Integer(seen)
 
@@ -207,12 +207,20 @@ class Symbols:
             return self.fake_mode.from_tensor(tensor.detach(), static_shapes=True)
 
     @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Inside, inequalities are forgotten: nobody's choice depends on them."""
+        before, self.env.kernel = self.env.kernel, True
+        try:
+            yield
+        finally:
+            self.env.kernel = before
+
+    @contextmanager
     def kernel(self) -> Iterator[None]:
         """Inside the fake kernel of one recorded op."""
-        before, self.env.kernel = self.env.kernel, True
-        quiet, _LOG.disabled = _LOG.disabled, True  # what fails is raised with the user's line; torch logs it as well
+        before, _LOG.disabled = _LOG.disabled, True  # what fails is raised with the user's line; torch logs it as well
         try:
-            with self.fake_mode:
+            with self.quiet(), self.fake_mode:
                 yield
         finally:
-            self.env.kernel, _LOG.disabled = before, quiet
+            _LOG.disabled = before
