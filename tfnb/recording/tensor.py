@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from tfnb.errors import FailedPrecondition, InvalidArgument, StaleNode, Unsupported
@@ -133,8 +132,8 @@ class Tensor(torch.Tensor):
     def look_as(self, other: Tensor) -> None:
         """Become another handle of what ``other`` looks at, with its shape and strides."""
         self._entry, self._family, self._chain, self._seen = other._entry, other._family, other._chain, other._seen
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
-            self.data = other  # sizes and strides
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+            self.data = other  # sizes and strides; torch asks whether the two fit, also where there is no sample
 
     def eval(self, feed_dict: Any = None) -> torch.Tensor:
         """The value in the default session of its graph."""
