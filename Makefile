@@ -11,7 +11,7 @@ NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 PYTEST := $(BIN)/python -m pytest --nbval --nbval-current-env --nbval-sanitize-with notebooks/sanitize.cfg --nbval-cell-timeout 240
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all lint format type shape notebooks wheel doctor lab clean
+.PHONY: help demo test test-slow test-all lint format type shape notebooks coverage page wheel doctor lab clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -55,6 +55,13 @@ shape: $(INSTALLED) ## lines, functions and comments of each folder
 notebooks: $(INSTALLED) ## execute the notebooks and keep their outputs
 	$(BIN)/python -m jupyter nbconvert --to notebook --inplace --execute \
 	  --ExecutePreprocessor.record_timing=False --ExecutePreprocessor.store_widget_state=False $(NOTEBOOKS)
+
+coverage: $(INSTALLED) ## every sample of every torch operator, then tests/coverage/COVERAGE.md
+	$(BIN)/python -m pytest -q -m slow tests/coverage
+	@$(BIN)/python -m tests.coverage.page
+
+page: $(INSTALLED) ## write tests/coverage/COVERAGE.md from the table of what fails
+	@$(BIN)/python -m tests.coverage.page
 
 wheel: $(INSTALLED) ## build dist/tfnb-*.whl
 	rm -rf build/lib build/bdist* dist

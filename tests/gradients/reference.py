@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import tfnb
 from tfnb.graph import Graph
+from tfnb.kernels.random import seeded
+from tfnb.recording.workspace import stream_seed
 
 Function = Callable[..., Any]
 
@@ -21,32 +24,47 @@ def compare(function: Function, inputs: Sequence[Any], *, oracle: Function | Non
     oracle: a function with the same values that torch can differentiate, where it is not ``function`` itself.
     """
     wanted = [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.requires_grad]
+    with tfnb.record() as g:
+        held = [placeholder(x) for x in inputs]
+        recorded = outputs(function(*held))
     plain = [x.detach().clone().requires_grad_() if i in wanted else x for i, x in enumerate(inputs)]
-    ys = outputs((oracle or function)(*plain))
+    with SameDraws(g):
+        ys = outputs((oracle or function)(*plain))
     flows = [y.requires_grad for y in ys]
     dys = [torch.randn_like(y) for y in ys]
     starts = [plain[i] for i in wanted]
     expected = autograd(ys, starts, dys, create=second)
     again = autograd(expected, starts, [torch.ones_like(e) for e in expected]) if second else []
 
-    with tfnb.record() as g:
-        held = [placeholder(x) for x in inputs]
-        recorded = [y for y, flow in zip(outputs(function(*held)), flows, strict=True) if flow]
-        xs = [held[i] for i in wanted]
-        if not recorded:
-            return g
-        got = tfnb.gradients(recorded, xs, [dy for dy, flow in zip(dys, flows, strict=True) if flow])
-        some = [dx for dx, e in zip(got, expected, strict=True) if dx is not None and e.requires_grad]
-        twice = tfnb.gradients(some, xs) if second and some else []
+    xs = [held[i] for i in wanted]
+    recorded = [y for y, flow in zip(recorded, flows, strict=True) if flow]
+    if not recorded:
+        return g
+    got = tfnb.gradients(recorded, xs, [dy for dy, flow in zip(dys, flows, strict=True) if flow])
+    some = [dx for dx, e in zip(got, expected, strict=True) if dx is not None and e.requires_grad]
+    twice = tfnb.gradients(some, xs) if second and some else []
     assert_same(got, expected)
     assert_same(twice, again if twice else [])
     return g
 
 
+class SameDraws(TorchDispatchMode):
+    """Inside, torch's random operators draw what the random nodes of a recording drew, one after another."""
+
+    def __init__(self, graph: Graph) -> None:
+        super().__init__()
+        self.seeds = [stream_seed(node, graph.seed, 0) for node in graph.nodes if node.stream is not None]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded not in func.tags or not self.seeds:
+            return func(*args, **(kwargs or {}))
+        return seeded(func, self.seeds.pop(0), torch.device("cpu"), args, kwargs or {})
+
+
 def outputs(result: Any) -> list[torch.Tensor]:
     """The floating and complex tensors in a result."""
     tensors = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
-    return [t for t in tensors if t.dtype.is_floating_point or t.dtype.is_complex]
+    return [t for t in tensors if t.is_floating_point() or t.is_complex()]
 
 
 def placeholder(x: Any) -> Any:

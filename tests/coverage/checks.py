@@ -1,0 +1,294 @@
+"""What is asked of every OpInfo entry: each check takes an entry and a sample, and gives None or a one-line reason.
+
+The oracle is torch itself: the operator called eagerly, and torch.autograd in float64.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+import tfnb
+from tests.gradients.reference import compare
+
+REAL = (torch.float64, torch.float32, torch.int64, torch.bool)
+COMPLEX = torch.complex128
+DRAWS = 48  # runs of a random operator whose statistics are compared
+MET: set[str] = set()  # ops of the graphs that `first` and `second` made in this process
+
+
+def name_of(info: Any) -> str:
+    """The entry's name: ``sum``, ``norm.fro``."""
+    return info.name + (f".{info.variant_test_name}" if info.variant_test_name else "")
+
+
+ENTRIES: dict[str, Any] = {name_of(info): info for info in sorted(op_db, key=name_of)}
+
+
+def supports(info: Any, dtype: torch.dtype) -> bool:
+    """Whether torch's own CPU kernel takes this dtype."""
+    return dtype in info.supported_dtypes("cpu")
+
+
+def real_dtypes(info: Any) -> list[torch.dtype]:
+    """The dtypes in which the entry is recorded and replayed; if it takes none of these, what it does take."""
+    others = sorted(info.supported_dtypes("cpu"), key=lambda d: (d is not COMPLEX, str(d)))
+    return [d for d in REAL if supports(info, d)] or others[:1]
+
+
+def gradient_dtype(info: Any) -> torch.dtype | None:
+    """float64, or complex128 for an entry that takes no real tensors; None where torch does not differentiate."""
+    return next((d for d in (torch.float64, COMPLEX) if info.supports_autograd and supports(info, d)), None)
+
+
+def samples(info: Any, dtype: torch.dtype, *, requires_grad: bool = False, seed: int = 0) -> list[Any]:
+    """PyTorch's samples of the entry, the same ones for the same seed."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    return list(info.sample_inputs("cpu", dtype, requires_grad=requires_grad))
+
+
+def pairs(info: Any, dtype: torch.dtype) -> list[tuple[Any, Any]]:
+    """Every sample with fresh inputs for it: tensors of the same shapes and dtypes, and in the operator's domain."""
+    found = samples(info, dtype)
+    others = samples(info, dtype, seed=1)
+    others += [None] * (len(found) - len(others))
+    return [(s, o if _alike(s, o) else _scaled(s)) for s, o in zip(found, others, strict=False)]
+
+
+def _alike(sample: Any, other: Any) -> bool:
+    """Whether two samples differ only in the values of their tensors."""
+    (a, shape), (b, shape_too) = tree_flatten(_parts(sample)), tree_flatten(_parts(other) if other else None)
+    return shape == shape_too and all(_interchangeable(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _interchangeable(x: Any, y: Any) -> bool:
+    if isinstance(x, torch.Tensor):
+        return isinstance(y, torch.Tensor) and _layout(x) == _layout(y)
+    return type(x) is type(y) and (x == y or x != x)
+
+
+def _layout(x: torch.Tensor) -> Any:
+    strides = x.stride() if x.layout is torch.strided else None
+    return x.shape, x.dtype, x.layout, strides, x.is_conj(), x.is_neg()
+
+
+def _scaled(sample: Any) -> Any:
+    """The sample with its floating tensors a little smaller: probabilities and definite matrices stay what they are."""
+
+    def smaller(x: Any) -> Any:
+        moves = isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
+        return x * 0.9375 if moves else x
+
+    return sample.transform(smaller)
+
+
+def _parts(sample: Any) -> Any:
+    return sample.input, sample.args, sample.kwargs
+
+
+# -- the checks -----------------------------------------------------------------------------------------------------
+
+
+def records(info: Any, sample: Any) -> str | None:
+    """Recorded with placeholders of fixed shapes for its tensors: the values shown while recording are torch's."""
+    return _reason(lambda: _Recorded(info, sample).shown())
+
+
+def replays(info: Any, sample: Any, fresh: Any) -> str | None:
+    """Run on fresh inputs: the values are torch's on these inputs. Draws are compared by seed and by distribution."""
+
+    def check() -> None:
+        recorded = _Recorded(info, sample)
+        recorded.shown()
+        recorded.replayed(fresh)
+
+    return _reason(check)
+
+
+def first(info: Any, sample: Any) -> str | None:
+    """Symbolic gradients equal torch.autograd's."""
+    return _gradients(info, sample, second=False)
+
+
+def second(info: Any, sample: Any) -> str | None:
+    """Symbolic gradients, and the gradients of these, equal torch.autograd's."""
+    return _gradients(info, sample, second=True)
+
+
+def _gradients(info: Any, sample: Any, *, second: bool) -> str | None:
+    leaves, structure = tree_flatten(_parts(sample))
+
+    def function(*leaves: Any) -> Any:
+        return _called(info, tree_unflatten(leaves, structure))
+
+    def check() -> None:
+        MET.update(node.op for node in compare(function, leaves, second=second).nodes)
+
+    return _reason(check)
+
+
+def _reason(check: Callable[[], None]) -> str | None:
+    """None where the check passes or where torch itself cannot do it; else what went wrong, on one line."""
+    try:
+        check()
+    except pytest.skip.Exception:
+        return None
+    except Exception as error:
+        said = str(error).strip().splitlines() or [""]
+        return f"{type(error).__name__}: {said[0]}"[:160]
+    return None
+
+
+# -- recording and running ------------------------------------------------------------------------------------------
+
+
+class _Recorded:
+    """An entry recorded at one sample."""
+
+    def __init__(self, info: Any, sample: Any) -> None:
+        self.info, self.sample = info, sample
+        with tfnb.record() as self.graph:
+            self.feeds: list[Any] = []
+            self.result = _called(info, tree_map(self._placeholder, _parts(sample)))
+
+    def _placeholder(self, x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        self.feeds.append(tfnb.placeholder(x.detach().clone(), shape=tuple(x.shape)))
+        return self.feeds[-1]
+
+    @property
+    def is_random(self) -> bool:
+        return any(node.stream is not None for node in self.graph.nodes)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the values are whatever memory held."""
+        return "empty" in self.info.name
+
+    def shown(self) -> None:
+        """The samples of the results are torch's values."""
+        expected = _eager(self.info, self.sample)
+        got = tree_map(lambda x: x.sample if isinstance(x, tfnb.Tensor) else x, self.result)
+        _same(got, expected, values=not (self.is_random or self.is_empty))
+
+    def replayed(self, fresh: Any) -> None:
+        """A run on the tensors of another sample gives torch's values there."""
+        expected = _eager(self.info, fresh)
+        got = self._run(fresh)
+        _same(got, expected, values=not (self.is_random or self.is_empty))
+        if self.is_random and not self.is_empty:
+            _same(self._run(fresh), got)
+            with _free_draws():
+                _same_distribution(list(self._draws(fresh)), [_eager(self.info, fresh) for _ in range(DRAWS)])
+
+    def _values(self, sample: Any) -> list[torch.Tensor]:
+        return [x.detach().clone() for x in tree_leaves(_parts(sample)) if isinstance(x, torch.Tensor)]
+
+    def _run(self, sample: Any) -> Any:
+        """The result in a session of its own: its first draws."""
+        leaves, structure = tree_flatten(self.result)
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, tfnb.Tensor)]
+        feed = dict(zip(self.feeds, self._values(sample), strict=True))
+        ran = tfnb.Session(self.graph).run([leaves[i] for i in places], feed)
+        for place, value in zip(places, ran, strict=True):
+            leaves[place] = value
+        return tree_unflatten(leaves, structure)
+
+    def _draws(self, sample: Any) -> Iterator[Any]:
+        fetches = [leaf for leaf in tree_leaves(self.result) if isinstance(leaf, tfnb.Tensor)]
+        call = tfnb.Session(self.graph).make_callable(fetches, self.feeds)
+        values = self._values(sample)
+        return (call(*values) for _ in range(DRAWS))
+
+
+def _called(info: Any, parts: Any) -> Any:
+    start, args, kwargs = parts
+    return info.op(start, *args, **kwargs)
+
+
+def _eager(info: Any, sample: Any) -> Any:
+    def own(x: Any) -> Any:
+        return x.detach().clone() if isinstance(x, torch.Tensor) else x
+
+    return _called(info, tree_map(own, _parts(sample)))
+
+
+def _same(got: Any, expected: Any, *, values: bool = True) -> None:
+    """Equal in structure, dtypes and shapes, and in values: bitwise, or up to 1e-6 of the largest."""
+    ours, theirs = tree_leaves(got), tree_leaves(expected)
+    assert len(ours) == len(theirs), f"{len(ours)} results, torch gives {len(theirs)}"
+    for x, y in zip(ours, theirs, strict=True):
+        if not isinstance(y, torch.Tensor):
+            assert not isinstance(x, torch.Tensor), f"a tensor, torch gives {y!r}"
+            assert x == y or x != x, f"{x!r}, torch gives {y!r}"
+            continue
+        assert isinstance(x, torch.Tensor), f"{x!r}, torch gives a tensor"
+        assert (x.dtype, x.shape, x.layout) == (y.dtype, y.shape, y.layout), (
+            f"{x.dtype} {list(x.shape)}, torch gives {y.dtype} {list(y.shape)}"
+        )
+        if values and not _equal(x, y):
+            x, y = _wider(x), _wider(y)
+            torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6 * _largest(y), equal_nan=True)
+
+
+def _equal(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return x.layout is torch.strided and torch.equal(_wider(x), _wider(y))
+
+
+def _wider(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers in a dtype that torch compares: it does not compare complex32 and float8."""
+    if x.dtype is torch.complex32:
+        return x.to(torch.complex64)
+    return x.to(torch.float32) if x.is_floating_point() and x.element_size() == 1 else x
+
+
+def _largest(y: torch.Tensor) -> float:
+    sizes = y.detach().abs().to(torch.float64) if y.numel() and y.layout is torch.strided else torch.zeros(1)
+    return float(sizes.nan_to_num(0, 0, 0).amax())
+
+
+def _same_distribution(ours: list[Any], theirs: list[Any]) -> None:
+    """The same mean and spread of every element and of all together in many draws, up to seven standard errors."""
+    for x, y in zip(_columns(ours), _columns(theirs), strict=True):
+        if not y.numel():
+            continue
+        scale = y.abs().median() + 1e-6  # bounded values, so that draws without a mean (cauchy) have moments too
+        x, y = torch.atan(x / scale), torch.atan(y / scale)
+        for a, b in ((x, y), (x.square(), y.square()), (x.mean(1), y.mean(1)), (x.std(1), y.std(1))):
+            errors = ((a.var(0) + b.var(0)) / DRAWS).sqrt()
+            off = (a.mean(0) - b.mean(0)).abs() - 7 * errors
+            assert off.nan_to_num().amax() <= 1e-6, "the draws have another distribution than torch's"
+
+
+def _columns(draws: list[Any]) -> Iterator[torch.Tensor]:
+    """Of each result, one row a draw."""
+    for results in zip(*(tree_leaves(draw) for draw in draws), strict=True):
+        if isinstance(results[0], torch.Tensor):
+            plain = [torch.view_as_real(r.resolve_conj()) if r.is_complex() else r for r in results]
+            yield torch.stack(plain).to(torch.float64).reshape(len(plain), -1)
+
+
+@contextmanager
+def _free_draws() -> Iterator[None]:
+    """OpInfo seeds its random operators anew in each call; inside, they draw on."""
+    holders = [m for m in list(sys.modules.values()) if m is not None and "wrapper_set_seed" in vars(m)]
+    seeding = [m.wrapper_set_seed for m in holders]
+    for module in holders:
+        module.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)
+    try:
+        yield
+    finally:
+        for module, function in zip(holders, seeding, strict=True):
+            module.wrapper_set_seed = function

@@ -1,0 +1,159 @@
+"""Every OpInfo entry records, replays and differentiates, but for what `known.py` lists; what it lists fails.
+
+A quick sweep takes a few samples of each entry, and every sample where the entry is listed; the slow one takes all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.coverage import checks
+from tests.coverage.known import KNOWN, TORCH_OF_PAGE
+from tests.coverage.page import IMPLIED, PAGE, TARGETS, TORCH, fails, page, totals
+from tests.coverage.sweep import COLUMNS, applies, failures
+from tests.gradients.test_overloads import ROWS
+from tfnb.gradients.table import NOGRAD, RULES
+
+SAME_TORCH = TORCH == TORCH_OF_PAGE  # on another torch other entries may pass or fail: only the targets hold
+NOT_MET_YET = {"records", "replays", "first", "second"}
+MET_ELSEWHERE = {  # rules that no entry meets, and no row of test_overloads.py
+    "aten.as_strided_scatter.default", "aten.native_dropout.default", "tfnb.assign", "tfnb.gru_layer.default",
+    "tfnb.lstm_layer.default", "tfnb.rnn_layer.default", "tfnb.slices.default", "tfnb.coalesce.default",
+    "aten._native_batch_norm_legit_no_training.default",
+}  # fmt: skip
+FAILED: dict[str, dict[str, str]] = {}  # entry -> what the quick sweep found, of this process
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The samples are tiny: waiting for other threads takes longer than they do."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", checks.ENTRIES)
+def test_entry(name: str) -> None:
+    _check(name, whole=[column for column in COLUMNS if name in KNOWN[column]])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", checks.ENTRIES)
+def test_every_sample(name: str) -> None:
+    _check(name, whole=COLUMNS)
+
+
+def _check(name: str, whole: Iterable[str]) -> None:
+    found = FAILED[name] = failures(checks.ENTRIES[name], frozenset(whole))
+    if not SAME_TORCH:
+        return
+    new = {column: said for column, said in found.items() if name not in KNOWN[column]}
+    assert not new, f"{name} fails, and tests/coverage/known.py does not list it: {new}"
+    mended = [column for column in COLUMNS if name in KNOWN[column] and column not in found]
+    assert not mended, f"{name} passes now: take it out of {mended} in tests/coverage/known.py, then `make page`"
+
+
+def _target(column: str) -> Any:
+    return pytest.param(column, marks=pytest.mark.xfail(strict=False) if column in NOT_MET_YET else ())
+
+
+@pytest.mark.parametrize("column", [*map(_target, TARGETS)])
+def test_target_is_met(column: str) -> None:
+    """In the table, and in this run: also on a torch for which the table was not made."""
+    good, count = totals()[column]
+    assert good >= TARGETS[column] * count, f"{good} of {count} by the table"
+    if len(FAILED) < len(checks.ENTRIES):
+        return  # only part of the entries ran
+    asked = [name for name, info in checks.ENTRIES.items() if column in applies(info)]
+    good = sum(not _builds_on(column) & FAILED[name].keys() for name in asked)
+    assert good >= TARGETS[column] * len(asked), f"{good} of {len(asked)} in this run"
+
+
+def _builds_on(column: str | None) -> set[str]:
+    return {column, *_builds_on(IMPLIED.get(column))} if column else set()
+
+
+def test_page_is_what_the_table_says() -> None:
+    if not SAME_TORCH:
+        pytest.skip(f"the page was made with torch {TORCH_OF_PAGE}")
+    assert PAGE.read_text() == page(), "`make page` writes it anew"
+
+
+def test_table_names_entries() -> None:
+    if not SAME_TORCH:
+        pytest.skip(f"the table was made with torch {TORCH_OF_PAGE}")
+    listed = [(column, name) for column in COLUMNS for name in KNOWN[column]]
+    assert [
+        row for row in listed if row[1] not in checks.ENTRIES or row[0] not in applies(checks.ENTRIES[row[1]])
+    ] == []
+    assert all(fails(*row) for row in listed)
+
+
+def test_every_rule_is_reached() -> None:
+    """Runs after the entries: a rule is met by them, by a row of test_overloads.py, or by a test named here."""
+    if len(FAILED) < len(checks.ENTRIES):
+        pytest.skip("only part of the entries ran")
+    unreached = sorted(set(RULES) - checks.MET - set(ROWS) - MET_ELSEWHERE)
+    assert not unreached, "\n".join(unreached)
+
+
+def test_no_rule_is_declared_without_gradient() -> None:
+    assert sorted(set(RULES) & NOGRAD) == []
+
+
+# -- the checks can fail ----------------------------------------------------------------------------------------------
+
+
+class _Entry:
+    """As much of an OpInfo as a check looks at."""
+
+    name = "made up"
+
+    def __init__(self, op: object) -> None:
+        self.op = op
+
+
+class _Sample:
+    """As much of a SampleInput as a check looks at."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self.input, self.args, self.kwargs = tensors[0], tensors[1:], {}
+
+
+def _frozen(x: torch.Tensor) -> torch.Tensor:
+    return x * float(x.sum())
+
+
+def test_a_value_frozen_while_recording_is_found() -> None:
+    sample, fresh = _Sample(torch.ones(3)), _Sample(torch.full((3,), 2.0))
+    assert checks.records(_Entry(_frozen), sample) is None
+    assert "close" in str(checks.replays(_Entry(_frozen), sample, fresh))
+    assert checks.replays(_Entry(lambda x: x * x.sum()), sample, fresh) is None
+
+
+def test_another_distribution_is_found() -> None:
+    state = {"calls": 0}
+
+    def drifting(x: torch.Tensor) -> torch.Tensor:
+        state["calls"] += 1
+        return torch.rand_like(x) + (0.3 if state["calls"] > 1 else 0.0)
+
+    sample = _Sample(torch.zeros(8))
+    assert "distribution" in str(checks.replays(_Entry(drifting), sample, sample))
+    assert checks.replays(_Entry(torch.rand_like), sample, sample) is None
+
+
+def test_a_wrong_gradient_is_found() -> None:
+    def cut(x: torch.Tensor) -> torch.Tensor:
+        return x * (x.sum() if type(x) is torch.Tensor else x.detach().sum())
+
+    sample = _Sample(torch.arange(3.0, dtype=torch.float64).requires_grad_())
+    assert checks.first(_Entry(cut), sample) and checks.second(_Entry(lambda x: x**3), sample) is None
