@@ -14,6 +14,7 @@ from tfnb.errors import FailedPrecondition, InvalidArgument, ShapeError
 from tfnb.graph import Spec, Value, Variable, current
 from tfnb.graph.spec import Size
 from tfnb.recording.recorder import Recorder
+from tfnb.recording.report import dense
 from tfnb.recording.symbols import Symbols
 from tfnb.recording.tensor import Operation, Tensor
 
@@ -45,7 +46,7 @@ def placeholder(
         shape = shape or ((None, *sample.shape[1:]) if sample.dim() else ())
         sample, dtype = None, dtype or sample.dtype
     with _disable_current_modes():
-        plain = None if sample is None else _sample(sample, dtype, device or recorder.default_device)
+        plain = None if sample is None else _sample(sample, dtype, device, recorder)
         if plain is None and shape is None:
             raise InvalidArgument(f"placeholder needs a sample or a shape{recorder.tape.at()}")
         axes = _axes(plain, shape, recorder)
@@ -56,13 +57,14 @@ def placeholder(
     return recorder.placeholder(spec, None if recorder.lazy else plain, name)
 
 
-def _sample(sample: Any, dtype: torch.dtype | None, device: Any) -> torch.Tensor:
+def _sample(sample: Any, dtype: torch.dtype | None, device: Any, recorder: Recorder) -> torch.Tensor:
     if isinstance(sample, Variable):
         sample = sample.value()
-    tensor = torch.as_tensor(current.plain(sample)).detach()
+    tensor = dense(torch.as_tensor(current.plain(sample)).detach(), recorder.tape.at()).resolve_conj().resolve_neg()
     if isinstance(sample, np.ndarray):
         tensor = tensor.clone()
-    return tensor.to(dtype=dtype, device=device).contiguous()  # as every feed will be
+    # as every feed will be
+    return tensor.to(dtype=dtype, device=device or recorder.default_device).contiguous()
 
 
 def _axes(sample: torch.Tensor | None, shape: Any, recorder: Recorder) -> tuple[int | str | None, ...]:

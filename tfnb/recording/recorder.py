@@ -29,7 +29,7 @@ from tfnb.recording.custom_ops import lacks_shapes, shapes
 from tfnb.recording.habits import Habits
 from tfnb.recording.ops import Facts, Op, bind, facts, kernel, op_name
 from tfnb.recording.replaced import PHYSICAL, REPLACED, SHAPES
-from tfnb.recording.report import explained, user_level
+from tfnb.recording.report import COMPRESSED, dense, explained, user_level
 from tfnb.recording.scopes import Scopes, clean
 from tfnb.recording.tape import Tape
 from tfnb.recording.tensor import Base, Entry, Operation, Tensor
@@ -446,7 +446,10 @@ class Recorder(TorchDispatchMode):
             if lacks_shapes(func):
                 with self.symbols.kernel():
                     return shapes(self, func, args, kwargs, inputs)
-            return self.space.shapes.call(func, args, kwargs, SHAPES.get(func, func))
+            fakes = self.space.shapes.call(func, args, kwargs, SHAPES.get(func, func))
+            if isinstance(fakes, torch.Tensor) and fakes.layout in COMPRESSED:
+                dense(fakes, self.tape.at())
+            return fakes
         except Exception as error:
             raise self._failed(func, error, inputs) from error
 
@@ -574,7 +577,7 @@ class Recorder(TorchDispatchMode):
 
     def _captured(self, tensor: torch.Tensor) -> torch.Tensor:
         """A plain tensor as a constant: copied when small, so that later changes do not reach the graph."""
-        size = tensor.numel() * tensor.element_size() if tensor.layout is torch.strided else 0
+        size = dense(tensor, self.tape.at()).numel() * tensor.element_size()
         if size <= BIG_CONSTANT:
             return tensor.detach().clone()
         source = self.where()

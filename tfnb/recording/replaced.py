@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import _constrain_range_for_size
 
 from tfnb.recording.writes import rebind
 
@@ -359,10 +360,15 @@ def _histogram_edges(x: Any, bins: Any, **kwargs: Any) -> Any:
     return x.new_empty(bins.shape[0] - 1), torch.empty_like(bins)
 
 
-def _ctc_shape(log_probs: Any, targets: Any, inputs: Any, lengths: Any, *rest: Any) -> Any:
-    steps, batch = log_probs.shape[:2]
-    longest = max(lengths, default=0) if isinstance(lengths, (list, tuple)) else targets.shape[-1]
-    return log_probs.new_empty([batch]), log_probs.new_empty([batch, steps, 2 * longest + 1])
+def _ctc_shape(x: Any, targets: Any, steps: Any, lengths: Any, *rest: Any) -> Any:
+    """The loss of each sequence, and the table it was computed with, as wide as the longest target asks."""
+    if isinstance(lengths, torch.Tensor):
+        wide = x.fake_mode.shape_env.create_unbacked_symint()
+        _constrain_range_for_size(wide)
+    else:
+        wide = 2 * max(lengths, default=0) + 1
+    batch = x.shape[1:-1]
+    return x.new_empty(batch), x.new_empty((*batch, x.shape[0], wide))
 
 
 def _lstsq_shape(a: Any, b: Any, rcond: Any = None, *, driver: str | None = None) -> Any:

@@ -7,11 +7,22 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 
+import torch
+from torch._subclasses import fake_tensor
+
 from tfnb.errors import FeedError, InvalidArgument, ShapeError, StaleNode, Unsupported
 from tfnb.graph import Source
 from tfnb.recording.ops import Op, op_name
 
 _HERE = str(Path(__file__).parent.parent)  # the package
+# What says that torch knows no shape rule, and not that the shapes are wrong.
+_NO_RULE = (
+    NotImplementedError, fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedFakeTensorException, fake_tensor.UnsupportedOperatorException,
+)  # fmt: skip
+
+
+COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})  # have no strides
 
 
 def explained(
@@ -25,7 +36,7 @@ def explained(
         return error
     inputs = tuple(inputs)
     listed = ", ".join(f"{name}: {spec}" for name, spec in inputs)
-    kind = Unsupported if isinstance(error, NotImplementedError) else ShapeError
+    kind = Unsupported if isinstance(error, _NO_RULE) else ShapeError
     reason = readable(str(error).strip().split("\n")[0]) or type(error).__name__
     name = func._schema.name.partition("::")[2]
     return kind(
@@ -33,6 +44,14 @@ def explained(
         op=op_name(func), cell=source.label if source else None, line=source.line if source else None,
         inputs=tuple(spec for _, spec in inputs),
     )  # fmt: skip
+
+
+def dense(tensor: torch.Tensor, at: str) -> torch.Tensor:
+    """The tensor; raises Unsupported for a sparse, nested or other layout, which no graph value has."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        raise Unsupported(f"a {layout} tensor of shape {list(tensor.shape)} cannot stand in a graph{at}; make it dense")
+    return tensor
 
 
 def user_level(stop: FrameType | None) -> int:

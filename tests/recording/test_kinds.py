@@ -1,0 +1,89 @@
+"""Kinds of tensors: complex ones are recorded with their conjugates done, sparse ones are refused with the line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import tfnb
+from tfnb.errors import Unsupported
+
+
+def _replayed(function: Callable[..., torch.Tensor], *xs: torch.Tensor) -> None:
+    """Recorded on the tensors and run on others: torch's values both times."""
+    with tfnb.record():
+        held = [tfnb.placeholder(x, shape=tuple(x.shape)) for x in xs]
+        y = function(*held)
+    torch.testing.assert_close(y.sample, function(*xs))
+    others = [x * 0.75 if x.is_floating_point() or x.is_complex() else x for x in xs]
+    torch.testing.assert_close(tfnb.run(y, dict(zip(held, others, strict=True))), function(*others))
+
+
+COMPLEX = {
+    "a kernel that reads the bits": torch.fft.hfft,
+    "a kernel that conjugates inside": torch.linalg.pinv,
+    "parts of a conjugate": lambda x: x.conj().imag - x.conj().real,
+    "adjoint": lambda x: x.mH @ x,
+    "a conjugate's conjugate": lambda x: x.conj().conj() * x,
+}
+
+
+@pytest.mark.parametrize("name", COMPLEX)
+def test_conjugates_are_done_when_recorded(name: str) -> None:
+    _replayed(COMPLEX[name], torch.randn(3, 4, dtype=torch.complex128))
+
+
+def test_a_conjugated_sample_and_feed() -> None:
+    _replayed(lambda x: x.imag - x.real, torch.randn(3, 4, dtype=torch.complex128).conj())
+
+
+def test_rrelu_draws_its_slopes_in_each_run() -> None:
+    x = torch.full((1000,), -1.0)
+    with tfnb.record():
+        p = tfnb.placeholder(x)
+        y = F.rrelu(p, 0.1, 0.3, training=True)
+        (dx,) = tfnb.gradients(y, [p])
+    slopes, again = tfnb.run([y, dx], {p: x}), tfnb.run(y, {p: x})
+    assert torch.equal(slopes[1], -slopes[0]) and not torch.equal(slopes[0], again)
+    assert 0.1 <= -slopes[0].max() <= 0.11 and 0.29 <= -slopes[0].min() <= 0.3
+
+
+def test_ctc_loss_with_lengths_that_are_fed() -> None:
+    def loss(x: torch.Tensor, steps: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return F.ctc_loss(x.log_softmax(2), torch.arange(1, 9).reshape(2, 4), steps, lengths)
+
+    x, steps = torch.randn(9, 2, 10), torch.tensor([9, 8])
+    with tfnb.record():
+        held = [tfnb.placeholder(v, shape=tuple(v.shape)) for v in (x, steps, torch.tensor([4, 2]))]
+        y = loss(*held)
+    for lengths in ([4, 2], [1, 3], [2, 2]):
+        fed = (x, torch.tensor([7, 9]), torch.tensor(lengths))
+        torch.testing.assert_close(tfnb.run(y, dict(zip(held, fed, strict=True))), loss(*fed))
+
+
+def test_matrix_products_without_elements() -> None:
+    _replayed(torch.matmul, torch.zeros(2, 3, 0), torch.zeros(0, 4))
+    _replayed(F.linear, torch.zeros(2, 0, 4), torch.randn(5, 4))
+
+
+EYE = torch.eye(4)
+SPARSE = {
+    "a COO sample": lambda x: tfnb.placeholder(EYE.to_sparse()),
+    "a CSR sample": lambda x: tfnb.placeholder(EYE.to_sparse_csr()),
+    "a COO constant": lambda x: torch.sparse.mm(EYE.to_sparse(), x),
+    "a CSR constant": lambda x: EYE.to_sparse_csr() @ x,
+    "conversion to COO": lambda x: x.to_sparse(),
+    "conversion to CSR": lambda x: x.to_sparse_csr(),
+    "conversion to mkldnn": lambda x: x.to_mkldnn(),
+    "nested": lambda x: torch.nested.nested_tensor([x, x]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning", "ignore:The PyTorch API of nested:UserWarning")
+@pytest.mark.parametrize("name", SPARSE)
+def test_other_layouts_are_refused_with_the_line(name: str) -> None:
+    with pytest.raises(Unsupported, match=r"test_kinds\.py line \d+"), tfnb.record():
+        SPARSE[name](tfnb.placeholder(torch.randn(4, 3)))
