@@ -6,7 +6,6 @@ A quick sweep takes a few samples of each entry, and every sample where the entr
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from tests.gradients.test_overloads import ROWS
 from tfnb.gradients.table import NOGRAD, RULES
 
 SAME_TORCH = TORCH == TORCH_OF_PAGE  # on another torch other entries may pass or fail: only the targets hold
-NOT_MET_YET = {"first", "second"}
 MET_ELSEWHERE = {  # rules that no entry meets, and no row of test_overloads.py
     "aten.as_strided_scatter.default", "aten.native_dropout.default", "tfnb.assign", "tfnb.gru_layer.default",
     "tfnb.lstm_layer.default", "tfnb.rnn_layer.default", "tfnb.slices.default", "tfnb.coalesce.default", "tfnb.densify.default",
@@ -61,11 +59,7 @@ def _check(name: str, whole: Iterable[str]) -> None:
     assert not mended, f"{name} passes now: take it out of {mended} in tests/coverage/known.py, then `make page`"
 
 
-def _target(column: str) -> Any:
-    return pytest.param(column, marks=pytest.mark.xfail(strict=False) if column in NOT_MET_YET else ())
-
-
-@pytest.mark.parametrize("column", [*map(_target, TARGETS)])
+@pytest.mark.parametrize("column", [column for column in TARGETS if totals()[column][1]])
 def test_target_is_met(column: str) -> None:
     """In the table, and in this run: also on a torch for which the table was not made."""
     good, count = totals()[column]
