@@ -44,6 +44,7 @@ VARYING: dict[str, str] = {}
 KNOWN: dict[str, dict[str, str]] = {
     "records": RECORDS,
     "replays": REPLAYS,
+    "complex": COMPLEX_VALUES,
     "first": FIRST_ORDER,
     "second": SECOND_ORDER,
     "varying": VARYING,
