@@ -22,6 +22,7 @@ RECORDS: dict[str, str] = {
     "nn.functional.batch_norm.without_cudnn": NO_CPU,
     "sparse.mm.reduce": SPARSE,
     "sparse.sampled_addmm": SPARSE,
+    "to_sparse": SPARSE,
     "torch.ops.aten._efficient_attention_forward": NO_CPU,
     "torch.ops.aten._flash_attention_forward": NO_CPU,
 }
@@ -30,7 +31,6 @@ COMPLEX_VALUES: dict[str, str] = {}
 FIRST_ORDER: dict[str, str] = {
     "as_strided_scatter": TORCH,
     "nn.functional.linear_cross_entropy.chunked": "the gradient is not torch's for some samples",
-    "to_sparse": SPARSE,
 }
 SECOND_ORDER: dict[str, str] = {
     "grid_sampler_2d": NO_RULE,

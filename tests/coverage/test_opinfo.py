@@ -20,7 +20,8 @@ from tfnb.gradients.table import NOGRAD, RULES
 SAME_TORCH = TORCH == TORCH_OF_PAGE  # on another torch other entries may pass or fail: only the targets hold
 MET_ELSEWHERE = {  # rules that no entry meets, and no row of test_overloads.py
     "aten.as_strided_scatter.default", "aten.native_dropout.default", "tfnb.assign", "tfnb.gru_layer.default",
-    "tfnb.lstm_layer.default", "tfnb.rnn_layer.default", "tfnb.slices.default", "tfnb.coalesce.default", "tfnb.densify.default",
+    "tfnb.lstm_layer.default", "tfnb.rnn_layer.default", "tfnb.slices.default", "tfnb.coalesce.default",
+    "tfnb.densify.default",
     "aten._native_batch_norm_legit_no_training.default",
 }  # fmt: skip
 FAILED: dict[str, dict[str, str]] = {}  # entry -> what the quick sweep found, of this process

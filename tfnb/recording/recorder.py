@@ -29,7 +29,7 @@ from tfnb.recording.custom_ops import lacks_shapes, shapes
 from tfnb.recording.habits import Habits
 from tfnb.recording.ops import Facts, Op, bind, facts, kernel, op_name
 from tfnb.recording.replaced import PHYSICAL, REPLACED, SHAPES
-from tfnb.recording.report import COMPRESSED, dense, explained, user_level
+from tfnb.recording.report import dense, explained, user_level
 from tfnb.recording.scopes import Scopes, clean
 from tfnb.recording.tape import Tape
 from tfnb.recording.tensor import Base, Entry, Operation, Tensor
@@ -447,9 +447,7 @@ class Recorder(TorchDispatchMode):
                 with self.symbols.kernel():
                     return shapes(self, func, args, kwargs, inputs)
             fakes = self.space.shapes.call(func, args, kwargs, SHAPES.get(func, func))
-            if isinstance(fakes, torch.Tensor) and fakes.layout in COMPRESSED:
-                dense(fakes, self.tape.at())
-            return fakes
+            return dense(fakes, self.tape.at()) if isinstance(fakes, torch.Tensor) else fakes
         except Exception as error:
             raise self._failed(func, error, inputs) from error
 

@@ -22,9 +22,6 @@ _NO_RULE = (
 )  # fmt: skip
 
 
-COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})  # have no strides
-
-
 def explained(
     func: Op, error: Exception, inputs: Iterable[tuple[str, str]], source: Source | None, readable: Callable[[str], str]
 ) -> Exception:  # fmt: skip
