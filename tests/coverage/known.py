@@ -11,7 +11,6 @@ TORCH_OF_PAGE = "2.13.0"  # the torch whose entries these are
 NO_CPU = "torch has no kernel for the CPU"
 SPARSE = "sparse layout: a recorded value is a dense tensor"
 TORCH = "torch's own gradient is wrong or NaN there"
-NO_RULE = "no rule yet: NoGradient says how to register one"
 
 RECORDS: dict[str, str] = {
     "jiterator_2inputs_2outputs": NO_CPU,
@@ -30,14 +29,10 @@ REPLAYS: dict[str, str] = {}
 COMPLEX_VALUES: dict[str, str] = {}
 FIRST_ORDER: dict[str, str] = {
     "as_strided_scatter": TORCH,
-    "nn.functional.linear_cross_entropy.chunked": "the gradient is not torch's for some samples",
 }
 SECOND_ORDER: dict[str, str] = {
-    "grid_sampler_2d": NO_RULE,
-    "grid_sampler_3d": NO_RULE,
     "linalg.norm.subgradients_at_zero": TORCH,
     "masked.logaddexp": TORCH,
-    "nn.functional.grid_sample": NO_RULE,
 }
 VARYING: dict[str, str] = {}
 
