@@ -9,6 +9,7 @@ from __future__ import annotations
 TORCH_OF_PAGE = "2.13.0"  # the torch whose entries these are
 
 NO_CPU = "torch has no kernel for the CPU"
+RESIZED = "gives a tensor other memory: refused with the line"
 SPARSE = "sparse layout: a recorded value is a dense tensor"
 TORCH = "torch's own gradient is wrong or NaN there"
 
@@ -19,6 +20,8 @@ RECORDS: dict[str, str] = {
     "jiterator_binary_return_by_ref": NO_CPU,
     "jiterator_unary": NO_CPU,
     "nn.functional.batch_norm.without_cudnn": NO_CPU,
+    "resize_": RESIZED,
+    "resize_as_": RESIZED,
     "sparse.mm.reduce": SPARSE,
     "sparse.sampled_addmm": SPARSE,
     "to_sparse": SPARSE,
