@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+# Options of the comparison, for example --quick.
+BENCH ?=
 # Address of one more wheel index, for example one with CPU-only builds of torch. Empty: pip's own configuration.
 TORCH_INDEX ?=
 
@@ -11,10 +13,10 @@ NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 PYTEST := $(BIN)/python -m pytest --nbval --nbval-current-env --nbval-sanitize-with notebooks/sanitize.cfg --nbval-cell-timeout 240
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all lint format type shape notebooks coverage page wheel doctor lab clean
+.PHONY: help demo test test-slow test-all lint format type shape bench bench-peers notebooks coverage page wheel doctor lab clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@echo "installing into $(VENV); the first time this downloads torch"
@@ -52,6 +54,14 @@ type: wheel ## mypy on the wheel
 shape: $(INSTALLED) ## lines, functions and comments of each folder
 	@$(BIN)/python tests/benchmarks/shape.py
 
+bench: $(INSTALLED) ## tfnb beside torch, TensorFlow and JAX; BENCH="--quick" or "--rows NAME ..."
+	$(BIN)/python -m tests.benchmarks.compare $(BENCH)
+
+bench-peers: ## TensorFlow and JAX, in an environment of their own
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check \
+	  -c tests/benchmarks/peers/constraints.txt tensorflow-cpu jax
+
 notebooks: $(INSTALLED) ## execute the notebooks and keep their outputs
 	$(BIN)/python -m jupyter nbconvert --to notebook --inplace --execute \
 	  --ExecutePreprocessor.record_timing=False --ExecutePreprocessor.store_widget_state=False $(NOTEBOOKS)
@@ -74,4 +84,4 @@ lab: $(INSTALLED) ## open JupyterLab on the notebooks
 	@$(BIN)/python -m tfnb lab
 
 clean: ## remove what was built, the environment included
-	rm -rf $(VENV) build dist demo-output *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-peers build dist demo-output *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,115 @@
+"""One library in a process of its own: `python -m tests.benchmarks.peers.serve MODULE`, JSON lines over the pipes.
+
+MODULE is a file of this folder with ``version()`` and ``build(task, weights, data)``, which gives a `Step`. Requests:
+{"do": "start", task}: build and run the first step; "advance": run steps; "state": where the weights moved (or the
+gradients); "block": time some steps; "peak": memory. An error is answered as {"error": text}.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+@dataclass
+class Step:
+    """``run`` starts one step and gives the loss, ``wait`` makes a number of it, ``state`` gives numpy arrays.
+
+    The state is the weights, in the order and layout they were given, or the gradients in a task that asks for them.
+    """
+
+    run: Callable[[], Any]
+    wait: Callable[[Any], float]
+    state: Callable[[], list[np.ndarray]] = list
+    nodes: int = 0
+    note: Callable[[], str] = str
+
+
+def arrays(file: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Weights and data, written as w0, w1, ... and d0, d1, ..."""
+    with np.load(file) as found:
+        return [[found[f"{kind}{i}"] for i in range(sum(n[0] == kind for n in found.files))] for kind in "wd"]
+
+
+def resident(key: str) -> float:
+    """A line of the process's memory in MiB; the highest so far is VmHWM."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(key))
+
+
+def processor() -> float:
+    """Seconds of processor time of this process, of its threads and of the compilers that it started."""
+    return time.process_time() + sum(os.times()[2:4])
+
+
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": processor}
+
+
+class Worker:
+    """The answers."""
+
+    def __init__(self, library: Any) -> None:
+        self.library = library
+
+    def start(self, **task: Any) -> dict[str, Any]:
+        self.task = task
+        weights, data = arrays(task["file"])
+        self.memory = resident("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # forget the peak of loading
+        self.clock = CLOCKS[task["clock"]]
+        start = self.clock()
+        self.step = self.library.build(task, weights, data)
+        loss = self.step.wait(self.step.run())
+        return {"loss": loss, "first": self.clock() - start, "version": self.library.version()}
+
+    def advance(self, steps: int) -> dict[str, Any]:
+        return {"losses": [self.step.wait(self.step.run()) for _ in range(steps)]}
+
+    def state(self) -> dict[str, Any]:
+        """Length and sum of what each weight moved since the start."""
+        now = self.step.state()
+        before = arrays(self.task["file"])[0] if self.task["mode"] == "step" else [np.zeros(())] * len(now)
+        moved = [(a.astype(np.float64) - b) for a, b in zip(now, before, strict=True)]
+        return {"moved": [[float(np.linalg.norm(m)), float(m.sum()), m.size] for m in moved]}
+
+    def block(self, steps: int) -> dict[str, Any]:
+        run = self.step.run
+        start = self.clock()
+        for _ in range(steps):
+            loss = run()
+        self.step.wait(loss)
+        return {"seconds": self.clock() - start}
+
+    def peak(self) -> dict[str, Any]:
+        return {"peak": resident("VmHWM") - self.memory, "nodes": self.step.nodes, "note": self.step.note()}
+
+
+def main() -> None:
+    """Answer until the pipe closes."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print is not an answer
+    start = time.perf_counter()
+    worker = Worker(importlib.import_module(f"tests.benchmarks.peers.{sys.argv[1]}"))
+    answers.write(json.dumps({"import": time.perf_counter() - start}) + "\n")
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            answer = getattr(worker, request.pop("do"))(**request)
+        except Exception as error:
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"}
+        answers.write(json.dumps(answer) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""tfnb: the recorded graph through generated code. ``null`` programs pass nodes that compute nothing."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+import tfnb
+from tests.benchmarks.peers.serve import Step
+from tests.benchmarks.peers.torch_ops import network
+from tfnb.execution import lower
+from tfnb.graph import Contents, Graph, Node, Ref, Spec, Value
+
+SCALAR = Spec(torch.float32, ())
+
+
+def version() -> str:
+    return f"tfnb on torch {torch.__version__}"
+
+
+def build(task: dict[str, Any], weights: list[np.ndarray], data: list[np.ndarray], compile: str = "off") -> Step:
+    torch.set_num_threads(task["threads"])
+    if task["program"].startswith("null"):
+        return null(task["program"] == "null-chain", task["sizes"]["nodes"])
+    net, batch = network(task, weights), [torch.from_numpy(array) for array in data]
+    parameters = list(net.parameters())
+    with tfnb.record() as graph:
+        fed = [tfnb.placeholder(sample, shape=tuple(sample.shape)) for sample in batch]
+        loss = net(*fed)
+        fetches: list[Any] = [loss]
+        if task["mode"] == "step":
+            fetches.append(tfnb.train.SGD(task["rate"]).minimize(loss))
+        elif task["mode"] == "gradients":
+            fetches += tfnb.gradients(loss, parameters)
+    session = tfnb.Session(graph, compile=compile)
+    if task["entry"] == "run":
+        feeds = dict(zip(fed, batch, strict=True))
+        return Step(lambda: session.run(loss, feeds), float)
+    call, last = session.make_callable(fetches, fed), [torch.empty(0)]
+
+    def run() -> torch.Tensor:
+        last[:] = call(*batch)
+        return last[0]
+
+    def state() -> list[np.ndarray]:
+        return [a.detach().numpy() for a in (parameters if task["mode"] == "step" else last[1:])]
+
+    return Step(run, float, state, len(graph.nodes), lambda: tfnb_tier(session))
+
+
+def tfnb_tier(session: tfnb.Session) -> str:
+    """Which code runs."""
+    return "; ".join(line.rpartition("]: ")[2] for line in session.status() if "]: " in line)
+
+
+def null(chain: bool, count: int) -> Step:
+    """The lowered program of ``count`` additions, with a kernel that gives back its argument in the place of each.
+
+    What is left is what the engine does for each node.
+    """
+    nodes = [Node(id=0, name="x", op="tfnb.placeholder", outputs=(SCALAR,))]
+    for place in range(1, count + 1):
+        attrs = {"self": Ref(0), "other": float(place)}  # all different: equal ones would be merged
+        source = Value(place - 1 if chain else 0)
+        nodes.append(Node(
+            id=place, name=f"add{place}", op="aten.add.Tensor", outputs=(SCALAR,), inputs=(source,), attrs=attrs,
+        ))  # fmt: skip
+    fetches = [Value(count)] if chain else [Value(place) for place in range(1, count + 1)]
+    module = lower(Graph("null", Contents(tuple(nodes))), fetches, [Value(0)]).module
+    emptied = 0
+    for node in module.graph.nodes:
+        if node.op == "call_function":
+            node.target, node.args, node.kwargs, emptied = operator.pos, node.args[:1], {}, emptied + 1
+    assert emptied == count, f"{emptied} of {count} nodes are left after the passes"
+    forward = fx.GraphModule(module, module.graph).forward
+    return Step(lambda: forward(1, 0), lambda out: float(out[0]), nodes=count)

@@ -1,0 +1,42 @@
+"""PyTorch as users write it: a module, autograd, torch.optim.SGD with its defaults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from tests.benchmarks.peers.serve import Step
+from tests.benchmarks.peers.torch_ops import network
+
+
+def version() -> str:
+    return f"torch {torch.__version__}"
+
+
+def build(task: dict[str, Any], weights: list[np.ndarray], data: list[np.ndarray]) -> Step:
+    return stepped(task, net := network(task, weights), net, data)
+
+
+def stepped(task: dict[str, Any], net: nn.Module, loss_of: Any, data: list[np.ndarray]) -> Step:
+    """The training step of ``net``; ``loss_of`` is the module or what it was compiled to."""
+    torch.set_num_threads(task["threads"])
+    batch, parameters = [torch.from_numpy(array) for array in data], list(net.parameters())
+    if task["mode"] == "forward":
+        return Step(torch.no_grad()(lambda: loss_of(*batch)), float)
+    optimizer = torch.optim.SGD(parameters, task["rate"])
+
+    def run() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(*batch)
+        loss.backward()
+        if task["mode"] == "step":
+            optimizer.step()
+        return loss.detach()
+
+    def state() -> list[np.ndarray]:
+        return [(p.detach() if task["mode"] == "step" else p.grad).numpy() for p in parameters]
+
+    return Step(run, float, state)

@@ -1,0 +1,72 @@
+"""The comparison with other libraries: its networks are the published ones, and a small run writes both files."""
+
+from __future__ import annotations
+
+import json
+import os
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from tests.benchmarks import compare
+from tests.benchmarks.peers.nets import LAYERS, shapes
+from tests.benchmarks.peers.programs import parameters
+from tests.benchmarks.report import verdict
+from tests.benchmarks.rows import ROWS, Result, Target
+
+PUBLISHED = {
+    "alexnet": [23296, 307392, 663936, 884992, 590080, 37752832, 16781312, 4097000],
+    "overfeat": [34944, 614656, 1180160, 4719616, 9438208, 113249280, 12587008, 4097000],
+    "vgg": [1792, 73856, 295168, 590080, 1180160, 2359808, 2359808, 2359808, 102764544, 16781312, 4097000],
+    "googlenet": [
+        9472, 4160, 110784, 163696, 388736, 376176, 449160, 510104, 605376, 868352, 1043456, 1444080, 1025000,
+    ],
+}  # fmt: skip
+TOTALS = {"alexnet": 61_100_840, "overfeat": 145_920_872, "vgg": 132_863_336, "googlenet": 6_998_552}
+
+
+@pytest.mark.parametrize("net", LAYERS)
+def test_networks_have_the_published_parameters(net: str) -> None:
+    assert [sum(map(prod, layer)) for layer in shapes(net) if layer] == PUBLISHED[net]
+    assert parameters(net) == sum(PUBLISHED[net]) == TOTALS[net]
+
+
+@pytest.mark.timeout(240)
+def test_a_small_run_compares_and_writes_both_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    libraries = ["torch_eager", "tfnb_off", "tf_v1", "jax_jit"]
+    options = ["--quick", "--rows", "mlp-1", "--libraries", *libraries, "--out", str(tmp_path)]
+    compare.main(options)
+    found = json.loads((tmp_path / "compare.json").read_text())["rows"]["mlp-1"]
+    table = (tmp_path / "compare.md").read_text()
+    assert set(found) == set(libraries) and "| mlp-1 | tfnb_off |" in table and "load at the end" in table
+    for library, result in found.items():
+        if library in ("torch_eager", "tfnb_off") or "TFNB_PEERS" in os.environ:
+            assert len(result["samples"]) == 5 and min(result["samples"]) > 0, result["absent"]
+        elif not result["samples"]:
+            assert "make bench-peers" in result["absent"] and "not timed: no " in table
+
+
+def test_a_library_that_computes_something_else_is_not_timed() -> None:
+    wanted = {"losses": [1.0, 0.5], "moved": [[2.0, 0.3, 4]]}
+    assert compare.difference({"losses": [1.0, 0.5001], "moved": [[2.0, 0.3, 4]]}, wanted, 1e-3) == ""
+    assert "loss 0.6" in compare.difference({"losses": [1.0, 0.6], "moved": [[2.0, 0.3, 4]]}, wanted, 1e-3)
+    assert "weight 0" in compare.difference({"losses": [1.0, 0.5], "moved": [[2.1, 0.3, 4]]}, wanted, 1e-3)
+    assert "loss nan" in compare.difference({"losses": [float("nan"), 0.5], "moved": [[2.0, 0.3, 4]]}, wanted, 1e-3)
+
+
+def test_verdicts_say_what_was_asked_and_found() -> None:
+    results = {
+        "torch_eager": Result(samples=[2.0], first=1.0), "jax_jit": Result(samples=[1.0]),
+        "tfnb_off": Result(samples=[1.2], first=0.5), "tfnb_now": Result(samples=[0.1]),
+    }  # fmt: skip
+    ours = results["tfnb_off"]
+    assert verdict(Target("time", 0.85, "fastest peer"), ours, results).endswith("fastest peer: 1.20 MISS")
+    assert verdict(Target("time", 0.62, "torch_eager"), ours, results).endswith("0.60 pass")
+    assert verdict(Target("first", 1.2, "torch_eager"), ours, results).endswith("0.50 pass")
+    assert verdict(Target("time", 0.2, "tf_v1"), ours, results).endswith("not measured")
+
+
+def test_every_row_names_libraries_that_exist() -> None:
+    there = {path.stem for path in (Path(compare.__file__).parent / "peers").glob("*.py")}
+    assert {library for row in ROWS.values() for library in row.libraries} <= there
