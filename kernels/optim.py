@@ -313,9 +313,9 @@ def rmsprop(
     """
     old, rate = iter(slots), float(rate)
     if maximize:
-        grads = torch._foreach_neg(grads)
+        grads = list(torch._foreach_neg(grads))
     if weight_decay != 0:
-        grads = torch._foreach_add(grads, ws, alpha=weight_decay)
+        grads = list(torch._foreach_add(grads, ws, alpha=weight_decay))
     new = [torch._foreach_mul(next(old), alpha)]
     torch._foreach_addcmul_(new[0], grads, grads, value=1 - alpha)
     if momentum != 0:

@@ -418,8 +418,9 @@ def _shadowed(graph: Any, before: dict[str, Any], names: dict[str, Any]) -> Iter
     stays: dict[str, list[str]] = {}
     for name, old in before.items():
         new = names.get(name)
-        here = isinstance(new, (tfnb.Tensor, tfnb.Operation)) and new.graph is graph
-        if here and new.node is not old and old.id in graph.contents.by_id and old.source is not None:
+        if not isinstance(new, (tfnb.Tensor, tfnb.Operation)) or new.graph is not graph:
+            continue
+        if new.node is not old and old.id in graph.contents.by_id and old.source is not None:
             stays.setdefault(old.source.label, []).append(name)
     for label, both in stays.items():
         yield f"{label} recorded {', '.join(both)} too, and that stays in the graph; %tfgraph rm {label} removes it"

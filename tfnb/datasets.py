@@ -14,9 +14,9 @@ import torch
 from tfnb.errors import FailedPrecondition, NotFound
 
 try:
-    from pydoc_data.topics import topics
+    from pydoc_data import topics as python_topics
 except ImportError:  # some distributions leave it out
-    topics = None
+    python_topics = None  # type: ignore[assignment]
 
 
 class Digits(NamedTuple):
@@ -78,8 +78,8 @@ def python_docs() -> Text:
     The text is that of the running Python, so it differs between versions. Raises NotFound where a distribution
     leaves it out.
     """
-    if topics is None:
+    if python_topics is None:
         raise NotFound("this Python has no pydoc_data, the text of help(): install its documentation")
-    text = "\n\n".join(topics[name] for name in sorted(topics))
+    text = "\n\n".join(topic for _, topic in sorted(python_topics.topics.items()))
     vocabulary = "".join(sorted(set(text)))
     return Text(Text(torch.empty(0), vocabulary).encode(text), vocabulary)

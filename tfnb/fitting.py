@@ -14,7 +14,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from html import escape
@@ -34,6 +34,8 @@ from tfnb.train.batches import Batch, Batches, batches, name_of
 from tfnb.train.metrics import Metrics
 
 log = logging.getLogger("tfnb.fit")
+
+Taken = Generator[tuple[Batch, Sequence[torch.Tensor]], None, None]
 
 MODES = ("sync", "async")
 LATER = ("bounded", "downpour", "sandblaster", "allreduce")
@@ -114,14 +116,12 @@ def fit(
 # -- the loop -------------------------------------------------------------------------------------------------------
 
 
-def _here(
-    session: Session, fetch: Any, watched: tuple[Any, ...], source: Batches, run: _Run
-) -> Iterator[tuple[Batch, Sequence[torch.Tensor]]]:
+def _here(session: Session, fetch: Any, watched: tuple[Any, ...], source: Batches, run: _Run) -> Taken:
     """Each batch with the watched values of its step, taken in this process."""
-    keys: tuple[Any, ...] | None = None
-    call: Callable[..., Any] = _here
+    keys: tuple[Any, ...] = ()
+    call: Callable[..., Any] | None = None
     for batch in source.each if source.is_ours else _awaited(source.each, run):
-        if keys is None or len(keys) != len(batch.keys) or any(map(is_not, keys, batch.keys)):
+        if call is None or len(keys) != len(batch.keys) or any(map(is_not, keys, batch.keys)):
             keys, call = batch.keys, session.make_callable((fetch, watched), batch.keys)
         run.is_inside = True
         yield batch, call(*batch.values)[1]
@@ -129,7 +129,7 @@ def _here(
 
 def _there(
     session: Session, fetch: Any, watched: tuple[Any, ...], source: Batches, run: _Run, mode: str, backup: int
-) -> Iterator[tuple[Batch, Sequence[torch.Tensor]]]:
+) -> Taken:
     """Each batch with the watched values of its step, taken by the connected cluster."""
     if backup:
         warnings.warn(f"backup={backup}: no spare tasks yet, a step waits for all of them", stacklevel=_user_level())

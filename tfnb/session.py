@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,7 +176,7 @@ class Session:
 
     def train(
         self, fetches: Any, feeds: Sequence[Any], rows: Iterable[Sequence[Any]], *, mode: str, timeout: float | None
-    ) -> Iterator[Any]:
+    ) -> Generator[Any, None, None]:
         """`fit` on the cluster: ``fetches`` once for each of ``rows`` (values of ``feeds``), as steps are applied."""
         cluster = self.cluster
         if IndexedSlices in map(type, feeds):

@@ -34,7 +34,7 @@ class Step:
         self._ended: str | None = None
         inputs = program.module.graph.find_nodes(op="placeholder")
         self._inputs = inputs[: len(program.feeds)]
-        self._results = program.module.graph.output_node().args[0]
+        self._results: Any = program.module.graph.output_node().args[0]  # a tuple, as lowering made it
         self._storages = [variable.storage for variable in program.variables]
         rest = inputs[len(program.feeds) :]
         self._known: dict[fx.Node, Any] = dict(zip(rest, [*self._storages, run], strict=True))

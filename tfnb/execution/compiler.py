@@ -64,7 +64,7 @@ def _pure(program: Program) -> tuple[fx.Graph, list[tuple[bool, int]]]:
     """
     graph, old = fx.Graph(), program.module.graph
     nodes: dict[fx.Node, fx.Node] = {}
-    returned = graph.graph_copy(old, nodes)
+    returned: Any = graph.graph_copy(old, nodes)  # a tuple, as lowering made it
     arguments = {node: place for place, node in enumerate(graph.find_nodes(op="placeholder"))}
     run = next(node for node in arguments if node.name == "run")
     for node in list(graph.nodes):
@@ -75,7 +75,7 @@ def _pure(program: Program) -> tuple[fx.Graph, list[tuple[bool, int]]]:
             node.target = drawing_op(node.target.op)
     results: dict[fx.Node, int] = {}
     slots = []
-    for item in returned:  # type: ignore[union-attr]
+    for item in returned:
         if item in arguments:
             slots.append((False, arguments[item]))
         else:

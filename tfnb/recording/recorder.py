@@ -457,8 +457,8 @@ class Recorder(TorchDispatchMode):
         if self.lazy or any(entry.sample is None for entry in inputs):
             return (None,) * count
         if node.stream is None:
-            is_complex = any(t.dtype.is_complex for t in (*node.outputs, *(entry.fake for entry in inputs)))
-            with conjugating(is_complex):
+            dtypes = (*(spec.dtype for spec in node.outputs), *(entry.fake.dtype for entry in inputs))
+            with conjugating(any(dtype.is_complex for dtype in dtypes)):
                 out = kernel(func)(*args, **kwargs)
         else:
             seed = stream_seed(node, self.graph.seed, 0)
@@ -520,8 +520,8 @@ class Recorder(TorchDispatchMode):
             base = self._read_base(var)
             handle = Tensor(base.entry, self.space, base)
         else:
-            handle = self._seen_memory(tensor)
-            handle = self._constant_of(tensor) if handle is None else handle
+            seen = self._seen_memory(tensor)
+            handle = self._constant_of(tensor) if seen is None else seen
             self._handles[id(tensor)] = (tensor, handle)
         self._memory.setdefault(_storage(tensor), (tensor, handle))
         return handle
@@ -532,11 +532,12 @@ class Recorder(TorchDispatchMode):
 
     def _seen_memory(self, tensor: torch.Tensor) -> Tensor | None:
         """A plain tensor that shares memory with one met before: a view of that, so that writes to either show."""
-        first, handle = self._memory.get(_storage(tensor), (tensor, None))
-        if handle is None and tensor._base is not None and self.variable_of(tensor._base) is not None:
-            first, handle = tensor._base, self.handle(tensor._base)
-        if handle is None:
+        met, base = self._memory.get(_storage(tensor)), tensor._base
+        if met is None and base is not None and self.variable_of(base) is not None:
+            met = base, self.handle(base)
+        if met is None:
             return None
+        first, handle = met
         if not _covers(first, tensor):
             why = "a tensor whose memory another tensor met in this recording shares in part: write to a copy of it"
             if handle._family.version:

@@ -192,7 +192,9 @@ def _zeros(rec: Any, size: Any, **options: Any) -> Any:
 
 def _number(rec: Any, x: Any, **options: Any) -> Any:
     """vmap makes a tensor of a varying size in this way."""
-    return torch.scalar_tensor(x, **options) if isinstance(x, torch.SymInt) else NotImplemented
+    if not isinstance(x, torch.SymInt):
+        return NotImplemented
+    return torch.scalar_tensor(x, **options)  # type: ignore[arg-type]  # torch's stubs know no symbolic sizes
 
 
 def _attention(rec: Any, *args: Any, **kwargs: Any) -> Any:
@@ -288,7 +290,7 @@ def _linspace(start: Any, end: Any, steps: Any, **kwargs: Any) -> Any:
     if not isinstance(steps, torch.SymInt):
         return torch.linspace(start, end, steps, **kwargs)
     kwargs.setdefault("dtype", torch.get_default_dtype())
-    place = torch.arange(steps, **kwargs)
+    place = torch.arange(steps, **kwargs)  # type: ignore[call-overload]  # torch's stubs know no symbolic sizes
     step = (end - start) / torch.sym_max(steps - 1, 1)
     return torch.where(place < (steps + 1) // 2, start + step * place, end - step * (steps - 1 - place))
 

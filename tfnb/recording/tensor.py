@@ -56,7 +56,7 @@ class Tensor(torch.Tensor):
     _space: Workspace
     _graph: Graph
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch documents
 
     @staticmethod
     def __new__(cls, entry: Entry, space: Workspace, base: Base | None = None, chain: tuple[View, ...] = ()) -> Tensor:

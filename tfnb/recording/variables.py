@@ -62,7 +62,8 @@ def held(tensor: torch.Tensor, places: Iterable[tuple[torch.nn.Module, str]], na
     if name and found.name == "Variable":
         found.name = name
     for module, attribute in places:
-        found.held.by(module, attribute)
+        if found.held is not None:
+            found.held.by(module, attribute)
         _places.setdefault(module, {})[attribute] = found
     return found
 

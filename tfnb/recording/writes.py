@@ -37,11 +37,12 @@ def record_write(rec: Recorder, func: Op, own: Facts, args: Any, kwargs: Any) ->
         if own.is_reshaping:
             return _look_again(rec, func, other, own, named)
         targets = [named[name] for name in own.writes]
+        rest: list[torch.Tensor] = []
         if len(targets) == 1 and isinstance(targets[0], (list, tuple)):
             _write_lists(rec, other, own, named, list(targets[0]))
-            more = iter(())
         else:
-            more = iter(_write(rec, func, other, own, named, targets))
+            rest = _write(rec, func, other, own, named, targets)
+    more = iter(rest)
     returned = tuple(named[name] if name is not None else next(more, None) for name in own.returns_written)
     return returned[0] if len(returned) == 1 else (returned or None)
 
@@ -103,14 +104,14 @@ def _look_again(rec: Recorder, func: Op, other: Op, own: Facts, named: Mapping[s
         raise _refused(rec, func, "gives a tensor other memory, which is not recorded: use a new tensor")
     if not isinstance(target, Tensor) or target._space is not rec.space:
         raise _refused(rec, func, "changes the shape of a tensor made outside of the recording: use a view of it")
-    target.look_as(_called(other, named)[0])
+    target.look_as(rec.handle(_called(other, named)[0]))
     return target
 
 
 def _grow(rec: Recorder, func: Op, target: torch.Tensor, result: torch.Tensor) -> None:
     """An ``out=`` without elements takes the shape of the result."""
-    mine = isinstance(target, Tensor) and target._space is rec.space and not target._chain
-    if not mine or result.dtype != target.dtype or not statically_known_true(target.numel() == 0):
+    grows = result.dtype == target.dtype and statically_known_true(target.numel() == 0)
+    if not (grows and isinstance(target, Tensor) and target._space is rec.space and not target._chain):
         shapes = f"{list(target.shape)} {target.dtype} to {list(result.shape)} {result.dtype}"
         raise _refused(rec, func, f"would change its out= from {shapes}: give it a tensor that fits")
     target.look_as(rec.fresh(result))

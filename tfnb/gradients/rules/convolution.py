@@ -175,16 +175,17 @@ def _sampled3d(x: Any, grid: Any, mode: int, padding: int, align_corners: bool) 
     rows = x.permute(0, 2, 3, 4, 1)
 
     def at(corner: list[torch.Tensor]) -> torch.Tensor:
-        inside = math.prod((c >= 0) & (c < size) for c, size in zip(corner, sizes, strict=True))
+        inside: Any = math.prod((c >= 0) & (c < size) for c, size in zip(corner, sizes, strict=True))
         index = [c.clamp(0, size - 1).to(torch.int64) for c, size in zip(corner, sizes, strict=True)]
         return rows[batch, index[0], index[1], index[2]] * inside.unsqueeze(-1)
 
     if mode == 1:
         return at([p.round() for p in places]).permute(0, 4, 1, 2, 3)
-    low, total = [p.detach().floor() for p in places], 0
+    low = [p.detach().floor() for p in places]
+    total: Any = 0
     for corner in itertools.product((0, 1), repeat=3):
-        weights = [p - f if up else 1 - (p - f) for p, f, up in zip(places, low, corner, strict=True)]
-        total = total + at([f + up for f, up in zip(low, corner, strict=True)]) * math.prod(weights).unsqueeze(-1)
+        weight: Any = math.prod(p - f if up else 1 - (p - f) for p, f, up in zip(places, low, corner, strict=True))
+        total = total + at([f + up for f, up in zip(low, corner, strict=True)]) * weight.unsqueeze(-1)
     return total.permute(0, 4, 1, 2, 3)
 
 

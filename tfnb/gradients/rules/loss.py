@@ -165,8 +165,9 @@ def _(grad_output: Any, self: Any, target: Any, reduction: int, is_target: Any) 
 def _(input: Any, linear_weight: Any, target: Any, linear_bias: Any, weight: Any, reduction: str, ignore_index: int,
       label_smoothing: float, *chunking: Any) -> Any:  # fmt: skip
     rows = torch.nn.functional.linear(input, linear_weight, linear_bias)
-    options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
-    loss = torch.nn.functional.cross_entropy(rows, target, weight, **options)
+    loss = torch.nn.functional.cross_entropy(
+        rows, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
+    )
     return loss, None, None, None  # the others are saved gradients
 
 
