@@ -15,10 +15,10 @@ from tfnb.magics.complete import completer
 from tfnb.magics.frames import shorten
 from tfnb.magics.magics import TfnbMagics
 
-NAMES = ("tfgraph", "tfrun", "tfgrad", "tfcluster", "tfvars", "tfsave", "tfload")
+NAMES = ("tfgraph", "tfrun", "tfprof", "tfgrad", "tfcluster", "tfvars", "tfsave", "tfload")
 SHOWN = (
     "tfnb.graph.graph.Graph", "tfnb.graph.variable.Variable", "tfnb.recording.tensor.Tensor", "tfnb.fitting.RunResult",
-    "tfnb.magics.table.Table",
+    "tfnb.execution.trace.Trace", "tfnb.magics.table.Table",
 )  # fmt: skip
 
 _loaded: dict[int, TfnbMagics] = {}

@@ -9,6 +9,7 @@ import contextlib
 import math
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -237,6 +238,7 @@ class TfnbMagics(Magics):
                  help="after the fetches: feed a placeholder; with -n an iterator gives one value a step"),
         argument("-n", "--steps", type=int, metavar="N", help="run N steps; returns a RunResult"),
         argument("--timeout", type=float, metavar="S", help="seconds before the run is given up"),
+        argument("--profile", action="store_true", help="time each node; %%tfprof shows what took how long"),
     )  # fmt: skip
     def tfrun(self, line: str, cell: str | None = None) -> Any:
         """Run what FETCH needs; one fetch gives its value, several a dict.
@@ -254,11 +256,38 @@ class TfnbMagics(Magics):
         fetches = options.fetches[0] if len(options.fetches) == 1 else {name: name for name in options.fetches}
         if options.steps is None:
             session = tfnb.session.default_session(graph)
-            return self._out(options, session.run(fetches, feeds, timeout=options.timeout))
+            return self._out(options, session.run(fetches, feeds, timeout=options.timeout, trace=options.profile))
+        if options.profile:
+            raise UsageError("--profile times one run: leave out -n")
         batches = ({name: _next(value) for name, value in feeds.items()} for _ in range(options.steps))
         first, *watch = options.fetches
         step = tfnb.Operation(graph, graph.value(first))
         return self._out(options, tfnb.fit(step, batches, steps=options.steps, watch=watch, timeout=options.timeout))
+
+    @magic(
+        argument("fetches", nargs="*", metavar="FETCH", help="what the profiled run must have fetched"),
+        argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto or chrome://tracing"),
+        argument("--top", type=int, default=10, metavar="N", help="rows of each table (10)"),
+        argument("--by", choices=("time", "bytes"), default="time", help="what colours the drawing (time)"),
+    )
+    def tfprof(self, line: str, cell: str | None = None) -> Any:
+        """Show the last profiled run: the graph coloured by time, a timeline, bytes alive, and tables. Runs nothing.
+
+        %tfrun loss -f x=images[:64] -f y=labels[:64] --profile
+        %tfprof --trace digits.trace.json --top 20
+        """
+        options = self._line_only(self.tfprof, line, cell)
+        if options.help:
+            return self._help(self.tfprof)
+        graph = self._graph(options.graph)
+        trace = tfnb.session.default_session(graph).trace
+        if trace is None or not {graph.value(name).node for name in options.fetches} <= trace.fetched:
+            what = " ".join(options.fetches)
+            command = f"%tfrun {what or 'FETCH'} {' '.join(f'-f {node.name}=...' for node in graph.placeholders)}"
+            raise UsageError(f"no profiled run of {what or f'graph {graph.name}'} yet: {command.rstrip()} --profile")
+        if options.trace:
+            trace.save(options.trace)
+        return self._out(options, replace(trace, rows=options.top, colours=options.by))
 
     def _feed(self, words: list[str]) -> tuple[str, Any]:
         """The words after one -f, an expression with spaces among them."""

@@ -44,6 +44,7 @@ BELOW = {
 LATE = {
     ("tfnb/__init__.py", "tfnb.magics"): "%load_ext",
     ("tfnb/graph/graph.py", "tfnb.view"): "a repr asks view",
+    ("tfnb/execution/trace.py", "tfnb.view"): "a repr asks view",
     ("tfnb/recording/habits.py", "tfnb.gradients.eager"): "backward() in a cell asks gradients",
     ("tfnb/recording/habits.py", "tfnb.train.from_torch"): "optimizer.step() in a cell asks train",
     ("tfnb/recording/tensor.py", "tfnb.session"): ".eval asks the default session",

@@ -30,7 +30,7 @@ from tfnb.errors import (
     TfnbError,
     Unimplemented,
 )  # fmt: skip
-from tfnb.execution import Program, lower, tiers
+from tfnb.execution import Program, Trace, Tracer, lower, tiers
 from tfnb.execution.explain import explained
 from tfnb.feeding import Feeder
 from tfnb.gradients import IndexedSlices
@@ -85,6 +85,7 @@ class Session:
         self._prepared: dict[Any, _Prepared] = {}
         self._runs = itertools.count()
         self._closed = False
+        self.trace: Trace | None = None  # of the last traced run
 
     @property
     def cluster(self) -> Any:
@@ -104,18 +105,17 @@ class Session:
         """The values of ``fetches``, with their structure; only what they need is executed.
 
         fetches: tensors, Variables, Operations, names, or any nesting of list, tuple, dict, namedtuple of them.
-        feed_dict: values for placeholders or any other tensor of the graph. timeout in seconds. Raises FeedError,
-        ShapeError, InvalidArgument for a missing feed, StaleNode; variables are then as they were.
+        feed_dict: values for placeholders or any other tensor of the graph. timeout in seconds. trace: compute node by
+        node with a clock; afterwards ``self.trace`` tells what took how long. Raises FeedError, ShapeError,
+        InvalidArgument for a missing feed, StaleNode; variables are then as they were.
         """
         __tracebackhide__ = True
-        if trace:
-            raise Unimplemented("trace=True: this version has no per-node trace yet")
         feeds = feed_dict or {}
         if IndexedSlices in map(type, feeds):
             feeds = _spread(feeds.items())
         prepared = self._prepare(fetches, tuple(feeds))
         tensors = prepared.feeder.tensors(feeds.values())
-        results = self._execute(prepared, tensors, timeout)
+        results = (self._traced if trace else self._execute)(prepared, tensors, timeout)
         if prepared.trailing:
             results += [variable.value() for variable in prepared.trailing]
         return prepared.rebuild(results)
@@ -207,6 +207,24 @@ class Session:
         except Exception as error:
             raise explained(program, error, tensors) from error
         program.commit(pending)
+        return results
+
+    def _traced(self, prepared: _Prepared, tensors: list[torch.Tensor], timeout: float | None) -> list[Any]:
+        """`_execute` with a clock."""
+        __tracebackhide__ = True
+        if self.cluster is not None:
+            raise Unimplemented("a traced run runs here only: close the cluster, or run without trace=True")
+        program = prepared.program
+        storages = [_initialised(variable) for variable in program.variables]
+        tracer = Tracer(program, None if timeout is None else _deadline(program, timeout))
+        try:
+            results, pending = program.compute(tensors, storages, next(self._runs), tracer.forward)
+        except TfnbError:
+            raise
+        except Exception as error:
+            raise explained(program, error, tensors) from error
+        tracer.commit(pending)
+        self.trace = tracer.trace(results)
         return results
 
     def _prepare(self, fetches: Any, feed_keys: tuple[Any, ...]) -> _Prepared:
@@ -436,16 +454,26 @@ def _initialised(variable: Variable) -> torch.Tensor:
 
 def _timed(program: Program, timeout: float) -> Callable[..., Any]:
     """Compute node by node, looking at the clock between kernels."""
-    deadline = time.monotonic() + timeout
+    check = _deadline(program, timeout)
 
     class Timed(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
-            if time.monotonic() > deadline:
-                at = program.node_of.get(n.name)
-                raise DeadlineExceeded(
-                    f"run did not end within {timeout} s; it stood before node {at.name if at else n.name}. "
-                    "Nothing was written", node=at.name if at else None,
-                )  # fmt: skip
+            check(n)
             return super().run_node(n)
 
     return Timed(program.module).run
+
+
+def _deadline(program: Program, timeout: float) -> Callable[[fx.Node], None]:
+    """To be called before each node; raises DeadlineExceeded."""
+    deadline = time.monotonic() + timeout
+
+    def check(n: fx.Node) -> None:
+        if time.monotonic() > deadline:
+            at = program.node_of.get(n.name)
+            raise DeadlineExceeded(
+                f"run did not end within {timeout} s; it stood before node {at.name if at else n.name}. "
+                "Nothing was written", node=at.name if at else None,
+            )  # fmt: skip
+
+    return check

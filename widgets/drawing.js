@@ -367,11 +367,18 @@ function tfnbDrawing(root, options) {
         }
       }
     }
-    for (const key of (box.dataset.uses || "").split(" ").filter(Boolean)) {
-      const parts = key.split(".");
-      while (parts.length && !find(parts.join("."))) parts.pop();
-      if (parts.length) find(parts.join(".")).classList.add("used");
-    }
+    for (const key of (box.dataset.uses || "").split(" ").filter(Boolean)) nearest(key)?.classList.add("used");
+  }
+  function nearest(key) {  // the box of a key, or the folded one around it
+    const parts = key.split(".");
+    while (parts.length && !find(parts.join("."))) parts.pop();
+    return parts.length ? find(parts.join(".")) : null;
+  }
+  function point(key) {  // what something beside the drawing points at
+    svg.querySelector(".pointed")?.classList.remove("pointed");
+    const box = key ? nearest(key) : null;
+    box?.classList.add("pointed");
+    light(box || chosen, true);
   }
   let hinted = null, wait = 0;
   function hint(target, event) {  // after a moment of rest
@@ -477,7 +484,7 @@ function tfnbDrawing(root, options) {
   watch.observe(svg);
   fit();
   return {
-    toggle: (key) => find(key) && toggle(find(key)), reveal, fit, say, select,
+    toggle: (key) => find(key) && toggle(find(key)), reveal, fit, say, select, point,
     stop() { clearTimeout(wait); watch.disconnect(); listeners.forEach((off) => off()); },
   };
 }

@@ -6,6 +6,7 @@
     if (root.dataset.on) continue;
     root.dataset.on = "1";
     const data = root.querySelector('script[type="application/json"]');
-    tfnbDrawing(root, { faces: data ? JSON.parse(data.textContent) : {} });
+    const drawing = tfnbDrawing(root, { faces: data ? JSON.parse(data.textContent) : {} });
+    if (root.querySelector(".tfnb-timeline")) tfnbTimeline(root, drawing);
   }
 })();

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -77,6 +79,38 @@ def test_feed_without_a_value_is_one_line(net):
     assert "UsageError: -f x=1 +: invalid syntax" in net.run("%tfrun loss -f x=1 +").err
 
 
+# -- %tfprof ----------------------------------------------------------------------------
+
+
+def test_a_profiled_run_is_shown_and_written(net, tmp_path):
+    value = net.ok("%tfrun loss -f x=torch.zeros(5, 3) --profile").result
+    assert torch.equal(value, net.ok("%tfrun loss -f x=torch.zeros(5, 3)").result)
+    trace = net.ok(f"%tfprof loss --trace {tmp_path / 'run.json'} --top 1").result
+    assert (trace.title, trace.rows) == ("loss", 1)
+    assert {event.line for event in trace.events} <= {"In[3]:5", "In[3]:6"}
+    events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
+    assert {event["name"] for event in events if event["ph"] == "X"} == {event.name for event in trace.events}
+    html = net.shell.display_formatter.format(trace)[0]["text/html"]
+    assert "tfnb-timeline" in html and html.count("<tr>") == 4 * 2
+
+
+def test_profile_colours_by_bytes_too(net):
+    net.ok("%tfrun loss -f x=torch.zeros(5, 3) --profile")
+    assert "of the bytes" in net.ok("%tfprof --by bytes").result._repr_html_()
+
+
+def test_without_a_profiled_run_the_command_is_shown(net):
+    wanted = "UsageError: no profiled run of graph net yet: %tfrun FETCH -f x=... --profile"
+    assert wanted in net.run("%tfprof").err
+    net.ok("%tfrun y -f x=torch.zeros(5, 3) --profile")
+    net.ok("%tfprof")
+    assert "no profiled run of loss yet: %tfrun loss -f x=... --profile" in net.run("%tfprof loss").err
+
+
+def test_profile_of_many_steps_is_one_line(net):
+    assert "leave out -n" in net.run("%tfrun loss -n 2 --profile -f x=torch.zeros(5, 3)").err
+
+
 # -- %tfgrad ----------------------------------------------------------------------------
 
 
@@ -138,12 +172,12 @@ def test_file_that_lacks_a_variable_lists_it(net, tmp_path):
 # -- all ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["tfgrad", "tfvars", "tfsave", "tfload", "tfcluster"])
+@pytest.mark.parametrize("name", ["tfgrad", "tfprof", "tfvars", "tfsave", "tfload", "tfcluster"])
 def test_line_magics_say_so_in_a_cell(net, name):
     assert f"%{name} is a line magic" in net.run(f"%%{name}\n3").err
 
 
-@pytest.mark.parametrize("name", ["tfgraph", "tfrun", "tfgrad", "tfvars", "tfsave", "tfload", "tfcluster"])
+@pytest.mark.parametrize("name", ["tfgraph", "tfrun", "tfprof", "tfgrad", "tfvars", "tfsave", "tfload", "tfcluster"])
 def test_every_magic_explains_itself_with_an_example(net, name, capsys):
     (bundle,) = net.ok(f"%{name} -h").shown
     assert "--out" in bundle["text/plain"] and f"%{name} " in bundle["text/plain"].split("options:")[0]

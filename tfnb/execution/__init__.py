@@ -2,5 +2,7 @@
 
 from tfnb.execution.commit import Pending, no_interrupt
 from tfnb.execution.lower import Program, lower
+from tfnb.execution.trace import Trace
+from tfnb.execution.tracer import Tracer
 
-__all__ = ["Pending", "Program", "lower", "no_interrupt"]
+__all__ = ["Pending", "Program", "Trace", "Tracer", "lower", "no_interrupt"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from torch import fx
 
 from tfnb.errors import InvalidArgument, TfnbError
 from tfnb.execution.lower import Program
@@ -33,10 +34,12 @@ def explained(program: Program, error: Exception, tensors: Iterable[torch.Tensor
 
 
 def failing_node(program: Program, error: Exception) -> Node | None:
-    """The node whose generated line raised, by the traceback's line in the generated code."""
+    """The node whose generated line raised, by the traceback's line in the generated code, or that stood in it."""
     trace, line = error.__traceback__, 0
     while trace is not None:
         code = trace.tb_frame.f_code
+        if code.co_name == "run_node" and isinstance(at := trace.tb_frame.f_locals.get("n"), fx.Node):
+            return program.node_of.get(at.name)  # an interpreter's, node by node
         if code.co_name == "forward" and "eval_with_key" in code.co_filename:
             line = trace.tb_lineno
         trace = trace.tb_next

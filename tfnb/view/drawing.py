@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from functools import cached_property
 from itertools import groupby
+from typing import Any
 
 from tfnb.graph import Contents, Graph, Node, Value
 from tfnb.view import facts
 from tfnb.view.box import Box, Key, key_name
 from tfnb.view.escape import shorten, xml
 from tfnb.view.face import HEAD, Face, Painter, n, times
+from tfnb.view.heat import heat
 from tfnb.view.level import Drawn, Level, Placed, Ports
 from tfnb.view.measure import SANS
-from tfnb.view.style import PAPER, SHEET
+from tfnb.view.style import HOT_SHEET, PAPER, SHEET
 from tfnb.view.tree import tree
 from tfnb.view.wiring import Wiring
 
@@ -29,11 +31,14 @@ Which = Node | Value | str | int | None
 
 
 class Drawing:
-    """Draws one version of a graph; ``cell`` folds other cells, ``failing`` is red, ``grey`` pale."""
+    """Draws one version of a graph; ``cell`` folds other cells, ``failing`` is red, ``grey`` pale.
+
+    ``trace`` colours boxes by what a traced run measured: ``by`` is ``"time"`` or ``"bytes"``.
+    """
 
     def __init__(
         self, graph: Graph, *, cell: str | None = None, failing: Which = None, grey: Collection[int] = (),
-        boxes: int = BOXES,
+        boxes: int = BOXES, trace: Any = None, by: str = "time",
     ) -> None:  # fmt: skip
         self.name = graph.name
         self.contents: Contents = graph.contents
@@ -41,7 +46,8 @@ class Drawing:
         self.wiring = Wiring(self.contents, self.root)
         failed = _id_of(failing, self.contents)
         red = frozenset() if failed is None else frozenset({failed})
-        self.painter = Painter(self.wiring, red, frozenset(grey))
+        self.heat = None if trace is None else heat(trace, by)
+        self.painter = Painter(self.wiring, red, frozenset(grey), self.heat)
         self.opened = self._opened(min(boxes, MOST), red)
 
     # -- which boxes are unfolded -----------------------------------------------------------------------------
@@ -141,7 +147,7 @@ class Drawing:
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" class="tfnb" role="img" aria-label="{xml(words)}" '
             f'width="{wide}" height="{high}" viewBox="0 0 {wide} {high}" font-family="{SANS}" '
-            f'style="max-width:100%;height:auto"><style>{SHEET}</style>'
+            f'style="max-width:100%;height:auto"><style>{SHEET if self.heat is None else HOT_SHEET}</style>'
             f'<rect class="paper" width="100%" height="100%" fill="{PAPER}"/>'
             f'<g class="level" data-w="{wide}" data-h="{high}">{drawn.svg}</g></svg>'
         )

@@ -2,7 +2,8 @@
 
 Options of all but JSON: ``cell`` (a label such as ``In[3]``) folds other cells to one box each, ``failing`` (a node,
 its name or id) is drawn red with all that holds it unfolded, ``grey`` (ids) is drawn pale, ``boxes`` is how many to
-show at first. The same graph gives the same bytes in every process.
+show at first, ``trace`` (of a traced run) colours boxes ``by`` ``"time"`` or ``"bytes"``. The same graph gives the
+same bytes in every process.
 """
 
 from __future__ import annotations
@@ -14,16 +15,25 @@ import graphviz
 
 from tfnb.graph import Graph, Node
 from tfnb.view import facts, page
-from tfnb.view.box import Box, Key
+from tfnb.view.box import Box, Key, key_name
 from tfnb.view.drawing import Drawing
 from tfnb.view.escape import dot as quoted
 from tfnb.view.listing import text_tree
 from tfnb.view.style import LIGHT
+from tfnb.view.timeline import timeline
 
 
 def graph_html(graph: Graph, **options: Any) -> str:
-    """A self-contained interactive drawing; an indented listing where the graph cannot be laid out."""
-    return page.html(Drawing(graph, **options), lambda: text_tree(graph, cell=options.get("cell")))
+    """A self-contained interactive drawing, an indented listing where that fails; below it a ``trace``'s timeline."""
+    drawing = Drawing(graph, **options)
+    trace = options.get("trace")
+    below = "" if trace is None else timeline(trace, {i: key_name(key) for i, key in drawing.wiring.where.items()})
+    return page.html(drawing, lambda: text_tree(graph, cell=options.get("cell")), below=below)
+
+
+def trace_html(trace: Any, *, by: str = "time") -> str:
+    """A traced run: its graph coloured by time or bytes, the timeline with the live bytes, and what took longest."""
+    return graph_html(trace.graph, trace=trace, by=by)
 
 
 def graph_svg(graph: Graph, **options: Any) -> str:

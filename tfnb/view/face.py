@@ -12,6 +12,7 @@ from typing import NamedTuple
 from tfnb.view import facts
 from tfnb.view.box import Box
 from tfnb.view.escape import shorten, xml
+from tfnb.view.heat import Heat
 from tfnb.view.measure import width
 from tfnb.view.style import FRAME, LIGHT, MONO, SOFT
 from tfnb.view.wiring import Wiring
@@ -49,16 +50,19 @@ class Face:
 
 @dataclass(frozen=True, slots=True)
 class Painter:
-    """Draws the boxes of one graph; ``failing`` are ids drawn in red, ``grey`` ids drawn pale."""
+    """Draws the boxes of one graph; ``failing`` are ids in red, ``grey`` ids in pale, ``heat`` colours the others."""
 
     wiring: Wiring
     failing: frozenset[int] = frozenset()
     grey: frozenset[int] = frozenset()
+    heat: Heat | None = None
 
     def tone(self, box: Box) -> str:
         """The colour of a box: that of its nodes, if they agree."""
         if any(node.id in self.failing for node in box.nodes):
             return "failing"
+        if self.heat is not None:
+            return self.heat.tone(box)
         if not box.children:
             return facts.tone(box.node)
         tones = {facts.tone(node) for node in box.nodes if node.op not in facts.SMALL}
@@ -109,6 +113,8 @@ class Painter:
     def _rows(self, box: Box) -> list[Row]:
         rows = [self._title(box), [Word(text, 10, mono=True, soft=True) for text in self._result(box)]]
         rows.append([Word(text, 10, soft=True) for text in (_variables(box) or self._uses(box))])
+        hot = self.heat.words(box) if self.heat is not None else ""
+        rows.append([Word(hot, 10, bold=True)] if hot else [])
         if box.code:
             rows.append([Word(shorten(box.code, TITLE), 10, mono=True, soft=True)])
         return [row for row in rows if row]

@@ -18,19 +18,21 @@ from tfnb.view.layout import LayoutFailed
 from tfnb.view.style import LIGHT
 
 LEGEND = ("forward", "gradient", "update", "variable")
+HOT = {"heat4": "over 33 %", "heat3": "11 %", "heat2": "4 %", "heat1": "1 %"}
 
 
-def html(drawing: Drawing, listing: Callable[[], str]) -> str:
-    """The page; ``listing()`` stands in where the graph cannot be laid out."""
+def html(drawing: Drawing, listing: Callable[[], str], *, below: str = "") -> str:
+    """The page; ``listing()`` stands in where the graph cannot be laid out, ``below`` (a timeline) follows."""
     try:
         picture = drawing.svg
         faces = {key: face.replace('"', "'") for key, face in drawing.faces().items()}  # text has no bare quotes
     except LayoutFailed as failure:
-        return f'<div class="tfnb-page"><p>{xml(str(failure))}</p><pre>{xml(listing())}</pre></div>'
+        return f'<div class="tfnb-page"><p>{xml(str(failure))}</p><pre>{xml(listing())}</pre>{below}</div>'
+    timeline = asset("timeline.js") if below else ""
     return (
         f'<div class="tfnb-page" data-tfnb="{digest(picture)}"><style>{asset("drawing.css")}</style>{_bar(drawing)}'
-        f'{picture}<script type="application/json">{json_script(faces)}</script>'
-        f"<script>{asset('drawing.js')}\n{asset('static.js')}</script></div>"
+        f'{picture}<script type="application/json">{json_script(faces)}</script>{below}'
+        f"<script>{asset('drawing.js')}\n{timeline}\n{asset('static.js')}</script></div>"
     )
 
 
@@ -46,6 +48,8 @@ def live(drawing: Drawing) -> dict[str, Any]:
 
 
 def _legend(drawing: Drawing) -> list[list[str]]:
+    if drawing.heat is not None:
+        return [[f"{words} of the {drawing.heat.by}", LIGHT[tone].line] for tone, words in HOT.items()]
     tones = {facts.tone(node) for node in drawing.contents.nodes}
     return [[tone, LIGHT[tone].line] for tone in LEGEND if tone in tones]
 

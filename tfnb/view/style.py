@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from tfnb.view.measure import MONO, SANS
@@ -24,6 +25,12 @@ LIGHT = {
     "input": Tone("#e8ecf2", "#3d4d66", "#1b2738"),
     "plain": Tone("#ffffff", "#b9c2cf", "#1f2937"),
     "failing": Tone("#fde3e1", "#dc2f26", "#7c130d"),
+    # by share of the whole, the least first
+    "heat0": Tone("#fdf8f0", "#d9cbb5", "#5d5242"),
+    "heat1": Tone("#fdebc8", "#dcb25f", "#5c430f"),
+    "heat2": Tone("#fbd49a", "#dd9130", "#5e3705"),
+    "heat3": Tone("#f7ae72", "#d2691e", "#5b2603"),
+    "heat4": Tone("#ef8161", "#b83a16", "#470f02"),
 }
 DARK = {
     "forward": Tone("#1c2d4d", "#5b8def", "#dbe7ff"),
@@ -34,6 +41,11 @@ DARK = {
     "input": Tone("#2b3442", "#aebace", "#eef2f8"),
     "plain": Tone("#1d2026", "#4a5260", "#e8ebf0"),
     "failing": Tone("#4c1714", "#f4665d", "#ffd9d6"),
+    "heat0": Tone("#25221e", "#5b5347", "#d9d0c2"),
+    "heat1": Tone("#3d3218", "#8a7136", "#f3e3bd"),
+    "heat2": Tone("#58400f", "#b98524", "#fbe2b0"),
+    "heat3": Tone("#763a10", "#dd7c33", "#ffe0c8"),
+    "heat4": Tone("#8f2a13", "#f3694a", "#ffe1d9"),
 }
 PAPER, SOFT, WIRE, FRAME = "#fbfcfd", "#66707f", "#8d97a6", "#ffffff"
 DARK_PAPER, DARK_SOFT, DARK_WIRE, DARK_FRAME = "#15171b", "#9aa4b3", "#76808f", "#1b1e23"
@@ -47,22 +59,24 @@ def _paints(tones: dict[str, Tone], paper: str, soft: str, wire: str, frame: str
     return plain + "".join(f"--{name}{i}:{colour};" for name, tone in tones.items() for i, colour in enumerate(tone))
 
 
-def _rules() -> str:
+def _rules(tones: Iterable[str]) -> str:
     rules = ".paper{fill:var(--paper)}.soft{fill:var(--soft)}.wire{stroke:var(--wire)}.port{fill:var(--wire)}"
     rules += ".frame{fill:var(--frame)}.halo{stroke:var(--frame)}.fold{stroke:var(--soft)}"
-    for name in LIGHT:
+    for name in tones:
         rules += f".t-{name}>.card{{fill:var(--{name}0)}}.t-{name}>.card,.t-{name}>.frame{{stroke:var(--{name}1)}}"
         rules += f".t-{name},.t-{name}>.ink{{fill:var(--{name}2)}}.w-{name}{{stroke:var(--{name}1)}}"
     return ".tfnb " + rules.replace("}.", "}.tfnb .").replace(",.", ",.tfnb .")
 
 
-def _sheet() -> str:
-    light = _paints(LIGHT, PAPER, SOFT, WIRE, FRAME)
-    dark = _paints(DARK, DARK_PAPER, DARK_SOFT, DARK_WIRE, DARK_FRAME)
+def _sheet(names: Iterable[str]) -> str:
+    """The style of a picture that has these tones."""
+    light = _paints({name: LIGHT[name] for name in names}, PAPER, SOFT, WIRE, FRAME)
+    dark = _paints({name: DARK[name] for name in names}, DARK_PAPER, DARK_SOFT, DARK_WIRE, DARK_FRAME)
     system = f"@media (prefers-color-scheme:dark){{.tfnb:not({LIGHT_PAGE} *){{{dark}}}}}"
-    return f".tfnb{{{light}}}{system}{DARK_PAGES}{{{dark}}}{_rules()}"
+    return f".tfnb{{{light}}}{system}{DARK_PAGES}{{{dark}}}{_rules(names)}"
 
 
-SHEET = _sheet()
+SHEET = _sheet([name for name in LIGHT if not name.startswith("heat")])
+HOT_SHEET = _sheet(LIGHT)
 
-__all__ = ["FRAME", "LIGHT", "MONO", "PAPER", "SANS", "SHEET", "SOFT", "WIRE", "Tone"]
+__all__ = ["FRAME", "HOT_SHEET", "LIGHT", "MONO", "PAPER", "SANS", "SHEET", "SOFT", "WIRE", "Tone"]

@@ -1,0 +1,133 @@
+"""A traced run as HTML: heat in the drawing, bars, the bytes alive, tables; everything a user named is text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tfnb
+from tests.view import models
+from tests.view.browser import Page as Browsed
+from tests.view.browser import browser, needs_browser
+from tests.view.test_escape import NASTY, Page, graph
+from tfnb.errors import InvalidArgument
+from tfnb.execution import Trace
+from tfnb.execution.trace import Event
+from tfnb.graph import Graph
+from tfnb.view import Drawing, graph_html, trace_html
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    """A step of the small convolution net."""
+    graph = models.digits()
+    session = tfnb.Session(graph)
+    feeds = {"x": torch.rand(16, 1, 8, 8), "y": torch.randint(0, 10, (16,))}
+    session.run(["step", "loss"], feeds, trace=True)
+    assert session.trace is not None
+    return session.trace
+
+
+def made_up(graph: Graph, seconds: tuple[float, ...], *, thread: str = "MainThread") -> Trace:
+    """A trace in which the nodes that compute took these seconds, and gave 1,000 bytes each."""
+    at, events = 0.0, []
+    for node, took in zip([n for n in graph.nodes if n.op.startswith("aten")], seconds, strict=True):
+        events.append(Event(node, at, at + took, 1000, "cpu", thread))
+        at += took
+    return Trace(graph, (graph.nodes[-1].value(),), tuple(events), ((0.0, 0), (0.5, 2000), (1.0, 1000)), at, 0)
+
+
+@pytest.mark.parametrize("text", NASTY)
+def test_a_name_adds_no_element_and_no_attribute(text: str) -> None:
+    pages = [Page(trace_html(made_up(graph(name), (0.7, 0.3), thread=name))) for name in ("plain", text)]
+    assert set(pages[1].tags) <= set(pages[0].tags)
+    assert pages[1].tags.count("script") == 2
+    assert pages[1].attributes <= pages[0].attributes
+
+
+def test_boxes_are_coloured_by_their_share_of_the_step() -> None:
+    names = made_up(graph("plain"), (0.7, 0.1))
+    drawing = Drawing(names.graph, trace=names)
+    boxes = {box.node.id: box for box in drawing.root.walk() if not box.children}
+    first, second = (boxes[event.node.id] for event in names.events)
+    assert [drawing.painter.tone(box) for box in (first, second, drawing.root)] == ["heat4", "heat3", "heat4"]
+    assert drawing.painter.tone(boxes[names.graph.placeholders[0].id]) == "plain"
+    assert "700.00 ms · 88 %" in drawing.card(first).svg
+    assert "1000 bytes · 50 %" in Drawing(names.graph, trace=names, by="bytes").card(first).svg
+    with pytest.raises(InvalidArgument, match="not by 'flops'"):
+        Drawing(names.graph, trace=names, by="flops")
+
+
+def test_a_plain_drawing_knows_no_heat(digits: Graph) -> None:
+    assert "--heat" not in graph_html(digits) and 'class="tfnb-timeline"' not in graph_html(digits)
+
+
+def test_every_event_is_a_bar_that_names_its_box(trace: Trace) -> None:
+    html = trace_html(trace)
+    drawing = Drawing(trace.graph, trace=trace)
+    bars = re.findall(r'<rect class="card" data-box="([\d.]+)" data-node="([^"]+)"', html)
+    assert sorted(name for _, name in bars) == sorted(event.name for event in trace.events if event.node)
+    for key, name in bars:
+        assert drawing.root.at(tuple(map(int, key.split(".")))).node.name == name
+
+
+def test_a_bar_says_op_time_bytes_and_line() -> None:
+    html = trace_html(made_up(graph("plain"), (0.7, 0.3)))
+    words = ("plain_1", "aten.div.Tensor_mode", "700.00 ms from 0 us", "1000 bytes on cpu", "plain line 1:  plain")
+    assert "\n".join(words) in html
+
+
+def test_bars_and_curve_have_the_lengths_of_the_trace() -> None:
+    html = trace_html(made_up(graph("plain"), (0.7, 0.3)))
+    wide = [float(w) for w in re.findall(r'data-node="[^"]*" x="[\d.]+" y="[\d.]+" width="([\d.]+)"', html)]
+    assert wide == pytest.approx([0.7 * 944, 0.3 * 944], abs=0.1)
+    assert "live bytes, at most 2,000</title>" in html
+    (path,) = re.findall(r'<path class="card" d="M8,132([^"]*)Z"', html)
+    assert path == "H8V132H480V62H952V97H952V132"  # nothing, all of it from the middle on, half at the end
+
+
+def test_only_the_longest_bars_of_a_long_run_are_drawn() -> None:
+    short = made_up(graph("plain"), (0.7, 0.3))
+    events = tuple(event for event in short.events for _ in range(3000))
+    html = trace_html(Trace(short.graph, short.fetches, events, short.live, short.seconds, 0))
+    assert html.count("data-box=") == 3000
+    assert "the 3,000 shortest of 6,000 bars are left out" in html
+
+
+def test_tables_show_as_many_rows_as_asked(trace: Trace) -> None:
+    html = trace_html(trace)
+    assert [html.count(f"<summary>{word}</summary>") for word in ("nodes", "operations", "lines", "scopes")] == [1] * 4
+    assert html.count("<tr>") <= 4 * (trace.rows + 1)
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[Any]:
+    with browser() as driver:
+        yield driver
+
+
+@needs_browser
+def test_a_bar_lights_its_box_and_a_box_its_bars(driver: Any, trace: Trace, tmp_path: Path) -> None:
+    page = Browsed(driver, tmp_path, trace_html(trace))
+    widest = (
+        "[...document.querySelectorAll('.tfnb-timeline rect[data-box]')]"
+        ".sort((a, b) => b.getBoundingClientRect().width - a.getBoundingClientRect().width)[0]"
+    )
+    bar = page.js(f"return {widest}")
+    page.js("arguments[0].scrollIntoView({block: 'center'})", bar)
+    page.hands().move_to_element(bar).perform()
+    key = bar.get_attribute("data-box")
+    pointed = page.wait("document.querySelector('.box.pointed')?.dataset.key")
+    assert key == pointed or key.startswith(f"{pointed}.")
+    box = page.box(pointed)
+    page.js("arguments[0].dispatchEvent(new PointerEvent('pointerover', {bubbles: true}))", box)
+    lit = page.wait("[...document.querySelectorAll('.tfnb-timeline .lit')].map(el => el.dataset.box)")
+    assert key in lit and all(f"{name}.".startswith(f"{pointed}.") for name in lit)
+    bar.click()  # unfolds what holds the node
+    assert page.wait(f"document.querySelector('.box[data-key=\"{key}\"]')")
+    assert page.errors() == []

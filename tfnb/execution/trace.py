@@ -1,0 +1,194 @@
+"""What a traced run did: when each node ran, what it made, and how much memory the step held at each moment.
+
+Tables by node, op, line and scope, and a file for trace viewers. The drawing of it is the view's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tfnb.errors import InvalidArgument
+from tfnb.graph import Graph, Node, Value
+
+By = Literal["node", "op", "line", "scope"]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that ran: a node, or with ``node`` None the commit. Times are seconds from the start of the step."""
+
+    node: Node | None
+    start: float
+    end: float
+    bytes: int  # of the outputs, a view's too; of the commit: what was written
+    device: str
+    thread: str
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end - self.start
+
+    @property
+    def name(self) -> str:
+        """The node's name, as in a drawing."""
+        return self.node.name if self.node else "commit"
+
+    @property
+    def op(self) -> str:
+        """The op's qualified name."""
+        return self.node.op if self.node else "commit"
+
+    @property
+    def line(self) -> str:
+        """Cell and line: ``In[3]:4``."""
+        source = self.node.source if self.node else None
+        return f"{source.label}:{source.line}" if source else ""
+
+    @property
+    def code(self) -> str:
+        """What the user wrote there."""
+        return self.node.source.text.strip() if self.node and self.node.source else ""
+
+    @property
+    def scope(self) -> str:
+        """The path of modules, name scopes and passes, without the torch function at its end."""
+        return "/".join(self.node.scope[:-1]) if self.node else "commit"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of `Trace.table`; ``share`` is of the whole step, ``bytes`` the sum of the outputs."""
+
+    name: str
+    detail: str
+    seconds: float
+    share: float
+    bytes: int
+    calls: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What a traced run did: ``events`` in order, and the ``live`` bytes of the step as (seconds, bytes) steps.
+
+    ``seconds`` is the wall time of computing and committing, ``began`` its start in nanoseconds of the system's clock.
+
+    >>> import tfnb, torch
+    >>> with tfnb.record() as g:
+    ...     x = tfnb.placeholder(torch.zeros(2, 3))
+    ...     y = (x + 1).exp()
+    >>> session = tfnb.Session(g)
+    >>> values = session.run(y, {x: torch.zeros(4, 3)}, trace=True)
+    >>> [(event.op, event.bytes) for event in session.trace.events], session.trace.peak
+    ([('aten.add.Tensor', 48), ('aten.exp.default', 48)], 96)
+    """
+
+    graph: Graph
+    fetches: tuple[Value, ...]
+    events: tuple[Event, ...]
+    live: tuple[tuple[float, int], ...]
+    seconds: float
+    began: int
+    rows: int = 10  # of the tables that are shown
+    colours: str = "time"  # or "bytes": what the drawing is coloured by
+
+    @property
+    def fetched(self) -> frozenset[int]:
+        """Ids of the nodes that were fetched."""
+        return frozenset(value.node for value in self.fetches)
+
+    @property
+    def title(self) -> str:
+        """Names of what was fetched."""
+        by_id = self.graph.contents.by_id
+        return ", ".join(by_id[number].name if number in by_id else "?" for number in sorted(self.fetched))
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that the step held at once."""
+        return max((count for _, count in self.live), default=0)
+
+    def table(self, top: int | None = None, *, by: By = "node") -> tuple[Row, ...]:
+        """The ``top`` rows that took longest: by node, op, line of a cell, or scope. Raises InvalidArgument."""
+        if by not in _GROUPS:
+            raise InvalidArgument(f"a trace has tables by {', '.join(_GROUPS)}, not by {by!r}")
+        groups: dict[tuple[str, str], list[Event]] = {}
+        for event in self.events:
+            groups.setdefault(_GROUPS[by](event), []).append(event)
+        rows = [self._row(name, detail, events) for (name, detail), events in groups.items()]
+        return tuple(sorted(rows, key=lambda row: -row.seconds)[:top])
+
+    def _row(self, name: str, detail: str, events: list[Event]) -> Row:
+        seconds = sum(event.seconds for event in events)
+        size = sum(event.bytes for event in events)
+        return Row(name, detail, seconds, seconds / self.seconds if self.seconds else 0.0, size, len(events))
+
+    def save(self, path: str | Path, *, profile: str | Path | None = None) -> Path:
+        """Write a trace file that Perfetto and ``chrome://tracing`` open; returns its path.
+
+        profile: a file of ``torch.profiler``'s ``export_chrome_trace`` from around this run, to be written beside it.
+        """
+        found: dict[str, Any] = json.loads(Path(profile).read_text()) if profile is not None else {"traceEvents": []}
+        base = found.setdefault("baseTimeNanoseconds", self.began)
+        found["traceEvents"] += self._chrome((self.began - base) / 1000)
+        Path(path).write_text(json.dumps(found))
+        return Path(path)
+
+    def _chrome(self, shift: float) -> Iterator[dict[str, Any]]:
+        """Chrome's events; its unit is the microsecond."""
+        pid = os.getpid()
+        lanes = {lane: place for place, lane in enumerate(self.lanes, 1)}
+        yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_name", "args": {"name": f"tfnb {self.graph.name}"}}
+        for (thread, device), tid in lanes.items():
+            yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": f"{thread}, {device}"}}
+        for event in self.events:
+            args = {
+                "node": event.node.id if event.node else None, "op": event.op, "bytes": event.bytes,
+                "line": str(event.node.source or "") if event.node else "", "scope": event.scope,
+            }  # fmt: skip
+            yield {
+                "ph": "X", "pid": pid, "tid": lanes[event.thread, event.device], "name": event.name, "cat": "tfnb",
+                "ts": shift + 1e6 * event.start, "dur": 1e6 * event.seconds, "args": args,
+            }  # fmt: skip
+        for at, count in self.live:
+            yield {
+                "ph": "C", "pid": pid, "tid": 0, "name": "live bytes", "ts": shift + 1e6 * at, "args": {"bytes": count}
+            }  # fmt: skip
+
+    @property
+    def lanes(self) -> tuple[tuple[str, str], ...]:
+        """Each thread and device that something ran on, in order of first use."""
+        return tuple(dict.fromkeys((event.thread, event.device) for event in self.events))
+
+    def __repr__(self) -> str:
+        rows = self.table(self.rows)
+        wide = max((len(row.name) for row in rows), default=0)
+        lines = [
+            f"{1e3 * row.seconds:10.3f} ms {100 * row.share:5.1f} % {row.bytes:>13,} bytes  "
+            f"{row.name:{wide}}  {row.detail}"
+            for row in rows
+        ]
+        head = (
+            f"<Trace of {self.title} in graph {self.graph.name}: {len(self.events)} events in "
+            f"{1e3 * self.seconds:.3f} ms, at most {self.peak:,} bytes>"
+        )
+        return "\n".join([head, *map(str.rstrip, lines)])
+
+    def _repr_html_(self) -> str:
+        from tfnb.view import trace_html
+
+        return trace_html(self, by=self.colours)
+
+
+_GROUPS: dict[str, Callable[[Event], tuple[str, str]]] = {
+    "node": lambda event: (event.name, f"{event.op}  {event.line}".rstrip() if event.node else ""),
+    "op": lambda event: (event.op, ""),
+    "line": lambda event: (event.line or event.name, event.code),
+    "scope": lambda event: (event.scope or "no scope", ""),
+}

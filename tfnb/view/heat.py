@@ -1,0 +1,78 @@
+"""Heat: a drawing coloured by what a traced run measured for each node.
+
+A trace is anything with ``events`` that have ``node``, ``seconds`` and ``bytes``. Imports the words and the box.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tfnb.errors import InvalidArgument
+from tfnb.view import facts
+from tfnb.view.box import Box
+
+LEVELS = 5  # of colour; a level is three times the share of the one below
+BY = ("time", "bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Heat:
+    """Amounts by node id, of what total, and what they are: ``time`` in seconds or ``bytes``."""
+
+    amounts: dict[int, float]
+    total: float
+    by: str = "time"
+
+    def of(self, box: Box) -> float | None:
+        """The amount of all nodes of a box; None where nothing of it ran."""
+        found = [self.amounts[node.id] for node in box.nodes if node.id in self.amounts]
+        return sum(found) if found else None
+
+    def tone(self, box: Box) -> str:
+        """The colour of a box: by its share of the whole."""
+        amount = self.of(box)
+        return "plain" if amount is None else f"heat{level(self._share(amount))}"
+
+    def words(self, box: Box) -> str:
+        """``1.2 ms · 14 %``, or nothing."""
+        amount = self.of(box)
+        if amount is None:
+            return ""
+        text, percent = duration(amount) if self.by == "time" else facts.amount(amount), 100 * self._share(amount)
+        return f"{text} · {percent:.0f} %" if percent >= 1 else f"{text} · <1 %"
+
+    def _share(self, amount: float) -> float:
+        return amount / self.total if self.total else 0.0
+
+
+def heat(trace: Any, by: str = "time") -> Heat:
+    """What a trace says of each node; a share of the time is one of the whole step's. Raises InvalidArgument."""
+    if by not in BY:
+        raise InvalidArgument(f"a drawing is coloured by {' or by '.join(BY)}, not by {by!r}")
+    amounts: dict[int, float] = {}
+    for event in trace.events:
+        if event.node is not None:
+            amount = event.seconds if by == "time" else event.bytes
+            amounts[event.node.id] = amounts.get(event.node.id, 0.0) + amount
+    return Heat(amounts, trace.seconds if by == "time" else sum(amounts.values()), by)
+
+
+def level(share: float) -> int:
+    """The colour of a share: above 1/3, 1/9, 1/27, 1/81, or below.
+
+    >>> [level(share) for share in (0.5, 0.2, 0.05, 0.02, 0.001)]
+    [4, 3, 2, 1, 0]
+    """
+    return sum(share > 3.0**-power for power in range(1, LEVELS))
+
+
+def duration(seconds: float) -> str:
+    """A time for people.
+
+    >>> duration(0.00123), duration(2.5), duration(4e-6)
+    ('1.23 ms', '2.50 s', '4 us')
+    """
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{1e3 * seconds:.2f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.0f} us"

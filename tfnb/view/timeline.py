@@ -1,0 +1,139 @@
+"""A traced run as HTML: bars in lanes, the bytes alive below them, and tables of what took longest.
+
+A trace is anything with the fields of `tfnb.execution.Trace`. Tooltips are ``title`` elements and need no script; the
+script of the page only links bars to the boxes of the drawing above.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+from typing import Any
+
+from tfnb.view import facts
+from tfnb.view.escape import shorten, xml
+from tfnb.view.face import n
+from tfnb.view.heat import duration
+from tfnb.view.measure import SANS, width
+from tfnb.view.style import LIGHT, PAPER, SHEET, SOFT
+
+WIDE, LEFT = 960.0, 8.0  # pixels: the picture, its margin
+LANE, BAR, CURVE = 40.0, 20.0, 70.0
+BARS = 3000  # most bars of a page; the shortest are left out first
+TABLES = (("node", "nodes"), ("op", "operations"), ("line", "lines"), ("scope", "scopes"))
+
+_TABLE = 'style="border-collapse:collapse;font:12px Menlo,Consolas,monospace;margin:4px 0"'
+_WORD = 'style="text-align:left;padding:1px 14px 1px 0;vertical-align:top"'
+_NUMBER = 'style="text-align:right;padding:1px 14px 1px 0;vertical-align:top;white-space:nowrap"'
+
+
+def timeline(trace: Any, keys: Mapping[int, str]) -> str:
+    """Bars, curve and tables; ``keys`` are the boxes of the drawing, by node id."""
+    events = sorted(trace.events, key=lambda event: -event.seconds)[:BARS]
+    left_out = len(trace.events) - len(events)
+    note = f"; the {left_out:,} shortest of {len(trace.events):,} bars are left out" if left_out else ""
+    head = (
+        f"<b>{xml(trace.title)}</b> {duration(trace.seconds)} · "
+        f"{facts.plural(len(trace.events), 'event')} · at most {facts.amount(trace.peak)} at once{note}"
+    )
+    tables = "".join(_table(trace, by, title, is_open=by == "node") for by, title in TABLES)
+    bar = f'<div class="tfnb-bar"><span>{head}</span></div>'
+    return f'<div class="tfnb-timeline">{bar}{_svg(trace, events, keys)}{tables}</div>'
+
+
+def _svg(trace: Any, events: Iterable[Any], keys: Mapping[int, str]) -> str:
+    lanes = {lane: place for place, lane in enumerate(trace.lanes)}
+    scale = (WIDE - 2 * LEFT) / (trace.seconds or 1.0)
+    curve_top = LANE * len(lanes) + 22
+    high = curve_top + CURVE + 24
+    parts = [
+        _text(LEFT, LANE * place + 12, f"{thread}, {device}", soft=True) for (thread, device), place in lanes.items()
+    ]
+    by_tone = sorted(events, key=_tone)
+    for tone, group in groupby(by_tone, key=_tone):
+        paint = LIGHT[tone]
+        bars = "".join(_bar(event, lanes, scale, keys, paint.fill, paint.line) for event in group)
+        parts.append(f'<g class="t-{tone}" fill="{paint.ink}">{bars}</g>')
+    parts += [_curve(trace, scale, curve_top), _axis(trace, high)]
+    words = f"Timeline of {trace.title}: {duration(trace.seconds)}"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="tfnb" role="img" aria-label="{xml(words)}" '
+        f'width="{n(WIDE)}" height="{n(high)}" viewBox="0 0 {n(WIDE)} {n(high)}" font-family="{SANS}" '
+        f'style="max-width:100%;height:auto"><style>{SHEET}</style>'
+        f'<rect class="paper" width="100%" height="100%" fill="{PAPER}"/>{"".join(parts)}</svg>'
+    )
+
+
+def _tone(event: Any) -> str:
+    return facts.tone(event.node) if event.node else "update"
+
+
+def _bar(
+    event: Any, lanes: Mapping[Any, int], scale: float, keys: Mapping[int, str], fill: str, line: str
+) -> str:  # fmt: skip
+    x, y = LEFT + scale * event.start, LANE * lanes[event.thread, event.device] + 17
+    wide = max(0.6, scale * event.seconds)
+    key = keys.get(event.node.id) if event.node else None
+    linked = f' data-box="{key}" data-node="{xml(event.name)}"' if key else ""
+    shape = (
+        f'<rect class="card"{linked} x="{x:.2f}" y="{n(y)}" width="{wide:.2f}" height="{n(BAR)}" fill="{fill}" '
+        f'stroke="{line}" stroke-width="0.5"><title>{xml(_title(event))}</title></rect>'
+    )
+    label = shorten(facts.label(event.node) if event.node else "commit", 24)
+    fits = width(label, 10) + 6 < wide
+    return shape + (_text(x + 3, y + 14, label, extra=' pointer-events="none"') if fits else "")
+
+
+def _title(event: Any) -> str:
+    source = event.node.source if event.node else None
+    lines = [event.name, event.op, f"{duration(event.seconds)} from {duration(event.start)}"]
+    lines += [f"{facts.amount(event.bytes)} on {event.device}", str(source) if source else ""]
+    return "\n".join(shorten(line, 200) for line in lines if line)
+
+
+def _curve(trace: Any, scale: float, top: float) -> str:
+    """The live bytes as steps; of the points that fall on half a pixel only the highest."""
+    highest: dict[int, int] = {}
+    for at, count in trace.live:
+        place = int(2 * scale * at)
+        highest[place] = max(highest.get(place, 0), count)
+    tall = CURVE / (trace.peak or 1)
+    path = f"M{n(LEFT)},{n(top + CURVE)}"
+    for place, count in sorted(highest.items()):
+        path += f"H{n(LEFT + place / 2)}V{n(top + CURVE - tall * count)}"
+    path += f"H{n(WIDE - LEFT)}V{n(top + CURVE)}Z"
+    paint, words = LIGHT["forward"], f"live bytes, at most {trace.peak:,}"
+    shape = f'<path class="card" d="{path}" fill="{paint.fill}" stroke="{paint.line}"><title>{words}</title></path>'
+    return f'<g class="t-forward">{shape}</g>' + _text(LEFT, top - 6, words, soft=True)
+
+
+def _axis(trace: Any, high: float) -> str:
+    marks = []
+    for quarter in range(5):
+        x = LEFT + quarter / 4 * (WIDE - 2 * LEFT)
+        anchor = ("start", "middle", "middle", "middle", "end")[quarter]
+        marks.append(
+            _text(x, high - 6, duration(quarter / 4 * trace.seconds), soft=True, extra=f' text-anchor="{anchor}"')
+        )
+    return "".join(marks)
+
+
+def _text(x: float, y: float, text: str, *, soft: bool = False, extra: str = "") -> str:
+    kind = f'class="soft" fill="{SOFT}"' if soft else 'class="ink"'
+    return f'<text {kind} x="{n(x)}" y="{n(y)}" font-size="10"{extra}>{xml(text)}</text>'
+
+
+def _table(trace: Any, by: str, title: str, *, is_open: bool) -> str:
+    rows = trace.table(trace.rows, by=by)
+    heads = "".join(f"<th {_NUMBER}>{word}</th>" for word in ("time", "share", "bytes", "calls"))
+    body = "".join(
+        f"<tr><td {_WORD}>{xml(shorten(row.name, 80))}</td><td {_WORD}>{xml(shorten(row.detail, 80))}</td>"
+        f"<td {_NUMBER}>{duration(row.seconds)}</td><td {_NUMBER}>{100 * row.share:.1f} %</td>"
+        f"<td {_NUMBER}>{facts.amount(row.bytes)}</td><td {_NUMBER}>{row.calls}</td></tr>"
+        for row in rows
+    )
+    opened = " open" if is_open else ""
+    return (
+        f"<details{opened}><summary>{title}</summary>"
+        f"<table {_TABLE}><tr><th {_WORD}>{by}</th><th></th>{heads}</tr>{body}</table></details>"
+    )
