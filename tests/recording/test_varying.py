@@ -485,3 +485,52 @@ def test_what_depends_on_the_number_of_rows_is_right_or_refused(function: Functi
         else:
             torch.testing.assert_close(got, function(data))
     assert refused < 5
+
+
+ONE_ROW: dict[str, Function] = {
+    "squeeze": lambda x: x.squeeze().sum(-1),
+    "squeeze dim": lambda x: x.squeeze(0).sum(0),
+    "squeeze dims": lambda x: x.unsqueeze(1).squeeze((0, 1)).sum(0),
+    "squeeze_copy": lambda x: torch.squeeze_copy(x).sum(0),
+    "squeeze_": lambda x: x.clone().squeeze_().sum(0),
+    "squeeze a sum": lambda x: x.sum(1, keepdim=True).squeeze().cumsum(-1),
+    "if one": lambda x: x + 1 if x.shape[0] == 1 else x,
+    "if many": lambda x: x + 1 if x.shape[0] > 1 else x,
+    "broadcast": lambda x: x + torch.ones(1, 3, dtype=x.dtype),
+    "first row": lambda x: x * x[:1],
+    "broadcast_tensors": lambda x: torch.broadcast_tensors(x, torch.ones(1, 3))[1] + x,
+    "expand": lambda x: x[:, None].expand(-1, 4, -1).sum(1),
+    "reshape": lambda x: x.t().reshape(3, -1).sum(1),
+    "bmm": lambda x: x[:, :, None] @ x[:, None],
+    "matmul": lambda x: x @ x.T,
+    "contiguous": lambda x: x.t().contiguous().view(-1),
+}
+
+
+@pytest.mark.parametrize("name", ONE_ROW)
+def test_one_row_or_none_is_right_or_refused_with_the_line(name: str) -> None:
+    with tfnb.record():
+        x = tfnb.placeholder(torch.randn(5, 3, dtype=torch.float64))
+        y = ONE_ROW[name](x)
+    refused = []
+    for rows in (1, 0, 2, 5):
+        data = torch.randn(rows, 3, dtype=torch.float64)
+        try:
+            got = tfnb.run(y, {x: data})
+        except ShapeError as error:
+            assert "test_varying.py line" in str(error)
+            refused.append(rows)
+        else:
+            torch.testing.assert_close(got, ONE_ROW[name](data))
+    assert refused == ([1] if "squeeze" in name else {"if one": [1], "if many": [1, 0]}.get(name, []))
+
+
+def test_an_axis_that_the_values_decide_is_squeezed_where_it_has_several_rows() -> None:
+    with tfnb.record():
+        x = tfnb.placeholder(torch.tensor([1.0, -1.0, 2.0]))
+        y = (x > 0).nonzero().squeeze() * 2
+    assert tfnb.run(y, {x: torch.ones(3)}).tolist() == [0, 2, 4]
+    with pytest.raises(tfnb.errors.BranchChanged, match=r"test_varying\.py line"):
+        tfnb.run(y, {x: torch.tensor([1.0, -1.0])})
+    with pytest.raises(tfnb.errors.Unsupported, match=r"axis 0, whose length only the values tell"), tfnb.record():
+        (tfnb.placeholder(torch.tensor([1.0, -1.0])) > 0).nonzero().squeeze()

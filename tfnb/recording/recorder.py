@@ -271,15 +271,19 @@ class Recorder(TorchDispatchMode):
             raise InvalidArgument(f"a tensor written here has no value while recording{self.tape.at()}")
         return sample
 
+    def guard(self, tensor: torch.Tensor, outcome: bool) -> None:
+        """Every later node runs only where ``tensor`` has this truth."""
+        guard = self.tape.append(
+            "tfnb.guard", "guard", (), inputs=(self._entry(tensor).value,),
+            attrs={"value": Ref(0), "outcome": outcome}, scope=self.scopes.current(),
+        )  # fmt: skip
+        self.tape.marks = replace(self.tape.marks, control=(*self.tape.marks.control, guard.node))
+
     def branch(self, tensor: Tensor, outcome: bool) -> None:
         """Python took a branch on a recorded value: warn once a line, and guard every later node by the outcome."""
         source = self.where()
         entry = self._entry(tensor)
-        guard = self.tape.append(
-            "tfnb.guard", "guard", (), inputs=(entry.value,), attrs={"value": Ref(0), "outcome": outcome},
-            scope=self.scopes.current(),
-        )  # fmt: skip
-        self.tape.marks = replace(self.tape.marks, control=(*self.tape.marks.control, guard.node))
+        self.guard(tensor, outcome)
         key = ("branch", source and source.line)
         if key not in self._warned and not self.tape.is_fixed(entry.value):
             self._warned.add(key)
@@ -302,7 +306,11 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         __tracebackhide__ = True
-        kwargs = kwargs or {}
+        with self.symbols.inside():
+            return self._dispatched(func, args, kwargs or {})
+
+    def _dispatched(self, func: Op, args: Any, kwargs: Any) -> Any:
+        __tracebackhide__ = True
         if func in _SIZES:
             return [int(size) for size in _SIZES[func](args[0])]
         own = facts(func)

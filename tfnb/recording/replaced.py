@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import _constrain_range_for_size
 
+from tfnb.errors import Unsupported
 from tfnb.recording.writes import rebind
 
 aten = torch.ops.aten
@@ -185,6 +186,23 @@ def _unbind(rec: Any, x: Any, dim: int = 0) -> Any:
     return NotImplemented
 
 
+def _squeeze(rec: Any, x: Any, dim: Any = None) -> Any:
+    """The rank of the result: whether an axis has one row is decided by this line, and a run must agree."""
+    asked = range(x.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
+    for axis in asked if x.dim() else ():
+        size = x.shape[axis]
+        if not isinstance(size, torch.SymInt) or size.node.hint is not None:
+            rec.symbols.decided(size == 1)
+            continue
+        if rec.symbols.concrete(size) in (None, 1):
+            raise Unsupported(
+                f"squeeze of axis {axis}, whose length only the values tell: name the axes that always have length one"
+                f"{rec.tape.at()}"
+            )
+        rec.guard(torch.scalar_tensor(size, dtype=torch.int64) == 1, outcome=False)
+    return NotImplemented
+
+
 def _zeros(rec: Any, size: Any, **options: Any) -> Any:
     """Forward mode's zeros without memory: kernels that torch calls past its own handling of them would read it."""
     return torch.zeros(size, **options)
@@ -246,6 +264,12 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     aten.linear.default: _linear,
     aten.matmul.default: _matmul,
     aten.unbind.int: _unbind,
+    aten.squeeze.default: _squeeze,
+    aten.squeeze.dim: _squeeze,
+    aten.squeeze.dims: _squeeze,
+    aten.squeeze_copy.default: _squeeze,
+    aten.squeeze_copy.dim: _squeeze,
+    aten.squeeze_copy.dims: _squeeze,
     aten._efficientzerotensor.default: _zeros,
     aten._to_copy.default: _number,
     aten.max_pool1d.default: _max_pool1d,

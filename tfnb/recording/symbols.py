@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import sympy
@@ -21,13 +23,20 @@ from torch._guards import GuardSource, Source
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.printers import PythonPrinter
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from tfnb.graph import Dim, Spec
 from tfnb.graph.contents import unique
 from tfnb.graph.spec import Size
 
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
+# The modules between Python's question and its answer.
+_ASKING = frozenset({
+    __name__, "torch", "torch.fx.experimental.sym_node", "torch.fx.experimental.symbolic_shapes",
+    "torch.fx.experimental.recording", "torch._utils_internal", "torch.utils._stats", "functools",
+})  # fmt: skip
 _HINTS = (37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83)  # distinct, never 0 or 1, rarely a layer's width
 
 
@@ -52,12 +61,17 @@ class _Named(Source):
 
 
 class _Env(ShapeEnv):
-    """A ShapeEnv that tells its owner of each new relation, and forgets kernels' inequalities."""
+    """A ShapeEnv that tells its owner of each new relation, and forgets kernels' inequalities.
+
+    torch answers as if no varying size were ever 0 or 1. Where the user's Python asks, an answer that would be another
+    one there is a relation too; torch asks for its own sake (is this contiguous?) and is right at every size.
+    """
 
     def __init__(self, heard: Callable[[Any, bool], None]) -> None:
         super().__init__(duck_shape=False)
         self._heard = heard
         self.kernel = False
+        self.depth = 0  # of ops that are being recorded
 
     def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
         if self.kernel:
@@ -69,6 +83,9 @@ class _Env(ShapeEnv):
         result = super().evaluate_expr(orig_expr, *args, **kwargs)
         for guard in self.guards[before:]:
             self._heard(guard.expr, self.kernel)
+        asked = not self.kernel and not self.depth and len(self.guards) == before
+        if asked and not _holds_when_short(orig_expr) and _by_user():
+            self._heard(orig_expr if result else sympy.Not(orig_expr), False)
         return result
 
 
@@ -79,6 +96,28 @@ def _is_equality(expr: Any, outcome: Any) -> bool:
     if isinstance(expr, sympy.Ne):
         return not bool(outcome)
     return not isinstance(outcome, (bool, sympy.logic.boolalg.BooleanAtom))  # a bare symbol is a Boolean to sympy
+
+
+def _by_user() -> bool:
+    """Whether Python code outside of torch takes the truth of a relation."""
+    frame: FrameType | None = sys._getframe(1)
+    truth = False
+    while frame is not None and _module(frame) in _ASKING:
+        truth = truth or frame.f_code is torch.SymBool.__bool__.__code__
+        frame = frame.f_back
+    return truth and frame is not None and _module(frame).partition(".")[0] != "torch"
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _holds_when_short(expr: Any) -> bool:
+    """Whether the truth of ``expr`` is the same for all sizes, those below two included."""
+    if not isinstance(expr, sympy.logic.boolalg.Boolean) or not isinstance(expr, sympy.Basic) or expr.is_Symbol:
+        return True
+    sizes = {symbol: ValueRanges(0, int_oo) for symbol in expr.free_symbols}
+    return not sizes or bound_sympy(expr, sizes).is_singleton()
 
 
 class Symbols:
@@ -192,6 +231,25 @@ class Symbols:
     def bindings(self, dims: Any) -> dict[str, torch.SymInt]:
         """SymInts for the symbols of the Dims."""
         return {s: self.get(s) for dim in dims if isinstance(dim, Dim) for s in dim.symbols}
+
+    # -- who asks ------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Inside an op that is being recorded: the user's line does not ask."""
+        before, self.env.depth = self.env.depth, self.env.depth + 1
+        try:
+            yield
+        finally:
+            self.env.depth = before
+
+    def decided(self, relation: Any) -> bool:
+        """The outcome of a relation, on which the graph relies from here as if the user's line had asked."""
+        before, self.env.depth = self.env.depth, 0
+        try:
+            return bool(relation)
+        finally:
+            self.env.depth = before
 
     # -- fake tensors --------------------------------------------------------------------------------------
 
