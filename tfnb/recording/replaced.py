@@ -102,7 +102,7 @@ def _cdist(rec: Any, x1: Any, x2: Any, p: float = 2.0, compute_mode: Any = None)
 
 def _diff(rec: Any, x: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
     """Differences of neighbours: an axis too short for that many becomes empty in the run, not while recording."""
-    parts = [part for part in (prepend, x, append) if part is not None]
+    parts = [part for part in (prepend, x, append) if part is not None] if n else [x]
     out, dim = parts[0] if len(parts) == 1 else torch.cat(parts, dim), dim % max(x.dim(), 1)
     for _ in range(n):
         later, earlier = aten.slice(out, dim, 1), aten.slice(out, dim, 0, -1)
@@ -253,6 +253,21 @@ def _recurrent(op: Any) -> Callable[..., Any]:
     return row
 
 
+def _checked(op: Any, count: int) -> Callable[..., Any]:
+    """A factorization as the op that checks itself: torch's separate check gives no value that a run would need."""
+
+    def row(rec: Any, *args: Any, **kwargs: Any) -> Any:
+        found = op(*args, **kwargs, check_errors=True)
+        return found[:count] if count > 1 else found[0]
+
+    return row
+
+
+def _tensorinv(rec: Any, x: Any, ind: int = 2) -> Any:
+    rows, columns = x.shape[:ind], x.shape[ind:]
+    return torch.linalg.inv(x.reshape(math.prod(columns), -1)).reshape(*columns, *rows)
+
+
 REPLACED: dict[Any, Callable[..., Any]] = {
     aten.dropout.default: _dropout,
     aten.batch_norm.default: _batch_norm,
@@ -279,6 +294,12 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     aten.take_along_dim.default: _take_along_dim,
     aten.linalg_multi_dot.default: _multi_dot,
     aten.linalg_matrix_norm.default: _matrix_norm,
+    aten.linalg_cholesky.default: _checked(aten.linalg_cholesky_ex, 1),
+    aten.linalg_inv.default: _checked(aten.linalg_inv_ex, 1),
+    aten.linalg_tensorinv.default: _tensorinv,
+    aten.linalg_solve.default: _checked(aten._linalg_solve_ex, 1),
+    aten.linalg_lu_factor.default: _checked(aten.linalg_lu_factor_ex, 2),
+    aten.linalg_ldl_factor.default: _checked(aten.linalg_ldl_factor_ex, 2),
     aten.cov.default: _cov,
     aten.combinations.default: _combinations,
     aten.lstm.input: _recurrent(aten.lstm.input),

@@ -1,0 +1,54 @@
+"""Calls that are recorded as other calls: what torch gives for them, errors included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import tfnb
+from tfnb.errors import InvalidArgument
+
+Function = Callable[[Any], Any]
+FACTORIZATIONS: dict[str, Function] = {
+    "cholesky": torch.linalg.cholesky,
+    "inv": torch.linalg.inv,
+    "inverse": torch.inverse,
+    "tensorinv": lambda x: torch.linalg.tensorinv(x, 1),
+    "solve": lambda x: torch.linalg.solve(x, torch.ones_like(x)),
+    "lu_factor": lambda x: torch.linalg.lu_factor(x)[0],
+    "ldl_factor": lambda x: torch.linalg.ldl_factor(x)[0],
+    "matrix_power": lambda x: torch.linalg.matrix_power(x, -2),
+}
+
+
+@pytest.mark.parametrize("name", FACTORIZATIONS)
+def test_a_matrix_that_torch_refuses_fails_the_run(name: str) -> None:
+    function, regular = FACTORIZATIONS[name], torch.eye(3, dtype=torch.float64) + 0.25
+    singular = torch.zeros_like(regular)
+    with pytest.raises(RuntimeError):
+        function(singular)
+    with tfnb.record():
+        x = tfnb.placeholder(regular, shape=(3, 3))
+        y = function(x)
+    torch.testing.assert_close(tfnb.run(y, {x: 2 * regular}), function(2 * regular))
+    with pytest.raises(InvalidArgument, match="failed: "):
+        tfnb.run(y, {x: singular})
+
+
+def test_tensorinv_of_more_axes() -> None:
+    start = torch.randn(2, 3, 6, dtype=torch.float64)
+    with tfnb.record():
+        x = tfnb.placeholder(start, shape=(2, 3, 6))
+        y = torch.linalg.tensorinv(x)
+    torch.testing.assert_close(tfnb.run(y, {x: start + 1}), torch.linalg.tensorinv(start + 1))
+
+
+def test_no_difference_takes_nothing_in() -> None:
+    """``torch.diff`` of order 0 leaves out what it is given to prepend and append."""
+    start, more = torch.rand(4), torch.rand(2)
+    with tfnb.record():
+        y = torch.diff(tfnb.placeholder(start, shape=(4,)), 0, prepend=more, append=more)
+    assert torch.equal(y.sample, torch.diff(start, 0, prepend=more, append=more))
