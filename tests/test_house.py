@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import inspect
 import os
 import re
 import shutil
@@ -70,6 +71,12 @@ def test_import_loads_nothing_heavy() -> None:
 @pytest.mark.parametrize("name", tfnb.__all__)
 def test_public_name_exists_and_is_described(name: str) -> None:
     assert getattr(tfnb, name).__doc__
+
+
+def test_public_functions_show_an_example() -> None:
+    functions = {name: getattr(tfnb, name) for name in tfnb.__all__ if inspect.isfunction(getattr(tfnb, name))}
+    bare = {name for name, function in functions.items() if ">>>" not in (function.__doc__ or "")}
+    assert bare == {"connect", "doctor"}  # a cluster, and what is found on a machine
 
 
 def test_rooms_do_not_hide_public_functions() -> None:

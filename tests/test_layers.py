@@ -18,20 +18,17 @@ BELOW = {
     "graph": "errors kernels",
     "recording": "graph kernels",
     "gradients": "recording",
-    "control_flow": "gradients",
     "passes": "graph",
     "state": "recording",
-    "execution": "passes state control_flow",
+    "execution": "passes state",
     "placement": "passes",
     "cluster": "execution placement",
     "train": "gradients state",
-    "nn": "gradients state",
     "feeding": "graph",
-    "session": "cluster step",
+    "session": "cluster step gradients",
     "step": "execution feeding",
     "fitting": "session train widgets",
     "view": "graph",
-    "interop": "session",
     "datasets": "errors",
     "doctor": "",
     "demo": "errors",
@@ -49,8 +46,6 @@ LATE = {
     ("tfnb/recording/habits.py", "tfnb.train.from_torch"): "optimizer.step() in a cell asks train",
     ("tfnb/recording/tensor.py", "tfnb.session"): ".eval asks the default session",
     ("tfnb/gradients/slices.py", "tfnb.session"): ".eval asks the default session",
-    ("tfnb/recording/tensor.py", "tfnb.view"): "a repr asks view",
-    ("tfnb/graph/variable.py", "tfnb.view"): "a repr asks view",
     ("tfnb/datasets.py", "sklearn"): "optional extra [data]",
     ("tfnb/execution/compiler.py", "torch"): "inductor takes seconds to load",
     ("tfnb/execution/compiler.py", "torch._inductor"): "inductor takes seconds to load",
@@ -130,6 +125,14 @@ def test_imports_point_down(path: Path) -> None:
             target = room(module)
             target = target if target in BELOW else "__init__"  # `from tfnb import record`
             assert target in allowed, f"{name}:{line}: {here} may not import {module}"
+
+
+def test_rooms_and_late_imports_of_the_tables_exist() -> None:
+    rooms = {room(module_of(path)) for path in sources()}
+    late = [(path, f"{module}.") for path in sources() for module, _, is_late in imports(path) if is_late]
+    unused = {row for row in LATE if not any(p == ROOT / row[0] and m.startswith(f"{row[1]}.") for p, m in late)}
+    assert set(BELOW) == rooms
+    assert unused == set()
 
 
 def test_rooms_of_the_table_have_no_cycle() -> None:

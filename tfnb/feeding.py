@@ -181,7 +181,7 @@ def _at(source: Any) -> str:
 
 def described(tensor: torch.Tensor) -> str:
     """``float32[3, 4]`` of a plain tensor."""
-    return str(Spec(tensor.dtype, tuple(tensor.shape), tensor.device.type))
+    return str(Spec.of(tensor))
 
 
 def listing(graph: Graph, limit: int = 8) -> str:

@@ -89,6 +89,14 @@ def fit(
 
     Raises InvalidArgument or ShapeError for data that does not fit, before anything runs; DeadlineExceeded after
     ``timeout``; KeyboardInterrupt when interrupted. Variables are then at a whole number of steps.
+
+    >>> import tfnb
+    >>> layer = torch.nn.Linear(2, 1)
+    >>> with tfnb.record():
+    ...     x = tfnb.placeholder(torch.ones(4, 2))
+    ...     train = tfnb.train.SGD(0.1).minimize(layer(x).square().mean())
+    >>> tfnb.fit(train, {x: torch.ones(8, 2)}, epochs=3, batch_size=4).steps
+    6
     """
     __tracebackhide__ = True
     _check_mode(mode, backup, staleness, timeout)

@@ -372,7 +372,15 @@ def graph_of(fetches: Any) -> Graph:
 def run(
     fetches: Any, feed_dict: Mapping[Any, Any] | None = None, *, timeout: float | None = None, trace: bool = False
 ) -> Any:
-    """`Session.run` on the default session of the fetches' graph."""
+    """`Session.run` on the default session of the fetches' graph.
+
+    >>> import tfnb
+    >>> with tfnb.record():
+    ...     x = tfnb.placeholder(torch.ones(3))
+    ...     y = x.sum()
+    >>> tfnb.run(y, {x: [1.0, 2.0, 3.0, 4.0]})
+    tensor(10.)
+    """
     __tracebackhide__ = True
     return default_session(graph_of(fetches)).run(fetches, feed_dict, timeout=timeout, trace=trace)
 

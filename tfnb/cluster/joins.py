@@ -14,6 +14,7 @@ import torch
 from tfnb.cluster.core import mean
 from tfnb.execution import Program
 from tfnb.graph import Dim, Spec, Value
+from tfnb.graph.spec import flows
 
 Way = Literal["first", "rows", "mean", "sum"]
 
@@ -39,7 +40,7 @@ def joins(program: Program) -> list[Way]:
 def _way(spec: Spec) -> Way:
     if spec.shape and isinstance(spec.shape[0], Dim):
         return "rows"
-    if spec.dtype.is_floating_point or spec.dtype.is_complex:
+    if flows(spec.dtype):
         return "mean"
     return "first" if spec.dtype is torch.bool else "sum"
 

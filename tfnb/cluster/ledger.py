@@ -66,7 +66,3 @@ class Ledger:
         """``op`` was applied and answered with ``ack``."""
         self.clients.setdefault(op.client, Window()).add(op.seq, ack)
         self.applied += 1
-
-    def retire(self, client: str) -> None:
-        """Forget a client that will send no more."""
-        self.clients.pop(client, None)

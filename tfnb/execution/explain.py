@@ -15,10 +15,7 @@ from tfnb.graph import Node, Spec
 def explained(program: Program, error: Exception, tensors: Iterable[torch.Tensor]) -> TfnbError:
     """What ``error``, raised by the generated code of ``program`` on these feeds, means to the user."""
     by_id = program.whole.contents.by_id
-    fed = ", ".join(
-        f"{by_id[value.node].name}: {Spec(t.dtype, tuple(t.shape), t.device.type)}"
-        for value, t in zip(program.feeds, tensors, strict=True)
-    )
+    fed = ", ".join(f"{by_id[value.node].name}: {Spec.of(t)}" for value, t in zip(program.feeds, tensors, strict=True))
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     node = failing_node(program, error)
     if node is None:

@@ -16,7 +16,11 @@ from tfnb.gradients.slices import IndexedSlices
 
 
 def clip_by_value(x: Any, low: Any, high: Any) -> Any:
-    """``x`` with every element between ``low`` and ``high``, which enclose 0 if ``x`` is row-sparse."""
+    """``x`` with every element between ``low`` and ``high``, which enclose 0 if ``x`` is row-sparse.
+
+    >>> clip_by_value(torch.tensor([-3.0, 0.5]), -1, 1)
+    tensor([-1.0000,  0.5000])
+    """
     return torch.clamp(x, low, high)
 
 
@@ -45,7 +49,10 @@ def clip_by_global_norm(
 ) -> tuple[list[Any], torch.Tensor]:
     """All ``xs`` scaled by one factor so that their joint 2-norm is at most ``norm``; also the norm before.
 
-    None entries stay None. use_norm: the joint norm, where it is known already.
+    None entries stay None. use_norm: the joint norm, where it is known already. Raises InvalidArgument for nothing.
+
+    >>> clip_by_global_norm([torch.tensor([3.0]), None, torch.tensor([4.0])], 1.0)
+    ([tensor([0.6000]), None, tensor([0.8000])], tensor(5.))
     """
     xs = [x.coalesce() if isinstance(x, IndexedSlices) else x for x in xs]
     given = [x for x in xs if x is not None]

@@ -15,7 +15,7 @@ from tfnb.gradients.table import RuleFunction, ops_of
 from tfnb.graph import Variable, current
 from tfnb.recording import Recorder
 from tfnb.recording.ops import facts, resolve
-from tfnb.recording.own_gradient import OwnRule, attach, written_at
+from tfnb.recording.own_gradient import OwnRule, attach, floats, written_at
 from tfnb.recording.scopes import clean
 
 
@@ -58,7 +58,7 @@ def custom_gradient(fn: Callable[..., Any]) -> Callable[..., Any]:
 def _recorded(recorder: Recorder, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     leaves, tree = tree_flatten((args, kwargs))
     leaves = [recorder.read(x) if isinstance(x, Variable) else x for x in leaves]
-    places = [i for i, x in enumerate(leaves) if _floats(x)]
+    places = [i for i, x in enumerate(leaves) if floats(x)]
     before = [recorder._entry(leaves[i]) for i in places]
     given = [recorder._wrap(entry) for entry in before]  # what fn writes stays fn's, and is found below
     for i, tensor in zip(places, given, strict=True):
@@ -67,7 +67,7 @@ def _recorded(recorder: Recorder, fn: Callable[..., Any], args: Any, kwargs: Any
     if any(t._family.version for t in given):
         raise Unsupported(f"{written_at(fn)} writes into its argument; use out-of-place calls{recorder.tape.at()}")
     outs, form = tree_flatten(ys)
-    ends = [i for i, y in enumerate(outs) if _floats(y)]
+    ends = [i for i, y in enumerate(outs) if floats(y)]
     if places and ends:
         rule = OwnRule(_Checked(grad_fn, written_at(grad_fn), len(places)), written_at(grad_fn))
         name = clean(getattr(fn, "__name__", "custom_gradient"))
@@ -75,10 +75,6 @@ def _recorded(recorder: Recorder, fn: Callable[..., Any], args: Any, kwargs: Any
         for i, new in zip(ends, attach(recorder, [None] * len(ends), values, before, rule, name), strict=True):
             outs[i] = new
     return tree_unflatten(outs, form)
-
-
-def _floats(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and (x.dtype.is_floating_point or x.dtype.is_complex)
 
 
 def _pair(fn: Callable[..., Any], arguments: Any) -> tuple[Any, Callable[..., Any]]:
@@ -113,8 +109,8 @@ class _Eager(torch.autograd.Function):
     def forward(ctx: Any, fn: Any, tree: Any, form: list[Any], *leaves: Any) -> Any:
         ys, grad_fn = _pair(fn, tree_unflatten(list(leaves), tree))
         outs, shape = tree_flatten(ys)
-        ctx.ends = [i for i, y in enumerate(outs) if _floats(y)]
-        ctx.places = [i for i, x in enumerate(leaves) if _floats(x)]
+        ctx.ends = [i for i, y in enumerate(outs) if floats(y)]
+        ctx.places = [i for i, x in enumerate(leaves) if floats(x)]
         ctx.rule = _Checked(grad_fn, written_at(grad_fn), len(ctx.places))
         form.append(shape)
         return tuple(outs)

@@ -8,6 +8,7 @@ import torch
 
 from tfnb.errors import InvalidArgument
 from tfnb.gradients.walker import differentiable, gradients, seeded_like
+from tfnb.graph.spec import flows
 from tfnb.recording import Tensor, reopen
 
 
@@ -35,10 +36,10 @@ def jvp(ys: Any, xs: Any, tangents: Any) -> list[torch.Tensor]:
         ys = [y if isinstance(y, Tensor) else recorder.read(y) for y in ys]
         moves = [seeded_like(x if isinstance(x, Tensor) else recorder.read(x), t, f"tangents[{i}]", "x")
                  for i, (x, t) in enumerate(zip(xs, tangents, strict=True))]  # fmt: skip
-        flows = [y.dtype.is_floating_point or y.dtype.is_complex for y in ys]
-        linear = [torch.zeros_like(y) for y, flow in zip(ys, flows, strict=True) if flow]
-        back = gradients([y for y, flow in zip(ys, flows, strict=True) if flow], xs, linear) if linear else []
+        moving = [flows(y.dtype) for y in ys]
+        linear = [torch.zeros_like(y) for y, flow in zip(ys, moving, strict=True) if flow]
+        back = gradients([y for y, flow in zip(ys, moving, strict=True) if flow], xs, linear) if linear else []
         ends = [(dx, move) for dx, move in zip(back, moves, strict=False) if dx is not None]
         found: Any = iter(gradients([dx for dx, _ in ends], linear, [move for _, move in ends]) if ends else [])
-        moved = (next(found, None) if flow else None for flow in flows)
+        moved = (next(found, None) if flow else None for flow in moving)
         return [torch.zeros_like(y) if dy is None else dy for y, dy in zip(ys, moved, strict=True)]

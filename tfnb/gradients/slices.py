@@ -21,6 +21,7 @@ import torch
 
 from tfnb.errors import InvalidArgument, ShapeError
 from tfnb.graph import Graph, Spec, Variable, current
+from tfnb.graph.spec import flows
 from tfnb.kernels import slices as _ops  # noqa: F401  defines torch.ops.tfnb
 from tfnb.recording import Recorder, Tensor
 from tfnb.recording.report import user_level
@@ -259,7 +260,7 @@ def _linear(name: str) -> Callable[..., Any]:
 
     def apply(g: IndexedSlices, *args: Any, **kwargs: Any) -> IndexedSlices:
         values = getattr(torch.Tensor, name)(g.values, *args, **kwargs)
-        if not (values.dtype.is_floating_point or values.dtype.is_complex):
+        if not flows(values.dtype):
             raise _needs_dense(f"{name} to {values.dtype}", g)
         return g.like(values, g.indices.to(values.device))
 

@@ -238,6 +238,15 @@ def register_gradient(op: Any) -> Callable[[RuleFunction], RuleFunction]:
 
     op: the custom op, an overload, or a name such as ``"mylib::swish"``. A rule already there is replaced.
     Raises UnknownOp for a name that no library registered.
+
+    >>> @torch.library.custom_op("examples::twice", mutates_args=())
+    ... def twice(x: torch.Tensor) -> torch.Tensor:
+    ...     return x * 2
+    >>> @register_gradient(twice)
+    ... def _(n, dy):
+    ...     return dy * 2
+    >>> "examples.twice.default" in RULES
+    True
     """
     names = ops_of(op)
     NOGRAD.difference_update(names)

@@ -34,6 +34,7 @@ from tfnb.gradients.table import (
 from tfnb.graph import Dim, Graph, Node, Spec, Value, Variable
 from tfnb.graph.node import map_leaves
 from tfnb.graph.ops import WITH_GRADIENT
+from tfnb.graph.spec import flows
 from tfnb.recording import Recorder, Tensor, constant, reopen, variable
 from tfnb.recording.ops import resolve, unbind
 from tfnb.recording.recompute import Copies, region_of_tags
@@ -76,7 +77,15 @@ def gradients(
 
 
 def stop_gradient(x: Any) -> torch.Tensor:
-    """The same value, as a constant for gradients."""
+    """The same value, as a constant for gradients. x: a recorded or plain tensor, or a Variable.
+
+    >>> import tfnb
+    >>> with tfnb.record():
+    ...     x = tfnb.placeholder(torch.tensor([3.0, 4.0]))
+    ...     dx, = tfnb.gradients(x * tfnb.stop_gradient(x), [x])
+    >>> dx.sample
+    tensor([3., 4.])
+    """
     if isinstance(x, Tensor):
         with reopen(x.graph):
             return x.detach()
@@ -163,7 +172,7 @@ def differentiate(
     nodes = recorder.nodes
     targets = [_values(x, nodes) for x in xs]
     with recorder.scope("gradients") as scope, recorder.tagged(_GRADIENT):
-        seeds = [(y.value, _seed(y, g, i)) for i, (y, g) in enumerate(zip(ys, given, strict=True)) if _flows(y.spec)]
+        seeds = [(y.value, _seed(y, g, i)) for i, (y, g) in enumerate(zip(ys, given, strict=True)) if flows(y.dtype)]
         stop = {s.value for s in stops if isinstance(s, Tensor)}
         walk = Walk(recorder, [v for group in targets for v in group], stop)
         walk.scope = scope
@@ -179,7 +188,7 @@ def _values(x: Tensor | Variable, nodes: Iterable[Node]) -> list[Value]:
     """The graph values that ``x`` means: of a Variable, every read of it."""
     if isinstance(x, Tensor):
         x.node  # noqa: B018  raises StaleNode for a tensor that is gone
-        return [x.value] if _flows(x.spec) else []
+        return [x.value] if flows(x.dtype) else []
     return [node.value() for node in nodes if node.op == "tfnb.read" and node.attrs["variable"] is x]
 
 
@@ -240,7 +249,7 @@ class Walk:
         """Mark every value that depends on the targets through ops that conduct."""
         for node in nodes:
             if any(v in self.reached for v in _ways(node)):
-                outs = (node.value(i) for i, spec in enumerate(node.outputs) if _flows(spec))
+                outs = (node.value(i) for i, spec in enumerate(node.outputs) if flows(spec.dtype))
                 self.reached.update(v for v in outs if v not in self.stop)
                 if node.inputs[0] in self.tables and node.value() not in self.hooks and self._keeps_rows(node):
                     self.tables.add(node.value())
@@ -414,10 +423,6 @@ def hooked(dx: torch.Tensor, hooks: Iterable[Hook]) -> torch.Tensor:
         changed = hook(dx)
         dx = dx if changed is None else changed
     return dx
-
-
-def _flows(spec: Spec) -> bool:
-    return spec.dtype.is_floating_point or spec.dtype.is_complex
 
 
 def _has_own_rule(node: Node) -> bool:

@@ -193,6 +193,11 @@ _SHORT = {
 }  # fmt: skip
 
 
+def flows(dtype: torch.dtype) -> bool:
+    """Whether gradients flow through tensors of this dtype: floating and complex ones."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """``float32`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
@@ -209,6 +214,11 @@ class Spec:
     dtype: torch.dtype
     shape: tuple[Size, ...]
     device: str = "cpu"
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Spec:
+        """The Spec of a plain tensor."""
+        return cls(tensor.dtype, tuple(tensor.shape), tensor.device.type)
 
     @property
     def symbols(self) -> tuple[str, ...]:

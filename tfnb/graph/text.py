@@ -172,5 +172,5 @@ class _Writer:
 
 def _tensor(tensor: torch.Tensor) -> str:
     """The values of a small constant, the spec of a large one."""
-    spec = Spec(tensor.dtype, tuple(tensor.shape), tensor.device.type)
+    spec = Spec.of(tensor)
     return f"{_spec(spec)} {tensor.tolist()}" if tensor.numel() <= SHOWN else _spec(spec)

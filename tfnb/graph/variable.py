@@ -17,11 +17,9 @@ import torch
 from tfnb.errors import FailedPrecondition, InvalidArgument, ShapeError
 from tfnb.graph import current
 from tfnb.graph.held import Held
-from tfnb.graph.spec import Spec
+from tfnb.graph.spec import Spec, flows
 
 _serial = itertools.count()
-
-SCATTER = ("update", "add", "sub", "mul", "div")
 
 _shared: dict[tuple[str, str], Variable] = {}  # (container, shared name): they outlive every graph
 
@@ -57,12 +55,12 @@ class Variable:
         shared_name: str | None = None, lazy_init: bool = False,
     ) -> None:  # fmt: skip
         owned = torch.as_tensor(current.plain(initial_value)).detach().clone()
-        spec = _spec_of(owned)
+        spec = Spec.of(owned)
         if "spec" in self.__dict__:  # found by its shared name
             if spec != self.spec:
                 raise InvalidArgument(f"variable {shared_name!r} of container {container!r} is {self.spec}, not {spec}")
             return
-        trains = trainable and (owned.is_floating_point() or owned.is_complex())
+        trains = trainable and flows(owned.dtype)
         storage = None if lazy_init else lambda: owned
         self._bind(storage, spec, name or shared_name or "Variable", trains, container, shared_name)
         if shared_name is not None:
@@ -75,7 +73,7 @@ class Variable:
         It follows the modules that are said to hold it (``held.by``). trainable: by default as ``requires_grad`` says.
         """
         self = cls.__new__(cls)
-        self._bind(None, _spec_of(tensor), name, trainable)
+        self._bind(None, Spec.of(tensor), name, trainable)
         self.held = Held(tensor)
         return self
 
@@ -86,7 +84,7 @@ class Variable:
         leads: the value here counts also while the variable lives elsewhere; see `send`.
         """
         self = cls.__new__(cls)
-        self._bind(find, _spec_of(find()), name, False)
+        self._bind(find, Spec.of(find()), name, False)
         self._leads = leads
         return self
 
@@ -147,7 +145,7 @@ class Variable:
             raise FailedPrecondition(f"variable {self.name} has no single value: {error}") from None
         if found.shape != self.shape or found.dtype != self.spec.dtype:
             raise ShapeError(
-                f"variable {self.name} is {self.spec}, but its module now holds {_spec_of(found)} in its place: "
+                f"variable {self.name} is {self.spec}, but its module now holds {Spec.of(found)} in its place: "
                 "record the cell again"
             )
         return found
@@ -169,7 +167,7 @@ class Variable:
     def store(self, value: torch.Tensor) -> None:
         """Write the local storage, wherever the value lives; raises ShapeError for another shape or dtype."""
         if tuple(value.shape) != tuple(self.spec.shape) or value.dtype != self.spec.dtype:
-            raise ShapeError(f"cannot assign {_spec_of(value)} to variable {self.name}, which is {self.spec}")
+            raise ShapeError(f"cannot assign {Spec.of(value)} to variable {self.name}, which is {self.spec}")
         with torch.no_grad():
             if not self.initialized:
                 owned = torch.empty(self.shape, dtype=self.dtype, device=self.spec.device).copy_(value)
@@ -211,7 +209,7 @@ class Variable:
             self.store(value)
             return
         if tuple(value.shape) != tuple(self.spec.shape) or value.dtype != self.spec.dtype:
-            raise ShapeError(f"cannot assign {_spec_of(value)} to variable {self.name}, which is {self.spec}")
+            raise ShapeError(f"cannot assign {Spec.of(value)} to variable {self.name}, which is {self.spec}")
         self.home.assign(self, value)
 
     def send(self) -> None:
@@ -317,10 +315,6 @@ class Variable:
         raise FailedPrecondition(
             f"variable {self.name} is a handle and is not pickled: use {self.name}.value(), or session.save(path)"
         )
-
-
-def _spec_of(tensor: torch.Tensor) -> Spec:
-    return Spec(tensor.dtype, tuple(tensor.shape), tensor.device.type)
 
 
 def updated(old: torch.Tensor, kind: str, *args: torch.Tensor) -> torch.Tensor:

@@ -94,8 +94,6 @@ def _rewritten(node: Node, look: Look) -> Value | Node | None:
     return next((r for row in _BY_OP.get(node.op, ()) if (r := row.rewrite(node, look)) is not None), None)
 
 
-_KEEP_STRIDES = ("aten._unsafe_view.default", "aten.clone.default")
-
 # -- what rows ask ----------------------------------------------------------------------------------------------
 
 

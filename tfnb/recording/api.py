@@ -117,7 +117,14 @@ def _size(axis: Any, sample: torch.Tensor | None, place: int, symbols: Symbols, 
 
 
 def constant(value: Any, *, name: str | None = None) -> Tensor:
-    """A recorded tensor of a fixed value."""
+    """A recorded tensor of a fixed value: what ``torch.as_tensor`` takes, copied. Raises FailedPrecondition outside.
+
+    >>> import tfnb
+    >>> with tfnb.record():
+    ...     y = tfnb.constant([1.0, 2.0]).exp()
+    >>> tfnb.run(y)
+    tensor([2.7183, 7.3891])
+    """
     recorder = _recorder("constant")
     with _disable_current_modes():
         tensor = torch.as_tensor(current.plain(value)).detach().clone()
@@ -126,28 +133,63 @@ def constant(value: Any, *, name: str | None = None) -> Tensor:
 
 @contextmanager
 def name_scope(name: str | None) -> Iterator[str]:
-    """Nodes recorded inside stand under this scope: ``"a"`` fresh, ``"a/"`` re-entered, ``None`` the root."""
+    """Nodes recorded inside stand under this scope: ``"a"`` fresh, ``"a/"`` re-entered, ``None`` the root.
+
+    >>> import torch, tfnb
+    >>> with tfnb.record(), tfnb.name_scope("head"):
+    ...     y = tfnb.constant(1.0).exp()
+    >>> y.node.scope
+    ('head', 'exp')
+    """
     with _recorder("name_scope").scope(name) as path:
         yield path
 
 
 @contextmanager
 def device(spec: str | None) -> Iterator[None]:
-    """Nodes recorded inside request this device."""
+    """Nodes recorded inside request this device.
+
+    >>> import tfnb
+    >>> with tfnb.record(), tfnb.device("/job:worker/task:0"):
+    ...     y = tfnb.constant(1.0).exp()
+    >>> y.node.device
+    '/job:worker/task:0'
+    """
     with _recorder("device").placed(spec):
         yield
 
 
 @contextmanager
 def control_dependencies(nodes: Sequence[Any] | None) -> Iterator[None]:
-    """What is recorded inside runs after ``nodes``, and reads of variables inside are fresh. ``None`` clears."""
+    """What is recorded inside runs after ``nodes``, and reads of variables inside are fresh. ``None`` clears.
+
+    nodes: recorded tensors, Operations or Variables.
+
+    >>> import torch, tfnb
+    >>> count = tfnb.Variable(torch.zeros(()))
+    >>> with tfnb.record():
+    ...     more = count.assign_add(torch.ones(()))
+    ...     with tfnb.control_dependencies([more]):
+    ...         after = count.read()
+    >>> tfnb.run(after)
+    tensor(1.)
+    """
     recorder = _recorder("control_dependencies")
     with recorder.after(None if nodes is None else tuple(_value(node, recorder).node for node in nodes)):
         yield
 
 
 def group(*fetches: Any, name: str | None = None) -> Operation:
-    """An Operation that runs all of ``fetches``."""
+    """An Operation that runs all of ``fetches``: recorded tensors, Operations or Variables.
+
+    >>> import torch, tfnb
+    >>> a, b = tfnb.Variable(torch.zeros(())), tfnb.Variable(torch.ones(()))
+    >>> with tfnb.record():
+    ...     both = tfnb.group(a.assign(torch.tensor(5.0)), b.assign(torch.tensor(7.0)))
+    >>> tfnb.run(both)
+    >>> a.value(), b.value()
+    (tensor(5.), tensor(7.))
+    """
     recorder = _recorder("group")
     return recorder.group(tuple(_value(f, recorder) for f in fetches), name)
 

@@ -42,6 +42,10 @@ def graph(name: str | None = None) -> Graph:
     """The graph of this name; without a name, the open recording's or the last one named.
 
     Raises NotFound for an unknown name.
+
+    >>> with record("shown"):
+    ...     graph().name
+    'shown'
     """
     if name is None:
         recording = current.recording()
@@ -56,7 +60,13 @@ def graph(name: str | None = None) -> Graph:
 
 
 def graphs() -> dict[str, Graph]:
-    """All named graphs."""
+    """All named graphs, by name.
+
+    >>> with record("listed") as g:
+    ...     pass
+    >>> graphs()["listed"] is g
+    True
+    """
     return dict(_graphs)
 
 

@@ -17,7 +17,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from tfnb.errors import InvalidArgument, NoGradient, StaleNode, Unsupported
 from tfnb.graph import Variable, current
-from tfnb.recording.own_gradient import OwnRule, attach, kept, open_recorder, sealed, written_at
+from tfnb.recording.own_gradient import OwnRule, attach, floats, kept, open_recorder, sealed, written_at
 from tfnb.recording.recompute import CHECKPOINTS
 from tfnb.recording.recorder import Recorder
 from tfnb.recording.scopes import clean
@@ -106,7 +106,7 @@ def _record(recorder: Recorder, cls: Any, args: tuple[Any, ...], kwargs: dict[st
         else:
             result = cls.forward(ctx, *args)
         outs = list(result) if isinstance(result, (tuple, list)) else [result]
-    ends = [i for i, out in enumerate(outs) if _floats(out) and not _among(out, ctx.non_differentiable)]
+    ends = [i for i, out in enumerate(outs) if floats(out) and not _among(out, ctx.non_differentiable)]
     if wanted and ends:
         values = [recorder._entry(outs[i]) for i in ends]
         handles = [None if _among(outs[i], args) else outs[i] for i in ends]
@@ -121,13 +121,9 @@ def _record(recorder: Recorder, cls: Any, args: tuple[Any, ...], kwargs: dict[st
     return tuple(outs) if isinstance(result, tuple) else outs if isinstance(result, list) else outs[0]
 
 
-def _floats(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)
-
-
 def _conducts(recorder: Recorder, value: Any) -> bool:
     """Whether a gradient may be wanted for an argument: recorded, or the tensor of a Variable."""
-    return _floats(value) and (isinstance(value, Tensor) or recorder.variable_of(value) is not None)
+    return floats(value) and (isinstance(value, Tensor) or recorder.variable_of(value) is not None)
 
 
 def _among(value: Any, others: Any) -> bool:

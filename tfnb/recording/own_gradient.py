@@ -12,8 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from tfnb.graph import Ref, Value, current
 from tfnb.graph.ops import WITH_GRADIENT
+from tfnb.graph.spec import flows
 from tfnb.recording.recorder import Recorder
 from tfnb.recording.tensor import Base, Entry, Tensor
 
@@ -68,6 +71,11 @@ def kept(recorder: Recorder, tensor: Any) -> Any:
     entry = recorder._entry(tensor)
     node = recorder.node(entry.value.node)
     return node.attrs["value"] if node.op == "tfnb.constant" else recorder._wrap(entry)
+
+
+def floats(value: Any) -> bool:
+    """Whether this is a tensor through which gradients flow."""
+    return isinstance(value, torch.Tensor) and flows(value.dtype)
 
 
 def open_recorder() -> Recorder:

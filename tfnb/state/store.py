@@ -49,7 +49,7 @@ class Store:
     def create(self, key: str, value: torch.Tensor) -> None:
         """Keep a copy of ``value``; raises AlreadyExists, or ResourceExhausted before any memory is taken."""
         if key in self._tensors:
-            raise AlreadyExists(f"{key} exists in the store as {_spec(self._tensors[key])}; assign to it, or drop it")
+            raise AlreadyExists(f"{key} exists in the store as {Spec.of(self._tensors[key])}; assign to it, or drop it")
         asked, used = _size(value), self.bytes
         if self.budget is not None and used + asked > self.budget:
             raise ResourceExhausted(f"no room for {key}: asked {asked} bytes, used {used}, limit {self.budget}")
@@ -68,7 +68,7 @@ class Store:
         """Write ``value`` in place; raises ShapeError for another shape or dtype, with nothing written."""
         target = self.get(key)
         if value.shape != target.shape or value.dtype != target.dtype:
-            raise ShapeError(f"cannot assign {_spec(value)} to {key}, which is {_spec(target)}")
+            raise ShapeError(f"cannot assign {Spec.of(value)} to {key}, which is {Spec.of(target)}")
         with torch.no_grad():
             target.copy_(value)
 
@@ -84,7 +84,3 @@ class Store:
 
 def _size(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _spec(tensor: torch.Tensor) -> Spec:
-    return Spec(tensor.dtype, tuple(tensor.shape), tensor.device.type)
