@@ -197,6 +197,7 @@ def _opened(
             recorder.settle()
         _commit(recorder, before, names(), append=append)
     except BaseException:
+        recorder.journal.undo()
         recorder.space.forget({node.id for node in recorder.new})
         raise
 

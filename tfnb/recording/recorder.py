@@ -27,6 +27,7 @@ from tfnb.graph.variable import updated
 from tfnb.kernels.random import seeded
 from tfnb.recording.custom_ops import lacks_shapes, shapes
 from tfnb.recording.habits import Habits
+from tfnb.recording.journal import Journal
 from tfnb.recording.ops import Facts, Op, bind, facts, kernel, op_name
 from tfnb.recording.replaced import PHYSICAL, REPLACED, SHAPES
 from tfnb.recording.report import dense, explained, user_level
@@ -67,6 +68,7 @@ class Recorder(TorchDispatchMode):
         self.equalities: list[tuple[str, sympy.Eq, Source | None]] = []
         self.notes: list[str] = []
         self.born = WeakIdKeyDictionary()  # parameters and buffers made in this recording
+        self.journal = Journal()
         self.live = WeakIdKeyDictionary()  # every recorded tensor that somebody still holds
         self._handles: dict[int, tuple[torch.Tensor, Tensor]] = {}  # of plain tensors met, by id
         self._memory: dict[int, tuple[torch.Tensor, Tensor]] = {}  # the first of them, by their storage
@@ -88,6 +90,12 @@ class Recorder(TorchDispatchMode):
         else:
             with self:
                 yield
+
+    def changes(self, *things: Tensor | Base) -> None:
+        """Said before a handle or base changes: those of earlier recordings are put back should this one fail."""
+        for thing in things:
+            if thing not in self.live if isinstance(thing, Tensor) else self.tape.is_earlier(thing.entry.value):
+                self.journal.note(thing)
 
     def settle(self) -> None:
         """At the end of the block: views whose base was written show the new values."""
@@ -512,6 +520,7 @@ class Recorder(TorchDispatchMode):
                 for view in tensor._chain:
                     look = view.apply(look)
             entry = self._entry(look)
+        self.changes(tensor)
         tensor._entry, tensor._seen = entry, base.version
 
     def handle(self, tensor: torch.Tensor) -> Tensor:
@@ -550,6 +559,7 @@ class Recorder(TorchDispatchMode):
             why = "a tensor whose memory another tensor met in this recording shares in part: write to a copy of it"
             if handle._family.version:
                 raise Unsupported(f"a read after a write to {why}{self.tape.at()}")
+            self.changes(handle._family)
             handle._family.frozen = why
             other = self._constant_of(tensor)
             other._family.frozen = why

@@ -40,6 +40,7 @@ class Tape:
         self.owner, self.where, self.kept = owner, where, kept
         self.new: list[Node] = []
         self.by_id: dict[int, Node] = {node.id: node for node in kept}
+        self._earlier = frozenset(self.by_id)
         self.named: set[int] = set()  # nodes that the user named in the call that made them
         self.marks = Marks()
         self._names = {node.name for node in kept}
@@ -75,6 +76,10 @@ class Tape:
         if chosen is not None:
             self.named.add(node.id)
         return Value(node.id)
+
+    def is_earlier(self, value: Value) -> bool:
+        """Whether a value is not of this recording."""
+        return value.node in self._earlier or value.node not in self.by_id
 
     def is_fixed(self, value: Value) -> bool:
         """Whether a value is the same in every run: no placeholder, variable, size or random draw leads to it."""

@@ -135,6 +135,13 @@ class Tensor(torch.Tensor):
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
             self.data = other  # sizes and strides; torch asks whether the two fit, also where there is no sample
 
+    def look_as_before(self, entry: Entry, family: Base, chain: tuple[View, ...], seen: int) -> None:
+        """Become again what this was."""
+        with self._space.symbols.quiet():
+            if self._entry.fake is not entry.fake:
+                self.look_as(Tensor(entry, self._space, family, chain))
+        self._entry, self._family, self._chain, self._seen = entry, family, chain, seen
+
     def eval(self, feed_dict: Any = None) -> torch.Tensor:
         """The value in the default session of its graph."""
         from tfnb.session import run  # listed exception: .eval asks the session

@@ -104,7 +104,9 @@ def _look_again(rec: Recorder, func: Op, other: Op, own: Facts, named: Mapping[s
         raise _refused(rec, func, "gives a tensor other memory, which is not recorded: use a new tensor")
     if not isinstance(target, Tensor) or target._space is not rec.space:
         raise _refused(rec, func, "changes the shape of a tensor made outside of the recording: use a view of it")
-    target.look_as(rec.handle(_called(other, named)[0]))
+    look = rec.handle(_called(other, named)[0])
+    rec.changes(target)
+    target.look_as(look)
     return target
 
 
@@ -114,7 +116,9 @@ def _grow(rec: Recorder, func: Op, target: torch.Tensor, result: torch.Tensor) -
     if not (grows and isinstance(target, Tensor) and target._space is rec.space and not target._chain):
         shapes = f"{list(target.shape)} {target.dtype} to {list(result.shape)} {result.dtype}"
         raise _refused(rec, func, f"would change its out= from {shapes}: give it a tensor that fits")
-    target.look_as(rec.fresh(result))
+    fresh = rec.fresh(result)
+    rec.changes(target)
+    target.look_as(fresh)
 
 
 def _broadcasts(result: torch.Tensor, target: torch.Tensor) -> bool:
@@ -157,10 +161,12 @@ def rebind(rec: Recorder, target: torch.Tensor, new: torch.Tensor) -> None:
         raise Unsupported(f"a write through a view of a variable of an earlier recording{rec.tape.at()}")
     entry = rec._entry(put)
     in_module = var is not None and any(known(held) is var for held, *_ in rec.scopes.labels.values())
+    new_entry = rec._entry(new) if chain else None
+    rec.changes(base, handle)
     tags = frozenset({"buffer"} if in_module else ())  # it belongs to the step of a loss
     with torch.enable_grad(), rec.tagged(tags, rec.tape.marks.forward):
         base.write(entry)
-    handle._entry = rec._entry(new) if chain else base.entry
+    handle._entry = new_entry or base.entry
     handle._seen = base.version
 
 
