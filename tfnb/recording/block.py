@@ -213,6 +213,7 @@ def _enter(stack: ExitStack, recorder: Recorder, device: Any) -> None:
     """Everything that holds inside a block, undone in reverse order whatever happens."""
     stack.enter_context(_disable_current_modes())  # a nested recording belongs to the inner owner only
     stack.enter_context(surroundings())
+    stack.enter_context(_own_streams(recorder))
     stack.enter_context(_pushed(recorder))
     stack.enter_context(_listening(recorder))
     stack.enter_context(follow_modules(recorder.scopes, recorder))
@@ -272,6 +273,26 @@ def _born_parameters(recorder: Recorder) -> Iterator[None]:
         torch.nn.Parameter.__new__ = staticmethod(original)  # type: ignore[method-assign,assignment]
 
 
+@contextmanager
+def _own_streams(recorder: Recorder) -> Iterator[None]:
+    """``torch.manual_seed`` inside seeds what modules made here draw, and is undone at the end."""
+    original = torch.manual_seed
+    with ExitStack() as stack:
+
+        def manual_seed(seed: Any) -> torch.Generator:
+            if current.recording() is recorder:
+                recorder.streams_differ("torch.manual_seed")
+                devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+                stack.enter_context(torch.random.fork_rng(devices))
+            return original(seed)
+
+        torch.manual_seed = manual_seed
+        try:
+            yield
+        finally:
+            torch.manual_seed = original
+
+
 def _namer(names: Callable[[], Mapping[str, Any]]) -> Callable[[Any], str | None]:
     def python_name(target: Any) -> str | None:
         found = [n for n, v in names().items() if v is target and not n.startswith("_")]
@@ -285,6 +306,7 @@ def _commit(recorder: Recorder, before: Any, names: Mapping[str, Any], *, append
     aliases = _assigned_names(recorder, names)
     live = {t.value.node for t in recorder.live} | {v.node for v in aliases.values()}
     nodes = drop_unreachable_data(recorder.new, live - _only_in_list(recorder))
+    nodes = [recorder.own(node) for node in nodes]
     sizes = _unified(recorder)
     if sizes:
         nodes = [substitute(node, sizes) for node in nodes]

@@ -26,7 +26,7 @@ from tfnb.errors import FailedPrecondition, InvalidArgument, ShapeError, Unsuppo
 from tfnb.graph import Value, Variable, current
 from tfnb.recording.tensor import Tensor
 from tfnb.recording.variables import known
-from tfnb.recording.writes import rebind
+from tfnb.recording.writes import rebind, take_data
 
 if TYPE_CHECKING:
     from tfnb.recording.recorder import Recorder
@@ -267,7 +267,7 @@ def _autograd_grad(
 
 
 def _set_data(habits: Habits, func: Any, tensor: Any, new: Any) -> None:
-    """``x.data = new``: a write that gradients do not see. Modules made here are converted for real."""
+    """``x.data = new``: other memory, which gradients do not see. Modules made here are converted for real."""
     recorder = habits.recorder
     is_initial = is_lazy(tensor) or recorder.is_unused(tensor)
     if not isinstance(new, torch.Tensor) or (is_initial and not isinstance(new, Tensor)):
@@ -279,8 +279,8 @@ def _set_data(habits: Habits, func: Any, tensor: Any, new: Any) -> None:
             f"{new.dtype}{list(new.shape)}: convert a module or tensor outside{recorder.tape.at()}"
         )
     if new is not tensor:
-        with torch.no_grad():
-            tensor.copy_(new)
+        with recorder.on():
+            take_data(recorder, tensor, new)
 
 
 def _to_numpy(habits: Habits, func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -366,7 +366,7 @@ def recorded_steps(recorder: Recorder) -> Iterator[None]:
 
     handle = register_optimizer_step_pre_hook(before)
     try:
-        with _refused_schedules(recorder):
+        with _refused_schedules(recorder), _refused_scalers(recorder):
             yield
     finally:
         handle.remove()
@@ -397,6 +397,33 @@ def _refused_schedules(recorder: Recorder) -> Iterator[None]:
     finally:
         for kind, original in originals.items():
             kind.step = original  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _refused_scalers(recorder: Recorder) -> Iterator[None]:
+    """A scaler looks at gradients and decides in Python whether a step is taken; one that is disabled does nothing."""
+    kind = torch.amp.GradScaler
+    originals = {name: getattr(kind, name) for name in ("scale", "unscale_", "step", "update")}
+
+    def refusing(name: str) -> Callable[..., Any]:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if current.recording() is recorder and self.is_enabled():
+                raise Unsupported(
+                    f"GradScaler.{name}() inside a recording would decide once, while recording, which steps are "
+                    "taken: use bfloat16, which needs no scaling, or GradScaler(enabled=False), or scale the loss by "
+                    f"a number of your own{recorder.tape.at()}"
+                )
+            return originals[name](self, *args, **kwargs)
+
+        return method
+
+    for name in originals:
+        setattr(kind, name, refusing(name))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(kind, name, original)
 
 
 def _all_schedulers(kind: type[Any]) -> Iterator[type[Any]]:

@@ -40,7 +40,7 @@ from tfnb.recording.workspace import conjugating, physical, stream_seed, workspa
 from tfnb.recording.writes import record_write
 
 aten = torch.ops.aten
-BIG_CONSTANT = 1 << 20  # bytes; larger captured tensors are announced and kept by reference
+BIG_CONSTANT = 1 << 20  # bytes; larger captured tensors are announced, and copied only if they stay in the graph
 _ABSENT = Spec(torch.bool, (0,))  # stands for an output that the op leaves out, as its mask says
 _CONSTRUCTORS = frozenset({"__init__", "reset_parameters", "_reset_parameters", "initialize_parameters"})
 _CONVERTERS = frozenset({"_apply"})  # of a module just made: .double(), .to(...)
@@ -69,6 +69,7 @@ class Recorder(TorchDispatchMode):
         self.notes: list[str] = []
         self.born = WeakIdKeyDictionary()  # parameters and buffers made in this recording
         self.journal = Journal()
+        self.borrowed: dict[int, Entry] = {}  # constants that still share the memory of what was captured
         self.live = WeakIdKeyDictionary()  # every recorded tensor that somebody still holds
         self._handles: dict[int, tuple[torch.Tensor, Tensor]] = {}  # of plain tensors met, by id
         self._memory: dict[int, tuple[torch.Tensor, Tensor]] = {}  # the first of them, by their storage
@@ -96,6 +97,16 @@ class Recorder(TorchDispatchMode):
         for thing in things:
             if thing not in self.live if isinstance(thing, Tensor) else self.tape.is_earlier(thing.entry.value):
                 self.journal.note(thing)
+
+    def own(self, node: Node) -> Node:
+        """A node that stays in the graph: with a copy of the data that the user may still change."""
+        entry = self.borrowed.get(node.id)
+        if entry is None:
+            return node
+        with _disable_current_modes():
+            entry.sample = node.attrs["value"].clone()
+        self.space.keep(entry.value, entry.sample, root=True)
+        return replace(node, attrs={**node.attrs, "value": entry.sample})
 
     def settle(self) -> None:
         """At the end of the block: views whose base was written show the new values."""
@@ -266,6 +277,14 @@ class Recorder(TorchDispatchMode):
             self.refuse(how)
         source = self.where()
         note = f"{source.label} line {source.line} `{how}`" if source else how
+        if note not in self.notes:
+            self.notes.append(note)
+
+    def streams_differ(self, what: str) -> None:
+        """Note that recorded draws do not come from torch's generators."""
+        source = self.where()
+        at = f"{source.label} line {source.line}: " if source else ""
+        note = f"{at}{what} does not reach recorded draws: a graph's random nodes have seeded streams of their own"
         if note not in self.notes:
             self.notes.append(note)
 
@@ -453,6 +472,7 @@ class Recorder(TorchDispatchMode):
             items = {key: self._arguments(item, inputs) for key, item in tree.items()}
             return tuple({key: part[i] for key, part in items.items()} for i in range(3))  # type: ignore[return-value]
         if isinstance(tree, torch.Generator):
+            self.streams_differ("generator=")
             return None, None, None
         return self.symbols.leaf(tree), tree, self.symbols.concrete(tree)
 
@@ -545,7 +565,10 @@ class Recorder(TorchDispatchMode):
 
     def _constant_of(self, tensor: torch.Tensor) -> Tensor:
         with _disable_current_modes():
-            return Tensor(self.constant(self._captured(tensor)), self.space)
+            entry = self.constant(self._captured(tensor))
+        if entry.sample is not None and _storage(entry.sample) == _storage(tensor):
+            self.borrowed[entry.value.node] = entry
+        return Tensor(entry, self.space)
 
     def _seen_memory(self, tensor: torch.Tensor) -> Tensor | None:
         """A plain tensor that shares memory with one met before: a view of that, so that writes to either show."""
@@ -593,7 +616,7 @@ class Recorder(TorchDispatchMode):
         return held(tensor, places, name) if places else variable(tensor, name=name)
 
     def _captured(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A plain tensor as a constant: copied when small, so that later changes do not reach the graph."""
+        """A plain tensor as a constant: copied, so that later changes do not reach the graph; a big one at the end."""
         size = dense(tensor, self.tape.at()).numel() * tensor.element_size()
         if size <= BIG_CONSTANT:
             return tensor.detach().clone()

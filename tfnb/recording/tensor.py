@@ -5,6 +5,7 @@ Inside a recording every op on it is recorded. Outside, ops give plain tensors c
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,7 @@ class Entry:
     sample: torch.Tensor | None
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Base:
     """What a family of aliases looks at: the current entry, raised by each write.
 
@@ -38,6 +39,7 @@ class Base:
     version: int = 0
     written: Callable[[Entry], Entry] | None = None
     frozen: str = ""  # why nothing may be written here
+    twins: tuple[weakref.ref[Base], ...] = ()  # others that stand for the same memory, through ``.data = ...``
 
     def write(self, entry: Entry) -> None:
         """Replace the entry; aliases notice by the version."""

@@ -7,6 +7,7 @@ or ``.data``, leaves the path of gradients through its target as it was.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +59,8 @@ def _write(
     direct = len(targets) == 1 and first is targets[0]  # the result's gradient passes through the target as it is
     with rec.tagged(_STRAIGHT if off and direct else frozenset(), rec.tape.marks.forward):
         results = _called(other, passed)
+    if any(isinstance(result, (list, tuple)) for result in results):
+        raise _refused(rec, func, "writes lists of tensors beside others: use calls that return what they compute")
     for target, result in zip(targets, results[: len(targets)], strict=True):
         if not direct and not _broadcasts(result, target):
             _grow(rec, func, target, result)
@@ -149,6 +152,10 @@ def rebind(rec: Recorder, target: torch.Tensor, new: torch.Tensor) -> None:
     base, chain = handle._family, handle._chain
     if base.frozen:
         raise Unsupported(f"a write to {base.frozen}{rec.tape.at()}")
+    if any(twin() is not None for twin in base.twins):
+        raise Unsupported(
+            f"a write to a tensor that shares memory with another by .data = ...: give .data a clone(){rec.tape.at()}"
+        )
     steps: list[torch.Tensor] = [rec._wrap(base.entry, base)]
     for view in chain[:-1]:
         steps.append(view.apply(steps[-1]))
@@ -170,6 +177,29 @@ def rebind(rec: Recorder, target: torch.Tensor, new: torch.Tensor) -> None:
     handle._seen = base.version
 
 
+def take_data(rec: Recorder, target: torch.Tensor, new: torch.Tensor) -> None:
+    """``target.data = new``: the memory of ``new``, while gradients pass to what ``target`` was; aliases of it stay."""
+    base, other = rec.home(target), rec.home(new)
+    if base is other and all(view.op is aten.detach.default for view in rec.handle(new)._chain):
+        return
+    rec.changes(base, other)
+    if isinstance(target, Tensor):
+        with torch.no_grad(), rec.tagged(_STRAIGHT, rec.tape.marks.forward):
+            look = rec.fresh(aten.copy(target, new))
+        rec.changes(target)
+        target.look_as(look)
+        base = look._family
+    elif any(view._family is base and view is not new for view in list(rec.live) if view._chain):
+        raise Unsupported(
+            f".data = ... would part a Parameter from a view of it: use copy_(), or make the view later{rec.tape.at()}"
+        )
+    else:
+        with torch.no_grad():
+            target.copy_(new)
+    base.twins += (weakref.ref(other),)
+    other.twins += (weakref.ref(base),)
+
+
 def _put(rec: Recorder, view: View, base: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """``base`` with ``new`` where the view looks; gradients take the way that the write gave ``new``."""
     if view.op is aten.detach.default:
@@ -186,4 +216,4 @@ def _refused(rec: Recorder, func: Op, why: str) -> Unsupported:
     return Unsupported(f"{op_name(func)} {why}{rec.tape.at()}", op=op_name(func))
 
 
-__all__ = ["rebind", "record_write"]
+__all__ = ["rebind", "record_write", "take_data"]

@@ -1,0 +1,133 @@
+"""What stands outside of a recording does not reach into it later, and is not changed by it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tfnb
+from tfnb.errors import Unsupported
+
+
+def test_a_big_captured_tensor_keeps_its_recorded_value() -> None:
+    big = torch.ones(600_000)
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.ones(2), name="x")
+        y = x.sum() * big
+        held = big + 1
+    assert any("constant of 2.4 MB" in note for note in graph.notes)
+    big.zero_()
+    assert tfnb.run([y, held], {x: torch.ones(3)})[0].max() == 3
+    assert tfnb.run(held).min() == 2 and held.sample.min() == 2
+    with tfnb.record(graph):
+        more = held + y
+    assert more.sample.min() == 4
+
+
+def test_slicing_a_big_data_set_in_the_cell_copies_nothing_of_it() -> None:
+    data = torch.ones(600_000, 2)
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(data[:4])
+        x.sum(1)
+    assert all(node.op != "tfnb.constant" for node in graph.nodes)
+
+
+def test_parameters_stay_shared_however_big() -> None:
+    table = torch.nn.Embedding(200_000, 2)
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.tensor([1, 2, 3]))
+        y = table(x)
+    assert graph.variables[0].storage.data_ptr() == table.weight.data_ptr()
+    with torch.no_grad():
+        table.weight.fill_(7)
+    assert tfnb.run(y, {x: torch.tensor([4, 5])}).tolist() == [[7, 7], [7, 7]]
+
+
+def data_of_fresh(x: Any) -> list[Any]:
+    y, old = x * 2, x.view(-1)
+    x.data = y + 1
+    x.add_(1)
+    return [x, y, old]
+
+
+def data_of_named(x: Any) -> list[Any]:
+    y, old = x * 2, x.view(-1)
+    x.data = y
+    return [x * 1, y * 1, old * 1]
+
+
+def data_of_itself(x: Any) -> list[Any]:
+    x.data = x.data
+    x.add_(1)
+    return [x]
+
+
+def write_to_the_new(x: Any) -> list[Any]:
+    y = x * 2
+    x.data = y
+    x.add_(1)
+    return [x, y]
+
+
+def write_to_the_given(x: Any) -> list[Any]:
+    y = x * 2
+    x.data = y
+    y[0] = 5
+    return [x, y]
+
+
+@pytest.mark.parametrize("program", [data_of_fresh, data_of_named, data_of_itself])
+def test_data_gives_other_memory_and_leaves_aliases(program: Any) -> None:
+    with tfnb.record():
+        x = tfnb.placeholder(torch.ones(2, 3))
+        results = program(x * 1)
+    fed = torch.arange(6.0).view(2, 3)
+    for got, want in zip(tfnb.run(results, {x: fed}), program(fed * 1), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("program", [write_to_the_new, write_to_the_given])
+def test_a_write_to_what_data_shares_is_refused_with_the_line(program: Any) -> None:
+    with pytest.raises(Unsupported, match=r"by \.data = (.|\n)*test_outside\.py line"), tfnb.record():
+        program(tfnb.placeholder(torch.ones(2, 3)) * 1)
+
+
+def test_a_generator_and_a_seed_are_noted_and_nothing_outside_changes() -> None:
+    generator = torch.Generator().manual_seed(3)
+    before, state = generator.get_state(), torch.get_rng_state()
+    with tfnb.record() as graph:
+        a = torch.rand(3, generator=generator)
+        torch.manual_seed(5)
+        layer = torch.nn.Linear(2, 2)
+        b = torch.rand(3)
+    assert torch.equal(generator.get_state(), before) and torch.equal(torch.get_rng_state(), state)
+    assert [note.split(" does not")[0].split(": ")[1] for note in graph.notes] == ["generator=", "torch.manual_seed"]
+    assert all("test_outside.py line" in note for note in graph.notes)
+    first, second = tfnb.Session(graph).run([a, b])
+    assert torch.equal(a.sample, first) and torch.equal(b.sample, second) and not torch.equal(first, second)
+    torch.manual_seed(5)
+    assert torch.equal(torch.nn.Linear(2, 2).weight, layer.weight)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_scaler_is_refused_with_the_line_unless_it_is_disabled(enabled: bool) -> None:
+    layer = torch.nn.Linear(3, 1)
+    optimizer, scaler = torch.optim.SGD(layer.parameters(), lr=0.5), torch.amp.GradScaler("cpu", enabled=enabled)
+
+    def record() -> Any:
+        with tfnb.record():
+            loss = layer(tfnb.placeholder(torch.ones(4, 3), name="x")).sum()
+            scaler.scale(loss).backward()
+            step = scaler.step(optimizer)
+            scaler.update()
+        return step
+
+    if enabled:
+        with pytest.raises(Unsupported, match=r"GradScaler\.scale(.|\n)*test_outside\.py line"):
+            record()
+        return
+    step, before = record(), layer.weight.detach().clone()
+    tfnb.run(step, {"x": torch.ones(2, 3)})
+    torch.testing.assert_close(layer.weight.detach(), before - 1)
