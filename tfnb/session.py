@@ -115,7 +115,7 @@ class Session:
             feeds = _spread(feeds.items())
         prepared = self._prepare(fetches, tuple(feeds))
         tensors = prepared.feeder.tensors(feeds.values())
-        results = (self._traced if trace else self._execute)(prepared, tensors, timeout)
+        results = self._traced(prepared, tensors, timeout) if trace else self._execute(prepared, tensors, timeout)
         if prepared.trailing:
             results += [variable.value() for variable in prepared.trailing]
         return prepared.rebuild(results)

@@ -168,7 +168,7 @@ def test_file_has_complete_events_and_counters(chain, tmp_path) -> None:
     session, x, total, graph = chain
     session.run(total, {x: torch.ones(16, 16)}, trace=True)
     found = json.loads(session.trace.save(tmp_path / "run.json").read_text())
-    kinds = {kind: [event for event in found["traceEvents"] if event["ph"] == kind] for kind in "MXC"}
+    kinds = {kind: [event for event in found["traceEvents"] if event["ph"] == kind] for kind in "MXCsf"}
     assert sum(map(len, kinds.values())) == len(found["traceEvents"])
     assert {event["name"] for event in kinds["M"]} == {"process_name", "thread_name"}
     for event in found["traceEvents"]:
@@ -180,6 +180,20 @@ def test_file_has_complete_events_and_counters(chain, tmp_path) -> None:
     assert [event["args"]["bytes"] for event in kinds["C"]] == [count for _, count in session.trace.live]
 
 
+def test_file_has_an_arrow_for_each_use(chain, tmp_path) -> None:
+    session, x, total, _ = chain
+    session.run(total, {x: torch.ones(16, 16)}, trace=True)
+    events = json.loads(session.trace.save(tmp_path / "run.json").read_text())["traceEvents"]
+    bars = [event for event in events if event["ph"] == "X"]
+
+    def bar(arrow: dict[str, object]) -> str:
+        (found,) = [b["args"]["op"] for b in bars if b["ts"] <= arrow["ts"] <= b["ts"] + b["dur"]]
+        return found.split(".")[1]
+
+    ends = {kind: {event["id"]: bar(event) for event in events if event["ph"] == kind} for kind in "sf"}
+    assert [(ends["s"][i], ends["f"][i]) for i in ends["s"]] == [("add", "mul"), ("mul", "exp"), ("exp", "sum")]
+
+
 def test_file_goes_beside_a_torch_profile(chain, tmp_path) -> None:
     session, x, total, _ = chain
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -187,7 +201,9 @@ def test_file_goes_beside_a_torch_profile(chain, tmp_path) -> None:
     profile.export_chrome_trace(str(tmp_path / "torch.json"))
     session.trace.save(tmp_path / "both.json", profile=tmp_path / "torch.json")
     events = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
-    (ours,) = [event for event in events if event.get("cat") == "tfnb" and event["args"]["op"] == "aten.exp.default"]
+    (ours,) = [
+        event for event in events if event.get("cat") == "tfnb" and event["args"].get("op") == "aten.exp.default"
+    ]
     named = {event["name"] for event in events if event.get("cat") == "user_annotation"}
     assert {event.name for event in session.trace.events} <= named  # torch's own lane shows our names
     (theirs,) = [event for event in events if event.get("cat") == "cpu_op" and event["name"] == "aten::exp"]

@@ -156,10 +156,25 @@ class Trace:
                 "ph": "X", "pid": pid, "tid": lanes[event.thread, event.device], "name": event.name, "cat": "tfnb",
                 "ts": shift + 1e6 * event.start, "dur": 1e6 * event.seconds, "args": args,
             }  # fmt: skip
+        for number, (producer, consumer) in enumerate(self._flows()):
+            flow = {"pid": pid, "name": "dataflow", "cat": "tfnb", "id": number, "args": {}}
+            tids = [lanes[event.thread, event.device] for event in (producer, consumer)]
+            middle = (producer.start + producer.end) / 2  # an arrow starts inside the bar that it belongs to
+            yield {**flow, "ph": "s", "tid": tids[0], "ts": shift + 1e6 * middle}
+            yield {**flow, "ph": "f", "bp": "e", "tid": tids[1], "ts": shift + 1e6 * consumer.start}
         for at, count in self.live:
             yield {
                 "ph": "C", "pid": pid, "tid": 0, "name": "live bytes", "ts": shift + 1e6 * at, "args": {"bytes": count}
             }  # fmt: skip
+
+    def _flows(self) -> Iterator[tuple[Event, Event]]:
+        """Events of which the second takes a value of the first."""
+        made: dict[int, Event] = {}
+        for event in self.events:
+            if event.node is not None:
+                sources = dict.fromkeys(value.node for value in event.node.inputs)
+                yield from ((made[source], event) for source in sources if source in made)
+                made[event.node.id] = event
 
     @property
     def lanes(self) -> tuple[tuple[str, str], ...]:
