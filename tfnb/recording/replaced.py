@@ -199,7 +199,7 @@ def _squeeze(rec: Any, x: Any, dim: Any = None) -> Any:
                 f"squeeze of axis {axis}, whose length only the values tell: name the axes that always have length one"
                 f"{rec.tape.at()}"
             )
-        rec.guard(torch.scalar_tensor(size, dtype=torch.int64) == 1, outcome=False)
+        rec.guard(torch.scalar_tensor(size, dtype=torch.int64) == 1, outcome=False)  # type: ignore[arg-type]  # torch's stubs know no symbolic sizes
     return NotImplemented
 
 
