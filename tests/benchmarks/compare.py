@@ -159,7 +159,9 @@ def take_turns(peers: dict[str, Peer], results: dict[str, Result], how: How) -> 
     """Blocks of about so many seconds, A B A B; the first of each is not counted."""
     steps = {}
     for library, peer in peers.items():
-        one = min(peer.ask("block", steps=1)["seconds"] for _ in range(3))
+        one = peer.ask("block", steps=1)["seconds"]
+        if one < how.seconds:
+            one = min(peer.ask("block", steps=1)["seconds"] for _ in range(3))
         steps[library] = min(max(round(how.seconds / max(one, 1e-7)), 1), MOST_STEPS)
     for turn in range(how.rounds + 1):
         for library, peer in peers.items():

@@ -91,8 +91,10 @@ def build(task: dict[str, Any], weights: list[np.ndarray], data: list[np.ndarray
     call, last = jax.jit(step, donate_argnums=(0,) if training else ()), [now]
 
     def run() -> Any:
-        loss, after = call(last[0] if training else now, batch)
-        last[0] = after
+        given = last.pop() if training else now
+        last.clear()  # gradients of the step before
+        loss, after = call(given, batch)
+        last.append(after)
         return loss
 
     def wait(loss: Any) -> float:

@@ -40,7 +40,8 @@ def build(task: dict[str, Any], weights: list[np.ndarray], data: list[np.ndarray
     last: list[Any] = []
 
     def run() -> Any:
-        last[:] = step(*batch)
+        last.clear()  # gradients of the step before
+        last.extend(step(*batch))
         return last[0]
 
     def state() -> list[np.ndarray]:

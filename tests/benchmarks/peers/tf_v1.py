@@ -50,10 +50,12 @@ def build(task: dict[str, Any], weights: list[np.ndarray], data: list[np.ndarray
     if task["entry"] == "run":
         feeds = dict(zip(fed, data, strict=True))
         return Step(lambda: sess.run(loss, feeds), float)
-    call, last = sess.make_callable([loss, *extra], fed), [None]
+    call = sess.make_callable([loss, *extra], fed)
+    last: list[Any] = []
 
     def run() -> Any:
-        last[:] = call(*data)
+        last.clear()  # gradients of the step before
+        last.extend(call(*data))
         return last[0]
 
     def state() -> list[np.ndarray]:

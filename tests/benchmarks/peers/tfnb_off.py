@@ -40,10 +40,12 @@ def build(task: dict[str, Any], weights: list[np.ndarray], data: list[np.ndarray
     if task["entry"] == "run":
         feeds = dict(zip(fed, batch, strict=True))
         return Step(lambda: session.run(loss, feeds), float)
-    call, last = session.make_callable(fetches, fed), [torch.empty(0)]
+    call = session.make_callable(fetches, fed)
+    last: list[torch.Tensor] = []
 
     def run() -> torch.Tensor:
-        last[:] = call(*batch)
+        last.clear()  # gradients of the step before
+        last.extend(call(*batch))
         return last[0]
 
     def state() -> list[np.ndarray]:
