@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cmath
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from tfnb.gradients.table import Forward, composite, conj, nograd, overloads, pa
 aten = torch.ops.aten
 
 _FLAT = """
-    bitwise_and bitwise_not bitwise_or bitwise_xor ceil eq floor floor_divide ge gt heaviside igamma igammac isfinite
+    bitwise_and bitwise_not bitwise_or bitwise_xor ceil eq floor floor_divide ge gt isfinite
     isinf isnan isneginf isposinf isreal le logical_and logical_not logical_or logical_xor lt ne round sign signbit
     trunc
     special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1
@@ -23,7 +24,6 @@ _FLAT = """
     special_modified_bessel_k0 special_modified_bessel_k1 special_scaled_modified_bessel_k0
     special_scaled_modified_bessel_k1 special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u
     special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w special_spherical_bessel_j0
-    special_zeta
 """
 for _name in _FLAT.split():
     nograd(*overloads(_name))
@@ -62,6 +62,31 @@ partials(aten.exp2.default, lambda n, dy: dy * (_y(n) * _LN2))
 partials(aten.expm1.default, lambda n, dy: dy * (_y(n) + 1))
 partials(aten.frac.default, lambda n, dy: dy)
 partials(aten.i0.default, lambda n, dy: dy * torch.special.i1(_x(n)))
+
+
+def _by_second(op: Any, derivative: Callable[[Forward], torch.Tensor]) -> None:
+    """An op whose derivative by its first argument nobody knows, torch neither."""
+
+    def apply(n: Forward, dy: Any) -> Any:
+        return NotImplemented if n.needs("self") else [None, lambda: dy * derivative(n)][-len(n.inputs) :]
+
+    rule(op)(apply)
+
+
+def _density(n: Forward) -> torch.Tensor:
+    """Of the gamma distribution of shape ``self``, which igamma integrates."""
+    a, x = n["self"], n["other"]
+    return torch.exp((a - 1) * torch.log(x) - x - torch.lgamma(a))
+
+
+def _zeta(n: Forward) -> torch.Tensor:
+    return -n["self"] * torch.special.zeta(n["self"] + 1, n["other"])
+
+
+_by_second(aten.igamma.default, _density)
+_by_second(aten.igammac.default, lambda n: -_density(n))
+for _op in (aten.special_zeta.default, aten.special_zeta.self_scalar, aten.special_zeta.other_scalar):
+    _by_second(_op, _zeta)
 partials(aten.lgamma.default, lambda n, dy: dy * _x(n).digamma())
 partials(aten.log.default, lambda n, dy: dy / _x(n))
 partials(aten.log10.default, lambda n, dy: dy / (_x(n) * _LN10))

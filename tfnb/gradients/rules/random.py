@@ -11,7 +11,7 @@ aten = torch.ops.aten
 
 _DRAWN = (
     "bernoulli binomial cauchy exponential geometric log_normal multinomial normal normal_functional poisson rand "
-    "rand_like randint randint_like randn randn_like randperm random uniform _sample_dirichlet _standard_gamma"
+    "rand_like randint randint_like randn randn_like randperm random uniform _sample_dirichlet"
 )
 _MADE = (
     "arange empty empty_like empty_permuted empty_strided eye fill full full_like linspace logspace new_empty "
@@ -23,6 +23,7 @@ for _name in (*_DRAWN.split(), *_MADE.split()):
     nograd(*(op for op in overloads(_name) if op is not aten.fill.Tensor))
 
 partials(aten.fill.Tensor, None, lambda n, dy: dy)
+partials(aten._standard_gamma.default, lambda n, dy: dy * aten._standard_gamma_grad(n["self"], n.out))
 
 nograd(
     aten.detach.default, aten.detach_copy.default, aten._local_scalar_dense.default, aten.sym_size.int,
