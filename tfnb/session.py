@@ -40,6 +40,7 @@ from tfnb.passes import prune
 from tfnb.recording import Operation, Tensor
 from tfnb.recording import graph as graph_named
 from tfnb.recording.tensor import Tensor as _Tensor
+from tfnb.recording.variables import known
 from tfnb.state import checkpoint
 from tfnb.step import Step
 
@@ -278,15 +279,28 @@ class Session:
         if isinstance(item, Node):
             return Value(item.id)
         if isinstance(item, torch.Tensor):
+            left = self._left_in(item) if what == "fetch" else None
+            if left is not None:
+                return left
             raise FeedError(
                 f"cannot {what} a plain tensor of shape {list(item.shape)}: it was made outside a recording and is not "
                 f"in graph {graph.name}. Compute it in the %%tfgraph cell, or {what} one of: {feeding.listing(graph)}"
             )
         raise FeedError(f"cannot {what} {item!r}: a recorded tensor, Variable, Operation or name was expected")
 
+    def _left_in(self, tensor: torch.Tensor) -> Value | None:
+        """What the recorded code itself wrote into a Parameter or buffer last, so that fetching it does that."""
+        var = known(tensor)
+        writes = (n for n in reversed(self.graph.nodes) if n.op == "tfnb.assign" and n.attrs["variable"] is var)
+        return next((Value(node.id) for node in writes if "step" not in node.tags), None)
+
     def _variable(self, item: Any) -> Variable | None:
         if isinstance(item, Variable):
             return item
+        if isinstance(item, torch.Tensor) and not isinstance(item, _Tensor):
+            var = known(item)
+            mine = var is not None and any(var is other for other in self.graph.contents.variables.values())
+            return var if mine and self._left_in(item) is None else None
         if isinstance(item, str) and item not in self.graph and item.rpartition(":")[0] not in self.graph:
             return self.graph.contents.variables.get(item)
         return None
@@ -357,8 +371,8 @@ def graph_of(fetches: Any) -> Graph:
     for leaf in leaves:
         if isinstance(leaf, (Tensor, Operation)):
             return leaf.graph
-    if any(isinstance(leaf, torch.Tensor) for leaf in leaves):
-        plain = next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+    plain = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and known(leaf) is None), None)
+    if plain is not None:
         raise FeedError(
             f"cannot fetch a plain tensor of shape {list(plain.shape)}: it was made outside a recording. "
             "Compute it inside a %%tfgraph cell or `with tfnb.record(NAME):`"

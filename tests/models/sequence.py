@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 # -- recurrent -----------------------------------------------------------------------------------------------------
 
@@ -33,21 +32,6 @@ class RecurrentClassifier(nn.Module):
         hidden = last[0] if isinstance(last, tuple) else last
         top = torch.cat([hidden[-2], hidden[-1]], -1) if self.layer.bidirectional else hidden[-1]
         return self.out(top) + self.out(states.mean(1))
-
-
-class PackedClassifier(nn.Module):
-    """A recurrent layer over packed sequences of the lengths that are given."""
-
-    def __init__(self, *, vocabulary: int = 20, width: int = 8, hidden: int = 6, classes: int = 3) -> None:
-        super().__init__()
-        self.embedding, self.layer = nn.Embedding(vocabulary, width), nn.LSTM(width, hidden, batch_first=True)
-        self.out = nn.Linear(hidden, classes)
-
-    def forward(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        packed = pack_padded_sequence(self.embedding(ids), lengths, batch_first=True, enforce_sorted=False)
-        states, (last, _) = self.layer(packed)
-        padded, _ = pad_packed_sequence(states, batch_first=True)
-        return self.out(last[-1]) + self.out(padded.sum(1))
 
 
 class CellLoop(nn.Module):

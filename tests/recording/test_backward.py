@@ -336,3 +336,63 @@ def test_backward_outside_says_what_to_use() -> None:
         loss = network()(tfnb.placeholder(DATA)).sum()
     with pytest.raises(Unsupported, match=r"tfnb\.gradients"):
         loss.backward()
+
+
+def test_a_parameter_without_axes_or_without_elements_has_a_gradient() -> None:
+    scale, none = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.ones(0))
+    with tfnb.record():
+        x = tfnb.placeholder(torch.ones(3))
+        assert scale.grad is None
+        loss = (scale * x).sum() + none.sum()
+        loss.backward()
+        torch.optim.SGD([scale, none], 0.1).zero_grad(set_to_none=False)
+        assert scale.grad is not None
+        (scale.square() * x).sum().backward()
+        found = [scale.grad, none.grad]
+    got = tfnb.run(found, {x: torch.ones(5)})
+    assert got[0] == 20 and got[1].shape == (0,)
+
+
+def test_updates_by_hand_are_what_fetching_the_parameters_does() -> None:
+    model, twin = network(), network()
+    with tfnb.record():
+        x = tfnb.placeholder(DATA)
+        loss = model(x).square().mean()
+        loss.backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+        step = tfnb.group(*model.parameters())
+    for fetch in (list(model.parameters()), step):
+        got = tfnb.run([loss, fetch], {x: OTHER})
+        want = twin(OTHER).square().mean()
+        for p, g in zip(twin.parameters(), torch.autograd.grad(want, list(twin.parameters())), strict=True):
+            p.data -= 0.1 * g
+        torch.testing.assert_close(got[0], want.detach())
+        for here, there in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(here, there)
+        if fetch is not step:
+            torch.testing.assert_close(got[1], [p.detach() for p in model.parameters()])
+
+
+def test_a_parameter_is_a_fetch_like_its_variable() -> None:
+    w = nn.Parameter(torch.ones(2))
+    with tfnb.record():
+        loss = (w * w).sum()
+        step = tfnb.train.SGD(0.25).minimize(loss)
+    assert tfnb.run([w, step])[0].tolist() == [0.5, 0.5] == w.tolist()
+    with pytest.raises(tfnb.errors.FeedError, match="plain tensor"):
+        tfnb.run([loss, nn.Parameter(torch.ones(2))])
+
+
+def test_state_of_outside_is_kept_in_a_buffer_and_not_in_a_plain_tensor() -> None:
+    count, plain = nn.Buffer(torch.zeros(())), torch.zeros(())
+    with tfnb.record() as graph:
+        count.add_(1)
+        plain[...].add_(1)
+        plain.add_(1)
+        inner = torch.zeros(2)
+        inner.add_(1)
+    (note,) = graph.notes
+    assert "does not write into a plain tensor" in note
+    assert [float(tfnb.Session(graph).run(count)) for _ in range(3)] == [1, 2, 3] and count == 3

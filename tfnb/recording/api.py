@@ -180,7 +180,8 @@ def control_dependencies(nodes: Sequence[Any] | None) -> Iterator[None]:
 
 
 def group(*fetches: Any, name: str | None = None) -> Operation:
-    """An Operation that runs all of ``fetches``: recorded tensors, Operations or Variables.
+    """An Operation that runs all of ``fetches``: recorded tensors, Operations, Variables, or Parameters and
+    buffers, which mean what was written into them in place.
 
     >>> import torch, tfnb
     >>> a, b = tfnb.Variable(torch.zeros(())), tfnb.Variable(torch.ones(()))
@@ -189,13 +190,20 @@ def group(*fetches: Any, name: str | None = None) -> Operation:
     >>> tfnb.run(both)
     >>> a.value(), b.value()
     (tensor(5.), tensor(7.))
+    >>> w = torch.nn.Parameter(torch.ones(2))
+    >>> with tfnb.record():
+    ...     with torch.no_grad():
+    ...         w -= 0.5
+    ...     step = tfnb.group(w)
+    >>> tfnb.run(step), w.tolist()
+    (None, [0.5, 0.5])
     """
     recorder = _recorder("group")
     return recorder.group(tuple(_value(f, recorder) for f in fetches), name)
 
 
 def _value(item: Any, recorder: Recorder) -> Value:
-    if isinstance(item, Tensor):
+    if isinstance(item, torch.Tensor):
         return recorder._entry(item).value
     if isinstance(item, Operation):
         return item.value

@@ -57,7 +57,8 @@ class Habits(TorchFunctionMode):
         """What a gradient belongs to: the Variable of a Parameter, else the tensor object."""
         if isinstance(tensor, Tensor | Variable):
             return tensor
-        return self.recorder.variable_of(tensor) or tensor
+        var = self.recorder.variable_of(tensor)
+        return tensor if var is None else var  # a Variable has a length, which decides its truth
 
     def grad(self, holder: Any) -> torch.Tensor | None:
         """The gradient so far of a Variable or tensor."""
@@ -179,8 +180,8 @@ def _set_flag(tensor: torch.Tensor, wanted: bool) -> None:
 
 
 def _get_grad(habits: Habits, func: Any, tensor: Any) -> torch.Tensor | None:
-    held = tensor if isinstance(tensor, Tensor) else known(tensor) or tensor
-    return habits.grad(held)
+    var = None if isinstance(tensor, Tensor) else known(tensor)
+    return habits.grad(tensor if var is None else var)
 
 
 def _set_grad(habits: Habits, func: Any, tensor: Any, grad: Any) -> None:

@@ -41,6 +41,7 @@ from tfnb.recording.writes import record_write
 
 aten = torch.ops.aten
 BIG_CONSTANT = 1 << 20  # bytes; larger captured tensors are announced, and copied only if they stay in the graph
+_STATE = (torch.nn.Parameter, torch.nn.Buffer)
 _ABSENT = Spec(torch.bool, (0,))  # stands for an output that the op leaves out, as its mask says
 _CONSTRUCTORS = frozenset({"__init__", "reset_parameters", "_reset_parameters", "initialize_parameters"})
 _CONVERTERS = frozenset({"_apply"})  # of a module just made: .double(), .to(...)
@@ -285,6 +286,19 @@ class Recorder(TorchDispatchMode):
         source = self.where()
         at = f"{source.label} line {source.line}: " if source else ""
         note = f"{at}{what} does not reach recorded draws: a graph's random nodes have seeded streams of their own"
+        if note not in self.notes:
+            self.notes.append(note)
+
+    def lost_write(self, base: Base) -> None:
+        """Say once a line that a write into a tensor of outside that is no Variable does not last."""
+        is_first = self.node(base.entry.value.node).op == "tfnb.constant"
+        if not is_first or all(handle._family is not base for _, handle in self._memory.values()):
+            return
+        source = self.where()
+        note = (
+            f"{f'{source.label} line {source.line}' if source else 'recording'}: a run does not write into a plain "
+            "tensor of outside, and starts each time from what it held; make it a buffer or a tfnb.Variable to keep it"
+        )
         if note not in self.notes:
             self.notes.append(note)
 
@@ -606,7 +620,7 @@ class Recorder(TorchDispatchMode):
         if var is not None and var in self._reads:
             return var
         places = self.scopes.places(tensor)
-        is_leaf = isinstance(tensor, torch.nn.Parameter) or (tensor.requires_grad and tensor.is_leaf)
+        is_leaf = isinstance(tensor, _STATE) or (tensor.requires_grad and tensor.is_leaf)
         if var is None and not is_leaf and not places:
             return None
         if var is not None and var.name != "Variable" and not places:

@@ -268,7 +268,19 @@ def _tensorinv(rec: Any, x: Any, ind: int = 2) -> Any:
     return torch.linalg.inv(x.reshape(math.prod(columns), -1)).reshape(*columns, *rows)
 
 
+def _packed_layer(recorder: Any, *_: Any, **__: Any) -> Any:
+    raise Unsupported(
+        "a recurrent layer over a packed sequence is not recorded, because how its rows are grouped depends on the "
+        f"lengths{recorder.tape.at()}; give it the padded rows, and take what is valid by a mask or by "
+        "gather(1, lengths - 1)"
+    )
+
+
 REPLACED: dict[Any, Callable[..., Any]] = {
+    aten.lstm.data: _packed_layer,
+    aten.gru.data: _packed_layer,
+    aten.rnn_tanh.data: _packed_layer,
+    aten.rnn_relu.data: _packed_layer,
     aten.dropout.default: _dropout,
     aten.batch_norm.default: _batch_norm,
     aten.native_batch_norm.default: _native_batch_norm,
@@ -358,6 +370,16 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.tril_indices: _triangle(torch.tril, torch.tril_indices),
     torch.triu_indices: _triangle(torch.triu, torch.triu_indices),
 }
+
+
+def _like_first(*args: Any, **_: Any) -> Any:
+    return torch.empty_like(args[0])
+
+
+def _packed_shape(x: Any, lengths: Any, batch_first: bool) -> Any:
+    """The rows that are no padding, and how many there are at each time, which torch's rule takes for floats."""
+    data, sizes = aten._pack_padded_sequence.default(x, lengths, batch_first)
+    return data, sizes.new_empty(sizes.shape, dtype=torch.int64, device="cpu")
 
 
 def _like_second(*args: Any) -> Any:
@@ -453,4 +475,8 @@ SHAPES: dict[Any, Callable[..., Any]] = {
     aten._ctc_loss.Tensor: _ctc_shape,
     aten._ctc_loss_backward.default: _like_second,
     aten._ctc_loss_backward.Tensor: _like_second,
+    aten._sample_dirichlet.default: _like_first,
+    aten._dirichlet_grad.default: _like_first,
+    aten._standard_gamma_grad.default: _like_first,
+    aten._pack_padded_sequence.default: _packed_shape,
 }
