@@ -180,8 +180,9 @@ def control_dependencies(nodes: Sequence[Any] | None) -> Iterator[None]:
 
 
 def group(*fetches: Any, name: str | None = None) -> Operation:
-    """An Operation that runs all of ``fetches``: recorded tensors, Operations, Variables, or Parameters and
-    buffers, which mean what was written into them in place.
+    """An Operation that runs all of ``fetches``: recorded tensors, Operations or Variables.
+
+    A Parameter or buffer means what was written into it in place.
 
     >>> import torch, tfnb
     >>> a, b = tfnb.Variable(torch.zeros(())), tfnb.Variable(torch.ones(()))
