@@ -121,5 +121,6 @@ def test_saved_graph_and_variables_run_in_a_fresh_process(graph: tfnb.Graph, tmp
     assert done.stderr == ""
     loss, modules = done.stdout.splitlines()
     fresh = tfnb.Session(tfnb.Graph.load(tmp_path / "g.json")).restore(tmp_path / "v")
-    assert float(loss) == fresh.run("loss", {"x": X, "y": Y}).item()
+    # another process may sum in other parts: what other libraries did to this one's threads is not in the files
+    assert float(loss) == pytest.approx(fresh.run("loss", {"x": X, "y": Y}).item(), rel=1e-6)
     assert modules == "False False"
