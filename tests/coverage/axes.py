@@ -47,14 +47,8 @@ class Case:
         return _with_rows(self.leaves, self.places, rows)
 
 
-def varies(info: Any, sample: Any) -> str | None:
-    """None if a recording of the sample gives torch's values and gradients at other sizes; else why not, in a line.
-
-    Also None for a sample for which batching means nothing.
-    """
-    case = case_of(info, sample)
-    if case is None:
-        return None
+def varies(case: Case) -> str | None:
+    """None if a recording of the case gives torch's values and gradients at other sizes; else why not, in a line."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

@@ -8,12 +8,19 @@ from __future__ import annotations
 
 TORCH_OF_PAGE = "2.13.0"  # the torch whose entries these are
 
+BEYOND = "reads memory beyond its argument, which a fed value does not have: refused with the line"
+DATA = "the size of the result is read from the data: refused at other sizes"
+LINES = "the call means something else at some sizes, and is refused there"
 NO_CPU = "torch has no kernel for the CPU"
+NUMBERS = "torch's composite asks for numbers: the size is fixed, which is said, and others are refused"
 RESIZED = "gives a tensor other memory: refused with the line"
+SHAPE = "torch has no shape rule for symbolic sizes: refused with the line"
 SPARSE = "sparse layout: a recorded value is a dense tensor"
+TALL = "tall and wide matrices have different formulas: a recording holds for one of them, and refuses the other"
 TORCH = "torch's own gradient is wrong or NaN there"
 
 RECORDS: dict[str, str] = {
+    "as_strided.partial_views": BEYOND,
     "jiterator_2inputs_2outputs": NO_CPU,
     "jiterator_4inputs_with_extra_args": NO_CPU,
     "jiterator_binary": NO_CPU,
@@ -37,7 +44,47 @@ SECOND_ORDER: dict[str, str] = {
     "linalg.norm.subgradients_at_zero": TORCH,
     "masked.logaddexp": TORCH,
 }
-VARYING: dict[str, str] = {}
+VARYING: dict[str, str] = {
+    "cross": LINES,
+    "fft.hfft2": NUMBERS,
+    "fft.hfftn": NUMBERS,
+    "fft.irfft2": NUMBERS,
+    "fft.irfftn": NUMBERS,
+    "gradient": NUMBERS,
+    "hash_tensor": NUMBERS,
+    "histogramdd": SHAPE,
+    "linalg.lstsq.grad_oriented": TALL,
+    "linalg.lu": TALL,
+    "linalg.matrix_norm": NUMBERS,
+    "linalg.matrix_rank": TALL,
+    "linalg.norm": TALL,
+    "linalg.pinv": TALL,
+    "linalg.pinv.singular": TALL,
+    "linalg.qr": TALL,
+    "linalg.svd": TALL,
+    "nn.functional.embedding_bag": NUMBERS,
+    "nn.functional.one_hot": DATA,
+    "pca_lowrank": TALL,
+    "pinverse": TALL,
+    "qr": TALL,
+    "svd": TALL,
+    "svd_lowrank": TALL,
+    "tensor_split": LINES,
+    "vsplit": LINES,
+}
+# entries of which no sample may have other sizes along axis 0, in torch itself: the varying column means nothing there
+_UNBATCHED = """
+    _segment_reduce.lengths _segment_reduce.offsets addbmm allclose arange broadcast_shapes broadcast_to empty
+    empty_permuted empty_strided equal eye full item jiterator_2inputs_2outputs
+    jiterator_4inputs_with_extra_args jiterator_binary jiterator_binary_return_by_ref jiterator_unary
+    linalg.tensorinv linalg.tensorsolve linspace linspace.tensor_overload logspace logspace.tensor_overload
+    native_group_norm nn.functional.ctc_loss nn.functional.embedding ones randint randn scalar_tensor
+    signal.windows.bartlett signal.windows.blackman signal.windows.cosine signal.windows.exponential
+    signal.windows.gaussian signal.windows.general_cosine signal.windows.general_hamming signal.windows.hamming
+    signal.windows.hann signal.windows.kaiser signal.windows.nuttall sparse.mm.reduce sparse.sampled_addmm
+    tril_indices triu_indices zeros
+"""
+UNBATCHED = frozenset(_UNBATCHED.split())
 
 KNOWN: dict[str, dict[str, str]] = {
     "records": RECORDS,

@@ -12,14 +12,13 @@ import torch
 
 from tests.coverage import checks
 from tests.coverage.known import KNOWN
-from tests.coverage.sweep import COLUMNS, applies
+from tests.coverage.sweep import BUILDS_ON, COLUMNS, WHOLE, WHOLE_VARYING, applies
 
 PAGE = Path(__file__).with_name("COVERAGE.md")
 HEADS = {
     "records": "records", "replays": "replays", "complex": "complex", "first": "first order",
     "second": "second order", "varying": "varying axis",
 }  # fmt: skip
-IMPLIED = {"replays": "records", "complex": "records", "first": "records", "second": "first", "varying": "records"}
 # column -> the least share of the entries it applies to
 TARGETS = {"records": 0.98, "replays": 0.98, "first": 0.97, "second": 0.92, "varying": 0.90}
 TORCH = torch.__version__.partition("+")[0]
@@ -30,7 +29,7 @@ def fails(column: str | None, name: str) -> str | None:
     while column is not None:
         if name in KNOWN[column]:
             return KNOWN[column][name]
-        column = IMPLIED.get(column)
+        column = BUILDS_ON.get(column)
     return None
 
 
@@ -52,8 +51,9 @@ def page() -> str:
     return "\n".join([
         "# What records, runs again and differentiates", "",
         f"Every entry of `op_db`, the operator database of PyTorch's own tests (torch {TORCH}, CPU). `make coverage`",
-        "runs every sample of every entry and writes this page. `make test` runs a few samples of each, and every",
-        "sample of those that fail: an entry that fails and is not listed, or is listed and passes, is an error.", "",
+        f"runs up to {WHOLE} samples of every entry and dtype, spread over the few entries that have more, and writes",
+        "this page. `make test` runs a few of each, and as many of those that fail: an entry that fails and is not",
+        "listed in known.py, or is listed and passes, is an error.", "",
         "- **records**: recorded with a placeholder for each tensor, the values shown are torch's (float64, float32,",
         "  int64, bool where the operator takes them).",
         "- **replays**: run by a Session on other inputs of the same shapes, equal to torch's results, bitwise or to",
@@ -61,7 +61,8 @@ def page() -> str:
         "- **complex**: both in complex128, counted apart.",
         "- **first, second order**: `tfnb.gradients`, and the gradients of these, equal torch.autograd's in float64",
         "  (complex128 where the operator takes nothing real).",
-        "- **varying axis**: recorded with axis 0 varying, run with other sizes.",
+        "- **varying axis**: recorded with axis 0 of the arguments varying and run with four other sizes, values and",
+        f"  gradients equal to torch's: up to {WHOLE_VARYING} samples for which torch itself takes these sizes.",
         "- A dash: torch does not do it either, or it means nothing there.", "",
         "| column | passes | of | share | target |", "|---|---|---|---|---|", *shares, "",
         f"| op | {' | '.join(heads)} | reason |", "|---" * (len(heads) + 2) + "|", *rows, "",
