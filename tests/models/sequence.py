@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 # -- recurrent -----------------------------------------------------------------------------------------------------
 
@@ -32,6 +33,30 @@ class RecurrentClassifier(nn.Module):
         hidden = last[0] if isinstance(last, tuple) else last
         top = torch.cat([hidden[-2], hidden[-1]], -1) if self.layer.bidirectional else hidden[-1]
         return self.out(top) + self.out(states.mean(1))
+
+
+class PackedClassifier(nn.Module):
+    """A recurrent layer over packed sequences of the lengths that are given."""
+
+    def __init__(
+        self, layer: type[nn.RNNBase] = nn.LSTM, *, vocabulary: int = 20, width: int = 8, hidden: int = 6,
+        classes: int = 3, is_sorted: bool = False, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.embedding, self.is_sorted = nn.Embedding(vocabulary, width), is_sorted
+        self.layer = layer(width, hidden, **kwargs)
+        self.out = nn.Linear(hidden * (2 if kwargs.get("bidirectional") else 1), classes)
+
+    def forward(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        x, first = self.embedding(ids), self.layer.batch_first
+        x = x if first else x.transpose(0, 1)
+        packed = pack_padded_sequence(x, lengths, batch_first=first, enforce_sorted=self.is_sorted)
+        states, last = self.layer(packed)
+        padded, counts = pad_packed_sequence(states, batch_first=first)
+        last = last[0] + last[1] if isinstance(last, tuple) else last
+        top = last[-2:].transpose(0, 1).flatten(1) if self.layer.bidirectional else last[-1]
+        steps = padded if first else padded.transpose(0, 1)
+        return self.out(top) + self.out(steps.mean(1)) * counts.unsqueeze(1)
 
 
 class CellLoop(nn.Module):
@@ -156,6 +181,38 @@ class CrossAttention(nn.Module):
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out, weights = self.attention(q, k, v, need_weights=self.weights, average_attn_weights=False)
         return out if weights is None else out + weights.square().sum((1, 3)).unsqueeze(-1)
+
+
+class MaskedAttention(nn.Module):
+    """`nn.MultiheadAttention` with a padding mask and an attention mask: one of booleans, or one of floats a head."""
+
+    def __init__(self, *, width: int = 8, weights: bool = True, per_head: bool = False) -> None:
+        super().__init__()
+        self.weights, self.per_head = weights, per_head
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+        rows, time, _ = x.shape
+        mask = torch.ones(time, time, dtype=torch.bool).triu(1)
+        if self.per_head:
+            mask = (mask * -2.0).expand(rows * 2, time, time)
+            padding = torch.zeros(rows, time).masked_fill(padding, float("-inf"))
+        out, weights = self.attention(x, x, x, key_padding_mask=padding, attn_mask=mask, need_weights=self.weights)
+        return out if weights is None else out + weights.square().sum(1).unsqueeze(-1)
+
+
+class MaskedTransformer(nn.Module):
+    """`nn.Transformer` with a causal mask and padding on both sides."""
+
+    def __init__(self, *, width: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.Transformer(width, 2, 1, 1, 2 * width, dropout=0.0, batch_first=True)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, ended: torch.Tensor, done: torch.Tensor) -> torch.Tensor:
+        mask = torch.ones(y.shape[1], y.shape[1], dtype=torch.bool).triu(1)
+        return self.layers(
+            x, y, tgt_mask=mask, src_key_padding_mask=ended, tgt_key_padding_mask=done, memory_key_padding_mask=ended
+        )
 
 
 # -- written out ---------------------------------------------------------------------------------------------------

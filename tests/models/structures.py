@@ -122,6 +122,24 @@ def normed_weights(*, inputs: int = 6, hidden: int = 8, classes: int = 3) -> nn.
     )  # fmt: skip
 
 
+def householder(*, inputs: int = 6, hidden: int = 4, classes: int = 3) -> nn.Module:
+    """An orthogonal weight as a product of reflections."""
+    return nn.Sequential(
+        parametrizations.orthogonal(nn.Linear(inputs, hidden), orthogonal_map="householder"), nn.Tanh(),
+        nn.Linear(hidden, classes),
+    )  # fmt: skip
+
+
+def cumulative_norms(*, channels: int = 2, width: int = 4, classes: int = 3) -> nn.Module:
+    """Batch norms whose statistics are the mean of all batches so far; layers sized by their first input."""
+    net = nn.Sequential(
+        nn.BatchNorm2d(channels, momentum=None), nn.Flatten(), nn.LazyLinear(width),
+        nn.LazyBatchNorm1d(momentum=None), nn.ReLU(), nn.LazyLinear(classes),
+    )  # fmt: skip
+    net(torch.randn(2, channels, 4, 4))
+    return net
+
+
 class Mixture(nn.Module):
     """Experts on every row, mixed by a gate with the two best kept."""
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import nn
 
@@ -68,6 +69,67 @@ def t5(**kwargs: Any) -> nn.Module:
     return transformers.T5ForConditionalGeneration(config)
 
 
+def distilbert() -> nn.Module:
+    config = transformers.DistilBertConfig(
+        vocab_size=30, dim=12, n_layers=1, n_heads=2, hidden_dim=16, max_position_embeddings=16, dropout=0.0,
+        attention_dropout=0.0, seq_classif_dropout=0.0, num_labels=3, problem_type="single_label_classification",
+    )  # fmt: skip
+    return transformers.DistilBertForSequenceClassification(config)
+
+
+def roberta() -> nn.Module:
+    config = transformers.RobertaConfig(
+        vocab_size=30, hidden_size=12, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        max_position_embeddings=20, num_labels=3, **OFF,
+    )  # fmt: skip
+    return transformers.RobertaForTokenClassification(config)
+
+
+def opt() -> nn.Module:
+    config = transformers.OPTConfig(
+        vocab_size=30, hidden_size=12, ffn_dim=16, num_hidden_layers=1, num_attention_heads=2, word_embed_proj_dim=12,
+        max_position_embeddings=16, dropout=0.0, use_cache=False,
+    )  # fmt: skip
+    return transformers.OPTForCausalLM(config)
+
+
+def neox() -> nn.Module:
+    config = transformers.GPTNeoXConfig(
+        vocab_size=30, hidden_size=12, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=16, use_cache=False,
+    )  # fmt: skip
+    return transformers.GPTNeoXForCausalLM(config)
+
+
+def mistral() -> nn.Module:
+    config = transformers.MistralConfig(
+        vocab_size=30, hidden_size=12, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=6, max_position_embeddings=16, sliding_window=4, use_cache=False,
+    )  # fmt: skip
+    return transformers.MistralForCausalLM(config)
+
+
+def clip() -> nn.Module:
+    small = {"hidden_size": 12, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.CLIPConfig(
+        text_config={**small, "vocab_size": 30, "max_position_embeddings": 16, "eos_token_id": 29},
+        vision_config={**small, "image_size": 8, "patch_size": 4}, projection_dim=6,
+    )  # fmt: skip
+    return transformers.CLIPModel(config)
+
+
+def convnext() -> nn.Module:
+    config = transformers.ConvNextConfig(hidden_sizes=[4, 8], depths=[1, 1], num_stages=2, num_labels=3)
+    return transformers.ConvNextForImageClassification(config)
+
+
+def matched(model: nn.Module, tokens: torch.Tensor, images: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    """The package's own loss takes `len(logits)`, a number: a batch of that size only."""
+    logits = model(input_ids=tokens, pixel_values=images).logits_per_image
+    pairs = torch.arange(logits.shape[0])
+    return logits, (F.cross_entropy(logits, pairs) + F.cross_entropy(logits.t(), pairs)) / 2
+
+
 TEXT = inputs(ids(30, 6), padding(6), ids(30, 6))
 
 CASES: dict[str, tuple[Callable[..., nn.Module], Objective, Draw]] = {
@@ -79,13 +141,25 @@ CASES: dict[str, tuple[Callable[..., nn.Module], Objective, Draw]] = {
     "llama": (llama, called("input_ids", "attention_mask", "labels"), TEXT),
     "t5": (t5, called("input_ids", "attention_mask", "labels"), TEXT),
     "vit": (vit, called("pixel_values", "labels"), inputs(floats(3, 8, 8), ids(3))),
+    "distilbert": (distilbert, called("input_ids", "attention_mask", "labels"), inputs(ids(30, 6), padding(6), ids(3))),
+    "roberta": (
+        roberta, called("input_ids", "attention_mask", "labels"), inputs(ids(30, 6, low=2), padding(6), ids(3, 6))
+    ),
+    "opt": (opt, called("input_ids", "attention_mask", "labels"), TEXT),
+    "gpt-neox": (neox, called("input_ids", "labels"), inputs(ids(30, 6), ids(30, 6))),
+    "mistral": (mistral, called("input_ids", "labels"), inputs(ids(30, 6), ids(30, 6))),
+    "clip": (clip, matched, inputs(ids(30, 6), floats(3, 8, 8))),
+    "convnext": (convnext, called("pixel_values", "labels"), inputs(floats(3, 16, 16), ids(3))),
 }  # fmt: skip
+
+
+SLOW = {"gpt2, eager attention", "vit", "roberta", "opt", "gpt-neox", "mistral", "clip"}
 
 
 # the masks of the package depend on whether any place is padded: in these batches some always is
 @pytest.mark.filterwarnings("ignore:.*Python took the (True|False) branch of a recorded value")
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CASES])
 def test_model(name: str, training: bool) -> None:
     make, objective, draw = CASES[name]
     check(make(), objective, draw, training=training)

@@ -411,13 +411,3 @@ def test_data_assigned_is_a_write_that_gradients_do_not_see() -> None:
     got = tfnb.run(out, {x: OTHER})
     assert model[0].weight.abs().max() <= 0.1
     torch.testing.assert_close(got, model(OTHER * 2).detach())
-
-
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_layers_over_packed_sequences_are_refused(kind: type[nn.Module]) -> None:
-    layer = kind(4, 3, batch_first=True)
-    with pytest.raises(Unsupported, match=r"packed sequence is not recorded[^;]* line"), tfnb.record():
-        x = tfnb.placeholder(torch.randn(4, 6, 4))
-        packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([6, 2, 3, 1]), True, enforce_sorted=False)
-        assert packed.batch_sizes.dtype is torch.int64
-        layer(packed)

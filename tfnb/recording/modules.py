@@ -11,6 +11,7 @@ from torch.nn.modules import module as nn_module
 
 from tfnb.errors import Unsupported
 from tfnb.graph import current
+from tfnb.recording.packed import after_call, packed_call
 from tfnb.recording.scopes import Scopes
 from tfnb.recording.writes import rebind
 
@@ -19,13 +20,16 @@ from tfnb.recording.writes import rebind
 def follow_modules(scopes: Scopes, recording: Any) -> Iterator[None]:
     """Global module hooks for the time of a recording; they act on this thread's recording only."""
 
-    def before(module: torch.nn.Module, args: Any) -> None:
-        if current.recording() is recording:
-            _refuse_backward_hooks(module, recording)
-            scopes.enter(module)
+    def before(module: torch.nn.Module, args: Any) -> Any:
+        if current.recording() is not recording:
+            return None
+        _refuse_backward_hooks(module, recording)
+        scopes.enter(module)
+        return packed_call(recording, module, args)
 
     def after(module: torch.nn.Module, args: Any, output: Any) -> None:
         if current.recording() is recording:
+            after_call(module)
             _put_back(module, scopes.exit(module), recording)
 
     pre = nn_module.register_module_forward_pre_hook(before)

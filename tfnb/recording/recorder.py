@@ -78,6 +78,7 @@ class Recorder(TorchDispatchMode):
         self._warned: set[Any] = set()
         self._stop = stop
         self.default_device: Any = None
+        self.packings: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by the tensor of their batch sizes
         self.regions = 0  # of values that are computed again for the backward pass
         self.refuse: Callable[[str], None] | None = None  # asked about each value that leaves the graph
         self.overrides: Mapping[str, Callable[..., Any]] = {}  # gradient rules of the ops recorded now

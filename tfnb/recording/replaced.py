@@ -15,6 +15,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import _constrain_range_for_size
 
 from tfnb.errors import Unsupported
+from tfnb.recording import packed
 from tfnb.recording.writes import rebind
 
 aten = torch.ops.aten
@@ -40,10 +41,19 @@ def _batch_norm(
         return aten._native_batch_norm_legit_no_training(x, w, b, mean, var, momentum, eps)[0]
     if mean is None:
         return aten._native_batch_norm_legit.no_stats(x, w, b, True, momentum, eps)[0]
+    count = _batches(rec.scopes.module)
+    momentum = momentum if count is None else 1.0
     out, _, _, new_mean, new_var = aten._native_batch_norm_legit_functional(x, w, b, mean, var, True, momentum, eps)
-    rebind(rec, mean, new_mean)
-    rebind(rec, var, new_var)
+    for stored, new in ((mean, new_mean), (var, new_var)):
+        rebind(rec, stored, new if count is None else stored + (new - stored) / count)
     return out
+
+
+def _batches(module: Any) -> Any:
+    """The counter of a batch norm with ``momentum=None``, which keeps the mean of all batches; torch's forward makes a
+    number of it."""
+    cumulative = isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.momentum is None
+    return module.num_batches_tracked if cumulative else None
 
 
 def _batch_norm_with_update(rec: Any, x: Any, w: Any, b: Any, mean: Any, var: Any, momentum: float, eps: float) -> Any:
@@ -208,6 +218,11 @@ def _zeros(rec: Any, size: Any, **options: Any) -> Any:
     return torch.zeros(size, **options)
 
 
+def _padded(rec: Any, x: Any, mask: Any, mask_check: bool = True) -> bool:
+    """Whether a transformer may leave out its padding: that would depend on the mask, so it never does."""
+    return False
+
+
 def _number(rec: Any, x: Any, **options: Any) -> Any:
     """vmap makes a tensor of a varying size in this way."""
     if not isinstance(x, torch.SymInt):
@@ -268,19 +283,7 @@ def _tensorinv(rec: Any, x: Any, ind: int = 2) -> Any:
     return torch.linalg.inv(x.reshape(math.prod(columns), -1)).reshape(*columns, *rows)
 
 
-def _packed_layer(recorder: Any, *_: Any, **__: Any) -> Any:
-    raise Unsupported(
-        "a recurrent layer over a packed sequence is not recorded, because how its rows are grouped depends on the "
-        f"lengths{recorder.tape.at()}; give it the padded rows, and take what is valid by a mask or by "
-        "gather(1, lengths - 1)"
-    )
-
-
 REPLACED: dict[Any, Callable[..., Any]] = {
-    aten.lstm.data: _packed_layer,
-    aten.gru.data: _packed_layer,
-    aten.rnn_tanh.data: _packed_layer,
-    aten.rnn_relu.data: _packed_layer,
     aten.dropout.default: _dropout,
     aten.batch_norm.default: _batch_norm,
     aten.native_batch_norm.default: _native_batch_norm,
@@ -298,6 +301,7 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     aten.squeeze_copy.dim: _squeeze,
     aten.squeeze_copy.dims: _squeeze,
     aten._efficientzerotensor.default: _zeros,
+    aten._nested_tensor_from_mask_left_aligned.default: _padded,
     aten._to_copy.default: _number,
     aten.max_pool1d.default: _max_pool1d,
     aten.kron.default: _kron,
@@ -318,6 +322,7 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     aten.gru.input: _recurrent(aten.gru.input),
     aten.rnn_tanh.input: _recurrent(aten.rnn_tanh.input),
     aten.rnn_relu.input: _recurrent(aten.rnn_relu.input),
+    **packed.PACKED,
 }
 
 
@@ -369,17 +374,12 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.linspace: _linspace,
     torch.tril_indices: _triangle(torch.tril, torch.tril_indices),
     torch.triu_indices: _triangle(torch.triu, torch.triu_indices),
+    **packed.FUNCTIONS,
 }
 
 
 def _like_first(*args: Any, **_: Any) -> Any:
     return torch.empty_like(args[0])
-
-
-def _packed_shape(x: Any, lengths: Any, batch_first: bool) -> Any:
-    """The rows that are no padding, and how many there are at each time, which torch's rule takes for floats."""
-    data, sizes = aten._pack_padded_sequence.default(x, lengths, batch_first)
-    return data, sizes.new_empty(sizes.shape, dtype=torch.int64, device="cpu")
 
 
 def _like_second(*args: Any) -> Any:
@@ -478,5 +478,4 @@ SHAPES: dict[Any, Callable[..., Any]] = {
     aten._sample_dirichlet.default: _like_first,
     aten._dirichlet_grad.default: _like_first,
     aten._standard_gamma_grad.default: _like_first,
-    aten._pack_padded_sequence.default: _packed_shape,
 }

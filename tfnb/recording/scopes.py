@@ -95,6 +95,11 @@ class Scopes:
             names = inner
         self._modules.append(_Open(module, before, names, dict(module._buffers)))
 
+    @property
+    def module(self) -> torch.nn.Module | None:
+        """The module whose forward runs."""
+        return self._modules[-1].module if self._modules else None
+
     def exit(self, module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
         """A module's forward ends, also by an exception; returns the buffers that it had before."""
         while self._modules:
