@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -43,8 +44,9 @@ def compare(function: Function, inputs: Sequence[Any], *, oracle: Function | Non
     assert_same(got, expected)
     some = [dx for dx, e in zip(got, expected, strict=True) if dx is not None and e.requires_grad]
     if second and some:
-        again = autograd(expected, starts, [torch.ones_like(e) for e in expected])
-        assert_same(tfnb.gradients(some, xs), again)
+        with suppress(pytest.skip.Exception):  # torch may know the first order alone, which was compared above
+            again = autograd(expected, starts, [torch.ones_like(e) for e in expected])
+            assert_same(tfnb.gradients(some, xs), again)
     return g
 
 

@@ -56,6 +56,7 @@ def _pad3d(mode: str) -> Callable[..., Any]:
 
 # overload -> (function, inputs, the function that torch differentiates if it is another)
 ROWS: dict[str, tuple[Any, ...]] = {
+    "aten.fill.Tensor": (lambda x, v: aten.fill(x * 2, v * v), lambda: (r(3, 2), r(1).reshape(()))),
     "aten._batch_norm_no_update.default": (
         lambda x, w, b: aten._batch_norm_no_update(x, w, b, *_statistics(), 0.1, 1e-5)[0],
         lambda: (r(4, 3, 2), r(3), r(3)), _batch_norm_eval,
