@@ -370,3 +370,16 @@ def test_the_memory_of_a_plain_tensor_is_read_as_it_is() -> None:
         assert written.numpy().tolist() == [1, 1, 1]
         assert (torch.from_numpy(data.numpy()) * x).sample.tolist() == [0, 1, 2]
     assert written.tolist() == [0, 0, 0]
+
+
+def test_a_buffer_used_before_its_module_is_called_is_a_variable() -> None:
+    model = torch.nn.BatchNorm1d(3)
+    model.register_buffer("scale", torch.ones(3))
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.randn(4, 3), name="x")
+        model.scale.mul_(2)
+        y = model(x * model.scale).sum()
+    assert next(v.name for v in g.variables) == "scale" and torch.equal(model.scale, torch.ones(3))
+    tfnb.run([y, tfnb.variable(model.scale)], {x: torch.randn(4, 3)})
+    tfnb.run(y, {x: torch.randn(4, 3)})
+    assert torch.equal(model.scale, torch.full((3,), 4.0))

@@ -187,8 +187,7 @@ def _opened(
     _check_device(device)
     before = graph.contents
     kept = tuple(n for n in before.nodes if append or n.owner is None or n.owner.key != owner.key)
-    python_name = _namer(names)
-    recorder = Recorder(graph, owner, where=where, kept=kept, python_name=python_name, stop=stop, lazy=lazy)
+    recorder = Recorder(graph, owner, where=where, kept=kept, names=names, stop=stop, lazy=lazy)
     recorder.default_device = device
     try:
         with ExitStack() as stack:
@@ -291,14 +290,6 @@ def _own_streams(recorder: Recorder) -> Iterator[None]:
             yield
         finally:
             torch.manual_seed = original
-
-
-def _namer(names: Callable[[], Mapping[str, Any]]) -> Callable[[Any], str | None]:
-    def python_name(target: Any) -> str | None:
-        found = [n for n, v in names().items() if v is target and not n.startswith("_")]
-        return found[0] if found else None
-
-    return python_name
 
 
 def _commit(recorder: Recorder, before: Any, names: Mapping[str, Any], *, append: bool) -> None:

@@ -56,14 +56,14 @@ class Recorder(TorchDispatchMode):
 
     def __init__(
         self, graph: Graph, owner: Owner, *, where: Callable[[], Source | None], kept: tuple[Node, ...],
-        python_name: Callable[[Any], str | None], stop: FrameType | None = None, lazy: bool = False,
+        names: Callable[[], Mapping[str, Any]], stop: FrameType | None = None, lazy: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         self.graph, self.owner, self.lazy = graph, owner, lazy
         self.space = workspace(graph)
         self.symbols = self.space.symbols
         self.where = where
-        self.scopes = Scopes(python_name)
+        self.scopes = Scopes(names)
         self.tape = Tape(owner, where, kept)
         self.new_guards: list[Guard] = []
         self.equalities: list[tuple[str, sympy.Eq, Source | None]] = []
@@ -620,8 +620,10 @@ class Recorder(TorchDispatchMode):
         var = known(tensor)
         if var is not None and var in self._reads:
             return var
-        places = self.scopes.places(tensor)
         is_leaf = isinstance(tensor, _STATE) or (tensor.requires_grad and tensor.is_leaf)
+        if var is None and not is_leaf and not self.scopes.places(tensor):
+            self.scopes.look_for_buffer(tensor)
+        places = self.scopes.places(tensor)
         if var is None and not is_leaf and not places:
             return None
         if var is not None and var.name != "Variable" and not places:

@@ -45,12 +45,12 @@ class _Open(NamedTuple):
 class Scopes:
     """The stack of open scopes of one recording: name scopes, modules, then the torch function."""
 
-    def __init__(self, python_name: Any) -> None:
+    def __init__(self, names: Callable[[], Mapping[str, Any]]) -> None:
+        self._names = names  # of the user's program
         self.path: list[str] = []
         self.function: str | None = None
         self.paused = 0
         self.labels: dict[int, Label] = {}  # by the id of a parameter or buffer
-        self._python_name = python_name
         self._modules: list[_Open] = []
         self._opened: dict[tuple[str, ...], int] = {}
 
@@ -85,7 +85,7 @@ class Scopes:
         before = len(self.path)
         path = names.get(id(module))
         if path is None:
-            path = self._python_name(module) or type(module).__name__
+            path = self.python_name(module) or type(module).__name__
             names = {id(child): child_path for child_path, child in module.named_modules()}
             self._label(module, "" if not self._modules else f"{path}.", path)
             self.path = [*self.path, path]
@@ -121,6 +121,18 @@ class Scopes:
                 if (module, attribute) not in label.places:
                     label.places.append((module, attribute))
 
+    def python_name(self, target: Any) -> str | None:
+        """What the user's program calls an object."""
+        found = [n for n, v in self._names().items() if v is target and not n.startswith("_")]
+        return found[0] if found else None
+
+    def look_for_buffer(self, tensor: torch.Tensor) -> None:
+        """A tensor met before its module was called may be a buffer of a module that the program has a name for."""
+        for name, module in list(self._names().items()):
+            if isinstance(module, torch.nn.Module) and any(tensor is buffer for buffer in module.buffers()):
+                self._label(module, "", name)
+                return
+
     def places(self, tensor: torch.Tensor) -> list[tuple[torch.nn.Module, str]]:
         """The modules seen so far that hold this tensor, and under which names."""
         found = self.labels.get(id(tensor))
@@ -130,7 +142,7 @@ class Scopes:
         """The module path of a parameter or buffer (with the root module's name if that is taken), or a Python name."""
         found = self.labels.get(id(tensor))
         if found is None or found.tensor is not tensor:
-            return self._python_name(tensor)
+            return self.python_name(tensor)
         return f"{found.root}.{found.path}" if found.path in taken else found.path
 
 
