@@ -13,6 +13,7 @@ from torch import nn
 
 import tfnb
 from tfnb.errors import FailedPrecondition, ShapeError, StaleNode
+from tfnb.recording.workspace import workspace
 
 
 def ops(graph: tfnb.Graph) -> list[str]:
@@ -383,3 +384,16 @@ def test_a_buffer_used_before_its_module_is_called_is_a_variable() -> None:
     tfnb.run([y, tfnb.variable(model.scale)], {x: torch.randn(4, 3)})
     tfnb.run(y, {x: torch.randn(4, 3)})
     assert torch.equal(model.scale, torch.full((3,), 4.0))
+
+
+def test_samples_that_nobody_holds_give_their_memory_back() -> None:
+    layers = torch.nn.Sequential(*(torch.nn.Linear(1000, 1000) for _ in range(8)))
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.randn(4000, 1000), name="x")  # 16 MB a layer
+        y = layers(x).sum()
+    space = workspace(g)
+    assert space._bytes <= 64 << 20
+    torch.testing.assert_close(y.sample, layers(x.sample).sum().detach(), rtol=1e-4, atol=1e-2)
+    (dw,) = tfnb.gradients(y, [layers[0].weight])  # computes again what it needs
+    want = torch.autograd.grad(layers(x.sample).sum(), layers[0].weight)[0]
+    torch.testing.assert_close(dw.sample, want, rtol=1e-4, atol=1e-2)

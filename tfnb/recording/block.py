@@ -308,6 +308,7 @@ def _commit(recorder: Recorder, before: Any, names: Mapping[str, Any], *, append
     recorder.graph.commit(contents, removed=gone.items())
     recorder.graph.notes = tuple(recorder.notes)
     recorder.space.forget(set(gone) | ({n.id for n in recorder.new} - {n.id for n in nodes}))
+    recorder.space.settle(live)
 
 
 def _only_in_list(recorder: Recorder) -> set[int]:

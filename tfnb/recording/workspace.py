@@ -6,7 +6,7 @@ Samples are kept up to a budget and computed again on demand from those of the p
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,8 @@ from tfnb.recording.ops import kernel, resolve, unbind
 from tfnb.recording.shapes import Shapes
 from tfnb.recording.symbols import Symbols
 
-SAMPLE_BUDGET = 1 << 30  # bytes
+SAMPLE_BUDGET = 1 << 30  # bytes, while a recording may still ask for them
+KEPT_BUDGET = 64 << 20  # bytes, afterwards: training needs the memory
 
 
 @contextmanager
@@ -76,6 +77,14 @@ class Workspace:
         self._bytes += sample.numel() * sample.element_size()
         while self._bytes > SAMPLE_BUDGET and len(self._samples) > 1:
             dropped = self._samples.pop(next(iter(self._samples)))
+            self._bytes -= dropped.numel() * dropped.element_size()
+
+    def settle(self, shown: Collection[int]) -> None:
+        """After a recording: the oldest samples go, but for those of nodes that somebody holds a handle of."""
+        for value in [v for v in self._samples if v.node not in shown]:
+            if self._bytes <= KEPT_BUDGET:
+                return
+            dropped = self._samples.pop(value)
             self._bytes -= dropped.numel() * dropped.element_size()
 
     def forget(self, ids: set[int]) -> None:
