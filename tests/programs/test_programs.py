@@ -34,6 +34,12 @@ def test_loaded_graphs_run_alike(program: Program) -> None:
     note(checks.files(program))
 
 
+@slow_draws
+@given(programs(size=8))
+def test_passes_and_fed_intermediate_values_change_nothing(program: Program) -> None:
+    note(checks.passes(program))
+
+
 @pytest.mark.slow
 @slow_draws
 @given(programs(size=8, dtypes=REAL))
