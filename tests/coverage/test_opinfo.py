@@ -1,10 +1,11 @@
 """Every OpInfo entry records, replays and differentiates, but for what `known.py` lists; what it lists fails.
 
-A quick sweep takes a few samples of each entry, and many where the entry is listed; the slow one many of all.
+A quick sweep takes a few samples of each entry, and many where the entry is listed; `make coverage` many of all.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 
 import pytest
@@ -46,6 +47,7 @@ def test_entry(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif("TFNB_SWEEP" not in os.environ, reason="the whole sweep takes long: `make coverage`")
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", checks.ENTRIES)

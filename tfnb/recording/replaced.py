@@ -177,7 +177,8 @@ def _take_along_dim(rec: Any, x: Any, indices: Any, dim: Any = None) -> Any:
 
 def _matrix_norm(rec: Any, a: Any, ord: Any, dim: Any = (-2, -1), keepdim: bool = False, *, dtype: Any = None) -> Any:
     """The largest (smallest) sum of a column or row; the other norms are made of singular values."""
-    if abs(ord) not in (1, math.inf):
+    is_empty = any(isinstance(size, int) and size == 0 for size in a.shape)  # that of an empty matrix is 0
+    if abs(ord) not in (1, math.inf) or is_empty:
         return NotImplemented
     summed, compared = (d % a.dim() for d in (dim if abs(ord) == 1 else reversed(dim)))
     sums = torch.linalg.vector_norm(a, 1, [summed], keepdim=True, dtype=dtype)
