@@ -66,6 +66,7 @@ VARYING: dict[str, str] = {
     "masked.std": LINES,
     "masked.var": LINES,
     "nn.functional.embedding_bag": NUMBERS,
+    "nn.functional.linear_cross_entropy.chunked": LINES,
     "nn.functional.one_hot": DATA,
     "pca_lowrank": TALL,
     "pinverse": TALL,
@@ -73,6 +74,8 @@ VARYING: dict[str, str] = {
     "svd": TALL,
     "svd_lowrank": TALL,
     "tensor_split": LINES,
+    "unfold": NUMBERS,
+    "unfold_copy": NUMBERS,
     "vsplit": LINES,
 }
 # entries of which no sample may have other sizes along axis 0, in torch itself: the varying column means nothing there

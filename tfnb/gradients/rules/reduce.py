@@ -190,7 +190,7 @@ def _centred(n: Forward) -> torch.Tensor:
 
 
 def _var(n: Forward, dy: torch.Tensor) -> torch.Tensor:
-    return _kept(n, dy) * (_centred(n) * (2 / _free(n)))
+    return _kept(n, dy) * (_centred(n) * 2 / _free(n))  # a tensor's division: by no freedom it is nan, as in torch
 
 
 def _std(n: Forward, dy: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
