@@ -262,3 +262,14 @@ def test_lazy_variable_has_no_value_until_assigned() -> None:
         v.value()
     v.assign(torch.full((2,), 3.0))
     assert v.value().tolist() == [3, 3]
+
+
+def test_a_parameter_stays_trainable_when_its_module_is_gone() -> None:
+    weight, frozen = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2), requires_grad=False)
+    trained, fixed = Variable.of(weight, name="weight"), Variable.of(frozen, name="frozen")
+    assert trained.trainable and not fixed.trainable
+    frozen.requires_grad_(True)
+    assert fixed.trainable
+    del weight, frozen
+    gc.collect()
+    assert trained.trainable and fixed.trainable

@@ -23,6 +23,7 @@ class Held:
     def _hold(self, tensor: torch.Tensor) -> None:
         self._object = weakref.ref(tensor)
         self._spare = tensor.detach()  # the values, should the object die
+        self._wanted = tensor.requires_grad
 
     def by(self, module: torch.nn.Module, attribute: str) -> None:
         """The object is this attribute of this module."""
@@ -48,6 +49,13 @@ class Held:
             return before
         self._hold(now)
         return now
+
+    def wants_gradient(self) -> bool:
+        """``requires_grad`` of the object, which may be set at any time; once it died, as last seen."""
+        tensor = self.tensor()
+        if tensor is not None:
+            self._wanted = tensor.requires_grad
+        return self._wanted
 
     def values(self) -> torch.Tensor:
         """The storage, not a copy."""

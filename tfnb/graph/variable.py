@@ -117,8 +117,7 @@ class Variable:
         """Whether ``minimize`` and ``backward`` see it by default: as said when it was made, or as its tensor says."""
         if self._trainable is not None:
             return self._trainable
-        tensor = None if self.held is None else self.held.tensor()
-        return tensor is not None and tensor.requires_grad
+        return self.held is not None and self.held.wants_gradient()
 
     @property
     def initialized(self) -> bool:
