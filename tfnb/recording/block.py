@@ -295,7 +295,8 @@ def _own_streams(recorder: Recorder) -> Iterator[None]:
 def _commit(recorder: Recorder, before: Any, names: Mapping[str, Any], *, append: bool) -> None:
     """Turn what was recorded into the graph's new contents."""
     aliases = _assigned_names(recorder, names)
-    live = {t.value.node for t in recorder.live} | {v.node for v in aliases.values()}
+    held = (*recorder.live, *recorder.space.live)
+    live = {t.shown.value.node for t in held} | {v.node for v in aliases.values()}
     nodes = drop_unreachable_data(recorder.new, live - _only_in_list(recorder))
     nodes = [recorder.own(node) for node in nodes]
     sizes = _unified(recorder)
@@ -308,6 +309,7 @@ def _commit(recorder: Recorder, before: Any, names: Mapping[str, Any], *, append
     recorder.graph.commit(contents, removed=gone.items())
     recorder.graph.notes = tuple(recorder.notes)
     recorder.space.forget(set(gone) | ({n.id for n in recorder.new} - {n.id for n in nodes}))
+    recorder.space.live.update(recorder.live)
     recorder.space.settle(live)
 
 

@@ -111,10 +111,16 @@ class Recorder(TorchDispatchMode):
         return replace(node, attrs={**node.attrs, "value": entry.sample})
 
     def settle(self) -> None:
-        """At the end of the block: views whose base was written show the new values."""
-        for tensor in list(self.live):
-            if tensor._seen != tensor._family.version:
+        """At the end of the block: views whose base was written, here or below, show the new values."""
+        for tensor in (*self.live, *self.space.live):
+            base = tensor._family
+            if tensor._seen != base.version and base.entry.value.node in self.tape.by_id:
                 self._refresh(tensor)
+
+    def look(self, tensor: Tensor) -> Entry:
+        """What a recorded tensor means at this place of the program."""
+        with _disable_current_modes():
+            return self._entry(tensor)
 
     # -- what the rooms above use -----------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ Inside a recording every op on it is recorded. Outside, ops give plain tensors c
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from tfnb.errors import FailedPrecondition, InvalidArgument, StaleNode, Unsuppor
 from tfnb.graph import Graph, Node, Spec, Value, current
 from tfnb.recording.views import View
 from tfnb.recording.workspace import Workspace
+
+_versions = itertools.count(1)
 
 
 @dataclass(slots=True)
@@ -32,6 +35,7 @@ class Entry:
 class Base:
     """What a family of aliases looks at: the current entry, raised by each write.
 
+    ``version`` is 0 before the first write and then never twice the same, also where a write is taken back.
     ``written`` is called with the new entry when the base is a Variable.
     """
 
@@ -44,7 +48,7 @@ class Base:
     def write(self, entry: Entry) -> None:
         """Replace the entry; aliases notice by the version."""
         self.entry = self.written(entry) if self.written else entry
-        self.version += 1
+        self.version = next(_versions)
 
 
 class Tensor(torch.Tensor):
@@ -88,9 +92,26 @@ class Tensor(torch.Tensor):
         return self._graph
 
     @property
+    def shown(self) -> Entry:
+        """The entry that it had when it was last looked at."""
+        return self._entry if self._chain else self._family.entry
+
+    @property
+    def entry(self) -> Entry:
+        """The entry of what it means now: a view of what was written since looks again."""
+        if not self._chain or self._seen == self._family.version:
+            return self.shown
+        recording = next((r for r in reversed(current.stack.open) if r.graph is self._graph), None)
+        if recording is None:
+            raise StaleNode(
+                "this looks into a tensor that was written in a recording that it has no part in: make the view again"
+            )
+        return recording.look(self)
+
+    @property
     def value(self) -> Value:
         """(node id, output index); after an in-place write, of the new value."""
-        return self._family.entry.value if not self._chain else self._entry.value
+        return self.entry.value
 
     @property
     def feed_value(self) -> Value:
@@ -120,7 +141,7 @@ class Tensor(torch.Tensor):
     @property
     def sample(self) -> torch.Tensor:
         """The plain value while recording; raises InvalidArgument where there is none."""
-        entry = self._family.entry if not self._chain else self._entry
+        entry = self.entry
         found = entry.sample
         if found is None:
             found = self._space.sample(entry.value, self._graph.contents.by_id)

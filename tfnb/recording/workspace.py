@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
 
 from tfnb.graph import Graph, Node, Ref, Value
 from tfnb.graph.node import map_leaves
@@ -57,6 +58,7 @@ class Workspace:
         self.fakes: dict[Value, torch.Tensor] = {}
         self._samples: dict[Value, torch.Tensor] = {}
         self._roots: dict[Value, torch.Tensor] = {}
+        self.live = WeakIdKeyDictionary()  # recorded tensors of finished recordings that somebody still holds
         self.rules: dict[int, Callable[..., Any]] = {}  # nodes with a gradient rule of their own
         self._bytes = 0
 
