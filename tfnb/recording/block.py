@@ -298,7 +298,7 @@ def _commit(recorder: Recorder, before: Any, names: Mapping[str, Any], *, append
     held = (*recorder.live, *recorder.space.live)
     live = {t.shown.value.node for t in held} | {v.node for v in aliases.values()}
     nodes = drop_unreachable_data(recorder.new, live - _only_in_list(recorder))
-    nodes = [recorder.own(node) for node in nodes]
+    nodes = [recorder.outside.own(node) for node in nodes]
     sizes = _unified(recorder)
     if sizes:
         nodes = [substitute(node, sizes) for node in nodes]

@@ -287,7 +287,7 @@ def _set_data(habits: Habits, func: Any, tensor: Any, new: Any) -> None:
 def _to_numpy(habits: Habits, func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
     """The memory of a plain tensor as an array; torch would ask for a detached handle, and get a recorded one."""
     with _disable_current_modes():
-        return func(habits.recorder.written(tensor), *args, **kwargs)
+        return func(habits.recorder.outside.written(tensor), *args, **kwargs)
 
 
 def _deepcopy(habits: Habits, func: Any, tensor: Any, memo: Any) -> Any:
@@ -297,7 +297,7 @@ def _deepcopy(habits: Habits, func: Any, tensor: Any, memo: Any) -> Any:
         return func(tensor, memo)
     with _disable_current_modes():
         copy = func(tensor, memo)
-        written = recorder.written(tensor, "deepcopy()")
+        written = recorder.outside.written(tensor, "deepcopy()")
         if written is not tensor:
             copy.copy_(written)
     recorder.born[copy] = True

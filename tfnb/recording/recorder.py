@@ -20,29 +20,27 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tfnb.errors import InvalidArgument, ShapeError, StaleNode, Unsupported
+from tfnb.errors import InvalidArgument, ShapeError, StaleNode
 from tfnb.graph import Graph, Guard, Node, Owner, Ref, Source, Spec, Value, Variable
 from tfnb.graph.node import leaves
 from tfnb.graph.variable import updated
-from tfnb.kernels.random import seeded
-from tfnb.recording.custom_ops import lacks_shapes, shapes
+from tfnb.recording.call import record_call
 from tfnb.recording.habits import Habits
 from tfnb.recording.journal import Journal
-from tfnb.recording.ops import Facts, Op, bind, facts, kernel, op_name
-from tfnb.recording.replaced import PHYSICAL, REPLACED, SHAPES
-from tfnb.recording.report import dense, explained, user_level
+from tfnb.recording.ops import Facts, Op, facts, op_name
+from tfnb.recording.outside import Outside
+from tfnb.recording.replaced import PHYSICAL, REPLACED
+from tfnb.recording.report import user_level
 from tfnb.recording.scopes import Scopes, clean
 from tfnb.recording.tape import Tape
 from tfnb.recording.tensor import Base, Entry, Operation, Tensor
 from tfnb.recording.variables import held, known, variable
 from tfnb.recording.views import View
-from tfnb.recording.workspace import conjugating, physical, stream_seed, workspace
+from tfnb.recording.workspace import physical, workspace
 from tfnb.recording.writes import record_write
 
 aten = torch.ops.aten
-BIG_CONSTANT = 1 << 20  # bytes; larger captured tensors are announced, and copied only if they stay in the graph
 _STATE = (torch.nn.Parameter, torch.nn.Buffer)
-_ABSENT = Spec(torch.bool, (0,))  # stands for an output that the op leaves out, as its mask says
 _CONSTRUCTORS = frozenset({"__init__", "reset_parameters", "_reset_parameters", "initialize_parameters"})
 _CONVERTERS = frozenset({"_apply"})  # of a module just made: .double(), .to(...)
 
@@ -70,10 +68,8 @@ class Recorder(TorchDispatchMode):
         self.notes: list[str] = []
         self.born = WeakIdKeyDictionary()  # parameters and buffers made in this recording
         self.journal = Journal()
-        self.borrowed: dict[int, Entry] = {}  # constants that still share the memory of what was captured
         self.live = WeakIdKeyDictionary()  # every recorded tensor that somebody still holds
-        self._handles: dict[int, tuple[torch.Tensor, Tensor]] = {}  # of plain tensors met, by id
-        self._memory: dict[int, tuple[torch.Tensor, Tensor]] = {}  # the first of them, by their storage
+        self.outside = Outside(self)
         self._reads: dict[Variable, Base] = {}
         self._warned: set[Any] = set()
         self._stop = stop
@@ -99,16 +95,6 @@ class Recorder(TorchDispatchMode):
         for thing in things:
             if thing not in self.live if isinstance(thing, Tensor) else self.tape.is_earlier(thing.entry.value):
                 self.journal.note(thing)
-
-    def own(self, node: Node) -> Node:
-        """A node that stays in the graph: with a copy of the data that the user may still change."""
-        entry = self.borrowed.get(node.id)
-        if entry is None:
-            return node
-        with _disable_current_modes():
-            entry.sample = node.attrs["value"].clone()
-        self.space.keep(entry.value, entry.sample, root=True)
-        return replace(node, attrs={**node.attrs, "value": entry.sample})
 
     def settle(self) -> None:
         """At the end of the block: views whose base was written, here or below, show the new values."""
@@ -296,29 +282,6 @@ class Recorder(TorchDispatchMode):
         if note not in self.notes:
             self.notes.append(note)
 
-    def lost_write(self, base: Base) -> None:
-        """Say once a line that a write into a tensor of outside that is no Variable does not last."""
-        is_first = self.node(base.entry.value.node).op == "tfnb.constant"
-        if not is_first or all(handle._family is not base for _, handle in self._memory.values()):
-            return
-        source = self.where()
-        note = (
-            f"{f'{source.label} line {source.line}' if source else 'recording'}: a run does not write into a plain "
-            "tensor of outside, and starts each time from what it held; make it a buffer or a tfnb.Variable to keep it"
-        )
-        if note not in self.notes:
-            self.notes.append(note)
-
-    def written(self, tensor: torch.Tensor, how: str = "numpy()") -> torch.Tensor:
-        """What a tensor that was not recorded holds for the program: its memory, or what this recording wrote to it."""
-        if _storage(tensor) not in self._memory or not self.home(tensor).version:
-            return tensor
-        self.escaped(tensor, how)
-        sample = self._entry(tensor).sample
-        if sample is None:
-            raise InvalidArgument(f"a tensor written here has no value while recording{self.tape.at()}")
-        return sample
-
     def guard(self, tensor: torch.Tensor, outcome: bool) -> None:
         """Every later node runs only where ``tensor`` has this truth."""
         guard = self.tape.append(
@@ -373,8 +336,8 @@ class Recorder(TorchDispatchMode):
             return made
         if func in (aten.lift_fresh.default, aten.lift.default):
             return args[0] if isinstance(args[0], Tensor) else self._wrap(self._entry(args[0]))
-        if self.overrides and self._override(func) is not None:
-            return self._call(func, own, args, kwargs)  # whole, so that its rule sees its arguments
+        if self.override(func) is not None:
+            return record_call(self, func, own, args, kwargs)  # whole, so that its rule sees its arguments
         if func in REPLACED:
             with self.on():
                 result = REPLACED[func](self, *args, **kwargs)
@@ -387,7 +350,7 @@ class Recorder(TorchDispatchMode):
                 return result
         if own.writes:
             return record_write(self, func, own, args, kwargs)
-        return self._call(PHYSICAL.get(func, func), own, args, kwargs)
+        return record_call(self, PHYSICAL.get(func, func), own, args, kwargs)
 
     def _leave(self, tensor: torch.Tensor) -> Any:
         """``.item()`` from inside torch: the sample's number."""
@@ -433,108 +396,11 @@ class Recorder(TorchDispatchMode):
         """Whether this is a parameter or buffer made in this recording that nothing recorded has used yet."""
         return tensor in self.born and known(tensor) is None
 
-    def _call(self, func: Op, own: Facts, args: Any, kwargs: Any) -> Any:
-        """Record one op: node, fake result, sample result."""
-        __tracebackhide__ = True
-        inputs: list[Entry] = []
-        attr_args, fake_args, sample_args = self._arguments(list(args), inputs)
-        attr_kwargs, fake_kwargs, sample_kwargs = self._arguments(kwargs, inputs)
-        fakes = self._fake_call(func, fake_args, fake_kwargs, inputs)
-        flat = fakes if isinstance(fakes, (list, tuple)) else (fakes,)
-        if not all(f is None or isinstance(f, torch.Tensor) for f in flat) or all(f is None for f in flat):
-            return fakes  # sizes and other numbers: symbolic already
-        override = self._override(func) if self.overrides else None
-        specs = tuple(_ABSENT if f is None else self.space.shapes.spec(f) for f in flat)
-        value = self.tape.append(
-            op_name(func), self._leaf_name(func), specs,
-            inputs=tuple(entry.value for entry in inputs), attrs=bind(func, tuple(attr_args), attr_kwargs),
-            scope=self.scopes.current(), is_random=own.is_random,
-            tags=frozenset() if override is None else frozenset({"override"}),
-        )  # fmt: skip
-        if override is not None:
-            self.space.rules[value.node] = override
-        try:
-            samples = self._sample_call(func, sample_args, sample_kwargs, inputs, self.new[-1], len(flat))
-        except Exception as error:
-            self.tape.drop_last()
-            raise self._failed(func, error, inputs) from error
-        base, chain, attrs = self._viewed(func, own, args, kwargs)
-        wrapped: list[Tensor | None] = []
-        for index, (fake, sample) in enumerate(zip(flat, samples, strict=True)):
-            if fake is None:
-                wrapped.append(None)
-                continue
-            entry = Entry(Value(value.node, index), fake, sample)
-            self.space.fakes[entry.value] = fake
-            self.space.keep(entry.value, sample)
-            if sample is not None:
-                self.symbols.observe(fake, sample)
-            view = () if base is None else (*chain, View(func, attrs, index, torch.is_grad_enabled()))
-            wrapped.append(self._wrap(entry, base, view))
-        if isinstance(fakes, (list, tuple)):
-            return type(fakes)(wrapped) if type(fakes) in (list, tuple) else tuple(wrapped)
-        return wrapped[0]
-
-    def _override(self, func: Op) -> Callable[..., Any] | None:
+    def override(self, func: Op) -> Callable[..., Any] | None:
         """The gradient that the user gave this op here; what gradient rules record keeps the usual one."""
-        return None if "gradient" in self.tape.marks.tags else self.overrides.get(op_name(func))
-
-    def _arguments(self, tree: Any, inputs: list[Entry]) -> tuple[Any, Any, Any]:
-        """An argument tree three times: as attrs (Ref, Dim), on fakes, on samples. Tensors are added to ``inputs``."""
-        if isinstance(tree, torch.Tensor):
-            entry = self._entry(tree)
-            inputs.append(entry)
-            return Ref(len(inputs) - 1), entry.fake, entry.sample
-        if isinstance(tree, (list, tuple)):
-            parts = [self._arguments(item, inputs) for item in tree]
-            kind = list if isinstance(tree, list) else tuple
-            return tuple(kind(part[i] for part in parts) for i in range(3))  # type: ignore[return-value]
-        if isinstance(tree, Mapping):
-            items = {key: self._arguments(item, inputs) for key, item in tree.items()}
-            return tuple({key: part[i] for key, part in items.items()} for i in range(3))  # type: ignore[return-value]
-        if isinstance(tree, torch.Generator):
-            self.streams_differ("generator=")
-            return None, None, None
-        return self.symbols.leaf(tree), tree, self.symbols.concrete(tree)
-
-    def _fake_call(self, func: Op, args: Any, kwargs: Any, inputs: list[Entry]) -> Any:
-        __tracebackhide__ = True
-        try:
-            if lacks_shapes(func):
-                with self.symbols.kernel():
-                    return shapes(self, func, args, kwargs, inputs)
-            fakes = self.space.shapes.call(func, args, kwargs, SHAPES.get(func, func))
-            return dense(fakes, self.tape.at()) if isinstance(fakes, torch.Tensor) else fakes
-        except Exception as error:
-            raise self._failed(func, error, inputs) from error
-
-    def _sample_call(
-        self, func: Op, args: Any, kwargs: Any, inputs: list[Entry], node: Node, count: int
-    ) -> tuple[torch.Tensor | None, ...]:
-        if self.lazy or any(entry.sample is None for entry in inputs):
-            return (None,) * count
-        if node.stream is None:
-            dtypes = (*(spec.dtype for spec in node.outputs), *(entry.fake.dtype for entry in inputs))
-            with conjugating(any(dtype.is_complex for dtype in dtypes)):
-                out = kernel(func)(*args, **kwargs)
-        else:
-            seed = stream_seed(node, self.graph.seed, 0)
-            out = seeded(func, seed, torch.device(node.outputs[0].device), args, kwargs)
-        return tuple(map(physical, out)) if isinstance(out, (list, tuple)) else (physical(out),)
-
-    def _viewed(
-        self, func: Op, own: Facts, args: Any, kwargs: Any
-    ) -> tuple[Base | None, tuple[View, ...], dict[str, Any]]:
-        """For a view op: the base it looks at, the chain so far, and its arguments without the viewed tensor."""
-        if not own.is_view:
-            return None, (), {}
-        source = args[0] if args else kwargs["self"]
-        named = bind(func, tuple(args), kwargs)
-        attrs = {name: arg for name, arg in named.items() if arg is not source}
-        handle = self.handle(source)
-        if func is aten.as_strided.default:  # counts from the start of the memory, whatever it is called on
-            return handle._family, (), {**attrs, "storage_offset": attrs.get("storage_offset", handle.storage_offset())}
-        return handle._family, handle._chain, attrs
+        if not self.overrides or "gradient" in self.tape.marks.tags:
+            return None
+        return self.overrides.get(op_name(func))
 
     # -- tensors to entries -----------------------------------------------------------------------------------------
 
@@ -565,53 +431,10 @@ class Recorder(TorchDispatchMode):
         tensor._entry, tensor._seen = entry, base.version
 
     def handle(self, tensor: torch.Tensor) -> Tensor:
-        """The recorded tensor that stands for any tensor met while recording: itself, a variable's, or a constant's."""
+        """The recorded tensor that stands for any tensor met while recording."""
         if isinstance(tensor, Tensor):
-            if tensor._space is self.space:
-                return tensor
-            tensor = tensor.sample
-        found = self._handles.get(id(tensor))
-        if found is not None:
-            return found[1]
-        var = self.variable_of(tensor)
-        if var is not None:
-            base = self._read_base(var)
-            handle = Tensor(base.entry, self.space, base)
-        else:
-            seen = self._seen_memory(tensor)
-            handle = self._constant_of(tensor) if seen is None else seen
-            self._handles[id(tensor)] = (tensor, handle)
-        self._memory.setdefault(_storage(tensor), (tensor, handle))
-        return handle
-
-    def _constant_of(self, tensor: torch.Tensor) -> Tensor:
-        with _disable_current_modes():
-            entry = self.constant(self._captured(tensor))
-        if entry.sample is not None and _storage(entry.sample) == _storage(tensor):
-            self.borrowed[entry.value.node] = entry
-        return Tensor(entry, self.space)
-
-    def _seen_memory(self, tensor: torch.Tensor) -> Tensor | None:
-        """A plain tensor that shares memory with one met before: a view of that, so that writes to either show."""
-        met, base = self._memory.get(_storage(tensor)), tensor._base
-        if met is None and base is not None and self.variable_of(base) is not None:
-            met = base, self.handle(base)
-        if met is None:
-            return None
-        first, handle = met
-        if not _covers(first, tensor):
-            why = "a tensor whose memory another tensor met in this recording shares in part: write to a copy of it"
-            if handle._family.version:
-                raise Unsupported(f"a read after a write to {why}{self.tape.at()}")
-            self.changes(handle._family)
-            handle._family.frozen = why
-            other = self._constant_of(tensor)
-            other._family.frozen = why
-            return other
-        handle = self.handle(first)
-        with self.on():
-            offset = tensor.storage_offset() - first.storage_offset() + int(handle.storage_offset())
-            return aten.as_strided(handle, tensor.shape, tensor.stride(), offset)
+            return tensor if tensor._space is self.space else self.outside.handle(tensor.sample)
+        return self.outside.handle(tensor)
 
     def home(self, tensor: torch.Tensor) -> Base:
         """What the aliases of a tensor share."""
@@ -638,48 +461,11 @@ class Recorder(TorchDispatchMode):
         name = self.scopes.label(tensor, taken)
         return held(tensor, places, name) if places else variable(tensor, name=name)
 
-    def _captured(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A plain tensor as a constant: copied, so that later changes do not reach the graph; a big one at the end."""
-        size = dense(tensor, self.tape.at()).numel() * tensor.element_size()
-        if size <= BIG_CONSTANT:
-            return tensor.detach().clone()
-        source = self.where()
-        self.notes.append(
-            f"{source.label + f' line {source.line}' if source else 'recording'}: a constant of {size / 1e6:.1f} MB "
-            "stands in the graph; feed it through a placeholder if it is data"
-        )
-        return tensor.detach()
-
     def _wrap(self, entry: Entry, base: Base | None = None, chain: tuple[View, ...] = ()) -> Tensor:
         with self.symbols.quiet():  # torch looks whether the tensor is empty
             tensor = Tensor(entry, self.space, base, chain)
         self.live[tensor] = True
         return tensor
-
-    def _leaf_name(self, func: Op) -> str:
-        own = clean(func._schema.name.partition("::")[2].strip("_"))
-        function = self.scopes.function
-        path = [clean(part) for part in self.scopes.path]
-        leaf = [own] if function in (None, own) else [str(function), own]
-        return "/".join([*path, *leaf])
-
-    def _failed(self, func: Op, error: Exception, inputs: list[Entry]) -> Exception:
-        described = ((self.tape.by_id[e.value.node].name, str(self.space.shapes.spec(e.fake))) for e in inputs)
-        return explained(func, error, described, self.where(), self.symbols.readable)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    """The memory of a plain tensor; its own id where that is not one piece."""
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
-
-
-def _covers(first: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether every element of ``tensor`` is one of ``first``, which lies in memory without gaps."""
-    start, at = first.storage_offset(), tensor.storage_offset()
-    last = at + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    with _disable_current_modes():
-        dense = torch.empty_like(first, device="meta").stride() == first.stride()
-    return dense and tensor.dtype == first.dtype and start <= at and last < start + first.numel()
 
 
 # Composites in C++ that want numbers: they fix the sizes, which is heard as equalities and warned about.

@@ -168,7 +168,7 @@ def rebind(rec: Recorder, target: torch.Tensor, new: torch.Tensor) -> None:
         raise Unsupported(f"a write through a view of a variable of an earlier recording{rec.tape.at()}")
     entry = rec._entry(put)
     if var is None:
-        rec.lost_write(base)
+        rec.outside.lost_write(base)
     in_module = var is not None and any(known(held) is var for held, *_ in rec.scopes.labels.values())
     new_entry = rec._entry(new) if chain else None
     rec.changes(base, handle)
