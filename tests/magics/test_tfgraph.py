@@ -113,7 +113,7 @@ def test_fetching_what_a_rerun_removed_names_the_cell(notebook):
     notebook.ok(f"%%tfgraph g --no-show\n{X}\ny = x * 2\nold = y", cell_id="a")
     notebook.ok(f"%%tfgraph g --no-show\n{X}\ny = x - 2", cell_id="a")
     ran = notebook.run("old.node")
-    assert isinstance(ran.error, StaleNode) and "run In[3] again" in str(ran.error)
+    assert isinstance(ran.error, StaleNode) and "by an earlier run of In[3]" in str(ran.error)
 
 
 # -- failing cells ----------------------------------------------------------------------------

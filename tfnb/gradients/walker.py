@@ -36,6 +36,7 @@ from tfnb.graph.node import map_leaves
 from tfnb.graph.ops import WITH_GRADIENT
 from tfnb.graph.spec import flows
 from tfnb.recording import Recorder, Tensor, constant, reopen, variable
+from tfnb.recording.commit import Derivative
 from tfnb.recording.ops import resolve, unbind
 from tfnb.recording.recompute import Copies, region_of_tags
 from tfnb.recording.variables import known
@@ -169,7 +170,7 @@ def differentiate(
     given = [None] * len(ys) if grad_ys is None else _listed(grad_ys)
     if len(given) != len(ys):
         raise InvalidArgument(f"grad_ys has {len(given)} entries for {len(ys)} ys")
-    nodes = recorder.nodes
+    nodes, own = recorder.nodes, len(recorder.new)
     targets = [_values(x, nodes) for x in xs]
     with recorder.scope("gradients") as scope, recorder.tagged(_GRADIENT):
         seeds = [(y.value, _seed(y, g, i)) for i, (y, g) in enumerate(zip(ys, given, strict=True)) if flows(y.dtype)]
@@ -181,7 +182,12 @@ def differentiate(
             tables = [v for x, v in zip(xs, targets, strict=True) if isinstance(x, Variable) and not x.hooks]
             walk.tables.update(v for group in tables for v in group if v not in walk.hooks)
         walk.run(nodes, seeds)
-        return [_result(walk, x, group, unconnected) for x, group in zip(xs, targets, strict=True)]
+        results = [_result(walk, x, group, unconnected) for x, group in zip(xs, targets, strict=True)]
+    roots = tuple(x.value if isinstance(x, Tensor) else x for x in xs)
+    recorder.derivatives.append(
+        Derivative(frozenset(n.id for n in recorder.new[own:]), tuple(value for value, _ in seeds), roots)
+    )
+    return results
 
 
 def _values(x: Tensor | Variable, nodes: Iterable[Node]) -> list[Value]:

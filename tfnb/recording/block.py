@@ -303,14 +303,19 @@ def _commit(recorder: Recorder, before: Any, names: Mapping[str, Any], *, append
     if sizes:
         nodes = [substitute(node, sizes) for node in nodes]
     guards = unified_guards(recorder.new_guards, sizes)
-    contents, gone = replaced(before, nodes, guards, aliases, recorder.owner, append=append)
+    space = recorder.space
+    change = replaced(
+        before, nodes, guards, aliases, recorder.owner, append=append, derivatives=space.derivatives, opaque=space.rules
+    )
     if recorder.graph.contents is not before:
         raise FailedPrecondition(f"graph {recorder.graph.name} was changed by another thread during this recording")
-    recorder.graph.commit(contents, removed=gone.items())
+    recorder.graph.commit(change.contents, removed=change.gone.items())
     recorder.graph.notes = tuple(recorder.notes)
-    recorder.space.forget(set(gone) | ({n.id for n in recorder.new} - {n.id for n in nodes}))
-    recorder.space.live.update(recorder.live)
-    recorder.space.settle(live)
+    space.derivatives = (*change.derivatives, *recorder.derivatives)
+    space.forget(set(change.gone) | ({n.id for n in recorder.new} - {n.id for n in nodes}))
+    space.live.update(recorder.live)
+    space.renew(change.relinked)
+    space.settle(live)
 
 
 def _only_in_list(recorder: Recorder) -> set[int]:

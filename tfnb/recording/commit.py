@@ -1,17 +1,21 @@
 """From a finished recording to new graph contents: pure functions.
 
 Sizes that turned out equal are unified, nodes of nothing but captured data that nobody can reach are dropped, the
-owner's earlier nodes are replaced in place, and consumers in other cells are re-linked by name or become stale.
+owner's earlier nodes are replaced in place, and consumers in other cells are re-linked by name or become stale. So do
+derivatives of what is not the same any more: a gradient stands on every node between, not only on those it uses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from tfnb.graph import Contents, Guard, Node, Owner, Spec, Value
-from tfnb.graph.node import map_leaves
+import torch
+
+from tfnb.errors import StaleNode
+from tfnb.graph import Contents, Guard, Node, Owner, Spec, Value, Variable
+from tfnb.graph.node import leaves, map_leaves
 from tfnb.graph.spec import Dim
 
 _SOURCES = ("tfnb.placeholder", "tfnb.read", "tfnb.assign", "tfnb.group", "tfnb.guard")
@@ -64,45 +68,152 @@ def unified_guards(guards: Iterable[Guard], sizes: Mapping[str, int | str]) -> l
     return kept
 
 
-def replaced(
-    old: Contents, new: list[Node], guards: list[Guard], aliases: Mapping[str, Value], owner: Owner, *, append: bool
-) -> tuple[Contents, dict[int, str]]:
-    """Contents with ``owner``'s block replaced by ``new``, and the nodes that are gone with what to re-run.
+@dataclass(frozen=True, slots=True)
+class Derivative:
+    """What `gradients` recorded: right for as long as ``ys`` depend on ``xs`` by the same nodes."""
 
-    The block keeps its place in program order unless it uses nodes recorded later.
+    nodes: frozenset[int]
+    ys: tuple[Value, ...]
+    xs: tuple[Value | Variable, ...]
+
+    def ways(self, nodes: Sequence[Node]) -> frozenset[int]:
+        """The nodes by which ``ys`` depend on ``xs``."""
+        reached = {x.node for x in self.xs if isinstance(x, Value)}
+        between: set[int] = set()
+        for node in nodes:
+            if any(v.node in reached for v in node.inputs):
+                reached.add(node.id)
+                between.add(node.id)
+            elif node.op == "tfnb.read" and any(node.attrs["variable"] is x for x in self.xs):
+                reached.add(node.id)
+        needed = {y.node for y in self.ys}
+        for node in reversed(nodes):
+            if node.id in needed:
+                needed.update(v.node for v in node.inputs)
+        return frozenset(between & needed)
+
+    def moved(self, moved: Mapping[Value, Value]) -> Derivative:
+        """The same one of the values that took the place of others."""
+        xs = tuple(moved.get(x, x) if isinstance(x, Value) else x for x in self.xs)
+        return replace(self, ys=tuple(moved.get(y, y) for y in self.ys), xs=xs)
+
+
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """New contents, the nodes that are gone and why, and those of others that compute from other values now."""
+
+    contents: Contents
+    gone: dict[int, str]
+    relinked: frozenset[int]
+    derivatives: tuple[Derivative, ...]
+
+
+def replaced(
+    old: Contents, new: list[Node], guards: list[Guard], aliases: Mapping[str, Value], owner: Owner, *, append: bool,
+    derivatives: Iterable[Derivative] = (), opaque: Container[int] = (),
+) -> Replacement:  # fmt: skip
+    """Contents with ``owner``'s block replaced by ``new``.
+
+    The block keeps its place in program order unless it uses nodes recorded later. derivatives: what was differentiated
+    before. opaque: nodes that count as changed whenever their cell runs again. Raises StaleNode for a block that uses
+    what is computed from its own earlier run.
     """
     mine = [] if append else [n for n in old.nodes if n.owner is not None and n.owner.key == owner.key]
-    gone = {n.id: _rerun(n) for n in mine}
-    moved = _relinked(mine, new)
+    gone = {n.id: _replaced_text(n) for n in mine}
     others = [n for n in old.nodes if n.id not in gone]
     place = _place(old, others, mine, new)
     before, after = others[:place], others[place:]
-    new_ids = {n.id for n in new}
-    kept_after: list[Node] = []
-    available = {n.id for n in before} | new_ids
-    bound = {s for n in (*before, *new, *after) if n.op == "tfnb.placeholder" for s in n.outputs[0].symbols}
-    for node in after:
-        node = _relink(node, moved)
-        bound.update(s for spec in node.outputs for s in spec.symbols if s not in node.symbols)
-        if (
-            any(v.node not in available for v in node.inputs)
-            or any(c not in available for c in node.control)
-            or not bound.issuperset(node.symbols)
-        ):
-            gone[node.id] = _rerun(node)
-            continue
-        available.add(node.id)
-        kept_after.append(node)
-    nodes = (*before, *new, *kept_after)
+    _refuse_circles(before, gone, old)
+    moved = _relinked(mine, new)
+    after = [_relink(node, moved) for node in after]
+    kept_by = {d.moved(moved): d.ways(old.nodes) for d in derivatives if d.nodes.isdisjoint(gone)}
+    same = _same(mine, new, moved, opaque)
+    while True:
+        after = _possible([*before, *new], after, gone, old)
+        nodes = (*before, *new, *after)
+        wrong = _wrong(kept_by, nodes, same) if mine else []
+        if not wrong:
+            break
+        for derivative in wrong:
+            del kept_by[derivative]
+            changed = f"what it differentiates was changed when {_label(mine[0])} ran again"
+            gone |= {n.id: _dropped_text(n, changed) for n in after if n.id in derivative.nodes}
     ids = {n.id for n in nodes}
     kept_guards = [g for g in old.guards if append or g.owner is None or g.owner.key != owner.key]
     kept_aliases = {k: v for k, v in old.aliases.items() if v.node in ids}
-    return Contents(nodes, (*kept_guards, *guards), {**kept_aliases, **aliases}), gone
+    contents = Contents(nodes, (*kept_guards, *guards), {**kept_aliases, **aliases})
+    return Replacement(contents, gone, _downstream(after, {v.node for v in moved.values()}), tuple(kept_by))
 
 
-def _rerun(node: Node) -> str:
-    where = node.source.label if node.source else "its cell"
-    return f"node {node.name} was recorded by an earlier run of {where}; run {where} again"
+def _refuse_circles(before: list[Node], gone: Container[int], old: Contents) -> None:
+    """Nothing that the block uses may stand on what it replaces."""
+    for node in before:
+        for at in (*(v.node for v in node.inputs), *node.control):
+            if at in gone:
+                raise StaleNode(
+                    f"{_label(old.by_id[at])} now uses what {_label(node)} recorded, and {node.name} of "
+                    f"{_label(node)} is computed from {old.by_id[at].name}, which this run replaces: give the results "
+                    f"of one of them other names in a cell below both"
+                )
+
+
+def _possible(before: list[Node], after: list[Node], gone: dict[int, str], old: Contents) -> list[Node]:
+    """Those of ``after`` that find all they use; the others join ``gone``."""
+    available = {n.id for n in before}
+    bound = {s for n in (*before, *after) if n.op == "tfnb.placeholder" for s in n.outputs[0].symbols}
+    kept: list[Node] = []
+    for node in after:
+        if node.id in gone:
+            continue
+        bound.update(s for spec in node.outputs for s in spec.symbols if s not in node.symbols)
+        missing = next((i for i in (*(v.node for v in node.inputs), *node.control) if i not in available), None)
+        if missing is not None:
+            gone[node.id] = (
+                gone[missing] if old.by_id[missing].owner == node.owner else _missing_text(node, old, missing)
+            )
+        elif not bound.issuperset(node.symbols):
+            sizes = ", ".join(sorted(set(node.symbols) - bound))
+            gone[node.id] = _dropped_text(node, f"it uses the size {sizes}, which no placeholder has any more")
+        else:
+            available.add(node.id)
+            kept.append(node)
+    return kept
+
+
+def _wrong(
+    kept: Mapping[Derivative, frozenset[int]], nodes: Sequence[Node], same: Mapping[int, int]
+) -> list[Derivative]:
+    """The derivatives whose ys do not depend on their xs as they did."""
+    return [d for d, ways in kept.items() if d.ways(nodes) != {same.get(i, i) for i in ways}]
+
+
+def _downstream(nodes: list[Node], ids: set[int]) -> frozenset[int]:
+    """The nodes that compute from values of ``ids``."""
+    found: set[int] = set()
+    for node in nodes:
+        if any(v.node in ids or v.node in found for v in node.inputs):
+            found.add(node.id)
+    return frozenset(found)
+
+
+def _label(node: Node) -> str:
+    return node.source.label if node.source else "a cell"
+
+
+def _replaced_text(node: Node) -> str:
+    return (
+        f"node {node.name} was recorded by an earlier run of {_label(node)}; that cell has been run again or removed "
+        "since: use what its last run gave"
+    )
+
+
+def _dropped_text(node: Node, why: str) -> str:
+    return f"node {node.name} of {_label(node)} was dropped because {why}; run {_label(node)} again"
+
+
+def _missing_text(node: Node, old: Contents, missing: int) -> str:
+    lost = old.by_id[missing]
+    return _dropped_text(node, f"it uses {lost.name} of {_label(lost)}, which is not recorded any more")
 
 
 def _relinked(mine: list[Node], new: list[Node]) -> dict[Value, Value]:
@@ -114,6 +225,29 @@ def _relinked(mine: list[Node], new: list[Node]) -> dict[Value, Value]:
         if twin is not None and twin.op == node.op and twin.outputs == node.outputs:
             moved.update({Value(node.id, i): Value(twin.id, i) for i in range(max(1, len(node.outputs)))})
     return moved
+
+
+def _same(mine: list[Node], new: list[Node], moved: Mapping[Value, Value], opaque: Container[int]) -> dict[int, int]:
+    """Old id -> new id for nodes that a derivative cannot tell apart: same op, arguments and inputs."""
+    fresh = {n.id: n for n in new}
+    same: dict[int, int] = {}
+    for node in mine:
+        twin = fresh.get(moved.get(Value(node.id), Value(node.id)).node)
+        if twin is None or node.id in opaque or node.tags != twin.tags:
+            continue
+        inputs = tuple(Value(same.get(v.node, v.node), v.index) for v in node.inputs)
+        if inputs == twin.inputs and _equal(node.attrs, twin.attrs):
+            same[node.id] = twin.id
+    return same
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two trees of arguments are equal; of constants only the kind counts."""
+    pairs = list(zip(leaves(one), leaves(other), strict=False))
+    return len(pairs) == len(list(leaves(one))) == len(list(leaves(other))) and all(
+        isinstance(b, torch.Tensor) if isinstance(a, torch.Tensor) else type(a) is type(b) and (a is b or a == b)
+        for a, b in pairs
+    )
 
 
 def _relink(node: Node, moved: Mapping[Value, Value]) -> Node:

@@ -25,6 +25,7 @@ from tfnb.graph import Graph, Guard, Node, Owner, Ref, Source, Spec, Value, Vari
 from tfnb.graph.node import leaves
 from tfnb.graph.variable import updated
 from tfnb.recording.call import record_call
+from tfnb.recording.commit import Derivative
 from tfnb.recording.habits import Habits
 from tfnb.recording.journal import Journal
 from tfnb.recording.ops import Facts, Op, facts, op_name
@@ -68,6 +69,7 @@ class Recorder(TorchDispatchMode):
         self.notes: list[str] = []
         self.born = WeakIdKeyDictionary()  # parameters and buffers made in this recording
         self.journal = Journal()
+        self.derivatives: list[Derivative] = []
         self.live = WeakIdKeyDictionary()  # every recorded tensor that somebody still holds
         self.outside = Outside(self)
         self._reads: dict[Variable, Base] = {}

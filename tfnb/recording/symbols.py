@@ -259,6 +259,21 @@ class Symbols:
         with _disable_current_modes(), self.fake_mode:
             return torch.empty(sizes, dtype=spec.dtype, device=spec.device)
 
+    def renewed(self, leaf: Any) -> Any:
+        """A size, or a fake tensor, over the symbols that stand under its letters now; anything else unchanged."""
+        if isinstance(leaf, torch.SymInt):
+            size = self.size(leaf)
+            return size if isinstance(size, int) else size.evaluate(self.bindings([size]))
+        if not isinstance(leaf, torch.Tensor) or all(map(self._is_current, (*leaf.shape, *leaf.stride()))):
+            return leaf
+        sizes, strides = ([self.renewed(n) for n in ns] for ns in (leaf.shape, leaf.stride()))
+        with _disable_current_modes(), self.fake_mode:
+            return torch.empty_strided(sizes, strides, dtype=leaf.dtype, device=leaf.device)
+
+    def _is_current(self, size: Any) -> bool:
+        symbols = size.node.expr.free_symbols if isinstance(size, torch.SymInt) else ()
+        return all(self._values[self._letters[s]].node.expr == s for s in symbols if s in self._letters)
+
     def fake_like(self, tensor: torch.Tensor) -> FakeTensor:
         """A fake tensor with the static shape and strides of ``tensor``."""
         with _disable_current_modes():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 
 from tfnb.errors import FailedPrecondition, InvalidArgument, StaleNode, Unsupported
 from tfnb.graph import Graph, Node, Spec, Value, current
+from tfnb.graph.node import map_leaves
 from tfnb.recording.views import View
 from tfnb.recording.workspace import Workspace
 
@@ -65,7 +66,10 @@ class Tensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch documents
 
     @staticmethod
-    def __new__(cls, entry: Entry, space: Workspace, base: Base | None = None, chain: tuple[View, ...] = ()) -> Tensor:
+    def __new__(
+        cls, entry: Entry, space: Workspace, base: Base | None = None, chain: tuple[View, ...] = (),
+        seen: int | None = None,
+    ) -> Tensor:  # fmt: skip
         fake = entry.fake
         self = torch.Tensor._make_wrapper_subclass(
             cls, fake.shape, strides=fake.stride(), storage_offset=fake.storage_offset(), dtype=fake.dtype,
@@ -75,7 +79,7 @@ class Tensor(torch.Tensor):
         self._entry = entry
         self._family = base or Base(entry)
         self._chain = chain
-        self._seen = self._family.version
+        self._seen = self._family.version if seen is None else seen
         self._feed = None
         self._space = space
         self._graph = space.graph
@@ -162,8 +166,21 @@ class Tensor(torch.Tensor):
         """Become again what this was."""
         with self._space.symbols.quiet():
             if self._entry.fake is not entry.fake:
-                self.look_as(Tensor(entry, self._space, family, chain))
+                self.look_as(Tensor(entry, self._space, family, chain, seen))
         self._entry, self._family, self._chain, self._seen = entry, family, chain, seen
+
+    def renew(self, ids: Container[int], renewed: Callable[[Any], Any]) -> None:
+        """If a node of ``ids`` computes it: its sample is to be computed again, and its sizes are ``renewed``."""
+        before, base = self._entry, self._family.entry
+        if base.value.node in ids:
+            self._family.entry = Entry(base.value, renewed(base.fake), None)
+        if before.value.node not in ids:
+            return
+        self._entry = Entry(before.value, renewed(before.fake), None) if self._chain else self._family.entry
+        if self._entry.fake is not before.fake:
+            chain = tuple(view._replace(attrs=map_leaves(renewed, view.attrs)) for view in self._chain)
+            with self._space.symbols.quiet():
+                self.look_as(Tensor(self._entry, self._space, self._family, chain, self._seen))
 
     def eval(self, feed_dict: Any = None) -> torch.Tensor:
         """The value in the default session of its graph."""

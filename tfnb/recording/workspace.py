@@ -6,9 +6,9 @@ Samples are kept up to a budget and computed again on demand from those of the p
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Container, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -22,6 +22,9 @@ from tfnb.kernels.random import mix, seeded
 from tfnb.recording.ops import kernel, resolve, unbind
 from tfnb.recording.shapes import Shapes
 from tfnb.recording.symbols import Symbols
+
+if TYPE_CHECKING:
+    from tfnb.recording.commit import Derivative
 
 SAMPLE_BUDGET = 1 << 30  # bytes, while a recording may still ask for them
 KEPT_BUDGET = 64 << 20  # bytes, afterwards: training needs the memory
@@ -60,6 +63,7 @@ class Workspace:
         self._roots: dict[Value, torch.Tensor] = {}
         self.live = WeakIdKeyDictionary()  # recorded tensors of finished recordings that somebody still holds
         self.rules: dict[int, Callable[..., Any]] = {}  # nodes with a gradient rule of their own
+        self.derivatives: tuple[Derivative, ...] = ()
         self._bytes = 0
 
     @property
@@ -88,6 +92,17 @@ class Workspace:
                 return
             dropped = self._samples.pop(value)
             self._bytes -= dropped.numel() * dropped.element_size()
+
+    def renew(self, ids: Container[int]) -> None:
+        """Nodes that compute from other values than before: samples come from those, sizes are those of now."""
+        for value in [v for v in self._samples if v.node in ids]:
+            dropped = self._samples.pop(value)
+            self._bytes -= dropped.numel() * dropped.element_size()
+        for value, fake in self.fakes.items():
+            if value.node in ids:
+                self.fakes[value] = self.symbols.renewed(fake)
+        for tensor in list(self.live):
+            tensor.renew(ids, self.symbols.renewed)
 
     def forget(self, ids: set[int]) -> None:
         """Drop everything about removed nodes."""
