@@ -56,6 +56,12 @@ SOURCES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "bag sum": lambda w, i: F.embedding_bag(i, w, mode="sum"),
     "bag mean": lambda w, i: F.embedding_bag(i, w, mode="mean"),
     "bag offsets": lambda w, i: F.embedding_bag(i.reshape(-1), w, torch.tensor([0, 2]), mode="mean"),
+    "bag of the largest": lambda w, i: F.embedding_bag(i, w, mode="max"),
+    "bag with padding": lambda w, i: F.embedding_bag(i, w, mode="mean", padding_idx=1),
+    "gather of whole rows": lambda w, i: w.gather(0, i.reshape(-1)[:, None].expand(-1, WIDTH)),
+    "some columns": lambda w, i: w[i, 1:],
+    "rows with a new axis": lambda w, i: w[i.reshape(-1), None].squeeze(1),
+    "no row": lambda w, i: torch.cat([w[i.reshape(-1)[:0]], F.embedding(i.reshape(-1)[:0], w)]),
     "two lookups": lambda w, i: torch.cat([F.embedding(i, w), w[i * 2]], 1),
     "nested": lambda w, i: w[i.reshape(-1)][i.reshape(-1) + 1],
     "nested in two axes": lambda w, i: w[i][torch.tensor([1, 1, 0])],
@@ -146,6 +152,72 @@ def test_placeholder_stays_dense() -> None:
         x = tfnb.placeholder(torch.randn(4, 2), shape=(4, 2))
         (dx,) = tfnb.gradients(x[torch.tensor([1, 1])].sum(), [x])
     assert dx.sample.tolist() == [[0.0, 0.0], [2.0, 2.0], [0.0, 0.0], [0.0, 0.0]]
+
+
+def test_bags_scale_by_frequency_as_lookups_do() -> None:
+    """torch's kernel for bags on a CPU (2.13) takes the counts of other words: what it says it does is the oracle."""
+    w = table()
+    with tfnb.record():
+        i = tfnb.placeholder(INDEX)
+        loss = F.embedding_bag(i, w.read(), mode="mean", scale_grad_by_freq=True).square().sum()
+        (dw,) = tfnb.gradients(loss, [w])
+    for index in (INDEX, INDEX.flip(1) + 1):
+        got = tfnb.run(dw, {i: index})
+        want = gradient_of(
+            lambda weight, b=index: F.embedding(b, weight, scale_grad_by_freq=True).mean(1).square().sum(), w.value()
+        )
+        torch.testing.assert_close(got.to_dense(), want)
+
+
+def test_the_largest_of_equals_in_a_bag_is_the_first() -> None:
+    w = tfnb.Variable(torch.ones(ROWS, WIDTH, dtype=torch.float64))
+    with tfnb.record():
+        i = tfnb.placeholder(INDEX)
+        (dw,) = tfnb.gradients(F.embedding_bag(i, w.read(), mode="max").sum(), [w])
+    want = gradient_of(lambda weight: F.embedding_bag(INDEX, weight, mode="max").sum(), w.value())
+    assert torch.equal(tfnb.run(dw, {i: INDEX}).to_dense(), want)
+
+
+@pytest.mark.parametrize("look", [
+    lambda w, i: F.embedding(i, w, padding_idx=1), lambda w, i: F.embedding_bag(i, w, mode="sum", padding_idx=1),
+], ids=["embedding", "bag"])  # fmt: skip
+def test_a_padding_row_has_no_entry(look: Any) -> None:
+    w = table()
+    with tfnb.record():
+        i = tfnb.placeholder(INDEX)
+        (dw,) = tfnb.gradients(look(w.read(), i).square().sum(), [w])
+    assert tfnb.run(dw, {i: INDEX}).indices.tolist() == [3, 2, 0]
+    assert tfnb.run(dw, {i: torch.ones(2, 3, dtype=torch.int64)}).indices.tolist() == []
+
+
+@pytest.mark.parametrize("look", [
+    lambda w: w[3], lambda w: w[2:5], lambda w: w[torch.tensor([1, 2]), 0], lambda w: w.gather(0, INDEX),
+], ids=["row", "slice", "elements", "gather"])  # fmt: skip
+def test_a_dense_gradient_of_some_rows_of_a_large_table_is_said(look: Any) -> None:
+    w = tfnb.Variable(torch.randn(1 << 17, 3), name="table")
+    with tfnb.record() as g:
+        (dw,) = tfnb.gradients(look(w.read()).square().sum(), [w])
+    assert not isinstance(dw, IndexedSlices)
+    assert densified(g)
+    (note,) = [note for note in g.notes if "becomes dense" in note]
+    assert f"table [{1 << 17}, 3] becomes dense, {12 << 17} bytes: the gradient of aten." in note
+
+
+def test_parts_of_a_fused_weight_are_no_rows_of_a_table() -> None:
+    w = tfnb.Variable(torch.randn(3 << 16, 3), name="qkv")
+    with tfnb.record() as g:
+        q, k, v = w.read().chunk(3)
+        tfnb.gradients((q * k * v).sum(), [w])
+    assert densified(g) == []
+    assert g.notes == ()
+
+
+def test_backward_says_that_the_grad_of_a_large_table_is_dense() -> None:
+    layer = nn.Embedding(1 << 17, 3)
+    with tfnb.record() as g:
+        layer(tfnb.placeholder(INDEX)).square().sum().backward()
+        assert layer.weight.grad.shape == (1 << 17, 3)
+    assert any("embedding" in note and f"{12 << 17} bytes" in note for note in g.notes)
 
 
 # -- mixed -----------------------------------------------------------------------------------------------------

@@ -124,6 +124,27 @@ def test_lazy_adam_is_torchs_sparse_adam():
     torch.testing.assert_close(model.weight, twin.weight, rtol=1e-5, atol=1e-5)
 
 
+def test_lazy_steps_leave_a_padding_row_and_its_slots_alone():
+    model, twin = (nn.Embedding(ROWS, WIDTH, padding_idx=2, sparse=True, dtype=torch.float64) for _ in range(2))
+    with torch.no_grad():
+        model.weight[2] = 1.5
+    twin.load_state_dict(model.state_dict())
+    rule = train.LazyAdam(0.01)
+    i, step = recorded(model, rule)
+    optimizer = torch.optim.SparseAdam(twin.parameters(), lr=0.01)
+    for number in range(20):
+        rows = torch.cat([words(number), torch.tensor([2])])
+        tfnb.run(step, {i: rows})
+        optimizer.zero_grad()
+        (twin(rows) - 1).square().mean(1).sum().backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, about checks of sparse tensors
+            optimizer.step()
+    torch.testing.assert_close(model.weight, twin.weight, rtol=1e-5, atol=1e-5)
+    assert model.weight[2].tolist() == [1.5] * WIDTH
+    assert not rule.slots(model.weight)["exp_avg"].value()[2].any()
+
+
 def test_duplicates_update_like_their_sum():
     w = tfnb.Variable(torch.ones(3, 1), name="w")
     with tfnb.record():

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from tfnb.errors import FailedPrecondition, InvalidArgument, ShapeError
-from tfnb.gradients.slices import IndexedSlices
 from tfnb.gradients.walker import Walk, differentiate
 from tfnb.graph import Variable
 from tfnb.recording import Recorder, Tensor
@@ -147,9 +146,7 @@ def _gradients(recorder: Recorder, ys: list[Any], xs: list[Any], seeds: list[Any
 
 def _handle(recorder: Recorder, dx: Any, create_graph: bool) -> Tensor:
     """A handle of its own, so that a write into one gradient is no write into another."""
-    if isinstance(dx, IndexedSlices):
-        dx = dx.to_dense("torch's .grad is dense")
-    elif not isinstance(dx, Tensor):
+    if not isinstance(dx, Tensor):
         dx = torch.clone(dx)
     if not create_graph and "no_grad" not in dx.node.tags:  # a value of the forward pass, handed through
         dx = dx.detach()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial, reduce
 from numbers import Real
 from operator import add
@@ -200,16 +200,21 @@ def _needs_dense(name: str, g: IndexedSlices) -> InvalidArgument:
     )
 
 
-@contextmanager
-def _densifying(g: IndexedSlices, why: str = "") -> Iterator[None]:
-    """What is recorded inside makes ``g`` dense: it is tagged and noted, and large ones warn."""
+def _densifying(g: IndexedSlices, why: str = "") -> AbstractContextManager[None]:
     recording = current.recording()
-    recorder = recording if isinstance(recording, Recorder) and isinstance(g.values, Tensor) else None
-    is_static = all(isinstance(size, int) for size in g.dense_shape)  # else a part of a lookup, as long as the batch
-    source = recorder.where() if recorder else None
-    size = f"{g.nbytes} bytes" if is_static else "some rows"
-    text = f"{source or 'here'}: {g.name} {list(g.dense_shape)} becomes dense, {size}{why and ': '}{why}"
-    if is_static and math.prod(g.dense_shape) > MANY:
+    is_recorded = isinstance(recording, Recorder) and isinstance(g.values, Tensor)
+    return densifying(g.name, Spec(g.dtype, g.dense_shape), why, recording if is_recorded else None)  # type: ignore[arg-type]
+
+
+@contextmanager
+def densifying(name: str, spec: Spec, why: str, recorder: Recorder | None) -> Iterator[None]:
+    """What is recorded inside makes the gradient ``name`` dense: it is tagged and noted, and large ones warn."""
+    is_static = all(isinstance(size, int) for size in spec.shape)  # else a part of a lookup, as long as the batch
+    count = math.prod(spec.shape) if is_static else 0
+    size = f"{count * spec.dtype.itemsize} bytes" if is_static else "some rows"
+    at = (recorder.where() if recorder else None) or "here"
+    text = f"{at}: {name} {list(spec.shape)} becomes dense, {size}{why and ': '}{why}"
+    if is_static and count > MANY:
         warnings.warn(text, stacklevel=user_level(None))
     if recorder is None:
         yield

@@ -44,6 +44,7 @@ COMPOSITES: dict[str, Callable[..., Any]] = {}
 LOOKUPS: dict[str, Callable[..., Any]] = {}
 PASSES = {"aten.alias.default", "aten.clone.default", "aten._to_copy.default", "tfnb.assign"}
 """Ops whose output has the rows of their input: a row-sparse cotangent goes through as it is."""
+COLUMNS: dict[str, Callable[..., Any]] = {}  # by op: entries of rows of its output as entries of its input's
 NOGRAD: set[str] = set()
 COMPLEX: set[str] = set()  # ops whose rules hold for complex tensors too
 
@@ -206,6 +207,14 @@ def lookup(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         return function
 
     return register
+
+
+def columns(op: Any, function: Callable[[Forward, Any], Any]) -> None:
+    """Register how row-sparse entries go back through an op that leaves axis 0 alone wherever its ``dim`` is not 0.
+
+    ``function(n, values)`` makes of the values [n, ...] of the output those of the input.
+    """
+    COLUMNS[str(op)] = function
 
 
 def conj(x: torch.Tensor) -> torch.Tensor:

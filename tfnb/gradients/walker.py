@@ -8,8 +8,9 @@ differentiated again. Imports graph and recording.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ import torch
 from tfnb.errors import InvalidArgument, NoGradient, ShapeError
 from tfnb.gradients.decompose import decomposition
 from tfnb.gradients.library import library_rule
-from tfnb.gradients.slices import IndexedSlices, added
+from tfnb.gradients.slices import IndexedSlices, added, densifying
 from tfnb.gradients.table import (
+    COLUMNS,
     COMPLEX,
     COMPOSITES,
     LOOKUPS,
@@ -44,6 +46,8 @@ from tfnb.recording.variables import known
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
 _GRADIENT = frozenset({"gradient"})
 _STRAIGHT = frozenset({"no_grad", "in_place"})
+_PICKS = frozenset({"aten.select.int", "aten.slice.Tensor"})  # on axis 0: of a table some rows, by a view
+_LARGE = 1 << 20  # bytes; below, a dense gradient of some rows is not worth a word
 
 
 def gradients(
@@ -278,18 +282,21 @@ class Walk:
             if self.scope is not None:  # gradient nodes stand in the scope NODE_grad and link to their forward node
                 stack.enter_context(self.recorder.scope(f"{self.scope}/{node.name}_grad/"))
                 stack.enter_context(self.recorder.tagged(_GRADIENT, forward=node.id))
-            entries = self._entries(node, dys, needed)
+            entries = self._entries(node, dys, needed, stack)
             for value, wanted, entry in zip(node.inputs, needed, entries, strict=True):
                 if wanted and entry is not None:
                     self._send(value, self._fitted(node, entry() if callable(entry) else entry, value))
 
-    def _entries(self, node: Node, dys: list[Any], needed: list[bool]) -> list[Any]:
+    def _entries(self, node: Node, dys: list[Any], needed: list[bool], stack: ExitStack) -> list[Any]:
+        """One cotangent for each input, or a function that makes it; ``stack`` is open until all are made."""
         if "no_grad" in node.tags:
             return [dys[0], *([None] * (len(node.inputs) - 1))]
         if needed[0] and node.inputs[0] in self.tables and not _has_own_rule(node):
             rows = self._rows(node, dys[0], needed)
             if rows is not None:
                 return [rows, *([None] * (len(node.inputs) - 1))]
+        if needed[0]:
+            stack.enter_context(self._said(node))
         dys = [dy.to_dense() if isinstance(dy, IndexedSlices) else dy for dy in dys]
         rule = self._rule(node)
         if rule is None or (rule.outputs is not None and any(dy is not None for dy in dys[rule.outputs :])):
@@ -320,6 +327,8 @@ class Walk:
             return False
         if node.op in LOOKUPS:  # one row alone has no axis of rows
             return len(node.outputs[0].shape) >= len(self._spec(node.inputs[0]).shape)
+        if node.op in COLUMNS:
+            return _axis(node) != 0
         return node.op in PASSES or node.tags >= _STRAIGHT
 
     def _rows(self, node: Node, dy: Any, needed: list[bool]) -> IndexedSlices | None:
@@ -327,6 +336,8 @@ class Walk:
         is_rows = isinstance(dy, IndexedSlices)
         if node.op in PASSES:
             return dy if is_rows else None
+        if node.op in COLUMNS:
+            return self._columns(node, dy, needed) if is_rows else None
         if dy is None or node.op not in LOOKUPS:
             return None
         n, take = self._forward(node, needed), LOOKUPS[node.op]
@@ -339,6 +350,33 @@ class Walk:
         name = self.recorder.node(node.inputs[0].node).name
         values, indices = torch.ops.tfnb.slices(values, indices, shape[0])
         return IndexedSlices(values, indices, shape).called(name)
+
+    def _columns(self, node: Node, dy: IndexedSlices, needed: list[bool]) -> IndexedSlices:
+        n = self._forward(node, needed)
+        return IndexedSlices(COLUMNS[node.op](n, dy.values), dy.indices, tuple(n.inputs[0].shape)).called(dy.name)
+
+    def _said(self, node: Node) -> AbstractContextManager[None]:
+        """Where some rows of a large Variable were taken and its gradient is dense, a note tells, with the bytes."""
+        if node.op not in LOOKUPS and not (node.op in _PICKS and _axis(node) == 0):
+            return nullcontext()
+        table = self.recorder.node(node.inputs[0].node)
+        while table.op in _PICKS or table.op in COLUMNS:
+            table = self.recorder.node(table.inputs[0].node)
+        spec = table.outputs[0]
+        if table.op != "tfnb.read" or not all(isinstance(size, int) for size in spec.shape):
+            return nullcontext()
+        if math.prod(spec.shape) * spec.dtype.itemsize < _LARGE or self._covers(node, spec.shape[0]):
+            return nullcontext()
+        way = "tfnb.gradients and index_select(0, rows) keep rows apart"
+        return densifying(table.name, spec, f"the gradient of {node.op}; {way}", self.recorder)
+
+    def _covers(self, node: Node, rows: Any) -> bool:
+        """Whether the views of a Variable beside this one take all of its rows, as the parts of fused weights do."""
+        if node.op not in _PICKS:
+            return False
+        parts = [n for n in self.recorder.nodes if n.op in _PICKS and n.inputs[0] == node.inputs[0] and _axis(n) == 0]
+        taken = [n.outputs[0].shape[0] if n.op == "aten.slice.Tensor" else 1 for n in parts]
+        return all(isinstance(count, int) for count in taken) and sum(taken) >= rows
 
     def _forward(self, node: Node, needed: list[bool]) -> Forward:
         region = region_of_tags(node.tags)
@@ -434,6 +472,11 @@ def hooked(dx: torch.Tensor, hooks: Iterable[Hook]) -> torch.Tensor:
 def _has_own_rule(node: Node) -> bool:
     """Whether the node's gradient is not that of its op."""
     return node.op == WITH_GRADIENT or "override" in node.tags
+
+
+def _axis(node: Node) -> int:
+    """The ``dim`` of a view of one input, from the front."""
+    return node.attrs.get("dim", 0) % max(len(node.outputs[0].shape) + (node.op == "aten.select.int"), 1)
 
 
 def _ways(node: Node) -> tuple[Value, ...]:

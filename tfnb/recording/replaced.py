@@ -15,7 +15,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import _constrain_range_for_size
 
 from tfnb.errors import Unsupported
-from tfnb.recording import packed
+from tfnb.recording import packed, picked
 from tfnb.recording.writes import rebind
 
 aten = torch.ops.aten
@@ -370,8 +370,10 @@ def _triangle(cut: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..
     return indices
 
 
-# Functions that take a number for a size, and so would fix it before any op is called.
+# Functions that take a number for a size or a row, and so would fix it before any op is called.
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.__getitem__: picked.get_item,
+    torch.Tensor.__setitem__: picked.set_item,
     torch.linspace: _linspace,
     torch.tril_indices: _triangle(torch.tril, torch.tril_indices),
     torch.triu_indices: _triangle(torch.triu, torch.triu_indices),

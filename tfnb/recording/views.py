@@ -94,6 +94,7 @@ PUT: dict[Any, Callable[[Any, Any, dict[str, Any], int], Any]] = {
     aten.as_strided: _as_strided,
     aten.diagonal: lambda base, new, a, i: torch.diagonal_scatter(base, new, a["offset"], a["dim1"], a["dim2"]),
     aten.expand: _expand,
+    aten.index_select: lambda base, new, a, i: base.index_copy(a["dim"], a["index"], new),
     aten.imag: lambda base, new, a, i: torch.complex(torch.real(base), new),
     aten.permute: _permute,
     aten.real: lambda base, new, a, i: torch.complex(new, torch.imag(base)),

@@ -64,7 +64,16 @@ def _(n: Forward, dy: Any) -> Any:
 
 @lookup(aten.gather.default)
 def _(n: Forward, dy: Any, at: Any) -> Any:
-    return (dy, at(n["index"])) if n["self"].dim() == 1 else None  # an index for each element, not for each row
+    rows = n["index"] if n["self"].dim() == 1 else _one_a_row(n)
+    return None if rows is None else (dy, at(rows))
+
+
+def _one_a_row(n: Forward) -> torch.Tensor | None:
+    """The row numbers where all columns have one, as in ``x.gather(0, rows[:, None].expand(-1, W))``; else None."""
+    index, x = n["index"], n["self"]
+    whole = not n["dim"] % x.dim() and all(map(_same, index.shape[1:], x.shape[1:]))
+    same = all(_same(size, 1) or _same(step, 0) for size, step in zip(index.shape[1:], index.stride()[1:], strict=True))
+    return index[(slice(None), *[0] * (index.dim() - 1))] if whole and same else None
 
 
 @rule(aten.scatter.src)
@@ -280,9 +289,11 @@ def _(n: Forward, dy: Any, at: Any) -> Any:
     index, padding = at(n["indices"]), n["padding_idx"]
     if n["scale_grad_by_freq"]:
         dy = dy / _frequency(n["indices"], index, dy).unsqueeze(-1)
-    if padding >= 0:
-        dy = dy.masked_fill((index == padding).unsqueeze(-1), 0.0)
-    return dy, index
+    if padding < 0:
+        return dy, index
+    rows = index.reshape(-1)
+    kept = (rows != padding).nonzero().reshape(-1)  # no entry at all, so that lazy steps leave that row alone
+    return dy.flatten(0, index.dim() - 1).index_select(0, kept), rows.index_select(0, kept)
 
 
 def _frequency(indices: torch.Tensor, index: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -307,22 +318,32 @@ def _(n: Forward, dd: Any) -> Any:
 @composite(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
 def _(weight: Any, indices: Any, offsets: Any, scale_grad_by_freq: bool = False, mode: int = 0, sparse: bool = False,
       per_sample_weights: Any = None, include_last_offset: bool = False, padding_idx: int = -1) -> Any:  # fmt: skip
-    rows = aten.embedding(weight, indices)  # mode 0 sum, 1 mean, 2 max; a bag is the run of rows between offsets
+    # mode 0 sum, 1 mean, 2 max; a bag is the run of rows between offsets
+    rows = aten.embedding(weight, indices, padding_idx, scale_grad_by_freq)
     bags = offsets.shape[0] - 1 if include_last_offset else offsets.shape[0]
     starts = offsets[:bags]
     place = torch.arange(indices.shape[0], device=indices.device)
     bag = torch.searchsorted(starts.contiguous(), place, right=True) - 1
     kept = (indices != padding_idx).to(rows.dtype)
     if mode == 2:
-        low = rows.masked_fill((kept == 0).unsqueeze(-1), float("-inf"))
-        start = rows.new_full([bags, rows.shape[1]], float("-inf"))
-        out = start.scatter_reduce(0, bag.unsqueeze(-1).expand(rows.shape), low, reduce="amax")
-        return out.masked_fill(out.isneginf(), 0.0), bag, bag, bag
+        return _first_largest(rows, kept, bag, bags), bag, bag, bag
     scaled = rows * (kept if per_sample_weights is None else kept * per_sample_weights).unsqueeze(-1)
     out = rows.new_zeros([bags, rows.shape[1]]).index_add(0, bag, scaled)
     if mode == 1:
         out = out / kept.new_zeros([bags]).index_add(0, bag, kept).clamp_min(1).unsqueeze(-1)
     return out, bag, bag, bag
+
+
+def _first_largest(rows: Any, kept: Any, bag: Any, bags: Any) -> Any:
+    """In each column of each bag the first of its largest kept elements, which alone has the gradient; else zero."""
+    count, each = rows.shape[0], bag.unsqueeze(-1).expand(rows.shape)
+    low = rows.masked_fill((kept == 0).unsqueeze(-1), float("-inf"))
+    largest = rows.new_full([bags, rows.shape[1]], float("-inf")).scatter_reduce(0, each, low, reduce="amax")
+    is_largest = (low == largest[bag]) & (kept != 0).unsqueeze(-1)
+    place = torch.arange(count, device=rows.device).unsqueeze(-1)
+    none = bag.new_zeros([bags, rows.shape[1]]) + count
+    first = none.scatter_reduce(0, each, torch.where(is_largest, place, count), reduce="amin")
+    return torch.cat([rows, rows.new_zeros([1, rows.shape[1]])]).gather(0, first)
 
 
 # -- slices ----------------------------------------------------------------------------------------------------

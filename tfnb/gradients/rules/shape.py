@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tfnb.gradients.table import Forward, partials, rule
+from tfnb.gradients.table import Forward, columns, partials, rule
 from tfnb.graph import current
 from tfnb.recording import Recorder, Tensor
 
@@ -116,12 +116,14 @@ def _slice(n: Forward, x: torch.Tensor) -> torch.Tensor:
     return aten.slice.Tensor(x, n["dim"], n["start"], n["end"], n["step"])
 
 
-def _slice_back(n: Forward, dy: torch.Tensor) -> torch.Tensor:
+def _slice_back(n: Forward, dy: torch.Tensor, sizes: Any = None) -> torch.Tensor:
     start = 0 if n["start"] is None else n["start"]
     end = torch.iinfo(torch.int64).max if n["end"] is None else n["end"]
-    return aten.slice_backward(dy, n["self"].shape, n["dim"], start, end, n["step"])
+    return aten.slice_backward(dy, n["self"].shape if sizes is None else sizes, n["dim"], start, end, n["step"])
 
 
+columns(aten.slice.Tensor, lambda n, values: _slice_back(n, values, [values.shape[0], *n["self"].shape[1:]]))
+columns(aten.unsqueeze.default, lambda n, values: values.squeeze(n["dim"]))
 partials(aten.slice.Tensor, _slice_back)
 partials(aten.slice_copy.Tensor, _slice_back)
 partials(aten.slice_backward.default, lambda n, dd: _slice(n, dd))

@@ -1,0 +1,86 @@
+"""A row picked by a recorded number is that of each run, and a view of what it was picked from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tfnb
+from tfnb.errors import InvalidArgument
+
+
+def _read(x: Any, i: Any) -> Any:
+    return x[i] * 2
+
+
+def _second_axis(x: Any, i: Any) -> Any:
+    return x[:, i] + x[..., -i - 1]
+
+
+def _with_others(x: Any, i: Any) -> Any:
+    return x[i, torch.tensor([0, 2])] + x[i, 1:3].sum() + x[i, None, i] + x[1:, i].sum()
+
+
+def _written(x: Any, i: Any) -> Any:
+    y = x * 1
+    y[i] = 7.0
+    y[0, i] += 3.0
+    return y
+
+
+def _seen_by_a_view(x: Any, i: Any) -> Any:
+    y = x * 1
+    row = y[i]
+    y.mul_(2)
+    row[0] = 5.0
+    y.add_(1)
+    return y.sum(0), row
+
+
+def _of_a_constant(x: Any, i: Any) -> Any:
+    return torch.arange(4.0)[i] * x
+
+
+def _of_ten(x: Any, i: Any) -> Any:
+    return torch.stack([x[k] for k in (i, 2 - i)])
+
+
+@pytest.mark.parametrize("program", [
+    _read, _second_axis, _with_others, _written, _seen_by_a_view, _of_a_constant, _of_ten,
+])  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_each_run_picks_its_own_row(program: Callable[[Any, Any], Any], dtype: torch.dtype) -> None:
+    first = torch.randn(4, 4, dtype=torch.float64)
+    with tfnb.record() as graph:
+        x, i = tfnb.placeholder(first, shape=(4, 4)), tfnb.placeholder(torch.tensor(1, dtype=dtype))
+        out = program(x, i)
+    assert graph.notes == ()
+    for number in (1, 0, 2):
+        data = torch.randn(4, 4, dtype=torch.float64)
+        torch.testing.assert_close(
+            tfnb.run(out, {x: data, i: torch.tensor(number, dtype=dtype)}), program(data, torch.tensor(number))
+        )
+
+
+def test_a_picked_row_of_a_parameter_has_a_row_sparse_gradient() -> None:
+    layer = nn.Embedding(5, 3)
+    with tfnb.record():
+        i = tfnb.placeholder(torch.tensor(2))
+        (grad,) = tfnb.gradients(layer.weight[i].square().sum(), [layer.weight])
+    assert isinstance(grad, tfnb.IndexedSlices)
+    for number in (2, 4, -1):
+        layer.zero_grad()
+        layer.weight[number].square().sum().backward()
+        assert torch.equal(tfnb.run(grad, {i: torch.tensor(number)}).to_dense(), layer.weight.grad)
+
+
+def test_a_row_that_is_not_there_fails_the_run() -> None:
+    with tfnb.record():
+        i = tfnb.placeholder(torch.tensor(1))
+        row = torch.arange(3.0)[i]
+    with pytest.raises(InvalidArgument, match="out of range"):
+        tfnb.run(row, {i: torch.tensor(3)})
