@@ -4,13 +4,15 @@ PYTHON ?= python3
 VENV ?= .venv
 # Options of the comparison, for example --quick.
 BENCH ?=
+# Processes that share the tests; each takes whole files.
+WORKERS ?= 2
 # Address of one more wheel index, for example one with CPU-only builds of torch. Empty: pip's own configuration.
 TORCH_INDEX ?=
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
-PYTEST := $(BIN)/python -m pytest --nbval --nbval-current-env --nbval-sanitize-with notebooks/sanitize.cfg --nbval-cell-timeout 240
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --nbval --nbval-current-env --nbval-sanitize-with notebooks/sanitize.cfg --nbval-cell-timeout 240
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow test-all lint format type shape bench bench-peers notebooks coverage page wheel doctor lab clean

@@ -23,6 +23,13 @@ hypothesis.settings.register_profile("long", deadline=None, max_examples=5000)
 hypothesis.settings.load_profile("long" if os.environ.get("TFNB_FUZZ") else "short")
 
 
+def pytest_configure() -> None:
+    """Processes that run tests side by side share the cores."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers > 1:
+        torch.set_num_threads(max(1, torch.get_num_threads() // workers))
+
+
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
     """Each device under test in turn."""
