@@ -7,7 +7,6 @@ the Variables, not to the session. The default session of a graph is behind `run
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -15,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx
 
 from tfnb import feeding
 from tfnb.cluster.connected import connected
 from tfnb.errors import (
+    Cancelled,
     DeadlineExceeded,
     FailedPrecondition,
     FeedError,
@@ -31,7 +30,8 @@ from tfnb.errors import (
     Unimplemented,
 )  # fmt: skip
 from tfnb.execution import Program, Trace, Tracer, lower, tiers
-from tfnb.execution.explain import explained
+from tfnb.execution.explain import explained, failing_node
+from tfnb.execution.running import Deadline, Running, Stop
 from tfnb.feeding import Feeder
 from tfnb.gradients import IndexedSlices
 from tfnb.graph import Graph, Node, Value, Variable
@@ -85,6 +85,7 @@ class Session:
         self._cluster = cluster
         self._prepared: dict[Any, _Prepared] = {}
         self._runs = itertools.count()
+        self._running: set[Running] = set()
         self._closed = False
         self.trace: Trace | None = None  # of the last traced run
 
@@ -189,24 +190,16 @@ class Session:
         fed = ((prepared.feeder.tensors(values), next(self._runs)) for values in rows)
         with closing(cluster.train(program, cluster.batches(program, fed), mode=mode, timeout=timeout)) as steps:
             for _, results in steps:
+                self._ensure_open()
                 yield prepared.rebuild([*results, *(variable.value() for variable in prepared.trailing)])
 
     def _execute(self, prepared: _Prepared, tensors: list[torch.Tensor], timeout: float | None) -> list[Any]:
         __tracebackhide__ = True
-        run, program = next(self._runs), prepared.program
-        cluster = self.cluster
-        if cluster is not None:
-            for variable in program.variables:
-                variable.send()
-            return list(cluster.run(program, tensors, timeout=timeout, run=run))
-        storages = [_initialised(variable) for variable in program.variables]
-        try:
-            forward = prepared.tiers.forward(tensors) if timeout is None else _timed(program, timeout)
-            results, pending = program.compute(tensors, storages, run, forward)
-        except TfnbError:
-            raise
-        except Exception as error:
-            raise explained(program, error, tensors) from error
+        program = prepared.program
+        if self.cluster is not None:
+            return self._stoppable(program, None, self._on_cluster, program, tensors, timeout)
+        forward = prepared.tiers.forward(tensors)
+        results, pending = self._stoppable(program, timeout, self._compute, program, tensors, forward)
         program.commit(pending)
         return results
 
@@ -216,22 +209,45 @@ class Session:
         if self.cluster is not None:
             raise Unimplemented("a traced run runs here only: close the cluster, or run without trace=True")
         program = prepared.program
-        storages = [_initialised(variable) for variable in program.variables]
-        tracer = Tracer(program, None if timeout is None else _deadline(program, timeout))
-        try:
-            results, pending = program.compute(tensors, storages, next(self._runs), tracer.forward)
-        except TfnbError:
-            raise
-        except Exception as error:
-            raise explained(program, error, tensors) from error
+        tracer = Tracer(program)
+        results, pending = self._stoppable(program, timeout, self._compute, program, tensors, tracer.forward)
         tracer.commit(pending)
         self.trace = tracer.trace(results)
         return results
 
-    def _prepare(self, fetches: Any, feed_keys: tuple[Any, ...]) -> _Prepared:
+    def _stoppable(self, program: Program, timeout: float | None, call: Callable[..., Any], *args: Any) -> Any:
+        """``call(*args)``, which `close` and the deadline end."""
         __tracebackhide__ = True
+        running = Running()
+        self._running.add(running)
+        try:
+            self._ensure_open()  # after the step can be found: `close` looks for steps after it closed
+            return running.compute(call, *args, until=None if timeout is None else _deadline(program, timeout))
+        finally:
+            self._running.discard(running)
+
+    def _compute(self, program: Program, tensors: list[torch.Tensor], forward: Callable[..., Any]) -> Any:
+        __tracebackhide__ = True
+        storages = [variable.storage for variable in program.variables]
+        try:
+            return program.compute(tensors, storages, next(self._runs), forward)
+        except TfnbError:
+            raise
+        except Exception as error:
+            raise explained(program, error, tensors) from error
+
+    def _on_cluster(self, program: Program, tensors: list[torch.Tensor], timeout: float | None) -> list[Any]:
+        for variable in program.variables:
+            variable.send()
+        return list(self.cluster.run(program, tensors, timeout=timeout, run=next(self._runs)))
+
+    def _ensure_open(self) -> None:
         if self._closed:
             raise FailedPrecondition(f"the session of graph {self.graph.name} is closed; make a new tfnb.Session")
+
+    def _prepare(self, fetches: Any, feed_keys: tuple[Any, ...]) -> _Prepared:
+        __tracebackhide__ = True
+        self._ensure_open()
         key = (_key(fetches), tuple(map(_key, feed_keys)))
         prepared = self._prepared.get(key)
         if prepared is None or prepared.version != self.graph.version:
@@ -340,8 +356,11 @@ class Session:
         return [line for prepared in self._prepared.values() for line in prepared.tiers.status()]
 
     def close(self) -> None:
-        """End the session; runs raise FailedPrecondition from now on."""
+        """End the session: runs in other threads raise Cancelled and write nothing, later ones FailedPrecondition."""
         self._closed = True
+        name = self.graph.name
+        for running in tuple(self._running):
+            running.stop(lambda _: Cancelled(f"the session of graph {name} was closed during this run"))
         self._prepared.clear()
 
     def __enter__(self) -> Session:
@@ -470,32 +489,12 @@ def _places(is_variable: list[bool]) -> list[int]:
 # -- running -----------------------------------------------------------------------------------------------
 
 
-def _initialised(variable: Variable) -> torch.Tensor:
-    return variable.storage
+def _deadline(program: Program, timeout: float) -> Deadline:
+    def why(stop: Stop) -> DeadlineExceeded:
+        at = failing_node(program, stop)
+        where = "" if at is None else f" (it stood at node {at.name})"
+        return DeadlineExceeded(
+            f"run did not end within {timeout} s{where}; nothing was written", node=at.name if at else None
+        )
 
-
-def _timed(program: Program, timeout: float) -> Callable[..., Any]:
-    """Compute node by node, looking at the clock between kernels."""
-    check = _deadline(program, timeout)
-
-    class Timed(fx.Interpreter):
-        def run_node(self, n: fx.Node) -> Any:
-            check(n)
-            return super().run_node(n)
-
-    return Timed(program.module).run
-
-
-def _deadline(program: Program, timeout: float) -> Callable[[fx.Node], None]:
-    """To be called before each node; raises DeadlineExceeded."""
-    deadline = time.monotonic() + timeout
-
-    def check(n: fx.Node) -> None:
-        if time.monotonic() > deadline:
-            at = program.node_of.get(n.name)
-            raise DeadlineExceeded(
-                f"run did not end within {timeout} s; it stood before node {at.name if at else n.name}. "
-                "Nothing was written", node=at.name if at else None,
-            )  # fmt: skip
-
-    return check
+    return timeout, why

@@ -30,7 +30,7 @@ def explained(program: Program, error: Exception, tensors: Iterable[torch.Tensor
     )  # fmt: skip
 
 
-def failing_node(program: Program, error: Exception) -> Node | None:
+def failing_node(program: Program, error: BaseException) -> Node | None:
     """The node whose generated line raised, by the traceback's line in the generated code, or that stood in it."""
     trace, line = error.__traceback__, 0
     while trace is not None:

@@ -10,7 +10,7 @@ import contextlib
 import operator
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,14 +27,11 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Tracer(fx.Interpreter):
-    """Computes one step of a program; `forward` and `commit` stand in for the program's. Made anew for each step.
+    """Computes one step of a program; `forward` and `commit` stand in for the program's. Made anew for each step."""
 
-    before: called with each node of the generated code before it runs.
-    """
-
-    def __init__(self, program: Program, before: Callable[[fx.Node], None] | None = None) -> None:
+    def __init__(self, program: Program) -> None:
         super().__init__(program.module)
-        self.program, self.before = program, before
+        self.program = program
         self.events: list[Event] = []
         self.memory = Memory()
         self.thread = threading.current_thread().name
@@ -51,8 +48,6 @@ class Tracer(fx.Interpreter):
         self.memory.borrow(args)
         _wait(_devices(args))
         for n in self.graph.nodes:
-            if self.before is not None:
-                self.before(n)
             self.env[n] = self.run_node(n)
             if n.op == "output":
                 break

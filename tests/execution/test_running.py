@@ -1,0 +1,148 @@
+"""Steps stopped from other threads: at any instant, once, and never while they commit."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+
+import pytest
+import torch
+
+import tfnb
+from tfnb.errors import Cancelled, DeadlineExceeded, FailedPrecondition, TfnbError
+from tfnb.execution.running import Running, Stop
+
+
+def long_graph(nodes: int = 100) -> tuple[tfnb.Session, tfnb.Tensor, tfnb.Tensor, list[tfnb.Variable]]:
+    """A step that adds one to each element of two variables; of seconds, for thousands of rows."""
+    a, b = tfnb.Variable(torch.zeros(8), name="a"), tfnb.Variable(torch.zeros(8), name="b")
+    with tfnb.record("long") as g:
+        x = tfnb.placeholder(torch.ones(2, 200), name="x")
+        y = x
+        for _ in range(nodes):
+            y = y.sin()
+        one = (y.sum() * 0 + 1).expand(8)
+        step = tfnb.group(a.assign_add(one), b.assign_add(one))
+    return tfnb.Session(g, compile="off"), x, step, [a, b]
+
+
+def test_a_result_or_an_error_passes_through() -> None:
+    assert Running().compute(lambda a, b: a + b, 1, 2, until=(60.0, lambda _: Cancelled("late"))) == 3
+    with pytest.raises(ZeroDivisionError):
+        Running().compute(lambda: 1 / 0)
+
+
+def test_a_stop_after_the_end_does_nothing() -> None:
+    running = Running()
+    assert running.compute(lambda: 5) == 5
+    running.stop(lambda _: Cancelled("never seen"))
+    for _ in range(1000):
+        time.sleep(0)
+
+
+def test_no_except_of_a_users_op_keeps_a_stop() -> None:
+    def stubborn() -> None:
+        while True:
+            with contextlib.suppress(Exception):
+                time.sleep(0.001)
+
+    with pytest.raises(Cancelled, match="enough"):
+        Running().compute(stubborn, until=(0.05, lambda _: Cancelled("enough")))
+
+
+def test_the_outer_of_two_steps_of_a_thread_is_stopped_as_a_whole() -> None:
+    def inner() -> None:
+        Running().compute(lambda: time.sleep(0) or [None for _ in iter(int, 1)])
+
+    with pytest.raises(Cancelled, match="outer"):
+        Running().compute(inner, until=(0.05, lambda _: Cancelled("outer")))
+
+
+def test_stops_at_random_instants_arrive_once_and_nowhere_else() -> None:
+    draw = random.Random(0)
+    ended, stopped = 0, 0
+    for _ in range(400):
+        running = Running()
+        timer = threading.Timer(draw.uniform(0, 2e-3), running.stop, (lambda _: Cancelled("stopped"),))
+        timer.start()
+        try:
+            running.compute(lambda: sum(range(int(20_000 * draw.random()))))
+            ended += 1
+        except Cancelled:
+            stopped += 1
+        except Stop:
+            pytest.fail("a stop left its step")
+        timer.join()
+    assert ended > 20 and stopped > 20
+
+
+def test_close_ends_the_runs_of_all_threads_within_a_second() -> None:
+    session, x, step, variables = long_graph()
+    session.run(step, {x: torch.ones(4, 200)})
+    seen: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            while True:
+                session.run(step, {x: torch.ones(20_000, 200)})
+        except BaseException as error:
+            seen.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.3)
+    start = time.monotonic()
+    session.close()
+    for thread in threads:
+        thread.join(10)
+    assert time.monotonic() - start < 1
+    assert [type(error) for error in seen] == [Cancelled] * 3
+    assert "long was closed" in str(seen[0])
+    a, b = (variable.value() for variable in variables)
+    assert torch.equal(a, b) and a.unique().numel() == 1
+    with pytest.raises(FailedPrecondition, match="is closed"):
+        session.run(step, {x: torch.ones(4, 200)})
+
+
+def test_a_callable_of_a_closed_session_refuses() -> None:
+    session, x, step, _ = long_graph(2)
+    call = session.make_callable(step, [x])
+    call(torch.ones(4, 200))
+    session.close()
+    with pytest.raises(FailedPrecondition, match="is closed"):
+        call(torch.ones(4, 200))
+
+
+@pytest.mark.parametrize("trace", [False, True])
+def test_a_deadline_ends_a_step_between_its_kernels_and_names_the_node(trace: bool) -> None:
+    session, x, step, variables = long_graph()
+    start = time.monotonic()
+    with pytest.raises(
+        DeadlineExceeded, match=r"within 0.05 s \(it stood at node sin_?\d*\); nothing was written"
+    ) as info:
+        session.run(step, {x: torch.ones(20_000, 200)}, timeout=0.05, trace=trace)
+    assert time.monotonic() - start < 1
+    assert info.value.node.startswith("sin")
+    assert all(variable.value().eq(0).all() for variable in variables)
+    session.run(step, {x: torch.ones(4, 200)}, timeout=60)
+    assert all(variable.value().eq(1).all() for variable in variables)
+
+
+def test_deadlines_at_random_instants_leave_whole_steps() -> None:
+    session, x, step, variables = long_graph(60)
+    one, draw, counts = torch.ones(4, 200), random.Random(1), {True: 0, False: 0}
+    call = lambda seconds: session.run(step, {x: one}, timeout=seconds)  # noqa: E731
+    call(60)
+    for _ in range(300):
+        try:
+            call(draw.uniform(0, 6e-4))
+            counts[True] += 1
+        except TfnbError as error:
+            assert isinstance(error, DeadlineExceeded)
+            counts[False] += 1
+        a, b = (variable.value() for variable in variables)
+        assert torch.equal(a, b) and a.eq(counts[True] + 1).all()
+    assert counts[False] > 10

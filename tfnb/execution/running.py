@@ -1,0 +1,102 @@
+"""Steps that another thread can stop while they compute: a deadline, a session that is closed.
+
+The stop is an exception that Python raises in the computing thread between two bytecodes, so between kernels (a kernel,
+and a step that was compiled as a whole, finishes first) and at no cost to generated code. What was computed can be
+stopped, what is being committed cannot: exactly one of `Running.stop` and the end of the computing takes the token.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from tfnb.errors import TfnbError
+
+T = TypeVar("T")
+_raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+_TURN = 0.001  # seconds
+
+Why = Callable[["Stop"], TfnbError]
+Deadline = tuple[float, Why]
+
+
+class Stop(BaseException):
+    """Raised in a thread whose step is stopped; no ``except Exception`` of a user's op catches it."""
+
+
+class Running:
+    """One step, made in the thread that computes it.
+
+    >>> from tfnb.errors import Cancelled
+    >>> step = Running()
+    >>> step.compute(lambda: 3)
+    3
+    >>> Running().compute(lambda: 3, until=(0.0, lambda at: Cancelled("too late")))
+    Traceback (most recent call last):
+    tfnb.errors.Cancelled: too late
+    """
+
+    __slots__ = ("_thread", "_token", "_why")
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._token: list[None] = []  # one while it computes; list.pop is atomic, so one thread gets it
+        self._why: Why | None = None
+
+    def compute(self, call: Callable[..., T], *args: Any, until: Deadline | None = None) -> T:
+        """``call(*args)``, unless it is stopped: then the error that `stop` was given.
+
+        until: seconds from now, and the error; what ends later than that counts as stopped.
+        """
+        try:
+            try:
+                self._token.append(None)
+                if self._why is not None:  # stopped before it began
+                    self._claim()
+                    raise Stop
+                result = call(*args) if until is None else self._in_time(call, args, *until)
+            except Stop:
+                raise
+            except BaseException:
+                self._claim()
+                raise
+            self._claim()
+            return result
+        except Stop as stop:
+            if self._why is None:  # meant for a step around this one
+                self._claim()
+                raise
+            raise self._why(stop) from None
+
+    def stop(self, why: Why) -> None:
+        """End the computing with ``why(stop)``, from any thread; nothing happens if it ended already."""
+        self._why = why
+        try:
+            self._token.pop()
+        except IndexError:
+            return
+        _raise_in(ctypes.c_ulong(self._thread), ctypes.py_object(Stop))
+
+    def _in_time(self, call: Callable[..., T], args: tuple[Any, ...], seconds: float, why: Why) -> T:
+        end = time.monotonic() + seconds
+        timer = threading.Timer(seconds, self.stop, (why,))
+        timer.daemon = True
+        timer.start()
+        try:
+            result = call(*args)
+        finally:
+            timer.cancel()
+        if time.monotonic() > end:
+            self.stop(why)
+        return result
+
+    def _claim(self) -> None:
+        """The computing is over. A stop that came before is on its way to this thread, which waits for it."""
+        try:
+            self._token.pop()
+        except IndexError:
+            while True:
+                time.sleep(_TURN)
