@@ -133,7 +133,7 @@ class Scopes:
                 self._label(module, "", name)
                 return
 
-    def places(self, tensor: torch.Tensor) -> list[tuple[torch.nn.Module, str]]:
+    def places(self, tensor: torch.Tensor | None) -> list[tuple[torch.nn.Module, str]]:
         """The modules seen so far that hold this tensor, and under which names."""
         found = self.labels.get(id(tensor))
         return found.places if found is not None and found.tensor is tensor else []

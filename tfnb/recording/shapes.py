@@ -14,6 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tfnb.graph import Spec
+from tfnb.recording.examples import Examples, Fresh
 from tfnb.recording.ops import Op, facts
 from tfnb.recording.symbols import Symbols
 
@@ -31,6 +32,8 @@ class Shapes:
         self._dense: dict[Any, torch.Tensor] = {}  # metadata of fresh memory -> the one fake tensor that has it
         self._kept: dict[int, torch.Tensor] = {}  # every fake tensor whose identity stands in a key
         self._specs: dict[int, Spec] = {}
+        self._contiguous: dict[Any, torch.Tensor] = {}  # dtype, device and sizes -> the same
+        self._examples = Examples()
         self._relations = 0
 
     def call(self, func: Op, args: Any, kwargs: Any, rule: Callable[..., Any]) -> Any:
@@ -40,6 +43,11 @@ class Shapes:
         found = None if key is None else self._results.get(key)
         if found is not None:
             return found
+        if key is not None and not facts(func).is_view:
+            found = self._by_example(args, kwargs, rule)
+            if found is not None:
+                self._results[key] = found
+                return found
         with self.symbols.kernel():
             out = rule(*args, **kwargs)
         if key is None or not self._lasting(out):
@@ -49,6 +57,25 @@ class Shapes:
         self._forget_on_new_relation()  # the kernel may have made one, and then the key is of another time
         self._results[self._key(func, args, kwargs)] = out
         return out
+
+    def _by_example(self, args: Any, kwargs: Any, rule: Callable[..., Any]) -> Any:
+        with self.symbols.unlogged():
+            found = self._examples.ask(args, kwargs, rule)
+        if found is None:
+            return None
+        return self._fresh(found) if isinstance(found, Fresh) else type(found)(map(self._fresh, found))
+
+    def _fresh(self, wanted: Fresh | None) -> torch.Tensor | None:
+        """The fake tensor of contiguous memory with these sizes."""
+        if wanted is None:
+            return None
+        key = (wanted.dtype, wanted.device, *map(_expr, wanted.shape))
+        found = self._contiguous.get(key)
+        if found is None:
+            with self.symbols.kernel():
+                made = torch.empty(wanted.shape, dtype=wanted.dtype, device=wanted.device)
+            found = self._contiguous[key] = self._one(made)
+        return found
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake tensor with the static shape and strides of a plain tensor."""
@@ -75,6 +102,8 @@ class Shapes:
             self._relations = relations
             self._results.clear()
             self._dense.clear()
+            self._contiguous.clear()
+            self._examples.forget()
             self._specs.clear()
 
     def _key(self, func: Op, args: Any, kwargs: Any) -> Any:
@@ -127,7 +156,11 @@ class Shapes:
 
 def _metadata(tensor: torch.Tensor) -> Any:
     sizes = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
-    return (tensor.dtype, tensor.device, *(s.node.expr if isinstance(s, torch.SymInt) else s for s in sizes))
+    return (tensor.dtype, tensor.device, *map(_expr, sizes))
+
+
+def _expr(size: Any) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
 @cache

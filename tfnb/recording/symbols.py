@@ -127,6 +127,7 @@ class Symbols:
         self.listener: Callable[[str, Any, bool], None] | None = None
         self.env = _Env(self._heard)
         self.fake_mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
+        self.fake_mode.cache_enabled = False  # `tfnb.recording.shapes` remembers, at less cost
         self._letters: dict[sympy.Symbol, str] = {}
         self._values: dict[str, Any] = {}  # letter -> SymInt
         self._texts: dict[Any, str] = {}
@@ -291,9 +292,15 @@ class Symbols:
     @contextmanager
     def kernel(self) -> Iterator[None]:
         """Inside the fake kernel of one recorded op."""
-        before, _LOG.disabled = _LOG.disabled, True  # what fails is raised with the user's line; torch logs it as well
+        with self.unlogged(), self.quiet(), self.fake_mode:
+            yield
+
+    @staticmethod
+    @contextmanager
+    def unlogged() -> Iterator[None]:
+        """Inside, fake kernels that fail leave it to the exception to say so."""
+        before, _LOG.disabled = _LOG.disabled, True
         try:
-            with self.quiet(), self.fake_mode:
-                yield
+            yield
         finally:
             _LOG.disabled = before

@@ -18,7 +18,6 @@ from tfnb.errors import Unsupported
 from tfnb.graph.node import leaves
 from tfnb.recording.ops import Facts, Op, facts, op_name, twin, unbind
 from tfnb.recording.tensor import Tensor
-from tfnb.recording.variables import known
 from tfnb.recording.views import View
 
 if TYPE_CHECKING:
@@ -169,7 +168,7 @@ def rebind(rec: Recorder, target: torch.Tensor, new: torch.Tensor) -> None:
     entry = rec._entry(put)
     if var is None:
         rec.outside.lost_write(base)
-    in_module = var is not None and any(known(held) is var for held, *_ in rec.scopes.labels.values())
+    in_module = var is not None and var.held is not None and bool(rec.scopes.places(var.held.tensor()))
     new_entry = rec._entry(new) if chain else None
     rec.changes(base, handle)
     tags = frozenset({"buffer"} if in_module else ())  # it belongs to the step of a loss

@@ -1,0 +1,122 @@
+"""Shape rules asked by example: an op's rule on plain sizes, twice, in place of once on symbols.
+
+Sympy makes a rule of torch's slow, and most results have sizes that their arguments have, or none that vary. So each
+symbol is given two sizes, its sample's and a large prime. A result whose every size is in both cases that of an
+argument, or in both the same, needs no symbols to be told; all others are left to the rule on symbols.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import sympy
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+_BIG = 10_000  # primes above divide no width of a layer
+
+
+class Fresh(NamedTuple):
+    """A result in contiguous memory of its own: int or SymInt sizes."""
+
+    dtype: torch.dtype
+    device: torch.device
+    shape: tuple[Any, ...]
+
+
+class Examples:
+    """Two plain fake tensors for each symbolic one."""
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode()
+        self._sizes: dict[Any, tuple[Any, Any]] = {}  # expression -> its two values
+        self._tensors: dict[int, tuple[FakeTensor, FakeTensor]] = {}  # by the id of a fake tensor that stays
+        self._primes: dict[sympy.Symbol, sympy.Integer] = {}
+
+    def forget(self) -> None:
+        """Sizes became equal or fixed."""
+        self._sizes.clear()
+        self._tensors.clear()
+
+    def ask(self, args: Any, kwargs: Any, rule: Callable[..., Any]) -> Any:
+        """What ``rule`` gives on these fake tensors, each result as Fresh; None where the examples do not tell."""
+        known: dict[tuple[Any, Any], Any] = {}
+        try:
+            first, second = ([self._example(tree, known, at) for tree in (args, kwargs)] for at in (0, 1))
+            if not known:
+                return None
+            with self.mode:
+                one, two = rule(*first[0], **first[1]), rule(*second[0], **second[1])
+        except Exception:  # the rule on symbols says what is wrong, or what has to be equal
+            return None
+        if not isinstance(one, (list, tuple)):
+            return _result(one, two, known)
+        results = [_result(a, b, known) for a, b in zip(one, two, strict=True)]
+        told = all(r is not None or a is None for r, a in zip(results, one, strict=True))
+        return type(one)(results) if told and type(one) in (list, tuple) else None
+
+    def _example(self, tree: Any, known: dict[tuple[Any, Any], Any], at: int) -> Any:
+        """``tree`` with plain sizes; what they stand for is added to ``known``."""
+        if isinstance(tree, FakeTensor):
+            for size in tree.shape:
+                self._size(size, known, at)
+            return self._tensor(tree)[at]
+        if isinstance(tree, (list, tuple)):
+            return type(tree)([self._example(item, known, at) for item in tree])
+        if isinstance(tree, Mapping):
+            return {name: self._example(item, known, at) for name, item in tree.items()}
+        return self._size(tree, known, at)
+
+    def _size(self, size: Any, known: dict[tuple[Any, Any], Any], at: int) -> Any:
+        if not isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return size
+        pair = self._pair(size)
+        if isinstance(size, torch.SymInt):
+            known[pair] = size
+        return pair[at]
+
+    def _pair(self, size: Any) -> tuple[Any, Any]:
+        expr = size.node.expr
+        found = self._sizes.get(expr)
+        if found is None:
+            hint = size.node.hint
+            if hint is None:
+                raise LookupError("a size that only data tell")
+            for symbol in expr.free_symbols:
+                if symbol not in self._primes:
+                    self._primes[symbol] = sympy.Integer(sympy.nextprime(max(self._primes.values(), default=_BIG)))
+            found = self._sizes[expr] = hint, size.node.pytype(expr.xreplace(self._primes))
+        return found
+
+    def _tensor(self, fake: FakeTensor) -> tuple[FakeTensor, FakeTensor]:
+        found = self._tensors.get(id(fake))
+        if found is None:
+            with self.mode:
+                made = [
+                    torch.empty_strided(
+                        [self._plain(s, at) for s in fake.shape], [self._plain(s, at) for s in fake.stride()],
+                        dtype=fake.dtype, device=fake.device,
+                    )
+                    for at in (0, 1)
+                ]  # fmt: skip
+            found = self._tensors[id(fake)] = made[0], made[1]
+        return found
+
+    def _plain(self, size: Any, at: int) -> int:
+        return self._pair(size)[at] if isinstance(size, torch.SymInt) else size
+
+
+def _result(a: Any, b: Any, known: dict[tuple[Any, Any], Any]) -> Fresh | None:
+    """One result from those of the two examples."""
+    if type(a) is not FakeTensor or a.layout is not torch.strided or a.dtype != b.dtype or a.dim() != b.dim():
+        return None
+    if a.storage_offset() or not (a.is_contiguous() and b.is_contiguous()):
+        return None
+    sizes = []
+    for pair in zip(a.shape, b.shape, strict=True):
+        size = known.get(pair, pair[0] if pair[0] == pair[1] else None)
+        if size is None:
+            return None
+        sizes.append(size)
+    return Fresh(a.dtype, a.device, tuple(sizes))
