@@ -16,6 +16,7 @@ from torch import fx
 
 from tfnb.errors import Unimplemented
 from tfnb.execution.lower import Branch, Drawing, Program
+from tfnb.execution.regions import Cond, Loop
 from tfnb.kernels.random import drawing_op
 
 Forward = Callable[..., tuple[Any, ...]]
@@ -70,6 +71,8 @@ def _pure(program: Program) -> tuple[fx.Graph, list[tuple[bool, int]]]:
     for node in list(graph.nodes):
         if isinstance(node.target, Branch):
             raise Unimplemented("a branch that Python took while recording is checked between kernels")
+        if isinstance(node.target, (Cond, Loop)):
+            raise Unimplemented("a loop or branch decides between kernels what runs next")
         if isinstance(node.target, Drawing):
             node.args = (run, list(node.target.place), *node.args[1:])
             node.target = drawing_op(node.target.op)

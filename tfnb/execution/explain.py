@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import fx
@@ -20,7 +20,7 @@ def explained(program: Program, error: Exception, tensors: Iterable[torch.Tensor
     node = failing_node(program, error)
     if node is None:
         return InvalidArgument(f"the run failed: {reason}\n  fed: {fed or 'nothing'}")
-    specs = tuple(str(by_id[v.node].outputs[v.index]) for v in node.inputs)
+    specs = tuple(str(by_id[v.node].outputs[v.index]) for v in node.inputs if v.node in by_id)
     where = f"\n  at {node.source}" if node.source else ""
     return InvalidArgument(
         f"{node.op} failed: {reason}\n"
@@ -31,15 +31,29 @@ def explained(program: Program, error: Exception, tensors: Iterable[torch.Tensor
 
 
 def failing_node(program: Program, error: BaseException) -> Node | None:
-    """The node whose generated line raised, by the traceback's line in the generated code, or that stood in it."""
-    trace, line = error.__traceback__, 0
+    """The node whose generated line raised, by the traceback's line in the generated code, or that stood in it.
+
+    In a loop or branch it is the innermost one.
+    """
+    trace, found = error.__traceback__, None
+    programs = {type(p.module).forward.__code__: p for p in _programs(program)}
     while trace is not None:
-        code = trace.tb_frame.f_code
-        if code.co_name == "run_node" and isinstance(at := trace.tb_frame.f_locals.get("n"), fx.Node):
-            return program.node_of.get(at.name)  # an interpreter's, node by node
-        if code.co_name == "forward" and "eval_with_key" in code.co_filename:
-            line = trace.tb_lineno
+        frame = trace.tb_frame
+        if frame.f_code.co_name == "run_node" and isinstance(at := frame.f_locals.get("n"), fx.Node):
+            found = program.node_of.get(at.name)  # an interpreter's, node by node
+        elif frame.f_code in programs:
+            found = _at_line(programs[frame.f_code], trace.tb_lineno) or found
         trace = trace.tb_next
+    return found
+
+
+def _programs(program: Program) -> Iterator[Program]:
+    yield program
+    for inner in program.inner:
+        yield from _programs(inner)
+
+
+def _at_line(program: Program, line: int) -> Node | None:
     text = program.code.splitlines()
     if not 0 < line <= len(text):
         return None

@@ -15,16 +15,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from tfnb.errors import BranchChanged, InvalidArgument
+from tfnb.errors import InvalidArgument
 from tfnb.execution.bindings import QUICK
 from tfnb.execution.commit import Pending, Update, commit
-from tfnb.graph import Graph, Node, Ref, Value, Variable, ops
+from tfnb.execution.regions import REGIONS
+from tfnb.graph import Graph, Guard, Node, Ref, Subgraph, Value, Variable, ops
 from tfnb.graph.node import map_leaves
 from tfnb.graph.ops import overload
 from tfnb.graph.spec import Dim
 from tfnb.kernels.optim import FUSED
 from tfnb.kernels.random import mix, seeded
 from tfnb.passes import feed_symbols, optimize
+from tfnb.recording.interpret import held, sizes_hold
 from tfnb.recording.ops import facts, kernel, unbind
 
 aten = torch.ops.aten
@@ -50,6 +52,7 @@ class Program:
     n_fetches: int
     copies: tuple[int, ...]  # places in `variables` of the plainly written ones
     updates: tuple[tuple[str, dict[str, Any], tuple[int, ...]], ...]  # fused op, settings, row lengths
+    inner: tuple[Program, ...]  # of the subgraphs that loops and branches run
     forward: Callable[..., tuple[Any, ...]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -122,8 +125,10 @@ class _Lowering:
         self.symbols: dict[str, fx.Proxy] = {}
         self.needed_symbols = {s for node in pruned.nodes for s in node.symbols}
         self.node_of: dict[str, Node] = {}
+        self.inner: list[Any] = []
 
-    def program(self) -> Program:
+    def program(self, checks: Iterable[Guard] = ()) -> Program:
+        """The program; ``checks`` are relations between sizes that it looks at itself."""
         contents = self.graph.contents
         inputs = [self.fx.placeholder(f"feed{i}") for i in range(len(self.feeds))]
         variables = tuple(contents.variables.values())
@@ -133,6 +138,8 @@ class _Lowering:
         for value, given in zip(self.feeds, inputs, strict=True):
             self.values[value] = given
         self._bind_feed_symbols()
+        for guard in checks:
+            self.fx.call_function(Relation(guard), tuple(self.symbols[s].node for s in guard.symbols))
         fused = self._fused()
         for node in contents.nodes:
             if node.id not in fused:
@@ -166,6 +173,8 @@ class _Lowering:
                 pass
             case ops.WITH_GRADIENT:
                 self._same(node)
+            case ops.COND | ops.WHILE:
+                self._region(node)
             case "tfnb.guard":
                 self._note(self.fx.call_function(Branch(node), (self.values[node.inputs[0]],)), node)
             case _:
@@ -217,6 +226,30 @@ class _Lowering:
             self.values.setdefault(value, self.fx.call_function(operator.getitem, (out, index)) if several else out)
             if aliased:
                 self.borrowed.add(value)
+
+    def _region(self, node: Node) -> None:
+        """A loop or branches: one call, for the outputs that somebody takes."""
+        kind, names = REGIONS[node.op]
+        values = [node.value(index) for index in range(len(node.outputs))]
+        taken = {v.index for v in values if v in self.graph.contents.consumers or v in self.fetches}
+        call = kind(node, self._subprogram, taken)
+        self.inner += call.inner
+        attrs = [map_leaves(lambda leaf: self._argument(node, leaf), node.attrs[name]) for name in names]
+        out = self.fx.call_function(call, (self.run, *attrs))
+        self._note(out, node)
+        shared = not self.borrowed.isdisjoint(node.inputs)  # what goes in may come out as it is
+        for place, index in enumerate(call.places):
+            self.values.setdefault(values[index], self.fx.call_function(operator.getitem, (out, place)))
+            if shared:
+                self.borrowed.add(values[index])
+
+    def _subprogram(self, subgraph: Subgraph, outputs: Any) -> Program:
+        """The program of a subgraph, from its inputs."""
+        whole = Graph("subgraph", subgraph.contents, seed=self.whole.seed)
+        pruned = optimize(whole, tuple(outputs), subgraph.inputs)
+        lowering = _Lowering(whole, pruned, tuple(outputs), subgraph.inputs)
+        lowering.needed_symbols.update(s for guard in subgraph.contents.guards for s in guard.symbols)
+        return lowering.program(subgraph.contents.guards)
 
     def _argument(self, node: Node, leaf: Any) -> Any:
         if isinstance(leaf, Ref):
@@ -311,6 +344,7 @@ class _Lowering:
             writes=tuple(dict.fromkeys(assigned)), module=fx.GraphModule(self.root, self.fx), node_of=self.node_of,
             n_fetches=len(self.fetches), copies=tuple(place[v] for v in self.written),
             updates=tuple((op, settings, tuple(lengths)) for op, settings, lengths in groups.values()),
+            inner=tuple(self.inner),
         )  # fmt: skip
 
     def _fetched(self, value: Value) -> Any:
@@ -352,15 +386,19 @@ class Branch:
     """A guard on a branch that Python took while recording: called with the value it depended on."""
 
     def __init__(self, node: Node) -> None:
-        self.node, self.outcome = node, node.attrs["outcome"]
+        self.node = node
         self.__name__ = "branch"  # for the generated code
 
     def __call__(self, value: torch.Tensor) -> None:
-        node = self.node
-        if bool(value) != self.outcome:
-            raise BranchChanged(
-                f"the branch at {node.source or node.name} was recorded with {self.outcome}, and in this run it is "
-                f"{not self.outcome}: use torch.where, stage the branch, or record again with such a sample",
-                node=node.name, op=node.op, cell=node.source.label if node.source else None,
-                line=node.source.line if node.source else None,
-            )  # fmt: skip
+        held(self.node, value)
+
+
+class Relation:
+    """A relation between sizes inside a loop or branch: called with the sizes."""
+
+    def __init__(self, guard: Guard) -> None:
+        self.guard = guard
+        self.__name__ = "relation"  # for the generated code
+
+    def __call__(self, *sizes: int) -> None:
+        sizes_hold(self.guard, dict(zip(self.guard.symbols, sizes, strict=True)))

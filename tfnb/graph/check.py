@@ -13,11 +13,14 @@ from typing import Any, NamedTuple
 from tfnb.errors import GraphCycleError, InvalidArgument, TfnbError
 from tfnb.graph.contents import Contents
 from tfnb.graph.node import Node, Ref
+from tfnb.graph.ops import COND, REGIONS
 from tfnb.graph.spec import Dim
+from tfnb.graph.subgraph import Subgraph, subgraphs
 
 NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*")
 SHOWN = 12  # nodes of a cycle that the message names
 GATHERS = frozenset({"tfnb.group"})  # take inputs without naming them in attrs
+STATEFUL = frozenset({"tfnb.read", "tfnb.assign", "tfnb.group"})  # never stand in a subgraph
 
 
 def check(contents: Contents) -> None:
@@ -30,6 +33,9 @@ def check(contents: Contents) -> None:
                 raise _error(rule, node, place, facts)
     _check_guards(contents, facts)
     _check_aliases(contents, facts)
+    for node in contents.nodes:
+        for subgraph in subgraphs(node):
+            check(subgraph.contents)
 
 
 class _Facts:
@@ -127,6 +133,40 @@ def _unbound(node: Node, place: int, facts: _Facts) -> str:
     return f"uses the size {size}, but no value has an axis {missing}: feed a placeholder of that size"
 
 
+def _misfit(node: Node) -> str:
+    """What is wrong with the subgraphs of a node that holds some; empty if they fit."""
+    attrs, count = node.attrs, len(node.outputs)
+    try:
+        if node.op == COND:
+            parts, taken = {"then": count, "else": count}, len(attrs["operands"])
+            given = {"then": taken, "else": taken}
+        else:
+            carried, captured = len(attrs["init"]), len(attrs["captures"])
+            parts = {"body": carried + len(attrs["rows"])} | ({} if attrs["cond"] is None else {"cond": 1})
+            given = {"body": carried + len(attrs["xs"]) + captured, "cond": carried + captured}
+            if count != parts["body"] + 1:
+                return f"has {count} outputs, and its attrs tell of {parts['body'] + 1}"
+    except (KeyError, TypeError) as error:
+        return f"lacks the attr {error}, or has another there"
+    return next(filter(None, (_ill_formed(attrs.get(part), part, given[part], parts[part]) for part in parts)), "")
+
+
+def _ill_formed(subgraph: Any, part: str, given: int, gives: int) -> str:
+    if not isinstance(subgraph, Subgraph):
+        return f"has no subgraph under {part!r}"
+    contents = subgraph.contents
+    if (len(subgraph.inputs), len(subgraph.outputs)) != (given, gives):
+        found = f"{len(subgraph.inputs)} inputs and {len(subgraph.outputs)} outputs"
+        return f"has a subgraph {part!r} with {found}; it needs {given} and {gives}"
+    if {value.node for value in subgraph.inputs} != {node.id for node in contents.placeholders}:
+        return f"has a subgraph {part!r} whose inputs are not its placeholders"
+    for value in filter(None, subgraph.outputs):
+        if value.node not in contents.by_id or not 0 <= value.index < len(contents.by_id[value.node].outputs):
+            return f"has a subgraph {part!r} with an output that none of its nodes gives"
+    state = next((inner for inner in contents.nodes if inner.op in STATEFUL), None)
+    return "" if state is None else f"has a subgraph {part!r} with the node {state.name} ({state.op}), which has state"
+
+
 RULES = (
     Rule(
         "ids are unique",
@@ -153,6 +193,11 @@ RULES = (
     ),
     Rule("inputs come earlier", _earlier, _later),
     Rule("attrs name every input", _refs_match, _bad_refs),
+    Rule(
+        "subgraphs fit their node",
+        lambda node, place, facts: node.op not in REGIONS or not _misfit(node),
+        lambda node, place, facts: _misfit(node),
+    ),
     Rule(
         "placeholders take no inputs",
         lambda node, place, facts: node.op != "tfnb.placeholder" or (not node.inputs and len(node.outputs) == 1),

@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
+from copy import copy
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -22,6 +23,7 @@ from tfnb.graph.contents import Contents, Guard
 from tfnb.graph.node import Node, Owner, Ref, Source, Value
 from tfnb.graph.ops import admit
 from tfnb.graph.spec import Dim, Spec
+from tfnb.graph.subgraph import Subgraph
 from tfnb.graph.variable import Variable
 
 FORMAT, VERSION = "tfnb-graph", 1
@@ -143,6 +145,7 @@ NODE = frozenset({
     "name", "op", "in", "out", "attrs", "control", "scope", "source", "owner", "device", "tags", "stream", "forward",
 })  # fmt: skip
 SPEC = frozenset({"dtype", "shape", "device"})
+SUBGRAPH = frozenset({"in", "out", "guards", "nodes"})
 
 
 def build(
@@ -150,11 +153,8 @@ def build(
     variables: Mapping[str, Variable], trusted: bool,
 ) -> tuple[str, int, Contents]:  # fmt: skip
     only(document, DOCUMENT, "file")
-    records = field(document, "nodes", list, "file")
-    if len(records) > NODE_CAP:
-        raise GraphFormatError(f"nodes: {len(records)} nodes; at most {NODE_CAP} are allowed")
-    reader = _Reader(document, tensors, [new_id() for _ in records], variables)
-    nodes = tuple(reader.node(record, f"nodes[{place}]", place, trusted) for place, record in enumerate(records))
+    reader = _Reader(document, tensors, new_id, variables, trusted)
+    nodes = reader.nodes(field(document, "nodes", list, "file"), "nodes")
     guards = tuple(reader.guard(r, f"guards[{i}]") for i, r in enumerate(field(document, "guards", list, "file", [])))
     aliases = {
         alias: reader.value(value, f"aliases.{alias[:60]}")
@@ -176,13 +176,21 @@ class _Reader:
     """Turns JSON records into nodes, given the tables of the file."""
 
     def __init__(
-        self, document: dict[str, Any], tensors: Mapping[str, torch.Tensor], ids: list[int],
-        variables: Mapping[str, Variable],
+        self, document: dict[str, Any], tensors: Mapping[str, torch.Tensor], new_id: Callable[[], int],
+        variables: Mapping[str, Variable], trusted: bool,
     ) -> None:  # fmt: skip
-        self.ids, self.tensors = ids, tensors
+        self.tensors, self.new_id, self.trusted = tensors, new_id, trusted
+        self.ids: list[int] = []
+        self.tags = self._tags()
         self.sources = [self._source(s, f"sources[{i}]") for i, s in enumerate(self._table(document, "sources"))]
         self.owners = [self._owner(o, f"owners[{i}]") for i, o in enumerate(self._table(document, "owners"))]
-        self.tags: dict[str, tuple[Any, Callable[..., Any]]] = {
+        declared = field(document, "variables", dict, "file", {})
+        self.variables = {label: self._declared(label, record, variables) for label, record in declared.items()}
+
+    def _tags(self) -> dict[str, tuple[Any, Callable[..., Any]]]:
+        """What stands under each ``$`` key, and what reads it."""
+        return {
+            "$subgraph": (dict, self.subgraph),
             "$ref": (int, lambda body, path: Ref(body)),
             "$dim": (str, self.dim),
             "$tuple": (list, self.sequence),
@@ -196,8 +204,6 @@ class _Reader:
             "$variable": (str, self.variable),
             "$tensor": (str, self.tensor),
         }
-        declared = field(document, "variables", dict, "file", {})
-        self.variables = {label: self._declared(label, record, variables) for label, record in declared.items()}
 
     @staticmethod
     def _table(document: dict[str, Any], key: str) -> list[Any]:
@@ -288,11 +294,29 @@ class _Reader:
         source = self.entry(record, "source", self.sources, path)
         return Guard(expr, source, self.entry(record, "owner", self.owners, path))
 
-    def node(self, record: Any, path: str, place: int, trusted: bool) -> Node:
+    def nodes(self, records: list[Any], path: str) -> tuple[Node, ...]:
+        if len(records) > NODE_CAP:
+            raise GraphFormatError(f"{path}: {len(records)} nodes; at most {NODE_CAP} are allowed")
+        self.ids = [self.new_id() for _ in records]
+        return tuple(self.node(record, f"{path}[{place}]", place) for place, record in enumerate(records))
+
+    def subgraph(self, record: dict[str, Any], path: str) -> Subgraph:
+        """What `tfnb.graph.encode.Writer.subgraph` wrote; its nodes are named by their position inside."""
+        only(record, SUBGRAPH, path)
+        inner = copy(self)
+        inner.tags = inner._tags()
+        nodes = inner.nodes(field(record, "nodes", list, path), f"{path}.nodes")
+        guards = [inner.guard(g, f"{path}.guards[{i}]") for i, g in enumerate(field(record, "guards", list, path, []))]
+        inputs = tuple(Value(inner.place(place, f"{path}.in")) for place in field(record, "in", list, path))
+        outs = field(record, "out", list, path)
+        outputs = tuple(None if v is None else inner.value(v, f"{path}.out[{i}]") for i, v in enumerate(outs))
+        return Subgraph(Contents(nodes, tuple(guards)), inputs, outputs)
+
+    def node(self, record: Any, path: str, place: int) -> Node:
         only(record, NODE, path)
         op = field(record, "op", str, path)
         try:
-            admit(op, trusted=trusted)
+            admit(op, trusted=self.trusted)
         except (UnknownOp, UntrustedOp) as error:
             error.message = f"{path}: {error.message}"
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from copy import copy
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from tfnb.errors import InvalidArgument
 from tfnb.graph.contents import Contents, Guard
 from tfnb.graph.node import Node, Owner, Ref, Source, Value
 from tfnb.graph.spec import Dim, Spec, dtype_name
+from tfnb.graph.subgraph import Subgraph
 from tfnb.graph.variable import Variable
 
 
@@ -28,15 +30,20 @@ def spec_json(spec: Spec) -> dict[str, Any]:
 class Writer:
     """Turns nodes into JSON objects and collects what they share: sources, owners, constants."""
 
-    def __init__(self, contents: Contents) -> None:
+    def __init__(self, contents: Contents, *, only: tuple[str, ...] = ()) -> None:
         self.position = contents.position
+        self.only = only  # fields of a node that are written; none: all
         self.labels = {variable: label for label, variable in contents.variables.items()}
         self.sources: dict[tuple[str, int, str], int] = {}
         self.owners: dict[tuple[str, int], int] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         self.keys: dict[int, str] = {}
+        self._tables()
+
+    def _tables(self) -> None:
         # type -> tag and what stands under it; a list is written leaf by leaf. Ref before tuple, bool before int.
         self.kinds: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
+            (Subgraph, "$subgraph", self.subgraph),
             (Ref, "$ref", lambda ref: ref.input),
             (Dim, "$dim", lambda dim: dim.expr),
             (tuple, "$tuple", list),
@@ -85,7 +92,20 @@ class Writer:
             "stream": node.stream,
             "forward": self.position.get(node.forward) if node.forward is not None else None,
         }
-        return {key: value for key, value in fields.items() if value is not None and value != [] and value != {}}
+        named = {key: fields[key] for key in self.only} if self.only else fields
+        return {key: value for key, value in named.items() if value is not None and value != [] and value != {}}
+
+    def subgraph(self, subgraph: Subgraph) -> dict[str, Any]:
+        """Nodes are named by their position inside; what is shared stands in this writer's tables."""
+        inner = copy(self)
+        inner.position = subgraph.contents.position
+        inner._tables()
+        return {
+            "in": [inner.value(value)[0] for value in subgraph.inputs],
+            "out": [None if value is None else inner.value(value) for value in subgraph.outputs],
+            "guards": [inner.guard(guard) for guard in subgraph.contents.guards],
+            "nodes": [inner.node(node) for node in subgraph.contents.nodes],
+        }
 
     def leaf(self, node: Node, key: str, leaf: Any) -> Any:
         """One attr in JSON; raises InvalidArgument for a type that files do not hold."""

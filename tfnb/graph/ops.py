@@ -16,9 +16,11 @@ from tfnb.errors import UnknownOp, UntrustedOp
 from tfnb.graph.pure import original, pure
 
 WITH_GRADIENT = "tfnb.with_gradient"  # the identity of its values, with a gradient of its own
-STRUCTURAL = frozenset({
+COND, WHILE = "tfnb.cond", "tfnb.while"
+REGIONS = frozenset({COND, WHILE})  # hold subgraphs: see tfnb.graph.subgraph
+STRUCTURAL = REGIONS | {
     "tfnb.placeholder", "tfnb.constant", "tfnb.read", "tfnb.assign", "tfnb.group", "tfnb.guard", WITH_GRADIENT,
-})  # fmt: skip
+}  # fmt: skip
 TRUSTED = frozenset({"aten", "prims", "tfnb"})  # namespaces that only compute
 UNTRUSTED = frozenset({"aten.from_file", "aten._print", "aten.set_data"})
 _PART = re.compile(r"[A-Za-z_]\w*", re.ASCII)

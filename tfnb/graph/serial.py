@@ -123,11 +123,10 @@ def loads(
 
 def graph_hash(contents: Contents) -> str:
     """A sha256 of the structure: ops, edges, attrs, specs, constants; not of ids, names, scopes and sources."""
-    writer = Writer(contents)
+    writer = Writer(contents, only=("op", "in", "out", "attrs", "control"))
     digest = hashlib.sha256()
     for node in contents.nodes:
-        fields = writer.node(node)
-        digest.update(_json({key: fields.get(key) for key in ("op", "in", "out", "attrs", "control")}).encode())
+        digest.update(_json(writer.node(node)).encode())
     for key, tensor in writer.tensors.items():
         digest.update(f"{key} {tensor.dtype} {list(tensor.shape)} {sha256(tensor)}".encode())
     return digest.hexdigest()

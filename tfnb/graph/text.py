@@ -15,6 +15,7 @@ import torch
 from tfnb.graph.contents import Contents
 from tfnb.graph.node import Node, Ref, Value
 from tfnb.graph.spec import Dim, Spec, dtype_name
+from tfnb.graph.subgraph import Subgraph
 from tfnb.graph.variable import Variable
 
 SHOWN = 8  # elements of a constant that are written out
@@ -89,6 +90,21 @@ def _body(contents: Contents, names: Mapping[int, str], inline: Mapping[int, str
             comment = ""
         scope = node.scope
         yield "  " * len(scope) + write.node(node) + comment
+        for part, subgraph in node.attrs.items():
+            if isinstance(subgraph, Subgraph):
+                yield from ("  " * (len(scope) + 1) + line for line in _subgraph(part, subgraph))
+
+
+def _subgraph(part: str, subgraph: Subgraph) -> list[str]:
+    """The lines of a subgraph under its node; its values are numbered anew."""
+    contents = subgraph.contents
+    names = _value_names(contents, {})
+    inputs = ", ".join(f"{names[v.node]}: {_specs(contents.by_id[v.node])}" for v in subgraph.inputs)
+    write = _Writer(names, {}, {node.id: len(node.outputs) for node in contents.nodes})
+    results = ", ".join("absent" if value is None else write.value(value) for value in subgraph.outputs)
+    guards = [f"  guard {one_line(guard.expr)}{_comment(guard.source)}" for guard in contents.guards]
+    body = [f"  {line}" for line in _body(contents, names, {})]
+    return [f"{part}({inputs}) {{", *body, *guards, f"}} -> {results}"]
 
 
 def _shared(a: tuple[str, ...], b: tuple[str, ...]) -> int:
@@ -158,6 +174,8 @@ class _Writer:
                 return variable_text(self.labels[leaf], leaf)
             case torch.Tensor():
                 return _tensor(leaf)
+            case Subgraph():
+                return "{...}"
             case torch.dtype():
                 return dtype_name(leaf)
             case Dim() | torch.device() | torch.layout() | torch.memory_format():

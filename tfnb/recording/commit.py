@@ -17,6 +17,7 @@ from tfnb.errors import StaleNode
 from tfnb.graph import Contents, Guard, Node, Owner, Spec, Value, Variable
 from tfnb.graph.node import leaves, map_leaves
 from tfnb.graph.spec import Dim
+from tfnb.graph.subgraph import map_nodes
 
 _SOURCES = ("tfnb.placeholder", "tfnb.read", "tfnb.assign", "tfnb.group", "tfnb.guard")
 
@@ -44,6 +45,10 @@ def drop_unreachable_data(nodes: Iterable[Node], live: set[int]) -> list[Node]:
 
 def substitute(node: Node, sizes: Mapping[str, int | str]) -> Node:
     """The node with symbols replaced: by a number where a size became fixed, by a letter where two became one."""
+    return map_nodes(lambda inner: _substituted(inner, sizes), node)
+
+
+def _substituted(node: Node, sizes: Mapping[str, int | str]) -> Node:
 
     def dim(leaf: Any) -> Any:
         if not isinstance(leaf, Dim) or not set(leaf.symbols) & set(sizes):

@@ -88,7 +88,7 @@ class Copies:
 
     def _deep(self, value: Value, by: Path) -> int:
         node = self.recorder.node(value.node)
-        if not by or not _repeats(node):
+        if not by or not repeats(node):
             return 0
         pairs = zip(by, region_of_tags(node.tags), strict=False)
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -130,7 +130,7 @@ class Copies:
         return copy
 
 
-def _repeats(node: Node) -> bool:
+def repeats(node: Node) -> bool:
     """Whether running the node a second time gives the same values and does nothing else."""
     is_op = node.op.count(".") > 1 or node.op == WITH_GRADIENT
     return is_op and node.stream is None and "update" not in node.tags

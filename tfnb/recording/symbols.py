@@ -158,6 +158,10 @@ class Symbols:
         self._observed[symbol] = sympy.Integer(hint)
         return size
 
+    def unused(self, letter: str) -> str:
+        """The letter, or with a number behind it if it is taken."""
+        return unique(letter, self._values)
+
     def get(self, letter: str) -> torch.SymInt:
         """The SymInt now under this letter; made with a generated hint if there is none."""
         if letter not in self._values:
@@ -218,6 +222,10 @@ class Symbols:
             return hint
         value = leaf.node.expr.xreplace(self._observed)
         return leaf.node.pytype(value) if value.is_number else None
+
+    def number(self, dim: Dim) -> Any:
+        """The number that an expression is for the samples."""
+        return self.concrete(dim.evaluate(self.bindings([dim])))
 
     def observe(self, fake: torch.Tensor, sample: torch.Tensor) -> None:
         """Remember the sizes of a sample that only its data tells."""

@@ -19,7 +19,7 @@ from tfnb.graph.contents import unique
 from tfnb.graph.graph import new_id
 
 _NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*\Z")
-_VARYING = ("tfnb.placeholder", "tfnb.read", "tfnb.assign")
+_VARYING = ("tfnb.placeholder", "tfnb.read", "tfnb.assign", "tfnb.cond", "tfnb.while")
 _UNSCOPED = ("tfnb.placeholder", "tfnb.read", "tfnb.constant")
 
 
@@ -98,6 +98,23 @@ class Tape:
         node = self.new.pop()
         del self.by_id[node.id]
         self._names.discard(node.name)
+
+    def cut(self, start: int, streams: int | None = None) -> list[Node]:
+        """Take the nodes from number ``start`` on out of the recording; ``streams``: of draws, before them."""
+        cut = self.new[start:]
+        del self.new[start:]
+        for node in cut:
+            del self.by_id[node.id]
+            self._names.discard(node.name)
+        self._streams = self._streams if streams is None else streams
+        return cut
+
+    def put(self, node: Node) -> None:
+        """Add a node that was cut."""
+        node = replace(node, name=unique(node.name, self._names))
+        self._names.add(node.name)
+        self.by_id[node.id] = node
+        self.new.append(node)
 
     def rename(self, node_id: int, name: str) -> str:
         """Give a node of this recording another name (made unique); returns it."""

@@ -48,7 +48,11 @@ class Base:
 
     def write(self, entry: Entry) -> None:
         """Replace the entry; aliases notice by the version."""
-        self.entry = self.written(entry) if self.written else entry
+        self.become(self.written(entry) if self.written else entry)
+
+    def become(self, entry: Entry) -> None:
+        """Look at another entry, as if nothing had been written."""
+        self.entry = entry
         self.version = next(_versions)
 
 

@@ -6,7 +6,7 @@ Samples are kept up to a budget and computed again on demand from those of the p
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Container, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +14,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tfnb.graph import Graph, Node, Ref, Value
-from tfnb.graph.node import map_leaves
-from tfnb.graph.ops import WITH_GRADIENT
-from tfnb.graph.spec import Dim
-from tfnb.kernels.random import mix, seeded
-from tfnb.recording.ops import kernel, resolve, unbind
+from tfnb.graph import Graph, Node, Value
+from tfnb.recording.interpret import evaluate, stream_seed
 from tfnb.recording.shapes import Shapes
 from tfnb.recording.symbols import Symbols
 
@@ -104,6 +100,15 @@ class Workspace:
         for tensor in list(self.live):
             tensor.renew(ids, self.symbols.renewed)
 
+    def release(self, nodes: Iterable[Node]) -> None:
+        """Drop fakes and samples of nodes that stand in a subgraph now."""
+        for value in (node.value(index) for node in nodes for index in range(len(node.outputs))):
+            self.fakes.pop(value, None)
+            self._roots.pop(value, None)
+            dropped = self._samples.pop(value, None)
+            if dropped is not None:
+                self._bytes -= dropped.numel() * dropped.element_size()
+
     def forget(self, ids: set[int]) -> None:
         """Drop everything about removed nodes."""
         for table in (self.fakes, self._samples, self._roots):
@@ -143,38 +148,9 @@ class Workspace:
         inputs = [self._known(v) for v in node.inputs]
         if any(i is None for i in inputs):
             return None
-        if node.op == WITH_GRADIENT:
-            return tuple(inputs[ref.input] for ref in node.attrs["values"])
         if node.op.startswith("tfnb.assign"):
             return (inputs[0],)  # type: ignore[return-value]
-        return evaluate(node, inputs, self.symbols, self.graph.seed)
-
-
-def evaluate(node: Node, inputs: list[Any], symbols: Symbols, seed: int) -> tuple[torch.Tensor, ...]:
-    """The outputs of one node on plain tensors; random nodes draw what a first run would."""
-
-    def argument(leaf: Any) -> Any:
-        if isinstance(leaf, Ref):
-            return inputs[leaf.input]
-        if isinstance(leaf, Dim):
-            return symbols.concrete(leaf.evaluate(symbols.bindings([leaf])))
-        return leaf
-
-    op = resolve(node.op)
-    args, kwargs = unbind(op, map_leaves(argument, node.attrs))
-    op = kernel(op)
-    with torch.no_grad():
-        if node.stream is None:
-            out = op(*args, **kwargs)
-        else:
-            device = torch.device(node.outputs[0].device)
-            out = seeded(op, stream_seed(node, seed, 0), device, args, kwargs)
-    return tuple(out) if isinstance(out, (list, tuple)) else (out,)
-
-
-def stream_seed(node: Node, graph_seed: int, run: int) -> int:
-    """The seed of a random node in one run: a function of graph seed, owner, place among its random nodes, run."""
-    return mix(graph_seed, node.owner.index if node.owner else 0, node.stream or 0, run)
+        return evaluate(node, inputs, self.symbols.number, self.graph.seed)
 
 
 def _producers(value: Value, by_id: dict[int, Node], known: Workspace) -> list[Node]:
@@ -199,3 +175,6 @@ def workspace(graph: Graph) -> Workspace:
     if "workspace" not in graph.attached:
         graph.attached["workspace"] = Workspace(graph)
     return graph.attached["workspace"]
+
+
+__all__ = ["Workspace", "conjugating", "physical", "stream_seed", "workspace"]

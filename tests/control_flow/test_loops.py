@@ -1,0 +1,260 @@
+"""Loops in the graph give what the same Python loop over plain tensors gives, for values that only a run knows."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tfnb
+from tfnb.errors import DeadlineExceeded, InvalidArgument, ShapeError, Unsupported
+
+
+def halvings(x: torch.Tensor, loop: Callable[..., Any]) -> Any:
+    """How often x can be halved before its norm is below one, and what is left."""
+    return loop(lambda n, y: y.norm() > 1, lambda n, y: (n + 1, y / 2), (0, x))
+
+
+def python_loop(cond: Callable[..., Any], body: Callable[..., Any], init: Any) -> Any:
+    state = tuple(torch.as_tensor(v) for v in init)
+    while cond(*state):
+        state = tuple(torch.as_tensor(v) for v in body(*state))
+    return state
+
+
+@pytest.mark.parametrize("scale", [0.1, 3.0, 1000.0])
+def test_a_run_decides_how_often_the_body_runs(scale: float) -> None:
+    with tfnb.record():
+        x = tfnb.placeholder(torch.ones(3, 2), name="x")
+        n, y = halvings(x, tfnb.while_loop)
+    fed = torch.randn(5, 2) * scale
+    expected = halvings(fed, python_loop)
+    torch.testing.assert_close(tuple(tfnb.run([n, y], {x: fed})), expected, rtol=0, atol=0)
+    torch.testing.assert_close((n.sample, y.sample), halvings(torch.ones(3, 2), python_loop), rtol=0, atol=0)
+
+
+def test_outside_a_recording_it_is_a_python_loop() -> None:
+    x = torch.full((3,), 8.0)
+    torch.testing.assert_close(halvings(x, tfnb.while_loop), halvings(x, python_loop), rtol=0, atol=0)
+
+
+def test_maximum_iterations_end_a_loop() -> None:
+    with tfnb.record():
+        x = tfnb.placeholder(torch.tensor(1.0), name="x")
+        (y,) = tfnb.while_loop(lambda y: y < 1e9, lambda y: (y * 2,), (x,), maximum_iterations=5)
+    assert tfnb.run(y, {x: 3.0}) == 96
+    assert tfnb.run(y, {x: 1e9}) == 1e9
+    assert tfnb.while_loop(lambda y: y < 9, lambda y: (y * 2,), (1.0,), maximum_iterations=2)[0] == 4
+
+
+def test_nested_loops_and_branches_see_what_is_around_them() -> None:
+    def program(x: torch.Tensor, w: torch.Tensor, loop: Any, branch: Any) -> Any:
+        def body(i: Any, y: Any) -> Any:
+            _, inner = loop(lambda j, z: j < i, lambda j, z: (j + 1, z + w[j] * y.sum()), (0, y))
+            return i + 1, branch(inner.sum() > 4, lambda: inner / 2, lambda: inner + w[i])
+
+        return loop(lambda i, y: i < 3, body, (0, x))
+
+    def python_branch(pred: Any, then: Any, other: Any) -> Any:
+        return then() if pred else other()
+
+    with tfnb.record():
+        x = tfnb.placeholder(torch.ones(2, 3), name="x")
+        w = tfnb.placeholder(torch.arange(4.0), shape=(4,), name="w")
+        outs = program(x, w, tfnb.while_loop, tfnb.cond)
+    for _ in range(5):
+        fed = {x: torch.randn(4, 3), w: torch.randn(4)}
+        expected = program(fed[x], fed[w], python_loop, python_branch)
+        torch.testing.assert_close(tuple(tfnb.run(outs, fed)), expected, rtol=0, atol=0)
+
+
+def test_a_body_uses_sizes_that_only_outside_knows() -> None:
+    with tfnb.record():
+        x = tfnb.placeholder(torch.ones(3, 2), name="x")
+        rows = x.shape[0]
+        (y,) = tfnb.while_loop(lambda y: y.sum() < 20, lambda y: (y + torch.ones(rows).sum(),), (torch.zeros(()),))
+    assert tfnb.run(y, {x: torch.ones(6, 2)}) == 24
+
+
+def test_writes_in_a_body_are_carried_and_reach_outside() -> None:
+    count = tfnb.Variable(torch.zeros(()), name="count")
+
+    def program(x: torch.Tensor, buffer: torch.Tensor, count: Any, loop: Any) -> Any:
+        def body(i: Any, y: Any) -> Any:
+            count.assign_add(y.sum())
+            buffer[i] = count.read()
+            buffer[i] += 1
+            return i + 1, y * 2
+
+        i, y = loop(lambda i, y: i < 4, body, (0, x))
+        return i, y, buffer * 2
+
+    with tfnb.record():
+        x = tfnb.placeholder(torch.ones(2), name="x")
+        outs = program(x, torch.zeros(5), count, tfnb.while_loop)
+        after = count.read()
+    fed = torch.randn(3)
+    other = tfnb.Variable(torch.zeros(()))
+    torch.testing.assert_close(
+        tuple(tfnb.run([*outs, after], {x: fed})), (*program(fed, torch.zeros(5), other, python_loop), other.value())
+    )
+    assert count.value() == other.value()
+
+
+def test_parameters_and_buffers_of_a_module_work_inside() -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+    with tfnb.record():
+        x = tfnb.placeholder(torch.randn(4, 3), name="x")
+        (y,) = tfnb.while_loop(lambda y: y.norm() > 0, lambda y: (layer(y),), (x,), maximum_iterations=3)
+        step = tfnb.group(layer[1].running_mean)
+    fed = torch.randn(5, 3)
+    expected_mean = layer[1].running_mean.clone()
+    out = tfnb.run([y, step], {x: fed})[0]
+    seen = layer[1].running_mean.clone()
+    with torch.no_grad():
+        layer[1].running_mean.copy_(expected_mean)
+        layer[1].running_var.fill_(1)
+        want = layer(layer(layer(fed)))
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(seen, layer[1].running_mean)
+
+
+def test_draws_differ_from_turn_to_turn_and_repeat_with_the_run() -> None:
+    with tfnb.record() as g:
+        draws, _ = tfnb.scan(lambda c, x: (c + torch.rand(2), torch.rand(2)), torch.zeros(2), torch.zeros(50))
+        _, ys = tfnb.scan(lambda c, x: (c, torch.rand(2)), torch.zeros(()), torch.zeros(50))
+    first, second = (tfnb.Session(g).run([draws, ys]) for _ in range(2))
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    assert len(torch.unique(first[1])) == 100
+    torch.testing.assert_close(ys.sample, tfnb.Session(g).run(ys), rtol=0, atol=0)
+
+
+def test_scan_map_and_fold_over_structures() -> None:
+    def program(xs: Any) -> Any:
+        total, ys = tfnb.scan(lambda c, x: ({"s": c["s"] + x[0]}, (c["s"], x[1] * 2)), {"s": torch.zeros(2)}, xs)
+        back = tfnb.scan(lambda c, x: (c * 2 + x, c), torch.zeros(2), xs[0], reverse=True)
+        return total, ys, back, tfnb.map_fn(lambda x: x[0].sum() + x[1], xs), tfnb.fold(torch.maximum, xs[0][0], xs[0])
+
+    with tfnb.record():
+        a = tfnb.placeholder(torch.randn(3, 2), shape=("T", 2), name="a")
+        b = tfnb.placeholder(torch.randn(3), shape=("T",), name="b")
+        outs = program((a, b))
+    for length in (1, 3, 6):
+        fed = {a: torch.randn(length, 2), b: torch.randn(length)}
+        torch.testing.assert_close(tfnb.run(outs, fed), program((fed[a], fed[b])), rtol=0, atol=0)
+
+
+def test_a_loop_variable_may_grow_along_a_declared_axis() -> None:
+    with tfnb.record():
+        x = tfnb.placeholder(torch.ones(2), shape=(2,), name="x")
+        n, rows = tfnb.while_loop(
+            lambda n, rows: rows.sum() < 10, lambda n, rows: (n + 1, torch.cat([rows, x[None]])),
+            (0, torch.zeros(0, 2)), shape_invariants=((), (None, 2)),
+        )  # fmt: skip
+        total = rows.sum(0)
+    n_, rows_, total_ = tfnb.run([n, rows, total], {x: [1.0, 2.0]})
+    assert (n_, rows_.shape, total_.tolist()) == (4, (4, 2), [4.0, 8.0])
+    assert rows.sample.shape == (5, 2)
+
+
+def test_a_loop_that_never_ends_ends_at_the_deadline_and_writes_nothing() -> None:
+    steps = tfnb.Variable(torch.zeros(()), name="steps")
+    with tfnb.record():
+        x = tfnb.placeholder(torch.tensor(-1.0), name="x")
+
+        def body(y: Any) -> Any:
+            steps.assign_add(1.0)
+            return (y + 0,)
+
+        (y,) = tfnb.while_loop(lambda y: y > 0, body, (x,))
+        done = tfnb.group(y, steps)
+    begin = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match="did not end within"):
+        tfnb.run(done, {x: 1.0}, timeout=0.3)
+    assert time.monotonic() - begin < 5
+    assert steps.value() == 0
+    tfnb.run(done, {x: -1.0})
+
+
+def test_an_interrupt_ends_a_loop() -> None:
+    import _thread
+
+    with tfnb.record():
+        x = tfnb.placeholder(torch.tensor(-1.0), name="x")
+        (y,) = tfnb.while_loop(lambda y: y > 0, lambda y: (y + 0,), (x,))
+    tfnb.run(y, {x: -1.0})
+    threading.Timer(0.3, _thread.interrupt_main).start()
+    with pytest.raises(KeyboardInterrupt):
+        tfnb.run(y, {x: 1.0})
+
+
+def test_a_graph_with_loops_is_saved_and_loaded(tmp_path: Path) -> None:
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.ones(3, 2), name="x")
+        n, y = tfnb.while_loop(
+            lambda n, y: y.norm() > 1, lambda n, y: (n + 1, tfnb.cond(n > 2, lambda: y / 4, lambda: y / 2)), (0, x)
+        )
+        z = y + 1
+    g.save(tmp_path / "g.json")
+    loaded = tfnb.Graph.load(tmp_path / "g.json")
+    assert loaded.text() == g.text()
+    fed = torch.randn(4, 2) * 100
+    torch.testing.assert_close(tfnb.Session(loaded).run(["n:0", "z"], {"x": fed}), tfnb.run([n, z], {x: fed}))
+
+
+def test_a_failing_kernel_inside_names_its_line() -> None:
+    with tfnb.record():
+        x = tfnb.placeholder(torch.ones(3), shape=(None,), name="x")
+        i = tfnb.placeholder(torch.tensor(0), name="i")
+        _, y = tfnb.while_loop(lambda n, y: n < 2, lambda n, y: (n + 1, y + x[i + n]), (0, torch.zeros(())))
+    assert tfnb.run(y, {x: [1.0, 2.0, 3.0], i: 1}) == 5
+    with pytest.raises(InvalidArgument, match="index") as raised:
+        tfnb.run(y, {x: [1.0, 2.0, 3.0], i: 2})
+    assert raised.value.line is not None
+
+
+# -- what is refused ------------------------------------------------------------------------------------------------
+
+
+def test_a_loop_variable_that_changes_shape_or_dtype_is_named() -> None:
+    with tfnb.record():
+        x = tfnb.placeholder(torch.ones(3, 2), name="x")
+        with pytest.raises(ShapeError, match=r"h enters as float32\[B, 2\] and is float32\[B, 4\].*\n.*line"):
+            tfnb.while_loop(lambda i, h: i < 3, lambda i, h: (i + 1, torch.cat([h, h], 1)), (0, x))
+        with pytest.raises(InvalidArgument, match=r"h enters as float32\[B, 2\] and is float64\[B, 2\]"):
+            tfnb.while_loop(lambda i, h: i < 3, lambda i, h: (i + 1, h.double()), (0, x))
+        with pytest.raises(InvalidArgument, match="returns"):
+            tfnb.while_loop(lambda i, h: i < 3, lambda i, h: (i + 1, h, h), (0, x))
+        with pytest.raises(InvalidArgument, match=r"one truth value.*float32\[B, 2\]"):
+            tfnb.while_loop(lambda i, h: h, lambda i, h: (i + 1, h), (0, x))
+        with pytest.raises(InvalidArgument, match="parallel_iterations"):
+            tfnb.while_loop(lambda i, h: i < 3, lambda i, h: (i + 1, h), (0, x), parallel_iterations=0)
+        (y,) = tfnb.while_loop(lambda h: h.sum() < 9, lambda h: (h + 1,), (x,))
+    torch.testing.assert_close(tfnb.run(y, {x: torch.zeros(1, 2)}), torch.full((1, 2), 5.0))
+
+
+def test_a_number_read_inside_a_loop_is_refused() -> None:
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.ones(3), name="x")
+        with pytest.raises(InvalidArgument, match="inside a loop"):
+            tfnb.while_loop(lambda y: y.sum() < 9, lambda y: (y + y.sum().item(),), (x,))
+    assert [node.op for node in g.nodes] == ["tfnb.placeholder"]
+
+
+def test_an_optimizer_step_inside_a_loop_is_refused() -> None:
+    w = tfnb.Variable(torch.ones(3), name="w")
+    with tfnb.record():
+        x = tfnb.placeholder(torch.ones(3), shape=(3,), name="x")
+
+        def body(i: Any) -> Any:
+            tfnb.train.SGD(0.1).minimize((w * x).sum())
+            return (i + 1,)
+
+        with pytest.raises(Unsupported, match="optimizer"):
+            tfnb.while_loop(lambda i: i < 3, body, (0,))

@@ -1,0 +1,6 @@
+"""Control flow in the graph: branches and loops over recorded tensors."""
+
+from tfnb.control_flow.branches import cond
+from tfnb.control_flow.loops import fold, map_fn, scan, while_loop
+
+__all__ = ["cond", "fold", "map_fn", "scan", "while_loop"]

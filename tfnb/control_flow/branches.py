@@ -1,0 +1,110 @@
+"""`cond`: one of two functions, as the value of a tensor decides in each run. Semantics S-120, S-130."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils._pytree import tree_unflatten
+
+from tfnb.control_flow.structure import flat, recorder_if_open, tensors, truth, written_at
+from tfnb.errors import InvalidArgument, ShapeError
+from tfnb.graph import Ref, Spec, Value, ops
+from tfnb.recording import Recorder
+from tfnb.recording.regions import Region, append, captures, record_region, subgraph, write_back
+from tfnb.recording.tensor import Base
+
+
+def cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], *operands: Any) -> Any:
+    """``true_fn(*operands)`` where ``pred`` holds, else ``false_fn(*operands)``; decided in each run.
+
+    pred: one truth value. Both functions are recorded; only the one that is taken runs. They return the same structure
+    of tensors and numbers, of the same dtypes and shapes. They may use any tensor and Variable around them, and what
+    they write to those is written where that branch is taken. Outside a recording the function is just called.
+
+    Raises InvalidArgument for branches that return different structures or dtypes, ShapeError for different shapes.
+
+    >>> import torch, tfnb
+    >>> with tfnb.record():
+    ...     x = tfnb.placeholder(torch.tensor(3.0), name="x")
+    ...     y = tfnb.cond(x > 0, lambda: 2 * x, lambda: x - 1)
+    >>> y.sample, tfnb.run(y, {x: 5.0}), tfnb.run(y, {x: -5.0})
+    (tensor(6.), tensor(10.), tensor(-6.))
+    """
+    recorder = recorder_if_open()
+    if recorder is None or isinstance(pred, bool):
+        return true_fn(*operands) if pred else false_fn(*operands)
+    predicate = truth(recorder, pred, "the predicate of cond")
+    with recorder.scope("cond") as scope:
+        return _recorded(recorder, predicate, true_fn, false_fn, operands, scope)
+
+
+def _recorded(
+    recorder: Recorder, predicate: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any,
+    scope: str,
+) -> Any:  # fmt: skip
+    forms: list[Any] = []
+
+    def branch(function: Callable[..., Any]) -> Region:
+        def call() -> list[Any]:
+            leaves, form = flat(function(*operands))
+            forms.append(form)
+            return list(tensors(recorder, leaves, "a branch of cond"))
+
+        region = record_region(recorder, call, [], scope=scope, turns=False)
+        del forms[:-1]  # it may have been called more than once
+        return region
+
+    then = branch(true_fn)
+    then_form = forms.pop()
+    regions, else_form = (then, branch(false_fn)), forms.pop()
+    what = f"{written_at(true_fn)} and {written_at(false_fn)}"
+    if then_form != else_form:
+        raise InvalidArgument(
+            f"the branches of cond return different structures: {then_form} and {else_form}\n  {what}"
+            f"{recorder.tape.at()}"
+        )
+    return tree_unflatten(_joined(recorder, predicate, regions, what), then_form)
+
+
+def _joined(recorder: Recorder, predicate: Any, regions: tuple[Region, Region], what: str) -> list[Any]:
+    """The node of two branches; what they wrote is written."""
+    written = list(dict.fromkeys(base for region in regions for base in region.written))
+    outputs = [[*region.outputs, *(_left(base, region) for base in written)] for region in regions]
+    for region, outs in zip(regions, outputs, strict=True):
+        region.outputs = list(outs)
+    captured = captures(recorder, regions)
+    then, other = (subgraph(recorder, r, captured, outs) for r, outs in zip(regions, outputs, strict=True))
+    kinds = [[_spec(recorder, r, v) for v in outs] for r, outs in zip(regions, outputs, strict=True)]
+    specs = [_agreed(place, a, b, what, recorder) for place, (a, b) in enumerate(zip(*kinds, strict=True))]
+    attrs = {
+        "pred": Ref(0), "operands": tuple(Ref(i + 1) for i in range(len(captured))), "then": then, "else": other,
+        "shapes": (None,) * len(specs),
+    }  # fmt: skip
+    found = append(recorder, ops.COND, [predicate._entry.value, *captured], attrs, specs)
+    count = len(found) - len(written)
+    for base, tensor in zip(written, found[count:], strict=True):
+        write_back(recorder, base, tensor)
+    return found[:count]
+
+
+def _left(base: Base, region: Region) -> Value:
+    """What a tensor of outside means after a branch."""
+    return region.written.get(base, base.entry.value)
+
+
+def _spec(recorder: Recorder, region: Region, value: Value) -> Spec:
+    inner = next((node for node in region.nodes if node.id == value.node), None)
+    return (inner or recorder.node(value.node)).outputs[value.index]
+
+
+def _agreed(place: int, a: Spec, b: Spec, what: str, recorder: Recorder) -> Spec:
+    if a.dtype != b.dtype or a.device != b.device:
+        raise InvalidArgument(
+            f"output {place} of cond is {a} in one branch and {b} in the other\n  {what}{recorder.tape.at()}"
+        )
+    if a.shape != b.shape:
+        raise ShapeError(
+            f"output {place} of cond is {a} in one branch and {b} in the other\n  {what}{recorder.tape.at()}"
+        )
+    return a

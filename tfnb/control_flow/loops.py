@@ -1,0 +1,226 @@
+"""Loops over recorded tensors: `while_loop`, and `scan`, `fold` and `map_fn` over the rows of sequences.
+
+Semantics S-121, S-130. Outside a recording they are plain Python loops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_map, tree_unflatten
+
+from tfnb.control_flow.structure import flat, names, recorder_if_open, spec_of, tensors, truth, written_at
+from tfnb.errors import InvalidArgument, ShapeError
+from tfnb.graph import Spec, Variable
+from tfnb.recording import Recorder, Tensor
+from tfnb.recording.loop import Loop
+
+
+def while_loop(
+    cond: Callable[..., Any], body: Callable[..., Any], init: Any, *, maximum_iterations: int | None = None,
+    parallel_iterations: int = 10, shape_invariants: Any = None, back_prop: bool = True,
+) -> Any:  # fmt: skip
+    """``init = body(*init)`` as long as ``cond(*init)`` holds; how often is decided in each run.
+
+    init: a list or tuple of loop variables, each a tensor, a number, or nested lists, tuples and dicts of those; body
+    returns the same structure, and so does the loop. maximum_iterations ends it after so many turns. shape_invariants:
+    like init, with the shape of each tensor, where None is an axis that may change from turn to turn. back_prop=False:
+    gradients through the loop are an error. parallel_iterations: how many turns may run at a time; the values never
+    depend on it. Both functions may use any tensor and Variable around them; what body writes to those is carried from
+    turn to turn and written when the loop ends. A body that writes is called more than once while recording.
+
+    Raises ShapeError for a loop variable that changes its shape, InvalidArgument for one that changes its dtype or for
+    another structure, each with its name and both specs.
+
+    >>> import torch, tfnb
+    >>> with tfnb.record():
+    ...     x = tfnb.placeholder(torch.tensor(2.0), name="x")
+    ...     n, y = tfnb.while_loop(lambda n, y: y < 100, lambda n, y: (n + 1, y * x), (0, x))
+    >>> tfnb.run([n, y], {x: 3.0})
+    [tensor(4), tensor(243.)]
+    """
+    if parallel_iterations < 1:
+        raise InvalidArgument(f"parallel_iterations is at least 1, not {parallel_iterations}")
+    if not isinstance(init, (list, tuple)):
+        raise InvalidArgument(f"while_loop takes a list or tuple of loop variables, not {type(init).__name__}")
+    recorder = recorder_if_open()
+    if recorder is None:
+        return _plain_while(cond, body, init, maximum_iterations)
+    leaves, form = flat(init)
+    start = tensors(recorder, leaves, "while_loop")
+    labels = names(body, init)
+    loop = Loop(
+        recorder, start, labels, specs=_invariants(recorder, start, form, shape_invariants), limit=maximum_iterations,
+        back_prop=back_prop, parallel=parallel_iterations,
+    )  # fmt: skip
+
+    def test(*carried: Any) -> list[Any]:
+        return [truth(recorder, cond(*tree_unflatten(list(carried), form)), "the condition of while_loop")]
+
+    def turn(*carried: Any) -> list[Any]:
+        found = body(*tree_unflatten(list(carried), form))
+        return _same_form(recorder, found, form, start, body, "while_loop")
+
+    return tree_unflatten(loop.record(test, turn).carried, form)
+
+
+def _plain_while(cond: Callable[..., Any], body: Callable[..., Any], init: Any, most: int | None) -> Any:
+    state, turns = tree_map(_tensor, init), 0
+    while (most is None or turns < most) and cond(*state):
+        found = body(*state)
+        state, turns = found if isinstance(found, (list, tuple)) else [found], turns + 1
+    return type(init)(state)
+
+
+def _tensor(item: Any) -> Any:
+    if isinstance(item, Variable):
+        return item.read()
+    return item if isinstance(item, torch.Tensor) else torch.as_tensor(item)
+
+
+def _same_form(
+    recorder: Recorder, found: Any, form: TreeSpec, start: Sequence[Tensor], body: Callable[..., Any], what: str
+) -> list[Any]:  # fmt: skip
+    """The leaves of what a body returned; raises InvalidArgument if it has another structure than what it got."""
+    leaves, got = flat(found)
+    if got != form and len(start) == 1 and len(leaves) == 1:
+        got = form  # one variable, returned without its tuple
+    if got != form and not (
+        form.type in (list, tuple) and got.type in (list, tuple) and _children(got) == _children(form)
+    ):
+        raise InvalidArgument(
+            f"the body of {what} returns {got}, and was given {form}\n  {written_at(body)}{recorder.tape.at()}"
+        )
+    fitted = [
+        torch.as_tensor(leaf, dtype=s.dtype) if isinstance(leaf, (bool, int, float, complex)) else leaf
+        for leaf, s in zip(leaves, start, strict=True)
+    ]
+    return list(tensors(recorder, fitted, what))
+
+
+def _children(form: TreeSpec) -> Any:
+    return form.children() if hasattr(form, "children") and callable(form.children) else form.children_specs
+
+
+def _invariants(
+    recorder: Recorder, start: Sequence[Tensor], form: TreeSpec, invariants: Any
+) -> list[Spec] | None:  # fmt: skip
+    """The specs of the loop variables inside, with a symbol for each axis that may change."""
+    if invariants is None:
+        return None
+    shapes, _ = torch.utils._pytree.tree_flatten(invariants, is_leaf=_is_shape)
+    if len(shapes) != len(start):
+        raise InvalidArgument(
+            f"shape_invariants has {len(shapes)} shapes for {len(start)} loop variables{recorder.tape.at()}"
+        )
+    return [_loosened(recorder, spec_of(tensor), tensor, shape) for tensor, shape in zip(start, shapes, strict=True)]
+
+
+def _is_shape(item: Any) -> bool:
+    if isinstance(item, torch.Size) or item is None:
+        return True
+    return isinstance(item, (list, tuple)) and all(
+        size is None or isinstance(size, (int, torch.SymInt)) for size in item
+    )
+
+
+def _loosened(recorder: Recorder, spec: Spec, tensor: Tensor, shape: Any) -> Spec:
+    if shape is None:
+        return spec
+    fits = len(shape) == len(spec.shape) and all(
+        wanted is None or not isinstance(wanted, int) or wanted == size
+        for wanted, size in zip(shape, spec.shape, strict=True)
+    )
+    if not fits:
+        raise ShapeError(f"a loop variable is {spec}, and its shape invariant {list(shape)}{recorder.tape.at()}")
+    entry = recorder._entry(tensor)
+    sizes = []
+    for axis, (wanted, size) in enumerate(zip(shape, spec.shape, strict=True)):
+        hint = None if entry.sample is None or entry.sample.shape[axis] < 2 else entry.sample.shape[axis]
+        if wanted is None:
+            letter = recorder.symbols.unused("L")
+            size = recorder.symbols.size(recorder.symbols.fresh(letter, hint))
+        sizes.append(size)
+    return replace(spec, shape=tuple(sizes))
+
+
+# -- over the rows of sequences -----------------------------------------------------------------------------------
+
+
+def scan(fn: Callable[..., Any], init: Any, xs: Any, *, reverse: bool = False) -> tuple[Any, Any]:
+    """``carry, y = fn(carry, x)`` for each row x of ``xs``: the last carry, and the ys stacked along a new axis 0.
+
+    init, xs and what fn returns: tensors or nested structures of them; carry keeps its structure, shapes and dtypes.
+    reverse: the last row comes first; ys stand in the order of xs.
+
+    >>> import torch, tfnb
+    >>> with tfnb.record():
+    ...     xs = tfnb.placeholder(torch.tensor([1.0, 2.0, 3.0]), name="xs")
+    ...     total, sums = tfnb.scan(lambda total, x: (total + x, total + x), 0.0, xs)
+    >>> tfnb.run([total, sums], {xs: [1.0, 2.0, 3.0, 4.0]})
+    [tensor(10.), tensor([ 1.,  3.,  6., 10.])]
+    """
+    recorder = recorder_if_open()
+    if recorder is None:
+        return _plain_scan(fn, init, xs, reverse)
+    return _scan(recorder, fn, init, xs, reverse, "scan")
+
+
+def fold(fn: Callable[..., Any], init: Any, xs: Any, *, reverse: bool = False) -> Any:
+    """``carry = fn(carry, x)`` for each row x of ``xs``: the last carry. See `scan`.
+
+    >>> import torch, tfnb
+    >>> tfnb.fold(lambda total, x: total * x, 1.0, torch.tensor([1.0, 2.0, 3.0]))
+    tensor(6.)
+    """
+    return scan(lambda carry, x: (fn(carry, x), ()), init, xs, reverse=reverse)[0]
+
+
+def map_fn(fn: Callable[..., Any], xs: Any) -> Any:
+    """``fn(x)`` for each row x of ``xs``, stacked along a new axis 0.
+
+    >>> import torch, tfnb
+    >>> tfnb.map_fn(lambda x: x * x, torch.tensor([1.0, 2.0, 3.0]))
+    tensor([1., 4., 9.])
+    """
+    return scan(lambda carry, x: ((), fn(x)), (), xs)[1]
+
+
+def _scan(recorder: Recorder, fn: Callable[..., Any], init: Any, xs: Any, reverse: bool, what: str) -> tuple[Any, Any]:
+    start_leaves, form = flat(init)
+    start = tensors(recorder, start_leaves, what)
+    sequences, row_form = flat(xs)
+    rows = tensors(recorder, sequences, what)
+    if not rows or any(not spec_of(row).shape for row in rows):
+        raise InvalidArgument(f"{what} goes over the rows of tensors, and was given none{recorder.tape.at()}")
+    forms: list[TreeSpec] = []
+
+    def turn(*given: Any) -> list[Any]:
+        carry, row = given[: len(start)], given[len(start) :]
+        found = fn(tree_unflatten(list(carry), form), tree_unflatten(list(row), row_form))
+        if not isinstance(found, tuple) or len(found) != 2:
+            raise InvalidArgument(f"the function of {what} returns (carry, y)\n  {written_at(fn)}{recorder.tape.at()}")
+        leaves, made = flat(found[1])
+        forms.append(made)
+        return [*_same_form(recorder, found[0], form, start, fn, what), *tensors(recorder, leaves, what)]
+
+    labels = [f"carry {i}" if len(start) > 1 else "carry" for i in range(len(start))]
+    found = Loop(recorder, start, labels, rows, reverse=reverse, what=what).record(None, turn)
+    return tree_unflatten(found.carried, form), tree_unflatten(found.rows, forms[-1])
+
+
+def _plain_scan(fn: Callable[..., Any], init: Any, xs: Any, reverse: bool) -> tuple[Any, Any]:
+    sequences, row_form = flat(tree_map(_tensor, xs))
+    order = range(len(sequences[0]))
+    carry, made, form = tree_map(_tensor, init), [], None
+    for at in reversed(order) if reverse else order:
+        carry, y = fn(carry, tree_unflatten([x[at] for x in sequences], row_form))
+        leaves, form = flat(y)
+        made.append([_tensor(leaf) for leaf in leaves])
+    if form is None:
+        raise InvalidArgument("a scan over no rows outside a recording does not know what its function returns")
+    columns = zip(*made, strict=True)
+    return carry, tree_unflatten([torch.stack(column[::-1] if reverse else column) for column in columns], form)

@@ -1,0 +1,81 @@
+"""Loops and branches in generated code: native Python around the generated functions of their subgraphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from tfnb.graph import Node, Subgraph, Value, ops
+from tfnb.kernels.control import while_loop
+from tfnb.recording.interpret import absent, number
+
+
+class Lowered(Protocol):
+    """What a subgraph was lowered to."""
+
+    @property
+    def forward(self) -> Callable[..., Sequence[torch.Tensor]]: ...
+
+
+Lower = Callable[[Subgraph, Sequence[Value]], Lowered]  # of a subgraph, which outputs are wanted
+
+
+class Loop:
+    """A ``tfnb.while``, without stacked rows that nobody takes: called with the run's number and its attrs."""
+
+    def __init__(self, node: Node, lower: Lower, taken: Collection[int]) -> None:
+        attrs = node.attrs
+        carried = len(attrs["init"])
+        self.rows = [row for row in range(len(attrs["rows"])) if carried + 1 + row in taken]
+        self.places = (*range(carried + 1), *(carried + 1 + row for row in self.rows))  # among the node's outputs
+        outputs = attrs["body"].outputs
+        wanted = [*outputs[:carried], *(outputs[carried + row] for row in self.rows)]
+        self.body = lower(attrs["body"], wanted)
+        self.cond = None if attrs["cond"] is None else lower(attrs["cond"], attrs["cond"].outputs)
+        self.inner = (self.body,) if self.cond is None else (self.cond, self.body)
+        self.kinds = [
+            (node.outputs[carried + 1 + row].dtype, node.outputs[carried + 1 + row].device) for row in self.rows
+        ]
+        self.reverse = attrs["reverse"]
+        self.draws = attrs["body"].draws or (attrs["cond"] is not None and attrs["cond"].draws)
+        self.__name__ = "loop"  # for the generated code
+
+    def __call__(self, run: int, init: Any, xs: Any, captures: Any, limit: Any, rows: Any) -> list[torch.Tensor]:
+        kinds = zip(self.rows, self.kinds, strict=True)
+        return while_loop(
+            None if self.cond is None else self.cond.forward, self.body.forward, init, xs, captures,
+            limit=number(limit), rows=[(rows[row], *kind) for row, kind in kinds], reverse=self.reverse, run=run,
+            draws=self.draws,
+        )  # fmt: skip
+
+
+class Cond:
+    """A ``tfnb.cond``: called with the run's number and its attrs."""
+
+    def __init__(self, node: Node, lower: Lower, taken: Collection[int]) -> None:
+        self.places = tuple(place for place in range(len(node.outputs)) if place in taken)
+        self.specs = [node.outputs[place] for place in self.places]
+        self.branches = {}
+        for part in ("then", "else"):
+            outputs = [node.attrs[part].outputs[place] for place in self.places]
+            program = lower(node.attrs[part], [value for value in outputs if value is not None])
+            self.branches[part == "then"] = program, [value is None for value in outputs]
+        self.inner = tuple(program for program, _ in self.branches.values())
+        self.__name__ = "cond"  # for the generated code
+
+    def __call__(self, run: int, pred: Any, operands: Any, shapes: Any) -> list[torch.Tensor]:
+        program, missing = self.branches[bool(pred)]
+        given = iter(program.forward(*operands, run))
+        return [
+            absent(spec, shapes[place]) if lacks else next(given)
+            for place, spec, lacks in zip(self.places, self.specs, missing, strict=True)
+        ]
+
+
+REGIONS = {
+    ops.WHILE: (Loop, ("init", "xs", "captures", "limit", "rows")),
+    ops.COND: (Cond, ("pred", "operands", "shapes")),
+}
+"""The class of each op's calls, and the attrs that a call takes."""

@@ -1,0 +1,75 @@
+"""Subgraph: a function as data, which a node of structured control flow holds. Immutable, closed, without state.
+
+Its contents are ordinary nodes; its inputs are their placeholders, so whatever works on a graph with feeds works on a
+subgraph. It names no value of the graph around it: what it takes from there is an input. It neither reads nor writes
+variables: the node around it takes and gives their values.
+
+``tfnb.cond`` (``pred``, ``operands``, ``then``, ``else``, ``shapes``) gives the outputs of one of two subgraphs of the
+operands; ``shapes`` has the shape of each output that may be absent, None for others.
+
+``tfnb.while`` (``init``, ``xs``, ``captures``, ``cond``, ``body``, ``limit``, ``rows``, ``reverse``) runs ``body`` on
+the carried values, one row of each of ``xs``, and the captures, as long as ``cond`` of the carried values and captures
+holds (None: always), at most ``limit`` times, and once for each row of ``xs``. The body gives the next carried values,
+then rows. The node's outputs are the carried values, the number of turns, and the rows stacked; ``rows`` has their
+shapes. With ``reverse`` the last rows of ``xs`` and of the result belong to the first turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from tfnb.graph.contents import Contents
+from tfnb.graph.node import Node, Value, leaves, map_leaves
+from tfnb.graph.ops import REGIONS
+
+
+@dataclass(frozen=True, eq=False)
+class Subgraph:
+    """``contents`` as a function from ``inputs``, its placeholders in order, to ``outputs``.
+
+    An output that is None is absent: nobody looks at it, and what stands for it has the right shape and no meaning.
+    """
+
+    contents: Contents
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value | None, ...]
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether something inside draws random numbers."""
+        return any(node.stream is not None or any(s.draws for s in subgraphs(node)) for node in self.contents.nodes)
+
+    def __repr__(self) -> str:
+        inner = len(self.contents.nodes) - len(self.inputs)
+        return f"<Subgraph: {len(self.inputs)} inputs, {inner} nodes, {len(self.outputs)} outputs>"
+
+
+def subgraphs(node: Node) -> Iterator[Subgraph]:
+    """The subgraphs that a node holds."""
+    if node.op in REGIONS:
+        yield from (leaf for leaf in leaves(node.attrs) if isinstance(leaf, Subgraph))
+
+
+def map_nodes(function: Callable[[Node], Node], node: Node) -> Node:
+    """``function`` of the node, its subgraphs' nodes mapped before, from the inside out."""
+
+    def mapped(leaf: object) -> object:
+        if not isinstance(leaf, Subgraph):
+            return leaf
+        contents = leaf.contents
+        inner = tuple(map_nodes(function, node) for node in contents.nodes)
+        return replace(leaf, contents=replace(contents, nodes=inner))
+
+    if node.op in REGIONS:
+        node = replace(node, attrs=map_leaves(mapped, node.attrs))
+    return function(node)
+
+
+def nested(node: Node) -> Iterator[Node]:
+    """All nodes inside of a node, at any depth."""
+    for subgraph in subgraphs(node):
+        for inner in subgraph.contents.nodes:
+            yield inner
+            yield from nested(inner)

@@ -1,0 +1,137 @@
+"""Nodes computed on plain tensors, one after the other: the samples of a recording.
+
+Subgraphs are run here as they stand, their sizes read off the values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tfnb.errors import BranchChanged, ShapeError
+from tfnb.graph import Dim, Guard, Node, Ref, Spec, Subgraph, Value, ops
+from tfnb.graph.node import map_leaves
+from tfnb.kernels.control import while_loop
+from tfnb.kernels.random import mix, seeded
+from tfnb.recording.ops import kernel, resolve, unbind
+
+Sizes = Callable[[Dim], Any]
+
+
+def stream_seed(node: Node, graph_seed: int, run: int) -> int:
+    """The seed of a random node in one run: a function of graph seed, owner, place among its random nodes, run."""
+    return mix(graph_seed, node.owner.index if node.owner else 0, node.stream or 0, run)
+
+
+def evaluate(node: Node, inputs: Sequence[Any], size: Sizes, seed: int, run: int = 0) -> tuple[torch.Tensor, ...]:
+    """The outputs of one node on plain tensors; ``size`` gives the number that a symbolic argument is."""
+
+    def argument(leaf: Any) -> Any:
+        if isinstance(leaf, Ref):
+            return inputs[leaf.input]
+        return size(leaf) if isinstance(leaf, Dim) else leaf
+
+    attrs = map_leaves(argument, node.attrs)
+    with torch.no_grad():
+        match node.op:
+            case ops.COND:
+                given = run_subgraph(chosen(attrs), attrs["operands"], seed, run)
+                kinds = zip(given, node.outputs, attrs["shapes"], strict=True)
+                out: Any = [absent(spec, shape) if t is None else t for t, spec, shape in kinds]
+            case ops.WHILE:
+                out = _loop(node, attrs, seed, run)
+            case ops.WITH_GRADIENT:
+                out = attrs["values"]
+            case "tfnb.guard":
+                held(node, attrs["value"])
+                out = ()
+            case _:
+                out = _call(node, attrs, seed, run)
+    return tuple(out) if isinstance(out, (list, tuple)) else (out,)
+
+
+def _call(node: Node, attrs: Mapping[str, Any], seed: int, run: int) -> Any:
+    op = resolve(node.op)
+    args, kwargs = unbind(op, dict(attrs))
+    if node.stream is None:
+        return kernel(op)(*args, **kwargs)
+    device = torch.device(node.outputs[0].device)
+    return seeded(kernel(op), stream_seed(node, seed, run), device, args, kwargs)
+
+
+def _loop(node: Node, attrs: Mapping[str, Any], seed: int, run: int) -> list[torch.Tensor]:
+    def function(part: Subgraph) -> Callable[..., Sequence[torch.Tensor]]:
+        return lambda *args: run_subgraph(part, args[:-1], seed, args[-1])
+
+    cond, body = attrs["cond"], attrs["body"]
+    specs = node.outputs[len(attrs["init"]) + 1 :]
+    rows = [(shape, spec.dtype, spec.device) for shape, spec in zip(attrs["rows"], specs, strict=True)]
+    return while_loop(
+        None if cond is None else function(cond), function(body), attrs["init"], attrs["xs"], attrs["captures"],
+        limit=number(attrs["limit"]), rows=rows, reverse=attrs["reverse"], run=run,
+        draws=body.draws or (cond is not None and cond.draws),
+    )  # fmt: skip
+
+
+def number(limit: Any) -> int | None:
+    """A limit of turns as a number."""
+    return int(limit) if isinstance(limit, torch.Tensor) else limit
+
+
+def chosen(attrs: Mapping[str, Any]) -> Subgraph:
+    """The branch of a cond that its predicate takes."""
+    return attrs["then"] if attrs["pred"] else attrs["else"]
+
+
+def run_subgraph(subgraph: Subgraph, inputs: Sequence[torch.Tensor], seed: int, run: int) -> list[Any]:
+    """The outputs for these inputs; None for one that is absent."""
+    contents = subgraph.contents
+    values: dict[Value, torch.Tensor] = {}
+    symbols: dict[str, int] = {}
+
+    def meet(node: Node, outs: Sequence[torch.Tensor]) -> None:
+        for index, (spec, tensor) in enumerate(zip(node.outputs, outs, strict=False)):
+            values[node.value(index)] = tensor
+            for wanted, found in zip(spec.shape, tensor.shape, strict=False):
+                if isinstance(wanted, Dim) and wanted.is_symbol:
+                    symbols.setdefault(wanted.expr, found)
+
+    for value, tensor in zip(subgraph.inputs, inputs, strict=True):
+        meet(contents.by_id[value.node], [tensor])
+    for guard in contents.guards:
+        sizes_hold(guard, symbols)
+    for node in contents.nodes:
+        if node.op != "tfnb.placeholder":
+            given = [values[v] for v in node.inputs]
+            meet(node, evaluate(node, given, lambda dim: dim.evaluate(symbols), seed, run))
+    return [None if value is None else values[value] for value in subgraph.outputs]
+
+
+def absent(spec: Spec, sizes: Sequence[int]) -> torch.Tensor:
+    """What stands for an output that nobody looks at: the right shape, and hardly any memory."""
+    return torch.zeros((), dtype=spec.dtype, device=spec.device).expand(*sizes)
+
+
+def sizes_hold(guard: Guard, symbols: Mapping[str, int]) -> None:
+    """Raise ShapeError if a relation between the sizes inside a loop or branch does not hold."""
+    if not Dim(guard.expr).evaluate(symbols):
+        source = guard.source
+        raise ShapeError(
+            f"the recording relies on {guard.expr}, and in this run {dict(symbols)}"
+            + (f"\n  at {source}" if source else ""),
+            cell=source.label if source else None, line=source.line if source else None,
+        )  # fmt: skip
+
+
+def held(node: Node, value: torch.Tensor) -> None:
+    """Raise BranchChanged if a value that Python took a branch on while recording is another one now."""
+    outcome = node.attrs["outcome"]
+    if bool(value) != outcome:
+        raise BranchChanged(
+            f"the branch at {node.source or node.name} was recorded with {outcome}, and in this run it is "
+            f"{not outcome}: use torch.where, stage the branch, or record again with such a sample",
+            node=node.name, op=node.op, cell=node.source.label if node.source else None,
+            line=node.source.line if node.source else None,
+        )  # fmt: skip

@@ -1,0 +1,335 @@
+"""Loops and branches while recording: what a function records is cut out of the tape and becomes a subgraph.
+
+The function runs under the ordinary recorder. What it takes from outside becomes an input; reads of variables,
+constants and, in a loop, what is the same in each turn stay outside. A tensor or variable of outside that it writes
+gets its value back, and the new one is an output: the caller writes it after the loop or branch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tfnb.errors import InvalidArgument, Unsupported
+from tfnb.graph import Contents, Dim, Guard, Node, Spec, Subgraph, Value
+from tfnb.graph.contents import unique
+from tfnb.graph.graph import new_id
+from tfnb.graph.node import leaves
+from tfnb.recording.interpret import evaluate
+from tfnb.recording.own_gradient import sealed
+from tfnb.recording.recompute import repeats
+from tfnb.recording.recorder import Recorder
+from tfnb.recording.scopes import clean
+from tfnb.recording.tensor import Base, Entry, Tensor
+
+Function = Callable[..., Sequence[Any]]  # of recorded tensors, to tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a function gets: a spec, a name, and a sample if there is one."""
+
+    spec: Spec
+    name: str
+    sample: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class Region:
+    """What one call of a function recorded: nodes, the placeholders of what it got, and what it returned."""
+
+    nodes: list[Node]
+    inputs: tuple[Value, ...]
+    outputs: list[Value | None]
+    written: dict[Base, Value]  # tensors and variables of outside, and what was written to them
+    guards: list[Guard]
+    undo: Callable[[], None]  # as if the call had not been; only while nothing else was recorded since
+
+    @property
+    def ids(self) -> set[int]:
+        """Of the nodes."""
+        return {node.id for node in self.nodes}
+
+
+def record_region(
+    recorder: Recorder, function: Function, given: Sequence[Given], *, scope: str, turns: bool,
+    held: Sequence[Base] = (),
+) -> Region:  # fmt: skip
+    """Record a call of ``function`` as a region.
+
+    scope: the path of the scope that it is recorded in. turns: whether it runs many times: what is the same each time
+    is then left outside. held: tensors and variables of
+    outside that mean the last of ``given`` inside; what they mean at the end are the last outputs.
+    """
+    while True:
+        before = _Before(recorder)
+        try:
+            with recorder.tape.marked(control=()), recorder.scope(f"{scope}/"), _sealed(recorder, turns):
+                tensors = [_placeholder(recorder, item) for item in given]
+                for base, tensor in zip(held, tensors[len(tensors) - len(held) :], strict=True):
+                    base.become(tensor._entry)
+                before.start()
+                found = function(*tensors[: len(tensors) - len(held)])
+                outputs = [recorder._entry(recorder._as_tensor(item)).value for item in found]
+                outputs += [base.entry.value for base in held]
+        except BaseException:
+            before.undo()
+            raise
+        late = before.met_and_written()
+        if not late:
+            return before.cut(tuple(t._entry.value for t in tensors), outputs, turns=turns)
+        before.undo()
+        for meet in late:
+            meet()
+
+
+def _sealed(recorder: Recorder, turns: bool) -> Any:
+    """Inside a loop, a value that Python reads would be a constant in every turn."""
+
+    def refuse(how: str) -> None:
+        raise InvalidArgument(
+            f"{how} inside a loop would give the value of the first turn in every turn: keep it a tensor, or read it "
+            f"before the loop{recorder.tape.at()}"
+        )
+
+    return sealed(recorder, refuse) if turns else nullcontext()
+
+
+def _placeholder(recorder: Recorder, given: Given) -> Tensor:
+    value = recorder.tape.append("tfnb.placeholder", clean(given.name), (given.spec,))
+    fake = recorder.space.fakes[value] = recorder.symbols.fake(given.spec)
+    recorder.space.keep(value, given.sample, root=True)
+    return recorder._wrap(Entry(value, fake, given.sample))
+
+
+class _Before:
+    """The state of a recording before a function is called, to be had back."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.at, self.streams = len(recorder.new), recorder.tape._streams
+        self.live = list(recorder.live)
+        self.reads = dict(recorder._reads)
+        self.handles, self.memory = dict(recorder.outside._handles), dict(recorder.outside._memory)
+        self.guards = len(recorder.new_guards)
+        bases = [*(tensor._family for tensor in self.live), *self.reads.values()]
+        self.entries = {base: base.entry for base in bases}
+        self.versions: dict[Base, int] = {}
+
+    def start(self) -> None:
+        """Said when the function is called: what is written from here on is the function's doing."""
+        self.versions = {base: base.version for base in self.entries}
+
+    def undo(self) -> None:
+        """Everything as it was, but what the function did outside of the recording."""
+        recorder = self.recorder
+        cut = recorder.tape.cut(self.at, self.streams)
+        recorder._reads = self.reads
+        recorder.outside._handles, recorder.outside._memory = self.handles, self.memory
+        del recorder.new_guards[self.guards :]
+        self._restore({node.id for node in cut})
+        recorder.space.release(cut)
+
+    def met_and_written(self) -> list[Callable[[], Any]]:
+        """Calls that meet the tensors and variables that the function met first, and wrote."""
+        recorder = self.recorder
+        late: list[Callable[[], Any]] = []
+        for var, base in recorder._reads.items():
+            if base not in self.entries and base.version:
+                late.append(lambda var=var: recorder._read_base(var))
+        for tensor, handle in recorder.outside._memory.values():
+            if handle._family not in self.entries and handle._family.version and not late:
+                late.append(lambda tensor=tensor: recorder.handle(tensor))
+        return late
+
+    def cut(self, inputs: tuple[Value, ...], outputs: list[Value], *, turns: bool) -> Region:
+        """The region, out of the tape."""
+        recorder = self.recorder
+        written = {base: base.entry.value for base, version in self.versions.items() if base.version != version}
+        made = recorder.tape.cut(self.at)
+        inside, same = _parted(recorder, made, {v.node for v in inputs}, turns=turns)
+        resolved = [same.get(v, v) for v in outputs]
+        final = {base: same.get(v, v) for base, v in written.items()}
+        nodes = _needed(inside, [*resolved, *final.values()])
+        guards = self._inner_guards(inside)
+        gone = {node.id for node in made if node.id not in recorder.tape.by_id}
+        self._restore(gone)
+        recorder.space.release(node for node in made if node.id in gone)
+        return Region(nodes, inputs, list(resolved), final, guards, self.undo)
+
+    def _inner_guards(self, inside: Iterable[Node]) -> list[Guard]:
+        """Relations between sizes that exist inside only."""
+        recorder = self.recorder
+        new = recorder.new_guards[self.guards :]
+        outer = _bound(recorder.tape.nodes) if new else set()
+        recorder.new_guards[self.guards :] = [guard for guard in new if outer.issuperset(guard.symbols)]
+        return [guard for guard in new if not outer.issuperset(guard.symbols)]
+
+    def _restore(self, gone: set[int]) -> None:
+        """Handles and what they look at mean again what they did; those of nodes that are gone are dropped."""
+        recorder = self.recorder
+        for base, entry in self.entries.items():
+            if base.entry is not entry:
+                base.become(entry)
+        kept = {id(tensor) for tensor in self.live} | {id(h) for _, h in recorder.outside._handles.values()}
+        for tensor in list(recorder.live):
+            if tensor._entry.value.node in gone:
+                if id(tensor) in kept:
+                    tensor._seen = -1  # looks again when it is next used
+                else:
+                    del recorder.live[tensor]
+
+
+def _parted(
+    recorder: Recorder, made: Sequence[Node], inputs: set[int], *, turns: bool
+) -> tuple[list[Node], dict[Value, Value]]:
+    """The nodes that stay inside; others go back to the tape. Writes of variables are the values that they write."""
+    same: dict[Value, Value] = {}
+    inside: dict[int, Node] = {}
+    outer: set[str] | None = None
+    for node in made:
+        if node.op == "tfnb.assign":
+            _refuse_step(node)
+            same[node.value()] = same.get(node.inputs[0], node.inputs[0])
+            continue
+        if node.op == "tfnb.group":
+            continue
+        if node.op == "tfnb.placeholder" and node.id not in inputs:
+            raise InvalidArgument(f"a placeholder inside a loop or branch cannot be fed\n  at {node.source}")
+        if any(v in same for v in node.inputs):
+            node = replace(node, inputs=tuple(same.get(v, v) for v in node.inputs))
+        node = replace(node, control=tuple(i for i in node.control if i in inside))
+        if node.op in ("tfnb.read", "tfnb.constant"):
+            recorder.tape.put(node)
+        elif turns and repeats(node) and not node.control and all(v.node not in inside for v in node.inputs):
+            symbols = {s for spec in node.outputs for s in spec.symbols} | set(node.symbols)
+            if symbols and outer is None:
+                outer = _bound(recorder.tape.nodes)
+            if symbols and not (outer or set()).issuperset(symbols):
+                inside[node.id] = node
+            else:
+                recorder.tape.put(node)
+        else:
+            inside[node.id] = node
+    return list(inside.values()), same
+
+
+def _refuse_step(node: Node) -> None:
+    if "step" in node.tags:
+        raise Unsupported(
+            f"an optimizer's step inside a loop or branch is not recorded: take the gradients inside, and the step "
+            f"after it\n  at {node.source}", node=node.name, op=node.op,
+        )  # fmt: skip
+
+
+def _needed(nodes: Sequence[Node], outputs: Iterable[Value]) -> list[Node]:
+    """The nodes that the outputs need; placeholders and guards of branches stay."""
+    wanted = {v.node for v in outputs}
+    kept = []
+    for node in reversed(nodes):
+        if node.id in wanted or node.op in ("tfnb.placeholder", "tfnb.guard"):
+            kept.append(node)
+            wanted.update(v.node for v in node.inputs)
+            wanted.update(node.control)
+    return kept[::-1]
+
+
+def _bound(nodes: Iterable[Node]) -> set[str]:
+    """Symbols that some value has as an axis."""
+    sizes = (size for node in nodes for spec in node.outputs for size in spec.shape)
+    return {size.expr for size in sizes if isinstance(size, Dim) and size.is_symbol}
+
+
+# -- from regions to a node -----------------------------------------------------------------------------------
+
+
+def captures(recorder: Recorder, regions: Iterable[Region]) -> list[Value]:
+    """Values of outside that the regions take, and those that tell the sizes which they use."""
+    found: dict[Value, None] = {}
+    for region in regions:
+        ids, used = region.ids, [v for node in region.nodes for v in node.inputs]
+        found.update(dict.fromkeys(v for v in [*used, *filter(None, region.outputs)] if v.node not in ids))
+    for region in regions:
+        dims = [leaf for node in region.nodes for leaf in leaves(node.attrs) if isinstance(leaf, Dim)]
+        dims += [size for node in region.nodes for spec in node.outputs for size in spec.shape if isinstance(size, Dim)]
+        wanted = {s for dim in dims for s in dim.symbols} | {s for guard in region.guards for s in guard.symbols}
+        bound = _bound((*region.nodes, *(recorder.node(v.node) for v in found)))
+        for symbol in sorted(wanted - bound):
+            found[_binder(recorder, symbol)] = None
+    return list(found)
+
+
+def _binder(recorder: Recorder, symbol: str) -> Value:
+    """The first value of outside with an axis of this size."""
+    for node in recorder.tape.by_id.values():
+        for index, spec in enumerate(node.outputs):
+            if any(isinstance(size, Dim) and size.expr == symbol for size in spec.shape):
+                return node.value(index)
+    raise InvalidArgument(f"a loop or branch uses the size {symbol}, which no value has{recorder.tape.at()}")
+
+
+def subgraph(
+    recorder: Recorder, region: Region, captured: Sequence[Value], outputs: Sequence[Value | None]
+) -> Subgraph:
+    """A region as a function of what it was given and then of the captured values."""
+    taken: set[str] = set()
+    inside: dict[Value, Value] = {}
+    inputs = []
+    for value in captured:
+        outer = recorder.node(value.node)
+        name = unique(outer.name.rpartition("/")[2], taken)
+        taken.add(name)
+        node = Node(id=new_id(), name=name, op="tfnb.placeholder", outputs=(outer.outputs[value.index],))
+        inputs.append(node)
+        inside[value] = node.value()
+    nodes = []
+    for node in region.nodes:
+        name = unique(node.name, taken)
+        taken.add(name)
+        nodes.append(replace(node, name=name, inputs=tuple(inside.get(v, v) for v in node.inputs)))
+    firsts = [node for node in nodes if node.op == "tfnb.placeholder"]
+    rest = [node for node in nodes if node.op != "tfnb.placeholder"]
+    contents = Contents((*firsts, *inputs, *rest), tuple(region.guards))
+    results = tuple(None if v is None else inside.get(v, v) for v in outputs)
+    return Subgraph(contents, (*region.inputs, *(node.value() for node in inputs)), results)
+
+
+def append(
+    recorder: Recorder, op: str, inputs: Sequence[Value], attrs: dict[str, Any], outputs: Sequence[Spec]
+) -> list[Tensor]:  # fmt: skip
+    """Record a node that holds subgraphs; its samples are computed on those of its inputs."""
+    tape, space = recorder.tape, recorder.space
+    entries = [recorder._entry_of_value(v) for v in inputs]
+    name = "/".join([*map(clean, recorder.scopes.path), op.partition(".")[2]])
+    value = tape.append(op, name, tuple(outputs), inputs=tuple(inputs), attrs=attrs, scope=recorder.scopes.current())
+    node = tape.new[-1]
+    samples: Sequence[torch.Tensor | None] = [None] * len(outputs)
+    if not recorder.lazy and all(entry.sample is not None for entry in entries):
+        try:
+            with _disable_current_modes():
+                samples = evaluate(
+                    node, [entry.sample for entry in entries], recorder.symbols.number, recorder.graph.seed
+                )
+        except BaseException:
+            tape.drop_last()
+            raise
+    tensors = []
+    for index, (spec, sample) in enumerate(zip(outputs, samples, strict=True)):
+        at = Value(value.node, index)
+        fake = space.fakes[at] = recorder.symbols.fake(spec)
+        space.keep(at, sample)
+        if sample is not None:
+            recorder.symbols.observe(fake, sample)
+        tensors.append(recorder._wrap(Entry(at, fake, sample)))
+    return tensors
+
+
+def write_back(recorder: Recorder, base: Base, tensor: Tensor) -> None:
+    """What a loop or branch left of a tensor or variable of outside becomes its value."""
+    recorder.changes(base)
+    base.write(tensor._entry)
