@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -170,23 +169,19 @@ def _place(x: torch.Tensor, size: Any, padding: int, align_corners: bool) -> tor
 
 def _sampled3d(x: Any, grid: Any, mode: int, padding: int, align_corners: bool) -> torch.Tensor:
     """x: [N, C, D, H, W] at grid: [N, d, h, w, 3], linear (mode 0) or nearest (1)."""
-    sizes, batch = x.shape[2:], torch.arange(x.shape[0], device=x.device).reshape([-1, 1, 1, 1])
-    places = [_place(grid[..., 2 - k], sizes[k], padding, align_corners) for k in range(3)]
-    rows = x.permute(0, 2, 3, 4, 1)
-
-    def at(corner: list[torch.Tensor]) -> torch.Tensor:
-        inside: Any = math.prod((c >= 0) & (c < size) for c, size in zip(corner, sizes, strict=True))
-        index = [c.clamp(0, size - 1).to(torch.int64) for c, size in zip(corner, sizes, strict=True)]
-        return rows[batch, index[0], index[1], index[2]] * inside.unsqueeze(-1)
-
-    if mode == 1:
-        return at([p.round() for p in places]).permute(0, 4, 1, 2, 3)
-    low = [p.detach().floor() for p in places]
-    total: Any = 0
-    for corner in itertools.product((0, 1), repeat=3):
-        weight: Any = math.prod(p - f if up else 1 - (p - f) for p, f, up in zip(places, low, corner, strict=True))
-        total = total + at([f + up for f, up in zip(low, corner, strict=True)]) * weight.unsqueeze(-1)
-    return total.permute(0, 4, 1, 2, 3)
+    batch = torch.arange(x.shape[0], device=x.device).reshape([-1, 1, 1, 1])
+    index, weights = [], []
+    for axis, size in enumerate(x.shape[2:]):  # what lies on either side, on a leading axis of its own: all at once
+        place = _place(grid[..., 2 - axis], size, padding, align_corners)
+        low = place.detach().floor()
+        away = place - low
+        at = torch.stack([low, low + 1]) if mode == 0 else place.detach().round().unsqueeze(0)
+        share = torch.stack([1 - away, away]) if mode == 0 else torch.ones_like(at)
+        spread = (*(slice(None) if k == axis else None for k in range(3)), ...)
+        index.append(at.clamp(0, size - 1).to(torch.int64)[spread])
+        weights.append((share * ((at >= 0) & (at < size)))[spread])
+    corners = x.permute(0, 2, 3, 4, 1)[(batch, *index)] * math.prod(weights).unsqueeze(-1)
+    return corners.sum((0, 1, 2)).permute(0, 4, 1, 2, 3)
 
 
 def _twice(backward: Any, plain: Any) -> None:
