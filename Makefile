@@ -69,7 +69,7 @@ notebooks: $(INSTALLED) ## execute the notebooks and keep their outputs
 	  --ExecutePreprocessor.record_timing=False --ExecutePreprocessor.store_widget_state=False $(NOTEBOOKS)
 
 coverage: $(INSTALLED) ## every sample of every torch operator, then tests/coverage/COVERAGE.md
-	TFNB_SWEEP=1 $(BIN)/python -m pytest -q -m slow tests/coverage
+	$(BIN)/python -m pytest -q -m slow tests/coverage
 	@$(BIN)/python -m tests.coverage.page
 
 page: $(INSTALLED) ## write tests/coverage/COVERAGE.md from the table of what fails

@@ -148,8 +148,9 @@ class _Recording:
 
     def __init__(self, case: Case) -> None:
         self.case = case
+        samples = [x.detach() if isinstance(x, torch.Tensor) else x for x in case.at(case.rows)]
         with tfnb.record() as self.graph:
-            leaves = [self._placeholder(i, leaf) for i, leaf in enumerate(case.at(case.rows))]
+            leaves = [self._placeholder(i, leaf) for i, leaf in enumerate(samples)]
             self.outs = _tensors(case.function(*leaves))
         self.held = {i: x for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)}
         self.is_recorded = [isinstance(out, tfnb.Tensor) for out in self.outs]
@@ -163,7 +164,7 @@ class _Recording:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         sizes = ["B" if place in self.case.places and axis == 0 else n for axis, n in enumerate(leaf.shape)]
-        return tfnb.placeholder(leaf.detach(), shape=sizes)
+        return tfnb.placeholder(leaf, shape=sizes)
 
     def _gradients(self) -> list[Any]:
         if not self.xs or not self.has_values or not all(self.is_recorded):

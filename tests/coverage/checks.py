@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from tests.gradients.reference import compare
 
 REAL = (torch.float64, torch.float32, torch.int64, torch.bool)
 COMPLEX = torch.complex128
+TOGETHER, ELEMENTS = 24, 1 << 16  # samples, and elements of their tensors, that share a recording
 DRAWS = 48  # runs of a random operator whose statistics are compared
 MET: set[str] = set()  # ops of the graphs that `first` and `second` made in this process
 
@@ -39,6 +41,12 @@ def supports(info: Any, dtype: torch.dtype) -> bool:
     return dtype in info.supported_dtypes("cpu")
 
 
+def has_kernel(info: Any) -> bool:
+    """Whether torch runs the entry on the CPU at all."""
+    found = [sample for dtype in real_dtypes(info) for sample in samples(info, dtype, most=1)]
+    return any(_reason(lambda s=sample: _eager(info, s)) is None for sample in found)  # type: ignore[misc]
+
+
 def real_dtypes(info: Any) -> list[torch.dtype]:
     """The dtypes in which the entry is recorded and replayed; if it takes none of these, what it does take."""
     others = sorted(info.supported_dtypes("cpu"), key=lambda d: (d is not COMPLEX, str(d)))
@@ -50,18 +58,20 @@ def gradient_dtype(info: Any) -> torch.dtype | None:
     return next((d for d in (torch.float64, COMPLEX) if info.supports_autograd and supports(info, d)), None)
 
 
-def samples(info: Any, dtype: torch.dtype, *, requires_grad: bool = False, seed: int = 0) -> list[Any]:
-    """PyTorch's samples of the entry, the same ones for the same seed."""
+def samples(
+    info: Any, dtype: torch.dtype, *, requires_grad: bool = False, seed: int = 0, most: int | None = None
+) -> list[Any]:
+    """PyTorch's samples of the entry, or the first of them, the same ones for the same seed."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
-    return list(info.sample_inputs("cpu", dtype, requires_grad=requires_grad))
+    return list(islice(info.sample_inputs("cpu", dtype, requires_grad=requires_grad), most))
 
 
-def pairs(info: Any, dtype: torch.dtype) -> list[tuple[Any, Any]]:
-    """Every sample with fresh inputs for it: tensors of the same shapes and dtypes, and in the operator's domain."""
-    found = samples(info, dtype)
-    others = samples(info, dtype, seed=1)
+def pairs(info: Any, dtype: torch.dtype, *, most: int | None = None) -> list[tuple[Any, Any]]:
+    """Samples with fresh inputs for each: tensors of the same shapes and dtypes, and in the operator's domain."""
+    found = samples(info, dtype, most=most)
+    others = samples(info, dtype, seed=1, most=most)
     others += [None] * (len(found) - len(others))
     return [(s, o if _alike(s, o) else _scaled(s)) for s, o in zip(found, others, strict=False)]
 
@@ -107,41 +117,84 @@ def _parts(sample: Any) -> Any:
 
 def records(info: Any, sample: Any) -> str | None:
     """Recorded with placeholders of fixed shapes for its tensors: the values shown while recording are torch's."""
-    return _reason(lambda: _Recorded(info, sample).shown())
+    return _reason(lambda: _Recorded(info, [sample]).shown())
 
 
 def replays(info: Any, sample: Any, fresh: Any) -> str | None:
     """Run on fresh inputs: the values are torch's on these inputs. Draws are compared by seed and by distribution."""
 
     def check() -> None:
-        recorded = _Recorded(info, sample)
+        recorded = _Recorded(info, [sample])
         recorded.shown()
-        recorded.replayed(fresh)
+        recorded.replayed([fresh])
 
     return _reason(check)
 
 
 def first(info: Any, sample: Any) -> str | None:
     """Symbolic gradients equal torch.autograd's."""
-    return _gradients(info, sample, second=False)
+    return _reason(lambda: _differentiate(info, [sample], second=False))
 
 
 def second(info: Any, sample: Any) -> str | None:
     """Symbolic gradients, and the gradients of these, equal torch.autograd's."""
-    return _gradients(info, sample, second=True)
+    return _reason(lambda: _differentiate(info, [sample], second=True))
 
 
-def _gradients(info: Any, sample: Any, *, second: bool) -> str | None:
-    leaves, structure = tree_flatten(_parts(sample))
+def together(info: Any, cases: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, str | None]]:
+    """What `replays` says of each sample and its fresh inputs.
+
+    Several share a recording and a session; those of which one fails, or draws, are asked one by one.
+    """
+
+    def check(group: list[tuple[Any, Any]]) -> None:
+        recorded = _Recorded(info, [sample for sample, _ in group])
+        assert len(group) == 1 or not recorded.is_random, "draws are compared one by one"
+        recorded.shown()
+        recorded.replayed([fresh for _, fresh in group])
+
+    for group in groups(cases, lambda case: _parts(case[0])):
+        if len(group) > 1 and _reason(lambda group=group: check(group)) is None:  # type: ignore[misc]
+            yield from ((sample, None) for sample, _ in group)
+        else:
+            yield from ((sample, replays(info, sample, fresh)) for sample, fresh in group)
+
+
+def differentiate(info: Any, cases: Iterable[Any], *, second: bool) -> Iterator[tuple[Any, str | None]]:
+    """What `second`, or `first`, says of each sample; several are differentiated at once, as by `together`."""
+    for group in groups(cases, _parts):
+        try:
+            assert len(group) > 1
+            _differentiate(info, group, second=second, alone=False)
+        except (Exception, pytest.skip.Exception):  # one of them fails, or torch cannot do it: which?
+            yield from ((s, _reason(lambda s=s: _differentiate(info, [s], second=second))) for s in group)  # type: ignore[misc]
+        else:
+            yield from ((sample, None) for sample in group)
+
+
+def groups(cases: Iterable[Any], parts: Callable[[Any], Any]) -> Iterator[list[Any]]:
+    """Cases in order, as many together as are small."""
+    group: list[Any] = []
+    size = 0
+    for case in cases:
+        here = sum(x.numel() for x in tree_leaves(parts(case)) if isinstance(x, torch.Tensor))
+        if group and (len(group) == TOGETHER or size + here > ELEMENTS):
+            yield group
+            group, size = [], 0
+        group.append(case)
+        size += here
+    if group:
+        yield group
+
+
+def _differentiate(info: Any, samples: list[Any], *, second: bool, alone: bool = True) -> None:
+    leaves, structure = tree_flatten([_parts(sample) for sample in samples])
     leaves = [_precise(x) for x in leaves]
 
     def function(*leaves: Any) -> Any:
-        return _called(info, tree_unflatten(leaves, structure))
+        return [_called(info, parts) for parts in tree_unflatten(leaves, structure)]
 
-    def check() -> None:
-        MET.update(node.op for node in compare(function, leaves, second=second).nodes)
-
-    return _reason(check)
+    MET.update(node.op for node in compare(function, leaves, second=second, first_alone=alone).nodes)
 
 
 def _precise(x: Any) -> Any:
@@ -166,18 +219,19 @@ def _reason(check: Callable[[], None]) -> str | None:
 
 
 class _Recorded:
-    """An entry recorded at one sample."""
+    """An entry recorded at some samples, all in one graph."""
 
-    def __init__(self, info: Any, sample: Any) -> None:
-        self.info, self.sample = info, sample
+    def __init__(self, info: Any, samples: list[Any]) -> None:
+        self.info, self.samples = info, samples
+        self.feeds: list[Any] = []
+        made = [tree_map(_own, _parts(sample)) for sample in samples]
         with tfnb.record() as self.graph:
-            self.feeds: list[Any] = []
-            self.result = _called(info, tree_map(self._placeholder, _parts(sample)))
+            self.results = [_called(info, tree_map(self._placeholder, parts)) for parts in made]
 
     def _placeholder(self, x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
-        self.feeds.append(tfnb.placeholder(x.detach().clone(), shape=tuple(x.shape)))
+        self.feeds.append(tfnb.placeholder(x, shape=tuple(x.shape)))
         return self.feeds[-1]
 
     @property
@@ -191,37 +245,40 @@ class _Recorded:
 
     def shown(self) -> None:
         """The samples of the results are torch's values."""
-        expected = _eager(self.info, self.sample)
-        got = tree_map(lambda x: x.sample if isinstance(x, tfnb.Tensor) else x, self.result)
+        expected = [_eager(self.info, sample) for sample in self.samples]
+        got = tree_map(lambda x: x.sample if isinstance(x, tfnb.Tensor) else x, self.results)
         _same(got, expected, values=not (self.is_random or self.is_empty))
 
-    def replayed(self, fresh: Any) -> None:
-        """A run on the tensors of another sample gives torch's values there."""
-        expected = _eager(self.info, fresh)
+    def replayed(self, fresh: list[Any]) -> None:
+        """A run on the tensors of other samples gives torch's values there."""
         got = self._run(fresh)
-        _same(got, expected, values=not (self.is_random or self.is_empty))
+        _same(got, self._expected(fresh), values=not (self.is_random or self.is_empty))
         if self.is_random and not self.is_empty:
             _same(self._run(fresh), got)
             with _free_draws():
-                _same_distribution(list(self._draws(fresh)), [_eager(self.info, fresh) for _ in range(DRAWS)])
+                _same_distribution(list(self._draws(fresh)), [self._expected(fresh) for _ in range(DRAWS)])
 
-    def _values(self, sample: Any) -> list[torch.Tensor]:
-        return [x.detach().clone() for x in tree_leaves(_parts(sample)) if isinstance(x, torch.Tensor)]
+    def _expected(self, fresh: list[Any]) -> list[Any]:
+        return [_eager(self.info, sample) for sample in fresh]
 
-    def _run(self, sample: Any) -> Any:
-        """The result in a session of its own: its first draws."""
-        leaves, structure = tree_flatten(self.result)
+    def _values(self, fresh: list[Any]) -> list[torch.Tensor]:
+        leaves = tree_leaves([_parts(sample) for sample in fresh])
+        return [x.detach().clone() for x in leaves if isinstance(x, torch.Tensor)]
+
+    def _run(self, fresh: list[Any]) -> Any:
+        """The results in a session of its own: its first draws."""
+        leaves, structure = tree_flatten(self.results)
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, tfnb.Tensor)]
-        feed = dict(zip(self.feeds, self._values(sample), strict=True))
+        feed = dict(zip(self.feeds, self._values(fresh), strict=True))
         ran = tfnb.Session(self.graph).run([leaves[i] for i in places], feed)
         for place, value in zip(places, ran, strict=True):
             leaves[place] = value
         return tree_unflatten(leaves, structure)
 
-    def _draws(self, sample: Any) -> Iterator[Any]:
-        fetches = [leaf for leaf in tree_leaves(self.result) if isinstance(leaf, tfnb.Tensor)]
+    def _draws(self, fresh: list[Any]) -> Iterator[Any]:
+        fetches = [leaf for leaf in tree_leaves(self.results) if isinstance(leaf, tfnb.Tensor)]
         call = tfnb.Session(self.graph).make_callable(fetches, self.feeds)
-        values = self._values(sample)
+        values = self._values(fresh)
         return (call(*values) for _ in range(DRAWS))
 
 
@@ -231,10 +288,11 @@ def _called(info: Any, parts: Any) -> Any:
 
 
 def _eager(info: Any, sample: Any) -> Any:
-    def own(x: Any) -> Any:
-        return x.detach().clone() if isinstance(x, torch.Tensor) else x
+    return _called(info, tree_map(_own, _parts(sample)))
 
-    return _called(info, tree_map(own, _parts(sample)))
+
+def _own(x: Any) -> Any:
+    return x.detach().clone() if isinstance(x, torch.Tensor) else x
 
 
 def _same(got: Any, expected: Any, *, values: bool = True) -> None:

@@ -11,9 +11,8 @@ TORCH_OF_PAGE = "2.13.0"  # the torch whose entries these are
 BEYOND = "reads memory beyond its argument, which a fed value does not have: refused with the line"
 DATA = "the size of the result is read from the data: refused at other sizes"
 LINES = "the call means something else at some sizes, and is refused there"
-NO_CPU = "torch has no kernel for the CPU"
 NUMBERS = "torch's composite asks for numbers: the size is fixed, which is said, and others are refused"
-RESIZED = "gives a tensor other memory: refused with the line"
+RESIZED = "may take memory that is not there, at other sizes: refused with the line"
 SHAPE = "torch has no shape rule for symbolic sizes: refused with the line"
 SPARSE = "sparse layout: a recorded value is a dense tensor"
 TALL = "tall and wide matrices have different formulas: a recording holds for one of them, and refuses the other"
@@ -21,19 +20,9 @@ TORCH = "torch's own gradient is wrong or NaN there"
 
 RECORDS: dict[str, str] = {
     "as_strided.partial_views": BEYOND,
-    "jiterator_2inputs_2outputs": NO_CPU,
-    "jiterator_4inputs_with_extra_args": NO_CPU,
-    "jiterator_binary": NO_CPU,
-    "jiterator_binary_return_by_ref": NO_CPU,
-    "jiterator_unary": NO_CPU,
-    "nn.functional.batch_norm.without_cudnn": NO_CPU,
-    "resize_": RESIZED,
-    "resize_as_": RESIZED,
     "sparse.mm.reduce": SPARSE,
     "sparse.sampled_addmm": SPARSE,
     "to_sparse": SPARSE,
-    "torch.ops.aten._efficient_attention_forward": NO_CPU,
-    "torch.ops.aten._flash_attention_forward": NO_CPU,
 }
 REPLAYS: dict[str, str] = {}
 COMPLEX_VALUES: dict[str, str] = {}
@@ -71,6 +60,8 @@ VARYING: dict[str, str] = {
     "pca_lowrank": TALL,
     "pinverse": TALL,
     "qr": TALL,
+    "resize_": RESIZED,
+    "resize_as_": RESIZED,
     "svd": TALL,
     "svd_lowrank": TALL,
     "tensor_split": LINES,
@@ -81,16 +72,22 @@ VARYING: dict[str, str] = {
 # entries of which no sample may have other sizes along axis 0, in torch itself: the varying column means nothing there
 _UNBATCHED = """
     _segment_reduce.lengths _segment_reduce.offsets addbmm allclose arange broadcast_shapes broadcast_to empty
-    empty_permuted empty_strided equal eye full item jiterator_2inputs_2outputs
-    jiterator_4inputs_with_extra_args jiterator_binary jiterator_binary_return_by_ref jiterator_unary
-    linalg.tensorinv linalg.tensorsolve linspace linspace.tensor_overload logspace logspace.tensor_overload
-    native_group_norm nn.functional.ctc_loss nn.functional.embedding ones randint randn scalar_tensor
+    empty_permuted empty_strided equal eye full item linalg.tensorinv linalg.tensorsolve
+    linspace linspace.tensor_overload logspace logspace.tensor_overload native_group_norm
+    nn.functional.ctc_loss nn.functional.embedding ones randint randn scalar_tensor
     signal.windows.bartlett signal.windows.blackman signal.windows.cosine signal.windows.exponential
     signal.windows.gaussian signal.windows.general_cosine signal.windows.general_hamming signal.windows.hamming
     signal.windows.hann signal.windows.kaiser signal.windows.nuttall sparse.mm.reduce sparse.sampled_addmm
     tril_indices triu_indices zeros
 """
 UNBATCHED = frozenset(_UNBATCHED.split())
+# entries that torch itself has no kernel for on the CPU, nor a sample: nothing is asked of them
+_NO_CPU = """
+    jiterator_2inputs_2outputs jiterator_4inputs_with_extra_args jiterator_binary jiterator_binary_return_by_ref
+    jiterator_unary nn.functional.batch_norm.without_cudnn torch.ops.aten._efficient_attention_forward
+    torch.ops.aten._flash_attention_forward
+"""
+NO_CPU = frozenset(_NO_CPU.split())
 
 KNOWN: dict[str, dict[str, str]] = {
     "records": RECORDS,

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from tests.coverage import checks
-from tests.coverage.known import KNOWN
-from tests.coverage.sweep import BUILDS_ON, COLUMNS, WHOLE, WHOLE_VARYING, applies
+from tests.coverage.known import KNOWN, NO_CPU
+from tests.coverage.sweep import BUILDS_ON, COLUMNS, VARYING, applies
 
 PAGE = Path(__file__).with_name("COVERAGE.md")
 HEADS = {
@@ -50,10 +50,9 @@ def page() -> str:
     heads = [HEADS[column] for column in COLUMNS]
     return "\n".join([
         "# What records, runs again and differentiates", "",
-        f"Every entry of `op_db`, the operator database of PyTorch's own tests (torch {TORCH}, CPU). `make coverage`",
-        f"runs up to {WHOLE} samples of every entry and dtype, spread over the few entries that have more, and writes",
-        "this page. `make test` runs a few of each, and as many of those that fail: an entry that fails and is not",
-        "listed in known.py, or is listed and passes, is an error.", "",
+        f"Every entry of `op_db`, the operator database of PyTorch's own tests (torch {TORCH}, CPU). The slow tests",
+        "(`make coverage`) run every sample of every entry and dtype, `make test` a few of each, and all of those that",
+        "fail: an entry that fails and is not listed in known.py, or is listed and passes, is an error.", "",
         "- **records**: recorded with a placeholder for each tensor, the values shown are torch's (float64, float32,",
         "  int64, bool where the operator takes them).",
         "- **replays**: run by a Session on other inputs of the same shapes, equal to torch's results, bitwise or to",
@@ -62,9 +61,11 @@ def page() -> str:
         "- **first, second order**: `tfnb.gradients`, and the gradients of these, equal torch.autograd's in float64",
         "  (complex128 where the operator takes nothing real).",
         "- **varying axis**: recorded with axis 0 of the arguments varying and run with four other sizes, values and",
-        f"  gradients equal to torch's: up to {WHOLE_VARYING} samples for which torch itself takes these sizes.",
+        f"  gradients equal to torch's: up to {VARYING} samples for which torch itself takes these sizes.",
         "- A dash: torch does not do it either, or it means nothing there.", "",
         "| column | passes | of | share | target |", "|---|---|---|---|---|", *shares, "",
+        f"Of the {len(checks.ENTRIES)} entries {len(NO_CPU)} count nowhere: torch itself has no kernel for them on the",
+        f"CPU. Of all of them {counts['replays'][0] / len(checks.ENTRIES):.1%} replay.", "",
         f"| op | {' | '.join(heads)} | reason |", "|---" * (len(heads) + 2) + "|", *rows, "",
     ])  # fmt: skip
 
@@ -78,6 +79,7 @@ def _row(name: str, info: Any) -> str:
     asked = applies(info)
     said = [fails(column, name) for column in COLUMNS if column in asked]
     cells = [("no" if fails(column, name) else "yes") if column in asked else "-" for column in COLUMNS]
+    said += ["torch has no kernel for the CPU"] * (name in NO_CPU)
     return f"| {name} | {' | '.join(cells)} | {'; '.join(dict.fromkeys(filter(None, said)))} |"
 
 

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 from tests.coverage import axes, checks
-from tests.coverage.known import UNBATCHED
+from tests.coverage.known import NO_CPU, UNBATCHED
 
 COLUMNS = ("records", "replays", "complex", "first", "second", "varying")
 BUILDS_ON = {"replays": "records", "complex": "records", "first": "records", "second": "first", "varying": "records"}
-QUICK = 2  # samples of an entry in a quick sweep
-WHOLE = 40  # samples of an entry and dtype in a whole one, spread over the few entries that have more
-WHOLE_VARYING = 8  # those recorded with varying rows: each is run, and differentiated, at several sizes
+QUICK = 2  # samples of an entry in a quick sweep, of the first few: to make them takes longer than to run them
+FIRST = 16
+VARYING = 8  # those recorded with varying rows, of 40: each is run, and differentiated, at several sizes
 Cases = Iterator[tuple[str, str | None]]  # column and what its check said, of sample after sample
 
 
 def applies(info: Any) -> frozenset[str]:
-    """The columns that mean something for this entry."""
+    """The columns that mean something for this entry: none where torch has no kernel for the CPU."""
+    if checks.name_of(info) in NO_CPU:
+        return frozenset()
     gradient = checks.gradient_dtype(info) is not None
     asked = {
         "records": True, "replays": True, "complex": checks.supports(info, checks.COMPLEX), "first": gradient,
@@ -35,8 +38,10 @@ def builds_on(column: str) -> set[str]:
 def failures(info: Any, whole: frozenset[str]) -> dict[str, str]:
     """Column -> the first reason found, but for what follows from the failure of another column.
 
-    Columns in ``whole`` see every sample (`WHOLE` at most), the others a few.
+    Columns in ``whole`` see every sample, the others a few.
     """
+    if checks.name_of(info) in NO_CPU:
+        return {"records": "torch has a kernel for the CPU"} if checks.has_kernel(info) else {}
     found: dict[str, str] = {}
     for columns, cases in _CASES.items():
         if "records" in found:
@@ -50,50 +55,51 @@ def failures(info: Any, whole: frozenset[str]) -> dict[str, str]:
 
 
 def _values(info: Any, whole: bool) -> Cases:
-    count = 0
-    for place, dtype in enumerate(checks.real_dtypes(info)):
-        for sample, fresh in _some(checks.pairs(info, dtype), whole, 1 if place else QUICK):
-            count += 1
-            said = checks.replays(info, sample, fresh)
-            yield _blamed(said, "replays", said and checks.records(info, sample), "records")
-    if not count:
+    some = 0
+    for sample, said in checks.together(info, _all_pairs(info, whole)):
+        some += 1
+        yield _blamed(said, "replays", said and checks.records(info, sample), "records")
+    if not some:
         yield "records", "torch has no sample for the CPU"
+
+
+def _all_pairs(info: Any, whole: bool) -> Iterator[tuple[Any, Any]]:
+    for place, dtype in enumerate(checks.real_dtypes(info)):
+        yield from _pairs(info, dtype, whole, 1 if place else QUICK)
 
 
 def _complex(info: Any, whole: bool) -> Cases:
     if "complex" in applies(info):
-        for sample, fresh in _some(checks.pairs(info, checks.COMPLEX), whole, 1):
-            yield "complex", checks.replays(info, sample, fresh)
+        for _, said in checks.together(info, _pairs(info, checks.COMPLEX, whole, 1)):
+            yield "complex", said
 
 
 def _gradients(info: Any, whole: bool) -> Cases:
     dtype = checks.gradient_dtype(info)
     if dtype is None:
         return
-    for sample in _some(checks.samples(info, dtype, requires_grad=True), whole, QUICK):
-        if "second" in applies(info):
-            said = checks.second(info, sample)
-            yield _blamed(said, "second", said and checks.first(info, sample), "first")
-        else:
-            yield "first", checks.first(info, sample)
+    found = checks.samples(info, dtype, requires_grad=True, most=None if whole else FIRST)
+    second = "second" in applies(info)
+    for sample, said in checks.differentiate(info, found if whole else checks.spread(found, QUICK), second=second):
+        yield _blamed(said, "second", said and checks.first(info, sample), "first") if second else ("first", said)
 
 
 def _varying(info: Any, whole: bool) -> Cases:
     """Some sample has rows that may vary, and none has if `UNBATCHED` says so."""
-    cases = batched(info, WHOLE_VARYING if whole else 1)
+    cases = list(batched(info)) if whole else list(islice(batched(info), 1))
     expected = "varying" in applies(info)
     if bool(cases) is not expected:
         yield "varying", f"{len(cases)} samples have rows that may vary"
-    for case in cases if expected else ():
+    for case in checks.spread(cases, VARYING) if expected else ():
         yield "varying", axes.varies(case)
 
 
-def batched(info: Any, count: int) -> list[axes.Case]:
-    """A few samples for which batching is meaningful."""
+def batched(info: Any) -> Iterator[axes.Case]:
+    """Samples for which batching is meaningful."""
     dtype = checks.real_dtypes(info)[0]
     found = checks.samples(info, dtype, requires_grad=dtype is checks.gradient_dtype(info))
-    cases = [axes.case_of(info, sample) for sample in checks.spread(found, WHOLE)]
-    return checks.spread([case for case in cases if case], count)
+    cases = (axes.case_of(info, sample) for sample in checks.spread(found, 5 * VARYING))
+    return (case for case in cases if case)
 
 
 _CASES: dict[tuple[str, ...], Callable[[Any, bool], Cases]] = {  # what all build on is the first of the columns
@@ -107,5 +113,5 @@ def _blamed(said: str | None, column: str, basic: str | None, below: str) -> tup
     return (below, basic) if basic else (column, said)
 
 
-def _some(samples: list[Any], whole: bool, count: int) -> list[Any]:
-    return checks.spread(samples, WHOLE if whole else count)
+def _pairs(info: Any, dtype: Any, whole: bool, count: int) -> list[Any]:
+    return checks.pairs(info, dtype) if whole else checks.spread(checks.pairs(info, dtype, most=FIRST), count)

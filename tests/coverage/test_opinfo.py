@@ -1,12 +1,11 @@
 """Every OpInfo entry records, replays and differentiates, but for what `known.py` lists; what it lists fails.
 
-A quick sweep takes a few samples of each entry, and many where the entry is listed; `make coverage` many of all.
+A quick sweep takes a few samples of each entry, and all where the entry is listed; the slow tests all of all.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -29,6 +28,7 @@ MET_ELSEWHERE = {  # rules that no entry meets, and no row of test_overloads.py
     "aten.special_zeta.other_scalar", "aten.special_zeta.self_scalar",
 }  # fmt: skip
 FAILED: dict[str, dict[str, str]] = {}  # entry -> what the quick sweep found, of this process
+in_one_process = pytest.mark.xdist_group("coverage")  # what is asked of all entries, once they ran
 
 
 @pytest.fixture(autouse=True)
@@ -40,23 +40,24 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@in_one_process
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", checks.ENTRIES)
 def test_entry(name: str) -> None:
-    _check(name, whole=[column for column in COLUMNS if name in KNOWN[column]])
+    whole = frozenset(column for column in COLUMNS if name in KNOWN[column])
+    FAILED[name] = failures(checks.ENTRIES[name], whole)
+    _check(name, FAILED[name])
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("TFNB_SWEEP" not in os.environ, reason="the whole sweep takes long: `make coverage`")
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", checks.ENTRIES)
 def test_samples(name: str) -> None:
-    _check(name, whole=COLUMNS)
+    _check(name, failures(checks.ENTRIES[name], frozenset(COLUMNS)))
 
 
-def _check(name: str, whole: Iterable[str]) -> None:
-    found = FAILED[name] = failures(checks.ENTRIES[name], frozenset(whole))
+def _check(name: str, found: dict[str, str]) -> None:
     assert not found.get("varying", "").startswith(WRONG), "at another size it gives other values, without a word"
     if not SAME_TORCH:
         return
@@ -66,6 +67,7 @@ def _check(name: str, whole: Iterable[str]) -> None:
     assert not mended, f"{name} passes now: take it out of {mended} in tests/coverage/known.py, then `make page`"
 
 
+@in_one_process
 @pytest.mark.parametrize("column", TARGETS)
 def test_target_is_met(column: str) -> None:
     """In the table, and in this run: also on a torch for which the table was not made."""
@@ -94,6 +96,7 @@ def test_table_names_entries() -> None:
     assert all(fails(*row) for row in listed)
 
 
+@in_one_process
 def test_every_rule_is_reached() -> None:
     """Runs after the entries: a rule is met by them, by a row of test_overloads.py, or by a test named here."""
     if len(FAILED) < len(checks.ENTRIES):

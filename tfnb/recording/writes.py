@@ -7,6 +7,8 @@ or ``.data``, leaves the path of gradients through its target as it was.
 
 from __future__ import annotations
 
+import math
+import operator
 import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from tfnb.recording.recorder import Recorder
 
 aten = torch.ops.aten
+_RESIZES: dict[Op, str] = {aten.resize_.default: "size", aten.resize_as_.default: "the_template"}
 _STRAIGHT = frozenset({"in_place"})  # with grad mode off: gradients pass to what was there before
 
 
@@ -102,14 +105,30 @@ def _entry_of(argument: Any, at: int, count: int) -> Any:
 def _look_again(rec: Recorder, func: Op, other: Op, own: Facts, named: Mapping[str, Any]) -> torch.Tensor:
     """A call that changes the shape of its target and no value: the handle looks through one more view."""
     target = named[own.writes[0]]
-    if not facts(other).is_view:
+    resizes = func in _RESIZES
+    if not (facts(other).is_view or resizes):
         raise _refused(rec, func, "gives a tensor other memory, which is not recorded: use a new tensor")
     if not isinstance(target, Tensor) or target._space is not rec.space:
         raise _refused(rec, func, "changes the shape of a tensor made outside of the recording: use a view of it")
-    look = rec.handle(_called(other, named)[0])
+    look = rec.handle(_resized(rec, func, target, named) if resizes else _called(other, named)[0])
     rec.changes(target)
     target.look_as(look)
     return target
+
+
+def _resized(rec: Recorder, func: Op, target: Tensor, named: Mapping[str, Any]) -> torch.Tensor:
+    """What ``resize_`` makes of its target: other sizes on the memory that it has."""
+    sizes = named[_RESIZES[func]]
+    sizes = sizes.shape if isinstance(sizes, torch.Tensor) else sizes
+    if len(sizes) == target.dim() and all(map(statically_known_true, map(operator.eq, sizes, target.shape))):
+        return target
+    offset = target.storage_offset()
+    fits = statically_known_true(offset + math.prod(sizes) <= rec.home(target).entry.fake.numel())
+    if not fits or named.get("memory_format") not in (None, torch.contiguous_format, torch.preserve_format):
+        shapes = rec.symbols.readable(f"{list(target.shape)} to {list(sizes)}")
+        raise _refused(rec, func, f"from {shapes} gives a tensor other memory, which is not recorded: use a new tensor")
+    strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
+    return aten.as_strided(target, sizes, strides, offset)
 
 
 def _grow(rec: Recorder, func: Op, target: torch.Tensor, result: torch.Tensor) -> None:
