@@ -25,10 +25,13 @@ from tfnb.recording.commit import drop_unreachable_data, replaced, substitute, u
 from tfnb.recording.functions import own_functions
 from tfnb.recording.habits import recorded_steps
 from tfnb.recording.modules import follow_modules
+from tfnb.recording.packed import packed_layers
 from tfnb.recording.recompute import checkpoints
 from tfnb.recording.recorder import Recorder
 from tfnb.recording.replaced import FUNCTIONS
 from tfnb.recording.scopes import Functions, clean
+from tfnb.recording.shared import Shared, swapped
+from tfnb.recording.streams import own_streams
 from tfnb.recording.surroundings import surroundings
 from tfnb.recording.tensor import Operation, Tensor
 
@@ -212,20 +215,21 @@ def _enter(stack: ExitStack, recorder: Recorder, device: Any) -> None:
     """Everything that holds inside a block, undone in reverse order whatever happens."""
     stack.enter_context(_disable_current_modes())  # a nested recording belongs to the inner owner only
     stack.enter_context(surroundings())
-    stack.enter_context(_own_streams(recorder))
+    stack.enter_context(own_streams(recorder))
     stack.enter_context(_pushed(recorder))
     stack.enter_context(_listening(recorder))
-    stack.enter_context(follow_modules(recorder.scopes, recorder))
-    stack.enter_context(_born_parameters(recorder))
-    stack.enter_context(own_functions(recorder))
-    stack.enter_context(checkpoints(recorder))
+    stack.enter_context(packed_layers())
+    stack.enter_context(follow_modules())
+    stack.enter_context(_born_parameters())
+    stack.enter_context(own_functions())
+    stack.enter_context(checkpoints())
     stack.enter_context(enable_python_dispatcher())
     stack.enter_context(torch._C._AutoDispatchBelowAutograd())
     stack.enter_context(recorder)
     if device is not None:
         stack.enter_context(torch.device(device))
     stack.enter_context(Functions(recorder.scopes, FUNCTIONS))
-    stack.enter_context(recorded_steps(recorder))
+    stack.enter_context(recorded_steps())
     stack.enter_context(recorder.habits)
 
 
@@ -251,45 +255,22 @@ def _listening(recorder: Recorder) -> Iterator[None]:
         recorder.symbols.listener = before
 
 
-@contextmanager
-def _born_parameters(recorder: Recorder) -> Iterator[None]:
+_NEW = torch.nn.Parameter.__new__
+
+
+def _new_parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
     """A Parameter made inside a recording holds plain values: what was drawn becomes its Variable's initial value."""
-    original = torch.nn.Parameter.__new__
-
-    def make(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
-        if current.recording() is not recorder:
-            return original(cls, data, requires_grad)
-        with _disable_current_modes():
-            plain = data.sample.detach().clone() if isinstance(data, Tensor) else data
-            parameter = original(cls, plain, requires_grad)
-        recorder.born[parameter] = True
-        return parameter
-
-    torch.nn.Parameter.__new__ = staticmethod(make)  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        torch.nn.Parameter.__new__ = staticmethod(original)  # type: ignore[method-assign,assignment]
+    recorder = current.recording()
+    if not isinstance(recorder, Recorder):
+        return _NEW(cls, data, requires_grad)
+    with _disable_current_modes():
+        plain = data.sample.detach().clone() if isinstance(data, Tensor) else data
+        parameter = _NEW(cls, plain, requires_grad)
+    recorder.born[parameter] = True
+    return parameter
 
 
-@contextmanager
-def _own_streams(recorder: Recorder) -> Iterator[None]:
-    """``torch.manual_seed`` inside seeds what modules made here draw, and is undone at the end."""
-    original = torch.manual_seed
-    with ExitStack() as stack:
-
-        def manual_seed(seed: Any) -> torch.Generator:
-            if current.recording() is recorder:
-                recorder.streams_differ("torch.manual_seed")
-                devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-                stack.enter_context(torch.random.fork_rng(devices))
-            return original(seed)
-
-        torch.manual_seed = manual_seed
-        try:
-            yield
-        finally:
-            torch.manual_seed = original
+_born_parameters = Shared(lambda: swapped((torch.nn.Parameter, "__new__", staticmethod(_new_parameter))))
 
 
 def _commit(recorder: Recorder, before: Any, names: Mapping[str, Any], *, append: bool) -> None:

@@ -7,9 +7,7 @@ that node is differentiated, ``backward`` runs under the recorder. Uses private 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from threading import Lock
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,13 +19,12 @@ from tfnb.recording.own_gradient import OwnRule, attach, floats, kept, open_reco
 from tfnb.recording.recompute import CHECKPOINTS
 from tfnb.recording.recorder import Recorder
 from tfnb.recording.scopes import clean
+from tfnb.recording.shared import Shared, swapped
 from tfnb.recording.tensor import Tensor
 from tfnb.recording.writes import rebind
 
 _Base: Any = torch.autograd.function._SingleLevelFunction
 _ONCE = once_differentiable(lambda ctx: None).__code__
-_open: list[Recorder] = []  # in all threads
-_lock = Lock()
 _ARRAYS = ("numpy()", "tolist()")
 
 
@@ -56,25 +53,6 @@ class Context(FunctionCtx):
                 setattr(self, name, kept(recorder, value))
 
 
-@contextmanager
-def own_functions(recorder: Recorder) -> Iterator[None]:
-    """For the time of a recording, ``Function.apply`` is recorded with the Function's own backward.
-
-    ``Function.apply`` calls the ``apply`` of its base class. That one is shadowed while any thread records, because a
-    program may hold a Function's own (``relu = MyRelu.apply``) from long before.
-    """
-    with _lock:
-        _open.append(recorder)
-        _Base.apply = classmethod(_apply)
-    try:
-        yield
-    finally:
-        with _lock:
-            _open.remove(recorder)
-            if not _open:
-                del _Base.apply
-
-
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     recorder = current.recording()
     if not isinstance(recorder, Recorder) or not issubclass(cls, torch.autograd.Function):
@@ -82,6 +60,11 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if cls in CHECKPOINTS:
         return CHECKPOINTS[cls](recorder, *args)
     return _record(recorder, cls, args, kwargs)
+
+
+# ``Function.apply`` calls the ``apply`` of its base class, and that one is shadowed, because a program may hold a
+# Function's own (``relu = MyRelu.apply``) from long before.
+own_functions = Shared(lambda: swapped((_Base, "apply", classmethod(_apply))))
 
 
 def _record(recorder: Recorder, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tfnb.errors import FailedPrecondition, InvalidArgument, ShapeError, Unsupported
 from tfnb.graph import Value, Variable, current
+from tfnb.recording.shared import Shared, swapped
 from tfnb.recording.tensor import Tensor
 from tfnb.recording.variables import known
 from tfnb.recording.writes import rebind, take_data
@@ -341,90 +342,78 @@ _CALLS_HOOKS = frozenset({_tensor_backward, _backward, _autograd_grad})  # user 
 # -- optimizers and schedulers --------------------------------------------------------------------------------------
 
 
-@contextmanager
-def recorded_steps(recorder: Recorder) -> Iterator[None]:
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     """``optimizer.step()`` of a torch optimizer becomes a recorded step, or is refused.
 
     torch's own hook before each step lets the step run over no parameters; its closure records and gives the Operation.
     """
+    if current.recording() is None:
+        return None
+    from tfnb.train.from_torch import from_torch  # listed exception: train stands above
 
-    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        if current.recording() is not recorder:
-            return None
-        from tfnb.train.from_torch import from_torch  # listed exception: train stands above
+    twin = from_torch(optimizer)
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
 
-        twin = from_torch(optimizer)
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    def record() -> Any:
+        if closure is not None:
+            closure()
+        return twin.step()
 
-        def record() -> Any:
-            if closure is not None:
-                closure()
-            return twin.step()
+    idle = object.__new__(type(optimizer))
+    idle.__dict__.update(optimizer.__dict__, param_groups=[])
+    return (idle, record), {}
 
-        idle = object.__new__(type(optimizer))
-        idle.__dict__.update(optimizer.__dict__, param_groups=[])
-        return (idle, record), {}
 
-    handle = register_optimizer_step_pre_hook(before)
+@contextmanager
+def _steps() -> Iterator[None]:
+    schedulers = [kind for kind in _all_schedulers(LRScheduler) if "step" in vars(kind)]
+    names = ("scale", "unscale_", "step", "update")
+    handle = register_optimizer_step_pre_hook(_before_step)
     try:
-        with _refused_schedules(recorder), _refused_scalers(recorder):
+        with swapped(
+            *((kind, "step", _without_schedule(kind.step)) for kind in schedulers),
+            *((torch.amp.GradScaler, name, _without_scaler(name)) for name in names),
+        ):
             yield
     finally:
         handle.remove()
 
 
-@contextmanager
-def _refused_schedules(recorder: Recorder) -> Iterator[None]:
+recorded_steps = Shared(_steps)
+
+
+def _without_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
     """A scheduler's step is Python: inside a recording it would happen once, not in each run."""
-    originals = {kind: kind.__dict__["step"] for kind in _all_schedulers(LRScheduler) if "step" in kind.__dict__}
 
-    def refusing(original: Callable[..., Any]) -> Callable[..., Any]:
-        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-            is_new = "_last_lr" not in self.__dict__ or getattr(self, "_is_initial", False)  # constructors step, too
-            if current.recording() is recorder and not is_new:
-                raise Unsupported(
-                    f"{type(self).__name__}.step() inside a recording would change the rate once, while recording: "
-                    "call it outside, between runs; a recorded optimizer.step() reads the rate at each run"
-                    f"{recorder.tape.at()}"
-                )
-            return original(self, *args, **kwargs)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder: Any = current.recording()
+        is_new = "_last_lr" not in self.__dict__ or getattr(self, "_is_initial", False)  # constructors step, too
+        if recorder is not None and not is_new:
+            raise Unsupported(
+                f"{type(self).__name__}.step() inside a recording would change the rate once, while recording: "
+                "call it outside, between runs; a recorded optimizer.step() reads the rate at each run"
+                f"{recorder.tape.at()}"
+            )
+        return original(self, *args, **kwargs)
 
-        return step
-
-    for kind, original in originals.items():
-        kind.step = refusing(original)  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        for kind, original in originals.items():
-            kind.step = original  # type: ignore[attr-defined]
+    return step
 
 
-@contextmanager
-def _refused_scalers(recorder: Recorder) -> Iterator[None]:
+def _without_scaler(name: str) -> Callable[..., Any]:
     """A scaler looks at gradients and decides in Python whether a step is taken; one that is disabled does nothing."""
-    kind = torch.amp.GradScaler
-    originals = {name: getattr(kind, name) for name in ("scale", "unscale_", "step", "update")}
+    original = getattr(torch.amp.GradScaler, name)
 
-    def refusing(name: str) -> Callable[..., Any]:
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if current.recording() is recorder and self.is_enabled():
-                raise Unsupported(
-                    f"GradScaler.{name}() inside a recording would decide once, while recording, which steps are "
-                    "taken: use bfloat16, which needs no scaling, or GradScaler(enabled=False), or scale the loss by "
-                    f"a number of your own{recorder.tape.at()}"
-                )
-            return originals[name](self, *args, **kwargs)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder: Any = current.recording()
+        if recorder is not None and self.is_enabled():
+            raise Unsupported(
+                f"GradScaler.{name}() inside a recording would decide once, while recording, which steps are "
+                "taken: use bfloat16, which needs no scaling, or GradScaler(enabled=False), or scale the loss by "
+                f"a number of your own{recorder.tape.at()}"
+            )
+        return original(self, *args, **kwargs)
 
-        return method
-
-    for name in originals:
-        setattr(kind, name, refusing(name))
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(kind, name, original)
+    return method
 
 
 def _all_schedulers(kind: type[Any]) -> Iterator[type[Any]]:

@@ -11,36 +11,37 @@ from torch.nn.modules import module as nn_module
 
 from tfnb.errors import Unsupported
 from tfnb.graph import current
-from tfnb.recording.packed import after_call, packed_call
-from tfnb.recording.scopes import Scopes
+from tfnb.recording.shared import Shared
 from tfnb.recording.writes import rebind
 
 
-@contextmanager
-def follow_modules(scopes: Scopes, recording: Any) -> Iterator[None]:
-    """Global module hooks for the time of a recording; they act on this thread's recording only."""
-
-    def before(module: torch.nn.Module, args: Any) -> Any:
-        if current.recording() is not recording:
-            return None
+def _before(module: torch.nn.Module, args: Any) -> None:
+    recording: Any = current.recording()
+    if recording is not None:
         _refuse_backward_hooks(module, recording)
-        scopes.enter(module)
-        return packed_call(recording, module, args)
+        recording.scopes.enter(module)
 
-    def after(module: torch.nn.Module, args: Any, output: Any) -> None:
-        if current.recording() is recording:
-            after_call(module)
-            _put_back(module, scopes.exit(module), recording)
 
-    pre = nn_module.register_module_forward_pre_hook(before)
+def _after(module: torch.nn.Module, args: Any, output: Any) -> None:
+    recording: Any = current.recording()
+    if recording is not None:
+        _put_back(module, recording.scopes.exit(module), recording)
+
+
+@contextmanager
+def _hooks() -> Iterator[None]:
+    pre = nn_module.register_module_forward_pre_hook(_before)
     try:
-        post = nn_module.register_module_forward_hook(after, always_call=True)
+        post = nn_module.register_module_forward_hook(_after, always_call=True)
         try:
             yield
         finally:
             post.remove()
     finally:
         pre.remove()
+
+
+follow_modules = Shared(_hooks)
 
 
 def _refuse_backward_hooks(module: torch.nn.Module, recording: Any) -> None:

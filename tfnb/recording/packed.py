@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from tfnb.errors import Unsupported
 from tfnb.graph import current
 from tfnb.kernels import recurrent  # noqa: F401  defines torch.ops.tfnb
+from tfnb.recording.shared import Shared, swapped
 from tfnb.recording.tensor import Tensor
 
 aten, tfnb = torch.ops.aten, torch.ops.tfnb
@@ -147,26 +148,34 @@ def _packing(rec: Any, batch_sizes: Any) -> Packing:
     return rec.packings[batch_sizes]
 
 
-def packed_call(rec: Any, module: nn.Module, args: Any) -> tuple[Any, ...] | None:
-    """The arguments of a recurrent module over a recorded packed sequence, with its first state.
+def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A recurrent layer's forward, over a recorded packed sequence with its first state.
 
     torch's forward would make a number of the rows to make and to check that state: it is made here, and the check
     is the ops'.
     """
-    if not isinstance(module, nn.RNNBase) or not args or not isinstance(args[0], PackedSequence):
-        return None
-    sequence, hx = args[0], args[1] if len(args) > 1 else None
-    if not isinstance(sequence.batch_sizes, Tensor) or sequence.batch_sizes not in rec.packings:
-        return None
-    vars(module)["check_forward_args"] = lambda *unused: None
-    if hx is None:
-        rows = rec.packings[sequence.batch_sizes].lengths.shape[0]
-        count, data = module.num_layers * (1 + module.bidirectional), sequence.data
-        hx = data.new_zeros([count, rows, module.proj_size or module.hidden_size])
-        hx = (hx, data.new_zeros([count, rows, module.hidden_size])) if isinstance(module, nn.LSTM) else hx
-    return sequence, hx
+
+    def forward(self: nn.RNNBase, input: Any, hx: Any = None) -> Any:
+        rec: Any = current.recording()
+        is_packed = rec is not None and isinstance(input, PackedSequence) and isinstance(input.batch_sizes, Tensor)
+        if not is_packed or input.batch_sizes not in rec.packings:
+            return original(self, input, hx)
+        vars(self)["check_forward_args"] = lambda *unused: None
+        try:
+            return original(self, input, _first_state(self, input, rec) if hx is None else hx)
+        finally:
+            del vars(self)["check_forward_args"]
+
+    return forward
 
 
-def after_call(module: nn.Module) -> None:
-    """Give a module its own check back."""
-    vars(module).pop("check_forward_args", None)
+def _first_state(module: nn.RNNBase, sequence: PackedSequence, rec: Any) -> Any:
+    rows = rec.packings[sequence.batch_sizes].lengths.shape[0]
+    count, data = module.num_layers * (1 + module.bidirectional), sequence.data
+    hx = data.new_zeros([count, rows, module.proj_size or module.hidden_size])
+    return (hx, data.new_zeros([count, rows, module.hidden_size])) if isinstance(module, nn.LSTM) else hx
+
+
+packed_layers = Shared(
+    lambda: swapped(*((kind, "forward", _forward(kind.forward)) for kind in (nn.LSTM, nn.GRU, nn.RNN)))
+)

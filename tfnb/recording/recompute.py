@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from itertools import takewhile
-from threading import Lock
 from typing import Any
 
 import torch.utils.checkpoint
@@ -20,6 +19,7 @@ import torch.utils.checkpoint
 from tfnb.graph import Node, Value, current
 from tfnb.graph.ops import WITH_GRADIENT
 from tfnb.recording.recorder import Recorder
+from tfnb.recording.shared import Shared, swapped
 
 RECOMPUTED = "recomputed"
 _TAG = "recompute:"
@@ -147,25 +147,8 @@ def _reentrant(recorder: Recorder, function: Any, preserve: bool, *args: Any) ->
 CHECKPOINTS: dict[Any, Callable[..., Any]] = {torch.utils.checkpoint.CheckpointFunction: _reentrant}
 
 
-@contextmanager
-def checkpoints(recorder: Recorder) -> Iterator[None]:
-    """For the time of a recording, what ``checkpoint(use_reentrant=False)`` runs is a region."""
-    with _lock:
-        _open.append(recorder)
-        setattr(torch.utils.checkpoint, _GENERATOR, _generator)
-    try:
-        yield
-    finally:
-        with _lock:
-            _open.remove(recorder)
-            if not _open:
-                setattr(torch.utils.checkpoint, _GENERATOR, _ORIGINAL)
-
-
 _GENERATOR = "_checkpoint_without_reentrant_generator"
 _ORIGINAL = getattr(torch.utils.checkpoint, _GENERATOR)
-_open: list[Recorder] = []  # in all threads
-_lock = Lock()
 
 
 def _generator(fn: Any, preserve: bool = True, context_fn: Any = None, *args: Any, **kwargs: Any) -> Iterator[None]:
@@ -176,3 +159,7 @@ def _generator(fn: Any, preserve: bool = True, context_fn: Any = None, *args: An
     context = context_fn()[0] if context_fn is not None else nullcontext()
     with context, region(recorder):
         yield
+
+
+# What ``checkpoint(use_reentrant=False)`` runs is a region.
+checkpoints = Shared(lambda: swapped((torch.utils.checkpoint, _GENERATOR, _generator)))

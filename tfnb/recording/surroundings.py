@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch.nn.utils import parametrize
+
+from tfnb.recording.shared import Shared, swapped
 
 
 @contextmanager
@@ -21,8 +23,7 @@ def surroundings() -> Iterator[None]:
     """Inside: empty caches, plain TorchScript, and nothing compiled."""
     with ExitStack() as stack:
         stack.enter_context(_without_caches())
-        stack.enter_context(torch.jit.optimized_execution(False))
-        stack.enter_context(_uncompiled(stack))
+        stack.enter_context(_plain_code())
         yield
 
 
@@ -40,7 +41,7 @@ def _without_caches() -> Iterator[None]:
 
 
 @contextmanager
-def _uncompiled(stack: ExitStack) -> Iterator[None]:
+def _uncompiled() -> Iterator[None]:
     """Compiled code runs eagerly, also what is compiled inside. The compiler takes seconds to load, so only if used."""
     original: Callable[..., Any] = torch.compile
 
@@ -50,27 +51,23 @@ def _uncompiled(stack: ExitStack) -> Iterator[None]:
         stack.enter_context(_eagerly())
         return compiled
 
-    is_loaded = "torch._dynamo" in sys.modules
-    if not is_loaded:
-        torch.compile = compile  # type: ignore[assignment]
-    try:
-        with _eagerly() if is_loaded else nullcontext():
-            yield
-    finally:
-        torch.compile = original  # type: ignore[assignment]
+    with ExitStack() as stack:
+        stack.enter_context(torch.jit.optimized_execution(False))
+        is_loaded = "torch._dynamo" in sys.modules
+        stack.enter_context(_eagerly() if is_loaded else swapped((torch, "compile", compile)))
+        yield
 
 
 @contextmanager
 def _eagerly() -> Iterator[None]:
     """What was compiled runs as it was written; a compiled module is the module."""
     kind = sys.modules["torch._dynamo.eval_frame"].OptimizedModule
-    own = kind.__dict__.get("__call__")
-    kind.__call__ = lambda self, *args, **kwargs: self._orig_mod(*args, **kwargs)
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        if own is None:
-            del kind.__call__
-        else:
-            kind.__call__ = own
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._orig_mod(*args, **kwargs)
+
+    with swapped((kind, "__call__", call)), torch.compiler.set_stance("force_eager"):
+        yield
+
+
+_plain_code = Shared(_uncompiled)
