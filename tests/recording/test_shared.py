@@ -27,11 +27,11 @@ class Sign(torch.autograd.Function):
 
 
 def _places() -> list[Any]:
-    kinds = (nn.Parameter, torch.autograd.Function.__mro__[1], torch.optim.lr_scheduler.StepLR, torch.amp.GradScaler)
-    modules = torch.utils.checkpoint, torch.random, torch.cuda, nn.modules.module
-    hooks = [dict(d) for d in (nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks)]
-    return [*({k: id(v) for k, v in vars(owner).items() if callable(v)} for owner in (*kinds, *modules, nn.LSTM)), *hooks,
-            torch.compile, torch._C._get_graph_executor_optimize()]  # fmt: skip
+    kinds = nn.Parameter, torch.autograd.Function.__mro__[1], torch.amp.GradScaler, nn.LSTM
+    owners = *kinds, torch.optim.lr_scheduler.StepLR, torch.utils.checkpoint, torch.random, torch.cuda
+    hooks = nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks
+    known = [{name: id(value) for name, value in vars(owner).items() if callable(value)} for owner in owners]
+    return [*known, *map(dict, hooks), torch.compile, torch._C._get_graph_executor_optimize()]
 
 
 def _program() -> Any:
