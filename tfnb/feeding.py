@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from tfnb.errors import FeedError, ShapeError
-from tfnb.graph import Dim, Graph, Guard, Spec, Value, current
+from tfnb.graph import Dim, Graph, Guard, Node, Spec, Value, current
 from tfnb.graph.spec import dtype_name
 
 
@@ -69,6 +69,11 @@ class Feeder:
         shown = {s for row in self._rows for s in row.spec.symbols}
         self._guards = tuple(g for g in graph.guards if set(g.symbols) <= shown)
 
+    def narrow(self, nodes: Iterable[Node]) -> None:
+        """Check only the guards that a run of these nodes relies on."""
+        nodes = tuple(nodes)
+        self._guards = tuple(guard for guard in self._guards if guard.concerns(nodes))
+
     def tensors(self, given: Iterable[Any]) -> list[torch.Tensor]:
         """One tensor for each of ``values``; raises FeedError or ShapeError."""
         __tracebackhide__ = True
@@ -79,7 +84,7 @@ class Feeder:
             if row.count > 1:
                 tensors.extend([tensor] * (row.count - 1))
         if self._guards:
-            _check_guards(self._guards, symbols)
+            self._check_guards(self._guards, symbols)
         return tensors
 
     @property
@@ -94,9 +99,25 @@ class Feeder:
         """
         row = self._rows[place]
         tensor = _taken(row, value, symbols)
-        _check_guards(tuple(g for g in self._guards if set(g.symbols) <= symbols.keys()), symbols)
+        self._check_guards(tuple(g for g in self._guards if set(g.symbols) <= symbols.keys()), symbols)
         first = sum(row.count for row in self._rows[:place])
         return dict.fromkeys(range(first, first + row.count), tensor)
+
+    def _check_guards(self, guards: Iterable[Guard], symbols: dict[str, int]) -> None:
+        for guard in guards:
+            if not _holds(guard, symbols):
+                sizes = ", ".join(f"{s} = {symbols[s]}{self._axes_of(s)}" for s in guard.symbols)
+                raise ShapeError(
+                    f"the graph was recorded for {guard.expr}, and these feeds have {sizes}{_at(guard.source)}\n"
+                    "  record it again with such a sample, or avoid deciding by the size in that line",
+                    line=guard.source.line if guard.source else None,
+                    cell=guard.source.label if guard.source else None,
+                )
+
+    def _axes_of(self, symbol: str) -> str:
+        """`` (axis 0 of x)``: the feeds that show a symbol."""
+        found = [f"axis {axis} of {row.name}" for row in self._rows for axis, shown in row.symbols if shown == symbol]
+        return f" ({', '.join(found)})" if found else ""
 
 
 def _taken(row: _Row, value: Any, symbols: dict[str, int]) -> torch.Tensor:
@@ -160,15 +181,11 @@ def _fit(tensor: torch.Tensor, spec: Spec, name: str, source: Any, symbols: dict
     )
 
 
-def _check_guards(guards: tuple[Guard, ...], symbols: dict[str, int]) -> None:
-    for guard in guards:
-        if not Dim(guard.expr).evaluate(symbols):
-            sizes = ", ".join(f"{s} = {symbols[s]}" for s in guard.symbols)
-            raise ShapeError(
-                f"the graph was recorded for {guard.expr}, and these feeds have {sizes}{_at(guard.source)}\n"
-                "  record it again with such a sample, or avoid deciding by the size in that line",
-                line=guard.source.line if guard.source else None, cell=guard.source.label if guard.source else None,
-            )  # fmt: skip
+def _holds(guard: Guard, symbols: dict[str, int]) -> bool:
+    try:
+        return bool(Dim(guard.expr).evaluate(symbols))
+    except ShapeError:  # a division by an axis of length 0
+        return False
 
 
 def _shape(spec: Spec) -> str:

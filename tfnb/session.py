@@ -265,6 +265,7 @@ class Session:
         places = _places([variable is not None for variable in variables])
         feeder = Feeder(self.graph, [self._feed(key) for key in feed_keys])
         nodes = prune(self.graph, values, feeder.values).nodes
+        feeder.narrow(nodes)
         if old is not None and old.nodes == nodes and old.program.feeds == feeder.values:
             program, compiled = old.program, old.tiers  # an unrelated cell changed: keep what was generated
         else:

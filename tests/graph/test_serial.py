@@ -131,7 +131,11 @@ def saved(tmp_path: Path) -> Path:
         source=Source("In[1]", 1, "z"), owner=Owner("cell:1", 0), tags=frozenset({"b", "a"}), forward=y.node, stream=4,
         control=(k.node,), scope=("a", "b"),
     )  # fmt: skip
-    guards = (Guard("B >= 2", Source("In[1]", 1, "z"), Owner("cell:1", 0)), Guard("B % 2 == 0"))
+    guards = (
+        Guard("B >= 2", Source("In[1]", 1, "z"), Owner("cell:1", 0)),
+        Guard("B % 2 == 0"),
+        Guard("B > 4", is_local=True),
+    )
     Graph("g", b.contents(guards=guards, aliases={"loss": z}), seed=5).save(tmp_path / "g.json")
     return tmp_path / "g.json"
 

@@ -445,6 +445,8 @@ class Walk:
             dx = dx.sum(dims)
         if keep:
             dx = dx.sum(keep, keepdim=True)
+        if any(isinstance(spec.shape[axis], Dim) for axis in keep):  # one row, or in a run without rows none
+            dx = dx.expand(spec.sizes(self.recorder.symbols.bindings(spec.shape)))
         if dx.dtype != spec.dtype or dx.device.type != torch.device(spec.device).type:
             dx = dx.to(device=spec.device, dtype=spec.dtype)
         return dx
@@ -502,13 +504,14 @@ def _broadcast(
 
     lead = len(got) - len(wanted)
     tail = list(zip(got[max(lead, 0) :], wanted, strict=False))
-    if lead < 0 or any(w not in (1, g) and known_apart(g, w) for g, w in tail):
+    if lead < 0 or any(known_apart(g, w) and hint(w) != 1 for g, w in tail):
         raise ShapeError(
             f"the gradient rule of {node.op} returned shape {list(got)} for an input of shape {list(wanted)}\n"
             f"  rule: {rule or 'decomposed'}\n  node {node.name}, {node.source}",
             node=node.name, op=node.op,
         )  # fmt: skip
-    return list(range(lead)), [i for i, (g, w) in enumerate(tail) if w == 1 and g != 1]
+    ones = [i for i, (g, w) in enumerate(tail) if (w == 1 and g != 1) or (hint(w) == 1 and known_apart(g, w))]
+    return list(range(lead)), ones
 
 
 def _aligned(n: Forward, rule: Rule, result: Any) -> list[Any]:

@@ -13,16 +13,28 @@ from tfnb.graph.variable import Variable
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """A relation between sizes that a recording relied on: ``expr`` must hold for every feed."""
+    """A relation between sizes that a recording relied on: ``expr`` must hold for every feed.
+
+    A local one only where something of its own line runs: it is what a function of torch asks of its arguments.
+    """
 
     expr: str
     source: Source | None = None
     owner: Owner | None = None
+    is_local: bool = False
 
     @property
     def symbols(self) -> tuple[str, ...]:
         """Symbols in the relation."""
         return Dim(self.expr).symbols
+
+    def covers(self, other: Guard) -> bool:
+        """Whether ``other`` asks nothing that this one does not."""
+        return self.expr == other.expr and (not self.is_local or self == other)
+
+    def concerns(self, nodes: Iterable[Node]) -> bool:
+        """Whether a run of ``nodes`` relies on this."""
+        return not self.is_local or any(n.source == self.source and n.owner == self.owner for n in nodes)
 
     def __str__(self) -> str:
         return self.expr + (f"  ({self.source})" if self.source else "")

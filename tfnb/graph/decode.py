@@ -289,10 +289,11 @@ class _Reader:
         return table[number]
 
     def guard(self, record: Any, path: str) -> Guard:
-        only(record, frozenset({"expr", "source", "owner"}), path)
+        only(record, frozenset({"expr", "source", "owner", "local"}), path)
         expr = self.dim(field(record, "expr", str, path), f"{path}.expr").expr
         source = self.entry(record, "source", self.sources, path)
-        return Guard(expr, source, self.entry(record, "owner", self.owners, path))
+        owner = self.entry(record, "owner", self.owners, path)
+        return Guard(expr, source, owner, field(record, "local", bool, path, False))
 
     def nodes(self, records: list[Any], path: str) -> tuple[Node, ...]:
         if len(records) > NODE_CAP:

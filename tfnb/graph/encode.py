@@ -72,7 +72,10 @@ class Writer:
         return None if owner is None else self.owners.setdefault((owner.key, owner.index), len(self.owners))
 
     def guard(self, guard: Guard) -> dict[str, Any]:
-        fields = {"expr": guard.expr, "source": self.source(guard.source), "owner": self.owner(guard.owner)}
+        fields = {
+            "expr": guard.expr, "source": self.source(guard.source), "owner": self.owner(guard.owner),
+            "local": guard.is_local or None,
+        }  # fmt: skip
         return {key: value for key, value in fields.items() if value is not None}
 
     def node(self, node: Node) -> dict[str, Any]:

@@ -307,13 +307,14 @@ class Recorder(TorchDispatchMode):
                 stacklevel=user_level(self._stop),
             )
 
-    def heard(self, text: str, expr: Any, kernel: bool) -> None:
-        """A relation between sizes that this recording now relies on."""
+    def heard(self, text: str, expr: Any, *, by_torch: bool = False) -> None:
+        """A relation between sizes that this recording now relies on; one of torch's checks, only in its own line."""
         source = self.where()
         if isinstance(expr, sympy.Eq):
             self.equalities.append((text, expr, source))
-        if all(guard.expr != text for guard in self.new_guards):
-            self.new_guards.append(Guard(text, source, self.owner))
+        guard = Guard(text, source, self.owner, is_local=by_torch)
+        if all(not other.covers(guard) for other in self.new_guards):
+            self.new_guards.append(guard)
 
     # -- the dispatch mode --------------------------------------------------------------------------------------
 

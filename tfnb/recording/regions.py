@@ -167,7 +167,9 @@ class _Before:
         recorder = self.recorder
         new = recorder.new_guards[self.guards :]
         outer = _bound(recorder.tape.nodes) if new else set()
-        recorder.new_guards[self.guards :] = [guard for guard in new if outer.issuperset(guard.symbols)]
+        recorder.new_guards[self.guards :] = [  # their lines are not those of the node that holds the region
+            replace(guard, is_local=False) for guard in new if outer.issuperset(guard.symbols)
+        ]
         return [guard for guard in new if not outer.issuperset(guard.symbols)]
 
     def _restore(self, gone: set[int]) -> None:

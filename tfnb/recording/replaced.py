@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.fx.experimental.symbolic_shapes import _constrain_range_for_size
 
 from tfnb.errors import Unsupported
@@ -370,10 +371,21 @@ def _triangle(cut: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..
     return indices
 
 
-# Functions that take a number for a size or a row, and so would fix it before any op is called.
+def _affine_grid(theta: Any, size: Any, align_corners: bool | None = None) -> Any:
+    """Asks of each size what torch asks of the least: to find that, it would compare them with one another."""
+    if not any(isinstance(length, torch.SymInt) for length in size):
+        return F.affine_grid(theta, size, align_corners)
+    if any(length <= 0 for length in size):
+        raise ValueError(f"Expected non-zero, positive output size. Got {size}")
+    return torch.affine_grid_generator(theta, size, bool(align_corners))
+
+
+# Functions that take a number for a size or a row, and so would fix it before any op is called, or that decide more
+# than they need.
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.__getitem__: picked.get_item,
     torch.Tensor.__setitem__: picked.set_item,
+    F.affine_grid: _affine_grid,
     torch.linspace: _linspace,
     torch.tril_indices: _triangle(torch.tril, torch.tril_indices),
     torch.triu_indices: _triangle(torch.triu, torch.triu_indices),

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
 from types import FrameType
 from typing import Any
 
@@ -37,6 +39,11 @@ _ASKING = frozenset({
     __name__, "torch", "torch.fx.experimental.sym_node", "torch.fx.experimental.symbolic_shapes",
     "torch.fx.experimental.recording", "torch._utils_internal", "torch.utils._stats", "functools",
 })  # fmt: skip
+# Who asks for its own sake: torch's private modules, and those that compile.
+_PLUMBING = ("torch._", "torch.fx.", "torch.utils.")
+_LONG = ValueRanges(2, int_oo)  # what torch's shape rules take a varying size for
+_PIECES = (ValueRanges(0, 0), ValueRanges(1, 1), _LONG)
+_PIECEWISE = 3  # at most so many sizes are looked at piece by piece
 _HINTS = (37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83)  # distinct, never 0 or 1, rarely a layer's width
 
 
@@ -63,11 +70,11 @@ class _Named(Source):
 class _Env(ShapeEnv):
     """A ShapeEnv that tells its owner of each new relation, and forgets kernels' inequalities.
 
-    torch answers as if no varying size were ever 0 or 1. Where the user's Python asks, an answer that would be another
-    one there is a relation too; torch asks for its own sake (is this contiguous?) and is right at every size.
+    torch answers as if no varying size were ever 0 or 1. Where Python asks, the user's or that of `torch.nn`, an answer
+    that would be another one there is a relation too; what torch asks inside its ops is right at every size.
     """
 
-    def __init__(self, heard: Callable[[Any, bool], None]) -> None:
+    def __init__(self, heard: Callable[..., None]) -> None:
         super().__init__(duck_shape=False)
         self._heard = heard
         self.kernel = False
@@ -82,10 +89,10 @@ class _Env(ShapeEnv):
         before = len(self.guards)
         result = super().evaluate_expr(orig_expr, *args, **kwargs)
         for guard in self.guards[before:]:
-            self._heard(guard.expr, self.kernel)
+            self._heard(guard.expr)
         asked = not self.kernel and not self.depth and len(self.guards) == before
-        if asked and not _holds_when_short(orig_expr) and _by_user():
-            self._heard(orig_expr if result else sympy.Not(orig_expr), False)
+        if asked and not _holds_when_short(orig_expr) and (asker := _asker()):
+            self._heard(orig_expr if result else sympy.Not(orig_expr), by_torch=asker.startswith("torch."))
         return result
 
 
@@ -98,33 +105,38 @@ def _is_equality(expr: Any, outcome: Any) -> bool:
     return not isinstance(outcome, (bool, sympy.logic.boolalg.BooleanAtom))  # a bare symbol is a Boolean to sympy
 
 
-def _by_user() -> bool:
-    """Whether Python code outside of torch takes the truth of a relation."""
+def _asker() -> str:
+    """The module whose Python code takes the truth of a relation; none where torch does for its own sake."""
     frame: FrameType | None = sys._getframe(1)
     truth = False
     while frame is not None and _module(frame) in _ASKING:
         truth = truth or frame.f_code is torch.SymBool.__bool__.__code__
         frame = frame.f_back
-    return truth and frame is not None and _module(frame).partition(".")[0] != "torch"
+    asker = "" if frame is None or not truth else _module(frame)
+    return "" if asker.startswith(_PLUMBING) else asker
 
 
 def _module(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
 
 
+@lru_cache(maxsize=4096)
 def _holds_when_short(expr: Any) -> bool:
     """Whether the truth of ``expr`` is the same for all sizes, those below two included."""
     if not isinstance(expr, sympy.logic.boolalg.Boolean) or not isinstance(expr, sympy.Basic) or expr.is_Symbol:
         return True
-    sizes = {symbol: ValueRanges(0, int_oo) for symbol in expr.free_symbols}
-    return not sizes or bound_sympy(expr, sizes).is_singleton()
+    sizes = sorted(expr.free_symbols, key=str)
+    if len(sizes) > _PIECEWISE:
+        return bound_sympy(expr, dict.fromkeys(sizes, ValueRanges(0, int_oo))).is_singleton()
+    truths = {bound_sympy(expr, dict(zip(sizes, piece, strict=True))) for piece in product(_PIECES, repeat=len(sizes))}
+    return len(truths) == 1 and truths.pop().is_singleton()
 
 
 class Symbols:
     """The symbols of one graph in this process."""
 
     def __init__(self) -> None:
-        self.listener: Callable[[str, Any, bool], None] | None = None
+        self.listener: Callable[..., None] | None = None
         self.env = _Env(self._heard)
         self.fake_mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
         self.fake_mode.cache_enabled = False  # `tfnb.recording.shapes` remembers, at less cost
@@ -133,9 +145,9 @@ class Symbols:
         self._texts: dict[Any, str] = {}
         self._observed: dict[sympy.Symbol, sympy.Integer] = {}  # symbol -> its size in the samples
 
-    def _heard(self, expr: Any, kernel: bool) -> None:
+    def _heard(self, expr: Any, *, by_torch: bool = False) -> None:
         if self.listener is not None:
-            self.listener(self.text(expr), expr, kernel)
+            self.listener(self.text(expr), expr, by_torch=by_torch)
 
     # -- making symbols ------------------------------------------------------------------------------------
 
@@ -151,7 +163,10 @@ class Symbols:
             used = {self.hint(s) for s in self._values.values()}
             hint = next((h for h in _HINTS if h not in used), 97 + 2 * len(used))
         source = _Named(f"{letter}_{len(self._letters)}")
-        symbol = self.env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+        symbol = self.env.create_symbol(
+            hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None, positive=None
+        )
+        self.env.var_to_range[symbol] = _LONG  # not a property of the symbol: its expressions hold for no rows as well
         size: Any = self.env.create_symintnode(symbol, hint=hint, source=source)
         self._letters[symbol] = letter
         self._values[letter] = size
@@ -188,7 +203,7 @@ class Symbols:
                 letter = unique("N", self._values)
                 self._letters[symbol] = letter
                 self._values[letter] = self.env.create_symintnode(symbol, hint=None)
-        named = {s: sympy.Symbol(self._letters[s], integer=True, positive=True) for s in expr.free_symbols}
+        named = {s: sympy.Symbol(self._letters[s], integer=True, nonnegative=True) for s in expr.free_symbols}
         plain = PythonPrinter().doprint(expr.xreplace(named))
         return re.sub(r"\b(?:math|torch)\.(?:sym_)?", "", plain)
 

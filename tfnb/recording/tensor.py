@@ -256,6 +256,11 @@ class Tensor(torch.Tensor):
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         return self._escaped("numpy()").__array__(dtype)
 
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Bytes of its elements; torch's own wants numbers for the sizes."""
+        return self.numel() * self.element_size()
+
     def data_ptr(self) -> int:
         raise FailedPrecondition(
             "a recorded tensor has no memory of its own: make the function that asks for data_ptr() a "

@@ -1,0 +1,145 @@
+"""What Python asks of a size while recording: a run equals eager torch, or is refused with the line that asked."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tfnb
+from tfnb.errors import ShapeError, TfnbError
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+RECORDED = 5
+ROWS = (0, 1, 2, 3, 4, 5, 6, 9)
+
+
+def _sum(parts: Any) -> Any:
+    return sum((part.sum(0) * (i + 2) for i, part in enumerate(parts)), torch.zeros(3, dtype=torch.float64))
+
+
+# program -> the rows at which its run is refused
+ALL = frozenset(ROWS) - {RECORDED}
+ASKED: dict[str, tuple[Function, Any]] = {
+    "== 0": (lambda x: x * 2 if x.shape[0] == 0 else x * 3, {0}),
+    "!= 0": (lambda x: x * 3 if x.shape[0] != 0 else x * 2, {0}),
+    "> 0": (lambda x: x * 3 if x.shape[0] > 0 else x * 2, {0}),
+    ">= 1": (lambda x: x * 3 if x.shape[0] >= 1 else x * 2, {0}),
+    "< 1": (lambda x: x * 2 if x.shape[0] < 1 else x * 3, {0}),
+    "truth": (lambda x: x * 3 if x.shape[0] else x * 2, {0}),
+    "not": (lambda x: x * 2 if not x.shape[0] else x * 3, {0}),
+    "and": (lambda x: x * 3 if x.shape[0] and x.shape[1] else x * 2, {0}),
+    "size()": (lambda x: x * 2 if x.size()[0] == 0 else x * 3, {0}),
+    "size(0)": (lambda x: x * 2 if x.size(0) == 0 else x * 3, {0}),
+    "numel": (lambda x: x * 2 if x.numel() == 0 else x * 3, {0}),
+    "torch.numel": (lambda x: x * 2 if torch.numel(x) == 0 else x * 3, {0}),
+    "nelement of a result": (lambda x: x * 2 if (x * 2)[1:].nelement() == 0 else x * 3, {0, 1}),
+    "nbytes": (lambda x: x * 2 if x.nbytes == 0 else x * 3, {0}),
+    "== 1": (lambda x: x * 2 if x.shape[0] == 1 else x * 3, {1}),
+    "in": (lambda x: x * 2 if x.shape[0] in (0, 1) else x * 3, {0, 1}),
+    "a whole shape": (lambda x: x * 2 if x.shape == (1, 3) else x * 3, {1}),
+    "square": (lambda x: x * 2 if x.shape == x.t().shape else x * 3, {3}),
+    "> 3": (lambda x: x * 2 if x.shape[0] > 3 else x * 3, {0, 1, 2, 3}),
+    "% 2": (lambda x: x * 2 if x.shape[0] % 2 else x * 3, {0, 2, 4, 6}),
+    "min": (lambda x: x * min(x.shape[0], 4), {0, 1, 2, 3, 4}),
+    "max": (lambda x: x.sum(0) / max(x.shape[0], 1), {0}),
+    "sym_max": (lambda x: x.sum(0) / torch.sym_max(x.shape[0], 1), set()),
+    "sym_min": (lambda x: x.sum(0) * torch.sym_min(x.shape[0], 1), set()),
+    "rows of a first row": (lambda x: x.sum(0) * x[:1].shape[0], set()),
+    "rows of the others": (lambda x: x.sum(0) * x[1:].shape[0], set()),
+    "rows of a pair": (lambda x: x.sum(0) * x[:2].shape[0], set()),
+    "if another row": (lambda x: x * 2 if x[1:].shape[0] else x * 3, {0, 1}),
+    "// 2": (lambda x: x[: x.size(0) // 2].sum(0), set()),
+    "ceil": (lambda x: x[: -(-x.shape[0] // 2)].sum(0), set()),
+    "int": (lambda x: x * int(x.shape[0]), ALL),
+    "float": (lambda x: x * float(x.shape[0]), ALL),
+    "len": (lambda x: x * len(x), ALL),
+    "range": (lambda x: _sum([x] * x.shape[0]), ALL),
+    "rows": (lambda x: _sum(row[None] for row in x), ALL),
+    "split": (lambda x: _sum(x.split(2)), {0, 1, 2, 3, 4, 9}),
+    "chunk": (lambda x: _sum(x.chunk(3)), {0, 1, 2, 4}),
+    "assert": (lambda x: _asserted(x), {0}),
+}  # fmt: skip
+
+
+def _asserted(x: torch.Tensor) -> torch.Tensor:
+    assert x.shape[0] > 0
+    return x * 2
+
+
+def outcomes(function: Function, draw: Callable[[int], torch.Tensor], rows: Any = ROWS) -> set[int]:
+    """Record at one size and run at others: the rows that were refused; every other run has eager's result."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a size that is fixed is said; test_symbols.py tests the words
+        with tfnb.record():
+            x = tfnb.placeholder(draw(RECORDED), name="x")
+            y = function(x)
+    refused = set()
+    for count in rows:
+        data = draw(count)
+        try:
+            got = tfnb.run(y, {x: data})
+        except TfnbError as error:
+            assert "line" in str(error) and ".py" in str(error)
+            refused.add(count)
+        else:
+            torch.testing.assert_close(got, function(data))
+    return refused
+
+
+def _matrix(rows: int) -> torch.Tensor:
+    return torch.randn(rows, 3, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_a_decision_by_a_size_is_right_or_refused(name: str) -> None:
+    function, refused = ASKED[name]
+    assert outcomes(function, _matrix) == refused
+
+
+def test_the_refusal_names_placeholder_axis_and_line() -> None:
+    with tfnb.record():
+        x = tfnb.placeholder(torch.ones(5, 3), name="x")
+        y = x * 2 if x.shape[0] == 0 else x * 3
+    with pytest.raises(ShapeError, match=r"B != 0, and these feeds have B = 0 \(axis 0 of x\)(.|\n)*shape\[0\] == 0"):
+        tfnb.run(y, {x: torch.ones(0, 3)})
+
+
+# -- checks of torch's Python layer ---------------------------------------------------------------------------------
+
+CHECKED: dict[str, tuple[Function, set[int]]] = {  # the rows that eager torch refuses as well
+    "batch_norm": (lambda x: F.batch_norm(x, None, None, training=True), {1}),
+    "BatchNorm1d": (lambda x: nn.BatchNorm1d(3, track_running_stats=False).double()(x), {1}),
+    "group_norm": (lambda x: F.group_norm(x, 3), {1}),
+    "instance_norm": (lambda x: F.instance_norm(x.t()[None]), {1}),
+}
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_a_check_of_torch_holds_in_every_run(name: str) -> None:
+    function, refused = CHECKED[name]
+    assert outcomes(function, _matrix, range(1, 7)) == refused
+    for rows in refused:
+        with pytest.raises(ValueError, match="more than 1"):
+            function(_matrix(rows))
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_a_check_of_torch_concerns_its_own_line_alone(blocks: int) -> None:
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.randn(5, 3))
+        before = net.eval()(x)
+        trained = net.train()(x)
+    if blocks == 2:
+        with tfnb.record(graph):
+            before = net.eval()(x)
+    row = torch.randn(1, 3)
+    torch.testing.assert_close(tfnb.run(before, {x: row}), net.eval()(row).detach())
+    with pytest.raises(ShapeError, match=r"B != 1(.|\n)*trained = net.train\(\)\(x\)"):
+        tfnb.run(trained, {x: row})
