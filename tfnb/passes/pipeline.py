@@ -10,8 +10,12 @@ from tfnb.passes.merge import merge
 from tfnb.passes.prune import prune
 from tfnb.passes.rewrite import Pass
 from tfnb.passes.simplify import simplify
+from tfnb.passes.stack import stack
 
 PIPELINE: tuple[Pass, ...] = (fold, simplify, merge)  # between two prunings
+LAST: tuple[Pass, ...] = (
+    stack,
+)  # once, when nothing changes any more: kernels are chosen, results equal within rounding
 ROUNDS = 10
 
 
@@ -34,8 +38,15 @@ def stages(graph: Graph, fetches: Collection[Value], feeds: Collection[Value]) -
             seen = after
         graph = prune(seen, fetches, feeds)
         if graph.nodes == before:
-            return
+            break
         yield "prune", graph
+    for run in LAST:
+        seen = _with_fed(graph, whole, feeds)
+        chosen = run(seen, fetches, feeds)
+        if chosen is not seen:
+            yield run.__name__, chosen
+            graph = prune(chosen, fetches, feeds)
+            yield "prune", graph
 
 
 def _with_fed(graph: Graph, whole: Graph, feeds: Collection[Value]) -> Graph:
