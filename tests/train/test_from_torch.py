@@ -306,3 +306,107 @@ def test_outside_of_a_recording_an_optimizer_is_torchs() -> None:
     assert_same(dict(model.state_dict()), dict(twin.state_dict()))
     assert_same(optimizer.state_dict(), eager.state_dict())
     copy.deepcopy(optimizer)
+
+
+Loop = Callable[[nn.Module, Any, torch.Tensor, torch.Tensor], Any]
+
+
+def _two_optimizers(model: nn.Module) -> Any:
+    return (torch.optim.SGD(model[:2].parameters(), 0.1, momentum=0.9), torch.optim.Adam(model[3].parameters(), 0.01))
+
+
+def _by_turns(model: nn.Module, optimizers: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+    """One loss for each optimizer; the second one sees what the first did."""
+    first, second = optimizers
+    steps = []
+    for optimizer in (first, second):
+        first.zero_grad(set_to_none=False)
+        second.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        steps.append(optimizer.step())
+    return steps
+
+
+def _together(model: nn.Module, optimizers: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+    model.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    return [optimizer.step() for optimizer in optimizers]
+
+
+def _groups(model: nn.Module) -> Any:
+    first = {"params": model[0].parameters(), "lr": 0.05, "weight_decay": 0.0}
+    return torch.optim.AdamW([first, {"params": model[3].parameters(), "betas": (0.8, 0.99)}], lr=0.01)
+
+
+def _micro_batches(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+    optimizer.zero_grad()
+    for k in range(0, 8, 2):
+        (F.cross_entropy(model(x[k : k + 2]), y[k : k + 2]) / 4).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+    return optimizer.step()
+
+
+def _edited_gradients(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    for parameter in model.parameters():
+        parameter.grad.mul_(2).clamp_(-0.1, 0.1)
+    model[0].weight.grad = model[0].weight.grad / 2
+    model[3].bias.grad = None
+    return optimizer.step()
+
+
+LOOPS: dict[str, tuple[Callable[[nn.Module], Any], Loop]] = {
+    "two optimizers by turns": (_two_optimizers, _by_turns),
+    "two optimizers together": (_two_optimizers, _together),
+    "groups": (_groups, step_on),
+    "micro batches": (lambda model: torch.optim.SGD(model.parameters(), 0.1), _micro_batches),
+    "edited gradients": (_groups, _edited_gradients),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops_of_users_are_those_of_the_eager_loop(name: str) -> None:
+    make, loop = LOOPS[name]
+    model, twin = network(), network()
+    mine, theirs = make(model), make(twin)
+    with tfnb.record():
+        x, y = (tfnb.placeholder(t, shape=t.shape) for t in batch(0))
+        step = loop(model, mine, x, y)
+    for i in range(5):
+        tfnb.run(step, dict(zip((x, y), batch(i), strict=True)))
+        loop(twin, theirs, *batch(i))
+        assert_same(dict(model.named_parameters()), dict(twin.named_parameters()))
+
+
+class Trainer:
+    """A model and the average of its weights, as attributes."""
+
+    def __init__(self, **options: Any) -> None:
+        self.model = network()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+        self.average = torch.optim.swa_utils.AveragedModel(self.model, **options)
+
+    def step(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        taken = step_on(self.model, self.optimizer, x, y)
+        self.average.update_parameters(self.model)
+        return taken
+
+
+@pytest.mark.filterwarnings("ignore:.*Python took the False branch")  # whether it is the first average
+@pytest.mark.parametrize("options", [
+    {}, {"use_buffers": True}, {"avg_fn": lambda average, new, count: 0.9 * average + 0.1 * new},
+    {"multi_avg_fn": torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)},
+], ids=["mean", "with buffers", "function", "exponential"])  # fmt: skip
+def test_averages_of_weights_see_each_step(options: dict[str, Any]) -> None:
+    mine, theirs = Trainer(**options), Trainer(**options)
+    for trainer in (mine, theirs):  # the first average is a copy, by a Python branch
+        trainer.average.update_parameters(trainer.model)
+    with tfnb.record() as graph:
+        x, y = map(tfnb.placeholder, batch(0))
+        step = mine.step(x, y), list(mine.average.parameters()), list(mine.average.buffers())
+    assert not any("plain tensor of outside" in note for note in graph.notes)
+    for i in range(4):
+        tfnb.run(step, dict(zip((x, y), batch(i), strict=True)))
+        theirs.step(*batch(i))
+        assert_same(dict(mine.average.state_dict()), dict(theirs.average.state_dict()))

@@ -292,13 +292,16 @@ class Recorder(TorchDispatchMode):
         )  # fmt: skip
         self.tape.marks = replace(self.tape.marks, control=(*self.tape.marks.control, guard.node))
 
-    def branch(self, tensor: Tensor, outcome: bool) -> None:
-        """Python took a branch on a recorded value: warn once a line, and guard every later node by the outcome."""
+    def branch(self, tensor: Tensor, outcome: bool, *, is_check: bool = False) -> None:
+        """Python took a branch on a recorded value: guard every later node by the outcome, and warn once a line.
+
+        is_check: the other branch only raises, so there is nothing else that the graph could hold.
+        """
         source = self.where()
         entry = self._entry(tensor)
         self.guard(tensor, outcome)
         key = ("branch", source and source.line)
-        if key not in self._warned and not self.tape.is_fixed(entry.value):
+        if not is_check and key not in self._warned and not self.tape.is_fixed(entry.value):
             self._warned.add(key)
             warnings.warn(
                 f"{source or 'recording'}: Python took the {outcome} branch of a recorded value; the graph holds only "

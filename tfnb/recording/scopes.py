@@ -6,14 +6,16 @@ Modules are followed by `tfnb.recording.modules`, functions by a TorchFunctionMo
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+_SHORT = 64  # items; a longer list or dict of the program's holds data
 _BAD = re.compile(r"[^A-Za-z0-9_.]+")
 
 
@@ -128,10 +130,11 @@ class Scopes:
 
     def look_for_buffer(self, tensor: torch.Tensor) -> None:
         """A tensor met before its module was called may be a buffer of a module that the program has a name for."""
-        for name, module in list(self._names().items()):
-            if isinstance(module, torch.nn.Module) and any(tensor is buffer for buffer in module.buffers()):
-                self._label(module, "", name)
-                return
+        for name, value in list(self._names().items()):
+            for module in _modules_of(value):
+                if any(tensor is buffer for buffer in module.buffers()):
+                    self._label(module, "", name)
+                    return
 
     def places(self, tensor: torch.Tensor | None) -> list[tuple[torch.nn.Module, str]]:
         """The modules seen so far that hold this tensor, and under which names."""
@@ -144,6 +147,19 @@ class Scopes:
         if found is None or found.tensor is not tensor:
             return self.python_name(tensor)
         return f"{found.root}.{found.path}" if found.path in taken else found.path
+
+
+def _modules_of(value: Any) -> list[torch.nn.Module]:
+    """A module, or those in a short list or dict, or those that an object has as attributes."""
+    if isinstance(value, torch.nn.Module):
+        return [value]
+    if isinstance(value, list | tuple):
+        found: Iterable[Any] = value if len(value) < _SHORT else ()
+    elif isinstance(value, dict | type | ModuleType):
+        found = list(value.values()) if isinstance(value, dict) and len(value) < _SHORT else ()
+    else:
+        found = list(getattr(value, "__dict__", {}).values())
+    return [item for item in found if isinstance(item, torch.nn.Module)]
 
 
 class Functions(TorchFunctionMode):

@@ -6,6 +6,7 @@ Inside a recording every op on it is recorded. Outside, ops give plain tensors c
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Container
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_map
 from tfnb.errors import FailedPrecondition, InvalidArgument, StaleNode, Unsupported
 from tfnb.graph import Graph, Node, Spec, Value, current
 from tfnb.graph.node import map_leaves
+from tfnb.recording.checks import is_check
 from tfnb.recording.views import View
 from tfnb.recording.workspace import Workspace
 
@@ -232,7 +234,7 @@ class Tensor(torch.Tensor):
         recording = current.recording()
         outcome = bool(self.sample)
         if recording is not None:
-            recording.branch(self, outcome)
+            recording.branch(self, outcome, is_check=is_check(sys._getframe(1), outcome))
         return outcome
 
     def item(self) -> Any:

@@ -1,0 +1,118 @@
+"""Branches that only raise are checks: recorded without a word, and made by each run.
+
+PYTEST_DONT_REWRITE: the asserts of the programs are to stay what they are.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import tfnb
+from tfnb.errors import BranchChanged
+
+
+def _unless(x: Any) -> Any:
+    if not (x > 0).all():
+        raise ValueError(f"expected numbers above 0, got {x.min()} of {x.shape}")
+    return x.log()
+
+
+def _where(x: Any) -> Any:
+    if (x <= 0).any():
+        message = "no logarithm" if x.dim() else ""
+        raise ValueError(message)
+    return x.log()
+
+
+def _plainly(x: Any) -> Any:
+    if (x <= 0).any():
+        raise ValueError
+    return x.log()
+
+
+def _asserted(x: Any) -> Any:
+    assert (x > 0).all(), f"not above 0: {x}"
+    assert torch.isfinite(x).all()
+    return x.log()
+
+
+def _in_a_loop(x: Any) -> Any:
+    for k in range(3):
+        if not (x > -k).all():
+            raise ValueError(k)
+    return x.log()
+
+
+def _both(x: Any) -> Any:
+    assert (x > 0).all() and (x < 100).all()
+    return x.log()
+
+
+def _decides(x: Any) -> Any:
+    if (x > 0).all():
+        return x.log()
+    return x
+
+
+def _otherwise(x: Any) -> Any:
+    if (x > 0).all():
+        out = x.log()
+    else:
+        out = x
+        raise_later = True
+        if raise_later:
+            raise ValueError
+    return out
+
+
+def _while(x: Any) -> Any:
+    while not (x > 0).all():
+        x = x + 1
+    return x.log()
+
+
+CHECKS = _unless, _plainly, _asserted, _in_a_loop, _both
+OTHERS = _where, _decides, _otherwise, _while
+
+
+@pytest.mark.parametrize("program", CHECKS)
+def test_a_check_is_quiet_and_made_in_each_run(program: Callable[[Any], Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with tfnb.record():
+            x = tfnb.placeholder(torch.tensor([1.0, 2.0]))
+            y = program(x)
+    data = torch.tensor([3.0, 4.0, 5.0])
+    assert torch.equal(tfnb.run(y, {x: data}), program(data))
+    with pytest.raises(BranchChanged, match=r"test_checks\.py line"):
+        tfnb.run(y, {x: torch.tensor([1.0, -2.0])})
+
+
+@pytest.mark.parametrize("program", OTHERS)
+def test_a_branch_that_goes_on_warns(program: Callable[[Any], Any]) -> None:
+    with pytest.warns(UserWarning, match="branch of a recorded value"), tfnb.record():
+        program(tfnb.placeholder(torch.tensor([1.0, 2.0])))
+
+
+def test_arguments_of_distributions_are_checked_without_a_word() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with tfnb.record():
+            scale, value = tfnb.placeholder(torch.tensor([1.0, 2.0])), tfnb.placeholder(torch.tensor([0.5, 0.2]))
+            normal = torch.distributions.Normal(torch.zeros_like(scale), scale)
+            gamma = torch.distributions.Gamma(scale, scale)
+            chosen = torch.distributions.Categorical(logits=scale).log_prob(torch.tensor(1))
+            out = normal.log_prob(value) + gamma.log_prob(value) + chosen
+    good, point = torch.tensor([0.5, 3.0]), torch.tensor([0.3, 2.0])
+    want = torch.distributions.Normal(torch.zeros(2), good).log_prob(point)
+    want += torch.distributions.Gamma(good, good).log_prob(point)
+    want += torch.distributions.Categorical(logits=good).log_prob(torch.tensor(1))
+    torch.testing.assert_close(tfnb.run(out, {scale: good, value: point}), want)
+    for feeds in ({scale: -good, value: point}, {scale: good, value: -point}):
+        with pytest.raises(BranchChanged):
+            tfnb.run(out, feeds)
