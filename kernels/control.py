@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 
@@ -11,19 +13,22 @@ from tfnb.kernels.random import mix
 Function = Callable[..., Sequence[torch.Tensor]]  # of tensors and, last, the number that random draws depend on
 
 
-def while_loop(
-    cond: Function | None, body: Function, init: Sequence[torch.Tensor], xs: Sequence[torch.Tensor],
-    captures: Sequence[torch.Tensor], *, limit: int | None, rows: Sequence[tuple[Sequence[int], torch.dtype, str]],
-    reverse: bool = False, run: int = 0, draws: bool = False,
-) -> list[torch.Tensor]:  # fmt: skip
-    """The carried values after the last turn, the number of turns (int64, on the CPU), and stacked rows.
+Row = tuple[Sequence[int] | int, torch.dtype, str]  # shape, dtype, device of one; an int: of that rank, and any shape
+Sequences = Sequence[torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
 
-    See `tfnb.graph.subgraph` for the meaning. rows: (shape, dtype, device) of a row of each stacked result. draws: each
-    turn gets a random number of its own.
+
+def while_loop(
+    cond: Function | None, body: Function, init: Sequence[torch.Tensor], xs: Sequences,
+    captures: Sequence[torch.Tensor], *, limit: int | None, rows: Sequence[Row], reverse: bool = False, run: int = 0,
+    draws: bool = False,
+) -> list[torch.Tensor]:  # fmt: skip
+    """The carried values after the last turn, the number of turns (int64, on the CPU), and the rows, stacked or packed.
+
+    See `tfnb.graph.subgraph` for the meaning. draws: each turn gets a random number of its own.
     """
-    if xs:
-        length = len(xs[0])
-        limit = length if limit is None else min(limit, length)
+    take = [_rows_of(x) for x in xs]
+    lengths = [len(x[1] if isinstance(x, tuple) else x) for x in xs[:1]]
+    limit = min([*lengths, *([] if limit is None else [limit])], default=None)
     state, turns = list(init), 0
     carried = len(state)
     made: list[list[torch.Tensor]] = [[] for _ in rows]
@@ -32,19 +37,35 @@ def while_loop(
         if cond is not None and not cond(*state, *captures, number)[0]:
             break
         at = -1 - turns if reverse else turns
-        out = body(*state, *[x[at] for x in xs], *captures, number)
+        out = body(*state, *[row(at) for row in take], *captures, number)
         state = list(out[:carried])
-        for row, value in zip(made, out[carried:], strict=True):
-            row.append(value)
+        for column, value in zip(made, out[carried:], strict=True):
+            column.append(value)
         del out
         turns += 1
-    return [*state, torch.tensor(turns), *(_stacked(m, row, reverse) for m, row in zip(made, rows, strict=True))]
+    gathered = (_gathered(m[::-1] if reverse else m, row) for m, row in zip(made, rows, strict=True))
+    return [*state, torch.tensor(turns), *(tensor for tensors in gathered for tensor in tensors)]
 
 
-def _stacked(
-    made: list[torch.Tensor], row: tuple[Sequence[int], torch.dtype, str], reverse: bool
-) -> torch.Tensor:  # fmt: skip
-    if made:
-        return torch.stack(made[::-1] if reverse else made)
+def _rows_of(x: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> Callable[[int], torch.Tensor]:
+    """What gives row number ``at``."""
+    if not isinstance(x, tuple):
+        return lambda at: x.select(0, at)
+    flat, shapes = x[0], x[1].tolist()
+    ends = list(accumulate(map(math.prod, shapes)))
+
+    def row(at: int) -> torch.Tensor:
+        shape, end = shapes[at], ends[at]
+        return flat[end - math.prod(shape) : end].view(shape)
+
+    return row
+
+
+def _gathered(made: list[torch.Tensor], row: Row) -> tuple[torch.Tensor, ...]:
+    """Rows of one shape stacked; of any shape as their elements one after the other, and their shapes."""
     shape, dtype, device = row
-    return torch.empty((0, *shape), dtype=dtype, device=device)
+    if not isinstance(shape, int):
+        return (torch.stack(made) if made else torch.empty((0, *shape), dtype=dtype, device=device),)
+    shapes = torch.tensor([list(value.shape) for value in made], dtype=torch.int64).reshape(len(made), shape)
+    flat = torch.cat([value.reshape(-1) for value in made]) if made else torch.empty(0, dtype=dtype, device=device)
+    return flat, shapes

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, Protocol
 
 import torch
 
 from tfnb.graph import Node, Subgraph, Value, ops
+from tfnb.graph.subgraph import row_places
 from tfnb.kernels.control import while_loop
 from tfnb.recording.interpret import absent, number
 
@@ -25,19 +26,19 @@ Lower = Callable[[Subgraph, Sequence[Value]], Lowered]  # of a subgraph, which o
 class Loop:
     """A ``tfnb.while``, without stacked rows that nobody takes: called with the run's number and its attrs."""
 
-    def __init__(self, node: Node, lower: Lower, taken: Collection[int]) -> None:
+    def __init__(self, node: Node, lower: Lower, taken: Set[int]) -> None:
         attrs = node.attrs
         carried = len(attrs["init"])
-        self.rows = [row for row in range(len(attrs["rows"])) if carried + 1 + row in taken]
-        self.places = (*range(carried + 1), *(carried + 1 + row for row in self.rows))  # among the node's outputs
+        places = row_places(attrs)
+        self.rows = [row for row, at in enumerate(places) if not taken.isdisjoint(at)]
+        self.places = (*range(carried + 1), *(p for row in self.rows for p in places[row]))  # among the node's outputs
         outputs = attrs["body"].outputs
         wanted = [*outputs[:carried], *(outputs[carried + row] for row in self.rows)]
         self.body = lower(attrs["body"], wanted)
         self.cond = None if attrs["cond"] is None else lower(attrs["cond"], attrs["cond"].outputs)
         self.inner = (self.body,) if self.cond is None else (self.cond, self.body)
-        self.kinds = [
-            (node.outputs[carried + 1 + row].dtype, node.outputs[carried + 1 + row].device) for row in self.rows
-        ]
+        firsts = [node.outputs[places[row][0]] for row in self.rows]
+        self.kinds = [(spec.dtype, spec.device) for spec in firsts]
         self.reverse = attrs["reverse"]
         self.draws = attrs["body"].draws or (attrs["cond"] is not None and attrs["cond"].draws)
         self.__name__ = "loop"  # for the generated code
@@ -54,7 +55,7 @@ class Loop:
 class Cond:
     """A ``tfnb.cond``: called with the run's number and its attrs."""
 
-    def __init__(self, node: Node, lower: Lower, taken: Collection[int]) -> None:
+    def __init__(self, node: Node, lower: Lower, taken: Set[int]) -> None:
         self.places = tuple(place for place in range(len(node.outputs)) if place in taken)
         self.specs = [node.outputs[place] for place in self.places]
         self.branches = {}

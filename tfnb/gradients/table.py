@@ -16,7 +16,7 @@ import torch
 
 from tfnb.errors import UnknownOp
 from tfnb.graph.node import Ref, Value, leaves, map_leaves
-from tfnb.graph.ops import WITH_GRADIENT
+from tfnb.graph.ops import REGIONS, WITH_GRADIENT
 from tfnb.recording.ops import facts, resolve
 
 Cotangent = torch.Tensor | Callable[[], torch.Tensor] | None
@@ -237,7 +237,7 @@ def overloads(name: str) -> list[Any]:
 def gives_one(op: str) -> bool:
     """Whether the op returns one tensor, and not several or a list of them."""
     if op.count(".") < 2:
-        return op != WITH_GRADIENT
+        return op not in (WITH_GRADIENT, *REGIONS)
     returns = resolve(op)._schema.returns
     return len(returns) == 1 and str(returns[0].type) == "Tensor"
 

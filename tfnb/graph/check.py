@@ -15,7 +15,7 @@ from tfnb.graph.contents import Contents
 from tfnb.graph.node import Node, Ref
 from tfnb.graph.ops import COND, REGIONS
 from tfnb.graph.spec import Dim
-from tfnb.graph.subgraph import Subgraph, subgraphs
+from tfnb.graph.subgraph import Subgraph, row_places, subgraphs
 
 NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*")
 SHOWN = 12  # nodes of a cycle that the message names
@@ -144,8 +144,9 @@ def _misfit(node: Node) -> str:
             carried, captured = len(attrs["init"]), len(attrs["captures"])
             parts = {"body": carried + len(attrs["rows"])} | ({} if attrs["cond"] is None else {"cond": 1})
             given = {"body": carried + len(attrs["xs"]) + captured, "cond": carried + captured}
-            if count != parts["body"] + 1:
-                return f"has {count} outputs, and its attrs tell of {parts['body'] + 1}"
+            wanted = carried + 1 + sum(map(len, row_places(attrs)))
+            if count != wanted:
+                return f"has {count} outputs, and its attrs tell of {wanted}"
     except (KeyError, TypeError) as error:
         return f"lacks the attr {error}, or has another there"
     return next(filter(None, (_ill_formed(attrs.get(part), part, given[part], parts[part]) for part in parts)), "")

@@ -11,18 +11,30 @@ operands; ``shapes`` has the shape of each output that may be absent, None for o
 the carried values, one row of each of ``xs``, and the captures, as long as ``cond`` of the carried values and captures
 holds (None: always), at most ``limit`` times, and once for each row of ``xs``. The body gives the next carried values,
 then rows. The node's outputs are the carried values, the number of turns, and the rows stacked; ``rows`` has their
-shapes. With ``reverse`` the last rows of ``xs`` and of the result belong to the first turn.
+shapes. Where ``rows`` has a rank instead, each row has a shape of its own, and there are two outputs: the elements of
+all of them, and their shapes, [turns, rank]. A pair among ``xs`` is such a sequence. With ``reverse`` the last rows of
+``xs`` and of the result belong to the first turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from tfnb.graph.contents import Contents
 from tfnb.graph.node import Node, Value, leaves, map_leaves
 from tfnb.graph.ops import REGIONS
+
+
+def row_places(attrs: Mapping[str, Any]) -> list[tuple[int, ...]]:
+    """The places of each of a loop's rows among the outputs of its node."""
+    at, places = len(attrs["init"]) + 1, []
+    for row in attrs["rows"]:
+        places.append((at, at + 1) if isinstance(row, int) else (at,))
+        at += len(places[-1])
+    return places
 
 
 @dataclass(frozen=True, eq=False)

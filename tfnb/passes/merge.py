@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from tfnb.graph import Graph, Node, Value
+from tfnb.graph.ops import REGIONS
+from tfnb.passes import regions
 from tfnb.passes.rewrite import is_pure, redirected, with_nodes
 
 
@@ -23,9 +25,15 @@ def merge(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Value
     first: dict[Hashable, Node] = {}
     same: dict[Value, Value] = {}
     nodes: list[Node] = []
+    places: dict[Hashable, int] = {}  # of the first loop or branch of each kind
     for node in graph.nodes:
         node = redirected(node, same)
         nodes.append(node)
+        if node.op in REGIONS and node.id not in fed:
+            place = places.setdefault(regions.key(node), len(nodes) - 1)
+            if place != len(nodes) - 1 and node.id not in fetched:
+                nodes[place], moved = regions.both(nodes[place], node)
+                same.update({node.value(i): nodes[place].value(j) for i, j in moved.items()})
         if node.id in fed or not is_pure(node) or "recomputed" in node.tags:
             continue
         key = (node.op, node.inputs, node.control, node.device, _frozen(node.attrs))

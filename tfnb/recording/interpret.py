@@ -13,6 +13,7 @@ import torch
 from tfnb.errors import BranchChanged, ShapeError
 from tfnb.graph import Dim, Guard, Node, Ref, Spec, Subgraph, Value, ops
 from tfnb.graph.node import map_leaves
+from tfnb.graph.subgraph import row_places
 from tfnb.kernels.control import while_loop
 from tfnb.kernels.random import mix, seeded
 from tfnb.recording.ops import kernel, resolve, unbind
@@ -66,7 +67,7 @@ def _loop(node: Node, attrs: Mapping[str, Any], seed: int, run: int) -> list[tor
         return lambda *args: run_subgraph(part, args[:-1], seed, args[-1])
 
     cond, body = attrs["cond"], attrs["body"]
-    specs = node.outputs[len(attrs["init"]) + 1 :]
+    specs = [node.outputs[places[0]] for places in row_places(attrs)]
     rows = [(shape, spec.dtype, spec.device) for shape, spec in zip(attrs["rows"], specs, strict=True)]
     return while_loop(
         None if cond is None else function(cond), function(body), attrs["init"], attrs["xs"], attrs["captures"],
@@ -111,7 +112,7 @@ def run_subgraph(subgraph: Subgraph, inputs: Sequence[torch.Tensor], seed: int, 
 
 def absent(spec: Spec, sizes: Sequence[int]) -> torch.Tensor:
     """What stands for an output that nobody looks at: the right shape, and hardly any memory."""
-    return torch.zeros((), dtype=spec.dtype, device=spec.device).expand(*sizes)
+    return torch.zeros((), dtype=spec.dtype, device=spec.device).expand(list(sizes))
 
 
 def sizes_hold(guard: Guard, symbols: Mapping[str, int]) -> None:

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from tfnb.errors import InvalidArgument, ShapeError, Unsupported
-from tfnb.graph import Dim, Ref, Spec, Value, ops
+from tfnb.graph import Dim, Node, Ref, Spec, Value, ops
 from tfnb.graph.spec import Size
 from tfnb.recording.recorder import Recorder
-from tfnb.recording.regions import Function, Given, Region, append, captures, record_region, subgraph, write_back
+from tfnb.recording.regions import (
+    Function,
+    Given,
+    Region,
+    append,
+    bound_outside,
+    captures,
+    record_region,
+    subgraph,
+    write_back,
+)  # fmt: skip
 from tfnb.recording.tensor import Base, Entry, Tensor
 
 
@@ -25,24 +35,42 @@ class Result:
     rows: list[Tensor]
 
 
+Sequences = Sequence[Tensor | tuple[Tensor, Tensor]]  # stacked rows, or elements and shapes
+
+
+class Saver(Protocol):
+    """The loop or branch whose values a body asks for: what it has not as an input it gives, one row for each turn."""
+
+    local: set[int]  # its nodes
+
+    def adopt(self, nodes: Sequence[Node]) -> None:
+        """These nodes belong there."""
+
+    def save(self, values: Sequence[Value]) -> Sequences:
+        """The rows of these values."""
+
+
 @dataclass(slots=True)
 class Loop:
     """A loop to be recorded with `record`.
 
     names: of the carried values, for messages. specs: of the carried values inside, by default those of ``init``; an
-    axis that is another symbol there may change from turn to turn. cond, limit, reverse: see `tfnb.graph.subgraph`.
+    axis that is another symbol there may change from turn to turn. rows: specs of a row of each of xs. cond, limit,
+    reverse: see `tfnb.graph.subgraph`. saver: of the loop that this one goes back through.
     """
 
     recorder: Recorder
     init: Sequence[Tensor]
     names: Sequence[str]
-    xs: Sequence[Tensor] = ()
+    xs: Sequences = ()
+    rows: Sequence[Spec] | None = None
     specs: Sequence[Spec] | None = None
     limit: int | Tensor | None = None
     reverse: bool = False
     back_prop: bool = True
     parallel: int = 10
     what: str = "while_loop"
+    saver: Saver | None = None
     held: list[Base] = field(default_factory=list)  # what the body writes of outside: carried as well
     path: str = ""
 
@@ -57,10 +85,9 @@ class Loop:
     def _recorded(self, cond: Function | None, body: Function) -> Result:
         recorder, count = self.recorder, len(self.init)
         entries = [recorder._entry(tensor) for tensor in self.init]
-        sequences = [recorder._entry(x) for x in self.xs]
+        sequences = list(map(self._sequence, self.xs))
         inner = list(self.specs or map(self._spec, entries))
         given = [self._given(e, spec, name) for e, spec, name in zip(entries, inner, self.names, strict=True)]
-        turns = self._turns(sequences)
         region = self._body(body, given, [self._row(e, i) for i, e in enumerate(sequences)])
         test = None if cond is None else self._test(cond, given)
         written = [base.entry for base in self.held]
@@ -69,18 +96,25 @@ class Loop:
         rows = [self._inside(region, value) for value in region.outputs[len(inner) :]]
         self._check(inner, before, region)
         captured = captures(recorder, [region] if test is None else [test, region])
+        saved = [] if self.saver is None else [v for v in captured if v.node in self.saver.local]
+        captured = [v for v in captured if v not in saved]
+        if self.saver is not None and saved:
+            sequences += map(self._sequence, self.saver.save(saved))
         stop = [recorder._entry(self.limit).value] if isinstance(self.limit, Tensor) else []
-        inputs = [*before, *(e.value for e in sequences), *captured, *stop]
+        inputs = [*before, *(e.value for entries in sequences for e in entries), *captured, *stop]
         refs = iter(map(Ref, range(len(inputs))))
+        shapes = tuple(spec.shape if bound_outside(recorder, spec) else len(spec.shape) for spec in rows)
+        turns = self._turns(sequences)
         attrs: dict[str, Any] = {
-            "init": tuple(next(refs) for _ in before), "xs": tuple(next(refs) for _ in sequences),
+            "init": tuple(next(refs) for _ in before),
+            "xs": tuple(tuple(next(refs) for _ in s) if len(s) > 1 else next(refs) for s in sequences),
             "captures": tuple(next(refs) for _ in captured), "limit": next(refs) if stop else self.limit,
             "cond": None if test is None else subgraph(recorder, test, captured, test.outputs),
-            "body": subgraph(recorder, region, captured, region.outputs), "rows": tuple(spec.shape for spec in rows),
+            "body": subgraph(recorder, region, [*saved, *captured], region.outputs), "rows": shapes,
             "reverse": self.reverse, "back_prop": self.back_prop, "parallel_iterations": self.parallel,
         }  # fmt: skip
         outer = [self._outer(spec, value) for spec, value in zip(inner, before, strict=True)]
-        stacked = [replace(spec, shape=(turns, *spec.shape)) for spec in rows]
+        stacked = [spec for row, shape in zip(rows, shapes, strict=True) for spec in gathered(self, row, shape, turns)]
         found = append(recorder, ops.WHILE, inputs, attrs, [*outer, Spec(torch.int64, ()), *stacked])
         for base, tensor in zip(self.held, found[count : len(inner)], strict=True):
             write_back(recorder, base, tensor)
@@ -93,8 +127,11 @@ class Loop:
         while True:
             kept = self._kept()
             region = record_region(
-                self.recorder, body, [*given, *rows, *kept], scope=self.path, turns=True, held=self.held
-            )
+                self.recorder, body, [*given, *rows, *kept], scope=self.path, turns=True, held=self.held,
+                local=() if self.saver is None else self.saver.local,
+            )  # fmt: skip
+            if self.saver is not None:
+                self.saver.adopt(region.moved)
             more = [base for base in region.written if base not in self.held]
             if not more:
                 break
@@ -137,20 +174,25 @@ class Loop:
             sample = None
         return Given(spec, name, sample)
 
-    def _row(self, entry: Entry, place: int) -> Given:
-        spec = self._spec(entry)
-        sample = entry.sample[0] if entry.sample is not None and len(entry.sample) else None
+    def _sequence(self, x: Tensor | tuple[Tensor, Tensor]) -> list[Entry]:
+        return [self.recorder._entry(tensor) for tensor in (x if isinstance(x, tuple) else (x,))]
+
+    def _row(self, entries: list[Entry], place: int) -> Given:
+        if self.rows is not None:
+            return Given(self.rows[place], f"row_{place}")
+        spec, stack = self._spec(entries[0]), entries[0].sample
+        sample = stack[0] if stack is not None and len(stack) else None
         return Given(replace(spec, shape=spec.shape[1:]), f"row_{place}", sample)
 
-    def _turns(self, sequences: Sequence[Entry]) -> Size:
+    def _turns(self, sequences: Sequence[list[Entry]]) -> Size:
         """The size of the axis along which rows are stacked."""
-        lengths = [self._spec(e).shape[0] for e in sequences]
+        lengths = [self._spec(entries[-1]).shape[0] for entries in sequences]
         if len({n for n in lengths if isinstance(n, int)}) > 1:
             at = self.recorder.tape.at()
             raise ShapeError(f"{self.what} takes sequences of one length, and was given {lengths}{at}")
-        return lengths[0] if lengths else self._fresh()
+        return lengths[0] if lengths else self.fresh()
 
-    def _fresh(self) -> Size:
+    def fresh(self) -> Size:
         """A size that only a run knows."""
         symbols = self.recorder.symbols
         return symbols.size(symbols.env.create_unbacked_symint())
@@ -159,7 +201,7 @@ class Loop:
         """A carried value after the loop: axes that change are of a size that only a run knows."""
         before = self.recorder.node(value.node).outputs[value.index].shape
         pairs = zip(spec.shape, before, strict=True)
-        return replace(spec, shape=tuple(size if size == old else self._fresh() for size, old in pairs))
+        return replace(spec, shape=tuple(size if size == old else self.fresh() for size, old in pairs))
 
     def _check(self, inner: Sequence[Spec], before: Sequence[Value], region: Region) -> None:
         """Each carried value leaves the body as it came, and every row has the same shape."""
@@ -181,12 +223,14 @@ class Loop:
         own = {s for spec, v in zip(inner, before, strict=True) for s in spec.symbols} - {
             s for v in before for s in self.recorder.node(v.node).outputs[v.index].symbols
         }
-        for place, value in enumerate(region.outputs[len(inner) :]):
+        for place, value in enumerate(region.outputs[len(inner) :] if self.saver is None else ()):
             spec = self._inside(region, value)
-            if own & set(spec.symbols) or not self._known(spec):
+            if own & set(spec.symbols) or not bound_outside(self.recorder, spec):
                 raise ShapeError(f"{self.what}: result {place} is {spec}, which may be another shape each turn{at}")
 
-    def _known(self, spec: Spec) -> bool:
-        """Whether the sizes are those of something outside."""
-        symbols = self.recorder.symbols
-        return all(symbols.hint(symbols.get(s)) is not None for s in spec.symbols)
+
+def gathered(loop: Loop, row: Spec, shape: tuple[Size, ...] | int, turns: Size) -> list[Spec]:
+    """The specs of the outputs for rows of one spec: stacked, or where they differ their elements and shapes."""
+    if not isinstance(shape, int):
+        return [replace(row, shape=(turns, *shape))]
+    return [replace(row, shape=(loop.fresh(),)), Spec(torch.int64, (turns, shape))]

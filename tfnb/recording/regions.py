@@ -7,7 +7,7 @@ gets its value back, and the new one is an output: the caller writes it after th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,6 +28,7 @@ from tfnb.recording.scopes import clean
 from tfnb.recording.tensor import Base, Entry, Tensor
 
 Function = Callable[..., Sequence[Any]]  # of recorded tensors, to tensors
+AGAIN = "again"  # tag of a forward node's copy that gives more
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class Region:
     outputs: list[Value | None]
     written: dict[Base, Value]  # tensors and variables of outside, and what was written to them
     guards: list[Guard]
+    moved: list[Node]  # repeat nodes of the forward subgraph, and belong there
     undo: Callable[[], None]  # as if the call had not been; only while nothing else was recorded since
 
     @property
@@ -58,13 +60,14 @@ class Region:
 
 def record_region(
     recorder: Recorder, function: Function, given: Sequence[Given], *, scope: str, turns: bool,
-    held: Sequence[Base] = (),
+    held: Sequence[Base] = (), local: Container[int] = (),
 ) -> Region:  # fmt: skip
     """Record a call of ``function`` as a region.
 
     scope: the path of the scope that it is recorded in. turns: whether it runs many times: what is the same each time
-    is then left outside. held: tensors and variables of
-    outside that mean the last of ``given`` inside; what they mean at the end are the last outputs.
+    is then left outside. held: tensors and variables of outside that mean the last of ``given`` inside; what they mean
+    at the end are the last outputs. local: nodes whose values are another one in each call, although they are not
+    recorded here: those of a subgraph that is differentiated.
     """
     while True:
         before = _Before(recorder)
@@ -82,7 +85,7 @@ def record_region(
             raise
         late = before.met_and_written()
         if not late:
-            return before.cut(tuple(t._entry.value for t in tensors), outputs, turns=turns)
+            return before.cut(tuple(t._entry.value for t in tensors), outputs, turns=turns, local=local)
         before.undo()
         for meet in late:
             meet()
@@ -147,12 +150,14 @@ class _Before:
                 late.append(lambda tensor=tensor: recorder.handle(tensor))
         return late
 
-    def cut(self, inputs: tuple[Value, ...], outputs: list[Value], *, turns: bool) -> Region:
+    def cut(
+        self, inputs: tuple[Value, ...], outputs: list[Value], *, turns: bool, local: Container[int]
+    ) -> Region:  # fmt: skip
         """The region, out of the tape."""
         recorder = self.recorder
         written = {base: base.entry.value for base, version in self.versions.items() if base.version != version}
         made = recorder.tape.cut(self.at)
-        inside, same = _parted(recorder, made, {v.node for v in inputs}, turns=turns)
+        inside, same, moved = _parted(recorder, made, {v.node for v in inputs}, turns=turns, local=local)
         resolved = [same.get(v, v) for v in outputs]
         final = {base: same.get(v, v) for base, v in written.items()}
         nodes = _needed(inside, [*resolved, *final.values()])
@@ -160,7 +165,7 @@ class _Before:
         gone = {node.id for node in made if node.id not in recorder.tape.by_id}
         self._restore(gone)
         recorder.space.release(node for node in made if node.id in gone)
-        return Region(nodes, inputs, list(resolved), final, guards, self.undo)
+        return Region(nodes, inputs, list(resolved), final, guards, moved, self.undo)
 
     def _inner_guards(self, inside: Iterable[Node]) -> list[Guard]:
         """Relations between sizes that exist inside only."""
@@ -188,10 +193,14 @@ class _Before:
 
 
 def _parted(
-    recorder: Recorder, made: Sequence[Node], inputs: set[int], *, turns: bool
-) -> tuple[list[Node], dict[Value, Value]]:
-    """The nodes that stay inside; others go back to the tape. Writes of variables are the values that they write."""
+    recorder: Recorder, made: Sequence[Node], inputs: set[int], *, turns: bool, local: Container[int]
+) -> tuple[list[Node], dict[Value, Value], list[Node]]:
+    """The nodes that stay inside; others go back to the tape. Writes of variables are the values that they write.
+
+    Copies of forward nodes, which take and give local values, are told apart.
+    """
     same: dict[Value, Value] = {}
+    moved: dict[int, Node] = {}
     inside: dict[int, Node] = {}
     outer: set[str] | None = None
     for node in made:
@@ -206,9 +215,13 @@ def _parted(
         if any(v in same for v in node.inputs):
             node = replace(node, inputs=tuple(same.get(v, v) for v in node.inputs))
         node = replace(node, control=tuple(i for i in node.control if i in inside))
+        bound = any(v.node in inside for v in node.inputs) or bool(node.control)
+        fixed = not any(v.node in local or v.node in moved for v in node.inputs)
         if node.op in ("tfnb.read", "tfnb.constant"):
             recorder.tape.put(node)
-        elif turns and repeats(node) and not node.control and all(v.node not in inside for v in node.inputs):
+        elif AGAIN in node.tags and not bound and not fixed:
+            moved[node.id] = node
+        elif turns and not bound and fixed and (repeats(node) or AGAIN in node.tags):
             symbols = {s for spec in node.outputs for s in spec.symbols} | set(node.symbols)
             if symbols and outer is None:
                 outer = _bound(recorder.tape.nodes)
@@ -218,7 +231,7 @@ def _parted(
                 recorder.tape.put(node)
         else:
             inside[node.id] = node
-    return list(inside.values()), same
+    return list(inside.values()), same, list(moved.values())
 
 
 def _refuse_step(node: Node) -> None:
@@ -239,6 +252,11 @@ def _needed(nodes: Sequence[Node], outputs: Iterable[Value]) -> list[Node]:
             wanted.update(v.node for v in node.inputs)
             wanted.update(node.control)
     return kept[::-1]
+
+
+def bound_outside(recorder: Recorder, spec: Spec) -> bool:
+    """Whether the sizes are those of values that are recorded here, and not those of values inside of something."""
+    return not spec.symbols or _bound(recorder.tape.nodes).issuperset(spec.symbols)
 
 
 def _bound(nodes: Iterable[Node]) -> set[str]:
@@ -302,18 +320,20 @@ def subgraph(
 
 
 def append(
-    recorder: Recorder, op: str, inputs: Sequence[Value], attrs: dict[str, Any], outputs: Sequence[Spec]
+    recorder: Recorder, op: str, inputs: Sequence[Value], attrs: Mapping[str, Any], outputs: Sequence[Spec],
+    tags: frozenset[str] = frozenset(),
 ) -> list[Tensor]:  # fmt: skip
     """Record a node that holds subgraphs; its samples are computed on those of its inputs."""
     tape, space = recorder.tape, recorder.space
     entries = [recorder._entry_of_value(v) for v in inputs]
     name = "/".join([*map(clean, recorder.scopes.path), op.partition(".")[2]])
-    value = tape.append(op, name, tuple(outputs), inputs=tuple(inputs), attrs=attrs, scope=recorder.scopes.current())
+    scope = recorder.scopes.current()
+    value = tape.append(op, name, tuple(outputs), inputs=tuple(inputs), attrs=attrs, scope=scope, tags=tags)
     node = tape.new[-1]
     samples: Sequence[torch.Tensor | None] = [None] * len(outputs)
     if not recorder.lazy and all(entry.sample is not None for entry in entries):
         try:
-            with _disable_current_modes():
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
                 samples = evaluate(
                     node, [entry.sample for entry in entries], recorder.symbols.number, recorder.graph.seed
                 )

@@ -1,0 +1,322 @@
+"""Branches and loops: the gradient of a branch is a branch, that of a loop a loop which goes backwards.
+
+The values that a subgraph's rules ask for are saved by a copy of the forward node that gives them as further outputs:
+of a loop, one row for each turn. The pass that merges duplicates makes one node of both. All of it are ordinary nodes,
+so gradients of gradients are no special case. Semantics S-120, S-121.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tfnb.errors import NoGradient
+from tfnb.gradients.slices import IndexedSlices
+from tfnb.gradients.table import COMPLEX, RULES, Cotangents, Forward, Rule
+from tfnb.gradients.walker import Walk
+from tfnb.graph import Node, Ref, Spec, Subgraph, Value, ops
+from tfnb.graph.spec import Size
+from tfnb.graph.subgraph import row_places
+from tfnb.recording import Recorder, Tensor
+from tfnb.recording.loop import Loop, Sequences, gathered
+from tfnb.recording.own_gradient import open_recorder
+from tfnb.recording.regions import AGAIN, append, bound_outside, captures, record_region, subgraph
+
+Optional = Sequence[torch.Tensor | None]
+
+
+class Part:
+    """A subgraph of a forward node, which is differentiated.
+
+    known: the tensors of outside that inputs are in every turn; None for others. active: which inputs' cotangents are
+    wanted.
+    """
+
+    def __init__(
+        self, recorder: Recorder, part: Subgraph, known: Sequence[Tensor | None], active: Sequence[bool]
+    ) -> None:
+        self.recorder, self.part, self.active = recorder, part, active
+        self.known = {v: t for v, t in zip(part.inputs, known, strict=True) if t is not None}
+        self.local = {node.id for node in part.contents.nodes} - {v.node for v in self.known}
+        self.moved: list[Node] = []
+
+    def targets(self) -> list[Value]:
+        """The inputs whose cotangents are wanted."""
+        return [v for v, active in zip(self.part.inputs, self.active, strict=True) if active]
+
+    def reached(self) -> list[bool]:
+        """Which outputs depend on the active inputs."""
+        walk = Walk(self.recorder, self.targets())
+        walk.reach(self.part.contents.nodes)
+        return [v in walk.reached for v in self.part.outputs]
+
+    def walk(self, dys: Optional) -> list[torch.Tensor | None]:
+        """Cotangents of the inputs, given those of the outputs: recorded here and now."""
+        walk = Walk(self.recorder, self.targets())
+        walk.tensors.update(self.known)
+        before, self.recorder.lazy = self.recorder.lazy, True  # values inside have no samples
+        try:
+            pairs = zip(self.part.outputs, dys, strict=True)
+            walk.run(self.part.contents.nodes, [(v, dy) for v, dy in pairs if v is not None and dy is not None])
+            found = [walk.total(v) if active else None for v, active in zip(self.part.inputs, self.active, strict=True)]
+            return [dx.to_dense() if isinstance(dx, IndexedSlices) else dx for dx in found]
+        finally:
+            self.recorder.lazy = before
+
+    def adopt(self, nodes: Sequence[Node]) -> None:
+        """Copies of nodes of this subgraph that give more: they belong into it."""
+        inputs = {t.value: v for v, t in self.known.items()}
+        self.moved += [replace(node, inputs=tuple(inputs.get(v, v) for v in node.inputs)) for node in nodes]
+        self.local |= {node.id for node in nodes}
+        self.recorder.tape.by_id.update({node.id: node for node in nodes})
+
+    def giving(self, outputs: Sequence[Value | None]) -> Subgraph:
+        """The subgraph with further outputs."""
+        contents = self.part.contents
+        if self.moved:
+            contents = replace(contents, nodes=(*contents.nodes, *self.moved))
+        return replace(self.part, contents=contents, outputs=(*self.part.outputs, *outputs))
+
+    def spec(self, value: Value | None) -> Spec:
+        """The spec of a value inside."""
+        assert value is not None
+        return self.recorder.node(value.node).outputs[value.index]
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Values inside can be named, as if they were recorded here."""
+        tape = self.recorder.tape
+        tape.by_id.update({node.id: node for node in self.part.contents.nodes})
+        try:
+            yield
+        finally:
+            nodes = [*self.part.contents.nodes, *self.moved]
+            for node in nodes:
+                tape.by_id.pop(node.id, None)
+            self.recorder.space.release(nodes)
+
+
+def _again(recorder: Recorder, node: Node, inputs: Any, attrs: Any, outputs: Sequence[Spec]) -> list[Tensor]:
+    """A copy of a forward node with other attrs and outputs."""
+    with recorder.tape.marked(control=node.control, device=node.device):
+        values = [recorder._entry(t).value for t in inputs]
+        return append(recorder, node.op, values, attrs, outputs, frozenset({AGAIN}))
+
+
+# -- branches ---------------------------------------------------------------------------------------------------
+
+
+def _cond(n: Forward, dys: Cotangents) -> list[torch.Tensor | None]:
+    recorder, node = open_recorder(), n.outs[0].node  # type: ignore[attr-defined]  # recorded
+    operands: list[Any] = list(n.inputs[1:])
+    given, active = [dys.given(i) for i in range(len(n.outs))], list(n.needed[1:])
+    parts = [Part(recorder, n.attrs[name], operands, active) for name in ("then", "else")]
+
+    def backward(part: Part) -> Any:
+        def call() -> list[torch.Tensor]:
+            found = part.walk(given)
+            pairs = zip(found, operands, active, strict=True)
+            return [torch.zeros_like(x) if dx is None else dx for dx, x, wanted in pairs if wanted]
+
+        region = record_region(recorder, call, [], scope=path, turns=False, local=part.local)
+        part.adopt(region.moved)
+        return region
+
+    with recorder.scope("cond") as path, parts[0].named(), parts[1].named():
+        regions = [backward(part) for part in parts]
+        captured = captures(recorder, regions)
+        outer = _branch_values(n, node, parts, captured)
+        then, other = (subgraph(recorder, region, captured, region.outputs) for region in regions)
+        results = [_spec(x) for x, wanted in zip(operands, active, strict=True) if wanted]
+        attrs = {
+            "pred": Ref(0), "operands": tuple(Ref(i + 1) for i in range(len(captured))), "then": then, "else": other,
+            "shapes": (None,) * len(results),
+        }  # fmt: skip
+        inputs = [recorder._entry(n.inputs[0]).value, *(outer.get(v, v) for v in captured)]
+        found = iter(append(recorder, ops.COND, inputs, attrs, results))
+    return [None, *(next(found) if wanted else None for wanted in active)]
+
+
+def _branch_values(n: Forward, node: Node, parts: Sequence[Part], captured: Sequence[Value]) -> dict[Value, Value]:
+    """Values inside of the branches, as outputs of a copy of their node."""
+    recorder = parts[0].recorder
+    saved = [[v for v in captured if v.node in part.local] for part in parts]
+    values = [*saved[0], *saved[1]]
+    if not values:
+        return {}
+    specs = [parts[0].spec(v) for v in values]
+    absent = [[None] * len(inner) for inner in saved]
+    attrs = {
+        **node.attrs,
+        "then": parts[0].giving([*saved[0], *absent[1]]), "else": parts[1].giving([*absent[0], *saved[1]]),
+        "shapes": (*node.attrs["shapes"], *(_known(recorder, spec, lambda: 0) for spec in specs)),
+    }  # fmt: skip
+    fresh = Loop(recorder, (), ()).fresh
+    outputs = [replace(spec, shape=_known(recorder, spec, fresh)) for spec in specs]
+    found = _again(recorder, node, n.inputs, attrs, (*node.outputs, *outputs))[len(node.outputs) :]
+    return {v: recorder._entry(t).value for v, t in zip(values, found, strict=True)}
+
+
+def _known(recorder: Recorder, spec: Spec, other: Callable[[], Size]) -> tuple[Size, ...]:
+    """The shape, with something else for sizes that are only known inside."""
+    return tuple(size if bound_outside(recorder, replace(spec, shape=(size,))) else other() for size in spec.shape)
+
+
+def _spec(x: Any) -> Spec:
+    return x.node.outputs[x.index]
+
+
+# -- loops ------------------------------------------------------------------------------------------------------
+
+
+class _Rows:
+    """The forward loop, as what saves the values that its gradient asks for."""
+
+    def __init__(self, n: Forward, node: Node, part: Part, xs: Sequences) -> None:
+        self.n, self.node, self.part = n, node, part
+        first = len(n.attrs["init"])
+        self.given = dict(zip(part.part.inputs[first : first + len(xs)], xs, strict=True))
+
+    @property
+    def local(self) -> set[int]:
+        return self.part.local
+
+    def adopt(self, nodes: Sequence[Node]) -> None:
+        self.part.adopt(nodes)
+
+    def save(self, values: Sequence[Value]) -> Sequences:
+        """Rows of the loop's own sequences, and of what a copy of it gives."""
+        recorder, attrs = self.part.recorder, self.node.attrs
+        more = [v for v in values if v not in self.given]
+        found: dict[Value, Any] = {}
+        if more:
+            specs = [self.part.spec(v) for v in more]
+            shapes = [spec.shape if bound_outside(recorder, spec) else len(spec.shape) for spec in specs]
+            own = {**attrs, "body": self.part.giving(more), "rows": (*attrs["rows"], *shapes)}
+            turns = self._turns()
+            loop = Loop(recorder, (), ())
+            outs = [s for spec, shape in zip(specs, shapes, strict=True) for s in gathered(loop, spec, shape, turns)]
+            tensors = _again(recorder, self.node, self.n.inputs, own, (*self.node.outputs, *outs))
+            places = row_places(own)[len(attrs["rows"]) :]
+            rows = [tuple(tensors[p] for p in at) for at in places]
+            found = {v: row if len(row) > 1 else row[0] for v, row in zip(more, rows, strict=True)}
+        return [self.given[v] if v in self.given else found[v] for v in values]
+
+    def _turns(self) -> Any:
+        """The size of the loop's rows, if it has some."""
+        attrs, node = self.node.attrs, self.node
+        if attrs["rows"]:
+            return node.outputs[row_places(attrs)[0][-1]].shape[0]
+        last = next((x[-1] if isinstance(x, tuple) else x for x in self.given.values()), None)
+        return Loop(self.part.recorder, (), ()).fresh() if last is None else _spec(last).shape[0]
+
+
+class _Back:
+    """The turns of a loop, backwards.
+
+    Carried are the cotangents of the carried values that matter, and the sums of those of the captures; rows are the
+    cotangents of the loop's rows, and then of its sequences.
+    """
+
+    def __init__(self, n: Forward, node: Node) -> None:
+        self.n, self.node, self.recorder = n, node, open_recorder()
+        self.xs, self.kept = list(n["xs"]), list(n["captures"])
+        self.count = len(n.attrs["init"])
+        places = [*n.places("init"), *self.firsts(), *n.places("captures")]
+        known = [*[None] * (self.count + len(self.xs)), *self.kept]
+        self.part = Part(self.recorder, n.attrs["body"], known, [n.needed[place] for place in places])
+        self._spread()
+        active, ends = self.part.active, self.count + len(self.xs)
+        self.carried = [i for i in range(self.count) if active[i]]
+        self.sequences = [i for i in range(len(self.xs)) if active[self.count + i]]
+        self.shared = [i for i in range(len(self.kept)) if active[ends + i]]
+
+    def firsts(self) -> list[int]:
+        """Of each sequence, the place among the inputs of its rows' elements."""
+        places = iter(self.n.places("xs"))
+        return [min(next(places) for _ in (x if isinstance(x, tuple) else (x,))) for x in self.xs]
+
+    def _spread(self) -> None:
+        """A carried value matters where it depends on one that does, in this turn or one before."""
+        part, count = self.part, self.count
+        while True:
+            reached = part.reached()[:count]
+            active = [a or b for a, b in zip(part.active[:count], reached, strict=True)]
+            if active == list(part.active[:count]):
+                return
+            part.active = [*active, *part.active[count:]]
+
+    def record(self, dys: Cotangents) -> list[torch.Tensor | None]:
+        """The cotangents of the node's inputs."""
+        n, part, count = self.n, self.part, self.count
+        rows = [(count + i, at) for i, at in enumerate(row_places(n.attrs)) if dys.given(at[0]) is not None]
+        given = [(dys[at[0]], n.outs[at[1]]) if len(at) > 1 else dys[at[0]] for _, at in rows]
+        start: list[Any] = [*(dys[i] for i in self.carried), *(torch.zeros_like(self.kept[i]) for i in self.shared)]
+        with part.named():
+            self._same_shapes()
+            loop = Loop(
+                self.recorder, start, [f"gradient {i}" for i in range(len(start))], given,
+                rows=[part.spec(part.part.outputs[i]) for i, _ in rows], limit=n.outs[count],  # type: ignore[arg-type]
+                reverse=not n.attrs["reverse"], what="while",
+                parallel=n.attrs["parallel_iterations"], saver=_Rows(n, self.node, part, self.xs),
+            )  # fmt: skip
+            result = loop.record(None, lambda *values: self._turn([*self.carried, *(i for i, _ in rows)], values))
+        entries: list[torch.Tensor | None] = [None] * len(n.inputs)
+        inits, kept, firsts = n.places("init"), n.places("captures"), self.firsts()
+        places = [*(inits[i] for i in self.carried), *(kept[i] for i in self.shared)]
+        for place, dx in zip(places, result.carried, strict=True):
+            entries[place] = dx
+        for i, at in zip(self.sequences, row_places(result.turns.node.attrs), strict=True):
+            entries[firsts[i]] = self.recorder.tensor(result.turns.node.value(at[0]))
+        return entries
+
+    def _turn(self, outputs: Sequence[int], values: Sequence[Tensor]) -> list[torch.Tensor]:
+        """One turn: the cotangents of its inputs from those of its outputs, and the sums so far."""
+        part, count = self.part, self.count
+        last = len(self.carried)
+        sums = values[last : last + len(self.shared)]
+        seeds: list[Any] = [None] * len(part.part.outputs)
+        for place, dy in zip(outputs, (*values[:last], *values[last + len(sums) :]), strict=True):
+            seeds[place] = dy
+        found = part.walk(seeds)
+        at = count + len(self.xs)
+        added = [
+            total if (dx := found[at + i]) is None else total + dx for i, total in zip(self.shared, sums, strict=True)
+        ]
+        wanted = [*self.carried, *(count + i for i in self.sequences)]
+        own = [
+            torch.zeros_like(self.recorder.tensor(part.part.inputs[i])) if (dx := found[i]) is None else dx
+            for i in wanted
+        ]
+        return [*own[:last], *added, *own[last:]]
+
+    def _same_shapes(self) -> None:
+        for i in self.carried:
+            before, after = self.part.spec(self.part.part.inputs[i]), self.part.spec(self.part.part.outputs[i])
+            if before.shape != after.shape:
+                raise _refused(
+                    self.node, f"a loop whose variable enters as {before} and leaves as {after} has no gradient"
+                )
+
+
+def _while(n: Forward, dys: Cotangents) -> list[torch.Tensor | None]:
+    node = n.outs[0].node  # type: ignore[attr-defined]  # recorded
+    if not n.attrs["back_prop"]:
+        raise _refused(node, "a gradient is taken through a loop that was recorded with back_prop=False")
+    return _Back(n, node).record(dys)
+
+
+def _refused(node: Node, why: str) -> NoGradient:
+    source = node.source
+    return NoGradient(
+        f"{why}\n  node {node.name}, {source}", node=node.name, op=node.op, cell=source.label if source else None,
+        line=source.line if source else None,
+    )  # fmt: skip
+
+
+RULES.update({ops.COND: Rule(_cond), ops.WHILE: Rule(_while)})
+COMPLEX.update({ops.COND, ops.WHILE})

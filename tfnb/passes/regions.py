@@ -1,0 +1,69 @@
+"""Nodes with subgraphs that differ only in what they give: one of them can give it all.
+
+A gradient saves values of a loop or branch in a copy of its node, whose subgraphs have the same inputs (ids are never
+used twice), the same nodes, and further nodes and outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import replace
+from typing import Any
+
+from tfnb.graph import Node, Ref, Subgraph
+from tfnb.graph.ops import COND
+from tfnb.graph.subgraph import row_places
+
+
+def key(node: Node) -> Hashable:
+    """What two nodes have in common that compute the same, but for what they give."""
+    attrs = node.attrs
+    parts = (attrs["then"], attrs["else"]) if node.op == COND else (attrs["body"], attrs["cond"])
+    how = () if node.op == COND else (attrs["reverse"], "given" if isinstance(attrs["limit"], Ref) else attrs["limit"])
+    return node.op, node.inputs, node.control, node.device, how, *(part and part.inputs for part in parts)
+
+
+def both(first: Node, other: Node) -> tuple[Node, dict[int, int]]:
+    """``first``, giving also what ``other`` gives; and where the outputs of ``other`` stand among those."""
+    return _branches(first, other) if first.op == COND else _loops(first, other)
+
+
+def _branches(first: Node, other: Node) -> tuple[Node, dict[int, int]]:
+    mine, theirs = first.attrs, other.attrs
+    then, otherwise = _united(mine["then"], theirs["then"]), _united(mine["else"], theirs["else"])
+    pairs = list(zip(then.outputs, otherwise.outputs, strict=True))
+    outputs, shapes, places = list(first.outputs), list(mine["shapes"]), {}
+    for place, pair in enumerate(zip(theirs["then"].outputs, theirs["else"].outputs, strict=True)):
+        if pair not in pairs:
+            pairs.append(pair)
+            outputs.append(other.outputs[place])
+            shapes.append(theirs["shapes"][place])
+        places[place] = pairs.index(pair)
+    then = replace(then, outputs=tuple(pair[0] for pair in pairs))
+    otherwise = replace(otherwise, outputs=tuple(pair[1] for pair in pairs))
+    attrs = {**mine, "then": then, "else": otherwise, "shapes": tuple(shapes)}
+    return replace(first, attrs=attrs, outputs=tuple(outputs)), places
+
+
+def _loops(first: Node, other: Node) -> tuple[Node, dict[int, int]]:
+    carried = len(first.attrs["init"])
+    body = _united(first.attrs["body"], other.attrs["body"])
+    given, shapes, outputs = list(body.outputs[carried:]), list(first.attrs["rows"]), list(first.outputs)
+    at, theirs = row_places(first.attrs), row_places(other.attrs)
+    places = {place: place for place in range(carried + 1)}
+    for row, value in enumerate(other.attrs["body"].outputs[carried:]):
+        if value not in given:
+            given.append(value)
+            shapes.append(other.attrs["rows"][row])
+            at.append(tuple(range(len(outputs), len(outputs) + len(theirs[row]))))
+            outputs += [other.outputs[place] for place in theirs[row]]
+        places.update(zip(theirs[row], at[given.index(value)], strict=True))
+    body = replace(body, outputs=(*body.outputs[:carried], *given))
+    return replace(first, attrs={**first.attrs, "body": body, "rows": tuple(shapes)}, outputs=tuple(outputs)), places
+
+
+def _united(first: Subgraph, other: Subgraph) -> Any:
+    """The first subgraph with the nodes of both."""
+    known = first.contents.by_id
+    more = tuple(node for node in other.contents.nodes if node.id not in known)
+    return replace(first, contents=replace(first.contents, nodes=(*first.contents.nodes, *more))) if more else first
