@@ -40,6 +40,7 @@ from tfnb.passes import prune
 from tfnb.recording import Operation, Tensor
 from tfnb.recording import graph as graph_named
 from tfnb.recording.tensor import Tensor as _Tensor
+from tfnb.recording.tensor import gone
 from tfnb.recording.variables import known
 from tfnb.state import checkpoint
 from tfnb.step import Step
@@ -288,8 +289,7 @@ class Session:
                 raise FeedError(f"cannot {what} {item.name}: it is in graph {item.graph.name}, not in {graph.name}")
             value = item.feed_value if what == "feed" and isinstance(item, _Tensor) else item.value
             if value.node not in graph.contents.by_id:
-                why = graph.stale.get(value.node, "it is not in the graph (its recording failed, or is not finished)")
-                raise StaleNode(f"cannot {what} a tensor that is gone: {why}")
+                raise StaleNode(f"cannot {what} a tensor that is not in graph {graph.name}: {gone(graph, value)}")
             return value
         if isinstance(item, Value):
             return item

@@ -9,7 +9,7 @@ import torch
 
 import tfnb
 from tests.recording.test_cells import Notebook
-from tfnb.errors import StaleNode
+from tfnb.errors import FailedPrecondition, StaleNode
 
 X = "x = tfnb.placeholder(torch.tensor([[1., 2.], [3., 4.], [5., 6.]]), {shape}name='x')"
 FED = torch.tensor([[2.0, 3.0], [5.0, 7.0]])
@@ -129,3 +129,118 @@ def test_a_cell_that_uses_what_stands_on_its_own_earlier_run_is_refused(request:
     with pytest.raises(StaleNode, match=r"In\[1\] now uses what In\[2\] recorded, and z of In\[2\] is computed from k"):
         notebook.run("1", "k = x * 2\nq = z + 1")
     assert tfnb.graph(notebook.graph).text() == before
+
+
+WRITES = {
+    "added": ("h.add_(1)", "h.add_(2)"),
+    "through a view": ("h[0].mul_(3)", "h[0].mul_(4)"),
+    "no longer": ("h.add_(1)", "unused = h * 2"),
+    "newly": ("unused = h * 2", "h.add_(1)"),
+    "twice": ("h.add_(1)", "h.add_(1)\nh.mul_(2)"),
+}
+
+
+def plain(x: torch.Tensor, *cells: str) -> Any:
+    names: dict[str, Any] = {"torch": torch, "x": x.clone()}
+    for cell in cells:
+        exec(cell, names)
+    return names
+
+
+@pytest.mark.parametrize("edit", WRITES)
+def test_a_cell_that_writes_to_another_ones_tensor_writes_once_however_often_it_runs(request: Any, edit: str) -> None:
+    first, second = WRITES[edit]
+    above, below = "h = x * 2\nrow = h[0]", "z = h * 10\nk = row + 1"
+    notebook = started(request, above, first, below)
+    for _ in range(3):
+        notebook.run("2", first)
+    want = plain(FED, above, first, below)
+    assert all(fetched(notebook, name) == want[name].tolist() for name in ("h", "row", "z", "k"))
+    for _ in range(2):
+        notebook.run("2", second)
+    want = plain(FED, above, second, below)
+    assert all(fetched(notebook, name) == want[name].tolist() for name in ("h", "row"))
+    for name in ("z", "k"):
+        try:
+            assert fetched(notebook, name) == want[name].tolist()
+        except StaleNode as error:
+            assert "In[2] now writes to what it uses; run In[3] again" in str(error)
+    notebook.run("3", below)
+    assert all(fetched(notebook, name) == want[name].tolist() for name in ("h", "row", "z", "k"))
+
+
+def test_the_cell_that_made_a_tensor_run_again_keeps_what_cells_below_wrote(request: Any) -> None:
+    notebook = started(request, "h = x * 2\nrow = h[0]", "h.add_(1)", "row.mul_(3)\nz = h.sum(0)")
+    notebook.run("1", "h = x * 5\nrow = h[0]")
+    want = plain(FED, "h = x * 5\nrow = h[0]", "h.add_(1)", "row.mul_(3)\nz = h.sum(0)")
+    assert all(fetched(notebook, name) == want[name].tolist() for name in ("h", "row", "z"))
+    assert notebook.names["h"].sample[1].tolist() == [16, 21]
+
+
+def test_a_cell_removed_takes_its_writes_along(request: Any) -> None:
+    notebook = started(request, "h = x * 2", "h.add_(1)", "h.mul_(3)\nz = h + 0")
+    notebook.run("2", "")
+    assert fetched(notebook, "h") == fetched(notebook, "z") == (FED * 6).tolist()
+
+
+def test_a_cell_that_fails_when_it_runs_again_changes_nothing(request: Any) -> None:
+    notebook = started(request, "h = x * 2\nrow = h[0]", "row.add_(1)", "h.mul_(3)")
+    before = fetched(notebook, "h"), fetched(notebook, "row"), tfnb.graph(notebook.graph).text()
+    for cell in ("1", "2", "3"):
+        held = dict(notebook.names)
+        with pytest.raises(ZeroDivisionError):
+            notebook.run(cell, "h = x * 7\nrow = h[1]\nrow.add_(1)\n1 / 0")
+        notebook.names.update(held)
+        assert (fetched(notebook, "h"), fetched(notebook, "row"), tfnb.graph(notebook.graph).text()) == before
+
+
+def test_a_deleted_name_is_no_loss(request: Any) -> None:
+    notebook = started(request, "h = x * 2\nrow = h[0]", "row.add_(1)\ndel row", "z = h * 2")
+    notebook.names["row"] = None
+    with pytest.raises(AttributeError):
+        notebook.run("2", "row.add_(1)\ndel row")
+    notebook.run("1", "h = x * 2\nrow = h[0]")
+    notebook.run("2", "row.add_(1)\ndel row")
+    assert fetched(notebook, "z") == plain(FED, "h = x * 2\nh[0].add_(1)\nz = h * 2")["z"].tolist()
+
+
+def test_using_a_later_cell_across_a_write_is_refused_with_what_to_do(request: Any) -> None:
+    notebook = started(request, "h = x * 2", "k = x + 1", "h.add_(1)", "z = h * 3")
+    held = dict(notebook.names)
+    with pytest.raises(FailedPrecondition, match=r"In\[3\] between them writes(.|\n)*%tfgraph rm"):
+        notebook.run("2", "k = h + z")
+    notebook.names.update(held)
+    assert fetched(notebook, "k") == (FED + 1).tolist() and fetched(notebook, "h") == (FED * 2 + 1).tolist()
+    notebook.run("2", "")
+    notebook.run("2", "k = h + z")
+    assert fetched(notebook, "k") == (4 * (FED * 2 + 1)).tolist()
+
+
+def test_a_name_rebound_by_its_own_cell_says_what_to_do(request: Any) -> None:
+    notebook = started(request, "h = x * 2", "h = h + 1")
+    with pytest.raises(StaleNode, match=r"h(.|\n)*earlier run of this cell(.|\n)*another name"):
+        notebook.run("2", "h = h + 1")
+
+
+def test_what_a_failed_cell_made_says_so(request: Any) -> None:
+    notebook = started(request)
+    with pytest.raises(ZeroDivisionError):
+        notebook.run("1", "h = x * 2\n1 / 0")
+    with pytest.raises(StaleNode, match=r"In\[1\] failed, and what it had recorded was taken back"):
+        fetched(notebook, "h")
+    with pytest.raises(StaleNode, match=r"In\[2\] line 1(.|\n)*In\[1\] failed"):
+        notebook.run("2", "k = h + 1")
+
+
+def test_a_constant_that_nothing_uses_is_kept_while_it_has_a_name(request: Any) -> None:
+    notebook = started(request, "c = tfnb.constant([1., 2.])\nd = torch.tensor([3., 4.])")
+    assert fetched(notebook, "c") == [1, 2] and fetched(notebook, "d") == [3, 4]
+    notebook.run("2", "k = c + 1")
+    assert fetched(notebook, "k") == [2, 3]
+
+
+def test_a_tensor_of_an_open_recording_says_so() -> None:
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.ones(2)) * 2
+        with pytest.raises(StaleNode, match="not finished"):
+            tfnb.Session(graph).run(x)

@@ -128,7 +128,9 @@ def constant(value: Any, *, name: str | None = None) -> Tensor:
     recorder = _recorder("constant")
     with _disable_current_modes():
         tensor = torch.as_tensor(current.plain(value)).detach().clone()
-    return recorder._wrap(recorder.constant(tensor, name))
+    entry = recorder.constant(tensor, name)
+    recorder.wanted.add(entry.value.node)
+    return recorder._wrap(entry)
 
 
 @contextmanager

@@ -19,13 +19,14 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound
-from tfnb.graph import Graph, Owner, Source, Value, current
+from tfnb.graph import Contents, Graph, Node, Owner, Source, Value, current
 from tfnb.graph.graph import new_id
 from tfnb.recording.commit import drop_unreachable_data, replaced, substitute, unified_guards
 from tfnb.recording.functions import own_functions
 from tfnb.recording.habits import recorded_steps
 from tfnb.recording.modules import follow_modules
 from tfnb.recording.packed import packed_layers
+from tfnb.recording.past import Rewound, past
 from tfnb.recording.recompute import checkpoints
 from tfnb.recording.recorder import Recorder
 from tfnb.recording.replaced import FUNCTIONS
@@ -35,6 +36,7 @@ from tfnb.recording.streams import own_streams
 from tfnb.recording.surroundings import surroundings
 from tfnb.recording.tensor import Operation, Tensor
 
+_UNUSED = "it holds data that nothing recorded uses, which is not kept: use .sample, or make it a tfnb.constant"
 _graphs: dict[str, Graph] = {}
 _lock = threading.Lock()
 
@@ -192,15 +194,19 @@ def _opened(
     kept = tuple(n for n in before.nodes if append or n.owner is None or n.owner.key != owner.key)
     recorder = Recorder(graph, owner, where=where, kept=kept, names=names, stop=stop, lazy=lazy)
     recorder.default_device = device
+    rewound = past(graph).rewind(owner, before, graph.owners)
+    recorder.below = rewound.below
     try:
         with ExitStack() as stack:
             _enter(stack, recorder, device)
             yield recorder
             recorder.settle()
-        _commit(recorder, before, names(), append=append)
+        _commit(recorder, before, names(), rewound, append=append)
     except BaseException:
         recorder.journal.undo()
+        rewound.undo()
         recorder.space.forget({node.id for node in recorder.new})
+        graph.stale.update((node.id, _failed(node)) for node in recorder.new)
         raise
 
 
@@ -273,12 +279,14 @@ def _new_parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> An
 _born_parameters = Shared(lambda: swapped((torch.nn.Parameter, "__new__", staticmethod(_new_parameter))))
 
 
-def _commit(recorder: Recorder, before: Any, names: Mapping[str, Any], *, append: bool) -> None:
+def _commit(
+    recorder: Recorder, before: Contents, names: Mapping[str, Any], rewound: Rewound, *, append: bool
+) -> None:  # fmt: skip
     """Turn what was recorded into the graph's new contents."""
     aliases = _assigned_names(recorder, names)
     held = (*recorder.live, *recorder.space.live)
     live = {t.shown.value.node for t in held} | {v.node for v in aliases.values()}
-    nodes = drop_unreachable_data(recorder.new, live - _only_in_list(recorder))
+    nodes = drop_unreachable_data(recorder.new, live - _captured(recorder))
     nodes = [recorder.outside.own(node) for node in nodes]
     sizes = _unified(recorder)
     if sizes:
@@ -286,22 +294,33 @@ def _commit(recorder: Recorder, before: Any, names: Mapping[str, Any], *, append
     guards = unified_guards(recorder.new_guards, sizes)
     space = recorder.space
     change = replaced(
-        before, nodes, guards, aliases, recorder.owner, append=append, derivatives=space.derivatives, opaque=space.rules
-    )
+        before, nodes, guards, aliases, recorder.owner, append=append, derivatives=space.derivatives,
+        opaque=space.rules, written=rewound.moved(), hidden=rewound.hidden(recorder.journal),
+    )  # fmt: skip
+    rewound.check(change.contents)
     if recorder.graph.contents is not before:
         raise FailedPrecondition(f"graph {recorder.graph.name} was changed by another thread during this recording")
-    recorder.graph.commit(change.contents, removed=change.gone.items())
+    unused = {n.id for n in recorder.new} - {n.id for n in nodes}
+    recorder.graph.commit(change.contents, removed=[*change.gone.items(), *((at, _UNUSED) for at in unused)])
     recorder.graph.notes = tuple(recorder.notes)
     space.derivatives = (*change.derivatives, *recorder.derivatives)
-    space.forget(set(change.gone) | ({n.id for n in recorder.new} - {n.id for n in nodes}))
+    space.forget(set(change.gone) | unused)
+    rewound.adopt(recorder.live, space.live, change.moved)
+    rewound.replay(recorder.journal, held, recorder.graph.stale)
     space.live.update(recorder.live)
+    past(recorder.graph).renew(change.relinked, space.symbols.renewed)
     space.renew(change.relinked)
     space.settle(live)
 
 
-def _only_in_list(recorder: Recorder) -> set[int]:
-    """Constants live only as handles of plain tensors: their own liveness keeps nothing."""
-    return {node.id for node in recorder.new if node.op == "tfnb.constant"}
+def _failed(node: Node) -> str:
+    label = node.source.label if node.source else "its recording"
+    return f"{label} failed, and what it had recorded was taken back: run it again without the error"
+
+
+def _captured(recorder: Recorder) -> set[int]:
+    """Constants that stand for plain tensors: a name that holds one keeps no node."""
+    return {node.id for node in recorder.new if node.op == "tfnb.constant"} - recorder.wanted
 
 
 def _assigned_names(recorder: Recorder, names: Mapping[str, Any]) -> dict[str, Value]:
@@ -312,7 +331,7 @@ def _assigned_names(recorder: Recorder, names: Mapping[str, Any]) -> dict[str, V
     for name, value in list(names.items()):
         if not isinstance(value, (Tensor, Operation)) or value.graph is not recorder.graph or name.startswith("_"):
             continue
-        at = value.feed_value if isinstance(value, Tensor) else value.value
+        at = (value._feed or value.shown.value) if isinstance(value, Tensor) else value.value
         if at.node not in mine:
             continue
         if at.index or at.node in done:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from tfnb.graph.node import leaves, map_leaves
 from tfnb.graph.spec import Dim
 from tfnb.graph.subgraph import map_nodes
 
+_NOTHING: Mapping[Any, Any] = MappingProxyType({})
 _SOURCES = ("tfnb.placeholder", "tfnb.read", "tfnb.assign", "tfnb.group", "tfnb.guard")
 
 
@@ -105,23 +107,29 @@ class Derivative:
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """New contents, the nodes that are gone and why, and those of others that compute from other values now."""
+    """New contents, the nodes that are gone and why, the values that took the place of others.
+
+    relinked: nodes of others that compute from such a value. derivatives: those that still hold.
+    """
 
     contents: Contents
     gone: dict[int, str]
+    moved: Mapping[Value, Value]
     relinked: frozenset[int]
     derivatives: tuple[Derivative, ...]
 
 
 def replaced(
     old: Contents, new: list[Node], guards: list[Guard], aliases: Mapping[str, Value], owner: Owner, *, append: bool,
-    derivatives: Iterable[Derivative] = (), opaque: Container[int] = (),
+    derivatives: Iterable[Derivative] = (), opaque: Container[int] = (), written: Mapping[Value, Value] = _NOTHING,
+    hidden: Container[Value] = (),
 ) -> Replacement:  # fmt: skip
     """Contents with ``owner``'s block replaced by ``new``.
 
     The block keeps its place in program order unless it uses nodes recorded later. derivatives: what was differentiated
-    before. opaque: nodes that count as changed whenever their cell runs again. Raises StaleNode for a block that uses
-    what is computed from its own earlier run.
+    before. opaque: nodes that count as changed whenever their cell runs again. written: what the earlier run left in a
+    tensor that it wrote -> what this one leaves there. hidden: what tensors were that only this one writes. Raises
+    StaleNode for a block that uses what is computed from its own earlier run.
     """
     mine = [] if append else [n for n in old.nodes if n.owner is not None and n.owner.key == owner.key]
     gone = {n.id: _replaced_text(n) for n in mine}
@@ -130,13 +138,20 @@ def replaced(
     before, after = others[:place], others[place:]
     _refuse_circles(before, gone, old)
     moved = _relinked(mine, new)
+    same = _same(mine, new, moved, opaque)
+    specs = {Value(n.id, i): spec for n in (*old.nodes, *new) for i, spec in enumerate(n.outputs)}
+    moved |= {a: b for a, b in written.items() if specs.get(a) is not None and specs.get(a) == specs.get(b)}
+    gone |= {
+        n.id: _dropped_text(n, f"{_label(new[0])} now writes to what it uses")
+        for n in after
+        if any(v in hidden for v in n.inputs)
+    }
     after = [_relink(node, moved) for node in after]
     kept_by = {d.moved(moved): d.ways(old.nodes) for d in derivatives if d.nodes.isdisjoint(gone)}
-    same = _same(mine, new, moved, opaque)
     while True:
         after = _possible([*before, *new], after, gone, old)
         nodes = (*before, *new, *after)
-        wrong = _wrong(kept_by, nodes, same) if mine else []
+        wrong = _wrong(kept_by, nodes, same, hidden) if mine else []
         if not wrong:
             break
         for derivative in wrong:
@@ -147,7 +162,7 @@ def replaced(
     kept_guards = [g for g in old.guards if append or g.owner is None or g.owner.key != owner.key]
     kept_aliases = {k: v for k, v in old.aliases.items() if v.node in ids}
     contents = Contents(nodes, (*kept_guards, *guards), {**kept_aliases, **aliases})
-    return Replacement(contents, gone, _downstream(after, {v.node for v in moved.values()}), tuple(kept_by))
+    return Replacement(contents, gone, moved, _downstream(after, {v.node for v in moved.values()}), tuple(kept_by))
 
 
 def _refuse_circles(before: list[Node], gone: Container[int], old: Contents) -> None:
@@ -186,10 +201,14 @@ def _possible(before: list[Node], after: list[Node], gone: dict[int, str], old: 
 
 
 def _wrong(
-    kept: Mapping[Derivative, frozenset[int]], nodes: Sequence[Node], same: Mapping[int, int]
+    kept: Mapping[Derivative, frozenset[int]], nodes: Sequence[Node], same: Mapping[int, int], hidden: Container[Value]
 ) -> list[Derivative]:
     """The derivatives whose ys do not depend on their xs as they did."""
-    return [d for d, ways in kept.items() if d.ways(nodes) != {same.get(i, i) for i in ways}]
+    return [
+        derivative
+        for derivative, ways in kept.items()
+        if derivative.ways(nodes) != {same.get(i, i) for i in ways} or any(y in hidden for y in derivative.ys)
+    ]
 
 
 def _downstream(nodes: list[Node], ids: set[int]) -> frozenset[int]:

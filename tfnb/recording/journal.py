@@ -2,32 +2,73 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Container, Iterator
 from dataclasses import fields
 from typing import Any
 
-from tfnb.recording.tensor import Base, Tensor
+from tfnb.recording.tensor import Base, Entry, Tensor
+from tfnb.recording.views import renewed_chain
 
 _HANDLE = ("_entry", "_family", "_chain", "_seen")
-_BASE = tuple(field.name for field in fields(Base))
+BASE = tuple(field.name for field in fields(Base))
+
+Thing = Tensor | Base
+State = tuple[Any, ...]  # the entry first
+
+
+def state(thing: Thing) -> State:
+    """What a handle or base looks at."""
+    return tuple(getattr(thing, name) for name in (BASE if isinstance(thing, Base) else _HANDLE))
+
+
+def differs(thing: Thing, held: State) -> bool:
+    """Whether a handle or base looks at something else than it did."""
+    return _identity(state(thing)) != _identity(held)
+
+
+def _identity(held: State) -> tuple[Any, ...]:
+    return held[0].value, *(part if isinstance(part, (int, str)) else id(part) for part in held[1:])
+
+
+def light(held: State) -> State:
+    """A state that keeps no sample alive."""
+    return (Entry(held[0].value, held[0].fake, None), *held[1:])
+
+
+def renewed(held: State, ids: Container[int], renew: Callable[[Any], Any]) -> State:
+    """A state with its sizes renewed, if a node of ``ids`` computes its entry."""
+    entry, *rest = held
+    if entry.value.node not in ids:
+        return held
+    rest = [renewed_chain(part, renew) if isinstance(part, tuple) else part for part in rest]
+    return (Entry(entry.value, renew(entry.fake), None), *rest)
+
+
+def restore(thing: Thing, held: State) -> None:
+    """Make a handle or base look at what it did."""
+    if isinstance(thing, Tensor):
+        thing.look_as_before(*held)
+        return
+    for name, value in zip(BASE, held, strict=True):
+        setattr(thing, name, value)
 
 
 class Journal:
     """The state of handles and bases before their first change."""
 
     def __init__(self) -> None:
-        self._before: dict[int, tuple[Tensor | Base, tuple[Any, ...]]] = {}
+        self._before: dict[int, tuple[Thing, State]] = {}
 
-    def note(self, changing: Tensor | Base) -> None:
+    def note(self, changing: Thing) -> None:
         """Called before a change; only the first call for an object counts."""
-        names = _BASE if isinstance(changing, Base) else _HANDLE
-        self._before.setdefault(id(changing), (changing, tuple(getattr(changing, name) for name in names)))
+        if id(changing) not in self._before:
+            self._before[id(changing)] = changing, state(changing)
+
+    def __iter__(self) -> Iterator[tuple[Thing, State]]:
+        """Each thing noted, with its state before."""
+        return iter(self._before.values())
 
     def undo(self) -> None:
-        """Put everything back."""
-        for changed, state in self._before.values():
-            if isinstance(changed, Base):
-                for name, value in zip(_BASE, state, strict=True):
-                    setattr(changed, name, value)
-        for changed, state in self._before.values():
-            if isinstance(changed, Tensor):
-                changed.look_as_before(*state)
+        """Put everything back, bases before the handles that look at them."""
+        for thing, before in sorted(self, key=lambda noted: isinstance(noted[0], Tensor)):
+            restore(thing, before)

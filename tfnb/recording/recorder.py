@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
@@ -34,7 +34,7 @@ from tfnb.recording.replaced import PHYSICAL, REPLACED
 from tfnb.recording.report import user_level
 from tfnb.recording.scopes import Scopes, clean
 from tfnb.recording.tape import Tape
-from tfnb.recording.tensor import Base, Entry, Operation, Tensor
+from tfnb.recording.tensor import Base, Entry, Operation, Tensor, gone
 from tfnb.recording.variables import held, known, variable
 from tfnb.recording.views import View
 from tfnb.recording.workspace import physical, workspace
@@ -67,9 +67,11 @@ class Recorder(TorchDispatchMode):
         self.new_guards: list[Guard] = []
         self.equalities: list[tuple[str, sympy.Eq, Source | None]] = []
         self.notes: list[str] = []
+        self.wanted: set[int] = set()  # constants that the user asked for
         self.born = WeakIdKeyDictionary()  # parameters and buffers made in this recording
         self.journal = Journal()
         self.derivatives: list[Derivative] = []
+        self.below: Container[str] = ()  # owners whose blocks follow the one that is recorded
         self.live = WeakIdKeyDictionary()  # every recorded tensor that somebody still holds
         self.outside = Outside(self)
         self._reads: dict[Variable, Base] = {}
@@ -99,10 +101,11 @@ class Recorder(TorchDispatchMode):
                 self.journal.note(thing)
 
     def settle(self) -> None:
-        """At the end of the block: views whose base was written, here or below, show the new values."""
+        """At the end of the block: views of what it wrote show the new values, also those of cells above."""
         for tensor in (*self.live, *self.space.live):
-            base = tensor._family
-            if tensor._seen != base.version and base.entry.value.node in self.tape.by_id:
+            base, node = tensor._family, self.tape.by_id.get(tensor.shown.value.node)
+            is_here = node is not None and (node.owner is None or node.owner.key not in self.below)
+            if is_here and tensor._seen != base.version and not self.tape.is_earlier(base.entry.value):
                 self._refresh(tensor)
 
     def look(self, tensor: Tensor) -> Entry:
@@ -137,7 +140,7 @@ class Recorder(TorchDispatchMode):
     def _entry_of_value(self, value: Value) -> Entry:
         node = self.tape.by_id.get(value.node)
         if node is None:
-            raise StaleNode(self.graph.stale.get(value.node, f"node {value.node} is not in graph {self.graph.name}"))
+            raise StaleNode(f"a tensor is not in graph {self.graph.name} any more: {gone(self.graph, value)}")
         fake = self.space.fakes.get(value)
         if fake is None:
             fake = self.space.fakes[value] = self.symbols.fake(node.outputs[value.index])
@@ -417,7 +420,13 @@ class Recorder(TorchDispatchMode):
             self._refresh(tensor)
         entry = tensor._entry
         if entry.value.node not in self.tape.by_id:
-            why = self.graph.stale.get(entry.value.node, "its recording failed or was replaced")
+            why = gone(self.graph, entry.value)
+            own = self.graph.contents.by_id.get(entry.value.node)
+            if own is not None:  # the block that this recording replaces
+                why = (
+                    f"node {own.name} is of an earlier run of this cell, which this run replaces: first run the cell "
+                    "that the name had its value from, or give the result another name"
+                )
             raise StaleNode(f"a tensor used{self.tape.at()} is not in graph {self.graph.name} any more: {why}")
         if entry.sample is None and not self.lazy:
             entry.sample = self.space.sample(entry.value, self.tape.by_id)

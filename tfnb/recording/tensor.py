@@ -17,9 +17,8 @@ from torch.utils._pytree import tree_map
 
 from tfnb.errors import FailedPrecondition, InvalidArgument, StaleNode, Unsupported
 from tfnb.graph import Graph, Node, Spec, Value, current
-from tfnb.graph.node import map_leaves
 from tfnb.recording.checks import is_check
-from tfnb.recording.views import View
+from tfnb.recording.views import View, renewed_chain
 from tfnb.recording.workspace import Workspace
 
 _versions = itertools.count(1)
@@ -113,8 +112,11 @@ class Tensor(torch.Tensor):
             return self.shown
         recording = next((r for r in reversed(current.stack.open) if r.graph is self._graph), None)
         if recording is None:
+            node = _node(self._graph, self._family.entry.value)
+            where = node.source.label if node.source else "a cell"
             raise StaleNode(
-                "this looks into a tensor that was written in a recording that it has no part in: make the view again"
+                f"this is a view of {node.name}, which {where} wrote before the cell of this view was run again; run "
+                f"{where} again"
             )
         return recording.look(self)
 
@@ -184,7 +186,7 @@ class Tensor(torch.Tensor):
             return
         self._entry = Entry(before.value, renewed(before.fake), None) if self._chain else self._family.entry
         if self._entry.fake is not before.fake:
-            chain = tuple(view._replace(attrs=map_leaves(renewed, view.attrs)) for view in self._chain)
+            chain = renewed_chain(self._chain, renewed)
             with self._space.symbols.quiet():
                 self.look_as(Tensor(self._entry, self._space, self._family, chain, self._seen))
 
@@ -324,6 +326,10 @@ def _node(graph: Graph, value: Value) -> Node:
         except KeyError:  # a handle of a recording that failed
             node = None
     if node is None:
-        why = graph.stale.get(value.node, "its recording failed or was replaced")
-        raise StaleNode(f"this is not in graph {graph.name} any more: {why}")
+        raise StaleNode(f"this is not in graph {graph.name} any more: {gone(graph, value)}")
     return node
+
+
+def gone(graph: Graph, value: Value) -> str:
+    """Why a handle's node is not in its graph, and what to do."""
+    return graph.stale.get(value.node, "its recording is not finished")

@@ -13,6 +13,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from tfnb.errors import Unsupported
+from tfnb.graph.node import map_leaves
 from tfnb.recording.ops import Op, facts, op_name
 
 aten = torch.ops.aten
@@ -39,6 +40,13 @@ class View(NamedTuple):
             raise Unsupported(f"writing through a view made by {op_name(self.op)} is not recorded; write to the base")
         defaults = facts(self.op).defaults
         return row(base, new, {**defaults, **self.attrs}, self.output)
+
+
+def renewed_chain(chain: tuple[Any, ...], renew: Callable[[Any], Any]) -> tuple[Any, ...]:
+    """The views of a chain with their sizes renewed."""
+    return tuple(
+        view._replace(attrs=map_leaves(renew, view.attrs)) if isinstance(view, View) else view for view in chain
+    )
 
 
 def _reshape(base: Any, new: Any, a: Any, i: int) -> Any:
