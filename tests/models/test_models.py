@@ -81,11 +81,6 @@ def ranked(model: nn.Module, user: torch.Tensor, item: torch.Tensor, liked: torc
     return scores, F.binary_cross_entropy_with_logits(scores, liked.float())
 
 
-def in_double(model: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """Where batch norm after batch norm makes single precision as coarse as what is compared."""
-    return classified(model, x.double(), labels)
-
-
 def flat_bags(weighted: bool) -> Objective:
     """Rows of five ids as one flat list with offsets."""
 
@@ -200,7 +195,7 @@ CASES: dict[str, Case] = {
     "householder": (structures.householder, classified, inputs(floats(6), ids(3))),
     "cumulative norms": (structures.cumulative_norms, classified, inputs(floats(2, 4, 4), ids(3))),
     "resnet50": (
-        lambda: vision.resnet50(width=2, classes=5).double(), in_double, inputs(floats(3, 33, 33), LABEL)
+        lambda: vision.resnet50(width=2, classes=5), classified, inputs(floats(3, 33, 33), LABEL)
     ),
     "attention, averaged weights, both masks": (
         sequence.MaskedAttention, regressed, inputs(floats(5, 8), padding(5), floats(5, 8))
@@ -230,6 +225,12 @@ def _projected() -> nn.Module:
     return First()
 
 
+EXACT = {
+    "resnet18", "vgg", "googlenet", "densenet", "unet", "autoencoder", "cell in a loop", "encoder",
+    "attention without weights", "vit", "bag, max", "vae", "graph convolution", "tied autoencoder",
+    "mixture of experts", "norms", "resnet50", "attention, averaged weights, both masks",
+    "attention, one float mask each head",
+}  # fmt: skip
 SLOW = {
     "resnet18", "googlenet", "densenet", "unet", "translator", "encoder, norm first, both masks", "decoder",
     "resnet50", "transformer", "transformer, all masks", "mobilenet", "gpt by hand", "vit",
@@ -241,7 +242,7 @@ SLOW = {
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CASES])
 def test_model(name: str, training: bool) -> None:
     make, objective, draw = CASES[name]
-    check(make(), objective, draw, training=training)
+    check(make(), objective, draw, training=training, exact=name in EXACT)
 
 
 # -- what does not fit one loss ------------------------------------------------------------------------------------
@@ -314,18 +315,3 @@ def test_what_a_model_draws_is_new_in_each_run_and_repeats_by_seed(model: Callab
     error = (got.var(0) + eager.var(0)).div(len(runs)).sqrt() + 1e-6
     assert ((got.mean(0) - eager.mean(0)).abs() < 6 * error).all()
     assert (got.std(0).mean() / eager.std(0).mean() - 1).abs() < 0.2
-
-
-@pytest.mark.slow
-def test_resnet50_in_float32_has_the_gradients_of_eager() -> None:
-    """Its three steps are compared in float64: on a few rows, batch norms multiply eager's own rounding to percents."""
-    torch.manual_seed(0)
-    model = vision.resnet50(width=4, classes=5)
-    images, labels = torch.randn(5, 3, 65, 65), torch.randint(0, 5, (5,))
-    with tfnb.record():
-        x, y = tfnb.placeholder(torch.randn(4, 3, 65, 65)), tfnb.placeholder(labels[:4])
-        grads = tfnb.gradients(F.cross_entropy(model(x), y), list(model.parameters()))
-    got = tfnb.run(grads, {x: images, y: labels})
-    F.cross_entropy(model(images), labels).backward()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(got.pop(0), parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
