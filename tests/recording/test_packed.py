@@ -46,6 +46,29 @@ def test_a_first_state_is_given_in_the_order_of_the_batch() -> None:
     assert "check_forward_args" not in vars(layer)
 
 
+@pytest.mark.parametrize("total", [None, 5, 8])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_a_layer_called_by_keyword_and_a_batch_of_a_chosen_length(batch_first: bool, total: int | None) -> None:
+    layer = nn.LSTM(3, 4, num_layers=2, bidirectional=True, batch_first=batch_first)
+
+    def program(x: torch.Tensor, n: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        packed = pack_padded_sequence(x, n, batch_first=batch_first, enforce_sorted=False)
+        out, (h, c) = layer(input=packed)
+        return *pad_packed_sequence(out, batch_first, padding_value=-1.0, total_length=total), h, c
+
+    def data(count: int) -> torch.Tensor:
+        return torch.randn(count, 5, 3) if batch_first else torch.randn(5, count, 3)
+
+    with tfnb.record():
+        x = tfnb.placeholder(data(4), shape=("B", 5, 3) if batch_first else (5, "B", 3))
+        n = tfnb.placeholder(torch.tensor([3, 5, 2, 4]), shape=("B",))
+        out = program(x, n)
+    for lengths in ([5, 1, 3], [2, 2], [1, 2, 5, 4, 4]):
+        feed = data(len(lengths)), torch.tensor(lengths)
+        for got, want in zip(tfnb.run(out, dict(zip((x, n), feed, strict=True))), program(*feed), strict=True):
+            torch.testing.assert_close(got, want)
+
+
 def test_what_was_packed_elsewhere_is_refused() -> None:
     layer = nn.LSTM(3, 4)
     with tfnb.record():

@@ -8,7 +8,7 @@ hands on.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,12 @@ class Packing:
         """[T, B, ...] of the data, ``value`` outside."""
         inside = self.inside.view(*self.inside.shape, *[1] * (data.dim() - 1))
         return torch.where(inside, data[self.places], value)
+
+    def long(self, steps: int) -> Packing:
+        """The same rows in a batch of so many steps."""
+        time = torch.arange(steps)
+        at = time.clamp_max(self.inside.shape[0] - 1)
+        return replace(self, inside=time.unsqueeze(1) < self.lengths, places=self.places[at])
 
     def pack(self, padded: Any) -> Any:
         """The data's rows of [T, B, ...]."""
@@ -74,11 +80,11 @@ def pad(data: Any, batch_sizes: Any, batch_first: bool, value: float, total: Any
     if not isinstance(batch_sizes, Tensor):
         return torch._pad_packed_sequence(data, batch_sizes, batch_first, value, total)
     packing = _packing(rec, batch_sizes)
-    padded = packing.pad(data, value)
     if isinstance(total, torch.SymInt):  # the longest row's: in the run
-        padded = padded[torch.arange(batch_sizes.shape[0])]
-    elif padded.shape[0] != total:
-        raise Unsupported(f"pad_packed_sequence with total_length={total} is not recorded: slice or pad{rec.tape.at()}")
+        padded = packing.pad(data, value)[torch.arange(batch_sizes.shape[0])]
+    else:
+        rec.guard((packing.lengths <= total).all(), True)
+        padded = packing.long(total).pad(data, value)
     return padded.transpose(0, 1) if batch_first else padded, packing.lengths
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch.fx.experimental.symbolic_shapes import _constrain_range_for_size
 
 from tfnb.errors import Unsupported
-from tfnb.recording import packed, picked
+from tfnb.recording import batched, packed, picked
 from tfnb.recording.writes import rebind
 
 aten = torch.ops.aten
@@ -390,6 +390,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.tril_indices: _triangle(torch.tril, torch.tril_indices),
     torch.triu_indices: _triangle(torch.triu, torch.triu_indices),
     **packed.FUNCTIONS,
+    **batched.FUNCTIONS,
 }
 
 
