@@ -9,11 +9,11 @@ from __future__ import annotations
 TORCH_OF_PAGE = "2.13.0"  # the torch whose entries these are
 
 BEYOND = "reads memory beyond its argument, which a fed value does not have: refused with the line"
-DATA = "the size of the result is read from the data: refused at other sizes"
+DATA = "the size of the result is read from the data: that of the sample, which a note says"
+LEAVES = "gives a Python value: that of the sample, which a note says, or a guard holds to"
 LINES = "the call means something else at some sizes, and is refused there"
 NUMBERS = "torch's composite asks for numbers: the size is fixed, which is said, and others are refused"
 RESIZED = "may take memory that is not there, at other sizes: refused with the line"
-SHAPE = "torch has no shape rule for symbolic sizes: refused with the line"
 SPARSE = "sparse layout: a recorded value is a dense tensor"
 TALL = "tall and wide matrices have different formulas: a recording holds for one of them, and refuses the other"
 TORCH = "torch's own gradient is wrong or NaN there"
@@ -24,8 +24,14 @@ RECORDS: dict[str, str] = {
     "sparse.sampled_addmm": SPARSE,
     "to_sparse": SPARSE,
 }
-REPLAYS: dict[str, str] = {}
-COMPLEX_VALUES: dict[str, str] = {}
+REPLAYS: dict[str, str] = {
+    "equal": LEAVES,
+    "item": LEAVES,
+    "nn.functional.one_hot": DATA,
+}
+COMPLEX_VALUES: dict[str, str] = {
+    "item": LEAVES,
+}
 FIRST_ORDER: dict[str, str] = {
     "as_strided_scatter": TORCH,
 }
@@ -37,11 +43,7 @@ VARYING: dict[str, str] = {
     "cross": LINES,
     "fft.hfft2": NUMBERS,
     "fft.hfftn": NUMBERS,
-    "fft.irfft2": NUMBERS,
-    "fft.irfftn": NUMBERS,
     "gradient": NUMBERS,
-    "hash_tensor": NUMBERS,
-    "histogramdd": SHAPE,
     "linalg.lstsq.grad_oriented": TALL,
     "linalg.lu": TALL,
     "linalg.matrix_norm": NUMBERS,
@@ -52,6 +54,7 @@ VARYING: dict[str, str] = {
     "linalg.pinv.singular": TALL,
     "linalg.qr": TALL,
     "linalg.svd": TALL,
+    "lu_unpack": TALL,
     "masked.std": LINES,
     "masked.var": LINES,
     "nn.functional.embedding_bag": NUMBERS,
@@ -65,16 +68,13 @@ VARYING: dict[str, str] = {
     "svd": TALL,
     "svd_lowrank": TALL,
     "tensor_split": LINES,
-    "unfold": NUMBERS,
-    "unfold_copy": NUMBERS,
-    "vsplit": LINES,
 }
 # entries of which no sample may have other sizes along axis 0, in torch itself: the varying column means nothing there
 _UNBATCHED = """
     _segment_reduce.lengths _segment_reduce.offsets addbmm allclose arange broadcast_shapes broadcast_to empty
     empty_permuted empty_strided equal eye full item linalg.tensorinv linalg.tensorsolve
     linspace linspace.tensor_overload logspace logspace.tensor_overload native_group_norm
-    nn.functional.ctc_loss nn.functional.embedding ones randint randn scalar_tensor
+    nn.functional.ctc_loss ones randint randn scalar_tensor
     signal.windows.bartlett signal.windows.blackman signal.windows.cosine signal.windows.exponential
     signal.windows.gaussian signal.windows.general_cosine signal.windows.general_hamming signal.windows.hamming
     signal.windows.hann signal.windows.kaiser signal.windows.nuttall sparse.mm.reduce sparse.sampled_addmm

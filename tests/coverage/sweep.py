@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
-from tests.coverage import axes, checks
-from tests.coverage.known import NO_CPU, UNBATCHED
+import torch
 
+from tests.coverage import axes, checks
+from tests.coverage.known import KNOWN, NO_CPU, TORCH_OF_PAGE, UNBATCHED
+
+SAME_TORCH = torch.__version__.partition("+")[0] == TORCH_OF_PAGE  # on another, other entries may pass or fail
 COLUMNS = ("records", "replays", "complex", "first", "second", "varying")
 BUILDS_ON = {"replays": "records", "complex": "records", "first": "records", "second": "first", "varying": "records"}
 QUICK = 2  # samples of an entry in a quick sweep, of the first few: to make them takes longer than to run them
@@ -35,7 +38,7 @@ def builds_on(column: str) -> set[str]:
     return {below, *builds_on(below)} if below else set()
 
 
-def failures(info: Any, whole: frozenset[str]) -> dict[str, str]:
+def failures(info: Any, whole: frozenset[str], asked: Iterable[str] = COLUMNS) -> dict[str, str]:
     """Column -> the first reason found, but for what follows from the failure of another column.
 
     Columns in ``whole`` see every sample, the others a few.
@@ -46,12 +49,30 @@ def failures(info: Any, whole: frozenset[str]) -> dict[str, str]:
     for columns, cases in _CASES.items():
         if "records" in found:
             break
+        if set(columns).isdisjoint(asked):
+            continue
         for column, said in cases(info, not whole.isdisjoint(columns)):
             if said:
                 found.setdefault(column, said)
             if columns[0] in found:
                 break
     return {column: said for column, said in found.items() if found.keys().isdisjoint(builds_on(column))}
+
+
+def surprises(name: str, found: dict[str, str], asked: Iterable[str] = COLUMNS) -> list[str]:
+    """What of the `failures` of an entry `known.py` does not say, or says and is not so."""
+    if not SAME_TORCH:
+        return [said for column, said in found.items() if column == "varying" and said.startswith(axes.WRONG)]
+    new = [
+        f"{column} fails, which known.py does not list: {said}"
+        for column, said in found.items() if not any(name in KNOWN[c] for c in {column} | builds_on(column))
+    ]  # fmt: skip
+    wrong = [f"{c}: {said}, without a word" for c, said in found.items() if said.startswith(axes.WRONG)]
+    mended = [
+        f"{column} passes now: take it out of known.py, then `make page`"
+        for column in asked if name in KNOWN[column] and column not in found
+    ]  # fmt: skip
+    return [*new, *wrong, *mended]
 
 
 def _values(info: Any, whole: bool) -> Cases:

@@ -1,24 +1,21 @@
 """Every OpInfo entry records, replays and differentiates, but for what `known.py` lists; what it lists fails.
 
-A quick sweep takes a few samples of each entry, and all where the entry is listed; the slow tests all of all.
+A quick sweep takes a few samples of each entry, and all where the entry is listed; test_samples.py and
+test_gradients_of_samples.py all of all.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 from tests.coverage import checks
-from tests.coverage.axes import WRONG
 from tests.coverage.known import KNOWN, TORCH_OF_PAGE
-from tests.coverage.page import PAGE, TARGETS, TORCH, fails, page, totals
-from tests.coverage.sweep import COLUMNS, applies, builds_on, failures
+from tests.coverage.page import PAGE, TARGETS, fails, page, totals
+from tests.coverage.sweep import COLUMNS, SAME_TORCH, applies, builds_on, failures, surprises
 from tests.gradients.test_overloads import ROWS
 from tfnb.gradients.table import NOGRAD, RULES
 
-SAME_TORCH = TORCH == TORCH_OF_PAGE  # on another torch other entries may pass or fail: only the targets hold
 MET_ELSEWHERE = {  # rules that no entry meets, and no row of test_overloads.py
     "aten.as_strided_scatter.default", "aten.native_dropout.default", "tfnb.assign", "tfnb.gru_layer.default",
     "tfnb.lstm_layer.default", "tfnb.rnn_layer.default", "tfnb.slices.default", "tfnb.coalesce.default",
@@ -28,46 +25,16 @@ MET_ELSEWHERE = {  # rules that no entry meets, and no row of test_overloads.py
     "aten.special_zeta.other_scalar", "aten.special_zeta.self_scalar",
 }  # fmt: skip
 FAILED: dict[str, dict[str, str]] = {}  # entry -> what the quick sweep found, of this process
-in_one_process = pytest.mark.xdist_group("coverage")  # what is asked of all entries, once they ran
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The samples are tiny: waiting for other threads takes longer than they do."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@in_one_process
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", checks.ENTRIES)
 def test_entry(name: str) -> None:
     whole = frozenset(column for column in COLUMNS if name in KNOWN[column])
     FAILED[name] = failures(checks.ENTRIES[name], whole)
-    _check(name, FAILED[name])
+    assert surprises(name, FAILED[name]) == []
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", checks.ENTRIES)
-def test_samples(name: str) -> None:
-    _check(name, failures(checks.ENTRIES[name], frozenset(COLUMNS)))
-
-
-def _check(name: str, found: dict[str, str]) -> None:
-    assert not found.get("varying", "").startswith(WRONG), "at another size it gives other values, without a word"
-    if not SAME_TORCH:
-        return
-    new = {column: said for column, said in found.items() if name not in KNOWN[column]}
-    assert not new, f"{name} fails, and tests/coverage/known.py does not list it: {new}"
-    mended = [column for column in COLUMNS if name in KNOWN[column] and column not in found]
-    assert not mended, f"{name} passes now: take it out of {mended} in tests/coverage/known.py, then `make page`"
-
-
-@in_one_process
 @pytest.mark.parametrize("column", TARGETS)
 def test_target_is_met(column: str) -> None:
     """In the table, and in this run: also on a torch for which the table was not made."""
@@ -96,7 +63,6 @@ def test_table_names_entries() -> None:
     assert all(fails(*row) for row in listed)
 
 
-@in_one_process
 def test_every_rule_is_reached() -> None:
     """Runs after the entries: a rule is met by them, by a row of test_overloads.py, or by a test named here."""
     if len(FAILED) < len(checks.ENTRIES):
@@ -137,6 +103,11 @@ def test_a_value_frozen_while_recording_is_found() -> None:
     assert checks.records(_Entry(_frozen), sample) is None
     assert "close" in str(checks.replays(_Entry(_frozen), sample, fresh))
     assert checks.replays(_Entry(lambda x: x * x.sum()), sample, fresh) is None
+
+
+def test_fresh_inputs_have_other_values() -> None:
+    found = checks.pairs(checks.ENTRIES["mul"], torch.float64)
+    assert not any(torch.equal(sample.input, fresh.input) for sample, fresh in found if sample.input.numel())
 
 
 def test_another_distribution_is_found() -> None:

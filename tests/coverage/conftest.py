@@ -1,0 +1,17 @@
+"""What every test of the operators gets: one thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The samples are tiny: waiting for other threads takes longer than they do."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,19 @@
+"""Every sample of every entry differentiates, and some run at other sizes, but for what `known.py` lists."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.coverage import checks
+from tests.coverage.sweep import failures, surprises
+
+COLUMNS = ("first", "second", "varying")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", checks.ENTRIES)
+def test_all_samples_differentiate(name: str) -> None:
+    found = failures(checks.ENTRIES[name], frozenset(COLUMNS), asked=COLUMNS)
+    assert surprises(name, found, COLUMNS) == []
