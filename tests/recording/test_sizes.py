@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tfnb
-from tfnb.errors import ShapeError, TfnbError
+from tfnb.errors import BranchChanged, ShapeError, TfnbError
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 RECORDED = 5
@@ -143,3 +143,77 @@ def test_a_check_of_torch_concerns_its_own_line_alone(blocks: int) -> None:
     torch.testing.assert_close(tfnb.run(before, {x: row}), net.eval()(row).detach())
     with pytest.raises(ShapeError, match=r"B != 1(.|\n)*trained = net.train\(\)\(x\)"):
         tfnb.run(trained, {x: row})
+
+
+# -- sizes that only the data of a run tell -------------------------------------------------------------------------
+
+DATA = {
+    "sample": torch.tensor([[1.0, -1.0], [-2.0, 2.0], [3.0, -4.0]]),
+    "negative": -torch.ones(3, 2),
+    "positive": torch.ones(3, 2),
+    "one": torch.tensor([[1.0, -1.0]]),
+    "more": torch.tensor([[1.0, 2.0], [-1.0, -3.0], [0.5, -3.0], [-1.0, -1.0]]),
+}
+OF_DATA: dict[str, tuple[Function, set[str]]] = {
+    "any": (lambda x: x.sum() if (x > 0).nonzero().numel() > 0 else x.sum() * 2, {"negative"}),
+    "none": (lambda x: x.sum() * 2 if x[x > 0].numel() == 0 else x.sum(), {"negative"}),
+    "two masks": (lambda x: x.sum() * 2 if x[x > 0].numel() > 2 * x[x <= 0].numel() else x.sum(), {"positive"}),
+    "all counted": (lambda x: x.sum() if x[x > 0].numel() + x[x <= 0].numel() == x.numel() else x * 2, set()),
+    "share": (lambda x: x.sum() * (x[x > 0].shape[0] + 1) / (x[x <= 0].shape[0] + 1), set()),
+    "int": (lambda x: x.sum() * int(x[x > 0].shape[0]), {"negative", "positive", "one"}),
+    "len": (lambda x: x.sum() * len(x[x > 0]), {"negative", "positive", "one"}),
+    "range": (lambda x: sum(x.sum() * i for i in range(x[x > 0].shape[0])), {"negative", "positive", "one"}),
+    "rows": (lambda x: sum(row.sum() * 2 for row in x[x > 0]), {"negative", "positive", "one"}),
+    "unique": (lambda x: x.sum() * 2 if x.sign().unique().numel() == 2 else x.sum(), {"negative", "positive"}),
+    "same mask": (lambda x: x[x > 0] * (x * 2)[x > 0], set()),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*Python took the")
+@pytest.mark.parametrize("name", OF_DATA)
+def test_a_decision_by_a_size_of_data_is_right_or_refused(name: str) -> None:
+    function, refused = OF_DATA[name]
+    with tfnb.record():
+        x = tfnb.placeholder(DATA["sample"], name="x")
+        y = function(x)
+    found = set()
+    for label, data in DATA.items():
+        try:
+            got = tfnb.run(y, {x: data})
+        except BranchChanged as error:
+            assert error.line and error.cell == "test_sizes.py"
+            found.add(label)
+        else:
+            torch.testing.assert_close(got, function(data))
+    assert found == refused
+
+
+def test_a_decision_by_a_size_of_data_warns_and_needs_samples() -> None:
+    with pytest.warns(UserWarning, match="Python took the True branch"), tfnb.record():
+        x = tfnb.placeholder(torch.ones(3))
+        _ = x * 2 if x[x > 0].numel() > 0 else x
+    with pytest.raises(ShapeError, match=r"asks for N > 0, which only the data(.|\n)*test_sizes\.py"), tfnb.record():
+        x = tfnb.placeholder(shape=("B",))
+        _ = x * 2 if x[x > 0].numel() > 0 else x
+
+
+@pytest.mark.filterwarnings("ignore:.*Python took the")
+def test_the_adaptive_softmax_runs_where_the_same_clusters_are_used() -> None:
+    torch.manual_seed(0)
+    layer = nn.AdaptiveLogSoftmaxWithLoss(8, 20, [5, 10], div_value=2.0).double()
+    weights = list(layer.parameters())
+    with tfnb.record():
+        x = tfnb.placeholder(torch.randn(20, 8, dtype=torch.float64))
+        labels = tfnb.placeholder(torch.arange(20))
+        found = layer(x, labels)
+        fetches = [*found, *tfnb.gradients(found.loss, weights)]
+    for rows in (torch.arange(20).flip(0), torch.cat([torch.arange(20), torch.randint(20, (13,))])):
+        data = torch.randn(len(rows), 8, dtype=torch.float64)
+        expected = layer(data, rows)
+        for got, want in zip(
+            tfnb.run(fetches, {x: data, labels: rows}),
+            [*expected, *torch.autograd.grad(expected.loss, weights)], strict=True,
+        ):  # fmt: skip
+            torch.testing.assert_close(got, want.detach())
+    with pytest.raises(BranchChanged, match=r"test_sizes\.py line"):
+        tfnb.run(fetches, {x: torch.randn(4, 8, dtype=torch.float64), labels: torch.zeros(4, dtype=torch.int64)})

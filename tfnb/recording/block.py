@@ -254,7 +254,7 @@ def _pushed(recorder: Recorder) -> Iterator[None]:
 
 @contextmanager
 def _listening(recorder: Recorder) -> Iterator[None]:
-    before, recorder.symbols.listener = recorder.symbols.listener, recorder.heard
+    before, recorder.symbols.listener = recorder.symbols.listener, recorder
     try:
         yield
     finally:

@@ -5,7 +5,8 @@ Stateless: what is kept lies with the recorder and its workspace.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from tfnb.recording.ops import Facts, Op, bind, kernel, op_name
 from tfnb.recording.replaced import SHAPES
 from tfnb.recording.report import dense, explained
 from tfnb.recording.scopes import clean
+from tfnb.recording.shapes import sized_by_data
 from tfnb.recording.tensor import Base, Entry, Tensor
 from tfnb.recording.views import View
 from tfnb.recording.workspace import conjugating, physical, stream_seed
@@ -32,8 +34,9 @@ def record_call(rec: Recorder, func: Op, own: Facts, args: Any, kwargs: Any) -> 
     """Record one op: node, fake result, sample result."""
     __tracebackhide__ = True
     inputs: list[Entry] = []
-    attr_args, fake_args, sample_args = _arguments(rec, list(args), inputs)
-    attr_kwargs, fake_kwargs, sample_kwargs = _arguments(rec, kwargs, inputs)
+    fake = rec.space.apart if sized_by_data(func) else attrgetter("fake")
+    attr_args, fake_args, sample_args = _arguments(rec, list(args), inputs, fake)
+    attr_kwargs, fake_kwargs, sample_kwargs = _arguments(rec, kwargs, inputs, fake)
     fakes = _fake_call(rec, func, fake_args, fake_kwargs, inputs)
     flat = fakes if isinstance(fakes, (list, tuple)) else (fakes,)
     if not all(f is None or isinstance(f, torch.Tensor) for f in flat) or all(f is None for f in flat):
@@ -71,18 +74,20 @@ def record_call(rec: Recorder, func: Op, own: Facts, args: Any, kwargs: Any) -> 
     return wrapped[0]
 
 
-def _arguments(rec: Recorder, tree: Any, inputs: list[Entry]) -> tuple[Any, Any, Any]:
+def _arguments(
+    rec: Recorder, tree: Any, inputs: list[Entry], fake: Callable[[Entry], torch.Tensor]
+) -> tuple[Any, Any, Any]:
     """An argument tree three times: as attrs (Ref, Dim), on fakes, on samples. Tensors are added to ``inputs``."""
     if isinstance(tree, torch.Tensor):
         entry = rec._entry(tree)
         inputs.append(entry)
-        return Ref(len(inputs) - 1), entry.fake, entry.sample
+        return Ref(len(inputs) - 1), fake(entry), entry.sample
     if isinstance(tree, (list, tuple)):
-        parts = [_arguments(rec, item, inputs) for item in tree]
+        parts = [_arguments(rec, item, inputs, fake) for item in tree]
         kind = list if isinstance(tree, list) else tuple
         return tuple(kind(part[i] for part in parts) for i in range(3))  # type: ignore[return-value]
     if isinstance(tree, Mapping):
-        items = {key: _arguments(rec, item, inputs) for key, item in tree.items()}
+        items = {key: _arguments(rec, item, inputs, fake) for key, item in tree.items()}
         return tuple({key: part[i] for key, part in items.items()} for i in range(3))  # type: ignore[return-value]
     if isinstance(tree, torch.Generator):
         rec.streams_differ("generator=")

@@ -33,6 +33,7 @@ from tfnb.recording.outside import Outside
 from tfnb.recording.replaced import PHYSICAL, REPLACED
 from tfnb.recording.report import user_level
 from tfnb.recording.scopes import Scopes, clean
+from tfnb.recording.symbols import is_relation
 from tfnb.recording.tape import Tape
 from tfnb.recording.tensor import Base, Entry, Operation, Tensor, gone
 from tfnb.recording.variables import held, known, variable
@@ -321,6 +322,22 @@ class Recorder(TorchDispatchMode):
         guard = Guard(text, source, self.owner, is_local=by_torch)
         if all(not other.covers(guard) for other in self.new_guards):
             self.new_guards.append(guard)
+
+    def settled(self, expr: Any) -> Any:
+        """What Python asks of a size that only data tell: the samples' answer, and a guard that a run agrees."""
+        answer = self.symbols.seen(expr, bool if is_relation(expr) else int)
+        if answer is None:
+            raise ShapeError(
+                f"Python asks for {self.symbols.text(expr)}, which only the data of a run tell, and there are no "
+                f"samples to decide by: give every placeholder a sample{self.tape.at()}"
+            )
+        with self.on():
+            if isinstance(answer, bool):
+                self.branch(aten.scalar_tensor(self.symbols.env.create_symboolnode(expr), dtype=torch.bool), answer)
+            else:
+                size = self.symbols.env.create_symintnode(expr, hint=None)
+                self.branch(aten.scalar_tensor(size, dtype=torch.int64) == answer, True)
+        return answer
 
     # -- the dispatch mode --------------------------------------------------------------------------------------
 

@@ -194,8 +194,15 @@ def _max_pool1d(rec: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _unbind(rec: Any, x: Any, dim: int = 0) -> Any:
     """As many outputs as rows: the size is fixed by this line, whatever the shape rule of unbind concludes."""
-    int(x.shape[dim])
+    count = int(x.shape[dim])
+    if _is_of_data(x.shape[dim]):
+        return tuple(x.select(dim, i) for i in range(count))
     return NotImplemented
+
+
+def _is_of_data(size: Any) -> bool:
+    """Whether only the data of a run tell a size."""
+    return isinstance(size, torch.SymInt) and size.node.hint is None
 
 
 def _squeeze(rec: Any, x: Any, dim: Any = None) -> Any:
@@ -203,7 +210,7 @@ def _squeeze(rec: Any, x: Any, dim: Any = None) -> Any:
     asked = range(x.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
     for axis in asked if x.dim() else ():
         size = x.shape[axis]
-        if not isinstance(size, torch.SymInt) or size.node.hint is not None:
+        if not _is_of_data(size):
             rec.symbols.decided(size == 1)
             continue
         if rec.symbols.concrete(size) in (None, 1):

@@ -164,6 +164,12 @@ def _expr(size: Any) -> Any:
 
 
 @cache
+def sized_by_data(func: Op) -> bool:
+    """Whether the sizes of the result are known from the data alone."""
+    return not _BY_DATA.isdisjoint(func.tags)
+
+
+@cache
 def _repeats(func: Op) -> bool:
     """Whether the fake kernel gives the same for the same metadata."""
-    return func.namespace in _PURE and not _BY_DATA.intersection(func.tags)
+    return func.namespace in _PURE and not sized_by_data(func)

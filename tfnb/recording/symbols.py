@@ -17,18 +17,19 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import sympy
 import torch
 from torch._guards import GuardSource, Source
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
+from tfnb.errors import ShapeError
 from tfnb.graph import Dim, Spec
 from tfnb.graph.contents import unique
 from tfnb.graph.spec import Size
@@ -68,15 +69,16 @@ class _Named(Source):
 
 
 class _Env(ShapeEnv):
-    """A ShapeEnv that tells its owner of each new relation, and forgets kernels' inequalities.
+    """A ShapeEnv that tells its owner of each new relation, asks it where torch knows no answer, and forgets kernels'
+    inequalities.
 
     torch answers as if no varying size were ever 0 or 1. Where Python asks, the user's or that of `torch.nn`, an answer
     that would be another one there is a relation too; what torch asks inside its ops is right at every size.
     """
 
-    def __init__(self, heard: Callable[..., None]) -> None:
+    def __init__(self, heard: Callable[..., None], settled: Callable[[Any], Any]) -> None:
         super().__init__(duck_shape=False)
-        self._heard = heard
+        self._heard, self._settled = heard, settled
         self.kernel = False
         self.depth = 0  # of ops that are being recorded
 
@@ -87,7 +89,12 @@ class _Env(ShapeEnv):
             if not _is_equality(orig_expr, result):
                 return result
         before = len(self.guards)
-        result = super().evaluate_expr(orig_expr, *args, **kwargs)
+        try:
+            result = super().evaluate_expr(orig_expr, *args, **kwargs)
+        except GuardOnDataDependentSymNode:
+            if self.kernel:
+                raise
+            return self._settled(orig_expr)
         for guard in self.guards[before:]:
             self._heard(guard.expr)
         asked = not self.kernel and not self.depth and len(self.guards) == before
@@ -120,10 +127,15 @@ def _module(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
 
 
+def is_relation(expr: Any) -> bool:
+    """Whether an expression is true or false; to sympy a bare symbol is a Boolean."""
+    return isinstance(expr, sympy.logic.boolalg.Boolean) and isinstance(expr, sympy.Basic) and not expr.is_Symbol
+
+
 @lru_cache(maxsize=4096)
 def _holds_when_short(expr: Any) -> bool:
     """Whether the truth of ``expr`` is the same for all sizes, those below two included."""
-    if not isinstance(expr, sympy.logic.boolalg.Boolean) or not isinstance(expr, sympy.Basic) or expr.is_Symbol:
+    if not is_relation(expr):
         return True
     sizes = sorted(expr.free_symbols, key=str)
     if len(sizes) > _PIECEWISE:
@@ -132,12 +144,22 @@ def _holds_when_short(expr: Any) -> bool:
     return len(truths) == 1 and truths.pop().is_singleton()
 
 
+class Listener(Protocol):
+    """Who is told what a recording relies on, and answers what only the samples know."""
+
+    def heard(self, text: str, expr: Any, *, by_torch: bool) -> None:
+        """A new relation between sizes."""
+
+    def settled(self, expr: Any) -> Any:
+        """The truth or number of an expression over sizes that data tell."""
+
+
 class Symbols:
     """The symbols of one graph in this process."""
 
     def __init__(self) -> None:
-        self.listener: Callable[..., None] | None = None
-        self.env = _Env(self._heard)
+        self.listener: Listener | None = None
+        self.env = _Env(self._heard, self._settled)
         self.fake_mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
         self.fake_mode.cache_enabled = False  # `tfnb.recording.shapes` remembers, at less cost
         self._letters: dict[sympy.Symbol, str] = {}
@@ -147,7 +169,12 @@ class Symbols:
 
     def _heard(self, expr: Any, *, by_torch: bool = False) -> None:
         if self.listener is not None:
-            self.listener(self.text(expr), expr, by_torch=by_torch)
+            self.listener.heard(self.text(expr), expr, by_torch=by_torch)
+
+    def _settled(self, expr: Any) -> Any:
+        if self.listener is None:
+            raise ShapeError(f"only the data of a run tell {self.text(expr)}")
+        return self.listener.settled(expr)
 
     # -- making symbols ------------------------------------------------------------------------------------
 
@@ -235,8 +262,12 @@ class Symbols:
         hint = leaf.node.hint
         if hint is not None:
             return hint
-        value = leaf.node.expr.xreplace(self._observed)
-        return leaf.node.pytype(value) if value.is_number else None
+        return self.seen(leaf.node.expr, leaf.node.pytype)
+
+    def seen(self, expr: Any, kind: type) -> Any:
+        """An expression with the sizes of the samples in it; None where they do not tell."""
+        value = expr.xreplace(self._observed)
+        return None if value.free_symbols else kind(value)
 
     def number(self, dim: Dim) -> Any:
         """The number that an expression is for the samples."""

@@ -55,6 +55,7 @@ class Workspace:
         self.symbols = Symbols()
         self.shapes = Shapes(self.symbols)
         self.fakes: dict[Value, torch.Tensor] = {}
+        self._apart: dict[Value, torch.Tensor] = {}  # fakes that stand for one value alone
         self._samples: dict[Value, torch.Tensor] = {}
         self._roots: dict[Value, torch.Tensor] = {}
         self.live = WeakIdKeyDictionary()  # recorded tensors of finished recordings that somebody still holds
@@ -80,6 +81,15 @@ class Workspace:
         while self._bytes > SAMPLE_BUDGET and len(self._samples) > 1:
             dropped = self._samples.pop(next(iter(self._samples)))
             self._bytes -= dropped.numel() * dropped.element_size()
+
+    def apart(self, entry: Any) -> torch.Tensor:
+        """A fake tensor of this value alone: torch remembers with it the sizes that the value's data decide."""
+        found = self._apart.get(entry.value)
+        if found is None:
+            with self.symbols.kernel():
+                found = entry.fake.new_empty_strided(entry.fake.shape, entry.fake.stride())
+            self._apart[entry.value] = found
+        return found
 
     def settle(self, shown: Collection[int]) -> None:
         """After a recording: the oldest samples go, but for those of nodes that somebody holds a handle of."""
@@ -111,7 +121,7 @@ class Workspace:
 
     def forget(self, ids: set[int]) -> None:
         """Drop everything about removed nodes."""
-        for table in (self.fakes, self._samples, self._roots):
+        for table in (self.fakes, self._apart, self._samples, self._roots):
             for value in [v for v in table if v.node in ids]:
                 del table[value]
         for node_id in ids & self.rules.keys():
