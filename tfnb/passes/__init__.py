@@ -1,10 +1,15 @@
 """Passes: functions from Graph to Graph."""
 
 from tfnb.passes.fold import fold
+from tfnb.passes.memory import Memory, peak
 from tfnb.passes.merge import merge
-from tfnb.passes.pipeline import PIPELINE, optimize, stages
+from tfnb.passes.order import order, split
+from tfnb.passes.pipeline import LAST, PIPELINE, Stage, optimize, stages, table
 from tfnb.passes.prune import feed_symbols, prune
 from tfnb.passes.simplify import simplify
 from tfnb.passes.stack import stack
 
-__all__ = ["PIPELINE", "feed_symbols", "fold", "merge", "optimize", "prune", "simplify", "stack", "stages"]
+__all__ = [
+    "LAST", "PIPELINE", "Memory", "Stage", "feed_symbols", "fold", "merge", "optimize", "order", "peak", "prune",
+    "simplify", "split", "stack", "stages", "table",
+]  # fmt: skip

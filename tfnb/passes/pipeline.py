@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 
 from tfnb.graph import Contents, Graph, Value
 from tfnb.passes.fold import fold
+from tfnb.passes.memory import Memory
 from tfnb.passes.merge import merge
+from tfnb.passes.order import order, split
 from tfnb.passes.prune import prune
 from tfnb.passes.rewrite import Pass
 from tfnb.passes.simplify import simplify
 from tfnb.passes.stack import stack
 
 PIPELINE: tuple[Pass, ...] = (fold, simplify, merge)  # between two prunings
-LAST: tuple[Pass, ...] = (
-    stack,
-)  # once, when nothing changes any more: kernels are chosen, results equal within rounding
+LAST: tuple[Pass, ...] = (stack, split, order)  # once, when nothing changes any more: kernels and order are chosen
 ROUNDS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What a pass left: nodes, bytes that the step makes in all, and the predicted most that it holds at once."""
+
+    name: str
+    nodes: int
+    bytes: int
+    peak: int
+
+
+def table(
+    graph: Graph, fetches: Collection[Value], feeds: Collection[Value], sizes: Mapping[str, int] | None = None
+) -> list[Stage]:
+    """A row for each of `stages`. sizes: of symbols, by name; 32 is taken for one that is missing."""
+    rows = []
+    for name, after in stages(graph, fetches, feeds):
+        memory = Memory(after, fetches, feeds, sizes)
+        rows.append(Stage(name, len(after.nodes), sum(memory.size.values()), memory.peak()))
+    return rows
 
 
 def optimize(graph: Graph, fetches: Collection[Value], feeds: Collection[Value]) -> Graph:

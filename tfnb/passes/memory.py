@@ -1,0 +1,132 @@
+"""Memory of a step, predicted from specs: which values lie in one piece of memory, how large it is, how long it lives.
+
+Semantics S-141. What the step does not make (feeds, constants, Variables) costs nothing. Values are freed at their last
+use; what is fetched or written lives to the end, and so do the gradients of optimizer updates, which are done at commit.
+What kernels hold inside does not count. Imports graph, and kernels for which updates there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import cache
+
+from tfnb.errors import ShapeError
+from tfnb.graph import Graph, Node, Spec, Value
+from tfnb.graph.ops import WITH_GRADIENT, overload
+from tfnb.kernels.optim import FUSED
+
+NOMINAL = 32  # taken for a size that only a run knows
+_BORROWED = frozenset({"tfnb.placeholder", "tfnb.constant", "tfnb.read"})
+_RESHAPES = frozenset({"aten.view.default", "aten._unsafe_view.default", "aten._reshape_alias.default"})
+
+
+class Memory:
+    """Pieces of memory, each named by the value that first lies in it: its ``owner``.
+
+    size: bytes of each piece that the step makes. touched: the pieces that each node (by place) takes or makes. made:
+    those that it makes. kept: pieces that live to the end.
+    """
+
+    def __init__(
+        self, graph: Graph, fetches: Collection[Value], feeds: Collection[Value],
+        sizes: Mapping[str, int] | None = None,
+    ) -> None:  # fmt: skip
+        self.owner: dict[Value, Value] = {value: value for value in feeds}
+        self.size: dict[Value, int] = {}
+        self.touched: list[set[Value]] = []
+        self.made: list[list[Value]] = []
+        self.kept: set[Value] = set()
+        self._sizes = sizes or {}
+        self._known: dict[Spec, int] = {}
+        for node in graph.nodes:
+            self._meet(node)
+        self.kept.update(self.owner[value] for value in fetches if value in self.owner)
+
+    def _meet(self, node: Node) -> None:
+        made = []
+        for index, spec in enumerate(node.outputs):
+            value = Value(node.id, index)
+            source = _shared(node, index)
+            if source is not None:
+                self.owner[value] = self.owner.get(source, source)
+            elif value not in self.owner:  # a fed value is the caller's
+                self.owner[value] = value
+                if node.op not in _BORROWED:
+                    self.size[value] = self._bytes(spec)
+                    made.append(value)
+        taken = {self.owner.get(value, value) for value in node.inputs}
+        self.touched.append({owner for owner in (*taken, *made) if owner in self.size})
+        self.made.append(made)
+        if node.op == "tfnb.assign" or node.op in FUSED:
+            self.kept.update(taken)
+
+    def _bytes(self, spec: Spec) -> int:
+        found = self._known.get(spec)
+        if found is None:
+            found = self._known[spec] = _bytes(spec, self._sizes)
+        return found
+
+    def peak(self, order: Sequence[int] | None = None) -> int:
+        """The most bytes held at once, if the nodes run in this order of their places."""
+        order = range(len(self.touched)) if order is None else order
+        last: dict[Value, int] = {}
+        for place in order:
+            for owner in self.touched[place]:
+                last[owner] = place
+        held = most = 0
+        for place in order:
+            for owner in self.made[place]:
+                held += self.size[owner]
+            most = max(most, held)
+            for owner in self.touched[place]:
+                if last[owner] == place and owner not in self.kept:
+                    held -= self.size[owner]
+        return most
+
+
+def peak(
+    graph: Graph, fetches: Collection[Value], feeds: Collection[Value], sizes: Mapping[str, int] | None = None
+) -> int:
+    """The most bytes that the step holds at once, as predicted; ``sizes`` of symbols, 32 where one is missing."""
+    return Memory(graph, fetches, feeds, sizes).peak()
+
+
+def _bytes(spec: Spec, sizes: Mapping[str, int]) -> int:
+    try:
+        shape = spec.sizes({symbol: NOMINAL for symbol in spec.symbols} | dict(sizes))
+    except ShapeError:  # divides by what the nominal sizes make a zero
+        return 0
+    count = spec.dtype.itemsize
+    for size in shape:
+        count *= max(int(size), 0)
+    return count
+
+
+def _shared(node: Node, index: int) -> Value | None:
+    """The input that output ``index`` lies in the memory of; None for memory of its own."""
+    if not node.inputs:
+        return None
+    if node.op == "tfnb.assign":
+        return node.inputs[0]
+    if node.op == WITH_GRADIENT:
+        return node.inputs[node.attrs["values"][index].input]
+    if node.op in FUSED:  # done in place at commit; w and the slots are state
+        return node.inputs[0]
+    if node.op.count(".") < 2:
+        return None
+    name = _aliased(node.op)
+    ref = node.attrs.get(name) if name else None
+    return node.inputs[ref.input] if ref is not None else None
+
+
+@cache
+def _aliased(op: str) -> str | None:
+    """The argument that an op returns a view of, or writes and returns."""
+    schema = overload(op)._schema
+    if op in _RESHAPES:
+        return schema.arguments[0].name
+    sets = {name for r in schema.returns if r.alias_info is not None for name in r.alias_info.after_set}
+    for argument in schema.arguments:
+        if argument.alias_info is not None and sets & set(argument.alias_info.before_set):
+            return argument.name
+    return None
