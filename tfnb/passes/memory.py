@@ -1,7 +1,7 @@
 """Memory of a step, predicted from specs: which values lie in one piece of memory, how large it is, how long it lives.
 
 Semantics S-141. What the step does not make (feeds, constants, Variables) costs nothing. Values are freed at their last
-use; what is fetched or written lives to the end, and so do the gradients of optimizer updates, which are done at commit.
+use; what is fetched or written lives to the end, and so do gradients of optimizer updates, which are done at commit.
 What kernels hold inside does not count. Imports graph, and kernels for which updates there are.
 """
 

@@ -14,7 +14,7 @@ from tfnb.graph import Graph, Node, Value
 from tfnb.passes.memory import Memory
 from tfnb.passes.rewrite import is_pure, with_nodes
 
-WORTH_ORDERING = 1 << 20  # bytes; a step that needs less runs in program order
+WORTH_ORDERING = 256 << 10  # bytes; a step that needs less runs in program order
 
 
 def split(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Value] = ()) -> Graph:
