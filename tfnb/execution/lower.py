@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from tfnb.errors import InvalidArgument
+from tfnb.execution import heap
 from tfnb.execution.bindings import QUICK
 from tfnb.execution.commit import Pending, Update, commit
 from tfnb.execution.regions import REGIONS
@@ -107,6 +108,7 @@ def lower(graph: Graph, fetches: Iterable[Value], feeds: Iterable[Value]) -> Pro
     A fetch of a node without outputs gives None. Raises InvalidArgument naming a placeholder that would have to be fed.
     """
     fetches, feeds = tuple(fetches), tuple(feeds)
+    heap.settle()
     return _Lowering(graph, optimize(graph, fetches, feeds), fetches, feeds).program()
 
 
