@@ -18,7 +18,7 @@ from tests.programs.program import Program, differences, labels, tame, tensors
 from tfnb.execution import lower
 from tfnb.graph import Graph
 from tfnb.graph.check import check
-from tfnb.passes import LAST, PIPELINE
+from tfnb.passes import PIPELINE, order, split
 
 
 class Recorded:
@@ -135,7 +135,7 @@ def passes(program: Program) -> str:
     values = [t.value for t in got.tensors]
     keys = [held.feed_value for held in got.held.values()]
     feeds = [program.make(2)[name] for name in got.held]
-    for run in (*PIPELINE, *LAST):
+    for run in (*PIPELINE, split, order):
         after = run(got.graph, values, keys)
         check(after.contents)
         lowered = lower(after, values, keys)

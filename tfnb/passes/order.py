@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from tfnb.graph import Graph, Node, Value
+from tfnb.graph.graph import new_id
 from tfnb.passes.memory import Memory
 from tfnb.passes.rewrite import is_pure, with_nodes
 
@@ -40,7 +41,7 @@ def split(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Value
             continue
         first = {**node.attrs, "output_mask": [i == 0 for i in range(len(mask))]}
         rest = {**node.attrs, "output_mask": [i > 0 and bool(asked) for i, asked in enumerate(mask)]}
-        twin = replace(node, id=-1 - node.id, name=f"{node.name}.weight", attrs=rest)
+        twin = replace(node, id=new_id(), name=f"{node.name}.weight", attrs=rest)
         nodes += [replace(node, attrs=first), twin]
         later.update({node.value(i): twin.value(i) for i in range(1, len(mask))})
     return with_nodes(graph, nodes)
