@@ -160,6 +160,27 @@ def test_a_module_in_a_loop_learns() -> None:
     assert tfnb.run(loss, {x: fed}) < before
 
 
+def test_a_module_in_a_branch_in_a_loop_has_autograds_gradients() -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(3, 3).double()
+
+    def program(loop: Any, branch: Any, x: torch.Tensor) -> torch.Tensor:
+        def body(i: Any, y: Any) -> Any:
+            return i + 1, y + branch(y.sum() > 0, lambda: layer(y).tanh(), lambda: y * 0.5)
+
+        return loop(lambda i, y: i < 3, body, (0, x))[1].square().mean()
+
+    with tfnb.record():
+        x = tfnb.placeholder(torch.randn(4, 3, dtype=F64), name="x")
+        grads = tfnb.gradients(program(tfnb.while_loop, tfnb.cond, x), [*layer.parameters()])
+    for fed in torch.randn(3, 5, 3, dtype=F64):
+        expected = torch.autograd.grad(
+            program(python_loop, python_branch, fed), [*layer.parameters()], allow_unused=True
+        )
+        want = [torch.zeros_like(p) if e is None else e for p, e in zip(layer.parameters(), expected, strict=True)]
+        torch.testing.assert_close(tfnb.run(grads, {x: fed}), want)
+
+
 def test_backward_in_a_cell_goes_through_a_loop() -> None:
     w = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
     with tfnb.record():

@@ -15,6 +15,7 @@ from tfnb.recording.recorder import Recorder
 from tfnb.recording.regions import (
     Function,
     Given,
+    Inner,
     Region,
     append,
     bound_outside,
@@ -41,7 +42,9 @@ Sequences = Sequence[Tensor | tuple[Tensor, Tensor]]  # stacked rows, or element
 class Saver(Protocol):
     """The loop or branch whose values a body asks for: what it has not as an input it gives, one row for each turn."""
 
-    local: set[int]  # its nodes
+    @property
+    def inner(self) -> Inner:
+        """Its values."""
 
     def adopt(self, nodes: Sequence[Node]) -> None:
         """These nodes belong there."""
@@ -96,7 +99,7 @@ class Loop:
         rows = [self._inside(region, value) for value in region.outputs[len(inner) :]]
         self._check(inner, before, region)
         captured = captures(recorder, [region] if test is None else [test, region])
-        saved = [] if self.saver is None else [v for v in captured if v.node in self.saver.local]
+        saved = [] if self.saver is None else [v for v in captured if v.node in self.saver.inner.nodes]
         captured = [v for v in captured if v not in saved]
         if self.saver is not None and saved:
             sequences += map(self._sequence, self.saver.save(saved))
@@ -128,7 +131,7 @@ class Loop:
             kept = self._kept()
             region = record_region(
                 self.recorder, body, [*given, *rows, *kept], scope=self.path, turns=True, held=self.held,
-                local=() if self.saver is None else self.saver.local,
+                inner=self.saver and self.saver.inner,
             )  # fmt: skip
             if self.saver is not None:
                 self.saver.adopt(region.moved)

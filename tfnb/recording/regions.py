@@ -7,7 +7,7 @@ gets its value back, and the new one is an output: the caller writes it after th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,6 +40,18 @@ class Given:
     sample: torch.Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Inner:
+    """Values inside of a subgraph, for what computes its gradient.
+
+    Those of ``nodes`` are another one in each call, although they are not recorded there; ``same`` has those that are
+    values of outside.
+    """
+
+    nodes: set[int]
+    same: dict[Value, Value]
+
+
 @dataclass(slots=True)
 class Region:
     """What one call of a function recorded: nodes, the placeholders of what it got, and what it returned."""
@@ -60,14 +72,13 @@ class Region:
 
 def record_region(
     recorder: Recorder, function: Function, given: Sequence[Given], *, scope: str, turns: bool,
-    held: Sequence[Base] = (), local: Container[int] = (),
+    held: Sequence[Base] = (), inner: Inner | None = None,
 ) -> Region:  # fmt: skip
     """Record a call of ``function`` as a region.
 
     scope: the path of the scope that it is recorded in. turns: whether it runs many times: what is the same each time
     is then left outside. held: tensors and variables of outside that mean the last of ``given`` inside; what they mean
-    at the end are the last outputs. local: nodes whose values are another one in each call, although they are not
-    recorded here: those of a subgraph that is differentiated.
+    at the end are the last outputs. inner: of a subgraph that is differentiated.
     """
     while True:
         before = _Before(recorder)
@@ -85,7 +96,9 @@ def record_region(
             raise
         late = before.met_and_written()
         if not late:
-            return before.cut(tuple(t._entry.value for t in tensors), outputs, turns=turns, local=local)
+            return before.cut(
+                tuple(t._entry.value for t in tensors), outputs, turns=turns, inner=inner or Inner(set(), {})
+            )
         before.undo()
         for meet in late:
             meet()
@@ -151,13 +164,13 @@ class _Before:
         return late
 
     def cut(
-        self, inputs: tuple[Value, ...], outputs: list[Value], *, turns: bool, local: Container[int]
+        self, inputs: tuple[Value, ...], outputs: list[Value], *, turns: bool, inner: Inner
     ) -> Region:  # fmt: skip
         """The region, out of the tape."""
         recorder = self.recorder
         written = {base: base.entry.value for base, version in self.versions.items() if base.version != version}
         made = recorder.tape.cut(self.at)
-        inside, same, moved = _parted(recorder, made, {v.node for v in inputs}, turns=turns, local=local)
+        inside, same, moved = _parted(recorder, made, {v.node for v in inputs}, turns=turns, inner=inner)
         resolved = [same.get(v, v) for v in outputs]
         final = {base: same.get(v, v) for base, v in written.items()}
         nodes = _needed(inside, [*resolved, *final.values()])
@@ -193,13 +206,13 @@ class _Before:
 
 
 def _parted(
-    recorder: Recorder, made: Sequence[Node], inputs: set[int], *, turns: bool, local: Container[int]
+    recorder: Recorder, made: Sequence[Node], inputs: set[int], *, turns: bool, inner: Inner
 ) -> tuple[list[Node], dict[Value, Value], list[Node]]:
     """The nodes that stay inside; others go back to the tape. Writes of variables are the values that they write.
 
     Copies of forward nodes, which take and give local values, are told apart.
     """
-    same: dict[Value, Value] = {}
+    same = dict(inner.same)
     moved: dict[int, Node] = {}
     inside: dict[int, Node] = {}
     outer: set[str] | None = None
@@ -216,7 +229,7 @@ def _parted(
             node = replace(node, inputs=tuple(same.get(v, v) for v in node.inputs))
         node = replace(node, control=tuple(i for i in node.control if i in inside))
         bound = any(v.node in inside for v in node.inputs) or bool(node.control)
-        fixed = not any(v.node in local or v.node in moved for v in node.inputs)
+        fixed = not any(v.node in inner.nodes or v.node in moved for v in node.inputs)
         if node.op in ("tfnb.read", "tfnb.constant"):
             recorder.tape.put(node)
         elif AGAIN in node.tags and not bound and not fixed:

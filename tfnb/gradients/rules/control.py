@@ -24,7 +24,7 @@ from tfnb.graph.subgraph import row_places
 from tfnb.recording import Recorder, Tensor
 from tfnb.recording.loop import Loop, Sequences, gathered
 from tfnb.recording.own_gradient import open_recorder
-from tfnb.recording.regions import AGAIN, append, bound_outside, captures, record_region, subgraph
+from tfnb.recording.regions import AGAIN, Inner, append, bound_outside, captures, record_region, subgraph
 
 Optional = Sequence[torch.Tensor | None]
 
@@ -41,7 +41,8 @@ class Part:
     ) -> None:
         self.recorder, self.part, self.active = recorder, part, active
         self.known = {v: t for v, t in zip(part.inputs, known, strict=True) if t is not None}
-        self.local = {node.id for node in part.contents.nodes} - {v.node for v in self.known}
+        nodes = {node.id for node in part.contents.nodes} - {v.node for v in self.known}
+        self.inner = Inner(nodes, {v: recorder._entry(t).value for v, t in self.known.items()})
         self.moved: list[Node] = []
 
     def targets(self) -> list[Value]:
@@ -69,9 +70,9 @@ class Part:
 
     def adopt(self, nodes: Sequence[Node]) -> None:
         """Copies of nodes of this subgraph that give more: they belong into it."""
-        inputs = {t.value: v for v, t in self.known.items()}
+        inputs = {outer: v for v, outer in self.inner.same.items()}
         self.moved += [replace(node, inputs=tuple(inputs.get(v, v) for v in node.inputs)) for node in nodes]
-        self.local |= {node.id for node in nodes}
+        self.inner.nodes.update(node.id for node in nodes)
         self.recorder.tape.by_id.update({node.id: node for node in nodes})
 
     def giving(self, outputs: Sequence[Value | None]) -> Subgraph:
@@ -122,7 +123,7 @@ def _cond(n: Forward, dys: Cotangents) -> list[torch.Tensor | None]:
             pairs = zip(found, operands, active, strict=True)
             return [torch.zeros_like(x) if dx is None else dx for dx, x, wanted in pairs if wanted]
 
-        region = record_region(recorder, call, [], scope=path, turns=False, local=part.local)
+        region = record_region(recorder, call, [], scope=path, turns=False, inner=part.inner)
         part.adopt(region.moved)
         return region
 
@@ -144,7 +145,7 @@ def _cond(n: Forward, dys: Cotangents) -> list[torch.Tensor | None]:
 def _branch_values(n: Forward, node: Node, parts: Sequence[Part], captured: Sequence[Value]) -> dict[Value, Value]:
     """Values inside of the branches, as outputs of a copy of their node."""
     recorder = parts[0].recorder
-    saved = [[v for v in captured if v.node in part.local] for part in parts]
+    saved = [[v for v in captured if v.node in part.inner.nodes] for part in parts]
     values = [*saved[0], *saved[1]]
     if not values:
         return {}
@@ -182,8 +183,8 @@ class _Rows:
         self.given = dict(zip(part.part.inputs[first : first + len(xs)], xs, strict=True))
 
     @property
-    def local(self) -> set[int]:
-        return self.part.local
+    def inner(self) -> Inner:
+        return self.part.inner
 
     def adopt(self, nodes: Sequence[Node]) -> None:
         self.part.adopt(nodes)
