@@ -17,6 +17,7 @@ from tfnb.view.box import Box, Key, key_name
 from tfnb.view.escape import shorten, xml
 from tfnb.view.face import HEAD, Face, Painter, n, times
 from tfnb.view.heat import heat
+from tfnb.view.inside import opened
 from tfnb.view.level import Drawn, Level, Placed, Ports
 from tfnb.view.measure import SANS
 from tfnb.view.style import HOT_SHEET, PAPER, SHEET
@@ -41,7 +42,7 @@ class Drawing:
         boxes: int = BOXES, trace: Any = None, by: str = "time",
     ) -> None:  # fmt: skip
         self.name = graph.name
-        self.contents: Contents = graph.contents
+        self.contents: Contents = opened(graph.contents)
         self.root = tree(self.contents, cell=cell)
         self.wiring = Wiring(self.contents, self.root)
         failed = _id_of(failing, self.contents)

@@ -30,6 +30,8 @@ def label(node: Node) -> str:
             return constant(node)
         case "tfnb.placeholder":
             return node.name
+        case "tfnb.argument":
+            return node.name.rpartition("/")[2]
     parts = node.op.split(".")
     return parts[1] if len(parts) > 1 else node.op
 

@@ -1,0 +1,61 @@
+"""Loops and branches are boxes that unfold: what they are given goes in, what they give comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+import tfnb
+from tfnb.view.box import Box
+from tfnb.view.drawing import Drawing
+
+
+def recorded() -> tfnb.Graph:
+    with tfnb.record("shown") as graph:
+        x = tfnb.placeholder(torch.ones(3, 2), name="x")
+        w = torch.nn.Parameter(torch.eye(2))
+        _, y = tfnb.while_loop(
+            lambda n, y: y.norm() > 1, lambda n, y: (n + 1, tfnb.cond(n > 2, lambda: y / 4, lambda: y @ w / 2)), (0, x)
+        )
+        tfnb.gradients(y.sum(), [w])
+    return graph
+
+
+def path(root: Box, *titles: str) -> Box:
+    for title in titles:
+        root = next(child for child in root.children if child.title.startswith(title))
+    return root
+
+
+def nodes(box: Box) -> Iterator[str]:
+    return (node.op for node in box.nodes)
+
+
+def test_a_loop_is_a_box_with_its_condition_and_its_body() -> None:
+    root = Drawing(recorded()).root
+    loop = path(root, "_, y = tfnb.while_loop", "while_loop")
+    assert "aten.gt.Scalar" in nodes(path(loop, "cond"))
+    branch = path(loop, "body", "cond")
+    assert "aten.mm.default" not in nodes(path(branch, "then"))
+    assert "aten.mm.default" in nodes(path(branch, "else"))
+
+
+def test_edges_go_into_a_loop_and_come_out_of_it() -> None:
+    drawing = Drawing(recorded())
+    line = path(drawing.root, "_, y = tfnb.while_loop")
+    body, test = path(line, "while_loop", "body"), path(line, "while_loop", "cond")
+    assert {edge.head for edge in drawing.wiring.edges(body)}  # from what it was given to what it does
+    assert all(any(link for link in drawing.wiring.links[node.id]) for box in (body, test) for node in box.nodes)
+    assert drawing.root.children[0].node.name == "x"
+    assert any(edge.tail == 0 for edge in drawing.wiring.edges(drawing.root))
+
+
+def test_every_node_inside_has_a_place_of_its_own_and_every_box_a_picture() -> None:
+    drawing = Drawing(recorded())
+    leaves = [box.node.id for box in drawing.root.walk() if not box.children]
+    assert len(leaves) == len(set(leaves))
+    assert drawing.svg.startswith("<svg")
+    for box in drawing.root.walk():
+        if box.children and box.key:
+            assert "<rect" in drawing.face(box.name, True)

@@ -1,0 +1,86 @@
+"""Nodes with subgraphs, opened: what is inside stands before them as nodes like any others, in a scope of their own.
+
+For drawings only. What a subgraph is given becomes a node that takes the value from outside, and the node itself takes
+what its subgraphs give; so the edges of a picture go in and come out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+from tfnb.graph import Contents, Node, Ref, Subgraph, Value
+from tfnb.graph.node import leaves
+from tfnb.graph.ops import COND, REGIONS
+
+ARGUMENT = "tfnb.argument"
+
+
+def opened(contents: Contents) -> Contents:
+    """The contents with all subgraphs opened, at any depth; the same where there are none."""
+    if not any(node.op in REGIONS for node in contents.nodes):
+        return contents
+    opening = _Opening()
+    nodes = tuple(inner for node in contents.nodes for inner in opening.node(node))
+    return Contents(nodes, contents.guards, contents.aliases)
+
+
+class _Opening:
+    """One pass over a graph. A loop and the copy that saves its values hold the same nodes: the second gets new ids."""
+
+    def __init__(self) -> None:
+        self._met: set[int] = set()
+        self._ids = count(-1, -1)
+
+    def node(self, node: Node) -> Iterator[Node]:
+        """The node, behind those inside of it."""
+        if node.op not in REGIONS:
+            yield node
+            return
+        given: list[Value] = []
+        for part, subgraph in node.attrs.items():
+            if isinstance(subgraph, Subgraph):
+                ids = {inner.id: self._id(inner.id) for inner in subgraph.contents.nodes}
+                yield from self._part(node, part, subgraph, ids)
+                given += [Value(ids[v.node], v.index) for v in subgraph.outputs if v is not None]
+        attrs = {name: attr for name, attr in node.attrs.items() if isinstance(attr, (int, str))}
+        inputs = tuple(dict.fromkeys([*(node.inputs[:1] if node.op == COND else ()), *given]))
+        yield replace(node, inputs=inputs, attrs={**attrs, "given": tuple(map(Ref, range(len(inputs))))})
+
+    def _id(self, node: int) -> int:
+        if node in self._met:
+            return next(self._ids)
+        self._met.add(node)
+        return node
+
+    def _part(self, node: Node, part: str, subgraph: Subgraph, ids: dict[int, int]) -> Iterator[Node]:
+        """The nodes of one subgraph, on the line of the node around it."""
+        values = dict(zip(subgraph.inputs, _given(node, part), strict=True))
+        for inner in subgraph.contents.nodes:
+            pairs = enumerate(zip(node.scope, inner.scope, strict=False))
+            shared = next((i for i, (a, b) in pairs if a != b), min(len(node.scope), len(inner.scope)))
+            place: dict[str, Any] = {
+                "id": ids[inner.id], "name": f"{node.name}/{part}/{inner.name}", "source": node.source,
+                "scope": (*node.scope, part, *inner.scope[shared:]), "owner": node.owner, "tags": node.tags,
+                "forward": node.forward, "inputs": tuple(Value(ids[v.node], v.index) for v in inner.inputs),
+                "control": tuple(ids[i] for i in inner.control),
+            }  # fmt: skip
+            if inner.op == "tfnb.placeholder":
+                value = values[inner.value()]
+                taken = () if value is None else (value,)
+                place |= {"op": ARGUMENT, "inputs": taken, "attrs": {"value": Ref(0)} if taken else {}}
+                place["scope"] = (*node.scope, part, inner.name)
+            yield from self.node(replace(inner, **place))
+
+
+def _given(node: Node, part: str) -> list[Value | None]:
+    """What each input of a subgraph is outside."""
+    names = ["operands"] if node.op == COND else ["init", "xs", "captures"] if part == "body" else ["init", "captures"]
+    found: list[Value | None] = []
+    for name in names:
+        for item in node.attrs[name]:
+            refs = [leaf for leaf in leaves(item) if isinstance(leaf, Ref)]
+            found.append(node.inputs[refs[0].input] if refs else None)
+    return found
