@@ -92,3 +92,50 @@ def test_a_failing_cell_takes_back_what_views_of_other_cells_show(error: str) ->
         same_as_plain(notebook, cells)
     notebook.run("2", "y.add_(1)")
     same_as_plain(notebook, [*cells, "y.add_(1)"])
+
+
+def test_a_view_of_a_parameter_is_of_the_parameter_in_every_cell() -> None:
+    notebook = Notebook("parameter-view")
+    layer = notebook.names["layer"] = torch.nn.Linear(3, 2)
+    before = layer.weight.detach().clone()
+    notebook.run("1", "w = layer.weight[0]\nu = w * 2")
+    notebook.run("2", "with torch.no_grad():\n    layer.weight.fill_(7)\nshown = repr(w)\nq = w + 0")
+    names = notebook.names
+    assert "7., 7., 7." in names["shown"] and names["q"].sample.tolist() == [7, 7, 7]
+    assert torch.equal(tfnb.run(names["u"]), before[0] * 2) and torch.equal(layer.weight, before)
+    notebook.run("3", "r = w * 1")
+    assert torch.equal(names["r"].sample, before[0]) and torch.equal(tfnb.run(names["r"]), before[0])
+    assert tfnb.run(names["q"]).tolist() == [7, 7, 7] and layer.weight.min() == 7
+    assert tfnb.run(names["r"]).tolist() == [7, 7, 7]
+
+
+def test_a_write_through_a_view_of_a_parameter_of_another_cell_writes_the_parameter() -> None:
+    notebook = Notebook("parameter-written")
+    layer = notebook.names["layer"] = torch.nn.Linear(3, 2)
+    second = layer.weight.detach()[1].clone()
+    notebook.run("1", "w = layer.weight[0]")
+    for _ in range(2):
+        notebook.run("2", "with torch.no_grad():\n    w.fill_(5)\ns = layer.weight.sum(1)")
+    assert notebook.names["s"].sample[0] == 15 and notebook.names["w"].sample.tolist() == [5, 5, 5]
+    tfnb.run(layer.weight)
+    assert layer.weight.detach()[0].tolist() == [5, 5, 5] and torch.equal(layer.weight.detach()[1], second)
+
+
+UPDATE = "loss = ((p - x.mean(0)) ** 2).sum()\nloss.backward()\nwith torch.no_grad():\n    p -= 0.25 * p.grad\n"
+
+
+@pytest.mark.parametrize("by", ["parameter", "group", "line below", "loss", "another cell"])
+def test_an_update_by_hand_happens_where_it_is_said_to(by: str) -> None:
+    notebook = Notebook(f"hand-{by}")
+    p = notebook.names["p"] = torch.nn.Parameter(torch.ones(3))
+    notebook.run("1", "x = tfnb.placeholder(torch.ones(2, 3), name='x')")
+    group = "step = tfnb.group(p)" if by == "group" else ""
+    notes = notebook.run("2", f"{UPDATE}after = p.sum()\n{group}").notes
+    assert [note for note in notes if "written by hand: p; a run does it when" in note] == list(notes)
+    assert len(notes) == (0 if by == "group" else 1)
+    notebook.run("3", "there = p.sum()")
+    names = notebook.names
+    fetch = {"parameter": p, "group": names.get("step"), "line below": names["after"], "loss": names["loss"]}
+    for _ in range(2):
+        tfnb.run(fetch.get(by, names["there"]), {"x": torch.zeros(2, 3)} if by != "another cell" else None)
+    assert p.tolist() == [1.0 if by in ("loss", "another cell") else 0.25] * 3

@@ -34,7 +34,7 @@ from tfnb.recording.scopes import Functions, clean
 from tfnb.recording.shared import Shared, swapped
 from tfnb.recording.streams import own_streams
 from tfnb.recording.surroundings import surroundings
-from tfnb.recording.tensor import Operation, Tensor
+from tfnb.recording.tensor import Base, Operation, Tensor
 
 _UNUSED = "it holds data that nothing recorded uses, which is not kept: use .sample, or make it a tfnb.constant"
 _graphs: dict[str, Graph] = {}
@@ -293,9 +293,10 @@ def _commit(
         nodes = [substitute(node, sizes) for node in nodes]
     guards = unified_guards(recorder.new_guards, sizes)
     space = recorder.space
+    changed = [(thing, old) for thing, old in recorder.journal if isinstance(thing, Base) or thing in space.live]
     change = replaced(
         before, nodes, guards, aliases, recorder.owner, append=append, derivatives=space.derivatives,
-        opaque=space.rules, written=rewound.moved(), hidden=rewound.hidden(recorder.journal),
+        opaque=space.rules, written=rewound.moved(), hidden=rewound.hidden(changed),
     )  # fmt: skip
     rewound.check(change.contents)
     if recorder.graph.contents is not before:
@@ -306,7 +307,7 @@ def _commit(
     space.derivatives = (*change.derivatives, *recorder.derivatives)
     space.forget(set(change.gone) | unused)
     rewound.adopt(recorder.live, space.live, change.moved)
-    rewound.replay(recorder.journal, held, recorder.graph.stale)
+    rewound.replay(changed, held, recorder.graph.stale)
     space.live.update(recorder.live)
     past(recorder.graph).renew(change.relinked, space.symbols.renewed)
     space.renew(change.relinked)

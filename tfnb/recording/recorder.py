@@ -27,7 +27,7 @@ from tfnb.graph.variable import updated
 from tfnb.recording.call import record_call
 from tfnb.recording.commit import Derivative
 from tfnb.recording.habits import Habits
-from tfnb.recording.journal import Journal
+from tfnb.recording.journal import Journal, restore, state
 from tfnb.recording.ops import Facts, Op, facts, op_name
 from tfnb.recording.outside import Outside
 from tfnb.recording.replaced import PHYSICAL, REPLACED
@@ -72,6 +72,8 @@ class Recorder(TorchDispatchMode):
         self.born = WeakIdKeyDictionary()  # parameters and buffers made in this recording
         self.journal = Journal()
         self.derivatives: list[Derivative] = []
+        self.by_hand: dict[Variable, Source | None] = {}  # written in place: where it was last
+        self._elsewhere = WeakIdKeyDictionary()  # views of variables, as they looked before this recording
         self.below: Container[str] = ()  # owners whose blocks follow the one that is recorded
         self.live = WeakIdKeyDictionary()  # every recorded tensor that somebody still holds
         self.outside = Outside(self)
@@ -103,11 +105,26 @@ class Recorder(TorchDispatchMode):
 
     def settle(self) -> None:
         """At the end of the block: views of what it wrote show the new values, also those of cells above."""
+        for tensor, before in self._elsewhere.items():
+            if not tensor._family.version:
+                restore(tensor, before)
         for tensor in (*self.live, *self.space.live):
             base, node = tensor._family, self.tape.by_id.get(tensor.shown.value.node)
             is_here = node is not None and (node.owner is None or node.owner.key not in self.below)
             if is_here and tensor._seen != base.version and not self.tape.is_earlier(base.entry.value):
                 self._refresh(tensor)
+        self._note_by_hand()
+
+    def _note_by_hand(self) -> None:
+        """Say that an update of parameters that no group runs is one to be fetched."""
+        grouped = {v.node for node in self.new if node.op == "tfnb.group" for v in node.inputs}
+        left = {v: at for v, at in self.by_hand.items() if self._read_base(v).entry.value.node not in grouped}
+        if left:
+            names, source = ", ".join(sorted(var.name for var in left)), next(reversed(left.values()))
+            self.notes.append(
+                f"{f'{source.label} line {source.line}' if source else 'recording'}: written by hand: {names}; a run "
+                "does it when the parameter, or a tfnb.group of them, is fetched, and not for the loss or another cell"
+            )
 
     def look(self, tensor: Tensor) -> Entry:
         """What a recorded tensor means at this place of the program."""
@@ -160,7 +177,7 @@ class Recorder(TorchDispatchMode):
                 sample = physical(var.storage) if var.home is None or not self.lazy else None
                 fake = self.space.shapes.like(var.storage)
             value = self.tape.append("tfnb.read", clean(var.name), (var.spec,), attrs={"variable": var})
-            base = Base(Entry(value, fake, sample))
+            base = Base(Entry(value, fake, sample), variable=var)
             base.written = lambda entry: self._assigned(var, entry, frozenset())
             self.space.fakes[value] = fake
             self.space.keep(value, sample, root=False)
@@ -428,6 +445,15 @@ class Recorder(TorchDispatchMode):
             return None
         return self.overrides.get(op_name(func))
 
+    def _of_here(self, tensor: Tensor) -> Tensor:
+        """A view of a variable that an earlier recording made looks at what the variable is in this one."""
+        var = tensor._family.variable
+        if var is not None and tensor._chain and self.tape.is_earlier(tensor._family.entry.value):
+            self._elsewhere.setdefault(tensor, state(tensor))
+            self.changes(tensor)
+            tensor._family, tensor._seen = self._read_base(var), -1
+        return tensor
+
     # -- tensors to entries -----------------------------------------------------------------------------------------
 
     def _entry(self, tensor: torch.Tensor) -> Entry:
@@ -465,7 +491,7 @@ class Recorder(TorchDispatchMode):
     def handle(self, tensor: torch.Tensor) -> Tensor:
         """The recorded tensor that stands for any tensor met while recording."""
         if isinstance(tensor, Tensor):
-            return tensor if tensor._space is self.space else self.outside.handle(tensor.sample)
+            return self._of_here(tensor) if tensor._space is self.space else self.outside.handle(tensor.sample)
         return self.outside.handle(tensor)
 
     def home(self, tensor: torch.Tensor) -> Base:

@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from tfnb.errors import FailedPrecondition, InvalidArgument, StaleNode, Unsupported
-from tfnb.graph import Graph, Node, Spec, Value, current
+from tfnb.graph import Graph, Node, Spec, Value, Variable, current
 from tfnb.recording.checks import is_check
 from tfnb.recording.views import View, renewed_chain
 from tfnb.recording.workspace import Workspace
@@ -44,6 +44,7 @@ class Base:
     entry: Entry
     version: int = 0
     written: Callable[[Entry], Entry] | None = None
+    variable: Variable | None = None
     frozen: str = ""  # why nothing may be written here
     twins: tuple[weakref.ref[Base], ...] = ()  # others that stand for the same memory, through ``.data = ...``
 
@@ -108,9 +109,12 @@ class Tensor(torch.Tensor):
     @property
     def entry(self) -> Entry:
         """The entry of what it means now: a view of what was written since looks again."""
-        if not self._chain or self._seen == self._family.version:
+        is_current = self._seen == self._family.version
+        if not self._chain or (is_current and self._family.variable is None):
             return self.shown
         recording = next((r for r in reversed(current.stack.open) if r.graph is self._graph), None)
+        if recording is None and is_current:
+            return self.shown
         if recording is None:
             node = _node(self._graph, self._family.entry.value)
             where = node.source.label if node.source else "a cell"

@@ -187,6 +187,8 @@ def rebind(rec: Recorder, target: torch.Tensor, new: torch.Tensor) -> None:
     entry = rec._entry(put)
     if var is None:
         rec.outside.lost_write(base)
+    elif var.trainable and rec.scopes.module is None:
+        rec.by_hand[var] = rec.where()
     in_module = var is not None and var.held is not None and bool(rec.scopes.places(var.held.tensor()))
     new_entry = rec._entry(new) if chain else None
     rec.changes(base, handle)
