@@ -145,6 +145,46 @@ def test_a_check_of_torch_concerns_its_own_line_alone(blocks: int) -> None:
         tfnb.run(trained, {x: row})
 
 
+# -- layout ---------------------------------------------------------------------------------------------------------
+
+CHANNELS = torch.channels_last
+LAYOUT: dict[str, tuple[Function, set[int]]] = {
+    "is_contiguous": (lambda x: x * 2 if x.is_contiguous() else x * 3, set()),
+    "is_contiguous of t()": (lambda x: x * 2 if x.t().is_contiguous() else x * 3, {0, 1}),
+    "is_contiguous of columns": (lambda x: x * 2 if x[:, 1:].is_contiguous() else x * 3, {0, 1}),
+    "is_contiguous of a copy": (lambda x: x * 2 if x.t().contiguous().is_contiguous() else x * 3, set()),
+    "channels last": (lambda x: x * 2 if x[:, :, None, None].is_contiguous(memory_format=CHANNELS) else x * 3, set()),
+    "columns as channels": (lambda x: x * 2 if x.t()[None, :, :, None].is_contiguous(memory_format=CHANNELS) else x * 3,
+                            set()),
+    "rows as channels": (lambda x: x * 2 if x[None, :, :, None].is_contiguous(memory_format=CHANNELS) else x * 3,
+                         {1}),
+    "stride": (lambda x: x * 2 if x.t().stride() == (1, 3) else x * 3, set()),
+    "stride of a copy": (lambda x: x * 2 if x.t().contiguous().stride(0) == 1 else x * 3, {0, 1}),
+    "times stride": (lambda x: x * x.t().contiguous().stride(0), set()),
+    "storage_offset": (lambda x: x * 2 if x[2:].storage_offset() == 6 else x * 3, {0, 1}),
+    "times storage_offset": (lambda x: x * x[1:].storage_offset(), set()),
+    "is_same_size": (lambda x: x * 2 if x.is_same_size(x.t()) else x * 3, {3}),
+    "view of a column": (lambda x: x[:, :1].view(-1), set()),
+    "view of one of two": (lambda x: x[None].expand(2, -1, -1)[:1].view(-1), set()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYOUT)
+def test_a_decision_by_the_layout_is_right_or_refused(name: str) -> None:
+    function, refused = LAYOUT[name]
+    assert outcomes(function, _matrix) == refused
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [lambda x: x.data_ptr(), lambda x: x.untyped_storage().nbytes(), lambda x: x.t().dim_order(),
+     lambda x: x.t().view(-1)],
+)  # fmt: skip
+def test_what_a_run_would_not_keep_is_refused_while_recording(ask: Any) -> None:
+    with pytest.raises(TfnbError, match=r"test_sizes\.py line"), tfnb.record():
+        ask(tfnb.placeholder(torch.ones(5, 3)))
+
+
 # -- sizes that only the data of a run tell -------------------------------------------------------------------------
 
 DATA = {

@@ -222,6 +222,11 @@ def _squeeze(rec: Any, x: Any, dim: Any = None) -> Any:
     return NotImplemented
 
 
+def _is_same_size(rec: Any, a: Any, b: Any) -> bool:
+    """Decided by this line: the kernel's own answer would be nobody's."""
+    return a.dim() == b.dim() and all(rec.symbols.decided(m == n) for m, n in zip(a.shape, b.shape, strict=True))
+
+
 def _zeros(rec: Any, size: Any, **options: Any) -> Any:
     """Forward mode's zeros without memory: kernels that torch calls past its own handling of them would read it."""
     return torch.zeros(size, **options)
@@ -309,6 +314,7 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     aten.squeeze_copy.default: _squeeze,
     aten.squeeze_copy.dim: _squeeze,
     aten.squeeze_copy.dims: _squeeze,
+    aten.is_same_size.default: _is_same_size,
     aten._efficientzerotensor.default: _zeros,
     aten._nested_tensor_from_mask_left_aligned.default: _padded,
     aten._to_copy.default: _number,

@@ -37,8 +37,9 @@ from tfnb.graph.spec import Size
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 # The modules between Python's question and its answer.
 _ASKING = frozenset({
-    __name__, "torch", "torch.fx.experimental.sym_node", "torch.fx.experimental.symbolic_shapes",
-    "torch.fx.experimental.recording", "torch._utils_internal", "torch.utils._stats", "functools",
+    __name__, "tfnb.recording.tensor", "torch", "torch.fx.experimental.sym_node",
+    "torch.fx.experimental.symbolic_shapes", "torch.fx.experimental.recording", "torch._utils_internal",
+    "torch.utils._stats", "functools",
 })  # fmt: skip
 # Who asks for its own sake: torch's private modules, and those that compile.
 _PLUMBING = ("torch._", "torch.fx.", "torch.utils.")

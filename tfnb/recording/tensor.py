@@ -18,10 +18,17 @@ from torch.utils._pytree import tree_map
 from tfnb.errors import FailedPrecondition, InvalidArgument, StaleNode, Unsupported
 from tfnb.graph import Graph, Node, Spec, Value, Variable, current
 from tfnb.recording.checks import is_check
+from tfnb.recording.layout import FORMATS, contiguous
 from tfnb.recording.views import View, renewed_chain
 from tfnb.recording.workspace import Workspace
 
 _versions = itertools.count(1)
+
+
+_NO_MEMORY = (
+    "a recorded tensor has no memory of its own: make the function that asks for {} a torch.library.custom_op, or use "
+    ".sample"
+)
 
 
 @dataclass(slots=True)
@@ -264,16 +271,28 @@ class Tensor(torch.Tensor):
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         return self._escaped("numpy()").__array__(dtype)
 
+    def is_contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+        """Whether its memory has this format: decided by the sizes, and a run must agree where they vary."""
+        sizes, strides = self.shape, self.stride()
+        if memory_format not in FORMATS or not any(isinstance(n, torch.SymInt) for n in (*sizes, *strides)):
+            return super().is_contiguous(memory_format=memory_format)
+        return bool(contiguous(self._space.symbols.env, sizes, strides, memory_format))
+
+    def dim_order(self, **options: Any) -> tuple[int, ...]:
+        if any(isinstance(n, torch.SymInt) for n in self.shape):
+            raise Unsupported(f"dim_order() of {self._describe()}, whose sizes vary: decide by stride() instead{_at()}")
+        return super().dim_order(**options)
+
+    def untyped_storage(self) -> Any:
+        raise FailedPrecondition(_NO_MEMORY.format("its storage") + _at())
+
     @property
     def nbytes(self) -> int:  # type: ignore[override]
         """Bytes of its elements; torch's own wants numbers for the sizes."""
         return self.numel() * self.element_size()
 
     def data_ptr(self) -> int:
-        raise FailedPrecondition(
-            "a recorded tensor has no memory of its own: make the function that asks for data_ptr() a "
-            "torch.library.custom_op, or use .sample"
-        )
+        raise FailedPrecondition(_NO_MEMORY.format("data_ptr()") + _at())
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
         """Inside its recording: the gradients of this loss become the ``.grad`` of what it depends on."""
@@ -318,6 +337,12 @@ class Operation:
 
     def __repr__(self) -> str:
         return f"<Operation {self.name}>"
+
+
+def _at() -> str:
+    """Where the open recording stands, as the end of an error text."""
+    recording = current.recording()
+    return "" if recording is None else recording.tape.at()
 
 
 def _node(graph: Graph, value: Value) -> Node:
