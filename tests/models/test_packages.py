@@ -14,7 +14,7 @@ from torch import nn
 import tfnb
 from tests.models.check import Draw, Objective, check
 from tests.models.test_models import floats, ids, inputs, padding
-from tfnb.errors import BranchChanged
+from tfnb.errors import BranchChanged, ShapeError
 
 OFF = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
 
@@ -124,7 +124,7 @@ def convnext() -> nn.Module:
 
 
 def matched(model: nn.Module, tokens: torch.Tensor, images: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """The package's own loss takes `len(logits)`, a number: a batch of that size only."""
+    """As the package's own loss, with the size of a tensor in the place of its `len`, which is a plain number."""
     logits = model(input_ids=tokens, pixel_values=images).logits_per_image
     pairs = torch.arange(logits.shape[0])
     return logits, (F.cross_entropy(logits, pairs) + F.cross_entropy(logits.t(), pairs)) / 2
@@ -173,3 +173,40 @@ def test_batch_without_padding_is_refused_by_what_was_recorded_with_padding() ->
         logits = model(input_ids=tokens, attention_mask=mask).logits
     with pytest.raises(BranchChanged, match="was recorded with False"):
         tfnb.run(logits, {tokens: torch.ones(3, 4, dtype=torch.long), mask: torch.ones(3, 4, dtype=torch.bool)})
+
+
+def kept(side: str, dtype: torch.dtype, rows: int, time: int = 6) -> torch.Tensor:
+    """An attention mask: true where a row has a token; every row is padded."""
+    count, places = torch.randint(2, time, (rows, 1)), torch.arange(time)
+    return (places < count if side == "right" else places >= time - count).to(dtype)
+
+
+@pytest.mark.filterwarnings("ignore:.*Python took the False branch of a recorded value")
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool], ids=["int", "bool"])
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("make", [bert, pytest.param(gpt2, marks=pytest.mark.slow), llama])
+def test_padding_masks_of_both_sides_and_kinds_run_at_other_batches(
+    make: Callable[..., nn.Module], attention: str, side: str, dtype: torch.dtype
+) -> None:
+    model = make(attn_implementation=attention).eval()
+    with tfnb.record():
+        tokens = tfnb.placeholder(torch.randint(2, 30, (4, 6)))
+        mask = tfnb.placeholder(kept(side, dtype, 4))
+        logits = model(input_ids=tokens, attention_mask=mask).logits
+    for rows in (4, 3, 7):
+        batch, keep = torch.randint(2, 30, (rows, 6)), kept(side, dtype, rows)
+        got, want = tfnb.run(logits, {tokens: batch, mask: keep}), model(input_ids=batch, attention_mask=keep).logits
+        torch.testing.assert_close(got, want.detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_own_loss_of_clip_says_that_it_fixes_the_batch() -> None:
+    model = clip().eval()
+    words, images = torch.randint(30, (4, 6)), torch.randn(4, 3, 8, 8)
+    with pytest.warns(UserWarning, match="size B became the constant 4 at .*loss = model"), tfnb.record():
+        tokens, pixels = (tfnb.placeholder(t, shape=("B", *t.shape[1:])) for t in (words, images))
+        loss = model(input_ids=tokens, pixel_values=pixels, return_loss=True).loss
+    want = model(input_ids=words, pixel_values=images, return_loss=True).loss
+    torch.testing.assert_close(tfnb.run(loss, {tokens: words, pixels: images}), want.detach())
+    with pytest.raises(ShapeError):
+        tfnb.run(loss, {tokens: words[:3], pixels: images[:3]})

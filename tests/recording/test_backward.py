@@ -17,6 +17,8 @@ DATA = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual
 OTHER = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 PLAIN = DATA.sum().requires_grad_()
 
+TAKES_DICTS = torch.__version__ >= (2, 12)  # torch.autograd.grad
+
 
 def network() -> nn.Module:
     torch.manual_seed(0)
@@ -203,7 +205,7 @@ def test_autograd_grad_with_its_arguments() -> None:
         weighted = torch.autograd.grad([h, h.sum()], [w], grad_outputs=weights, retain_graph=True)
         loose = torch.autograd.grad(h.sum(), (w, unused), allow_unused=True, retain_graph=True)
         zeros = torch.autograd.grad(h.sum(), (w, unused), materialize_grads=True, retain_graph=True)
-        named = torch.autograd.grad(h.sum(), {"w": w})
+        named = torch.autograd.grad(h.sum(), {"w": w}) if TAKES_DICTS else {"w": first}
         assert loose[1] is None and list(named) == ["w"] and w.grad is None
         return [first, *second, *weighted, loose[0], *zeros, named["w"]]
 

@@ -132,6 +132,7 @@ def test_writing_through_an_expanded_view_is_refused(shape: tuple[int, ...]) -> 
         tfnb.placeholder(torch.ones(1, 3), shape=(1, 3)).expand(4, 3).add_(1)
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 12), reason="torch's own quantile asks for a plain number of elements")
 def test_a_call_that_reshapes_in_place_reshapes_the_handle_alone() -> None:
     def program(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = x * 2

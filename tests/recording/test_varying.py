@@ -359,6 +359,8 @@ LOSS: dict[str, tuple[Function, tuple[tuple[Any, ...], ...], dict[int, int]]] = 
 @pytest.mark.parametrize("name", LOSS)
 def test_one_recording_of_two_inputs_runs_at_every_batch(name: str) -> None:
     function, shapes, ints = LOSS[name]
+    if name == "cross_entropy of probabilities" and torch.__version__ < (2, 12):
+        pytest.skip("torch's own loss of probabilities divides by a plain number of rows")
     if name == "cross_entropy, ignored":
         shapes, ints = shapes, {1: 2}
     check(function, *shapes, ints=ints)

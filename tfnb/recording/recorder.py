@@ -515,7 +515,7 @@ class Recorder(TorchDispatchMode):
             return None
         if var is not None and var.name != "Variable" and not places:
             return var
-        taken = {n.attrs["variable"].name for n in self.tape.nodes if n.op == "tfnb.read"}
+        taken = {other.name for other in self.tape.variables}
         name = self.scopes.label(tensor, taken)
         return held(tensor, places, name) if places else variable(tensor, name=name)
 

@@ -43,6 +43,7 @@ class Tape:
         self._earlier = frozenset(self.by_id)
         self.named: set[int] = set()  # nodes that the user named in the call that made them
         self.marks = Marks()
+        self.variables = {node.attrs["variable"]: True for node in kept if node.op == "tfnb.read"}  # read so far
         self._names = {node.name for node in kept}
         self._streams = 0
 
@@ -71,6 +72,8 @@ class Tape:
             device=marks.device, tags=tags | marks.tags, stream=stream, forward=marks.forward,
         )  # fmt: skip
         self._names.add(node.name)
+        if op == "tfnb.read":
+            self.variables[node.attrs["variable"]] = True
         self.by_id[node.id] = node
         self.new.append(node)
         if chosen is not None:
