@@ -28,5 +28,6 @@ QUICK: dict[Any, Callable[..., Any]] = {
     aten.sub.Tensor: torch.sub,
     aten.sum.dim_IntList: torch.sum,
     aten.transpose.int: torch.transpose,
+    aten._unsafe_view.default: torch.reshape,
     aten.view.default: torch.reshape,  # the same values, also where a fed tensor lies in memory in another way
 }

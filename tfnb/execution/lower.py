@@ -26,7 +26,7 @@ from tfnb.graph.ops import overload
 from tfnb.graph.spec import Dim
 from tfnb.kernels.optim import FUSED
 from tfnb.kernels.random import mix, seeded
-from tfnb.passes import feed_symbols, optimize
+from tfnb.passes import LAID_OUT, feed_symbols, optimize
 from tfnb.recording.interpret import held, sizes_hold
 from tfnb.recording.ops import facts, kernel, unbind
 
@@ -351,7 +351,11 @@ class _Lowering:
 
     def _fetched(self, value: Value) -> Any:
         node = self.whole.contents.by_id[value.node]
-        return self._own(value) if node.outputs else None
+        if not node.outputs:
+            return None
+        at, run = self._own(value), self.graph.contents.by_id.get(value.node)
+        laid_out = run is not None and LAID_OUT in run.tags
+        return self.fx.call_function(aten.contiguous.default, (at,)) if laid_out else at
 
     def _own(self, value: Value) -> fx.Node:
         """The value in memory of the step's own."""

@@ -1,6 +1,7 @@
 """Passes: functions from Graph to Graph."""
 
 from tfnb.passes.fold import fold
+from tfnb.passes.layout import LAID_OUT, channels_last
 from tfnb.passes.memory import Memory, peak
 from tfnb.passes.merge import merge
 from tfnb.passes.order import order, split
@@ -10,6 +11,6 @@ from tfnb.passes.simplify import simplify
 from tfnb.passes.stack import stack
 
 __all__ = [
-    "LAST", "PIPELINE", "Memory", "Stage", "feed_symbols", "fold", "merge", "optimize", "order", "peak", "prune",
-    "simplify", "split", "stack", "stages", "table",
+    "LAID_OUT", "LAST", "PIPELINE", "Memory", "Stage", "channels_last", "feed_symbols", "fold", "merge", "optimize",
+    "order", "peak", "prune", "simplify", "split", "stack", "stages", "table",
 ]  # fmt: skip

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from tfnb.graph import Contents, Graph, Value
 from tfnb.passes.fold import fold
+from tfnb.passes.layout import channels_last
 from tfnb.passes.memory import Memory
 from tfnb.passes.merge import merge
 from tfnb.passes.order import order, split
@@ -16,7 +17,7 @@ from tfnb.passes.simplify import simplify
 from tfnb.passes.stack import stack
 
 PIPELINE: tuple[Pass, ...] = (fold, simplify, merge)  # between two prunings
-LAST: tuple[Pass, ...] = (stack, split, order)  # once, when nothing changes any more: kernels and order are chosen
+LAST: tuple[Pass, ...] = (stack, channels_last, split, order)  # once, at the end: kernels and order are chosen
 ROUNDS = 10
 
 
