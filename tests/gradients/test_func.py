@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import tfnb
+from tfnb.errors import Unsupported
 
 torch.manual_seed(0)
 LAYER = torch.nn.Linear(3, 2).double()
@@ -138,3 +139,8 @@ def test_a_batch_that_python_reads_is_fixed_and_says_so() -> None:
         x = tfnb.placeholder(torch.randn(4, 3))
         y = vmap(lambda row: row * 2, chunk_size=2)(x)
     assert y.spec.shape == (4, 3)
+
+
+def test_linearize_is_refused_with_the_line() -> None:
+    with tfnb.record(), pytest.raises(Unsupported, match=r"torch.func.linearize(.|\n)*test_func\.py line"):
+        torch.func.linearize(torch.sin, tfnb.placeholder(torch.randn(4, 3)))

@@ -213,14 +213,9 @@ def _takes_any_memory(node: Node) -> bool:
 @row("zeros with row i from each of n values, added up -> stack", "add.Tensor")
 def _(node: Node, look: Look) -> Node | None:
     """The cotangent of ``x.unbind(d)``: n copies of x-sized zeros otherwise."""
-    parts = _summands(node, look, "aten.select_backward.default")
-    if parts is None:
-        return None
-    dim, sizes = parts[0].attrs["dim"], parts[0].attrs["input_sizes"]
-    count = sizes[dim] if isinstance(sizes[dim], int) else None
-    at = {part.attrs["index"] % (count or 1): part.inputs[0] for part in parts}
-    alike = all(p.attrs["dim"] == dim and p.attrs["input_sizes"] == sizes for p in parts)
-    if not alike or count is None or len(at) != len(parts) or sorted(at) != list(range(count)):
+    parts, dim, count = _summands(node, look, "aten.select_backward.default")
+    at = {part.attrs["index"] % count: part.inputs[0] for part in parts}
+    if not parts or len(at) != len(parts) or sorted(at) != list(range(count)):
         return None
     return _joined(node, "aten.stack.default", [at[i] for i in range(count)], dim)
 
@@ -228,17 +223,15 @@ def _(node: Node, look: Look) -> Node | None:
 @row("zeros with rows a:b from each of n values, added up -> cat", "add.Tensor")
 def _(node: Node, look: Look) -> Node | None:
     """The cotangent of ``x.split(sizes, d)``."""
-    parts = _summands(node, look, "aten.slice_backward.default")
-    if parts is None:
-        return None
-    dim, sizes = parts[0].attrs["dim"], parts[0].attrs["input_sizes"]
-    alike = all(p.attrs["dim"] == dim and p.attrs["input_sizes"] == sizes and p.attrs["step"] == 1 for p in parts)
-    if not alike or not all(isinstance(p.attrs[end], int) for p in parts for end in ("start", "end")):
+    parts, dim, count = _summands(node, look, "aten.slice_backward.default")
+    if not parts or not all(
+        p.attrs["step"] == 1 and type(p.attrs["start"]) is type(p.attrs["end"]) is int for p in parts
+    ):
         return None
     parts = sorted(parts, key=lambda part: part.attrs["start"])
     ends = [0, *(part.attrs["end"] for part in parts)]
     meets = all(part.attrs["start"] == end for part, end in zip(parts, ends, strict=False))
-    whole = isinstance(sizes[dim], int) and ends[-1] >= sizes[dim] and all(end <= sizes[dim] for end in ends[:-1])
+    whole = ends[-1] >= count and all(end <= count for end in ends[:-1])
     return _joined(node, "aten.cat.default", [part.inputs[0] for part in parts], dim) if meets and whole else None
 
 
@@ -255,24 +248,30 @@ def _(node: Node, look: Look) -> Node | None:
     return None
 
 
-def _summands(node: Node, look: Look, op: str) -> list[Node] | None:
-    """The nodes that a tree of additions adds up, if all are ``op`` and used only here."""
+def _summands(node: Node, look: Look, op: str) -> tuple[list[Node], int, int]:
+    """The nodes that a tree of additions adds up, their ``dim`` and how many rows it has.
+
+    No node, unless all are ``op``, used only here, and put values into zeros of one shape along one axis.
+    """
+    none: tuple[list[Node], int, int] = [], 0, 1
     if "alpha" in node.attrs or len(node.inputs) != 2:
-        return None
+        return none
     found: list[Node] = []
     stack: list[Value] = list(node.inputs)
     while stack:
         value = stack.pop()
         part = look.producer(value)
         if part is None or not look.only_user(value) or part.outputs[0].dtype is not node.outputs[0].dtype:
-            return None
+            return none
         if part.op == op:
             found.append(part)
         elif part.op == "aten.add.Tensor" and "alpha" not in part.attrs and len(part.inputs) == 2:
             stack.extend(part.inputs)
         else:
-            return None
-    return found
+            return none
+    dim, sizes = found[0].attrs["dim"], found[0].attrs["input_sizes"]
+    alike = all(part.attrs["dim"] == dim and part.attrs["input_sizes"] == sizes for part in found)
+    return (found, dim, sizes[dim]) if alike and isinstance(sizes[dim], int) else none
 
 
 def _joined(node: Node, op: str, values: Sequence[Value], dim: int) -> Node:

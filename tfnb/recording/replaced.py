@@ -232,6 +232,11 @@ def _zeros(rec: Any, size: Any, **options: Any) -> Any:
     return torch.zeros(size, **options)
 
 
+def _linearized(rec: Any, *args: Any) -> Any:
+    """What `torch.func.linearize` traces by itself; in its own transforms torch does not come here."""
+    raise Unsupported(f"torch.func.linearize is not recorded: use torch.func.jvp, or tfnb.jvp{rec.tape.at()}")
+
+
 def _padded(rec: Any, x: Any, mask: Any, mask_check: bool = True) -> bool:
     """Whether a transformer may leave out its padding: that would depend on the mask, so it never does."""
     return False
@@ -316,6 +321,7 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     aten.squeeze_copy.dims: _squeeze,
     aten.is_same_size.default: _is_same_size,
     aten._efficientzerotensor.default: _zeros,
+    aten._fw_primal.default: _linearized,
     aten._nested_tensor_from_mask_left_aligned.default: _padded,
     aten._to_copy.default: _number,
     aten.max_pool1d.default: _max_pool1d,
