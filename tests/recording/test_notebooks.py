@@ -133,7 +133,8 @@ def test_random_notebooks_are_what_their_cells_give_in_order(data: st.DataObject
 
 
 @pytest.mark.slow
-@settings(max_examples=300, suppress_health_check=list(HealthCheck))
+@pytest.mark.timeout(900)
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_many_random_notebooks(data: st.DataObject) -> None:
     play(data)
