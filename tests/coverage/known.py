@@ -25,6 +25,7 @@ RECORDS: dict[str, str] = {
     "to_sparse": SPARSE,
 }
 REPLAYS: dict[str, str] = {
+    "allclose": LEAVES,
     "equal": LEAVES,
     "item": LEAVES,
     "nn.functional.one_hot": DATA,
