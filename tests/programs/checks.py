@@ -177,7 +177,7 @@ def batches(program: Program) -> str:
 
 def differentiates(program: Program) -> str:
     """The symbolic gradients of all results are those of torch autograd."""
-    plain = {k: v.requires_grad_(v.dtype.is_floating_point) for k, v in program.make(1).items()}
+    plain = {k: v.requires_grad_(v.dtype.is_floating_point or v.dtype.is_complex) for k, v in program.make(1).items()}
     roots = {k: v for k, v in plain.items() if v.requires_grad}
     try:
         want = program.run({k: v * 1 if v.requires_grad else v for k, v in plain.items()})
@@ -202,5 +202,6 @@ def differentiates(program: Program) -> str:
 
 def _loss(ends: Sequence[torch.Tensor]) -> torch.Tensor:
     """A number to which every element of ``ends`` counts differently."""
-    parts = [(t.double() * torch.arange(1, t.numel() + 1).view(t.shape)).sum() for t in ends]
+    real = [torch.view_as_real(t.resolve_conj()) if t.dtype.is_complex else t for t in ends]
+    parts = [(t.double() * torch.arange(1, t.numel() + 1).view(t.shape)).sum() for t in real]
     return torch.stack(parts).mul(torch.arange(1, len(parts) + 1)).sum()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from types import CodeType
 from typing import Any
 
 import torch
@@ -28,11 +30,11 @@ class Input:
         shape = (batch, *self.shape[1:]) if self.varies and batch is not None else self.shape
         found = torch.Generator().manual_seed(seed * 1009 + sum(map(ord, self.name)))
         whole = torch.randint(-4, 5, shape, generator=found)
-        return (
-            whole > 0
-            if self.dtype is torch.bool
-            else (whole / (2 if self.dtype.is_floating_point else 1)).to(self.dtype)
-        )
+        if self.dtype is torch.bool:
+            return whole > 0
+        if self.dtype.is_complex:
+            return torch.complex(whole / 2, torch.randint(-4, 5, shape, generator=found) / 2).to(self.dtype)
+        return (whole / (2 if self.dtype.is_floating_point else 1)).to(self.dtype)
 
     def __str__(self) -> str:
         return f"{self.name} = torch.tensor({self.make(1).tolist()}, dtype={self.dtype})"
@@ -57,11 +59,16 @@ class Program:
         """What every name means at the end of the program: tensors, or lists of them."""
         names = {"torch": torch, "F": F, **inputs}
         for line in self.lines:
-            exec(line, names)
+            exec(_compiled(line), names)
         return {name: names[name] for name in names if name not in ("torch", "F", "__builtins__")}
 
     def __repr__(self) -> str:
         return "\n" + "\n".join((*map(str, self.inputs), *self.lines)) + "\n"
+
+
+@cache
+def _compiled(line: str) -> CodeType:
+    return compile(line, "<string>", "exec")
 
 
 def tensors(results: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -83,14 +90,18 @@ def differences(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], names
         g, w = g.detach(), w.detach()
         if g.dtype != w.dtype or g.shape != w.shape:
             found.append(f"{name}: {g.dtype} {list(g.shape)}, not {w.dtype} {list(w.shape)}")
-        elif not torch.allclose(g.double(), w.double(), rtol=tolerance(w), atol=tolerance(w), equal_nan=True):
+        elif not torch.allclose(_wide(g), _wide(w), rtol=tolerance(w), atol=tolerance(w), equal_nan=True):
             found.append(f"{name}: {g.tolist()}, not {w.tolist()}")
     return found
 
 
+def _wide(t: torch.Tensor) -> torch.Tensor:
+    return t.to(torch.complex128 if t.dtype.is_complex else torch.float64)
+
+
 def tolerance(want: torch.Tensor) -> float:
     """Rounding of the dtype; sums are taken in another order in few places."""
-    return 1e-5 if want.dtype is torch.float32 else 1e-9
+    return 1e-5 if want.dtype in (torch.float32, torch.complex64) else 1e-9
 
 
 def labels(results: Mapping[str, Any]) -> list[str]:

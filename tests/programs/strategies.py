@@ -24,7 +24,9 @@ POINTWISE = """
     {a}.clone() | {a}.contiguous() | {a}.clamp(-1, 1) | {a}.clamp_min(0) | F.hardtanh({a}) | {a}.exp().log1p()
     F.dropout({a}, 0.5, training=False) | torch.zeros_like({a}) | torch.full_like({a}, 2)
     {a}.new_ones({a}.shape) | {a}.type_as({b}) | torch.ones_like({a}, dtype={dtype}) | {a}.positive()
-    {a}.clone().requires_grad_(False)
+    {a}.clone().requires_grad_(False) | {a}.conj() | {a}.angle() | {a}.conj() * 1 | {a}.to(torch.complex64)
+    torch.complex({a}.float(), {a}.float()) | torch.polar({a}.float(), {a}.float()) | {a}.sgn() | torch.relu6({a})
+    {a}.reciprocal().nan_to_num(0, 0, 0) | {a}.round() | {a}.frac() | F.threshold({a}, 0.5, 0) | F.hardswish({a})
 """
 BINARY = """
     {a} + {b} | {a} - {b} | {a} * {b} | {a} + {s} | {s} - {a} | {a} * {s} | {a} / 2 | {a} / ({b}.abs() + 1)
@@ -37,7 +39,10 @@ BINARY = """
     torch.dot({a}, {b}) | torch.outer({a}, {b}) | torch.addmm({a}, {b}, {c}) | torch.baddbmm({a}, {b}, {c})
     torch.mv({a}, {b}) | F.conv1d({a}, {b}) | F.conv1d({a}, {b}, padding=1)
     torch.einsum('...i,...i->...', {a}, {b}) | F.cosine_similarity({a}, {b}, dim={d}) | torch.fmod({a}, 2)
-    torch.logical_or({a}, {b}) | torch.hypot({a}, {b})
+    torch.logical_or({a}, {b}) | torch.hypot({a}, {b}) | torch.einsum('ij,jk->ik', {a}, {b}) | torch.kron({a}, {b})
+    torch.einsum('...ij->...ji', {a}) | F.conv2d({a}, {b}) | F.conv_transpose1d({a}, {b}) | torch.vdot({a}, {b})
+    torch.cdist({a}, {b}) | torch.tensordot({a}, {b}, 1) | torch.inner({a}, {b}) | torch.where({mask}, {b}, 0)
+    F.scaled_dot_product_attention({a}, {a}, {a}) | torch.logaddexp({a}, {b}) | torch.bucketize({a}, {a}.unique())
 """
 REDUCE = """
     {a}.sum() | {a}.sum({d}) | {a}.sum({d}, keepdim={k}) | {a}.mean({d}, keepdim={k}) | {a}.mean() | {a}.amax({d})
@@ -50,6 +55,9 @@ REDUCE = """
     {a}.diff(dim={d}) | {a}.logcumsumexp({d}) | {a}.trace() | F.cross_entropy({a}, {a}.argmax(1))
     F.one_hot({a}.long().clamp(0, 3), 4) | F.avg_pool1d({a}, 2) | {a}.nansum() | F.max_pool1d({a}, 2)
     F.batch_norm({a}, None, None, training=True) | F.group_norm({a}, 1) | {a}.norm(dim={d})
+    F.rms_norm({a}, {a}.shape[-1:]) | F.instance_norm({a}) | torch.linalg.vector_norm({a}, 1, {d}) | {a}.aminmax()[0]
+    list({a}.topk(1, {d})) | list({a}.sort({d}, stable=True)) | list(torch.var_mean({a}, {d})) | {a}.kthvalue(1, {d})[0]
+    torch.fft.fft({a}).real | torch.fft.rfft({a}, dim={d}).abs() | F.adaptive_avg_pool1d({a}, 2) | {a}.quantile(0.5)
 """
 SHAPES = """
     torch.cat([{a}, {b}], {d}) | torch.stack([{a}, {b}], {d}) | torch.cat([{a}, {a}]) | torch.hstack([{a}, {b}])
@@ -62,7 +70,12 @@ SHAPES = """
     {a}.rot90(1, ({d}, {e})) | {a}.select_scatter({a}.select({d}, 0) * 2, {d}, -1) | {a}.diagonal().clone()
     torch.diag({a}) | {a}.triu(1) | torch.meshgrid({a}, {b}, indexing='ij')[0] | torch.arange({a}.shape[0]) * {s}
     {a}.unfold({d}, 1, 1).contiguous() | {a}.index_put(({idx},), {a}[{idx}] * 2)
-    {a}.masked_scatter({mask}, {a}.flip(0)) | torch.cartesian_prod({a}, {b})
+    {a}.masked_scatter({mask}, {a}.flip(0)) | torch.cartesian_prod({a}, {b}) | torch.vstack([{a}, {b}])
+    {a}.scatter_reduce({d}, {at}, {a}, 'amax') | {a}.scatter_reduce({d}, {at}, {a}, 'mean', include_self=False)
+    {a}.index_reduce({d}, {pick}, {a}.index_select({d}, {pick}), 'amin') | {a}.index_copy({d}, {pick}, {a}[{idx}])
+    {a}.slice_scatter({a}[:1] + 1, 0, 0, 1) | {a}.diagonal_scatter({a}.diagonal() * 2) | {a}[{idx}, {idx}]
+    {a}[None, {idx}] | {a}[:, {last}] | F.pad({a}, (1, 1), mode='reflect') | torch.block_diag({a}, {b})
+    torch.cat([{a}[:0], {a}]) | torch.zeros(0).sum() + {a} | {a}.new_zeros(0).to({a}.dtype)
 """
 VIEWS = """
     {a}[{i}] | {a}[{i}:] | {a}[:{i}] | {a}[..., {j}] | {a}[:, {j}] | {a}[..., {j}:] | {a}[None] | {a}[..., None]
@@ -77,7 +90,8 @@ VIEWS = """
     {a}[{i}, {j}] | {a}[{i}][{j}:] | {a}.view({a}.shape) | {a}.reshape_as({b}) | {a}.contiguous()
     {a}.to({a}.dtype) | {a}.swapdims({d}, {e}) | {a}.movedim(0, -1) | {a}.flatten(0, 1) | [{a}, {b}]
     {a}.expand(-1, *{a}.shape[1:]) | {a} | list({a}.split_with_sizes([1, {a}.shape[{d}] - 1], {d}))
-    {a}.adjoint() | {a}.narrow({d}, 0, {a}.shape[{d}])
+    {a}.adjoint() | {a}.narrow({d}, 0, {a}.shape[{d}]) | torch.view_as_real({a}) | {a}.imag | {a}.mH | {a}[:0]
+    {a}.view(torch.int32) | {a}[..., -1:] | {a}.unbind({d})[0][None] | torch.atleast_2d({a}) | {a}.squeeze((0, -1))
 """
 WRITES = """
     {a} += {s} | {a} *= {s} | {a} -= {b} | {a} += {b} | {a} *= {a} | {a} /= 2 | {a}.add_({b}, alpha=2)
@@ -106,6 +120,18 @@ WRITES = """
     {a}[{i}], {a}[{j}] = {a}[{j}].clone(), {a}[{i}].clone() | torch.swapaxes({a}, {d}, {e})[{i}] = {s}
     {a}.sort({d}).values.add_(1) | torch.stack([{a}, {b}], out={o}) | torch.where({mask}, {a}, {b}, out={a})
     torch.clamp({a}, -1, 1, out={a}) | {a}.expand_as({b}).add_(1) | {a}.put_({idx}, {a}.take({idx}))
+    {a}.resize_({shape}) | {a}.resize_as_({b}) | {a}.real.add_(1) | {a}.imag.mul_(2) | torch.view_as_real({a}).zero_()
+    torch.sort({a}, {d}, out=({o}, torch.empty(0, dtype=torch.int64))) | torch.stack([{a}, {a}], out={o})
+    torch.index_select({a}, {d}, {pick}, out={o}) | torch.gather({a}, {d}, {at}, out={o}) | torch.mm({a}, {b}, out={o})
+    torch.where({mask}, {a}, {b}, out={o}) | torch.mean({a}, {d}, out={o}) | torch.exp({a}, out={a}[:]) | {a}.sgn_()
+    torch.maximum({a}, {b}, out={a}.t()) | torch.arange({a}.shape[0], out={o})
+    {a}.scatter_reduce_({d}, {at}, {a}, 'sum')
+    {a}[{idx}, {idx}] = {s} | {a}[:, {last}] = {s} | {a}[None, {idx}] += 1 | {a}[{i}:].t().add_(1)
+    {a}[..., None][0] += 1
+    {a}.index_reduce_({d}, {pick}, {a}.index_select({d}, {pick}), 'amax') | {a}.flatten(0, 1)[::2].mul_({s})
+    {a}.fill_({s}).zero_() | {a}.round_() | {a}.triu_(1)
+    {a}.select({d}, 0).unsqueeze(0).copy_({b})
+    torch._foreach_copy_([{a}], [{b}]) | {a}.expand(2, *{a}.shape)[0].add_(1) | {a}.expand(2, *{a}.shape).mul_(2)
     {a}.renorm_(2, {d}, 1.0) | {a}.as_strided({strided}).add_(1) | {a}.unfold({d}, 2, 2).mul_(2)
 """
 
@@ -118,7 +144,7 @@ VALUES = {name: _rows(text) for name, text in {
     "pointwise": POINTWISE, "binary": BINARY, "reduce": REDUCE, "shapes": SHAPES, "views": VIEWS,
 }.items()}  # fmt: skip
 STATEMENTS = _rows(WRITES)
-DTYPES = (torch.float32, torch.float64, torch.int64, torch.bool)
+DTYPES = (torch.float32, torch.float64, torch.int64, torch.bool, torch.complex64)
 SCALARS = ("1", "2", "0.5", "-1", "0")
 BATCH = 5  # no other axis has this length, so nothing broadcasts with the batch by accident
 
@@ -130,10 +156,16 @@ def programs(
     """A program of up to ``size`` lines. batch: axis 0 of the inputs varies."""
     program = Program(tuple(draw(inputs(dtypes=dtypes, batch=batch))))
     values = program.run(program.make())
-    kinds = [*VALUES, "views", *(["writes"] * 3 if writes else [])]
+    kinds = [*VALUES, "views", "again", *(["writes"] * 3 if writes else [])]
     for at in range(draw(st.integers(size // 2, size))):
         kind = draw(st.sampled_from(kinds))
-        line = _line(draw, values, STATEMENTS) if kind == "writes" else f"v{at} = {_line(draw, values, VALUES[kind])}"
+        before = [line.partition(" = ")[2] for line in program.lines if line.partition(" = ")[0].isalnum()]
+        if kind == "again":
+            line = f"v{at} = {draw(st.sampled_from(before)) if before else 'x0'}"
+        elif kind == "writes":
+            line = _line(draw, values, STATEMENTS)
+        else:
+            line = f"v{at} = {_line(draw, values, VALUES[kind])}"
         found = _tried(program.then(line))
         if found is not None:
             program, values = program.then(line), found
