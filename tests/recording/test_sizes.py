@@ -148,6 +148,14 @@ def test_a_check_of_torch_concerns_its_own_line_alone(blocks: int) -> None:
 # -- layout ---------------------------------------------------------------------------------------------------------
 
 CHANNELS = torch.channels_last
+
+
+def _written(x: torch.Tensor, write: Callable[[torch.Tensor], Any]) -> torch.Tensor:
+    y = x * 2
+    write(y)
+    return y
+
+
 LAYOUT: dict[str, tuple[Function, set[int]]] = {
     "is_contiguous": (lambda x: x * 2 if x.is_contiguous() else x * 3, set()),
     "is_contiguous of t()": (lambda x: x * 2 if x.t().is_contiguous() else x * 3, {0, 1}),
@@ -165,6 +173,11 @@ LAYOUT: dict[str, tuple[Function, set[int]]] = {
     "times storage_offset": (lambda x: x * x[1:].storage_offset(), set()),
     "is_same_size": (lambda x: x * 2 if x.is_same_size(x.t()) else x * 3, {3}),
     "view of a column": (lambda x: x[:, :1].view(-1), set()),
+    "a write to a copy": (lambda x: _written(x, lambda y: y.t().contiguous().add_(1)), {0, 1}),
+    "a write to a reshaped copy": (lambda x: _written(x, lambda y: y.t().reshape(-1).add_(1)), {0, 1}),
+    "a write to a flat copy": (lambda x: _written(x, lambda y: y.t().flatten().add_(1)), {0, 1}),
+    "a write to a copy of no one's": (lambda x: (x * 2).t().contiguous().add_(1), set()),
+    "a write to a view": (lambda x: _written(x, lambda y: y.reshape(-1).add_(1)), set()),
     "view of one of two": (lambda x: x[None].expand(2, -1, -1)[:1].view(-1), set()),
 }  # fmt: skip
 

@@ -39,7 +39,7 @@ from tfnb.recording.tensor import Base, Entry, Operation, Tensor, gone
 from tfnb.recording.variables import held, known, variable
 from tfnb.recording.views import View
 from tfnb.recording.workspace import physical, workspace
-from tfnb.recording.writes import record_write
+from tfnb.recording.writes import VIEWS_OR_COPIES, note_copy, record_write
 
 aten = torch.ops.aten
 _STATE = (torch.nn.Parameter, torch.nn.Buffer)
@@ -390,6 +390,8 @@ class Recorder(TorchDispatchMode):
             with self.on():
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
+                if func in VIEWS_OR_COPIES:
+                    note_copy(self, args[0] if args else kwargs["self"], result)
                 return result
         if own.writes:
             return record_write(self, func, own, args, kwargs)

@@ -54,6 +54,7 @@ class Base:
     variable: Variable | None = None
     frozen: str = ""  # why nothing may be written here
     twins: tuple[weakref.ref[Base], ...] = ()  # others that stand for the same memory, through ``.data = ...``
+    copies: tuple[tuple[weakref.ref[Base], Callable[[], Any]], ...] = ()  # others, where sizes make a copy a view
 
     def write(self, entry: Entry) -> None:
         """Replace the entry; aliases notice by the version."""

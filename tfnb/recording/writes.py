@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from tfnb.errors import Unsupported
 from tfnb.graph.node import leaves
+from tfnb.recording.layout import contiguous
 from tfnb.recording.ops import Facts, Op, facts, op_name, twin, unbind
 from tfnb.recording.tensor import Tensor
 from tfnb.recording.views import View
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 _RESIZES: dict[Op, str] = {aten.resize_.default: "size", aten.resize_as_.default: "the_template"}
+VIEWS_OR_COPIES = frozenset({
+    aten.reshape.default, aten.reshape_as.default, aten.contiguous.default, aten.ravel.default,
+    aten.flatten.using_ints,
+})  # fmt: skip
 _STRAIGHT = frozenset({"in_place"})  # with grad mode off: gradients pass to what was there before
 
 
@@ -174,6 +179,9 @@ def rebind(rec: Recorder, target: torch.Tensor, new: torch.Tensor) -> None:
         raise Unsupported(
             f"a write to a tensor that shares memory with another by .data = ...: give .data a clone(){rec.tape.at()}"
         )
+    for other, is_view in base.copies:
+        if other() is not None:  # somebody would see the write where the copy is a view
+            rec.symbols.decided(is_view())
     steps: list[torch.Tensor] = [rec._wrap(base.entry, base)]
     for view in chain[:-1]:
         steps.append(view.apply(steps[-1]))
@@ -197,6 +205,23 @@ def rebind(rec: Recorder, target: torch.Tensor, new: torch.Tensor) -> None:
         base.write(entry)
     handle._entry = new_entry or base.entry
     handle._seen = base.version
+
+
+def note_copy(rec: Recorder, source: torch.Tensor, result: Any) -> None:
+    """Remember what was copied here and is a view where the sizes of a run allow it: a write would show in both."""
+    if not isinstance(source, Tensor) or not isinstance(result, Tensor):
+        return
+    base, other = source._family, result._family
+    if base is other or not any(isinstance(size, torch.SymInt) for size in source.shape):
+        return
+    sizes, strides, env = source.shape, source.stride(), rec.symbols.env
+
+    def is_view() -> Any:
+        return contiguous(env, sizes, strides, torch.contiguous_format)
+
+    rec.changes(base, other)
+    base.copies += ((weakref.ref(other), is_view),)
+    other.copies += ((weakref.ref(base), is_view),)
 
 
 def take_data(rec: Recorder, target: torch.Tensor, new: torch.Tensor) -> None:
