@@ -64,7 +64,8 @@ def record_call(rec: Recorder, func: Op, own: Facts, args: Any, kwargs: Any) -> 
             continue
         entry = Entry(Value(value.node, index), fake, sample)
         rec.space.fakes[entry.value] = fake
-        rec.space.keep(entry.value, sample)
+        if rec.new[-1].forward is None:  # in a backward pass, what nobody holds any more is computed again on demand
+            rec.space.keep(entry.value, sample)
         if sample is not None:
             rec.symbols.observe(fake, sample)
         view = () if base is None else (*chain, View(func, attrs, index, torch.is_grad_enabled()))
