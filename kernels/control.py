@@ -29,6 +29,8 @@ def while_loop(
     take = [_rows_of(x) for x in xs]
     lengths = [len(x[1] if isinstance(x, tuple) else x) for x in xs[:1]]
     limit = min([*lengths, *([] if limit is None else [limit])], default=None)
+    if not (xs or rows or draws):
+        return _plain_loop(cond, body, init, captures, limit, run)
     state, turns = list(init), 0
     carried = len(state)
     made: list[list[torch.Tensor]] = [[] for _ in rows]
@@ -45,6 +47,18 @@ def while_loop(
         turns += 1
     gathered = (_gathered(m[::-1] if reverse else m, row) for m, row in zip(made, rows, strict=True))
     return [*state, torch.tensor(turns), *(tensor for tensors in gathered for tensor in tensors)]
+
+
+def _plain_loop(
+    cond: Function | None, body: Function, init: Sequence[torch.Tensor], captures: Sequence[torch.Tensor],
+    limit: int | None, run: int,
+) -> list[torch.Tensor]:  # fmt: skip
+    """A loop without rows or draws, which may have very short turns."""
+    state, turns = init, 0
+    while (limit is None or turns < limit) and (cond is None or cond(*state, *captures, run)[0]):
+        state = body(*state, *captures, run)
+        turns += 1
+    return [*state, torch.tensor(turns)]
 
 
 def _rows_of(x: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> Callable[[int], torch.Tensor]:

@@ -299,3 +299,39 @@ def test_random_programs_equal_python(block: Any) -> None:
 @given(BLOCK)
 def test_many_random_programs_equal_python_to_the_second_order(block: Any) -> None:
     check_block(block, 2)
+
+
+def test_a_recurrent_net_over_sequences_of_different_lengths() -> None:
+    torch.manual_seed(0)
+    cell, table = torch.nn.LSTMCell(3, 4).double(), torch.nn.Embedding(7, 3).double()
+    parameters = [*cell.parameters(), *table.parameters()]
+
+    def program(ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        def turn(state: Any, row: Any) -> Any:
+            (h, c), (words, t) = state, row
+            new, kept = cell(table(words), (h, c)), (t < lengths)[:, None]
+            return tuple(torch.where(kept, a, b) for a, b in zip(new, (h, c), strict=True)), ()
+
+        zeros = torch.zeros(2, 4, dtype=F64)
+        (h, _), _ = tfnb.scan(turn, (zeros, zeros), (ids, torch.arange(ids.shape[0])))
+        return h.square().sum()
+
+    lengths = torch.tensor([5, 3])
+    with tfnb.record():
+        ids = tfnb.placeholder(torch.randint(0, 7, (5, 2)), shape=("T", 2), name="ids")
+        grads = tfnb.gradients(program(ids, lengths), parameters)
+    for length in (5, 4, 7):
+        fed = torch.randint(0, 7, (length, 2))
+        torch.testing.assert_close(
+            tfnb.run(grads, {ids: fed}), list(torch.autograd.grad(program(fed, lengths), parameters))
+        )
+
+
+def test_no_turns_and_no_samples() -> None:
+    with tfnb.record():
+        xs = tfnb.placeholder(shape=("T", 2), name="xs")
+        w = tfnb.placeholder(torch.ones(2), shape=(2,), name="w")
+        last, ys = tfnb.scan(lambda c, x: (c + x * w, c * x), torch.zeros(2), xs)
+        grads = tfnb.gradients([last.sum(), ys.sum()], [xs, w])
+    last_, ys_, (dxs, dw) = tfnb.run([last, ys, grads], {xs: torch.zeros(0, 2), w: [1.0, 2.0]})
+    assert (last_.tolist(), ys_.shape, dxs.shape, dw.tolist()) == ([0, 0], (0, 2), (0, 2), [0, 0])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tfnb
-from tfnb.errors import DeadlineExceeded, InvalidArgument, ShapeError, Unsupported
+from tfnb.errors import BranchChanged, DeadlineExceeded, InvalidArgument, ShapeError, Unsupported
 
 
 def halvings(x: torch.Tensor, loop: Callable[..., Any]) -> Any:
@@ -239,6 +239,15 @@ def test_a_loop_variable_that_changes_shape_or_dtype_is_named() -> None:
     torch.testing.assert_close(tfnb.run(y, {x: torch.zeros(1, 2)}), torch.full((1, 2), 5.0))
 
 
+def test_a_size_that_a_body_fixes_is_fixed_before_it_too() -> None:
+    with pytest.warns(UserWarning, match="size B became the constant 3"), tfnb.record():
+        x = tfnb.placeholder(torch.ones(3), name="x")
+        (y,) = tfnb.while_loop(lambda y: y.sum() < 9, lambda y: (y + torch.tensor([1.0, 2.0, 3.0]),), (x,))
+    assert tfnb.run(y, {x: torch.zeros(3)}).tolist() == [2, 4, 6]
+    with pytest.raises(ShapeError):
+        tfnb.run(y, {x: torch.zeros(4)})
+
+
 def test_a_number_read_inside_a_loop_is_refused() -> None:
     with tfnb.record() as g:
         x = tfnb.placeholder(torch.ones(3), name="x")
@@ -258,3 +267,17 @@ def test_an_optimizer_step_inside_a_loop_is_refused() -> None:
 
         with pytest.raises(Unsupported, match="optimizer"):
             tfnb.while_loop(lambda i: i < 3, body, (0,))
+
+
+def test_a_python_if_inside_is_guarded_in_every_turn() -> None:
+    def body(n: Any, y: Any) -> Any:
+        if y.sum() < 100:
+            y = y * 2
+        return n + 1, y
+
+    with tfnb.record(), pytest.warns(UserWarning, match="BranchChanged"):
+        x = tfnb.placeholder(torch.ones(3), name="x")
+        _, y = tfnb.while_loop(lambda n, y: n < 3, body, (0, x))
+    assert tfnb.run(y, {x: torch.ones(2)}).tolist() == [8, 8]
+    with pytest.raises(BranchChanged):
+        tfnb.run(y, {x: torch.full((3,), 10.0)})

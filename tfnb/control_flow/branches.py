@@ -11,7 +11,7 @@ from tfnb.control_flow.structure import flat, recorder_if_open, tensors, truth, 
 from tfnb.errors import InvalidArgument, ShapeError
 from tfnb.graph import Ref, Spec, Value, ops
 from tfnb.recording import Recorder
-from tfnb.recording.regions import Region, append, captures, record_region, subgraph, write_back
+from tfnb.recording.regions import Region, append, captures, now, record_region, subgraph, write_back
 from tfnb.recording.tensor import Base
 
 
@@ -93,7 +93,8 @@ def _left(base: Base, region: Region) -> Value:
     return region.written.get(base, base.entry.value)
 
 
-def _spec(recorder: Recorder, region: Region, value: Value) -> Spec:
+def _spec(recorder: Recorder, region: Region, value: Value | None) -> Spec:
+    assert value is not None
     inner = next((node for node in region.nodes if node.id == value.node), None)
     return (inner or recorder.node(value.node)).outputs[value.index]
 
@@ -103,7 +104,7 @@ def _agreed(place: int, a: Spec, b: Spec, what: str, recorder: Recorder) -> Spec
         raise InvalidArgument(
             f"output {place} of cond is {a} in one branch and {b} in the other\n  {what}{recorder.tape.at()}"
         )
-    if a.shape != b.shape:
+    if now(recorder, a) != now(recorder, b):
         raise ShapeError(
             f"output {place} of cond is {a} in one branch and {b} in the other\n  {what}{recorder.tape.at()}"
         )

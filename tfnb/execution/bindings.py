@@ -19,6 +19,8 @@ _NAMES = """
     threshold_backward zeros_like
 """
 
+_COMPARES = ("eq", "ge", "gt", "le", "lt", "ne")
+
 QUICK: dict[Any, Callable[..., Any]] = {
     getattr(aten, name).default: getattr(torch, name) for name in _NAMES.split() if hasattr(torch, name)
 } | {
@@ -30,4 +32,5 @@ QUICK: dict[Any, Callable[..., Any]] = {
     aten.transpose.int: torch.transpose,
     aten._unsafe_view.default: torch.reshape,
     aten.view.default: torch.reshape,  # the same values, also where a fed tensor lies in memory in another way
+    **{getattr(getattr(aten, name), kind): getattr(torch, name) for name in _COMPARES for kind in ("Scalar", "Tensor")},
 }

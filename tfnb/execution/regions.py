@@ -75,7 +75,7 @@ class Cond:
         ]
 
 
-REGIONS = {
+REGIONS: dict[str, tuple[Any, tuple[str, ...]]] = {
     ops.WHILE: (Loop, ("init", "xs", "captures", "limit", "rows")),
     ops.COND: (Cond, ("pred", "operands", "shapes")),
 }

@@ -30,7 +30,8 @@ from tfnb.graph.ops import REGIONS
 
 def row_places(attrs: Mapping[str, Any]) -> list[tuple[int, ...]]:
     """The places of each of a loop's rows among the outputs of its node."""
-    at, places = len(attrs["init"]) + 1, []
+    at = len(attrs["init"]) + 1
+    places: list[tuple[int, ...]] = []
     for row in attrs["rows"]:
         places.append((at, at + 1) if isinstance(row, int) else (at,))
         at += len(places[-1])

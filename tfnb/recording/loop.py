@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tfnb.errors import InvalidArgument, ShapeError, Unsupported
 from tfnb.graph import Dim, Node, Ref, Spec, Value, ops
@@ -20,6 +21,7 @@ from tfnb.recording.regions import (
     append,
     bound_outside,
     captures,
+    now,
     record_region,
     subgraph,
     write_back,
@@ -131,7 +133,7 @@ class Loop:
             kept = self._kept()
             region = record_region(
                 self.recorder, body, [*given, *rows, *kept], scope=self.path, turns=True, held=self.held,
-                inner=self.saver and self.saver.inner,
+                inner=None if self.saver is None else self.saver.inner,
             )  # fmt: skip
             if self.saver is not None:
                 self.saver.adopt(region.moved)
@@ -184,7 +186,8 @@ class Loop:
         if self.rows is not None:
             return Given(self.rows[place], f"row_{place}")
         spec, stack = self._spec(entries[0]), entries[0].sample
-        sample = stack[0] if stack is not None and len(stack) else None
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            sample = stack[0] if stack is not None and len(stack) else None
         return Given(replace(spec, shape=spec.shape[1:]), f"row_{place}", sample)
 
     def _turns(self, sequences: Sequence[list[Entry]]) -> Size:
@@ -208,7 +211,7 @@ class Loop:
 
     def _check(self, inner: Sequence[Spec], before: Sequence[Value], region: Region) -> None:
         """Each carried value leaves the body as it came, and every row has the same shape."""
-        at = self.recorder.tape.at()
+        recorder, at = self.recorder, self.recorder.tape.at()
         names = [*self.names, *(f"a tensor written inside ({base.entry.value})" for base in self.held)]
         for name, spec, value, out in zip(names, inner, before, region.outputs, strict=False):
             found = self._inside(region, out)
@@ -216,7 +219,8 @@ class Loop:
                 raise InvalidArgument(f"{self.what}: {name} enters as {spec} and is {found} after one turn{at}")
             old = self.recorder.node(value.node).outputs[value.index].shape
             fits = len(found.shape) == len(spec.shape) and all(
-                a == b or b != c for a, b, c in zip(found.shape, spec.shape, old, strict=True)
+                a == b or c != d
+                for a, b, c, d in zip(now(recorder, found), now(recorder, spec), spec.shape, old, strict=True)
             )
             if not fits:
                 raise ShapeError(
@@ -226,8 +230,8 @@ class Loop:
         own = {s for spec, v in zip(inner, before, strict=True) for s in spec.symbols} - {
             s for v in before for s in self.recorder.node(v.node).outputs[v.index].symbols
         }
-        for place, value in enumerate(region.outputs[len(inner) :] if self.saver is None else ()):
-            spec = self._inside(region, value)
+        for place, row in enumerate(region.outputs[len(inner) :] if self.saver is None else ()):
+            spec = self._inside(region, row)
             if own & set(spec.symbols) or not bound_outside(self.recorder, spec):
                 raise ShapeError(f"{self.what}: result {place} is {spec}, which may be another shape each turn{at}")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from tfnb.graph import Contents, Dim, Guard, Node, Spec, Subgraph, Value
 from tfnb.graph.contents import unique
 from tfnb.graph.graph import new_id
 from tfnb.graph.node import leaves
+from tfnb.graph.spec import Size
 from tfnb.recording.interpret import evaluate
 from tfnb.recording.own_gradient import sealed
 from tfnb.recording.recompute import repeats
@@ -157,10 +159,10 @@ class _Before:
         late: list[Callable[[], Any]] = []
         for var, base in recorder._reads.items():
             if base not in self.entries and base.version:
-                late.append(lambda var=var: recorder._read_base(var))
+                late.append(partial(recorder._read_base, var))
         for tensor, handle in recorder.outside._memory.values():
             if handle._family not in self.entries and handle._family.version and not late:
-                late.append(lambda tensor=tensor: recorder.handle(tensor))
+                late.append(partial(recorder.handle, tensor))
         return late
 
     def cut(
@@ -265,6 +267,14 @@ def _needed(nodes: Sequence[Node], outputs: Iterable[Value]) -> list[Node]:
             wanted.update(v.node for v in node.inputs)
             wanted.update(node.control)
     return kept[::-1]
+
+
+def now(recorder: Recorder, spec: Spec) -> tuple[Size, ...]:
+    """The shape, as far as sizes turned out to be a number or another size since."""
+    symbols = recorder.symbols
+    return tuple(
+        symbols.size(size.evaluate(symbols.bindings([size]))) if isinstance(size, Dim) else size for size in spec.shape
+    )
 
 
 def bound_outside(recorder: Recorder, spec: Spec) -> bool:

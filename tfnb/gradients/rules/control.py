@@ -24,7 +24,7 @@ from tfnb.graph.subgraph import row_places
 from tfnb.recording import Recorder, Tensor
 from tfnb.recording.loop import Loop, Sequences, gathered
 from tfnb.recording.own_gradient import open_recorder
-from tfnb.recording.regions import AGAIN, Inner, append, bound_outside, captures, record_region, subgraph
+from tfnb.recording.regions import AGAIN, Inner, append, bound_outside, captures, now, record_region, subgraph
 
 Optional = Sequence[torch.Tensor | None]
 
@@ -255,7 +255,7 @@ class _Back:
         """The cotangents of the node's inputs."""
         n, part, count = self.n, self.part, self.count
         rows = [(count + i, at) for i, at in enumerate(row_places(n.attrs)) if dys.given(at[0]) is not None]
-        given = [(dys[at[0]], n.outs[at[1]]) if len(at) > 1 else dys[at[0]] for _, at in rows]
+        given: list[Any] = [(dys[at[0]], n.outs[at[1]]) if len(at) > 1 else dys[at[0]] for _, at in rows]
         start: list[Any] = [*(dys[i] for i in self.carried), *(torch.zeros_like(self.kept[i]) for i in self.shared)]
         with part.named():
             self._same_shapes()
@@ -298,7 +298,7 @@ class _Back:
     def _same_shapes(self) -> None:
         for i in self.carried:
             before, after = self.part.spec(self.part.part.inputs[i]), self.part.spec(self.part.part.outputs[i])
-            if before.shape != after.shape:
+            if now(self.recorder, before) != now(self.recorder, after):
                 raise _refused(
                     self.node, f"a loop whose variable enters as {before} and leaves as {after} has no gradient"
                 )
