@@ -25,12 +25,6 @@ from tfnb.recording.workspace import Workspace
 _versions = itertools.count(1)
 
 
-_NO_MEMORY = (
-    "a recorded tensor has no memory of its own: make the function that asks for {} a torch.library.custom_op, or use "
-    ".sample"
-)
-
-
 @dataclass(slots=True)
 class Entry:
     """A graph value with its fake tensor and its sample (None where there is none)."""
@@ -284,16 +278,16 @@ class Tensor(torch.Tensor):
             raise Unsupported(f"dim_order() of {self._describe()}, whose sizes vary: decide by stride() instead{_at()}")
         return super().dim_order(**options)
 
-    def untyped_storage(self) -> Any:
-        raise FailedPrecondition(_NO_MEMORY.format("its storage") + _at())
-
     @property
     def nbytes(self) -> int:  # type: ignore[override]
         """Bytes of its elements; torch's own wants numbers for the sizes."""
         return self.numel() * self.element_size()
 
     def data_ptr(self) -> int:
-        raise FailedPrecondition(_NO_MEMORY.format("data_ptr()") + _at())
+        raise FailedPrecondition(
+            "a recorded tensor has no memory of its own: make the function that asks for data_ptr() a "
+            f"torch.library.custom_op, or use .sample{_at()}"
+        )
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
         """Inside its recording: the gradients of this loss become the ``.grad`` of what it depends on."""
