@@ -31,13 +31,13 @@ demo: $(INSTALLED) ## install, then do the main job on real data, here and on a 
 	@$(BIN)/python -m tfnb demo
 
 test: $(INSTALLED) ## all tests but the slow ones, notebooks included
-	$(PYTEST) -m "not slow" tests $(NOTEBOOKS)
+	$(PYTEST) -m "not slow and not sweep" tests $(NOTEBOOKS)
 
 test-slow: $(INSTALLED) ## only the slow tests
 	$(PYTEST) -m slow tests
 
-test-all: $(INSTALLED) ## all tests
-	$(PYTEST) tests $(NOTEBOOKS)
+test-all: $(INSTALLED) ## both
+	$(PYTEST) -m "not sweep" tests $(NOTEBOOKS)
 
 lint: $(INSTALLED) ## ruff: rules and format
 	$(BIN)/ruff check .
@@ -69,7 +69,7 @@ notebooks: $(INSTALLED) ## execute the notebooks and keep their outputs
 	  --ExecutePreprocessor.record_timing=False --ExecutePreprocessor.store_widget_state=False $(NOTEBOOKS)
 
 coverage: $(INSTALLED) ## every sample of every torch operator, then tests/coverage/COVERAGE.md
-	$(BIN)/python -m pytest -q -m slow tests/coverage
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m sweep tests/coverage
 	@$(BIN)/python -m tests.coverage.page
 
 page: $(INSTALLED) ## write tests/coverage/COVERAGE.md from the table of what fails

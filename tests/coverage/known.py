@@ -60,6 +60,7 @@ VARYING: dict[str, str] = {
     "masked.var": LINES,
     "nn.functional.embedding_bag": NUMBERS,
     "nn.functional.linear_cross_entropy.chunked": LINES,
+    "nn.functional.linear_cross_entropy.chunked_none": LINES,
     "nn.functional.one_hot": DATA,
     "pca_lowrank": TALL,
     "pinverse": TALL,

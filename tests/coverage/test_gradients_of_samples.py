@@ -10,7 +10,7 @@ from tests.coverage.sweep import failures, surprises
 COLUMNS = ("first", "second", "varying")
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", checks.ENTRIES)

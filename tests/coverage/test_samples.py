@@ -10,7 +10,7 @@ from tests.coverage.sweep import failures, surprises
 COLUMNS = ("records", "replays", "complex")
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", checks.ENTRIES)

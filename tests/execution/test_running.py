@@ -12,7 +12,7 @@ import torch
 
 import tfnb
 from tfnb.errors import Cancelled, DeadlineExceeded, FailedPrecondition, TfnbError
-from tfnb.execution.running import Running, Stop
+from tfnb.execution.running import Running
 
 
 def long_graph(nodes: int = 100) -> tuple[tfnb.Session, tfnb.Tensor, tfnb.Tensor, list[tfnb.Variable]]:
@@ -62,20 +62,22 @@ def test_the_outer_of_two_steps_of_a_thread_is_stopped_as_a_whole() -> None:
 
 def test_stops_at_random_instants_arrive_once_and_nowhere_else() -> None:
     draw = random.Random(0)
-    ended, stopped = 0, 0
-    for _ in range(400):
+
+    def endless() -> None:
+        while True:
+            pass
+
+    stopped = 0
+    for trial in range(400):
         running = Running()
         timer = threading.Timer(draw.uniform(0, 2e-3), running.stop, (lambda _: Cancelled("stopped"),))
         timer.start()
         try:
-            running.compute(lambda: sum(range(int(20_000 * draw.random()))))
-            ended += 1
+            running.compute(endless if trial % 2 else lambda: sum(range(int(20_000 * draw.random()))))
         except Cancelled:
             stopped += 1
-        except Stop:
-            pytest.fail("a stop left its step")
-        timer.join()
-    assert ended > 20 and stopped > 20
+        timer.join()  # a stop that left its step would be raised here, or in the next turn
+    assert stopped >= 200
 
 
 def test_close_ends_the_runs_of_all_threads_within_a_second() -> None:
