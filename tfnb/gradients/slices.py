@@ -21,7 +21,7 @@ import torch
 
 from tfnb.errors import InvalidArgument, ShapeError
 from tfnb.graph import Graph, Spec, Variable, current
-from tfnb.graph.spec import flows
+from tfnb.graph.spec import flows, is_static
 from tfnb.kernels import slices as _ops  # noqa: F401  defines torch.ops.tfnb
 from tfnb.recording import Recorder, Tensor
 from tfnb.recording.report import user_level
@@ -209,17 +209,16 @@ def _densifying(g: IndexedSlices, why: str = "") -> AbstractContextManager[None]
 @contextmanager
 def densifying(name: str, spec: Spec, why: str, recorder: Recorder | None) -> Iterator[None]:
     """What is recorded inside makes the gradient ``name`` dense: it is tagged and noted, and large ones warn."""
-    is_static = all(isinstance(size, int) for size in spec.shape)  # else a part of a lookup, as long as the batch
-    count = math.prod(spec.shape) if is_static else 0
-    size = f"{count * spec.dtype.itemsize} bytes" if is_static else "some rows"
+    count = math.prod(spec.shape) if is_static(spec.shape) else None  # None: as many rows as a batch looks up
+    size = "some rows" if count is None else f"{count * spec.dtype.itemsize} bytes"
     at = (recorder.where() if recorder else None) or "here"
     text = f"{at}: {name} {list(spec.shape)} becomes dense, {size}{why and ': '}{why}"
-    if is_static and count > MANY:
+    if count is not None and count > MANY:
         warnings.warn(text, stacklevel=user_level(None))
     if recorder is None:
         yield
         return
-    if is_static and text not in recorder.notes:
+    if count is not None and text not in recorder.notes:
         recorder.notes.append(text)
     with recorder.tagged(DENSIFIED, recorder.tape.marks.forward):
         yield

@@ -36,7 +36,7 @@ from tfnb.gradients.table import (
 from tfnb.graph import Dim, Graph, Node, Spec, Value, Variable
 from tfnb.graph.node import map_leaves
 from tfnb.graph.ops import WITH_GRADIENT
-from tfnb.graph.spec import flows
+from tfnb.graph.spec import flows, is_static
 from tfnb.recording import Recorder, Tensor, constant, reopen, variable
 from tfnb.recording.commit import Derivative
 from tfnb.recording.ops import resolve, unbind
@@ -363,7 +363,7 @@ class Walk:
         while table.op in _PICKS or table.op in COLUMNS:
             table = self.recorder.node(table.inputs[0].node)
         spec = table.outputs[0]
-        if table.op != "tfnb.read" or not all(isinstance(size, int) for size in spec.shape):
+        if table.op != "tfnb.read" or not is_static(spec.shape):
             return nullcontext()
         if math.prod(spec.shape) * spec.dtype.itemsize < _LARGE or self._covers(node, spec.shape[0]):
             return nullcontext()
@@ -376,7 +376,7 @@ class Walk:
             return False
         parts = [n for n in self.recorder.nodes if n.op in _PICKS and n.inputs[0] == node.inputs[0] and _axis(n) == 0]
         taken = [n.outputs[0].shape[0] if n.op == "aten.slice.Tensor" else 1 for n in parts]
-        return all(isinstance(count, int) for count in taken) and sum(taken) >= rows
+        return is_static(taken) and sum(taken) >= rows
 
     def _forward(self, node: Node, needed: list[bool]) -> Forward:
         region = region_of_tags(node.tags)

@@ -11,10 +11,10 @@ import ast
 import keyword
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -196,6 +196,11 @@ _SHORT = {
 def flows(dtype: torch.dtype) -> bool:
     """Whether gradients flow through tensors of this dtype: floating and complex ones."""
     return dtype.is_floating_point or dtype.is_complex
+
+
+def is_static(sizes: Sequence[Size]) -> TypeGuard[Sequence[int]]:
+    """Whether none of the sizes varies."""
+    return all(isinstance(size, int) for size in sizes)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

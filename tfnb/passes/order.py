@@ -32,8 +32,8 @@ def split(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Value
     for place, node in enumerate(graph.nodes):
         if any(value in later for value in node.inputs):
             node = replace(node, inputs=tuple(later.get(value, value) for value in node.inputs))
-        mask = node.attrs.get("output_mask")
-        wanted = [i for i, asked in enumerate(mask or ()) if asked]
+        mask: Sequence[bool] = node.attrs.get("output_mask") or ()
+        wanted = [i for i, asked in enumerate(mask) if asked]
         taken = sum(memory.size[owner] for owner in memory.touched[place].difference(memory.made[place]))
         heavy = sum(memory.size.get(node.value(i), 0) for i in wanted[1:])
         if node.id in fixed or wanted[:1] != [0] or heavy <= taken or not is_pure(node):

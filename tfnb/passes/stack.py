@@ -20,7 +20,7 @@ from typing import Any
 
 from tfnb.graph import Contents, Graph, Node, Ref, Spec, Value
 from tfnb.graph.graph import new_id
-from tfnb.graph.spec import Dim, Size, flows
+from tfnb.graph.spec import Dim, Size, flows, is_static
 from tfnb.passes.rewrite import is_pure, redirected, with_nodes
 
 FEWEST = 4  # products that are worth a copy of their rows
@@ -39,16 +39,15 @@ def stack(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Value
     return _accumulated(_sums(graph, fixed), fixed)
 
 
-def _few(rows: Size, *columns: Size) -> bool:
+def _few(rows: Size, first: Size, second: Size) -> bool:
     """Whether copying an operand of so many rows beside what is computed from it costs little.
 
     Rows that only a run knows count as few where they are a plain batch, and as many where they are more than that.
     """
-    if not all(isinstance(size, int) for size in columns):
+    if isinstance(first, Dim) or isinstance(second, Dim):
         return False
     if isinstance(rows, Dim):
         return rows.is_symbol
-    first, second = columns  # type: ignore[misc]
     return rows * (first + second) <= first * second
 
 
@@ -64,7 +63,7 @@ def _new(like: Node, suffix: str, op: str, inputs: Sequence[Value], outputs: tup
 def _cat(like: Node, values: Sequence[Value], specs: Sequence[Spec]) -> Node:
     """The rows of several matrices below one another."""
     rows = [spec.shape[0] for spec in specs]
-    whole = sum(rows) if all(isinstance(n, int) for n in rows) else Dim(" + ".join(f"({n})" for n in rows))
+    whole = sum(rows) if is_static(rows) else Dim(" + ".join(f"({n})" for n in rows))
     spec = replace(specs[0], shape=(whole, *specs[0].shape[1:]))
     refs = [Ref(i) for i in range(len(values))]
     return _new(like, "rows", "aten.cat.default", values, (spec,), tensors=refs, dim=0)
@@ -234,9 +233,9 @@ class _Sums:
         node = self.nodes.get(value.node)
         if node is None or not self._alone(value) or node.control or not flows(node.outputs[0].dtype):
             return None
-        sources = self._sources(node)
-        specs = [_spec(self.contents, source) for source in sources or ()]
-        if not specs or any(spec is None for spec in specs) or len({spec.shape[0] for spec in specs}) != 1:
+        sources = self._sources(node) or ()
+        specs = [spec for source in sources if (spec := _spec(self.contents, source)) is not None]
+        if len(specs) < len(sources) or len({spec.shape[0] for spec in specs}) != 1:
             return None
         columns = [spec.shape[1] for spec in specs]
         return (

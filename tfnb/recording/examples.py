@@ -31,7 +31,7 @@ class Examples:
     def __init__(self) -> None:
         self.mode = FakeTensorMode()
         self._sizes: dict[Any, tuple[Any, Any]] = {}  # expression -> its two values
-        self._tensors: dict[int, tuple[FakeTensor, FakeTensor]] = {}  # by the id of a fake tensor that stays
+        self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the id of a fake tensor that stays
         self._primes: dict[sympy.Symbol, sympy.Integer] = {}
 
     def forget(self) -> None:
@@ -89,7 +89,7 @@ class Examples:
             found = self._sizes[expr] = hint, size.node.pytype(expr.xreplace(self._primes))
         return found
 
-    def _tensor(self, fake: FakeTensor) -> tuple[FakeTensor, FakeTensor]:
+    def _tensor(self, fake: FakeTensor) -> tuple[torch.Tensor, torch.Tensor]:
         found = self._tensors.get(id(fake))
         if found is None:
             with self.mode:
