@@ -208,3 +208,16 @@ def test_file_goes_beside_a_torch_profile(chain, tmp_path) -> None:
     assert {event.name for event in session.trace.events} <= named  # torch's own lane shows our names
     (theirs,) = [event for event in events if event.get("cat") == "cpu_op" and event["name"] == "aten::exp"]
     assert abs(ours["ts"] - theirs["ts"]) < 1e5  # microseconds: the same clock
+
+
+def test_what_a_pass_adds_counts_for_the_node_that_it_is_named_after() -> None:
+    model = nn.Conv2d(3, 4, 3)
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.rand(4, 3, 32, 32), name="x")
+        y = model(x).relu()
+    session = tfnb.Session(g, compile="off")
+    session.run(y, {x: torch.rand(4, 3, 32, 32)}, trace=True)
+    assert session.trace is not None
+    recorded = [event for event in session.trace.events if event.node is not None]
+    assert any("layout" in node.name for node in session._prepared[next(iter(session._prepared))].program.graph.nodes)
+    assert all(event.node.id in g.contents.by_id for event in recorded)

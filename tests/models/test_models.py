@@ -226,7 +226,7 @@ def _projected() -> nn.Module:
 
 
 EXACT = {
-    "resnet18", "vgg", "googlenet", "densenet", "unet", "autoencoder", "cell in a loop", "encoder",
+    "resnet18", "vgg", "googlenet", "densenet", "unet", "autoencoder", "encoder",
     "attention without weights", "vit", "bag, max", "vae", "graph convolution", "tied autoencoder",
     "mixture of experts", "norms", "resnet50", "attention, averaged weights, both masks",
     "attention, one float mask each head",

@@ -86,8 +86,16 @@ class Tracer(fx.Interpreter):
         at: fx.Node | None = n
         while at is not None and at.name not in self.program.node_of:
             at = next(iter(at.all_input_nodes), None)
-        node = self.program.node_of[at.name] if at is not None else None
+        node = self._recorded(self.program.node_of[at.name]) if at is not None else None
         return (node.name if node else n.name), node
+
+    def _recorded(self, node: Node) -> Node:
+        """The node of the graph that a node of a pass came from, and is named after: ``conv`` of ``conv.layout7``."""
+        contents, name = self.program.whole.contents, node.name
+        while node.id not in contents.by_id and name:
+            name = name.rpartition(".")[0]
+            node = contents.by_name.get(name, node)
+        return node
 
     def commit(self, pending: Pending) -> None:
         """Write everything, as an event of its own."""
