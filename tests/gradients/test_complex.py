@@ -66,6 +66,12 @@ def r(*shape: int) -> torch.Tensor:
     return torch.randn(shape, dtype=torch.float64, requires_grad=True)
 
 
+def _written(x: torch.Tensor, write: Any) -> torch.Tensor:
+    x = x * 1
+    write(x)
+    return x * x
+
+
 _ONES = torch.ones(8, dtype=torch.float64)
 ROWS: dict[str, tuple[Any, Any]] = {
     "conv1d": (F.conv1d, lambda: (c(2, 3, 5), c(4, 3, 2), c(4))),
@@ -80,6 +86,13 @@ ROWS: dict[str, tuple[Any, Any]] = {
                          lambda: (r(3), c(3))),
     "reflection": (lambda x: F.pad(x, (1, 0, 1, 2, 0, 1), mode="reflect").square(), lambda: (c(1, 2, 3, 3, 3),)),
     "replication": (lambda x: F.pad(x, (1, 0, 1, 2, 0, 1), mode="replicate").square(), lambda: (c(1, 2, 3, 3, 3),)),
+    "a row written": (lambda x, y: _written(x, lambda z: z[1].copy_(y)), lambda: (c(3, 2), c(2))),
+    "filled by a number": (lambda x, y: _written(x, lambda z: z[:1].fill_(y)), lambda: (c(3, 2), c())),
+    "written by strides": (lambda x, y: _written(x, lambda z: z.as_strided((2,), (3,)).mul_(y)),
+                           lambda: (c(3, 2), c(2))),
+    "a real part written": (lambda x, y: _written(x, lambda z: z.real.mul_(y.abs())), lambda: (c(3, 2), c(2))),
+    "cast to real, written and back": (lambda x, y: _written(x.real, lambda z: z.add_(y)).to(x.dtype) * x,
+                                       lambda: (c(3, 2), r(2))),
     "parts": (lambda z: z.imag * z.real, lambda: (c(3),)),
     "product of real and complex matrices": (lambda x, z: x.to(z.dtype) @ z, lambda: (r(3, 2), c(2, 3))),
     "eigenvalues of a real matrix": (torch.linalg.eigvals, lambda: (r(4, 4),)),
@@ -94,6 +107,39 @@ ROWS: dict[str, tuple[Any, Any]] = {
 def test_equals_autograd(name: str) -> None:
     function, inputs = ROWS[name]
     REACHED.update(node.op for node in compare(function, inputs()).nodes)
+
+
+def test_polar_of_any_length() -> None:
+    """torch's own takes the sign of the result for the direction: wrong where the length is 0 or less (2.13)."""
+    length = torch.tensor([1.5, 0.0, -2.0], dtype=torch.float64, requires_grad=True)
+    compare(torch.polar, (length, r(3)), oracle=lambda s, a: torch.complex(s * a.cos(), s * a.sin()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@pytest.mark.parametrize("name", ["not", "and", "or", "xor"])
+def test_a_truth_value_in_place_stops_the_gradient(name: str, dtype: torch.dtype) -> None:
+    """torch's own passes it on to what was there before, also at a leaf (2.13); the steps of the result are flat."""
+
+    def function(x: Any, *, place: str = "_") -> Any:
+        y = x * 1
+        z = getattr(y, f"logical_{name}{place}")(*([] if name == "not" else [torch.ones_like(x)]))
+        return z.to(dtype) * 2 + x * 3
+
+    x = torch.tensor([0.0, 1.0, 2.0], dtype=dtype, requires_grad=True)
+    compare(function, (x,), oracle=lambda x: function(x, place=""))
+
+
+@pytest.mark.parametrize("make", [r, c])
+def test_a_factor_written_after_a_kronecker_product(make: Any) -> None:
+    """torch's own reads what was written (2.13)."""
+
+    def function(x: Any, *, before: bool = True) -> Any:
+        y = x * 1
+        z = torch.kron(y, y) if before else torch.kron(y.clone(), y.clone())
+        y.mul_(-1)
+        return z, y
+
+    compare(function, (make(3),), oracle=lambda x: function(x, before=False))
 
 
 def test_ops_named_complex_are_reached() -> None:

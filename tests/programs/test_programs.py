@@ -10,7 +10,7 @@ from tests.programs import checks
 from tests.programs.program import Program
 from tests.programs.strategies import programs
 
-REAL = (torch.float64, torch.float64, torch.int64)
+SMOOTH = (torch.float64, torch.complex128, torch.complex64, torch.float64, torch.int64)
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns where an out= is resized
 slow_draws = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
@@ -42,6 +42,6 @@ def test_passes_and_fed_intermediate_values_change_nothing(program: Program) -> 
 
 @pytest.mark.slow
 @slow_draws
-@given(programs(size=8, dtypes=REAL))
+@given(programs(size=8, dtypes=SMOOTH))
 def test_gradients_are_those_of_autograd(program: Program) -> None:
     note(checks.differentiates(program))
