@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import tfnb
-from tests.programs.program import Program, differences, labels, tame, tensors
+from tests.programs.program import Program, differences, labels, tame, tensors, tolerance
 from tfnb.execution import lower
 from tfnb.graph import Graph
 from tfnb.graph.check import check
@@ -59,9 +59,11 @@ def eagerly(program: Program, seed: int, batch: int | None = None) -> dict[str, 
     return found if tame(found) else None
 
 
-def same(got: Sequence[torch.Tensor], want: Mapping[str, Any], what: str, program: Program) -> None:
+def same(
+    got: Sequence[torch.Tensor], want: Mapping[str, Any], what: str, program: Program, rounding: float = 0.0
+) -> None:
     """Raise AssertionError with the program where ``got`` is not ``want``."""
-    found = differences(got, tensors(want), labels(want))
+    found = differences(got, tensors(want), labels(want), rounding)
     assert not found, f"{what}: {'; '.join(found)}{program!r}"
 
 
@@ -196,7 +198,8 @@ def differentiates(program: Program) -> str:
     except tfnb.errors.TfnbError as error:
         return f"refused: {str(error).splitlines()[0][:60]}"
     zeros = [torch.zeros_like(x) if dx is None else dx for x, dx in zip(roots.values(), expected, strict=True)]
-    same([dx.sample for dx in got], dict(zip(roots, zeros, strict=True)), "gradient", program)
+    narrowest = max(map(tolerance, tensors(want)))  # a gradient went through the dtypes on its way
+    same([dx.sample for dx in got], dict(zip(roots, zeros, strict=True)), "gradient", program, narrowest)
     return "ok"
 
 

@@ -83,14 +83,18 @@ def tame(results: Mapping[str, Any]) -> bool:
     )
 
 
-def differences(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], names: Sequence[str]) -> list[str]:
-    """What differs: dtypes, shapes, values beyond rounding."""
+def differences(
+    got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], names: Sequence[str], rounding: float = 0.0
+) -> list[str]:
+    """What differs: dtypes, shapes, values beyond ``rounding`` and that of their dtype."""
     found = []
     for g, w, name in zip(got, want, names, strict=True):
         g, w = g.detach(), w.detach()
         if g.dtype != w.dtype or g.shape != w.shape:
             found.append(f"{name}: {g.dtype} {list(g.shape)}, not {w.dtype} {list(w.shape)}")
-        elif not torch.allclose(_wide(g), _wide(w), rtol=tolerance(w), atol=tolerance(w), equal_nan=True):
+            continue
+        least = max(rounding, tolerance(w))
+        if not torch.allclose(_wide(g), _wide(w), rtol=least, atol=least, equal_nan=True):
             found.append(f"{name}: {g.tolist()}, not {w.tolist()}")
     return found
 
