@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import doctest
 import importlib
 import inspect
@@ -111,7 +112,8 @@ def test_no_file_is_loaded_under_two_names() -> None:
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_module_says_what_it_is_and_its_examples_run(name: str) -> None:
+def test_module_says_what_it_is_and_its_examples_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builtins, "_", None, raising=False)  # doctest leaves its last result there
     module = importlib.import_module(name)
     assert module.__doc__, f"{name} has no docstring"
     assert doctest.testmod(module).failed == 0

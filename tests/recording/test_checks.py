@@ -99,7 +99,8 @@ def test_a_branch_that_goes_on_warns(program: Callable[[Any], Any]) -> None:
         program(tfnb.placeholder(torch.tensor([1.0, 2.0])))
 
 
-def test_arguments_of_distributions_are_checked_without_a_word() -> None:
+def test_arguments_of_distributions_are_checked_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)  # torch._dynamo turns it off
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with tfnb.record():
