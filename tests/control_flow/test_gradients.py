@@ -294,6 +294,11 @@ def test_random_programs_equal_python(block: Any) -> None:
     check_block(block, 1)
 
 
+def test_a_sample_computed_again_while_recording_is_not_recorded() -> None:
+    op = [("op", "mix", 0, 0, 0)]
+    check_block([("branch", 0, op, op)], 2)
+
+
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(BLOCK)

@@ -135,12 +135,16 @@ class Workspace:
             found = self._samples.get(value)
         if found is not None:
             return found
-        for node in _producers(value, by_id, self):
-            outs = self._compute(node)
-            if outs is None:
-                return None
-            for index, out in enumerate(outs):
-                self.keep(node.value(index), out)
+        with (
+            _disable_current_modes(),
+            torch._C.DisableTorchFunction(),
+        ):  # in an open recording nothing of it is recorded
+            for node in _producers(value, by_id, self):
+                outs = self._compute(node)
+                if outs is None:
+                    return None
+                for index, out in enumerate(outs):
+                    self.keep(node.value(index), out)
         return self._samples.get(value)
 
     def _known(self, value: Value) -> torch.Tensor | None:
