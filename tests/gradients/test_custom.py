@@ -96,10 +96,11 @@ def test_an_override_holds_inside_its_scope_only_and_has_a_second_order() -> Non
     assert [n.op for n in g.select(tag="override")] == ["aten.relu.default"]
 
 
-def test_an_override_of_an_op_without_gradient_and_in_place() -> None:
+@pytest.mark.parametrize("op", ["aten::round", aten.round, aten.round.default, torch.round], ids=str)
+def test_an_override_of_an_op_without_gradient_and_in_place(op: object) -> None:
     with tfnb.record():
         x = tfnb.placeholder(torch.randn(4, 2))
-        with tfnb.gradient_override({"aten::round": lambda n, dy: 7 * dy}):
+        with tfnb.gradient_override({op: lambda n, dy: 7 * dy}):
             y = (x * 1).round_()
             (dx,) = tfnb.gradients(y, [x])
     assert_same([dx], [torch.full((4, 2), 7.0)])

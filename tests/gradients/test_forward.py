@@ -73,3 +73,5 @@ def test_mistakes() -> None:
             tfnb.jvp(x * 2, x, torch.ones(3, dtype=torch.float64))
         with pytest.raises(tfnb.errors.InvalidArgument, match="at least one x"):
             tfnb.jvp(x * 2, [], [])
+        with pytest.raises(tfnb.errors.InvalidArgument, match=r"of a function in the cell, torch\.func\.jvp"):
+            tfnb.jvp(torch.sin, x, torch.ones(3))

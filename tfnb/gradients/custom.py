@@ -131,9 +131,9 @@ _WRITES_BUFFERS = frozenset({"aten.batch_norm.default", "aten.instance_norm.defa
 def gradient_override(rules: Mapping[Any, RuleFunction]) -> Iterator[None]:
     """Ops recorded inside get these gradients: ``{op: rule}``, with rules as for `register_gradient`.
 
-    An op is an overload, a packet (all its overloads), a custom op or a name such as ``"aten::relu"``. A composite op
-    that is overridden is recorded whole. Inner scopes win. What gradients themselves record keeps the usual rules, so a
-    second derivative is that of the rule's code.
+    An op is torch's function of it (``torch.relu``), an overload, a packet (all its overloads), a custom op or a name
+    such as ``"aten::relu"``. A composite op that is overridden is recorded whole. Inner scopes win. What gradients
+    themselves record keeps the usual rules, so a second derivative is that of the rule's code.
 
     Raises NotFound for an unknown op, InvalidArgument for one that writes in place (override its out-of-place twin),
     FailedPrecondition outside a recording.

@@ -28,6 +28,8 @@ def jvp(ys: Any, xs: Any, tangents: Any) -> list[torch.Tensor]:
     >>> dy.sample
     tensor([ 2., 40.])
     """
+    if callable(ys) and not isinstance(ys, torch.Tensor):
+        raise InvalidArgument("jvp(ys, xs, tangents) takes recorded values; of a function in the cell, torch.func.jvp")
     ys, xs, tangents = (list(v) if isinstance(v, (list, tuple)) else [v] for v in (ys, xs, tangents))
     if len(tangents) != len(xs):
         raise InvalidArgument(f"jvp has {len(tangents)} tangents for {len(xs)} xs")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -269,12 +270,14 @@ def ops_of(op: Any) -> tuple[str, ...]:
     """The qualified names of the overloads meant by an op given in any of torch's ways; raises UnknownOp."""
     if isinstance(op, str):
         return _named(op.replace("::", "."))
+    if isinstance(op, BuiltinFunctionType):  # torch.relu: the function of that op
+        op = getattr(torch.ops.aten, op.__name__, op)
     if isinstance(op, torch._ops.OpOverloadPacket):
         return tuple(str(getattr(op, name)) for name in op.overloads() if _is_op(op, name))
     op = getattr(op, "_opoverload", op)  # a torch.library.custom_op holds its overload
     if not isinstance(op, torch._ops.OpOverload):
-        raise UnknownOp(f"{op!r} is not an op: give an overload or packet of torch.ops (torch.ops.aten.relu.default), "
-                        'a torch.library.custom_op, or a name ("aten::relu")')  # fmt: skip
+        raise UnknownOp(f"{op!r} is not an op: give an op's function (torch.relu), an overload or packet of torch.ops "
+                        '(torch.ops.aten.relu), a torch.library.custom_op, or a name ("aten::relu")')  # fmt: skip
     return (str(op),)
 
 
