@@ -74,7 +74,7 @@ def test_nested_branches_and_a_guard_inside() -> None:
 def test_branches_that_do_not_agree_are_refused_with_both_lines() -> None:
     with tfnb.record() as g:
         x = tfnb.placeholder(torch.ones(3), name="x")
-        with pytest.raises(InvalidArgument, match="different structures") as raised:
+        with pytest.raises(InvalidArgument, match=r"different structures: .*tensor") as raised:
             tfnb.cond(x.sum() > 0, lambda: (x, x), lambda: x)
         assert str(raised.value).count(" line ") == 3
         with pytest.raises(InvalidArgument, match=r"output 0 .* float32\[B\] .* float64\[B\]"):

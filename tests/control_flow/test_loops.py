@@ -52,6 +52,17 @@ def test_maximum_iterations_end_a_loop() -> None:
     assert tfnb.while_loop(lambda y: y < 9, lambda y: (y * 2,), (1.0,), maximum_iterations=2)[0] == 4
 
 
+def test_one_loop_variable_alone() -> None:
+    with tfnb.record():
+        x = tfnb.placeholder(torch.tensor(1.0), name="x")
+        y = tfnb.while_loop(lambda y: y < 100, lambda y: y * 3, x)
+        both = tfnb.while_loop(lambda v: v["n"] < 3, lambda v: {"n": v["n"] + 1, "y": v["y"] + x}, {"n": 0, "y": x})
+    assert tfnb.run(y, {x: 2.0}) == 162
+    assert tfnb.run(both, {x: 2.0}) == {"n": 3, "y": 8.0}
+    assert tfnb.while_loop(lambda y: y < 100, lambda y: y * 3, 2.0) == 162
+    assert tfnb.while_loop(lambda v: v["n"] < 3, lambda v: {"n": v["n"] + 1}, {"n": 0}) == {"n": 3}
+
+
 def test_nested_loops_and_branches_see_what_is_around_them() -> None:
     def program(x: torch.Tensor, w: torch.Tensor, loop: Any, branch: Any) -> Any:
         def body(i: Any, y: Any) -> Any:
@@ -229,8 +240,10 @@ def test_a_loop_variable_that_changes_shape_or_dtype_is_named() -> None:
             tfnb.while_loop(lambda i, h: i < 3, lambda i, h: (i + 1, torch.cat([h, h], 1)), (0, x))
         with pytest.raises(InvalidArgument, match=r"h enters as float32\[B, 2\] and is float64\[B, 2\]"):
             tfnb.while_loop(lambda i, h: i < 3, lambda i, h: (i + 1, h.double()), (0, x))
-        with pytest.raises(InvalidArgument, match="returns"):
+        with pytest.raises(InvalidArgument, match=r"returns \(tensor, tensor, tensor\), and was given \(tensor, tensor\)"):
             tfnb.while_loop(lambda i, h: i < 3, lambda i, h: (i + 1, h, h), (0, x))
+        with pytest.raises(InvalidArgument, match=r"i enters as int64\[\] and is float32\[\]"):
+            tfnb.while_loop(lambda i: i < 3, lambda i: 2.5, 0)
         with pytest.raises(InvalidArgument, match=r"one truth value.*float32\[B, 2\]"):
             tfnb.while_loop(lambda i, h: h, lambda i, h: (i + 1, h), (0, x))
         with pytest.raises(InvalidArgument, match="parallel_iterations"):

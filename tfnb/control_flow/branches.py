@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils._pytree import tree_unflatten
 
-from tfnb.control_flow.structure import flat, recorder_if_open, tensors, truth, written_at
+from tfnb.control_flow.structure import flat, form_text, recorder_if_open, tensors, truth, written_at
 from tfnb.errors import InvalidArgument, ShapeError
 from tfnb.graph import Ref, Spec, Value, ops
 from tfnb.recording import Recorder
@@ -61,7 +61,7 @@ def _recorded(
     what = f"{written_at(true_fn)} and {written_at(false_fn)}"
     if then_form != else_form:
         raise InvalidArgument(
-            f"the branches of cond return different structures: {then_form} and {else_form}\n  {what}"
+            f"the branches of cond return different structures: {form_text(then_form)} and {form_text(else_form)}\n  {what}"
             f"{recorder.tape.at()}"
         )
     return tree_unflatten(_joined(recorder, predicate, regions, what), then_form)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_map, tree_unflatten
 
-from tfnb.control_flow.structure import flat, names, recorder_if_open, spec_of, tensors, truth, written_at
+from tfnb.control_flow.structure import flat, form_text, names, recorder_if_open, spec_of, tensors, truth, written_at
 from tfnb.errors import InvalidArgument, ShapeError
 from tfnb.graph import Spec, Variable
 from tfnb.recording import Recorder, Tensor
@@ -25,8 +26,8 @@ def while_loop(
 ) -> Any:  # fmt: skip
     """``init = body(*init)`` as long as ``cond(*init)`` holds; how often is decided in each run.
 
-    init: a list or tuple of loop variables, each a tensor, a number, or nested lists, tuples and dicts of those; body
-    returns the same structure, and so does the loop. maximum_iterations ends it after so many turns. shape_invariants:
+    init: a list or tuple of loop variables, each a tensor, a number, or nested lists, tuples and dicts of those, or one
+    variable alone; body returns the same structure, and so does the loop. maximum_iterations ends it after so many turns. shape_invariants:
     like init, with the shape of each tensor, where None is an axis that may change from turn to turn. back_prop=False:
     gradients through the loop are an error. parallel_iterations: how many turns may run at a time; the values never
     depend on it. Both functions may use any tensor and Variable around them; what body writes to those is carried from
@@ -45,7 +46,11 @@ def while_loop(
     if parallel_iterations < 1:
         raise InvalidArgument(f"parallel_iterations is at least 1, not {parallel_iterations}")
     if not isinstance(init, (list, tuple)):
-        raise InvalidArgument(f"while_loop takes a list or tuple of loop variables, not {type(init).__name__}")
+        (end,) = while_loop(
+            cond, wraps(body)(lambda alone: (body(alone),)), (init,), maximum_iterations=maximum_iterations, parallel_iterations=parallel_iterations,
+            shape_invariants=None if shape_invariants is None else (shape_invariants,), back_prop=back_prop,
+        )  # fmt: skip
+        return end
     recorder = recorder_if_open()
     if recorder is None:
         return _plain_while(cond, body, init, maximum_iterations)
@@ -92,13 +97,19 @@ def _same_form(
         form.type in (list, tuple) and got.type in (list, tuple) and _children(got) == _children(form)
     ):
         raise InvalidArgument(
-            f"the body of {what} returns {got}, and was given {form}\n  {written_at(body)}{recorder.tape.at()}"
+            f"the body of {what} returns {form_text(got)}, and was given {form_text(form)}\n"
+            f"  {written_at(body)}{recorder.tape.at()}"
         )
-    fitted = [
-        torch.as_tensor(leaf, dtype=s.dtype) if isinstance(leaf, (bool, int, float, complex)) else leaf
-        for leaf, s in zip(leaves, start, strict=True)
-    ]
+    fitted = [_number(leaf, s) for leaf, s in zip(leaves, start, strict=True)]
     return list(tensors(recorder, fitted, what))
+
+
+def _number(leaf: Any, like: Tensor) -> Any:
+    """A Python number in the dtype of its loop variable where that holds it, as in ``tensor + number``."""
+    if not isinstance(leaf, (bool, int, float, complex)):
+        return leaf
+    fits = torch.result_type(like, leaf) == like.dtype
+    return torch.as_tensor(leaf, dtype=like.dtype if fits else None)
 
 
 def _children(form: TreeSpec) -> Any:

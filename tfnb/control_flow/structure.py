@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, treespec_pprint
 
 from tfnb.errors import InvalidArgument
 from tfnb.graph import Spec, Variable, current
@@ -34,6 +34,11 @@ def tensors(recorder: Recorder, items: Sequence[Any], what: str) -> list[Tensor]
 def flat(items: Any) -> tuple[list[Any], TreeSpec]:
     """The leaves of nested lists, tuples and dicts, and how they nest."""
     return tree_flatten(items)
+
+
+def form_text(form: TreeSpec) -> str:
+    """How leaves nest, for messages: ``(tensor, {'a': tensor})``."""
+    return treespec_pprint(form).replace("*", "tensor")
 
 
 def names(function: Callable[..., Any], variables: Sequence[Any]) -> list[str]:
