@@ -240,7 +240,7 @@ def test_a_loop_variable_that_changes_shape_or_dtype_is_named() -> None:
             tfnb.while_loop(lambda i, h: i < 3, lambda i, h: (i + 1, torch.cat([h, h], 1)), (0, x))
         with pytest.raises(InvalidArgument, match=r"h enters as float32\[B, 2\] and is float64\[B, 2\]"):
             tfnb.while_loop(lambda i, h: i < 3, lambda i, h: (i + 1, h.double()), (0, x))
-        with pytest.raises(InvalidArgument, match=r"returns \(tensor, tensor, tensor\), and was given \(tensor, tensor\)"):
+        with pytest.raises(InvalidArgument, match=r"returns \(tensor, tensor, tensor\), .* given \(tensor, tensor\)"):
             tfnb.while_loop(lambda i, h: i < 3, lambda i, h: (i + 1, h, h), (0, x))
         with pytest.raises(InvalidArgument, match=r"i enters as int64\[\] and is float32\[\]"):
             tfnb.while_loop(lambda i: i < 3, lambda i: 2.5, 0)

@@ -61,8 +61,8 @@ def _recorded(
     what = f"{written_at(true_fn)} and {written_at(false_fn)}"
     if then_form != else_form:
         raise InvalidArgument(
-            f"the branches of cond return different structures: {form_text(then_form)} and {form_text(else_form)}\n  {what}"
-            f"{recorder.tape.at()}"
+            f"the branches of cond return different structures: {form_text(then_form)} and {form_text(else_form)}"
+            f"\n  {what}{recorder.tape.at()}"
         )
     return tree_unflatten(_joined(recorder, predicate, regions, what), then_form)
 

@@ -27,8 +27,8 @@ def while_loop(
     """``init = body(*init)`` as long as ``cond(*init)`` holds; how often is decided in each run.
 
     init: a list or tuple of loop variables, each a tensor, a number, or nested lists, tuples and dicts of those, or one
-    variable alone; body returns the same structure, and so does the loop. maximum_iterations ends it after so many turns. shape_invariants:
-    like init, with the shape of each tensor, where None is an axis that may change from turn to turn. back_prop=False:
+    variable alone; body returns the same structure, and so does the loop. maximum_iterations ends it after so many
+    turns. shape_invariants: like init, with the shape of each tensor, where None is an axis that may change from turn to turn. back_prop=False:
     gradients through the loop are an error. parallel_iterations: how many turns may run at a time; the values never
     depend on it. Both functions may use any tensor and Variable around them; what body writes to those is carried from
     turn to turn and written when the loop ends. A body that writes is called more than once while recording.
@@ -47,7 +47,8 @@ def while_loop(
         raise InvalidArgument(f"parallel_iterations is at least 1, not {parallel_iterations}")
     if not isinstance(init, (list, tuple)):
         (end,) = while_loop(
-            cond, wraps(body)(lambda alone: (body(alone),)), (init,), maximum_iterations=maximum_iterations, parallel_iterations=parallel_iterations,
+            cond, wraps(body)(lambda alone: (body(alone),)), (init,), maximum_iterations=maximum_iterations,
+            parallel_iterations=parallel_iterations,
             shape_invariants=None if shape_invariants is None else (shape_invariants,), back_prop=back_prop,
         )  # fmt: skip
         return end
