@@ -28,10 +28,11 @@ def while_loop(
 
     init: a list or tuple of loop variables, each a tensor, a number, or nested lists, tuples and dicts of those, or one
     variable alone; body returns the same structure, and so does the loop. maximum_iterations ends it after so many
-    turns. shape_invariants: like init, with the shape of each tensor, where None is an axis that may change from turn to turn. back_prop=False:
-    gradients through the loop are an error. parallel_iterations: how many turns may run at a time; the values never
-    depend on it. Both functions may use any tensor and Variable around them; what body writes to those is carried from
-    turn to turn and written when the loop ends. A body that writes is called more than once while recording.
+    turns. shape_invariants: like init, with the shape of each tensor, where None is an axis that may change from turn
+    to turn. back_prop=False: gradients through the loop are an error. parallel_iterations: how many turns may run at a
+    time; the values never depend on it. Both functions may use any tensor and Variable around them; what body writes to
+    those is carried from turn to turn and written when the loop ends. A body that writes is called more than once while
+    recording.
 
     Raises ShapeError for a loop variable that changes its shape, InvalidArgument for one that changes its dtype or for
     another structure, each with its name and both specs.
