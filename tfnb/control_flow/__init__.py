@@ -1,6 +1,7 @@
 """Control flow in the graph: branches and loops over recorded tensors."""
 
+from tfnb.control_flow.arrays import TensorArray
 from tfnb.control_flow.branches import cond
 from tfnb.control_flow.loops import fold, map_fn, scan, while_loop
 
-__all__ = ["cond", "fold", "map_fn", "scan", "while_loop"]
+__all__ = ["TensorArray", "cond", "fold", "map_fn", "scan", "while_loop"]

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, tree_map, tree_unflatten
 
+from tfnb.control_flow.arrays import arrays, filled, has_blanks
 from tfnb.control_flow.structure import flat, form_text, names, recorder_if_open, spec_of, tensors, truth, written_at
 from tfnb.errors import InvalidArgument, ShapeError
 from tfnb.graph import Spec, Variable
 from tfnb.recording import Recorder, Tensor
 from tfnb.recording.loop import Loop
+from tfnb.recording.regions import Given, bound_outside, record_region
 
 
 def while_loop(
@@ -56,6 +58,7 @@ def while_loop(
     recorder = recorder_if_open()
     if recorder is None:
         return _plain_while(cond, body, init, maximum_iterations)
+    init = _known_elements(recorder, lambda state: body(*state), init, (), "while_loop")
     leaves, form = flat(init)
     start = tensors(recorder, leaves, "while_loop")
     labels = names(body, init)
@@ -72,6 +75,35 @@ def while_loop(
         return _same_form(recorder, found, form, start, body, "while_loop")
 
     return tree_unflatten(loop.record(test, turn).carried, form)
+
+
+def _known_elements(recorder: Recorder, turn: Callable[..., Any], init: Any, rows: Sequence[Spec], what: str) -> Any:
+    """The loop variables, with arrays that know their elements: as one call of the body writes them, which is undone.
+
+    turn: the next loop variables, from those and one row of each sequence.
+    """
+    if not has_blanks(init):
+        return init
+    leaves, form = flat(init)
+    start = tensors(recorder, leaves, what)
+    found: list[Spec | None] = []
+
+    def call(*given: Any) -> list[Any]:
+        state = turn(tree_unflatten(list(given[: len(start)]), form), *given[len(start) :])
+        found[:] = [array.spec for array in arrays(state)]
+        return []
+
+    given = [Given(spec_of(t), f"variable_{i}", t.sample) for i, t in enumerate(start)]
+    given += [Given(spec, f"row_{i}") for i, spec in enumerate(rows)]
+    record_region(recorder, call, given, scope=what, turns=True).undo()
+    for spec in filter(None, found):
+        if not bound_outside(recorder, spec):
+            raise InvalidArgument(
+                f"{what}: the elements of a TensorArray are {spec}, whose size only the body knows: give "
+                f"shape={recorder.tape.at()}"
+            )
+    sizes = [() if spec is None else spec.sizes(recorder.symbols.bindings(spec.shape)) for spec in found]
+    return filled(init, found, sizes)
 
 
 def _plain_while(cond: Callable[..., Any], body: Callable[..., Any], init: Any, most: int | None) -> Any:
@@ -203,12 +235,16 @@ def map_fn(fn: Callable[..., Any], xs: Any) -> Any:
 
 
 def _scan(recorder: Recorder, fn: Callable[..., Any], init: Any, xs: Any, reverse: bool, what: str) -> tuple[Any, Any]:
-    start_leaves, form = flat(init)
-    start = tensors(recorder, start_leaves, what)
     sequences, row_form = flat(xs)
     rows = tensors(recorder, sequences, what)
     if not rows or any(not spec_of(row).shape for row in rows):
         raise InvalidArgument(f"{what} goes over the rows of tensors, and was given none{recorder.tape.at()}")
+    specs = [replace(spec_of(row), shape=spec_of(row).shape[1:]) for row in rows]
+    init = _known_elements(
+        recorder, lambda carry, *row: fn(carry, tree_unflatten(list(row), row_form))[0], init, specs, what
+    )
+    start_leaves, form = flat(init)
+    start = tensors(recorder, start_leaves, what)
     forms: list[TreeSpec] = []
 
     def turn(*given: Any) -> list[Any]:

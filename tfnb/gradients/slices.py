@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, reduce
 from numbers import Real
 from operator import add
@@ -149,10 +149,10 @@ class IndexedSlices:
         made.is_distinct = True
         return made
 
-    def to_dense(self, why: str = "") -> torch.Tensor:
+    def to_dense(self, why: str = "", *, noted: bool = True) -> torch.Tensor:
         """The dense tensor. A recording notes line, bytes and ``why``; above 100 000 000 elements it warns."""
         rows = self.canonical()
-        with _densifying(self, why):
+        with _densifying(self, why) if noted else nullcontext():
             return torch.ops.tfnb.densify(rows.values, rows.indices, self.dense_shape[0])
 
     # -- the closed algebra -----------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ def densifying(name: str, spec: Spec, why: str, recorder: Recorder | None) -> It
         yield
 
 
-def added(parts: Iterable[torch.Tensor | IndexedSlices]) -> Any:
+def added(parts: Iterable[torch.Tensor | IndexedSlices], *, noted: bool = True) -> Any:
     """The sum of partial gradients: slices are put behind each other, slices with dense tensors become dense."""
     parts = list(parts)
     slices = [p for p in parts if isinstance(p, IndexedSlices)]
@@ -239,7 +239,9 @@ def added(parts: Iterable[torch.Tensor | IndexedSlices]) -> Any:
     if not dense:
         return rows
     total, rows = reduce(add, dense), rows.canonical()
-    with _densifying(rows):  # no zeros are made: there is a dense tensor of that size already
+    with (
+        _densifying(rows) if noted else nullcontext()
+    ):  # no zeros are made: there is a dense tensor of that size already
         return total.index_add(0, rows.indices, rows.values.to(total.dtype))
 
 

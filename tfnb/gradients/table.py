@@ -43,6 +43,7 @@ class Rule:
 RULES: dict[str, Rule] = {}
 COMPOSITES: dict[str, Callable[..., Any]] = {}
 LOOKUPS: dict[str, Callable[..., Any]] = {}
+READS: set[str] = set()  # lookups whose gradient is made of rows also where nobody asked for a row-sparse one
 PASSES = {"aten.alias.default", "aten.clone.default", "aten._to_copy.default", "tfnb.assign"}
 """Ops whose output has the rows of their input: a row-sparse cotangent goes through as it is."""
 COLUMNS: dict[str, Callable[..., Any]] = {}  # by op: entries of rows of its output as entries of its input's

@@ -26,6 +26,7 @@ from tfnb.gradients.table import (
     LOOKUPS,
     NOGRAD,
     PASSES,
+    READS,
     RULES,
     Cotangents,
     Forward,
@@ -249,8 +250,11 @@ class Walk:
         parts = self.partials.get(value)
         if not parts:
             return None
+        is_table = value in self.tables
         if len(parts) > 1:
-            self.partials[value] = parts = [added(parts)]
+            self.partials[value] = parts = [added(parts, noted=is_table)]
+        if isinstance(parts[0], IndexedSlices) and not is_table:
+            self.partials[value] = parts = [parts[0].to_dense(noted=False)]
         if value in self.hooks:
             self.partials[value] = parts = [hooked(parts[0], self.hooks.pop(value))]  # type: ignore[arg-type]
         return parts[0]
@@ -291,7 +295,8 @@ class Walk:
         """One cotangent for each input, or a function that makes it; ``stack`` is open until all are made."""
         if "no_grad" in node.tags:
             return [dys[0], *([None] * (len(node.inputs) - 1))]
-        if needed[0] and node.inputs[0] in self.tables and not _has_own_rule(node):
+        is_read = node.op in READS or node.inputs[0] in self.tables
+        if needed[0] and is_read and not _has_own_rule(node):
             rows = self._rows(node, dys[0], needed)
             if rows is not None:
                 return [rows, *([None] * (len(node.inputs) - 1))]

@@ -1,6 +1,7 @@
 """The rules by family; importing this registers all of them."""
 
 from tfnb.gradients.rules import activation as activation
+from tfnb.gradients.rules import arrays as arrays
 from tfnb.gradients.rules import attention as attention
 from tfnb.gradients.rules import complex as complex
 from tfnb.gradients.rules import control as control

@@ -1,0 +1,121 @@
+"""Arrays written once: in loops, branches and gradients they give what Python lists of tensors give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tfnb
+from tfnb.errors import InvalidArgument, ShapeError
+
+F64 = torch.float64
+
+
+def powers(x: torch.Tensor, count: Any) -> torch.Tensor:
+    """1, x, x^2, ...: each element is made of the one before."""
+
+    def body(i: Any, array: Any) -> Any:
+        return i + 1, array.write(i, array.read(i - 1) * x)
+
+    array = tfnb.TensorArray(count, shape=x.shape, dtype=F64).write(0, torch.ones_like(x))
+    return tfnb.while_loop(lambda i, array: i < array.size(), body, (1, array))[1].stack()
+
+
+@pytest.mark.parametrize("trips", [1, 2, 6])
+def test_elements_made_of_elements_and_their_gradients_to_the_second_order(trips: int) -> None:
+    sample = torch.tensor([0.5, 1.5], dtype=F64)
+    with tfnb.record():
+        x = tfnb.placeholder(sample, name="x")
+        n = tfnb.placeholder(torch.tensor(4), name="n")
+        y = powers(x, n)
+        (dx,) = tfnb.gradients(y.sin().sum(), [x])
+        (ddx,) = tfnb.gradients((dx * dx).sum(), [x])
+    fed = torch.tensor([0.7, -1.2, 2.0], dtype=F64, requires_grad=True)
+    want = torch.stack([fed**i for i in range(trips)])
+    (first,) = torch.autograd.grad(want.sin().sum(), fed, create_graph=True)
+    (second,) = torch.autograd.grad((first * first).sum(), fed, allow_unused=True) if trips > 1 else (fed * 0,)
+    got = tfnb.run([y, dx, ddx], {x: fed.detach(), n: trips})
+    torch.testing.assert_close(got, [want.detach(), first.detach(), second.detach()])
+
+
+def test_outside_a_recording_it_is_an_array_that_autograd_knows() -> None:
+    x = torch.tensor([0.7, -1.2], dtype=F64, requires_grad=True)
+    y = powers(x, 4)
+    torch.testing.assert_close(y, torch.stack([x**i for i in range(4)]))
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(dx, (1 + 2 * x + 3 * x**2).detach())
+
+
+def test_an_array_learns_its_elements_from_the_body() -> None:
+    with tfnb.record():
+        x = tfnb.placeholder(torch.ones(3, 2), name="x")
+        _, _, ys = tfnb.while_loop(
+            lambda i, y, ys: i < 3, lambda i, y, ys: (i + 1, y * 2, ys.write(i, y.sum(1))), (0, x, tfnb.TensorArray(3))
+        )
+        carry = tfnb.fold(
+            lambda c, row: (c[0] + 1, c[1].write(c[0], row * 2)), (0, tfnb.TensorArray(2)), torch.ones(2, 3)
+        )
+        out, other = ys.stack(), carry[1].concat()
+    assert tfnb.run(out, {x: torch.ones(4, 2)}).tolist() == [[2.0] * 4, [4.0] * 4, [8.0] * 4]
+    assert tfnb.run(other).tolist() == [2.0] * 6
+
+
+def test_reads_of_one_element_add_up_and_unstack_is_undone_by_stack() -> None:
+    with tfnb.record():
+        xs = tfnb.placeholder(torch.randn(4, 2, dtype=F64), shape=("T", 2), name="xs")
+        order = tfnb.placeholder(torch.tensor([0, 2, 2]), name="order")
+        array = tfnb.TensorArray().unstack(xs)
+
+        def body(i: Any, total: Any) -> Any:
+            return i + 1, total + array.read(order[i]) * (i + 1)
+
+        _, total = tfnb.while_loop(lambda i, t: i < order.shape[0], body, (0, torch.zeros(2, dtype=F64)))
+        (dxs,) = tfnb.gradients(total.square().sum() + array.gather(order).sum() + array.stack().sum(), [xs])
+    fed, picked = torch.randn(5, 2, dtype=F64, requires_grad=True), torch.tensor([4, 1, 4, 4])
+    want = sum(fed[j] * (i + 1) for i, j in enumerate(picked))
+    (expected,) = torch.autograd.grad(want.square().sum() + fed[picked].sum() + fed.sum(), fed)
+    got = tfnb.run([total, dxs], {xs: fed.detach(), order: picked})
+    torch.testing.assert_close(got, [want.detach(), expected])
+
+
+def test_scatter_split_concat_and_branches() -> None:
+    with tfnb.record():
+        x = tfnb.placeholder(torch.arange(6.0), shape=(6,), name="x")
+        array = tfnb.TensorArray().split(x, 2)
+        mixed = tfnb.cond(x.sum() > 0, lambda: array, lambda: tfnb.TensorArray(3).scatter([2, 0, 1], array.stack()))
+        outs = [mixed.concat(), mixed.size(), array.read(1)]
+    for fed in (torch.arange(8.0)[2:], -torch.arange(6.0)):
+        rows = fed.reshape(3, 2)
+        want = rows if fed.sum() > 0 else rows[[1, 2, 0]]
+        assert [t.tolist() for t in tfnb.run(outs, {x: fed})] == [want.flatten().tolist(), 3, rows[1].tolist()]
+
+
+def test_a_second_write_and_what_is_not_there_name_the_line() -> None:
+    with tfnb.record():
+        i = tfnb.placeholder(torch.tensor(1), name="i")
+        array = tfnb.TensorArray(3).write(0, 5.0)
+        twice, read = array.write(i, 2.0).stack(), array.write(1, 1.0).read(i)
+        _, looped = tfnb.while_loop(
+            lambda n, a: n < 2, lambda n, a: (n + 1, a.write(n * i, 1.0)), (0, tfnb.TensorArray(2))
+        )
+        done = looped.stack()
+        with pytest.raises(InvalidArgument, match=r"element 0 of a TensorArray is written twice.*\n.*\n.*line"):
+            array.write(0, 1.0)
+        with pytest.raises(ShapeError, match=r"shape \[2\].*TensorArray of \[\]"):
+            array.write(1, torch.ones(2))
+        with pytest.raises(InvalidArgument, match=r"written as torch\.int64"):
+            array.write(1, torch.ones((), dtype=torch.int64))
+        with pytest.raises(InvalidArgument, match="one whole number"):
+            array.write(0.5, 1.0)
+        with pytest.raises(InvalidArgument, match="before anything says"):
+            tfnb.TensorArray(2).stack()
+    assert tfnb.run(twice, {i: 2}).tolist() == [5, 0, 2]
+    assert tfnb.run(done, {i: 1}).tolist() == [1, 1]
+    for fetch, fed, why in (
+        (twice, 0, "written twice"), (done, 0, "written twice"), (twice, 3, "element 3"), (read, 2, "was not written")
+    ):  # fmt: skip
+        with pytest.raises(InvalidArgument, match=why) as raised:
+            tfnb.run(fetch, {i: fed})
+        assert raised.value.line is not None

@@ -1,0 +1,27 @@
+"""The ops of arrays that are written once have the shapes and schemas that they say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+ops = torch.ops.tfnb
+ROWS, WRITTEN = torch.arange(6.0).reshape(3, 2), torch.tensor([True, False, False])
+
+
+@pytest.mark.parametrize(
+    ("op", "args"),
+    [
+        (ops.array_unwritten, (torch.tensor(4),)),
+        (ops.array_write, (ROWS, WRITTEN, torch.tensor(1), torch.ones(2))),
+        (ops.array_write, (ROWS, WRITTEN, torch.tensor([2, 1]), torch.ones(2, 2))),
+        (ops.array_grown, (ROWS, WRITTEN, torch.tensor(1))),
+        (ops.array_grown, (ROWS, WRITTEN, torch.tensor([5, 1]))),
+        (ops.array_read, (ROWS, WRITTEN, torch.tensor(0))),
+        (ops.array_read, (ROWS, WRITTEN, torch.tensor([0, 0]))),
+    ],
+)
+def test_array_ops_pass_opcheck(op: Any, args: Any) -> None:
+    torch.library.opcheck(op.default, args, test_utils=("test_schema", "test_faketensor"))

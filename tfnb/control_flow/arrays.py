@@ -1,0 +1,253 @@
+"""`TensorArray`: an array whose elements are written once, as a value that loops carry and branches return.
+
+It is two tensors, the elements as rows and which of them were written, so that it is nothing special to a graph: a
+write gives another array, gradients are those of the rows. Semantics S-46.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import MappingKey, register_pytree_node, tree_flatten, tree_map
+
+from tfnb.control_flow.structure import recorder_if_open, spec_of
+from tfnb.errors import InvalidArgument, ShapeError
+from tfnb.graph import Spec, Variable
+from tfnb.kernels import arrays as _ops  # noqa: F401  defines torch.ops.tfnb
+from tfnb.recording import Tensor
+
+ops = torch.ops.tfnb
+
+
+class TensorArray:
+    """``size`` elements of one dtype and shape, each written once and read as often as you like. A value.
+
+    size: a number, or a tensor with one. shape, dtype: of an element; those of the first one that is written, where
+    they are not given. dynamic_size: a write behind the end makes the array longer. A write returns the array with that
+    element, and leaves this one as it was. It is a loop variable and a branch's result like a tensor is. Gradients
+    reach what was written, added up over all reads.
+
+    Raises InvalidArgument for an element that is written twice, read before it is written, or not there; ShapeError
+    or InvalidArgument for one of another shape or dtype.
+
+    >>> import torch, tfnb
+    >>> with tfnb.record():
+    ...     x = tfnb.placeholder(torch.tensor(2.0), name="x")
+    ...     powers = tfnb.TensorArray(4)
+    ...     _, _, powers = tfnb.while_loop(
+    ...         lambda i, y, powers: i < 4, lambda i, y, powers: (i + 1, y * x, powers.write(i, y)), (0, x, powers)
+    ...     )
+    ...     y = powers.stack()
+    >>> tfnb.run(y, {x: 3.0})
+    tensor([ 3.,  9., 27., 81.])
+    """
+
+    def __init__(
+        self, size: Any = 0, *, shape: Sequence[Any] | None = None, dtype: torch.dtype | None = None,
+        dynamic_size: bool = False,
+    ) -> None:  # fmt: skip
+        self.dynamic_size, self._dtype = dynamic_size, dtype
+        self._rows: torch.Tensor | None = None
+        if isinstance(size, Variable):
+            size = size.read()
+        is_tensor = isinstance(size, torch.Tensor)
+        self._written = ops.array_unwritten(size) if is_tensor else torch.zeros(size, dtype=torch.bool)
+        if shape is not None:
+            self._rows = self._blank(shape, dtype or torch.get_default_dtype(), self._written.device)
+
+    def _blank(self, shape: Sequence[Any], dtype: torch.dtype, device: Any) -> torch.Tensor:
+        return torch.zeros([self._written.shape[0], *shape], dtype=dtype, device=device)
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether nothing says yet what an element is."""
+        return self._rows is None
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of an element; None where nothing says yet."""
+        return self._dtype if self._rows is None else self._rows.dtype
+
+    @property
+    def element_shape(self) -> torch.Size | None:
+        """Of an element; None where nothing says yet."""
+        return None if self._rows is None else self._rows.shape[1:]
+
+    @property
+    def spec(self) -> Spec | None:
+        """Of an element, in a recording; None where nothing says yet."""
+        if not isinstance(self._rows, Tensor):
+            return None if self._rows is None else Spec.of(self._rows[:0].sum(0))
+        rows = spec_of(self._rows)
+        return replace(rows, shape=rows.shape[1:])
+
+    def __repr__(self) -> str:
+        what = "elements of any kind" if self._rows is None else f"{self.dtype}{list(self.element_shape or ())}"
+        return f"<TensorArray of {self._written.shape[0]} {what}>"
+
+    # -- writing ----------------------------------------------------------------------------------------------
+
+    def write(self, index: Any, value: Any) -> TensorArray:
+        """The array with ``value`` as element ``index``."""
+        return self._with(_index(index, 0), value, self._element(value))
+
+    def scatter(self, indices: Any, values: Any) -> TensorArray:
+        """The array with the rows of ``values`` as these elements."""
+        values = self._element(values)
+        return self._with(_index(indices, 1), values, values, several=True)
+
+    def unstack(self, values: Any) -> TensorArray:
+        """An array of the rows of ``values``, as many as there are."""
+        values = self._element(values)
+        made = TensorArray.__new__(TensorArray)
+        made.dynamic_size, made._dtype, made._rows = self.dynamic_size, None, values
+        made._written = torch.ones(values.shape[0], dtype=torch.bool, device=values.device)
+        return made
+
+    def split(self, values: Any, lengths: int) -> TensorArray:
+        """An array of parts of ``lengths`` rows each: what `concat` puts together."""
+        values = self._element(values)
+        return self.unstack(values.unflatten(0, (-1, lengths)))
+
+    def _element(self, value: Any) -> torch.Tensor:
+        if isinstance(value, Variable):
+            value = value.read()
+        if not isinstance(value, torch.Tensor):
+            value = torch.as_tensor(value, dtype=self.dtype)
+        if self.dtype not in (None, value.dtype):
+            raise InvalidArgument(f"an element of a TensorArray of {self.dtype} is written as {value.dtype}{_at()}")
+        return value
+
+    def _with(self, index: torch.Tensor, given: Any, value: torch.Tensor, *, several: bool = False) -> TensorArray:
+        shape = value.shape[1:] if several else value.shape
+        rows, written = self._rows, self._written
+        if rows is None:
+            rows = self._blank(shape, value.dtype, value.device)
+        if len(shape) != rows.dim() - 1 or _apart(shape, rows.shape[1:]):
+            raise ShapeError(
+                f"an element of shape {list(shape)} is written to a TensorArray of {list(rows.shape[1:])}{_at()}"
+            )
+        if self.dynamic_size:
+            rows, written = ops.array_grown(rows, written, index)
+        new_rows, new_written = ops.array_write(rows, written, index, value)
+        if recorder_if_open() is None:  # autograd's, which does not know our op
+            new_rows = rows.index_put((index,), value)
+        return self._like(new_rows, new_written)
+
+    def _like(self, rows: torch.Tensor | None, written: torch.Tensor) -> TensorArray:
+        made = TensorArray.__new__(TensorArray)
+        made.dynamic_size, made._dtype, made._rows, made._written = self.dynamic_size, self._dtype, rows, written
+        return made
+
+    # -- reading ----------------------------------------------------------------------------------------------
+
+    def read(self, index: Any) -> torch.Tensor:
+        """Element ``index``."""
+        return self._read(_index(index, 0))
+
+    def gather(self, indices: Any) -> torch.Tensor:
+        """These elements, stacked."""
+        return self._read(_index(indices, 1))
+
+    def _read(self, index: torch.Tensor) -> torch.Tensor:
+        rows = self._known("read")
+        found = ops.array_read(rows, self._written, index)
+        return found if recorder_if_open() is not None else rows[index]
+
+    def stack(self) -> torch.Tensor:
+        """All elements, [size, ...]; zeros where none was written."""
+        return self._known("stacked") + 0 if recorder_if_open() is None else self._known("stacked").clone()
+
+    def concat(self) -> torch.Tensor:
+        """All elements behind each other along their axis 0."""
+        rows = self._known("concatenated")
+        if rows.dim() < 2:
+            raise ShapeError(f"concat takes elements that have rows, and these are numbers: use stack{_at()}")
+        return rows.flatten(0, 1)
+
+    def size(self) -> torch.Tensor:
+        """How many elements there are, int64."""
+        return torch.ops.aten.scalar_tensor(self._written.shape[0], dtype=torch.int64)
+
+    def _known(self, how: str) -> torch.Tensor:
+        if self._rows is None:
+            raise InvalidArgument(
+                f"a TensorArray is {how} before anything says what its elements are: write one, or give shape={_at()}"
+            )
+        return self._rows
+
+
+def _index(index: Any, rank: int) -> torch.Tensor:
+    index = index.read() if isinstance(index, Variable) else torch.as_tensor(index)
+    if index.dtype.is_floating_point or index.dtype in (torch.bool, torch.complex64) or index.dim() > rank:
+        what = "one whole number" if rank == 0 else "a list of whole numbers"
+        raise InvalidArgument(f"the index into a TensorArray is {what}, not {index.dtype}{list(index.shape)}{_at()}")
+    return index.reshape([1]) if rank and not index.dim() else index
+
+
+def _apart(shape: Sequence[Any], other: Sequence[Any]) -> bool:
+    return any(type(a) is int and type(b) is int and a != b for a, b in zip(shape, other, strict=True))
+
+
+def _at() -> str:
+    recorder = recorder_if_open()
+    return "" if recorder is None else recorder.tape.at()
+
+
+# -- as a structure of tensors ------------------------------------------------------------------------------------
+
+
+def _flatten(array: TensorArray) -> tuple[list[Any], Any]:
+    rows = [] if array._rows is None else [array._rows]
+    return [*rows, array._written], (array.dynamic_size, array._dtype if array._rows is None else None)
+
+
+def _flatten_with_keys(array: TensorArray) -> tuple[list[tuple[Any, Any]], Any]:
+    leaves, context = _flatten(array)
+    keys = ("elements", "written") if len(leaves) > 1 else ("written",)
+    return [(MappingKey(key), leaf) for key, leaf in zip(keys, leaves, strict=True)], context
+
+
+def _unflatten(leaves: Any, context: Any) -> TensorArray:
+    array = TensorArray.__new__(TensorArray)
+    array.dynamic_size, array._dtype = context
+    *rows, array._written = leaves
+    array._rows = rows[0] if rows else None
+    return array
+
+
+register_pytree_node(
+    TensorArray, _flatten, _unflatten, serialized_type_name="tfnb.TensorArray",
+    flatten_with_keys_fn=_flatten_with_keys,
+)  # fmt: skip
+
+
+def is_array(item: Any) -> bool:
+    """For the walks that take an array as one thing."""
+    return isinstance(item, TensorArray)
+
+
+def arrays(items: Any) -> list[TensorArray]:
+    """The arrays among nested structures."""
+    return [item for item in tree_flatten(items, is_leaf=is_array)[0] if is_array(item)]
+
+
+def has_blanks(items: Any) -> bool:
+    """Whether some array does not know its elements yet."""
+    return any(array.is_blank for array in arrays(items))
+
+
+def filled(items: Any, specs: Sequence[Spec | None], shapes: Sequence[Sequence[Any]]) -> Any:
+    """The structure, with blank arrays that know their elements: by the spec and shape of one, for each array."""
+    found = iter(zip(specs, shapes, strict=True))
+
+    def one(item: Any) -> Any:
+        spec, shape = next(found, (None, ())) if is_array(item) else (None, ())
+        if spec is None or not item.is_blank:
+            return item
+        return item._like(item._blank(shape, spec.dtype, spec.device), item._written)
+
+    return tree_map(one, items, is_leaf=is_array)

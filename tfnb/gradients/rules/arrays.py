@@ -1,0 +1,41 @@
+"""Arrays that are written once. What was not written yet has no gradient, so that of a write is not cleared there.
+
+A read gives rows, so reads of the same element add up.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tfnb.gradients.table import READS, Forward, lookup, nograd, partials, rule
+from tfnb.kernels import arrays as _ops  # noqa: F401  defines torch.ops.tfnb
+
+ops = torch.ops.tfnb
+
+nograd(ops.array_unwritten.default)
+
+
+@rule(ops.array_write.default, outputs=1)
+def _(n: Forward, dy: Any) -> Any:
+    index = n["index"]
+    return {"rows": dy, "values": lambda: dy.index_select(0, index.reshape(-1)).reshape(n["values"].shape)}
+
+
+@rule(ops.array_grown.default, outputs=1)
+def _(n: Forward, dy: Any) -> Any:
+    return {"rows": lambda: dy.narrow(0, 0, n["rows"].shape[0])}
+
+
+READS.add(str(ops.array_read.default))
+
+
+@lookup(ops.array_read.default)
+def _(n: Forward, dy: Any, at: Any) -> Any:
+    return dy, at(n["index"])
+
+
+partials(ops.array_read.default, lambda n, dy: dy.new_zeros(n["rows"].shape).index_add(
+    0, n["index"].reshape(-1), dy.reshape([n["index"].numel(), *n["rows"].shape[1:]])
+), None)  # fmt: skip
