@@ -7,18 +7,21 @@ seconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tfnb.errors import Unimplemented
+from tfnb.execution.groups import Kernel, Layouts, function, groups, with_kernels
 from tfnb.execution.lower import Branch, Drawing, Program
 from tfnb.execution.regions import Cond, Loop
 from tfnb.kernels.random import drawing_op
 
+MOST_NODES = 1500  # that are compiled as a whole; compiling takes a minute for so many
 Forward = Callable[..., tuple[Any, ...]]
 
 
@@ -39,22 +42,55 @@ def compiled(program: Program, args: Sequence[Any]) -> Forward:
 
     ``args`` are as in a run: feeds, storages, the run's number. The result takes the same and raises for others.
     """
-    from torch import _inductor  # listed exception: inductor takes seconds to load
-    from torch._dynamo.convert_frame import compile_lock
+    calls = [node for node in program.module.graph.nodes if node.op == "call_function"]
+    between = any(isinstance(node.target, (Branch, Cond, Loop)) for node in calls)  # decides what runs next
+    in_parts = between or len(calls) > MOST_NODES
+    forward = _in_groups(program, args) if in_parts else _as_a_whole(program, args)
+    forward(*args)  # the first call loads what was compiled
+    return forward
 
+
+def _as_a_whole(program: Program, args: Sequence[Any]) -> Forward:
     graph, slots = _pure(program)
     draws = any(node.op == "placeholder" and node.name == "run" for node in graph.nodes)
     examples = (*args[:-1], torch.tensor(args[-1])) if draws else tuple(args[:-1])
-    module = fx.GraphModule(program.module, graph)
-    with compile_lock, torch.no_grad(), _inductor.config.patch(compile_threads=1):
-        kernel = _inductor.compile(module, list(examples))
+    kernel = _kernel(fx.GraphModule(program.module, graph), examples)
 
     def forward(*given: Any) -> tuple[Any, ...]:
-        outs = kernel(*given[:-1], torch.tensor(given[-1])) if draws else kernel(*given[:-1])
+        outs = kernel([*given[:-1], torch.tensor(given[-1])] if draws else [*given[:-1]])
         return tuple([outs[place] if made else given[place] for made, place in slots])
 
-    forward(*args)  # the first call loads what was compiled
     return forward
+
+
+def _in_groups(program: Program, args: Sequence[Any]) -> Forward:
+    layouts = Layouts(program.module)
+    with torch.no_grad():
+        layouts.run(*args)
+    found = groups(program, layouts.of)
+    if not found:
+        raise Unimplemented("it has no groups of pointwise nodes that are worth a kernel")
+    kernels: dict[Hashable, Kernel] = {}
+    for group in found:
+        if group.key not in kernels:
+            with FakeTensorMode():
+                examples = [layouts.of[node].empty() for node in group.inputs]
+                kernels[group.key] = _kernel(function(program, layouts.of, group), examples)
+    return with_kernels(program, [(group, kernels[group.key]) for group in found]).forward
+
+
+def _kernel(module: fx.GraphModule, examples: Sequence[Any]) -> Kernel:
+    """What inductor makes of a function of tensors, which takes them in a list."""
+    from torch import _inductor  # listed exception: inductor takes seconds to load
+    from torch._dynamo.convert_frame import compile_lock
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with compile_lock, torch.no_grad(), _inductor.config.patch(compile_threads=1):
+        traced = make_fx(module, select_decomp_table(), tracing_mode="fake", _allow_non_fake_inputs=True)(*examples)
+        made = compile_fx_inner(traced, list(examples))
+    return getattr(made, "current_callable", None) or made  # without what inductor does around a call
 
 
 def _pure(program: Program) -> tuple[fx.Graph, list[tuple[bool, int]]]:
@@ -69,10 +105,6 @@ def _pure(program: Program) -> tuple[fx.Graph, list[tuple[bool, int]]]:
     arguments = {node: place for place, node in enumerate(graph.find_nodes(op="placeholder"))}
     run = next(node for node in arguments if node.name == "run")
     for node in list(graph.nodes):
-        if isinstance(node.target, Branch):
-            raise Unimplemented("a branch that Python took while recording is checked between kernels")
-        if isinstance(node.target, (Cond, Loop)):
-            raise Unimplemented("a loop or branch decides between kernels what runs next")
         if isinstance(node.target, Drawing):
             node.args = (run, list(node.target.place), *node.args[1:])
             node.target = drawing_op(node.target.op)
