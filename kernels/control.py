@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 
 import torch
@@ -83,3 +86,46 @@ def _gathered(made: list[torch.Tensor], row: Row) -> tuple[torch.Tensor, ...]:
     shapes = torch.tensor([list(value.shape) for value in made], dtype=torch.int64).reshape(len(made), shape)
     flat = torch.cat([value.reshape(-1) for value in made]) if made else torch.empty(0, dtype=dtype, device=device)
     return flat, shapes
+
+
+# -- functions that call themselves -------------------------------------------------------------------------------
+
+_FRAMES = 24  # of Python, for one call of generated or interpreted code with branches and loops around it
+_levels = threading.local()
+_lock = threading.Lock()
+_waiting: list[int] = []  # limits before the calls that are under way
+
+
+def call(
+    name: str, limit: int, body: Callable[..., Sequence[torch.Tensor]], args: Sequence[torch.Tensor],
+    explained: Callable[[RecursionError], Exception],
+) -> Sequence[torch.Tensor]:  # fmt: skip
+    """``body(*args)``, a level deeper; deeper than ``limit`` what ``explained`` makes of a RecursionError."""
+    depth = getattr(_levels, "depth", 0)
+    if depth >= limit:
+        raise explained(RecursionError(f"{name} calls itself more than {limit} times deep"))
+    _levels.depth = depth + 1
+    try:
+        if depth:
+            return body(*args)
+        with _room(limit):
+            return body(*args)
+    except RecursionError as error:
+        raise explained(RecursionError(f"{name} calls itself more than {depth} times deep: {error}")) from None
+    finally:
+        _levels.depth = depth
+
+
+@contextmanager
+def _room(limit: int) -> Iterator[None]:
+    """Python's own limit, raised as long as some call is under way."""
+    with _lock:
+        _waiting.append(sys.getrecursionlimit() if not _waiting else _waiting[0])
+        sys.setrecursionlimit(max(sys.getrecursionlimit(), _waiting[0] + _FRAMES * limit))
+    try:
+        yield
+    finally:
+        with _lock:
+            before = _waiting.pop()
+            if not _waiting:
+                sys.setrecursionlimit(before)

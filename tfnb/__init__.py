@@ -21,7 +21,7 @@ if find_spec("tfnb.kernels") is None:
 
 _HOME = {
     "tfnb.cluster": ("Cluster", "connect"),
-    "tfnb.control_flow": ("TensorArray", "cond", "fold", "map_fn", "scan", "while_loop"),
+    "tfnb.control_flow": ("TensorArray", "cond", "fold", "function", "map_fn", "scan", "while_loop"),
     "tfnb.doctor": ("doctor",),
     "tfnb.fitting": ("RunResult", "fit"),
     "tfnb.gradients": (

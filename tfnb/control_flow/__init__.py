@@ -2,6 +2,7 @@
 
 from tfnb.control_flow.arrays import TensorArray
 from tfnb.control_flow.branches import cond
+from tfnb.control_flow.functions import function
 from tfnb.control_flow.loops import fold, map_fn, scan, while_loop
 
-__all__ = ["TensorArray", "cond", "fold", "map_fn", "scan", "while_loop"]
+__all__ = ["TensorArray", "cond", "fold", "function", "map_fn", "scan", "while_loop"]

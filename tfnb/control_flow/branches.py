@@ -11,6 +11,7 @@ from tfnb.control_flow.structure import flat, form_text, recorder_if_open, tenso
 from tfnb.errors import InvalidArgument, ShapeError
 from tfnb.graph import Ref, Spec, Value, ops
 from tfnb.recording import Recorder
+from tfnb.recording.calls import Unfinished
 from tfnb.recording.regions import Region, append, captures, now, record_region, subgraph, write_back
 from tfnb.recording.tensor import Base
 
@@ -55,9 +56,16 @@ def _recorded(
         del forms[:-1]  # it may have been called more than once
         return region
 
-    then = branch(true_fn)
+    try:
+        then = branch(true_fn)
+    except Unfinished:  # a function that calls itself: so far only the other branch tells what it returns
+        return false_fn(*operands)
     then_form = forms.pop()
-    regions, else_form = (then, branch(false_fn)), forms.pop()
+    try:
+        regions = then, branch(false_fn)
+    except Unfinished:
+        return true_fn(*operands)
+    else_form = forms.pop()
     what = f"{written_at(true_fn)} and {written_at(false_fn)}"
     if then_form != else_form:
         raise InvalidArgument(

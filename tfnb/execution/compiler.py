@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tfnb.errors import Unimplemented
 from tfnb.execution.groups import Kernel, Layouts, function, groups, with_kernels
 from tfnb.execution.lower import Branch, Drawing, Program
-from tfnb.execution.regions import Cond, Loop
+from tfnb.execution.regions import Call, Cond, Loop
 from tfnb.kernels.random import drawing_op
 
 MOST_NODES = 1500  # that are compiled as a whole; compiling takes a minute for so many
@@ -43,7 +43,7 @@ def compiled(program: Program, args: Sequence[Any]) -> Forward:
     ``args`` are as in a run: feeds, storages, the run's number. The result takes the same and raises for others.
     """
     calls = [node for node in program.module.graph.nodes if node.op == "call_function"]
-    between = any(isinstance(node.target, (Branch, Cond, Loop)) for node in calls)  # decides what runs next
+    between = any(isinstance(node.target, (Branch, Call, Cond, Loop)) for node in calls)  # decides what runs next
     in_parts = between or len(calls) > MOST_NODES
     forward = _in_groups(program, args) if in_parts else _as_a_whole(program, args)
     forward(*args)  # the first call loads what was compiled

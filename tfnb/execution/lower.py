@@ -19,8 +19,8 @@ from tfnb.errors import InvalidArgument
 from tfnb.execution import heap
 from tfnb.execution.bindings import QUICK
 from tfnb.execution.commit import Pending, Update, commit
-from tfnb.execution.regions import REGIONS
-from tfnb.graph import Graph, Guard, Node, Ref, Subgraph, Value, Variable, ops
+from tfnb.execution.regions import REGIONS, Call
+from tfnb.graph import Graph, Guard, Node, Recursion, Ref, Subgraph, Value, Variable, ops
 from tfnb.graph.node import map_leaves
 from tfnb.graph.ops import overload
 from tfnb.graph.spec import Dim
@@ -128,6 +128,7 @@ class _Lowering:
         self.needed_symbols = {s for node in pruned.nodes for s in node.symbols}
         self.node_of: dict[str, Node] = {}
         self.inner: list[Any] = []
+        self.calls: dict[Recursion, Call] = {}
 
     def program(self, checks: Iterable[Guard] = ()) -> Program:
         """The program; ``checks`` are relations between sizes that it looks at itself."""
@@ -177,6 +178,8 @@ class _Lowering:
                 self._same(node)
             case ops.COND | ops.WHILE:
                 self._region(node)
+            case ops.CALL:
+                self._recursive(node)
             case "tfnb.guard":
                 self._note(self.fx.call_function(Branch(node), (self.values[node.inputs[0]],)), node)
             case _:
@@ -237,19 +240,34 @@ class _Lowering:
         call = kind(node, self._subprogram, taken)
         self.inner += call.inner
         attrs = [map_leaves(lambda leaf: self._argument(node, leaf), node.attrs[name]) for name in names]
-        out = self.fx.call_function(call, (self.run, *attrs))
+        self._results(node, self.fx.call_function(call, (self.run, *attrs)), call.places)
+
+    def _recursive(self, node: Node) -> None:
+        """A call of a function that calls itself: its calls inside are calls of the same object."""
+        function = node.attrs["function"]
+        if function not in self.calls:
+            call = self.calls[function] = Call(node)
+            call.program = self._subprogram(function.body, function.body.outputs)
+            self.inner.append(call.program)
+        args = [self.values[v] for v in node.inputs]
+        out = self.fx.call_function(self.calls[function], (self.run, node.stream or 0, *args))
+        self._results(node, out, range(len(node.outputs)))
+
+    def _results(self, node: Node, out: fx.Node, places: Iterable[int]) -> None:
+        """The outputs at ``places`` of a node are what a call gives."""
         self._note(out, node)
         shared = not self.borrowed.isdisjoint(node.inputs)  # what goes in may come out as it is
-        for place, index in enumerate(call.places):
-            self.values.setdefault(values[index], self.fx.call_function(operator.getitem, (out, place)))
+        for place, index in enumerate(places):
+            self.values.setdefault(node.value(index), self.fx.call_function(operator.getitem, (out, place)))
             if shared:
-                self.borrowed.add(values[index])
+                self.borrowed.add(node.value(index))
 
     def _subprogram(self, subgraph: Subgraph, outputs: Any) -> Program:
         """The program of a subgraph, from its inputs."""
         whole = Graph("subgraph", subgraph.contents, seed=self.whole.seed)
         pruned = optimize(whole, tuple(outputs), subgraph.inputs)
         lowering = _Lowering(whole, pruned, tuple(outputs), subgraph.inputs)
+        lowering.calls = self.calls
         lowering.needed_symbols.update(s for guard in subgraph.contents.guards for s in guard.symbols)
         return lowering.program(subgraph.contents.guards)
 

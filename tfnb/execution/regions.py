@@ -9,8 +9,9 @@ import torch
 
 from tfnb.graph import Node, Subgraph, Value, ops
 from tfnb.graph.subgraph import row_places
-from tfnb.kernels.control import while_loop
-from tfnb.recording.interpret import absent, number
+from tfnb.kernels.control import call, while_loop
+from tfnb.kernels.random import mix
+from tfnb.recording.interpret import absent, number, too_deep
 
 
 class Lowered(Protocol):
@@ -73,6 +74,25 @@ class Cond:
             absent(spec, shapes[place]) if lacks else next(given)
             for place, spec, lacks in zip(self.places, self.specs, missing, strict=True)
         ]
+
+
+class Call:
+    """Calls of one function that calls itself: called with the run's number, that of the call, and its args.
+
+    ``program`` is put in when it is lowered, as it holds this very object.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self.node, self.function = node, node.attrs["function"]
+        self.program: Lowered
+        self.__name__ = "call"  # for the generated code
+
+    def __call__(self, run: int, place: int, *args: torch.Tensor) -> Sequence[torch.Tensor]:
+        function = self.function
+        return call(function.name, function.limit, self.program.forward, (*args, mix(run, place)), self._explained)
+
+    def _explained(self, deep: RecursionError) -> Exception:
+        return too_deep(self.node, deep)
 
 
 REGIONS: dict[str, tuple[Any, tuple[str, ...]]] = {

@@ -17,7 +17,7 @@ import torch
 
 from tfnb.errors import UnknownOp
 from tfnb.graph.node import Ref, Value, leaves, map_leaves
-from tfnb.graph.ops import REGIONS, WITH_GRADIENT
+from tfnb.graph.ops import CALL, REGIONS, WITH_GRADIENT
 from tfnb.recording.ops import facts, resolve
 
 Cotangent = torch.Tensor | Callable[[], torch.Tensor] | None
@@ -239,7 +239,7 @@ def overloads(name: str) -> list[Any]:
 def gives_one(op: str) -> bool:
     """Whether the op returns one tensor, and not several or a list of them."""
     if op.count(".") < 2:
-        return op not in (WITH_GRADIENT, *REGIONS)
+        return op not in (WITH_GRADIENT, CALL, *REGIONS)
     returns = resolve(op)._schema.returns
     return len(returns) == 1 and str(returns[0].type) == "Tensor"
 

@@ -23,7 +23,7 @@ from tfnb.graph.contents import Contents, Guard
 from tfnb.graph.node import Node, Owner, Ref, Source, Value
 from tfnb.graph.ops import admit
 from tfnb.graph.spec import Dim, Spec
-from tfnb.graph.subgraph import Subgraph
+from tfnb.graph.subgraph import Recursion, Subgraph
 from tfnb.graph.variable import Variable
 
 FORMAT, VERSION = "tfnb-graph", 1
@@ -145,6 +145,7 @@ NODE = frozenset({
     "name", "op", "in", "out", "attrs", "control", "scope", "source", "owner", "device", "tags", "stream", "forward",
 })  # fmt: skip
 SPEC = frozenset({"dtype", "shape", "device"})
+RECURSION = frozenset({"id", "name", "limit", "body"})
 SUBGRAPH = frozenset({"in", "out", "guards", "nodes"})
 
 
@@ -183,6 +184,7 @@ class _Reader:
         self.ids: list[int] = []
         self.tags = self._tags()
         self.sources = [self._source(s, f"sources[{i}]") for i, s in enumerate(self._table(document, "sources"))]
+        self.recursions: dict[int, Recursion] = {}
         self.owners = [self._owner(o, f"owners[{i}]") for i, o in enumerate(self._table(document, "owners"))]
         declared = field(document, "variables", dict, "file", {})
         self.variables = {label: self._declared(label, record, variables) for label, record in declared.items()}
@@ -191,6 +193,7 @@ class _Reader:
         """What stands under each ``$`` key, and what reads it."""
         return {
             "$subgraph": (dict, self.subgraph),
+            "$recursion": (dict, self.recursion),
             "$ref": (int, lambda body, path: Ref(body)),
             "$dim": (str, self.dim),
             "$tuple": (list, self.sequence),
@@ -312,6 +315,19 @@ class _Reader:
         outs = field(record, "out", list, path)
         outputs = tuple(None if v is None else inner.value(v, f"{path}.out[{i}]") for i, v in enumerate(outs))
         return Subgraph(Contents(nodes, tuple(guards)), inputs, outputs)
+
+    def recursion(self, record: dict[str, Any], path: str) -> Recursion:
+        """What `tfnb.graph.encode.Writer.recursion` wrote; the body may name it."""
+        only(record, RECURSION, path)
+        number = field(record, "id", int, path)
+        if "body" not in record:
+            if number not in self.recursions:
+                raise GraphFormatError(f"{path}: names function {number}, which was not written before")
+            return self.recursions[number]
+        made = Recursion(field(record, "name", str, path), field(record, "limit", int, path))
+        self.recursions[number] = made
+        made.define(self.subgraph(field(record, "body", dict, path), f"{path}.body"))
+        return made
 
     def node(self, record: Any, path: str, place: int) -> Node:
         only(record, NODE, path)

@@ -13,7 +13,7 @@ from tfnb.errors import InvalidArgument
 from tfnb.graph.contents import Contents, Guard
 from tfnb.graph.node import Node, Owner, Ref, Source, Value
 from tfnb.graph.spec import Dim, Spec, dtype_name
-from tfnb.graph.subgraph import Subgraph
+from tfnb.graph.subgraph import Recursion, Subgraph
 from tfnb.graph.variable import Variable
 
 
@@ -38,12 +38,14 @@ class Writer:
         self.owners: dict[tuple[str, int], int] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         self.keys: dict[int, str] = {}
+        self.recursions: dict[Recursion, int] = {}
         self._tables()
 
     def _tables(self) -> None:
         # type -> tag and what stands under it; a list is written leaf by leaf. Ref before tuple, bool before int.
         self.kinds: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
             (Subgraph, "$subgraph", self.subgraph),
+            (Recursion, "$recursion", self.recursion),
             (Ref, "$ref", lambda ref: ref.input),
             (Dim, "$dim", lambda dim: dim.expr),
             (tuple, "$tuple", list),
@@ -109,6 +111,13 @@ class Writer:
             "guards": [inner.guard(guard) for guard in subgraph.contents.guards],
             "nodes": [inner.node(node) for node in subgraph.contents.nodes],
         }
+
+    def recursion(self, function: Recursion) -> dict[str, Any]:
+        """Its number; the first time also what it is."""
+        if function in self.recursions:
+            return {"id": self.recursions[function]}
+        number = self.recursions[function] = len(self.recursions)
+        return {"id": number, "name": function.name, "limit": function.limit, "body": self.subgraph(function.body)}
 
     def leaf(self, node: Node, key: str, leaf: Any) -> Any:
         """One attr in JSON; raises InvalidArgument for a type that files do not hold."""

@@ -17,9 +17,10 @@ from tfnb.graph.pure import original, pure
 
 WITH_GRADIENT = "tfnb.with_gradient"  # the identity of its values, with a gradient of its own
 COND, WHILE = "tfnb.cond", "tfnb.while"
+CALL = "tfnb.call"  # of a function that calls itself
 REGIONS = frozenset({COND, WHILE})  # hold subgraphs: see tfnb.graph.subgraph
 STRUCTURAL = REGIONS | {
-    "tfnb.placeholder", "tfnb.constant", "tfnb.read", "tfnb.assign", "tfnb.group", "tfnb.guard", WITH_GRADIENT,
+    "tfnb.placeholder", "tfnb.constant", "tfnb.read", "tfnb.assign", "tfnb.group", "tfnb.guard", WITH_GRADIENT, CALL,
 }  # fmt: skip
 TRUSTED = frozenset({"aten", "prims", "tfnb"})  # namespaces that only compute
 UNTRUSTED = frozenset({"aten.from_file", "aten._print", "aten.set_data"})

@@ -14,6 +14,8 @@ then rows. The node's outputs are the carried values, the number of turns, and t
 shapes. Where ``rows`` has a rank instead, each row has a shape of its own, and there are two outputs: the elements of
 all of them, and their shapes, [turns, rank]. A pair among ``xs`` is such a sequence. With ``reverse`` the last rows of
 ``xs`` and of the result belong to the first turn.
+
+``tfnb.call`` (``function``, ``args``) gives the outputs of the body of a `Recursion` for its args.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import Any
 
 from tfnb.graph.contents import Contents
 from tfnb.graph.node import Node, Value, leaves, map_leaves
-from tfnb.graph.ops import REGIONS
+from tfnb.graph.ops import CALL, REGIONS
 
 
 def row_places(attrs: Mapping[str, Any]) -> list[tuple[int, ...]]:
@@ -59,23 +61,56 @@ class Subgraph:
         return f"<Subgraph: {len(self.inputs)} inputs, {inner} nodes, {len(self.outputs)} outputs>"
 
 
+class Recursion:
+    """A function that calls itself: the nodes of its ``body`` that call it hold this very object.
+
+    ``limit``: how deep. The body is put in when it is there, and never replaced.
+    """
+
+    __slots__ = ("_body", "limit", "name")
+
+    def __init__(self, name: str, limit: int) -> None:
+        self.name, self.limit = name, limit
+        self._body: Subgraph | None = None
+
+    @property
+    def body(self) -> Subgraph:
+        """What a call computes."""
+        assert self._body is not None, f"{self.name} is still being recorded"
+        return self._body
+
+    def define(self, body: Subgraph) -> None:
+        """Say what a call computes, once."""
+        assert self._body is None
+        self._body = body
+
+    def __repr__(self) -> str:
+        return f"<Recursion {self.name}>"
+
+
 def subgraphs(node: Node) -> Iterator[Subgraph]:
     """The subgraphs that a node holds."""
     if node.op in REGIONS:
         yield from (leaf for leaf in leaves(node.attrs) if isinstance(leaf, Subgraph))
 
 
-def map_nodes(function: Callable[[Node], Node], node: Node) -> Node:
+def map_nodes(function: Callable[[Node], Node], node: Node, _made: dict[Recursion, Recursion] | None = None) -> Node:
     """``function`` of the node, its subgraphs' nodes mapped before, from the inside out."""
+    made = {} if _made is None else _made
 
     def mapped(leaf: object) -> object:
-        if not isinstance(leaf, Subgraph):
-            return leaf
-        contents = leaf.contents
-        inner = tuple(map_nodes(function, node) for node in contents.nodes)
-        return replace(leaf, contents=replace(contents, nodes=inner))
+        if isinstance(leaf, Recursion):
+            if leaf not in made:
+                made[leaf] = Recursion(leaf.name, leaf.limit)
+                made[leaf].define(body(leaf.body))
+            return made[leaf]
+        return body(leaf) if isinstance(leaf, Subgraph) else leaf
 
-    if node.op in REGIONS:
+    def body(part: Subgraph) -> Subgraph:
+        inner = tuple(map_nodes(function, node, made) for node in part.contents.nodes)
+        return replace(part, contents=replace(part.contents, nodes=inner))
+
+    if node.op in REGIONS or node.op == CALL:
         node = replace(node, attrs=map_leaves(mapped, node.attrs))
     return function(node)
 

@@ -15,7 +15,7 @@ import torch
 from tfnb.graph.contents import Contents
 from tfnb.graph.node import Node, Ref, Value
 from tfnb.graph.spec import Dim, Spec, dtype_name
-from tfnb.graph.subgraph import Subgraph
+from tfnb.graph.subgraph import Recursion, Subgraph
 from tfnb.graph.variable import Variable
 
 SHOWN = 8  # elements of a constant that are written out
@@ -174,6 +174,8 @@ class _Writer:
                 return variable_text(self.labels[leaf], leaf)
             case torch.Tensor():
                 return _tensor(leaf)
+            case Recursion():
+                return leaf.name
             case Subgraph():
                 return "{...}"
             case torch.dtype():

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from tfnb.errors import BranchChanged, ShapeError
+from tfnb.errors import BranchChanged, ResourceExhausted, ShapeError
 from tfnb.graph import Dim, Guard, Node, Ref, Spec, Subgraph, Value, ops
 from tfnb.graph.node import map_leaves
 from tfnb.graph.subgraph import row_places
-from tfnb.kernels.control import while_loop
+from tfnb.kernels.control import call, while_loop
 from tfnb.kernels.random import mix, seeded
 from tfnb.recording.ops import kernel, resolve, unbind
 
@@ -43,6 +43,8 @@ def evaluate(node: Node, inputs: Sequence[Any], size: Sizes, seed: int, run: int
                 out: Any = [absent(spec, shape) if t is None else t for t, spec, shape in kinds]
             case ops.WHILE:
                 out = _loop(node, attrs, seed, run)
+            case ops.CALL:
+                out = _called(node, attrs, seed, run)
             case ops.WITH_GRADIENT:
                 out = attrs["values"]
             case "tfnb.guard":
@@ -76,6 +78,23 @@ def _loop(node: Node, attrs: Mapping[str, Any], seed: int, run: int) -> list[tor
     )  # fmt: skip
 
 
+def _called(node: Node, attrs: Mapping[str, Any], seed: int, run: int) -> list[torch.Tensor]:
+    function, number = attrs["function"], mix(run, node.stream or 0)
+    return call(
+        function.name, function.limit, lambda *args: run_subgraph(function.body, args, seed, number),
+        attrs["args"], lambda deep: too_deep(node, deep),
+    )  # fmt: skip
+
+
+def too_deep(node: Node, why: RecursionError) -> ResourceExhausted:
+    """What a recursion that does not end means to the user."""
+    source = node.source
+    return ResourceExhausted(
+        f"{why}\n  at {source}", node=node.name, op=node.op, cell=source.label if source else None,
+        line=source.line if source else None,
+    )  # fmt: skip
+
+
 def number(limit: Any) -> int | None:
     """A limit of turns as a number."""
     return int(limit) if isinstance(limit, torch.Tensor) else limit
@@ -104,7 +123,9 @@ def run_subgraph(subgraph: Subgraph, inputs: Sequence[torch.Tensor], seed: int, 
     for guard in contents.guards:
         sizes_hold(guard, symbols)
     for node in contents.nodes:
-        if node.op != "tfnb.placeholder":
+        if node.op == "tfnb.constant":
+            meet(node, [node.attrs["value"]])
+        elif node.op != "tfnb.placeholder":
             given = [values[v] for v in node.inputs]
             meet(node, evaluate(node, given, lambda dim: dim.evaluate(symbols), seed, run))
     return [None if value is None else values[value] for value in subgraph.outputs]

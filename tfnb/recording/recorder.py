@@ -85,6 +85,7 @@ class Recorder(TorchDispatchMode):
         self.regions = 0  # of values that are computed again for the backward pass
         self.refuse: Callable[[str], None] | None = None  # asked about each value that leaves the graph
         self.overrides: Mapping[str, Callable[..., Any]] = {}  # gradient rules of the ops recorded now
+        self.calls: dict[Any, Any] = {}  # functions that are being recorded: see `tfnb.recording.calls`
         self.letters: set[str] = set()  # symbols declared in this recording
         self.habits = Habits(self)
 

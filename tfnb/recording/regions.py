@@ -106,6 +106,11 @@ def record_region(
             meet()
 
 
+def attempt(recorder: Recorder) -> Callable[[], None]:
+    """What takes back everything that is recorded from here on."""
+    return _Before(recorder).undo
+
+
 def _sealed(recorder: Recorder, turns: bool) -> Any:
     """Inside a loop, a value that Python reads would be a constant in every turn."""
 
@@ -344,14 +349,20 @@ def subgraph(
 
 def append(
     recorder: Recorder, op: str, inputs: Sequence[Value], attrs: Mapping[str, Any], outputs: Sequence[Spec],
-    tags: frozenset[str] = frozenset(),
+    tags: frozenset[str] = frozenset(), draws: bool = False, stream: int | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """Record a node that holds subgraphs; its samples are computed on those of its inputs."""
+    """Record a node that holds subgraphs; its samples are computed on those of its inputs.
+
+    draws: it gets a number among the random nodes; ``stream``: this one.
+    """
     tape, space = recorder.tape, recorder.space
     entries = [recorder._entry_of_value(v) for v in inputs]
     name = "/".join([*map(clean, recorder.scopes.path), op.partition(".")[2]])
     scope = recorder.scopes.current()
-    value = tape.append(op, name, tuple(outputs), inputs=tuple(inputs), attrs=attrs, scope=scope, tags=tags)
+    value = tape.append(op, name, tuple(outputs), inputs=tuple(inputs), attrs=attrs, scope=scope, tags=tags,
+                        is_random=draws and stream is None)  # fmt: skip
+    if stream is not None:
+        tape.new[-1] = tape.by_id[value.node] = replace(tape.new[-1], stream=stream)
     node = tape.new[-1]
     samples: Sequence[torch.Tensor | None] = [None] * len(outputs)
     if not recorder.lazy and all(entry.sample is not None for entry in entries):

@@ -19,7 +19,7 @@ from tfnb.graph.contents import unique
 from tfnb.graph.graph import new_id
 
 _NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*\Z")
-_VARYING = ("tfnb.placeholder", "tfnb.read", "tfnb.assign", "tfnb.cond", "tfnb.while")
+_VARYING = ("tfnb.placeholder", "tfnb.read", "tfnb.assign", "tfnb.cond", "tfnb.while", "tfnb.call")
 _UNSCOPED = ("tfnb.placeholder", "tfnb.read", "tfnb.constant")
 
 

@@ -89,13 +89,17 @@ class Part:
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Values inside can be named, as if they were recorded here."""
+        """Values inside can be named, as if they were recorded here.
+
+        In a function that calls itself the same subgraph may be named already, further out.
+        """
         tape = self.recorder.tape
+        outer = {node.id for node in self.part.contents.nodes if node.id in tape.by_id}
         tape.by_id.update({node.id: node for node in self.part.contents.nodes})
         try:
             yield
         finally:
-            nodes = [*self.part.contents.nodes, *self.moved]
+            nodes = [node for node in (*self.part.contents.nodes, *self.moved) if node.id not in outer]
             for node in nodes:
                 tape.by_id.pop(node.id, None)
             self.recorder.space.release(nodes)

@@ -1,0 +1,86 @@
+"""Functions that call themselves: the gradient is a function of the same kind.
+
+Its body computes the forward body again, from what the call was given, and goes backwards through it; the calls inside
+become calls of the gradient. So nothing of a recursion is kept but its arguments. Semantics S-13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tfnb.gradients.slices import IndexedSlices
+from tfnb.gradients.table import COMPLEX, RULES, Cotangents, Forward, Rule
+from tfnb.gradients.walker import Walk
+from tfnb.graph import Node, Recursion, Value, ops
+from tfnb.graph.graph import new_id
+from tfnb.recording import Recorder
+from tfnb.recording.calls import Definition, opened
+from tfnb.recording.own_gradient import open_recorder
+
+
+def _call(n: Forward, dys: Cotangents) -> list[torch.Tensor | None]:
+    recorder, node = open_recorder(), n.outs[0].node  # type: ignore[attr-defined]  # recorded
+    function: Recursion = node.attrs["function"]
+    active = tuple(n.needed)
+    given = tuple(i for i in range(len(n.outs)) if dys.given(i) is not None)
+    key = (function, active, given)
+    args: list[Any] = [*n.inputs, *(dys[i] for i in given)]
+    if key in recorder.calls:
+        return _entries(active, recorder.calls[key], args, node)
+    body = function.body
+    specs = {v: body.contents.by_id[v.node].outputs[v.index] for v in (*body.inputs, *filter(None, body.outputs))}
+    outputs = [body.outputs[i] for i in given]
+    targets = [v for v, wanted in zip(body.inputs, active, strict=True) if wanted]
+    definition = Definition(
+        recorder, f"{function.name}_grad", function.limit, [specs[v] for v in (*body.inputs, *outputs) if v],
+        [specs[v] for v in targets],
+    )  # fmt: skip
+
+    def backward(*values: Any) -> Sequence[torch.Tensor]:
+        inputs = [recorder._entry(t).value for t in values]
+        same = dict(zip(body.inputs, inputs, strict=False))
+        nodes = _again(recorder, body.contents.nodes, same)
+        walk = Walk(recorder, [same[v] for v in targets])
+        walk.run(nodes, [(same.get(v, v), dy) for v, dy in zip(outputs, values[len(body.inputs) :], strict=True) if v])
+        found = [walk.total(same[v]) for v in targets]
+        pairs = zip(found, [values[i] for i, wanted in enumerate(active) if wanted], strict=True)
+        return [torch.zeros_like(x) if dx is None else _dense(dx) for dx, x in pairs]
+
+    with recorder.scope(definition.function.name) as scope:
+        with opened(recorder, key, definition):
+            definition.define(backward, scope)
+        return _entries(active, definition, args, node)
+
+
+def _dense(dx: torch.Tensor | IndexedSlices) -> torch.Tensor:
+    return dx.to_dense(noted=False) if isinstance(dx, IndexedSlices) else dx
+
+
+def _entries(active: Sequence[bool], of: Definition, args: Sequence[Any], node: Node) -> list[torch.Tensor | None]:
+    found = iter(of.call(args, node.stream))
+    return [next(found) if wanted else None for wanted in active]
+
+
+def _again(recorder: Recorder, nodes: Sequence[Node], same: dict[Value, Value]) -> list[Node]:
+    """The nodes once more, on the values in ``same``, which gets theirs."""
+    made = []
+    ids: Mapping[int, int] = {node.id: new_id() for node in nodes}
+    for node in nodes:
+        if node.op == "tfnb.placeholder":
+            continue
+        inputs = tuple(same.get(v, v) for v in node.inputs)
+        copy = replace(node, id=ids[node.id], inputs=inputs, control=tuple(ids[i] for i in node.control))
+        recorder.tape.put(copy)
+        made.append(recorder.tape.new[-1])
+        same.update({node.value(i): copy.value(i) for i in range(len(node.outputs))})
+        if node.id in recorder.space.rules:
+            recorder.space.rules[copy.id] = recorder.space.rules[node.id]
+    return made
+
+
+RULES[ops.CALL] = Rule(_call)
+COMPLEX.add(ops.CALL)
