@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ import torch
 import tfnb
 from tests.programs.program import Program, differences, labels, tame, tensors, tolerance
 from tfnb.execution import lower
-from tfnb.graph import Graph
+from tfnb.graph import Graph, Value
 from tfnb.graph.check import check
-from tfnb.passes import PIPELINE, order, split
+from tfnb.passes import LAST, PIPELINE, donate, order, split
+from tfnb.passes.rewrite import Pass
 
 
 class Recorded:
@@ -148,6 +149,39 @@ def passes(program: Program) -> str:
             fed = dict(zip(keys, feeds, strict=True)) | {value: tensor}
             same(got.session.run(values, fed), other, f"run with {value} fed", program)
     return "ok"
+
+
+def in_place(least: int) -> tuple[Pass, ...]:
+    """The last passes, with donation of every piece of memory of so many bytes."""
+
+    def donating(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Value] = ()) -> Graph:
+        return donate(graph, fetches, feeds, least=least)
+
+    return (*LAST[: LAST.index(donate)], donating)
+
+
+def donates(program: Program) -> str:
+    """Whatever is fetched has the same bits with donation and without, and no feed is written."""
+    got = recorded(program)
+    if isinstance(got, str) or eagerly(program, 2) is None:
+        return "not asked"
+    values = [t.value for t in got.tensors]
+    keys = [held.feed_value for held in got.held.values()]
+    feeds = [program.make(2)[name] for name in got.held]
+    count = 0
+    for wanted in [[value] for value in values] + [values[::2], values[1::2]]:
+        outs = []
+        for least in (1 << 40, 1):
+            lowered = lower(got.graph, wanted, keys, in_place(least))
+            count += len(lowered.donated)
+            given = [feed.clone() for feed in feeds]
+            before = [feed._version for feed in given]
+            outs.append(lowered.compute(given, [variable.storage for variable in lowered.variables])[0])
+            assert [feed._version for feed in given] == before, f"a feed was written{program!r}"
+        for plain, donated in zip(*outs, strict=True):
+            assert plain.stride() == donated.stride(), f"{donated.stride()}, not {plain.stride()}{program!r}"
+            torch.testing.assert_close(donated, plain, rtol=0, atol=0, equal_nan=True, msg=lambda m: f"{m}{program!r}")
+    return f"ok, {min(count, 1)}"
 
 
 def batches(program: Program) -> str:

@@ -40,6 +40,12 @@ def test_passes_and_fed_intermediate_values_change_nothing(program: Program) -> 
     note(checks.passes(program))
 
 
+@slow_draws
+@given(programs(size=8))
+def test_donated_memory_changes_nothing(program: Program) -> None:
+    note(checks.donates(program))
+
+
 @pytest.mark.slow
 @slow_draws
 @given(programs(size=8, dtypes=SMOOTH))

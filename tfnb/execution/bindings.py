@@ -34,3 +34,10 @@ QUICK: dict[Any, Callable[..., Any]] = {
     aten.view.default: torch.reshape,  # the same values, also where a fed tensor lies in memory in another way
     **{getattr(getattr(aten, name), kind): getattr(torch, name) for name in _COMPARES for kind in ("Scalar", "Tensor")},
 }
+
+_IN_PLACE = "abs_ cos_ exp_ log_ neg_ relu_ rsqrt_ sigmoid_ sin_ sqrt_ tanh_"
+
+WRITING: dict[Any, Callable[..., Any]] = {
+    getattr(aten, name).default: getattr(torch.Tensor, name) for name in _IN_PLACE.split()
+} | {getattr(aten, f"{name}_").Tensor: getattr(torch.Tensor, f"{name}_") for name in ("add", "div", "mul", "sub")}
+"""The same for ops that write into their first argument."""

@@ -99,9 +99,10 @@ def _pure(program: Program) -> tuple[fx.Graph, list[tuple[bool, int]]]:
     The slots say where each of the program's outputs comes from: (True, place among the new outputs) or (False, place
     among the arguments).
     """
-    graph, old = fx.Graph(), program.module.graph
-    nodes: dict[fx.Node, fx.Node] = {}
-    returned: Any = graph.graph_copy(old, nodes)  # a tuple, as lowering made it
+    graph = program.undonated()
+    output = graph.output_node()
+    returned: Any = output.args[0]  # a tuple, as lowering made it
+    graph.erase_node(output)
     arguments = {node: place for place, node in enumerate(graph.find_nodes(op="placeholder"))}
     run = next(node for node in arguments if node.name == "run")
     for node in list(graph.nodes):

@@ -8,7 +8,7 @@ whole number of steps. Values are freed at their last use by torch.fx's generate
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import fx
 
 from tfnb.errors import InvalidArgument
 from tfnb.execution import heap
-from tfnb.execution.bindings import QUICK
+from tfnb.execution.bindings import QUICK, WRITING
 from tfnb.execution.commit import Pending, Update, commit
 from tfnb.execution.regions import REGIONS, Call
 from tfnb.graph import Graph, Guard, Node, Recursion, Ref, Subgraph, Value, Variable, ops
@@ -26,7 +26,8 @@ from tfnb.graph.ops import overload
 from tfnb.graph.spec import Dim
 from tfnb.kernels.optim import FUSED
 from tfnb.kernels.random import mix, seeded
-from tfnb.passes import LAID_OUT, feed_symbols, optimize
+from tfnb.passes import IN_PLACE, LAID_OUT, LAST, feed_symbols, optimize, overwriting
+from tfnb.passes.rewrite import Pass
 from tfnb.recording.interpret import held, sizes_hold
 from tfnb.recording.ops import facts, kernel, unbind
 
@@ -54,6 +55,7 @@ class Program:
     copies: tuple[int, ...]  # places in `variables` of the plainly written ones
     updates: tuple[tuple[str, dict[str, Any], tuple[int, ...]], ...]  # fused op, settings, row lengths
     inner: tuple[Program, ...]  # of the subgraphs that loops and branches run
+    donated: Mapping[fx.Node, Donation]  # what writes into its first argument
     forward: Callable[..., tuple[Any, ...]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -98,18 +100,42 @@ class Program:
         """The generated Python."""
         return self.module.code
 
+    def undonated(self) -> fx.Graph:
+        """A copy of the generated graph, of the same names, in which nothing writes into memory of something else."""
+        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        returned: Any = graph.graph_copy(self.module.graph, copies)
+        for node, donation in self.donated.items():
+            copies[node].target = donation.target
+            copies[node].kwargs = donation.kwargs(copies[node])
+        graph.output(returned)
+        return graph
+
+
+@dataclass(frozen=True, slots=True)
+class Donation:
+    """A call that writes into its first argument: what it is without that, and the argument that says where."""
+
+    target: Callable[..., Any]
+    out: str | None
+
+    def kwargs(self, node: fx.Node) -> dict[str, Any]:
+        """The keyword arguments of the call without it."""
+        return {name: value for name, value in node.kwargs.items() if name != self.out}
+
 
 _NOTHING = Pending([], [], [])
 
 
-def lower(graph: Graph, fetches: Iterable[Value], feeds: Iterable[Value]) -> Program:
-    """Generate the program that computes ``fetches`` from ``feeds``.
+def lower(
+    graph: Graph, fetches: Iterable[Value], feeds: Iterable[Value], last: Sequence[Pass] = LAST
+) -> Program:
+    """Generate the program that computes ``fetches`` from ``feeds``; ``last`` are the passes that choose its memory.
 
     A fetch of a node without outputs gives None. Raises InvalidArgument naming a placeholder that would have to be fed.
     """
     fetches, feeds = tuple(fetches), tuple(feeds)
     heap.settle()
-    return _Lowering(graph, optimize(graph, fetches, feeds), fetches, feeds).program()
+    return _Lowering(graph, optimize(graph, fetches, feeds, last), fetches, feeds).program()
 
 
 class _Lowering:
@@ -127,6 +153,7 @@ class _Lowering:
         self.symbols: dict[str, fx.Proxy] = {}
         self.needed_symbols = {s for node in pruned.nodes for s in node.symbols}
         self.node_of: dict[str, Node] = {}
+        self.donated: dict[fx.Node, Donation] = {}
         self.inner: list[Any] = []
         self.calls: dict[Recursion, Call] = {}
 
@@ -223,6 +250,8 @@ class _Lowering:
         if node.stream is not None:
             args = [self.run, *args]
         out = self.fx.call_function(target, tuple(args), kwargs)
+        if IN_PLACE in node.tags:
+            self._donate(out, node)
         self._note(out, node)
         aliased = bool(node.inputs) and node.inputs[0] in self.borrowed and (facts(op).is_view or op in _SAME_MEMORY)
         several = len(op._schema.returns) > 1 or str(op._schema.returns[0].type).startswith("List")
@@ -231,6 +260,16 @@ class _Lowering:
             self.values.setdefault(value, self.fx.call_function(operator.getitem, (out, index)) if several else out)
             if aliased:
                 self.borrowed.add(value)
+
+    def _donate(self, at: fx.Node, node: Node) -> None:
+        """The call writes into its first argument, whose value nobody takes later."""
+        found = overwriting(node.op)
+        assert found is not None, node  # the tag was given for it
+        op, out = found
+        self.donated[at] = Donation(at.target, out)  # type: ignore[arg-type]
+        at.target = WRITING.get(op, op)
+        if out is not None:
+            at.kwargs = {**at.kwargs, out: at.args[0]}
 
     def _region(self, node: Node) -> None:
         """A loop or branches: one call, for the outputs that somebody takes."""
@@ -364,7 +403,7 @@ class _Lowering:
             writes=tuple(dict.fromkeys(assigned)), module=fx.GraphModule(self.root, self.fx), node_of=self.node_of,
             n_fetches=len(self.fetches), copies=tuple(place[v] for v in self.written),
             updates=tuple((op, settings, tuple(lengths)) for op, settings, lengths in groups.values()),
-            inner=tuple(self.inner),
+            inner=tuple(self.inner), donated=self.donated,
         )  # fmt: skip
 
     def _fetched(self, value: Value) -> Any:

@@ -1,8 +1,9 @@
 """Passes: functions from Graph to Graph."""
 
+from tfnb.passes.donate import donate, overwriting
 from tfnb.passes.fold import fold
 from tfnb.passes.layout import LAID_OUT, channels_last
-from tfnb.passes.memory import Memory, peak
+from tfnb.passes.memory import IN_PLACE, Memory, peak
 from tfnb.passes.merge import merge
 from tfnb.passes.order import order, split
 from tfnb.passes.pipeline import LAST, PIPELINE, Stage, optimize, stages, table
@@ -11,6 +12,6 @@ from tfnb.passes.simplify import simplify
 from tfnb.passes.stack import stack
 
 __all__ = [
-    "LAID_OUT", "LAST", "PIPELINE", "Memory", "Stage", "channels_last", "feed_symbols", "fold", "merge", "optimize",
-    "order", "peak", "prune", "simplify", "split", "stack", "stages", "table",
+    "IN_PLACE", "LAID_OUT", "LAST", "PIPELINE", "Memory", "Stage", "channels_last", "donate", "feed_symbols", "fold",
+    "merge", "optimize", "order", "overwriting", "peak", "prune", "simplify", "split", "stack", "stages", "table",
 ]  # fmt: skip

@@ -11,11 +11,12 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 
 from tfnb.errors import ShapeError
-from tfnb.graph import Graph, Node, Spec, Value
+from tfnb.graph import Graph, Node, Ref, Spec, Value
 from tfnb.graph.ops import WITH_GRADIENT, overload
 from tfnb.kernels.optim import FUSED
 
 NOMINAL = 32  # taken for a size that only a run knows
+IN_PLACE = "in place"  # tag of a node that writes into its first operand: see tfnb.passes.donate
 _BORROWED = frozenset({"tfnb.placeholder", "tfnb.constant", "tfnb.read"})
 _RESHAPES = frozenset({"aten.view.default", "aten._unsafe_view.default", "aten._reshape_alias.default"})
 
@@ -66,22 +67,28 @@ class Memory:
             found = self._known[spec] = _bytes(spec, self._sizes)
         return found
 
-    def peak(self, order: Sequence[int] | None = None) -> int:
-        """The most bytes held at once, if the nodes run in this order of their places."""
+    def last(self, order: Sequence[int] | None = None) -> dict[Value, int]:
+        """The place of the node that touches each piece last, if the nodes run in this order of their places."""
         order = range(len(self.touched)) if order is None else order
-        last: dict[Value, int] = {}
-        for place in order:
-            for owner in self.touched[place]:
-                last[owner] = place
-        held = most = 0
+        return {owner: place for place in order for owner in self.touched[place]}
+
+    def curve(self, order: Sequence[int] | None = None) -> list[int]:
+        """The bytes held while each node runs."""
+        order = range(len(self.touched)) if order is None else order
+        last = self.last(order)
+        held, found = 0, []
         for place in order:
             for owner in self.made[place]:
                 held += self.size[owner]
-            most = max(most, held)
+            found.append(held)
             for owner in self.touched[place]:
                 if last[owner] == place and owner not in self.kept:
                     held -= self.size[owner]
-        return most
+        return found
+
+    def peak(self, order: Sequence[int] | None = None) -> int:
+        """The most bytes held at once."""
+        return max(self.curve(order), default=0)
 
 
 def peak(
@@ -112,6 +119,8 @@ def _shared(node: Node, index: int) -> Value | None:
         return node.inputs[node.attrs["values"][index].input]
     if node.op in FUSED:  # done in place at commit; w and the slots are state
         return node.inputs[0]
+    if IN_PLACE in node.tags:
+        return first_operand(node)
     if node.op.count(".") < 2:
         return None
     name = _aliased(node.op)
@@ -127,6 +136,19 @@ def _aliased(op: str) -> str | None:
         return schema.arguments[0].name
     sets = {name for r in schema.returns if r.alias_info is not None for name in r.alias_info.after_set}
     for argument in schema.arguments:
-        if argument.alias_info is not None and sets & set(argument.alias_info.before_set):
+        alias = argument.alias_info
+        if alias is not None and (sets & set(alias.before_set) or "*" in alias.after_set):  # "*": a list of views
             return argument.name
     return None
+
+
+def first_operand(node: Node) -> Value | None:
+    """The value of the op's first tensor argument, if that is one tensor."""
+    name = _first_argument(node.op) if node.op.count(".") > 1 else None
+    ref = node.attrs.get(name) if name else None
+    return node.inputs[ref.input] if isinstance(ref, Ref) else None
+
+
+@cache
+def _first_argument(op: str) -> str | None:
+    return next((argument.name for argument in overload(op)._schema.arguments), None)

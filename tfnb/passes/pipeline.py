@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tfnb.graph import Contents, Graph, Value
+from tfnb.passes.donate import donate
 from tfnb.passes.fold import fold
 from tfnb.passes.layout import channels_last
 from tfnb.passes.memory import Memory
@@ -17,7 +18,7 @@ from tfnb.passes.simplify import simplify
 from tfnb.passes.stack import stack
 
 PIPELINE: tuple[Pass, ...] = (fold, simplify, merge)  # between two prunings
-LAST: tuple[Pass, ...] = (stack, channels_last, split, order)  # once, at the end: kernels and order are chosen
+LAST: tuple[Pass, ...] = (stack, channels_last, split, order, donate)  # once: kernels, order and memory are chosen
 ROUNDS = 10
 
 
@@ -32,23 +33,28 @@ class Stage:
 
 
 def table(
-    graph: Graph, fetches: Collection[Value], feeds: Collection[Value], sizes: Mapping[str, int] | None = None
-) -> list[Stage]:
+    graph: Graph, fetches: Collection[Value], feeds: Collection[Value], sizes: Mapping[str, int] | None = None,
+    last: Sequence[Pass] = LAST,
+) -> list[Stage]:  # fmt: skip
     """A row for each of `stages`. sizes: of symbols, by name; 32 is taken for one that is missing."""
     rows = []
-    for name, after in stages(graph, fetches, feeds):
+    for name, after in stages(graph, fetches, feeds, last):
         memory = Memory(after, fetches, feeds, sizes)
         rows.append(Stage(name, len(after.nodes), sum(memory.size.values()), memory.peak()))
     return rows
 
 
-def optimize(graph: Graph, fetches: Collection[Value], feeds: Collection[Value]) -> Graph:
+def optimize(
+    graph: Graph, fetches: Collection[Value], feeds: Collection[Value], last: Sequence[Pass] = LAST
+) -> Graph:
     """The graph that computes ``fetches`` from ``feeds`` with the least work; values and writes are the same."""
-    *_, (_, last) = stages(graph, fetches, feeds)
-    return last
+    *_, (_, found) = stages(graph, fetches, feeds, last)
+    return found
 
 
-def stages(graph: Graph, fetches: Collection[Value], feeds: Collection[Value]) -> Iterator[tuple[str, Graph]]:
+def stages(
+    graph: Graph, fetches: Collection[Value], feeds: Collection[Value], last: Sequence[Pass] = LAST
+) -> Iterator[tuple[str, Graph]]:
     """Each pass that changed something and the graph after it, from the first pruning to the last."""
     whole, graph = graph, prune(graph, fetches, feeds)
     yield "prune", graph
@@ -63,7 +69,7 @@ def stages(graph: Graph, fetches: Collection[Value], feeds: Collection[Value]) -
         if graph.nodes == before:
             break
         yield "prune", graph
-    for run in LAST:
+    for run in last:
         seen = _with_fed(graph, whole, feeds)
         chosen = run(seen, fetches, feeds)
         if chosen is not seen:

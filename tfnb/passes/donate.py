@@ -1,0 +1,108 @@
+"""Donation: a pointwise op writes into the memory of its first operand where nobody needs that any more.
+
+The tag IN_PLACE says so; lowering takes the op's variant that writes. Semantics S-141. Nobody can see it: what is fed,
+fetched, written or saved, Variables and constants are never written into, nor memory in which another living value
+lies, nor what an op outside of torch's own saw or made, which may keep it. Only ops of one elementwise kernel, whose
+result lies in memory as the first operand does, so that later kernels find the same strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from tfnb.graph import Graph, Node, Value
+from tfnb.graph.ops import REGIONS, overload
+from tfnb.passes.memory import IN_PLACE, Memory, first_operand
+from tfnb.passes.rewrite import is_pure, with_nodes
+
+LEAST = 64 << 10  # bytes; to allocate less costs no more than to write it
+_WHOLE_VIEWS = frozenset(
+    f"aten.{name}"
+    for name in """
+    view.default _unsafe_view.default _reshape_alias.default t.default transpose.int permute.default alias.default
+    detach.default unsqueeze.default squeeze.default squeeze.dim squeeze.dims
+    """.split()
+)
+"""Views of all that lies in a piece of memory, each element once."""
+_PASS_ON = REGIONS | {"aten.lift.default", "aten.pin_memory.default"}  # give what they were given, unsaid in a schema
+
+_ELEMENTWISE = frozenset({"aten.relu.default"})
+"""Ops of one elementwise kernel that have only the variant that writes into the first operand."""
+
+
+def donate(
+    graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Value] = (), *, least: int = LEAST
+) -> Graph:  # fmt: skip
+    """Nodes that may write into their first operand, of ``least`` bytes, get the tag IN_PLACE; the order is final."""
+    memory = Memory(graph, fetches, feeds)
+    last = memory.last()
+    whole = _whole(graph, memory)
+    seen = {owner for place, node in enumerate(graph.nodes) if not _is_ours(node) for owner in memory.touched[place]}
+
+    def gives(place: int, node: Node) -> bool:
+        given = first_operand(node)
+        if given is None or not is_pure(node) or given not in whole or overwriting(node.op) is None:
+            return False
+        owner = memory.owner[given]
+        spec = graph.contents.by_id[given.node].outputs[given.index]
+        others = (memory.owner.get(value) for value in node.inputs if value != given)
+        return (
+            memory.size[owner] >= least and last[owner] == place and owner not in memory.kept and owner not in seen
+            and node.outputs == (spec,) and owner not in others
+        )  # fmt: skip
+
+    return with_nodes(graph, [
+        replace(node, tags=node.tags | {IN_PLACE}) if gives(place, node) else node
+        for place, node in enumerate(graph.nodes)
+    ])  # fmt: skip
+
+
+def _whole(graph: Graph, memory: Memory) -> set[Value]:
+    """Values that are all of a piece of memory that the step makes."""
+    found: set[Value] = set()
+    for node in graph.nodes:
+        if node.op not in _WHOLE_VIEWS:
+            found.update(value for index in range(len(node.outputs)) if (value := node.value(index)) in memory.size)
+        elif node.inputs[0] in found:
+            found.add(node.value())
+    return found
+
+
+def _is_ours(node: Node) -> bool:
+    """Whether it is known what the node does with memory: other libraries' ops, loops and branches may pass it on."""
+    return node.op.startswith(("aten.", "tfnb.")) and node.op not in _PASS_ON
+
+
+@cache
+def overwriting(op: str) -> tuple[torch._ops.OpOverload, str | None] | None:
+    """The overload that computes ``op`` into its first operand, and the argument for it if that is not the first.
+
+    None where the op is no single elementwise kernel: those have a variant that writes into a tensor of the caller's.
+    """
+    functional = overload(op)
+    if torch.Tag.pointwise not in functional.tags or not op.startswith("aten."):
+        return None
+    schema = functional._schema
+    names = [argument.name for argument in schema.arguments]
+    packet, inner = functional.overloadpacket, getattr(torch.ops.aten, f"{schema.name.partition('::')[2]}_", None)
+    if op in _ELEMENTWISE and inner is not None:
+        return getattr(inner, functional._overloadname), None
+    for kind in packet.overloads():
+        out = getattr(packet, kind)
+        written = [a.name for a in out._schema.arguments if a.is_out]
+        rest = [a.name for a in out._schema.arguments if not a.is_out]
+        if len(written) == 1 and rest == names and torch.Tag.generated not in out.tags and _kinds(out, functional):
+            same = getattr(inner, functional._overloadname, None) if inner is not None else None
+            fits = same is not None and [a.name for a in same._schema.arguments] == names
+            return (same, None) if fits else (out, written[0])
+    return None
+
+
+def _kinds(out: torch._ops.OpOverload, functional: torch._ops.OpOverload) -> bool:
+    """Whether the arguments have the same types."""
+    types = [str(argument.type) for argument in functional._schema.arguments]
+    return [str(argument.type) for argument in out._schema.arguments][: len(types)] == types
