@@ -126,9 +126,7 @@ class Donation:
 _NOTHING = Pending([], [], [])
 
 
-def lower(
-    graph: Graph, fetches: Iterable[Value], feeds: Iterable[Value], last: Sequence[Pass] = LAST
-) -> Program:
+def lower(graph: Graph, fetches: Iterable[Value], feeds: Iterable[Value], last: Sequence[Pass] = LAST) -> Program:
     """Generate the program that computes ``fetches`` from ``feeds``; ``last`` are the passes that choose its memory.
 
     A fetch of a node without outputs gives None. Raises InvalidArgument naming a placeholder that would have to be fed.

@@ -20,13 +20,11 @@ from tfnb.passes.memory import IN_PLACE, Memory, first_operand
 from tfnb.passes.rewrite import is_pure, with_nodes
 
 LEAST = 64 << 10  # bytes; to allocate less costs no more than to write it
-_WHOLE_VIEWS = frozenset(
-    f"aten.{name}"
-    for name in """
+_NAMES = """
     view.default _unsafe_view.default _reshape_alias.default t.default transpose.int permute.default alias.default
     detach.default unsqueeze.default squeeze.default squeeze.dim squeeze.dims
-    """.split()
-)
+"""
+_WHOLE_VIEWS = frozenset(f"aten.{name}" for name in _NAMES.split())
 """Views of all that lies in a piece of memory, each element once."""
 _PASS_ON = REGIONS | {"aten.lift.default", "aten.pin_memory.default"}  # give what they were given, unsaid in a schema
 

@@ -44,9 +44,7 @@ def table(
     return rows
 
 
-def optimize(
-    graph: Graph, fetches: Collection[Value], feeds: Collection[Value], last: Sequence[Pass] = LAST
-) -> Graph:
+def optimize(graph: Graph, fetches: Collection[Value], feeds: Collection[Value], last: Sequence[Pass] = LAST) -> Graph:
     """The graph that computes ``fetches`` from ``feeds`` with the least work; values and writes are the same."""
     *_, (_, found) = stages(graph, fetches, feeds, last)
     return found
