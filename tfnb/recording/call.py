@@ -133,8 +133,6 @@ def _viewed(
     named = bind(func, tuple(args), kwargs)
     attrs = {name: arg for name, arg in named.items() if arg is not source}
     handle = rec.handle(source)
-    if func is aten.as_strided.default:  # counts from the start of the memory, whatever it is called on
-        return handle._family, (), {**attrs, "storage_offset": attrs.get("storage_offset", handle.storage_offset())}
     return handle._family, handle._chain, attrs
 
 

@@ -6,6 +6,7 @@ out-of-place twin of an op that writes. Tried with torch 2.11 and 2.13.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from tfnb.graph.ops import overload as resolve
 from tfnb.graph.pure import pure
+from tfnb.kernels import strided
 
 __all__ = ["WHOLE", "Facts", "Op", "bind", "facts", "kernel", "op_name", "resolve", "twin", "unbind"]
 
@@ -40,7 +42,12 @@ _TWINS = {
 
 # Values of a graph share no memory, and kernels choose strides by device and size: what was recorded as another view
 # of the same memory need not be one when it runs.
-_KERNELS = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
+_KERNELS: dict[Op, Callable[..., Any]] = {
+    aten.view.default: aten.reshape.default,
+    aten._unsafe_view.default: aten.reshape.default,
+    aten.as_strided.default: strided.as_strided,
+    aten.as_strided_scatter.default: strided.as_strided_scatter,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +123,8 @@ def _types(op: Op) -> list[str]:
     return [str(a.type) for a in op._schema.arguments]
 
 
-def kernel(op: Op) -> Op:
-    """The overload that computes a recorded ``op`` on plain tensors of any strides."""
+def kernel(op: Op) -> Callable[..., Any]:
+    """What computes a recorded ``op`` on plain tensors of any strides."""
     return _KERNELS.get(op, op)
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch.fx.experimental.symbolic_shapes import _constrain_range_for_size
 
 from tfnb.errors import Unsupported
-from tfnb.recording import batched, packed, picked
+from tfnb.recording import batched, packed, picked, strided
 from tfnb.recording.writes import rebind
 
 aten = torch.ops.aten
@@ -344,6 +344,7 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     aten.rnn_tanh.input: _recurrent(aten.rnn_tanh.input),
     aten.rnn_relu.input: _recurrent(aten.rnn_relu.input),
     **packed.PACKED,
+    **strided.STRIDED,
 }
 
 

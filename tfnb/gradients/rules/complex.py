@@ -79,7 +79,7 @@ def _padded(x: torch.Tensor, dim: int, count: Any) -> torch.Tensor:
 _HOLD = """
     _conj_physical _fft_c2c _fft_c2r _fft_r2c _linalg_det _linalg_eigh _linalg_slogdet _linalg_solve_ex _linalg_svd
     _to_copy _unsafe_masked_index _unsafe_masked_index_put_accumulate _unsafe_view abs acos acosh add.Scalar add.Tensor
-    addbmm addcdiv addcmul addmm addmv addr alias alias_copy angle as_strided as_strided_copy as_strided_scatter asin
+    addbmm addcdiv addcmul addmm addmv addr alias alias_copy angle as_strided as_strided_scatter asin
     asinh atan atanh baddbmm block_diag bmm cat channel_shuffle cholesky_inverse cholesky_solve clone col2im complex
     constant_pad_nd convolution convolution_backward copy cos cosh cumprod cumsum diag_embed diagonal diagonal_backward
     diagonal_copy diagonal_scatter div.Scalar div.Tensor dot exp exp2 expand expand_copy expm1 fill.Tensor flip gather

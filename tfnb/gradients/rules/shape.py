@@ -162,9 +162,9 @@ def _places(n: Forward, x: torch.Tensor) -> torch.Tensor:
     return every.as_strided(n["size"], n["stride"], n["storage_offset"] or 0).reshape(-1)
 
 
-@rule(aten.as_strided.default, aten.as_strided_copy.default)
+@rule(aten.as_strided.default)
 def _(n: Forward, dy: Any) -> Any:
-    x = n["self"]  # recorded tensors are contiguous where as_strided looks at them
+    x = n["self"]  # its rows are the memory: see tfnb.recording.strided
     flat = dy.new_zeros([x.numel()]).index_add(0, _places(n, x), dy.reshape(-1))
     return (flat.reshape(x.shape),)
 
