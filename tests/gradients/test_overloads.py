@@ -162,6 +162,29 @@ def test_as_strided_scatter_overwrites() -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "a, b", [((12, 16), (3, 16, 8)), ((8, 12), (12, 8)), ((3, 8, 16), (16, 12)), ((3, 4, 8), (3, 8, 4))]
+)
+def test_grouped_products(a: tuple[int, ...], b: tuple[int, ...]) -> None:
+    """In float32, which the kernel takes; of no group, of an empty one, and of other groups than were recorded."""
+
+    def products(x: Any, y: Any, ends: Any) -> Any:
+        return aten._grouped_mm(x, y, None if x.dim() == y.dim() == 3 else ends)
+
+    data = [torch.randn(a), torch.randn(b)]
+    with tfnb.record():
+        x, y = (tfnb.placeholder(item, shape=item.shape) for item in data)
+        ends = tfnb.placeholder(torch.tensor([2, 2, 12], dtype=torch.int32), shape=(3,))
+        out = products(x, y, ends)
+        grads = tfnb.gradients((out * out.detach()).sum(), [x, y])
+    for splits in ([2, 2, 12], [4, 8, 12]):
+        fed = [*(torch.randn_like(item).requires_grad_() for item in data), torch.tensor(splits, dtype=torch.int32)]
+        expected = products(*fed)
+        wanted = torch.autograd.grad((expected * expected.detach()).sum(), fed[:2])
+        got = tfnb.run([out, *grads], dict(zip((x, y, ends), map(torch.Tensor.detach, fed), strict=True)))
+        torch.testing.assert_close(got, [expected.detach(), *wanted])
+
+
 def test_rrelu_in_training_keeps_the_slopes_it_drew() -> None:
     with tfnb.record():
         x = tfnb.placeholder(torch.randn(5, dtype=torch.float64))

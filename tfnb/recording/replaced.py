@@ -465,6 +465,12 @@ def _histogram_edges(x: Any, bins: Any, **kwargs: Any) -> Any:
     return x.new_empty(bins.shape[0] - 1), torch.empty_like(bins)
 
 
+def _grouped_mm_shape(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    """One product for each group; torch's own rule takes bfloat16 alone, and its kernels more."""
+    groups = offs.shape[:1] if a.dim() == b.dim() == 2 else a.shape[:-2] if b.dim() == 3 else ()
+    return a.new_empty([*groups, a.shape[-2], b.shape[-1]], dtype=out_dtype or a.dtype)
+
+
 def _ctc_shape(x: Any, targets: Any, steps: Any, lengths: Any, *rest: Any) -> Any:
     """The loss of each sequence, and the table it was computed with, as wide as the longest target asks."""
     if isinstance(lengths, torch.Tensor):
@@ -507,6 +513,7 @@ SHAPES: dict[Any, Callable[..., Any]] = {
     aten.rnn_relu.input: _rnn_shape,
     aten.relu.default: aten.neg.default,  # the same rule; torch takes a long way round for relu with symbolic sizes
     aten.linalg_lstsq.default: _lstsq_shape,
+    aten._grouped_mm.default: _grouped_mm_shape,
     aten._ctc_loss.default: _ctc_shape,
     aten._ctc_loss.Tensor: _ctc_shape,
     aten._ctc_loss_backward.default: _like_second,

@@ -37,6 +37,12 @@ def _(n: Forward, dy: Any) -> Any:  # [.., B, K] @ [.., K, N] -> [.., B, N]
     return lambda: _product(dy, b, a, turn="b"), lambda: _product(a, dy, b, turn="a")
 
 
+@rule(aten._grouped_mm.default)
+def _(n: Forward, dy: Any) -> Any:  # of 2-d arguments, offs splits the axis that the groups do not share
+    a, b, offs = n["self"], n["mat2"], n["offs"]
+    return {"self": lambda: aten._grouped_mm(dy, b.mT, offs), "mat2": lambda: aten._grouped_mm(a.mT, dy, offs)}
+
+
 @rule(aten.mv.default)
 def _(n: Forward, dy: Any) -> Any:
     a, v = map(conj, n.inputs)
