@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.utils._pytree import tree_unflatten
@@ -12,6 +12,7 @@ from tfnb.errors import InvalidArgument, ShapeError
 from tfnb.graph import Ref, Spec, Value, ops
 from tfnb.recording import Recorder
 from tfnb.recording.calls import Unfinished
+from tfnb.recording.loop import DISAGREE
 from tfnb.recording.regions import Region, append, captures, now, record_region, subgraph, write_back
 from tfnb.recording.tensor import Base
 
@@ -72,22 +73,30 @@ def _recorded(
             f"the branches of cond return different structures: {form_text(then_form)} and {form_text(else_form)}"
             f"\n  {what}{recorder.tape.at()}"
         )
-    return tree_unflatten(_joined(recorder, predicate, regions, what), then_form)
+    count = len(then.outputs)
+    labels = [f"output {place} of cond" for place in range(count)]
+    return tree_unflatten(joined(recorder, predicate, regions, labels, what), then_form)
 
 
-def _joined(recorder: Recorder, predicate: Any, regions: tuple[Region, Region], what: str) -> list[Any]:
-    """The node of two branches; what they wrote is written."""
+def joined(
+    recorder: Recorder, predicate: Any, regions: tuple[Region, Region], labels: Sequence[str], what: str
+) -> list[Any]:  # fmt: skip
+    """The values of two branches, of which the predicate takes one; what they wrote is written.
+
+    An output that is None is absent in that branch. labels: what outputs are called in errors.
+    """
     written = list(dict.fromkeys(base for region in regions for base in region.written))
     outputs = [[*region.outputs, *(_left(base, region) for base in written)] for region in regions]
     for region, outs in zip(regions, outputs, strict=True):
         region.outputs = list(outs)
     captured = captures(recorder, regions)
     then, other = (subgraph(recorder, r, captured, outs) for r, outs in zip(regions, outputs, strict=True))
-    kinds = [[_spec(recorder, r, v) for v in outs] for r, outs in zip(regions, outputs, strict=True)]
-    specs = [_agreed(place, a, b, what, recorder) for place, (a, b) in enumerate(zip(*kinds, strict=True))]
+    names = [*labels, *(f"a tensor that is written ({base.entry.value})" for base in written)]
+    specs = [_agreed(recorder, name, regions, pair, what) for name, *pair in zip(names, *outputs, strict=True)]
+    absent = [None in pair for pair in zip(*outputs, strict=True)]
     attrs = {
         "pred": Ref(0), "operands": tuple(Ref(i + 1) for i in range(len(captured))), "then": then, "else": other,
-        "shapes": (None,) * len(specs),
+        "shapes": tuple(spec.shape if lacks else None for spec, lacks in zip(specs, absent, strict=True)),
     }  # fmt: skip
     found = append(recorder, ops.COND, [predicate._entry.value, *captured], attrs, specs)
     count = len(found) - len(written)
@@ -101,19 +110,22 @@ def _left(base: Base, region: Region) -> Value:
     return region.written.get(base, base.entry.value)
 
 
-def _spec(recorder: Recorder, region: Region, value: Value | None) -> Spec:
-    assert value is not None
-    inner = next((node for node in region.nodes if node.id == value.node), None)
-    return (inner or recorder.node(value.node)).outputs[value.index]
-
-
-def _agreed(place: int, a: Spec, b: Spec, what: str, recorder: Recorder) -> Spec:
-    if a.dtype != b.dtype or a.device != b.device:
-        raise InvalidArgument(
-            f"output {place} of cond is {a} in one branch and {b} in the other\n  {what}{recorder.tape.at()}"
-        )
-    if now(recorder, a) != now(recorder, b):
-        raise ShapeError(
-            f"output {place} of cond is {a} in one branch and {b} in the other\n  {what}{recorder.tape.at()}"
+def _agreed(
+    recorder: Recorder, name: str, regions: tuple[Region, Region], values: Sequence[Value | None], what: str
+) -> Spec:  # fmt: skip
+    """The spec of an output, which both branches give; raises InvalidArgument or ShapeError."""
+    kinds = [spec_inside(recorder, r, v) for r, v in zip(regions, values, strict=True) if v is not None]
+    a, b = kinds[0], kinds[-1]
+    fits = a.dtype == b.dtype and a.device == b.device
+    if not fits or now(recorder, a) != now(recorder, b):
+        kind = ShapeError if fits else InvalidArgument
+        raise kind(
+            f"{name} is {a} in one branch and {b} in the other\n  {what}{recorder.tape.at()}", details=DISAGREE
         )
     return a
+
+
+def spec_inside(recorder: Recorder, region: Region, value: Value) -> Spec:
+    """The spec of a value that a region gives."""
+    inner = next((node for node in region.nodes if node.id == value.node), None)
+    return (inner or recorder.node(value.node)).outputs[value.index]

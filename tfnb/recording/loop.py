@@ -29,6 +29,9 @@ from tfnb.recording.regions import (
 from tfnb.recording.tensor import Base, Entry, Tensor
 
 
+DISAGREE = "branches or turns disagree"  # details of such an error
+
+
 @dataclass(frozen=True, slots=True)
 class Result:
     """What a loop gives: the carried values after the last turn, the number of turns, the stacked rows."""
@@ -216,7 +219,9 @@ class Loop:
         for name, spec, value, out in zip(names, inner, before, region.outputs, strict=False):
             found = self._inside(region, out)
             if found.dtype != spec.dtype:
-                raise InvalidArgument(f"{self.what}: {name} enters as {spec} and is {found} after one turn{at}")
+                raise InvalidArgument(
+                    f"{self.what}: {name} enters as {spec} and is {found} after one turn{at}", details=DISAGREE
+                )
             old = self.recorder.node(value.node).outputs[value.index].shape
             fits = len(found.shape) == len(spec.shape) and all(
                 a == b or c != d
@@ -225,8 +230,8 @@ class Loop:
             if not fits:
                 raise ShapeError(
                     f"{self.what}: {name} enters as {spec} and is {found} after one turn: keep its shape, or let an "
-                    f"axis vary with shape_invariants{at}"
-                )
+                    f"axis vary with shape_invariants{at}", details=DISAGREE,
+                )  # fmt: skip
         own = {s for spec, v in zip(inner, before, strict=True) for s in spec.symbols} - {
             s for v in before for s in self.recorder.node(v.node).outputs[v.index].symbols
         }
