@@ -11,6 +11,7 @@ import ast
 import itertools
 import linecache
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
@@ -21,6 +22,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from tfnb.magics.frames import shorten
 
 _serial = itertools.count(1)
+Converted = Callable[[Sequence[ast.stmt], ast.expr | None, str, int], Any]  # has ``run(names)``
 
 
 class CellSyntaxError(Exception):
@@ -44,11 +46,22 @@ class Program:
     statements: CodeType
     result: CodeType | None
     silent: bool
+    tree: ast.Module
+    last: ast.expr | None
 
-    def run(self, *, full_tracebacks: bool = False) -> Any:
-        """Run in the user's namespace; the value of a final expression."""
+    def run(self, *, full_tracebacks: bool = False, converted: Converted | None = None) -> Any:
+        """Run in the user's namespace; the value of a final expression. converted: what runs in the body's place."""
         __tracebackhide__ = True
-        return self._run(self.shell.user_global_ns, self.shell.user_ns, full_tracebacks)
+        shell = self.shell
+        if converted is None or shell.user_global_ns is not shell.user_ns:
+            return self._run(shell.user_global_ns, shell.user_ns, full_tracebacks)
+        try:
+            cell = converted(self.tree.body, self.last, self.filename, shell.compile.flags)
+            return cell.run(shell.user_ns)
+        except BaseException as error:
+            if not full_tracebacks:
+                shorten(error)
+            raise
 
     def names(self, *, full_tracebacks: bool = False) -> dict[str, Any]:
         """Run on a copy of the user's namespace, which is returned."""
@@ -85,7 +98,8 @@ def compiled(shell: InteractiveShell, magic: str, line: str, body: str) -> Progr
         result = None if last is None else compiler(ast.Expression(last.value), filename, "eval")
     except SyntaxError as error:
         raise CellSyntaxError(_advise(error), shell) from None
-    return Program(shell, label, filename, statements, result, DisplayHook.semicolon_at_end_of_expression(source))
+    silent = DisplayHook.semicolon_at_end_of_expression(source)
+    return Program(shell, label, filename, statements, result, silent, tree, None if last is None else last.value)
 
 
 def place(shell: InteractiveShell) -> tuple[str, str]:

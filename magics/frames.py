@@ -46,9 +46,17 @@ def _outer(traceback: TracebackType | None) -> TracebackType | None:
     if not inner:  # torch itself complained, as it would outside a recording
         kept += tail
     chain = None
-    for entry in reversed(kept):
+    for entry in reversed(_merged(kept)):
         chain = TracebackType(chain, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return chain
+
+
+def _merged(entries: list[TracebackType]) -> list[TracebackType]:
+    """Without frames whose statement goes on in the next one: AutoGraph makes functions of the bodies of statements."""
+    inner = [entry.tb_frame.f_code for entry in entries[1:]]
+    codes = [entry.tb_frame.f_code for entry in entries]
+    goes_on = [b in a.co_consts and a.co_name == b.co_name for a, b in zip(codes, inner, strict=False)] + [False]
+    return [entry for entry, is_left_out in zip(entries, goes_on, strict=False) if not is_left_out]
 
 
 def _entries(traceback: TracebackType | None) -> Iterator[TracebackType]:

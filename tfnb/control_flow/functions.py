@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
+from tfnb.control_flow.operators import converted
 from tfnb.control_flow.structure import flat, recorder_if_open, spec_of, tensors
 from tfnb.errors import InvalidArgument
 from tfnb.graph import Variable
@@ -74,7 +75,7 @@ class Function:
         undo = attempt(recorder)
         try:
             with opened(recorder, call.key, None), recorder.scope(self._name) as scope:
-                return self._fn(*args, **kwargs)
+                return converted(self._fn)(*args, **kwargs)
         except Again as again:
             if again.key != call.key:
                 raise
@@ -88,7 +89,7 @@ class Function:
 
         def body(*given: Any) -> list[Any]:
             args, kwargs = call.arguments(given)
-            leaves, definition.form = flat(self._fn(*args, **kwargs))
+            leaves, definition.form = flat(converted(self._fn)(*args, **kwargs))
             return list(tensors(recorder, leaves, self._name))
 
         with recorder.scope(f"{scope}/"):

@@ -28,7 +28,6 @@ from tfnb.recording.regions import (
 )  # fmt: skip
 from tfnb.recording.tensor import Base, Entry, Tensor
 
-
 DISAGREE = "branches or turns disagree"  # details of such an error
 
 

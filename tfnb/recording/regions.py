@@ -87,6 +87,7 @@ def record_region(
         try:
             with recorder.tape.marked(control=()), recorder.scope(f"{scope}/"), _sealed(recorder, turns):
                 tensors = [_placeholder(recorder, item) for item in given]
+                inputs = tuple(tensor._entry.value for tensor in tensors)  # before any is written in place
                 for base, tensor in zip(held, tensors[len(tensors) - len(held) :], strict=True):
                     base.become(tensor._entry)
                 before.start()
@@ -98,9 +99,7 @@ def record_region(
             raise
         late = before.met_and_written()
         if not late:
-            return before.cut(
-                tuple(t._entry.value for t in tensors), outputs, turns=turns, inner=inner or Inner(set(), {})
-            )
+            return before.cut(inputs, outputs, turns=turns, inner=inner or Inner(set(), {}))
         before.undo()
         for meet in late:
             meet()

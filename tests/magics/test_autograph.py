@@ -1,0 +1,76 @@
+"""Control flow of cells on recorded tensors: what is staged, what the margin says, and whose lines tracebacks show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tfnb
+
+
+def margin(ran: Any) -> list[str]:
+    """The notes under a cell."""
+    shown = (bundle["text/plain"] for bundle in ran.shown)
+    return [text.removeprefix("note: ") for text in shown if text.startswith("note: ")]
+
+
+def test_a_cell_stages_its_own_statements(notebook: Any) -> None:
+    ran = notebook.ok(
+        "%%tfgraph g\n"
+        "x = tfnb.placeholder(torch.ones(3), name='x')\n"
+        "n = 0\n"
+        "if x.sum() > 0:\n"
+        "    y = x * 2\n"
+        "else:\n"
+        "    y = -x\n"
+        "while y.sum() < 50:\n"
+        "    y = y * 2\n"
+        "    n += 1\n"
+        "total = 0.0\n"
+        "for row in x:\n"
+        "    if row < 0:\n"
+        "        continue\n"
+        "    total += row\n"
+        "y, n, total"
+    )
+    assert margin(ran) == ["staged: line 4 `if`, line 8 `while`, line 12 `for`, line 13 `if`"]
+    for fed in (torch.ones(3), torch.tensor([-1.0, -2.0, 5.0, -9.0]), torch.full((2,), 40.0)):
+        y, n = (fed * 2 if fed.sum() > 0 else -fed), 0
+        while y.sum() < 50:
+            y, n = y * 2, n + 1
+        found = tfnb.run([notebook.names[name] for name in ("y", "n", "total")], {"x": fed})
+        torch.testing.assert_close(found, [y, torch.tensor(n), fed[fed >= 0].sum()], rtol=0, atol=0)
+
+
+def test_no_autograph_leaves_a_guard_and_a_warning(notebook: Any) -> None:
+    body = "x = tfnb.placeholder(torch.ones(3), name='x')\ny = x * 2 if x.sum() > 0 else -x"
+    with pytest.warns(UserWarning, match="Python took the True branch"):
+        ran = notebook.ok(f"%%tfgraph g --no-autograph\n{body}")
+    assert margin(ran) == []
+    assert [node.op for node in tfnb.graph("g").nodes].count("tfnb.guard") == 1
+
+
+@pytest.mark.parametrize(
+    ("statement", "line"),
+    [
+        ("if x.sum() > 0:\n    y = x.reshape(7, 7)", 5),
+        ("while x.sum() < 9:\n    x = x + 1\n    raise KeyError('user')", 6),
+        ("for row in x:\n    z = row.nothing", 5),
+        ("y = x.reshape(7, 7) if x.sum() > 0 else x", 4),
+    ],
+)
+def test_errors_show_the_lines_of_the_cell_and_no_others(notebook: Any, statement: str, line: int) -> None:
+    ran = notebook.run(f"%%tfgraph g\nx = tfnb.placeholder(torch.ones(3, 2), name='x')\nn = 0\n{statement}\nlast = 1")
+    assert ran.error is not None
+    assert [frame for frame in ran.frames if "line 1" not in frame] == [f"Cell In[{notebook.count - 1}], line {line}"]
+    text = statement.splitlines()[line - 4]
+    assert f"----> {line} {text}" in ran.out
+
+
+def test_an_error_in_a_function_of_another_cell_shows_its_lines(notebook: Any) -> None:
+    notebook.ok("def helper(v):\n    if v.sum() > 0:\n        return v.reshape(7, 7)\n    return v")
+    ran = notebook.run("%%tfgraph g\nx = tfnb.placeholder(torch.ones(3, 2), name='x')\ny = helper(x)")
+    at = notebook.count
+    assert ran.frames[-2:] == [f"Cell In[{at - 1}], line 3", f"Cell In[{at - 2}], line 3, in helper()"]

@@ -1,0 +1,151 @@
+"""Python's ``if``, ``while`` and ``for`` on recorded tensors as part of the graph: AutoGraph. Semantics S-20, S-21."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import CodeType, FunctionType, MethodType
+from typing import Any, TypeVar
+
+import torch
+
+from tfnb.control_flow import operators
+from tfnb.control_flow.source import cell_parts, cell_value
+from tfnb.control_flow.staging import Sometimes, Undefined, status
+from tfnb.control_flow.structure import recorder_if_open
+from tfnb.recording.shared import Shared, swapped
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def autograph(function: F) -> F:
+    """``function``, whose control flow on recorded tensors becomes part of the graph.
+
+    An ``if``, ``while``, ``for``, ``and``, ``or``, ``not`` or conditional expression that asks for the truth of a
+    recorded tensor is a `tfnb.cond` or `tfnb.while_loop`, decided by each run; anything else is what Python does. So
+    are ``for row in x`` and ``range(n)`` where only a run knows the number. Functions that it calls are converted with
+    it where they are the user's and have source; torch and installed packages run as they are. A statement that cannot
+    be staged stays Python: a guard, and a note of the graph that says why. A cell does all this by itself.
+
+    Raises InvalidArgument or ShapeError for a variable that is of another dtype or shape in each branch, or after a
+    turn of a loop, with its name and line. Outside a recording the function is called as it is.
+
+    >>> import torch, tfnb
+    >>> @tfnb.autograph
+    ... def halved(x):
+    ...     turns = 0
+    ...     while x > 1:
+    ...         x = x / 2
+    ...         turns += 1
+    ...     return turns if x > 0 else -1
+    >>> with tfnb.record():
+    ...     x = tfnb.placeholder(torch.tensor(8.0), name="x")
+    ...     y = halved(x)
+    >>> tfnb.run(y, {x: 20.0}), tfnb.run(y, {x: -3.0}), halved(8.0)
+    (tensor(5), tensor(-1), 3)
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        if recorder_if_open() is None or status.off:
+            return function(*args, **kwargs)
+        with converting():
+            return operators.fn(function)(*args, **kwargs)
+
+    return operators.marked(call)
+
+
+@contextmanager
+def no_autograph() -> Iterator[None]:
+    """Inside, Python takes its branches by the samples, with a guard for each, as outside of AutoGraph.
+
+    >>> import torch, tfnb
+    >>> @tfnb.autograph
+    ... def doubled(x):
+    ...     with tfnb.no_autograph():
+    ...         return 2 * x if x.shape[0] > 1 else x
+    """
+    status.off += 1
+    try:
+        yield
+    finally:
+        status.off -= 1
+
+
+@contextmanager
+def converting() -> Iterator[None]:
+    """Inside, the forward methods of the user's modules are converted too."""
+    status.active += 1
+    try:
+        with _modules():
+            yield
+    finally:
+        status.active -= 1
+
+
+_CALL = torch.nn.Module.__call__
+
+
+def _call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A module whose forward is converted for the time of the call."""
+    __tracebackhide__ = True
+    if not status.active or status.off or recorder_if_open() is None or "forward" in self.__dict__:
+        return _CALL(self, *args, **kwargs)
+    written = getattr(type(self), "forward", None)
+    forward = operators.fn(written) if isinstance(written, FunctionType) else written
+    if forward is written:
+        return _CALL(self, *args, **kwargs)
+    self.__dict__["forward"] = MethodType(forward, self)
+    try:
+        return _CALL(self, *args, **kwargs)
+    finally:
+        self.__dict__.pop("forward", None)
+
+
+_modules = Shared(lambda: swapped((torch.nn.Module, "__call__", _call)))
+
+
+class Cell:
+    """The body of a cell, converted: its statements, and the expression whose value it shows; NotConvertible."""
+
+    def __init__(self, body: Sequence[ast.stmt], result: ast.expr | None, filename: str, flags: int = 0) -> None:
+        self._parts = cell_parts(body, filename, flags)
+        self._result = None if result is None else cell_value(result, filename, flags)
+
+    def run(self, names: dict[str, Any]) -> Any:
+        """Run with ``names`` as globals; the value of the final expression. Notes say what stays Python."""
+        __tracebackhide__ = True
+        with converting():
+            try:
+                for part in self._parts:
+                    if part.is_factory:
+                        _made(part.code, names)()
+                    else:
+                        _note(part.why)
+                        exec(part.code, names)
+                return None if self._result is None else _made(self._result, names)()
+            finally:
+                _settle(names)
+
+
+def _made(code: CodeType, names: dict[str, Any]) -> Callable[[], Any]:
+    made: Callable[[], Any] = FunctionType(code, names)(operators)
+    return made
+
+
+def _note(why: str) -> None:
+    recorder = recorder_if_open()
+    if why and recorder is not None:
+        recorder.notes.append(f"{why}: it stays Python")
+
+
+def _settle(names: dict[str, Any]) -> None:
+    """Names that have no value go; those that have one in some runs are guarded."""
+    for name, value in list(names.items()):
+        if isinstance(value, Sometimes):
+            names[name] = value.read()
+        elif isinstance(value, Undefined):
+            del names[name]

@@ -1,0 +1,184 @@
+"""What `diastatic-malt` does for us: break, continue and return as flags, bodies as functions, undefined names.
+
+Its passes run on trees with the lines of the user's file; each node that they make gets the line of the statement it
+was made from, so that the tree is compiled as it is, without another file and a map between the two.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from typing import Any
+
+assert importlib.util  # malt uses it and does not import it
+
+from malt.converters import (  # noqa: E402
+    break_statements,
+    continue_statements,
+    control_flow,
+    return_statements,
+    variables,
+)
+from malt.core import converter  # noqa: E402
+from malt.pyct import anno, cfg, naming, qual_names, templates, transformer  # noqa: E402
+from malt.pyct.errors import PyCTError  # noqa: E402
+from malt.pyct.static_analysis import (  # noqa: E402
+    activity,
+    annos,
+    liveness,
+    reaching_definitions,
+    reaching_fndefs,
+)
+
+from tfnb.control_flow.source import HIDDEN, NotConvertible  # noqa: E402
+
+_PLACE = ("lineno", "col_offset", "end_lineno", "end_col_offset")
+
+
+def malted(function: ast.FunctionDef) -> ast.FunctionDef:
+    """The function with its control flow as calls; raises NotConvertible."""
+    names = {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}
+    info = transformer.EntityInfo(function.name, "", "", (), dict.fromkeys(names))
+    context = transformer.Context(info, _Namer(info.namespace), converter.ProgramContext(None))
+    for node in ast.walk(function):
+        if hasattr(node, "lineno"):
+            anno.setanno(node, anno.Basic.ORIGIN, _origin(node))
+    kinds = {type(node) for node in ast.walk(function)}
+    try:
+        function = _analysed(function, context)
+        anno.dup(function, {anno.Static.DEFINITIONS: anno.Static.ORIG_DEFINITIONS})
+        function = _Scopes(context).visit(_resolved(function, context))
+        if ast.Break in kinds:
+            function = _Breaks(context).visit(_resolved(function, context))
+        if kinds & {ast.Break, ast.Continue}:
+            function = _Continues(context).visit(_resolved(function, context))
+        if ast.Return in kinds:
+            function = return_statements.ConditionalReturnRewriter(context).visit(_resolved(function, context))
+            function = _Returns(context, True).visit(_resolved(function, context))
+        graphs = cfg.build(qual_names.resolve(function))
+        function = _resolved(function, context)
+        for analysis in (reaching_definitions, reaching_fndefs, liveness):
+            function = analysis.resolve(function, context, graphs)
+        function = _Bodies(context).visit(function)
+        function = variables.transform(function, context)
+    except (PyCTError, ValueError, NotImplementedError, AssertionError, KeyError, AttributeError) as error:
+        raise NotConvertible(f"AutoGraph cannot convert it ({str(error) or type(error).__name__})") from error
+    _place(function, None)
+    return function
+
+
+def _origin(node: Any) -> tuple[int, int, int, int]:
+    """Where a node stands; of a statement with a body, where it begins, which is where its operator is called."""
+    if hasattr(node, "body") and isinstance(node, ast.stmt):
+        return node.lineno, node.col_offset, node.lineno, node.col_offset + 1
+    return tuple(getattr(node, name) for name in _PLACE)  # type: ignore[return-value]
+
+
+class _Namer(naming.Namer):
+    """Names that no user has."""
+
+    def new_symbol(self, name_root: str, reserved_locals: Any) -> str:
+        root = name_root if name_root.startswith(HIDDEN) else f"{HIDDEN}{name_root}"
+        return str(super().new_symbol(root, reserved_locals))
+
+
+def _resolved(node: Any, context: Any) -> Any:
+    return activity.resolve(qual_names.resolve(node), context, None)
+
+
+def _analysed(node: Any, context: Any) -> Any:
+    graphs = cfg.build(node)
+    return reaching_definitions.resolve(_resolved(node, context), context, graphs)
+
+
+def _place(node: ast.AST, place: Any) -> None:
+    """Lines as compile() wants them, from the annotations."""
+    place = anno.getanno(node, anno.Basic.ORIGIN, default=place)
+    if place is not None and "lineno" in node._attributes:
+        for name, value in zip(_PLACE, place, strict=True):
+            setattr(node, name, value)
+    for child in ast.iter_child_nodes(node):
+        _place(child, place)
+
+
+class _Placed:
+    """A mixin: what is made of a statement stands where the statement stood."""
+
+    def visit(self, node: Any) -> Any:
+        origin = anno.getanno(node, anno.Basic.ORIGIN, default=None) if isinstance(node, ast.AST) else None
+        found = super().visit(node)  # type: ignore[misc]
+        if origin is not None:
+            for made in found if isinstance(found, (list, tuple)) else (found,):
+                _stamp(made, origin)
+        return found
+
+
+def _stamp(node: Any, origin: Any) -> None:
+    if isinstance(node, ast.AST) and not anno.hasanno(node, anno.Basic.ORIGIN):
+        if node._attributes:
+            anno.setanno(node, anno.Basic.ORIGIN, origin)
+        for child in ast.iter_child_nodes(node):
+            _stamp(child, origin)
+
+
+class _Function:
+    level = 0
+
+
+class _Scopes(_Placed, converter.Base):
+    """A scope around each function's body, which is what gives its value."""
+
+    def visit_FunctionDef(self, node: Any) -> Any:
+        with self.state[_Function] as scope:
+            body = anno.getanno(node, annos.NodeAnno.BODY_SCOPE)
+            name = self.ctx.namer.new_symbol("ag__scope", body.referenced)
+            anno.setanno(node, "function_context_name", name)
+            node = self.generic_visit(node)
+            if scope.level > 2:
+                node.decorator_list.append(templates.replace_as_expression("ag__.marked"))
+        first = node.body[0]
+        has_text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+        head, rest = (node.body[:1], node.body[1:]) if has_text else ([], node.body)
+        wrapped = templates.replace("with ag__.scope() as name:\n  body", name=name, body=rest or [ast.Pass()])
+        node.body = [*head, *wrapped]
+        return node
+
+
+class _Breaks(_Placed, break_statements.BreakTransformer):
+    pass
+
+
+class _Continues(_Placed, continue_statements.ContinueCanonicalizationTransformer):
+    pass
+
+
+class _Returns(_Placed, return_statements.ReturnStatementsTransformer):
+    pass
+
+
+class _Bodies(_Placed, control_flow.ControlFlowTransformer):
+    """Bodies as functions. What a cell binds is needed after it."""
+
+    def _get_block_basic_vars(self, modified: Any, live_in: Any, live_out: Any) -> Any:
+        found = super()._get_block_basic_vars(modified, live_in, live_out)
+        return found | frozenset(modified & self.state[control_flow._Function].scope.globals)
+
+    def _get_block_composite_vars(self, modified: Any, live_in: Any) -> Any:
+        found = super()._get_block_composite_vars(modified, live_in)
+        return frozenset(name for name in found if not name.has_subscript())
+
+    def _create_state_functions(self, block_vars: Any, nonlocals: Any, getter: Any, setter: Any) -> Any:
+        made = super()._create_state_functions(block_vars, nonlocals, getter, setter)
+        taken = {str(name) for name in self.state[control_flow._Function].scope.globals}
+        if taken and block_vars:
+            (result,) = (node for node in made[0].body if isinstance(node, ast.Return))
+            result.value.elts = [_loaded(each) if _named(each) in taken else each for each in result.value.elts]
+        return made
+
+
+def _named(node: Any) -> str:
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _loaded(node: ast.Name) -> Any:
+    return templates.replace_as_expression("ag__.ldu(lambda: name, text)", name=node, text=ast.Constant(node.id))
