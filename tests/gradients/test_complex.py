@@ -97,6 +97,10 @@ ROWS: dict[str, tuple[Any, Any]] = {
     "product of real and complex matrices": (lambda x, z: x.to(z.dtype) @ z, lambda: (r(3, 2), c(2, 3))),
     "eigenvalues of a real matrix": (torch.linalg.eigvals, lambda: (r(4, 4),)),
     "filter": (lambda x: torch.fft.irfft(torch.fft.rfft(x) * (1 - 2j), n=5), lambda: (r(2, 5),)),
+    "a branch": (lambda z: tfnb.cond(z.real.sum() > 0, lambda: z * z, lambda: z * 2j), lambda: (c(3),)),
+    "a loop": (lambda z, w: tfnb.while_loop(lambda i, v: i < 3, lambda i, v: (i + 1, v * w + z), (0, z))[1],
+               lambda: (c(3), c(3))),
+    "a function": (tfnb.function(lambda z: z * z.conj() * 2j), lambda: (c(3),)),
     "stft and back": (lambda x: torch.istft(torch.stft(x, 8, return_complex=True, window=_ONES), 8, window=_ONES),
                       lambda: (r(2, 32),)),
 }  # fmt: skip
