@@ -119,3 +119,22 @@ def test_a_second_write_and_what_is_not_there_name_the_line() -> None:
         with pytest.raises(InvalidArgument, match=why) as raised:
             tfnb.run(fetch, {i: fed})
         assert raised.value.line is not None
+
+
+def test_an_array_grows_as_far_as_it_is_written() -> None:
+    def program(x: torch.Tensor) -> Any:
+        def body(i: Any, array: Any) -> Any:
+            return i + 1, array.write(i, array.read(i - 1) * x)
+
+        array = tfnb.TensorArray(dynamic_size=True).write(0, x)
+        return tfnb.while_loop(lambda i, array: array.read(i - 1).norm() < 10, body, (1, array))[1].stack()
+
+    with tfnb.record():
+        x = tfnb.placeholder(torch.tensor([1.5, 1.2], dtype=F64), shape=(2,), name="x")
+        y = program(x)
+        (dx,) = tfnb.gradients(y.square().sum(), [x])
+    for fed in (torch.tensor([1.4, 2.0], dtype=F64), torch.tensor([9.0, 9.0], dtype=F64)):
+        fed.requires_grad_()
+        want = program(fed)
+        (expected,) = torch.autograd.grad(want.square().sum(), fed)
+        torch.testing.assert_close(tfnb.run([y, dx], {x: fed.detach()}), [want.detach(), expected])

@@ -327,9 +327,9 @@ def test_a_recurrent_net_over_sequences_of_different_lengths() -> None:
         grads = tfnb.gradients(program(ids, lengths), parameters)
     for length in (5, 4, 7):
         fed = torch.randint(0, 7, (length, 2))
-        torch.testing.assert_close(
-            tfnb.run(grads, {ids: fed}), list(torch.autograd.grad(program(fed, lengths), parameters))
-        )
+        *got, rows = tfnb.run(grads, {ids: fed})
+        want = list(torch.autograd.grad(program(fed, lengths), parameters))
+        torch.testing.assert_close([*got, rows.to_dense()], want)
 
 
 def test_no_turns_and_no_samples() -> None:
@@ -340,3 +340,62 @@ def test_no_turns_and_no_samples() -> None:
         grads = tfnb.gradients([last.sum(), ys.sum()], [xs, w])
     last_, ys_, (dxs, dw) = tfnb.run([last, ys, grads], {xs: torch.zeros(0, 2), w: [1.0, 2.0]})
     assert (last_.tolist(), ys_.shape, dxs.shape, dw.tolist()) == ([0, 0], (0, 2), (0, 2), [0, 0])
+
+
+def test_a_variable_that_grows_has_a_gradient() -> None:
+    def program(loop: Any, branch: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        def body(n: Any, rows: Any) -> Any:
+            new = rows[-1] * w + rows.sum(0)
+            return n + 1, torch.cat([rows, new[None].sin()])
+
+        init = (torch.tensor(0), torch.stack([x, x * 2]))
+        if loop is python_loop:
+            return loop(lambda n, r: n < 3, body, init)[1].square().sum()
+        _, rows = loop(lambda n, r: n < 3, body, init, shape_invariants=((), (None, x.shape[0])))
+        return rows.square().sum()
+
+    check(program, tensors(3), [tensors(4)])
+
+
+def test_a_variable_that_shrinks_inside_a_loop_has_a_gradient() -> None:
+    def program(loop: Any, branch: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        def body(total: Any, x: Any) -> Any:
+            return total * w.mean() + x.cos().sum(), x[1:] * w[0]
+
+        init = (torch.zeros((), dtype=F64), x)
+        how = {} if loop is python_loop else {"shape_invariants": ((), (None,))}
+        return loop(lambda total, x: x.abs().sum() > 0, body, init, **how)[0]
+
+    check(program, tensors(3), [tensors(5)])
+
+
+def test_a_table_that_a_body_looks_up_gets_the_rows_of_all_turns() -> None:
+    torch.manual_seed(0)
+    table = torch.nn.Embedding(50, 3, dtype=F64)
+    with tfnb.record() as g:
+        words = tfnb.placeholder(torch.tensor([[4, 7, 7], [2, 4, 1]]), shape=("T", "B"), name="words")
+
+        def body(i: Any, h: Any) -> Any:
+            def inner(j: Any, h: Any) -> Any:
+                return j + 1, h + table(words[i]).sum(0) * h.sin() * table.weight[words[i, j]]
+
+            _, h = tfnb.while_loop(lambda j, h: j < 2, inner, (0, h))
+            return i + 1, h
+
+        _, h = tfnb.while_loop(lambda i, h: i < words.shape[0], body, (0, torch.ones(3, dtype=F64)))
+        (dw,) = tfnb.gradients(h.sum(), [table.weight])
+        step = tfnb.train.SGD(0.1).minimize(h.sum())
+    assert isinstance(dw, tfnb.IndexedSlices)
+    assert not any("densif" in node.op for node in g.nodes)
+    fed = torch.tensor([[9, 3], [3, 0], [1, 1]])
+    h = torch.ones(3, dtype=F64)
+    for row in fed:
+        for j in range(2):
+            h = h + table(row).sum(0) * h.sin() * table.weight[row[j]]
+    (want,) = torch.autograd.grad(h.sum(), table.weight)
+    got = tfnb.run(dw, {words: fed})
+    torch.testing.assert_close(got.to_dense(), want)
+    assert set(got.indices.tolist()) == {0, 1, 3, 9}
+    before = table.weight.detach().clone()
+    tfnb.run(step, {words: fed})
+    torch.testing.assert_close(table.weight.detach(), before - 0.1 * want)

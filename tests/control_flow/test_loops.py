@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 import tfnb
-from tfnb.errors import BranchChanged, DeadlineExceeded, InvalidArgument, ShapeError, Unsupported
+from tfnb.errors import BranchChanged, DeadlineExceeded, InvalidArgument, ShapeError
 
 
 def halvings(x: torch.Tensor, loop: Callable[..., Any]) -> Any:
@@ -269,17 +271,88 @@ def test_a_number_read_inside_a_loop_is_refused() -> None:
     assert [node.op for node in g.nodes] == ["tfnb.placeholder"]
 
 
-def test_an_optimizer_step_inside_a_loop_is_refused() -> None:
+def test_an_optimizer_step_inside_a_loop_is_taken_in_every_turn() -> None:
+    torch.manual_seed(0)
+    layer, twin = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
+    twin.load_state_dict(layer.state_dict())
+    xs, ys = torch.randn(4, 5, 3), torch.randn(4, 5, 1)
+    with tfnb.record():
+        x = tfnb.placeholder(xs, shape=("T", "B", 3), name="x")
+        y = tfnb.placeholder(ys, shape=("T", "B", 1), name="y")
+        adam = tfnb.train.Adam(0.1)
+
+        def body(i: Any, total: Any) -> Any:
+            loss = (layer(x[i]) - y[i]).square().mean()
+            adam.minimize(loss)
+            return i + 1, total + loss
+
+        _, total = tfnb.while_loop(lambda i, total: i < x.shape[0], body, (0, 0.0))
+        step = tfnb.group(total, *layer.parameters())
+    optimizer, want = torch.optim.Adam(twin.parameters(), 0.1), 0.0
+    for _ in range(2):
+        for a, b in zip(xs, ys, strict=True):
+            optimizer.zero_grad()
+            loss = (twin(a) - b).square().mean()
+            loss.backward()
+            optimizer.step()
+            want = want + loss.item()
+        got, _ = tfnb.run([total, step], {x: xs, y: ys})
+        torch.testing.assert_close(list(layer.parameters()), list(twin.parameters()))
+    assert want > got
+
+
+def test_an_optimizer_step_in_a_branch_is_taken_with_it() -> None:
     w = tfnb.Variable(torch.ones(3), name="w")
+    seen = tfnb.Variable(torch.zeros(()), name="seen")
     with tfnb.record():
         x = tfnb.placeholder(torch.ones(3), shape=(3,), name="x")
+        seen.assign_add(1.0)
+        momentum = tfnb.train.SGD(0.5, momentum=0.9)
+        learn = tfnb.cond(seen.read() % 2 == 0, lambda: momentum.minimize((w.read() * x).sum()), lambda: None)
+        step = tfnb.group(learn, seen)
+        with pytest.raises(InvalidArgument, match="different structures: a step and tensor"):
+            tfnb.cond(x.sum() > 0, lambda: tfnb.train.SGD(0.1).minimize((w.read() * x).sum()), lambda: x)
+    assert isinstance(learn, tfnb.Operation)
+    found = []
+    for _ in range(4):
+        assert tfnb.run(step, {x: torch.ones(3)}) is None
+        found.append(w.value()[0].item())
+    assert found == pytest.approx([1, 0.5, 0.5, 0.5 - 0.5 * 1.9])
 
-        def body(i: Any) -> Any:
-            tfnb.train.SGD(0.1).minimize((w * x).sum())
-            return (i + 1,)
 
-        with pytest.raises(Unsupported, match="optimizer"):
-            tfnb.while_loop(lambda i: i < 3, body, (0,))
+def test_a_run_decides_how_many_turns_there_are_at_most() -> None:
+    with tfnb.record():
+        most = tfnb.placeholder(torch.tensor(3), name="most")
+        (y,) = tfnb.while_loop(lambda y: y < 50, lambda y: (y * 2,), (1.0,), maximum_iterations=most)
+        with pytest.raises(InvalidArgument, match="maximum_iterations is one whole number"):
+            tfnb.while_loop(lambda y: y < 50, lambda y: (y * 2,), (1.0,), maximum_iterations=most * 0.5)
+    assert [tfnb.run(y, {most: n}).item() for n in (0, 2, 99)] == [1, 4, 64]
+    assert tfnb.while_loop(lambda y: y < 50, lambda y: (y * 2,), (1.0,), maximum_iterations=torch.tensor(2))[0] == 4
+
+
+def test_a_signal_ends_a_loop_and_variables_stay_at_the_last_step() -> None:
+    steps = tfnb.Variable(torch.zeros(()), name="steps")
+    with tfnb.record():
+        x = tfnb.placeholder(torch.tensor(-1.0), name="x")
+
+        def body(y: Any) -> Any:
+            steps.assign_add(1.0)
+            return (y + 0,)
+
+        (y,) = tfnb.while_loop(lambda y: y > 0, body, (x,), maximum_iterations=10**9)
+        steps.assign_add(1.0)
+        done = tfnb.group(y, steps)
+    tfnb.run(done, {x: -1.0})
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        tfnb.run(done, {x: 1.0})
+    timer.join()
+    assert time.monotonic() - begin < 5
+    assert steps.value() == 1
+    tfnb.run(done, {x: -1.0})
+    assert steps.value() == 2
 
 
 def test_a_python_if_inside_is_guarded_in_every_turn() -> None:

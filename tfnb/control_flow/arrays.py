@@ -130,12 +130,20 @@ class TensorArray:
             raise ShapeError(
                 f"an element of shape {list(shape)} is written to a TensorArray of {list(rows.shape[1:])}{_at()}"
             )
+        if recorder_if_open() is None:
+            return self._like(*self._plain(rows, index, value))
         if self.dynamic_size:
             rows, written = ops.array_grown(rows, written, index)
-        new_rows, new_written = ops.array_write(rows, written, index, value)
-        if recorder_if_open() is None:  # autograd's, which does not know our op
-            new_rows = rows.index_put((index,), value)
-        return self._like(new_rows, new_written)
+        return self._like(*ops.array_write(rows, written, index, value))
+
+    def _plain(self, rows: torch.Tensor, index: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outside a recording: by ops that autograd knows, after the checks of ours."""
+        known, written = rows.detach(), self._written
+        if self.dynamic_size:
+            known, written = ops.array_grown(known, written, index)
+            rows = torch.cat([rows, rows.new_zeros([len(known) - len(rows), *rows.shape[1:]])])
+        _, written = ops.array_write(known, written, index, value.detach())
+        return rows.index_put((index,), value), written
 
     def _like(self, rows: torch.Tensor | None, written: torch.Tensor) -> TensorArray:
         made = TensorArray.__new__(TensorArray)
@@ -154,8 +162,8 @@ class TensorArray:
 
     def _read(self, index: torch.Tensor) -> torch.Tensor:
         rows = self._known("read")
-        found = ops.array_read(rows, self._written, index)
-        return found if recorder_if_open() is not None else rows[index]
+        found = ops.array_read(rows if recorder_if_open() else rows.detach(), self._written, index)
+        return found if recorder_if_open() else rows[index]
 
     def stack(self) -> torch.Tensor:
         """All elements, [size, ...]; zeros where none was written."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from torch.utils._pytree import tree_unflatten
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_unflatten
 
 from tfnb.control_flow.structure import flat, form_text, recorder_if_open, tensors, truth, written_at
 from tfnb.errors import InvalidArgument, ShapeError
 from tfnb.graph import Ref, Spec, Value, ops
-from tfnb.recording import Recorder
+from tfnb.recording import Operation, Recorder
 from tfnb.recording.calls import Unfinished
 from tfnb.recording.loop import DISAGREE
 from tfnb.recording.regions import Region, append, captures, now, record_region, subgraph, write_back
@@ -22,7 +23,9 @@ def cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], *
 
     pred: one truth value. Both functions are recorded; only the one that is taken runs. They return the same structure
     of tensors and numbers, of the same dtypes and shapes. They may use any tensor and Variable around them, and what
-    they write to those is written where that branch is taken. Outside a recording the function is just called.
+    they write to those is written where that branch is taken. A branch that returns an optimizer's step takes it there;
+    the other one returns a step or None, and `cond` an Operation that runs what is taken. Outside a recording the
+    function is just called.
 
     Raises InvalidArgument for branches that return different structures or dtypes, ShapeError for different shapes.
 
@@ -41,41 +44,69 @@ def cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], *
         return _recorded(recorder, predicate, true_fn, false_fn, operands, scope)
 
 
+@dataclass(slots=True)
+class _Side:
+    """What one branch returned: the region with its tensors, how they nest, and where steps and None stand."""
+
+    region: Region
+    form: TreeSpec
+    steps: list[Any]  # for each leaf the Operation or None that it is; False for a tensor
+
+
 def _recorded(
     recorder: Recorder, predicate: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any,
     scope: str,
 ) -> Any:  # fmt: skip
-    forms: list[Any] = []
-
-    def branch(function: Callable[..., Any]) -> Region:
-        def call() -> list[Any]:
-            leaves, form = flat(function(*operands))
-            forms.append(form)
-            return list(tensors(recorder, leaves, "a branch of cond"))
-
-        region = record_region(recorder, call, [], scope=scope, turns=False)
-        del forms[:-1]  # it may have been called more than once
-        return region
-
     try:
-        then = branch(true_fn)
+        then = _side(recorder, true_fn, operands, scope)
     except Unfinished:  # a function that calls itself: so far only the other branch tells what it returns
         return false_fn(*operands)
-    then_form = forms.pop()
     try:
-        regions = then, branch(false_fn)
+        other = _side(recorder, false_fn, operands, scope)
     except Unfinished:
         return true_fn(*operands)
-    else_form = forms.pop()
     what = f"{written_at(true_fn)} and {written_at(false_fn)}"
-    if then_form != else_form:
+    plain = [[step is False for step in side.steps] for side in (then, other)]
+    if then.form != other.form or plain[0] != plain[1]:
         raise InvalidArgument(
-            f"the branches of cond return different structures: {form_text(then_form)} and {form_text(else_form)}"
+            f"the branches of cond return different structures: {_text(then)} and {_text(other)}"
             f"\n  {what}{recorder.tape.at()}"
         )
-    count = len(then.outputs)
-    labels = [f"output {place} of cond" for place in range(count)]
-    return tree_unflatten(joined(recorder, predicate, regions, labels, what), then_form)
+    paths = [keystr(path) for path, _ in tree_flatten_with_path(tree_unflatten(then.steps, then.form))[0]]
+    labels = [f"output{path} of cond" for path, is_tensor in zip(paths, plain[0], strict=True) if is_tensor]
+    regions = then.region, other.region
+    found = joined(recorder, predicate, regions, labels, what)
+    step = None
+    if any(isinstance(item, Operation) for item in (*then.steps, *other.steps)):
+        bases = dict.fromkeys(base for region in regions for base in region.written if base.variable is not None)
+        step = recorder.group(tuple(base.entry.value for base in bases))
+    tensors_left = iter(found)
+    pairs = zip(then.steps, other.steps, strict=True)
+    outs = [next(tensors_left) if a is False else (None if a is b is None else step) for a, b in pairs]
+    return tree_unflatten(outs, then.form)
+
+
+def _side(recorder: Recorder, function: Callable[..., Any], operands: Any, scope: str) -> _Side:
+    kept: list[Any] = []
+
+    def call() -> list[Any]:
+        start = len(recorder.new)
+        leaves, form = flat(function(*operands))
+        own = {node.id for node in recorder.new[start:]}
+        steps = [leaf if leaf is None or (isinstance(leaf, Operation) and leaf.value.node in own) else False
+                 for leaf in leaves]  # fmt: skip
+        kept[:] = form, steps  # it may be called more than once
+        plain = [leaf for leaf, step in zip(leaves, steps, strict=True) if step is False]
+        return list(tensors(recorder, plain, "a branch of cond"))
+
+    return _Side(record_region(recorder, call, [], scope=scope, turns=False), *kept)
+
+
+def _text(side: _Side) -> str:
+    if all(step is False for step in side.steps):
+        return form_text(side.form)
+    words = ["a tensor" if s is False else "None" if s is None else "a step" for s in side.steps]
+    return str(tree_unflatten(words, side.form))
 
 
 def joined(
@@ -100,8 +131,7 @@ def joined(
     }  # fmt: skip
     found = append(recorder, ops.COND, [predicate._entry.value, *captured], attrs, specs)
     count = len(found) - len(written)
-    for base, tensor in zip(written, found[count:], strict=True):
-        write_back(recorder, base, tensor)
+    write_back(recorder, written, found[count:], regions)
     return found[:count]
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import wraps
+from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
-from tfnb.control_flow.arrays import arrays, filled, has_blanks
+from tfnb.control_flow.arrays import arrays, filled, has_blanks, is_array
 from tfnb.control_flow.structure import flat, form_text, names, recorder_if_open, spec_of, tensors, truth, written_at
 from tfnb.errors import InvalidArgument, ShapeError
 from tfnb.graph import Spec, Variable
@@ -23,18 +24,18 @@ from tfnb.recording.regions import Given, bound_outside, record_region
 
 
 def while_loop(
-    cond: Callable[..., Any], body: Callable[..., Any], init: Any, *, maximum_iterations: int | None = None,
+    cond: Callable[..., Any], body: Callable[..., Any], init: Any, *, maximum_iterations: Any = None,
     parallel_iterations: int = 10, shape_invariants: Any = None, back_prop: bool = True,
 ) -> Any:  # fmt: skip
     """``init = body(*init)`` as long as ``cond(*init)`` holds; how often is decided in each run.
 
     init: a list or tuple of loop variables, each a tensor, a number, or nested lists, tuples and dicts of those, or one
-    variable alone; body returns the same structure, and so does the loop. maximum_iterations ends it after so many
-    turns. shape_invariants: like init, with the shape of each tensor, where None is an axis that may change from turn
-    to turn. back_prop=False: gradients through the loop are an error. parallel_iterations: how many turns may run at a
-    time; the values never depend on it. Both functions may use any tensor and Variable around them; what body writes to
-    those is carried from turn to turn and written when the loop ends. A body that writes is called more than once while
-    recording.
+    variable alone; body returns the same structure, and so does the loop. maximum_iterations, a number or a tensor with
+    one, ends it after so many turns. shape_invariants: like init, with the shape of each tensor, where None is an axis
+    that may change from turn to turn. back_prop=False: gradients through the loop are an error. parallel_iterations:
+    how many turns may run at a time; the values never depend on it. Both functions may use any tensor and Variable
+    around them; what body writes to those is carried from turn to turn and written when the loop ends; so is an
+    optimizer's step in the body. A body that writes is called more than once while recording.
 
     Raises ShapeError for a loop variable that changes its shape, InvalidArgument for one that changes its dtype or for
     another structure, each with its name and both specs.
@@ -63,7 +64,8 @@ def while_loop(
     start = tensors(recorder, leaves, "while_loop")
     labels = names(body, init)
     loop = Loop(
-        recorder, start, labels, specs=_invariants(recorder, start, form, shape_invariants), limit=maximum_iterations,
+        recorder, start, labels, specs=_invariants(recorder, start, init, shape_invariants),
+        limit=_limit(recorder, maximum_iterations),
         back_prop=back_prop, parallel=parallel_iterations,
     )  # fmt: skip
 
@@ -75,6 +77,16 @@ def while_loop(
         return _same_form(recorder, found, form, start, body, "while_loop")
 
     return tree_unflatten(loop.record(test, turn).carried, form)
+
+
+def _limit(recorder: Recorder, most: Any) -> int | Tensor | None:
+    """At most so many turns: a number, or a recorded tensor with one."""
+    if most is None or type(most) is int:
+        return most
+    (found,) = tensors(recorder, [most], "maximum_iterations")
+    if spec_of(found).shape or spec_of(found).dtype.is_floating_point or spec_of(found).dtype is torch.bool:
+        raise InvalidArgument(f"maximum_iterations is one whole number, not {spec_of(found)}{recorder.tape.at()}")
+    return found
 
 
 def _known_elements(recorder: Recorder, turn: Callable[..., Any], init: Any, rows: Sequence[Spec], what: str) -> Any:
@@ -106,8 +118,8 @@ def _known_elements(recorder: Recorder, turn: Callable[..., Any], init: Any, row
     return filled(init, found, sizes)
 
 
-def _plain_while(cond: Callable[..., Any], body: Callable[..., Any], init: Any, most: int | None) -> Any:
-    state, turns = tree_map(_tensor, init), 0
+def _plain_while(cond: Callable[..., Any], body: Callable[..., Any], init: Any, most: Any) -> Any:
+    state, turns, most = tree_map(_tensor, init), 0, None if most is None else int(_tensor(most))
     while (most is None or turns < most) and cond(*state):
         found = body(*state)
         state, turns = found if isinstance(found, (list, tuple)) else [found], turns + 1
@@ -150,18 +162,24 @@ def _children(form: TreeSpec) -> Any:
     return form.children() if hasattr(form, "children") and callable(form.children) else form.children_specs
 
 
-def _invariants(
-    recorder: Recorder, start: Sequence[Tensor], form: TreeSpec, invariants: Any
-) -> list[Spec] | None:  # fmt: skip
-    """The specs of the loop variables inside, with a symbol for each axis that may change."""
-    if invariants is None:
-        return None
-    shapes, _ = torch.utils._pytree.tree_flatten(invariants, is_leaf=_is_shape)
-    if len(shapes) != len(start):
+def _invariants(recorder: Recorder, start: Sequence[Tensor], init: Any, invariants: Any = None) -> list[Spec]:
+    """The specs of the loop variables inside, with a symbol for each axis that may change.
+
+    An array is one variable, and one of dynamic size has as many elements as it has.
+    """
+    items, _ = tree_flatten(init, is_leaf=is_array)
+    shapes = [None] * len(items) if invariants is None else tree_flatten(invariants, is_leaf=_is_shape)[0]
+    if len(shapes) != len(items):
         raise InvalidArgument(
-            f"shape_invariants has {len(shapes)} shapes for {len(start)} loop variables{recorder.tape.at()}"
+            f"shape_invariants has {len(shapes)} shapes for {len(items)} loop variables{recorder.tape.at()}"
         )
-    return [_loosened(recorder, spec_of(tensor), tensor, shape) for tensor, shape in zip(start, shapes, strict=True)]
+    found, left = [], iter(start)
+    for item, shape in zip(items, shapes, strict=True):
+        for tensor in islice(left, len(flat(item)[0])):
+            spec = spec_of(tensor)
+            wanted = [None, *spec.shape[1:]] if is_array(item) and item.dynamic_size else shape
+            found.append(_loosened(recorder, spec, tensor, None if is_array(item) and wanted is shape else wanted))
+    return found
 
 
 def _is_shape(item: Any) -> bool:
@@ -257,7 +275,10 @@ def _scan(recorder: Recorder, fn: Callable[..., Any], init: Any, xs: Any, revers
         return [*_same_form(recorder, found[0], form, start, fn, what), *tensors(recorder, leaves, what)]
 
     labels = [f"carry {i}" if len(start) > 1 else "carry" for i in range(len(start))]
-    found = Loop(recorder, start, labels, rows, reverse=reverse, what=what).record(None, turn)
+    loop = Loop(
+        recorder, start, labels, rows, specs=_invariants(recorder, start, init), reverse=reverse, what=what
+    )  # fmt: skip
+    found = loop.record(None, turn)
     return tree_unflatten(found.carried, form), tree_unflatten(found.rows, forms[-1])
 
 

@@ -176,7 +176,7 @@ def differentiate(
     if len(given) != len(ys):
         raise InvalidArgument(f"grad_ys has {len(given)} entries for {len(ys)} ys")
     nodes, own = recorder.nodes, len(recorder.new)
-    targets = [_values(x, nodes) for x in xs]
+    targets = [_values(x, nodes, recorder) for x in xs]
     with recorder.scope("gradients") as scope, recorder.tagged(_GRADIENT):
         seeds = [(y.value, _seed(y, g, i)) for i, (y, g) in enumerate(zip(ys, given, strict=True)) if flows(y.dtype)]
         stop = {s.value for s in stops if isinstance(s, Tensor)}
@@ -195,12 +195,13 @@ def differentiate(
     return results
 
 
-def _values(x: Tensor | Variable, nodes: Iterable[Node]) -> list[Value]:
-    """The graph values that ``x`` means: of a Variable, every read of it."""
+def _values(x: Tensor | Variable, nodes: Iterable[Node], recorder: Recorder) -> list[Value]:
+    """The graph values that ``x`` means: of a Variable, every read of it, and what a loop's body is given as it."""
     if isinstance(x, Tensor):
         x.node  # noqa: B018  raises StaleNode for a tensor that is gone
         return [x.value] if flows(x.dtype) else []
-    return [node.value() for node in nodes if node.op == "tfnb.read" and node.attrs["variable"] is x]
+    given = [v for v in recorder.stands.get(x, ()) if v.node in recorder.tape.by_id]
+    return [node.value() for node in nodes if node.op == "tfnb.read" and node.attrs["variable"] is x] + given
 
 
 def _result(

@@ -53,6 +53,9 @@ class Saver(Protocol):
     def adopt(self, nodes: Sequence[Node]) -> None:
         """These nodes belong there."""
 
+    def sized(self, value: Value, symbol: str) -> Value:
+        """A value with an axis of this size, as ``value`` has one, and no elements."""
+
     def save(self, values: Sequence[Value]) -> Sequences:
         """The rows of these values."""
 
@@ -63,7 +66,8 @@ class Loop:
 
     names: of the carried values, for messages. specs: of the carried values inside, by default those of ``init``; an
     axis that is another symbol there may change from turn to turn. rows: specs of a row of each of xs. cond, limit,
-    reverse: see `tfnb.graph.subgraph`. saver: of the loop that this one goes back through.
+    reverse: see `tfnb.graph.subgraph`. saver: of the loop that this one goes back through. results: specs of the
+    carried values after the loop, where they are known although the values change their shapes on the way.
     """
 
     recorder: Recorder
@@ -78,6 +82,7 @@ class Loop:
     parallel: int = 10
     what: str = "while_loop"
     saver: Saver | None = None
+    results: Sequence[Spec] = ()
     held: list[Base] = field(default_factory=list)  # what the body writes of outside: carried as well
     path: str = ""
 
@@ -102,7 +107,8 @@ class Loop:
         inner += map(self._spec, written)
         rows = [self._inside(region, value) for value in region.outputs[len(inner) :]]
         self._check(inner, before, region)
-        captured = captures(recorder, [region] if test is None else [test, region])
+        sized = None if self.saver is None else self.saver.sized
+        captured = captures(recorder, [region] if test is None else [test, region], sized)
         saved = [] if self.saver is None else [v for v in captured if v.node in self.saver.inner.nodes]
         captured = [v for v in captured if v not in saved]
         if self.saver is not None and saved:
@@ -121,10 +127,10 @@ class Loop:
             "reverse": self.reverse, "back_prop": self.back_prop, "parallel_iterations": self.parallel,
         }  # fmt: skip
         outer = [self._outer(spec, value) for spec, value in zip(inner, before, strict=True)]
+        outer[: len(self.results)] = self.results
         stacked = [spec for row, shape in zip(rows, shapes, strict=True) for spec in gathered(self, row, shape, turns)]
         found = append(recorder, ops.WHILE, inputs, attrs, [*outer, Spec(torch.int64, ()), *stacked])
-        for base, tensor in zip(self.held, found[count : len(inner)], strict=True):
-            write_back(recorder, base, tensor)
+        write_back(recorder, self.held, found[count : len(inner)], [region])
         return Result(found[:count], found[len(inner)], found[len(inner) + 1 :])
 
     # -- regions ----------------------------------------------------------------------------------------------
@@ -179,7 +185,7 @@ class Loop:
         sizes = [symbols.hint(symbols.get(d.expr)) if isinstance(d, Dim) and d.is_symbol else None for d in spec.shape]
         if sample is not None and any(s not in (None, n) for s, n in zip(sizes, sample.shape, strict=True)):
             sample = None
-        return Given(spec, name, sample)
+        return Given(spec, name, None if self.results else sample)
 
     def _sequence(self, x: Tensor | tuple[Tensor, Tensor]) -> list[Entry]:
         return [self.recorder._entry(tensor) for tensor in (x if isinstance(x, tuple) else (x,))]

@@ -85,6 +85,8 @@ class Recorder(TorchDispatchMode):
         self.regions = 0  # of values that are computed again for the backward pass
         self.refuse: Callable[[str], None] | None = None  # asked about each value that leaves the graph
         self.overrides: Mapping[str, Callable[..., Any]] = {}  # gradient rules of the ops recorded now
+        self.inside = 0  # of loops, branches and functions that are being recorded
+        self.stands: dict[Variable, list[Value]] = {}  # values that Variables are given inside of loops
         self.calls: dict[Any, Any] = {}  # functions that are being recorded: see `tfnb.recording.calls`
         self.letters: set[str] = set()  # symbols declared in this recording
         self.habits = Habits(self)
@@ -194,11 +196,14 @@ class Recorder(TorchDispatchMode):
         return self._wrap(base.entry)
 
     def assign(self, var: Variable, tensor: torch.Tensor, *, tags: frozenset[str] = frozenset()) -> Tensor:
-        """Record a plain assignment. Tagged ``step`` it is a step to be run: later reads neither pull nor show it."""
+        """Record a plain assignment. Tagged ``step`` it is a step to be run: later reads neither pull nor show it.
+
+        In a loop or branch a step is a write like others: what follows there takes the new value.
+        """
         entry = self._entry(self._fitting(var, tensor))
-        if "step" not in tags:
+        if "step" not in tags or self.inside:  # in a loop or branch it is the function's doing, like any write
             base = self._read_base(var)
-            base.write(entry)
+            base.become(self._assigned(var, entry, tags))
             return self._wrap(base.entry)
         self._reads.pop(var, None)
         return self._wrap(self._assigned(var, entry, tags))

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tfnb.errors import InvalidArgument, Unsupported
-from tfnb.graph import Contents, Dim, Guard, Node, Spec, Subgraph, Value
+from tfnb.errors import InvalidArgument
+from tfnb.graph import Contents, Dim, Guard, Node, Spec, Subgraph, Value, Variable
 from tfnb.graph.contents import unique
 from tfnb.graph.graph import new_id
-from tfnb.graph.node import leaves
 from tfnb.graph.spec import Size
 from tfnb.recording.interpret import evaluate
 from tfnb.recording.own_gradient import sealed
@@ -64,6 +63,7 @@ class Region:
     written: dict[Base, Value]  # tensors and variables of outside, and what was written to them
     guards: list[Guard]
     moved: list[Node]  # repeat nodes of the forward subgraph, and belong there
+    stepped: set[Variable]  # those that an optimizer's step wrote
     undo: Callable[[], None]  # as if the call had not been; only while nothing else was recorded since
 
     @property
@@ -85,11 +85,14 @@ def record_region(
     while True:
         before = _Before(recorder)
         try:
+            recorder.inside += 1
             with recorder.tape.marked(control=()), recorder.scope(f"{scope}/"), _sealed(recorder, turns):
                 tensors = [_placeholder(recorder, item) for item in given]
                 inputs = tuple(tensor._entry.value for tensor in tensors)  # before any is written in place
                 for base, tensor in zip(held, tensors[len(tensors) - len(held) :], strict=True):
                     base.become(tensor._entry)
+                    if base.variable is not None:
+                        recorder.stands.setdefault(base.variable, []).append(tensor._entry.value)
                 before.start()
                 found = function(*tensors[: len(tensors) - len(held)])
                 outputs = [recorder._entry(recorder._as_tensor(item)).value for item in found]
@@ -97,6 +100,8 @@ def record_region(
         except BaseException:
             before.undo()
             raise
+        finally:
+            recorder.inside -= 1
         late = before.met_and_written()
         if not late:
             return before.cut(inputs, outputs, turns=turns, inner=inner or Inner(set(), {}))
@@ -184,7 +189,8 @@ class _Before:
         gone = {node.id for node in made if node.id not in recorder.tape.by_id}
         self._restore(gone)
         recorder.space.release(node for node in made if node.id in gone)
-        return Region(nodes, inputs, list(resolved), final, guards, moved, self.undo)
+        steps = {n.attrs["variable"] for n in made if n.op == "tfnb.assign" and "step" in n.tags}
+        return Region(nodes, inputs, list(resolved), final, guards, moved, steps, self.undo)
 
     def _inner_guards(self, inside: Iterable[Node]) -> list[Guard]:
         """Relations between sizes that exist inside only."""
@@ -224,7 +230,6 @@ def _parted(
     outer: set[str] | None = None
     for node in made:
         if node.op == "tfnb.assign":
-            _refuse_step(node)
             same[node.value()] = same.get(node.inputs[0], node.inputs[0])
             continue
         if node.op == "tfnb.group":
@@ -251,14 +256,6 @@ def _parted(
         else:
             inside[node.id] = node
     return list(inside.values()), same, list(moved.values())
-
-
-def _refuse_step(node: Node) -> None:
-    if "step" in node.tags:
-        raise Unsupported(
-            f"an optimizer's step inside a loop or branch is not recorded: take the gradients inside, and the step "
-            f"after it\n  at {node.source}", node=node.name, op=node.op,
-        )  # fmt: skip
 
 
 def _needed(nodes: Sequence[Node], outputs: Iterable[Value]) -> list[Node]:
@@ -295,19 +292,28 @@ def _bound(nodes: Iterable[Node]) -> set[str]:
 # -- from regions to a node -----------------------------------------------------------------------------------
 
 
-def captures(recorder: Recorder, regions: Iterable[Region]) -> list[Value]:
-    """Values of outside that the regions take, and those that tell the sizes which they use."""
+def captures(
+    recorder: Recorder, regions: Iterable[Region], sized: Callable[[Value, str], Value] | None = None
+) -> list[Value]:  # fmt: skip
+    """Values of outside that the regions take, and those that tell the sizes which they use.
+
+    sized: what is taken for a value of which only a size matters, the symbol.
+    """
     found: dict[Value, None] = {}
     for region in regions:
         ids, used = region.ids, [v for node in region.nodes for v in node.inputs]
         found.update(dict.fromkeys(v for v in [*used, *filter(None, region.outputs)] if v.node not in ids))
     for region in regions:
-        dims = [leaf for node in region.nodes for leaf in leaves(node.attrs) if isinstance(leaf, Dim)]
-        dims += [size for node in region.nodes for spec in node.outputs for size in spec.shape if isinstance(size, Dim)]
-        wanted = {s for dim in dims for s in dim.symbols} | {s for guard in region.guards for s in guard.symbols}
-        bound = _bound((*region.nodes, *(recorder.node(v.node) for v in found)))
-        for symbol in sorted(wanted - bound):
-            found[_binder(recorder, symbol)] = None
+        bound = _bound(recorder.node(v.node) for v in found)
+        wanted: set[str] = set()
+        for node in region.nodes:  # a size that its own arguments say is not known by its output
+            wanted |= set(node.symbols) - bound
+            bound |= _bound([node])
+        used = {s for node in region.nodes for spec in node.outputs for s in spec.symbols}
+        used |= {s for guard in region.guards for s in guard.symbols}
+        for symbol in sorted(wanted | (used - bound)):
+            binder = _binder(recorder, symbol)
+            found[binder if sized is None else sized(binder, symbol)] = None
     return list(found)
 
 
@@ -384,7 +390,24 @@ def append(
     return tensors
 
 
-def write_back(recorder: Recorder, base: Base, tensor: Tensor) -> None:
-    """What a loop or branch left of a tensor or variable of outside becomes its value."""
-    recorder.changes(base)
-    base.write(tensor._entry)
+def write_back(
+    recorder: Recorder, bases: Sequence[Base], tensors: Sequence[Tensor], regions: Iterable[Region]
+) -> None:  # fmt: skip
+    """What a loop or branch left of tensors and variables of outside becomes their value.
+
+    Where it took an optimizer's step, whoever runs the write of a trained Variable runs those of its slots.
+    """
+    stepped = set[Variable]().union(*(region.stepped for region in regions))
+    slots: list[int] = []
+
+    def is_trained(pair: tuple[Base, Tensor]) -> bool:
+        var = pair[0].variable
+        return var in stepped and var is not None and var.trainable
+
+    for base, tensor in sorted(zip(bases, tensors, strict=True), key=is_trained):
+        recorder.changes(base)
+        after = slots if is_trained((base, tensor)) else ()
+        with recorder.tape.marked(control=(*recorder.tape.marks.control, *after)):
+            base.write(tensor._entry)
+        if base.variable in stepped and not after:
+            slots.append(base.entry.value.node)

@@ -124,7 +124,7 @@ class Optimizer:
     def _trained(self, recorder: Recorder) -> list[Variable]:
         """The variables to train by default: trainable ones that the graph reads, in order of first use."""
         read = (node.attrs["variable"] for node in recorder.nodes if node.op == "tfnb.read")
-        return [v for v in dict.fromkeys(read) if v.trainable]
+        return [v for v in dict.fromkeys((*read, *recorder.stands)) if v.trainable]
 
     def _record(self, recorder: Recorder, grad: Any, target: Variable) -> list[Tensor]:
         """Nodes that update one variable and its slots; the values after the step."""

@@ -7,7 +7,7 @@ so gradients of gradients are no special case. Semantics S-120, S-121.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,13 +18,14 @@ from tfnb.errors import NoGradient
 from tfnb.gradients.slices import IndexedSlices
 from tfnb.gradients.table import COMPLEX, RULES, Cotangents, Forward, Rule
 from tfnb.gradients.walker import Walk
-from tfnb.graph import Node, Ref, Spec, Subgraph, Value, ops
+from tfnb.graph import Dim, Node, Ref, Spec, Subgraph, Value, ops
+from tfnb.graph.graph import new_id
 from tfnb.graph.spec import Size
 from tfnb.graph.subgraph import row_places
 from tfnb.recording import Recorder, Tensor
 from tfnb.recording.loop import Loop, Sequences, gathered
 from tfnb.recording.own_gradient import open_recorder
-from tfnb.recording.regions import AGAIN, Inner, append, bound_outside, captures, now, record_region, subgraph
+from tfnb.recording.regions import AGAIN, Inner, append, bound_outside, captures, record_region, subgraph
 
 Optional = Sequence[torch.Tensor | None]
 
@@ -55,16 +56,19 @@ class Part:
         walk.reach(self.part.contents.nodes)
         return [v in walk.reached for v in self.part.outputs]
 
-    def walk(self, dys: Optional) -> list[torch.Tensor | None]:
-        """Cotangents of the inputs, given those of the outputs: recorded here and now."""
+    def walk(self, dys: Optional, tables: Iterable[int] = ()) -> list[Any]:
+        """Cotangents of the inputs, given those of the outputs: recorded here and now.
+
+        tables: places of the inputs whose cotangents may be row-sparse.
+        """
         walk = Walk(self.recorder, self.targets())
+        walk.tables.update(self.part.inputs[i] for i in tables if self.active[i])
         walk.tensors.update(self.known)
         before, self.recorder.lazy = self.recorder.lazy, True  # values inside have no samples
         try:
             pairs = zip(self.part.outputs, dys, strict=True)
             walk.run(self.part.contents.nodes, [(v, dy) for v, dy in pairs if v is not None and dy is not None])
-            found = [walk.total(v) if active else None for v, active in zip(self.part.inputs, self.active, strict=True)]
-            return [dx.to_dense() if isinstance(dx, IndexedSlices) else dx for dx in found]
+            return [walk.total(v) if active else None for v, active in zip(self.part.inputs, self.active, strict=True)]
         finally:
             self.recorder.lazy = before
 
@@ -178,12 +182,13 @@ def _spec(x: Any) -> Spec:
 # -- loops ------------------------------------------------------------------------------------------------------
 
 
-class _Rows:
+class _Saved:
     """The forward loop, as what saves the values that its gradient asks for."""
 
     def __init__(self, n: Forward, node: Node, part: Part, xs: Sequences) -> None:
         self.n, self.node, self.part = n, node, part
         first = len(n.attrs["init"])
+        self.witnesses: dict[tuple[Value, str], Value] = {}
         self.given = dict(zip(part.part.inputs[first : first + len(xs)], xs, strict=True))
 
     @property
@@ -192,6 +197,20 @@ class _Rows:
 
     def adopt(self, nodes: Sequence[Node]) -> None:
         self.part.adopt(nodes)
+
+    def sized(self, value: Value, symbol: str) -> Value:
+        if value.node not in self.inner.nodes:
+            return value
+        if (value, symbol) not in self.witnesses:
+            spec = self.part.spec(value)
+            size = Dim(symbol)
+            node = Node(
+                id=new_id(), name=f"size_{symbol}", op="aten.new_zeros.default", inputs=(value,),
+                outputs=(replace(spec, shape=(size, 0)),), attrs={"self": Ref(0), "size": [size, 0]},
+            )  # fmt: skip
+            self.adopt([node])
+            self.witnesses[value, symbol] = node.value()
+        return self.witnesses[value, symbol]
 
     def save(self, values: Sequence[Value]) -> Sequences:
         """Rows of the loop's own sequences, and of what a copy of it gives."""
@@ -239,6 +258,7 @@ class _Back:
         self.carried = [i for i in range(self.count) if active[i]]
         self.sequences = [i for i in range(len(self.xs)) if active[self.count + i]]
         self.shared = [i for i in range(len(self.kept)) if active[ends + i]]
+        self.rows: list[int] = []  # of the shared ones, those whose cotangents are row-sparse
 
     def firsts(self) -> list[int]:
         """Of each sequence, the place among the inputs of its rows' elements."""
@@ -255,57 +275,82 @@ class _Back:
                 return
             part.active = [*active, *part.active[count:]]
 
-    def record(self, dys: Cotangents) -> list[torch.Tensor | None]:
+    def record(self, dys: Cotangents) -> list[Any]:
         """The cotangents of the node's inputs."""
+        while True:
+            try:
+                return self._recorded(dys)
+            except _Rows as rows:
+                self.rows.append(rows.place)
+
+    def _recorded(self, dys: Cotangents) -> list[Any]:
         n, part, count = self.n, self.part, self.count
         rows = [(count + i, at) for i, at in enumerate(row_places(n.attrs)) if dys.given(at[0]) is not None]
         given: list[Any] = [(dys[at[0]], n.outs[at[1]]) if len(at) > 1 else dys[at[0]] for _, at in rows]
-        start: list[Any] = [*(dys[i] for i in self.carried), *(torch.zeros_like(self.kept[i]) for i in self.shared)]
+        sums = [i for i in self.shared if i not in self.rows]
+        start: list[Any] = [*(dys[i] for i in self.carried), *(_zeros(self.kept[i]) for i in sums)]
+        totals = [_spec(self.kept[i]) for i in sums]
         with part.named():
-            self._same_shapes()
             loop = Loop(
                 self.recorder, start, [f"gradient {i}" for i in range(len(start))], given,
                 rows=[part.spec(part.part.outputs[i]) for i, _ in rows], limit=n.outs[count],  # type: ignore[arg-type]
                 reverse=not n.attrs["reverse"], what="while",
-                parallel=n.attrs["parallel_iterations"], saver=_Rows(n, self.node, part, self.xs),
+                parallel=n.attrs["parallel_iterations"], saver=_Saved(n, self.node, part, self.xs),
+                specs=[*(part.spec(part.part.outputs[i]) for i in self.carried), *totals],
+                results=[*(_spec(n.inputs[n.places("init")[i]]) for i in self.carried), *totals],
             )  # fmt: skip
             result = loop.record(None, lambda *values: self._turn([*self.carried, *(i for i, _ in rows)], values))
-        entries: list[torch.Tensor | None] = [None] * len(n.inputs)
+        entries: list[Any] = [None] * len(n.inputs)
         inits, kept, firsts = n.places("init"), n.places("captures"), self.firsts()
-        places = [*(inits[i] for i in self.carried), *(kept[i] for i in self.shared)]
+        places = [*(inits[i] for i in self.carried), *(kept[i] for i in sums)]
         for place, dx in zip(places, result.carried, strict=True):
             entries[place] = dx
-        for i, at in zip(self.sequences, row_places(result.turns.node.attrs), strict=True):
-            entries[firsts[i]] = self.recorder.tensor(result.turns.node.value(at[0]))
+        found = [self.recorder.tensor(result.turns.node.value(at[0])) for at in row_places(result.turns.node.attrs)]
+        for i, dx in zip(self.sequences, found, strict=False):
+            entries[firsts[i]] = dx
+        pairs = iter(found[len(self.sequences) :])
+        for i in self.rows:
+            entries[kept[i]] = _all_rows(self.kept[i], next(pairs), next(pairs))
         return entries
 
     def _turn(self, outputs: Sequence[int], values: Sequence[Tensor]) -> list[torch.Tensor]:
         """One turn: the cotangents of its inputs from those of its outputs, and the sums so far."""
         part, count = self.part, self.count
-        last = len(self.carried)
-        sums = values[last : last + len(self.shared)]
+        last, at = len(self.carried), self.count + len(self.xs)
+        shared = [i for i in self.shared if i not in self.rows]
+        sums = values[last : last + len(shared)]
         seeds: list[Any] = [None] * len(part.part.outputs)
         for place, dy in zip(outputs, (*values[:last], *values[last + len(sums) :]), strict=True):
             seeds[place] = dy
-        found = part.walk(seeds)
-        at = count + len(self.xs)
-        added = [
-            total if (dx := found[at + i]) is None else total + dx for i, total in zip(self.shared, sums, strict=True)
-        ]
+        found = part.walk(seeds, tables=range(at, at + len(self.kept)))
+        added = []
+        for i, total in zip(shared, sums, strict=True):
+            dx = found[at + i]
+            if isinstance(dx, IndexedSlices):
+                raise _Rows(i)
+            added.append(total if dx is None else total + dx)
         wanted = [*self.carried, *(count + i for i in self.sequences)]
-        own = [
-            torch.zeros_like(self.recorder.tensor(part.part.inputs[i])) if (dx := found[i]) is None else dx
-            for i in wanted
-        ]
-        return [*own[:last], *added, *own[last:]]
+        own = [_zeros(self.recorder.tensor(part.part.inputs[i])) if (dx := found[i]) is None else dx for i in wanted]
+        slices = [found[at + i].canonical() for i in self.rows]
+        return [*own[:last], *added, *own[last:], *(x for rows in slices for x in (rows.values, rows.indices))]
 
-    def _same_shapes(self) -> None:
-        for i in self.carried:
-            before, after = self.part.spec(self.part.part.inputs[i]), self.part.spec(self.part.part.outputs[i])
-            if now(self.recorder, before) != now(self.recorder, after):
-                raise _refused(
-                    self.node, f"a loop whose variable enters as {before} and leaves as {after} has no gradient"
-                )
+
+class _Rows(BaseException):
+    """A capture, by its place, of which each turn uses some rows: its gradient is those of all turns."""
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+
+def _all_rows(of: Any, values: torch.Tensor, indices: torch.Tensor) -> IndexedSlices:
+    """The rows of all turns behind each other."""
+    shape = tuple(of.shape)
+    return IndexedSlices(values.reshape(-1, *shape[1:]), indices.reshape(-1), shape).called(of.node.name)
+
+
+def _zeros(x: Any) -> torch.Tensor:
+    """Zeros of this shape; of the value nothing else is used."""
+    return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
 
 
 def _while(n: Forward, dys: Cotangents) -> list[torch.Tensor | None]:
