@@ -1,0 +1,507 @@
+"""Structured control flow as plain dataflow, and back: Switch, Merge, Enter, Exit, NextIteration, LoopCond.
+
+"Dynamic Control Flow in Large-Scale Machine Learning" (EuroSys'18) §4, semantics S-126 to S-133. A loop is a cycle,
+which program order cannot hold, so the form is a list of ops that name each other's outputs by number. `lower` is a pure
+function from nodes to that form and `structured` its inverse. Imports graph only.
+
+A scope is a subgraph at its place in the program. A frame holds the iterations of a loop. What stands in a scope runs
+where the scope's ``pivot`` is live: an op that takes nothing which depends on it gets the pivot as a control input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from tfnb.graph import Contents, Guard, Node, Ref, Subgraph, Value, ops
+from tfnb.graph.node import leaves
+from tfnb.graph.spec import Dim
+from tfnb.graph.subgraph import row_places, subgraphs
+
+# Control: Switch gives its value at 0 where the predicate is false, at 1 where it is true, and a dead one at the other.
+SWITCH, MERGE, ENTER, EXIT, NEXT, LOOPCOND = "switch", "merge", "enter", "exit", "next", "loopcond"
+# Values: a graph node; what is fed; the number of the run; a Python value.
+NODE, FEED, RUN, START = "node", "feed", "run", "start"
+# What loops count, take and gather.
+COUNT, BELOW, ROW, PUSH, STACK, TURNS, MIX, ABSENT, SIZES = (
+    "count", "below", "row", "push", "stack", "turns", "mix", "absent", "sizes",
+)  # fmt: skip
+
+
+class Port(NamedTuple):
+    """Output number ``index`` of op number ``op``; behind a node's outputs stand "it is done", then its order token."""
+
+    op: int
+    index: int = 0  # type: ignore[assignment]  # hides tuple.index, which nobody asks of a Port
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One op of the dataflow form.
+
+    inputs: its values. after: ports that only have to be there. sizes: values whose axes tell the sizes that it uses.
+    run: the number that its random draws depend on. frame: where it runs; scope: where it, or the node that it is a
+    part of, stands. part: which part of ``node``.
+    """
+
+    kind: str
+    inputs: tuple[Port, ...]
+    frame: int
+    scope: int
+    node: Node | None = None
+    part: Any = None
+    after: tuple[Port, ...] = ()
+    sizes: tuple[Port, ...] = ()
+    run: Port | None = None
+
+    @property
+    def sources(self) -> tuple[Port, ...]:
+        """All ports that it waits for."""
+        return (*self.inputs, *self.after, *self.sizes, *(() if self.run is None else (self.run,)))
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """A subgraph (``part`` of ``node``) in the scope ``parent``; the root is the graph itself."""
+
+    parent: int
+    part: str
+    node: Node | None
+    placeholders: tuple[Node, ...]
+    guards: tuple[Guard, ...]
+    inputs: Mapping[Port, Value]  # what stands for each placeholder, in the order of the subgraph's inputs
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """The iterations of the loop ``node``, inside of the frame ``parent``; the root has one iteration."""
+
+    parent: int
+    node: Node | None
+    parallel: int
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """Ops, frames and scopes by number; ``ports``: where the root's values are."""
+
+    ops: tuple[Op, ...]
+    frames: tuple[Frame, ...]
+    scopes: tuple[Scope, ...]
+    ports: Mapping[Value, Port]
+    done: Mapping[int, tuple[Port, ...]]  # of the root's nodes, by id
+
+
+@dataclass(slots=True)
+class _Place:
+    """A scope while it is lowered."""
+
+    number: int
+    frame: int
+    contents: Contents
+    ports: dict[Value, Port]
+    pivot: Port | None = None
+    run: Port | None = None
+    bound: set[Port] = field(default_factory=set)  # live only where the pivot is
+    tokens: dict[Any, Port] = field(default_factory=dict)  # of each queue: its last op so far
+    done: dict[int, tuple[Port, ...]] = field(default_factory=dict)
+    symbols: dict[str, Value] = field(default_factory=dict)
+
+
+def lower(
+    contents: Contents, feeds: Sequence[Value] = (), symbols: Mapping[str, Value] | None = None, *,
+    native: Callable[[Node], bool] = lambda node: False,
+) -> Flow:  # fmt: skip
+    """The dataflow form of ``contents``.
+
+    feeds: values that are given, instead of being computed. symbols: fed values with an axis of each size. native:
+    whether a loop or branch stays a node.
+    """
+    return _Lowering(contents, feeds, symbols or {}, native).flow()
+
+
+class _Lowering:
+    def __init__(
+        self, contents: Contents, feeds: Sequence[Value], symbols: Mapping[str, Value], native: Callable[[Node], bool]
+    ) -> None:
+        self.native = native
+        self.ops: list[Op] = []
+        self.frames = [Frame(-1, None, 1)]
+        self.scopes = [Scope(-1, "", None, (), contents.guards, {})]
+        self.root = _Place(0, 0, contents, {})
+        for value in feeds:
+            self.root.ports[value] = Port(self.emit(self.root, FEED, part=value))
+        self.root.run = Port(self.emit(self.root, RUN))
+        self.root.symbols = {s: value for s, (value, _) in contents.symbols.items()} | dict(symbols)
+
+    def flow(self) -> Flow:
+        """Lower the root."""
+        for node in self.root.contents.nodes:
+            self.node(self.root, node)
+        return Flow(tuple(self.ops), tuple(self.frames), tuple(self.scopes), self.root.ports, self.root.done)
+
+    def emit(
+        self, place: _Place, kind: str, inputs: Iterable[Port] = (), *, frame: int | None = None, **more: Any
+    ) -> int:
+        """Add an op of a scope; one that would run where the scope does not waits for the pivot."""
+        op = Op(kind, tuple(inputs), place.frame if frame is None else frame, place.number, **more)
+        number = len(self.ops)
+        if place.pivot is not None and frame is None and not any(port in place.bound for port in op.sources):
+            op = replace(op, after=(*op.after, place.pivot))
+        self.ops.append(op)
+        count = 0 if op.node is None else len(op.node.outputs)
+        if frame is None:
+            place.bound.update(Port(number, index) for index in range(max(2, count + 2)))
+        return number
+
+    def node(self, place: _Place, node: Node) -> None:
+        """One node of a scope."""
+        if node.op in ops.REGIONS and not self.native(node):
+            outs = (self.loop if node.op == ops.WHILE else self.branches)(place, node)
+            place.done[node.id] = tuple(outs)
+        else:
+            at = self.plain(place, node)
+            outs = [Port(at, index) for index in range(len(node.outputs))]
+            place.done[node.id] = (Port(at, len(node.outputs)),)
+        for index, port in enumerate(outs):
+            place.ports.setdefault(node.value(index), port)
+
+    def plain(self, place: _Place, node: Node) -> int:
+        """A node that is an op."""
+        draws = node.stream is not None or any(part.draws for part in subgraphs(node))
+        inputs = [place.ports[value] for value in node.inputs]
+        after, queue = self.after(place, node), node.attrs.get("queue")
+        if queue in place.tokens and queue is not None:
+            after = (place.tokens[queue], *after)
+        at = self.emit(
+            place, NODE, inputs, node=node, after=after, sizes=self.sizes(place, node.symbols),
+            run=place.run if draws else None,
+        )  # fmt: skip
+        if queue is not None:
+            place.tokens[queue] = Port(at, len(node.outputs) + 1)
+        return at
+
+    def after(self, place: _Place, node: Node) -> tuple[Port, ...]:
+        return tuple(port for i in node.control for port in place.done.get(i, ()))
+
+    def sizes(self, place: _Place, symbols: Iterable[str]) -> tuple[Port, ...]:
+        """Values whose axes tell these sizes."""
+        found = dict.fromkeys(place.symbols[s] for s in symbols if s in place.symbols)
+        return tuple(place.ports[value] for value in found if value in place.ports)
+
+    def enclosed(
+        self, outer: _Place, node: Node, part: str, given: Sequence[Port], *, frame: int, pivot: Port,
+        free: Iterable[Port] = (), run: Port | None = None, tokens: Mapping[Any, Port] | None = None,
+    ) -> _Place:  # fmt: skip
+        """The scope of a subgraph, lowered. given: its inputs; free: those that are live also where it does not run."""
+        subgraph: Subgraph = node.attrs[part]
+        contents = subgraph.contents
+        ports = dict(zip(subgraph.inputs, given, strict=True))
+        bound = {pivot, *given, *(tokens or {}).values()} - set(free)
+        place = _Place(len(self.scopes), frame, contents, ports, pivot, run, bound, dict(tokens or {}))
+        place.symbols = {s: value for s, (value, _) in contents.symbols.items()}
+        named = dict(zip(given, subgraph.inputs, strict=True))
+        self.scopes.append(Scope(outer.number, part, node, contents.placeholders, contents.guards, named))
+        if contents.guards:
+            wanted = {s for guard in contents.guards for s in guard.symbols}
+            self.emit(place, SIZES, part=contents.guards, sizes=self.sizes(place, wanted))
+        for inner in contents.nodes:
+            if inner.op != "tfnb.placeholder":
+                self.node(place, inner)
+        return place
+
+    # -- branches ---------------------------------------------------------------------------------------------
+
+    def branches(self, place: _Place, node: Node) -> list[Port]:
+        """Both sides of a cond: operands are switched, outputs merged."""
+        attrs, after = node.attrs, self.after(place, node)
+        pred = place.ports[node.inputs[attrs["pred"].input]]
+
+        def switch(port: Port, part: Any) -> int:
+            return self.emit(place, SWITCH, (port, pred), node=node, part=part, after=after)
+
+        gate = switch(pred, "pred")
+        switched = [switch(place.ports[node.inputs[ref.input]], i) for i, ref in enumerate(attrs["operands"])]
+        queues = _queues(node)
+        tokens = {q: switch(self.token(place, q), q) for q in queues}
+        shapes = [_symbols(shape) for shape in attrs["shapes"]]
+        told = dict.fromkeys(port for symbols in shapes for port in self.sizes(place, symbols))
+        sizes = {port: switch(port, "size") for port in told}
+        sides = []
+        for part, side in (("else", 0), ("then", 1)):
+            inner = self.enclosed(
+                place, node, part, [Port(at, side) for at in switched], frame=place.frame, pivot=Port(gate, side),
+                run=place.run, tokens={q: Port(at, side) for q, at in tokens.items()},
+            )  # fmt: skip
+            outs = []
+            for at, value in enumerate(node.attrs[part].outputs):
+                told_here = tuple(Port(sizes[port], side) for port in self.sizes(place, shapes[at]))
+                absent = None if value is not None else self.emit(inner, ABSENT, node=node, part=at, sizes=told_here)
+                outs.append(inner.ports[value] if absent is None else Port(absent))
+            sides.append((outs, inner))
+        (no, else_place), (yes, then_place) = sides
+        for q in queues:
+            pair = else_place.tokens[q], then_place.tokens[q]
+            place.tokens[q] = Port(self.emit(place, MERGE, pair, node=node, part=q))
+        return [
+            Port(self.emit(place, MERGE, pair, node=node, part=i)) for i, pair in enumerate(zip(no, yes, strict=True))
+        ]
+
+    def token(self, place: _Place, queue: Any) -> Port:
+        """The last op on a queue so far."""
+        return place.tokens.get(queue) or Port(self.emit(place, START))
+
+    # -- loops ------------------------------------------------------------------------------------------------
+
+    def loop(self, place: _Place, node: Node) -> list[Port]:
+        """A while: carried values, the number of turns, gathered rows and tokens go round."""
+        return _Loop(self, place, node).outputs()
+
+
+class _Loop:
+    """One loop while it is lowered."""
+
+    def __init__(self, lowering: _Lowering, place: _Place, node: Node) -> None:
+        self.to, self.place, self.node, self.attrs = lowering, place, node, node.attrs
+        self.frame = len(lowering.frames)
+        lowering.frames.append(Frame(place.frame, node, node.attrs.get("parallel_iterations", 10)))
+        self.after = lowering.after(place, node)
+        self.limits: list[Port] = []
+
+    def emit(self, kind: str, inputs: Iterable[Port], **more: Any) -> Port:
+        """An op inside of the frame that belongs to no scope there."""
+        return Port(self.to.emit(self.place, kind, inputs, frame=self.frame, node=self.node, **more))
+
+    def enter(self, port: Port, part: Any, *, constant: bool = True) -> Port:
+        """Into the frame; a constant is there in every iteration."""
+        bound = self.place.pivot is None or port in self.place.bound
+        after = self.after if bound else (*self.after, self.place.pivot)
+        return self.emit(ENTER, (port,), part=(part, constant), after=after)
+
+    def start(self, value: Any) -> Port:
+        return Port(self.to.emit(self.place, START, part=value))
+
+    def at(self, ref: Ref) -> Port:
+        return self.place.ports[self.node.inputs[ref.input]]
+
+    def outputs(self) -> list[Port]:
+        attrs, place = self.attrs, self.place
+        carried = [(("init", k), self.at(ref)) for k, ref in enumerate(attrs["init"])]
+        rows = [(("rows", k), self.start(None)) for k in range(len(attrs["rows"]))]
+        queues = _queues(self.node)
+        tokens = [(("token", q), self.to.token(place, q)) for q in queues]
+        going = [(("turns", 0), self.start(0)), *carried, *rows, *tokens]
+        enters = [self.enter(port, part, constant=False) for part, port in going]
+        merges = [self.emit(MERGE, (port,), part=part) for port, (part, _) in zip(enters, going, strict=True)]
+        self.captures = [self.enter(self.at(ref), ("captures", k)) for k, ref in enumerate(attrs["captures"])]
+        self.xs = [
+            [self.enter(self.at(ref), ("xs", k, i)) for i, ref in enumerate(x if _is_pair(x) else (x,))]
+            for k, x in enumerate(attrs["xs"])
+        ]
+        if isinstance(attrs["limit"], Ref):
+            self.limits.append(self.enter(self.at(attrs["limit"]), ("limit", 0)))
+        parts = [attrs["body"], *filter(None, [attrs["cond"]])]
+        draws = any(part.draws for part in parts) and place.run is not None
+        self.run = self.enter(place.run, ("run", 0)) if draws and place.run is not None else None
+        test = self.test(merges[: 1 + len(carried)])
+        pred = self.emit(LOOPCOND, (test,))
+        switches = [self.emit(SWITCH, (port, pred), part=part) for port, (part, _) in zip(merges, going, strict=True)]
+        inner = self.body([Port(port.op, 1) for port in switches], len(carried), queues)
+        for merge, port, (part, _) in zip(
+            merges, self.turned(inner, switches, len(carried), queues), going, strict=True
+        ):
+            back = Port(self.to.emit(inner, NEXT, (port,), node=self.node, part=part))
+            self.to.ops[merge.op] = replace(self.to.ops[merge.op], inputs=(*self.to.ops[merge.op].inputs, back))
+        exits = [self.emit(EXIT, (port,), part=part) for port, (part, _) in zip(switches, going, strict=True)]
+        place.bound.update(exits)
+        return self.left(exits, len(carried), queues)
+
+    def test(self, merges: Sequence[Port]) -> Port:
+        """Whether there is another turn: the limits first, and only below them the condition."""
+        attrs, carried = self.attrs, len(self.attrs["init"])
+        limited = bool(self.limits or self.xs or attrs["limit"] is not None)
+        below = None
+        if limited:
+            number = None if isinstance(attrs["limit"], Ref) else attrs["limit"]
+            stacks = [x[-1] for x in self.xs[:1]]
+            below = self.emit(BELOW, (merges[0], *self.limits, *stacks), part=(number, len(self.limits)))
+        if attrs["cond"] is None:
+            return below or self.emit(BELOW, (merges[0],), part=(None, 0))
+        given = list(merges)
+        if below is not None:
+            given = [Port(self.emit(SWITCH, (port, below), part=("below", i)).op, 1) for i, port in enumerate(given)]
+        run = None if self.run is None else self.emit(MIX, (self.run, given[0]))
+        inner = self.to.enclosed(
+            self.place, self.node, "cond", [*given[1 : carried + 1], *self.captures], frame=self.frame, pivot=given[0],
+            free=self.captures, run=run,
+        )  # fmt: skip
+        out = inner.ports[attrs["cond"].outputs[0]]
+        if below is None:
+            return out
+        gate = self.emit(SWITCH, (below, below), part=("below", -1))
+        if out not in inner.bound:  # a captured value is live where the limit is reached, too
+            out = Port(self.emit(SWITCH, (out, below), part=("below", -2)).op, 1)
+        return self.emit(MERGE, (Port(gate.op, 0), out), part=("test", 0))
+
+    def body(self, live: Sequence[Port], carried: int, queues: Sequence[Any]) -> _Place:
+        turn = live[0]
+        rows = [self.emit(ROW, (turn, *x), part=(k, self.attrs["reverse"])) for k, x in enumerate(self.xs)]
+        run = None if self.run is None else self.emit(MIX, (self.run, turn))
+        return self.to.enclosed(
+            self.place, self.node, "body", [*live[1 : carried + 1], *rows, *self.captures], frame=self.frame, pivot=turn,
+            free=self.captures, run=run, tokens=dict(zip(queues, live[len(live) - len(queues) :], strict=True)),
+        )  # fmt: skip
+
+    def turned(self, inner: _Place, switches: Sequence[Port], carried: int, queues: Sequence[Any]) -> list[Port]:
+        """What the next iteration starts with."""
+        outs = [inner.ports[value] for value in self.attrs["body"].outputs]
+        pushed = [
+            self.emit(PUSH, (Port(switches[1 + carried + k].op, 1), port), part=k)
+            for k, port in enumerate(outs[carried:])
+        ]
+        inner.bound.update(pushed)
+        count = self.emit(COUNT, (Port(switches[0].op, 1),))
+        inner.bound.add(count)
+        return [count, *outs[:carried], *pushed, *(inner.tokens[q] for q in queues)]
+
+    def left(self, exits: Sequence[Port], carried: int, queues: Sequence[Any]) -> list[Port]:
+        """The node's outputs."""
+        to, place, node = self.to, self.place, self.node
+        turns = Port(to.emit(place, TURNS, (exits[0],), node=node))
+        stacked = []
+        for k, at in enumerate(row_places(self.attrs)):
+            sizes = to.sizes(place, _symbols(self.attrs["rows"][k]))
+            op = to.emit(place, STACK, (exits[1 + carried + k],), node=node, part=k, sizes=sizes)
+            stacked += [Port(op, index) for index in range(len(at))]
+        place.tokens.update(zip(queues, exits[len(exits) - len(queues) :], strict=True))
+        return [*exits[1 : carried + 1], turns, *stacked]
+
+
+def _is_pair(x: Any) -> bool:
+    return isinstance(x, tuple) and not isinstance(x, Ref)
+
+
+def _symbols(shape: Any) -> list[str]:
+    return [s for leaf in leaves(shape) if isinstance(leaf, Dim) for s in leaf.symbols]
+
+
+def _queues(node: Node) -> list[Any]:
+    """The queues that something inside of a node uses, in order of first use."""
+
+    def found(inside: Node) -> Iterator[Any]:
+        for part in subgraphs(inside):
+            for inner in part.contents.nodes:
+                if "queue" in inner.attrs:
+                    yield inner.attrs["queue"]
+                yield from found(inner)
+
+    return list(dict.fromkeys(found(node)))
+
+
+# -- and back ---------------------------------------------------------------------------------------------------
+
+
+def structured(flow: Flow) -> Contents:
+    """The nodes that `lower` made ``flow`` of: loops and branches are read off their Enters, Switches and Merges."""
+    return _Raising(flow).contents(0)[0]
+
+
+class _Raising:
+    def __init__(self, flow: Flow) -> None:
+        self.flow = flow
+        self.of_scope: dict[int, list[int]] = {}
+        for number, op in enumerate(flow.ops):
+            self.of_scope.setdefault(op.scope, []).append(number)
+        self.inner = {(s.parent, s.node.id, s.part): n for n, s in enumerate(flow.scopes) if s.node is not None}
+
+    def contents(self, number: int) -> tuple[Contents, dict[Port, Value]]:
+        """The nodes of a scope in program order, its placeholders first; and what each port stands for."""
+        scope = self.flow.scopes[number]
+        values: dict[Port, Value] = dict(scope.inputs)
+        nodes = {node.id: node for node in scope.placeholders}
+        for at in self.of_scope.get(number, ()):
+            op = self.flow.ops[at]
+            if op.node is None or op.node.id in nodes or op.node is scope.node:
+                continue
+            outs = [Port(at, i) for i in range(len(op.node.outputs))] if op.kind == NODE else self.outs(number, op.node)
+            nodes[op.node.id] = self.raised(number, op, values)
+            values.update(zip(outs, map(op.node.value, range(len(outs))), strict=True))
+        return Contents(tuple(nodes.values()), scope.guards), values
+
+    def parts(self, number: int, node: Node) -> Iterator[tuple[int, Op]]:
+        """The ops of a loop or branch that stands in a scope."""
+        inner = {self.inner.get((number, node.id, part)) for part in ("body", "cond", "then", "else")}
+        for scope in {number, *inner} - {None}:
+            for at in self.of_scope.get(scope, ()):  # type: ignore[arg-type]
+                if self.flow.ops[at].node is node:
+                    yield at, self.flow.ops[at]
+
+    def outs(self, number: int, node: Node) -> list[Port]:
+        """The ports of the outputs of a loop or branch."""
+        found = {(op.kind, op.part): at for at, op in self.parts(number, node)}
+        if node.op == ops.COND:
+            return [Port(found[MERGE, place]) for place in range(len(node.outputs))]
+        outs = [Port(found[EXIT, ("init", k)]) for k in range(len(node.attrs["init"]))]
+        rows = [Port(found[STACK, k], i) for k, at in enumerate(row_places(node.attrs)) for i in range(len(at))]
+        return [*outs, Port(found[TURNS, None]), *rows]
+
+    def raised(self, number: int, op: Op, values: Mapping[Port, Value]) -> Node:
+        node = op.node
+        assert node is not None
+        if op.kind == NODE:
+            return replace(node, inputs=tuple(values[port] for port in op.inputs))
+        parts = list(self.parts(number, node))
+        return self.cond(number, node, parts, values) if node.op == ops.COND else self.loop(number, node, parts, values)
+
+    def cond(self, number: int, node: Node, parts: list[tuple[int, Op]], values: Mapping[Port, Value]) -> Node:
+        attrs, inputs = dict(node.attrs), list(node.inputs)
+        merges = {op.part: op for _, op in parts if op.kind == MERGE}
+        for _, op in parts:
+            if op.kind == SWITCH and op.part == "pred":
+                inputs[attrs["pred"].input] = values[op.inputs[1]]
+            elif op.kind == SWITCH and isinstance(op.part, int):
+                inputs[attrs["operands"][op.part].input] = values[op.inputs[0]]
+        for side, part in enumerate(("else", "then")):
+            outs = [merges[place].inputs[side] for place in range(len(node.outputs))]
+            attrs[part] = self.subgraph(number, node, part, outs)
+        return replace(node, inputs=tuple(inputs), attrs=attrs)
+
+    def loop(self, number: int, node: Node, parts: list[tuple[int, Op]], values: Mapping[Port, Value]) -> Node:
+        attrs, inputs = dict(node.attrs), list(node.inputs)
+        for _, op in parts:
+            if op.kind == ENTER and (ref := _entered(attrs, op.part[0])) is not None:
+                inputs[ref.input] = values[op.inputs[0]]
+        backs = {op.part: op.inputs[0] for _, op in parts if op.kind == NEXT}
+        pushed = {op.part: op.inputs[1] for _, op in parts if op.kind == PUSH}
+        carried = [backs["init", k] for k in range(len(attrs["init"]))]
+        rows = [pushed[k] for k in range(len(attrs["rows"]))]
+        attrs["body"] = self.subgraph(number, node, "body", [*carried, *rows])
+        if attrs["cond"] is not None:
+            (test,) = (op.inputs[0] for _, op in parts if op.kind == LOOPCOND)
+            while (at := self.flow.ops[test.op]).node is node and at.kind in (MERGE, SWITCH) and _is_test(at.part):
+                test = at.inputs[-1] if at.kind == MERGE else at.inputs[0]
+            attrs["cond"] = self.subgraph(number, node, "cond", [test])
+        return replace(node, inputs=tuple(inputs), attrs=attrs)
+
+    def subgraph(self, number: int, node: Node, part: str, outs: Sequence[Port]) -> Subgraph:
+        inner = self.inner[number, node.id, part]
+        contents, values = self.contents(inner)
+        absent = {Port(at) for at in self.of_scope.get(inner, ()) if self.flow.ops[at].kind == ABSENT}
+        results = tuple(None if port in absent else values[port] for port in outs)
+        return Subgraph(contents, tuple(self.flow.scopes[inner].inputs.values()), results)
+
+
+def _entered(attrs: Mapping[str, Any], part: Sequence[Any]) -> Ref | None:
+    """The input of a loop that an Enter takes in."""
+    name, *place = part
+    if name == "limit":
+        return attrs["limit"]
+    if name not in ("init", "captures", "xs"):
+        return None
+    item = attrs[name][place[0]]
+    return item[place[1]] if name == "xs" and _is_pair(item) else item
+
+
+def _is_test(part: Any) -> bool:
+    return part in (("test", 0), ("below", -2))

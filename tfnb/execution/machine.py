@@ -1,0 +1,369 @@
+"""The dataflow machine: frames, iterations, dead values. Semantics S-126 to S-133, EuroSys'18 §4.3.
+
+A pure state machine over one `Template` a frame: no thread, clock or queue. `Machine.run` does everything that is ready,
+in whatever order it is asked to; what takes long or waits is handed out as `Task` and comes back with `Machine.finish`.
+A value's tag is the iteration it is delivered to, so values of different tags cannot meet. Imports nothing of tfnb.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+CALL, SWITCH, MERGE, ENTER, EXIT, NEXT, SINK, WORK, WAIT = range(9)
+_ENDS = frozenset({EXIT, NEXT})  # a dead value stops there
+
+
+class Dead:
+    """A value that was not computed; ``op``: the Switch that is the reason, ``pred``: what it decided by."""
+
+    __slots__ = ("op", "pred")
+
+    def __init__(self, op: Step, pred: Any = None) -> None:
+        self.op, self.pred = op, pred
+
+
+class Step:
+    """One op of a template.
+
+    call: of the slots from ``base`` to ``stop``, of which the first ``count`` are inputs; gives a tuple with a value for
+    each of ``outs``, lists of edges (step, slot). A slot of -1 is a control edge. waits: inputs and control inputs until
+    it is ready; of a Merge, control inputs alone. inner: the template that an Enter goes to. constant: an Enter's value
+    is there in each iteration. rank: the work that lies behind it. lane: where it runs, if it is WORK.
+    """
+
+    __slots__ = (
+        "base", "call", "constant", "count", "dead", "frame", "index", "inner", "kind", "lane", "none", "number", "op",
+        "outs", "rank", "stop", "waits",
+    )  # fmt: skip
+
+    def __init__(self, kind: int, frame: Template, call: Callable[..., Sequence[Any]] | None = None) -> None:
+        self.kind, self.frame, self.call = kind, frame, call
+        self.outs: list[list[tuple[Step, int]]] = []
+        self.base = self.count = self.stop = self.waits = self.number = 0
+        self.none: list[None] = []
+        self.inner: Template | None = None
+        self.constant = False
+        self.rank = 0.0
+        self.lane: str | None = None
+        self.op: Any = None  # what the plan says of it
+        self.dead = Dead(self)
+        self.index = len(frame.steps)
+        frame.steps.append(self)
+
+
+class Template:
+    """The steps of a frame, and what each of its iterations starts with."""
+
+    __slots__ = ("enters", "exits", "parallel", "pending", "slots", "steps")
+
+    def __init__(self, parallel: int) -> None:
+        self.parallel = parallel
+        self.steps: list[Step] = []
+        self.enters = 0
+        self.exits: list[Step] = []
+        self.pending: list[int] = []
+        self.slots: list[Any] = []
+
+    def seal(self) -> None:
+        """Said when all steps have their inputs."""
+        self.pending = [2 * step.waits + 1 if step.kind == MERGE else step.waits for step in self.steps]
+        self.exits = [step for step in self.steps if step.kind == EXIT]
+        for step in self.steps:
+            step.none = [None] * step.count
+
+
+class Iteration:
+    """One iteration of a frame: what it waits for, and its values."""
+
+    __slots__ = ("busy", "children", "dead", "frame", "merged", "number", "pending", "slots")
+
+    def __init__(self, frame: Frame, number: int) -> None:
+        self.frame, self.number = frame, number
+        template = frame.template
+        self.pending, self.slots = template.pending.copy(), template.slots.copy()
+        self.busy = 0  # steps that are ready, handed out or waiting
+        self.children: dict[Template, Frame] = {}
+        self.dead: dict[int, Dead] = {}
+        self.merged: dict[int, int] = {}  # dead inputs of each Merge
+
+
+class Frame:
+    """A loop that runs, started by ``parent``, an iteration of the frame around it."""
+
+    __slots__ = ("constants", "enters", "iterations", "left", "next", "parent", "template", "waiting")
+
+    def __init__(self, template: Template, parent: Iteration | None) -> None:
+        self.template, self.parent = template, parent
+        self.enters = template.enters  # still to come
+        self.iterations: dict[int, Iteration] = {}
+        self.next = 0
+        self.constants: list[tuple[Step, Any]] = []
+        self.waiting: list[tuple[Step, Any]] = []  # what goes to an iteration that may not start yet
+        self.left: set[int] = set()  # Exits that passed a live value on
+
+
+class Task:
+    """A step handed out: its call on ``args`` is made outside, and the result given back. Less: more urgent."""
+
+    __slots__ = ("args", "iteration", "step")
+
+    def __init__(self, step: Step, iteration: Iteration, args: list[Any]) -> None:
+        self.step, self.iteration, self.args = step, iteration, args
+
+    def __lt__(self, other: Task) -> bool:
+        mine, theirs = self.iteration.number, other.iteration.number
+        return mine < theirs if mine != theirs else self.step.rank > other.step.rank
+
+
+class Machine:
+    """One step of a plan: ``root`` with its one iteration. ``most``: iterations of one frame that were live at once."""
+
+    def __init__(self, root: Template, results: int) -> None:
+        self.ready: deque[tuple[Step, Iteration]] = deque()
+        self.results: list[Any] = [None] * results
+        self.tasks: list[Task] = []
+        self.waits: dict[Any, Task] = {}  # by what the call of a WAIT step gave
+        self.most = self.frames = 0
+        self.at: Step | None = None  # what it does now
+        self.root = Frame(root, None)
+        self.first = self._start(self.root)
+        self.first.busy = 1  # until it was fed
+
+    @property
+    def is_over(self) -> bool:
+        """Whether everything was done, and no frame or iteration is left."""
+        return not self.root.iterations
+
+    def feed(self, given: Sequence[tuple[list[tuple[Step, int]], Any]]) -> None:
+        """The values that the root starts with."""
+        for edges, value in given:
+            self._send(edges, value, self.first)
+        for step in self.root.template.steps:
+            if step.waits == 0 and step.kind not in (MERGE, EXIT, NEXT):
+                self.ready.append((step, self.first))
+                self.first.busy += 1
+        self._end(self.first)
+
+    def finish(self, task: Task, outputs: Sequence[Any]) -> None:
+        """The result of a step that was handed out: values for its first outputs."""
+        for edges, value in zip(task.step.outs, outputs, strict=False):
+            self._send(edges, value, task.iteration)
+        self._end(task.iteration)
+
+    def run(self, choose: Callable[[int], int] | None = None) -> None:
+        """Do what is ready. choose: which of so many comes next, by default the first."""
+        ready = self.ready
+        while ready:
+            if choose is not None:
+                ready.rotate(-choose(len(ready)))
+            step, iteration = ready.popleft()
+            self.at = step
+            if iteration.dead and step.index in iteration.dead:
+                self._die(step, iteration, iteration.dead.pop(step.index))
+            elif not self._fire(step, iteration):
+                continue
+            iteration.busy -= 1
+            if not iteration.busy:
+                self._settle(iteration)
+
+    # -- steps ------------------------------------------------------------------------------------------------
+
+    def _fire(self, step: Step, iteration: Iteration) -> bool:
+        """Do a step; False if it is not over then."""
+        kind, slots, base, count = step.kind, iteration.slots, step.base, step.count
+        if kind == CALL:
+            args = slots[base : step.stop]
+            slots[base : base + count] = step.none
+            for edges, value in zip(step.outs, step.call(*args), strict=False):  # type: ignore[misc]
+                self._send(edges, value, iteration)
+        elif kind == SWITCH:
+            value, pred = slots[base], slots[base + 1]
+            slots[base] = None
+            live = 1 if pred else 0
+            self._send(step.outs[live], value, iteration)
+            if step.outs[1 - live]:
+                self._kill(step.outs[1 - live], Dead(step, pred) if iteration.frame.parent is None else step.dead, iteration)
+        elif kind == MERGE:
+            which = base
+            while slots[which] is EMPTY:
+                which += 1
+            value, slots[which] = slots[which], None
+            self._send(step.outs[0], value, iteration)
+            if len(step.outs) > 1:
+                self._send(step.outs[1], which - base, iteration)
+        elif kind == NEXT:
+            self._next(step, slots[base], iteration)
+            slots[base] = None
+        elif kind == ENTER:
+            self._enter(step, slots[base], iteration)
+            slots[base] = None
+        elif kind == EXIT:
+            frame = iteration.frame
+            frame.left.add(step.index)
+            assert frame.parent is not None
+            self._send(step.outs[0], slots[base], frame.parent)
+        elif kind == SINK:
+            self.results[step.number] = slots[base] if count else None
+        else:
+            return self._hand_out(step, iteration)
+        return True
+
+    def _hand_out(self, step: Step, iteration: Iteration) -> bool:
+        slots, base, count = iteration.slots, step.base, step.count
+        task = Task(step, iteration, slots[base : step.stop])
+        slots[base : base + count] = step.none
+        if step.kind == WORK:
+            self.tasks.append(task)
+        else:
+            waits = step.call(*task.args)  # type: ignore[misc]
+            self.waits[waits] = task
+            self._send(step.outs[-1], waits, iteration)
+        return False
+
+    def _enter(self, step: Step, value: Any, iteration: Iteration) -> None:
+        frame = self._frame(step, iteration)
+        frame.enters -= 1
+        if not step.constant:
+            self._send(step.outs[0], value, frame.iterations[0])
+        else:
+            frame.constants.append((step, value))
+            for live in list(frame.iterations.values()):
+                self._send(step.outs[0], value, live)
+        first = frame.iterations.get(0)
+        if not frame.enters and first is not None and not first.busy:
+            self._settle(first)
+
+    def _frame(self, step: Step, iteration: Iteration) -> Frame:
+        assert step.inner is not None
+        frame = iteration.children.get(step.inner)
+        if frame is None:
+            frame = iteration.children[step.inner] = Frame(step.inner, iteration)
+            self.frames += 1
+            self._start(frame)
+        return frame
+
+    def _next(self, step: Step, value: Any, iteration: Iteration) -> None:
+        frame = iteration.frame
+        target = frame.iterations.get(iteration.number + 1)
+        if target is None:
+            if len(frame.iterations) >= frame.template.parallel:
+                frame.waiting.append((step, value))
+                return
+            target = self._start(frame)
+        self._send(step.outs[0], value, target)
+
+    def _start(self, frame: Frame) -> Iteration:
+        """The next iteration of a frame, with its constants."""
+        iteration = frame.iterations[frame.next] = Iteration(frame, frame.next)
+        frame.next += 1
+        if len(frame.iterations) > self.most:
+            self.most = len(frame.iterations)
+        for step, value in frame.constants:
+            self._send(step.outs[0], value, iteration)
+        return iteration
+
+    # -- values -----------------------------------------------------------------------------------------------
+
+    def _send(self, edges: list[tuple[Step, int]], value: Any, iteration: Iteration) -> None:
+        pending, slots = iteration.pending, iteration.slots
+        for step, slot in edges:
+            index = step.index
+            if step.kind == MERGE:
+                if slot >= 0:
+                    if not pending[index] & 1:
+                        continue  # it has a live input
+                    slots[slot] = value
+                    left = pending[index] - 1
+                else:
+                    left = pending[index] - 2
+            else:
+                if slot >= 0:
+                    slots[slot] = value
+                left = pending[index] - 1
+            pending[index] = left
+            if not left:
+                self.ready.append((step, iteration))
+                iteration.busy += 1
+
+    def _kill(self, edges: list[tuple[Step, int]], dead: Dead, iteration: Iteration, *, entering: bool = False) -> None:
+        """Send a dead value."""
+        pending = iteration.pending
+        for step, slot in edges:
+            index = step.index
+            if step.kind in _ENDS:
+                continue
+            if step.kind == MERGE and slot >= 0:
+                merged = iteration.merged[index] = iteration.merged.get(index, 0) + 1
+                if not (entering or merged == step.count) or not pending[index] & 1:
+                    continue
+                pending[index] -= 1
+            else:
+                pending[index] -= 2 if step.kind == MERGE else 1
+            iteration.dead[index] = dead
+            if not pending[index]:
+                self.ready.append((step, iteration))
+                iteration.busy += 1
+
+    def _die(self, step: Step, iteration: Iteration, dead: Dead) -> None:
+        """A step with a dead input: it computes nothing and sends dead on."""
+        iteration.slots[step.base : step.base + step.count] = step.none
+        if step.kind == SINK:
+            self.results[step.number] = dead
+        elif step.kind == ENTER:
+            frame = self._frame(step, iteration)
+            frame.enters -= 1
+            first = frame.iterations.get(0)
+            if first is not None:
+                self._kill(step.outs[0], dead, first, entering=True)
+                if not first.busy:
+                    self._settle(first)
+        else:
+            for edges in step.outs:
+                self._kill(edges, dead, iteration)
+
+    # -- the ends of iterations and frames ----------------------------------------------------------------------
+
+    def _end(self, iteration: Iteration) -> None:
+        iteration.busy -= 1
+        if not iteration.busy:
+            self._settle(iteration)
+
+    def _settle(self, iteration: Iteration) -> None:
+        """Free an iteration that is done, the ones behind it, and the frame that has no more."""
+        while not (iteration.busy or iteration.children):
+            frame, number = iteration.frame, iteration.number
+            if frame.enters if number == 0 else number - 1 in frame.iterations:
+                return
+            if frame.iterations.pop(number, None) is None:
+                return
+            if frame.waiting:
+                self._resume(frame)
+            following = frame.iterations.get(number + 1)
+            if following is None and (frame.iterations or frame.parent is None):
+                return
+            iteration = following or self._leave(frame)
+
+    def _resume(self, frame: Frame) -> None:
+        waiting, frame.waiting = frame.waiting, []
+        target = self._start(frame)
+        for step, value in waiting:
+            self._send(step.outs[0], value, target)
+
+    def _leave(self, frame: Frame) -> Iteration:
+        """A frame without iterations is done: Exits that had no live value pass a dead one."""
+        parent = frame.parent
+        assert parent is not None
+        del parent.children[frame.template]
+        for step in frame.template.exits:
+            if step.index not in frame.left:
+                self._kill(step.outs[0], step.dead, parent)
+        return parent
+
+
+class _Empty:
+    """In a slot of a Merge: no input yet."""
+
+
+EMPTY = _Empty()
