@@ -29,7 +29,7 @@ def while_loop(
 
     See `tfnb.graph.subgraph` for the meaning. draws: each turn gets a random number of its own.
     """
-    take = [_rows_of(x) for x in xs]
+    take = [rows_of(x) for x in xs]
     lengths = [len(x[1] if isinstance(x, tuple) else x) for x in xs[:1]]
     limit = min([*lengths, *([] if limit is None else [limit])], default=None)
     if not (xs or rows or draws):
@@ -48,8 +48,8 @@ def while_loop(
             column.append(value)
         del out
         turns += 1
-    gathered = (_gathered(m[::-1] if reverse else m, row) for m, row in zip(made, rows, strict=True))
-    return [*state, torch.tensor(turns), *(tensor for tensors in gathered for tensor in tensors)]
+    packed = (gathered(m[::-1] if reverse else m, row) for m, row in zip(made, rows, strict=True))
+    return [*state, torch.tensor(turns), *(tensor for tensors in packed for tensor in tensors)]
 
 
 def _plain_loop(
@@ -64,7 +64,7 @@ def _plain_loop(
     return [*state, torch.tensor(turns)]
 
 
-def _rows_of(x: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> Callable[[int], torch.Tensor]:
+def rows_of(x: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> Callable[[int], torch.Tensor]:
     """What gives row number ``at``."""
     if not isinstance(x, tuple):
         return lambda at: x.select(0, at)
@@ -78,7 +78,7 @@ def _rows_of(x: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> Callable[[i
     return row
 
 
-def _gathered(made: list[torch.Tensor], row: Row) -> tuple[torch.Tensor, ...]:
+def gathered(made: list[torch.Tensor], row: Row) -> tuple[torch.Tensor, ...]:
     """Rows of one shape stacked; of any shape as their elements one after the other, and their shapes."""
     shape, dtype, device = row
     if not isinstance(shape, int):

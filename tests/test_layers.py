@@ -20,7 +20,7 @@ BELOW = {
     "gradients": "recording",
     "passes": "graph",
     "state": "recording",
-    "execution": "passes state",
+    "execution": "passes state control_flow",
     "placement": "passes",
     "cluster": "execution placement",
     "control_flow": "recording",

@@ -148,6 +148,10 @@ class Cancelled(TfnbError):
     code = "CANCELLED"
 
 
+class QueueClosed(Cancelled):
+    """An element was put on a closed queue, or it was closed a second time."""
+
+
 class DeadlineExceeded(TfnbError, TimeoutError):
     """A timeout ran out."""
 

@@ -29,7 +29,8 @@ from tfnb.errors import (
     TfnbError,
     Unimplemented,
 )  # fmt: skip
-from tfnb.execution import Program, Trace, Tracer, lower, tiers
+from tfnb.execution import Program, Trace, Tracer, tiers
+from tfnb.execution.dataflow import EXECUTORS, Dataflow, lowered
 from tfnb.execution.explain import explained, failing_node
 from tfnb.execution.running import Deadline, Running, Stop
 from tfnb.feeding import Feeder
@@ -50,7 +51,7 @@ from tfnb.step import Step
 class _Prepared:
     """One signature, ready to run."""
 
-    program: Program
+    program: Any  # a Program, or a Dataflow
     tiers: tiers.Tiers
     feeder: Feeder
     values: tuple[Value, ...]
@@ -65,6 +66,8 @@ class Session:
 
     compile: ``"auto"`` compiles steps that take long in the background and keeps what is faster, ``"off"`` never,
     ``"now"`` at the first run of each signature; `status` tells. The environment's TFNB_COMPILE stands for "auto".
+    executor: ``"auto"`` runs a step as generated code with native loops, and one that uses queues by dataflow;
+    ``"dataflow"`` overlaps the turns of all loops where their data allow (see ``parallel_iterations`` of `while_loop`).
 
     >>> import tfnb
     >>> with tfnb.record() as g:
@@ -77,9 +80,12 @@ class Session:
 
     def __init__(
         self, graph: Graph | str | None = None, *, cluster: Any = None, compile: str = "auto",
-        memory_budget: int | None = None,
+        executor: str = "auto", memory_budget: int | None = None,
     ) -> None:  # fmt: skip
         self._mode = tiers.mode(compile)
+        if executor not in EXECUTORS:
+            raise InvalidArgument(f"executor is one of {', '.join(map(repr, EXECUTORS))}, not {executor!r}")
+        self._executor = executor
         if memory_budget is not None:
             raise Unimplemented("memory_budget: this version keeps all intermediate values")
         self.graph = graph if isinstance(graph, Graph) else graph_named(graph)
@@ -170,6 +176,8 @@ class Session:
         if prepared.trailing:
             names = ", ".join(variable.name for variable in prepared.trailing)
             raise InvalidArgument(f"a step in parts fetches recorded tensors; record {names}.read()")
+        if isinstance(prepared.program, Dataflow):
+            raise Unimplemented("a step in parts is generated code, without queues; run the fetches together")
         values = {value: place for place, value in enumerate(prepared.values)}
         keys = {self._feed(key)[1][0]: place for place, key in enumerate(feeds)}
         return Step(
@@ -210,6 +218,8 @@ class Session:
         if self.cluster is not None:
             raise Unimplemented("a traced run runs here only: close the cluster, or run without trace=True")
         program = prepared.program
+        if isinstance(program, Dataflow):
+            raise Unimplemented("a traced run is generated code, without queues: run without trace=True")
         tracer = Tracer(program)
         results, pending = self._stoppable(program, timeout, self._compute, program, tensors, tracer.forward)
         tracer.commit(pending)
@@ -237,7 +247,9 @@ class Session:
         except Exception as error:
             raise explained(program, error, tensors) from error
 
-    def _on_cluster(self, program: Program, tensors: list[torch.Tensor], timeout: float | None) -> list[Any]:
+    def _on_cluster(self, program: Any, tensors: list[torch.Tensor], timeout: float | None) -> list[Any]:
+        if isinstance(program, Dataflow):
+            raise Unimplemented("queues and executor='dataflow' run here only: close the cluster")
         for variable in program.variables:
             variable.send()
         return list(self.cluster.run(program, tensors, timeout=timeout, run=next(self._runs)))
@@ -270,8 +282,8 @@ class Session:
         if old is not None and old.nodes == nodes and old.program.feeds == feeder.values:
             program, compiled = old.program, old.tiers  # an unrelated cell changed: keep what was generated
         else:
-            program = lower(self.graph, values, feeder.values)
-            compiled = tiers.Tiers(program, self._mode)
+            program = lowered(self.graph, values, feeder.values, self._executor)
+            compiled = tiers.Tiers(program, self._mode if isinstance(program, Program) else "off")
         return _Prepared(
             program, compiled, feeder, values, lambda results: rebuild([results[p] for p in places]), trailing, version,
             nodes,
@@ -494,8 +506,10 @@ def _deadline(program: Program, timeout: float) -> Deadline:
     def why(stop: Stop) -> DeadlineExceeded:
         at = failing_node(program, stop)
         where = "" if at is None else f" (it stood at node {at.name})"
+        waits = "".join(f"\n  {line}" for line in getattr(stop, "waits", ()))
+        where += f"; what it waited for:{waits}\n " if waits else ";"
         return DeadlineExceeded(
-            f"run did not end within {timeout} s{where}; nothing was written", node=at.name if at else None
+            f"run did not end within {timeout} s{where} nothing was written", node=at.name if at else None
         )
 
     return timeout, why

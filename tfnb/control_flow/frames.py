@@ -1,8 +1,8 @@
 """Structured control flow as plain dataflow, and back: Switch, Merge, Enter, Exit, NextIteration, LoopCond.
 
 "Dynamic Control Flow in Large-Scale Machine Learning" (EuroSys'18) §4, semantics S-126 to S-133. A loop is a cycle,
-which program order cannot hold, so the form is a list of ops that name each other's outputs by number. `lower` is a pure
-function from nodes to that form and `structured` its inverse. Imports graph only.
+which program order cannot hold, so the form is a list of ops that name each other's outputs by number. `lower` is a
+pure function from nodes to that form and `structured` its inverse. Imports graph only.
 
 A scope is a subgraph at its place in the program. A frame holds the iterations of a loop. What stands in a scope runs
 where the scope's ``pivot`` is live: an op that takes nothing which depends on it gets the pivot as a control input.
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from tfnb.graph import Contents, Guard, Node, Ref, Subgraph, Value, ops
+from tfnb.graph import Contents, Guard, Node, Ref, Spec, Subgraph, Value, ops
 from tfnb.graph.node import leaves
 from tfnb.graph.spec import Dim
 from tfnb.graph.subgraph import row_places, subgraphs
@@ -23,9 +23,9 @@ from tfnb.graph.subgraph import row_places, subgraphs
 SWITCH, MERGE, ENTER, EXIT, NEXT, LOOPCOND = "switch", "merge", "enter", "exit", "next", "loopcond"
 # Values: a graph node; what is fed; the number of the run; a Python value.
 NODE, FEED, RUN, START = "node", "feed", "run", "start"
-# What loops count, take and gather.
-COUNT, BELOW, ROW, PUSH, STACK, TURNS, MIX, ABSENT, SIZES = (
-    "count", "below", "row", "push", "stack", "turns", "mix", "absent", "sizes",
+# What branches decide by, and loops count, take and gather.
+TRUTH, COUNT, BELOW, ROWS, ROW, PUSH, STACK, TURNS, MIX, ABSENT, SIZES = (
+    "truth", "count", "below", "rows", "row", "push", "stack", "turns", "mix", "absent", "sizes",
 )  # fmt: skip
 
 
@@ -40,9 +40,9 @@ class Port(NamedTuple):
 class Op:
     """One op of the dataflow form.
 
-    inputs: its values. after: ports that only have to be there. sizes: values whose axes tell the sizes that it uses.
-    run: the number that its random draws depend on. frame: where it runs; scope: where it, or the node that it is a
-    part of, stands. part: which part of ``node``.
+    inputs: its values; of a node that uses a queue, then the queue's op before. after: ports that only must be there.
+    sizes: values whose axes tell the sizes that it uses. run: the number that its random draws depend on. frame: where
+    it runs; scope: where it, or the node that it is a part of, stands. part: which part of ``node``.
     """
 
     kind: str
@@ -52,13 +52,14 @@ class Op:
     node: Node | None = None
     part: Any = None
     after: tuple[Port, ...] = ()
-    sizes: tuple[Port, ...] = ()
+    sizes: tuple[tuple[Spec, Port], ...] = ()
     run: Port | None = None
 
     @property
     def sources(self) -> tuple[Port, ...]:
         """All ports that it waits for."""
-        return (*self.inputs, *self.after, *self.sizes, *(() if self.run is None else (self.run,)))
+        run = () if self.run is None else (self.run,)
+        return (*self.inputs, *self.after, *(port for _, port in self.sizes), *run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +107,11 @@ class _Place:
     bound: set[Port] = field(default_factory=set)  # live only where the pivot is
     tokens: dict[Any, Port] = field(default_factory=dict)  # of each queue: its last op so far
     done: dict[int, tuple[Port, ...]] = field(default_factory=dict)
-    symbols: dict[str, Value] = field(default_factory=dict)
+    symbols: dict[str, tuple[Value, Spec]] = field(default_factory=dict)
 
 
 def lower(
-    contents: Contents, feeds: Sequence[Value] = (), symbols: Mapping[str, Value] | None = None, *,
+    contents: Contents, feeds: Sequence[Value] = (), symbols: Mapping[str, tuple[Value, Spec]] | None = None, *,
     native: Callable[[Node], bool] = lambda node: False,
 ) -> Flow:  # fmt: skip
     """The dataflow form of ``contents``.
@@ -123,8 +124,9 @@ def lower(
 
 class _Lowering:
     def __init__(
-        self, contents: Contents, feeds: Sequence[Value], symbols: Mapping[str, Value], native: Callable[[Node], bool]
-    ) -> None:
+        self, contents: Contents, feeds: Sequence[Value], symbols: Mapping[str, tuple[Value, Spec]],
+        native: Callable[[Node], bool],
+    ) -> None:  # fmt: skip
         self.native = native
         self.ops: list[Op] = []
         self.frames = [Frame(-1, None, 1)]
@@ -133,7 +135,7 @@ class _Lowering:
         for value in feeds:
             self.root.ports[value] = Port(self.emit(self.root, FEED, part=value))
         self.root.run = Port(self.emit(self.root, RUN))
-        self.root.symbols = {s: value for s, (value, _) in contents.symbols.items()} | dict(symbols)
+        self.root.symbols = _bound(contents) | dict(symbols)
 
     def flow(self) -> Flow:
         """Lower the root."""
@@ -147,7 +149,8 @@ class _Lowering:
         """Add an op of a scope; one that would run where the scope does not waits for the pivot."""
         op = Op(kind, tuple(inputs), place.frame if frame is None else frame, place.number, **more)
         number = len(self.ops)
-        if place.pivot is not None and frame is None and not any(port in place.bound for port in op.sources):
+        follows = kind == MERGE or any(port in place.bound for port in op.sources)
+        if place.pivot is not None and frame is None and not follows:
             op = replace(op, after=(*op.after, place.pivot))
         self.ops.append(op)
         count = 0 if op.node is None else len(op.node.outputs)
@@ -171,11 +174,11 @@ class _Lowering:
         """A node that is an op."""
         draws = node.stream is not None or any(part.draws for part in subgraphs(node))
         inputs = [place.ports[value] for value in node.inputs]
-        after, queue = self.after(place, node), node.attrs.get("queue")
-        if queue in place.tokens and queue is not None:
-            after = (place.tokens[queue], *after)
+        queue = node.attrs.get("queue")
+        if queue is not None:
+            inputs.append(self.token(place, queue))
         at = self.emit(
-            place, NODE, inputs, node=node, after=after, sizes=self.sizes(place, node.symbols),
+            place, NODE, inputs, node=node, after=self.after(place, node), sizes=self.sizes(place, node.symbols),
             run=place.run if draws else None,
         )  # fmt: skip
         if queue is not None:
@@ -185,10 +188,10 @@ class _Lowering:
     def after(self, place: _Place, node: Node) -> tuple[Port, ...]:
         return tuple(port for i in node.control for port in place.done.get(i, ()))
 
-    def sizes(self, place: _Place, symbols: Iterable[str]) -> tuple[Port, ...]:
-        """Values whose axes tell these sizes."""
+    def sizes(self, place: _Place, symbols: Iterable[str]) -> tuple[tuple[Spec, Port], ...]:
+        """Values whose axes tell these sizes, and their specs."""
         found = dict.fromkeys(place.symbols[s] for s in symbols if s in place.symbols)
-        return tuple(place.ports[value] for value in found if value in place.ports)
+        return tuple((spec, place.ports[value]) for value, spec in found if value in place.ports)
 
     def enclosed(
         self, outer: _Place, node: Node, part: str, given: Sequence[Port], *, frame: int, pivot: Port,
@@ -200,7 +203,7 @@ class _Lowering:
         ports = dict(zip(subgraph.inputs, given, strict=True))
         bound = {pivot, *given, *(tokens or {}).values()} - set(free)
         place = _Place(len(self.scopes), frame, contents, ports, pivot, run, bound, dict(tokens or {}))
-        place.symbols = {s: value for s, (value, _) in contents.symbols.items()}
+        place.symbols = _bound(contents)
         named = dict(zip(given, subgraph.inputs, strict=True))
         self.scopes.append(Scope(outer.number, part, node, contents.placeholders, contents.guards, named))
         if contents.guards:
@@ -216,7 +219,7 @@ class _Lowering:
     def branches(self, place: _Place, node: Node) -> list[Port]:
         """Both sides of a cond: operands are switched, outputs merged."""
         attrs, after = node.attrs, self.after(place, node)
-        pred = place.ports[node.inputs[attrs["pred"].input]]
+        pred = Port(self.emit(place, TRUTH, (place.ports[node.inputs[attrs["pred"].input]],), node=node))
 
         def switch(port: Port, part: Any) -> int:
             return self.emit(place, SWITCH, (port, pred), node=node, part=part, after=after)
@@ -226,7 +229,7 @@ class _Lowering:
         queues = _queues(node)
         tokens = {q: switch(self.token(place, q), q) for q in queues}
         shapes = [_symbols(shape) for shape in attrs["shapes"]]
-        told = dict.fromkeys(port for symbols in shapes for port in self.sizes(place, symbols))
+        told = dict.fromkeys(port for symbols in shapes for _, port in self.sizes(place, symbols))
         sizes = {port: switch(port, "size") for port in told}
         sides = []
         for part, side in (("else", 0), ("then", 1)):
@@ -236,7 +239,7 @@ class _Lowering:
             )  # fmt: skip
             outs = []
             for at, value in enumerate(node.attrs[part].outputs):
-                told_here = tuple(Port(sizes[port], side) for port in self.sizes(place, shapes[at]))
+                told_here = tuple((spec, Port(sizes[port], side)) for spec, port in self.sizes(place, shapes[at]))
                 absent = None if value is not None else self.emit(inner, ABSENT, node=node, part=at, sizes=told_here)
                 outs.append(inner.ports[value] if absent is None else Port(absent))
             sides.append((outs, inner))
@@ -295,10 +298,12 @@ class _Loop:
         enters = [self.enter(port, part, constant=False) for part, port in going]
         merges = [self.emit(MERGE, (port,), part=part) for port, (part, _) in zip(enters, going, strict=True)]
         self.captures = [self.enter(self.at(ref), ("captures", k)) for k, ref in enumerate(attrs["captures"])]
-        self.xs = [
-            [self.enter(self.at(ref), ("xs", k, i)) for i, ref in enumerate(x if _is_pair(x) else (x,))]
+        rows_of = [
+            self.to.emit(place, ROWS, map(self.at, x if _is_pair(x) else (x,)), node=self.node, part=k)
             for k, x in enumerate(attrs["xs"])
         ]
+        self.xs = [self.enter(Port(op, 0), ("row", k)) for k, op in enumerate(rows_of)]
+        self.limits = [self.enter(Port(op, 1), ("length", 0)) for op in rows_of[:1]]
         if isinstance(attrs["limit"], Ref):
             self.limits.append(self.enter(self.at(attrs["limit"]), ("limit", 0)))
         parts = [attrs["body"], *filter(None, [attrs["cond"]])]
@@ -320,14 +325,12 @@ class _Loop:
     def test(self, merges: Sequence[Port]) -> Port:
         """Whether there is another turn: the limits first, and only below them the condition."""
         attrs, carried = self.attrs, len(self.attrs["init"])
-        limited = bool(self.limits or self.xs or attrs["limit"] is not None)
+        number = None if isinstance(attrs["limit"], Ref) else attrs["limit"]
         below = None
-        if limited:
-            number = None if isinstance(attrs["limit"], Ref) else attrs["limit"]
-            stacks = [x[-1] for x in self.xs[:1]]
-            below = self.emit(BELOW, (merges[0], *self.limits, *stacks), part=(number, len(self.limits)))
-        if attrs["cond"] is None:
-            return below or self.emit(BELOW, (merges[0],), part=(None, 0))
+        if self.limits or number is not None or attrs["cond"] is None:
+            below = self.emit(BELOW, (merges[0], *self.limits), part=number)
+        if attrs["cond"] is None and below is not None:
+            return below
         given = list(merges)
         if below is not None:
             given = [Port(self.emit(SWITCH, (port, below), part=("below", i)).op, 1) for i, port in enumerate(given)]
@@ -346,11 +349,12 @@ class _Loop:
 
     def body(self, live: Sequence[Port], carried: int, queues: Sequence[Any]) -> _Place:
         turn = live[0]
-        rows = [self.emit(ROW, (turn, *x), part=(k, self.attrs["reverse"])) for k, x in enumerate(self.xs)]
+        rows = [self.emit(ROW, (turn, x), part=k) for k, x in enumerate(self.xs)]
         run = None if self.run is None else self.emit(MIX, (self.run, turn))
         return self.to.enclosed(
-            self.place, self.node, "body", [*live[1 : carried + 1], *rows, *self.captures], frame=self.frame, pivot=turn,
-            free=self.captures, run=run, tokens=dict(zip(queues, live[len(live) - len(queues) :], strict=True)),
+            self.place, self.node, "body", [*live[1 : carried + 1], *rows, *self.captures], frame=self.frame,
+            pivot=turn, free=self.captures, run=run,
+            tokens=dict(zip(queues, live[len(live) - len(queues) :], strict=True)),
         )  # fmt: skip
 
     def turned(self, inner: _Place, switches: Sequence[Port], carried: int, queues: Sequence[Any]) -> list[Port]:
@@ -380,6 +384,11 @@ class _Loop:
 
 def _is_pair(x: Any) -> bool:
     return isinstance(x, tuple) and not isinstance(x, Ref)
+
+
+def _bound(contents: Contents) -> dict[str, tuple[Value, Spec]]:
+    """For each symbol a value with an axis of that size."""
+    return {s: (v, contents.by_id[v.node].outputs[v.index]) for s, (v, _) in contents.symbols.items()}
 
 
 def _symbols(shape: Any) -> list[str]:
@@ -450,7 +459,7 @@ class _Raising:
         node = op.node
         assert node is not None
         if op.kind == NODE:
-            return replace(node, inputs=tuple(values[port] for port in op.inputs))
+            return replace(node, inputs=tuple(values[port] for port in op.inputs[: len(node.inputs)]))
         parts = list(self.parts(number, node))
         return self.cond(number, node, parts, values) if node.op == ops.COND else self.loop(number, node, parts, values)
 
@@ -459,7 +468,7 @@ class _Raising:
         merges = {op.part: op for _, op in parts if op.kind == MERGE}
         for _, op in parts:
             if op.kind == SWITCH and op.part == "pred":
-                inputs[attrs["pred"].input] = values[op.inputs[1]]
+                inputs[attrs["pred"].input] = values[self.flow.ops[op.inputs[1].op].inputs[0]]
             elif op.kind == SWITCH and isinstance(op.part, int):
                 inputs[attrs["operands"][op.part].input] = values[op.inputs[0]]
         for side, part in enumerate(("else", "then")):
@@ -470,8 +479,8 @@ class _Raising:
     def loop(self, number: int, node: Node, parts: list[tuple[int, Op]], values: Mapping[Port, Value]) -> Node:
         attrs, inputs = dict(node.attrs), list(node.inputs)
         for _, op in parts:
-            if op.kind == ENTER and (ref := _entered(attrs, op.part[0])) is not None:
-                inputs[ref.input] = values[op.inputs[0]]
+            for ref, port in zip(_taken(attrs, op), op.inputs, strict=False):
+                inputs[ref.input] = values[port]
         backs = {op.part: op.inputs[0] for _, op in parts if op.kind == NEXT}
         pushed = {op.part: op.inputs[1] for _, op in parts if op.kind == PUSH}
         carried = [backs["init", k] for k in range(len(attrs["init"]))]
@@ -492,15 +501,17 @@ class _Raising:
         return Subgraph(contents, tuple(self.flow.scopes[inner].inputs.values()), results)
 
 
-def _entered(attrs: Mapping[str, Any], part: Sequence[Any]) -> Ref | None:
-    """The input of a loop that an Enter takes in."""
-    name, *place = part
+def _taken(attrs: Mapping[str, Any], op: Op) -> tuple[Ref, ...]:
+    """The inputs of a loop that an op of it takes in."""
+    if op.kind == ROWS:
+        x = attrs["xs"][op.part]
+        return x if _is_pair(x) else (x,)
+    if op.kind != ENTER:
+        return ()
+    name, place = op.part[0]
     if name == "limit":
-        return attrs["limit"]
-    if name not in ("init", "captures", "xs"):
-        return None
-    item = attrs[name][place[0]]
-    return item[place[1]] if name == "xs" and _is_pair(item) else item
+        return (attrs["limit"],)
+    return (attrs[name][place],) if name in ("init", "captures") else ()
 
 
 def _is_test(part: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import fx
@@ -12,8 +13,11 @@ from tfnb.execution.lower import Program
 from tfnb.graph import Node, Spec
 
 
-def explained(program: Program, error: Exception, tensors: Iterable[torch.Tensor]) -> TfnbError:
-    """What ``error``, raised by the generated code of ``program`` on these feeds, means to the user."""
+def explained(program: Any, error: Exception, tensors: Iterable[torch.Tensor]) -> TfnbError:
+    """What ``error``, raised by the generated code of ``program`` on these feeds, means to the user.
+
+    program: a Program, or a Dataflow of several.
+    """
     by_id = program.whole.contents.by_id
     fed = ", ".join(f"{by_id[value.node].name}: {Spec.of(t)}" for value, t in zip(program.feeds, tensors, strict=True))
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -30,7 +34,7 @@ def explained(program: Program, error: Exception, tensors: Iterable[torch.Tensor
     )  # fmt: skip
 
 
-def failing_node(program: Program, error: BaseException) -> Node | None:
+def failing_node(program: Any, error: BaseException) -> Node | None:
     """The node whose generated line raised, by the traceback's line in the generated code, or that stood in it.
 
     In a loop or branch it is the innermost one.
@@ -47,8 +51,10 @@ def failing_node(program: Program, error: BaseException) -> Node | None:
     return found
 
 
-def _programs(program: Program) -> Iterator[Program]:
-    yield program
+def _programs(program: Any) -> Iterator[Program]:
+    """All generated code of what was lowered."""
+    if isinstance(program, Program):
+        yield program
     for inner in program.inner:
         yield from _programs(inner)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tfnb.errors import InvalidArgument
+from tfnb.errors import InvalidArgument, Unimplemented
 from tfnb.execution import heap
 from tfnb.execution.bindings import QUICK, WRITING
 from tfnb.execution.commit import Pending, Update, commit
@@ -136,6 +136,18 @@ def lower(graph: Graph, fetches: Iterable[Value], feeds: Iterable[Value], last: 
     return _Lowering(graph, optimize(graph, fetches, feeds, last), fetches, feeds).program()
 
 
+def subprogram(
+    subgraph: Subgraph, outputs: Iterable[Value], seed: int, calls: dict[Recursion, Call] | None = None
+) -> Program:
+    """The program of a subgraph, from its inputs. calls: of functions that call themselves, lowered already."""
+    outputs = tuple(outputs)
+    whole = Graph("subgraph", subgraph.contents, seed=seed)
+    lowering = _Lowering(whole, optimize(whole, outputs, subgraph.inputs), outputs, subgraph.inputs)
+    lowering.calls = {} if calls is None else calls
+    lowering.needed_symbols.update(s for guard in subgraph.contents.guards for s in guard.symbols)
+    return lowering.program(subgraph.contents.guards)
+
+
 class _Lowering:
     """One lowering: an fx graph under construction and where each value stands in it."""
 
@@ -205,6 +217,11 @@ class _Lowering:
                 self._region(node)
             case ops.CALL:
                 self._recursive(node)
+            case op if op in ops.QUEUES:
+                raise Unimplemented(
+                    f"node {node.name} uses a queue in a function that calls itself, which is not there: take the "
+                    "element before the call", node=node.name, op=node.op,
+                )  # fmt: skip
             case "tfnb.guard":
                 self._note(self.fx.call_function(Branch(node), (self.values[node.inputs[0]],)), node)
             case _:
@@ -299,14 +316,8 @@ class _Lowering:
             if shared:
                 self.borrowed.add(node.value(index))
 
-    def _subprogram(self, subgraph: Subgraph, outputs: Any) -> Program:
-        """The program of a subgraph, from its inputs."""
-        whole = Graph("subgraph", subgraph.contents, seed=self.whole.seed)
-        pruned = optimize(whole, tuple(outputs), subgraph.inputs)
-        lowering = _Lowering(whole, pruned, tuple(outputs), subgraph.inputs)
-        lowering.calls = self.calls
-        lowering.needed_symbols.update(s for guard in subgraph.contents.guards for s in guard.symbols)
-        return lowering.program(subgraph.contents.guards)
+    def _subprogram(self, inside: Subgraph, outputs: Iterable[Value]) -> Program:
+        return subprogram(inside, outputs, self.whole.seed, self.calls)
 
     def _argument(self, node: Node, leaf: Any) -> Any:
         if isinstance(leaf, Ref):

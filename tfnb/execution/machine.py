@@ -1,8 +1,9 @@
 """The dataflow machine: frames, iterations, dead values. Semantics S-126 to S-133, EuroSys'18 §4.3.
 
-A pure state machine over one `Template` a frame: no thread, clock or queue. `Machine.run` does everything that is ready,
-in whatever order it is asked to; what takes long or waits is handed out as `Task` and comes back with `Machine.finish`.
-A value's tag is the iteration it is delivered to, so values of different tags cannot meet. Imports nothing of tfnb.
+A pure state machine over one `Template` a frame: no thread, clock or queue. `Machine.run` does everything that is
+ready, in whatever order it is asked to; what takes long or waits is handed out as `Task`, and comes back with
+`Machine.finish`. A value's tag is the iteration it is delivered to, so values of different tags cannot meet. Imports
+nothing of tfnb.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ class Dead:
 class Step:
     """One op of a template.
 
-    call: of the slots from ``base`` to ``stop``, of which the first ``count`` are inputs; gives a tuple with a value for
-    each of ``outs``, lists of edges (step, slot). A slot of -1 is a control edge. waits: inputs and control inputs until
-    it is ready; of a Merge, control inputs alone. inner: the template that an Enter goes to. constant: an Enter's value
-    is there in each iteration. rank: the work that lies behind it. lane: where it runs, if it is WORK.
+    call: of the slots from ``base`` to ``stop``, of which the first ``count`` are inputs; gives a tuple with a value
+    for each of ``outs``, lists of edges (step, slot). A slot of -1 is a control edge. waits: inputs and control inputs
+    until it is ready; of a Merge, control inputs alone. inner: the template that an Enter goes to. constant: an Enter's
+    value is there in each iteration. rank: the work that lies behind it. lane: where it runs, if it is WORK.
     """
 
     __slots__ = (
@@ -118,13 +119,17 @@ class Task:
 
 
 class Machine:
-    """One step of a plan: ``root`` with its one iteration. ``most``: iterations of one frame that were live at once."""
+    """One step of a plan: ``root`` with its one iteration. ``most``: iterations of one frame that were live at once.
 
-    def __init__(self, root: Template, results: int) -> None:
+    submit: begins what a WAIT step waits for, and gives a key for it, which is the step's last output.
+    """
+
+    def __init__(self, root: Template, results: int, submit: Callable[[Step, list[Any]], Any] | None = None) -> None:
+        self.submit = submit
         self.ready: deque[tuple[Step, Iteration]] = deque()
         self.results: list[Any] = [None] * results
         self.tasks: list[Task] = []
-        self.waits: dict[Any, Task] = {}  # by what the call of a WAIT step gave
+        self.waits: dict[Any, Task] = {}  # by what ``submit`` gave
         self.most = self.frames = 0
         self.at: Step | None = None  # what it does now
         self.root = Frame(root, None)
@@ -184,7 +189,9 @@ class Machine:
             live = 1 if pred else 0
             self._send(step.outs[live], value, iteration)
             if step.outs[1 - live]:
-                self._kill(step.outs[1 - live], Dead(step, pred) if iteration.frame.parent is None else step.dead, iteration)
+                self._kill(
+                    step.outs[1 - live], Dead(step, pred) if iteration.frame.parent is None else step.dead, iteration
+                )
         elif kind == MERGE:
             which = base
             while slots[which] is EMPTY:
@@ -217,7 +224,8 @@ class Machine:
         if step.kind == WORK:
             self.tasks.append(task)
         else:
-            waits = step.call(*task.args)  # type: ignore[misc]
+            assert self.submit is not None
+            waits = self.submit(step, task.args)
             self.waits[waits] = task
             self._send(step.outs[-1], waits, iteration)
         return False

@@ -1,13 +1,13 @@
-"""From the dataflow form to the machine's templates: what nobody takes is dropped, cheap nodes become generated code.
+"""From the dataflow form to the machine's templates: what nobody takes is dropped, nodes become generated code.
 
-Nodes that wait for the same things become one region, a generated function, so no node ever waits for more than its own
-inputs. What takes long (products, convolutions, ops of other libraries) is a region of its own and goes to a pool.
+Nodes that wait for the same ports become one region, a generated function, so that no node waits for more than its own
+inputs. What takes long (products, convolutions, ops of other libraries) is a region of its own, and goes to a pool.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,81 +15,467 @@ import torch
 
 from tfnb.control_flow import frames
 from tfnb.control_flow.frames import Flow, Op, Port
-from tfnb.execution import machine
+from tfnb.errors import InvalidArgument
 from tfnb.execution.lower import Program, subprogram
 from tfnb.execution.machine import CALL, EMPTY, ENTER, EXIT, MERGE, NEXT, SINK, SWITCH, WAIT, WORK, Step, Template
 from tfnb.graph import Contents, Node, Spec, Subgraph, Value, ops
+from tfnb.graph.contents import unique
 from tfnb.graph.graph import new_id
+from tfnb.graph.node import map_leaves
 from tfnb.graph.spec import Dim
-from tfnb.graph.subgraph import row_places, subgraphs
-from tfnb.kernels.control import gathered, row_of
+from tfnb.graph.subgraph import row_places
+from tfnb.kernels.control import gathered, rows_of
 from tfnb.kernels.random import mix
 from tfnb.recording.interpret import absent, held, sizes_hold
 
-LONG = 2**21  # multiplications of an op that is worth a thread
+LONG = 2**21  # multiplications that are worth a thread of their own
 _NOMINAL = 32  # taken for a size that only a run knows
-_OURS = frozenset({"aten", "prims", "tfnb", "tfnb_pure"})
+_OURS = frozenset({"aten", "prims", "tfnb", "tfnb_pure"})  # what other libraries' ops take, nobody knows
 _CONTROL = {
     frames.SWITCH: SWITCH, frames.MERGE: MERGE, frames.ENTER: ENTER, frames.EXIT: EXIT, frames.NEXT: NEXT,
 }  # fmt: skip
-_STATE = frozenset({"tfnb.read", "tfnb.assign", "tfnb.constant", "tfnb.group", "tfnb.placeholder", "tfnb.guard"})
+_APART = frozenset({"tfnb.read", "tfnb.assign", "tfnb.constant", "tfnb.group", "tfnb.placeholder", "tfnb.guard"})
+
+Edges = list[tuple[Step, int]]
 
 
 @dataclass(slots=True)
 class Plan:
-    """What a machine runs: ``root``, and where its feeds, Variables and constants go."""
+    """What a machine runs: the template of the root frame, and where what it starts with goes."""
 
     root: Template
-    feeds: list[list[tuple[Step, int]]]
-    storages: dict[Any, list[tuple[Step, int]]]
-    given: list[tuple[list[tuple[Step, int]], Any]]  # constants
-    runs: list[tuple[Step, int]]  # the number of the run
+    feeds: list[Edges]
+    storages: dict[Any, Edges]  # by Variable
+    given: list[tuple[Edges, Any]]  # constants
+    run: Edges  # the number of the run
     results: int
-    writes: tuple[Any, ...]  # Variables: the last results
+    writes: tuple[Any, ...]  # Variables: what is written to them are the last results
     programs: list[Program]
-
-
-Submit = Callable[[Node], Callable[..., Any]]  # what a node that may wait does
+    waits: list[Step]  # what may wait
 
 
 class Planner:
-    """One plan under construction."""
+    """One plan under construction. spec: of the root's values, fed ones included."""
 
-    def __init__(self, flow: Flow, specs: Callable[[Value], Spec], seed: int, submit: Submit) -> None:
-        self.flow, self.root_spec, self.seed, self.submit = flow, specs, seed, submit
-        self.same: dict[Port, Port] = {}  # ports that are other ports
-        self.storage: dict[Port, Any] = {}  # reads that see what is stored
-        self.written: dict[Any, Port] = {}
-        self.steps: dict[int, Step] = {}  # by op, or by the first op of a region
-        self.out: dict[Port, tuple[Step, int]] = {}
+    def __init__(self, flow: Flow, spec: Callable[[Value], Spec], seed: int) -> None:
+        self.flow, self.root_spec, self.seed = flow, spec, seed
         self.templates = [Template(frame.parallel) for frame in flow.frames]
+        self.edges: dict[Port, Edges] = {}
+        self.makers: dict[Port, tuple[Step, int]] = {}  # who gives a port, as which output
         self.programs: list[Program] = []
-        self.truths: dict[Port, Port] = {}
-        self.specs: dict[tuple[int, Value], Spec] = {}
-        self.gives: dict[Port, list[tuple[Step, int]]] = {}
+        self.same: dict[Port, Port] = {}  # ports whose value is another port's
+        self.stored: dict[Port, Any] = {}  # reads of what is stored
+        self.written: dict[Any, Port] = {}
+        self._state()
+        self.specs = dict(self._known())
 
     def plan(self, fetches: Sequence[tuple[Port | None, Sequence[Port]]], feeds: Sequence[Port]) -> Plan:
-        """The plan for fetches: a value each, or ports that only have to be there."""
-        self._state()
-        writes = tuple(self.written)
-        wanted = [*fetches, *((self.written[variable], ()) for variable in writes)]
-        wanted = [(None if port is None else self.real(port), [self.real(p) for p in after]) for port, after in wanted]
-        kept = self._kept([p for port, after in wanted for p in (*([] if port is None else [port]), *after)])
-        self._specs()
-        for members in self._regions(kept):
-            self._region(members, kept)
+        """The plan for fetches, each a value or ports that just have to be there."""
+        wanted = [*fetches, *((port, ()) for port in self.written.values())]
+        ends = {self.real(p) for port, after in wanted for p in (port, *after) if p is not None}
+        kept = self._kept(ends)
+        regions = self._regions(kept)
+        member = {number: place for place, members in enumerate(regions) for number in members}
+        taken: dict[int, dict[Port, None]] = {}  # of each op, what is taken outside of its region
         for number in kept:
-            if number not in self.steps:
-                self._step(number)
-        sinks = [self._sink(place, port, after) for place, (port, after) in enumerate(wanted)]
-        self._wire([*((step, op) for step, op in self._inputs())], sinks)
+            for port in self.sources(self.flow.ops[number]):
+                if number not in member or member.get(port.op) != member[number]:
+                    taken.setdefault(port.op, {})[port] = None
+        for port in ends:
+            taken.setdefault(port.op, {})[port] = None
+        for members in regions:
+            self._region(members, [port for number in members for port in taken.get(number, ())])
+        for number in kept:
+            if number not in member:
+                self._op(number)
+        for place, (port, after) in enumerate(wanted):
+            sink = self._step(SINK, 0, None, [] if port is None else [port], after)
+            sink.number = place
+        return self._sealed(len(wanted), feeds)
+
+    def _sealed(self, results: int, feeds: Sequence[Port]) -> Plan:
+        for port, edges in self.edges.items():
+            if port in self.makers:
+                step, index = self.makers[port]
+                step.outs += [[] for _ in range(index + 1 - len(step.outs))]
+                step.outs[index] = edges
         for template in self.templates:
             template.seal()
         _rank(self.templates)
+        storages: dict[Any, Edges] = {}
+        for port, variable in self.stored.items():
+            storages.setdefault(variable, []).extend(self.edges.get(port, ()))
+        constants = [
+            (edges, op.node.attrs["value"]) for number, op in enumerate(self.flow.ops)
+            if op.node is not None and op.node.op == "tfnb.constant" and (edges := self.edges.get(Port(number)))
+        ]  # fmt: skip
+        run = next(Port(number) for number, op in enumerate(self.flow.ops) if op.kind == frames.RUN)
         return Plan(
-            self.templates[0], [self.edges(port) for port in feeds],
-            {variable: edges for port, variable in self.storage.items() if (edges := self.edges(port))},
-            [(edges, op.node.attrs["value"]) for n, op in enumerate(self.flow.ops)
-             if op.node is not None and op.node.op == "tfnb.constant" and (edges := self.edges(Port(n)))],
-            self.edges(Port(self._run_op())), len(wanted), writes, self.programs,
+            self.templates[0], [self.edges.get(port, []) for port in feeds], storages, constants,
+            self.edges.get(run, []), results, tuple(self.written), self.programs,
+            [step for template in self.templates for step in template.steps if step.kind == WAIT],
         )  # fmt: skip
+
+    # -- what is there, and what is needed --------------------------------------------------------------------
+
+    def real(self, port: Port) -> Port:
+        """The port that has the value of this one."""
+        return self.same.get(port, port)
+
+    def _state(self) -> None:
+        """Reads and writes of Variables, in program order, stand for other ports."""
+        for number, op in enumerate(self.flow.ops):
+            kind, port = op.node.op if op.node is not None and op.kind == frames.NODE else "", Port(number)
+            if kind == "tfnb.assign":
+                self.same[port] = self.same[Port(number, 1)] = self.real(op.inputs[0])
+                self.written[_node(op).attrs["variable"]] = port
+            elif kind == "tfnb.read" and (before := self.written.get(_node(op).attrs["variable"])) is not None:
+                self.same[port] = self.real(before)
+            elif kind == "tfnb.read":
+                self.stored[port] = _node(op).attrs["variable"]
+
+    def sources(self, op: Op) -> list[Port]:
+        """The ports that an op waits for when it runs."""
+        inputs = op.inputs
+        if op.kind == frames.NODE and _node(op).op == ops.WITH_GRADIENT:
+            inputs = tuple(op.inputs[ref.input] for ref in _node(op).attrs["values"])
+        return [self.real(port) for port in replace(op, inputs=inputs).sources]
+
+    def _kept(self, wanted: Iterable[Port]) -> list[int]:
+        """Ops that lead to what is wanted or use a queue, and those that check the sizes of a scope that runs."""
+        checks: dict[int, list[int]] = {}
+        for number, op in enumerate(self.flow.ops):
+            if op.kind == frames.SIZES:
+                checks.setdefault(op.scope, []).append(number)
+        stack = [*(port.op for port in wanted), *(n for n, op in enumerate(self.flow.ops) if _uses_queue(op))]
+        kept: set[int] = set()
+        while stack:
+            number = stack.pop()
+            if number not in kept:
+                kept.add(number)
+                op = self.flow.ops[number]
+                stack.extend(port.op for port in self.sources(op))
+                stack.extend(checks.pop(op.scope, ()))
+        return sorted(kept)
+
+    def _known(self) -> Iterator[tuple[tuple[int, Value], Spec]]:
+        """The specs of the values of each scope."""
+        for number, scope in enumerate(self.flow.scopes):
+            yield from (((number, node.value()), node.outputs[0]) for node in scope.placeholders)
+        for op in self.flow.ops:
+            if op.node is not None:
+                yield from (((op.scope, op.node.value(i)), spec) for i, spec in enumerate(op.node.outputs))
+
+    def _spec(self, op: Op, value: Value) -> Spec:
+        return self.specs.get((op.scope, value)) or self.root_spec(value)
+
+    # -- regions ----------------------------------------------------------------------------------------------
+
+    def _regions(self, kept: Sequence[int]) -> list[list[int]]:
+        """Nodes that become one function: they wait for the same ports, in one scope and on one device.
+
+        A value that comes from another device, or from an op that takes long, is waited for by itself.
+        """
+        bits: dict[Port, int] = {}
+        waits: dict[int, int] = {}  # of each node that is in a larger region: a bit for each port
+        groups: dict[Any, list[int]] = {}
+        for number in kept:
+            op = self.flow.ops[number]
+            if op.kind != frames.NODE or _node(op).op in _APART or _uses_queue(op):
+                continue
+            if self._takes_long(op):
+                groups[number] = [number]
+                continue
+            mask = 0
+            for port in self.sources(op):
+                joins = port.op in waits and _node(self.flow.ops[port.op]).device == _node(op).device
+                mask |= waits[port.op] if joins else 1 << bits.setdefault(port, len(bits))
+            waits[number] = mask
+            groups.setdefault((op.scope, _node(op).device, mask), []).append(number)
+        return list(groups.values())
+
+    def _takes_long(self, op: Op) -> bool:
+        node = _node(op)
+        if node.op in ops.REGIONS or (node.op.count(".") > 1 and node.op.partition(".")[0] not in _OURS):
+            return True
+        return work(node, [self._spec(op, value) for value in node.inputs]) > LONG
+
+    def _region(self, members: Sequence[int], taken: Sequence[Port]) -> None:
+        """The step that computes some nodes with generated code."""
+        found = [self.flow.ops[number] for number in members]
+        first, ids = found[0], {_node(op).id for op in found}
+        given: dict[Port, Node] = {}
+
+        def value(port: Port, spec: Spec) -> Value:
+            if port.op in members:
+                return _node(self.flow.ops[port.op]).value(port.index)
+            if port not in given:
+                name = f"input_{len(given)}"
+                given[port] = Node(id=new_id(), name=name, op="tfnb.placeholder", outputs=(spec,))
+            return given[port].value()
+
+        nodes, after = [], []
+        for op in found:
+            node = _node(op)
+            inputs = [value(self.real(p), self._spec(op, v)) for p, v in zip(op.inputs, node.inputs, strict=True)]
+            for spec, port in op.sizes:
+                value(self.real(port), spec)
+            after += [port for port in op.after if port.op not in members]
+            nodes.append(replace(node, inputs=tuple(inputs), control=tuple(i for i in node.control if i in ids)))
+        ends = [port for port in taken if self._is_end(port)]
+        outs = [port for port in taken if port not in ends]
+        subgraph = Subgraph(
+            Contents((*given.values(), *_distinct(nodes))), tuple(node.value() for node in given.values()),
+            tuple(_node(self.flow.ops[port.op]).value(port.index) for port in outs),
+        )  # fmt: skip
+        program = subprogram(subgraph, [v for v in subgraph.outputs if v is not None], self.seed)
+        self.programs.append(program)
+        kind = WORK if len(members) == 1 and self._takes_long(first) else CALL
+        run = next((op.run for op in found if op.run is not None), None)
+        forward = program.forward if not ends else _ended(program.forward)
+        step = self._step(kind, first.frame, forward, [*given, *([] if run is None else [run])], after)
+        if run is None:
+            self._preset(step, 0)
+        step.op, step.lane = first, _node(first).device
+        self.makers.update({port: (step, index) for index, port in enumerate(outs)})
+        self.makers.update({port: (step, len(outs)) for port in ends})
+
+    def _is_end(self, port: Port) -> bool:
+        """Whether a port tells that a node is done, and has no value."""
+        return port.index >= len(_node(self.flow.ops[port.op]).outputs)
+
+    # -- steps ------------------------------------------------------------------------------------------------
+
+    def _step(
+        self, kind: int, frame: int, call: Callable[..., Any] | None, inputs: Sequence[Port], after: Sequence[Port] = ()
+    ) -> Step:
+        """A new step that takes these ports."""
+        template = self.templates[frame]
+        step = Step(kind, template, call)
+        step.base, step.count = len(template.slots), len(inputs)
+        step.stop = step.base + step.count
+        step.waits = len(after) + (0 if kind == MERGE else step.count)
+        template.slots += [EMPTY if kind == MERGE else None] * step.count
+        for slot, port in enumerate(inputs, step.base):
+            self.edges.setdefault(self.real(port), []).append((step, slot))
+        for port in after:
+            self.edges.setdefault(self.real(port), []).append((step, -1))
+        return step
+
+    def _preset(self, step: Step, value: Any) -> None:
+        """A last argument of the step's call that is always the same."""
+        step.frame.slots.append(value)
+        step.stop += 1
+
+    def _op(self, number: int) -> None:
+        """The step of an op that is in no region; none for what is given or stands for another port."""
+        op = self.flow.ops[number]
+        node = op.node
+        inputs, after = list(op.inputs), list(op.after)
+        if op.kind in _CONTROL:
+            frame = self.flow.frames[op.frame].parent if op.kind == frames.ENTER else op.frame
+            step = self._step(_CONTROL[op.kind], frame, None, inputs, after)
+            if op.kind == frames.ENTER:
+                step.inner, step.constant = self.templates[op.frame], op.part[1]
+                step.inner.enters += 1
+            outs = 2 if op.kind == frames.SWITCH else 1
+            step.outs = [[] for _ in range(outs)]
+        elif op.kind == frames.NODE:
+            assert node is not None
+            if node.op == "tfnb.placeholder":
+                raise _unfed(node)
+            if node.op in ("tfnb.read", "tfnb.assign", "tfnb.constant"):
+                return
+            if "queue" in node.attrs:
+                step, outs = self._step(WAIT, op.frame, None, inputs, after), len(node.outputs) + 2
+                step.outs = [[] for _ in range(outs)]
+            elif node.op == "tfnb.guard":
+                step, outs = self._step(CALL, op.frame, _guard(node), inputs, after), 1
+            else:
+                step, outs = self._step(CALL, op.frame, _nothing, [], [*inputs, *after]), 1
+        elif op.kind in (frames.FEED, frames.RUN):
+            return
+        else:
+            sizes = [port for _, port in op.sizes]
+            call = CALLS[op.kind](op, _sizes_of([spec for spec, _ in op.sizes]))
+            step, outs = self._step(CALL, op.frame, call, [*inputs, *sizes], after), 2
+        step.op = op
+        for index in range(outs):
+            self.makers[Port(number, index)] = step, index
+
+
+# -- what ops compute -------------------------------------------------------------------------------------------------
+
+Sizes = Callable[[Sequence[torch.Tensor]], dict[str, int]]
+
+
+def _sizes_of(specs: Sequence[Spec]) -> Sizes:
+    """What reads sizes off values of these specs."""
+    found: dict[str, tuple[int, int]] = {}
+    for place, spec in enumerate(specs):
+        for axis, size in enumerate(spec.shape):
+            if isinstance(size, Dim) and size.is_symbol:
+                found.setdefault(size.expr, (place, axis))
+    return lambda values: {symbol: values[place].shape[axis] for symbol, (place, axis) in found.items()}
+
+
+def _start(op: Op, sizes: Sizes) -> Callable[..., Any]:
+    given = (op.part,)
+    return lambda: given
+
+
+def _below(op: Op, sizes: Sizes) -> Callable[..., Any]:
+    limit = math.inf if op.part is None else op.part
+    return lambda turns, *limits: (turns < limit and all(turns < int(most) for most in limits),)
+
+
+def _rows(op: Op, sizes: Sizes) -> Callable[..., Any]:
+    return lambda *x: (rows_of(x if len(x) > 1 else x[0]), len(x[-1]))
+
+
+def _row(op: Op, sizes: Sizes) -> Callable[..., Any]:
+    if _node(op).attrs["reverse"]:
+        return lambda turn, row: (row(-1 - turn),)
+    return lambda turn, row: (row(turn),)
+
+
+def _stack(op: Op, sizes: Sizes) -> Callable[..., Any]:
+    attrs = _node(op).attrs
+    spec = _node(op).outputs[row_places(attrs)[op.part][0]]
+    shape = attrs["rows"][op.part]
+
+    def stack(last: Any, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        made = []
+        while last is not None:
+            last, value = last
+            made.append(value)
+        return gathered(
+            made if attrs["reverse"] else made[::-1], (_numbers(shape, sizes(values)), spec.dtype, spec.device)
+        )
+
+    return stack
+
+
+def _absent(op: Op, sizes: Sizes) -> Callable[..., Any]:
+    spec, shape = _node(op).outputs[op.part], _node(op).attrs["shapes"][op.part]
+    return lambda *values: (absent(spec, _numbers(shape, sizes(values))),)
+
+
+def _check(op: Op, sizes: Sizes) -> Callable[..., Any]:
+    def check(*values: torch.Tensor) -> tuple[Any, ...]:
+        for guard in op.part:
+            sizes_hold(guard, sizes(values))
+        return ()
+
+    return check
+
+
+def _numbers(shape: Any, symbols: Mapping[str, int]) -> Any:
+    return map_leaves(lambda leaf: leaf.evaluate(symbols) if isinstance(leaf, Dim) else leaf, shape)
+
+
+CALLS: dict[str, Callable[[Op, Sizes], Callable[..., Any]]] = {
+    frames.START: _start,
+    frames.TRUTH: lambda op, sizes: lambda value: (bool(value),),
+    frames.LOOPCOND: lambda op, sizes: lambda value: (bool(value),),
+    frames.COUNT: lambda op, sizes: lambda turns: (turns + 1,),
+    frames.TURNS: lambda op, sizes: lambda turns: (torch.tensor(turns),),
+    frames.MIX: lambda op, sizes: lambda run, turns: (mix(run, turns),),
+    frames.PUSH: lambda op, sizes: lambda before, value: ((before, value),),
+    frames.BELOW: _below,
+    frames.ROWS: _rows,
+    frames.ROW: _row,
+    frames.STACK: _stack,
+    frames.ABSENT: _absent,
+    frames.SIZES: _check,
+}
+"""What makes the call of an op of the dataflow form: of its inputs, then of the values that tell sizes."""
+
+
+def _guard(node: Node) -> Callable[..., Any]:
+    def guard(value: torch.Tensor) -> tuple[None]:
+        held(node, value)
+        return (None,)
+
+    return guard
+
+
+def _nothing() -> tuple[None]:
+    return (None,)
+
+
+def _ended(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The call of a region that others wait for; what they wait for is its last output."""
+    return lambda *args: (*forward(*args), None)
+
+
+# -- facts of ops -----------------------------------------------------------------------------------------------------
+
+
+def work(node: Node, inputs: Sequence[Spec]) -> float:
+    """About how many multiplications and additions a node takes."""
+    made = float(sum(_count(spec.shape) for spec in node.outputs))
+    name = node.op.split(".")[1] if node.op.count(".") > 1 else ""
+    if not inputs or not any(part in name for part in _PRODUCTS):
+        return made
+    inner = max(inputs, key=lambda spec: len(spec.shape)).shape if "conv" not in name else inputs[-1].shape
+    return made * (_count(inner[1:]) if "conv" in name else _count(inner[-1:]))
+
+
+_PRODUCTS = ("mm", "matmul", "conv", "attention", "linear", "lstm", "gru")
+
+
+def _count(shape: Sequence[Any]) -> int:
+    return math.prod(size if isinstance(size, int) else _NOMINAL for size in shape)
+
+
+def _node(op: Op) -> Node:
+    assert op.node is not None
+    return op.node
+
+
+def _uses_queue(op: Op) -> bool:
+    return op.kind == frames.NODE and "queue" in _node(op).attrs
+
+
+def _distinct(nodes: Sequence[Node]) -> list[Node]:
+    """The nodes with a name each, and none like an input's."""
+    taken: set[str] = set()
+    found = []
+    for node in nodes:
+        name = unique(node.name, taken)
+        taken.add(name)
+        found.append(replace(node, name=name))
+    return found
+
+
+def _unfed(node: Node) -> InvalidArgument:
+    where = f", recorded at {node.source}" if node.source else ""
+    return InvalidArgument(
+        f"placeholder {node.name} ({node.outputs[0]}) must be fed{where}; add it to the feed_dict",
+        node=node.name,
+        op=node.op,
+    )
+
+
+def _rank(templates: Iterable[Template]) -> None:
+    """The length of the longest way from each step to the end of its iteration, in steps that go to the pool."""
+    for template in templates:
+        left = {step: 0 for step in template.steps}
+        inside = {
+            s: [t for edges in s.outs for t, _ in edges if t.frame is template]
+            for s in template.steps
+            if s.kind != NEXT
+        }
+        for targets in inside.values():
+            for target in targets:
+                left[target] += 1
+        order = [step for step in template.steps if not left[step]]
+        for step in order:  # grows while it is read
+            for target in inside.get(step, ()):
+                left[target] -= 1
+                if not left[target]:
+                    order.append(target)
+        for step in reversed(order):
+            behind = max((target.rank for target in inside.get(step, ())), default=0.0)
+            step.rank = behind + (1.0 if step.kind == WORK else 0.001)

@@ -44,7 +44,7 @@ def mode(wanted: str) -> Mode:
 class Tiers:
     """The code of one program, by the sizes of its feeds."""
 
-    def __init__(self, program: Program, mode: Mode) -> None:
+    def __init__(self, program: Any, mode: Mode) -> None:
         self.program, self.mode = program, mode
         self._sizes: dict[tuple[torch.Size, ...], Sizes] = {}
 

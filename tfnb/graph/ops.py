@@ -19,7 +19,9 @@ WITH_GRADIENT = "tfnb.with_gradient"  # the identity of its values, with a gradi
 COND, WHILE = "tfnb.cond", "tfnb.while"
 CALL = "tfnb.call"  # of a function that calls itself
 REGIONS = frozenset({COND, WHILE})  # hold subgraphs: see tfnb.graph.subgraph
-STRUCTURAL = REGIONS | {
+ENQUEUE, DEQUEUE, CLOSE, SIZE = "tfnb.enqueue", "tfnb.dequeue", "tfnb.close", "tfnb.size"
+QUEUES = frozenset({ENQUEUE, DEQUEUE, CLOSE, SIZE})  # use the attr ``queue``, and may wait
+STRUCTURAL = REGIONS | QUEUES | {
     "tfnb.placeholder", "tfnb.constant", "tfnb.read", "tfnb.assign", "tfnb.group", "tfnb.guard", WITH_GRADIENT, CALL,
 }  # fmt: skip
 TRUSTED = frozenset({"aten", "prims", "tfnb"})  # namespaces that only compute

@@ -2,7 +2,7 @@
 
 Its contents are ordinary nodes; its inputs are their placeholders, so whatever works on a graph with feeds works on a
 subgraph. It names no value of the graph around it: what it takes from there is an input. It neither reads nor writes
-variables: the node around it takes and gives their values.
+variables: the node around it takes and gives their values. It may use queues.
 
 ``tfnb.cond`` (``pred``, ``operands``, ``then``, ``else``, ``shapes``) gives the outputs of one of two subgraphs of the
 operands; ``shapes`` has the shape of each output that may be absent, None for others.
@@ -27,7 +27,7 @@ from typing import Any
 
 from tfnb.graph.contents import Contents
 from tfnb.graph.node import Node, Value, leaves, map_leaves
-from tfnb.graph.ops import CALL, REGIONS
+from tfnb.graph.ops import CALL, QUEUES, REGIONS
 
 
 def row_places(attrs: Mapping[str, Any]) -> list[tuple[int, ...]]:
@@ -92,6 +92,11 @@ def subgraphs(node: Node) -> Iterator[Subgraph]:
     """The subgraphs that a node holds."""
     if node.op in REGIONS:
         yield from (leaf for leaf in leaves(node.attrs) if isinstance(leaf, Subgraph))
+
+
+def uses_queues(node: Node) -> bool:
+    """Whether a node, or one inside of it, uses a queue: it acts when it runs, and may wait."""
+    return node.op in QUEUES or any(inner.op in QUEUES for inner in nested(node))
 
 
 def map_nodes(function: Callable[[Node], Node], node: Node, _made: dict[Recursion, Recursion] | None = None) -> Node:

@@ -18,7 +18,7 @@ from tfnb.errors import StaleNode
 from tfnb.graph import Contents, Guard, Node, Owner, Spec, Value, Variable
 from tfnb.graph.node import leaves, map_leaves
 from tfnb.graph.spec import Dim
-from tfnb.graph.subgraph import map_nodes
+from tfnb.graph.subgraph import map_nodes, uses_queues
 
 _NOTHING: Mapping[Any, Any] = MappingProxyType({})
 _SOURCES = ("tfnb.placeholder", "tfnb.read", "tfnb.assign", "tfnb.group", "tfnb.guard")
@@ -34,7 +34,7 @@ def drop_unreachable_data(nodes: Iterable[Node], live: set[int]) -> list[Node]:
     real: set[int] = set()
     for node in nodes:
         earlier = any(v.node not in known or v.node in real for v in node.inputs)
-        if node.op in _SOURCES or earlier or node.id in live:
+        if node.op in _SOURCES or earlier or node.id in live or uses_queues(node):
             real.add(node.id)
     needed: set[int] = set()
     for node in reversed(nodes):

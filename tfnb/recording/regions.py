@@ -21,6 +21,7 @@ from tfnb.graph import Contents, Dim, Guard, Node, Spec, Subgraph, Value, Variab
 from tfnb.graph.contents import unique
 from tfnb.graph.graph import new_id
 from tfnb.graph.spec import Size
+from tfnb.graph.subgraph import uses_queues
 from tfnb.recording.interpret import evaluate
 from tfnb.recording.own_gradient import sealed
 from tfnb.recording.recompute import repeats
@@ -259,11 +260,11 @@ def _parted(
 
 
 def _needed(nodes: Sequence[Node], outputs: Iterable[Value]) -> list[Node]:
-    """The nodes that the outputs need; placeholders and guards of branches stay."""
+    """The nodes that the outputs need; placeholders, guards of branches and what uses a queue stay."""
     wanted = {v.node for v in outputs}
     kept = []
     for node in reversed(nodes):
-        if node.id in wanted or node.op in ("tfnb.placeholder", "tfnb.guard"):
+        if node.id in wanted or node.op in ("tfnb.placeholder", "tfnb.guard") or uses_queues(node):
             kept.append(node)
             wanted.update(v.node for v in node.inputs)
             wanted.update(node.control)
@@ -370,7 +371,7 @@ def append(
         tape.new[-1] = tape.by_id[value.node] = replace(tape.new[-1], stream=stream)
     node = tape.new[-1]
     samples: Sequence[torch.Tensor | None] = [None] * len(outputs)
-    if not recorder.lazy and all(entry.sample is not None for entry in entries):
+    if not (recorder.lazy or uses_queues(node)) and all(entry.sample is not None for entry in entries):
         try:
             with _disable_current_modes(), torch._C.DisableTorchFunction():
                 samples = evaluate(

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from tfnb.errors import InvalidArgument
-from tfnb.graph import Node, Owner, Source, Spec, Value
+from tfnb.graph import Node, Owner, Source, Spec, Value, ops
 from tfnb.graph.contents import unique
 from tfnb.graph.graph import new_id
 
 _NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*\Z")
-_VARYING = ("tfnb.placeholder", "tfnb.read", "tfnb.assign", "tfnb.cond", "tfnb.while", "tfnb.call")
+_VARYING = frozenset({"tfnb.placeholder", "tfnb.read", "tfnb.assign", ops.CALL}) | ops.REGIONS | ops.QUEUES
 _UNSCOPED = ("tfnb.placeholder", "tfnb.read", "tfnb.constant")
 
 

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tfnb.graph import Graph, Node, Value
+from tfnb.graph.subgraph import uses_queues
 from tfnb.recording.interpret import evaluate, stream_seed
 from tfnb.recording.shapes import Shapes
 from tfnb.recording.symbols import Symbols
@@ -160,7 +161,7 @@ class Workspace:
             case "tfnb.placeholder":
                 return None
         inputs = [self._known(v) for v in node.inputs]
-        if any(i is None for i in inputs):
+        if uses_queues(node) or any(i is None for i in inputs):
             return None
         if node.op.startswith("tfnb.assign"):
             return (inputs[0],)  # type: ignore[return-value]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tfnb.gradients.table import nograd, overloads, partials
+from tfnb.graph.ops import QUEUES
 
 aten = torch.ops.aten
 
@@ -28,5 +29,5 @@ partials(aten._standard_gamma.default, lambda n, dy: dy * aten._standard_gamma_g
 nograd(
     aten.detach.default, aten.detach_copy.default, aten._local_scalar_dense.default, aten.sym_size.int,
     aten._assert_async.default, aten._assert_async.msg, aten._assert_tensor_metadata.default,
-    "tfnb.placeholder", "tfnb.constant", "tfnb.read", "tfnb.group", "tfnb.guard", "tfnb.print",
+    "tfnb.placeholder", "tfnb.constant", "tfnb.read", "tfnb.group", "tfnb.guard", "tfnb.print", *sorted(QUEUES),
 )  # fmt: skip

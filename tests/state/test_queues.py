@@ -1,0 +1,507 @@
+"""Queues: the order of attempts, closing, waiting without threads, cancelling, deadlocks."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+import tfnb
+from tfnb.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    DeadlockError,
+    InvalidArgument,
+    OutOfRange,
+    QueueClosed,
+    ShapeError,
+)  # fmt: skip
+from tfnb.state.fifo import Attempt, Fifo
+
+
+def scalars(capacity: int = 2, name: str = "q") -> tfnb.FIFOQueue:
+    return tfnb.FIFOQueue(capacity, torch.float32, (), name=name)
+
+
+def in_thread(call: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    """The thread, and what the call returned or raised."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, found
+
+
+def recorded(queue: tfnb.FIFOQueue) -> dict[str, Any]:
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.tensor(1.0), name="x")
+        ops = {
+            "put": queue.enqueue(x), "take": queue.dequeue(), "size": queue.size(), "close": queue.close(), "x": x,
+            "cancel": queue.close(cancel_pending_enqueues=True),
+        }  # fmt: skip
+    return ops | {"graph": g}
+
+
+# -- the state machine ------------------------------------------------------------------------------------------------
+
+
+class Model:
+    """The same queue, as simple as can be: attempts are looked at again and again."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.closed = capacity, False
+        self.stored: deque[Any] = deque()
+        self.puts: list[list[Any]] = []
+        self.takes: list[list[Any]] = []
+
+    def settle(self) -> None:
+        moved = True
+        while moved:
+            moved = False
+            if self.takes and self.stored:
+                self.takes.pop(0)[1:] = ["got", self.stored.popleft()]
+                moved = True
+            elif self.puts and self.puts[0][0] == "close":
+                self.puts.pop(0)[1:] = ["done", None]
+                self.closed = True
+                for late in self.puts:
+                    late[1:] = ["refused", None]
+                self.puts, moved = [], True
+            elif self.puts and len(self.stored) < self.capacity:
+                attempt = self.puts.pop(0)
+                self.stored.append(attempt[1])
+                attempt[1:] = ["done", None]
+                moved = True
+            elif self.takes and self.closed:
+                self.takes.pop(0)[1:] = ["end", None]
+                moved = True
+
+
+def outcome(attempt: Attempt) -> Any:
+    if not attempt.is_over:
+        return None
+    if attempt.error is not None:
+        return "refused" if isinstance(attempt.error, QueueClosed) else "end"
+    return ("got", attempt.result[0]) if attempt.kind == "dequeue" else "done"
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_random_attempts_end_as_in_a_simple_model(seed: int) -> None:
+    rng = random.Random(seed)
+    queue, model = Fifo("q", 2), Model(2)
+    pairs: list[tuple[Attempt, list[Any]]] = []
+    told: list[Attempt] = []
+    for number in range(40):
+        kinds = ["enqueue", "dequeue", "enqueue", "dequeue", "withdraw", "close" if number > 25 else "dequeue"]
+        kind = rng.choice(kinds)
+        if kind == "withdraw":
+            waiting = [pair for pair in pairs if not pair[0].is_over]
+            if waiting:
+                attempt, twin = pair = rng.choice(waiting)
+                queue.withdraw([attempt])
+                pairs.remove(pair)
+                (model.puts if twin in model.puts else model.takes).remove(twin)
+                model.settle()
+        else:
+            attempt = Attempt(queue, kind, told.append, element=(number,))  # type: ignore[arg-type]
+            twin = [kind, number]
+            queue.submit(attempt)
+            if kind != "dequeue" and model.closed:
+                twin[1:] = ["refused", None]
+            else:
+                (model.takes if kind == "dequeue" else model.puts).append(twin)
+            model.settle()
+            pairs.append((attempt, twin))
+        for attempt, twin in pairs:
+            want = None if len(twin) == 2 else ("got", twin[2]) if twin[1] == "got" else twin[1]
+            assert outcome(attempt) == want
+        assert list(queue.elements) == [(n,) for n in model.stored]
+        assert all(attempt.is_over for attempt in told) and len(set(told)) == len(told)
+
+
+def test_a_later_attempt_stands_in_line_when_the_one_before_does() -> None:
+    queue, told = Fifo("q", 1), []
+    first, second = (Attempt(queue, "dequeue", told.append) for _ in range(2))
+    other = Attempt(queue, "enqueue", told.append, element=(1,))
+    queue.submit(first)
+    queue.submit(second, first)  # both stand in line
+    queue.submit(other, second)  # waits until both are over, and so for ever
+    assert first.is_placed and second.is_placed and not other.is_placed
+    for _ in range(2):
+        queue.submit(Attempt(queue, "enqueue", told.append, element=(0,)))
+    assert first.is_over and second.is_over and other.is_over and list(queue.elements) == [(1,)]
+
+
+def test_a_long_line_of_turns_needs_no_recursion() -> None:
+    queue, told = Fifo("q", 1), []
+    before = None
+    for number in range(20_000):
+        attempt = Attempt(queue, "enqueue" if number % 2 else "dequeue", told.append, element=(number,))
+        queue.submit(attempt, before)
+        before = attempt
+    assert not told
+    queue.submit(Attempt(queue, "enqueue", told.append, element=(-1,)))
+    assert len(told) == 20_001 and told[-1] is before
+
+
+# -- at once ----------------------------------------------------------------------------------------------------------
+
+
+def test_elements_come_out_as_they_went_in_and_are_the_queues_own() -> None:
+    queue = tfnb.FIFOQueue(5, [torch.float32, torch.int64], [(2,), None], name="pairs")
+    given = torch.ones(2)
+    for n in range(3):
+        queue.enqueue((given * n if n else given, torch.arange(n)))
+    given.zero_()
+    assert queue.size() == 3
+    found = [queue.dequeue() for _ in range(3)]
+    torch.testing.assert_close(found[0][0], torch.ones(2))
+    assert [pair[1].tolist() for pair in found] == [[], [0], [0, 1]]
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    queue = tfnb.FIFOQueue(5, torch.float32, (2, None), name="rows")
+    with pytest.raises(ShapeError, match=r"component 0 of queue rows has shape \[2, None\]"):
+        queue.enqueue(torch.ones(3, 2))
+    with pytest.raises(InvalidArgument, match="convert it"):
+        queue.enqueue(torch.ones(2, 2, dtype=torch.int64))
+    with pytest.raises(InvalidArgument, match="takes 2 tensors, and was given 1"):
+        tfnb.FIFOQueue(5, [torch.float32, torch.float32]).enqueue(torch.ones(2))
+    with pytest.raises(InvalidArgument, match="capacity 0"):
+        tfnb.FIFOQueue(0, torch.float32)
+    with tfnb.record(), pytest.raises(ShapeError):
+        queue.enqueue(torch.ones(3, 2))
+    with tfnb.record(), pytest.raises(InvalidArgument, match="give shapes="):
+        tfnb.FIFOQueue(5, torch.float32).dequeue()
+
+
+@pytest.mark.parametrize("how", ["recorded", "at once"])
+def test_closing(how: str) -> None:
+    queue = scalars(2)
+    ops = recorded(queue)
+    session = tfnb.Session(ops["graph"])
+
+    def do(name: str) -> Any:
+        if how == "recorded":
+            return session.run(ops[name], {ops["x"]: 5.0} if name == "put" else None, timeout=20)
+        return {"put": lambda: queue.enqueue(5.0), "take": queue.dequeue, "close": queue.close}[name]()
+
+    do("put")
+    do("close")
+    with pytest.raises(QueueClosed, match="is closed"):
+        do("put")
+    with pytest.raises(QueueClosed, match="already closed"):
+        do("close")
+    assert do("take") == 5
+    with pytest.raises(OutOfRange, match=r"insufficient elements \(requested 1, current size 0\)"):
+        do("take")
+
+
+def test_close_waits_for_the_enqueues_before_it_or_cancels_them() -> None:
+    queue = scalars(1)
+    queue.enqueue(1.0)
+    thread, found = in_thread(lambda: queue.enqueue(2.0))
+    until(lambda: bool(queue.fifo.lines["enqueue"]))
+    closing, closed = in_thread(queue.close)
+    time.sleep(0.05)
+    assert not closed and queue.dequeue() == 1
+    thread.join(5), closing.join(5)
+    assert found == [None] and closed == [None] and queue.dequeue() == 2
+
+    queue = scalars(1)
+    queue.enqueue(1.0)
+    thread, found = in_thread(lambda: queue.enqueue(2.0))
+    until(lambda: bool(queue.fifo.lines["enqueue"]))
+    queue.close(cancel_pending_enqueues=True)
+    thread.join(5)
+    assert isinstance(found[0], Cancelled) and queue.dequeue() == 1
+
+
+def until(holds: Callable[[], bool], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+# -- in graphs --------------------------------------------------------------------------------------------------------
+
+
+def test_recording_does_nothing_and_shows_the_element_that_comes_next() -> None:
+    queue = scalars()
+    queue.enqueue(3.0)
+    with tfnb.record() as g:
+        y = queue.dequeue() * 2
+        queue.enqueue(9.0)
+        shapeless = tfnb.FIFOQueue(2, torch.float32, name="free").dequeue(sample=torch.ones(4, 3))
+    assert y.sample == 6 and queue.size() == 1 and str(shapeless.spec.shape[1]) == "3"
+    assert tfnb.run(y) == 6 and queue.size() == 0
+    assert str(g.nodes[0]) and "tfnb.dequeue" in g.text()
+
+
+def test_operations_happen_in_the_order_written_and_do_not_pull_one_another() -> None:
+    queue = scalars(3)
+    with tfnb.record() as g:
+        first = queue.enqueue(1.0)
+        second = queue.enqueue(2.0)
+        a, b = queue.dequeue(), queue.dequeue()
+        held = queue.size()
+    session = tfnb.Session(g)
+    assert session.run([b, held, a, second, first]) == [2, 0, 1, None, None]
+    session.run(second)
+    assert queue.size() == 1 and session.run(a) == 2
+
+
+def test_a_queue_between_two_loops_of_two_threads() -> None:
+    queue, results = scalars(3, "work"), tfnb.FIFOQueue(-1, torch.float32, (), name="results")
+    with tfnb.record() as g:
+
+        def produce(i: Any) -> Any:
+            tfnb.cond(i % 2 == 0, lambda: _put(queue, i * 10.0), lambda: _put(queue, i * 1.0))
+            return i + 1
+
+        (made,) = tfnb.while_loop(lambda i: i < 40, produce, (0,), parallel_iterations=8)
+
+        def consume(i: Any, total: Any) -> Any:
+            x = queue.dequeue()
+            results.enqueue(x + 1)
+            return i + 1, total + x
+
+        _, total = tfnb.while_loop(lambda i, t: i < 40, consume, (0, 0.0), parallel_iterations=8)
+    session = tfnb.Session(g)
+    thread, found = in_thread(lambda: session.run(made))
+    expected = [i * 10.0 if i % 2 == 0 else i * 1.0 for i in range(40)]
+    assert session.run(total) == sum(expected)
+    thread.join(10)
+    assert found == [40] and [results.dequeue().item() - 1 for _ in range(40)] == expected
+
+
+def _put(queue: tfnb.FIFOQueue, value: Any) -> Any:
+    queue.enqueue(value)
+    return value
+
+
+def test_an_element_keeps_the_value_that_a_variable_had() -> None:
+    v, queue = tfnb.Variable(torch.zeros(3), name="v"), tfnb.FIFOQueue(2, torch.float32, (3,))
+    with tfnb.record() as g:
+        put = queue.enqueue(v.read())
+        more = v.assign_add(torch.ones(3))
+    tfnb.run([put, more])
+    assert queue.dequeue().tolist() == [0, 0, 0] and v.value().tolist() == [1, 1, 1]
+
+
+def test_sizes_may_differ_from_element_to_element() -> None:
+    queue = tfnb.FIFOQueue(9, torch.float32, (None,), name="lines")
+    with tfnb.record():
+        y = queue.dequeue().sum()
+        two = torch.cat([queue.dequeue(), queue.dequeue()])
+    for n in (3, 1, 2, 0):
+        queue.enqueue(torch.ones(n))
+    assert tfnb.run(y) == 3 and tfnb.run(two).shape == (3,)
+
+
+def test_ten_thousand_waits_hold_no_threads_and_can_be_cancelled() -> None:
+    queue, count = tfnb.FIFOQueue(5, torch.float32, (), name="empty"), 10_000
+    with tfnb.record() as g:
+
+        def body(i: Any, total: Any) -> Any:
+            return i + 1, total + queue.dequeue()
+
+        _, total = tfnb.while_loop(lambda i, t: i < count, body, (0, 0.0), parallel_iterations=count)
+    session = tfnb.Session(g)
+    before = threading.active_count()
+    thread, found = in_thread(lambda: session.run(total))
+    until(lambda: queue.fifo is not None and len(queue.fifo.lines["dequeue"]) == count, 120)
+    assert threading.active_count() <= before + 8
+    start = time.perf_counter()
+    session.close()
+    thread.join(20)
+    assert time.perf_counter() - start < 1.5  # a second, on a machine that does nothing else
+    assert isinstance(found[0], Cancelled) and not queue.fifo.lines["dequeue"]
+    queue.enqueue(1.0)
+    assert queue.size() == 1
+
+
+def test_a_deadline_takes_back_what_waits_and_says_what_it_was() -> None:
+    queue = scalars(1, "line")
+    ops = recorded(queue)
+    session = tfnb.Session(ops["graph"])
+    with alive(), pytest.raises(DeadlineExceeded, match=r"line/dequeue .*dequeue on queue line .0 of 1 elements, open"):
+        session.run(ops["take"], timeout=0.2)
+    queue.enqueue(7.0)
+    with alive(), pytest.raises(DeadlineExceeded, match=r"enqueue on queue line .1 of 1 elements"):
+        session.run(ops["put"], {ops["x"]: 8.0}, timeout=0.2)
+    with alive(), pytest.raises(DeadlineExceeded, match="enqueue on queue line did not end within"):
+        queue.enqueue(8.0, timeout=0.05)
+    assert queue.dequeue() == 7 and queue.size() == 0
+    with alive(), pytest.raises(DeadlineExceeded):
+        queue.dequeue(timeout=0.05)
+
+
+class alive:
+    """Context manager: another thread that could use a queue, and does not."""
+
+    def __enter__(self) -> None:
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=lambda: self.over.wait(20))
+        self.thread.start()
+
+    def __exit__(self, *exc: object) -> None:
+        self.over.set()
+        self.thread.join()
+
+
+# -- deadlocks --------------------------------------------------------------------------------------------------------
+
+
+def hangs_alone(q: Any, p: Any) -> None:
+    q.dequeue()
+
+
+def hangs_on_a_full_queue(q: Any, p: Any) -> None:
+    for _ in range(3):
+        q.enqueue(1.0)
+
+
+def hangs_in_a_run(q: Any, p: Any) -> None:
+    tfnb.run(recorded(q)["take"])
+
+
+def hangs_on_its_own_later_enqueue(q: Any, p: Any) -> None:
+    with tfnb.record() as g:
+        x = q.dequeue()
+        put = q.enqueue(1.0)
+    tfnb.Session(g).run([x, put])
+
+
+def hangs_on_a_value_that_it_makes_of_the_element(q: Any, p: Any) -> None:
+    with tfnb.record() as g:
+        done = [p.enqueue(q.dequeue() + 1), q.enqueue(p.dequeue() + 1)]
+    tfnb.Session(g).run(done)
+
+
+def hangs_in_a_loop(q: Any, p: Any) -> None:
+    with tfnb.record() as g:
+        _, total = tfnb.while_loop(lambda i, t: i < 3, lambda i, t: (i + 1, t + q.dequeue()), (0, 0.0))
+    q.enqueue(1.0)
+    tfnb.Session(g).run(total)
+
+
+def hangs_in_a_branch(q: Any, p: Any) -> None:
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.tensor(1.0), name="x")
+        y = tfnb.cond(x > 0, lambda: q.dequeue(), lambda: x)
+    assert tfnb.Session(g).run(y, {x: -1.0}) == -1
+    tfnb.Session(g).run(y, {x: 1.0})
+
+
+def hangs_with_more_put_than_there_is_room(q: Any, p: Any) -> None:
+    with tfnb.record() as g:
+        (n,) = tfnb.while_loop(lambda i: i < 5, lambda i: (i + (_put(q, i * 1.0) > -1),), (0,))
+        x = q.dequeue()
+    tfnb.Session(g).run([n, x])
+
+
+def hangs_for_each_other_in_threads(q: Any, p: Any) -> None:
+    with tfnb.record() as g:
+        there, back = p.enqueue(q.dequeue()), q.enqueue(p.dequeue())
+    session = tfnb.Session(g)
+    threads = [in_thread(lambda op=op: session.run(op)) for op in (there, back)]
+    for thread, _ in threads:
+        thread.join()
+    raise next(error for _, found in threads for error in found)
+
+
+def hangs_when_the_other_thread_is_gone(q: Any, p: Any) -> None:
+    thread, _ = in_thread(lambda: (time.sleep(0.3), p.enqueue(1.0)))
+    try:
+        q.dequeue()
+    finally:
+        thread.join()
+
+
+def hangs_in_a_thread_that_is_joined(q: Any, p: Any) -> None:
+    thread, found = in_thread(q.dequeue)
+    thread.join()
+    raise found[0]
+
+
+def hangs_as_the_last_of_two(q: Any, p: Any) -> None:
+    q.enqueue(1.0)
+    threads = [in_thread(q.dequeue) for _ in range(2)]
+    for thread, _ in threads:
+        thread.join()
+    raise next(found[0] for _, found in threads if isinstance(found[0], Exception))
+
+
+HANGS = [value for name, value in list(globals().items()) if name.startswith("hangs_")]
+
+
+@pytest.mark.parametrize("hang", HANGS, ids=lambda hang: hang.__name__)
+def test_what_hangs_says_who_waits_for_whom(hang: Callable[..., None]) -> None:
+    q, p = scalars(2, "q"), scalars(2, "p")
+    start = time.perf_counter()
+    with pytest.raises(DeadlockError, match=r"(?s)nothing can make progress:.*waits for") as raised:
+        hang(q, p)
+    assert time.perf_counter() - start < 20
+    assert raised.value.details.edges and raised.value.details.dot().startswith("digraph {")
+
+
+def test_all_who_wait_are_told_of_the_cycle() -> None:
+    q, p = scalars(2, "q"), scalars(2, "p")
+    with tfnb.record() as g:
+        there, back = p.enqueue(q.dequeue()), q.enqueue(p.dequeue())
+    session = tfnb.Session(g)
+    threads = [in_thread(lambda op=op: session.run(op)) for op in (there, back)]
+    for thread, _ in threads:
+        thread.join()
+    errors = [found[0] for _, found in threads]
+    assert all(isinstance(error, DeadlockError) for error in errors)
+    edges = dict(errors[0].details.edges)
+    at, seen = next(iter(edges)), []
+    while at not in seen:
+        seen.append(at)
+        at = edges[at]
+    assert len(seen) == 6  # two dequeues, two queues, two enqueues: a ring
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_live_pipeline_raises_no_alarm(seed: int) -> None:
+    rng = random.Random(seed)
+    queues = [scalars(rng.randint(1, 3), f"q{i}") for i in range(rng.randint(1, 3))]
+    count, lazy = rng.randint(1, 6), rng.random() * 0.05
+
+    def feed() -> None:
+        for n in range(count):
+            time.sleep(lazy * rng.random())
+            queues[0].enqueue(float(n))
+
+    def carry(a: tfnb.FIFOQueue, b: tfnb.FIFOQueue) -> None:
+        for _ in range(count):
+            time.sleep(lazy * rng.random())
+            b.enqueue(a.dequeue() + 1)
+
+    threads = [
+        in_thread(feed),
+        *(in_thread(lambda a=a, b=b: carry(a, b)) for a, b in pairwise(queues)),
+    ]
+    with tfnb.record() as g:
+        x = queues[-1].dequeue()
+    session = tfnb.Session(g)
+    assert [session.run(x).item() for _ in range(count)] == [n + len(queues) - 1 for n in range(count)]
+    for thread, found in threads:
+        thread.join()
+        assert found == [None]
