@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
+from math import prod
 
 from tfnb.errors import ShapeError
 from tfnb.graph import Graph, Node, Ref, Spec, Value
@@ -98,15 +99,17 @@ def peak(
     return Memory(graph, fetches, feeds, sizes).peak()
 
 
-def _bytes(spec: Spec, sizes: Mapping[str, int]) -> int:
+def nominal(spec: Spec, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape with these sizes of symbols, `NOMINAL` for others; no element where such sizes make no shape."""
     try:
         shape = spec.sizes({symbol: NOMINAL for symbol in spec.symbols} | dict(sizes))
     except ShapeError:  # divides by what the nominal sizes make a zero
-        return 0
-    count = spec.dtype.itemsize
-    for size in shape:
-        count *= max(int(size), 0)
-    return count
+        return (0,)
+    return tuple(max(int(size), 0) for size in shape)
+
+
+def _bytes(spec: Spec, sizes: Mapping[str, int]) -> int:
+    return prod(nominal(spec, sizes)) * spec.dtype.itemsize
 
 
 def _shared(node: Node, index: int) -> Value | None:

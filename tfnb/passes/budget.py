@@ -1,0 +1,248 @@
+"""Recomputing under a memory budget: values that would live across the peak are dropped and computed again after it.
+
+Semantics S-188 and S-190. A fixed sequence of plans, each with a lower peak than the one before: where the most is
+held, the values that are taken again later are dropped, the cheapest to compute again for each byte first. The first
+plan that fits is taken. Copies are the same nodes on the same values: random ops draw from their stream's place, what
+writes or comes from another library is kept. So every value has the bits that it has without a budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from tfnb.errors import ResourceExhausted
+from tfnb.graph import Graph, Node, Value
+from tfnb.graph.graph import new_id
+from tfnb.graph.ops import WITH_GRADIENT
+from tfnb.passes.cost import cost
+from tfnb.passes.memory import Memory
+from tfnb.passes.rewrite import Pass, with_nodes
+
+AGAIN = "recomputed"  # tag of copies; merging leaves them
+AT_ONCE = 32  # a plan drops at least this fraction of the peak more than the one before
+SMALL = 16  # what a copy takes is kept for it, if it is smaller than the dropped value by this factor
+
+
+def within(budget: int, sizes: Mapping[str, int] | None = None) -> Pass:
+    """The pass that keeps the predicted peak at or below ``budget`` bytes, for these sizes of symbols.
+
+    It raises ResourceExhausted where no plan fits, with the smallest budget for which one does.
+    """
+
+    def recompute(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Value] = ()) -> Graph:
+        lowest: int | None = None
+        for plan in plans(graph, fetches, feeds, sizes):
+            if plan.peak <= budget:
+                return plan.graph
+            lowest = plan.peak
+        raise _infeasible(graph, Memory(graph, fetches, feeds, sizes), budget, lowest or 0)
+
+    return recompute
+
+
+def _infeasible(graph: Graph, memory: Memory, budget: int, lowest: int) -> ResourceExhausted:
+    working = [sum(memory.size[owner] for owner in touched) for touched in memory.touched]
+    place = max(range(len(working)), key=working.__getitem__)
+    node = graph.nodes[place]
+    where = f", recorded at {node.source}" if node.source else ""
+    return ResourceExhausted(
+        f"a memory budget of {budget:,} bytes is too small for this step: node {node.name} alone takes and makes "
+        f"{working[place]:,} bytes{where}; the smallest feasible budget is {lowest:,} bytes",
+        node=node.name, op=node.op,
+        cell=node.source.label if node.source else None, line=node.source.line if node.source else None,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A graph that computes the same, and its predicted peak."""
+
+    graph: Graph
+    peak: int
+
+
+def plans(
+    graph: Graph, fetches: Collection[Value], feeds: Collection[Value], sizes: Mapping[str, int] | None = None
+) -> Iterator[Plan]:
+    """The graph itself, and then graphs of lower and lower peaks."""
+    dropping = _Dropping(graph, fetches, feeds, sizes or {})
+    found = dropping.tried({})
+    yield Plan(graph, found.peak)
+    while True:
+        better = dropping.lower(found)
+        if better is None:
+            return
+        found = better
+        yield Plan(with_nodes(graph, found.nodes), found.peak)
+
+
+@dataclass(slots=True)
+class _Tried:
+    """A choice of dropped pieces, each with the place after which it is gone, and what comes of it."""
+
+    dropped: dict[Value, int]
+    nodes: list[Node]
+    peak: int
+    times: int  # nodes at which the peak is held
+    place: int  # the first of them, by the places of the graph as it was
+
+
+class _Dropping:
+    """The search: a graph, and the memory that it needs as it is."""
+
+    def __init__(
+        self, graph: Graph, fetches: Collection[Value], feeds: Collection[Value], sizes: Mapping[str, int]
+    ) -> None:
+        self.graph, self.fetches, self.feeds, self.sizes = graph, fetches, feeds, sizes
+        self.memory = Memory(graph, fetches, feeds, sizes)
+        self.last = self.memory.last()
+        self.position = graph.contents.position
+        self.uses: dict[Value, list[int]] = {}
+        for place, touched in enumerate(self.memory.touched):
+            for owner in touched:
+                self.uses.setdefault(owner, []).append(place)
+        self._costs: dict[int, float] = {}
+        self._banned: set[Value] = set()
+
+    def tried(self, dropped: dict[Value, int]) -> _Tried:
+        """What comes of dropping these pieces."""
+        nodes, places = _Copying(self, dropped).program()
+        curve = Memory(self.graph if not dropped else with_nodes(self.graph, nodes), self.fetches, self.feeds,
+                       self.sizes).curve()  # fmt: skip
+        peak = max(curve, default=0)
+        at = next((i for i, held in enumerate(curve) if held == peak), 0)
+        return _Tried(dropped, nodes, peak, curve.count(peak), places[at] if places else 0)
+
+    def lower(self, now: _Tried) -> _Tried | None:
+        """The next plan, which holds less at its peak; None where nothing helps."""
+        while True:
+            choice = self._cheapest(now)
+            if not choice:
+                return None
+            for chosen in (choice, choice[:1]):
+                found = self.tried(now.dropped | dict.fromkeys(chosen, now.place))
+                if found.peak < now.peak:
+                    return found
+                if found.peak == now.peak and found.times < now.times:
+                    now = found  # another node holds as much: go on from there
+                    break
+            else:
+                self._banned.update(choice[:1])
+
+    def _cheapest(self, now: _Tried) -> list[Value]:
+        """Pieces to drop at the peak, the cheapest first."""
+        at, priced = now.place, []
+        for owner, uses in self.uses.items():
+            if uses[0] < at < uses[-1] and at not in uses and self._may_drop(owner, now.dropped):
+                chain, kept = self._chain(owner, at, now.dropped)
+                gain = self.memory.size[owner] - sum(self.memory.size[piece] for piece in kept)
+                if gain > 0:
+                    priced.append((sum(map(self._cost, chain)) / gain, len(priced), owner, gain))
+        chosen, total = [], 0
+        for _, _, owner, gain in sorted(priced):
+            chosen.append(owner)
+            total += gain
+            if total * AT_ONCE >= now.peak:
+                break
+        return chosen
+
+    def _may_drop(self, owner: Value, dropped: Mapping[Value, int]) -> bool:
+        kept = owner in self.memory.kept or owner in dropped or owner in self._banned
+        return not kept and repeats(self.graph.contents.by_id[owner.node])
+
+    def _chain(self, owner: Value, at: int, dropped: Mapping[Value, int]) -> tuple[set[int], set[Value]]:
+        """Nodes to run again for a piece that is dropped at a place, and pieces that they keep alive across it."""
+        again = next(place for place in self.uses[owner] if place > at)
+        chain: set[int] = set()
+        kept: set[Value] = set()
+        stack = [owner.node]
+        while stack:
+            number = stack.pop()
+            if number in chain:
+                continue
+            chain.add(number)
+            for value in self.graph.contents.by_id[number].inputs:
+                piece = self.memory.owner.get(value)
+                if piece in dropped:
+                    continue  # computed again anyway
+                if self.runs_again(value, again, self.memory.size[owner]):
+                    stack.append(value.node)
+                elif piece in self.memory.size and self.last[piece] <= at and piece not in self.memory.kept:
+                    kept.add(piece)
+        return chain, kept
+
+    def runs_again(self, value: Value, place: int, size: int) -> bool:
+        """Whether a copy that runs at a place, for a piece of so many bytes, takes a copy of this value too."""
+        piece = self.memory.owner.get(value)
+        if piece is None or piece not in self.memory.size or piece in self.memory.kept or self.last[piece] >= place:
+            return False  # there anyway
+        nodes = self.graph.contents.by_id
+        return self.memory.size[piece] * SMALL > size and repeats(nodes[value.node]) and repeats(nodes[piece.node])
+
+    def _cost(self, number: int) -> float:
+        if number not in self._costs:
+            node = self.graph.contents.by_id[number]
+            self._costs[number] = 0.0 if node.op == WITH_GRADIENT else cost(node, self.graph.contents, self.sizes)
+        return self._costs[number]
+
+
+class _Copying:
+    """The program in which some pieces are dropped: each copy stands before the first node that takes it."""
+
+    def __init__(self, dropping: _Dropping, dropped: Mapping[Value, int]) -> None:
+        self.of, self.dropped = dropping, dropped
+        self.by_id = dropping.graph.contents.by_id
+        self.copies: dict[int, Node] = {}
+        self.nodes: list[Node] = []
+        self.places: list[int] = []  # where each node stood; a copy belongs to what comes before it
+
+    def program(self) -> tuple[list[Node], list[int]]:
+        """The nodes, and their places as they were."""
+        for place, node in enumerate(self.of.graph.nodes):
+            gone = {value for value in node.inputs if self._is_gone(value, place)}
+            for value in gone:
+                self._copy(value, place)
+            self._put(node, place, gone)
+        return self.nodes, self.places
+
+    def _is_gone(self, value: Value, place: int) -> bool:
+        piece = self.of.memory.owner.get(value)
+        return piece in self.dropped and self.dropped[piece] < place
+
+    def _put(self, node: Node, place: int, gone: Collection[Value]) -> None:
+        if gone:
+            inputs = tuple(self.copies[v.node].value(v.index) if v in gone else v for v in node.inputs)
+            node = replace(node, inputs=inputs)
+        self.nodes.append(node)
+        self.places.append(place)
+
+    def _copy(self, value: Value, place: int) -> None:
+        """Put a copy of the value's node, behind copies of what it takes that is gone."""
+        size = self.of.memory.size[self.of.memory.owner[value]]
+        stack = [value.node]
+        while stack:
+            node = self.by_id[stack[-1]]
+            if node.id in self.copies:
+                stack.pop()
+                continue
+            again = {v for v in node.inputs if self._is_gone(v, place) or self.of.runs_again(v, place, size)}
+            missing = [v.node for v in again if v.node not in self.copies]
+            if missing:
+                stack.extend(missing)
+                continue
+            stack.pop()
+            number = new_id()
+            name, tags = f"{node.name}.again{number}", node.tags | {AGAIN}
+            self.copies[node.id] = replace(node, id=number, name=name, tags=tags, control=())
+            self._put(self.copies[node.id], place - 1, again)
+            self.copies[node.id] = self.nodes[-1]
+
+
+def repeats(node: Node) -> bool:
+    """Whether running the node a second time gives the same bits and does nothing else."""
+    ours = node.op.startswith(("aten.", "tfnb.")) and node.op.count(".") > 1
+    return (ours or node.op == WITH_GRADIENT) and "update" not in node.tags
+
+
+
