@@ -26,22 +26,21 @@ class Step:
         self, program: Program, feeder: Feeder, run: int, *, fetch: Callable[[Any], int | None],
         feed: Callable[[Any], int | None],
     ) -> None:  # fmt: skip
+        program = program.undonated()  # fetches choose the order of its nodes
         self._program, self._feeder = program, feeder
         self._fetch_place, self._feed_place = fetch, feed
         self._symbols: dict[str, int] = {}
         self._fed: set[int] = set()
         self._fetched: set[int] = set()
         self._ended: str | None = None
-        module = fx.GraphModule(program.module, program.undonated())  # fetches choose the order of its nodes
-        self._nodes = module.graph.nodes
-        inputs = module.graph.find_nodes(op="placeholder")
+        inputs = program.module.graph.find_nodes(op="placeholder")
         self._inputs = inputs[: len(program.feeds)]
-        self._results: Any = module.graph.output_node().args[0]  # a tuple, as lowering made it
+        self._results: Any = program.module.graph.output_node().args[0]  # a tuple, as lowering made it
         self._storages = [variable.storage for variable in program.variables]
         rest = inputs[len(program.feeds) :]
         self._known: dict[fx.Node, Any] = dict(zip(rest, [*self._storages, run], strict=True))
-        self._interpreter = fx.Interpreter(module, garbage_collect_values=False)
-        recorded = {program.node_of[n.name].id: n for n in self._nodes if n.name in program.node_of}
+        self._interpreter = fx.Interpreter(program.module, garbage_collect_values=False)
+        recorded = {program.node_of[n.name].id: n for n in program.module.graph.nodes if n.name in program.node_of}
         self._before = {  # guards of branches have no outputs: what comes after them names them as control inputs
             n: [recorded[i] for i in program.node_of[n.name].control if i in recorded] for n in recorded.values()
         }
@@ -124,7 +123,7 @@ class Step:
             return result
         needed = self._needed(result)
         self._interpreter.env = self._known
-        for node in self._nodes:
+        for node in self._program.module.graph.nodes:
             if node in needed:
                 self._known[node] = self._interpreter.run_node(node)
         return self._known[result]

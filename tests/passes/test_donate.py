@@ -157,3 +157,11 @@ def test_the_table_of_passes_shows_what_it_saves() -> None:
         y = x.exp().neg().sin()
     rows = {stage.name: stage for stage in table(g, [y.value], [x.value])}
     assert rows["donate"].peak == rows["donate"].bytes == 4 * 64 * 512 and rows["prune"].bytes == 4 * 64 * 512
+
+
+def test_compiled_code_has_no_donation() -> None:
+    program, _ = lowered(lambda x: (lambda y: y.exp().neg() + y.sin() * 2)(x.exp()), torch.randn(LARGE))
+    plain = program.undonated()
+    assert program.donated and not plain.donated and "_(" not in plain.code.replace("__", "")
+    assert [n.name for n in plain.module.graph.nodes] == [n.name for n in program.module.graph.nodes]
+    assert plain.undonated() is plain and "exp_" in program.code

@@ -42,6 +42,7 @@ def compiled(program: Program, args: Sequence[Any]) -> Forward:
 
     ``args`` are as in a run: feeds, storages, the run's number. The result takes the same and raises for others.
     """
+    program = program.undonated()
     calls = [node for node in program.module.graph.nodes if node.op == "call_function"]
     between = any(isinstance(node.target, (Branch, Call, Cond, Loop)) for node in calls)  # decides what runs next
     in_parts = between or len(calls) > MOST_NODES
@@ -99,10 +100,9 @@ def _pure(program: Program) -> tuple[fx.Graph, list[tuple[bool, int]]]:
     The slots say where each of the program's outputs comes from: (True, place among the new outputs) or (False, place
     among the arguments).
     """
-    graph = program.undonated()
-    output = graph.output_node()
-    returned: Any = output.args[0]  # a tuple, as lowering made it
-    graph.erase_node(output)
+    graph, old = fx.Graph(), program.module.graph
+    nodes: dict[fx.Node, fx.Node] = {}
+    returned: Any = graph.graph_copy(old, nodes)  # a tuple, as lowering made it
     arguments = {node: place for place, node in enumerate(graph.find_nodes(op="placeholder"))}
     run = next(node for node in arguments if node.name == "run")
     for node in list(graph.nodes):

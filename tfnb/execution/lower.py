@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -100,15 +100,17 @@ class Program:
         """The generated Python."""
         return self.module.code
 
-    def undonated(self) -> fx.Graph:
-        """A copy of the generated graph, of the same names, in which nothing writes into memory of something else."""
+    def undonated(self) -> Program:
+        """The same in code of the same names that writes into nothing, so that its nodes may run in another order."""
+        if not self.donated:
+            return self
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         returned: Any = graph.graph_copy(self.module.graph, copies)
         for node, donation in self.donated.items():
             copies[node].target = donation.target
             copies[node].kwargs = donation.kwargs(copies[node])
         graph.output(returned)
-        return graph
+        return replace(self, module=fx.GraphModule(self.module, graph), donated={})
 
 
 @dataclass(frozen=True, slots=True)
