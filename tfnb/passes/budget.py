@@ -243,6 +243,3 @@ def repeats(node: Node) -> bool:
     """Whether running the node a second time gives the same bits and does nothing else."""
     ours = node.op.startswith(("aten.", "tfnb.")) and node.op.count(".") > 1
     return (ours or node.op == WITH_GRADIENT) and "update" not in node.tags
-
-
-

@@ -2,7 +2,7 @@
 
 The tag IN_PLACE says so; lowering takes the op's variant that writes. Semantics S-141. Nobody can see it: what is fed,
 fetched, written or saved, Variables and constants are never written into, nor memory in which another living value
-lies, nor what an op outside of torch's own saw or made, which may keep it. Only ops of one elementwise kernel, whose
+lies, nor what an op of another library saw, which may keep it, nor what is not made by an op of torch. Only ops of one elementwise kernel, whose
 result lies in memory as the first operand does, so that later kernels find the same strides.
 """
 
@@ -15,7 +15,7 @@ from functools import cache
 import torch
 
 from tfnb.graph import Graph, Node, Value
-from tfnb.graph.ops import REGIONS, overload
+from tfnb.graph.ops import CALL, REGIONS, overload
 from tfnb.passes.memory import IN_PLACE, Memory, first_operand
 from tfnb.passes.rewrite import is_pure, with_nodes
 
@@ -26,7 +26,11 @@ _NAMES = """
 """
 _WHOLE_VIEWS = frozenset(f"aten.{name}" for name in _NAMES.split())
 """Views of all that lies in a piece of memory, each element once."""
-_PASS_ON = REGIONS | {"aten.lift.default", "aten.pin_memory.default"}  # give what they were given, unsaid in a schema
+_PASS_ON = REGIONS | {
+    CALL,
+    "aten.lift.default",
+    "aten.pin_memory.default",
+}  # give what they were given, unsaid in a schema
 
 _ELEMENTWISE = frozenset({"aten.relu.default"})
 """Ops of one elementwise kernel that have only the variant that writes into the first operand."""
@@ -39,7 +43,10 @@ def donate(
     memory = Memory(graph, fetches, feeds)
     last = memory.last()
     whole = _whole(graph, memory)
-    seen = {owner for place, node in enumerate(graph.nodes) if not _is_ours(node) for owner in memory.touched[place]}
+    seen = {
+        owner for place, node in enumerate(graph.nodes) if not node.op.startswith("aten.") or node.op in _PASS_ON
+        for owner in (memory.made if _is_ours(node) else memory.touched)[place]
+    }  # fmt: skip
 
     def gives(place: int, node: Node) -> bool:
         given = first_operand(node)
