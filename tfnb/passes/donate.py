@@ -2,8 +2,8 @@
 
 The tag IN_PLACE says so; lowering takes the op's variant that writes. Semantics S-141. Nobody can see it: what is fed,
 fetched, written or saved, Variables and constants are never written into, nor memory in which another living value
-lies, nor what an op of another library saw, which may keep it, nor what is not made by an op of torch. Only ops of one elementwise kernel, whose
-result lies in memory as the first operand does, so that later kernels find the same strides.
+lies, nor what an op of another library saw, which may keep it, nor what is not made by an op of torch. Only ops of one
+elementwise kernel, whose result lies in memory as the first operand does, so that later kernels find the same strides.
 """
 
 from __future__ import annotations
