@@ -38,7 +38,8 @@ def while_loop(
     carried = len(state)
     made: list[list[torch.Tensor]] = [[] for _ in rows]
     while limit is None or turns < limit:
-        number = mix(run, turns) if draws else run
+        turn = limit - 1 - turns if reverse and limit is not None else turns  # a draw that is repeated backwards
+        number = mix(run, turn) if draws else run
         if cond is not None and not cond(*state, *captures, number)[0]:
             break
         at = -1 - turns if reverse else turns

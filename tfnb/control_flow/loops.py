@@ -26,6 +26,7 @@ from tfnb.recording.regions import Given, bound_outside, record_region
 def while_loop(
     cond: Callable[..., Any], body: Callable[..., Any], init: Any, *, maximum_iterations: Any = None,
     parallel_iterations: int = 10, shape_invariants: Any = None, back_prop: bool = True,
+    recompute: bool = False,
 ) -> Any:  # fmt: skip
     """``init = body(*init)`` as long as ``cond(*init)`` holds; how often is decided in each run.
 
@@ -35,7 +36,9 @@ def while_loop(
     that may change from turn to turn. back_prop=False: gradients through the loop are an error. parallel_iterations:
     how many turns may run at a time; the values never depend on it. Both functions may use any tensor and Variable
     around them; what body writes to those is carried from turn to turn and written when the loop ends; so is an
-    optimizer's step in the body. A body that writes is called more than once while recording.
+    optimizer's step in the body. A body that writes is called more than once while recording. recompute=True: of T
+    turns the gradient keeps what enters some of them, about the root of 2 T, and computes the others again from there,
+    as many at a time; without it, what it needs of every turn.
 
     Raises ShapeError for a loop variable that changes its shape, InvalidArgument for one that changes its dtype or for
     another structure, each with its name and both specs.
@@ -54,20 +57,29 @@ def while_loop(
             cond, wraps(body)(lambda alone: (body(alone),)), (init,), maximum_iterations=maximum_iterations,
             parallel_iterations=parallel_iterations,
             shape_invariants=None if shape_invariants is None else (shape_invariants,), back_prop=back_prop,
+            recompute=recompute,
         )  # fmt: skip
         return end
     recorder = recorder_if_open()
     if recorder is None:
         return _plain_while(cond, body, init, maximum_iterations)
+    if recompute:
+        return _in_pieces(recorder, cond, body, init, maximum_iterations, shape_invariants, back_prop)
+    return _while(
+        recorder, cond, body, init, limit=_limit(recorder, maximum_iterations), shape_invariants=shape_invariants,
+        back_prop=back_prop, parallel=parallel_iterations,
+    )  # fmt: skip
+
+
+def _while(
+    recorder: Recorder, cond: Callable[..., Any], body: Callable[..., Any], init: Any, *, shape_invariants: Any,
+    **how: Any,
+) -> Any:  # fmt: skip
     init = _known_elements(recorder, lambda state: body(*state), init, (), "while_loop")
     leaves, form = flat(init)
     start = tensors(recorder, leaves, "while_loop")
     labels = names(body, init)
-    loop = Loop(
-        recorder, start, labels, specs=_invariants(recorder, start, init, shape_invariants),
-        limit=_limit(recorder, maximum_iterations),
-        back_prop=back_prop, parallel=parallel_iterations,
-    )  # fmt: skip
+    loop = Loop(recorder, start, labels, specs=_invariants(recorder, start, init, shape_invariants), **how)
 
     def test(*carried: Any) -> list[Any]:
         return [truth(recorder, cond(*tree_unflatten(list(carried), form)), "the condition of while_loop")]
@@ -77,6 +89,36 @@ def while_loop(
         return _same_form(recorder, found, form, start, body, "while_loop")
 
     return tree_unflatten(loop.record(test, turn).carried, form)
+
+
+def _in_pieces(
+    recorder: Recorder, cond: Callable[..., Any], body: Callable[..., Any], init: Any, most: Any, invariants: Any,
+    back_prop: bool,
+) -> Any:  # fmt: skip
+    """A loop over pieces of 1, 2, 3, ... turns, whose gradient computes a piece again when it comes to it.
+
+    So nobody has to know how many turns there are: m pieces have m (m + 1) / 2 turns, the last one m.
+    """
+    init, form = list(init), type(init)
+    most = _limit(recorder, most)
+
+    def goes_on(size: Any, turns: Any, *state: Any) -> Any:
+        found = truth(recorder, cond(*state), "the condition of while_loop")
+        return found if most is None else found & (turns < most)
+
+    def piece(size: Any, turns: Any, *state: Any) -> Any:
+        done, *state = _while(
+            recorder, lambda turn, *state: cond(*state), wraps(body)(lambda turn, *state: (turn + 1, *body(*state))),
+            (torch.tensor(0), *state), shape_invariants=None if invariants is None else ((), *invariants),
+            limit=size if most is None else torch.minimum(size, most - turns), back_prop=back_prop, recompute=True,
+        )  # fmt: skip
+        return size + 1, turns + done, *state
+
+    _, _, *end = _while(
+        recorder, goes_on, piece, (torch.tensor(1), torch.tensor(0), *init), back_prop=back_prop,
+        shape_invariants=None if invariants is None else ((), (), *invariants),
+    )  # fmt: skip
+    return form(end)
 
 
 def _limit(recorder: Recorder, most: Any) -> int | Tensor | None:

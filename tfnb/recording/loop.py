@@ -67,7 +67,8 @@ class Loop:
     names: of the carried values, for messages. specs: of the carried values inside, by default those of ``init``; an
     axis that is another symbol there may change from turn to turn. rows: specs of a row of each of xs. cond, limit,
     reverse: see `tfnb.graph.subgraph`. saver: of the loop that this one goes back through. results: specs of the
-    carried values after the loop, where they are known although the values change their shapes on the way.
+    carried values after the loop, where they are known although the values change their shapes on the way. recompute:
+    the gradient of a loop around this one does not keep what this one makes.
     """
 
     recorder: Recorder
@@ -83,6 +84,7 @@ class Loop:
     what: str = "while_loop"
     saver: Saver | None = None
     results: Sequence[Spec] = ()
+    recompute: bool = False
     held: list[Base] = field(default_factory=list)  # what the body writes of outside: carried as well
     path: str = ""
 
@@ -125,6 +127,7 @@ class Loop:
             "cond": None if test is None else subgraph(recorder, test, captured, test.outputs),
             "body": subgraph(recorder, region, [*saved, *captured], region.outputs), "rows": shapes,
             "reverse": self.reverse, "back_prop": self.back_prop, "parallel_iterations": self.parallel,
+            "recompute": self.recompute,
         }  # fmt: skip
         outer = [self._outer(spec, value) for spec, value in zip(inner, before, strict=True)]
         outer[: len(self.results)] = self.results

@@ -244,7 +244,7 @@ def _parted(
         fixed = not any(v.node in inner.nodes or v.node in moved for v in node.inputs)
         if node.op in ("tfnb.read", "tfnb.constant"):
             recorder.tape.put(node)
-        elif AGAIN in node.tags and not bound and not fixed:
+        elif AGAIN in node.tags and not bound and not fixed and not node.attrs.get("recompute"):
             moved[node.id] = node
         elif turns and not bound and fixed and (repeats(node) or AGAIN in node.tags):
             symbols = {s for spec in node.outputs for s in spec.symbols} | set(node.symbols)
