@@ -37,7 +37,7 @@ from tfnb.feeding import Feeder
 from tfnb.gradients import IndexedSlices
 from tfnb.graph import Graph, Node, Value, Variable
 from tfnb.graph.serial import graph_hash
-from tfnb.passes import prune
+from tfnb.passes import LAYOUTS, chosen_layout, prune
 from tfnb.recording import Operation, Tensor
 from tfnb.recording import graph as graph_named
 from tfnb.recording.tensor import Tensor as _Tensor
@@ -68,6 +68,10 @@ class Session:
     ``"now"`` at the first run of each signature; `status` tells. The environment's TFNB_COMPILE stands for "auto".
     executor: ``"auto"`` runs a step as generated code with native loops, and one that uses queues by dataflow;
     ``"dataflow"`` overlaps the turns of all loops where their data allow (see ``parallel_iterations`` of `while_loop`).
+    layout: ``"torch"`` gives each kernel the memory layout that torch's own loop would, and so the same sums;
+    ``"channels_last"`` lets convolutions of images on the CPU run with channels last where that is faster, with other
+    last digits (a deep net with batch norm in training mode makes them 2e-3 of its outputs). None: the environment's
+    TFNB_LAYOUT, else "torch". On a cluster and by dataflow it is torch's.
 
     >>> import tfnb
     >>> with tfnb.record() as g:
@@ -80,9 +84,9 @@ class Session:
 
     def __init__(
         self, graph: Graph | str | None = None, *, cluster: Any = None, compile: str = "auto",
-        executor: str = "auto", memory_budget: int | None = None,
+        executor: str = "auto", layout: str | None = None, memory_budget: int | None = None,
     ) -> None:  # fmt: skip
-        self._mode = tiers.mode(compile)
+        self._mode, self._last = tiers.mode(compile), LAYOUTS[chosen_layout(layout)]
         if executor not in EXECUTORS:
             raise InvalidArgument(f"executor is one of {', '.join(map(repr, EXECUTORS))}, not {executor!r}")
         self._executor = executor
@@ -282,7 +286,7 @@ class Session:
         if old is not None and old.nodes == nodes and old.program.feeds == feeder.values:
             program, compiled = old.program, old.tiers  # an unrelated cell changed: keep what was generated
         else:
-            program = lowered(self.graph, values, feeder.values, self._executor)
+            program = lowered(self.graph, values, feeder.values, self._executor, self._last)
             compiled = tiers.Tiers(program, self._mode if isinstance(program, Program) else "off")
         return _Prepared(
             program, compiled, feeder, values, lambda results: rebuild([results[p] for p in places]), trailing, version,

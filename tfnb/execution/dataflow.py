@@ -23,7 +23,8 @@ from tfnb.execution.plan import Plan, Planner
 from tfnb.execution.pool import Lanes
 from tfnb.graph import Dim, Graph, Node, Spec, Value, Variable, ops
 from tfnb.graph.subgraph import uses_queues
-from tfnb.passes import feed_symbols, optimize, prune
+from tfnb.passes import LAST, feed_symbols, optimize, prune
+from tfnb.passes.rewrite import Pass
 from tfnb.state.fifo import Attempt, Fifo
 from tfnb.state.queues import check_element, fifo
 from tfnb.state.waits import WAITS, Waiter
@@ -262,10 +263,12 @@ class Dataflow:
 EXECUTORS = ("auto", "dataflow")
 
 
-def lowered(graph: Graph, fetches: Sequence[Value], feeds: Sequence[Value], executor: str) -> Program | Dataflow:
+def lowered(
+    graph: Graph, fetches: Sequence[Value], feeds: Sequence[Value], executor: str, last: Sequence[Pass] = LAST
+) -> Program | Dataflow:
     """The graph lowered for ``executor``: as one function, unless it uses queues or all loops shall overlap."""
     if executor == "dataflow":
         return Dataflow(graph, fetches, feeds, native=lambda node: False)
     if any(map(uses_queues, prune(graph, fetches, feeds).nodes)):
         return Dataflow(graph, fetches, feeds, native=lambda node: not uses_queues(node))
-    return lower(graph, fetches, feeds)
+    return lower(graph, fetches, feeds, last)

@@ -1,25 +1,30 @@
-"""Layout: two-dimensional convolutions on the CPU run with channels last, where that pays.
+"""Layout: two-dimensional convolutions on the CPU run with channels last, where that pays and where it is asked for.
 
 The kernels keep the layout that they are given, so one copy of what enters the first convolution is enough: what
 follows finds its channels last, forward and backward. Measured (one thread, forward and backward): 0.8 of the time for
 GoogLeNet and for depthwise convolutions, 0.9 for plain stacks of convolutions; 1.7 where weights are many and images
-small, since the weights are laid out anew in each step. Values are the same, strides are not: what a run fetches is
-made contiguous again, and a graph in which an op could see strides is left alone.
+small, since the weights are laid out anew in each step. Kernels of this layout add in another order, which a deep net
+that normalises each batch makes 2e-3 of its outputs; so it is no default. What a run fetches is made contiguous again,
+and a graph in which an op could see strides is left alone.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from math import prod
+from typing import Literal, get_args
 
 import torch
 
+from tfnb.errors import InvalidArgument
 from tfnb.graph import Graph, Node, Ref, Value
 from tfnb.graph.graph import new_id
 from tfnb.graph.ops import WITH_GRADIENT
 from tfnb.passes.rewrite import with_nodes
 
+Layout = Literal["torch", "channels_last"]
 LAID_OUT = "channels last"  # tag of what may have other strides than recorded
 ROWS = 4  # of a batch that only a run knows
 PAYS = 3  # numbers that are read and written for each number of the weights
@@ -27,6 +32,14 @@ _CONVOLUTION = "aten.convolution.default"
 _BACKWARD = "aten.convolution_backward.default"
 _SEES_STRIDES = ("as_strided", "_reshape_alias", "view.dtype", "set_", "resize")
 _OURS = ("tfnb.read", "tfnb.assign", "tfnb.group", "tfnb.guard", WITH_GRADIENT)
+
+
+def chosen_layout(wanted: str | None) -> Layout:
+    """What ``layout=`` means: for None the environment's TFNB_LAYOUT counts, and torch's own layout without it."""
+    found = os.environ.get("TFNB_LAYOUT", "torch") if wanted is None else wanted
+    if found not in get_args(Layout):
+        raise InvalidArgument(f"layout is one of {', '.join(map(repr, get_args(Layout)))}, not {found!r}")
+    return found  # type: ignore[return-value]
 
 
 def channels_last(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Value] = ()) -> Graph:

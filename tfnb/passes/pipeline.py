@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tfnb.graph import Contents, Graph, Value
 from tfnb.passes.donate import donate
 from tfnb.passes.fold import fold
-from tfnb.passes.layout import channels_last
+from tfnb.passes.layout import Layout, channels_last
 from tfnb.passes.memory import Memory
 from tfnb.passes.merge import merge
 from tfnb.passes.order import order, split
@@ -18,7 +18,8 @@ from tfnb.passes.simplify import simplify
 from tfnb.passes.stack import stack
 
 PIPELINE: tuple[Pass, ...] = (fold, simplify, merge)  # between two prunings
-LAST: tuple[Pass, ...] = (stack, channels_last, split, order, donate)  # once: kernels, order and memory are chosen
+LAST: tuple[Pass, ...] = (stack, split, order, donate)  # once: kernels, order and memory are chosen
+LAYOUTS: Mapping[Layout, tuple[Pass, ...]] = {"torch": LAST, "channels_last": (stack, channels_last, *LAST[1:])}
 ROUNDS = 10
 
 

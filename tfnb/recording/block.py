@@ -309,6 +309,7 @@ def _commit(
     rewound.adopt(recorder.live, space.live, change.moved)
     rewound.replay(changed, held, recorder.graph.stale)
     space.live.update(recorder.live)
+    recorder.outside.remember()
     past(recorder.graph).renew(change.relinked, space.symbols.renewed)
     space.renew(change.relinked)
     space.settle(live)

@@ -13,6 +13,8 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import graph
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -23,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tfnb.errors import FailedPrecondition, InvalidArgument, ShapeError, Unsupported
-from tfnb.graph import Value, Variable, current
+from tfnb.graph import Node, Value, Variable, current
 from tfnb.recording.shared import Shared, swapped
 from tfnb.recording.tensor import Tensor
 from tfnb.recording.variables import known
@@ -177,6 +179,28 @@ def _set_flag(tensor: torch.Tensor, wanted: bool) -> None:
         tensor.requires_grad = wanted
 
 
+class GradFn:
+    """The node of a tensor, where torch would show the function of its backward pass."""
+
+    def __init__(self, node: Node, at: str) -> None:
+        self.node, self._at = node, at
+
+    def name(self) -> str:
+        """What was called."""
+        return self.node.op
+
+    def __repr__(self) -> str:
+        return f"<grad_fn of {self.node.name}: {self.node.op}>"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise Unsupported(
+            f"grad_fn.{name} is not recorded, the backward pass is nodes of the graph: use Tensor.register_hook for a "
+            f"gradient, graph.nodes to look around{self._at}"
+        )
+
+
 # -- the calls ----------------------------------------------------------------------------------------------------
 
 
@@ -206,10 +230,9 @@ def _is_leaf(habits: Habits, func: Any, tensor: Any) -> bool:
 
 
 def _grad_fn(habits: Habits, func: Any, tensor: Any) -> Any:
-    """The node, where torch would show the function that made the tensor."""
     if not isinstance(tensor, Tensor):
         return func(tensor)
-    return None if _is_leaf(habits, func, tensor) else tensor.node
+    return None if _is_leaf(habits, func, tensor) else GradFn(tensor.node, habits.recorder.tape.at())
 
 
 def _retain_grad(habits: Habits, func: Any, tensor: Any) -> Any:
@@ -373,6 +396,8 @@ def _steps() -> Iterator[None]:
         with swapped(
             *((kind, "step", _without_schedule(kind.step)) for kind in schedulers),
             *((torch.amp.GradScaler, name, _without_scaler(name)) for name in names),
+            (saved_tensors_hooks, "__enter__", _without_packing(saved_tensors_hooks.__enter__)),
+            (torch.autograd.graph, "register_multi_grad_hook", _without_group(graph.register_multi_grad_hook)),
         ):
             yield
     finally:
@@ -414,6 +439,34 @@ def _without_scaler(name: str) -> Callable[..., Any]:
         return original(self, *args, **kwargs)
 
     return method
+
+
+def _without_packing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What a backward pass needs are values of the graph: nothing is packed. Where it would be kept is the run's."""
+
+    def enter(self: Any) -> Any:
+        recorder: Any = current.recording()
+        if recorder is not None and not isinstance(self, graph.save_on_cpu):
+            raise Unsupported(
+                "torch.autograd.graph.saved_tensors_hooks are not called for what is recorded: use tfnb.recompute or "
+                f"torch.utils.checkpoint to save memory, or a torch.autograd.Function{recorder.tape.at()}"
+            )
+        return original(self)
+
+    return enter
+
+
+def _without_group(original: Callable[..., Any]) -> Callable[..., Any]:
+    def register(*args: Any, **kwargs: Any) -> Any:
+        recorder: Any = current.recording()
+        if recorder is not None:
+            raise Unsupported(
+                "torch.autograd.graph.register_multi_grad_hook is not recorded: use Tensor.register_hook, or read "
+                f".grad after backward(){recorder.tape.at()}"
+            )
+        return original(*args, **kwargs)
+
+    return register
 
 
 def _all_schedulers(kind: type[Any]) -> Iterator[type[Any]]:

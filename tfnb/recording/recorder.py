@@ -305,9 +305,12 @@ class Recorder(TorchDispatchMode):
 
     def streams_differ(self, what: str) -> None:
         """Note that recorded draws do not come from torch's generators."""
+        self.note(f"{what} does not reach recorded draws: a graph's random nodes have seeded streams of their own")
+
+    def note(self, text: str) -> None:
+        """Something to be said once about this line."""
         source = self.where()
-        at = f"{source.label} line {source.line}: " if source else ""
-        note = f"{at}{what} does not reach recorded draws: a graph's random nodes have seeded streams of their own"
+        note = f"{f'{source.label} line {source.line}' if source else 'recording'}: {text}"
         if note not in self.notes:
             self.notes.append(note)
 

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch.fx.experimental.symbolic_shapes import _constrain_range_for_size
 
-from tfnb.errors import Unsupported
+from tfnb.errors import InvalidArgument, Unsupported
+from tfnb.graph import current
 from tfnb.recording import batched, packed, picked, strided
 from tfnb.recording.writes import rebind
 
@@ -200,6 +201,26 @@ def _unbind(rec: Any, x: Any, dim: int = 0) -> Any:
     return NotImplemented
 
 
+def _one_hot(rec: Any, x: Any, num_classes: int = -1) -> Any:
+    """The kernel of torch's composite, which refuses other classes in each run. How many it finds by itself is decided
+    by this line, and a run must agree."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return NotImplemented
+    with rec.tape.marked():
+        if num_classes == -1:
+            found = x.max() + 1
+            sample = rec.look(found).sample
+            if sample is None:
+                raise InvalidArgument(f"F.one_hot without a sample needs num_classes={rec.tape.at()}")
+            num_classes = int(sample)
+            rec.guard(found == num_classes, outcome=True)
+            rec.note(
+                f"F.one_hot found {num_classes} classes, and a run that has more or fewer raises BranchChanged: give "
+                "num_classes="
+            )
+        return x.new_zeros([*x.shape, num_classes]).scatter(-1, x.unsqueeze(-1), 1)
+
+
 def _is_of_data(size: Any) -> bool:
     """Whether only the data of a run tell a size."""
     return isinstance(size, torch.SymInt) and size.node.hint is None
@@ -313,6 +334,7 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     aten.linear.default: _linear,
     aten.matmul.default: _matmul,
     aten.unbind.int: _unbind,
+    aten.one_hot.default: _one_hot,
     aten.squeeze.default: _squeeze,
     aten.squeeze.dim: _squeeze,
     aten.squeeze.dims: _squeeze,
@@ -400,11 +422,41 @@ def _affine_grid(theta: Any, size: Any, align_corners: bool | None = None) -> An
     return torch.affine_grid_generator(theta, size, bool(align_corners))
 
 
+def _is_contiguous(x: Any, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+    return x.is_contiguous(memory_format=memory_format)
+
+
+def _of_strides(original: Any) -> Callable[..., Any]:
+    """A question about memory that torch answers by the sample, where sizes vary: refused."""
+
+    def call(x: Any, *args: Any) -> Any:
+        rec: Any = current.recording()
+        if rec is not None and any(isinstance(size, torch.SymInt) for size in x.shape):
+            raise Unsupported(
+                f"{original} of a tensor whose sizes vary: decide by is_contiguous() or stride(){rec.tape.at()}"
+            )
+        return original(x, *args)
+
+    return call
+
+
 # Functions that take a number for a size or a row, and so would fix it before any op is called, or that decide more
 # than they need.
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.__getitem__: picked.get_item,
     torch.Tensor.__setitem__: picked.set_item,
+    aten.is_contiguous: _is_contiguous,
+    aten.is_contiguous.default: _is_contiguous,
+    aten.is_contiguous.memory_format: _is_contiguous,
+    **{
+        op: _of_strides(op)
+        for op in (
+            aten.is_non_overlapping_and_dense,
+            aten.is_non_overlapping_and_dense.default,
+            aten.is_strides_like_format,
+            aten.is_strides_like_format.default,
+        )
+    },
     F.affine_grid: _affine_grid,
     torch.linspace: _linspace,
     torch.tril_indices: _triangle(torch.tril, torch.tril_indices),

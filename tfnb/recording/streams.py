@@ -18,17 +18,20 @@ from tfnb.recording.shared import Shared, swapped
 
 _OWN = torch.random.default_generator
 _before = WeakIdKeyDictionary()  # recorder -> the state of torch's generator, once something changed it
+_start = WeakIdKeyDictionary()  # recorder -> that state and its seed when the recording began
 
 
 @contextmanager
 def own_streams(recorder: Any) -> Iterator[None]:
     """For one recording: what it does to torch's random state is undone."""
+    _start[recorder] = _OWN.get_state(), _OWN.initial_seed()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     others = [(i, torch.cuda.get_rng_state(i)) for i in devices]
     with _followed():
         try:
             yield
         finally:
+            _look_at_seed(recorder)
             if recorder in _before:
                 _OWN.set_state(_before.pop(recorder))
                 for i, state in others:
@@ -39,8 +42,17 @@ def _changing(what: str) -> None:
     """Said before torch's generators change."""
     recorder: Any = current.recording()
     if recorder is not None:
+        _look_at_seed(recorder)
         recorder.streams_differ(what)
         _before.setdefault(recorder, _OWN.get_state())
+
+
+def _look_at_seed(recorder: Any) -> None:
+    """The generator's own methods cannot be followed: what they did is seen afterwards."""
+    state, seed = _start[recorder]
+    if recorder not in _before and _OWN.initial_seed() != seed:
+        recorder.streams_differ("a seed given to torch.default_generator")
+        _before[recorder] = state
 
 
 class _Followed:

@@ -283,6 +283,14 @@ class Tensor(torch.Tensor):
         """Bytes of its elements; torch's own wants numbers for the sizes."""
         return self.numel() * self.element_size()
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Outside of a recording the sample's; inside, its bytes would be those of the sample in every run."""
+        if current.recording() is None:
+            return self.sample.untyped_storage()
+        raise FailedPrecondition(
+            f"a recorded tensor has no memory of its own: use .nbytes or .numel(), or .sample.untyped_storage(){_at()}"
+        )
+
     def data_ptr(self) -> int:
         raise FailedPrecondition(
             "a recorded tensor has no memory of its own: make the function that asks for data_ptr() a "

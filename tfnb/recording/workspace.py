@@ -22,6 +22,7 @@ from tfnb.recording.symbols import Symbols
 
 if TYPE_CHECKING:
     from tfnb.recording.commit import Derivative
+    from tfnb.recording.outside import Met
 
 SAMPLE_BUDGET = 1 << 30  # bytes, while a recording may still ask for them
 KEPT_BUDGET = 64 << 20  # bytes, afterwards: training needs the memory
@@ -60,6 +61,7 @@ class Workspace:
         self._samples: dict[Value, torch.Tensor] = {}
         self._roots: dict[Value, torch.Tensor] = {}
         self.live = WeakIdKeyDictionary()  # recorded tensors of finished recordings that somebody still holds
+        self.outside: dict[int, Met] = {}  # memory of plain tensors that recordings met, by storage
         self.rules: dict[int, Callable[..., Any]] = {}  # nodes with a gradient rule of their own
         self.derivatives: tuple[Derivative, ...] = ()
         self._bytes = 0

@@ -32,6 +32,10 @@ VIEWS_OR_COPIES = frozenset({
     aten.reshape.default, aten.reshape_as.default, aten.contiguous.default, aten.ravel.default,
     aten.flatten.using_ints,
 })  # fmt: skip
+# autograd has no formula for these, and leaves the path of gradients through their target as it was
+_UNSEEN = frozenset({
+    aten.logical_and_.default, aten.logical_not_.default, aten.logical_or_.default, aten.logical_xor_.default,
+})  # fmt: skip
 _STRAIGHT = frozenset({"in_place"})  # with grad mode off: gradients pass to what was there before
 
 
@@ -41,7 +45,7 @@ def record_write(rec: Recorder, func: Op, own: Facts, args: Any, kwargs: Any) ->
     other = twin(func)
     if other is None:
         raise _refused(rec, func, "writes in place and has no out-of-place form: use an out-of-place call")
-    with rec.on():
+    with rec.on(), torch.set_grad_enabled(torch.is_grad_enabled() and func not in _UNSEEN):
         if own.is_reshaping:
             return _look_again(rec, func, other, own, named)
         targets = [named[name] for name in own.writes]
@@ -72,7 +76,7 @@ def _write(
         if not direct and not _broadcasts(result, target):
             _grow(rec, func, target, result)
             continue
-        if off and not direct:
+        if off and not (direct and result.dtype == target.dtype):
             with rec.tagged(_STRAIGHT, rec.tape.marks.forward):
                 result = aten.copy(target, result)
         rebind(rec, target, _fitting(target, result))

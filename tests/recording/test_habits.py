@@ -1,0 +1,166 @@
+"""Habits that a recording could be silently wrong about: recorded as torch does them, or refused with the line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tfnb
+from tests.recording.test_torch_features import check, made, network
+from tfnb.errors import BranchChanged, FailedPrecondition, InvalidArgument, ShapeError, Unsupported
+
+SAMPLE = torch.arange(12.0).view(4, 3) / 5 - 1
+aten = torch.ops.aten
+
+
+# -- refused with the line --------------------------------------------------------------------------------------------
+
+
+def hook_of_function(y: torch.Tensor) -> Any:
+    return y.grad_fn.register_hook(print)
+
+
+def functions_behind(y: torch.Tensor) -> Any:
+    return y.grad_fn.next_functions
+
+
+def hook_of_several(y: torch.Tensor) -> Any:
+    return torch.autograd.graph.register_multi_grad_hook((y,), print)
+
+
+def packed(y: torch.Tensor) -> Any:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.half(), lambda t: t.float()):
+        return y.exp()
+
+
+REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "bytes of the storage": lambda y: y.untyped_storage().nbytes(),
+    "size of the typed storage": lambda y: y.storage().size(),
+    "dense strides": lambda y: aten.is_non_overlapping_and_dense(y),
+    "strides like a format": lambda y: aten.is_strides_like_format.default(y, torch.channels_last),
+    "hook of a function": hook_of_function,
+    "functions behind": functions_behind,
+    "hook of several tensors": hook_of_several,
+    "packed tensors": packed,
+}
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_the_line(name: str) -> None:
+    weight = nn.Parameter(torch.ones(3))
+    with pytest.raises((Unsupported, FailedPrecondition), match=r"test_habits\.py line"), tfnb.record():
+        REFUSED[name](tfnb.placeholder(SAMPLE) * weight)
+
+
+def test_outside_of_a_recording_the_storage_is_that_of_the_sample() -> None:
+    with tfnb.record():
+        y = tfnb.placeholder(SAMPLE) * 1
+    assert y.untyped_storage().nbytes() == 48
+    assert y.untyped_storage().data_ptr() == y.sample.untyped_storage().data_ptr()
+
+
+def test_contiguity_asked_of_the_op_is_that_of_each_run() -> None:
+    """One row of a matrix is contiguous however wide the matrix is."""
+    with tfnb.record():
+        x = tfnb.placeholder(SAMPLE)
+        y = x[:, :2] * (2 if aten.is_contiguous(x[:, :2]) else 3)
+    assert torch.equal(tfnb.run(y, {x: SAMPLE}), SAMPLE[:, :2] * 3)
+    with pytest.raises(ShapeError):
+        tfnb.run(y, {x: SAMPLE[:1]})
+
+
+# -- classes ----------------------------------------------------------------------------------------------------------
+
+
+def test_one_hot_finds_as_many_classes_as_were_recorded_or_stops() -> None:
+    with tfnb.record() as graph:
+        labels = tfnb.placeholder(torch.tensor([0, 2, 1]))
+        hot, other = F.one_hot(labels), labels + 1
+    assert "found 3 classes" in graph.notes[0] and "test_habits.py line" in graph.notes[0]
+    assert torch.equal(tfnb.run(hot, {labels: [2, 0]}), F.one_hot(torch.tensor([2, 0])))
+    for classes in ([0, 5], [0, 1]):
+        with pytest.raises(BranchChanged):
+            tfnb.run(hot, {labels: classes})
+    assert tfnb.run(other, {labels: [7]}).tolist() == [8]  # nothing of it
+
+
+@pytest.mark.parametrize("label", [4, -1])
+def test_one_hot_refuses_classes_that_torch_refuses(label: int) -> None:
+    with tfnb.record() as graph:
+        labels = tfnb.placeholder(torch.tensor([0, 2, 1]))
+        hot = F.one_hot(labels, 4)
+    assert not graph.notes
+    with pytest.raises(InvalidArgument, match=r"out of bounds(.|\n)*test_habits\.py line"):
+        tfnb.run(hot, {labels: [0, label]})
+
+
+# -- memory of outside ------------------------------------------------------------------------------------------------
+
+
+def test_a_view_of_an_outside_tensor_sees_what_a_later_cell_writes() -> None:
+    outside = torch.arange(6.0).view(2, 3)
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(SAMPLE)
+        view = outside[0]
+        first = x + view
+    with tfnb.record(graph):
+        outside.add_(1)
+        second = x + view
+    with tfnb.record(graph):
+        third = x + outside[0] * view
+    row = torch.arange(3.0)
+    want = [SAMPLE + row, SAMPLE + row + 1, SAMPLE + (row + 1) ** 2]
+    torch.testing.assert_close(tfnb.run([first, second, third], {x: SAMPLE}), want)
+    assert torch.equal(outside[0], row)  # a recording changes nothing
+    outside += 10
+    with tfnb.record(graph):
+        fourth = x + outside[0]
+    torch.testing.assert_close(tfnb.run(fourth, {x: SAMPLE}), SAMPLE + row + 10)
+
+
+def test_a_recording_that_fails_writes_nothing_to_the_view_of_another() -> None:
+    outside = torch.arange(3.0)
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(SAMPLE)
+        view = outside[1:]
+    with pytest.raises(ZeroDivisionError), tfnb.record(graph):
+        outside.add_(1)
+        _ = 1 / 0
+    with tfnb.record(graph):
+        y = x[:, 1:] + view
+    torch.testing.assert_close(tfnb.run(y, {x: SAMPLE}), SAMPLE[:, 1:] + outside[1:])
+
+
+# -- gradients of writes ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["logical_not_", "logical_and_", "logical_or_", "logical_xor_"])
+@pytest.mark.parametrize("grad_mode", [True, False])
+def test_logical_writes_leave_the_path_of_gradients_as_it_was(name: str, grad_mode: bool) -> None:
+    def program(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = model(x)
+        with torch.set_grad_enabled(grad_mode):
+            getattr(y, name)(*(() if name == "logical_not_" else (x[:, :2] > 0,)))
+        return y * x[:, :2]
+
+    check(network, program)
+
+
+# -- the random state -------------------------------------------------------------------------------------------------
+
+
+def test_a_seed_given_to_torchs_generator_is_noted_and_undone() -> None:
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    with tfnb.record() as graph:
+        torch.default_generator.manual_seed(3)
+        layer = made(network)
+        y = layer(tfnb.placeholder(torch.rand(4, 4)))
+    assert torch.equal(torch.get_rng_state(), state) and y.shape[1] == 2
+    assert any("torch.default_generator" in note for note in graph.notes)
