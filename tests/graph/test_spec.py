@@ -106,7 +106,7 @@ def test_evaluation_is_that_of_python(expr: str) -> None:
         "print(B)",
         "B @ T",
         "B << T",
-        "B | T",
+        "B ^ T",
         "~B",
         "1 < B < 3",
         "B is T",

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -164,3 +168,88 @@ def test_a_seed_given_to_torchs_generator_is_noted_and_undone() -> None:
         y = layer(tfnb.placeholder(torch.rand(4, 4)))
     assert torch.equal(torch.get_rng_state(), state) and y.shape[1] == 2
     assert any("torch.default_generator" in note for note in graph.notes)
+
+
+# -- copies -----------------------------------------------------------------------------------------------------------
+
+
+def deepcopied(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x) * copy.deepcopy(x).mean()
+
+
+def copied(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    kept = x * 2
+    copy.copy(kept).add_(1)  # the same memory
+    return model(x) * kept.mean()
+
+
+def read_from_a_file(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    file = io.BytesIO()
+    torch.save(torch.ones(2) * 3, file)
+    file.seek(0)
+    return model(x) * torch.load(file)
+
+
+@pytest.mark.parametrize("program", [deepcopied, copied, read_from_a_file])
+def test_copies(program: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+    check(network, program)
+
+
+def test_deepcopy_of_what_was_computed_is_refused_as_in_torch() -> None:
+    with pytest.raises(FailedPrecondition, match=r"deepcopy(.|\n)*test_habits\.py line"), tfnb.record():
+        copy.deepcopy(network()(tfnb.placeholder(torch.rand(2, 4))))
+
+
+LEAVES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "pickle": lambda y: pickle.loads(pickle.dumps(y)),
+    "dlpack": torch.utils.dlpack.from_dlpack,
+    "numpy from dlpack": np.from_dlpack,
+}
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_what_leaves_the_graph_is_noted(name: str) -> None:
+    with tfnb.record() as graph:
+        y = tfnb.placeholder(SAMPLE, shape=tuple(SAMPLE.shape)) * 2
+        got = LEAVES[name](y)
+    assert type(got) in (torch.Tensor, np.ndarray) and torch.equal(torch.as_tensor(got), SAMPLE * 2)
+    assert len(graph.notes) == 1 and "test_habits.py line" in graph.notes[0]
+
+
+@pytest.mark.parametrize("call", [
+    lambda y: y.apply_(lambda v: v + 1), lambda y: y.map_(y, max), torch.utils.dlpack.to_dlpack,
+], ids=["apply_", "map_", "to_dlpack"])  # fmt: skip
+def test_nothing_reads_or_writes_the_memory_that_is_not_there(call: Callable[[torch.Tensor], Any]) -> None:
+    with pytest.raises(RuntimeError, match=r"data pointer|calls Python"), tfnb.record():
+        call(tfnb.placeholder(SAMPLE, shape=tuple(SAMPLE.shape)) * 2)
+
+
+# -- frozen parameters ------------------------------------------------------------------------------------------------
+
+
+def test_what_a_frozen_parameter_was_used_for_has_no_path_to_it_later() -> None:
+    def program(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        before = model[0](x)
+        model[0].weight.requires_grad_(False)
+        while_frozen = model[0](x * 2)
+        model[0].weight.requires_grad = True
+        return model[2](before.exp() * while_frozen.sin() + model[0](x * 3))
+
+    check(network, program)
+
+
+# -- arithmetic of sizes ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [
+    lambda n: n**0.5, torch.sym_sqrt, lambda n: round(0.7 * n), lambda n: n & 1, lambda n: (n | 1) + (n >> 1),
+    lambda n: -(-n // 4), lambda n: 1 / n,
+])  # fmt: skip
+def test_numbers_computed_from_a_size_are_those_of_each_run(size: Callable[[Any], Any]) -> None:
+    check(network, lambda model, x: model(x) * size(x.shape[0]))
+
+
+def test_what_no_size_expression_has_is_refused_with_the_line() -> None:
+    with pytest.raises(Unsupported, match=r"size expression(.|\n)*test_habits\.py line"), tfnb.record():
+        x = tfnb.placeholder(SAMPLE)
+        x * (x.shape[0] ^ 1)

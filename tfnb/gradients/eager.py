@@ -16,6 +16,7 @@ from tfnb.gradients.walker import Walk, differentiate
 from tfnb.graph import Variable
 from tfnb.recording import Recorder, Tensor
 from tfnb.recording.habits import Habits
+from tfnb.recording.tape import FROZEN
 
 
 def backward(habits: Habits, tensors: Any, grads: Any, *, create_graph: bool, inputs: Any = None) -> None:
@@ -74,7 +75,8 @@ def connected(recorder: Recorder, tensor: Tensor) -> bool:
     reads = {id(x) for x in leaves if isinstance(x, Variable)}
     targets = {x.value for x in leaves if isinstance(x, Tensor)}
     nodes = recorder.nodes
-    targets |= {n.value() for n in nodes if n.op == "tfnb.read" and id(n.attrs["variable"]) in reads}
+    live = (n for n in nodes if n.op == "tfnb.read" and FROZEN not in n.tags)
+    targets |= {n.value() for n in live if id(n.attrs["variable"]) in reads}
     walk = Walk(recorder, targets)
     walk.reach(nodes)
     return tensor.value in walk.reached

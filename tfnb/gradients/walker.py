@@ -42,6 +42,7 @@ from tfnb.recording import Recorder, Tensor, constant, reopen, variable
 from tfnb.recording.commit import Derivative
 from tfnb.recording.ops import resolve, unbind
 from tfnb.recording.recompute import Copies, region_of_tags
+from tfnb.recording.tape import FROZEN
 from tfnb.recording.variables import known
 
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
@@ -201,7 +202,8 @@ def _values(x: Tensor | Variable, nodes: Iterable[Node], recorder: Recorder) -> 
         x.node  # noqa: B018  raises StaleNode for a tensor that is gone
         return [x.value] if flows(x.dtype) else []
     given = [v for v in recorder.stands.get(x, ()) if v.node in recorder.tape.by_id]
-    return [node.value() for node in nodes if node.op == "tfnb.read" and node.attrs["variable"] is x] + given
+    reads = (node for node in nodes if node.op == "tfnb.read" and FROZEN not in node.tags)
+    return [node.value() for node in reads if node.attrs["variable"] is x] + given
 
 
 def _result(

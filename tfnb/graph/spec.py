@@ -28,6 +28,8 @@ _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Mod: operator.mod,
     ast.Pow: lambda base, power: base ** _exponent(power),
     ast.Div: operator.truediv,
+    ast.BitAnd: operator.and_,
+    ast.BitOr: operator.or_,
 }
 _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq,
@@ -46,6 +48,8 @@ _CALLS: dict[str, Callable[..., Any]] = {
     "float": torch.sym_float,
     "int": torch.sym_int,
     "abs": abs,
+    "round": round,
+    "_sym_sqrt": torch.sym_sqrt,
 }
 LENGTH_CAP, DEPTH_CAP, POWER_CAP = 4000, 100, 64  # characters, nesting, exponent: a file may hold anything
 

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tfnb.errors import FailedPrecondition, InvalidArgument, ShapeError
 from tfnb.graph import current
@@ -54,7 +55,8 @@ class Variable:
         self, initial_value: Any, *, name: str | None = None, trainable: bool = True, container: str = "",
         shared_name: str | None = None, lazy_init: bool = False,
     ) -> None:  # fmt: skip
-        owned = torch.as_tensor(current.plain(initial_value)).detach().clone()
+        with _disable_current_modes():  # made in a recording, it is no part of that
+            owned = torch.as_tensor(current.plain(initial_value)).detach().clone()
         spec = Spec.of(owned)
         if "spec" in self.__dict__:  # found by its shared name
             if spec != self.spec:
@@ -199,8 +201,12 @@ class Variable:
         return str(self.storage.device) if self.initialized else self.spec.device
 
     def value(self) -> torch.Tensor:
-        """A copy of the value, wherever it lives."""
-        return self.storage.clone() if self.home is None else self.home.value(self)
+        """A copy of the value, wherever it lives; inside a recording a number of outside, which `read` is not."""
+        recording = current.recording()
+        if recording is not None:
+            recording.escaped(self, "value()")
+        with _disable_current_modes():
+            return self.storage.clone() if self.home is None else self.home.value(self)
 
     def set(self, value: torch.Tensor) -> None:
         """Write the value at once, wherever it lives; raises ShapeError for another shape."""

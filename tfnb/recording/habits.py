@@ -27,6 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tfnb.errors import FailedPrecondition, InvalidArgument, ShapeError, Unsupported
 from tfnb.graph import Node, Value, Variable, current
 from tfnb.recording.shared import Shared, swapped
+from tfnb.recording.tape import FROZEN
 from tfnb.recording.tensor import Tensor
 from tfnb.recording.variables import known
 from tfnb.recording.writes import rebind, take_data
@@ -142,6 +143,25 @@ class Habits(TorchFunctionMode):
             _set_flag(tensor, True)
         return tensor
 
+    def reread(self, var: Variable, *, thawed: bool) -> None:
+        """A variable is frozen or trained from here on: what is computed from it now stands apart from what was; what
+        was computed while it was frozen has no path to it."""
+        rec = self.recorder
+        base = rec._reads.get(var)
+        if base is None or rec.tape.is_earlier(base.entry.value):
+            return
+        if base.version:  # written here: one value for all that follows
+            used = (node for node in rec.new if base.entry.value in node.inputs and "no_grad" not in node.tags)
+            if thawed and any(used):
+                raise Unsupported(
+                    f"requires_grad of {var.name} is set after it was written and used in this recording: set it before"
+                    f"{rec.tape.at()}"
+                )
+            return
+        if thawed:
+            rec.tape.tag(base.entry.value.node, FROZEN)
+        del rec._reads[var]
+
     def retain(self, tensor: Tensor) -> None:
         """``retain_grad``: the gradient of an inner value is kept in its ``.grad``."""
         if not self.requires_grad(tensor):
@@ -222,7 +242,12 @@ def _get_requires_grad(habits: Habits, func: Any, tensor: Any) -> bool:
 
 
 def _set_requires_grad(habits: Habits, func: Any, tensor: Any, wanted: bool = True) -> Any:
-    return habits.mark(tensor, wanted) if isinstance(tensor, Tensor) else func(tensor, wanted)
+    if isinstance(tensor, Tensor):
+        return habits.mark(tensor, wanted)
+    var = None if _flag(tensor) == wanted else known(tensor)
+    if var is not None:
+        habits.reread(var, thawed=wanted)
+    return func(tensor, wanted)
 
 
 def _is_leaf(habits: Habits, func: Any, tensor: Any) -> bool:

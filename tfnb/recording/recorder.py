@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tfnb.errors import InvalidArgument, ShapeError, StaleNode
+from tfnb.errors import GraphFormatError, InvalidArgument, ShapeError, StaleNode, Unsupported
 from tfnb.graph import Graph, Guard, Node, Owner, Ref, Source, Spec, Value, Variable
 from tfnb.graph.node import leaves
 from tfnb.graph.variable import updated
@@ -370,7 +370,10 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         __tracebackhide__ = True
         with self.symbols.inside():
-            return self._dispatched(func, args, kwargs or {})
+            try:
+                return self._dispatched(func, args, kwargs or {})
+            except GraphFormatError as error:
+                raise Unsupported(f"{op_name(func)}: {error}{self.tape.at()}", op=op_name(func)) from error
 
     def _dispatched(self, func: Op, args: Any, kwargs: Any) -> Any:
         __tracebackhide__ = True

@@ -254,8 +254,11 @@ def _zeros(rec: Any, size: Any, **options: Any) -> Any:
 
 
 def _linearized(rec: Any, *args: Any) -> Any:
-    """What `torch.func.linearize` traces by itself; in its own transforms torch does not come here."""
-    raise Unsupported(f"torch.func.linearize is not recorded: use torch.func.jvp, or tfnb.jvp{rec.tape.at()}")
+    """What forward mode calls by itself; in the transforms of torch.func torch does not come here."""
+    raise Unsupported(
+        "torch.func.linearize and torch.autograd.forward_ad are not recorded: use torch.func.jvp, or tfnb.jvp"
+        f"{rec.tape.at()}"
+    )
 
 
 def _padded(rec: Any, x: Any, mask: Any, mask_check: bool = True) -> bool:

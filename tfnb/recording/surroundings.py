@@ -2,19 +2,22 @@
 
 Caches of autocast and of parametrisations would carry plain casts of parameters into a recording, cut off from them,
 and recorded ones out of it. TorchScript's optimising executor would fix sizes that vary. What `torch.compile` gave runs
-as the code it was given: a recording sees torch's calls, not what a compiler makes of them.
+as the code it was given: a recording sees torch's calls, not what a compiler makes of them. What is read from a file is
+a plain tensor.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import _disable_current_modes
 
+from tfnb.graph import current
 from tfnb.recording.shared import Shared, swapped
 
 
@@ -24,6 +27,7 @@ def surroundings() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(_without_caches())
         stack.enter_context(_plain_code())
+        stack.enter_context(_plain_files())
         yield
 
 
@@ -70,4 +74,13 @@ def _eagerly() -> Iterator[None]:
         yield
 
 
+def _unrecorded(original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        with _disable_current_modes() if current.recording() is not None else nullcontext():
+            return original(*args)
+
+    return call
+
+
 _plain_code = Shared(_uncompiled)
+_plain_files = Shared(lambda: swapped((torch._utils, "_rebuild_tensor", _unrecorded(torch._utils._rebuild_tensor))))

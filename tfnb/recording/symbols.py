@@ -233,7 +233,9 @@ class Symbols:
                 self._values[letter] = self.env.create_symintnode(symbol, hint=None)
         named = {s: sympy.Symbol(self._letters[s], integer=True, nonnegative=True) for s in expr.free_symbols}
         plain = PythonPrinter().doprint(expr.xreplace(named))
-        return re.sub(r"\b(?:math|torch)\.(?:sym_)?", "", plain)
+        text = re.sub(r"\b(?:math|torch)\.(?:sym_)?", "", plain)
+        Dim(text).symbols  # noqa: B018  raises GraphFormatError here, and not at the end, for what a file cannot hold
+        return text
 
     def readable(self, text: str) -> str:
         """A text of torch's with the letters in place of its names of symbols."""

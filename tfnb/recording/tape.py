@@ -20,6 +20,7 @@ from tfnb.graph.graph import new_id
 
 _NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*\Z")
 _VARYING = frozenset({"tfnb.placeholder", "tfnb.read", "tfnb.assign", ops.CALL}) | ops.REGIONS | ops.QUEUES
+FROZEN = "frozen"  # tag of a read: gradients to the variable do not come from here
 _UNSCOPED = ("tfnb.placeholder", "tfnb.read", "tfnb.constant")
 
 
@@ -127,6 +128,11 @@ class Tape:
         self._names.add(name)
         self.new[place] = self.by_id[node_id] = replace(node, name=name)
         return name
+
+    def tag(self, node_id: int, tag: str) -> None:
+        """Give a node of this recording one more tag."""
+        place, node = next((i, n) for i, n in enumerate(self.new) if n.id == node_id)
+        self.new[place] = self.by_id[node_id] = replace(node, tags=node.tags | {tag})
 
     def allow(self, name: str) -> None:
         """Raise InvalidArgument if a user may not give a node this name: it is not legal, or taken."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from tfnb.errors import FailedPrecondition, InvalidArgument, StaleNode, Unsupported
@@ -84,6 +85,7 @@ class Tensor(torch.Tensor):
             device=fake.device, layout=fake.layout, requires_grad=False,
             storage_size=None if entry.sample is None else entry.sample.untyped_storage().nbytes(),
         )  # fmt: skip
+        torch._C._set_throw_on_mutable_data_ptr(self)  # whatever would read or write its memory in C++
         self._entry = entry
         self._family = base or Base(entry)
         self._chain = chain
@@ -307,11 +309,38 @@ class Tensor(torch.Tensor):
             )
         super().backward(*args, **kwargs)
 
-    def __deepcopy__(self, memo: Any) -> torch.Tensor:
-        return self.sample.detach().clone()
+    def apply_(self, function: Any) -> Any:
+        raise Unsupported(f"apply_() calls Python for each element of a sample: use torch calls{_at()}")
+
+    def map_(self, *args: Any) -> Any:
+        raise Unsupported(f"map_() calls Python for each element of a sample: use torch calls{_at()}")
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._apart("__dlpack__()").__dlpack__(**options)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.sample.detach().clone().__reduce_ex__(protocol)
+        return self._apart("pickle").__reduce_ex__(protocol)
+
+    def _apart(self, how: str) -> torch.Tensor:
+        """The sample in memory of its own, leaving the graph."""
+        with _disable_current_modes():
+            return self._escaped(how).detach().clone()
+
+    def __copy__(self) -> torch.Tensor:
+        """Another handle of the same memory, cut off from what it was computed from, as in torch."""
+        copy = self.detach()
+        return copy.requires_grad_() if self.requires_grad else copy
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        if current.recording() is None:
+            return self.sample.detach().clone()
+        if self.requires_grad and not self.is_leaf:
+            raise FailedPrecondition(
+                f"deepcopy() takes tensors that the program made itself, as in torch, and {self._describe()} was "
+                f"computed from what requires a gradient: use .detach().clone(){_at()}"
+            )
+        copy = self.detach().clone()
+        return copy.requires_grad_() if self.requires_grad else copy
 
     __hash__ = torch.Tensor.__hash__
 
