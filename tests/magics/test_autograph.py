@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_flatten
 
 import tfnb
+from tests.magics.programs import cells
+from tfnb.errors import BranchChanged, FeedError, ShapeError
 
 
 def margin(ran: Any) -> list[str]:
@@ -74,3 +77,39 @@ def test_an_error_in_a_function_of_another_cell_shows_its_lines(notebook: Any) -
     ran = notebook.run("%%tfgraph g\nx = tfnb.placeholder(torch.ones(3, 2), name='x')\ny = helper(x)")
     at = notebook.count
     assert ran.frames[-2:] == [f"Cell In[{at - 1}], line 3", f"Cell In[{at - 2}], line 3, in helper()"]
+
+
+FED = [torch.tensor(rows) for rows in (
+    [[0.5, 0.25, 0.125], [0.25, 0.5, 0.75]],
+    [[-0.5, -2.0, 0.25], [-1.0, 0.5, -0.75], [0.5, 0.25, -0.25]],
+    [[4.0, 1.0, 2.0], [-1.0, 2.0, 0.5], [3.0, 0.25, -0.5], [0.5, 0.5, 1.5]],
+    [[0.25, -0.125, 0.0625]],
+)]  # fmt: skip
+TURNS = [3, 0, 6, 1]
+
+
+@pytest.mark.filterwarnings("ignore:.*Python took the", "ignore:.*became the constant")
+@pytest.mark.parametrize(("name", "kind", "source"), cells(), ids=[cell[0] for cell in cells()])
+def test_a_staged_cell_gives_what_python_gives(notebook: Any, name: str, kind: str, source: str) -> None:
+    head = "x = tfnb.placeholder(sample, name='x')\nn = tfnb.placeholder(torch.tensor(3), name='n')\n"
+    notebook.names["sample"] = FED[0]
+    ran = notebook.ok(f"%%tfgraph g --no-show\n{head}{source}")
+    notes = margin(ran)
+    out = notebook.names["out"]
+    if kind == "staged":
+        assert not any("stays Python" in note for note in notes), notes
+    for fed, turns in zip(FED, TURNS, strict=True):
+        names = {"x": fed, "n": torch.tensor(turns), "torch": torch, "nn": torch.nn}
+        exec(source, names)
+        leaves, form = tree_flatten(out)
+        fetched = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        try:
+            found = iter(tfnb.run(fetched, {"x": fed, "n": torch.tensor(turns)}))
+        except (BranchChanged, ShapeError, FeedError):
+            assert kind == "python"
+            continue
+        wanted, wanted_form = tree_flatten(names["out"])
+        assert form == wanted_form
+        for leaf, value in zip(leaves, wanted, strict=True):
+            got = next(found) if isinstance(leaf, torch.Tensor) else leaf
+            torch.testing.assert_close(torch.as_tensor(got).double(), torch.as_tensor(value).double())

@@ -163,6 +163,12 @@ class _Bodies(_Placed, control_flow.ControlFlowTransformer):
         found = super()._get_block_basic_vars(modified, live_in, live_out)
         return found | frozenset(modified & self.state[control_flow._Function].scope.globals)
 
+    def _get_block_vars(self, node: Any, modified: Any) -> Any:
+        names, undefined, count = super()._get_block_vars(node, modified)
+        cell = self.state[control_flow._Function].scope.globals
+        needed = [name for place, name in enumerate(names) if place < count or name in cell]
+        return [*needed, *(name for name in names if name not in needed)], undefined, len(needed)
+
     def _get_block_composite_vars(self, modified: Any, live_in: Any) -> Any:
         found = super()._get_block_composite_vars(modified, live_in)
         return frozenset(name for name in found if not name.has_subscript())

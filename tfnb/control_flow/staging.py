@@ -621,8 +621,9 @@ class Stage:
                 self.calls += 1
                 body(*([given[0]] if head else []), *rows)
                 values = st.get()
-            self._set_back()
+            self._set(carried)
             st.attributes_kept()
+            self._set_back()
             return [*([given[0] + step] if head else []), *self._leaves(values, carried)]
 
         loop = Loop(recorder, start, labels, xs, limit=limit, what=st.what.split()[0])
