@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -29,7 +29,7 @@ from tfnb.errors import (
     TfnbError,
     Unimplemented,
 )  # fmt: skip
-from tfnb.execution import Program, Trace, Tracer, tiers
+from tfnb.execution import Clocked, Program, Run, Trace, Tracer, tiers
 from tfnb.execution.dataflow import EXECUTORS, Dataflow, lowered
 from tfnb.execution.explain import explained, failing_node
 from tfnb.execution.running import Deadline, Running, Stop
@@ -59,6 +59,7 @@ class _Prepared:
     trailing: tuple[Variable, ...]  # variables fetched as such: their value after the step
     version: int
     nodes: tuple[Node, ...]
+    clocked: Clocked | None = None  # made for the first run that asks for it
 
 
 class Session:
@@ -98,7 +99,14 @@ class Session:
         self._runs = itertools.count()
         self._running: set[Running] = set()
         self._closed = False
-        self.trace: Trace | None = None  # of the last traced run
+        self._trace: Trace | Run | None = None  # of the last traced run
+
+    @property
+    def trace(self) -> Trace | None:
+        """What the last traced run did."""
+        if isinstance(self._trace, Run):  # made of its clocks when somebody looks
+            self._trace = self._trace.trace()
+        return self._trace
 
     @property
     def cluster(self) -> Any:
@@ -113,14 +121,15 @@ class Session:
         feed_dict: Mapping[Any, Any] | None = None,
         *,
         timeout: float | None = None,
-        trace: bool = False,
+        trace: bool | Literal["parts"] = False,
     ) -> Any:
         """The values of ``fetches``, with their structure; only what they need is executed.
 
         fetches: tensors, Variables, Operations, names, or any nesting of list, tuple, dict, namedtuple of them.
         feed_dict: values for placeholders or any other tensor of the graph. timeout in seconds. trace: compute node by
-        node with a clock; afterwards ``self.trace`` tells what took how long. Raises FeedError, ShapeError,
-        InvalidArgument for a missing feed, StaleNode; variables are then as they were.
+        node with a clock, or with ``"parts"`` look at the clock between parts only, at hardly any cost; afterwards
+        ``self.trace`` tells what took how long. Raises FeedError, ShapeError, InvalidArgument for a missing feed,
+        StaleNode; variables are then as they were.
         """
         __tracebackhide__ = True
         feeds = feed_dict or {}
@@ -128,7 +137,10 @@ class Session:
             feeds = _spread(feeds.items())
         prepared = self._prepare(fetches, tuple(feeds))
         tensors = prepared.feeder.tensors(feeds.values())
-        results = self._traced(prepared, tensors, timeout) if trace else self._execute(prepared, tensors, timeout)
+        if trace:
+            results = self._traced(prepared, tensors, timeout, trace)
+        else:
+            results = self._execute(prepared, tensors, timeout)
         if prepared.trailing:
             results += [variable.value() for variable in prepared.trailing]
         return prepared.rebuild(results)
@@ -216,18 +228,26 @@ class Session:
         program.commit(pending)
         return results
 
-    def _traced(self, prepared: _Prepared, tensors: list[torch.Tensor], timeout: float | None) -> list[Any]:
-        """`_execute` with a clock."""
+    def _traced(
+        self, prepared: _Prepared, tensors: list[torch.Tensor], timeout: float | None, how: bool | str
+    ) -> list[Any]:
+        """`_execute` with clocks."""
         __tracebackhide__ = True
         if self.cluster is not None:
             raise Unimplemented("a traced run runs here only: close the cluster, or run without trace=True")
+        if how not in (True, "parts"):
+            raise InvalidArgument(f"trace is True or 'parts', not {how!r}")
         program = prepared.program
         if isinstance(program, Dataflow):
             raise Unimplemented("a traced run is generated code, without queues: run without trace=True")
-        tracer = Tracer(program)
+        if how == "parts":
+            prepared.clocked = prepared.clocked or Clocked(program)
+            tracer: Tracer | Run = Run(prepared.clocked)
+        else:
+            tracer = Tracer(program)
         results, pending = self._stoppable(program, timeout, self._compute, program, tensors, tracer.forward)
         tracer.commit(pending)
-        self.trace = tracer.trace(results)
+        self._trace = tracer if isinstance(tracer, Run) else tracer.trace(results)
         return results
 
     def _stoppable(self, program: Program, timeout: float | None, call: Callable[..., Any], *args: Any) -> Any:
@@ -420,7 +440,11 @@ def graph_of(fetches: Any) -> Graph:
 
 
 def run(
-    fetches: Any, feed_dict: Mapping[Any, Any] | None = None, *, timeout: float | None = None, trace: bool = False
+    fetches: Any,
+    feed_dict: Mapping[Any, Any] | None = None,
+    *,
+    timeout: float | None = None,
+    trace: bool | Literal["parts"] = False,
 ) -> Any:
     """`Session.run` on the default session of the fetches' graph.
 

@@ -2,7 +2,8 @@
 
 from tfnb.execution.commit import Pending, no_interrupt
 from tfnb.execution.lower import Program, lower
+from tfnb.execution.parts import Clocked, Run
 from tfnb.execution.trace import Trace
 from tfnb.execution.tracer import Tracer
 
-__all__ = ["Pending", "Program", "Trace", "Tracer", "lower", "no_interrupt"]
+__all__ = ["Clocked", "Pending", "Program", "Run", "Trace", "Tracer", "lower", "no_interrupt"]

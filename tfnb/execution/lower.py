@@ -21,6 +21,7 @@ from tfnb.execution.bindings import QUICK, WRITING
 from tfnb.execution.commit import Pending, Update, commit
 from tfnb.execution.regions import REGIONS, Call
 from tfnb.graph import Graph, Guard, Node, Recursion, Ref, Subgraph, Value, Variable, ops
+from tfnb.graph.collector import uncollected
 from tfnb.graph.node import map_leaves
 from tfnb.graph.ops import overload
 from tfnb.graph.spec import Dim
@@ -135,7 +136,8 @@ def lower(graph: Graph, fetches: Iterable[Value], feeds: Iterable[Value], last: 
     """
     fetches, feeds = tuple(fetches), tuple(feeds)
     heap.settle()
-    return _Lowering(graph, optimize(graph, fetches, feeds, last), fetches, feeds).program()
+    with uncollected():
+        return _Lowering(graph, optimize(graph, fetches, feeds, last), fetches, feeds).program()
 
 
 def subprogram(

@@ -20,7 +20,7 @@ By = Literal["node", "op", "line", "scope"]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that ran: a node, or with ``node`` None the commit. Times are seconds from the start of the step."""
+    """One thing that ran: a node, or with ``node`` None a part of the step. Times are seconds from its start."""
 
     node: Node | None
     start: float
@@ -28,6 +28,7 @@ class Event:
     bytes: int  # of the outputs, a view's too; of the commit: what was written
     device: str
     thread: str
+    part: str = "commit"  # what ran where there is no node: a scope, or the commit
 
     @property
     def seconds(self) -> float:
@@ -37,12 +38,12 @@ class Event:
     @property
     def name(self) -> str:
         """The node's name, as in a drawing."""
-        return self.node.name if self.node else "commit"
+        return self.node.name if self.node else self.part
 
     @property
     def op(self) -> str:
         """The op's qualified name."""
-        return self.node.op if self.node else "commit"
+        return self.node.op if self.node else self.part
 
     @property
     def line(self) -> str:
@@ -58,7 +59,7 @@ class Event:
     @property
     def scope(self) -> str:
         """The path of modules, name scopes and passes, without the torch function at its end."""
-        return "/".join(self.node.scope[:-1]) if self.node else "commit"
+        return "/".join(self.node.scope[:-1]) if self.node else self.part
 
 
 @dataclass(frozen=True, slots=True)

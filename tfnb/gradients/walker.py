@@ -35,6 +35,7 @@ from tfnb.gradients.table import (
     gives_one,
 )  # fmt: skip
 from tfnb.graph import Dim, Graph, Node, Spec, Value, Variable
+from tfnb.graph.collector import uncollected
 from tfnb.graph.node import map_leaves
 from tfnb.graph.ops import WITH_GRADIENT
 from tfnb.graph.spec import flows, is_static
@@ -79,7 +80,7 @@ def gradients(
     if unconnected not in ("none", "zero"):
         raise InvalidArgument(f"unconnected is 'none' or 'zero', not {unconnected!r}")
     graph, wanted = differentiable(ys, xs)
-    with reopen(graph) as recorder, torch.enable_grad():
+    with uncollected(), reopen(graph) as recorder, torch.enable_grad():
         return differentiate(recorder, ys, wanted, grad_ys, _listed(stop_gradients), unconnected, rows=True)
 
 

@@ -58,9 +58,17 @@ class Held:
         return self._wanted
 
     def values(self) -> torch.Tensor:
-        """The storage, not a copy."""
+        """The storage, not a copy; the same object as long as the tensor lies where it lay."""
         tensor = self.tensor()
-        return self._spare if tensor is None else tensor.detach()
+        spare = self._spare
+        if tensor is not None and not _lies_as(tensor, spare):  # its ``.data`` was set
+            self._spare = tensor.detach()
+        return self._spare
+
+
+def _lies_as(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are the same memory, seen in the same way."""
+    return tensor.layout is torch.strided and tensor.dtype is other.dtype and tensor.is_set_to(other)
 
 
 def _held(module: torch.nn.Module, name: str) -> torch.Tensor | None:

@@ -103,6 +103,7 @@ class Variable:
     ) -> None:  # fmt: skip
         self._storage = storage
         self.held: Held | None = None
+        self._fitting: torch.Tensor | None = None  # what was held when it was last looked at
         self.key = f"v{next(_serial)}"
         self.name = name
         self._trainable = trainable
@@ -144,11 +145,14 @@ class Variable:
             found = held.values()
         except FailedPrecondition as error:
             raise FailedPrecondition(f"variable {self.name} has no single value: {error}") from None
+        if found is self._fitting:
+            return found
         if found.shape != self.shape or found.dtype != self.spec.dtype:
             raise ShapeError(
                 f"variable {self.name} is {self.spec}, but its module now holds {Spec.of(found)} in its place: "
                 "record the cell again"
             )
+        self._fitting = found
         return found
 
     @property
