@@ -11,6 +11,7 @@ import weakref
 import torch
 
 from tfnb.errors import FailedPrecondition
+from tfnb.graph.current import recording
 
 
 class Held:
@@ -23,6 +24,7 @@ class Held:
     def _hold(self, tensor: torch.Tensor) -> None:
         self._object = weakref.ref(tensor)
         self._spare = tensor.detach()  # the values, should the object die
+        self._seen: torch.Tensor | None = None  # the values, as they were last looked at
         self._wanted = tensor.requires_grad
 
     def by(self, module: torch.nn.Module, attribute: str) -> None:
@@ -58,12 +60,17 @@ class Held:
         return self._wanted
 
     def values(self) -> torch.Tensor:
-        """The storage, not a copy; the same object as long as the tensor lies where it lay."""
+        """The storage, not a copy; outside of recordings the same object as long as the tensor lies where it lay."""
         tensor = self.tensor()
-        spare = self._spare
-        if tensor is not None and not _lies_as(tensor, spare):  # its ``.data`` was set
-            self._spare = tensor.detach()
-        return self._spare
+        if tensor is None:
+            return self._spare
+        seen = self._seen
+        if seen is not None and _lies_as(tensor, seen):
+            return seen
+        found = tensor.detach()
+        if recording() is None:  # there it is a recorded tensor
+            self._seen = self._spare = found
+        return found
 
 
 def _lies_as(tensor: torch.Tensor, other: torch.Tensor) -> bool:
