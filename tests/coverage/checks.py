@@ -63,12 +63,13 @@ def samples(
 ) -> list[Any]:
     """PyTorch's samples of the entry, or the first of them, the same ones for the same seed.
 
-    Left to itself OpInfo seeds each sample anew, and two lists of them would have the same values.
+    Left to itself OpInfo seeds each sample anew, and two lists of them would have the same values; and it looks on the
+    stack for a unittest to blame, which under pytest takes far longer than everything that is done with the samples.
     """
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
-    return list(islice(info.sample_inputs("cpu", dtype, requires_grad=requires_grad, set_seed=False), most))
+    return list(islice(info.sample_inputs_func(info, "cpu", dtype, requires_grad), most))
 
 
 def pairs(info: Any, dtype: torch.dtype, *, most: int | None = None) -> list[tuple[Any, Any]]:
