@@ -24,7 +24,7 @@ def fetched(graph: Any, name: str) -> dict[str, str]:
     """A node's value now: the variables as they are, the placeholders as they were while recording."""
     session = tfnb.session.default_session(graph)
     space = tfnb.recording.workspace.workspace(graph)
-    samples = {node.name: space.sample(node.value(), graph.contents.by_id) for node in graph.placeholders}
+    samples = {node.name: space.sample(node.value()) for node in graph.placeholders}
     value = session.run(name, {key: sample for key, sample in samples.items() if sample is not None})
     if value is None:
         return {"preview": "no value: an operation"}

@@ -392,7 +392,7 @@ def test_samples_that_nobody_holds_give_their_memory_back() -> None:
         x = tfnb.placeholder(torch.randn(4000, 1000), name="x")  # 16 MB a layer
         y = layers(x).sum()
     space = workspace(g)
-    assert space._bytes <= 64 << 20
+    assert space.samples.bytes <= 64 << 20
     torch.testing.assert_close(y.sample, layers(x.sample).sum().detach(), rtol=1e-4, atol=1e-2)
     (dw,) = tfnb.gradients(y, [layers[0].weight])  # computes again what it needs
     want = torch.autograd.grad(layers(x.sample).sum(), layers[0].weight)[0]

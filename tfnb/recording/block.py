@@ -312,7 +312,7 @@ def _commit(
     recorder.outside.remember()
     past(recorder.graph).renew(change.relinked, space.symbols.renewed)
     space.renew(change.relinked)
-    space.settle(live)
+    space.samples.settle(live)
 
 
 def _failed(node: Node) -> str:

@@ -1,11 +1,12 @@
-"""One op as one node: its arguments three times over (as attrs, as fakes, as samples), its shapes, its sample.
+"""One op as one node: its arguments as attrs, as fakes and as samples, its shapes, its sample.
 
+The samples of gradients and updates wait until somebody looks: most are never looked at, and a run computes them.
 Stateless: what is kept lies with the recorder and its workspace.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +15,15 @@ import torch
 from tfnb.graph import Node, Ref, Spec, Value
 from tfnb.kernels.random import seeded
 from tfnb.recording.custom_ops import lacks_shapes, shapes
+from tfnb.recording.interpret import stream_seed
 from tfnb.recording.ops import Facts, Op, bind, kernel, op_name
 from tfnb.recording.replaced import SHAPES
 from tfnb.recording.report import dense, explained
+from tfnb.recording.samples import conjugating, physical
 from tfnb.recording.scopes import clean
 from tfnb.recording.shapes import sized_by_data
 from tfnb.recording.tensor import Base, Entry, Tensor
 from tfnb.recording.views import View
-from tfnb.recording.workspace import conjugating, physical, stream_seed
 
 if TYPE_CHECKING:
     from tfnb.recording.recorder import Recorder
@@ -35,8 +37,8 @@ def record_call(rec: Recorder, func: Op, own: Facts, args: Any, kwargs: Any) -> 
     __tracebackhide__ = True
     inputs: list[Entry] = []
     fake = rec.space.apart if sized_by_data(func) else attrgetter("fake")
-    attr_args, fake_args, sample_args = _arguments(rec, list(args), inputs, fake)
-    attr_kwargs, fake_kwargs, sample_kwargs = _arguments(rec, kwargs, inputs, fake)
+    attr_args, fake_args = _arguments(rec, list(args), inputs, fake)
+    attr_kwargs, fake_kwargs = _arguments(rec, kwargs, inputs, fake)
     fakes = _fake_call(rec, func, fake_args, fake_kwargs, inputs)
     flat = fakes if isinstance(fakes, (list, tuple)) else (fakes,)
     if not all(f is None or isinstance(f, torch.Tensor) for f in flat) or all(f is None for f in flat):
@@ -51,21 +53,23 @@ def record_call(rec: Recorder, func: Op, own: Facts, args: Any, kwargs: Any) -> 
     )  # fmt: skip
     if override is not None:
         rec.space.rules[value.node] = override
-    try:
-        samples = _sample_call(rec, func, sample_args, sample_kwargs, inputs, rec.new[-1], len(flat))
-    except Exception as error:
-        rec.tape.drop_last()
-        raise _failed(rec, func, error, inputs) from error
+    waits = rec.samples_wait and not sized_by_data(func)
+    samples: Sequence[torch.Tensor | None] = (None,) * len(flat)
+    if not waits and not rec.lazy:
+        try:
+            samples = _sample_call(rec, func, (args, kwargs), inputs, rec.new[-1]) or samples
+        except Exception as error:
+            rec.tape.drop_last()
+            raise _failed(rec, func, error, inputs) from error
     base, chain, attrs = _viewed(rec, func, own, args, kwargs)
     wrapped: list[Tensor | None] = []
     for index, (fake, sample) in enumerate(zip(flat, samples, strict=True)):
         if fake is None:
             wrapped.append(None)
             continue
-        entry = Entry(Value(value.node, index), fake, sample)
+        entry = Entry(Value(value.node, index), fake, sample, rec.space.awaited if waits else None)
         rec.space.fakes[entry.value] = fake
-        if rec.new[-1].forward is None:  # in a backward pass, what nobody holds any more is computed again on demand
-            rec.space.keep(entry.value, sample)
+        rec.space.samples.keep(entry.value, sample)
         if sample is not None:
             rec.symbols.observe(fake, sample)
         view = () if base is None else (*chain, View(func, attrs, index, torch.is_grad_enabled()))
@@ -75,25 +79,35 @@ def record_call(rec: Recorder, func: Op, own: Facts, args: Any, kwargs: Any) -> 
     return wrapped[0]
 
 
-def _arguments(
-    rec: Recorder, tree: Any, inputs: list[Entry], fake: Callable[[Entry], torch.Tensor]
-) -> tuple[Any, Any, Any]:
-    """An argument tree three times: as attrs (Ref, Dim), on fakes, on samples. Tensors are added to ``inputs``."""
+def _arguments(rec: Recorder, tree: Any, inputs: list[Entry], fake: Callable[[Entry], torch.Tensor]) -> tuple[Any, Any]:
+    """An argument tree twice: as attrs (Ref, Dim), and on fakes. Tensors are added to ``inputs``."""
     if isinstance(tree, torch.Tensor):
         entry = rec._entry(tree)
         inputs.append(entry)
-        return Ref(len(inputs) - 1), fake(entry), entry.sample
+        return Ref(len(inputs) - 1), fake(entry)
     if isinstance(tree, (list, tuple)):
         parts = [_arguments(rec, item, inputs, fake) for item in tree]
         kind = list if isinstance(tree, list) else tuple
-        return tuple(kind(part[i] for part in parts) for i in range(3))  # type: ignore[return-value]
+        return kind(attr for attr, _ in parts), kind(item for _, item in parts)
     if isinstance(tree, Mapping):
-        items = {key: _arguments(rec, item, inputs, fake) for key, item in tree.items()}
-        return tuple({key: part[i] for key, part in items.items()} for i in range(3))  # type: ignore[return-value]
+        named = {key: _arguments(rec, item, inputs, fake) for key, item in tree.items()}
+        return {key: attr for key, (attr, _) in named.items()}, {key: item for key, (_, item) in named.items()}
     if isinstance(tree, torch.Generator):
         rec.streams_differ("generator=")
-        return None, None, None
-    return rec.symbols.leaf(tree), tree, rec.symbols.concrete(tree)
+        return None, None
+    return rec.symbols.leaf(tree), tree
+
+
+def _on_samples(rec: Recorder, tree: Any, samples: Iterator[torch.Tensor | None]) -> Any:
+    """An argument tree on samples: those of its tensors in turn."""
+    if isinstance(tree, torch.Tensor):
+        return next(samples)
+    if isinstance(tree, (list, tuple)):
+        kind = list if isinstance(tree, list) else tuple
+        return kind([_on_samples(rec, item, samples) for item in tree])
+    if isinstance(tree, Mapping):
+        return {key: _on_samples(rec, item, samples) for key, item in tree.items()}
+    return None if isinstance(tree, torch.Generator) else rec.symbols.concrete(tree)
 
 
 def _fake_call(rec: Recorder, func: Op, args: Any, kwargs: Any, inputs: list[Entry]) -> Any:
@@ -109,10 +123,14 @@ def _fake_call(rec: Recorder, func: Op, args: Any, kwargs: Any, inputs: list[Ent
 
 
 def _sample_call(
-    rec: Recorder, func: Op, args: Any, kwargs: Any, inputs: list[Entry], node: Node, count: int
-) -> tuple[torch.Tensor | None, ...]:
-    if rec.lazy or any(entry.sample is None for entry in inputs):
-        return (None,) * count
+    rec: Recorder, func: Op, called: tuple[Any, Any], inputs: list[Entry], node: Node
+) -> tuple[torch.Tensor | None, ...] | None:
+    """What the op gives on samples; None where an input has none."""
+    known = [entry.sample for entry in inputs]
+    if any(sample is None for sample in known):
+        rec.space.samples.lacks(node.id)
+        return None
+    args, kwargs = _on_samples(rec, called, iter(known))
     if node.stream is None:
         dtypes = (*(spec.dtype for spec in node.outputs), *(entry.fake.dtype for entry in inputs))
         with conjugating(any(dtype.is_complex for dtype in dtypes)):

@@ -9,9 +9,9 @@ import torch
 
 from tfnb.graph import Spec, Value, ops
 from tfnb.recording.recorder import Recorder
+from tfnb.recording.samples import physical
 from tfnb.recording.scopes import clean
 from tfnb.recording.tensor import Entry, Operation, Tensor
-from tfnb.recording.workspace import physical
 
 
 def effect(
@@ -32,6 +32,6 @@ def effect(
         at = Value(value.node, index)
         fake = recorder.space.fakes[at] = recorder.symbols.fake(spec)
         sample = None if recorder.lazy else physical(sample)
-        recorder.space.keep(at, sample, root=True)
+        recorder.space.samples.root(at, sample)
         tensors.append(recorder._wrap(Entry(at, fake, sample)))
     return tensors

@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Iterator
 from dataclasses import fields
 from typing import Any
 
-from tfnb.recording.tensor import Base, Entry, Tensor
+from tfnb.recording.tensor import Base, Tensor
 from tfnb.recording.views import renewed_chain
 
 _HANDLE = ("_entry", "_family", "_chain", "_seen")
@@ -32,7 +32,7 @@ def _identity(held: State) -> tuple[Any, ...]:
 
 def light(held: State) -> State:
     """A state that keeps no sample alive."""
-    return (Entry(held[0].value, held[0].fake, None), *held[1:])
+    return (held[0].light(), *held[1:])
 
 
 def renewed(held: State, ids: Container[int], renew: Callable[[Any], Any]) -> State:
@@ -41,7 +41,7 @@ def renewed(held: State, ids: Container[int], renew: Callable[[Any], Any]) -> St
     if entry.value.node not in ids:
         return held
     rest = [renewed_chain(part, renew) if isinstance(part, tuple) else part for part in rest]
-    return (Entry(entry.value, renew(entry.fake), None), *rest)
+    return (entry.light(renew(entry.fake)), *rest)
 
 
 def restore(thing: Thing, held: State) -> None:

@@ -136,7 +136,7 @@ class Outside:
             return node
         with _disable_current_modes():
             entry.sample = node.attrs["value"].clone()
-        self._rec.space.keep(entry.value, entry.sample, root=True)
+        self._rec.space.samples.root(entry.value, entry.sample)
         return replace(node, attrs={**node.attrs, "value": entry.sample})
 
     def lost_write(self, base: Base) -> None:

@@ -51,7 +51,7 @@ def attach(
     recorder.space.rules[at.node] = rule
     results = []
     for index, (out, old) in enumerate(zip(outs, values, strict=True)):
-        entry = Entry(Value(at.node, index), old.fake, old.sample)
+        entry = old.of(Value(at.node, index))
         recorder.space.fakes[entry.value] = entry.fake
         results.append(_renewed(recorder, out, entry))
     return results

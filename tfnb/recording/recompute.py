@@ -124,7 +124,7 @@ class Copies:
         for index in range(len(node.outputs)):
             entry = recorder._entry_of_value(node.value(index))
             recorder.space.fakes[Value(copy, index)] = entry.fake
-            recorder.space.keep(Value(copy, index), entry.sample)
+            recorder.space.samples.keep(Value(copy, index), entry.known())
         if node.id in recorder.space.rules:
             recorder.space.rules[copy] = recorder.space.rules[node.id]
         return copy

@@ -32,18 +32,20 @@ from tfnb.recording.ops import Facts, Op, facts, op_name
 from tfnb.recording.outside import Outside
 from tfnb.recording.replaced import PHYSICAL, REPLACED
 from tfnb.recording.report import user_level
+from tfnb.recording.samples import physical
 from tfnb.recording.scopes import Scopes, clean
 from tfnb.recording.symbols import is_relation
 from tfnb.recording.tape import Tape
 from tfnb.recording.tensor import Base, Entry, Operation, Tensor, gone
 from tfnb.recording.variables import held, known, variable
 from tfnb.recording.views import View
-from tfnb.recording.workspace import physical, workspace
+from tfnb.recording.workspace import workspace
 from tfnb.recording.writes import VIEWS_OR_COPIES, note_copy, record_write
 
 aten = torch.ops.aten
 _STATE = (torch.nn.Parameter, torch.nn.Buffer)
 _CONSTRUCTORS = frozenset({"__init__", "reset_parameters", "_reset_parameters", "initialize_parameters"})
+_COMPUTED_BY_RUNS = frozenset({"gradient", "update"})
 _CONVERTERS = frozenset({"_apply"})  # of a module just made: .double(), .to(...)
 
 
@@ -99,6 +101,11 @@ class Recorder(TorchDispatchMode):
         else:
             with self:
                 yield
+
+    @property
+    def samples_wait(self) -> bool:
+        """Whether the samples of what is recorded now are computed when somebody looks: gradients and updates."""
+        return not self.tape.marks.tags.isdisjoint(_COMPUTED_BY_RUNS)
 
     def changes(self, *things: Tensor | Base) -> None:
         """Said before a handle or base changes: those of earlier recordings are put back should this one fail."""
@@ -165,9 +172,7 @@ class Recorder(TorchDispatchMode):
         fake = self.space.fakes.get(value)
         if fake is None:
             fake = self.space.fakes[value] = self.symbols.fake(node.outputs[value.index])
-        with _disable_current_modes():
-            sample = None if self.lazy else self.space.sample(value, self.tape.by_id)
-        return Entry(value, fake, sample)
+        return Entry(value, fake, self.space.samples.known(value), self.space.awaited)
 
     def read(self, var: Variable) -> Tensor:
         """The variable's value at this place of the program."""
@@ -183,7 +188,7 @@ class Recorder(TorchDispatchMode):
             base = Base(Entry(value, fake, sample), variable=var)
             base.written = lambda entry: self._assigned(var, entry, frozenset())
             self.space.fakes[value] = fake
-            self.space.keep(value, sample, root=False)
+            self.space.samples.read(value, var, sample)
             self._reads[var] = base
         return base
 
@@ -214,8 +219,7 @@ class Recorder(TorchDispatchMode):
             attrs={"variable": var, "value": Ref(0)}, tags=tags, scope=self.scopes.current(),
         )  # fmt: skip
         self.space.fakes[value] = entry.fake
-        self.space.keep(value, entry.sample)
-        return Entry(value, entry.fake, entry.sample)
+        return entry.of(value)
 
     def _fitting(self, var: Variable, new: Any) -> torch.Tensor:
         new = self._as_tensor(new)
@@ -251,7 +255,7 @@ class Recorder(TorchDispatchMode):
             chosen=name,
         )  # fmt: skip
         fake = self.space.fakes[value] = self.space.shapes.like(tensor)
-        self.space.keep(value, tensor, root=True)
+        self.space.samples.root(value, tensor)
         return Entry(value, fake, None if self.lazy else tensor)
 
     def placeholder(self, spec: Spec, sample: torch.Tensor | None, name: str | None) -> Tensor:
@@ -259,7 +263,7 @@ class Recorder(TorchDispatchMode):
         value = self.tape.append("tfnb.placeholder", "placeholder", (spec,), chosen=name)
         fake, sample = self.symbols.fake(spec), physical(sample)
         self.space.fakes[value] = fake
-        self.space.keep(value, sample, root=True)
+        self.space.samples.root(value, sample)
         tensor = self._wrap(Entry(value, fake, sample))
         tensor._feed = value
         return tensor
@@ -485,8 +489,8 @@ class Recorder(TorchDispatchMode):
                     "that the name had its value from, or give the result another name"
                 )
             raise StaleNode(f"a tensor used{self.tape.at()} is not in graph {self.graph.name} any more: {why}")
-        if entry.sample is None and not self.lazy:
-            entry.sample = self.space.sample(entry.value, self.tape.by_id)
+        if entry.find is None and not self.lazy:
+            entry.find = self.space.awaited
         return entry
 
     def _refresh(self, tensor: Tensor) -> None:

@@ -131,7 +131,7 @@ def _sealed(recorder: Recorder, turns: bool) -> Any:
 def _placeholder(recorder: Recorder, given: Given) -> Tensor:
     value = recorder.tape.append("tfnb.placeholder", clean(given.name), (given.spec,))
     fake = recorder.space.fakes[value] = recorder.symbols.fake(given.spec)
-    recorder.space.keep(value, given.sample, root=True)
+    recorder.space.samples.root(value, given.sample)
     return recorder._wrap(Entry(value, fake, given.sample))
 
 
@@ -384,7 +384,7 @@ def append(
     for index, (spec, sample) in enumerate(zip(outputs, samples, strict=True)):
         at = Value(value.node, index)
         fake = space.fakes[at] = recorder.symbols.fake(spec)
-        space.keep(at, sample)
+        space.samples.keep(at, sample)
         if sample is not None:
             recorder.symbols.observe(fake, sample)
         tensors.append(recorder._wrap(Entry(at, fake, sample)))

@@ -26,13 +26,47 @@ from tfnb.recording.workspace import Workspace
 _versions = itertools.count(1)
 
 
-@dataclass(slots=True)
 class Entry:
-    """A graph value with its fake tensor and its sample (None where there is none)."""
+    """A graph value with its fake tensor and its sample (None where there is none).
 
-    value: Value
-    fake: torch.Tensor
-    sample: torch.Tensor | None
+    find: computes a sample that nobody has asked for yet.
+    """
+
+    __slots__ = ("_sample", "fake", "find", "value")
+
+    def __init__(
+        self, value: Value, fake: torch.Tensor, sample: torch.Tensor | None,
+        find: Callable[[Value], torch.Tensor | None] | None = None,
+    ) -> None:  # fmt: skip
+        self.value, self.fake, self._sample, self.find = value, fake, sample, find
+
+    @property
+    def sample(self) -> torch.Tensor | None:
+        """The sample; computed now if it waited for this."""
+        if self._sample is None and self.find is not None:
+            self._sample = self.find(self.value)
+        return self._sample
+
+    @sample.setter
+    def sample(self, sample: torch.Tensor | None) -> None:
+        self._sample = sample
+
+    @property
+    def waits(self) -> bool:
+        """Whether the sample is computed when somebody asks for it."""
+        return self._sample is None and self.find is not None
+
+    def known(self) -> torch.Tensor | None:
+        """The sample as far as it has been computed."""
+        return self._sample
+
+    def light(self, fake: torch.Tensor | None = None) -> Entry:
+        """The same without the sample, which is found again; ``fake``: with other sizes."""
+        return Entry(self.value, self.fake if fake is None else fake, None, self.find)
+
+    def of(self, value: Value) -> Entry:
+        """The entry of another value that is equal to this one."""
+        return Entry(value, self.fake, self._sample, self.find)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -83,7 +117,7 @@ class Tensor(torch.Tensor):
         self = torch.Tensor._make_wrapper_subclass(
             cls, fake.shape, strides=fake.stride(), storage_offset=fake.storage_offset(), dtype=fake.dtype,
             device=fake.device, layout=fake.layout, requires_grad=False,
-            storage_size=None if entry.sample is None else entry.sample.untyped_storage().nbytes(),
+            storage_size=None if entry.known() is None else entry.known().untyped_storage().nbytes(),
         )  # fmt: skip
         torch._C._set_throw_on_mutable_data_ptr(self)  # whatever would read or write its memory in C++
         self._entry = entry
@@ -164,7 +198,7 @@ class Tensor(torch.Tensor):
         entry = self.entry
         found = entry.sample
         if found is None:
-            found = self._space.sample(entry.value, self._graph.contents.by_id)
+            found = self._space.sample(entry.value)
         if found is None:
             raise InvalidArgument(
                 f"{self._describe()} has no value while recording: it depends on a placeholder without a sample. "
@@ -189,10 +223,10 @@ class Tensor(torch.Tensor):
         """If a node of ``ids`` computes it: its sample is to be computed again, and its sizes are ``renewed``."""
         before, base = self._entry, self._family.entry
         if base.value.node in ids:
-            self._family.entry = Entry(base.value, renewed(base.fake), None)
+            self._family.entry = base.light(renewed(base.fake))
         if before.value.node not in ids:
             return
-        self._entry = Entry(before.value, renewed(before.fake), None) if self._chain else self._family.entry
+        self._entry = before.light(renewed(before.fake)) if self._chain else self._family.entry
         if self._entry.fake is not before.fake:
             chain = renewed_chain(self._chain, renewed)
             with self._space.symbols.quiet():
