@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 MOST = 1e4  # values beyond this, and what is not a number, say nothing about the order of things
@@ -60,10 +61,42 @@ class Program:
         names = {"torch": torch, "F": F, **inputs}
         for line in self.lines:
             exec(_compiled(line), names)
-        return {name: names[name] for name in names if name not in ("torch", "F", "__builtins__")}
+        return {name: names[name] for name in names if name not in ("torch", "F") and not name.startswith("__")}
 
     def __repr__(self) -> str:
         return "\n" + "\n".join((*map(str, self.inputs), *self.lines)) + "\n"
+
+
+class Overlaps(TorchDispatchMode):
+    """Raises RuntimeError for a call that writes some places that it reads elsewhere too: torch leaves open in which
+    order, and says so only where it notices."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | (kwargs or {})
+        for argument in func._schema.arguments:
+            if argument.alias_info is None or not argument.alias_info.is_write or "foreach" in func._schema.name:
+                continue
+            target = given.get(argument.name)
+            others = [leaf for name, item in given.items() if name != argument.name for leaf in tree_flatten(item)[0]]
+            if isinstance(target, torch.Tensor) and any(_overlap(target, other) for other in others):
+                raise RuntimeError(f"{func} reads what it writes")
+        return func(*args, **(kwargs or {}))
+
+
+def _overlap(a: torch.Tensor, b: Any) -> bool:
+    """Whether two tensors share some places and are not the same places in the same order."""
+    if not isinstance(b, torch.Tensor) or a.untyped_storage()._cdata != b.untyped_storage()._cdata:
+        return False
+    place = [(x.shape, x.stride(), x.storage_offset(), x.dtype) for x in (a, b)]
+    return place[0] != place[1] and not _places(a).isdisjoint(_places(b))
+
+
+def _places(x: torch.Tensor) -> set[int]:
+    """The bytes of its storage that a tensor shows."""
+    whole = x.untyped_storage().nbytes()
+    wide = x.element_size()
+    strides = [*(step * wide for step in x.stride()), 1]
+    return set(torch.arange(whole).as_strided((*x.shape, wide), strides, x.storage_offset() * wide).flatten().tolist())
 
 
 @cache

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from tests.programs.program import Input, Program, count, tame
+from tests.programs.program import Input, Overlaps, Program, count, tame
 
 # Fields of templates: see _FIELDS. The assigned name is put in front of a value. Where torch's own gradient is wrong
 # (polar of lengths that are not positive, kron of what is written later, logical_not_), the template keeps off that.
@@ -189,7 +189,7 @@ def inputs(*, dtypes: Sequence[torch.dtype], batch: bool) -> st.SearchStrategy[l
 def _tried(program: Program) -> dict[str, Any] | None:
     """What torch makes of the program; None where it refuses or warns."""
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), Overlaps():
             warnings.simplefilter("ignore")
             found = program.run(program.make())
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError):

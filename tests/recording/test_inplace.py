@@ -325,3 +325,18 @@ def test_what_cannot_be_recorded_is_refused_with_its_line(what: str) -> None:
     with pytest.raises(tfnb.errors.Unsupported, match=r"test_inplace.py line"), tfnb.record():
         REFUSED[what](tfnb.placeholder(torch.ones(2, 3), shape=(2, 3)), plain)
     assert plain.shape == (2, 3)
+
+
+def test_out_of_ops_that_give_several() -> None:
+    def program(x: torch.Tensor) -> list[torch.Tensor]:
+        values, places = torch.empty(0), torch.empty(0, dtype=torch.int64)
+        torch.sort(x, 0, out=(values, places))
+        most, where = torch.empty(4), torch.empty(4, dtype=torch.int64)
+        torch.max(x, 0, out=(most, where))
+        return [values, places, most, where]
+
+    with tfnb.record():
+        x = tfnb.placeholder(torch.randn(5, 4))
+        found = program(x)
+    fed = torch.randn(3, 4)
+    torch.testing.assert_close(tfnb.run(found, {x: fed}), program(fed))

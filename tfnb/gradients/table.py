@@ -17,7 +17,7 @@ import torch
 
 from tfnb.errors import UnknownOp
 from tfnb.graph.node import Ref, Value, leaves, map_leaves
-from tfnb.graph.ops import CALL, REGIONS, WITH_GRADIENT
+from tfnb.graph.ops import CALL, REGIONS, WITH_GRADIENT, dispatched
 from tfnb.recording.ops import facts, resolve
 
 Cotangent = torch.Tensor | Callable[[], torch.Tensor] | None
@@ -274,18 +274,12 @@ def ops_of(op: Any) -> tuple[str, ...]:
     if isinstance(op, BuiltinFunctionType):  # torch.relu: the function of that op
         op = getattr(torch.ops.aten, op.__name__, op)
     if isinstance(op, torch._ops.OpOverloadPacket):
-        return tuple(str(getattr(op, name)) for name in op.overloads() if _is_op(op, name))
+        return tuple(map(str, dispatched(op)))
     op = getattr(op, "_opoverload", op)  # a torch.library.custom_op holds its overload
     if not isinstance(op, torch._ops.OpOverload):
         raise UnknownOp(f"{op!r} is not an op: give an op's function (torch.relu), an overload or packet of torch.ops "
                         '(torch.ops.aten.relu), a torch.library.custom_op, or a name ("aten::relu")')  # fmt: skip
     return (str(op),)
-
-
-def _is_op(packet: Any, overload: str) -> bool:
-    """Whether the overload is one of the dispatcher's, and not only TorchScript's."""
-    name = "" if overload == "default" else overload
-    return torch._C._dispatch_has_kernel(packet._qualified_op_name + (f".{name}" if name else ""))
 
 
 def _named(name: str) -> tuple[str, ...]:

@@ -7,7 +7,9 @@ but not the TorchScript-only ones (``aten.save``), which read and write files.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -27,6 +29,14 @@ STRUCTURAL = REGIONS | QUEUES | {
 TRUSTED = frozenset({"aten", "prims", "tfnb"})  # namespaces that only compute
 UNTRUSTED = frozenset({"aten.from_file", "aten._print", "aten.set_data"})
 _PART = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+
+
+def dispatched(packet: Any) -> Iterator[torch._ops.OpOverload]:
+    """The overloads of a packet that the dispatcher has; others are TorchScript's alone."""
+    for kind in packet.overloads():
+        name = packet._qualified_op_name + ("" if kind == "default" else f".{kind}")
+        if torch._C._dispatch_has_kernel(name):
+            yield getattr(packet, kind)
 
 
 @lru_cache(maxsize=8192)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tfnb.graph.ops import dispatched
 from tfnb.graph.ops import overload as resolve
 from tfnb.graph.pure import pure
 from tfnb.kernels import strided
@@ -107,12 +108,11 @@ def twin(op: Op) -> Op | None:
         return _TWINS[op]
     own = facts(op)
     namespace, _, name = op._schema.name.partition("::")
-    outs = {n for n in own.writes if op._overloadname.endswith("out")} if not name.endswith("_") else set()
+    outs = {a.name for a in op._schema.arguments if a.is_out}
     wanted = tuple(n for n in own.names if n not in outs)
     base = name.rstrip("_") if name.endswith("_") else name
     packet = getattr(getattr(torch.ops, namespace), base, None)
-    for overload in packet.overloads() if packet is not None else ():
-        candidate = getattr(packet, overload)
+    for candidate in dispatched(packet) if packet is not None else ():
         found = facts(candidate)
         if not found.writes and found.names == wanted and _types(candidate) == _types(op)[: len(wanted)]:
             return candidate
