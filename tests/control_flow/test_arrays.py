@@ -138,3 +138,45 @@ def test_an_array_grows_as_far_as_it_is_written() -> None:
         want = program(fed)
         (expected,) = torch.autograd.grad(want.square().sum(), fed)
         torch.testing.assert_close(tfnb.run([y, dx], {x: fed.detach()}), [want.detach(), expected])
+
+
+def test_a_loop_writes_its_array_in_place_and_leaves_others_alone() -> None:
+    with tfnb.record():
+        x = tfnb.placeholder(torch.ones(5, 2), shape=("T", 2), name="x")
+        first = tfnb.TensorArray(6).unstack(torch.zeros(6, 2))
+        start = tfnb.TensorArray(7, shape=(2,)).write(6, x[0])
+
+        def body(i: Any, array: Any, kept: Any) -> Any:
+            array = array.write(i, x[i] * 2)
+            return i + 1, array, kept + array.stack() * first.read(i).sum()
+
+        _, array, kept = tfnb.while_loop(lambda i, *_: i < x.shape[0], body, (0, start, torch.zeros(7, 2)))
+        _, other, before = tfnb.while_loop(
+            lambda i, *_: i < x.shape[0], lambda i, a, b: (i + 1, a.write(i, x[i]), a.stack()),
+            (0, start, torch.zeros(7, 2)),
+        )  # fmt: skip
+        outs = [array.stack(), kept, start.stack(), other.stack(), before]
+    fed = torch.arange(10.0).reshape(5, 2)
+    a, k, s, o, b = tfnb.run(outs, {x: fed})
+    assert torch.equal(a, torch.cat([fed * 2, torch.zeros(1, 2), fed[:1]]))
+    assert torch.equal(s, torch.cat([torch.zeros(6, 2), fed[:1]]))
+    assert torch.equal(o, torch.cat([fed, torch.zeros(1, 2), fed[:1]]))
+    assert torch.equal(b, torch.cat([fed[:4], torch.zeros(2, 2), fed[:1]]))
+    assert not k.any()
+
+
+def test_writing_takes_time_by_what_is_written() -> None:
+    with tfnb.record():
+        n = tfnb.placeholder(torch.tensor(3), name="n")
+        x = tfnb.placeholder(torch.ones(4096), shape=(4096,), name="x")
+        _, array = tfnb.while_loop(
+            lambda i, array: i < n, lambda i, array: (i + 1, array.write(i, x * 2)),
+            (0, tfnb.TensorArray(n, shape=(4096,))),
+        )  # fmt: skip
+        (dx,) = tfnb.gradients(array.stack().sum(), [x])
+    with torch.profiler.profile(profile_memory=True) as profile:
+        (found,) = tfnb.run([dx], {n: 200, x: torch.ones(4096)})
+    assert torch.equal(found, torch.full((4096,), 400.0))
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    taken = sum(e.nbytes() for e in events if e.nbytes() > 0)
+    assert taken < 40 * 200 * 4096 * 4, "some arrays, and not one for each turn"

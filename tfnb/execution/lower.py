@@ -19,6 +19,7 @@ from tfnb.errors import InvalidArgument, Unimplemented
 from tfnb.execution import heap
 from tfnb.execution.bindings import QUICK, WRITING
 from tfnb.execution.commit import Pending, Update, commit
+from tfnb.execution.in_place import NOTHING, WRITES, in_place
 from tfnb.execution.regions import REGIONS, Call
 from tfnb.graph import Graph, Guard, Node, Recursion, Ref, Subgraph, Value, Variable, ops
 from tfnb.graph.collector import uncollected
@@ -56,6 +57,7 @@ class Program:
     copies: tuple[int, ...]  # places in `variables` of the plainly written ones
     updates: tuple[tuple[str, dict[str, Any], tuple[int, ...]], ...]  # fused op, settings, row lengths
     inner: tuple[Program, ...]  # of the subgraphs that loops and branches run
+    written: tuple[int, ...]  # of a loop's body: places of the carried values that it writes in place
     donated: Mapping[fx.Node, Donation]  # what writes into its first argument
     forward: Callable[..., tuple[Any, ...]] = field(init=False)
 
@@ -141,13 +143,17 @@ def lower(graph: Graph, fetches: Iterable[Value], feeds: Iterable[Value], last: 
 
 
 def subprogram(
-    subgraph: Subgraph, outputs: Iterable[Value], seed: int, calls: dict[Recursion, Call] | None = None
+    subgraph: Subgraph, outputs: Iterable[Value], seed: int, calls: dict[Recursion, Call] | None = None, owned: int = 0
 ) -> Program:
-    """The program of a subgraph, from its inputs. calls: of functions that call themselves, lowered already."""
+    """The program of a subgraph, from its inputs. calls: of functions that call themselves, lowered already.
+
+    owned: so many inputs are nobody else's after the call, whose first outputs take their place.
+    """
     outputs = tuple(outputs)
     whole = Graph("subgraph", subgraph.contents, seed=seed)
     lowering = _Lowering(whole, optimize(whole, outputs, subgraph.inputs), outputs, subgraph.inputs)
     lowering.calls = {} if calls is None else calls
+    lowering.in_place = in_place(lowering.graph.contents, subgraph.inputs[:owned], outputs)
     lowering.needed_symbols.update(s for guard in subgraph.contents.guards for s in guard.symbols)
     return lowering.program(subgraph.contents.guards)
 
@@ -169,6 +175,7 @@ class _Lowering:
         self.node_of: dict[str, Node] = {}
         self.donated: dict[fx.Node, Donation] = {}
         self.inner: list[Any] = []
+        self.in_place = NOTHING
         self.calls: dict[Recursion, Call] = {}
 
     def program(self, checks: Iterable[Guard] = ()) -> Program:
@@ -266,6 +273,8 @@ class _Lowering:
         op = overload(node.op)
         args, kwargs = unbind(op, map_leaves(lambda leaf: self._argument(node, leaf), node.attrs))
         target = QUICK.get(kernel(op), kernel(op)) if node.stream is None else Drawing(node, self.graph.seed)
+        if node.id in self.in_place.nodes:
+            target, _ = WRITES[node.op]
         if node.stream is not None:
             args = [self.run, *args]
         out = self.fx.call_function(target, tuple(args), kwargs)
@@ -320,8 +329,8 @@ class _Lowering:
             if shared:
                 self.borrowed.add(node.value(index))
 
-    def _subprogram(self, inside: Subgraph, outputs: Iterable[Value]) -> Program:
-        return subprogram(inside, outputs, self.whole.seed, self.calls)
+    def _subprogram(self, inside: Subgraph, outputs: Iterable[Value], owned: int = 0) -> Program:
+        return subprogram(inside, outputs, self.whole.seed, self.calls, owned)
 
     def _argument(self, node: Node, leaf: Any) -> Any:
         if isinstance(leaf, Ref):
@@ -416,7 +425,7 @@ class _Lowering:
             writes=tuple(dict.fromkeys(assigned)), module=fx.GraphModule(self.root, self.fx), node_of=self.node_of,
             n_fetches=len(self.fetches), copies=tuple(place[v] for v in self.written),
             updates=tuple((op, settings, tuple(lengths)) for op, settings, lengths in groups.values()),
-            inner=tuple(self.inner), donated=self.donated,
+            inner=tuple(self.inner), written=self.in_place.places, donated=self.donated,
         )  # fmt: skip
 
     def _fetched(self, value: Value) -> Any:

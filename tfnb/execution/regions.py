@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tfnb.graph import Node, Subgraph, Value, ops
+from tfnb.graph import Node, ops
 from tfnb.graph.subgraph import row_places
 from tfnb.kernels.control import call, while_loop
 from tfnb.kernels.random import mix
@@ -20,8 +20,11 @@ class Lowered(Protocol):
     @property
     def forward(self) -> Callable[..., Sequence[torch.Tensor]]: ...
 
+    @property
+    def written(self) -> tuple[int, ...]: ...
 
-Lower = Callable[[Subgraph, Sequence[Value]], Lowered]  # of a subgraph, which outputs are wanted
+
+Lower = Callable[..., Lowered]  # of a subgraph, which outputs are wanted; how many inputs a call may write into
 
 
 class Loop:
@@ -35,7 +38,7 @@ class Loop:
         self.places = (*range(carried + 1), *(p for row in self.rows for p in places[row]))  # among the node's outputs
         outputs = attrs["body"].outputs
         wanted = [*outputs[:carried], *(outputs[carried + row] for row in self.rows)]
-        self.body = lower(attrs["body"], wanted)
+        self.body = lower(attrs["body"], wanted, carried)
         self.cond = None if attrs["cond"] is None else lower(attrs["cond"], attrs["cond"].outputs)
         self.inner = (self.body,) if self.cond is None else (self.cond, self.body)
         firsts = [node.outputs[places[row][0]] for row in self.rows]
@@ -45,7 +48,9 @@ class Loop:
         self.__name__ = "loop"  # for the generated code
 
     def __call__(self, run: int, init: Any, xs: Any, captures: Any, limit: Any, rows: Any) -> list[torch.Tensor]:
-        kinds = zip(self.rows, self.kinds, strict=True)
+        kinds, init = zip(self.rows, self.kinds, strict=True), list(init)
+        for place in self.body.written:  # from here on they are the loop's own
+            init[place] = init[place].clone()
         return while_loop(
             None if self.cond is None else self.cond.forward, self.body.forward, init, xs, captures,
             limit=number(limit), rows=[(rows[row], *kind) for row, kind in kinds], reverse=self.reverse, run=run,

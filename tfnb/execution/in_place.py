@@ -1,0 +1,91 @@
+"""What a loop's body may write in place: carried values that nothing but the body holds, and nobody looks at after.
+
+A body that puts one row into a carried tensor would copy it in every turn. Where all that follows from the carried
+value is its next one, through ops of `WRITES`, the loop makes a copy once, before the first turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tfnb.graph import Contents, Node, Value
+from tfnb.graph.ops import overload
+from tfnb.kernels.arrays import write_into
+from tfnb.recording.ops import facts
+
+aten = torch.ops.aten
+
+WRITES: Mapping[str, tuple[Callable[..., Any], int]] = {
+    "tfnb.array_write.default": (write_into, 2),
+    "aten.index_add.default": (aten.index_add_.default, 1),
+}
+"""Of an op that returns its first inputs with something written into them: its twin that writes there, and how many."""
+
+
+_SAME = frozenset({"aten._unsafe_view.default", "aten._reshape_alias.default"})
+
+
+@dataclass(frozen=True, slots=True)
+class InPlace:
+    """Nodes that write in place, and places among the carried values that are written."""
+
+    nodes: frozenset[int]
+    places: tuple[int, ...]
+
+
+NOTHING = InPlace(frozenset(), ())
+
+
+def in_place(body: Contents, inputs: Sequence[Value], outputs: Sequence[Value | None]) -> InPlace:
+    """What may be written; inputs: the carried values, outputs: of the body, the next carried values first."""
+    chains = {place: _chain(body, value, outputs, place) for place, value in enumerate(inputs)}
+    found = {place: chain for place, chain in chains.items() if chain}
+    while True:  # a write changes all of its first inputs, or none
+        writes = {(node.id, index) for chain in found.values() for node, index in chain}
+        whole = {
+            place: chain
+            for place, chain in found.items()
+            if all((node.id, index) in writes for node, _ in chain for index in range(WRITES[node.op][1]))
+        }
+        if len(whole) == len(found):
+            return InPlace(frozenset(node for node, _ in writes), tuple(found))
+        found = whole
+
+
+def _chain(
+    body: Contents, value: Value, outputs: Sequence[Value | None], place: int
+) -> list[tuple[Node, int]]:  # fmt: skip
+    """The writes that lead from a carried value to the next one, each with which of its outputs; none if others do."""
+    found: list[tuple[Node, int]] = []
+    while value != outputs[place]:
+        users = [body.by_id[i] for i in body.consumers.get(value, ())]
+        writers = [(node, index) for node in users if (index := _written(node, value)) is not None]
+        if len(writers) != 1 or value in outputs:
+            return []
+        ((node, index),) = writers
+        if any(other is not node and not _reads(other, body, before=node) for other in users):
+            return []
+        if node.inputs.count(value) > 1:
+            return []
+        found.append((node, index))
+        value = node.value(index)
+    left = [body.by_id[i] for i in body.consumers.get(value, ())]
+    is_last = outputs.count(value) == 1 and all(_reads(node, body) for node in left)
+    return found if is_last else []
+
+
+def _written(node: Node, value: Value) -> int | None:
+    """Which of the inputs that the node writes into this is."""
+    count = WRITES[node.op][1] if node.op in WRITES else 0
+    return next((i for i in range(count) if node.inputs[i] == value), None)
+
+
+def _reads(node: Node, body: Contents, before: Node | None = None) -> bool:
+    """Whether the node takes nothing but numbers from its inputs, and that in time."""
+    if node.op.count(".") < 2 or node.op in _SAME or facts(overload(node.op)).is_view:
+        return False
+    return before is None or body.position[node.id] < body.position[before.id]
