@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from tfnb.errors import (
     QueueClosed,
     ShapeError,
 )  # fmt: skip
+from tfnb.graph.serial import graph_hash
 from tfnb.state.fifo import Attempt, Fifo
 
 
@@ -362,6 +364,20 @@ class alive:
     def __exit__(self, *exc: object) -> None:
         self.over.set()
         self.thread.join()
+
+
+def test_a_saved_graph_has_a_queue_of_its_own(tmp_path: Path) -> None:
+    queue = tfnb.FIFOQueue(-1, [torch.float32, torch.int64], [(None, 3), None], name="rows")
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.ones(4, 3), name="x")
+        put = queue.enqueue((x, torch.arange(3)))
+        y = queue.dequeue(sample=(torch.ones(4, 3), torch.arange(3)))[0].sum()
+    g.save(tmp_path / "graph.json")
+    again = tfnb.Graph.load(tmp_path / "graph.json")
+    assert graph_hash(again.contents) == graph_hash(g.contents)
+    session = tfnb.Session(again)
+    assert session.run([put.name, y.name], {"x": torch.ones(2, 3)}) == [None, 6] and queue.size() == 0
+    tfnb.Session(g).save(tmp_path / "variables")
 
 
 # -- deadlocks --------------------------------------------------------------------------------------------------------

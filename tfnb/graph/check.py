@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from tfnb.errors import GraphCycleError, InvalidArgument, TfnbError
 from tfnb.graph.contents import Contents
 from tfnb.graph.node import Node, Ref
-from tfnb.graph.ops import COND, REGIONS
+from tfnb.graph.ops import COND, QUEUES, REGIONS
+from tfnb.graph.queue import Queue
 from tfnb.graph.spec import Dim
 from tfnb.graph.subgraph import Subgraph, row_places, subgraphs
 
@@ -198,6 +199,11 @@ RULES = (
         "subgraphs fit their node",
         lambda node, place, facts: node.op not in REGIONS or not _misfit(node),
         lambda node, place, facts: _misfit(node),
+    ),
+    Rule(
+        "queue operations name their queue",
+        lambda node, place, facts: node.op not in QUEUES or isinstance(node.attrs.get("queue"), Queue),
+        lambda node, place, facts: "names no queue; its attr 'queue' is one",
     ),
     Rule(
         "placeholders take no inputs",

@@ -22,6 +22,7 @@ from tfnb.graph.check import check
 from tfnb.graph.contents import Contents, Guard
 from tfnb.graph.node import Node, Owner, Ref, Source, Value
 from tfnb.graph.ops import admit
+from tfnb.graph.queue import Queue
 from tfnb.graph.spec import Dim, Spec
 from tfnb.graph.subgraph import Recursion, Subgraph
 from tfnb.graph.variable import Variable
@@ -187,6 +188,7 @@ class _Reader:
         self.recursions: dict[int, Recursion] = {}
         self.owners = [self._owner(o, f"owners[{i}]") for i, o in enumerate(self._table(document, "owners"))]
         declared = field(document, "variables", dict, "file", {})
+        self.queues: dict[int, Queue] = {}
         self.variables = {label: self._declared(label, record, variables) for label, record in declared.items()}
 
     def _tags(self) -> dict[str, tuple[Any, Callable[..., Any]]]:
@@ -205,6 +207,7 @@ class _Reader:
             "$memory_format": (str, partial(self.constant, torch.memory_format)),
             "$device": (str, self.device),
             "$variable": (str, self.variable),
+            "$queue": (list, self.queue),
             "$tensor": (str, self.tensor),
         }
 
@@ -397,6 +400,24 @@ class _Reader:
         if label not in self.variables:
             raise GraphFormatError(f"{path}: {_short(label)} is not in the table of variables")
         return self.variables[label]
+
+    def queue(self, body: list[Any], path: str) -> Queue:
+        """A queue of its own, empty; one for each number."""
+        match body:
+            case [int(number), str(name), int() | None as capacity, [_, *_] as parts]:
+                if number not in self.queues:
+                    kinds = [self.component(part, f"{path}[3][{i}]") for i, part in enumerate(parts)]
+                    self.queues[number] = Queue(name, math.inf if capacity is None else capacity, kinds)
+                return self.queues[number]
+        raise GraphFormatError(f"{path}: expected number, name, capacity and components, found {_short(body)}")
+
+    def component(self, part: Any, path: str) -> tuple[torch.dtype, tuple[int | None, ...] | None]:
+        match part:
+            case [str(dtype), None]:
+                return self.constant(torch.dtype, dtype, path), None
+            case [str(dtype), list(shape)] if all(size is None or type(size) is int for size in shape):
+                return self.constant(torch.dtype, dtype, path), tuple(shape)
+        raise GraphFormatError(f"{path}: expected a dtype and a shape, found {_short(part)}")
 
     def tensor(self, key: str, path: str) -> torch.Tensor:
         if key not in self.tensors:

@@ -12,6 +12,7 @@ import torch
 from tfnb.errors import InvalidArgument
 from tfnb.graph.contents import Contents, Guard
 from tfnb.graph.node import Node, Owner, Ref, Source, Value
+from tfnb.graph.queue import Queue
 from tfnb.graph.spec import Dim, Spec, dtype_name
 from tfnb.graph.subgraph import Recursion, Subgraph
 from tfnb.graph.variable import Variable
@@ -38,6 +39,7 @@ class Writer:
         self.owners: dict[tuple[str, int], int] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         self.keys: dict[int, str] = {}
+        self.queues: dict[Queue, int] = {}
         self.recursions: dict[Recursion, int] = {}
         self._tables()
 
@@ -57,6 +59,7 @@ class Writer:
             (torch.memory_format, "$memory_format", lambda form: str(form).removeprefix("torch.")),
             (torch.device, "$device", str),
             (Variable, "$variable", self.labels.__getitem__),
+            (Queue, "$queue", self.queue),
             (torch.Tensor, "$tensor", self.tensor),
             (int, "", int),
             (str, "", str),
@@ -134,6 +137,12 @@ class Writer:
             node=node.name,
             op=node.op,
         )
+
+    def queue(self, queue: Queue) -> list[Any]:
+        """Its number, name, capacity (None: no limit), and dtype and shape of each component."""
+        number = self.queues.setdefault(queue, len(self.queues))
+        parts = [[dtype_name(dtype), None if shape is None else list(shape)] for dtype, shape in queue.components]
+        return [number, queue.name, None if queue.capacity == math.inf else queue.capacity, parts]
 
     def tensor(self, tensor: torch.Tensor) -> str:
         """Its key; one for a tensor that several nodes share."""
