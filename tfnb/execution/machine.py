@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-CALL, SWITCH, MERGE, ENTER, EXIT, NEXT, SINK, WORK, WAIT = range(9)
+CALL, SWITCH, MERGE, ENTER, EXIT, NEXT, TRUTH, SINK, WORK, WAIT = range(10)
+_PASSING = frozenset({SWITCH, MERGE, NEXT, TRUTH})
 _ENDS = frozenset({EXIT, NEXT})  # a dead value stops there
 
 
@@ -35,13 +36,14 @@ class Step:
     """
 
     __slots__ = (
-        "base", "call", "constant", "count", "dead", "frame", "index", "inner", "kind", "lane", "none", "number", "op",
-        "outs", "rank", "stop", "waits",
+        "base", "call", "constant", "count", "dead", "frame", "index", "inner", "kills", "kind", "lane", "none",
+        "number", "op", "outs", "rank", "stop", "waits",
     )  # fmt: skip
 
     def __init__(self, kind: int, frame: Template, call: Callable[..., Sequence[Any]] | None = None) -> None:
         self.kind, self.frame, self.call = kind, frame, call
         self.outs: list[list[tuple[Step, int]]] = []
+        self.kills: list[list[tuple[Step, int]]] = []  # where dead values go
         self.base = self.count = self.stop = self.waits = self.number = 0
         self.none: list[None] = []
         self.inner: Template | None = None
@@ -73,6 +75,7 @@ class Template:
         self.exits = [step for step in self.steps if step.kind == EXIT]
         for step in self.steps:
             step.none = [None] * step.count
+            step.kills = [[edge for edge in edges if edge[0].kind not in _ENDS] for edges in step.outs]
 
 
 class Iteration:
@@ -183,26 +186,6 @@ class Machine:
             slots[base : base + count] = step.none
             for edges, value in zip(step.outs, step.call(*args), strict=False):  # type: ignore[misc]
                 self._send(edges, value, iteration)
-        elif kind == SWITCH:
-            value, pred = slots[base], slots[base + 1]
-            slots[base] = None
-            live = 1 if pred else 0
-            self._send(step.outs[live], value, iteration)
-            if step.outs[1 - live]:
-                self._kill(
-                    step.outs[1 - live], Dead(step, pred) if iteration.frame.parent is None else step.dead, iteration
-                )
-        elif kind == MERGE:
-            which = base
-            while slots[which] is EMPTY:
-                which += 1
-            value, slots[which] = slots[which], None
-            self._send(step.outs[0], value, iteration)
-            if len(step.outs) > 1:
-                self._send(step.outs[1], which - base, iteration)
-        elif kind == NEXT:
-            self._next(step, slots[base], iteration)
-            slots[base] = None
         elif kind == ENTER:
             self._enter(step, slots[base], iteration)
             slots[base] = None
@@ -252,15 +235,16 @@ class Machine:
             self._start(frame)
         return frame
 
-    def _next(self, step: Step, value: Any, iteration: Iteration) -> None:
+    def _next(self, step: Step, value: Any, iteration: Iteration) -> Iteration | None:
+        """The iteration that a value goes on to; None if it has to wait."""
         frame = iteration.frame
         target = frame.iterations.get(iteration.number + 1)
         if target is None:
             if len(frame.iterations) >= frame.template.parallel:
                 frame.waiting.append((step, value))
-                return
+                return None
             target = self._start(frame)
-        self._send(step.outs[0], value, target)
+        return target
 
     def _start(self, frame: Frame) -> Iteration:
         """The next iteration of a frame, with its constants."""
@@ -275,33 +259,59 @@ class Machine:
     # -- values -----------------------------------------------------------------------------------------------
 
     def _send(self, edges: list[tuple[Step, int]], value: Any, iteration: Iteration) -> None:
-        pending, slots = iteration.pending, iteration.slots
-        for step, slot in edges:
-            index = step.index
-            if step.kind == MERGE:
+        """Deliver a value. What just passes it on (Merge, Switch, NextIteration, LoopCond) does so at once."""
+        more: list[tuple[list[tuple[Step, int]], Any, Iteration]] = []
+        while True:
+            pending, slots = iteration.pending, iteration.slots
+            for step, slot in edges:
+                index, kind = step.index, step.kind
                 if slot >= 0:
-                    if not pending[index] & 1:
+                    if kind == MERGE and not pending[index] & 1:
                         continue  # it has a live input
                     slots[slot] = value
-                    left = pending[index] - 1
+                left = pending[index] = pending[index] - (2 if kind == MERGE and slot < 0 else 1)
+                if left:
+                    continue
+                if kind not in _PASSING or (iteration.dead and index in iteration.dead):
+                    self.ready.append((step, iteration))
+                    iteration.busy += 1
+                elif kind == SWITCH:
+                    more.append(self._switch(step, iteration))
+                elif kind == TRUTH:
+                    more.append((step.outs[0], bool(slots[step.base]), iteration))
+                elif kind == NEXT:
+                    base = step.base
+                    passed, slots[base] = slots[base], None
+                    target = self._next(step, passed, iteration)
+                    if target is not None:
+                        more.append((step.outs[0], passed, target))
                 else:
-                    left = pending[index] - 2
-            else:
-                if slot >= 0:
-                    slots[slot] = value
-                left = pending[index] - 1
-            pending[index] = left
-            if not left:
-                self.ready.append((step, iteration))
-                iteration.busy += 1
+                    which = step.base
+                    while slots[which] is EMPTY:
+                        which += 1
+                    passed, slots[which] = slots[which], None
+                    more.append((step.outs[0], passed, iteration))
+                    if len(step.outs) > 1:
+                        more.append((step.outs[1], which - step.base, iteration))
+            if not more:
+                return
+            edges, value, iteration = more.pop()
+
+    def _switch(self, step: Step, iteration: Iteration) -> tuple[list[tuple[Step, int]], Any, Iteration]:
+        """Kill one side; where the value goes on the other."""
+        slots, base = iteration.slots, step.base
+        value, pred = slots[base], slots[base + 1]
+        slots[base] = None
+        live = 1 if pred else 0
+        if step.kills[1 - live]:
+            self._kill(step.kills[1 - live], Dead(step, pred), iteration)
+        return step.outs[live], value, iteration
 
     def _kill(self, edges: list[tuple[Step, int]], dead: Dead, iteration: Iteration, *, entering: bool = False) -> None:
         """Send a dead value."""
         pending = iteration.pending
         for step, slot in edges:
             index = step.index
-            if step.kind in _ENDS:
-                continue
             if step.kind == MERGE and slot >= 0:
                 merged = iteration.merged[index] = iteration.merged.get(index, 0) + 1
                 if not (entering or merged == step.count) or not pending[index] & 1:
@@ -324,11 +334,11 @@ class Machine:
             frame.enters -= 1
             first = frame.iterations.get(0)
             if first is not None:
-                self._kill(step.outs[0], dead, first, entering=True)
+                self._kill(step.kills[0], dead, first, entering=True)
                 if not first.busy:
                     self._settle(first)
         else:
-            for edges in step.outs:
+            for edges in step.kills:
                 self._kill(edges, dead, iteration)
 
     # -- the ends of iterations and frames ----------------------------------------------------------------------
@@ -366,7 +376,7 @@ class Machine:
         del parent.children[frame.template]
         for step in frame.template.exits:
             if step.index not in frame.left:
-                self._kill(step.outs[0], step.dead, parent)
+                self._kill(step.kills[0], step.dead, parent)
         return parent
 
 

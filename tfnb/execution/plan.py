@@ -17,7 +17,21 @@ from tfnb.control_flow import frames
 from tfnb.control_flow.frames import Flow, Op, Port
 from tfnb.errors import InvalidArgument
 from tfnb.execution.lower import Program, subprogram
-from tfnb.execution.machine import CALL, EMPTY, ENTER, EXIT, MERGE, NEXT, SINK, SWITCH, WAIT, WORK, Step, Template
+from tfnb.execution.machine import (
+    CALL,
+    EMPTY,
+    ENTER,
+    EXIT,
+    MERGE,
+    NEXT,
+    SINK,
+    SWITCH,
+    TRUTH,
+    WAIT,
+    WORK,
+    Step,
+    Template,
+)  # fmt: skip
 from tfnb.graph import Contents, Node, Spec, Subgraph, Value, ops
 from tfnb.graph.contents import unique
 from tfnb.graph.graph import new_id
@@ -33,6 +47,7 @@ _NOMINAL = 32  # taken for a size that only a run knows
 _OURS = frozenset({"aten", "prims", "tfnb", "tfnb_pure"})  # what other libraries' ops take, nobody knows
 _CONTROL = {
     frames.SWITCH: SWITCH, frames.MERGE: MERGE, frames.ENTER: ENTER, frames.EXIT: EXIT, frames.NEXT: NEXT,
+    frames.TRUTH: TRUTH, frames.LOOPCOND: TRUTH,
 }  # fmt: skip
 _APART = frozenset({"tfnb.read", "tfnb.assign", "tfnb.constant", "tfnb.group", "tfnb.placeholder", "tfnb.guard"})
 
@@ -376,8 +391,6 @@ def _numbers(shape: Any, symbols: Mapping[str, int]) -> Any:
 
 CALLS: dict[str, Callable[[Op, Sizes], Callable[..., Any]]] = {
     frames.START: _start,
-    frames.TRUTH: lambda op, sizes: lambda value: (bool(value),),
-    frames.LOOPCOND: lambda op, sizes: lambda value: (bool(value),),
     frames.COUNT: lambda op, sizes: lambda turns: (turns + 1,),
     frames.TURNS: lambda op, sizes: lambda turns: (torch.tensor(turns),),
     frames.MIX: lambda op, sizes: lambda run, turns: (mix(run, turns),),
