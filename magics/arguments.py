@@ -6,6 +6,7 @@ May import IPython only.
 from __future__ import annotations
 
 import difflib
+import re
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +31,21 @@ def magic(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return no_var_expand(line_cell_magic(magic_arguments()(method)))
 
     return decorate
+
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def size(text: str) -> int:
+    """Bytes of ``512MB``, ``1.5GiB`` or ``4096``; raises ValueError.
+
+    >>> size("512MB"), size("1.5 KiB"), size("12")
+    (512000000, 1536, 12)
+    """
+    found = re.fullmatch(r"([0-9]*\.?[0-9]+) *([kmgt]?i?)b?", text.strip(), re.IGNORECASE)
+    if found is None or found[2].lower() not in _UNITS:
+        raise ValueError(f"{text!r} is no size: 512MB, 1.5GiB or a number of bytes was expected")
+    return int(float(found[1]) * _UNITS[found[2].lower()])
 
 
 def parsed(method: Any, line: str) -> Namespace:

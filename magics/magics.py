@@ -21,7 +21,7 @@ from IPython.core.magic_arguments import argument
 from traitlets import Bool, Enum
 
 import tfnb
-from tfnb.magics.arguments import magic, parsed
+from tfnb.magics.arguments import magic, parsed, size
 from tfnb.magics.cell import compiled, place
 from tfnb.magics.complete import VERBS
 from tfnb.magics.live import live
@@ -332,6 +332,29 @@ class TfnbMagics(Magics):
         if options.sort:
             rows.sort(key=lambda row: row[_COLUMNS.index(options.sort)])
         return self._out(options, Table(_COLUMNS, rows))
+
+    @magic(
+        argument("size", nargs="?", metavar="SIZE", help="such as 512MB or 1.5GiB; without it: what is planned"),
+        argument("--off", action="store_true", help="no budget"),
+    )
+    def tfbudget(self, line: str, cell: str | None = None) -> Any:
+        """The memory that a step may hold, beside feeds and variables; values are computed again to keep it.
+
+        %tfbudget 512MB
+        """
+        options = self._line_only(self.tfbudget, line, cell)
+        if options.help:
+            return self._help(self.tfbudget)
+        graph = self._graph(options.graph)
+        session = tfnb.session.default_session(graph)
+        if options.size or options.off:
+            try:
+                session = tfnb.session.limit(graph, size(options.size) if options.size else None)
+            except (ValueError, tfnb.errors.InvalidArgument) as error:
+                raise UsageError(str(error)) from None
+        budget = session.memory_budget
+        rows = [(at, plan.peak, budget, plan.again) for at, plan in session.plans()]
+        return self._out(options, Table(("feeds", "peak", "budget", "nodes again"), rows or [("any", "", budget, "")]))
 
     @magic(argument("file", nargs="?", type=Path, help="a .safetensors file"))
     def tfsave(self, line: str, cell: str | None = None) -> Any:

@@ -29,9 +29,10 @@ from tfnb.errors import (
     TfnbError,
     Unimplemented,
 )  # fmt: skip
-from tfnb.execution import Clocked, Program, Run, Trace, Tracer, tiers
+from tfnb.execution import Budget, Clocked, Program, Run, Trace, Tracer, tiers
 from tfnb.execution.dataflow import EXECUTORS, Dataflow, lowered
 from tfnb.execution.explain import explained, failing_node
+from tfnb.execution.planned import Planned
 from tfnb.execution.running import Deadline, Running, Stop
 from tfnb.feeding import Feeder
 from tfnb.gradients import IndexedSlices
@@ -60,6 +61,14 @@ class _Prepared:
     version: int
     nodes: tuple[Node, ...]
     clocked: Clocked | None = None  # made for the first run that asks for it
+    budget: Budget | None = None
+
+    def code(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, Callable[..., Any]]:
+        """The program for these feeds, and what computes it."""
+        if self.budget is None:
+            return self.program, self.tiers.forward(tensors)
+        program = self.budget.program(tensors)
+        return program, program.forward
 
 
 class Session:
@@ -73,6 +82,9 @@ class Session:
     ``"channels_last"`` lets convolutions of images on the CPU run with channels last where that is faster, with other
     last digits (a deep net with batch norm in training mode makes them 2e-3 of its outputs). None: the environment's
     TFNB_LAYOUT, else "torch". On a cluster and by dataflow it is torch's.
+    memory_budget: the most bytes that a step may hold at once beside feeds, constants and Variables, as predicted from
+    shapes; values are computed again to keep it, with the same bits, in generated code. A run that cannot keep it
+    raises ResourceExhausted with the smallest budget that it could; `status` tells what is planned.
 
     >>> import tfnb
     >>> with tfnb.record() as g:
@@ -91,8 +103,9 @@ class Session:
         if executor not in EXECUTORS:
             raise InvalidArgument(f"executor is one of {', '.join(map(repr, EXECUTORS))}, not {executor!r}")
         self._executor = executor
-        if memory_budget is not None:
-            raise Unimplemented("memory_budget: this version keeps all intermediate values")
+        if memory_budget is not None and not (isinstance(memory_budget, int) and memory_budget > 0):
+            raise InvalidArgument(f"memory_budget is a number of bytes, not {memory_budget!r}")
+        self.memory_budget = memory_budget
         self.graph = graph if isinstance(graph, Graph) else graph_named(graph)
         self._cluster = cluster
         self._prepared: dict[Any, _Prepared] = {}
@@ -192,6 +205,10 @@ class Session:
         if prepared.trailing:
             names = ", ".join(variable.name for variable in prepared.trailing)
             raise InvalidArgument(f"a step in parts fetches recorded tensors; record {names}.read()")
+        if self.memory_budget is not None:
+            raise Unimplemented(
+                "a step in parts keeps what later fetches may take: use a session without memory_budget"
+            )
         if isinstance(prepared.program, Dataflow):
             raise Unimplemented("a step in parts is generated code, without queues; run the fetches together")
         values = {value: place for place, value in enumerate(prepared.values)}
@@ -220,10 +237,9 @@ class Session:
 
     def _execute(self, prepared: _Prepared, tensors: list[torch.Tensor], timeout: float | None) -> list[Any]:
         __tracebackhide__ = True
-        program = prepared.program
         if self.cluster is not None:
-            return self._stoppable(program, None, self._on_cluster, program, tensors, timeout)
-        forward = prepared.tiers.forward(tensors)
+            return self._stoppable(prepared.program, None, self._on_cluster, prepared.program, tensors, timeout)
+        program, forward = prepared.code(tensors)
         results, pending = self._stoppable(program, timeout, self._compute, program, tensors, forward)
         program.commit(pending)
         return results
@@ -237,11 +253,12 @@ class Session:
             raise Unimplemented("a traced run runs here only: close the cluster, or run without trace=True")
         if how not in (True, "parts"):
             raise InvalidArgument(f"trace is True or 'parts', not {how!r}")
-        program = prepared.program
+        program, _ = prepared.code(tensors)
         if isinstance(program, Dataflow):
             raise Unimplemented("a traced run is generated code, without queues: run without trace=True")
         if how == "parts":
-            prepared.clocked = prepared.clocked or Clocked(program)
+            if prepared.clocked is None or prepared.clocked.program is not program:
+                prepared.clocked = Clocked(program)
             tracer: Tracer | Run = Run(prepared.clocked)
         else:
             tracer = Tracer(program)
@@ -274,6 +291,8 @@ class Session:
     def _on_cluster(self, program: Any, tensors: list[torch.Tensor], timeout: float | None) -> list[Any]:
         if isinstance(program, Dataflow):
             raise Unimplemented("queues and executor='dataflow' run here only: close the cluster")
+        if self.memory_budget is not None:
+            raise Unimplemented("memory_budget holds for steps that run here: close the cluster")
         for variable in program.variables:
             variable.send()
         return list(self.cluster.run(program, tensors, timeout=timeout, run=next(self._runs)))
@@ -304,14 +323,22 @@ class Session:
         nodes = prune(self.graph, values, feeder.values).nodes
         feeder.narrow(nodes)
         if old is not None and old.nodes == nodes and old.program.feeds == feeder.values:
-            program, compiled = old.program, old.tiers  # an unrelated cell changed: keep what was generated
+            program, compiled, budget = old.program, old.tiers, old.budget  # another cell changed: keep what there is
         else:
             program = lowered(self.graph, values, feeder.values, self._executor, self._last)
             compiled = tiers.Tiers(program, self._mode if isinstance(program, Program) else "off")
+            budget = self._budget(program)
         return _Prepared(
             program, compiled, feeder, values, lambda results: rebuild([results[p] for p in places]), trailing, version,
-            nodes,
+            nodes, budget,
         )  # fmt: skip
+
+    def _budget(self, program: Program | Dataflow) -> Budget | None:
+        if self.memory_budget is None:
+            return None
+        if isinstance(program, Dataflow):
+            raise Unimplemented("memory_budget needs generated code, without queues and executor='dataflow'")
+        return Budget(program, self.memory_budget, self._last)
 
     # -- what fetches and feeds mean --------------------------------------------------------------------------------
 
@@ -390,7 +417,16 @@ class Session:
 
     def status(self) -> list[str]:
         """For each signature run here and each choice of feed sizes, which code runs and why."""
+        plans = self.plans()
+        if plans:
+            return [
+                f"{at}: generated code; at most {plan.peak:,} bytes, {plan.again} nodes again" for at, plan in plans
+            ]
         return [line for prepared in self._prepared.values() for line in prepared.tiers.status()]
+
+    def plans(self) -> list[tuple[str, Planned]]:
+        """With a memory budget: names and sizes of the feeds of each signature run here, and what was planned."""
+        return [row for prepared in self._prepared.values() if prepared.budget for row in prepared.budget.plans()]
 
     def close(self) -> None:
         """End the session: runs in other threads raise Cancelled and write nothing, later ones FailedPrecondition."""
@@ -418,6 +454,12 @@ def default_session(graph: Graph) -> Session:
     if "session" not in graph.attached:
         graph.attached["session"] = Session(graph)
     return graph.attached["session"]
+
+
+def limit(graph: Graph, memory_budget: int | None) -> Session:
+    """Give a graph a new default session with this memory budget; calls of the old one stay what they are."""
+    graph.attached["session"] = session = Session(graph, memory_budget=memory_budget)
+    return session
 
 
 def graph_of(fetches: Any) -> Graph:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tfnb
+from tfnb.magics.extension import NAMES
 
 NET = """%%tfgraph net --no-show
 torch.manual_seed(0)
@@ -146,6 +147,19 @@ def test_variables_are_listed(net):
     assert [row[0] for row in net.ok("%tfvars b*").result] == ["bias"]
 
 
+def test_a_memory_budget_is_set_shown_and_taken_back(net):
+    assert list(net.ok("%tfbudget 1.5KiB").result) == [("any", "", 1536, "")]
+    value = net.ok("%tfrun loss -f x=torch.zeros(5, 3)").result
+    (row,) = net.ok("%tfbudget").result
+    assert row[0] == "x [5, 3]" and 0 < row[1] <= 1536 and row[2:] == (1536, 0)
+    net.ok("%tfbudget 9B")
+    ran = net.run("%tfrun loss -f x=torch.zeros(5, 3)")
+    assert isinstance(ran.error, tfnb.errors.ResourceExhausted) and f"budget is {row[1]:,} bytes" in str(ran.error)
+    net.ok("%tfbudget --off")
+    assert torch.equal(net.ok("%tfrun loss -f x=torch.zeros(5, 3)").result, value)
+    assert "UsageError: 'much' is no size" in net.run("%tfbudget much").err
+
+
 def test_table_says_the_same_as_text_and_html(net):
     table = net.ok("%tfvars").result
     html = table._repr_html_()
@@ -172,12 +186,12 @@ def test_file_that_lacks_a_variable_lists_it(net, tmp_path):
 # -- all ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["tfgrad", "tfprof", "tfvars", "tfsave", "tfload", "tfcluster"])
+@pytest.mark.parametrize("name", ["tfgrad", "tfprof", "tfvars", "tfbudget", "tfsave", "tfload", "tfcluster"])
 def test_line_magics_say_so_in_a_cell(net, name):
     assert f"%{name} is a line magic" in net.run(f"%%{name}\n3").err
 
 
-@pytest.mark.parametrize("name", ["tfgraph", "tfrun", "tfprof", "tfgrad", "tfvars", "tfsave", "tfload", "tfcluster"])
+@pytest.mark.parametrize("name", NAMES)
 def test_every_magic_explains_itself_with_an_example(net, name, capsys):
     (bundle,) = net.ok(f"%{name} -h").shown
     assert "--out" in bundle["text/plain"] and f"%{name} " in bundle["text/plain"].split("options:")[0]

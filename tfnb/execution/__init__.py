@@ -3,7 +3,8 @@
 from tfnb.execution.commit import Pending, no_interrupt
 from tfnb.execution.lower import Program, lower
 from tfnb.execution.parts import Clocked, Run
+from tfnb.execution.planned import Budget
 from tfnb.execution.trace import Trace
 from tfnb.execution.tracer import Tracer
 
-__all__ = ["Clocked", "Pending", "Program", "Run", "Trace", "Tracer", "lower", "no_interrupt"]
+__all__ = ["Budget", "Clocked", "Pending", "Program", "Run", "Trace", "Tracer", "lower", "no_interrupt"]

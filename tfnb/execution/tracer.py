@@ -51,7 +51,8 @@ class Tracer(fx.Interpreter):
             self.env[n] = self.run_node(n)
             if n.op == "output":
                 break
-            for last in self.user_to_last_uses.get(n, ()):
+            unused = [] if n.users or n.op == "placeholder" else [n]
+            for last in (*self.user_to_last_uses.get(n, ()), *unused):
                 self.memory.drop(self.env.pop(last), self.now())
         return self.env.pop(n)
 

@@ -1,0 +1,175 @@
+"""Steps under a memory budget: the same bits, a peak that keeps the budget, and errors that say what would do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from torch import nn
+
+import tfnb
+from tests.graph.build import evaluate
+from tests.graph.strategies import graphs
+from tests.passes.test_pipeline import all_values
+from tfnb.errors import InvalidArgument, ResourceExhausted, Unimplemented
+from tfnb.execution import lower
+from tfnb.graph import Graph
+from tfnb.graph.check import check
+from tfnb.passes import LAST, peak, table
+from tfnb.passes.budget import plans, within
+
+BATCH, WIDTH = 256, 64
+
+
+def dropping() -> tuple[Graph, nn.Module, list[Any], dict[Any, torch.Tensor]]:
+    """A deep network with dropout and batch norm whose activations are large beside its weights."""
+    torch.manual_seed(0)
+    layers = [[nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.GELU(), nn.Dropout(0.2)] for _ in range(8)]
+    net = nn.Sequential(*(layer for block in layers for layer in block), nn.Linear(WIDTH, 1))
+    x, y = torch.randn(BATCH, WIDTH), torch.randn(BATCH, 1)
+    with tfnb.record() as g:
+        fed = {tfnb.placeholder(x): x, tfnb.placeholder(y): y}
+        a, b = fed
+        loss = F.mse_loss(net(a), b)
+        step = tfnb.train.Adam(0.01).minimize(loss)
+    return g, net, [loss, step], fed
+
+
+def losses(budget: int | None, steps: int = 4) -> tuple[list[torch.Tensor], int]:
+    """The loss curve and final weights, and the measured peak of a step."""
+    g, net, (loss, step), fed = dropping()
+    session = tfnb.Session(g, compile="off", memory_budget=budget)
+    curve = [session.run([loss, step], fed)[0] for _ in range(steps)]
+    session.run([loss, step], fed, trace=True)
+    assert session.trace is not None
+    return [*curve, *(v.detach().clone() for v in net.state_dict().values())], session.trace.peak
+
+
+def smallest(budget: int) -> int:
+    """What the error says of a budget that is too small."""
+    with pytest.raises(ResourceExhausted, match=r"takes and makes [\d,]+ bytes.*recorded at") as info:
+        losses(budget)
+    assert f"a memory budget of {budget:,} bytes is too small" in str(info.value) and info.value.node
+    return int(str(info.value).rpartition(" is ")[2].split()[0].replace(",", ""))
+
+
+def test_a_quarter_of_the_memory_gives_the_same_loss_curve() -> None:
+    want, most = losses(None)
+    least = smallest(1)
+    budget = max(most // 4, least)
+    assert budget < 0.45 * most
+    got, measured = losses(budget)
+    assert measured <= 1.01 * budget  # a reshape that has to copy is predicted to share memory
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_binary_search_finds_the_smallest_budget_that_is_said() -> None:
+    g, _, fetches, fed = dropping()
+    ask = [f.value for f in fetches], [x.value for x in fed]
+    sizes = {next(iter(g.nodes[0].outputs[0].symbols)): BATCH}
+
+    def fits(budget: int) -> bool:
+        try:
+            found = lower(g, *ask, (*LAST[:-1], within(budget, sizes), LAST[-1]))
+        except ResourceExhausted:
+            return False
+        return peak(found.graph, *ask, sizes) <= budget
+
+    said = smallest(1)
+    low, high = 1, 1 << 30
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle + 1, high)
+    assert low == said
+
+
+def test_plans_are_made_for_the_sizes_that_are_fed() -> None:
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.randn(4, 1000))
+        h = x
+        for _ in range(6):
+            h = h.sin().exp().tanh()
+        (dx,) = tfnb.gradients(h.sum(), [x])
+    session = tfnb.Session(g, memory_budget=100_000)
+    leaf = torch.randn(10, 1000, requires_grad=True)
+    h = leaf
+    for _ in range(6):
+        h = h.sin().exp().tanh()
+    want = torch.autograd.grad(h.sum(), leaf)[0]
+    torch.testing.assert_close(session.run(dx, {x: leaf.detach()[:1]}), want[:1])
+    with pytest.raises(ResourceExhausted, match="smallest feasible budget"):
+        session.run(dx, {x: leaf.detach()})
+    session = tfnb.Session(g, memory_budget=400_000)
+    for rows in (1, 10, 4):
+        torch.testing.assert_close(session.run(dx, {x: leaf.detach()[:rows]}), want[:rows])
+    again = {name: plan.again for name, plan in session.plans()}
+    assert again["x [1, 1000]"] == 0 < again["x [10, 1000]"]
+    assert "x [10, 1000]: generated code; at most" in session.status()[1]
+    programs = {plan.program for _, plan in session.plans()}
+    assert len(programs) == 2  # the one without a plan fits at four rows too
+
+
+@given(contents=graphs(stateful=False))
+def test_every_plan_computes_the_same(contents: Any) -> None:
+    graph, feed = Graph("g", contents), {"x": torch.randn(2, 3)}
+    values = all_values(contents)
+    want = evaluate(contents, feed)
+    for ask in (values[-1:], values[-4::2]):
+        peaks = []
+        for plan in plans(graph, ask, []):
+            check(plan.graph.contents)
+            got = evaluate(plan.graph.contents, feed)
+            peaks.append(peak(plan.graph, ask, []))
+            for value in ask:
+                torch.testing.assert_close(got[value], want[value], equal_nan=True, rtol=0, atol=0)
+        assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == len(peaks)
+
+
+def test_what_writes_and_what_others_made_is_kept() -> None:
+    @torch.library.custom_op("tfnb_test::wide", mutates_args=())
+    def wide(x: torch.Tensor) -> torch.Tensor:
+        return x.exp()
+
+    wide.register_fake(torch.empty_like)
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.randn(64, 64), shape=(64, 64))
+        kept = wide(x)
+        again = x.sin()
+        middle = (again @ kept).view(1, -1).repeat(8, 1).exp().sum()
+        y = middle * again.sum() * kept.sum()
+    *_, last = plans(g, [y.value], [x.value])
+    ops = [n.op for n in last.graph.nodes]
+    assert ops.count("aten.sin.default") == 2 and ops.count("tfnb_test.wide.default") == 1
+
+
+def test_a_long_chain_needs_no_recursion() -> None:
+    with tfnb.record() as g:
+        h = x = tfnb.placeholder(torch.randn(8, 8), shape=(8, 8))
+        for _ in range(1500):
+            h = h.sin()
+        (dx,) = tfnb.gradients(h, [x])
+    first, second, *_ = plans(g, [dx.value], [x.value])
+    assert second.peak < first.peak
+
+
+def test_what_a_budget_does_not_go_with() -> None:
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.randn(4, 3))
+        y = x.exp()
+    for wrong in (0, -1, 1.5, "1GB"):
+        with pytest.raises(InvalidArgument, match="number of bytes"):
+            tfnb.Session(g, memory_budget=wrong)
+    with pytest.raises(Unimplemented, match="step in parts"):
+        tfnb.Session(g, memory_budget=1 << 20).step([y], [x])
+
+
+def test_the_table_of_passes_shows_what_a_budget_saves() -> None:
+    g, _, fetches, fed = dropping()
+    ask = [f.value for f in fetches], [x.value for x in fed]
+    most = peak(lower(g, *ask).graph, *ask)
+    rows = {stage.name: stage for stage in table(g, *ask, last=(*LAST[:-1], within(3 * most // 4), LAST[-1]))}
+    assert rows["recompute"].nodes > rows["prune"].nodes and rows["recompute"].peak <= 3 * most // 4
