@@ -330,7 +330,7 @@ class Session:
             budget = self._budget(program)
         return _Prepared(
             program, compiled, feeder, values, lambda results: rebuild([results[p] for p in places]), trailing, version,
-            nodes, budget,
+            nodes, budget=budget,
         )  # fmt: skip
 
     def _budget(self, program: Program | Dataflow) -> Budget | None:

@@ -215,7 +215,7 @@ def test_what_a_pass_adds_counts_for_the_node_that_it_is_named_after() -> None:
     with tfnb.record() as g:
         x = tfnb.placeholder(torch.rand(4, 3, 32, 32), name="x")
         y = model(x).relu()
-    session = tfnb.Session(g, compile="off")
+    session = tfnb.Session(g, compile="off", layout="channels_last")
     session.run(y, {x: torch.rand(4, 3, 32, 32)}, trace=True)
     assert session.trace is not None
     recorded = [event for event in session.trace.events if event.node is not None]
