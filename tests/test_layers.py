@@ -26,7 +26,8 @@ BELOW = {
     "control_flow": "recording",
     "train": "gradients state",
     "feeding": "graph",
-    "session": "cluster step gradients control_flow",
+    "structures": "gradients",
+    "session": "cluster step structures control_flow",
     "step": "execution feeding",
     "fitting": "session train widgets",
     "view": "graph",
@@ -40,7 +41,7 @@ BELOW = {
 
 # Imports inside functions: (file, module) and why.
 LATE = {
-    ("tfnb/__init__.py", "tfnb.magics"): "%load_ext",
+    ("tfnb/__init__.py", "tfnb.magics"): "%load_ext: to import tfnb loads no IPython",
     ("tfnb/graph/graph.py", "tfnb.view"): "a repr asks view",
     ("tfnb/execution/trace.py", "tfnb.view"): "a repr asks view",
     ("tfnb/recording/habits.py", "tfnb.gradients.eager"): "backward() in a cell asks gradients",

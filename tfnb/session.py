@@ -24,7 +24,6 @@ from tfnb.errors import (
     FeedError,
     InvalidArgument,
     NotFound,
-    ShapeError,
     StaleNode,
     TfnbError,
     Unimplemented,
@@ -41,11 +40,11 @@ from tfnb.graph.serial import graph_hash
 from tfnb.passes import LAYOUTS, chosen_layout, prune
 from tfnb.recording import Operation, Tensor
 from tfnb.recording import graph as graph_named
-from tfnb.recording.tensor import Tensor as _Tensor
 from tfnb.recording.tensor import gone
 from tfnb.recording.variables import known
 from tfnb.state import checkpoint
 from tfnb.step import Step
+from tfnb.structures import key_of, parts_of, places_of, spread, structure
 
 
 @dataclass(slots=True)
@@ -147,7 +146,7 @@ class Session:
         __tracebackhide__ = True
         feeds = feed_dict or {}
         if IndexedSlices in map(type, feeds):
-            feeds = _spread(feeds.items())
+            feeds = spread(feeds.items())
         prepared = self._prepare(fetches, tuple(feeds))
         tensors = prepared.feeder.tensors(feeds.values())
         if trace:
@@ -165,8 +164,8 @@ class Session:
         """
         feeds = tuple(feeds)
         if IndexedSlices in map(type, feeds):
-            flat = self.make_callable(fetches, _parts(feeds))
-            return lambda *values: flat(*_spread(zip(feeds, values, strict=True)).values())
+            flat = self.make_callable(fetches, parts_of(feeds))
+            return lambda *values: flat(*spread(zip(feeds, values, strict=True)).values())
         prepared = self._prepare(fetches, feeds)
 
         def call(*values: Any) -> Any:
@@ -224,8 +223,8 @@ class Session:
         """`fit` on the cluster: ``fetches`` once for each of ``rows`` (values of ``feeds``), as steps are applied."""
         cluster = self.cluster
         if IndexedSlices in map(type, feeds):
-            rows = (tuple(_spread(zip(feeds, values, strict=True)).values()) for values in rows)
-        prepared = self._prepare(fetches, _parts(feeds))
+            rows = (tuple(spread(zip(feeds, values, strict=True)).values()) for values in rows)
+        prepared = self._prepare(fetches, parts_of(feeds))
         program = prepared.program
         for variable in program.variables:
             variable.send()
@@ -304,7 +303,7 @@ class Session:
     def _prepare(self, fetches: Any, feed_keys: tuple[Any, ...]) -> _Prepared:
         __tracebackhide__ = True
         self._ensure_open()
-        key = (_key(fetches), tuple(map(_key, feed_keys)))
+        key = (key_of(fetches), tuple(map(key_of, feed_keys)))
         prepared = self._prepared.get(key)
         if prepared is None or prepared.version != self.graph.version:
             prepared = self._resolve(fetches, feed_keys, prepared)
@@ -314,11 +313,11 @@ class Session:
     def _resolve(self, fetches: Any, feed_keys: tuple[Any, ...], old: _Prepared | None) -> _Prepared:
         version = self.graph.version
         leaves: list[Any] = []
-        rebuild = _structure(fetches, leaves)
+        rebuild = structure(fetches, leaves)
         variables = [self._variable(leaf) for leaf in leaves]
         trailing = tuple(variable for variable in variables if variable is not None)
         values = tuple(self.value(leaf) for leaf, var in zip(leaves, variables, strict=True) if var is None)
-        places = _places([variable is not None for variable in variables])
+        places = places_of([variable is not None for variable in variables])
         feeder = Feeder(self.graph, [self._feed(key) for key in feed_keys])
         nodes = prune(self.graph, values, feeder.values).nodes
         feeder.narrow(nodes)
@@ -350,7 +349,7 @@ class Session:
         if isinstance(item, (Tensor, Operation)):
             if item.graph is not graph:
                 raise FeedError(f"cannot {what} {item.name}: it is in graph {item.graph.name}, not in {graph.name}")
-            value = item.feed_value if what == "feed" and isinstance(item, _Tensor) else item.value
+            value = item.feed_value if what == "feed" and isinstance(item, Tensor) else item.value
             if value.node not in graph.contents.by_id:
                 raise StaleNode(f"cannot {what} a tensor that is not in graph {graph.name}: {gone(graph, value)}")
             return value
@@ -377,7 +376,7 @@ class Session:
     def _variable(self, item: Any) -> Variable | None:
         if isinstance(item, Variable):
             return item
-        if isinstance(item, torch.Tensor) and not isinstance(item, _Tensor):
+        if isinstance(item, torch.Tensor) and not isinstance(item, Tensor):
             var = known(item)
             mine = var is not None and any(var is other for other in self.graph.contents.variables.values())
             return var if mine and self._left_in(item) is None else None
@@ -465,7 +464,7 @@ def limit(graph: Graph, memory_budget: int | None) -> Session:
 def graph_of(fetches: Any) -> Graph:
     """The graph that fetches belong to; names are looked up in the current graph."""
     leaves: list[Any] = []
-    _structure(fetches, leaves)
+    structure(fetches, leaves)
     for leaf in leaves:
         if isinstance(leaf, (Tensor, Operation)):
             return leaf.graph
@@ -499,74 +498,6 @@ def run(
     """
     __tracebackhide__ = True
     return default_session(graph_of(fetches)).run(fetches, feed_dict, timeout=timeout, trace=trace)
-
-
-# -- feeds of slices --------------------------------------------------------------------------------------------------
-
-
-def _parts(keys: Sequence[Any]) -> tuple[Any, ...]:
-    """Feed keys with values and indices in place of IndexedSlices."""
-    return tuple(p for key in keys for p in ((key.values, key.indices) if isinstance(key, IndexedSlices) else (key,)))
-
-
-def _spread(feeds: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
-    """The same for feeds; raises FeedError for a value that is no IndexedSlices, ShapeError for another shape."""
-    spread: dict[Any, Any] = {}
-    for key, value in feeds:
-        if not isinstance(key, IndexedSlices):
-            spread[key] = value
-            continue
-        if not isinstance(value, IndexedSlices):
-            raise FeedError(f"cannot feed {type(value).__name__} for {key!r}: feed tfnb.IndexedSlices")
-        if value.dense_shape != key.dense_shape:
-            raise ShapeError(f"cannot feed IndexedSlices of {list(value.dense_shape)} for {key!r}")
-        spread |= {key.values: value.values, key.indices: value.indices}
-    return spread
-
-
-# -- structures ------------------------------------------------------------------------------------------------------
-
-
-def _key(item: Any) -> Any:
-    """A hashable key of a fetch structure or feed key."""
-    if isinstance(item, _Tensor):
-        return item.value if item._feed is None else (item.value, item._feed)
-    if isinstance(item, (list, tuple)):
-        return (type(item), *map(_key, item))
-    if isinstance(item, IndexedSlices):
-        return (IndexedSlices, _key(item.values), _key(item.indices), item.dense_shape)
-    if isinstance(item, Mapping):
-        return (type(item), *((k, _key(v)) for k, v in item.items()))
-    if isinstance(item, Operation):
-        return item.value
-    if isinstance(item, torch.Tensor):
-        return id(item)
-    return item
-
-
-def _structure(item: Any, leaves: list[Any]) -> Callable[[Sequence[Any]], Any]:
-    """Collect the leaves; the result puts values back into the structure."""
-    if isinstance(item, IndexedSlices):
-        pair = _structure((item.values, item.indices), leaves)
-        return lambda values: item.like(*pair(values))
-    if isinstance(item, Value) or not isinstance(item, (list, tuple, Mapping)):
-        leaves.append(item)
-        place = len(leaves) - 1
-        return lambda values: values[place]
-    if isinstance(item, Mapping):
-        inner = {key: _structure(part, leaves) for key, part in item.items()}
-        return lambda values: {key: part(values) for key, part in inner.items()}
-    parts = [_structure(part, leaves) for part in item]
-    if hasattr(item, "_fields"):
-        return lambda values: type(item)(*(part(values) for part in parts))
-    return lambda values: type(item)(part(values) for part in parts)
-
-
-def _places(is_variable: list[bool]) -> list[int]:
-    """Where each leaf's result stands: fetched values first, variables behind them."""
-    values = itertools.count()
-    variables = itertools.count(is_variable.count(False))
-    return [next(variables) if late else next(values) for late in is_variable]
 
 
 # -- running -----------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import dask
 from distributed import Client, KilledWorker, LocalCluster, Security, default_client
 
-from tfnb.cluster.engine import Member
+from tfnb.cluster.members import Member
 from tfnb.cluster.messages import Failed, Ok, Outcome, Peer, raised
 from tfnb.cluster.task import Task, versions
 from tfnb.cluster.transport import ClientLink, Handle, is_local, parse_address, scheduler_address, wait

@@ -20,8 +20,9 @@ import torch
 from tfnb.cluster import connected
 from tfnb.cluster.card import Row, Status, size
 from tfnb.cluster.deploy import EPOCH, Place, find, start
-from tfnb.cluster.engine import Batch, Engine, Flow, Member
+from tfnb.cluster.engine import Engine
 from tfnb.cluster.joins import join, joins
+from tfnb.cluster.members import Batch, Flow, Member
 from tfnb.cluster.programs import Placed, place
 from tfnb.cluster.transport import ClientLink, parse_address, scheduler_address
 from tfnb.errors import (

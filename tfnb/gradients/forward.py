@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from tfnb.errors import InvalidArgument
-from tfnb.gradients.walker import differentiable, gradients, seeded_like
+from tfnb.gradients.arguments import differentiable, seeded_like
+from tfnb.gradients.walker import gradients
 from tfnb.graph.spec import flows
 from tfnb.recording import Tensor, reopen
 

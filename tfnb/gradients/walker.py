@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from tfnb.errors import InvalidArgument, NoGradient, ShapeError
+from tfnb.gradients.arguments import differentiable, entries_of, listed, seed
 from tfnb.gradients.decompose import decomposition
 from tfnb.gradients.library import library_rule
 from tfnb.gradients.slices import IndexedSlices, added, densifying
@@ -34,17 +35,16 @@ from tfnb.gradients.table import (
     Tensors,
     gives_one,
 )  # fmt: skip
-from tfnb.graph import Dim, Graph, Node, Spec, Value, Variable
+from tfnb.graph import Dim, Node, Spec, Value, Variable
 from tfnb.graph.collector import uncollected
 from tfnb.graph.node import map_leaves
 from tfnb.graph.ops import WITH_GRADIENT
 from tfnb.graph.spec import flows, is_static
-from tfnb.recording import Recorder, Tensor, constant, reopen, variable
+from tfnb.recording import Recorder, Tensor, reopen
 from tfnb.recording.commit import Derivative
 from tfnb.recording.ops import resolve, unbind
 from tfnb.recording.recompute import Copies, region_of_tags
 from tfnb.recording.tape import FROZEN
-from tfnb.recording.variables import known
 
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
 _GRADIENT = frozenset({"gradient"})
@@ -73,15 +73,15 @@ def gradients(
     >>> dx.sample
     tensor([2., 4.])
     """
-    ys, grad_ys = _entries_of(_listed(ys), grad_ys)
-    xs = _listed(xs)
+    ys, grad_ys = entries_of(listed(ys), grad_ys)
+    xs = listed(xs)
     if not xs:
         raise InvalidArgument("gradients needs at least one x: got an empty list")
     if unconnected not in ("none", "zero"):
         raise InvalidArgument(f"unconnected is 'none' or 'zero', not {unconnected!r}")
     graph, wanted = differentiable(ys, xs)
     with uncollected(), reopen(graph) as recorder, torch.enable_grad():
-        return differentiate(recorder, ys, wanted, grad_ys, _listed(stop_gradients), unconnected, rows=True)
+        return differentiate(recorder, ys, wanted, grad_ys, listed(stop_gradients), unconnected, rows=True)
 
 
 def stop_gradient(x: Any) -> torch.Tensor:
@@ -100,72 +100,7 @@ def stop_gradient(x: Any) -> torch.Tensor:
     return x.read().detach() if isinstance(x, Variable) else x.detach()
 
 
-# -- arguments ------------------------------------------------------------------------------------------------
-
-
-def differentiable(ys: Sequence[Any], xs: Sequence[Any]) -> tuple[Graph, list[Tensor | Variable]]:
-    """The graph of ``ys`` and ``xs``, and the xs as recorded tensors or Variables; raises InvalidArgument."""
-    wanted = [_target(x) for x in xs]
-    return _graph_of(ys, wanted), wanted
-
-
-def _listed(items: Any) -> list[Any]:
-    return list(items) if isinstance(items, (list, tuple)) else [] if items is None else [items]
-
-
-def _entries_of(ys: list[Any], grad_ys: Any) -> tuple[list[Any], Any]:
-    """IndexedSlices among the ys as their values, and what is given for the dense tensor as the rows of it."""
-    if not any(isinstance(y, IndexedSlices) for y in ys):
-        return ys, grad_ys
-    given = [None] * len(ys) if grad_ys is None else _listed(grad_ys)
-    pairs = zip(ys, given, strict=False)
-    rows = [g.index_select(0, y.indices) if isinstance(y, IndexedSlices) and g is not None else g for y, g in pairs]
-    return [y.values if isinstance(y, IndexedSlices) else y for y in ys], rows + given[len(ys) :]
-
-
-def _target(x: Any) -> Tensor | Variable:
-    if isinstance(x, (Tensor, Variable)):
-        return x
-    if isinstance(x, torch.nn.Parameter) or (isinstance(x, torch.Tensor) and known(x) is not None):
-        return variable(x)
-    raise InvalidArgument(
-        f"gradients are taken with respect to recorded tensors, Variables or Parameters, not {type(x).__name__}; "
-        "record it with tfnb.placeholder, or make it a tfnb.Variable"
-    )
-
-
-def _graph_of(ys: Sequence[Any], xs: Sequence[Any]) -> Graph:
-    for y in ys:
-        if not isinstance(y, (Tensor, Variable)):
-            raise InvalidArgument(f"gradients of recorded tensors only: a y is a {type(y).__name__}, not recorded")
-    graphs = {t.graph for t in (*ys, *xs) if isinstance(t, Tensor)}
-    if len(graphs) != 1:
-        names = ", ".join(sorted(g.name for g in graphs)) or "none"
-        raise InvalidArgument(f"gradients works in one graph: ys and xs belong to {names}")
-    return graphs.pop()
-
-
-def _seed(y: Tensor, grad: Any, index: int) -> torch.Tensor:
-    """The cotangent that starts at ``y``."""
-    return torch.ones_like(y) if grad is None else seeded_like(y, grad, f"grad_ys[{index}]", "y")
-
-
-def seeded_like(y: torch.Tensor, grad: Any, what: str, whose: str) -> torch.Tensor:
-    """``grad`` as a recorded tensor; raises InvalidArgument or ShapeError if it is not like ``y``."""
-    assert isinstance(y, Tensor)
-    if not isinstance(grad, torch.Tensor):
-        grad = torch.as_tensor(grad, dtype=y.dtype)  # a number
-    if grad.dtype != y.dtype:
-        raise InvalidArgument(f"{what} is {grad.dtype}, its {whose} {y.name} is {y.spec}")
-    shape = grad.spec.shape if isinstance(grad, Tensor) else tuple(grad.shape)
-    if len(shape) != y.dim() or any(_differ(a, b) for a, b in zip(shape, y.spec.shape, strict=True)):
-        raise ShapeError(f"{what} has shape {list(shape)}, its {whose} {y.name} is {y.spec}")
-    return grad if isinstance(grad, Tensor) else constant(grad)
-
-
-def _differ(a: Any, b: Any) -> bool:
-    """Whether two sizes are surely different; symbols may turn out to be anything."""
-    return isinstance(a, int) and isinstance(b, int) and a != b
+# -- one derivative --------------------------------------------------------------------------------------------
 
 
 def differentiate(
@@ -174,13 +109,13 @@ def differentiate(
 ) -> list[Any]:  # fmt: skip
     """`gradients` in an open recording, in the grad mode that holds; ``rows``: those of tables may be row-sparse."""
     ys = [recorder.read(y) if isinstance(y, Variable) else y for y in ys]
-    given = [None] * len(ys) if grad_ys is None else _listed(grad_ys)
+    given = [None] * len(ys) if grad_ys is None else listed(grad_ys)
     if len(given) != len(ys):
         raise InvalidArgument(f"grad_ys has {len(given)} entries for {len(ys)} ys")
     nodes, own = recorder.nodes, len(recorder.new)
     targets = [_values(x, nodes, recorder) for x in xs]
     with recorder.scope("gradients") as scope, recorder.tagged(_GRADIENT):
-        seeds = [(y.value, _seed(y, g, i)) for i, (y, g) in enumerate(zip(ys, given, strict=True)) if flows(y.dtype)]
+        seeds = [(y.value, seed(y, g, i)) for i, (y, g) in enumerate(zip(ys, given, strict=True)) if flows(y.dtype)]
         stop = {s.value for s in stops if isinstance(s, Tensor)}
         walk = Walk(recorder, [v for group in targets for v in group], stop)
         walk.scope = scope
@@ -529,7 +464,7 @@ def _aligned(n: Forward, rule: Rule, result: Any) -> list[Any]:
         entries: list[Any] = [None] * len(n.inputs)
         for name, entry in result.items():
             places = n.places(name)
-            for place, part in zip(places, _listed(entry) if entry is not None else [None] * len(places), strict=False):
+            for place, part in zip(places, listed(entry) if entry is not None else [None] * len(places), strict=False):
                 entries[place] = part
         return entries
     entries = list(result) if isinstance(result, (list, tuple)) else [result]

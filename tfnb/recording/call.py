@@ -17,10 +17,10 @@ from tfnb.kernels.random import seeded
 from tfnb.recording.custom_ops import lacks_shapes, shapes
 from tfnb.recording.interpret import stream_seed
 from tfnb.recording.ops import Facts, Op, bind, kernel, op_name
-from tfnb.recording.replaced import SHAPES
 from tfnb.recording.report import dense, explained
 from tfnb.recording.samples import conjugating, physical
 from tfnb.recording.scopes import clean
+from tfnb.recording.shape_rules import SHAPES
 from tfnb.recording.shapes import sized_by_data
 from tfnb.recording.tensor import Base, Entry, Tensor
 from tfnb.recording.views import View

@@ -7,7 +7,6 @@ the recording changes: variables, modules, user tensors and torch's random state
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,21 +19,22 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tfnb.errors import GraphFormatError, InvalidArgument, ShapeError, StaleNode, Unsupported
+from tfnb.errors import GraphFormatError, ShapeError, StaleNode, Unsupported
 from tfnb.graph import Graph, Guard, Node, Owner, Ref, Source, Spec, Value, Variable
 from tfnb.graph.node import leaves
 from tfnb.graph.variable import updated
+from tfnb.recording.answers import ANSWERS, SIZES, answer, item, settle_size
 from tfnb.recording.call import record_call
 from tfnb.recording.commit import Derivative
+from tfnb.recording.constructing import constructing
 from tfnb.recording.habits import Habits
 from tfnb.recording.journal import Journal, restore, state
-from tfnb.recording.ops import Facts, Op, facts, op_name
+from tfnb.recording.ops import Op, facts, op_name
 from tfnb.recording.outside import Outside
 from tfnb.recording.replaced import PHYSICAL, REPLACED
 from tfnb.recording.report import user_level
 from tfnb.recording.samples import physical
 from tfnb.recording.scopes import Scopes, clean
-from tfnb.recording.symbols import is_relation
 from tfnb.recording.tape import Tape
 from tfnb.recording.tensor import Base, Entry, Operation, Tensor, gone
 from tfnb.recording.variables import held, known, variable
@@ -44,9 +44,7 @@ from tfnb.recording.writes import VIEWS_OR_COPIES, note_copy, record_write
 
 aten = torch.ops.aten
 _STATE = (torch.nn.Parameter, torch.nn.Buffer)
-_CONSTRUCTORS = frozenset({"__init__", "reset_parameters", "_reset_parameters", "initialize_parameters"})
 _COMPUTED_BY_RUNS = frozenset({"gradient", "update"})
-_CONVERTERS = frozenset({"_apply"})  # of a module just made: .double(), .to(...)
 
 
 class Recorder(TorchDispatchMode):
@@ -81,7 +79,7 @@ class Recorder(TorchDispatchMode):
         self.outside = Outside(self)
         self._reads: dict[Variable, Base] = {}
         self._warned: set[Any] = set()
-        self._stop = stop
+        self.stop = stop
         self.default_device: Any = None
         self.packings: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by the tensor of their batch sizes
         self.regions = 0  # of values that are computed again for the backward pass
@@ -341,7 +339,7 @@ class Recorder(TorchDispatchMode):
                 f"{source or 'recording'}: Python took the {outcome} branch of a recorded value; the graph holds only "
                 "that branch, and a run where it would go the other way raises BranchChanged (torch.where and "
                 "tfnb's staged control flow have both)",
-                stacklevel=user_level(self._stop),
+                stacklevel=user_level(self.stop),
             )
 
     def heard(self, text: str, expr: Any, *, by_torch: bool = False) -> None:
@@ -355,19 +353,7 @@ class Recorder(TorchDispatchMode):
 
     def settled(self, expr: Any) -> Any:
         """What Python asks of a size that only data tell: the samples' answer, and a guard that a run agrees."""
-        answer = self.symbols.seen(expr, bool if is_relation(expr) else int)
-        if answer is None:
-            raise ShapeError(
-                f"Python asks for {self.symbols.text(expr)}, which only the data of a run tell, and there are no "
-                f"samples to decide by: give every placeholder a sample{self.tape.at()}"
-            )
-        with self.on():
-            if isinstance(answer, bool):
-                self.branch(aten.scalar_tensor(self.symbols.env.create_symboolnode(expr), dtype=torch.bool), answer)
-            else:
-                size = self.symbols.env.create_symintnode(expr, hint=None)
-                self.branch(aten.scalar_tensor(size, dtype=torch.int64) == answer, True)
-        return answer
+        return settle_size(self, expr)
 
     # -- the dispatch mode --------------------------------------------------------------------------------------
 
@@ -381,14 +367,14 @@ class Recorder(TorchDispatchMode):
 
     def _dispatched(self, func: Op, args: Any, kwargs: Any) -> Any:
         __tracebackhide__ = True
-        if func in _SIZES:
-            return [int(size) for size in _SIZES[func](args[0])]
+        if func in SIZES:
+            return [int(size) for size in SIZES[func](args[0])]
         own = facts(func)
         if func is aten._local_scalar_dense.default:
-            return self._leave(args[0])
-        if func in _ANSWERS:
-            return self._answer(func, args, kwargs)
-        if not _mentions(args, kwargs, Tensor) and self._constructing(func, own, args):
+            return item(self, args[0])
+        if func in ANSWERS:
+            return answer(self, func, args, kwargs)
+        if not _mentions(args, kwargs, Tensor) and constructing(self, own, args):
             made = func(*args, **kwargs)
             if isinstance(made, torch.Tensor):
                 self.born[made] = True
@@ -412,46 +398,6 @@ class Recorder(TorchDispatchMode):
         if own.writes:
             return record_write(self, func, own, args, kwargs)
         return record_call(self, PHYSICAL.get(func, func), own, args, kwargs)
-
-    def _leave(self, tensor: torch.Tensor) -> Any:
-        """``.item()`` from inside torch: the sample's number."""
-        entry = self._entry(tensor)
-        if not self.tape.is_fixed(entry.value):
-            self.escaped(tensor, "item()")
-        if isinstance(tensor, Tensor):
-            return tensor.sample.item()
-        return (tensor if entry.sample is None else entry.sample).item()
-
-    def _answer(self, func: Op, args: Any, kwargs: Any) -> bool:
-        """A comparison that gives a Python bool: the samples' answer, and a guard that it stays so."""
-        tensors = [a for a in args if isinstance(a, torch.Tensor)]
-        if not any(isinstance(t, Tensor) for t in tensors):
-            return func(*args, **kwargs)
-        samples = [self._entry(t).sample for t in tensors]
-        if any(sample is None for sample in samples):
-            raise InvalidArgument(f"{op_name(func)} has no answer without samples{self.tape.at()}")
-        outcome = bool(func(*samples, *args[len(tensors) :], **kwargs))
-        with self.on():
-            same = tensors[0].shape == tensors[1].shape
-            check = _ANSWERS[func](*args, **kwargs).all() if same else None
-        if check is not None:
-            self.branch(check, outcome)
-        return outcome
-
-    def _constructing(self, func: Op, own: Facts, args: Any) -> bool:
-        """Whether this call only makes initial values: it runs for real and leaves no node."""
-        mine = bool(args) and isinstance(args[0], torch.Tensor) and self.is_unused(args[0])
-        if own.writes and mine and isinstance(args[0], torch.nn.Parameter):
-            return args[0].untyped_storage().data_ptr() != 0
-        names = _CONSTRUCTORS | _CONVERTERS if mine else _CONSTRUCTORS
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None and frame is not self._stop:
-            code = frame.f_code
-            me = frame.f_locals.get(code.co_varnames[0]) if code.co_name in names and code.co_argcount else None
-            if isinstance(me, (torch.nn.Module, torch.optim.Optimizer)):
-                return True
-            frame = frame.f_back
-        return False
 
     def is_unused(self, tensor: torch.Tensor) -> bool:
         """Whether this is a parameter or buffer made in this recording that nothing recorded has used yet."""
@@ -542,14 +488,6 @@ class Recorder(TorchDispatchMode):
             tensor = Tensor(entry, self.space, base, chain)
         self.live[tensor] = True
         return tensor
-
-
-# Composites in C++ that want numbers: they fix the sizes, which is heard as equalities and warned about.
-_SIZES: dict[Op, Callable[[torch.Tensor], Any]] = {
-    aten.size.default: torch.Tensor.size, aten.stride.default: torch.Tensor.stride,
-}  # fmt: skip
-
-_ANSWERS: dict[Op, Callable[..., Any]] = {aten.equal.default: torch.eq, aten.allclose.default: torch.isclose}
 
 
 def _mentions(args: Any, kwargs: Any, kind: type) -> bool:

@@ -1,0 +1,139 @@
+"""Shape rules that torch lacks for symbolic sizes.
+
+Of recurrent layers kept whole, whose decomposition unrolls the time axis and so would fix its size, and of kernels that
+have none or one that decides by the sizes of the sample. Each is called on fake tensors with the op's arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx.experimental.symbolic_shapes import _constrain_range_for_size
+
+aten = torch.ops.aten
+_ALL = (1 << 63) - 1  # how a slice without an end is written
+
+
+def _lstm_shape(x: Any, hx: Any, params: Any, *rest: Any) -> Any:
+    return _recurrent_out(x, hx[0], rest), hx[0].clone(), hx[1].clone()
+
+
+def _rnn_shape(x: Any, hx: Any, params: Any, *rest: Any) -> Any:
+    return _recurrent_out(x, hx, rest), hx.clone()
+
+
+def _recurrent_out(x: Any, hx: Any, rest: Any) -> Any:
+    *_, bidirectional, batch_first = rest
+    first, second = (1, 0) if batch_first else (0, 1)
+    out = x.new_empty((x.shape[first], x.shape[second], hx.shape[-1] * (2 if bidirectional else 1)))
+    return out.transpose(0, 1) if batch_first else out  # as the kernels lay it out: time first
+
+
+def _like_first(*args: Any, **_: Any) -> Any:
+    return torch.empty_like(args[0])
+
+
+def _like_second(*args: Any) -> Any:
+    """The gradient of an op by its first argument, which stands behind the cotangent."""
+    return torch.empty_like(args[1])
+
+
+def _slice(x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+    """At most as many rows as there are in a run: torch's rule compares with the rows of the sample."""
+    rows, first = x.shape[dim], 0 if start is None else start
+    numbers = isinstance(first, int) and (end is None or isinstance(end, int))
+    is_open = end is None or (isinstance(end, int) and end >= _ALL)
+    if not isinstance(rows, torch.SymInt) or not numbers or (first == 0 and is_open):
+        return aten.slice.Tensor(x, dim, start, end, step)
+
+    def place(at: int) -> Any:
+        return torch.sym_min(at, rows) if at >= 0 else torch.sym_max(rows + at, 0)
+
+    if is_open and first < 0:
+        count = torch.sym_min(-first, rows)
+    else:  # a start behind the end gives nothing
+        count = torch.sym_max((rows if is_open else place(end)) - (first if first >= 0 else place(first)), 0)
+    sizes, strides = list(x.shape), list(x.stride())
+    sizes[dim] = count if step == 1 else (count + step - 1) // step
+    offset = x.storage_offset() + place(first) * strides[dim]
+    strides[dim] = strides[dim] * step
+    return x.as_strided(sizes, strides, offset)
+
+
+def _geqrf(a: Any) -> Any:
+    return torch.empty_like(a), a.new_empty((*a.shape[:-2], torch.sym_min(a.shape[-2], a.shape[-1])))
+
+
+def _fractional(spatial: int) -> Callable[..., Any]:
+    def shape(x: Any, kernel_size: Any, output_size: Any, random_samples: Any) -> Any:
+        sizes = (*x.shape[:-spatial], *output_size)
+        return x.new_empty(sizes), x.new_empty(sizes, dtype=torch.int64)
+
+    return shape
+
+
+def _histogram(x: Any, bins: int, **kwargs: Any) -> Any:
+    return x.new_empty(bins), x.new_empty(bins + 1)
+
+
+def _histogram_edges(x: Any, bins: Any, **kwargs: Any) -> Any:
+    return x.new_empty(bins.shape[0] - 1), torch.empty_like(bins)
+
+
+def _grouped_mm_shape(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    """One product for each group; torch's own rule takes bfloat16 alone, and its kernels more."""
+    groups = offs.shape[:1] if a.dim() == b.dim() == 2 else a.shape[:-2] if b.dim() == 3 else ()
+    return a.new_empty([*groups, a.shape[-2], b.shape[-1]], dtype=out_dtype or a.dtype)
+
+
+def _ctc_shape(x: Any, targets: Any, steps: Any, lengths: Any, *rest: Any) -> Any:
+    """The loss of each sequence, and the table it was computed with, as wide as the longest target asks."""
+    if isinstance(lengths, torch.Tensor):
+        wide = x.fake_mode.shape_env.create_unbacked_symint()
+        _constrain_range_for_size(wide)
+    else:
+        wide = 2 * max(lengths, default=0) + 1
+    batch = x.shape[1:-1]
+    return x.new_empty(batch), x.new_empty((*batch, x.shape[0], wide))
+
+
+def _lstsq_shape(a: Any, b: Any, rcond: Any = None, *, driver: str | None = None) -> Any:
+    """Of a matrix of full rank: else torch leaves out the residuals too, which only the values tell."""
+    rows, columns = a.shape[-2:]
+    driver = driver or ("gels" if a.device.type == "cuda" else "gelsy")
+    vector = b.dim() == 1 or b.dim() == a.dim() - 1
+    lead, right = a.shape[:-2], [] if vector else b.shape[-1:]
+    rank = a.new_empty([0] if driver == "gels" else lead, dtype=torch.int64)
+    values = a.real.new_empty([*lead, min(rows, columns)] if driver in ("gelsd", "gelss") else [0])
+    squares = a.new_empty([*lead, *right] if rows > columns and driver != "gelsy" else [0], dtype=values.dtype)
+    return a.new_empty([*lead, columns, *right]), squares, rank, values
+
+
+SHAPES: dict[Any, Callable[..., Any]] = {
+    aten.slice.Tensor: _slice,
+    aten.hardshrink_backward.default: _like_second,
+    aten.softshrink_backward.default: _like_second,
+    aten.multilabel_margin_loss_backward.default: _like_second,
+    aten.geqrf.default: _geqrf,
+    aten.fractional_max_pool2d_backward.default: _like_second,
+    aten.fractional_max_pool3d.default: _fractional(3),
+    aten.fractional_max_pool3d_backward.default: _like_second,
+    aten.histogram.bin_ct: _histogram,
+    aten.histogram.bins_tensor: _histogram_edges,
+    aten.lstm.input: _lstm_shape,
+    aten.gru.input: _rnn_shape,
+    aten.rnn_tanh.input: _rnn_shape,
+    aten.rnn_relu.input: _rnn_shape,
+    aten.relu.default: aten.neg.default,  # the same rule; torch takes a long way round for relu with symbolic sizes
+    aten.linalg_lstsq.default: _lstsq_shape,
+    aten._grouped_mm.default: _grouped_mm_shape,
+    aten._ctc_loss.default: _ctc_shape,
+    aten._ctc_loss.Tensor: _ctc_shape,
+    aten._ctc_loss_backward.default: _like_second,
+    aten._ctc_loss_backward.Tensor: _like_second,
+    aten._sample_dirichlet.default: _like_first,
+    aten._dirichlet_grad.default: _like_first,
+    aten._standard_gamma_grad.default: _like_first,
+}
