@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_flatten
 
 import tfnb
 from tests.magics.programs import cells
-from tfnb.errors import BranchChanged, FeedError, ShapeError
+from tfnb.errors import BranchChanged, FeedError, InvalidArgument, ShapeError
 
 
 def margin(ran: Any) -> list[str]:
@@ -77,6 +77,45 @@ def test_an_error_in_a_function_of_another_cell_shows_its_lines(notebook: Any) -
     ran = notebook.run("%%tfgraph g\nx = tfnb.placeholder(torch.ones(3, 2), name='x')\ny = helper(x)")
     at = notebook.count
     assert ran.frames[-2:] == [f"Cell In[{at - 1}], line 3", f"Cell In[{at - 2}], line 3, in helper()"]
+
+
+RERUN = (
+    "x = tfnb.placeholder(torch.ones(3, 2), name='x')\n"
+    "s = torch.zeros(2)\n"
+    "for row in x:\n"
+    "    half = row / 2\n"
+    "    s = s + half\n"
+    "if s.sum() > 0:\n"
+    "    big = s * 2\n"
+    "n = 0\n"
+    "while s.sum() < 20:\n"
+    "    n += 1\n"
+    "    s = s * 2\n"
+    "s, n"
+)
+
+
+@pytest.mark.parametrize("cell_id", ["one", None])
+def test_a_cell_run_again_begins_anew_whatever_its_names_hold(notebook: Any, cell_id: str | None) -> None:
+    notebook.ok("row, half, n = 'text', torch.ones(7), torch.ones(2)")
+    for _ in range(3):
+        notebook.ok(f"%%tfgraph g\n{RERUN}", cell_id=cell_id)
+        fed = torch.tensor([[1.0, 3.0], [2.0, 4.0]])
+        s, n = tfnb.run([notebook.names["s"], notebook.names["n"]], {"x": fed})
+        assert (s.tolist(), n.item()) == ([6.0, 14.0], 2)
+    with pytest.raises(BranchChanged, match=r"if s\.sum"):
+        tfnb.run(notebook.names["big"], {"x": -fed})
+
+
+def test_a_name_that_the_samples_do_not_set_is_refused_by_name_and_line(notebook: Any) -> None:
+    cell = "%%tfgraph g\nx = tfnb.placeholder(torch.ones(3), name='x')\nif x.sum() > 50:\n    y = x * 2\n"
+    for use in ("y + 1", "torch.exp(y)", "z = y\nz", "y.sum()", "print(y)"):
+        ran = notebook.run(cell + use)
+        assert isinstance(ran.error, InvalidArgument)
+        assert "`y` has no value here: it is set in one branch of line 3 only; give it one before" in str(ran.error)
+        assert ran.frames[-1] == f"Cell In[{notebook.count - 1}], line 5"
+    notebook.ok(cell)
+    assert "y" not in notebook.names
 
 
 FED = [torch.tensor(rows) for rows in (

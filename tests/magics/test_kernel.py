@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -85,6 +86,15 @@ def test_error_is_one_short_traceback(kernel: Kernel) -> None:
     (error,) = (out for out in outputs if out["type"] == "error")
     assert error["ename"] == "ShapeError"
     assert not any("recording" in frame or "site-packages" in frame for frame in error["traceback"])
+
+
+def test_tracebacks_of_staged_statements_show_the_text_of_their_lines(kernel: Kernel) -> None:
+    cell = "%%tfgraph g\na = tfnb.placeholder(torch.ones(4), name='a')\nif a.sum() > 0:\n    y = a @ torch.ones(3)\ny"
+    (error,) = (out for out in kernel.run(cell) if out["type"] == "error")
+    text = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(error["traceback"]))
+    last = text.rpartition("Cell In[")[2]
+    assert "      3 if a.sum() > 0:\n----> 4     y = a @ torch.ones(3)\n" in last
+    assert "      1 %%tfgraph g\n" in last
 
 
 def test_interrupt_leaves_the_graph_and_the_next_cell_works(kernel: Kernel) -> None:

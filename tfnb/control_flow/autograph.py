@@ -10,11 +10,13 @@ from types import CodeType, FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from tfnb.control_flow import operators
-from tfnb.control_flow.source import cell_parts, cell_value
+from tfnb.control_flow.source import Part, cell_parts
 from tfnb.control_flow.staging import Sometimes, Undefined, status
 from tfnb.control_flow.structure import recorder_if_open
+from tfnb.recording import Tensor
 from tfnb.recording.shared import Shared, swapped
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -112,8 +114,7 @@ class Cell:
     """The body of a cell, converted: its statements, and the expression whose value it shows; NotConvertible."""
 
     def __init__(self, body: Sequence[ast.stmt], result: ast.expr | None, filename: str, flags: int = 0) -> None:
-        self._parts = cell_parts(body, filename, flags)
-        self._result = None if result is None else cell_value(result, filename, flags)
+        self._parts, self._result = cell_parts(body, result, filename, flags)
 
     def run(self, names: dict[str, Any]) -> Any:
         """Run with ``names`` as globals; the value of the final expression. Notes say what stays Python."""
@@ -122,13 +123,41 @@ class Cell:
             try:
                 for part in self._parts:
                     if part.is_factory:
-                        _made(part.code, names)()
+                        with _names(part, names):
+                            _made(part.code, names)()
                     else:
                         _note(part.why)
                         exec(part.code, names)
                 return None if self._result is None else _made(self._result, names)()
             finally:
-                _settle(names)
+                for name in [name for name, value in names.items() if isinstance(value, Undefined)]:
+                    del names[name]
+
+
+@contextmanager
+def _names(part: Part, names: dict[str, Any]) -> Iterator[None]:
+    """Around a part: what its names hold of other cells is nothing that its loops begin with."""
+    before = {name: names[name] for name in part.names & names.keys() if part.is_loop or _is_stale(names[name])}
+    names.update((name, Undefined(name)) for name in before)
+    outer, status.foreign = status.foreign, part.names
+    try:
+        yield
+    finally:
+        status.foreign = outer
+        for name in part.names & names.keys():
+            if type(names[name]) is Undefined and name in before:
+                names[name] = before[name]
+    for name, value in list(names.items()):
+        if isinstance(value, Sometimes):
+            names[name] = value.read()
+
+
+def _is_stale(value: Any) -> bool:
+    """Whether it is of an earlier run of the cell."""
+    recorder = recorder_if_open()
+    assert recorder is not None
+    mine = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.graph is recorder.graph]
+    return any(leaf.shown.value.node not in recorder.tape.by_id for leaf in mine)
 
 
 def _made(code: CodeType, names: dict[str, Any]) -> Callable[[], Any]:
@@ -140,12 +169,3 @@ def _note(why: str) -> None:
     recorder = recorder_if_open()
     if why and recorder is not None:
         recorder.notes.append(f"{why}: it stays Python")
-
-
-def _settle(names: dict[str, Any]) -> None:
-    """Names that have no value go; those that have one in some runs are guarded."""
-    for name, value in list(names.items()):
-        if isinstance(value, Sometimes):
-            names[name] = value.read()
-        elif isinstance(value, Undefined):
-            del names[name]

@@ -59,11 +59,13 @@ def malted(function: ast.FunctionDef) -> ast.FunctionDef:
         function = _resolved(function, context)
         for analysis in (reaching_definitions, reaching_fndefs, liveness):
             function = analysis.resolve(function, context, graphs)
-        function = _Bodies(context).visit(function)
+        bodies = _Bodies(context)
+        function = bodies.visit(function)
         function = variables.transform(function, context)
     except (PyCTError, ValueError, NotImplementedError, AssertionError, KeyError, AttributeError) as error:
         raise NotConvertible(f"AutoGraph cannot convert it ({str(error) or type(error).__name__})") from error
     _place(function, None)
+    function.read = bodies.read  # type: ignore[attr-defined]  # for the parts of a cell
     return function
 
 
@@ -159,12 +161,17 @@ class _Returns(_Placed, return_statements.ReturnStatementsTransformer):
 class _Bodies(_Placed, control_flow.ControlFlowTransformer):
     """Bodies as functions. What a cell binds is needed after it."""
 
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self.read: list[set[str]] = []  # of each statement: the names that it reads before it binds them
+
     def _get_block_basic_vars(self, modified: Any, live_in: Any, live_out: Any) -> Any:
         found = super()._get_block_basic_vars(modified, live_in, live_out)
         return found | frozenset(modified & self.state[control_flow._Function].scope.globals)
 
     def _get_block_vars(self, node: Any, modified: Any) -> Any:
         names, undefined, count = super()._get_block_vars(node, modified)
+        self.read.append({str(name) for name in anno.getanno(node, anno.Static.LIVE_VARS_IN)})
         cell = self.state[control_flow._Function].scope.globals
         needed = [name for place, name in enumerate(names) if place < count or name in cell]
         return [*needed, *(name for name in names if name not in needed)], undefined, len(needed)

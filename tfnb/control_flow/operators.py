@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from tfnb.control_flow.parsing import tree_of
-from tfnb.control_flow.source import NotConvertible, bound, function_code, worth
+from tfnb.control_flow.source import HIDDEN, NotConvertible, bound, function_code, worth
 from tfnb.control_flow.staging import (
     MISSING,
     Absent,
@@ -90,7 +90,7 @@ class scope:
         if outcome is False:
             recorder.branch(returned, False)
             return None
-        return guarded(recorder, value, returned, True)
+        return guarded(recorder, value, returned, True)()
 
 
 # -- statements ---------------------------------------------------------------------------------------------------
@@ -344,6 +344,7 @@ _NEW = {name: getattr(operator, function.__name__[1:], None) for name, function 
 
 def augmented(kind: str, item: Any, value: Any) -> Any:
     """``item += value``; what was a number is another one then, and not the same tensor with another value."""
+    item = ld(item)
     if not is_number(item):
         return _AUGMENTED[kind](item, value)
     return as_number(_NEW[kind](item, value))
@@ -454,9 +455,9 @@ def _noted(kind: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _function(function: FunctionType) -> FunctionType:
-    if _MARK in function.__dict__:
-        return function
     code = function.__code__
+    if _MARK in function.__dict__ or HIDDEN in code.co_freevars:  # a lambda of converted code has no mark
+        return function
     if code not in _factories:
         _factories[code] = None if is_foreign(code.co_filename) else _factory(code)
     factory = _factories[code]

@@ -12,7 +12,7 @@ import __future__
 
 import ast
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
@@ -46,7 +46,7 @@ def function_code(code: CodeType, tree: ast.FunctionDef | ast.Lambda) -> CodeTyp
     owner = code.co_qualname.split(".")[-2:-1]
     tree = _prepared(tree, owner[0] if owner and owner[0] != "<locals>" else None)
     body = _converted(tree if isinstance(tree, ast.FunctionDef) else _as_function(tree))
-    place = _Place(code.co_filename, code.co_name, code.co_qualname, code.co_flags & _FUTURE)
+    place = _Place(code.co_filename, code.co_name, code.co_qualname, code.co_flags & _FUTURE, code.co_firstlineno)
     return _compiled(body, place, code.co_freevars)
 
 
@@ -74,29 +74,71 @@ class Part:
     code: CodeType
     is_factory: bool
     why: str = ""
+    names: frozenset[str] = frozenset()  # bound here, and by no statement of the cell above, nor read before
+    is_loop: bool = False
 
 
-def cell_parts(body: Sequence[ast.stmt], filename: str, flags: int = 0) -> list[Part]:
-    """The statements of a cell in order.
+def cell_parts(
+    body: Sequence[ast.stmt], result: ast.expr | None, filename: str, flags: int = 0
+) -> tuple[list[Part], CodeType | None]:
+    """The statements of a cell in order, and its final expression; raises NotConvertible if that cannot be converted.
 
     A factory is, with the namespace as its globals, a function of the operators that gives a function to be called.
     """
-    place, parts = _Place(filename, CELL, CELL, flags), []
-    for group in _grouped(body):
-        why = ""
-        if not _stays(group[0]) and any(map(worth, group)):
+    parts = _Parts(_Place(filename, CELL, CELL, flags))
+    found = [parts.part(group) for group in _grouped(body)]
+    return found, None if result is None else parts.code([_at(result, ast.Return(result))])[0]
+
+
+class _Parts:
+    """The statements of a cell, one group after the other."""
+
+    def __init__(self, place: _Place) -> None:
+        self.place = place
+        self.above: set[str] = set()  # names bound so far
+        self.unsure: set[str] = set()  # those that a statement with control flow bound
+
+    def part(self, group: list[ast.stmt]) -> Part:
+        """The next group."""
+        mine, has_control = _bound(group), _has_control(group)
+        found, why = None, ""
+        if not _stays(group[0]) and (any(map(worth, group)) or self.unsure & _names(group)):
             try:
-                parts.append(Part(_cell_code(copy.deepcopy(group), place), True))
-                continue
+                code, needed = self.code(copy.deepcopy(group))
+                names = frozenset(mine - self.above - needed) if has_control else frozenset()
+                found = Part(code, True, "", names, isinstance(group[0], (ast.For, ast.While)))
             except NotConvertible as error:
                 why = f"line {group[0].lineno}: {error}"
-        parts.append(Part(compile(ast.Module(group, []), filename, "exec", flags, dont_inherit=True), False, why))
-    return parts
+        self.above |= mine
+        if has_control:
+            self.unsure |= mine
+        if found is not None:
+            return found
+        whole = ast.Module(group, [])
+        return Part(compile(whole, self.place.filename, "exec", self.place.flags, dont_inherit=True), False, why)
+
+    def code(self, body: list[ast.stmt]) -> tuple[CodeType, set[str]]:
+        """The factory of statements, and the names that they read before they bind them."""
+        for node in (node for statement in body for node in ast.walk(statement)):
+            if isinstance(node, (ast.ImportFrom, ast.Await, ast.AsyncFor, ast.AsyncWith)):
+                raise NotConvertible("imports and await stay as they are")
+        names = sorted(_bound(body))
+        inside: list[ast.stmt] = [_Plain().visit(statement) for statement in body]
+        if names:
+            inside.insert(0, _at(body[0], ast.Global(names)))
+        function = _converted(_at(body[0], _definition(_FUNCTION, _arguments(), inside)), self.unsure)
+        read: list[set[str]] = getattr(function, "read", [])  # of each statement with control flow, the outermost last
+        needed = set().union(*(read[-1:] if isinstance(body[0], _CONTROL) and not _left(body[0]) else read))
+        return _compiled(function, self.place, ()), needed
 
 
-def cell_value(expression: ast.expr, filename: str, flags: int = 0) -> CodeType:
-    """The factory of a cell's final expression; raises NotConvertible."""
-    return _cell_code([_at(expression, ast.Return(expression))], _Place(filename, CELL, CELL, flags))
+def _left(statement: ast.stmt) -> bool:
+    """Whether it is a loop with an ``else``, which becomes two statements."""
+    return isinstance(statement, (ast.For, ast.While)) and bool(statement.orelse)
+
+
+def _names(body: Iterable[ast.AST]) -> set[str]:
+    return {node.id for each in body for node in ast.walk(each) if isinstance(node, ast.Name)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +149,7 @@ class _Place:
     name: str
     qualname: str
     flags: int
+    first: int = 1
 
 
 def _stays(statement: ast.stmt) -> bool:
@@ -127,18 +170,6 @@ def _grouped(body: Sequence[ast.stmt]) -> list[list[ast.stmt]]:
         groups[-1].append(statement)
         last = kind
     return groups
-
-
-def _cell_code(body: list[ast.stmt], place: _Place) -> CodeType:
-    names = sorted(_bound(body))
-    inside: list[ast.stmt] = [_Plain().visit(statement) for statement in body]
-    if names:
-        inside.insert(0, _at(body[0], ast.Global(names)))
-    function = _at(body[0], _definition(_FUNCTION, _arguments(), inside))  # fmt: skip
-    for statement in body:
-        if any(isinstance(n, (ast.ImportFrom, ast.Await, ast.AsyncFor, ast.AsyncWith)) for n in ast.walk(statement)):
-            raise NotConvertible("imports and await stay as they are")
-    return _compiled(_converted(function), place, ())
 
 
 class _Plain(ast.NodeTransformer):
@@ -283,8 +314,8 @@ class _OfClass(ast.NodeTransformer):
 # -- converting ---------------------------------------------------------------------------------------------------
 
 
-def _converted(function: ast.FunctionDef) -> ast.FunctionDef:
-    """Control flow and expressions as calls of operators."""
+def _converted(function: ast.FunctionDef, unsure: Container[str] = ()) -> ast.FunctionDef:
+    """Control flow and expressions as calls of operators. unsure: global names that may have no value."""
     if any(isinstance(n, (ast.Yield, ast.YieldFrom)) for n in _walk(function.body)):
         raise NotConvertible("a generator stays Python")
     if _has_control([n for n in ast.walk(function) if isinstance(n, _CONTROL)]):
@@ -292,7 +323,7 @@ def _converted(function: ast.FunctionDef) -> ast.FunctionDef:
 
         _Else().visit(function)
         function = malted(function)
-    return _Expressions().visit(function)
+    return _Expressions(unsure).visit(function)
 
 
 class _Else(ast.NodeTransformer):
@@ -344,6 +375,13 @@ def _listed(found: Any) -> list[Any]:
 
 class _Expressions(ast.NodeTransformer):
     """Calls, ``and``, ``or``, ``not``, conditional expressions and chained comparisons as operators."""
+
+    def __init__(self, unsure: Container[str]) -> None:
+        self.unsure = unsure
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        is_unsure = isinstance(node.ctx, ast.Load) and node.id in self.unsure
+        return _operator(node, "ld", node) if is_unsure else node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         if _is_operator(node.func):
@@ -474,12 +512,26 @@ def _compiled(function: ast.FunctionDef, place: _Place, free: Sequence[str]) -> 
         node.lineno = getattr(function, "lineno", 1)
     module = ast.Module([outer], [])
     ast.fix_missing_locations(module)
+    _begin(factory, place.first)
     try:
         whole = compile(module, place.filename, "exec", place.flags, dont_inherit=True)
     except (SyntaxError, ValueError) as error:
         raise NotConvertible(str(error)) from None
     code = _inside(_inside(whole, _OUTER), _FACTORY)
     return _renamed(code, function.name, place.name, place.qualname)
+
+
+def _begin(node: ast.AST, first: int) -> None:
+    """Bodies begin where the function begins that they are of: so inspect and IPython find their text."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef) and child.name.startswith(HIDDEN):
+            child.lineno = first
+        elif isinstance(child, ast.FunctionDef):
+            _begin(child, min([child.lineno, *(d.lineno for d in child.decorator_list)]))
+            continue
+        elif isinstance(child, ast.Lambda) and child.args.vararg and child.args.vararg.arg.startswith(HIDDEN):
+            child.lineno = first
+        _begin(child, first)
 
 
 def _inside(code: CodeType, name: str) -> CodeType:
@@ -497,9 +549,9 @@ def _renamed(code: CodeType, old: str, name: str, qualname: str) -> CodeType:
             code.co_name == "<lambda>" and code.co_varnames[:1] and (code.co_varnames[0].startswith(HIDDEN))
         ):
             return code.replace(co_name=name, co_qualname=qualname, co_consts=consts(code, name, qualname))
-        if code.co_name == "<lambda>" or not code.co_name.isidentifier():
+        if code.co_name != "<lambda>" and not code.co_name.isidentifier():  # a comprehension
             return code.replace(co_consts=consts(code, name, qualname))
-        inner = f"{qualname}.<locals>.{code.co_name}"
+        inner = code.co_name if qualname == CELL else f"{qualname}.<locals>.{code.co_name}"
         return code.replace(co_qualname=inner, co_consts=consts(code, code.co_name, inner))
 
     return code.replace(co_consts=tuple(

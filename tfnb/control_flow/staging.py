@@ -25,7 +25,7 @@ from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_wit
 from tfnb.control_flow.branches import joined, spec_inside
 from tfnb.control_flow.structure import recorder_if_open, spec_of, truth
 from tfnb.errors import InvalidArgument, TfnbError
-from tfnb.graph import Ref, Spec, Value, Variable
+from tfnb.graph import Ref, Source, Spec, Value, Variable
 from tfnb.recording import Recorder, Tensor
 from tfnb.recording.calls import Unfinished
 from tfnb.recording.loop import DISAGREE, Loop
@@ -48,6 +48,7 @@ class _Status(threading.local):
         self.off = 0  # blocks without staging
         self.depth = 0  # staged bodies
         self.quiet = 0  # bodies that the samples do not take, or that are recorded again
+        self.foreign: frozenset[str] = frozenset()  # names that a cell binds and that hold something of other cells
         self.made: list[Any] = []  # containers made in staged bodies
         self.attributes: list[tuple[Any, str, Any]] = []  # set in staged bodies, and what they were
 
@@ -107,16 +108,35 @@ class Sometimes(Undefined):
         return self._value
 
 
-def guarded(recorder: Recorder, item: Any, test: Tensor, outcome: bool) -> Any:
-    """The tensors of ``item``, which a run can have only where ``test`` has this truth."""
-    guard = recorder.tape.append(
-        "tfnb.guard", "guard", (), inputs=(recorder._entry(test).value,),
-        attrs={"value": Ref(0), "outcome": outcome}, scope=recorder.scopes.current(),
-    )  # fmt: skip
-    leaves, form = tree_flatten(item)
-    with recorder.tape.marked(control=(*recorder.tape.marks.control, guard.node)):
-        leaves = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    return tree_unflatten(leaves, form)
+def guarded(recorder: Recorder, item: Any, test: Tensor, outcome: bool) -> Callable[[], Any]:
+    """The tensors of ``item``, which a run can have only where ``test`` has this truth: recorded when it is called."""
+    source = _source(recorder)  # the statement's, wherever the name is read
+
+    def record() -> Any:
+        tape = recorder.tape
+        where, tape.where = tape.where, lambda: source
+        try:
+            guard = tape.append(
+                "tfnb.guard", "guard", (), inputs=(recorder._entry(test).value,),
+                attrs={"value": Ref(0), "outcome": outcome}, scope=recorder.scopes.current(),
+            )  # fmt: skip
+            leaves, form = tree_flatten(item)
+            with tape.marked(control=(*tape.marks.control, guard.node)):
+                leaves = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            return tree_unflatten(leaves, form)
+        finally:
+            tape.where = where
+
+    return record
+
+
+def _source(recorder: Recorder) -> Source | None:
+    """The line of the converted code that called."""
+    here, frame = recorder.where(), user_frame()
+    text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    if here is not None and (here.line, here.text) == (frame.f_lineno, text):
+        return here
+    return Source(Path(frame.f_code.co_filename).name, frame.f_lineno, text)
 
 
 # -- what is staged -----------------------------------------------------------------------------------------------
@@ -429,6 +449,10 @@ class _Join:
             return lambda _: then
         if isinstance(then, Undefined) or isinstance(other, Undefined):
             return self._one_sided(place, not isinstance(then, Undefined), before)
+        if name in status.foreign and not status.depth and (then is before) is not (other is before):
+            side = other is before
+            if not self._as_before(place, side, before):
+                return self._one_sided(place, side, before)
         leaves, form = tree_flatten(then)
         theirs, their_form = tree_flatten(other)
         label = self.st.label(name)
@@ -523,9 +547,24 @@ class _Join:
                 return whole
             if self.taken is not side:
                 return absent
-            return Sometimes(name, lambda: guarded(st.recorder, whole, self.predicate, side))
+            return Sometimes(name, guarded(st.recorder, whole, self.predicate, side))
 
         return made
+
+    def _as_before(self, place: int, side: bool, before: Any) -> bool:
+        """Whether what a branch gave a name is like what the name held."""
+        after, recorder = self.sides[side], self.st.recorder
+        leaves, form = tree_flatten(after.values[place])
+        olds, old_form = tree_flatten(before)
+        if form != old_form or not all(map(is_value, (*leaves, *olds))):
+            return False
+        for at, (leaf, old) in enumerate(zip(leaves, olds, strict=True)):
+            inside = after.outputs.get((place, at))
+            spec = spec_of(tensor_of(recorder, leaf)) if inside is None else spec_inside(recorder, after.region, inside)
+            was = spec_of(tensor_of(recorder, old))
+            if (spec.dtype, now(recorder, spec)) != (was.dtype, now(recorder, was)):
+                return False
+        return True
 
     def _fits(self, after: _After, place: int, at: int) -> bool:
         """Whether its sizes are known where the branch was not taken."""
@@ -596,6 +635,8 @@ class Stage:
                     st.set(self.before)
                 except Exception as error:
                     if getattr(error, "details", None) == DISAGREE and not self.by_size:
+                        if isinstance(error, TfnbError) and st.place not in error.message:
+                            error.message += f"\n  {st.place}: `{st.what}`"
                         raise
                     raise CannotStage(reason(error)) from error
 
@@ -766,6 +807,7 @@ class Stage:
 
     def _finish(self, carried: Sequence[Any], turns: Tensor) -> None:
         values = list(self._values(carried))
+        ran = turns > 0 if any(isinstance(old, Undefined) for old in self.before) else turns
         some = None if turns._entry.sample is None else bool(turns._entry.sample > 0)
         st = self.st
         for place, old in enumerate(self.before):
@@ -774,7 +816,7 @@ class Stage:
             name = st.names[place]
             if place in self.forms and some is not False:
                 whole = values[place]
-                values[place] = Sometimes(name, lambda whole=whole: guarded(st.recorder, whole, turns > 0, True))
+                values[place] = Sometimes(name, guarded(st.recorder, whole, ran, True))
             elif place in self.late:
                 values[place] = Absent(name, f"it is first set in the loop of {st.place}")
         st.set(tuple(values))

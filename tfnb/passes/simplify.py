@@ -81,6 +81,8 @@ def simplify(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Va
     for old in graph.nodes:
         node = redirected(old, same)
         found = None if node.id in look._fixed else _rewritten(node, look)
+        if found is not None and not _is_ordered(node, found, look):
+            found = None
         if isinstance(found, Node):
             node = found
         elif found is not None and node.id not in fixed:
@@ -88,6 +90,16 @@ def simplify(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Va
         look.update(node)
         nodes.append(node)
     return with_nodes(graph, nodes)
+
+
+def _is_ordered(node: Node, found: Value | Node, look: Look) -> bool:
+    """Whether what runs before the nodes that a rewrite passes over runs before what is left of them."""
+    left = found.inputs if isinstance(found, Node) else (found,)
+    before = [look._nodes[v.node] for v in node.inputs if v not in left and v.node in look._nodes]
+    if any(not set(each.control) <= set(node.control) for each in before):
+        return False
+    users = look.users(node.value()) if node.control and not isinstance(found, Node) else []
+    return all(set(node.control) <= set(user.control) for user in users)
 
 
 def _rewritten(node: Node, look: Look) -> Value | Node | None:

@@ -189,8 +189,12 @@ class Tensor(torch.Tensor):
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """``node`` or ``node:index``."""
-        return self.node.name + (f":{self.index}" if self.index else "")
+        """``node`` or ``node:index``, or the Python name that a further output was assigned to."""
+        value = self.value
+        if not value.index:
+            return self.node.name
+        aliases = self._graph.contents.aliases
+        return next((name for name, at in aliases.items() if at == value), f"{self.node.name}:{value.index}")
 
     @property
     def sample(self) -> torch.Tensor:

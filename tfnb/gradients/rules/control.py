@@ -250,6 +250,9 @@ class _Back:
         self.n, self.node, self.recorder = n, node, open_recorder()
         self.xs, self.kept = list(n["xs"]), list(n["captures"])
         self.count = len(n.attrs["init"])
+        self.taken: dict[int, torch.Tensor] = {}  # of sequences, which rows the loop came to before it stopped
+        if n.attrs["cond"] is not None:
+            self.xs = [x if isinstance(x, tuple) else self._taken(i, x) for i, x in enumerate(self.xs)]
         places = [*n.places("init"), *self.firsts(), *n.places("captures")]
         known = [*[None] * (self.count + len(self.xs)), *self.kept]
         self.part = Part(self.recorder, n.attrs["body"], known, [n.needed[place] for place in places])
@@ -259,6 +262,11 @@ class _Back:
         self.sequences = [i for i in range(len(self.xs)) if active[self.count + i]]
         self.shared = [i for i in range(len(self.kept)) if active[ends + i]]
         self.rows: list[int] = []  # of the shared ones, those whose cotangents are row-sparse
+
+    def _taken(self, place: int, x: Any) -> Any:
+        turns, rows = self.n.outs[self.count], torch.arange(x.shape[0], device=x.device)
+        self.taken[place] = rows >= x.shape[0] - turns if self.n.attrs["reverse"] else rows < turns
+        return x[self.taken[place]]
 
     def firsts(self) -> list[int]:
         """Of each sequence, the place among the inputs of its rows' elements."""
@@ -307,6 +315,8 @@ class _Back:
             entries[place] = dx
         found = [self.recorder.tensor(result.turns.node.value(at[0])) for at in row_places(result.turns.node.attrs)]
         for i, dx in zip(self.sequences, found, strict=False):
+            if i in self.taken:  # nothing comes from the others
+                dx = _zeros(n["xs"][i]).index_put([self.taken[i]], dx)
             entries[firsts[i]] = dx
         pairs = iter(found[len(self.sequences) :])
         for i in self.rows:
