@@ -47,7 +47,7 @@ def held(step: Callable[[], Any]) -> int:
 
 def recorded(row: Row, weights: list[Any], data: list[Any]) -> tuple[Callable[[], Any], int]:
     """A step of tfnb's generated code, and its predicted peak."""
-    task = {"program": row.program, "sizes": row.sizes}
+    task = {"program": row.program, "sizes": row.sizes, "device": "cpu"}
     net, batch = network(task, weights), [torch.from_numpy(array) for array in data]
     with tfnb.record() as graph:
         fed = [tfnb.placeholder(sample, shape=tuple(sample.shape)) for sample in batch]
@@ -64,7 +64,7 @@ def measured(row: Row) -> dict[str, float]:
         file = Path(folder) / "row.npz"
         write(row, file)
         weights, data = arrays(str(file))
-    task = {"program": row.program, "sizes": row.sizes, "mode": "step", "rate": row.rate}
+    task = {"program": row.program, "sizes": row.sizes, "device": "cpu", "mode": "step", "rate": row.rate}
     task["threads"] = torch.get_num_threads()
     weights_again = [array.copy() for array in weights]
     eager = held(torch_eager.build(task, weights_again, data).run)

@@ -19,12 +19,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.benchmarks import report
 from tests.benchmarks.rows import COMPILERS, QUICK, ROWS, Result, Row, write
 
 ROOT = Path(__file__).parent.parent.parent
 PATIENCE = 540.0  # seconds for one answer
 MOST_STEPS = 2000  # in a block
+COLD_ROUNDS = 5  # processes of each library in a row of first steps
 
 
 @dataclass(frozen=True)
@@ -35,16 +38,21 @@ class How:
     seconds: float
     threads: int
     clock: str
+    device: str = "cpu"
 
 
 class Failed(Exception):
     """A library cannot take part; the message says why."""
 
 
-def interpreter(library: str) -> str:
-    """The Python that has the library; raises Failed where there is none."""
+def interpreter(library: str, device: str = "cpu") -> str:
+    """The Python that has the library; raises Failed where there is none, or not for this device."""
     if library.startswith(("torch", "tfnb")):
+        if device != "cpu" and not torch.accelerator.is_available():
+            raise Failed(f"no {device} on this machine")
         return sys.executable
+    if device != "cpu":
+        raise Failed("installed for the CPU")
     found = os.environ.get("TFNB_PEERS") or str(ROOT / ".venv-peers" / "bin" / "python")
     if not Path(found).exists():
         raise Failed(f"no {found}: `make bench-peers`, or TFNB_PEERS")
@@ -55,7 +63,7 @@ class Peer:
     """The process of one library, on as many processors as threads are asked for."""
 
     def __init__(self, library: str, how: How) -> None:
-        command = [interpreter(library), "-W", "ignore", "-m", "tests.benchmarks.peers.serve", library]
+        command = [interpreter(library, how.device), "-W", "ignore", "-m", "tests.benchmarks.peers.serve", library]
         quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": str(how.threads)}
         processors = sorted(os.sched_getaffinity(0))[: how.threads]
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
@@ -94,10 +102,12 @@ def begun(peer: Peer, row: Row, file: Path, how: How, result: Result) -> dict[st
     """The first steps: losses and moves, to be compared."""
     answer = peer.ask(
         "start", program=row.program, sizes=row.sizes, mode=row.mode, entry=row.entry, rate=row.rate,
-        threads=how.threads, clock=how.clock, file=str(file),
+        threads=how.threads, clock=how.clock, device=how.device, file=str(file),
     )  # fmt: skip
     result.first, result.imported, result.version = answer["first"], peer.imported, answer["version"]
-    losses = [answer["loss"], *peer.ask("advance", steps=row.checked - 1)["losses"]]
+    more = peer.ask("advance", steps=max(row.checked - 1, 3))
+    result.begun = [answer["first"], *more["seconds"]]
+    losses = [answer["loss"], *more["losses"][: row.checked - 1]]
     return {"losses": losses, "moved": peer.ask("state")["moved"]}
 
 
@@ -147,8 +157,10 @@ def compare(row: Row, libraries: tuple[str, ...], how: How) -> dict[str, Result]
 
 def colds(row: Row, peers: dict[str, Peer], results: dict[str, Result], file: Path, how: How) -> None:
     """First steps of fresh processes, one library after the other."""
-    for _ in range(how.rounds):
+    for turn in range(min(how.rounds, COLD_ROUNDS)):
         for library in list(peers):
+            if turn and library in COMPILERS:  # once is long enough
+                continue
             peers[library].close()
             peers[library] = Peer(library, how)
             begun(peers[library], row, file, how, results[library])
@@ -182,6 +194,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--rounds", type=int, default=20, help="timed blocks of each library")
     parser.add_argument("--seconds", type=float, default=0.5, help="length of a block")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda for torch and tfnb")
     parser.add_argument(
         "--clock", choices=("wall", "cpu"), default="wall",
         help="cpu: of all threads, for ratios on a machine that is busy with something else; with --threads 1",
@@ -189,7 +202,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "benchmarks")
     options = parser.parse_args(argv)
     chosen = [row for row in ROWS.values() if row.name.startswith(tuple(options.rows))]
-    how = How(options.rounds, options.seconds, options.threads, options.clock)
+    how = How(options.rounds, options.seconds, options.threads, options.clock, options.device)
     if options.quick:
         chosen = [row for row in chosen if row.name in QUICK] or chosen
         how = replace(how, rounds=5, seconds=0.05)

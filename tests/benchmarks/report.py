@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from tests.benchmarks.rows import OURS, ROWS, Result, Row, Target
+from tests.benchmarks.rows import COMPILERS, OURS, ROWS, Result, Row, Target
 
 HEAD = (
-    "row", "library", "median", "p10", "p90", "of the fastest peer", "of eager", "first step s", "peak MiB",
-    "targets of tfnb", "note",
+    "row", "library", "median", "p10", "p90", "of the fastest peer", "of eager", "first step s", "steady after s",
+    "peak MiB", "targets of tfnb", "note",
 )  # fmt: skip
 
 
@@ -69,6 +69,22 @@ def duration(seconds: float | None) -> str:
     return f"{seconds * 1e6:.3g} us"
 
 
+def steady(result: Result) -> str:
+    """Seconds until a step took at most half as long again as later ones do, if one of the first did."""
+    usual = measured(result, "time")
+    total = 0.0
+    for seconds in result.begun:
+        if usual and seconds <= 1.5 * usual:
+            return f"{total:.3f}"
+        total += seconds
+    return ""
+
+
+def _asked(row: Row, library: str) -> list[Target]:
+    """What is asked of a library: its first step too, unless it compiles in it, which tfnb does only when told to."""
+    return [target for target in row.targets if target.what != "first" or library not in COMPILERS]
+
+
 def _ratio(result: Result, base: float | None) -> str:
     time = measured(result, "time")
     return f"{time / base:.2f}" if time and base else ""
@@ -80,11 +96,11 @@ def markdown_rows(row: Row, results: dict[str, Result]) -> str:
     eager = measured(results["torch_eager"], "time") if "torch_eager" in results else None
     for library, result in results.items():
         low, high = np.percentile(result.samples, [10, 90]) if result.samples else (None, None)
-        targets = "; ".join(verdict(t, result, results) for t in row.targets) if library in OURS else ""
+        targets = "; ".join(verdict(t, result, results) for t in _asked(row, library)) if library in OURS else ""
         cells = (
             row.name, library, duration(measured(result, "time")), duration(low), duration(high),
             _ratio(result, fastest(results)), _ratio(result, eager),
-            f"{result.first:.3f}" if result.first else "", f"{result.peak:.0f}" if result.peak else "",
+            f"{result.first:.3f}" if result.first else "", steady(result), f"{result.peak:.0f}" if result.peak else "",
             targets if result.samples else "", f"not timed: {result.absent}" if result.absent else result.note,
         )  # fmt: skip
         lines.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")

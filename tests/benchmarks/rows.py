@@ -72,6 +72,8 @@ ROWS: dict[str, Row] = {row.name: row for row in (
     Row("resnet-18", "resnet18", {"batch": 4}, (*KERNEL, *FIRST), TORCH, checked=2, tolerance=1e-2),
     Row("cold-mlp", "mlp", {"batch": 32}, (Target("time", 1.2, "torch_eager"),), cold=True, checked=1),
     Row("cold-lstm", "lstm", _CELL, (Target("time", 1.5, "torch_eager"),), cold=True, checked=1),
+    Row("cold-gpt", "gpt", _GPT, (Target("time", 1.2, "torch_eager"),), TORCH, cold=True, checked=1),
+    Row("cold-alexnet", "alexnet", {"batch": 16}, (Target("time", 1.2, "torch_eager"),), cold=True, checked=1),
 )}  # fmt: skip
 QUICK = ("run-1", "mlp-32")
 
@@ -125,6 +127,7 @@ class Result:
 
     samples: list[float] = field(default_factory=list)  # seconds a step, one of each block
     first: float | None = None  # seconds from source to the first completed step, imports not counted
+    begun: list[float] = field(default_factory=list)  # seconds of the first steps, the first one among them
     imported: float | None = None
     peak: float | None = None  # MiB above the process after its imports
     version: str = ""

@@ -73,7 +73,12 @@ class Worker:
         return {"loss": loss, "first": self.clock() - start, "version": self.library.version()}
 
     def advance(self, steps: int) -> dict[str, Any]:
-        return {"losses": [self.step.wait(self.step.run()) for _ in range(steps)]}
+        losses, seconds = [], []
+        for _ in range(steps):
+            start = self.clock()
+            losses.append(self.step.wait(self.step.run()))
+            seconds.append(self.clock() - start)
+        return {"losses": losses, "seconds": seconds}
 
     def state(self) -> dict[str, Any]:
         """Length and sum of what each weight moved since the start."""
@@ -91,7 +96,12 @@ class Worker:
         return {"seconds": self.clock() - start}
 
     def peak(self) -> dict[str, Any]:
-        return {"peak": resident("VmHWM") - self.memory, "nodes": self.step.nodes, "note": self.step.note()}
+        peak = resident("VmHWM") - self.memory
+        if self.task["device"] != "cpu":
+            import torch  # the only libraries that are asked to use another device have it
+
+            peak = torch.accelerator.max_memory_allocated() / 2**20
+        return {"peak": peak, "nodes": self.step.nodes, "note": self.step.note()}
 
 
 def main() -> None:

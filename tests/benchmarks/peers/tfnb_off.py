@@ -11,7 +11,7 @@ from torch import fx
 
 import tfnb
 from tests.benchmarks.peers.serve import Step
-from tests.benchmarks.peers.torch_ops import network
+from tests.benchmarks.peers.torch_ops import network, tensors
 from tfnb.execution import lower
 from tfnb.graph import Contents, Graph, Node, Ref, Spec, Value
 
@@ -26,7 +26,7 @@ def build(task: dict[str, Any], weights: list[np.ndarray], data: list[np.ndarray
     torch.set_num_threads(task["threads"])
     if task["program"].startswith("null"):
         return null(task["program"] == "null-chain", task["sizes"]["nodes"])
-    net, batch = network(task, weights), [torch.from_numpy(array) for array in data]
+    net, batch = network(task, weights), tensors(task, data)
     parameters = list(net.parameters())
     with tfnb.record() as graph:
         fed = [tfnb.placeholder(sample, shape=tuple(sample.shape)) for sample in batch]
@@ -49,7 +49,7 @@ def build(task: dict[str, Any], weights: list[np.ndarray], data: list[np.ndarray
         return last[0]
 
     def state() -> list[np.ndarray]:
-        return [a.detach().numpy() for a in (parameters if task["mode"] == "step" else last[1:])]
+        return [a.detach().cpu().numpy() for a in (parameters if task["mode"] == "step" else last[1:])]
 
     return Step(run, float, state, len(graph.nodes), lambda: tfnb_tier(session))
 

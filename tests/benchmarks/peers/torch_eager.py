@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.benchmarks.peers.serve import Step
-from tests.benchmarks.peers.torch_ops import network
+from tests.benchmarks.peers.torch_ops import network, tensors
 
 
 def version() -> str:
@@ -23,7 +23,7 @@ def build(task: dict[str, Any], weights: list[np.ndarray], data: list[np.ndarray
 def stepped(task: dict[str, Any], net: nn.Module, loss_of: Any, data: list[np.ndarray]) -> Step:
     """The training step of ``net``; ``loss_of`` is the module or what it was compiled to."""
     torch.set_num_threads(task["threads"])
-    batch, parameters = [torch.from_numpy(array) for array in data], list(net.parameters())
+    batch, parameters = tensors(task, data), list(net.parameters())
     if task["mode"] == "forward":
         return Step(torch.no_grad()(lambda: loss_of(*batch)), float)
     optimizer = torch.optim.SGD(parameters, task["rate"])
@@ -37,6 +37,6 @@ def stepped(task: dict[str, Any], net: nn.Module, loss_of: Any, data: list[np.nd
         return loss.detach()
 
     def state() -> list[np.ndarray]:
-        return [(p.detach() if task["mode"] == "step" else p.grad).numpy() for p in parameters]
+        return [(p.detach() if task["mode"] == "step" else p.grad).cpu().numpy() for p in parameters]
 
     return Step(run, float, state)

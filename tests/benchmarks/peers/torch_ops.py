@@ -81,13 +81,18 @@ MODULES: dict[str, Callable[..., nn.Module]] = {
 
 
 def network(task: dict[str, Any], weights: list[np.ndarray]) -> nn.Module:
-    """The task's module with these weights."""
+    """The task's module with these weights, on the task's device."""
     if task["program"] in FORWARD:
         net = Net(task["program"], task["sizes"])
-        net.weights.extend(nn.Parameter(torch.from_numpy(array)) for array in weights)
+        net.weights.extend(nn.Parameter(tensor) for tensor in tensors(task, weights))
         return net
     model = MODULES[task["program"]](**task["sizes"])
     with torch.no_grad():
         for parameter, array in zip(model.parameters(), weights, strict=True):
             parameter.copy_(torch.from_numpy(array))
-    return Classified(model)
+    return Classified(model).to(task["device"])
+
+
+def tensors(task: dict[str, Any], arrays: list[np.ndarray]) -> list[torch.Tensor]:
+    """Copies in memory of torch's own, which is aligned as its kernels like it."""
+    return [torch.tensor(array, device=task["device"]) for array in arrays]
