@@ -2,6 +2,7 @@
 
 A list call (a fused kernel, a foreach copy) has no Python between its writes. Where there are several, SIGINT is
 held back until they are done: in generated code with many in-place writes, Ctrl-C leaves a mixed state nearly always.
+Steps of several threads write one after the other: kernels that add to the same memory at once lose what one added.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from types import FrameType
 from typing import Any
 
 import torch
+
+_WRITING = threading.Lock()  # of the process: sessions and graphs share Variables
 
 
 @dataclass(slots=True)
@@ -38,7 +41,7 @@ def commit(pending: Pending) -> None:
     """Write everything."""
     if not pending.updates and not pending.targets:
         return
-    with no_interrupt():
+    with no_interrupt(), _WRITING:
         for update in pending.updates:
             update.kernel(update.rows, **update.settings)
         if pending.targets:
