@@ -9,11 +9,13 @@ from types import TracebackType
 from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
+from IPython.display import display
 
-from tfnb.errors import TfnbError
+from tfnb.errors import DeadlockError, TfnbError
 from tfnb.magics.complete import completer
 from tfnb.magics.frames import shorten
 from tfnb.magics.magics import TfnbMagics
+from tfnb.view.layout import svg
 
 NAMES = ("tfgraph", "tfrun", "tfprof", "tfgrad", "tfcluster", "tfvars", "tfbudget", "tfsave", "tfload")
 SHOWN = (
@@ -83,4 +85,6 @@ def _show_short(
     if not _loaded[id(shell)].full_tracebacks:
         shorten(error)
     shell.showtraceback((kind, error, error.__traceback__), tb_offset=tb_offset)
+    if isinstance(error, DeadlockError) and error.details is not None:
+        display({"text/html": svg(error.details.dot()), "text/plain": str(error.details)}, raw=True)
     return []

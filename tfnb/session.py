@@ -46,6 +46,8 @@ from tfnb.state import checkpoint
 from tfnb.step import Step
 from tfnb.structures import key_of, parts_of, places_of, spread, structure
 
+_HERE_ONLY = "queues and executor='dataflow' run here only: close the cluster"
+
 
 @dataclass(slots=True)
 class _Prepared:
@@ -289,7 +291,7 @@ class Session:
 
     def _on_cluster(self, program: Any, tensors: list[torch.Tensor], timeout: float | None) -> list[Any]:
         if isinstance(program, Dataflow):
-            raise Unimplemented("queues and executor='dataflow' run here only: close the cluster")
+            raise Unimplemented(_HERE_ONLY)
         if self.memory_budget is not None:
             raise Unimplemented("memory_budget holds for steps that run here: close the cluster")
         for variable in program.variables:
@@ -325,6 +327,8 @@ class Session:
             program, compiled, budget = old.program, old.tiers, old.budget  # another cell changed: keep what there is
         else:
             program = lowered(self.graph, values, feeder.values, self._executor, self._last)
+            if isinstance(program, Dataflow) and self.cluster is not None:
+                raise Unimplemented(_HERE_ONLY)
             compiled = tiers.Tiers(program, self._mode if isinstance(program, Program) else "off")
             budget = self._budget(program)
         return _Prepared(

@@ -7,6 +7,7 @@ import re
 import pytest
 
 import tfnb
+from tfnb.errors import DeadlockError
 
 PLAIN = "%config TfnbMagics.display = 'none'"
 
@@ -158,3 +159,10 @@ def test_recording_never_outlives_the_cell(cells, error):
     assert cells.ok("from tfnb.graph import current\ncurrent.recording() is None").result
     assert cells.ok("type(torch.ones(2) + 1) is torch.Tensor").result
     assert tfnb.graphs() == {}
+
+
+def test_a_deadlock_is_drawn(cells):
+    cells.run("import torch, tfnb\nwaiting = tfnb.FIFOQueue(2, torch.float32, (), name='waiting')")
+    ran = cells.run("waiting.dequeue()")
+    assert isinstance(ran.error, DeadlockError) and "nothing can make progress" in ran.out
+    assert ran.drawings and "waiting" in ran.drawings[0] and 'class="edge"' in ran.drawings[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import threading
 import time
 from collections import deque
@@ -351,6 +352,22 @@ def test_a_deadline_takes_back_what_waits_and_says_what_it_was() -> None:
     assert queue.dequeue() == 7 and queue.size() == 0
     with alive(), pytest.raises(DeadlineExceeded):
         queue.dequeue(timeout=0.05)
+
+
+def test_an_interrupt_leaves_nothing_in_line() -> None:
+    queue = scalars(1, "line")
+    ops = recorded(queue)
+    session = tfnb.Session(ops["graph"])
+    session.run(ops["put"], {ops["x"]: 1.0}), session.run(ops["take"])
+    for wait in (lambda: session.run(ops["take"]), queue.dequeue):
+        timer = threading.Timer(0.2, lambda: signal.raise_signal(signal.SIGINT))
+        timer.start()
+        with alive(), pytest.raises(KeyboardInterrupt):
+            wait()
+        timer.join()
+        assert not queue.fifo.lines["dequeue"]
+    queue.enqueue(3.0)
+    assert queue.size() == 1
 
 
 class alive:

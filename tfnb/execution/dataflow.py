@@ -252,12 +252,15 @@ class Dataflow:
         commit(pending)
 
     def _ensure_live(self, results: Sequence[Any]) -> None:
-        """Raise InvalidArgument for a fetch of a branch that was not taken."""
+        """Raise InvalidArgument for a fetch of a branch that was not taken (semantics S-127)."""
         for value, found in zip(self.fetches, results, strict=False):
             if isinstance(found, Dead):
+                node, switch = self.whole.contents.by_id[value.node], found.op.op
+                at = "" if switch is None or switch.node is None else f" of {switch.node.name}"
                 raise InvalidArgument(
-                    f"fetch {self.whole.contents.by_id[value.node].name} was not computed: its branch was not taken"
-                )
+                    f"fetch {node.name} was not computed: it is in a branch{at} that was not taken; the predicate "
+                    f"was {found.pred}", node=node.name, op=node.op,
+                )  # fmt: skip
 
 
 EXECUTORS = ("auto", "dataflow")

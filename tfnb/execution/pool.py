@@ -70,7 +70,7 @@ class Lanes:
         self.waiting = 0
         while self.running:
             event = self.inbox.get()
-            if len(event) == 3:
+            if isinstance(event, tuple):  # what waited for a queue may have ended, too
                 self.ended(event[0])
 
     def _work(self, task: Task) -> None:

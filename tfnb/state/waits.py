@@ -47,7 +47,7 @@ class WaitGraph:
 
     def dot(self) -> str:
         """The graph in the DOT language."""
-        quoted = [(a.replace('"', "'"), b.replace('"', "'")) for a, b in self.edges]
+        quoted = [tuple(part.replace("\\", "\\\\").replace('"', '\\"') for part in edge) for edge in self.edges]
         return "\n".join(["digraph {", *(f'  "{a}" -> "{b}";' for a, b in quoted), "}"])
 
     def __str__(self) -> str:

@@ -53,12 +53,19 @@ def layout(source: str) -> Layout:
         return _parse(json.loads(_render(source)))
 
 
-def _render(source: str) -> bytes:
+def svg(source: str) -> str:
+    """DOT as Graphviz draws it. Raises LayoutFailed."""
+    with _lock:
+        text = _render(source, "svg").decode()
+    return text[text.index("<svg") :]
+
+
+def _render(source: str, format: str = "json0") -> bytes:
     try:
         if not _engines:
             _engines.append(_Engine())
         with _engines[0].deadline(DEADLINE) if source.count("->") > QUICK else nullcontext():
-            return _engines[0].render(source, format="json0")
+            return _engines[0].render(source, format=format)
     except BaseException as failure:  # an interrupt, a wasmtime Trap: the instance may be torn, so it is not used again
         _engines.clear()
         if not isinstance(failure, Exception):
