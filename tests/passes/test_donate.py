@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from torch import nn
 import tfnb
 from tests.programs.checks import in_place
 from tfnb.execution import Program, lower
-from tfnb.passes import overwriting, table
+from tfnb.graph import Contents
+from tfnb.passes import overwriting, stages, table
 from tfnb.recording.ops import facts
 
 LARGE = (64, 512)  # float32: 128 KiB
@@ -157,6 +159,19 @@ def test_the_table_of_passes_shows_what_it_saves() -> None:
         y = x.exp().neg().sin()
     rows = {stage.name: stage for stage in table(g, [y.value], [x.value])}
     assert rows["donate"].peak == rows["donate"].bytes == 4 * 64 * 512 and rows["prune"].bytes == 4 * 64 * 512
+
+
+def test_the_difference_of_graphs_shows_it_and_a_tag_of_somebody_else_does_nothing() -> None:
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.zeros(LARGE), shape=LARGE)
+        y = x.exp().neg()
+    *_, before, _, after = (run for _, run in stages(g, [y.value], [x.value]))
+    assert any(line.startswith("+") and "aten.neg(%1) in place" in line for line in before.diff(after).splitlines())
+    nodes = tuple(replace(node, tags=frozenset({"in place"})) for node in g.nodes)
+    program = lower(g.derive(Contents(nodes)), [y.value], [x.value])
+    assert len(program.donated) == 1 and torch.equal(
+        program.compute([torch.zeros(LARGE)], [])[0][0], -torch.ones(LARGE)
+    )
 
 
 def test_compiled_code_has_no_donation() -> None:

@@ -28,7 +28,7 @@ from tfnb.graph.ops import overload
 from tfnb.graph.spec import Dim
 from tfnb.kernels.optim import FUSED
 from tfnb.kernels.random import mix, seeded
-from tfnb.passes import IN_PLACE, LAID_OUT, LAST, feed_symbols, optimize, overwriting
+from tfnb.passes import LAID_OUT, LAST, feed_symbols, optimize, overwriting
 from tfnb.passes.rewrite import Pass
 from tfnb.recording.interpret import held, sizes_hold
 from tfnb.recording.ops import facts, kernel, unbind
@@ -278,7 +278,7 @@ class _Lowering:
         if node.stream is not None:
             args = [self.run, *args]
         out = self.fx.call_function(target, tuple(args), kwargs)
-        if IN_PLACE in node.tags:
+        if ops.IN_PLACE in node.tags:
             self._donate(out, node)
         self._note(out, node)
         aliased = bool(node.inputs) and node.inputs[0] in self.borrowed and (facts(op).is_view or op in _SAME_MEMORY)

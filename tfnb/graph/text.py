@@ -14,6 +14,7 @@ import torch
 
 from tfnb.graph.contents import Contents
 from tfnb.graph.node import Node, Ref, Value
+from tfnb.graph.ops import IN_PLACE
 from tfnb.graph.spec import Dim, Spec, dtype_name
 from tfnb.graph.subgraph import Recursion, Subgraph
 from tfnb.graph.variable import Variable
@@ -154,7 +155,8 @@ class _Writer:
         after = f" after {', '.join(self.names[i] for i in node.control)}" if node.control else ""
         device = f" @{one_line(node.device)}" if node.device else ""
         specs = f"   {_specs(node)}" if node.outputs else ""
-        return f"{result}{one_line(node.op).removesuffix('.default')}({arguments}){after}{device}{specs}"
+        where = f" {IN_PLACE}" if IN_PLACE in node.tags else ""
+        return f"{result}{one_line(node.op).removesuffix('.default')}({arguments}){where}{after}{device}{specs}"
 
     def argument(self, node: Node, key: str, value: Any) -> str:
         """Tensors and variables by themselves, other arguments as ``key=value``."""

@@ -3,7 +3,7 @@
 from tfnb.passes.donate import donate, overwriting
 from tfnb.passes.fold import fold
 from tfnb.passes.layout import LAID_OUT, channels_last, chosen_layout
-from tfnb.passes.memory import IN_PLACE, Memory, peak
+from tfnb.passes.memory import Memory, peak
 from tfnb.passes.merge import merge
 from tfnb.passes.order import order, split
 from tfnb.passes.pipeline import LAST, LAYOUTS, PIPELINE, Stage, optimize, stages, table
@@ -12,7 +12,7 @@ from tfnb.passes.simplify import simplify
 from tfnb.passes.stack import stack
 
 __all__ = [
-    "IN_PLACE", "LAID_OUT", "LAST", "LAYOUTS", "PIPELINE", "Memory", "Stage", "channels_last", "chosen_layout",
+    "LAID_OUT", "LAST", "LAYOUTS", "PIPELINE", "Memory", "Stage", "channels_last", "chosen_layout",
     "donate", "feed_symbols", "fold", "merge", "optimize", "order", "overwriting", "peak", "prune", "simplify", "split",
     "stack", "stages", "table",
 ]  # fmt: skip

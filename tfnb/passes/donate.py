@@ -15,8 +15,8 @@ from functools import cache
 import torch
 
 from tfnb.graph import Graph, Node, Value
-from tfnb.graph.ops import CALL, REGIONS, overload
-from tfnb.passes.memory import IN_PLACE, Memory, first_operand
+from tfnb.graph.ops import CALL, IN_PLACE, REGIONS, overload
+from tfnb.passes.memory import Memory, first_operand
 from tfnb.passes.rewrite import is_pure, with_nodes
 
 LEAST = 64 << 10  # bytes; to allocate less costs no more than to write it
@@ -60,10 +60,11 @@ def donate(
             and node.outputs == (spec,) and owner not in others
         )  # fmt: skip
 
-    return with_nodes(graph, [
-        replace(node, tags=node.tags | {IN_PLACE}) if gives(place, node) else node
-        for place, node in enumerate(graph.nodes)
-    ])  # fmt: skip
+    def tagged(place: int, node: Node) -> Node:
+        tags = node.tags | {IN_PLACE} if gives(place, node) else node.tags - {IN_PLACE}  # a file may hold any tag
+        return node if tags == node.tags else replace(node, tags=tags)
+
+    return with_nodes(graph, [tagged(place, node) for place, node in enumerate(graph.nodes)])
 
 
 def _whole(graph: Graph, memory: Memory) -> set[Value]:

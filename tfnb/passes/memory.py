@@ -13,11 +13,10 @@ from math import prod
 
 from tfnb.errors import ShapeError
 from tfnb.graph import Graph, Node, Ref, Spec, Value
-from tfnb.graph.ops import WITH_GRADIENT, overload
+from tfnb.graph.ops import IN_PLACE, WITH_GRADIENT, overload
 from tfnb.kernels.optim import FUSED
 
 NOMINAL = 32  # taken for a size that only a run knows
-IN_PLACE = "in place"  # tag of a node that writes into its first operand: see tfnb.passes.donate
 _BORROWED = frozenset({"tfnb.placeholder", "tfnb.constant", "tfnb.read"})
 _RESHAPES = frozenset({"aten.view.default", "aten._unsafe_view.default", "aten._reshape_alias.default"})
 
