@@ -69,8 +69,13 @@ def variable_text(label: str, variable: Variable) -> str:
 
 
 def _value_names(contents: Contents, inline: Mapping[int, str]) -> dict[int, str]:
-    """``%x`` for placeholders, ``%1``, ``%2`` ... for the nodes that get a line, by node id."""
+    """``%x`` for placeholders, ``%1``, ``%2`` ... for the nodes that get a line, by node id.
+
+    A part of a graph may take values that are fed and that no node of it makes: ``%fed1``, ``%fed2`` ...
+    """
     names = {node.id: f"%{one_line(node.name)}" for node in contents.placeholders} | dict(inline)
+    fed = dict.fromkeys(v.node for node in contents.nodes for v in node.inputs if v.node not in contents.by_id)
+    names |= {number: f"%fed{place}" for place, number in enumerate(fed, 1)}
     others = (node for node in contents.nodes if node.id not in names)
     return names | {node.id: f"%{number}" for number, node in enumerate(others, 1)}
 
@@ -165,7 +170,8 @@ class _Writer:
 
     def value(self, value: Value) -> str:
         """``%3``, or ``%3:1`` where the node has several outputs."""
-        return self.names[value.node] + (f":{value.index}" if self.counts[value.node] > 1 else "")
+        several = self.counts.get(value.node, value.index + 1) > 1
+        return self.names[value.node] + (f":{value.index}" if several else "")
 
     def leaf(self, node: Node, leaf: Any) -> str:
         """One attribute value, for people."""
