@@ -174,7 +174,7 @@ def test_writing_takes_time_by_what_is_written() -> None:
             (0, tfnb.TensorArray(n, shape=(4096,))),
         )  # fmt: skip
         (dx,) = tfnb.gradients(array.stack().sum(), [x])
-    with torch.profiler.profile(profile_memory=True) as profile:
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
         (found,) = tfnb.run([dx], {n: 200, x: torch.ones(4096)})
     assert torch.equal(found, torch.full((4096,), 400.0))
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]

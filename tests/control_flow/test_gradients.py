@@ -446,7 +446,7 @@ def test_a_loop_that_is_computed_again_keeps_what_enters_its_pieces() -> None:
                 lambda i, y: i < n, lambda i, y: (i + 1, (y.sin() * x).cos()), (0, x), recompute=recompute
             )
             (dx,) = tfnb.gradients(y.sum(), [x])
-        with torch.profiler.profile(profile_memory=True) as profile:
+        with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
             tfnb.run(dx, {x: torch.ones(64, 64), n: 120})
         events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
         total = most = 0

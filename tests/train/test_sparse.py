@@ -224,7 +224,7 @@ def test_a_step_on_a_large_table_is_in_place_and_makes_nothing_of_its_size():
         step = optimizer.minimize(model(i).square().sum())
     tfnb.run(step, {i: torch.tensor([1, 5])})
     memory = model.weight.data_ptr()
-    with torch.profiler.profile(profile_memory=True) as profile:
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
         tfnb.run(step, {i: torch.tensor([1, 5, 199_999])})
     assert model.weight.data_ptr() == memory
     largest = max(event.cpu_memory_usage for event in profile.events())

@@ -50,6 +50,7 @@ _CALLS: dict[str, Callable[..., Any]] = {
     "abs": abs,
     "round": round,
     "_sym_sqrt": torch.sym_sqrt,
+    "sqrt": torch.sym_sqrt,  # as torch 2.11 writes it
 }
 LENGTH_CAP, DEPTH_CAP, POWER_CAP = 4000, 100, 64  # characters, nesting, exponent: a file may hold anything
 

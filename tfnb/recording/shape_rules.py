@@ -62,6 +62,16 @@ def _slice(x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int =
     return x.as_strided(sizes, strides, offset)
 
 
+def _vector_norm(
+    x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
+    """Of a size that only data tell: the rule of torch 2.11 asks whether it is 1."""
+    if all(not isinstance(n, torch.SymInt) or n.node.hint is not None for n in x.shape):
+        return aten.linalg_vector_norm.default(x, ord, dim, keepdim, dtype=dtype)
+    lengths = (x if dtype is None else x.to(dtype)).abs()
+    return aten.sum.dim_IntList(lengths, dim, keepdim)
+
+
 def _geqrf(a: Any) -> Any:
     return torch.empty_like(a), a.new_empty((*a.shape[:-2], torch.sym_min(a.shape[-2], a.shape[-1])))
 
@@ -117,6 +127,7 @@ SHAPES: dict[Any, Callable[..., Any]] = {
     aten.softshrink_backward.default: _like_second,
     aten.multilabel_margin_loss_backward.default: _like_second,
     aten.geqrf.default: _geqrf,
+    aten.linalg_vector_norm.default: _vector_norm,
     aten.fractional_max_pool2d_backward.default: _like_second,
     aten.fractional_max_pool3d.default: _fractional(3),
     aten.fractional_max_pool3d_backward.default: _like_second,
