@@ -456,3 +456,17 @@ def test_a_loop_that_is_computed_again_keeps_what_enters_its_pieces() -> None:
         return most
 
     assert kept(True) * 3 < kept(False)
+
+
+def test_gradients_through_a_loop_are_taken_after_the_recording_too() -> None:
+    cell = torch.nn.GRUCell(1, 4).double()
+    with tfnb.record():
+        x = tfnb.placeholder(torch.ones(2, 3, dtype=F64), shape=("B", "T"), name="x")
+        h, t = torch.zeros(x.shape[0], 4, dtype=F64), torch.tensor(0)
+        _, h = tfnb.while_loop(lambda t, h: t < x.shape[1], lambda t, h: (t + 1, cell(x[:, t, None], h)), (t, h))
+        y = h.sum()
+    fed, h = torch.randn(3, 5, dtype=F64), torch.zeros(3, 4, dtype=F64)
+    for t in range(5):
+        h = cell(fed[:, t, None], h)
+    got = tfnb.run(tfnb.gradients(y, list(cell.parameters())), {x: fed})
+    torch.testing.assert_close(got, list(torch.autograd.grad(h.sum(), list(cell.parameters()))))

@@ -162,8 +162,9 @@ class Samples:
 
     def _look_at_roots(self) -> None:
         """What was computed from values that are not there any more is computed anew."""
-        now = {v: _stamp(sample) for v, sample in self._roots.items()}
-        now |= {v: stamp for v, variable in self._reads.items() if (stamp := _stamp_of(variable)) is not None}
+        with _disable_current_modes(), torch._C.DisableTorchFunction():  # a look at a Variable is no read
+            now = {v: _stamp(sample) for v, sample in self._roots.items()}
+            now |= {v: stamp for v, variable in self._reads.items() if (stamp := _stamp_of(variable)) is not None}
         if any(self._stamps[v] != stamp for v, stamp in now.items()):
             self._stamps |= now
             self._kept.clear()
