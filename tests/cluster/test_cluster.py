@@ -491,3 +491,34 @@ def test_a_recorded_torch_optimizer_trains_there_with_the_rate_of_now(connect):
     assert close_to(
         [s["momentum_buffer"] for s in optimizer.state.values()], [s["momentum_buffer"] for s in eager.state.values()]
     )
+
+
+def test_a_graph_with_loops_and_branches_trains_there_as_it_does_here(connect):
+    def trained(tasks):
+        torch.manual_seed(0)
+        cell, head = nn.GRUCell(2, 5).double(), nn.Linear(5, 3).double()
+        rows, labels = torch.randn(24, 4, 2, dtype=torch.float64), torch.randint(0, 3, (24,))
+        with tfnb.record():
+            x = tfnb.placeholder(rows[:6], shape=("B", "T", 2))
+            y = tfnb.placeholder(labels[:6], shape=("B",))
+
+            def turn(t, h, states):
+                h = cell(x[:, t], h)
+                h = tfnb.cond(t % 2 == 0, lambda: h.sin(), lambda: h * 2)
+                return t + 1, h, states.write(t, h)
+
+            init = (0, torch.zeros(x.shape[0], 5, dtype=torch.float64), tfnb.TensorArray(4))
+            _, h, states = tfnb.while_loop(lambda t, *_: t < x.shape[1], turn, init)
+            loss = F.cross_entropy(head(h + states.stack().mean(0)), y)
+            step = tfnb.train.Adam(1e-2).minimize(loss)
+        cluster = connect(tasks) if tasks else None
+        result = tfnb.fit(step, {x: rows, y: labels}, epochs=2, batch_size=7, shuffle=False, watch=[loss])
+        if cluster:
+            cluster.close()
+        return result, [p.detach().clone() for p in (*cell.parameters(), *head.parameters())]
+
+    (here, expected), (there, found) = trained(0), trained(2)
+    assert there.steps == here.steps == 8
+    assert close_to(found, expected)
+    for mine, theirs in zip(there.history, here.history, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-6)

@@ -59,3 +59,26 @@ def test_every_node_inside_has_a_place_of_its_own_and_every_box_a_picture() -> N
     for box in drawing.root.walk():
         if box.children and box.key:
             assert "<rect" in drawing.face(box.name, True)
+
+
+def test_a_traced_run_lights_the_side_that_was_taken_and_greys_the_other() -> None:
+    with tfnb.record("lit") as graph:
+        x = tfnb.placeholder(torch.ones(3, 2), name="x")
+        way = tfnb.placeholder(torch.tensor(1.0), name="way")
+        y = tfnb.cond(way > 0, lambda: x.sin() * 2, lambda: x.cos() / 2)
+        n = tfnb.fold(lambda total, row: tfnb.cond(row.sum() > 5, lambda: total + 1, lambda: total - 1), 0.0, x)
+
+    def sides(fed: float, rows: torch.Tensor, line: str) -> list[tuple[str, bool]]:
+        session = tfnb.Session(graph)
+        session.run([y, n], {x: rows, way: fed}, trace=True)
+        drawing = Drawing(graph, trace=session.trace)
+        branch = path(drawing.root, line)
+        found = [box for box in branch.walk() if box.title in ("then", "else")]
+        return [(drawing.painter.tone(box), 'opacity="0.35"' in drawing.card(box).svg) for box in found]
+
+    lit, dead, same = ("heat0", False), ("plain", True), ("heat0", False)
+    few, some = torch.ones(2, 2), torch.tensor([[1.0, 1.0], [9.0, 9.0]])
+    assert sides(1.0, few, "y =") == [lit, dead]
+    assert sides(-1.0, few, "y =") == [dead, lit]
+    assert sides(1.0, few, "n =") == [dead, lit]
+    assert sides(1.0, some, "n =") == [same, same]

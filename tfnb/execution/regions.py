@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+import threading
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -58,13 +60,27 @@ class Loop:
         )  # fmt: skip
 
 
+_watched = threading.local()
+
+
+@contextmanager
+def watched() -> Iterator[dict[int, set[bool]]]:
+    """Which sides branches take inside, by the id of their node."""
+    before = getattr(_watched, "taken", None)
+    _watched.taken = taken = dict[int, set[bool]]()
+    try:
+        yield taken
+    finally:
+        _watched.taken = before
+
+
 class Cond:
     """A ``tfnb.cond``: called with the run's number and its attrs."""
 
     def __init__(self, node: Node, lower: Lower, taken: Set[int]) -> None:
         self.places = tuple(place for place in range(len(node.outputs)) if place in taken)
         self.specs = [node.outputs[place] for place in self.places]
-        self.branches = {}
+        self.branches, self.id = {}, node.id
         for part in ("then", "else"):
             outputs = [node.attrs[part].outputs[place] for place in self.places]
             program = lower(node.attrs[part], [value for value in outputs if value is not None])
@@ -73,7 +89,11 @@ class Cond:
         self.__name__ = "cond"  # for the generated code
 
     def __call__(self, run: int, pred: Any, operands: Any, shapes: Any) -> list[torch.Tensor]:
-        program, missing = self.branches[bool(pred)]
+        way = bool(pred)
+        taken = getattr(_watched, "taken", None)
+        if taken is not None:
+            taken.setdefault(self.id, set()).add(way)
+        program, missing = self.branches[way]
         given = iter(program.forward(*operands, run))
         return [
             absent(spec, shapes[place]) if lacks else next(given)

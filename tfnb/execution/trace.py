@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,6 +79,7 @@ class Trace:
     """What a traced run did: ``events`` in order, and the ``live`` bytes of the step as (seconds, bytes) steps.
 
     ``seconds`` is the wall time of computing and committing, ``began`` its start in nanoseconds of the system's clock.
+    ``taken`` has the sides that branches took, by the id of their node, also of branches in loops.
 
     >>> import tfnb, torch
     >>> with tfnb.record() as g:
@@ -98,6 +99,7 @@ class Trace:
     began: int
     rows: int = 10  # of the tables that are shown
     colours: str = "time"  # or "bytes": what the drawing is coloured by
+    taken: Mapping[int, frozenset[bool]] = field(default_factory=dict)
 
     @property
     def fetched(self) -> frozenset[int]:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from tfnb.execution.commit import Pending
 from tfnb.execution.lower import Program
+from tfnb.execution.regions import watched
 from tfnb.execution.trace import Event, Trace
 from tfnb.graph import Node
 
@@ -34,6 +35,7 @@ class Tracer(fx.Interpreter):
         self.program = program
         self.events: list[Event] = []
         self.memory = Memory()
+        self.taken: dict[int, set[bool]] = {}
         self.thread = threading.current_thread().name
         self.profiled = torch.autograd._profiler_enabled()  # then torch's own trace shows our names too
         self.began, self._zero = time.time_ns(), time.perf_counter_ns()
@@ -47,13 +49,14 @@ class Tracer(fx.Interpreter):
         self.args_iter = iter(args)
         self.memory.borrow(args)
         _wait(_devices(args))
-        for n in self.graph.nodes:
-            self.env[n] = self.run_node(n)
-            if n.op == "output":
-                break
-            unused = [] if n.users or n.op == "placeholder" else [n]
-            for last in (*self.user_to_last_uses.get(n, ()), *unused):
-                self.memory.drop(self.env.pop(last), self.now())
+        with watched() as self.taken:
+            for n in self.graph.nodes:
+                self.env[n] = self.run_node(n)
+                if n.op == "output":
+                    break
+                unused = [] if n.users or n.op == "placeholder" else [n]
+                for last in (*self.user_to_last_uses.get(n, ()), *unused):
+                    self.memory.drop(self.env.pop(last), self.now())
         return self.env.pop(n)
 
     def run_node(self, n: fx.Node) -> Any:
@@ -114,7 +117,8 @@ class Tracer(fx.Interpreter):
         seconds = self.now()
         program = self.program
         self.memory.keep(results, seconds)
-        return Trace(program.whole, program.fetches, tuple(self.events), tuple(self.memory.points), seconds, self.began)
+        points, taken = tuple(self.memory.points), {node: frozenset(ways) for node, ways in self.taken.items()}
+        return Trace(program.whole, program.fetches, tuple(self.events), points, seconds, self.began, taken=taken)
 
 
 @dataclass(slots=True)

@@ -34,7 +34,8 @@ Which = Node | Value | str | int | None
 class Drawing:
     """Draws one version of a graph; ``cell`` folds other cells, ``failing`` is red, ``grey`` pale.
 
-    ``trace`` colours boxes by what a traced run measured: ``by`` is ``"time"`` or ``"bytes"``.
+    ``trace`` colours boxes by what a traced run measured: ``by`` is ``"time"`` or ``"bytes"``; sides of branches that
+    it took are lit, others pale.
     """
 
     def __init__(
@@ -42,13 +43,14 @@ class Drawing:
         boxes: int = BOXES, trace: Any = None, by: str = "time",
     ) -> None:  # fmt: skip
         self.name = graph.name
-        self.contents: Contents = opened(graph.contents)
+        inside = opened(graph.contents, getattr(trace, "taken", None))
+        self.contents: Contents = inside.contents
         self.root = tree(self.contents, cell=cell)
         self.wiring = Wiring(self.contents, self.root)
         failed = _id_of(failing, self.contents)
         red = frozenset() if failed is None else frozenset({failed})
-        self.heat = None if trace is None else heat(trace, by)
-        self.painter = Painter(self.wiring, red, frozenset(grey), self.heat)
+        self.heat = None if trace is None else heat(trace, by, inside.lit)
+        self.painter = Painter(self.wiring, red, inside.dead.union(grey), self.heat)
         self.opened = self._opened(min(boxes, MOST), red)
 
     # -- which boxes are unfolded -----------------------------------------------------------------------------

@@ -23,6 +23,7 @@ class Heat:
     amounts: dict[int, float]
     total: float
     by: str = "time"
+    lit: frozenset[int] = frozenset()  # nodes that ran, and nobody measured
 
     def of(self, box: Box) -> float | None:
         """The amount of all nodes of a box; None where nothing of it ran."""
@@ -32,7 +33,9 @@ class Heat:
     def tone(self, box: Box) -> str:
         """The colour of a box: by its share of the whole."""
         amount = self.of(box)
-        return "plain" if amount is None else f"heat{level(self._share(amount))}"
+        if amount is None:
+            return "heat0" if self.lit.issuperset(node.id for node in box.nodes) else "plain"
+        return f"heat{level(self._share(amount))}"
 
     def words(self, box: Box) -> str:
         """``1.2 ms · 14 %``, or nothing."""
@@ -46,7 +49,7 @@ class Heat:
         return amount / self.total if self.total else 0.0
 
 
-def heat(trace: Any, by: str = "time") -> Heat:
+def heat(trace: Any, by: str = "time", lit: frozenset[int] = frozenset()) -> Heat:
     """What a trace says of each node; a share of the time is one of the whole step's. Raises InvalidArgument."""
     if by not in BY:
         raise InvalidArgument(f"a drawing is coloured by {' or by '.join(BY)}, not by {by!r}")
@@ -55,7 +58,7 @@ def heat(trace: Any, by: str = "time") -> Heat:
         if event.node is not None:
             amount = event.seconds if by == "time" else event.bytes
             amounts[event.node.id] = amounts.get(event.node.id, 0.0) + amount
-    return Heat(amounts, trace.seconds if by == "time" else sum(amounts.values()), by)
+    return Heat(amounts, trace.seconds if by == "time" else sum(amounts.values()), by, lit)
 
 
 def level(share: float) -> int:

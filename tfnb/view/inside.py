@@ -6,8 +6,8 @@ what its subgraphs give; so the edges of a picture go in and come out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -18,20 +18,32 @@ from tfnb.graph.ops import COND, REGIONS
 ARGUMENT = "tfnb.argument"
 
 
-def opened(contents: Contents) -> Contents:
-    """The contents with all subgraphs opened, at any depth; the same where there are none."""
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The contents with all subgraphs opened, and ids of nodes in branches that a run took, and did not take."""
+
+    contents: Contents
+    lit: frozenset[int] = frozenset()
+    dead: frozenset[int] = frozenset()
+
+
+def opened(contents: Contents, taken: Mapping[int, Collection[bool]] | None = None) -> Opened:
+    """The contents with all subgraphs opened, at any depth; taken: the sides that a run took, by the branch's id."""
     if not any(node.op in REGIONS for node in contents.nodes):
-        return contents
-    opening = _Opening()
+        return Opened(contents)
+    opening = _Opening(taken or {})
     nodes = tuple(inner for node in contents.nodes for inner in opening.node(node))
-    return Contents(nodes, contents.guards, contents.aliases)
+    dead = frozenset(opening.dead)
+    return Opened(Contents(nodes, contents.guards, contents.aliases), frozenset(opening.lit) - dead, dead)
 
 
 class _Opening:
     """One pass over a graph. A loop and the copy that saves its values hold the same nodes: the second gets new ids."""
 
-    def __init__(self) -> None:
+    def __init__(self, taken: Mapping[int, Collection[bool]]) -> None:
+        self.taken, self.lit, self.dead = taken, set[int](), set[int]()
         self._met: set[int] = set()
+        self._own: dict[int, int] = {}  # ids that were made up, and what they stand for
         self._ids = count(-1, -1)
 
     def node(self, node: Node) -> Iterator[Node]:
@@ -43,15 +55,25 @@ class _Opening:
         for part, subgraph in node.attrs.items():
             if isinstance(subgraph, Subgraph):
                 ids = {inner.id: self._id(inner.id) for inner in subgraph.contents.nodes}
-                yield from self._part(node, part, subgraph, ids)
+                inner_nodes = list(self._part(node, part, subgraph, ids))
+                self._note(node, part, inner_nodes)
+                yield from inner_nodes
                 given += [Value(ids[v.node], v.index) for v in subgraph.outputs if v is not None]
         attrs = {name: attr for name, attr in node.attrs.items() if isinstance(attr, (int, str))}
         inputs = tuple(dict.fromkeys([*(node.inputs[:1] if node.op == COND else ()), *given]))
         yield replace(node, inputs=inputs, attrs={**attrs, "given": tuple(map(Ref, range(len(inputs))))})
 
+    def _note(self, node: Node, part: str, inner: Iterable[Node]) -> None:
+        """Whether a run took this side of a branch; of one that it never came to, neither is known."""
+        ways = self.taken.get(self._own.get(node.id, node.id), ()) if node.op == COND else ()
+        if ways:
+            (self.lit if (part == "then") in ways else self.dead).update(n.id for n in inner)
+
     def _id(self, node: int) -> int:
         if node in self._met:
-            return next(self._ids)
+            made = next(self._ids)
+            self._own[made] = node
+            return made
         self._met.add(node)
         return node
 
