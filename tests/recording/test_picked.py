@@ -84,3 +84,39 @@ def test_a_row_that_is_not_there_fails_the_run() -> None:
         row = torch.arange(3.0)[i]
     with pytest.raises(InvalidArgument, match="out of range"):
         tfnb.run(row, {i: torch.tensor(3)})
+
+
+def _masked(x: torch.Tensor, write: Callable[[torch.Tensor], Any]) -> torch.Tensor:
+    y = x * 1
+    write(y)
+    return y
+
+
+MASKED: dict[str, Callable[..., torch.Tensor]] = {
+    "alone": lambda x, m, i: x[m],
+    "of all": lambda x, m, i: x.sum()[m],
+    "second": lambda x, m, i: x[:, m],
+    "behind dots": lambda x, m, i: x[..., m],
+    "with a number": lambda x, m, i: x[m, i],
+    "around a slice": lambda x, m, i: x[m, :, i],
+    "twice": lambda x, m, i: x[m, m],
+    "set": lambda x, m, i: _masked(x, lambda y: y.__setitem__(m, 2.0)),
+    "set a row": lambda x, m, i: _masked(x, lambda y: y.__setitem__((m, i), x[0])),
+    "added to": lambda x, m, i: _masked(x, lambda y: y.__setitem__(m, y[m] + 1)),
+}
+
+
+@pytest.mark.parametrize("name", sorted(MASKED))
+def test_each_run_asks_its_own_truth_value(name: str) -> None:
+    program = MASKED[name]
+    with tfnb.record():
+        x = tfnb.placeholder(torch.randn(3, 4), shape=(3, 4))
+        m, i = (tfnb.placeholder(torch.tensor(v), shape=()) for v in (True, 1))
+        y = program(x, m, i)
+        (dx,) = tfnb.gradients((y * y).sum(), [x])
+    for truth, number in ((True, 2), (False, 0)):
+        fed = torch.randn(3, 4, requires_grad=True)
+        want = program(fed, torch.tensor(truth), torch.tensor(number))
+        (grad,) = torch.autograd.grad((want * want).sum(), fed)
+        got = tfnb.run([y, dx], {x: fed.detach(), m: torch.tensor(truth), i: torch.tensor(number)})
+        torch.testing.assert_close(got, [want.detach(), grad])

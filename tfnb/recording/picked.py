@@ -1,6 +1,6 @@
-"""``x[i]`` where ``i`` is one recorded number: torch would read the number, and so fix the row in the graph.
+"""``x[i]`` where ``i`` is one recorded number or truth value: torch would read it, and so fix in the graph what it picks.
 
-The row is picked by each run. It is a view as in torch: writes to it reach ``x``, and writes to ``x`` reach it.
+Each run picks. A row is a view as in torch: writes to it reach ``x``, and writes to ``x`` reach it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from tfnb.graph import current
 from tfnb.recording.tensor import Tensor
 from tfnb.recording.views import View
 
+_MASKS = (torch.bool, torch.uint8)
 _WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -27,29 +28,34 @@ def set_item(x: Any, index: Any, value: Any) -> None:
 
 
 def _looked(x: Any, index: Any) -> tuple[Any, Any]:
-    """``x`` and ``index`` with each recorded number as row 0 of the one row that it picks."""
+    """``x`` and ``index`` with each recorded number as row 0 of the one row that it picks, and each truth value as a mask
+    of one element over an axis of its own."""
     items = list(index) if isinstance(index, tuple) else [index]
     rec: Any = current.recording()
-    if rec is None or not any(map(_is_number, items)) or torch._C._functorch.is_functorch_wrapped_tensor(x):
+    if rec is None or not any(map(_is_single, items)) or torch._C._functorch.is_functorch_wrapped_tensor(x):
         return x, index
     taken = [_axes(item) for item in items]
     rest = x.dim() - sum(taken)
     for place, item in enumerate(items):
-        if _is_number(item):
-            axis = sum(taken[:place]) + (rest if any(other is ... for other in items[:place]) else 0)
+        if not _is_single(item):
+            continue
+        axis = sum(taken[:place]) + (rest if any(other is ... for other in items[:place]) else 0)
+        if item.dtype in _MASKS:
+            x, items[place], taken[place] = x.unsqueeze(axis), item.reshape(1), 1
+        else:
             x, items[place] = _row(rec, x, axis, item), 0
     return x, tuple(items)
 
 
-def _is_number(item: Any) -> bool:
-    return isinstance(item, Tensor) and item.dim() == 0 and item.dtype in _WHOLE
+def _is_single(item: Any) -> bool:
+    return isinstance(item, Tensor) and item.dim() == 0 and item.dtype in (*_MASKS, *_WHOLE)
 
 
 def _axes(item: Any) -> int:
     """How many axes an item of an index takes."""
     if item is None or item is ... or isinstance(item, bool):
         return 0
-    is_mask = isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8)
+    is_mask = isinstance(item, torch.Tensor) and item.dtype in _MASKS
     return item.dim() if is_mask else 1
 
 
