@@ -299,9 +299,20 @@ def blocks(inner: Any) -> Any:
 programs = st.lists(st.recursive(assigns, blocks, max_leaves=6), min_size=2, max_size=4)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(programs, st.booleans())
 def test_random_programs_equal_python(parts: list[str], is_early: bool) -> None:
+    equals_python(parts, is_early)
+
+
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None)
+@given(programs, st.booleans())
+def test_many_random_programs_equal_python(parts: list[str], is_early: bool) -> None:
+    equals_python(parts, is_early)
+
+
+def equals_python(parts: list[str], is_early: bool) -> None:
     early = "if a > b:\n    return a, b, c, k\n" if is_early else ""
     body = f"a, b, c, k = x.sum(), x.max(), x.min(), 0\n{parts[0]}\n{early}" + "\n".join(parts[1:])
     source = f"def program(x, n):\n{indented([body])}\n    return a, b, c, k\n"

@@ -369,6 +369,25 @@ def make(limit):
     return inner
 out = make(2.0)(x)
 
+# max and min: staged
+out = max(x.sum(), x.mean() * 2), min([x.max(), x.sum(), x.mean()])
+
+# a generator beside it: python
+def parts(v):
+    yield v
+    if v.sum() > 0:
+        yield v * 2
+out = sum(parts(x))
+
+# a value from before on one side: python
+sides = {"up": x * 2, "down": x * 3}
+key = None
+if x.sum() > 0:
+    out = sides["up"]
+    key = "up"
+else:
+    out = sides["down"]
+
 # a lambda: staged
 pick = lambda v: v.max() if v.sum() > 0 else v.min()
 out = pick(x)

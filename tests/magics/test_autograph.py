@@ -137,7 +137,7 @@ def test_a_staged_cell_gives_what_python_gives(notebook: Any, name: str, kind: s
     out = notebook.names["out"]
     if kind == "staged":
         assert not any("stays Python" in note for note in notes), notes
-    for fed, turns in zip(FED, TURNS, strict=True):
+    for fed, turns in zip(FED[1:], TURNS[1:], strict=True):
         names = {"x": fed, "n": torch.tensor(turns), "torch": torch, "nn": torch.nn}
         exec(source, names)
         leaves, form = tree_flatten(out)

@@ -14,7 +14,7 @@ import operator
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, ModuleType, TracebackType
 from typing import Any
@@ -123,9 +123,18 @@ def _branched(
     except CannotStage as why:
         note_python(st, why)
         is_check = False
-    outcome = bool(test.sample)
+    outcome, before, earlier = bool(test.sample), st.get(), set(st.recorder.tape.by_id)
     st.recorder.branch(test, outcome, is_check=is_check)
     body() if outcome else orelse()
+    if not is_check:
+        st.set(tuple(_guarded(st.recorder, v, old, earlier) for v, old in zip(st.get(), before, strict=True)))
+
+
+def _guarded(recorder: Recorder, value: Any, old: Any, earlier: Container[int]) -> Any:
+    """A name's value after a branch that Python took: a value from before the guard is one of after it."""
+    if value is old or not isinstance(value, Tensor) or value.shown.value.node not in earlier:
+        return value
+    return value.clone()
 
 
 def while_stmt(
@@ -294,8 +303,29 @@ def _print(*args: Any, **options: Any) -> None:
         print(*args, **options)  # noqa: T201  the user's
 
 
+def _best(name: str, is_better: Callable[[Any, Any], Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``max`` or ``min``: where a recorded number is among the items, each run chooses."""
+
+    def best(*items: Any, **options: Any) -> Any:
+        found = list(items[0]) if len(items) == 1 and isinstance(items[0], (list, tuple)) else list(items)
+        if options or len(found) < 2 or not any(isinstance(item, Tensor) and not item.dim() for item in found):
+            return plain(*items, **options)
+        chosen = found[0]
+        for item in found[1:]:
+            test = is_better(item, chosen)
+            recorder = recorder_for(test)
+            if recorder is None:
+                chosen = item if test else chosen
+            else:
+                chosen = _chosen(name, recorder, test, lambda item=item: item, lambda now=chosen: now)
+        return chosen
+
+    return best
+
+
 _BUILTINS: dict[Any, Callable[..., Any]] = {
     range: _range, enumerate: _enumerate, zip: _zip, len: _len, print: _print,
+    max: _best("max", operator.gt, max), min: _best("min", operator.lt, min),
 }  # fmt: skip
 
 

@@ -316,8 +316,8 @@ class _OfClass(ast.NodeTransformer):
 
 def _converted(function: ast.FunctionDef, unsure: Container[str] = ()) -> ast.FunctionDef:
     """Control flow and expressions as calls of operators. unsure: global names that may have no value."""
-    if any(isinstance(n, (ast.Yield, ast.YieldFrom)) for n in _walk(function.body)):
-        raise NotConvertible("a generator stays Python")
+    if any(isinstance(n, (ast.Yield, ast.YieldFrom, ast.AsyncFunctionDef)) for n in ast.walk(function)):
+        raise NotConvertible("a generator or async function is in it")
     if _has_control([n for n in ast.walk(function) if isinstance(n, _CONTROL)]):
         from tfnb.control_flow.malting import malted
 
