@@ -121,6 +121,8 @@ CASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_at_two_batches(name: str) -> None:
+    if name in ("jacrev", "jacfwd", "hessian") and torch.__version__ < (2, 12):
+        pytest.skip("torch 2.11 makes a number of the size, and a warning says so")
     data = torch.randn(4, 3, dtype=torch.float64)
     with tfnb.record():
         x = tfnb.placeholder(data)

