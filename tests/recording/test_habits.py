@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
+import torch.utils.data
 from torch import nn
 
 import tfnb
@@ -253,3 +255,178 @@ def test_what_no_size_expression_has_is_refused_with_the_line() -> None:
     with pytest.raises(Unsupported, match=r"size expression(.|\n)*test_habits\.py line"), tfnb.record():
         x = tfnb.placeholder(SAMPLE)
         x * (x.shape[0] ^ 1)
+
+
+# -- a table of habits ------------------------------------------------------------------------------------------------
+
+
+class Several(torch.autograd.Function):
+    """Two results with a gradient of their own, and one without."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor) -> Any:
+        grown, positive = x.exp(), x > 0
+        ctx.save_for_backward(grown, scale)
+        ctx.mark_non_differentiable(positive)
+        return grown * scale, positive, grown + 1
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor, _: Any, other: torch.Tensor) -> Any:
+        grown, scale = ctx.saved_tensors
+        return dy * grown * scale + 3 * other * grown, (dy * grown).sum()
+
+
+class Dirty(torch.autograd.Function):
+    """Writes its argument."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(3)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+        return 30 * dy
+
+
+def several_results(model: Any, x: torch.Tensor) -> torch.Tensor:
+    a, positive, b = Several.apply(model(x), model[2].bias.sum())
+    return torch.where(positive, a, b)
+
+
+def written_argument(model: Any, x: torch.Tensor) -> torch.Tensor:
+    y = model(x) * 1
+    Dirty.apply(y)
+    return y
+
+
+def nested_modes(model: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        a = model(x)
+        with torch.enable_grad():
+            b = model(x)
+        c = b * 2
+    with torch.inference_mode():
+        d = model(x)
+    return a + b + c + d.clone()
+
+
+def gradient_steps_inside(model: Any, x: torch.Tensor) -> torch.Tensor:
+    fast = dict(model.named_parameters())
+    for _ in range(2):
+        loss = torch.func.functional_call(model, fast, (x,)).square().sum()
+        steps = torch.autograd.grad(loss, list(fast.values()), create_graph=True)
+        fast = {name: p - 0.01 * g for (name, p), g in zip(fast.items(), steps, strict=True)}
+    return torch.func.functional_call(model, fast, (x,))
+
+
+def gradients_of_rows(model: Any, x: torch.Tensor) -> torch.Tensor:
+    fixed = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(parameters: Any, row: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, parameters, (row,)).sum()
+
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(fixed, x)
+    return model(x) + each["2.weight"].sum(-1)
+
+
+def hooked(model: Any, x: torch.Tensor) -> torch.Tensor:
+    seen: dict[str, torch.Tensor] = {}
+    handles = [
+        model[0].register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
+        model[1].register_forward_hook(lambda module, args, out: seen.update(a=out)),
+        model.register_forward_hook(lambda module, args, kwargs, out: out * 3, with_kwargs=True),
+    ]
+    y = model(x)
+    for handle in handles:
+        handle.remove()
+    return model(x) + y * seen["a"].sum()
+
+
+def reentrant_checkpoint(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model[2](torch.utils.checkpoint.checkpoint(model[:2], model[0].bias.sum() + x, use_reentrant=True))
+
+
+def weight_cut(model: Any, x: torch.Tensor) -> torch.Tensor:
+    weight = model[0].weight.clone()
+    weight[0] = 0
+    return F.linear(x, weight) + F.linear(x, model[0].weight.data * 2, model[0].bias)
+
+
+def written_past_autograd(model: Any, x: torch.Tensor) -> torch.Tensor:
+    y, z = model(x), model(x) * 1
+    y.data.add_(5)
+    z.detach().mul_(0)
+    return y * y + z * 2
+
+
+def parts_written(model: Any, x: torch.Tensor) -> torch.Tensor:
+    y = model(x).clone()
+    y[x.shape[0] // 2 :] = 0
+    y[x[:, 0] > 0, 1] = -1
+    y.t()[0].mul_(3)
+    return y
+
+
+def loader_in_the_cell(model: Any, x: torch.Tensor) -> torch.Tensor:
+    data = torch.utils.data.TensorDataset(torch.arange(8.0).view(4, 2))
+    return sum(model(x) * rows.sum() for (rows,) in torch.utils.data.DataLoader(data, batch_size=2))  # type: ignore[return-value]
+
+
+def default_dtype(model: Any, x: torch.Tensor) -> torch.Tensor:
+    torch.set_default_dtype(torch.float64)
+    try:
+        return model(x) + torch.tensor(1.5) + torch.ones(2).sum()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def averaged(model: Any, x: torch.Tensor) -> torch.Tensor:
+    average = torch.optim.swa_utils.AveragedModel(model)
+    average.update_parameters(model)
+    return model(x) + average(x).detach()
+
+
+def complex_parts(model: Any, x: torch.Tensor) -> torch.Tensor:
+    c = torch.complex(model(x) / 9, model(x) / 4)
+    c.real.mul_(2)
+    c.imag[:, 0] = 3
+    return torch.view_as_real(c * c.conj()).flatten(1)
+
+
+HABITS = [
+    several_results, written_argument, nested_modes, gradient_steps_inside, gradients_of_rows, hooked,
+    reentrant_checkpoint, weight_cut, written_past_autograd, parts_written, loader_in_the_cell, default_dtype, averaged,
+    complex_parts,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("program", HABITS)
+def test_habits_are_recorded_as_torch_has_them(program: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+    """Values, gradients of all parameters and three steps, at two batches."""
+    check(network, program)
+
+
+def truth_asked_of_torch(x: torch.Tensor) -> torch.Tensor:
+    return x * (2 if torch.is_nonzero(x.sum() > 0) else 3)
+
+
+def doubled_or_tripled(x: torch.Tensor) -> torch.Tensor:
+    if bool(x.sum() > 0):
+        return x * 2
+    return x * 3
+
+
+def scripted_branch(x: torch.Tensor) -> torch.Tensor:
+    return torch.jit.script(doubled_or_tripled)(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore:.*torch.jit.*:FutureWarning")
+@pytest.mark.parametrize("program", [scripted_branch, truth_asked_of_torch])
+def test_a_branch_inside_of_torch_is_guarded(program: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    with pytest.warns(UserWarning, match="Python took the True branch"), tfnb.record():
+        x = tfnb.placeholder(torch.ones(2, 3))
+        y = program(x)
+    assert torch.equal(tfnb.run(y, {x: SAMPLE.abs()}), SAMPLE.abs() * 2)
+    with pytest.raises(BranchChanged):
+        tfnb.run(y, {x: -SAMPLE.abs()})

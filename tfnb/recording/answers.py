@@ -31,9 +31,14 @@ ANSWERS: dict[Op, Callable[..., Any]] = {aten.equal.default: torch.eq, aten.allc
 
 
 def item(rec: Recorder, tensor: torch.Tensor) -> Any:
-    """``.item()`` from inside torch: the sample's number."""
+    """``.item()`` from inside torch: the sample's number; a truth is what TorchScript, or a kernel, decides by."""
     entry = rec._entry(tensor)
     if not rec.tape.is_fixed(entry.value):
+        if tensor.dtype is torch.bool and isinstance(tensor, Tensor):
+            outcome = bool(tensor.sample)
+            with rec.on():
+                rec.branch(tensor, outcome)
+            return outcome
         rec.escaped(tensor, "item()")
     if isinstance(tensor, Tensor):
         return tensor.sample.item()
