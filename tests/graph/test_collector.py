@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from tfnb.graph.collector import uncollected
+from tfnb.graph.collector import frozen, uncollected
 
 
 def test_the_collector_is_afterwards_as_it_was() -> None:
@@ -21,3 +21,11 @@ def test_the_collector_is_afterwards_as_it_was() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_what_was_there_is_not_looked_at_while_frozen() -> None:
+    assert not gc.get_freeze_count()
+    with pytest.raises(ZeroDivisionError), frozen(), frozen():
+        assert gc.get_freeze_count()
+        _ = 1 / 0
+    assert not gc.get_freeze_count()

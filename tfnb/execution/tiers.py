@@ -22,6 +22,7 @@ import torch
 from tfnb.errors import InvalidArgument
 from tfnb.execution.compiler import Forward, compiled, obstacle
 from tfnb.execution.lower import Program
+from tfnb.graph.collector import frozen
 
 Mode = Literal["auto", "off", "now"]
 MODES = ("auto", "off", "now")
@@ -102,7 +103,8 @@ class Sizes:
             why = obstacle()
             if why is not None:
                 return self.drop(why)
-            self._fast = compiled(self.program, args)
+            with frozen():
+                self._fast = compiled(self.program, args)
         except Exception as error:  # inductor raises anything; generated code goes on
             return self.drop(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
         self.status = f"compiled in {time.perf_counter() - start:.1f} s, not compared yet"

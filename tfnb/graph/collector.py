@@ -1,6 +1,7 @@
-"""Python's collector of cycles, which waits while thousands of small objects are made that all stay.
+"""Python's collector of cycles, while many objects are made that stay.
 
-Each few hundred of them it would look at all objects of the process: a third of the time of making a long graph.
+Each so many of them it would look at all objects of the process: a third of the time of making a long graph, and the
+longest stall of the steps that go on while another thread compiles.
 """
 
 from __future__ import annotations
@@ -20,3 +21,16 @@ def uncollected() -> Iterator[None]:
     finally:
         if was:
             gc.enable()
+
+
+@contextmanager
+def frozen() -> Iterator[None]:
+    """The collector looks only at objects made from now on, in all threads."""
+    is_ours = not gc.get_freeze_count()  # what somebody else froze stays so
+    if is_ours:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if is_ours:
+            gc.unfreeze()
