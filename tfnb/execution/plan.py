@@ -96,15 +96,15 @@ class Planner:
             for port in self.sources(self.flow.ops[number]):
                 if number not in member or member.get(port.op) != member[number]:
                     taken.setdefault(port.op, {})[port] = None
-        for port in ends:
-            taken.setdefault(port.op, {})[port] = None
+        for end in ends:
+            taken.setdefault(end.op, {})[end] = None
         for members in regions:
             self._region(members, [port for number in members for port in taken.get(number, ())])
         for number in kept:
             if number not in member:
                 self._op(number)
-        for place, (port, after) in enumerate(wanted):
-            sink = self._step(SINK, 0, None, [] if port is None else [port], after)
+        for place, (fetch, after) in enumerate(wanted):
+            sink = self._step(SINK, 0, None, [] if fetch is None else [fetch], after)
             sink.number = place
         return self._sealed(len(wanted), feeds)
 
@@ -121,8 +121,8 @@ class Planner:
         for port, variable in self.stored.items():
             storages.setdefault(variable, []).extend(self.edges.get(port, ()))
         constants = [
-            (edges, op.node.attrs["value"]) for number, op in enumerate(self.flow.ops)
-            if op.node is not None and op.node.op == "tfnb.constant" and (edges := self.edges.get(Port(number)))
+            (self.edges[Port(number)], op.node.attrs["value"]) for number, op in enumerate(self.flow.ops)
+            if op.node is not None and op.node.op == "tfnb.constant" and Port(number) in self.edges
         ]  # fmt: skip
         run = next(Port(number) for number, op in enumerate(self.flow.ops) if op.kind == frames.RUN)
         return Plan(
@@ -431,8 +431,8 @@ def work(node: Node, inputs: Sequence[Spec]) -> float:
     name = node.op.split(".")[1] if node.op.count(".") > 1 else ""
     if not inputs or not any(part in name for part in _PRODUCTS):
         return made
-    inner = max(inputs, key=lambda spec: len(spec.shape)).shape if "conv" not in name else inputs[-1].shape
-    return made * (_count(inner[1:]) if "conv" in name else _count(inner[-1:]))
+    inner = max(inputs, key=lambda spec: len(spec.shape)).shape if "conv" not in name else inputs[1].shape
+    return made * _count(inner[1:] if "conv" in name else inner[-1:])
 
 
 _PRODUCTS = ("mm", "matmul", "conv", "attention", "linear", "lstm", "gru")
