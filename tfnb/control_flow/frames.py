@@ -334,7 +334,7 @@ class _Loop:
         given = list(merges)
         if below is not None:
             given = [Port(self.emit(SWITCH, (port, below), part=("below", i)).op, 1) for i, port in enumerate(given)]
-        run = None if self.run is None else self.emit(MIX, (self.run, given[0]))
+        run = self.number(given[0])
         inner = self.to.enclosed(
             self.place, self.node, "cond", [*given[1 : carried + 1], *self.captures], frame=self.frame, pivot=given[0],
             free=self.captures, run=run,
@@ -347,10 +347,18 @@ class _Loop:
             out = Port(self.emit(SWITCH, (out, below), part=("below", -2)).op, 1)
         return self.emit(MERGE, (Port(gate.op, 0), out), part=("test", 0))
 
+    def number(self, turn: Port) -> Port | None:
+        """What the draws of a turn depend on; in a reversed loop the turns count down."""
+        if self.run is None:
+            return None
+        limits = self.limits if self.attrs["reverse"] else ()
+        fixed = self.attrs["limit"] if self.attrs["reverse"] and not isinstance(self.attrs["limit"], Ref) else None
+        return self.emit(MIX, (self.run, turn, *limits), part=fixed)
+
     def body(self, live: Sequence[Port], carried: int, queues: Sequence[Any]) -> _Place:
         turn = live[0]
         rows = [self.emit(ROW, (turn, x), part=k) for k, x in enumerate(self.xs)]
-        run = None if self.run is None else self.emit(MIX, (self.run, turn))
+        run = self.number(turn)
         return self.to.enclosed(
             self.place, self.node, "body", [*live[1 : carried + 1], *rows, *self.captures], frame=self.frame,
             pivot=turn, free=self.captures, run=run,

@@ -344,6 +344,16 @@ def _below(op: Op, sizes: Sizes) -> Callable[..., Any]:
     return lambda turns, *limits: (turns < limit and all(turns < int(most) for most in limits),)
 
 
+def _mix(op: Op, sizes: Sizes) -> Callable[..., Any]:
+    fixed = [] if op.part is None else [op.part]
+
+    def number(run: int, turn: int, *limits: Any) -> tuple[int]:
+        most = min([*fixed, *map(int, limits)], default=None)
+        return (mix(run, turn if most is None else most - 1 - turn),)
+
+    return number
+
+
 def _rows(op: Op, sizes: Sizes) -> Callable[..., Any]:
     return lambda *x: (rows_of(x if len(x) > 1 else x[0]), len(x[-1]))
 
@@ -393,7 +403,7 @@ CALLS: dict[str, Callable[[Op, Sizes], Callable[..., Any]]] = {
     frames.START: _start,
     frames.COUNT: lambda op, sizes: lambda turns: (turns + 1,),
     frames.TURNS: lambda op, sizes: lambda turns: (torch.tensor(turns),),
-    frames.MIX: lambda op, sizes: lambda run, turns: (mix(run, turns),),
+    frames.MIX: _mix,
     frames.PUSH: lambda op, sizes: lambda before, value: ((before, value),),
     frames.BELOW: _below,
     frames.ROWS: _rows,
