@@ -52,7 +52,11 @@ def array_grown(rows: Tensor, written: Tensor, index: Tensor) -> tuple[Tensor, T
     more = int(index.max()) + 1 - rows.shape[0] if index.numel() else 0
     if more <= 0:
         return rows.clone(), written.clone()
-    return tuple(torch.cat([x, x.new_zeros([more, *x.shape[1:]])]) for x in (rows, written))
+    return _longer(rows, more), _longer(written, more)
+
+
+def _longer(x: Tensor, more: int) -> Tensor:
+    return torch.cat([x, x.new_zeros([more, *x.shape[1:]])])
 
 
 def _fake_read(rows: Tensor, written: Tensor, index: Tensor) -> Tensor:

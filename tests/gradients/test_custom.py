@@ -96,7 +96,7 @@ def test_an_override_holds_inside_its_scope_only_and_has_a_second_order() -> Non
     assert [n.op for n in g.select(tag="override")] == ["aten.relu.default"]
 
 
-@pytest.mark.parametrize("op", ["aten::round", aten.round, aten.round.default, torch.round], ids=str)
+@pytest.mark.parametrize("op", ["aten::round", aten.round, aten.round.default, torch.round], ids=type)
 def test_an_override_of_an_op_without_gradient_and_in_place(op: object) -> None:
     with tfnb.record():
         x = tfnb.placeholder(torch.randn(4, 2))

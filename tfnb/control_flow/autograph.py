@@ -98,7 +98,7 @@ def _call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         return _CALL(self, *args, **kwargs)
     written = getattr(type(self), "forward", None)
     forward = operators.fn(written) if isinstance(written, FunctionType) else written
-    if forward is written:
+    if forward is written or forward is None:
         return _CALL(self, *args, **kwargs)
     self.__dict__["forward"] = MethodType(forward, self)
     try:

@@ -185,7 +185,10 @@ class _Bodies(_Placed, control_flow.ControlFlowTransformer):
         taken = {str(name) for name in self.state[control_flow._Function].scope.globals}
         if taken and block_vars:
             (result,) = (node for node in made[0].body if isinstance(node, ast.Return))
-            result.value.elts = [_loaded(each) if _named(each) in taken else each for each in result.value.elts]
+            result.value.elts = [  # type: ignore[union-attr]  # a tuple, as malt makes it
+                _loaded(each) if _named(each) in taken else each
+                for each in result.value.elts  # type: ignore[union-attr]
+            ]
         return made
 
 

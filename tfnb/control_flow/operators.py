@@ -155,7 +155,7 @@ def while_stmt(
             continue
         before.undo()  # it is recorded again as the condition
         st = Statement("while", staged, names, get, set)
-        if _staged(st, lambda st=st: Stage(st).record(test, body), body):
+        if _staged(st, lambda st=st: Stage(st).record(test, body), body):  # type: ignore[misc]
             return
         tried = True
 
@@ -172,7 +172,7 @@ def for_stmt(
         if _staged(st, lambda: turns.stage(st, more, body), lambda: body(next(iter(items)))):
             return
     for each in items:
-        test = True if more is None else more()
+        test: Any = True if more is None else more()
         staged = recorder_for(test)
         if staged is not None:  # a turn before left the loop in some runs
             st = Statement("for", staged, names, get, set)
@@ -198,6 +198,10 @@ def _staged(st: Statement, stage: Callable[[], None], turn: Callable[[], None]) 
 
 def _nothing() -> None:
     pass
+
+
+def _given(item: Any) -> Any:
+    return item
 
 
 def _staging() -> Recorder | None:
@@ -317,7 +321,8 @@ def _best(name: str, is_better: Callable[[Any, Any], Any], plain: Callable[..., 
             if recorder is None:
                 chosen = item if test else chosen
             else:
-                chosen = _chosen(name, recorder, test, lambda item=item: item, lambda now=chosen: now)
+                better, now = functools.partial(_given, item), functools.partial(_given, chosen)
+                chosen = _chosen(name, recorder, test, better, now)
         return chosen
 
     return best

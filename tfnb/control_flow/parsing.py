@@ -7,6 +7,7 @@ import inspect
 import linecache
 from collections.abc import Sequence
 from types import CodeType
+from typing import Any
 
 from tfnb.control_flow.source import NotConvertible
 
@@ -17,8 +18,8 @@ def tree_of(code: CodeType) -> ast.FunctionDef | ast.Lambda:
     if not 0 < code.co_firstlineno <= len(lines):
         raise NotConvertible("its source is not there")
     tree = _parsed(lines, code)
-    kind: type[ast.AST] = ast.Lambda if code.co_name == "<lambda>" else ast.FunctionDef
-    found = [n for n in ast.walk(tree) if isinstance(n, kind) and _is_of(n, code)]  # type: ignore[arg-type]
+    kind = ast.Lambda if code.co_name == "<lambda>" else ast.FunctionDef
+    found: list[Any] = [n for n in ast.walk(tree) if isinstance(n, kind) and _is_of(n, code)]
     if not found:
         raise NotConvertible("its source is not there, or is another one by now")
     return min(found, key=_length)

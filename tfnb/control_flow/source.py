@@ -61,6 +61,9 @@ def bound(factory: CodeType, function: FunctionType, operators: Any) -> Function
     return new
 
 
+_NAMING = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ExceptHandler, ast.MatchAs, ast.MatchStar)
+
+
 def worth(tree: ast.AST) -> bool:
     """Whether there is anything that may be staged."""
     kinds = (*_CONTROL, ast.Call, ast.IfExp, ast.BoolOp, ast.Not)
@@ -194,9 +197,7 @@ def _bound(body: Iterable[ast.AST]) -> set[str]:
     for node in _walk(body):
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
             found.add(node.id)
-        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) or (
-            isinstance(node, (ast.ExceptHandler, ast.MatchAs, ast.MatchStar)) and node.name
-        ):
+        elif isinstance(node, _NAMING) and node.name is not None:
             found.add(node.name)
         elif isinstance(node, ast.alias):
             found.add((node.asname or node.name).partition(".")[0])

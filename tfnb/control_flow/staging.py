@@ -807,7 +807,7 @@ class Stage:
 
     def _finish(self, carried: Sequence[Any], turns: Tensor) -> None:
         values = list(self._values(carried))
-        ran = turns > 0 if any(isinstance(old, Undefined) for old in self.before) else turns
+        ran: Any = turns > 0 if any(isinstance(old, Undefined) for old in self.before) else turns
         some = None if turns._entry.sample is None else bool(turns._entry.sample > 0)
         st = self.st
         for place, old in enumerate(self.before):

@@ -145,7 +145,8 @@ class _Finder:
         if isinstance(node.target, torch._ops.OpOverload):
             return node.target
         owner = self.program.node_of.get(node.name) if node.target in _BINDINGS else None
-        return None if owner is None else kernel(overload(owner.op))  # torch's binding has many overloads
+        found = None if owner is None else kernel(overload(owner.op))  # torch's binding has many overloads
+        return found if isinstance(found, torch._ops.OpOverload) else None
 
     def components(self) -> Iterable[list[fx.Node]]:
         """Connected nodes of one level, in order, without views at the edge that others need too."""

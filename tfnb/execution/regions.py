@@ -112,9 +112,10 @@ class Call:
         self.program: Lowered
         self.__name__ = "call"  # for the generated code
 
-    def __call__(self, run: int, place: int, *args: torch.Tensor) -> Sequence[torch.Tensor]:
+    def __call__(self, run: int, place: int, *args: Any) -> Sequence[torch.Tensor]:
         function = self.function
-        return call(function.name, function.limit, self.program.forward, (*args, mix(run, place)), self._explained)
+        given: tuple[Any, ...] = (*args, mix(run, place))
+        return call(function.name, function.limit, self.program.forward, given, self._explained)
 
     def _explained(self, deep: RecursionError) -> Exception:
         return too_deep(self.node, deep)

@@ -132,7 +132,8 @@ class _Dropping:
 
     def _cheapest(self, now: _Tried) -> list[Value]:
         """Pieces to drop at the peak, the cheapest first."""
-        at, priced = now.place, []
+        at = now.place
+        priced: list[tuple[float, int, Value, int]] = []
         for owner, uses in self.uses.items():
             if uses[0] < at < uses[-1] and at not in uses and self._may_drop(owner, now.dropped):
                 chain, kept = self._chain(owner, at, now.dropped)
@@ -208,7 +209,7 @@ class _Copying:
 
     def _is_gone(self, value: Value, place: int) -> bool:
         piece = self.of.memory.owner.get(value)
-        return piece in self.dropped and self.dropped[piece] < place
+        return piece is not None and piece in self.dropped and self.dropped[piece] < place
 
     def _put(self, node: Node, place: int, gone: Collection[Value]) -> None:
         if gone:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 from functools import cache
+from typing import cast
 
 import torch
 
@@ -96,15 +97,16 @@ def overwriting(op: str) -> tuple[torch._ops.OpOverload, str | None] | None:
     names = [argument.name for argument in schema.arguments]
     packet, inner = functional.overloadpacket, getattr(torch.ops.aten, f"{schema.name.partition('::')[2]}_", None)
     if op in _ELEMENTWISE and inner is not None:
-        return getattr(inner, functional._overloadname), None
+        return cast(torch._ops.OpOverload, getattr(inner, functional._overloadname)), None
     for kind in packet.overloads():
         out = getattr(packet, kind)
         written = [a.name for a in out._schema.arguments if a.is_out]
         rest = [a.name for a in out._schema.arguments if not a.is_out]
         if len(written) == 1 and rest == names and torch.Tag.generated not in out.tags and _kinds(out, functional):
             same = getattr(inner, functional._overloadname, None) if inner is not None else None
-            fits = same is not None and [a.name for a in same._schema.arguments] == names
-            return (same, None) if fits else (out, written[0])
+            if same is not None and [a.name for a in same._schema.arguments] == names:
+                return same, None
+            return out, written[0]
     return None
 
 

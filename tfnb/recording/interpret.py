@@ -78,7 +78,7 @@ def _loop(node: Node, attrs: Mapping[str, Any], seed: int, run: int) -> list[tor
     )  # fmt: skip
 
 
-def _called(node: Node, attrs: Mapping[str, Any], seed: int, run: int) -> list[torch.Tensor]:
+def _called(node: Node, attrs: Mapping[str, Any], seed: int, run: int) -> Sequence[torch.Tensor]:
     function, number = attrs["function"], mix(run, node.stream or 0)
     return call(
         function.name, function.limit, lambda *args: run_subgraph(function.body, args, seed, number),

@@ -296,7 +296,7 @@ class Recorder(TorchDispatchMode):
 
     # -- what leaves the graph --------------------------------------------------------------------------------
 
-    def escaped(self, tensor: torch.Tensor, how: str) -> None:
+    def escaped(self, value: Any, how: str) -> None:
         """A value was read while recording: the number is a constant of the graph."""
         if self.refuse is not None:
             self.refuse(how)

@@ -302,8 +302,8 @@ def captures(
     """
     found: dict[Value, None] = {}
     for region in regions:
-        ids, used = region.ids, [v for node in region.nodes for v in node.inputs]
-        found.update(dict.fromkeys(v for v in [*used, *filter(None, region.outputs)] if v.node not in ids))
+        ids, taken = region.ids, [v for node in region.nodes for v in node.inputs]
+        found.update(dict.fromkeys(v for v in [*taken, *filter(None, region.outputs)] if v.node not in ids))
     for region in regions:
         bound = _bound(recorder.node(v.node) for v in found)
         wanted: set[str] = set()

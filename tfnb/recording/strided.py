@@ -7,6 +7,7 @@ under the recorder, as those of `tfnb.recording.replaced`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def _rows_are_memory(x: Any) -> bool:
     )
 
 
-STRIDED = {
+STRIDED: dict[Any, Callable[..., Any]] = {
     aten.as_strided.default: _as_strided,
     aten.as_strided_copy.default: _as_strided_copy,
     aten.as_strided_scatter.default: _as_strided_scatter,

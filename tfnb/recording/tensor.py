@@ -113,11 +113,11 @@ class Tensor(torch.Tensor):
         cls, entry: Entry, space: Workspace, base: Base | None = None, chain: tuple[View, ...] = (),
         seen: int | None = None,
     ) -> Tensor:  # fmt: skip
-        fake = entry.fake
+        fake, known = entry.fake, entry.known()
         self = torch.Tensor._make_wrapper_subclass(
             cls, fake.shape, strides=fake.stride(), storage_offset=fake.storage_offset(), dtype=fake.dtype,
             device=fake.device, layout=fake.layout, requires_grad=False,
-            storage_size=None if entry.known() is None else entry.known().untyped_storage().nbytes(),
+            storage_size=None if known is None else known.untyped_storage().nbytes(),
         )  # fmt: skip
         torch._C._set_throw_on_mutable_data_ptr(self)  # whatever would read or write its memory in C++
         self._entry = entry

@@ -311,13 +311,12 @@ class _Back:
         entries: list[Any] = [None] * len(n.inputs)
         inits, kept, firsts = n.places("init"), n.places("captures"), self.firsts()
         places = [*(inits[i] for i in self.carried), *(kept[i] for i in sums)]
-        for place, dx in zip(places, result.carried, strict=True):
-            entries[place] = dx
+        for place, total in zip(places, result.carried, strict=True):
+            entries[place] = total
         found = [self.recorder.tensor(result.turns.node.value(at[0])) for at in row_places(result.turns.node.attrs)]
         for i, dx in zip(self.sequences, found, strict=False):
-            if i in self.taken:  # nothing comes from the others
-                dx = _zeros(n["xs"][i]).index_put([self.taken[i]], dx)
-            entries[firsts[i]] = dx
+            # of a sequence of which turns took some rows, nothing comes from the others
+            entries[firsts[i]] = _zeros(n["xs"][i]).index_put([self.taken[i]], dx) if i in self.taken else dx
         pairs = iter(found[len(self.sequences) :])
         for i in self.rows:
             entries[kept[i]] = _all_rows(self.kept[i], next(pairs), next(pairs))
