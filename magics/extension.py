@@ -11,11 +11,11 @@ from typing import Any
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import display
 
+import tfnb
 from tfnb.errors import DeadlockError, TfnbError
 from tfnb.magics.complete import completer
 from tfnb.magics.frames import shorten
 from tfnb.magics.magics import TfnbMagics
-from tfnb.view.layout import svg
 
 NAMES = ("tfgraph", "tfrun", "tfprof", "tfgrad", "tfcluster", "tfvars", "tfbudget", "tfsave", "tfload")
 SHOWN = (
@@ -86,5 +86,5 @@ def _show_short(
         shorten(error)
     shell.showtraceback((kind, error, error.__traceback__), tb_offset=tb_offset)
     if isinstance(error, DeadlockError) and error.details is not None:
-        display({"text/html": svg(error.details.dot()), "text/plain": str(error.details)}, raw=True)
+        display({"text/html": tfnb.view.layout.svg(error.details.dot()), "text/plain": str(error.details)}, raw=True)
     return []

@@ -131,3 +131,11 @@ def test_a_scaler_is_refused_with_the_line_unless_it_is_disabled(enabled: bool) 
     step, before = record(), layer.weight.detach().clone()
     tfnb.run(step, {"x": torch.ones(2, 3)})
     torch.testing.assert_close(layer.weight.detach(), before - 1)
+
+
+def test_tensors_without_elements() -> None:
+    nothing = torch.empty(0, 3), torch.zeros(0, 0), torch.empty(0)[:0]
+    with tfnb.record():
+        x = tfnb.placeholder(torch.randn(4, 3))
+        y = torch.cat([x, *(each.reshape(0, 3) for each in nothing)]) + nothing[2].sum()
+    assert torch.equal(tfnb.run(y, {x: torch.ones(2, 3)}), torch.ones(2, 3))

@@ -168,7 +168,7 @@ def _storage(tensor: torch.Tensor) -> int:
 def _geometry(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that lies in its memory as this one does, and has none."""
     reach = tensor.storage_offset() + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    memory = torch.empty(reach + 1, dtype=tensor.dtype, device="meta")
+    memory = torch.empty(max(reach, 0) + 1, dtype=tensor.dtype, device="meta")  # one without elements reaches nowhere
     return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
