@@ -121,6 +121,22 @@ def test_a_long_step_is_compiled_in_groups(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.skipif(compiler.obstacle() is not None, reason="nothing can be compiled")
 @pytest.mark.filterwarnings("ignore")
+def test_a_step_with_sizes_that_data_decide_is_compiled_in_groups() -> None:
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.randn(256, 64))
+        h = torch.tanh(x) * torch.sigmoid(x) + x.exp() * 0.1
+        h = (h * h.sin() + h.cos()) * (h + 1)
+        y = h[h > 0].sum()
+        (dx,) = tfnb.gradients(y, [x])
+    fed = torch.randn(256, 64)
+    expected = tfnb.Session(g, compile="off").run([y, dx], {x: fed})
+    session = tfnb.Session(g, compile="now")
+    torch.testing.assert_close(session.run([y, dx], {x: fed}), expected)
+    assert session.status()[0].endswith(": compiled")
+
+
+@pytest.mark.skipif(compiler.obstacle() is not None, reason="nothing can be compiled")
+@pytest.mark.filterwarnings("ignore")
 def test_compiled_groups_give_memory_of_their_own() -> None:
     model = nn.Linear(6, 6)
     with tfnb.record() as g:

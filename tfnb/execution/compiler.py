@@ -46,9 +46,20 @@ def compiled(program: Program, args: Sequence[Any]) -> Forward:
     calls = [node for node in program.module.graph.nodes if node.op == "call_function"]
     between = any(isinstance(node.target, (Branch, Call, Cond, Loop)) for node in calls)  # decides what runs next
     in_parts = between or len(calls) > MOST_NODES
-    forward = _in_groups(program, args) if in_parts else _as_a_whole(program, args)
+    forward = _in_groups(program, args) if in_parts else _as_far_as_possible(program, args)
     forward(*args)  # the first call loads what was compiled
     return forward
+
+
+def _as_far_as_possible(program: Program, args: Sequence[Any]) -> Forward:
+    """As a whole; in groups where inductor does not take that, as it does not where data decide a size."""
+    try:
+        return _as_a_whole(program, args)
+    except Exception as error:
+        try:
+            return _in_groups(program, args)
+        except Exception:
+            raise error from None
 
 
 def _as_a_whole(program: Program, args: Sequence[Any]) -> Forward:
