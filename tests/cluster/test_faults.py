@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import random
@@ -172,7 +173,7 @@ def test_values_are_pulled_now_and_then_while_training(connect, problem, monkeyp
 
 
 class Interrupter:
-    """Sends Ctrl-C once, after some time, but only while it is wanted.
+    """Sends Ctrl-C once, after some time, and lets it through only while the call runs that it is meant for.
 
     Without garbage collection: Python drops an interrupt that hits a callback of the collector.
     """
@@ -180,12 +181,10 @@ class Interrupter:
     def __enter__(self):
         gc.disable()
         self.armed = False
-        self.timer = None
         self.before = signal.signal(signal.SIGINT, self.handle)
         return self
 
     def __exit__(self, *exc):
-        self.off()
         signal.signal(signal.SIGINT, self.before)
         gc.enable()
 
@@ -194,16 +193,22 @@ class Interrupter:
             self.armed = False
             raise KeyboardInterrupt
 
-    def after(self, seconds):
-        self.armed = True
-        self.timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
-        self.timer.start()
-
-    def off(self):
-        self.armed = False
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer.join()
+    def stops(self, call, seconds):
+        """Whether Ctrl-C after so many seconds ended the call, at whatever instant of it."""
+        timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        try:
+            try:
+                self.armed = True
+                call()
+            finally:
+                self.armed = False  # an interrupt just before this line is the last one, and caught below
+        except KeyboardInterrupt:
+            return True
+        finally:
+            timer.cancel()
+            timer.join()
+        return False
 
 
 def interrupts(connect, p, times, mode):
@@ -219,15 +224,8 @@ def interrupts(connect, p, times, mode):
                 variable.set(value)
             before = cluster.step
             steps = cluster.train(p.program, p.batches(60), mode=mode)
-            try:
-                interrupter.after(source.uniform(0.0, 0.15))
-                for _ in steps:
-                    pass
-            except KeyboardInterrupt:
-                hit += 1
-            finally:
-                interrupter.off()
-                steps.close()
+            hit += interrupter.stops(functools.partial(list, steps), source.uniform(0.0, 0.15))
+            steps.close()
             begin = time.monotonic()
             done = cluster.step - before
             assert cluster.pulled_step == cluster.step
@@ -257,14 +255,9 @@ def test_interrupts_of_single_runs_take_the_step_or_not(connect, problem):
     source = random.Random(1)
     with Interrupter() as interrupter:
         for _ in range(12):
-            interrupter.after(source.uniform(0.0, 0.03))
-            try:
-                step = cluster.step
-                cluster.run(p.program, p.batch(step, 12), run=step)
-            except KeyboardInterrupt:
-                pass
-            finally:
-                interrupter.off()
+            step = cluster.step
+            run = functools.partial(cluster.run, p.program, p.batch(step, 12), run=step)
+            interrupter.stops(run, source.uniform(0.0, 0.03))
             assert cluster.step - step in (0, 1)
     cluster.pull()
     assert close_to(p.values(), states[cluster.step])
@@ -363,9 +356,7 @@ def test_c75_an_interrupted_connect_leaves_no_process():
     psutil = pytest.importorskip("psutil")
     before = {p.pid for p in psutil.Process().children()}
     with Interrupter() as interrupter:
-        interrupter.after(1.5)
-        with pytest.raises(KeyboardInterrupt):
-            tfnb.connect(1)
+        assert interrupter.stops(lambda: tfnb.connect(1), 1.5)
     assert connected.connected() is None
     end = time.monotonic() + 60
     while (left := {p.pid for p in psutil.Process().children()} - before) and not gone(left, 1):
