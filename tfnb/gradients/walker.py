@@ -307,7 +307,8 @@ class Walk:
         while table.op in _PICKS or table.op in COLUMNS:
             table = self.recorder.node(table.inputs[0].node)
         spec = table.outputs[0]
-        if table.op != "tfnb.read" or not is_static(spec.shape):
+        is_given = self.scope is None and table.op == "tfnb.placeholder"  # a branch, loop or function is given it
+        if not (table.op == "tfnb.read" or is_given) or not is_static(spec.shape):
             return nullcontext()
         if math.prod(spec.shape) * spec.dtype.itemsize < _LARGE or self._covers(node, spec.shape[0]):
             return nullcontext()

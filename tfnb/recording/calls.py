@@ -41,14 +41,16 @@ class Again(BaseException):
 class Definition:
     """A function that calls itself, and what is known of it so far.
 
-    specs: of what it is given; each size that varies is one of its own in each call. results: what it returns, if that
-    is known.
+    specs: of what it is given, names: what that is called inside; each size that varies is one of its own in each call.
+    results: what it returns, if that is known.
     """
 
     def __init__(
-        self, recorder: Recorder, name: str, limit: int, specs: Sequence[Spec], results: Sequence[Spec] | None = None
-    ) -> None:
+        self, recorder: Recorder, name: str, limit: int, specs: Sequence[Spec], results: Sequence[Spec] | None = None,
+        names: Sequence[str] | None = None,
+    ) -> None:  # fmt: skip
         self.recorder, self.function = recorder, Recursion(name, limit)
+        self.names = [f"argument_{i}" for i in range(len(specs))] if names is None else names
         self.first, self.loose = list(specs), set[tuple[int, int]]()
         self.specs = list(specs)
         self.results = None if results is None else [(spec, self._shape(spec, self.specs)) for spec in results]
@@ -102,7 +104,7 @@ class Definition:
         recorder = self.recorder
         before, recorder.lazy = recorder.lazy, True  # what a call inside gives has no sample yet
         try:
-            given = [Given(spec, f"argument_{i}") for i, spec in enumerate(self.specs)]
+            given = [Given(spec, name) for spec, name in zip(self.specs, self.names, strict=True)]
             region = record_region(recorder, body, given, scope=scope, turns=False)
         finally:
             recorder.lazy = before

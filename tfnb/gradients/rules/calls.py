@@ -32,12 +32,13 @@ def _call(n: Forward, dys: Cotangents) -> list[torch.Tensor | None]:
     if key in recorder.calls:
         return _entries(active, recorder.calls[key], args, node)
     body = function.body
-    specs = {v: body.contents.by_id[v.node].outputs[v.index] for v in (*body.inputs, *filter(None, body.outputs))}
     outputs = [body.outputs[i] for i in given]
+    known = [v for v in (*body.inputs, *outputs) if v is not None]
+    inner = {v: body.contents.by_id[v.node] for v in known}
     targets = [v for v, wanted in zip(body.inputs, active, strict=True) if wanted]
     definition = Definition(
-        recorder, f"{function.name}_grad", function.limit, [specs[v] for v in (*body.inputs, *outputs) if v],
-        [specs[v] for v in targets],
+        recorder, f"{function.name}_grad", function.limit, [inner[v].outputs[v.index] for v in known],
+        [inner[v].outputs[v.index] for v in targets], [inner[v].name for v in known],
     )  # fmt: skip
 
     def backward(*values: Any) -> Sequence[torch.Tensor]:
@@ -45,10 +46,11 @@ def _call(n: Forward, dys: Cotangents) -> list[torch.Tensor | None]:
         same = dict(zip(body.inputs, inputs, strict=False))
         nodes = _again(recorder, body.contents.nodes, same)
         walk = Walk(recorder, [same[v] for v in targets])
+        walk.tables.update(same[v] for v in targets)
         walk.run(nodes, [(same.get(v, v), dy) for v, dy in zip(outputs, values[len(body.inputs) :], strict=True) if v])
         found = [walk.total(same[v]) for v in targets]
         pairs = zip(found, [values[i] for i, wanted in enumerate(active) if wanted], strict=True)
-        return [torch.zeros_like(x) if dx is None else _dense(dx) for dx, x in pairs]
+        return [torch.zeros_like(x) if dx is None else _dense(dx, definition.function.name) for dx, x in pairs]
 
     with recorder.scope(definition.function.name) as scope:
         with opened(recorder, key, definition):
@@ -56,8 +58,8 @@ def _call(n: Forward, dys: Cotangents) -> list[torch.Tensor | None]:
         return _entries(active, definition, args, node)
 
 
-def _dense(dx: torch.Tensor | IndexedSlices) -> torch.Tensor:
-    return dx.to_dense(noted=False) if isinstance(dx, IndexedSlices) else dx
+def _dense(dx: torch.Tensor | IndexedSlices, function: str) -> torch.Tensor:
+    return dx.to_dense(f"{function} calls itself") if isinstance(dx, IndexedSlices) else dx
 
 
 def _entries(active: Sequence[bool], of: Definition, args: Sequence[Any], node: Node) -> list[torch.Tensor | None]:

@@ -7,7 +7,7 @@ so gradients of gradients are no special case. Semantics S-120, S-121.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -25,7 +25,7 @@ from tfnb.graph.subgraph import row_places
 from tfnb.recording import Recorder, Tensor
 from tfnb.recording.loop import Loop, Sequences, gathered
 from tfnb.recording.own_gradient import open_recorder
-from tfnb.recording.regions import AGAIN, Inner, append, bound_outside, captures, record_region, subgraph
+from tfnb.recording.regions import AGAIN, Inner, Region, append, bound_outside, captures, record_region, subgraph
 
 Optional = Sequence[torch.Tensor | None]
 
@@ -119,35 +119,86 @@ def _again(recorder: Recorder, node: Node, inputs: Any, attrs: Any, outputs: Seq
 # -- branches ---------------------------------------------------------------------------------------------------
 
 
-def _cond(n: Forward, dys: Cotangents) -> list[torch.Tensor | None]:
+class _Forms(BaseException):
+    """Operands of a branch, by their places: whether their gradients are rows, and not dense."""
+
+    def __init__(self, forms: dict[int, bool]) -> None:
+        self.forms = forms
+
+
+def _cond(n: Forward, dys: Cotangents) -> list[Any]:
+    recorder, forms = open_recorder(), dict[int, bool]()
+    with recorder.scope("cond") as path:
+        while True:
+            try:
+                return _branches(n, dys, forms, path)
+            except _Forms as found:
+                forms |= found.forms
+
+
+def _branches(n: Forward, dys: Cotangents, forms: Mapping[int, bool], path: str) -> list[Any]:
     recorder, node = open_recorder(), n.outs[0].node  # type: ignore[attr-defined]  # recorded
     operands: list[Any] = list(n.inputs[1:])
     given, active = [dys.given(i) for i in range(len(n.outs))], list(n.needed[1:])
     parts = [Part(recorder, n.attrs[name], operands, active) for name in ("then", "else")]
+    wanted = {i: operands[i] for i, needed in enumerate(active) if needed}
 
-    def backward(part: Part) -> Any:
+    def backward(part: Part) -> Region:
         def call() -> list[torch.Tensor]:
-            found = part.walk(given)
-            pairs = zip(found, operands, active, strict=True)
-            return [torch.zeros_like(x) if dx is None else dx for dx, x, wanted in pairs if wanted]
+            found = part.walk(given, tables=wanted)
+            _check_forms({i: found[i] for i in wanted}, forms)
+            return [x for i, of in wanted.items() for x in _outputs(found[i], of, forms.get(i))]
 
         region = record_region(recorder, call, [], scope=path, turns=False, inner=part.inner)
         part.adopt(region.moved)
         return region
 
-    with recorder.scope("cond") as path, parts[0].named(), parts[1].named():
+    with parts[0].named(), parts[1].named():
         regions = [backward(part) for part in parts]
         captured = captures(recorder, regions)
         outer = _branch_values(n, node, parts, captured)
         then, other = (subgraph(recorder, region, captured, region.outputs) for region in regions)
-        results = [_spec(x) for x, wanted in zip(operands, active, strict=True) if wanted]
+        results = [spec for i, of in wanted.items() for spec in _output_specs(recorder, _spec(of), forms.get(i))]
         attrs = {
             "pred": Ref(0), "operands": tuple(Ref(i + 1) for i in range(len(captured))), "then": then, "else": other,
             "shapes": (None,) * len(results),
         }  # fmt: skip
         inputs = [recorder._entry(n.inputs[0]).value, *(outer.get(v, v) for v in captured)]
         found = iter(append(recorder, ops.COND, inputs, attrs, results))
-    return [None, *(next(found) if wanted else None for wanted in active)]
+    entries: list[Any] = [None] * len(n.inputs)
+    for i, of in wanted.items():
+        entries[i + 1] = _all_rows(of, next(found), next(found)) if forms.get(i) else next(found)
+    return entries
+
+
+def _check_forms(found: Mapping[int, Any], forms: Mapping[int, bool]) -> None:
+    """Both branches give a gradient in the same form: rows, unless one of them gives a dense tensor."""
+    rows = {i: True for i, dx in found.items() if isinstance(dx, IndexedSlices) and i not in forms}
+    dense = {i: False for i, dx in found.items() if isinstance(dx, torch.Tensor) and forms.get(i)}
+    if rows or dense:
+        raise _Forms(rows | dense)
+
+
+def _outputs(dx: Any, of: Any, is_rows: bool | None) -> tuple[torch.Tensor, ...]:
+    """What a branch returns for an operand's gradient ``dx``, which is None where it does not use it."""
+    if is_rows:
+        no_rows = dx is None and IndexedSlices(of.new_zeros((0, *of.shape[1:])), _no_indices(of), tuple(of.shape))
+        slices = (no_rows or dx).canonical()
+        return slices.values, slices.indices
+    if isinstance(dx, IndexedSlices):
+        return (dx.called(of.node.name).to_dense("the other branch gives a dense gradient"),)
+    return (torch.zeros_like(of) if dx is None else dx,)
+
+
+def _no_indices(of: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(0, dtype=torch.int64, device=of.device)
+
+
+def _output_specs(recorder: Recorder, spec: Spec, is_rows: bool | None) -> tuple[Spec, ...]:
+    if not is_rows:
+        return (spec,)
+    count = Loop(recorder, (), ()).fresh()  # as many as the branch that is taken looks up
+    return replace(spec, shape=(count, *spec.shape[1:])), Spec(torch.int64, (count,), spec.device)
 
 
 def _branch_values(n: Forward, node: Node, parts: Sequence[Part], captured: Sequence[Value]) -> dict[Value, Value]:
