@@ -47,7 +47,7 @@ LATE = {
     ("tfnb/recording/habits.py", "tfnb.gradients.eager"): "backward() in a cell asks gradients",
     ("tfnb/recording/habits.py", "tfnb.train.from_torch"): "optimizer.step() in a cell asks train",
     ("tfnb/recording/tensor.py", "tfnb.session"): ".eval asks the default session",
-    ("tfnb/control_flow/source.py", "tfnb.control_flow.malting"): "malt takes a tenth of a second to load",
+    ("tfnb/control_flow/staging/source.py", "tfnb.control_flow.staging.malting"): "malt takes time to load",
     ("tfnb/gradients/slices.py", "tfnb.session"): ".eval asks the default session",
     ("tfnb/datasets.py", "sklearn"): "optional extra [data]",
     ("tfnb/execution/compiler.py", "torch"): "inductor takes seconds to load",

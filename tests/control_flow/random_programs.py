@@ -1,4 +1,4 @@
-"""Random programs of nested loops and branches over vectors, run by plain Python or recorded."""
+"""`while_loop` and `cond` in plain Python, and random programs of nested loops and branches that either runs."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def python_loop(cond: Callable[..., Any], body: Callable[..., Any], init: Any, *
     return state
 
 
-def python_branch(pred: Any, then: Callable[[], Any], other: Callable[[], Any]) -> Any:
+def python_branch(pred: Any, then: Callable[..., Any], other: Callable[..., Any], *operands: Any) -> Any:
     """`tfnb.cond` in plain Python."""
-    return then() if pred else other()
+    return then(*operands) if pred else other(*operands)
 
 
 def program(seed: int, width: int = 3) -> Block:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tfnb
+from tests.control_flow.random_programs import python_branch
 from tfnb.errors import InvalidArgument, ShapeError
 
 
@@ -17,9 +18,6 @@ def test_the_run_decides(value: float) -> None:
         return branch(
             x.sum() > 0, lambda x: {"a": 2 * x, "b": (x.sum(), 1.5)}, lambda x: {"a": x - 1, "b": (x[0], 2.5)}, x
         )
-
-    def python_branch(pred: Any, then: Any, other: Any, *operands: Any) -> Any:
-        return then(*operands) if pred else other(*operands)
 
     with tfnb.record():
         x = tfnb.placeholder(torch.ones(3), name="x")

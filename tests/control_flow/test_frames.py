@@ -12,7 +12,8 @@ import torch
 import tfnb
 from tests.control_flow.random_programs import program
 from tfnb.control_flow import frames
-from tfnb.control_flow.frames import ENTER, EXIT, LOOPCOND, MERGE, NEXT, NODE, SWITCH, lower, structured
+from tfnb.control_flow.frames import ENTER, EXIT, LOOPCOND, MERGE, NEXT, NODE, SWITCH, lower
+from tfnb.control_flow.raising import structured
 from tfnb.graph.serial import graph_hash
 
 

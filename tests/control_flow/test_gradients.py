@@ -11,21 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tfnb
+from tests.control_flow.random_programs import python_branch, python_loop
 from tfnb.errors import NoGradient
 from tfnb.passes import optimize
 
 F64 = torch.float64
-
-
-def python_loop(cond: Callable[..., Any], body: Callable[..., Any], init: Any) -> Any:
-    state = tuple(torch.as_tensor(v) for v in init)
-    while cond(*state):
-        state = tuple(torch.as_tensor(v) for v in body(*state))
-    return state
-
-
-def python_branch(pred: Any, then: Callable[[], Any], other: Callable[[], Any]) -> Any:
-    return then() if pred else other()
 
 
 def check(

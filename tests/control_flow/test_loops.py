@@ -14,19 +14,13 @@ import pytest
 import torch
 
 import tfnb
+from tests.control_flow.random_programs import python_branch, python_loop
 from tfnb.errors import BranchChanged, DeadlineExceeded, InvalidArgument, ShapeError
 
 
 def halvings(x: torch.Tensor, loop: Callable[..., Any]) -> Any:
     """How often x can be halved before its norm is below one, and what is left."""
     return loop(lambda n, y: y.norm() > 1, lambda n, y: (n + 1, y / 2), (0, x))
-
-
-def python_loop(cond: Callable[..., Any], body: Callable[..., Any], init: Any) -> Any:
-    state = tuple(torch.as_tensor(v) for v in init)
-    while cond(*state):
-        state = tuple(torch.as_tensor(v) for v in body(*state))
-    return state
 
 
 @pytest.mark.parametrize("scale", [0.1, 3.0, 1000.0])
@@ -72,9 +66,6 @@ def test_nested_loops_and_branches_see_what_is_around_them() -> None:
             return i + 1, branch(inner.sum() > 4, lambda: inner / 2, lambda: inner + w[i])
 
         return loop(lambda i, y: i < 3, body, (0, x))
-
-    def python_branch(pred: Any, then: Any, other: Any) -> Any:
-        return then() if pred else other()
 
     with tfnb.record():
         x = tfnb.placeholder(torch.ones(2, 3), name="x")
@@ -176,7 +167,8 @@ def test_a_loop_variable_may_grow_along_a_declared_axis() -> None:
     assert rows.sample.shape == (5, 2)
 
 
-def test_a_loop_that_never_ends_ends_at_the_deadline_and_writes_nothing() -> None:
+def endless(**how: Any) -> tuple[tfnb.Variable, Any, Any]:
+    """A loop that goes on where x is above 0, what it and a line below it count, x, and all of it as a fetch."""
     steps = tfnb.Variable(torch.zeros(()), name="steps")
     with tfnb.record():
         x = tfnb.placeholder(torch.tensor(-1.0), name="x")
@@ -185,14 +177,21 @@ def test_a_loop_that_never_ends_ends_at_the_deadline_and_writes_nothing() -> Non
             steps.assign_add(1.0)
             return (y + 0,)
 
-        (y,) = tfnb.while_loop(lambda y: y > 0, body, (x,))
+        (y,) = tfnb.while_loop(lambda y: y > 0, body, (x,), **how)
+        steps.assign_add(1.0)
         done = tfnb.group(y, steps)
+    return steps, x, done
+
+
+def test_a_loop_that_never_ends_ends_at_the_deadline_and_writes_nothing() -> None:
+    steps, x, done = endless()
     begin = time.monotonic()
     with pytest.raises(DeadlineExceeded, match="did not end within"):
         tfnb.run(done, {x: 1.0}, timeout=0.3)
     assert time.monotonic() - begin < 5
     assert steps.value() == 0
     tfnb.run(done, {x: -1.0})
+    assert steps.value() == 1
 
 
 def test_an_interrupt_ends_a_loop() -> None:
@@ -202,9 +201,11 @@ def test_an_interrupt_ends_a_loop() -> None:
         x = tfnb.placeholder(torch.tensor(-1.0), name="x")
         (y,) = tfnb.while_loop(lambda y: y > 0, lambda y: (y + 0,), (x,))
     tfnb.run(y, {x: -1.0})
-    threading.Timer(0.3, _thread.interrupt_main).start()
+    timer = threading.Timer(0.3, _thread.interrupt_main)
     with pytest.raises(KeyboardInterrupt):
+        timer.start()
         tfnb.run(y, {x: 1.0})
+    timer.join()
 
 
 def test_a_graph_with_loops_is_saved_and_loaded(tmp_path: Path) -> None:
@@ -331,22 +332,12 @@ def test_a_run_decides_how_many_turns_there_are_at_most() -> None:
 
 
 def test_a_signal_ends_a_loop_and_variables_stay_at_the_last_step() -> None:
-    steps = tfnb.Variable(torch.zeros(()), name="steps")
-    with tfnb.record():
-        x = tfnb.placeholder(torch.tensor(-1.0), name="x")
-
-        def body(y: Any) -> Any:
-            steps.assign_add(1.0)
-            return (y + 0,)
-
-        (y,) = tfnb.while_loop(lambda y: y > 0, body, (x,), maximum_iterations=10**9)
-        steps.assign_add(1.0)
-        done = tfnb.group(y, steps)
+    steps, x, done = endless(maximum_iterations=10**9)
     tfnb.run(done, {x: -1.0})
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
     begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
+        timer.start()
         tfnb.run(done, {x: 1.0})
     timer.join()
     assert time.monotonic() - begin < 5

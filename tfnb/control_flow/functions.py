@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from tfnb.control_flow.operators import converted
+from tfnb.control_flow.staging.calls import converted
 from tfnb.control_flow.structure import flat, recorder_if_open, spec_of, tensors
 from tfnb.errors import InvalidArgument
 from tfnb.graph import Variable

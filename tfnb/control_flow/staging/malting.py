@@ -30,7 +30,7 @@ from malt.pyct.static_analysis import (  # noqa: E402
     reaching_fndefs,
 )
 
-from tfnb.control_flow.source import HIDDEN, NotConvertible  # noqa: E402
+from tfnb.control_flow.staging.trees import HIDDEN, NotConvertible  # noqa: E402
 
 _PLACE = ("lineno", "col_offset", "end_lineno", "end_col_offset")
 

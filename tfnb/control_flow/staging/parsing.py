@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import CodeType
 from typing import Any
 
-from tfnb.control_flow.source import NotConvertible
+from tfnb.control_flow.staging.trees import NotConvertible
 
 
 def tree_of(code: CodeType) -> ast.FunctionDef | ast.Lambda:

@@ -12,9 +12,11 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._pytree import tree_leaves
 
-from tfnb.control_flow import operators
-from tfnb.control_flow.source import Part, cell_parts
-from tfnb.control_flow.staging import Sometimes, Undefined, status
+from tfnb.control_flow.staging.calls import fn, marked
+from tfnb.control_flow.staging.cells import Part, cell_parts
+from tfnb.control_flow.staging.operators import OPERATORS
+from tfnb.control_flow.staging.statement import status
+from tfnb.control_flow.staging.unset import Sometimes, Undefined
 from tfnb.control_flow.structure import recorder_if_open
 from tfnb.recording import Tensor
 from tfnb.recording.shared import Shared, swapped
@@ -55,9 +57,9 @@ def autograph(function: F) -> F:
         if recorder_if_open() is None or status.off:
             return function(*args, **kwargs)
         with converting():
-            return operators.fn(function)(*args, **kwargs)
+            return fn(function)(*args, **kwargs)
 
-    return operators.marked(call)
+    return marked(call)
 
 
 @contextmanager
@@ -97,7 +99,7 @@ def _call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not status.active or status.off or recorder_if_open() is None or "forward" in self.__dict__:
         return _CALL(self, *args, **kwargs)
     written = getattr(type(self), "forward", None)
-    forward = operators.fn(written) if isinstance(written, FunctionType) else written
+    forward = fn(written) if isinstance(written, FunctionType) else written
     if forward is written or forward is None:
         return _CALL(self, *args, **kwargs)
     self.__dict__["forward"] = MethodType(forward, self)
@@ -161,7 +163,7 @@ def _is_stale(value: Any) -> bool:
 
 
 def _made(code: CodeType, names: dict[str, Any]) -> Callable[[], Any]:
-    made: Callable[[], Any] = FunctionType(code, names)(operators)
+    made: Callable[[], Any] = FunctionType(code, names)(OPERATORS)
     return made
 
 

@@ -1,0 +1,352 @@
+"""Branches of converted code: both are run on the recorder, as `tfnb.cond` does.
+
+What the names hold before and after is what the branch takes and gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+
+from tfnb.control_flow.branches import joined, spec_inside
+from tfnb.control_flow.staging.statement import (
+    NUMBERS,
+    CannotStage,
+    Statement,
+    as_number,
+    empty_of,
+    is_number,
+    is_users,
+    is_value,
+    kind,
+    note_python,
+    part_of,
+    reason,
+    same,
+    sample_truth,
+    status,
+    tensor_of,
+)
+from tfnb.control_flow.staging.unset import Absent, Sometimes, Undefined, UndefinedReturnValue, guarded
+from tfnb.control_flow.structure import spec_of, truth
+from tfnb.errors import InvalidArgument, TfnbError
+from tfnb.graph import Value, Variable
+from tfnb.recording import Recorder, Tensor
+from tfnb.recording.calls import Unfinished
+from tfnb.recording.loop import DISAGREE
+from tfnb.recording.regions import Region, bound_outside, now, record_region
+
+_PACKAGE = str(Path(__file__).parents[2])
+
+
+def branched(
+    st: Statement, test: Tensor, body: Callable[[], None], orelse: Callable[[], None], wanted: int
+) -> None:  # fmt: skip
+    """Staged, or else by Python, with a guard."""
+    try:
+        return stage_if(st, test, body, orelse, wanted)
+    except OtherSide as side:
+        return body() if side.other else orelse()
+    except Check as check:
+        if not check.is_raise:
+            note_python(st, f"the branch that the sample does not take fails: {check}")
+        is_check = check.is_raise
+    except CannotStage as why:
+        note_python(st, why)
+        is_check = False
+    outcome, before, earlier = bool(test.sample), st.get(), set(st.recorder.tape.by_id)
+    st.recorder.branch(test, outcome, is_check=is_check)
+    body() if outcome else orelse()
+    if not is_check:
+        st.set(tuple(_guarded(st.recorder, v, old, earlier) for v, old in zip(st.get(), before, strict=True)))
+
+
+def _guarded(recorder: Recorder, value: Any, old: Any, earlier: Container[int]) -> Any:
+    """A name's value after a branch that Python took: a value from before the guard is one of after it."""
+    if value is old or not isinstance(value, Tensor) or value.shown.value.node not in earlier:
+        return value
+    return value.clone()
+
+
+def chosen(
+    what: str, recorder: Recorder, test: Tensor, body: Callable[[], Any], orelse: Callable[[], Any]
+) -> Any:  # fmt: skip
+    slot: list[Any] = [Undefined("the expression")]
+
+    def hold(values: tuple[Any, ...]) -> None:
+        slot[0] = values[0]
+
+    def put(way: Callable[[], Any]) -> Callable[[], None]:
+        return lambda: hold((way(),))
+
+    st = Statement(what, recorder, ("the expression",), lambda: (slot[0],), hold)
+    branched(st, test, put(body), put(orelse), 1)
+    return slot[0]
+
+
+class OtherSide(Exception):
+    """One side calls a function that is being recorded: so far only the other one tells what it gives."""
+
+    def __init__(self, other: bool) -> None:
+        super().__init__(str(other))
+        self.other = other
+
+
+class Check(Exception):
+    """The way that the samples do not take raises: by the user's ``raise``, or because something fails there."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(reason(error))
+        frames = []
+        traceback = error.__traceback__
+        while traceback is not None:
+            frames.append(traceback.tb_frame.f_code.co_filename)
+            traceback = traceback.tb_next
+        self.is_raise = not isinstance(error, (CannotStage, TfnbError)) and not (
+            frames and (frames[-1].startswith(_PACKAGE) or "site-packages" in frames[-1])
+        )
+
+
+@dataclass
+class _After:
+    """What the names hold after a branch: the leaves and form of each; tensors are outputs of the region."""
+
+    region: Region
+    values: tuple[Any, ...]
+    outputs: dict[tuple[int, int], Value]  # (name, leaf) -> output
+
+
+def stage_if(
+    st: Statement, test: Tensor, body: Callable[[], None], orelse: Callable[[], None], wanted: int
+) -> None:  # fmt: skip
+    """Both branches into the graph; the first ``wanted`` names are needed afterwards. Raises CannotStage or Check."""
+    recorder = st.recorder
+    predicate = truth(recorder, test, st.what)
+    before, taken = st.get(), sample_truth(predicate)
+    ways = {True: body, False: orelse}
+    after: dict[bool, _After] = {}
+    with st.staging(), recorder.scope(st.what.split()[0]) as scope:
+        for side in (True, False) if taken is not False else (False, True):
+            try:
+                after[side] = _branch(st, ways[side], before, scope, wanted, quiet=side is not (taken is not False))
+            except Unfinished:
+                undo(after)
+                raise OtherSide(not side) from None
+            except Exception as error:
+                undo(after)
+                if getattr(error, "details", None) == DISAGREE or (side is taken and is_users(error)):
+                    raise
+                if side is taken or isinstance(error, CannotStage):
+                    raise CannotStage(reason(error)) from error
+                raise Check(error) from error
+        try:
+            values = _Join(st, predicate, taken, before, after[True], after[False]).values(wanted)
+        except BaseException:
+            undo(after)
+            raise
+    st.set(values)
+
+
+def undo(after: dict[bool, _After]) -> None:
+    """As if no branch had been recorded."""
+    for side in reversed(list(after)):
+        after[side].region.undo()
+
+
+def _branch(
+    st: Statement, way: Callable[[], None], before: tuple[Any, ...], scope: str, wanted: int, *, quiet: bool
+) -> _After:  # fmt: skip
+    recorder = st.recorder
+    found: list[Any] = []
+    calls = 0
+
+    def call() -> list[Tensor]:
+        nonlocal calls
+        st.set(before)
+        with st.body(quiet or calls > 0):
+            calls += 1
+            way()
+            values = st.get()
+        values = tuple(
+            v.read() if isinstance(v, Sometimes) and v is not old else v for v, old in zip(values, before, strict=True)
+        )
+        outputs: dict[tuple[int, int], int] = {}
+        tensors: list[Tensor] = []
+        for place, value in enumerate(values[:wanted]):
+            changed = value is not before[place]
+            for leaf_place, leaf in enumerate(tree_flatten(value)[0]):
+                if isinstance(leaf, Tensor) or (changed and isinstance(leaf, (torch.Tensor, Variable))):
+                    outputs[place, leaf_place] = len(tensors)
+                    tensors.append(tensor_of(recorder, leaf))
+        found[:] = [values, outputs]
+        st.set(before)
+        st.attributes_kept()
+        return tensors
+
+    region = record_region(recorder, call, [], scope=scope, turns=False)
+    st.set(before)
+    values, outputs = found
+    return _After(region, values, {at: region.outputs[place] for at, place in outputs.items()})
+
+
+class _Join:
+    """What names hold after one of two branches."""
+
+    def __init__(
+        self, st: Statement, predicate: Tensor, taken: bool | None, before: tuple[Any, ...], then: _After, other: _After
+    ) -> None:
+        self.st, self.predicate, self.taken, self.before = st, predicate, taken, before
+        self.sides = {True: then, False: other}
+        self.columns: list[tuple[Value | None, Value | None]] = []
+        self.labels: list[str] = []
+
+    def values(self, wanted: int) -> tuple[Any, ...]:
+        """What to set the names to, once the branches are one node."""
+        plans = [self._plan(place) if place < wanted else (lambda _, v=v: v) for place, v in enumerate(self.before)]
+        st = self.st
+        for place, side in enumerate((True, False)):
+            self.sides[side].region.outputs = [column[place] for column in self.columns]
+        what = f"{st.place}: `{st.what}`"
+        regions = (self.sides[True].region, self.sides[False].region)
+        if any(r.nodes or r.written for r in regions) or self.columns:
+            results = joined(st.recorder, self.predicate, regions, self.labels, what)
+        else:
+            results = []
+        return tuple(plan(results) for plan in plans)
+
+    def _plan(self, place: int) -> Callable[[list[Any]], Any]:
+        then, other = (self.sides[side].values[place] for side in (True, False))
+        name, before = self.st.names[place], self.before[place]
+        if then is other:
+            return lambda _: then
+        if isinstance(then, Undefined) or isinstance(other, Undefined):
+            return self._one_sided(place, not isinstance(then, Undefined), before)
+        if name in status.foreign and not status.depth and (then is before) is not (other is before):
+            side = other is before
+            if not self._as_before(place, side, before):
+                return self._one_sided(place, side, before)
+        leaves, form = tree_flatten(then)
+        theirs, their_form = tree_flatten(other)
+        label = self.st.label(name)
+        if form != their_form:
+            mixed = [v for v in (*leaves, *theirs) if isinstance(v, torch.Tensor)]
+            if then is None or other is None or not mixed or form.is_leaf() or their_form.is_leaf():
+                raise CannotStage(f"{label} is {kind(then)} in one branch and {kind(other)} in the other")
+            raise InvalidArgument(
+                f"{label} is of another structure in each branch: {kind(then)} of {len(leaves)} values and "
+                f"{kind(other)} of {len(theirs)}\n  {self.st.place}{self.st.recorder.tape.at()}", details=DISAGREE,
+            )  # fmt: skip
+        paths = [keystr(path) for path, _ in tree_flatten_with_path(then)[0]]
+        parts = [
+            self._leaf(place, at, a, b, part_of(label, path))
+            for at, (a, b, path) in enumerate(zip(leaves, theirs, paths, strict=True))
+        ]
+        return lambda results: tree_unflatten([part(results) for part in parts], form)
+
+    def _leaf(self, place: int, at: int, a: Any, b: Any, label: str) -> Callable[[list[Any]], Any]:
+        if a is b or (type(a) is type(b) and not isinstance(a, torch.Tensor) and same(a, b)):
+            return lambda _: a
+        if not is_value(a) or not is_value(b):
+            raise CannotStage(f"{label} is {kind(a)} in one branch and {kind(b)} in the other")
+        dtype = self._dtype(a, b, label)
+        column = tuple(self._value(side, place, at, v, dtype) for side, v in ((True, a), (False, b)))
+        result = self._column(column, label)
+        numbers = all(is_number(v) or not isinstance(v, (torch.Tensor, Variable)) for v in (a, b))
+        return (lambda results: as_number(result(results))) if numbers else result
+
+    def _column(self, column: Any, label: str) -> Callable[[list[Any]], Any]:
+        self.columns.append(column)
+        self.labels.append(label)
+        index = len(self.columns) - 1
+        return lambda results: results[index]
+
+    def _dtype(self, a: Any, b: Any, label: str) -> torch.dtype | None:
+        """Of numbers: that of the tensor in the other branch, or torch's promotion of both."""
+        numbers = [v for v in (a, b) if not isinstance(v, (torch.Tensor, Variable))]
+        if not numbers:
+            return None
+        plain = [0 if isinstance(n, torch.SymInt) else n for n in numbers]
+        if len(numbers) == 2:
+            return torch.result_type(*(torch.as_tensor(n) for n in plain))
+        tensor = a if isinstance(a, (torch.Tensor, Variable)) else b
+        dtype = tensor.dtype if isinstance(tensor, torch.Tensor) else tensor.spec.dtype
+        if torch.result_type(empty_of(dtype), plain[0]) != dtype:
+            st = self.st
+            raise InvalidArgument(
+                f"{label} is {dtype} in one branch and the number {numbers[0]!r} in the other\n  {st.place}"
+                f"{st.recorder.tape.at()}", details=DISAGREE,
+            )  # fmt: skip
+        return dtype
+
+    def _value(self, side: bool, place: int, at: int, leaf: Any, dtype: torch.dtype | None) -> Value:
+        after, recorder = self.sides[side], self.st.recorder
+        if (place, at) in after.outputs:
+            return after.outputs[place, at]
+        if isinstance(leaf, (torch.Tensor, Variable)) and after.region.written:
+            raise CannotStage(
+                f"{self.st.label(self.st.names[place])} is replaced in one branch and written in the other"
+            )
+        if isinstance(leaf, NUMBERS):
+            leaf = torch.as_tensor(leaf, dtype=dtype)
+        return recorder._entry(tensor_of(recorder, leaf)).value
+
+    def _one_sided(self, place: int, side: bool, before: Any) -> Callable[[list[Any]], Any]:
+        """A name that one branch leaves without a value."""
+        st, after = self.st, self.sides[side]
+        name, value = st.names[place], after.values[place]
+        line = st.place
+        absent = Absent(name, f"it is set in one branch of {line} only")
+        leaves, form = tree_flatten(value)
+        is_returned = any(isinstance(s.values[place], UndefinedReturnValue) for s in self.sides.values())
+        if isinstance(value, Undefined):
+            return lambda _: value
+        if not all(map(is_value, leaves)) or not all(self._fits(after, place, at) for at in range(len(leaves))):
+            if is_returned:
+                raise CannotStage(f"it returns {kind(value)}, and goes on in the other branch")
+            return lambda _: (
+                absent
+                if self.taken is not side
+                else Absent(name, f"it is {kind(value)} in one branch of {line} and has no value in the other")
+            )
+        parts = []
+        for at, leaf in enumerate(leaves):
+            value_at = self._value(side, place, at, leaf, None)
+            parts.append(self._column((value_at, None) if side else (None, value_at), st.label(name)))
+
+        def made(results: list[Any]) -> Any:
+            whole = tree_unflatten([part(results) for part in parts], form)
+            if is_returned:
+                return whole
+            if self.taken is not side:
+                return absent
+            return Sometimes(name, guarded(st.recorder, whole, self.predicate, side))
+
+        return made
+
+    def _as_before(self, place: int, side: bool, before: Any) -> bool:
+        """Whether what a branch gave a name is like what the name held."""
+        after, recorder = self.sides[side], self.st.recorder
+        leaves, form = tree_flatten(after.values[place])
+        olds, old_form = tree_flatten(before)
+        if form != old_form or not all(map(is_value, (*leaves, *olds))):
+            return False
+        for at, (leaf, old) in enumerate(zip(leaves, olds, strict=True)):
+            inside = after.outputs.get((place, at))
+            spec = spec_of(tensor_of(recorder, leaf)) if inside is None else spec_inside(recorder, after.region, inside)
+            was = spec_of(tensor_of(recorder, old))
+            if (spec.dtype, now(recorder, spec)) != (was.dtype, now(recorder, was)):
+                return False
+        return True
+
+    def _fits(self, after: _After, place: int, at: int) -> bool:
+        """Whether its sizes are known where the branch was not taken."""
+        output = after.outputs.get((place, at))
+        if output is None:
+            return True
+        recorder = self.st.recorder
+        return bound_outside(recorder, spec_inside(recorder, after.region, output))

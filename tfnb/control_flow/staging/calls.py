@@ -1,0 +1,122 @@
+"""Which function converted code calls: the converted one, where a function is the user's and has source."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable
+from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from tfnb.control_flow.staging.containers import CHANGES, CONTAINERS, made, refuse_change
+from tfnb.control_flow.staging.iteration import BUILTINS
+from tfnb.control_flow.staging.parsing import tree_of
+from tfnb.control_flow.staging.places import is_foreign
+from tfnb.control_flow.staging.source import bound, function_code, worth
+from tfnb.control_flow.staging.statement import status
+from tfnb.control_flow.staging.trees import HIDDEN, NotConvertible
+from tfnb.control_flow.structure import recorder_if_open
+
+OPERATORS = SimpleNamespace()  # what converted code calls, by `HIDDEN`: `operators` has them
+
+_MARK = "__tfnb_converted__"
+_factories: WeakKeyDictionary[CodeType, CodeType | None] = WeakKeyDictionary()
+
+
+def fn(function: Any) -> Any:
+    """What to call in place of ``function``: the converted one if it is the user's, and its source is there."""
+    if status.off or recorder_if_open() is None:
+        return function
+    kind = type(function)
+    if kind is FunctionType:
+        return _function(function)
+    if kind is MethodType:
+        inner = fn(function.__func__)
+        return function if inner is function.__func__ else MethodType(inner, function.__self__)
+    if kind is BuiltinMethodType:
+        return _builtin(function)
+    if kind is functools.partial:
+        return functools.partial(fn(function.func), *function.args, **function.keywords)
+    if isinstance(function, type):
+        found = BUILTINS.get(function, function)
+        return _noted(found) if status.depth and issubclass(function, CONTAINERS) else found
+    own = inspect.getattr_static(kind, "__call__", None)
+    if isinstance(own, FunctionType) and not isinstance(function, torch.nn.Module):
+        inner = _function(own)
+        return function if inner is own else MethodType(inner, function)
+    return function
+
+
+def _builtin(function: Any) -> Any:
+    owner = function.__self__
+    if status.depth and isinstance(owner, CONTAINERS) and function.__name__ in CHANGES:
+        refuse_change(owner, f"{function.__name__}()")
+    return BUILTINS.get(function, function) if isinstance(owner, ModuleType) else function
+
+
+def _noted(kind: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: made(kind(*args, **kwargs))
+
+
+def _function(function: FunctionType) -> FunctionType:
+    code = function.__code__
+    if _MARK in function.__dict__ or HIDDEN in code.co_freevars:  # a lambda of converted code has no mark
+        return function
+    if code not in _factories:
+        _factories[code] = None if is_foreign(code.co_filename) else _factory(code)
+    factory = _factories[code]
+    if factory is None:
+        return _rewrapped(function)
+    return marked(bound(factory, function, OPERATORS))
+
+
+def _factory(code: CodeType) -> CodeType | None:
+    """None where there is nothing to convert; in the margin, where that fails."""
+    try:
+        tree = tree_of(code)
+        return function_code(code, tree) if worth(tree) else None
+    except NotConvertible as why:
+        recorder = recorder_if_open()
+        if recorder is not None:
+            recorder.notes.append(f"{code.co_qualname}, line {code.co_firstlineno}, stays Python: {why}")
+        return None
+
+
+def _rewrapped(function: FunctionType) -> FunctionType:
+    """A decorator's function around one of the user's: the same, around the converted one."""
+    inner = getattr(function, "__wrapped__", None)
+    if not isinstance(inner, FunctionType) or not function.__closure__:
+        return function
+    new = fn(inner)
+    cells = [CellType(new) if _content(cell) is inner else cell for cell in function.__closure__]
+    if new is inner or all(a is b for a, b in zip(cells, function.__closure__, strict=True)):
+        return function
+    wrapper = FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
+    )  # fmt: skip
+    wrapper.__kwdefaults__ = function.__kwdefaults__
+    wrapper.__dict__.update(function.__dict__)
+    return wrapper
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def converted(function: Any) -> Any:
+    """``function`` as converted code calls it; as it is, where none runs."""
+    return fn(function) if status.active else function
+
+
+def marked(function: Any) -> Any:
+    """A function that is converted already."""
+    with contextlib.suppress(AttributeError):
+        function.__dict__[_MARK] = True
+    return function

@@ -1,0 +1,132 @@
+"""The statements of a cell, each as code by itself: a factory where it is converted."""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import CodeType
+
+from tfnb.control_flow.staging.source import CELL, FUNCTION, Place, compiled, with_operators, worth
+from tfnb.control_flow.staging.trees import (
+    CONTROL,
+    NotConvertible,
+    bound_names,
+    definition,
+    has_control,
+    no_arguments,
+    placed,
+)
+
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Statements of a cell: their code, which is a factory unless they stay as they are, and why they do."""
+
+    code: CodeType
+    is_factory: bool
+    why: str = ""
+    names: frozenset[str] = frozenset()  # bound here, and by no statement of the cell above, nor read before
+    is_loop: bool = False
+
+
+def cell_parts(
+    body: Sequence[ast.stmt], result: ast.expr | None, filename: str, flags: int = 0
+) -> tuple[list[Part], CodeType | None]:
+    """The statements of a cell in order, and its final expression; raises NotConvertible if that cannot be converted.
+
+    A factory is, with the namespace as its globals, a function of the operators that gives a function to be called.
+    """
+    parts = _Parts(Place(filename, CELL, CELL, flags))
+    found = [parts.part(group) for group in _grouped(body)]
+    return found, None if result is None else parts.code([placed(result, ast.Return(result))])[0]
+
+
+class _Parts:
+    """The statements of a cell, one group after the other."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.above: set[str] = set()  # names bound so far
+        self.unsure: set[str] = set()  # those that a statement with control flow bound
+
+    def part(self, group: list[ast.stmt]) -> Part:
+        """The next group."""
+        mine, is_control = bound_names(group), has_control(group)
+        found, why = None, ""
+        if not _stays(group[0]) and (any(map(worth, group)) or self.unsure & _names(group)):
+            try:
+                code, needed = self.code(copy.deepcopy(group))
+                names = frozenset(mine - self.above - needed) if is_control else frozenset()
+                found = Part(code, True, "", names, isinstance(group[0], (ast.For, ast.While)))
+            except NotConvertible as error:
+                why = f"line {group[0].lineno}: {error}"
+        self.above |= mine
+        if is_control:
+            self.unsure |= mine
+        if found is not None:
+            return found
+        whole = ast.Module(group, [])
+        return Part(compile(whole, self.place.filename, "exec", self.place.flags, dont_inherit=True), False, why)
+
+    def code(self, body: list[ast.stmt]) -> tuple[CodeType, set[str]]:
+        """The factory of statements, and the names that they read before they bind them."""
+        for node in (node for statement in body for node in ast.walk(statement)):
+            if isinstance(node, (ast.ImportFrom, ast.Await, ast.AsyncFor, ast.AsyncWith)):
+                raise NotConvertible("imports and await stay as they are")
+        names = sorted(bound_names(body))
+        inside: list[ast.stmt] = [_Plain().visit(statement) for statement in body]
+        if names:
+            inside.insert(0, placed(body[0], ast.Global(names)))
+        function = with_operators(placed(body[0], definition(FUNCTION, no_arguments(), inside)), self.unsure)
+        read: list[set[str]] = getattr(function, "read", [])  # of each statement with control flow, the outermost last
+        needed = set().union(*(read[-1:] if isinstance(body[0], CONTROL) and not _left(body[0]) else read))
+        return compiled(function, self.place, ()), needed
+
+
+def _left(statement: ast.stmt) -> bool:
+    """Whether it is a loop with an ``else``, which becomes two statements."""
+    return isinstance(statement, (ast.For, ast.While)) and bool(statement.orelse)
+
+
+def _names(body: Iterable[ast.AST]) -> set[str]:
+    return {node.id for each in body for node in ast.walk(each) if isinstance(node, ast.Name)}
+
+
+def _stays(statement: ast.stmt) -> bool:
+    """Whether a statement of a cell stays as it is: definitions are converted when they are called, and IPython's
+    magics look at the frame they stand in."""
+    is_magic = any(isinstance(n, ast.Name) and n.id == "get_ipython" for n in ast.walk(statement))
+    return isinstance(statement, _DEFINITIONS) or is_magic
+
+
+def _grouped(body: Sequence[ast.stmt]) -> list[list[ast.stmt]]:
+    """Statements with control flow each by itself, the others together."""
+    groups: list[list[ast.stmt]] = []
+    last = ""
+    for statement in body:
+        kind = "as it is" if _stays(statement) else "control" if has_control([statement]) else "plain"
+        if kind != last or kind == "control":
+            groups.append([])
+        groups[-1].append(statement)
+        last = kind
+    return groups
+
+
+class _Plain(ast.NodeTransformer):
+    """Annotated assignments of a cell as plain ones: a global name cannot be annotated."""
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        if not isinstance(node.target, ast.Name):
+            return node
+        if node.value is None:
+            return placed(node, ast.Pass())
+        return placed(node, ast.Assign([node.target], node.value, None))
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        return node
+
+    visit_AsyncFunctionDef = visit_ClassDef = visit_FunctionDef  # type: ignore[assignment]

@@ -1,0 +1,169 @@
+"""Expressions as calls of operators, and ``for ... else`` as a flag: what malt leaves out."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Container
+from typing import Any
+
+from tfnb.control_flow.staging.trees import HIDDEN, never_tensor, no_arguments, operator_call, placed, thunk
+
+# Calls that look at the frame they stand in, or whose answer never is a tensor.
+_AS_WRITTEN = frozenset({
+    "super", "locals", "globals", "vars", "dir", "eval", "exec", "breakpoint", "isinstance", "issubclass", "hasattr",
+    "callable", "type", "id", "repr", "str", "format",
+})  # fmt: skip
+
+
+class Else(ast.NodeTransformer):
+    """``for ... else`` as a flag and an ``if``."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def _loop(self, node: Any) -> Any:
+        self.generic_visit(node)
+        if not node.orelse:
+            return node
+        self.count += 1
+        flag = f"{HIDDEN}left_{self.count}"
+        _Flagged(flag).visit_body(node)
+        orelse, node.orelse = node.orelse, []
+        test = placed(orelse[0], ast.UnaryOp(ast.Not(), placed(orelse[0], ast.Name(flag, ast.Load()))))
+        return [_flag(node, flag, False), node, placed(orelse[0], ast.If(test, orelse, []))]
+
+    visit_For = visit_While = _loop
+
+
+class _Flagged(ast.NodeTransformer):
+    """A flag that is set before each ``break`` of one loop."""
+
+    def __init__(self, flag: str) -> None:
+        self.flag = flag
+
+    def visit_body(self, loop: Any) -> None:
+        """Those of the loop itself."""
+        loop.body = [new for old in loop.body for new in _listed(self.visit(old))]
+
+    def visit_Break(self, node: ast.Break) -> Any:
+        return [_flag(node, self.flag, True), node]
+
+    def _leave(self, node: Any) -> Any:
+        return node
+
+    visit_For = visit_While = visit_FunctionDef = visit_ClassDef = visit_Lambda = _leave
+
+
+def _flag(at: ast.AST, name: str, value: bool) -> ast.Assign:
+    return placed(at, ast.Assign([placed(at, ast.Name(name, ast.Store()))], placed(at, ast.Constant(value)), None))
+
+
+def _listed(found: Any) -> list[Any]:
+    return found if isinstance(found, list) else [found]
+
+
+class Expressions(ast.NodeTransformer):
+    """Calls, ``and``, ``or``, ``not``, conditional expressions and chained comparisons as operators."""
+
+    def __init__(self, unsure: Container[str]) -> None:
+        self.unsure = unsure
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        is_unsure = isinstance(node.ctx, ast.Load) and node.id in self.unsure
+        return operator_call(node, "ld", node) if is_unsure else node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        if _is_operator(node.func):
+            self.generic_visit(node)
+            return node
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Name) and node.func.id in _AS_WRITTEN:
+            return node
+        if isinstance(node.func, ast.Attribute):  # in a chain over several lines, the line of this method
+            node.lineno = node.func.end_lineno or node.lineno
+            node.col_offset = max(0, (node.func.end_col_offset or 0) - len(node.func.attr))
+        node.func = operator_call(node.func, "fn", node.func)
+        return node
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
+        if _binds(node.body) or _binds(node.orelse) or never_tensor(node.test):
+            return self.generic_visit(node)
+        self.generic_visit(node)
+        return operator_call(node, "if_exp", node.test, thunk(node.body), thunk(node.orelse))
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
+        if any(map(_binds, node.values)) or never_tensor(node):
+            return self.generic_visit(node)
+        self.generic_visit(node)
+        name = "and_" if isinstance(node.op, ast.And) else "or_"
+        *values, last = node.values
+        for value in reversed(values):
+            last = operator_call(node, name, value, thunk(last))
+        return last
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
+        self.generic_visit(node)
+        return operator_call(node, "not_", node.operand) if isinstance(node.op, ast.Not) else node
+
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
+        """``a < b < c`` as ``(lambda a, b: a < b and b < c)(a, b)``: b is computed once, and c only if a < b."""
+        if len(node.ops) == 1 or never_tensor(node) or any(map(_binds, node.comparators[1:])):
+            return self.generic_visit(node)
+        left, right = f"ag__left_{len(node.ops)}", f"ag__right_{len(node.ops)}"
+
+        def name(text: str) -> ast.Name:
+            return placed(node, ast.Name(text, ast.Load()))
+
+        first = placed(node, ast.Compare(name(left), node.ops[:1], [name(right)]))
+        rest = self.visit(placed(node, ast.Compare(name(right), node.ops[1:], node.comparators[1:])))
+        both = no_arguments()
+        both.args = [placed(node, ast.arg(text, None, None)) for text in (left, right)]
+        chain = placed(node, ast.Lambda(both, operator_call(node, "and_", first, thunk(rest))))
+        return placed(node, ast.Call(chain, [self.visit(node.left), self.visit(node.comparators[0])], []))
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        return node if node.name.startswith(("ag__get_state", "ag__set_state")) else self.generic_visit(node)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
+        self.generic_visit(node)
+        if not isinstance(node.target, ast.Name):
+            return node
+        name = placed(node.target, ast.Name(node.target.id, ast.Load()))
+        kind = placed(node, ast.Constant(type(node.op).__name__))
+        return placed(node, ast.Assign([node.target], operator_call(node, "augmented", kind, name, node.value), None))
+
+    # What is made and what is written, for a staged body to know the one from the other.
+
+    def _made(self, node: Any) -> ast.AST:
+        self.generic_visit(node)
+        return (
+            node if isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del)) else operator_call(node, "made", node)
+        )
+
+    visit_List = visit_Dict = visit_Set = visit_ListComp = visit_DictComp = visit_SetComp = _made
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        self.generic_visit(node)
+        if not isinstance(node.ctx, ast.Load):
+            node.value = operator_call(node, "changed", node.value)
+        return node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        self.generic_visit(node)
+        if not isinstance(node.ctx, ast.Load):
+            node.value = operator_call(node, "changed", node.value, placed(node, ast.Constant(node.attr)))
+        return node
+
+
+def _binds(node: ast.AST) -> bool:
+    """Whether an expression cannot stand in a function of its own."""
+    return any(isinstance(n, (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom)) for n in ast.walk(node))
+
+
+def _is_operator(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and (
+        node.value.id == HIDDEN or node.value.id.startswith("ag__scope")
+    )  # fmt: skip

@@ -1,0 +1,142 @@
+"""What a loop may go over, and Python's ``range``, ``enumerate``, ``zip`` and ``len`` of what varies."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from tfnb.control_flow.staging.branching import chosen
+from tfnb.control_flow.staging.looping import Stage
+from tfnb.control_flow.staging.statement import Statement, recorder_for, status
+from tfnb.recording import Tensor
+
+
+class Range:
+    """``range`` of recorded numbers and varying sizes."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+        self.start, self.stop, self.step = (0, *args, 1) if len(args) == 1 else (*args, 1)[:3]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(*(int(arg) for arg in self.args)))
+
+    def __len__(self) -> int:
+        return len(range(*(int(arg) for arg in self.args)))
+
+    def stage(self, st: Statement, more: Any, body: Callable[[Any], None]) -> None:
+        by_size = not any(isinstance(arg, torch.Tensor) for arg in self.args)
+        start, stop, step = (
+            torch.ops.aten.scalar_tensor(arg, dtype=torch.int64) if isinstance(arg, torch.SymInt) else arg
+            for arg in (self.start, self.stop, self.step)
+        )
+        with st.staging():
+            span = torch.as_tensor(stop - start)
+            turns = span if isinstance(step, int) and step == 1 else torch.div(span + step - _sign(step), step,
+                                                                                rounding_mode="floor")  # fmt: skip
+        Stage(st, by_size=by_size).record(more, body, limit=turns.clamp(min=0), first=start, step=step)
+
+
+def _sign(step: Any) -> Any:
+    return torch.sign(step) if isinstance(step, torch.Tensor) else (1 if step > 0 else -1)
+
+
+class Rows:
+    """The rows of tensors of a varying length: of one, of several together, or with their number."""
+
+    def __init__(self, tensors: tuple[Any, ...], shape: Callable[..., Any], plain: Callable[[], Any]) -> None:
+        self.tensors, self.shape, self.plain = tensors, shape, plain
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.plain())
+
+    def stage(self, st: Statement, more: Any, body: Callable[[Any], None]) -> None:
+        Stage(st, by_size=True).record(
+            more, lambda index, *rows: body(self.shape(index, *rows)), xs=self.tensors, first=0
+        )
+
+
+def turns_of(items: Any) -> Range | Rows | None:
+    """How to stage a loop over these items; None where Python goes over them."""
+    if isinstance(items, (Range, Rows)):
+        return items
+    if _varies(items):
+        return Rows((items,), lambda index, row: row, lambda: items)
+    return None
+
+
+def _varies(item: Any) -> bool:
+    """Whether only a run knows how many rows there are."""
+    return isinstance(item, Tensor) and item.dim() > 0 and isinstance(item.shape[0], torch.SymInt)
+
+
+def _range(*args: Any) -> Any:
+    known = all(not isinstance(arg, (torch.SymInt, Tensor)) for arg in args)
+    whole = all(
+        isinstance(arg, (int, torch.SymInt)) or (isinstance(arg, Tensor) and not arg.dim() and _is_whole(arg))
+        for arg in args
+    )
+    return range(*args) if known or not whole or not 0 < len(args) < 4 else Range(*args)
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return not tensor.dtype.is_floating_point and not tensor.dtype.is_complex and tensor.dtype != torch.bool
+
+
+def _enumerate(items: Any, start: Any = 0) -> Any:
+    if not _varies(items):
+        return enumerate(items, start)
+    return Rows((items,), lambda index, row: (index + start, row), lambda: enumerate(items, start))
+
+
+def _zip(*items: Any, strict: bool = False) -> Any:
+    same = items and all(map(_varies, items)) and all(
+        i.shape[0].node.expr == items[0].shape[0].node.expr for i in items
+    )  # fmt: skip
+    if not same:
+        return zip(*items, strict=strict)
+    return Rows(items, lambda index, *rows: rows, lambda: zip(*items, strict=strict))
+
+
+def _len(item: Any) -> Any:
+    return item.shape[0] if _varies(item) else len(item)
+
+
+def _print(*args: Any, **options: Any) -> None:
+    if not status.quiet:
+        print(*args, **options)  # noqa: T201  the user's
+
+
+def _given(item: Any) -> Any:
+    return item
+
+
+def _best(name: str, is_better: Callable[[Any, Any], Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``max`` or ``min``: where a recorded number is among the items, each run chooses."""
+
+    def best(*items: Any, **options: Any) -> Any:
+        found = list(items[0]) if len(items) == 1 and isinstance(items[0], (list, tuple)) else list(items)
+        if options or len(found) < 2 or not any(isinstance(item, Tensor) and not item.dim() for item in found):
+            return plain(*items, **options)
+        first = found[0]
+        for item in found[1:]:
+            test = is_better(item, first)
+            recorder = recorder_for(test)
+            if recorder is None:
+                first = item if test else first
+            else:
+                better, now = functools.partial(_given, item), functools.partial(_given, first)
+                first = chosen(name, recorder, test, better, now)
+        return first
+
+    return best
+
+
+BUILTINS: dict[Any, Callable[..., Any]] = {
+    range: _range, enumerate: _enumerate, zip: _zip, len: _len, print: _print,
+    max: _best("max", operator.gt, max), min: _best("min", operator.lt, min),
+}  # fmt: skip

@@ -1,0 +1,276 @@
+"""Loops of converted code: test and body are run on the recorder, as `tfnb.while_loop` does.
+
+What the names hold is what is carried from turn to turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+
+from tfnb.control_flow.staging.statement import (
+    NUMBERS,
+    CannotStage,
+    Statement,
+    as_number,
+    empty_of,
+    is_number,
+    is_users,
+    is_value,
+    kind,
+    note_python,
+    part_of,
+    reason,
+    same,
+    tensor_of,
+)
+from tfnb.control_flow.staging.unset import Absent, Sometimes, Undefined, UndefinedReturnValue, guarded
+from tfnb.control_flow.structure import spec_of, truth
+from tfnb.errors import InvalidArgument, TfnbError
+from tfnb.graph import Spec, Variable
+from tfnb.recording import Tensor
+from tfnb.recording.loop import DISAGREE, Loop
+from tfnb.recording.regions import bound_outside, now
+
+
+def staged_loop(st: Statement, stage: Callable[[], None], turn: Callable[[], None]) -> bool:
+    """Whether a loop could be staged; a user's error in its first turn is raised."""
+    try:
+        stage()
+        return True
+    except CannotStage as error:
+        why = error
+    if is_users(why.__cause__ or why):
+        st.tried(turn)
+    note_python(st, why)
+    return False
+
+
+class _Again(Exception):
+    """The loop is recorded again, knowing more about its variables."""
+
+
+class Stage:
+    """One loop to be staged: which names it carries, as which tensors.
+
+    by_size: only sizes decide how often it turns, so Python can run it for those of the samples.
+    """
+
+    def __init__(self, st: Statement, *, by_size: bool = False) -> None:
+        self.st, self.recorder, self.by_size = st, st.recorder, by_size
+        self.before = st.get()
+        self.dtypes: dict[tuple[int, int], torch.dtype] = {}  # of numbers that the body makes into something else
+        self.late: dict[int, tuple[TreeSpec, list[Spec]] | None] = {}  # names that the body gives their first value
+        self.calls = 0
+
+    def record(
+        self, test: Callable[[], Any] | None, body: Callable[..., None], *, xs: Sequence[Tensor] = (),
+        limit: Any = None, first: Any = None, step: Any = 1,
+    ) -> None:  # fmt: skip
+        """``while test(): body()``; with ``first``, the body gets an index; with ``xs``, a row of each."""
+        st = self.st
+        with st.staging():
+            while True:
+                try:
+                    return self._attempt(test, body, xs, limit, first, step)
+                except _Again:
+                    st.set(self.before)
+                except Exception as error:
+                    if getattr(error, "details", None) == DISAGREE and not self.by_size:
+                        if isinstance(error, TfnbError) and st.place not in error.message:
+                            error.message += f"\n  {st.place}: `{st.what}`"
+                        raise
+                    raise CannotStage(reason(error)) from error
+
+    def _attempt(self, test: Any, body: Any, xs: Sequence[Tensor], limit: Any, first: Any, step: Any) -> None:
+        st, recorder = self.st, self.recorder
+        self._plan()
+        start = [*([] if first is None else [tensor_of(recorder, first)]), *self.start]
+        labels = [*([] if first is None else ["the index"]), *self.labels]
+        head = 0 if first is None else 1
+
+        def condition(*carried: Any) -> list[Any]:
+            assert test is not None
+            self._set(carried[head:])
+            with st.body(True):
+                found = test()
+            self._set_back()
+            return [truth(recorder, found, f"the condition of `{st.what}`")]
+
+        def turn(*given: Any) -> list[Any]:
+            carried, rows = given[head : len(start)], given[len(start) :]
+            self._set(carried)
+            with st.body(self.calls > 0):
+                self.calls += 1
+                body(*([given[0]] if head else []), *rows)
+                values = st.get()
+            self._set(carried)
+            st.attributes_kept()
+            self._set_back()
+            return [*([given[0] + step] if head else []), *self._leaves(values, carried)]
+
+        loop = Loop(recorder, start, labels, xs, limit=limit, what=st.what.split()[0])
+        result = loop.record(None if test is None else condition, turn)
+        self._finish(result.carried[head:], result.turns)
+
+    def _plan(self) -> None:
+        """What is carried: names that hold tensors and numbers, and those of which the body told what they will be."""
+        self.start: list[Tensor] = []
+        self.labels: list[str] = []
+        self.numbers: list[bool] = []  # which stand for Python numbers
+        self.forms: dict[int, tuple[TreeSpec, int]] = {}
+        for place, value in enumerate(self.before):
+            if isinstance(value, Sometimes):
+                value = value.read()
+            if isinstance(value, Undefined):
+                known = self.late.get(place)
+                if known is None:
+                    continue
+                form, specs = known
+                value = tree_unflatten([self._zeros(spec) for spec in specs], form)
+            leaves, form = tree_flatten(value)
+            if not all(map(is_value, leaves)):
+                continue
+            self.forms[place] = form, len(leaves)
+            name = self.st.label(self.st.names[place])
+            paths = [keystr(path) for path, _ in tree_flatten_with_path(value)[0]]
+            for at, (leaf, path) in enumerate(zip(leaves, paths, strict=True)):
+                self.numbers.append(is_number(leaf) or not isinstance(leaf, (torch.Tensor, Variable)))
+                if isinstance(leaf, NUMBERS):
+                    leaf = torch.as_tensor(leaf, dtype=self.dtypes.get((place, at)))
+                self.start.append(tensor_of(self.recorder, leaf))
+                self.labels.append(part_of(name, path))
+
+    def _zeros(self, spec: Spec) -> torch.Tensor:
+        sizes = spec.sizes(self.recorder.symbols.bindings(spec.shape))
+        return torch.zeros(sizes, dtype=spec.dtype, device=spec.device)
+
+    def _values(self, carried: Sequence[Any]) -> tuple[Any, ...]:
+        leaves = iter(as_number(leaf) if number else leaf for leaf, number in zip(carried, self.numbers, strict=True))
+        return tuple(
+            tree_unflatten([next(leaves) for _ in range(self.forms[place][1])], self.forms[place][0])
+            if place in self.forms else old for place, old in enumerate(self.before)
+        )  # fmt: skip
+
+    def _set(self, carried: Sequence[Any]) -> None:
+        """The names for one turn; a late one has no value before the body gives it one."""
+        values = self._values(carried)
+        self.st.set(tuple(
+            old if isinstance(old, Undefined) and not isinstance(old, (Sometimes, UndefinedReturnValue)) else value
+            for value, old in zip(values, self.before, strict=True)
+        ))  # fmt: skip
+
+    def _set_back(self) -> None:
+        self.st.set(self.before)
+
+    def _leaves(self, values: tuple[Any, ...], carried: Sequence[Any]) -> list[Any]:
+        """The carried leaves after one turn."""
+        found: list[Any] = []
+        given = iter(carried)
+        again = False
+        for place, (value, old) in enumerate(zip(values, self.before, strict=True)):
+            if isinstance(value, Sometimes):
+                value = value.read()
+            if place not in self.forms:
+                again |= self._new(place, value, old)
+                continue
+            form, count = self.forms[place]
+            mine = [next(given) for _ in range(count)]
+            if isinstance(value, Undefined):
+                found += mine  # a late one that this turn did not reach
+                continue
+            found += self._carried(place, value, form, mine)
+        if again or any(isinstance(leaf, torch.dtype) for leaf in found):
+            raise _Again
+        return found
+
+    def _new(self, place: int, value: Any, old: Any) -> bool:
+        """A name that is not carried: left as it was, or given its first value."""
+        name = self.st.label(self.st.names[place])
+        if value is old or (not isinstance(old, Undefined) and type(value) is type(old) and same(value, old)):
+            return False
+        if not isinstance(old, Undefined):
+            raise CannotStage(f"{name} is {kind(old)} before the loop and {kind(value)} after a turn")
+        leaves, form = tree_flatten(value)
+        if place in self.late or not all(map(is_value, leaves)):
+            if isinstance(old, UndefinedReturnValue):
+                raise CannotStage(f"it returns {kind(value)} inside of the loop")
+            self.late.setdefault(place, None)
+            return False
+        specs = [self._spec(leaf) for leaf in leaves]
+        if not all(bound_outside(self.recorder, spec) for spec in specs):
+            self.late[place] = None
+            return False
+        self.late[place] = form, specs
+        return True
+
+    def _spec(self, leaf: Any) -> Spec:
+        tensor = tensor_of(self.recorder, leaf)
+        spec = spec_of(tensor)
+        return Spec(spec.dtype, now(self.recorder, spec), spec.device)
+
+    def _carried(self, place: int, value: Any, form: TreeSpec, mine: Sequence[Any]) -> list[Any]:
+        st = self.st
+        name = st.label(st.names[place])
+        leaves, got = tree_flatten(value)
+        if got != form:
+            mixed = not got.is_leaf() and not form.is_leaf()
+            if value is None or not mixed:
+                raise CannotStage(
+                    f"{name} is {kind(self.before[place])} before the loop and {kind(value)} after a turn"
+                )
+            raise InvalidArgument(
+                f"{name} has {len(mine)} values before the loop and {len(leaves)} after a turn\n  {st.place}"
+                f"{self.recorder.tape.at()}", details=DISAGREE,
+            )  # fmt: skip
+        numbers = tree_flatten(self.before[place])[0] if not isinstance(self.before[place], Undefined) else []
+        found: list[Any] = []
+        for at, (leaf, given) in enumerate(zip(leaves, mine, strict=True)):
+            if not is_value(leaf):
+                raise CannotStage(f"{name} is a tensor or number before the loop and {kind(leaf)} after a turn")
+            was = numbers[at] if at < len(numbers) else None
+            wanted = _dtype_after(leaf, given)
+            if isinstance(was, NUMBERS) and wanted != given.dtype:
+                first = (place, at) not in self.dtypes and isinstance(leaf, torch.Tensor)
+                better = torch.result_type(empty_of(wanted), was) if first else torch.promote_types(given.dtype, wanted)
+                if better != given.dtype:
+                    self.dtypes[place, at] = better
+                    found.append(better)
+                    continue
+            if isinstance(leaf, NUMBERS):
+                if wanted != given.dtype:
+                    raise InvalidArgument(
+                        f"{name} is {given.spec} before the loop and the number {leaf!r} after a turn\n  {st.place}"
+                        f"{self.recorder.tape.at()}", details=DISAGREE,
+                    )  # fmt: skip
+                leaf = torch.as_tensor(leaf, dtype=given.dtype)
+            found.append(tensor_of(self.recorder, leaf))
+        return found
+
+    def _finish(self, carried: Sequence[Any], turns: Tensor) -> None:
+        values = list(self._values(carried))
+        ran: Any = turns > 0 if any(isinstance(old, Undefined) for old in self.before) else turns
+        some = None if turns._entry.sample is None else bool(turns._entry.sample > 0)
+        st = self.st
+        for place, old in enumerate(self.before):
+            if not isinstance(old, Undefined) or isinstance(old, (Sometimes, UndefinedReturnValue)):
+                continue
+            name = st.names[place]
+            if place in self.forms and some is not False:
+                whole = values[place]
+                values[place] = Sometimes(name, guarded(st.recorder, whole, ran, True))
+            elif place in self.late:
+                values[place] = Absent(name, f"it is first set in the loop of {st.place}")
+        st.set(tuple(values))
+
+
+def _dtype_after(leaf: Any, given: torch.Tensor) -> torch.dtype:
+    """The dtype of what a loop variable becomes; a number takes part as torch's numbers do."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.dtype
+    if isinstance(leaf, Variable):
+        return leaf.spec.dtype
+    return torch.int64 if isinstance(leaf, torch.SymInt) else torch.result_type(empty_of(given.dtype), leaf)

@@ -1,0 +1,207 @@
+"""What converted code calls in place of Python's statements and expressions. `source` writes the calls.
+
+Each looks at what it is given: a recorded tensor that another run may have another way is staged, anything else is
+Python's, with what Python would do.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from tfnb.control_flow.staging.branching import branched, chosen
+from tfnb.control_flow.staging.calls import OPERATORS, fn, marked
+from tfnb.control_flow.staging.containers import changed, made
+from tfnb.control_flow.staging.iteration import turns_of
+from tfnb.control_flow.staging.looping import Stage, staged_loop
+from tfnb.control_flow.staging.statement import (
+    Statement,
+    as_number,
+    is_number,
+    recorder_for,
+    sample_truth,
+    status,
+)
+from tfnb.control_flow.staging.unset import Absent, Undefined, UndefinedReturnValue, guarded
+from tfnb.control_flow.structure import recorder_if_open
+from tfnb.recording import Recorder, Tensor
+from tfnb.recording.regions import _Before
+
+State = Callable[[], tuple[Any, ...]]
+
+
+# -- names --------------------------------------------------------------------------------------------------------
+
+
+def ld(value: Any) -> Any:
+    """A name's value where it is read."""
+    return value.read() if isinstance(value, Undefined) else value
+
+
+def ldu(load: Callable[[], Any], name: str) -> Any:
+    """A name's or attribute's value, or `Undefined`."""
+    try:
+        return load()
+    except (NameError, AttributeError, KeyError):
+        return Undefined(name)
+
+
+class scope:
+    """Around the body of a converted function."""
+
+    def __enter__(self) -> scope:
+        status.active += 1
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        status.active -= 1
+
+    def ret(self, value: Any, returned: Any) -> Any:
+        """What the function gives: where only a run knows whether it returned, the run must agree with the samples."""
+        if isinstance(value, UndefinedReturnValue):
+            return None
+        recorder = recorder_for(returned)
+        if recorder is None:
+            return value
+        outcome = sample_truth(returned)
+        if outcome is False:
+            recorder.branch(returned, False)
+            return None
+        return guarded(recorder, value, returned, True)()
+
+
+# -- statements ---------------------------------------------------------------------------------------------------
+
+
+def if_stmt(
+    test: Any, body: Callable[[], None], orelse: Callable[[], None], get: State, set: Callable[[Any], None],
+    names: tuple[str, ...], wanted: int,
+) -> None:  # fmt: skip
+    """``if test: body() else: orelse()``; the first ``wanted`` names are needed afterwards."""
+    recorder = recorder_for(test)
+    if recorder is None:
+        body() if test else orelse()
+        return
+    branched(Statement("if", recorder, names, get, set), test, body, orelse, wanted)
+
+
+def while_stmt(
+    test: Callable[[], Any], body: Callable[[], None], get: State, set: Callable[[Any], None], names: tuple[str, ...],
+    options: Any,
+) -> None:  # fmt: skip
+    """``while test(): body()``; staged from the turn on that a recorded tensor decides about."""
+    tried = False
+    while True:
+        recorder = None if tried else _staging()
+        before = None if recorder is None else _Before(recorder)
+        found = test()
+        staged = recorder_for(found)
+        if staged is None or before is None:
+            if not found:
+                return
+            body()
+            continue
+        before.undo()  # it is recorded again as the condition
+        st = Statement("while", staged, names, get, set)
+        if staged_loop(st, lambda st=st: Stage(st).record(test, body), body):  # type: ignore[misc]
+            return
+        tried = True
+
+
+def for_stmt(
+    items: Any, more: Callable[[], Any] | None, body: Callable[[Any], None], get: State, set: Callable[[Any], None],
+    names: tuple[str, ...], options: Any,
+) -> None:  # fmt: skip
+    """``for each in items: body(each)`` as long as ``more()``."""
+    recorder = _staging()
+    turns = None if recorder is None else turns_of(items)
+    if recorder is not None and turns is not None:
+        st = Statement("for", recorder, names, get, set)
+        if staged_loop(st, lambda: turns.stage(st, more, body), lambda: body(next(iter(items)))):
+            return
+    for each in items:
+        test: Any = True if more is None else more()
+        staged = recorder_for(test)
+        if staged is not None:  # a turn before left the loop in some runs
+            st = Statement("for", staged, names, get, set)
+            branched(st, test, functools.partial(body, each), _nothing, len(names))
+        elif test:
+            body(each)
+        else:
+            return
+
+
+def _nothing() -> None:
+    pass
+
+
+def _staging() -> Recorder | None:
+    return None if status.off else recorder_if_open()
+
+
+# -- expressions ----------------------------------------------------------------------------------------------------
+
+
+def if_exp(test: Any, body: Callable[[], Any], orelse: Callable[[], Any]) -> Any:
+    """``body() if test else orelse()``."""
+    recorder = recorder_for(test)
+    if recorder is None:
+        return body() if test else orelse()
+    return chosen("if else", recorder, test, body, orelse)
+
+
+def and_(first: Any, rest: Callable[[], Any]) -> Any:
+    """``first and rest()``."""
+    recorder = recorder_for(first)
+    if recorder is None:
+        return first and rest()
+    return chosen("and", recorder, first, rest, lambda: _like(first))
+
+
+def or_(first: Any, rest: Callable[[], Any]) -> Any:
+    """``first or rest()``."""
+    recorder = recorder_for(first)
+    if recorder is None:
+        return first or rest()
+    return chosen("or", recorder, first, lambda: _like(first), rest)
+
+
+def not_(item: Any) -> Any:
+    """``not item``."""
+    return not item if recorder_for(item) is None else torch.logical_not(item)
+
+
+_AUGMENTED = {
+    "Add": operator.iadd, "Sub": operator.isub, "Mult": operator.imul, "Div": operator.itruediv,
+    "FloorDiv": operator.ifloordiv, "Mod": operator.imod, "Pow": operator.ipow, "MatMult": operator.imatmul,
+    "BitAnd": operator.iand, "BitOr": operator.ior, "BitXor": operator.ixor, "LShift": operator.ilshift,
+    "RShift": operator.irshift,
+}  # fmt: skip
+_NEW = {name: getattr(operator, function.__name__[1:], None) for name, function in _AUGMENTED.items()} | {
+    "BitAnd": operator.and_, "BitOr": operator.or_,
+}  # fmt: skip
+
+
+def augmented(kind: str, item: Any, value: Any) -> Any:
+    """``item += value``; what was a number is another one then, and not the same tensor with another value."""
+    item = ld(item)
+    if not is_number(item):
+        return _AUGMENTED[kind](item, value)
+    return as_number(_NEW[kind](item, value))
+
+
+def _like(first: Tensor) -> Any:
+    return first.clone()
+
+
+vars(OPERATORS).update({
+    each.__name__: each for each in (
+        Absent, Undefined, UndefinedReturnValue, ld, ldu, scope, if_stmt, while_stmt, for_stmt, if_exp, and_, or_, not_,
+        augmented, made, changed, fn, marked,
+    )
+})  # fmt: skip

@@ -1,0 +1,45 @@
+"""Where the user's code is: the frame and line that converted code stands in, and which files are not the user's."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import sysconfig
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from tfnb.graph import Source
+from tfnb.recording import Recorder
+
+_HERE = str(Path(__file__).parent.parent)
+
+_FOREIGN = tuple({
+    *(f"{Path(__file__).parents[3] / room}{os.sep}" for room in ("tfnb", "kernels", "magics", "widgets")),
+    *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib", "platlib")),
+    f"{Path(torch.__file__).parent}{os.sep}", "<frozen", "<string>",
+})  # fmt: skip
+
+
+def user_frame() -> FrameType:
+    """The frame of the converted code that called."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((_HERE, "<string>")):
+        frame = frame.f_back
+    return frame or sys._getframe(1)
+
+
+def source_line(recorder: Recorder) -> Source | None:
+    """The line of the converted code that called."""
+    here, frame = recorder.where(), user_frame()
+    text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    if here is not None and (here.line, here.text) == (frame.f_lineno, text):
+        return here
+    return Source(Path(frame.f_code.co_filename).name, frame.f_lineno, text)
+
+
+def is_foreign(filename: str) -> bool:
+    """Whether a file is of Python, of tfnb, or of an installed package."""
+    return filename.startswith(_FOREIGN) or f"{os.sep}site-packages{os.sep}" in filename

@@ -1,0 +1,230 @@
+"""One statement of converted code: what its names hold, and what the margin says of it.
+
+A statement that cannot be staged says why by `CannotStage`, with everything as it was, and is then run by Python.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from tfnb.control_flow.staging.places import user_frame
+from tfnb.control_flow.staging.unset import MISSING, Undefined
+from tfnb.control_flow.structure import recorder_if_open, spec_of
+from tfnb.errors import TfnbError
+from tfnb.graph import Variable
+from tfnb.recording import Recorder, Tensor
+from tfnb.recording.regions import _Before
+
+NUMBERS = (bool, int, float, complex)
+
+
+class CannotStage(Exception):
+    """A statement that is left to Python, and why."""
+
+
+class _Status(threading.local):
+    """What holds in this thread."""
+
+    def __init__(self) -> None:
+        self.active = 0  # calls of converted code
+        self.off = 0  # blocks without staging
+        self.depth = 0  # staged bodies
+        self.quiet = 0  # bodies that the samples do not take, or that are recorded again
+        self.foreign: frozenset[str] = frozenset()  # names that a cell binds and that hold something of other cells
+        self.made: list[Any] = []  # containers made in staged bodies
+        self.attributes: list[tuple[Any, str, Any]] = []  # set in staged bodies, and what they were
+
+
+status = _Status()
+_staged: WeakKeyDictionary[Recorder, dict[str, None]] = WeakKeyDictionary()
+
+
+# -- values -------------------------------------------------------------------------------------------------------
+
+
+def recorder_for(test: Any) -> Recorder | None:
+    """The open recording, if ``test`` is one truth value of it that another run may have another way."""
+    if not isinstance(test, Tensor) or status.off:
+        return None
+    recorder = recorder_if_open()
+    if recorder is None or test.graph is not recorder.graph or any(size != 1 for size in spec_of(test).shape):
+        return None
+    return None if recorder.tape.is_fixed(recorder._entry(test).value) else recorder
+
+
+def sample_truth(test: Tensor) -> bool | None:
+    """The truth while recording; None without samples."""
+    sample = test._entry.sample
+    return None if sample is None else bool(sample)
+
+
+def tensor_of(recorder: Recorder, item: Any) -> Tensor:
+    """A tensor, number or size as a recorded tensor."""
+    if isinstance(item, torch.SymInt):
+        return torch.ops.aten.scalar_tensor(item, dtype=torch.int64)
+    return recorder.fresh(recorder._as_tensor(item))
+
+
+def is_value(item: Any) -> bool:
+    """Whether a graph can hold it."""
+    return isinstance(item, (torch.Tensor, Variable, torch.SymInt, *NUMBERS))
+
+
+def as_number(item: Any) -> Any:
+    """A tensor that stands for a Python number: ``+=`` gives another one and leaves this as it is."""
+    if isinstance(item, Tensor):
+        item._is_number = True  # type: ignore[attr-defined]
+    return item
+
+
+def is_number(item: Any) -> bool:
+    """Whether a tensor stands for a Python number."""
+    return isinstance(item, Tensor) and getattr(item, "_is_number", False)
+
+
+def kind(item: Any) -> str:
+    """What something is, for messages."""
+    if isinstance(item, Undefined):
+        return "without a value"
+    if isinstance(item, Tensor):
+        return str(item.spec)
+    if isinstance(item, torch.Tensor):
+        return "a tensor"
+    return repr(item) if item is None or isinstance(item, (*NUMBERS, str)) else f"a {type(item).__name__}"
+
+
+def empty_of(dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty((), dtype=dtype, device="meta")
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.SymInt):
+        return bool(a.node.expr == b.node.expr)
+    try:
+        return bool(a == b)
+    except Exception:
+        return False
+
+
+def part_of(label: str, path: str) -> str:
+    return f"{label[:-1]}{path}`" if path and label.endswith("`") else label
+
+
+# -- statements ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Statement:
+    """One statement of converted code: the names that it binds, and how to get and set what they hold."""
+
+    what: str
+    recorder: Recorder
+    names: tuple[str, ...]
+    get: Callable[[], tuple[Any, ...]]
+    set: Callable[[Any], None]
+    failed: list[BaseException] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        frame = user_frame()
+        name = frame.f_code.co_name
+        self.place = f"line {frame.f_lineno}" + ("" if name == "<module>" else f" of {name}")
+        text = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        self.is_written = all(re.search(rf"(\b|el){word}\b", text) for word in self.what.split())
+
+    @contextmanager
+    def staging(self) -> Iterator[None]:
+        """Around an attempt: undone where it fails."""
+        before, made = self.get(), (status.depth, status.quiet)
+        lines = dict(_staged.get(self.recorder, {}))
+        notes = list(self.recorder.notes)
+        try:
+            yield
+        except BaseException:
+            self.set(before)
+            _staged[self.recorder] = lines
+            self.recorder.notes[:] = notes
+            status.depth, status.quiet = made
+            raise
+        if self.is_written:  # and not one that stands for a break or return
+            _note_staged(self.recorder, f"{self.place} `{self.what}`")
+
+    def label(self, name: str) -> str:
+        """A name as messages have it."""
+        return "the value that is returned" if name.startswith("ag__retval") else f"`{name}`"
+
+    @contextmanager
+    def body(self, quiet: bool) -> Iterator[None]:
+        """Inside of a body: what it does to Python's objects is found out."""
+        at, made = len(status.attributes), len(status.made)
+        status.depth, status.quiet = status.depth + 1, status.quiet + quiet
+        try:
+            yield
+        finally:
+            status.depth, status.quiet = status.depth - 1, status.quiet - quiet
+            if not status.depth:
+                del status.made[made:]
+            self.attributes = status.attributes[at:]
+            del status.attributes[at:]
+
+    def tried(self, body: Callable[[], Any]) -> None:
+        """Raises what ``body`` raises by itself, as if it had not been called: not what its staging raised."""
+        before, recording = self.get(), _Before(self.recorder)
+        try:
+            with self.body(True):
+                body()
+        except CannotStage:
+            pass
+        finally:
+            recording.undo()
+            self.set(before)
+
+    def attributes_kept(self) -> None:
+        """After the names hold again what they did: attributes that do not were set out of sight."""
+        changed = {
+            name: (owner, old) for owner, name, old in reversed(self.attributes)
+            if getattr(owner, name, MISSING) is not old
+        }  # fmt: skip
+        for name, (owner, old) in changed.items():
+            if old is MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, old)
+        if changed:
+            name, (owner, _) = next(iter(changed.items()))
+            raise CannotStage(f"a function called in it sets the attribute {name} of a {type(owner).__name__}")
+
+
+def _note_staged(recorder: Recorder, text: str) -> None:
+    lines = _staged.setdefault(recorder, {})
+    lines[text] = None
+    note = "staged: " + ", ".join(sorted(lines, key=lambda line: int(line.split()[1])))
+    others = [n for n in recorder.notes if not n.startswith("staged: ")]
+    recorder.notes[:] = [note, *others]
+
+
+def note_python(statement: Statement, why: object) -> None:
+    """In the margin: a statement that stays Python."""
+    note = f"{statement.place}: `{statement.what}` stays Python: {why}"
+    if note not in statement.recorder.notes:
+        statement.recorder.notes.append(note)
+
+
+def reason(error: BaseException) -> str:
+    """An error in one line."""
+    if isinstance(error, CannotStage):
+        return str(error)
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+
+
+def is_users(error: BaseException) -> bool:
+    """Whether the user's program failed, and not the staging of it."""
+    return not isinstance(error, (CannotStage, TfnbError)) or getattr(error, "op", None) is not None

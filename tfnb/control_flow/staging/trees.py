@@ -1,0 +1,111 @@
+"""Syntax trees: what they bind, what in them may hang on a tensor, and how to make nodes of them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+from typing import Any
+
+HIDDEN = "ag__"  # what converted code calls the operators
+CONTROL = (ast.If, ast.While, ast.For)
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+_NAMING = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ExceptHandler, ast.MatchAs, ast.MatchStar)
+_NEVER_TENSORS = frozenset({"isinstance", "issubclass", "hasattr", "callable"})
+
+
+class NotConvertible(Exception):
+    """Source that stays Python, and why."""
+
+
+def bound_names(body: Iterable[ast.AST]) -> set[str]:
+    """The names that statements bind in the scope they stand in."""
+    found: set[str] = set()
+    for node in walk(body):
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            found.add(node.id)
+        elif isinstance(node, _NAMING) and node.name is not None:
+            found.add(node.name)
+        elif isinstance(node, ast.alias):
+            found.add((node.asname or node.name).partition(".")[0])
+    return found
+
+
+def walk(nodes: Iterable[ast.AST], *, targets: bool = True) -> Iterable[ast.AST]:
+    """The nodes of one scope: not those inside of functions and classes, nor what comprehensions bind."""
+    for node in nodes:
+        if not targets and isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            continue
+        yield node
+        if isinstance(node, _SCOPES):
+            continue
+        if isinstance(node, ast.comprehension):
+            yield from walk([node.target], targets=False)
+            yield from walk([node.iter, *node.ifs], targets=targets)
+        else:
+            yield from walk(ast.iter_child_nodes(node), targets=targets)
+
+
+def has_control(body: Iterable[ast.AST]) -> bool:
+    """Whether statements of these bodies choose or repeat by what may be a tensor."""
+    return any(isinstance(node, CONTROL) and _may_stage(node) for node in walk(body))
+
+
+def _may_stage(node: ast.AST) -> bool:
+    if isinstance(node, ast.For):
+        leaves = any(isinstance(n, (ast.Break, ast.Continue, ast.Return)) for n in walk(node.body))
+        return leaves or not _is_plain_range(node.iter)
+    return not never_tensor(node.test)  # type: ignore[attr-defined]
+
+
+def _is_plain_range(node: ast.expr) -> bool:
+    """``range(3)``, and a list, tuple or string as written."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "range":
+        return all(isinstance(arg, ast.Constant) for arg in node.args)
+    return isinstance(node, (ast.List, ast.Tuple, ast.Constant, ast.ListComp))
+
+
+def never_tensor(test: ast.expr) -> bool:
+    """Whether a test is plain Python whatever its names hold."""
+    if isinstance(test, ast.Constant):
+        return True
+    if isinstance(test, ast.BoolOp):
+        return all(map(never_tensor, test.values))
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return never_tensor(test.operand)
+    if isinstance(test, ast.Compare):
+        return all(isinstance(op, (ast.Is, ast.IsNot)) for op in test.ops)
+    return isinstance(test, ast.Call) and isinstance(test.func, ast.Name) and test.func.id in _NEVER_TENSORS
+
+
+# -- making -------------------------------------------------------------------------------------------------------
+
+
+def definition(name: str, args: ast.arguments, body: list[ast.stmt]) -> ast.FunctionDef:
+    kinds: dict[str, Any] = {"type_params": []} if "type_params" in ast.FunctionDef._fields else {}
+    return ast.FunctionDef(name, args, body, [], returns=None, type_comment=None, **kinds)
+
+
+def no_arguments() -> ast.arguments:
+    return ast.arguments(
+        posonlyargs=[], args=[], vararg=None, kwonlyargs=[], kw_defaults=[], kwarg=None, defaults=[]
+    )  # fmt: skip
+
+
+def operator_call(at: ast.AST, name: str, *args: ast.expr) -> ast.Call:
+    call = placed(
+        at, ast.Call(placed(at, ast.Attribute(placed(at, ast.Name(HIDDEN, ast.Load())), name, ast.Load())), [*args], [])
+    )
+    for node in (call.func, call.func.value):  # Python takes the last line of a method for that of its call
+        node.end_lineno, node.end_col_offset = node.lineno, node.col_offset + 1
+    return call  # type: ignore[no-any-return]
+
+
+def thunk(node: ast.expr) -> ast.Lambda:
+    args = no_arguments()
+    args.vararg = placed(node, ast.arg(f"{HIDDEN}nothing", None, None))  # by which `_renamed` knows it
+    return placed(node, ast.Lambda(args, node))
+
+
+def placed(old: ast.AST, new: Any) -> Any:
+    """``new`` at the place of ``old``."""
+    return ast.copy_location(new, old)

@@ -1,0 +1,86 @@
+"""Names of converted code without a value, or with one that not every run gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from tfnb.control_flow.staging.places import source_line
+from tfnb.errors import InvalidArgument
+from tfnb.graph import Ref
+from tfnb.recording import Recorder, Tensor
+
+MISSING = object()
+
+
+class Undefined:
+    """What a name holds that was not assigned."""
+
+    def __init__(self, symbol_name: str) -> None:
+        self.symbol_name = symbol_name
+
+    def read(self) -> Any:
+        """Raises as Python does."""
+        raise UnboundLocalError(
+            f"cannot access local variable {self.symbol_name!r} where it is not associated with a value"
+        )
+
+    def __repr__(self) -> str:
+        return f"<{self.symbol_name} has no value>"
+
+
+class UndefinedReturnValue(Undefined):
+    """What a function gives that has not returned."""
+
+    def __init__(self) -> None:
+        super().__init__("the value that is returned")
+
+
+class Absent(Undefined):
+    """A name that a staged statement did not assign on the samples' way through it."""
+
+    def __init__(self, symbol_name: str, why: str) -> None:
+        super().__init__(symbol_name)
+        self.why = why
+
+    def read(self) -> Any:
+        raise InvalidArgument(f"`{self.symbol_name}` has no value here: {self.why}; give it one before")
+
+
+class Sometimes(Undefined):
+    """A name that a staged statement assigned on the samples' way, and not on every way: a run must agree."""
+
+    def __init__(self, symbol_name: str, make: Callable[[], Any]) -> None:
+        super().__init__(symbol_name)
+        self._make, self._value = make, MISSING
+
+    def read(self) -> Any:
+        """The value, with a guard that the run went the same way."""
+        if self._value is MISSING:
+            self._value = self._make()
+        return self._value
+
+
+def guarded(recorder: Recorder, item: Any, test: Tensor, outcome: bool) -> Callable[[], Any]:
+    """The tensors of ``item``, which a run can have only where ``test`` has this truth: recorded when it is called."""
+    source = source_line(recorder)  # the statement's, wherever the name is read
+
+    def record() -> Any:
+        tape = recorder.tape
+        where, tape.where = tape.where, lambda: source
+        try:
+            guard = tape.append(
+                "tfnb.guard", "guard", (), inputs=(recorder._entry(test).value,),
+                attrs={"value": Ref(0), "outcome": outcome}, scope=recorder.scopes.current(),
+            )  # fmt: skip
+            leaves, form = tree_flatten(item)
+            with tape.marked(control=(*tape.marks.control, guard.node)):
+                leaves = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            return tree_unflatten(leaves, form)
+        finally:
+            tape.where = where
+
+    return record
