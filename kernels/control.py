@@ -58,9 +58,9 @@ def _plain_loop(
     limit: int | None, run: int,
 ) -> list[torch.Tensor]:  # fmt: skip
     """A loop without rows or draws, which may have very short turns."""
-    state, turns = init, 0
-    while (limit is None or turns < limit) and (cond is None or cond(*state, *captures, run)[0]):
-        state = body(*state, *captures, run)
+    state, turns, rest = init, 0, (*captures, run)
+    while turns != limit and (cond is None or cond(*state, *rest)[0]):
+        state = body(*state, *rest)
         turns += 1
     return [*state, torch.tensor(turns)]
 

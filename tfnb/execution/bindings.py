@@ -6,6 +6,7 @@ whose binding takes the schema's arguments as they are.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +33,11 @@ QUICK: dict[Any, Callable[..., Any]] = {
     aten.transpose.int: torch.transpose,
     aten._unsafe_view.default: torch.reshape,
     aten.view.default: torch.reshape,  # the same values, also where a fed tensor lies in memory in another way
-    **{getattr(getattr(aten, name), kind): getattr(torch, name) for name in _COMPARES for kind in ("Scalar", "Tensor")},
+    **{
+        getattr(getattr(aten, name), kind): getattr(operator, name)
+        for name in _COMPARES
+        for kind in ("Scalar", "Tensor")
+    },  # torch.fx writes them as `a < b`
 }
 
 _IN_PLACE = "abs_ cos_ exp_ log_ neg_ relu_ rsqrt_ sigmoid_ sin_ sqrt_ tanh_"

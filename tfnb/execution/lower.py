@@ -28,7 +28,7 @@ from tfnb.graph.ops import overload
 from tfnb.graph.spec import Dim
 from tfnb.kernels.optim import FUSED
 from tfnb.kernels.random import mix, seeded
-from tfnb.passes import LAID_OUT, LAST, feed_symbols, optimize, overwriting
+from tfnb.passes import LAID_OUT, LAST, feed_symbols, numbers, optimize, overwriting
 from tfnb.passes.rewrite import Pass
 from tfnb.recording.interpret import held, sizes_hold
 from tfnb.recording.ops import facts, kernel, unbind
@@ -62,6 +62,7 @@ class Program:
     forward: Callable[..., tuple[Any, ...]] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.module.__dict__.update(self.module.named_buffers())  # constants, found without a call of __getattr__
         self.forward = self.module.forward
 
     @property
@@ -151,7 +152,8 @@ def subprogram(
     """
     outputs = tuple(outputs)
     whole = Graph("subgraph", subgraph.contents, seed=seed)
-    lowering = _Lowering(whole, optimize(whole, outputs, subgraph.inputs), outputs, subgraph.inputs)
+    pruned = optimize(whole, outputs, subgraph.inputs, (numbers, *LAST))
+    lowering = _Lowering(whole, pruned, outputs, subgraph.inputs)
     lowering.calls = {} if calls is None else calls
     lowering.in_place = in_place(lowering.graph.contents, subgraph.inputs[:owned], outputs)
     lowering.needed_symbols.update(s for guard in subgraph.contents.guards for s in guard.symbols)

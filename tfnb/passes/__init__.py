@@ -5,6 +5,7 @@ from tfnb.passes.fold import fold
 from tfnb.passes.layout import LAID_OUT, channels_last, chosen_layout
 from tfnb.passes.memory import Memory, peak
 from tfnb.passes.merge import merge
+from tfnb.passes.numbers import numbers
 from tfnb.passes.order import order, split
 from tfnb.passes.pipeline import LAST, LAYOUTS, PIPELINE, Stage, optimize, stages, table
 from tfnb.passes.prune import feed_symbols, prune
@@ -13,6 +14,6 @@ from tfnb.passes.stack import stack
 
 __all__ = [
     "LAID_OUT", "LAST", "LAYOUTS", "PIPELINE", "Memory", "Stage", "channels_last", "chosen_layout",
-    "donate", "feed_symbols", "fold", "merge", "optimize", "order", "overwriting", "peak", "prune", "simplify", "split",
-    "stack", "stages", "table",
+    "donate", "feed_symbols", "fold", "merge", "numbers", "optimize", "order", "overwriting", "peak", "prune",
+    "simplify", "split", "stack", "stages", "table",
 ]  # fmt: skip
