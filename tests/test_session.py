@@ -328,7 +328,7 @@ def test_interrupts_at_random_instants_leave_whole_steps() -> None:
 
 
 def test_interrupt_is_delivered_after_the_commit() -> None:
-    from tfnb.execution import no_interrupt
+    from tfnb.interrupts import no_interrupt
 
     reached = []
     with pytest.raises(KeyboardInterrupt), no_interrupt():

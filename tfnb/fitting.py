@@ -8,9 +8,7 @@ from __future__ import annotations
 import difflib
 import logging
 import math
-import signal
 import sys
-import threading
 import time
 import warnings
 from collections import deque
@@ -28,6 +26,7 @@ import torch
 from tfnb import widgets
 from tfnb.errors import DeadlineExceeded, InvalidArgument, ShapeError, TfnbError, Unimplemented
 from tfnb.graph import Variable
+from tfnb.interrupts import handled
 from tfnb.recording import Tensor
 from tfnb.session import Session, default_session, graph_of
 from tfnb.train.batches import Batch, Batches, batches, name_of
@@ -267,25 +266,15 @@ def _user_level() -> int:
 
 @contextmanager
 def _interrupts(run: _Run) -> Iterator[None]:
-    """Ctrl-C becomes a wish that is granted between two steps; a second one counts at once.
-
-    Only the main thread gets signals, and only a handler set from Python can be put back.
-    """
+    """Ctrl-C becomes a wish that is granted between two steps; a second one counts at once."""
 
     def wish(number: int, frame: FrameType | None) -> None:
         if run.is_waiting or run.is_wanted:
             raise KeyboardInterrupt
         run.is_wanted = True
 
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
+    with handled(wish):
         yield
-        return
-    signal.signal(signal.SIGINT, wish)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
     run.stop_if_wanted()  # wished after the last step
 
 

@@ -7,14 +7,14 @@ Steps of several threads write one after the other: kernels that add to the same
 
 from __future__ import annotations
 
-import _signal
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
+
+from tfnb.interrupts import no_interrupt
 
 _WRITING = threading.Lock()  # of the process: sessions and graphs share Variables
 
@@ -46,30 +46,3 @@ def commit(pending: Pending) -> None:
             update.kernel(update.rows, **update.settings)
         if pending.targets:
             torch._foreach_copy_(pending.targets, pending.values)
-
-
-class no_interrupt:
-    """Context manager: SIGINT is held back, and delivered when the block is done.
-
-    Only the main thread sees interrupts; elsewhere this does nothing. NOTE: the C module behind ``signal`` (tried with
-    Python 3.11 and 3.12) takes 1.5 microseconds for what the enums of the public one make 23.
-    """
-
-    __slots__ = ("_before", "_held")
-
-    def __enter__(self) -> None:
-        self._held: list[tuple[int, FrameType | None]] = []
-        in_main = threading.current_thread() is threading.main_thread()
-        self._before = _signal.getsignal(_signal.SIGINT) if in_main else None
-        if self._before is not None:  # None: also where a handler was not installed from Python
-            _signal.signal(_signal.SIGINT, self._hold)
-
-    def _hold(self, number: int, frame: FrameType | None) -> None:
-        self._held.append((number, frame))
-
-    def __exit__(self, *exc: object) -> None:
-        if self._before is None:
-            return
-        _signal.signal(_signal.SIGINT, self._before)
-        if self._held and callable(self._before):
-            self._before(*self._held[0])

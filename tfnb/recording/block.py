@@ -24,6 +24,7 @@ from tfnb.graph.graph import new_id
 from tfnb.recording.commit import drop_unreachable_data, replaced, substitute, unified_guards
 from tfnb.recording.functions import own_functions
 from tfnb.recording.habits import recorded_steps
+from tfnb.recording.interrupted import at_user_lines
 from tfnb.recording.modules import follow_modules
 from tfnb.recording.packed import packed_layers
 from tfnb.recording.past import Rewound, past
@@ -108,12 +109,11 @@ def record(graph: Graph | str | None = None, *, device: Any = None, lazy: bool =
         text = linecache.getline(frame.f_code.co_filename, frame.f_lineno, frame.f_globals).strip()
         return Source(label, frame.f_lineno, text)
 
-    with _opened(target, owner, where, lambda: {**frame.f_globals, **frame.f_locals}, frame, device, lazy, append=True):
+    def names() -> Mapping[str, Any]:
+        return {**frame.f_globals, **frame.f_locals}
+
+    with _opened(target, owner, where, names, frame, device, lazy, append=True, listed=named):
         yield target
-    if named:
-        with _lock:
-            _graphs.pop(target.name, None)
-            _graphs[target.name] = target
 
 
 @contextmanager
@@ -139,11 +139,10 @@ def record_cell(
         return Source(label, frame.f_lineno, linecache.getline(filename, frame.f_lineno).strip())
 
     key = f"{owner}+{new_id()}" if append else owner
-    with _opened(target, _owner(target, key), where, lambda: namespace, stop, device, lazy, append=append):
+    with _opened(
+        target, _owner(target, key), where, lambda: namespace, stop, device, lazy, append=append, listed=True
+    ):  # fmt: skip
         yield target
-    with _lock:
-        _graphs.pop(target.name, None)
-        _graphs[target.name] = target
 
 
 @contextmanager
@@ -186,28 +185,34 @@ def _owner(graph: Graph, key: str) -> Owner:
 @contextmanager
 def _opened(
     graph: Graph, owner: Owner, where: Where, names: Callable[[], Mapping[str, Any]], stop: FrameType, device: Any,
-    lazy: bool, *, append: bool,
+    lazy: bool, *, append: bool, listed: bool = False,
 ) -> Iterator[Recorder]:  # fmt: skip
+    """An open recording, and its commit. listed: the graph takes its name."""
     __tracebackhide__ = True
     _check_device(device)
-    before = graph.contents
-    kept = tuple(n for n in before.nodes if append or n.owner is None or n.owner.key != owner.key)
-    recorder = Recorder(graph, owner, where=where, kept=kept, names=names, stop=stop, lazy=lazy)
-    recorder.default_device = device
-    rewound = past(graph).rewind(owner, before, graph.owners)
-    recorder.below = rewound.below
-    try:
-        with ExitStack() as stack:
-            _enter(stack, recorder, device)
-            yield recorder
-            recorder.settle()
-        _commit(recorder, before, names(), rewound, append=append)
-    except BaseException:
-        recorder.journal.undo()
-        rewound.undo()
-        recorder.space.forget({node.id for node in recorder.new})
-        graph.stale.update((node.id, _failed(node)) for node in recorder.new)
-        raise
+    with at_user_lines() as interrupts:
+        before = graph.contents
+        kept = tuple(n for n in before.nodes if append or n.owner is None or n.owner.key != owner.key)
+        recorder = Recorder(graph, owner, where=where, kept=kept, names=names, stop=stop, lazy=lazy)
+        recorder.default_device = device
+        rewound = past(graph).rewind(owner, before, graph.owners)
+        recorder.below = rewound.below
+        try:
+            with ExitStack() as stack:
+                _enter(stack, recorder, device)
+                yield recorder
+                recorder.settle()
+            _commit(recorder, before, names(), rewound, interrupts.check, append=append)
+        except BaseException:
+            recorder.journal.undo()
+            rewound.undo()
+            recorder.space.forget({node.id for node in recorder.new})
+            graph.stale.update((node.id, _failed(node)) for node in recorder.new)
+            raise
+        if listed:
+            with _lock:
+                _graphs.pop(graph.name, None)
+                _graphs[graph.name] = graph
 
 
 def _check_device(device: Any) -> None:
@@ -280,9 +285,10 @@ _born_parameters = Shared(lambda: swapped((torch.nn.Parameter, "__new__", static
 
 
 def _commit(
-    recorder: Recorder, before: Contents, names: Mapping[str, Any], rewound: Rewound, *, append: bool
+    recorder: Recorder, before: Contents, names: Mapping[str, Any], rewound: Rewound, ready: Callable[[], None], *,
+    append: bool,
 ) -> None:  # fmt: skip
-    """Turn what was recorded into the graph's new contents."""
+    """Turn what was recorded into the graph's new contents. ready: the last that may raise."""
     aliases = _assigned_names(recorder, names)
     held = (*recorder.live, *recorder.space.live)
     live = {t.shown.value.node for t in held} | {v.node for v in aliases.values()}
@@ -301,6 +307,7 @@ def _commit(
     rewound.check(change.contents)
     if recorder.graph.contents is not before:
         raise FailedPrecondition(f"graph {recorder.graph.name} was changed by another thread during this recording")
+    ready()
     unused = {n.id for n in recorder.new} - {n.id for n in nodes}
     recorder.graph.commit(change.contents, removed=[*change.gone.items(), *((at, _UNUSED) for at in unused)])
     recorder.graph.notes = tuple(recorder.notes)
