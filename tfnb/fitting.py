@@ -28,7 +28,8 @@ from tfnb.errors import DeadlineExceeded, InvalidArgument, ShapeError, TfnbError
 from tfnb.graph import Variable
 from tfnb.interrupts import handled
 from tfnb.recording import Tensor
-from tfnb.session import Session, default_session, graph_of
+from tfnb.session import Session, default_session
+from tfnb.structures import graph_of
 from tfnb.train.batches import Batch, Batches, batches, name_of
 from tfnb.train.metrics import Metrics
 

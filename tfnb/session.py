@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,24 +19,23 @@ from tfnb import feeding
 from tfnb.cluster.connected import connected
 from tfnb.errors import (
     Cancelled,
-    DeadlineExceeded,
     FailedPrecondition,
     FeedError,
     InvalidArgument,
-    NotFound,
     StaleNode,
     TfnbError,
     Unimplemented,
 )  # fmt: skip
 from tfnb.execution import Budget, Clocked, Program, Run, Trace, Tracer, tiers
 from tfnb.execution.dataflow import EXECUTORS, Dataflow, lowered
-from tfnb.execution.explain import explained, failing_node
+from tfnb.execution.explain import deadline, explained
 from tfnb.execution.planned import Planned
-from tfnb.execution.running import Deadline, Running, Stop
+from tfnb.execution.running import Running
 from tfnb.feeding import Feeder
 from tfnb.gradients import IndexedSlices
 from tfnb.graph import Graph, Node, Value, Variable
 from tfnb.graph.serial import graph_hash
+from tfnb.graph.writing import WRITERS, Cut
 from tfnb.passes import LAYOUTS, chosen_layout, prune
 from tfnb.recording import Operation, Tensor
 from tfnb.recording import graph as graph_named
@@ -44,7 +43,7 @@ from tfnb.recording.tensor import gone
 from tfnb.recording.variables import known
 from tfnb.state import checkpoint
 from tfnb.step import Step
-from tfnb.structures import key_of, parts_of, places_of, spread, structure
+from tfnb.structures import graph_of, key_of, parts_of, places_of, spread, structure
 
 _HERE_ONLY = "queues and executor='dataflow' run here only: close the cluster"
 
@@ -70,6 +69,11 @@ class _Prepared:
             return self.program, self.tiers.forward(tensors)
         program = self.budget.program(tensors)
         return program, program.forward
+
+    def after(self, cut: Cut | None = None) -> list[torch.Tensor]:
+        """The values of the fetched Variables after the step; those that it did not write are of the cut."""
+        copies = {} if cut is None else cut.copies
+        return [v.value() if v in self.program.writes or v not in copies else copies[v] for v in self.trailing]
 
 
 class Session:
@@ -136,14 +140,16 @@ class Session:
         *,
         timeout: float | None = None,
         trace: bool | Literal["parts"] = False,
+        isolation: Literal["snapshot"] | None = None,
     ) -> Any:
         """The values of ``fetches``, with their structure; only what they need is executed.
 
         fetches: tensors, Variables, Operations, names, or any nesting of list, tuple, dict, namedtuple of them.
         feed_dict: values for placeholders or any other tensor of the graph. timeout in seconds. trace: compute node by
         node with a clock, or with ``"parts"`` look at the clock between parts only, at hardly any cost; afterwards
-        ``self.trace`` tells what took how long. Raises FeedError, ShapeError, InvalidArgument for a missing feed,
-        StaleNode; variables are then as they were.
+        ``self.trace`` tells what took how long. isolation: while other threads write Variables a step may read some
+        before and some after a write; with ``"snapshot"`` it reads all as they are at one moment, from copies. Raises
+        FeedError, ShapeError, InvalidArgument for a missing feed, StaleNode; variables are then as they were.
         """
         __tracebackhide__ = True
         feeds = feed_dict or {}
@@ -151,12 +157,13 @@ class Session:
             feeds = spread(feeds.items())
         prepared = self._prepare(fetches, tuple(feeds))
         tensors = prepared.feeder.tensors(feeds.values())
+        cut = None if isolation is None else self._cut(prepared, isolation)
         if trace:
-            results = self._traced(prepared, tensors, timeout, trace)
+            results = self._traced(prepared, tensors, timeout, trace, cut)
         else:
-            results = self._execute(prepared, tensors, timeout)
+            results = self._execute(prepared, tensors, timeout, cut)
         if prepared.trailing:
-            results += [variable.value() for variable in prepared.trailing]
+            results += prepared.after(cut)
         return prepared.rebuild(results)
 
     def make_callable(self, fetches: Any, feeds: Sequence[Any] = ()) -> Callable[..., Any]:
@@ -178,7 +185,7 @@ class Session:
                 raise InvalidArgument(f"this callable takes {len(feeds)} values, got {len(values)}")
             results = self._execute(prepared, prepared.feeder.tensors(values), None)
             if prepared.trailing:
-                results += [variable.value() for variable in prepared.trailing]
+                results += prepared.after()
             return prepared.rebuild(results)
 
         return call
@@ -236,17 +243,27 @@ class Session:
                 self._ensure_open()
                 yield prepared.rebuild([*results, *(variable.value() for variable in prepared.trailing)])
 
-    def _execute(self, prepared: _Prepared, tensors: list[torch.Tensor], timeout: float | None) -> list[Any]:
+    def _cut(self, prepared: _Prepared, isolation: str) -> Cut:
+        """Copies of what a step reads, and of the Variables that are fetched with it."""
+        if isolation != "snapshot":
+            raise InvalidArgument(f"isolation is None or 'snapshot', not {isolation!r}")
+        if self.cluster is not None:
+            raise Unimplemented("isolation='snapshot' is of steps that run here: close the cluster")
+        return WRITERS.cut((*prepared.program.variables, *prepared.trailing))
+
+    def _execute(
+        self, prepared: _Prepared, tensors: list[torch.Tensor], timeout: float | None, cut: Cut | None = None
+    ) -> list[Any]:
         __tracebackhide__ = True
         if self.cluster is not None:
             return self._stoppable(prepared.program, None, self._on_cluster, prepared.program, tensors, timeout)
         program, forward = prepared.code(tensors)
-        results, pending = self._stoppable(program, timeout, self._compute, program, tensors, forward)
+        results, pending = self._stoppable(program, timeout, self._compute, program, tensors, forward, cut)
         program.commit(pending)
         return results
 
     def _traced(
-        self, prepared: _Prepared, tensors: list[torch.Tensor], timeout: float | None, how: bool | str
+        self, prepared: _Prepared, tensors: list[torch.Tensor], timeout: float | None, how: bool | str, cut: Cut | None
     ) -> list[Any]:
         """`_execute` with clocks."""
         __tracebackhide__ = True
@@ -263,7 +280,7 @@ class Session:
             tracer: Tracer | Run = Run(prepared.clocked)
         else:
             tracer = Tracer(program)
-        results, pending = self._stoppable(program, timeout, self._compute, program, tensors, tracer.forward)
+        results, pending = self._stoppable(program, timeout, self._compute, program, tensors, tracer.forward, cut)
         tracer.commit(pending)
         self._trace = tracer if isinstance(tracer, Run) else tracer.trace(results)
         return results
@@ -275,15 +292,17 @@ class Session:
         self._running.add(running)
         try:
             self._ensure_open()  # after the step can be found: `close` looks for steps after it closed
-            return running.compute(call, *args, until=None if timeout is None else _deadline(program, timeout))
+            return running.compute(call, *args, until=None if timeout is None else deadline(program, timeout))
         finally:
             self._running.discard(running)
 
-    def _compute(self, program: Program, tensors: list[torch.Tensor], forward: Callable[..., Any]) -> Any:
+    def _compute(
+        self, program: Program, tensors: list[torch.Tensor], forward: Callable[..., Any], cut: Cut | None
+    ) -> Any:
         __tracebackhide__ = True
         storages = [variable.storage for variable in program.variables]
         try:
-            return program.compute(tensors, storages, next(self._runs), forward)
+            return program.compute(tensors, storages, next(self._runs), forward, cut)
         except TfnbError:
             raise
         except Exception as error:
@@ -402,7 +421,8 @@ class Session:
     def save(self, path: str | Path) -> None:
         """Write the graph's variables to one safetensors file."""
         contents = self.graph.contents
-        values = {label: variable.value() for label, variable in contents.variables.items()}
+        with nullcontext() if self.cluster is not None else WRITERS.lock:  # no step of another thread in between
+            values = {label: variable.value() for label, variable in contents.variables.items()}
         checkpoint.save(path, values, {"graph": self.graph.name, "graph_hash": graph_hash(contents)})
 
     def restore(self, path: str | Path, *, strict: bool = True, mapping: Mapping[str, str] | None = None) -> Session:
@@ -414,8 +434,9 @@ class Session:
         tensors, _ = checkpoint.load(path)
         labels = self.graph.contents.variables
         specs = {label: variable.spec for label, variable in labels.items()}
-        for label, tensor in checkpoint.match(tensors, specs, strict=strict, mapping=mapping).items():
-            labels[label].set(tensor)
+        with nullcontext() if self.cluster is not None else WRITERS.lock:
+            for label, tensor in checkpoint.match(tensors, specs, strict=strict, mapping=mapping).items():
+                labels[label].set(tensor)
         return self
 
     def status(self) -> list[str]:
@@ -465,31 +486,13 @@ def limit(graph: Graph, memory_budget: int | None) -> Session:
     return session
 
 
-def graph_of(fetches: Any) -> Graph:
-    """The graph that fetches belong to; names are looked up in the current graph."""
-    leaves: list[Any] = []
-    structure(fetches, leaves)
-    for leaf in leaves:
-        if isinstance(leaf, (Tensor, Operation)):
-            return leaf.graph
-    plain = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and known(leaf) is None), None)
-    if plain is not None:
-        raise FeedError(
-            f"cannot fetch a plain tensor of shape {list(plain.shape)}: it was made outside a recording. "
-            "Compute it inside a %%tfgraph cell or `with tfnb.record(NAME):`"
-        )
-    try:
-        return graph_named()
-    except NotFound:
-        raise FeedError(f"nothing to run: {fetches!r} names no graph") from None
-
-
 def run(
     fetches: Any,
     feed_dict: Mapping[Any, Any] | None = None,
     *,
     timeout: float | None = None,
     trace: bool | Literal["parts"] = False,
+    isolation: Literal["snapshot"] | None = None,
 ) -> Any:
     """`Session.run` on the default session of the fetches' graph.
 
@@ -501,20 +504,5 @@ def run(
     tensor(10.)
     """
     __tracebackhide__ = True
-    return default_session(graph_of(fetches)).run(fetches, feed_dict, timeout=timeout, trace=trace)
-
-
-# -- running -----------------------------------------------------------------------------------------------
-
-
-def _deadline(program: Program, timeout: float) -> Deadline:
-    def why(stop: Stop) -> DeadlineExceeded:
-        at = failing_node(program, stop)
-        where = "" if at is None else f" (it stood at node {at.name})"
-        waits = "".join(f"\n  {line}" for line in getattr(stop, "waits", ()))
-        where += f"; what it waited for:{waits}\n " if waits else ";"
-        return DeadlineExceeded(
-            f"run did not end within {timeout} s{where} nothing was written", node=at.name if at else None
-        )
-
-    return timeout, why
+    session = default_session(graph_of(fetches))
+    return session.run(fetches, feed_dict, timeout=timeout, trace=trace, isolation=isolation)

@@ -17,6 +17,7 @@ from tfnb.errors import InvalidArgument, TfnbError
 from tfnb.execution import Program
 from tfnb.execution.explain import explained
 from tfnb.feeding import Feeder
+from tfnb.graph.writing import WRITERS
 
 
 class Step:
@@ -36,9 +37,12 @@ class Step:
         inputs = program.module.graph.find_nodes(op="placeholder")
         self._inputs = inputs[: len(program.feeds)]
         self._results: Any = program.module.graph.output_node().args[0]  # a tuple, as lowering made it
+        cut = WRITERS.cut(program.private)
+        self._seen = cut.count
         self._storages = [variable.storage for variable in program.variables]
         rest = inputs[len(program.feeds) :]
-        self._known: dict[fx.Node, Any] = dict(zip(rest, [*self._storages, run], strict=True))
+        reads = map(cut.copies.get, program.variables, self._storages)
+        self._known: dict[fx.Node, Any] = dict(zip(rest, [*reads, run], strict=True))
         self._interpreter = fx.Interpreter(program.module, garbage_collect_values=False)
         recorded = {program.node_of[n.name].id: n for n in program.module.graph.nodes if n.name in program.node_of}
         self._before = {  # guards of branches have no outputs: what comes after them names them as control inputs
@@ -136,6 +140,7 @@ class Step:
             return (*fetched, *(self._value(result) for result in self._results[program.n_fetches :]))
 
         _, pending = program.compute([], self._storages, 0, rest)
+        pending.seen = self._seen
         program.commit(pending)
         self._end("step is finished: everything was fetched")
 

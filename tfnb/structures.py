@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
-from tfnb.errors import FeedError, ShapeError
+from tfnb.errors import FeedError, NotFound, ShapeError
 from tfnb.gradients import IndexedSlices
-from tfnb.graph import Value
+from tfnb.graph import Graph, Value
 from tfnb.recording import Operation, Tensor
+from tfnb.recording import graph as graph_named
+from tfnb.recording.variables import known
 
 
 def parts_of(keys: Sequence[Any]) -> tuple[Any, ...]:
@@ -77,3 +79,22 @@ def places_of(is_variable: list[bool]) -> list[int]:
     values = itertools.count()
     variables = itertools.count(is_variable.count(False))
     return [next(variables) if late else next(values) for late in is_variable]
+
+
+def graph_of(fetches: Any) -> Graph:
+    """The graph that fetches belong to; names are looked up in the current graph."""
+    leaves: list[Any] = []
+    structure(fetches, leaves)
+    for leaf in leaves:
+        if isinstance(leaf, (Tensor, Operation)):
+            return leaf.graph
+    plain = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and known(leaf) is None), None)
+    if plain is not None:
+        raise FeedError(
+            f"cannot fetch a plain tensor of shape {list(plain.shape)}: it was made outside a recording. "
+            "Compute it inside a %%tfgraph cell or `with tfnb.record(NAME):`"
+        )
+    try:
+        return graph_named()
+    except NotFound:
+        raise FeedError(f"nothing to run: {fetches!r} names no graph") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import tfnb
-from tfnb.errors import OutOfRange
+from tfnb.errors import InvalidArgument, OutOfRange
+from tfnb.state import checkpoint
 
 STEPS = 60
 
@@ -133,3 +135,177 @@ def test_an_input_pipeline_training_and_evaluation_at_once() -> None:
     assert session.run(loss, {x: held[0], y: held[1]}).item() == pytest.approx(wanted[-1], rel=1e-4)
     low, high = min(wanted), max(wanted)
     assert all(low - 0.05 <= value <= high + 0.05 for value in seen)  # of weights of some step, or between two
+
+
+LARGE = 50_000  # elements: long enough for two kernels to meet
+
+
+def _sum(v: tfnb.Variable, x: torch.Tensor) -> object:
+    return v.assign_add(x)
+
+
+def _difference(v: tfnb.Variable, x: torch.Tensor) -> object:
+    return v.assign_sub(-x)
+
+
+def _scaled(v: tfnb.Variable, x: torch.Tensor) -> object:
+    return v.assign(v - 2 * (-x * 0.5))
+
+
+def _twice(v: tfnb.Variable, x: torch.Tensor) -> object:
+    v.assign_add(x * 0.25)
+    return v.assign_add(x * 0.75)
+
+
+def _rows_added(v: tfnb.Variable, x: torch.Tensor) -> object:
+    return v.scatter_add(torch.arange(LARGE), x.expand(LARGE))
+
+
+def _elements(v: tfnb.Variable, x: torch.Tensor) -> object:
+    return v.assign(v.read().index_put((torch.arange(LARGE),), x.expand(LARGE), accumulate=True))
+
+
+def _in_a_branch(v: tfnb.Variable, x: torch.Tensor) -> object:
+    return v.assign(tfnb.cond(x > 0, lambda: v + x, lambda: v - x))
+
+
+def _in_a_loop(v: tfnb.Variable, x: torch.Tensor) -> object:
+    _, total = tfnb.while_loop(lambda i, _: i < 4, lambda i, t: (i + 1, t + x / 4), (torch.tensor(0), v.read()))
+    return v.assign(total)
+
+
+def _optimizer_step_that_is_fetched(v: tfnb.Variable, x: torch.Tensor) -> object:
+    step = tfnb.train.SGD(1.0).apply_gradients([(-x.expand(LARGE), v)])
+    return step, v.read()  # of after the step, in the same step: no update in place
+
+
+@pytest.mark.parametrize("executor", ["auto", "dataflow"])
+@pytest.mark.parametrize("update", [
+    _sum, _difference, _scaled, _twice, _rows_added, _elements, _in_a_branch, _in_a_loop,
+    _optimizer_step_that_is_fetched,
+])  # fmt: skip
+def test_reads_followed_by_writes_of_two_threads_are_all_kept(update: Callable[..., object], executor: str) -> None:
+    v = tfnb.Variable(torch.zeros(LARGE), name="v", trainable=False)
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.tensor(1.0), name="x", shape=())
+        step = update(v, x)
+    session = tfnb.Session(graph, compile="off", executor=executor)
+    session.run(step, {x: 1.0})
+    at_once(*([lambda: [session.run(step, {x: 1.0}) for _ in range(STEPS // 2)]] * 2))
+    assert torch.equal(v.value(), torch.full((LARGE,), float(STEPS + 1)))
+
+
+def test_a_counter_gives_each_thread_numbers_of_its_own() -> None:
+    counter = tfnb.Variable(torch.tensor(0), name="counter", trainable=False)
+    with tfnb.record() as graph:
+        before, after = counter.read(), counter.assign_add(1)
+    session, seen = tfnb.Session(graph), []
+    at_once(*([lambda: seen.extend(session.run([before, after]) for _ in range(300))] * 3))
+    assert sorted(int(number) for _, number in seen) == list(range(1, 901))
+    assert all(new == old + 1 for old, new in seen)
+
+
+def test_writes_outside_of_a_recording_are_all_kept() -> None:
+    v = tfnb.Variable(torch.zeros(LARGE), name="v")
+    at_once(*([lambda: [v.assign_add(torch.ones(LARGE)) for _ in range(STEPS)]] * 2))
+    assert torch.equal(v.value(), torch.full((LARGE,), 2.0 * STEPS))
+
+
+def test_running_statistics_of_two_threads_count_every_batch() -> None:
+    norm = nn.BatchNorm1d(64, momentum=0.01)
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.zeros(4, 64), name="x")
+        norm(x)
+        step = tfnb.group(norm.running_mean, norm.running_var, norm.num_batches_tracked)
+    session = tfnb.Session(graph, compile="off")
+    at_once(*([lambda: [session.run(step, {x: torch.ones(4, 64)}) for _ in range(STEPS)]] * 2))
+    assert norm.num_batches_tracked == 2 * STEPS
+    torch.testing.assert_close(norm.running_mean, torch.full((64,), 1 - 0.99 ** (2 * STEPS)))
+    torch.testing.assert_close(norm.running_var, torch.full((64,), 0.99 ** (2 * STEPS)))
+
+
+@pytest.mark.parametrize("executor", ["auto", "dataflow"])
+def test_a_snapshot_is_of_one_moment(executor: str) -> None:
+    first, second = (tfnb.Variable(torch.zeros(LARGE), name=name, trainable=False) for name in "ab")
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.tensor(1.0), name="x", shape=())
+        write = tfnb.group(first.assign(x.expand(LARGE)), second.assign(x.expand(LARGE)))
+    with tfnb.record(graph):
+        apart = (first.read() - second.read()).abs().max() + (first.max() - first.min())
+    session, done = tfnb.Session(graph, compile="off", executor=executor), threading.Event()
+
+    def writes() -> None:
+        for number in range(3 * STEPS):
+            session.run(write, {x: float(number)})
+        done.set()
+
+    def reads() -> None:
+        while not done.is_set():
+            gap, a, b = session.run([apart, first, second], isolation="snapshot")
+            assert gap == 0 and torch.equal(a, b) and a.min() == a.max()
+
+    at_once(writes, reads, reads)
+
+
+def test_training_from_a_snapshot_writes_the_variables_themselves() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    twin = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    twin.load_state_dict(net.state_dict())
+    data = torch.randn(5, 4)
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(data, name="x")
+        loss = net(x).square().mean()
+        step = tfnb.train.Momentum(0.1, 0.9).minimize(loss)
+    optimizer = torch.optim.SGD(twin.parameters(), 0.1, momentum=0.9)
+    session = tfnb.Session(graph, compile="off")
+    for _ in range(3):
+        got, weight = session.run([loss, net[0].weight, step], {x: data}, isolation="snapshot")[:2]
+        optimizer.zero_grad()
+        wanted = twin(data).square().mean()
+        wanted.backward()
+        optimizer.step()
+        torch.testing.assert_close(got, wanted.detach())
+        torch.testing.assert_close(weight, twin[0].weight.detach())
+    torch.testing.assert_close(net.state_dict(), twin.state_dict())
+
+
+def test_isolation_that_does_not_exist_is_refused() -> None:
+    with tfnb.record():
+        x = tfnb.placeholder(torch.ones(2))
+        y = x + 1
+    with pytest.raises(InvalidArgument, match="isolation is None or 'snapshot', not 'serial'"):
+        tfnb.run(y, {x: torch.ones(2)}, isolation="serial")
+
+
+def test_a_step_in_parts_keeps_what_was_written_meanwhile() -> None:
+    counter = tfnb.Variable(torch.tensor(0.0), name="counter", trainable=False)
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.tensor(1.0), name="x", shape=())
+        y, after = x * 2, counter.assign_add(x)
+    session = tfnb.Session(graph)
+    with session.step([y, after], [x]) as step:
+        step.fetch(y, {x: 1.0})
+        session.run(after, {x: 10.0})
+        step.fetch(after)
+    assert counter.value() == 11
+
+
+def test_a_checkpoint_written_while_training_is_of_one_step(tmp_path: Path) -> None:
+    first, second = (tfnb.Variable(torch.zeros(LARGE), name=name, trainable=False) for name in "ab")
+    with tfnb.record() as graph:
+        step = tfnb.group(first.assign_add(1.0), second.assign_add(1.0))
+    session, done = tfnb.Session(graph, compile="off"), threading.Event()
+
+    def train() -> None:
+        while not done.is_set():
+            session.run(step)
+
+    def save() -> None:
+        for _ in range(10):
+            session.save(tmp_path / "saved")
+            a, b = checkpoint.load(tmp_path / "saved")[0].values()
+            assert torch.equal(a, b)
+        done.set()
+
+    at_once(train, save)

@@ -2,21 +2,20 @@
 
 A list call (a fused kernel, a foreach copy) has no Python between its writes. Where there are several, SIGINT is
 held back until they are done: in generated code with many in-place writes, Ctrl-C leaves a mixed state nearly always.
-Steps of several threads write one after the other: kernels that add to the same memory at once lose what one added.
+Steps of several threads write one after the other. Where another one wrote since a step read, new values that depend on
+old ones are computed again from what is stored now, before the first write, so that no update is lost.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from tfnb.graph.writing import WRITERS
 from tfnb.interrupts import no_interrupt
-
-_WRITING = threading.Lock()  # of the process: sessions and graphs share Variables
 
 
 @dataclass(slots=True)
@@ -30,19 +29,30 @@ class Update:
 
 @dataclass(slots=True)
 class Pending:
-    """What a computed step will write."""
+    """What a computed step will write.
+
+    seen: the count of writes before the step read its first Variable. again: puts values in the place of those that
+    depend on what another step overwrote.
+    """
 
     targets: list[torch.Tensor]
     values: list[torch.Tensor]
     updates: list[Update]
+    seen: int = 0
+    again: Callable[[Pending], None] | None = None
 
 
 def commit(pending: Pending) -> None:
     """Write everything."""
     if not pending.updates and not pending.targets:
         return
-    with no_interrupt(), _WRITING:
-        for update in pending.updates:
-            update.kernel(update.rows, **update.settings)
-        if pending.targets:
-            torch._foreach_copy_(pending.targets, pending.values)
+    with no_interrupt(), WRITERS.lock:
+        if pending.again is not None and pending.seen != WRITERS.count:
+            pending.again(pending)
+        try:
+            for update in pending.updates:
+                update.kernel(update.rows, **update.settings)
+            if pending.targets:
+                torch._foreach_copy_(pending.targets, pending.values)
+        finally:
+            WRITERS.count += 1

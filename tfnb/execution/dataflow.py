@@ -21,8 +21,10 @@ from tfnb.execution.lower import Program, lower
 from tfnb.execution.machine import Dead, Machine, Step
 from tfnb.execution.plan import Plan, Planner
 from tfnb.execution.pool import Lanes
+from tfnb.execution.stale import Stale
 from tfnb.graph import Dim, Graph, Node, Spec, Value, Variable, ops
 from tfnb.graph.subgraph import uses_queues
+from tfnb.graph.writing import WRITERS, Cut
 from tfnb.passes import LAST, feed_symbols, optimize, prune
 from tfnb.passes.rewrite import Pass
 from tfnb.state.fifo import Attempt, Fifo
@@ -207,8 +209,10 @@ class Dataflow:
     ) -> None:
         self.whole, self.fetches, self.feeds = graph, tuple(fetches), tuple(feeds)
         heap.settle()
+        self.stale = Stale(graph, self.fetches, self.feeds, fuses=False)
+        wanted = (*self.fetches, *self.stale.operands)
         # no pass that counts on an order: regions have their own
-        self.graph = optimize(graph, self.fetches, self.feeds, last=())
+        self.graph = optimize(graph, wanted, self.feeds, last=())
         by_id = graph.contents.by_id
         symbols = {
             s: (value, by_id[value.node].outputs[value.index])
@@ -220,31 +224,35 @@ class Dataflow:
             return by_id[value.node].outputs[value.index]
 
         planner = Planner(flow, spec, graph.seed)
-        wanted = [
-            (flow.ports[value], ()) if by_id[value.node].outputs else (None, flow.done[value.node])
-            for value in self.fetches
+        ports = [
+            (flow.ports[value], ()) if by_id[value.node].outputs else (None, flow.done[value.node]) for value in wanted
         ]
-        self.plan = planner.plan(wanted, [flow.ports[value] for value in self.feeds])
+        self.plan = planner.plan(ports, [flow.ports[value] for value in self.feeds])
         self.variables: tuple[Variable, ...] = tuple(dict.fromkeys((*self.plan.storages, *self.plan.writes)))
         self.writes: tuple[Variable, ...] = self.plan.writes
         self.inner: tuple[Program, ...] = tuple(self.plan.programs)
         self.forward = None  # there is no one function
 
     def compute(
-        self, feeds: Iterable[torch.Tensor], storages: Sequence[torch.Tensor], run: int = 0, forward: Any = None
-    ) -> tuple[list[torch.Tensor | None], Pending]:
+        self, feeds: Iterable[torch.Tensor], storages: Sequence[torch.Tensor], run: int = 0, forward: Any = None,
+        cut: Cut | None = None,
+    ) -> tuple[list[torch.Tensor | None], Pending]:  # fmt: skip
         """Fetched values, and the writes of the step; no Variable is written. Queues are used on the way."""
         plan, fed = self.plan, list(feeds)
-        stored = dict(zip(self.variables, storages, strict=True))
+        cut = WRITERS.cut(self.stale.private) if cut is None else cut
+        live = dict(zip(self.variables, storages, strict=True))
+        stored = live | {variable: copy for variable, copy in cut.copies.items() if variable in live}
         start = [*zip(plan.feeds, fed, strict=True), *plan.given, (plan.run, run)]
         start += [(edges, stored[variable]) for variable, edges in plan.storages.items()]
         borrowed = Borrowed([*stored.values(), *(value for _, value in plan.given)])
         found = Driver(plan, borrowed, self.whole.name).drive(start)
         self._ensure_live(found)
         results = [borrowed.own(value) for value in found]
-        targets = [stored[variable] for variable in self.writes]
+        targets = [live[variable] for variable in self.writes]
         count = len(self.fetches)
-        return results[:count], Pending(targets, results[count:], [])
+        fetched, operands = results[:count], results[count : count + len(self.stale.operands)]
+        again = self.stale.call(self.writes, live, operands, fetched)
+        return fetched, Pending(targets, results[count + len(operands) :], [], cut.count, again)
 
     @staticmethod
     def commit(pending: Pending) -> None:

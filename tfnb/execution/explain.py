@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from tfnb.errors import InvalidArgument, TfnbError
+from tfnb.errors import DeadlineExceeded, InvalidArgument, TfnbError
 from tfnb.execution.lower import Program
+from tfnb.execution.running import Deadline, Stop
 from tfnb.graph import Node, Spec
 
 
@@ -32,6 +33,21 @@ def explained(program: Any, error: Exception, tensors: Iterable[torch.Tensor]) -
         node=node.name, op=node.op, cell=node.source.label if node.source else None,
         line=node.source.line if node.source else None, inputs=specs,
     )  # fmt: skip
+
+
+def deadline(program: Program, timeout: float) -> Deadline:
+    """The seconds that a step has, and the error for one that took longer."""
+
+    def why(stop: Stop) -> DeadlineExceeded:
+        at = failing_node(program, stop)
+        where = "" if at is None else f" (it stood at node {at.name})"
+        waits = "".join(f"\n  {line}" for line in getattr(stop, "waits", ()))
+        where += f"; what it waited for:{waits}\n " if waits else ";"
+        return DeadlineExceeded(
+            f"run did not end within {timeout} s{where} nothing was written", node=at.name if at else None
+        )
+
+    return timeout, why
 
 
 def failing_node(program: Any, error: BaseException) -> Node | None:

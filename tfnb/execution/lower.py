@@ -19,13 +19,16 @@ from tfnb.errors import InvalidArgument, Unimplemented
 from tfnb.execution import heap
 from tfnb.execution.bindings import QUICK, WRITING
 from tfnb.execution.commit import Pending, Update, commit
+from tfnb.execution.fused import in_place_updates
 from tfnb.execution.in_place import NOTHING, WRITES, in_place
 from tfnb.execution.regions import REGIONS, Call
+from tfnb.execution.stale import Stale
 from tfnb.graph import Graph, Guard, Node, Recursion, Ref, Subgraph, Value, Variable, ops
 from tfnb.graph.collector import uncollected
 from tfnb.graph.node import map_leaves
 from tfnb.graph.ops import overload
 from tfnb.graph.spec import Dim
+from tfnb.graph.writing import WRITERS, Cut
 from tfnb.kernels.optim import FUSED
 from tfnb.kernels.random import mix, seeded
 from tfnb.passes import LAID_OUT, LAST, feed_symbols, numbers, optimize, overwriting
@@ -59,6 +62,8 @@ class Program:
     inner: tuple[Program, ...]  # of the subgraphs that loops and branches run
     written: tuple[int, ...]  # of a loop's body: places of the carried values that it writes in place
     donated: Mapping[fx.Node, Donation]  # what writes into its first argument
+    stale: Stale | None  # what the commit computes again after another step's; None in loops and branches
+    private: frozenset[Variable]  # read from a copy
     forward: Callable[..., tuple[Any, ...]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -72,27 +77,41 @@ class Program:
 
     def compute(
         self, feeds: Iterable[torch.Tensor], storages: list[torch.Tensor], run: int = 0,
-        forward: Callable[..., tuple[Any, ...]] | None = None,
+        forward: Callable[..., tuple[Any, ...]] | None = None, cut: Cut | None = None,
     ) -> tuple[list[torch.Tensor | None], Pending]:  # fmt: skip
         """Fetched values, and the writes of the step; nothing is written.
 
-        forward: other code that computes what the generated ``self.forward`` does.
+        forward: other code that computes what the generated ``self.forward`` does. cut: what to read in place of the
+        storages.
         """
-        out = (forward or self.forward)(*feeds, *storages, run)  # nothing requires grad: grad mode does not matter
-        fetched, rest = out[: self.n_fetches], out[self.n_fetches :]
+        seen, read = WRITERS.count, storages
+        copied = WRITERS.cut(self.private) if cut is None and self.private else cut
+        if copied is not None:
+            seen, read = copied.count, list(map(copied.copies.get, self.variables, storages))
+        out = (forward or self.forward)(*feeds, *read, run)  # nothing requires grad: grad mode does not matter
+        fetched, rest = list(out[: self.n_fetches]), out[self.n_fetches :]
         if not self.writes:
-            return list(fetched), _NOTHING
+            return fetched, _NOTHING
         targets = [storages[place] for place in self.copies]
         values = list(rest[: len(targets)])
-        at = len(targets)
-        updates = []
+        at, updates = len(targets), []
+        stored = {id(copy): storage for copy, storage in zip(read, storages, strict=True)} if cut is not None else {}
         for op, settings, lengths in self.updates:
             rows = []
             for length in lengths:
-                rows.append(rest[at : at + length])
+                row = rest[at : at + length]
+                rows.append(tuple([stored.get(id(x), x) for x in row]) if cut is not None else row)
                 at += length
             updates.append(Update(FUSED[op], rows, settings))
-        return list(fetched), Pending(targets, values, updates)
+        return fetched, Pending(targets, values, updates, seen, self._again(storages, rest[at:], fetched))
+
+    def _again(
+        self, storages: Sequence[torch.Tensor], operands: Sequence[torch.Tensor], fetched: list[torch.Tensor | None]
+    ) -> Callable[[Pending], None] | None:
+        if self.stale is None or not self.copies:
+            return None
+        written = [self.variables[place] for place in self.copies]
+        return self.stale.call(written, dict(zip(self.variables, storages, strict=True)), operands, fetched)
 
     @staticmethod
     def commit(pending: Pending) -> None:
@@ -140,7 +159,9 @@ def lower(graph: Graph, fetches: Iterable[Value], feeds: Iterable[Value], last: 
     fetches, feeds = tuple(fetches), tuple(feeds)
     heap.settle()
     with uncollected():
-        return _Lowering(graph, optimize(graph, fetches, feeds, last), fetches, feeds).program()
+        stale = Stale(graph, fetches, feeds, fuses=True)
+        optimized = optimize(graph, (*fetches, *stale.operands), feeds, last)
+        return _Lowering(graph, optimized, fetches, feeds, stale).program()
 
 
 def subprogram(
@@ -163,8 +184,12 @@ def subprogram(
 class _Lowering:
     """One lowering: an fx graph under construction and where each value stands in it."""
 
-    def __init__(self, graph: Graph, pruned: Graph, fetches: tuple[Value, ...], feeds: tuple[Value, ...]) -> None:
+    def __init__(
+        self, graph: Graph, pruned: Graph, fetches: tuple[Value, ...], feeds: tuple[Value, ...],
+        stale: Stale | None = None,
+    ) -> None:  # fmt: skip
         self.whole, self.graph, self.fetches, self.feeds = graph, pruned, fetches, feeds
+        self.stale, self.operands = stale, () if stale is None else stale.operands
         self.fx = fx.Graph()
         self.tracer = fx.proxy.GraphAppendingTracer(self.fx)
         self.root = torch.nn.Module()
@@ -193,7 +218,7 @@ class _Lowering:
         self._bind_feed_symbols()
         for guard in checks:
             self.fx.call_function(Relation(guard), tuple(self.symbols[s].node for s in guard.symbols))
-        fused = self._fused()
+        fused = in_place_updates(self.graph, (*self.fetches, *self.operands), self.feeds)
         for node in contents.nodes:
             if node.id not in fused:
                 self._emit(node)
@@ -361,50 +386,6 @@ class _Lowering:
 
     # -- the commit -------------------------------------------------------------------------------------------
 
-    def _fused(self) -> dict[int, Node]:
-        """Update nodes (and their assigns) that can be done in place at commit: nobody else reads their outputs."""
-        contents = self.graph.contents
-        fetched = set(self.fetches)
-        assigns_of: dict[Variable, int] = {}
-        for node in contents.nodes:
-            if node.op == "tfnb.assign":
-                assigns_of[node.attrs["variable"]] = assigns_of.get(node.attrs["variable"], 0) + 1
-        fused: dict[int, Node] = {}
-        for node in contents.nodes:
-            if node.op in FUSED:
-                done = self._assigns(node, fetched, assigns_of)
-                if done is not None:
-                    fused[node.id] = node
-                    fused.update({assign.id: node for assign in done})
-        return fused
-
-    def _assigns(self, node: Node, fetched: set[Value], assigns_of: dict[Variable, int]) -> list[Node] | None:
-        """The assigns that store the outputs of an update node into the very variables it read, if that is all."""
-        contents = self.graph.contents
-        state = (0, *range(2, 2 + len(node.attrs["slots"])))  # w and the slots among the flat inputs
-        found: list[Node] = []
-        for index, place in enumerate(state):
-            output, source = Value(node.id, index), contents.by_id.get(node.inputs[place].node)
-            users = contents.consumers.get(output, ())
-            if output in fetched or len(users) != 1 or source is None or source.op != "tfnb.read":
-                return None
-            assign = contents.by_id[users[0]]
-            variable = source.attrs["variable"]
-            if (
-                assign.op != "tfnb.assign" or assign.attrs["variable"] is not variable or assigns_of[variable] != 1
-                or Value(source.id) in self.feeds or Value(assign.id) in fetched
-                or any(contents.by_id[c].op != "tfnb.group" for c in contents.consumers.get(Value(assign.id), ()))
-                or self._read_later(variable, assign)
-            ):  # fmt: skip
-                return None
-            found.append(assign)
-        return found
-
-    def _read_later(self, variable: Variable, assign: Node) -> bool:
-        contents = self.graph.contents
-        after = contents.nodes[contents.position[assign.id] :]
-        return any(n.op == "tfnb.read" and n.attrs["variable"] is variable for n in after)
-
     def _finish(self, variables: tuple[Variable, ...], fused: dict[int, Node]) -> Program:
         out: list[Any] = [self._fetched(value) for value in self.fetches]
         place = {variable: i for i, variable in enumerate(variables)}
@@ -420,6 +401,8 @@ class _Lowering:
             rows.setdefault(key, []).extend(inputs)
         for key in groups:
             out += rows[key]
+        private = frozenset[Variable]() if self.stale is None else self.stale.private
+        out += map(self._fetched, self.operands)
         self.fx.output(tuple(out))
         assigned = [n.attrs["variable"] for n in self.graph.nodes if n.op == "tfnb.assign"]
         return Program(
@@ -427,7 +410,8 @@ class _Lowering:
             writes=tuple(dict.fromkeys(assigned)), module=fx.GraphModule(self.root, self.fx), node_of=self.node_of,
             n_fetches=len(self.fetches), copies=tuple(place[v] for v in self.written),
             updates=tuple((op, settings, tuple(lengths)) for op, settings, lengths in groups.values()),
-            inner=tuple(self.inner), written=self.in_place.places, donated=self.donated,
+            inner=tuple(self.inner), written=self.in_place.places, donated=self.donated, stale=self.stale,
+            private=private,
         )  # fmt: skip
 
     def _fetched(self, value: Value) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from tfnb.errors import FailedPrecondition, InvalidArgument, ShapeError
 from tfnb.graph import current
 from tfnb.graph.held import Held
 from tfnb.graph.spec import Spec, flows
+from tfnb.graph.writing import WRITERS
 
 _serial = itertools.count()
 
@@ -173,7 +175,7 @@ class Variable:
         """Write the local storage, wherever the value lives; raises ShapeError for another shape or dtype."""
         if tuple(value.shape) != tuple(self.spec.shape) or value.dtype != self.spec.dtype:
             raise ShapeError(f"cannot assign {Spec.of(value)} to variable {self.name}, which is {self.spec}")
-        with torch.no_grad():
+        with torch.no_grad(), WRITERS.one():
             if not self.initialized:
                 owned = torch.empty(self.shape, dtype=self.dtype, device=self.spec.device).copy_(value)
                 self._storage = lambda: owned
@@ -210,7 +212,10 @@ class Variable:
         if recording is not None:
             recording.escaped(self, "value()")
         with _disable_current_modes():
-            return self.storage.clone() if self.home is None else self.home.value(self)
+            if self.home is not None:
+                return self.home.value(self)
+            with WRITERS.lock:  # not one that is half written
+                return self.storage.clone()
 
     def set(self, value: torch.Tensor) -> None:
         """Write the value at once, wherever it lives; raises ShapeError for another shape."""
@@ -243,9 +248,10 @@ class Variable:
             return recording.write(self, kind, *args)
         *indices, value = args
         operands = [*(self._rows(i) for i in indices), self._operand(value)]
-        old = operands[-1] if kind == "assign" else self.value()  # an uninitialised variable may be assigned
-        new = updated(old, kind, *operands)
-        self.set(new)
+        with WRITERS.lock if self.home is None else nullcontext():
+            old = operands[-1] if kind == "assign" else self.value()  # an uninitialised variable may be assigned
+            new = updated(old, kind, *operands)
+            self.set(new)
         return new
 
     def _operand(self, value: Any) -> torch.Tensor:

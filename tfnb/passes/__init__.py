@@ -1,5 +1,6 @@
 """Passes: functions from Graph to Graph."""
 
+from tfnb.passes.again import again
 from tfnb.passes.donate import donate, overwriting
 from tfnb.passes.fold import fold
 from tfnb.passes.layout import LAID_OUT, channels_last, chosen_layout
@@ -13,7 +14,7 @@ from tfnb.passes.simplify import simplify
 from tfnb.passes.stack import stack
 
 __all__ = [
-    "LAID_OUT", "LAST", "LAYOUTS", "PIPELINE", "Memory", "Stage", "channels_last", "chosen_layout",
+    "LAID_OUT", "LAST", "LAYOUTS", "PIPELINE", "Memory", "Stage", "again", "channels_last", "chosen_layout",
     "donate", "feed_symbols", "fold", "merge", "numbers", "optimize", "order", "overwriting", "peak", "prune",
     "simplify", "split", "stack", "stages", "table",
 ]  # fmt: skip

@@ -24,7 +24,7 @@ from tfnb.graph.contents import unique
 from tfnb.graph.graph import new_id
 from tfnb.graph.ops import STRUCTURAL
 from tfnb.passes import prune
-from tfnb.placement.state import State, resolve
+from tfnb.passes.resolve import State, resolve
 
 Kind = Literal["grad", "rows", "entries", "value"]
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from tfnb.graph import Graph, Variable
-from tfnb.placement.state import resolve
+from tfnb.passes.resolve import resolve
 
 
 def nbytes(variable: Variable) -> int:
