@@ -55,6 +55,9 @@ ASKED: dict[str, tuple[Function, Any]] = {
     "rows of a pair": (lambda x: x.sum(0) * x[:2].shape[0], set()),
     "if another row": (lambda x: x * 2 if x[1:].shape[0] else x * 3, {0, 1}),
     "// 2": (lambda x: x[: x.size(0) // 2].sum(0), set()),
+    "a place that may be behind the end": (
+        lambda x: x.new_ones(x[: 2 * x.shape[0] - 8].shape[0]).sum() + x.sum(0), {0, 1, 2, 3, 9}
+    ),
     "ceil": (lambda x: x[: -(-x.shape[0] // 2)].sum(0), set()),
     "int": (lambda x: x * int(x.shape[0]), ALL),
     "float": (lambda x: x * float(x.shape[0]), ALL),

@@ -11,7 +11,20 @@ from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_wit
 
 from tfnb.errors import InvalidArgument
 from tfnb.graph import Spec, Variable, current
+from tfnb.graph.spec import sized_if
 from tfnb.recording import Operation, Recorder, Tensor
+
+SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)  # sizes that vary, and what is made of them
+
+
+def of_size(item: Any) -> Any:
+    """A varying size, or a relation between some, as a recorded tensor; anything else as it is."""
+    if isinstance(item, torch.SymBool):
+        return torch.ops.aten.scalar_tensor(sized_if(item, 1, 0), dtype=torch.int64) != 0
+    if isinstance(item, (torch.SymInt, torch.SymFloat)):
+        kind = torch.int64 if isinstance(item, torch.SymInt) else torch.get_default_dtype()
+        return torch.ops.aten.scalar_tensor(item, dtype=kind)
+    return item
 
 
 def recorder_if_open() -> Recorder | None:
@@ -21,9 +34,9 @@ def recorder_if_open() -> Recorder | None:
 
 
 def tensors(recorder: Recorder, items: Sequence[Any], what: str) -> list[Tensor]:
-    """Leaves as recorded tensors; raises InvalidArgument for one that is no tensor, number or Variable."""
+    """Leaves as recorded tensors; raises InvalidArgument for one that is no tensor, number, size or Variable."""
     found = []
-    for item in items:
+    for item in map(of_size, items):
         if isinstance(item, Operation) or not isinstance(item, (torch.Tensor, Variable, bool, int, float, complex)):
             kind = "an Operation" if isinstance(item, Operation) else type(item).__name__
             raise InvalidArgument(f"{what} takes and gives tensors and numbers, not {kind}{recorder.tape.at()}")

@@ -114,14 +114,17 @@ def _evaluate(node: ast.expr, symbols: Mapping[str, Any]) -> Any:
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_evaluate(operand, symbols)
         case ast.UnaryOp(op=ast.Not(), operand=operand):
-            return not _evaluate(operand, symbols)
+            return torch.sym_not(_evaluate(operand, symbols))
         case ast.BoolOp(op=op, values=values):
-            fold = all if isinstance(op, ast.And) else any
-            return fold(_evaluate(part, symbols) for part in values)
+            fold = operator.and_ if isinstance(op, ast.And) else operator.or_
+            return reduce(fold, [_evaluate(part, symbols) for part in values])
         case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARE:
             return _COMPARE[type(op)](_evaluate(left, symbols), _evaluate(right, symbols))
         case ast.IfExp(test=test, body=body, orelse=orelse):
-            return _evaluate(body if _evaluate(test, symbols) else orelse, symbols)
+            found = _evaluate(test, symbols)
+            if isinstance(found, bool):
+                return _evaluate(body if found else orelse, symbols)
+            return sized_if(found, _evaluate(body, symbols), _evaluate(orelse, symbols))
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _CALLS:
             found = [_evaluate(arg, symbols) for arg in args]
             call = _CALLS[name]
@@ -129,6 +132,14 @@ def _evaluate(node: ast.expr, symbols: Mapping[str, Any]) -> Any:
                 return reduce(call, found)
             return call(*found)
     raise GraphFormatError(f"not allowed in a size expression: {ast.unparse(node)!r}")
+
+
+def sized_if(test: Any, body: Any, orelse: Any) -> Any:
+    """``body if test else orelse`` of whole numbers, as one size. test: a SymBool, or what stands for a truth value."""
+    if isinstance(test, torch.SymBool):
+        wrap = test.node.wrap_int
+        body, orelse = (side if isinstance(side, torch.SymInt) else torch.SymInt(wrap(side)) for side in (body, orelse))
+    return torch.sym_ite(test, body, orelse)
 
 
 @lru_cache(maxsize=4096)

@@ -7,8 +7,8 @@ gets its value back, and the new one is an output: the caller writes it after th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -75,19 +75,25 @@ class Region:
 
 def record_region(
     recorder: Recorder, function: Function, given: Sequence[Given], *, scope: str, turns: bool,
-    held: Sequence[Base] = (), inner: Inner | None = None,
+    held: Sequence[Base] = (), inner: Inner | None = None, where: tuple[torch.SymBool, bool] | None = None,
 ) -> Region:  # fmt: skip
     """Record a call of ``function`` as a region.
 
     scope: the path of the scope that it is recorded in. turns: whether it runs many times: what is the same each time
     is then left outside. held: tensors and variables of outside that mean the last of ``given`` inside; what they mean
-    at the end are the last outputs. inner: of a subgraph that is differentiated.
+    at the end are the last outputs. inner: of a subgraph that is differentiated. where: a relation between sizes and
+    its outcome, in a branch that it decides: what is asked of sizes there is asked only where the branch is taken.
     """
     while True:
         before = _Before(recorder)
         try:
             recorder.inside += 1
-            with recorder.tape.marked(control=()), recorder.scope(f"{scope}/"), _sealed(recorder, turns):
+            with (
+                recorder.tape.marked(control=()),
+                recorder.scope(f"{scope}/"),
+                _sealed(recorder, turns),
+                _at(recorder, where),
+            ):
                 tensors = [_placeholder(recorder, item) for item in given]
                 inputs = tuple(tensor._entry.value for tensor in tensors)  # before any is written in place
                 for base, tensor in zip(held, tensors[len(tensors) - len(held) :], strict=True):
@@ -105,7 +111,7 @@ def record_region(
             recorder.inside -= 1
         late = before.met_and_written()
         if not late:
-            return before.cut(inputs, outputs, turns=turns, inner=inner or Inner(set(), {}))
+            return before.cut(inputs, outputs, turns=turns, inner=inner or Inner(set(), {}), local=where is not None)
         before.undo()
         for meet in late:
             meet()
@@ -114,6 +120,21 @@ def record_region(
 def attempt(recorder: Recorder) -> Callable[[], None]:
     """What takes back everything that is recorded from here on."""
     return _Before(recorder).undo
+
+
+@contextmanager
+def _at(recorder: Recorder, where: tuple[torch.SymBool, bool] | None) -> Iterator[None]:
+    """Inside a branch that sizes decide; without values, where the samples are of other sizes."""
+    if where is None:
+        yield
+        return
+    lazy = recorder.lazy
+    with recorder.symbols.branch(*where) as fits:
+        recorder.lazy = lazy or not fits
+        try:
+            yield
+        finally:
+            recorder.lazy = lazy
 
 
 def _sealed(recorder: Recorder, turns: bool) -> Any:
@@ -176,7 +197,7 @@ class _Before:
         return late
 
     def cut(
-        self, inputs: tuple[Value, ...], outputs: list[Value], *, turns: bool, inner: Inner
+        self, inputs: tuple[Value, ...], outputs: list[Value], *, turns: bool, inner: Inner, local: bool
     ) -> Region:  # fmt: skip
         """The region, out of the tape."""
         recorder = self.recorder
@@ -186,17 +207,20 @@ class _Before:
         resolved = [same.get(v, v) for v in outputs]
         final = {base: same.get(v, v) for base, v in written.items()}
         nodes = _needed(inside, [*resolved, *final.values()])
-        guards = self._inner_guards(inside)
+        guards = self._inner_guards(local)
         gone = {node.id for node in made if node.id not in recorder.tape.by_id}
         self._restore(gone)
         recorder.space.release(node for node in made if node.id in gone)
         steps = {n.attrs["variable"] for n in made if n.op == "tfnb.assign" and "step" in n.tags}
         return Region(nodes, inputs, list(resolved), final, guards, moved, steps, self.undo)
 
-    def _inner_guards(self, inside: Iterable[Node]) -> list[Guard]:
-        """Relations between sizes that exist inside only."""
+    def _inner_guards(self, local: bool) -> list[Guard]:
+        """Relations between sizes that exist, or are asked, inside only."""
         recorder = self.recorder
         new = recorder.new_guards[self.guards :]
+        if local:
+            del recorder.new_guards[self.guards :]
+            return [replace(guard, is_local=False) for guard in new]
         outer = _bound(recorder.tape.nodes) if new else set()
         recorder.new_guards[self.guards :] = [  # their lines are not those of the node that holds the region
             replace(guard, is_local=False) for guard in new if outer.issuperset(guard.symbols)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.fx.experimental.symbolic_shapes import _constrain_range_for_size
+from torch.fx.experimental.symbolic_shapes import _constrain_range_for_size, statically_known_true
 
 aten = torch.ops.aten
 _ALL = (1 << 63) - 1  # how a slice without an end is written
@@ -45,6 +45,8 @@ def _slice(x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int =
     rows, first = x.shape[dim], 0 if start is None else start
     numbers = isinstance(first, int) and (end is None or isinstance(end, int))
     is_open = end is None or (isinstance(end, int) and end >= _ALL)
+    if not numbers:
+        _same_in_a_run(rows, first, rows if is_open else end)
     if not isinstance(rows, torch.SymInt) or not numbers or (first == 0 and is_open):
         return aten.slice.Tensor(x, dim, start, end, step)
 
@@ -60,6 +62,27 @@ def _slice(x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int =
     offset = x.storage_offset() + place(first) * strides[dim]
     strides[dim] = strides[dim] * step
     return x.as_strided(sizes, strides, offset)
+
+
+def _same_in_a_run(rows: Any, first: Any, end: Any) -> None:
+    """A run must slice as the sample does: places before the end, or behind it, on the same side of each other."""
+    start, stop = (at if _asked(at >= 0) else rows + at for at in (first, end))
+    for relation in (start >= 0, start <= rows, stop <= rows, start <= stop):
+        _asked(relation)
+
+
+def _asked(relation: Any) -> bool:
+    """The outcome of a relation, as if the user's line had asked; sizes that only data tell are torch's affair."""
+    if isinstance(relation, bool):
+        return relation
+    if relation.node.hint is None or statically_known_true(relation):
+        return True
+    env = relation.node.shape_env
+    before, env.kernel = env.kernel, False
+    try:
+        return bool(relation)
+    finally:
+        env.kernel = before
 
 
 def _vector_norm(

@@ -112,7 +112,7 @@ class Shapes:
             return None
         self._forget_on_new_relation()
         try:
-            key = (func, torch.get_default_dtype(), self._part(args), self._part(kwargs))
+            key = (func, torch.get_default_dtype(), self.symbols.env.scope, self._part(args), self._part(kwargs))
             hash(key)
         except TypeError:
             return None

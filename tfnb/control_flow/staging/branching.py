@@ -5,8 +5,10 @@ What the names hold before and after is what the branch takes and gives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,11 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 from tfnb.control_flow.branches import joined, spec_inside
 from tfnb.control_flow.staging.statement import (
     NUMBERS,
+    CallsItself,
     CannotStage,
     Statement,
     as_number,
+    as_test,
     empty_of,
     is_number,
     is_users,
@@ -26,6 +30,7 @@ from tfnb.control_flow.staging.statement import (
     kind,
     note_python,
     part_of,
+    plain_number,
     reason,
     same,
     sample_truth,
@@ -33,21 +38,24 @@ from tfnb.control_flow.staging.statement import (
     tensor_of,
 )
 from tfnb.control_flow.staging.unset import Absent, Sometimes, Undefined, UndefinedReturnValue, guarded
-from tfnb.control_flow.structure import spec_of, truth
+from tfnb.control_flow.structure import SIZES, spec_of, truth
 from tfnb.errors import InvalidArgument, TfnbError
 from tfnb.graph import Value, Variable
+from tfnb.graph.spec import sized_if
 from tfnb.recording import Recorder, Tensor
 from tfnb.recording.calls import Unfinished
 from tfnb.recording.loop import DISAGREE
 from tfnb.recording.regions import Region, bound_outside, now, record_region
 
 _PACKAGE = str(Path(__file__).parents[2])
+_LONG = 40  # operations of a size; what has more is a tensor
 
 
 def branched(
     st: Statement, test: Tensor, body: Callable[[], None], orelse: Callable[[], None], wanted: int
 ) -> None:  # fmt: skip
     """Staged, or else by Python, with a guard."""
+    test = as_test(test)
     try:
         return stage_if(st, test, body, orelse, wanted)
     except OtherSide as side:
@@ -57,13 +65,24 @@ def branched(
             note_python(st, f"the branch that the sample does not take fails: {check}")
         is_check = check.is_raise
     except CannotStage as why:
+        if isinstance(why, CallsItself) and why.place in status.sized:
+            raise
         note_python(st, why)
         is_check = False
-    outcome, before, earlier = bool(test.sample), st.get(), set(st.recorder.tape.by_id)
-    st.recorder.branch(test, outcome, is_check=is_check)
+    before, earlier = st.get(), set(st.recorder.tape.by_id)
+    outcome = taken_by_python(st.recorder, test, is_check=is_check)
     body() if outcome else orelse()
-    if not is_check:
+    if not is_check and isinstance(test, Tensor):
         st.set(tuple(_guarded(st.recorder, v, old, earlier) for v, old in zip(st.get(), before, strict=True)))
+
+
+def taken_by_python(recorder: Recorder, test: Any, *, is_check: bool = False) -> bool:
+    """The truth of the sample, on which the recording relies from here."""
+    if isinstance(test, torch.SymBool):
+        return recorder.symbols.decided(test)
+    outcome = bool(test.sample)
+    recorder.branch(test, outcome, is_check=is_check)
+    return outcome
 
 
 def _guarded(recorder: Recorder, value: Any, old: Any, earlier: Container[int]) -> Any:
@@ -125,31 +144,53 @@ def stage_if(
     st: Statement, test: Tensor, body: Callable[[], None], orelse: Callable[[], None], wanted: int
 ) -> None:  # fmt: skip
     """Both branches into the graph; the first ``wanted`` names are needed afterwards. Raises CannotStage or Check."""
-    recorder = st.recorder
-    predicate = truth(recorder, test, st.what)
-    before, taken = st.get(), sample_truth(predicate)
+    recorder, by_size = st.recorder, isinstance(test, torch.SymBool)
+    test = test if by_size else truth(recorder, test, st.what)
+    before, taken = st.get(), sample_truth(recorder, test)
     ways = {True: body, False: orelse}
     after: dict[bool, _After] = {}
-    with st.staging(), recorder.scope(st.what.split()[0]) as scope:
+    if by_size and st.key in status.sized:
+        raise CallsItself(st.key)
+    with st.staging(), _inside(st, by_size), recorder.scope(st.what.split()[0]) as scope:
         for side in (True, False) if taken is not False else (False, True):
             try:
-                after[side] = _branch(st, ways[side], before, scope, wanted, quiet=side is not (taken is not False))
+                where = (test, side) if by_size else None
+                is_other = side is not (taken is not False)
+                after[side] = _branch(st, ways[side], before, scope, wanted, quiet=is_other, where=where)
             except Unfinished:
                 undo(after)
                 raise OtherSide(not side) from None
             except Exception as error:
                 undo(after)
-                if getattr(error, "details", None) == DISAGREE or (side is taken and is_users(error)):
+                if _disagrees(error, by_size) or (side is taken and is_users(error)):
                     raise
                 if side is taken or isinstance(error, CannotStage):
                     raise CannotStage(reason(error)) from error
                 raise Check(error) from error
         try:
-            values = _Join(st, predicate, taken, before, after[True], after[False]).values(wanted)
-        except BaseException:
+            values = _Join(st, test, taken, before, after[True], after[False]).values(wanted)
+        except BaseException as error:
             undo(after)
+            if by_size and isinstance(error, TfnbError):
+                raise CannotStage(reason(error)) from error
             raise
     st.set(values)
+
+
+@contextmanager
+def _inside(st: Statement, by_size: bool) -> Iterator[None]:
+    """Around the branches of a statement of which sizes decide."""
+    before = list(status.sized)
+    status.sized += [st.key] if by_size else []
+    try:
+        yield
+    finally:
+        status.sized = before
+
+
+def _disagrees(error: Exception, by_size: bool) -> bool:
+    """Whether branches do not fit each other: an error, where Python could not take the one that is meant."""
+    return getattr(error, "details", None) == DISAGREE and not by_size
 
 
 def undo(after: dict[bool, _After]) -> None:
@@ -159,7 +200,8 @@ def undo(after: dict[bool, _After]) -> None:
 
 
 def _branch(
-    st: Statement, way: Callable[[], None], before: tuple[Any, ...], scope: str, wanted: int, *, quiet: bool
+    st: Statement, way: Callable[[], None], before: tuple[Any, ...], scope: str, wanted: int, *, quiet: bool,
+    where: tuple[torch.SymBool, bool] | None = None,
 ) -> _After:  # fmt: skip
     recorder = st.recorder
     found: list[Any] = []
@@ -188,7 +230,7 @@ def _branch(
         st.attributes_kept()
         return tensors
 
-    region = record_region(recorder, call, [], scope=scope, turns=False)
+    region = record_region(recorder, call, [], scope=scope, turns=False, where=where)
     st.set(before)
     values, outputs = found
     return _After(region, values, {at: region.outputs[place] for at, place in outputs.items()})
@@ -198,12 +240,17 @@ class _Join:
     """What names hold after one of two branches."""
 
     def __init__(
-        self, st: Statement, predicate: Tensor, taken: bool | None, before: tuple[Any, ...], then: _After, other: _After
+        self, st: Statement, test: Any, taken: bool | None, before: tuple[Any, ...], then: _After, other: _After
     ) -> None:
-        self.st, self.predicate, self.taken, self.before = st, predicate, taken, before
+        self.st, self.test, self.taken, self.before = st, test, taken, before
         self.sides = {True: then, False: other}
         self.columns: list[tuple[Value | None, Value | None]] = []
         self.labels: list[str] = []
+
+    @cached_property
+    def predicate(self) -> Tensor:
+        """The test as a recorded tensor."""
+        return truth(self.st.recorder, self.test, self.st.what)
 
     def values(self, wanted: int) -> tuple[Any, ...]:
         """What to set the names to, once the branches are one node."""
@@ -253,6 +300,8 @@ class _Join:
             return lambda _: a
         if not is_value(a) or not is_value(b):
             raise CannotStage(f"{label} is {kind(a)} in one branch and {kind(b)} in the other")
+        if isinstance(self.test, torch.SymBool) and (size := _size_of(self.test, a, b)) is not None:
+            return lambda _: size
         dtype = self._dtype(a, b, label)
         column = tuple(self._value(side, place, at, v, dtype) for side, v in ((True, a), (False, b)))
         result = self._column(column, label)
@@ -270,7 +319,7 @@ class _Join:
         numbers = [v for v in (a, b) if not isinstance(v, (torch.Tensor, Variable))]
         if not numbers:
             return None
-        plain = [0 if isinstance(n, torch.SymInt) else n for n in numbers]
+        plain = [plain_number(n) for n in numbers]
         if len(numbers) == 2:
             return torch.result_type(*(torch.as_tensor(n) for n in plain))
         tensor = a if isinstance(a, (torch.Tensor, Variable)) else b
@@ -293,7 +342,8 @@ class _Join:
             )
         if isinstance(leaf, NUMBERS):
             leaf = torch.as_tensor(leaf, dtype=dtype)
-        return recorder._entry(tensor_of(recorder, leaf)).value
+        found = tensor_of(recorder, leaf)
+        return recorder._entry(found.to(dtype) if isinstance(leaf, SIZES) and dtype is not None else found).value
 
     def _one_sided(self, place: int, side: bool, before: Any) -> Callable[[list[Any]], Any]:
         """A name that one branch leaves without a value."""
@@ -350,3 +400,23 @@ class _Join:
             return True
         recorder = self.st.recorder
         return bound_outside(recorder, spec_inside(recorder, after.region, output))
+
+
+def _size_of(test: torch.SymBool, a: Any, b: Any) -> Any:
+    """What sizes decide between whole numbers or truth values is a size; None for anything else, or a long one."""
+    if all(type(side) in (int, torch.SymInt) for side in (a, b)):
+        found = sized_if(test, a, b)
+    elif all(type(side) in (bool, torch.SymBool) for side in (a, b)):
+        found = _either(test, a, b)
+    else:
+        return None
+    return found if isinstance(found, bool) or found.node.expr.count_ops() <= _LONG else None
+
+
+def _either(test: torch.SymBool, a: Any, b: Any) -> Any:
+    """``a if test else b`` of truth values."""
+    if isinstance(a, bool):
+        return test | b if a else torch.sym_not(test) & b
+    if isinstance(b, bool):
+        return torch.sym_not(test) | a if b else test & a
+    return (test & a) | (torch.sym_not(test) & b)

@@ -115,11 +115,19 @@ def _given(item: Any) -> Any:
     return item
 
 
-def _best(name: str, is_better: Callable[[Any, Any], Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """``max`` or ``min``: where a recorded number is among the items, each run chooses."""
+def _are_sizes(items: list[Any]) -> bool:
+    return all(type(item) in (int, torch.SymInt) for item in items) and torch.SymInt in map(type, items)
+
+
+def _best(
+    name: str, is_better: Callable[[Any, Any], Any], plain: Callable[..., Any], of_sizes: Callable[[Any, Any], Any]
+) -> Callable[..., Any]:  # fmt: skip
+    """``max`` or ``min``: where a recorded number or a varying size is among the items, each run chooses."""
 
     def best(*items: Any, **options: Any) -> Any:
         found = list(items[0]) if len(items) == 1 and isinstance(items[0], (list, tuple)) else list(items)
+        if not options and len(found) > 1 and _are_sizes(found):
+            return functools.reduce(of_sizes, found)
         if options or len(found) < 2 or not any(isinstance(item, Tensor) and not item.dim() for item in found):
             return plain(*items, **options)
         first = found[0]
@@ -138,5 +146,5 @@ def _best(name: str, is_better: Callable[[Any, Any], Any], plain: Callable[..., 
 
 BUILTINS: dict[Any, Callable[..., Any]] = {
     range: _range, enumerate: _enumerate, zip: _zip, len: _len, print: _print,
-    max: _best("max", operator.gt, max), min: _best("min", operator.lt, min),
+    max: _best("max", operator.gt, max, torch.sym_max), min: _best("min", operator.lt, min, torch.sym_min),
 }  # fmt: skip

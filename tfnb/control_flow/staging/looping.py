@@ -23,12 +23,13 @@ from tfnb.control_flow.staging.statement import (
     kind,
     note_python,
     part_of,
+    plain_number,
     reason,
     same,
     tensor_of,
 )
 from tfnb.control_flow.staging.unset import Absent, Sometimes, Undefined, UndefinedReturnValue, guarded
-from tfnb.control_flow.structure import spec_of, truth
+from tfnb.control_flow.structure import SIZES, spec_of, truth
 from tfnb.errors import InvalidArgument, TfnbError
 from tfnb.graph import Spec, Variable
 from tfnb.recording import Tensor
@@ -273,4 +274,6 @@ def _dtype_after(leaf: Any, given: torch.Tensor) -> torch.dtype:
         return leaf.dtype
     if isinstance(leaf, Variable):
         return leaf.spec.dtype
-    return torch.int64 if isinstance(leaf, torch.SymInt) else torch.result_type(empty_of(given.dtype), leaf)
+    if isinstance(leaf, SIZES):
+        return torch.as_tensor(plain_number(leaf)).dtype
+    return torch.result_type(empty_of(given.dtype), leaf)

@@ -22,6 +22,7 @@ from tfnb.control_flow.staging.looping import Stage, staged_loop
 from tfnb.control_flow.staging.statement import (
     Statement,
     as_number,
+    as_test,
     is_number,
     recorder_for,
     sample_truth,
@@ -68,8 +69,9 @@ class scope:
         recorder = recorder_for(returned)
         if recorder is None:
             return value
-        outcome = sample_truth(returned)
-        if outcome is False:
+        if isinstance(returned, torch.SymBool):
+            return value if recorder.symbols.decided(returned) else None
+        if sample_truth(recorder, returned) is False:
             recorder.branch(returned, False)
             return None
         return guarded(recorder, value, returned, True)()
@@ -107,8 +109,9 @@ def while_stmt(
             body()
             continue
         before.undo()  # it is recorded again as the condition
+        by_size = not isinstance(found, Tensor)
         st = Statement("while", staged, names, get, set)
-        if staged_loop(st, lambda st=st: Stage(st).record(test, body), body):  # type: ignore[misc]
+        if staged_loop(st, lambda st=st, by=by_size: Stage(st, by_size=by).record(test, body), body):  # type: ignore[misc]
             return
         tried = True
 
@@ -173,7 +176,9 @@ def or_(first: Any, rest: Callable[[], Any]) -> Any:
 
 def not_(item: Any) -> Any:
     """``not item``."""
-    return not item if recorder_for(item) is None else torch.logical_not(item)
+    if recorder_for(item) is None:
+        return not item
+    return torch.logical_not(item) if isinstance(item, torch.Tensor) else torch.sym_not(as_test(item))
 
 
 _AUGMENTED = {
@@ -195,8 +200,8 @@ def augmented(kind: str, item: Any, value: Any) -> Any:
     return as_number(_NEW[kind](item, value))
 
 
-def _like(first: Tensor) -> Any:
-    return first.clone()
+def _like(first: Any) -> Any:
+    return first.clone() if isinstance(first, torch.Tensor) else first
 
 
 vars(OPERATORS).update({

@@ -18,7 +18,7 @@ import torch
 
 from tfnb.control_flow.staging.places import user_frame
 from tfnb.control_flow.staging.unset import MISSING, Undefined
-from tfnb.control_flow.structure import recorder_if_open, spec_of
+from tfnb.control_flow.structure import SIZES, of_size, recorder_if_open, spec_of
 from tfnb.errors import TfnbError
 from tfnb.graph import Variable
 from tfnb.recording import Recorder, Tensor
@@ -29,6 +29,14 @@ NUMBERS = (bool, int, float, complex)
 
 class CannotStage(Exception):
     """A statement that is left to Python, and why."""
+
+
+class CallsItself(CannotStage):
+    """A branch that sizes decide leads to its own statement again: where that ends, only Python finds out."""
+
+    def __init__(self, place: object) -> None:
+        super().__init__("it leads to a call of its own function")
+        self.place = place
 
 
 class _Status(threading.local):
@@ -42,6 +50,7 @@ class _Status(threading.local):
         self.foreign: frozenset[str] = frozenset()  # names that a cell binds and that hold something of other cells
         self.made: list[Any] = []  # containers made in staged bodies
         self.attributes: list[tuple[Any, str, Any]] = []  # set in staged bodies, and what they were
+        self.sized: list[object] = []  # the statements of which sizes decide, and whose branches are being recorded
 
 
 status = _Status()
@@ -53,30 +62,43 @@ _staged: WeakKeyDictionary[Recorder, dict[str, None]] = WeakKeyDictionary()
 
 def recorder_for(test: Any) -> Recorder | None:
     """The open recording, if ``test`` is one truth value of it that another run may have another way."""
-    if not isinstance(test, Tensor) or status.off:
+    if not isinstance(test, (Tensor, *SIZES)) or status.off:
         return None
     recorder = recorder_if_open()
+    if not isinstance(test, Tensor):
+        return recorder if test.node.expr.free_symbols else None
     if recorder is None or test.graph is not recorder.graph or any(size != 1 for size in spec_of(test).shape):
         return None
     return None if recorder.tape.is_fixed(recorder._entry(test).value) else recorder
 
 
-def sample_truth(test: Tensor) -> bool | None:
+def sample_truth(recorder: Recorder, test: Any) -> bool | None:
     """The truth while recording; None without samples."""
+    if isinstance(test, torch.SymBool):
+        return recorder.symbols.truth(test)
     sample = test._entry.sample
     return None if sample is None else bool(sample)
 
 
+def as_test(test: Any) -> Any:
+    """A number of sizes as the relation that it is not zero."""
+    return test != 0 if isinstance(test, (torch.SymInt, torch.SymFloat)) else test
+
+
 def tensor_of(recorder: Recorder, item: Any) -> Tensor:
     """A tensor, number or size as a recorded tensor."""
-    if isinstance(item, torch.SymInt):
-        return torch.ops.aten.scalar_tensor(item, dtype=torch.int64)
-    return recorder.fresh(recorder._as_tensor(item))
+    return recorder.fresh(recorder._as_tensor(of_size(item)))
 
 
 def is_value(item: Any) -> bool:
     """Whether a graph can hold it."""
-    return isinstance(item, (torch.Tensor, Variable, torch.SymInt, *NUMBERS))
+    return isinstance(item, (torch.Tensor, Variable, *SIZES, *NUMBERS))
+
+
+def plain_number(item: Any) -> Any:
+    """A Python number of the kind that a size is; anything else as it is."""
+    kinds: dict[type, Any] = {torch.SymInt: 0, torch.SymFloat: 0.0, torch.SymBool: False}
+    return kinds.get(type(item), item)
 
 
 def as_number(item: Any) -> Any:
@@ -107,7 +129,7 @@ def empty_of(dtype: torch.dtype) -> torch.Tensor:
 
 
 def same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.SymInt):
+    if isinstance(a, SIZES):
         return bool(a.node.expr == b.node.expr)
     try:
         return bool(a == b)
@@ -136,6 +158,7 @@ class Statement:
     def __post_init__(self) -> None:
         frame = user_frame()
         name = frame.f_code.co_name
+        self.key = frame.f_code, frame.f_lasti
         self.place = f"line {frame.f_lineno}" + ("" if name == "<module>" else f" of {name}")
         text = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
         self.is_written = all(re.search(rf"(\b|el){word}\b", text) for word in self.what.split())
