@@ -2,55 +2,55 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
+from itertools import repeat
+from typing import Any
 
 import torch
 
 from tfnb.kernels.random import mix
+from tfnb.kernels.rows import Column, rows_of
 
 Function = Callable[..., Sequence[torch.Tensor]]  # of tensors and, last, the number that random draws depend on
 
 
 Row = tuple[Sequence[int] | int, torch.dtype, str]  # shape, dtype, device of one; an int: of that rank, and any shape
-Sequences = Sequence[torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
+Sequences = Sequence[Any]  # see `tfnb.kernels.rows.rows_of`
 
 
 def while_loop(
     cond: Function | None, body: Function, init: Sequence[torch.Tensor], xs: Sequences,
-    captures: Sequence[torch.Tensor], *, limit: int | None, rows: Sequence[Row], reverse: bool = False, run: int = 0,
-    draws: bool = False,
-) -> list[torch.Tensor]:  # fmt: skip
+    captures: Sequence[torch.Tensor], *, limit: int | None, rows: Sequence[Row | Column], reverse: bool = False,
+    run: int = 0, draws: bool = False,
+) -> list[Any]:  # fmt: skip
     """The carried values after the last turn, the number of turns (int64, on the CPU), and the rows, stacked or packed.
 
-    See `tfnb.graph.subgraph` for the meaning. draws: each turn gets a random number of its own.
+    See `tfnb.graph.subgraph` for the meaning. draws: each turn gets a random number of its own. rows: of each what one
+    is, or a column that takes them.
     """
-    take = [rows_of(x) for x in xs]
-    lengths = [len(x[1] if isinstance(x, tuple) else x) for x in xs[:1]]
-    limit = min([*lengths, *([] if limit is None else [limit])], default=None)
+    lengths, sequences = zip(*(rows_of(x, reverse=reverse) for x in xs), strict=True) if xs else ((), ())
+    limit = min([*lengths[:1], *([] if limit is None else [limit])], default=None)
     if not (xs or rows or draws):
         return _plain_loop(cond, body, init, captures, limit, run)
-    state, turns = list(init), 0
-    carried = len(state)
-    made: list[list[torch.Tensor]] = [[] for _ in rows]
+    state, turns, carried = tuple(init), 0, len(init)
+    given = zip(*sequences) if xs else repeat(())  # noqa: B905  # as many as turns are taken
+    columns = [_Stacked(row) if isinstance(row, tuple) else row for row in rows]
+    puts = [column.put for column in columns]
     while limit is None or turns < limit:
         turn = limit - 1 - turns if reverse and limit is not None else turns  # a draw that is repeated backwards
         number = mix(run, turn) if draws else run
         if cond is not None and not cond(*state, *captures, number)[0]:
             break
-        at = -1 - turns if reverse else turns
-        out = body(*state, *[row(at) for row in take], *captures, number)
-        state = list(out[:carried])
-        for column, value in zip(made, out[carried:], strict=True):
-            column.append(value)
+        out = body(*state, *next(given), *captures, number)
+        state = out[:carried]
+        for put, value in zip(puts, out[carried:], strict=True):
+            put(value)
         del out
         turns += 1
-    packed = (gathered(m[::-1] if reverse else m, row) for m, row in zip(made, rows, strict=True))
-    return [*state, torch.tensor(turns), *(tensor for tensors in packed for tensor in tensors)]
+    return [*state, torch.tensor(turns), *(result for column in columns for result in column.end(reverse))]
 
 
 def _plain_loop(
@@ -65,18 +65,20 @@ def _plain_loop(
     return [*state, torch.tensor(turns)]
 
 
-def rows_of(x: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> Callable[[int], torch.Tensor]:
-    """What gives row number ``at``."""
-    if not isinstance(x, tuple):
-        return lambda at: x.select(0, at)
-    flat, shapes = x[0], x[1].tolist()
-    ends = list(accumulate(map(math.prod, shapes)))
+class _Stacked:
+    """A column whose rows are stacked or packed."""
 
-    def row(at: int) -> torch.Tensor:
-        shape, end = shapes[at], ends[at]
-        return flat[end - math.prod(shape) : end].view(shape)
+    def __init__(self, row: Row) -> None:
+        self.row = row
+        self.made: list[torch.Tensor] = []
+        self.put = self.made.append
 
-    return row
+    def end(self, reverse: bool) -> tuple[torch.Tensor, ...]:
+        if reverse:
+            self.made.reverse()
+        found = gathered(self.made, self.row)
+        self.made.clear()
+        return found
 
 
 def gathered(made: list[torch.Tensor], row: Row) -> tuple[torch.Tensor, ...]:

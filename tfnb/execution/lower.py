@@ -8,7 +8,7 @@ whole number of steps. Values are freed at their last use by torch.fx's generate
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,6 +32,7 @@ from tfnb.graph.writing import WRITERS, Cut
 from tfnb.kernels.optim import FUSED
 from tfnb.kernels.random import mix, seeded
 from tfnb.passes import LAID_OUT, LAST, feed_symbols, numbers, optimize, overwriting
+from tfnb.passes.regions import kept_rows
 from tfnb.passes.rewrite import Pass
 from tfnb.recording.interpret import held, sizes_hold
 from tfnb.recording.ops import facts, kernel, unbind
@@ -201,6 +202,7 @@ class _Lowering:
         self.needed_symbols = {s for node in pruned.nodes for s in node.symbols}
         self.node_of: dict[str, Node] = {}
         self.donated: dict[fx.Node, Donation] = {}
+        self.kept_rows = kept_rows(pruned.contents, (*fetches, *self.operands))
         self.inner: list[Any] = []
         self.in_place = NOTHING
         self.calls: dict[Recursion, Call] = {}
@@ -331,10 +333,17 @@ class _Lowering:
         kind, names = REGIONS[node.op]
         values = [node.value(index) for index in range(len(node.outputs))]
         taken = {v.index for v in values if v in self.graph.contents.consumers or v in self.fetches}
-        call = kind(node, self._subprogram, taken)
+        more = (self.kept_rows, self._is_zero) if node.op == ops.WHILE else ()
+        call = kind(node, self._subprogram, taken, *more)
         self.inner += call.inner
         attrs = [map_leaves(lambda leaf: self._argument(node, leaf), node.attrs[name]) for name in names]
-        self._results(node, self.fx.call_function(call, (self.run, *attrs)), call.places)
+        self._results(node, self.fx.call_function(call, (self.run, *attrs)), call.places, call.own)
+
+    def _is_zero(self, value: Value) -> bool:
+        node = self.graph.contents.by_id.get(value.node)
+        if node is None or value in self.feeds or node.op != "tfnb.constant":
+            return node is not None and node.op == "aten.zeros.default"
+        return not node.attrs["value"].any()
 
     def _recursive(self, node: Node) -> None:
         """A call of a function that calls itself: its calls inside are calls of the same object."""
@@ -347,13 +356,13 @@ class _Lowering:
         out = self.fx.call_function(self.calls[function], (self.run, node.stream or 0, *args))
         self._results(node, out, range(len(node.outputs)))
 
-    def _results(self, node: Node, out: fx.Node, places: Iterable[int]) -> None:
-        """The outputs at ``places`` of a node are what a call gives."""
+    def _results(self, node: Node, out: fx.Node, places: Iterable[int], own: Container[int] = ()) -> None:
+        """The outputs at ``places`` of a node are what a call gives; ``own``: those in memory of their own."""
         self._note(out, node)
         shared = not self.borrowed.isdisjoint(node.inputs)  # what goes in may come out as it is
         for place, index in enumerate(places):
             self.values.setdefault(node.value(index), self.fx.call_function(operator.getitem, (out, place)))
-            if shared:
+            if shared and index not in own:
                 self.borrowed.add(node.value(index))
 
     def _subprogram(self, inside: Subgraph, outputs: Iterable[Value], owned: int = 0) -> Program:

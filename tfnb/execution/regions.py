@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 
-from tfnb.graph import Node, ops
+from tfnb.execution.products import Product, apart
+from tfnb.graph import Node, Ref, Value, ops
 from tfnb.graph.subgraph import row_places
 from tfnb.kernels.control import call, while_loop
 from tfnb.kernels.random import mix
+from tfnb.kernels.rows import Ahead, Kept, Sums
 from tfnb.recording.interpret import absent, number, too_deep
 
 
@@ -30,17 +33,29 @@ Lower = Callable[..., Lowered]  # of a subgraph, which outputs are wanted; how m
 
 
 class Loop:
-    """A ``tfnb.while``, without stacked rows that nobody takes: called with the run's number and its attrs."""
+    """A ``tfnb.while``, without rows that nobody takes: called with the run's number and its attrs.
 
-    def __init__(self, node: Node, lower: Lower, taken: Set[int]) -> None:
+    kept: values that are rows of loops which only loops take, and are not stacked; whether it is one loop. zeros:
+    whether a value is known to be zero. own: places of results in memory of the loop's own.
+    """
+
+    def __init__(
+        self, node: Node, lower: Lower, taken: Set[int], kept: Mapping[Value, bool], zeros: Callable[[Value], bool]
+    ) -> None:
         attrs = node.attrs
         carried = len(attrs["init"])
         places = row_places(attrs)
         self.rows = [row for row, at in enumerate(places) if not taken.isdisjoint(at)]
+        self.kept = [kept.get(node.value(places[row][0])) for row in self.rows]
         self.places = (*range(carried + 1), *(p for row in self.rows for p in places[row]))  # among the node's outputs
         outputs = attrs["body"].outputs
         wanted = [*outputs[:carried], *(outputs[carried + row] for row in self.rows)]
-        self.body = lower(attrs["body"], wanted, carried)
+        plain = {i for i, x in enumerate(attrs["xs"]) if isinstance(x, Ref) and node.inputs[x.input] not in kept}
+        self.apart = apart(attrs, wanted, plain)
+        self.own = summed = {total.place for total in self.apart.totals}
+        self.zero = [zeros(node.inputs[attrs["init"][total.place].input]) for total in self.apart.totals]
+        self.order = [i for i in range(carried) if i not in summed]  # of the carried values, those that turns take
+        self.body = self._body(lower, carried, wanted)
         self.cond = None if attrs["cond"] is None else lower(attrs["cond"], attrs["cond"].outputs)
         self.inner = (self.body,) if self.cond is None else (self.cond, self.body)
         firsts = [node.outputs[places[row][0]] for row in self.rows]
@@ -49,15 +64,58 @@ class Loop:
         self.draws = attrs["body"].draws or (attrs["cond"] is not None and attrs["cond"].draws)
         self.__name__ = "loop"  # for the generated code
 
-    def __call__(self, run: int, init: Any, xs: Any, captures: Any, limit: Any, rows: Any) -> list[torch.Tensor]:
-        kinds, init = zip(self.rows, self.kinds, strict=True), list(init)
+    def _body(self, lower: Lower, carried: int, wanted: Sequence[Value]) -> Lowered:
+        """It takes what turns change, rows, products, captures and totals; it gives the first, rows, and summands."""
+        found = self.apart
+        inputs = found.body.inputs
+        first = carried + found.sequences
+        totals = [inputs[total.place] for total in found.totals]
+        given = [*(inputs[i] for i in self.order), *inputs[carried:first], *(p.value for p in found.ahead),
+                 *inputs[first:], *totals]  # fmt: skip
+        outputs = [*(wanted[i] for i in self.order), *wanted[carried:], *found.summed]
+        return lower(replace(found.body, inputs=tuple(given)), outputs, len(self.order))
+
+    def __call__(self, run: int, init: Any, xs: Any, captures: Any, limit: Any, rows: Any) -> list[Any]:
+        found, state = self.apart, [init[i] for i in self.order]
         for place in self.body.written:  # from here on they are the loop's own
-            init[place] = init[place].clone()
-        return while_loop(
-            None if self.cond is None else self.cond.forward, self.body.forward, init, xs, captures,
-            limit=number(limit), rows=[(rows[row], *kind) for row, kind in kinds], reverse=self.reverse, run=run,
-            draws=self.draws,
+            state[place] = state[place].clone()
+        kinds = zip(self.rows, self.kinds, self.kept, strict=True)
+        columns: list[Any] = [
+            (rows[row], *kind) if once is None else Kept(pair=isinstance(rows[row], int), once=once)
+            for row, kind, once in kinds
+        ]
+        sums = self._sums(init)
+        columns += [] if sums is None else sums.columns()
+        out = while_loop(
+            None if self.cond is None else self.cond.forward, self.body.forward, state,
+            [*xs, *(self._ahead(product, xs, captures) for product in found.ahead)],
+            [*captures, *(init[total.place] for total in found.totals)],
+            limit=number(limit), rows=columns, reverse=self.reverse, run=run, draws=self.draws,
         )  # fmt: skip
+        return out if sums is None else self._united(out, len(init))
+
+    def _ahead(self, product: Product, xs: Any, captures: Any) -> Ahead:
+        weight = captures[product.weight]
+        bias = None if product.bias is None else captures[product.bias]
+        return Ahead(xs[product.rows], weight.t() if product.turned else weight, bias)
+
+    def _sums(self, init: Any) -> Sums | None:
+        found = self.apart
+        if not found.totals:
+            return None
+        at = {value: i for i, value in enumerate(found.summed)}
+        terms = [(None if total.a is None else at[total.a], at[total.b]) for total in found.totals]
+        totals = [init[t.place].t() if t.turned else init[t.place] for t in found.totals]
+        return Sums(terms, totals, self.zero, len(at))
+
+    def _united(self, out: list[Any], carried: int) -> list[Any]:
+        """The carried values in order, of which the sums come last."""
+        totals = self.apart.totals
+        sums = {total.place: made.t() if total.turned else made
+                for total, made in zip(totals, out[len(out) - len(totals) :], strict=True)}  # fmt: skip
+        others = iter(out)
+        state = [sums[i] if i in sums else next(others) for i in range(carried)]
+        return [*state, *others][: len(out)]
 
 
 _watched = threading.local()
@@ -86,6 +144,7 @@ class Cond:
             program = lower(node.attrs[part], [value for value in outputs if value is not None])
             self.branches[part == "then"] = program, [value is None for value in outputs]
         self.inner = tuple(program for program, _ in self.branches.values())
+        self.own: set[int] = set()
         self.__name__ = "cond"  # for the generated code
 
     def __call__(self, run: int, pred: Any, operands: Any, shapes: Any) -> list[torch.Tensor]:

@@ -6,12 +6,14 @@ used twice), the same nodes, and further nodes and outputs.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections import Counter
+from collections.abc import Collection, Hashable
 from dataclasses import replace
 from typing import Any
 
-from tfnb.graph import Node, Ref, Subgraph
-from tfnb.graph.ops import COND
+from tfnb.graph import Contents, Node, Ref, Subgraph, Value
+from tfnb.graph.node import leaves
+from tfnb.graph.ops import COND, WHILE
 from tfnb.graph.subgraph import row_places
 
 
@@ -67,3 +69,26 @@ def _united(first: Subgraph, other: Subgraph) -> Any:
     known = first.contents.by_id
     more = tuple(node for node in other.contents.nodes if node.id not in known)
     return replace(first, contents=replace(first.contents, nodes=(*first.contents.nodes, *more))) if more else first
+
+
+def kept_rows(contents: Contents, fetches: Collection[Value]) -> dict[Value, bool]:
+    """Outputs of loops that are rows, and that only loops take, as rows: nobody needs them in one piece.
+
+    Each with whether one loop takes it, once.
+    """
+    rows = {
+        node.value(i): at for node in contents.nodes if node.op == WHILE for at in row_places(node.attrs) for i in at
+    }
+    found = {v: tuple(Value(v.node, i) for i in at) for v, at in rows.items()}
+    others, uses = set(fetches), Counter[Value]()
+    for node in contents.nodes:
+        xs: Counter[int] = Counter()
+        for x in node.attrs["xs"] if node.op == WHILE else ():
+            refs = (x,) if isinstance(x, Ref) else x
+            given = tuple(node.inputs[ref.input] for ref in refs)
+            if all(found.get(v) == given for v in given):
+                xs.update(ref.input for ref in refs)
+        uses.update(node.inputs[place] for place in xs.elements())
+        taken = Counter(leaf.input for leaf in leaves(node.attrs) if isinstance(leaf, Ref))
+        others.update(v for place, v in enumerate(node.inputs) if taken[place] != xs[place] or not xs[place])
+    return {v: uses[v] == 1 for v, at in found.items() if others.isdisjoint(at)}

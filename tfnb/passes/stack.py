@@ -7,8 +7,9 @@ An unrolled layer multiplies by one weight at every step. What does not wait for
     x_1.sum(0) + x_2.sum(0) ...    ->  [x_1; x_2; ...].sum(0)                  the bias's gradient
     c + x @ w                      ->  addmm(c, x, w)                          what is left
 
-The sums are the same numbers in another order, equal within rounding. Rows are copied once, so a product is stacked
-where its rows are fewer than what copying them saves: see `_few`.
+The sums are the same numbers in another order, equal within rounding; of a long one so many terms at a time as a loop
+takes turns, in the order in which they come. Rows are copied once, so a product is stacked where its rows are fewer
+than what copying them saves: see `_few`.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from typing import Any
 from tfnb.graph import Contents, Graph, Node, Ref, Spec, Value
 from tfnb.graph.graph import new_id
 from tfnb.graph.spec import Dim, Size, flows, is_static
+from tfnb.kernels.rows import FEWEST, TURNS
 from tfnb.passes.rewrite import is_pure, redirected, with_nodes
 
-FEWEST = 4  # products that are worth a copy of their rows
 ROUNDS = 32  # of stacked layers, one upon the other
 _TRANSPOSES = ("aten.t.default", "aten.transpose.int")
 
@@ -100,7 +101,7 @@ def _groups(graph: Graph, fixed: set[int]) -> list[list[Node]]:
     """Products that share a weight, not waiting for one another nor for another group."""
     candidates: dict[Hashable, list[Node]] = defaultdict(list)
     for node in graph.nodes:
-        key = None if node.id in fixed else _shared(node, graph.contents)
+        key = None if node.id in fixed else shared(node, graph.contents)
         if key is not None:
             candidates[key].append(node)
     groups = [group for group in candidates.values() if len(group) >= FEWEST]
@@ -119,8 +120,8 @@ def _groups(graph: Graph, fixed: set[int]) -> list[list[Node]]:
     return ready or list(free.values())[:1]  # those that wait for one another in a circle: one at a time
 
 
-def _shared(node: Node, contents: Contents) -> Hashable | None:
-    """What the products of one group have in common."""
+def shared(node: Node, contents: Contents) -> Hashable | None:
+    """What the products of one group, ``rows @ weight`` or with a bias, have in common; None for another node."""
     if node.op not in ("aten.mm.default", "aten.addmm.default") or len(node.attrs) != len(node.inputs) or node.control:
         return None
     *bias, rows, weight = node.inputs
@@ -201,7 +202,8 @@ class _Sums:
             if len(terms) < FEWEST:
                 rest.extend(term.value() for term in terms)
             else:
-                stacked.append(self._stacked(terms, new))
+                terms.sort(key=lambda node: self.contents.position[node.id])
+                stacked += [self._stacked(terms[at : at + TURNS], new) for at in range(0, len(terms), TURNS)]
         if not stacked:
             yield node
             return
@@ -233,33 +235,13 @@ class _Sums:
         node = self.nodes.get(value.node)
         if node is None or not self._alone(value) or node.control or not flows(node.outputs[0].dtype):
             return None
-        sources = self._sources(node) or ()
-        specs = [spec for source in sources if (spec := _spec(self.contents, source)) is not None]
-        if len(specs) < len(sources) or len({spec.shape[0] for spec in specs}) != 1:
-            return None
-        columns = [spec.shape[1] for spec in specs]
-        return (
-            (node.op, node.attrs.get("keepdim"), specs[0].dtype, *columns)
-            if _few(specs[0].shape[0], columns[0], columns[-1])
-            else None
-        )
-
-    def _sources(self, node: Node) -> list[Value] | None:
-        """The matrices whose rows a term adds up."""
-        if node.op == "aten.mm.default":
-            left = self.nodes.get(node.inputs[0].node)
-            if left is None or left.id in self.fixed or left.op not in _TRANSPOSES or len(left.outputs[0].shape) != 2:
-                return None
-            if left.op == "aten.transpose.int" and left.attrs["dim0"] % 2 == left.attrs["dim1"] % 2:
-                return None
-            return [left.inputs[0], node.inputs[1]]
-        over_rows = node.op == "aten.sum.dim_IntList" and node.attrs["dim"] in ([0], (0,)) and "dtype" not in node.attrs
-        spec = _spec(self.contents, node.inputs[0]) if over_rows else None
-        return [node.inputs[0]] if spec is not None and len(spec.shape) == 2 else None
+        sources = factors(node, self.contents, self.fixed) or ()
+        specs = [_spec(self.contents, source) for source in sources]
+        columns = [spec.shape[1] for spec in specs if spec is not None]
+        return (node.op, node.attrs.get("keepdim"), node.outputs[0].dtype, *columns) if columns else None
 
     def _stacked(self, terms: list[Node], new: list[Node]) -> Node:
-        terms = sorted(terms, key=lambda node: self.contents.position[node.id])
-        columns = list(zip(*(self._sources(term) or () for term in terms), strict=True))
+        columns = list(zip(*(factors(term, self.contents, self.fixed) or () for term in terms), strict=True))
         rows = [self._all_rows(terms[0], column, new) for column in columns]
         last = terms[-1]
         if len(rows) == 1:
@@ -276,6 +258,31 @@ class _Sums:
         return self._rows[values]
 
 
+def factors(node: Node, contents: Contents, fixed: Collection[int] = ()) -> list[Value] | None:
+    """The matrices whose rows a term adds up: a and b of ``a.t() @ b``, or b of ``b.sum(0)``, if those rows are few."""
+    found: list[Value] = []
+    if node.op == "aten.mm.default":
+        left = contents.by_id.get(node.inputs[0].node)
+        turned = None if left is None or left.id in fixed else transposed(left)
+        found = [] if turned is None else [turned, node.inputs[1]]
+    elif node.op == "aten.sum.dim_IntList" and node.attrs["dim"] in ([0], (0,)) and "dtype" not in node.attrs:
+        found = [node.inputs[0]]
+    specs = [spec for value in found if (spec := _spec(contents, value)) is not None and len(spec.shape) == 2]
+    if not specs or len(specs) < len(found) or len({spec.shape[0] for spec in specs}) != 1:
+        return None
+    columns = [spec.shape[1] for spec in specs]
+    return found if flows(specs[0].dtype) and _few(specs[0].shape[0], columns[0], columns[-1]) else None
+
+
+def transposed(node: Node) -> Value | None:
+    """The matrix that the node transposes, if that is what it does."""
+    if node.op not in _TRANSPOSES or len(node.outputs[0].shape) != 2:
+        return None
+    if node.op == "aten.transpose.int" and node.attrs["dim0"] % 2 == node.attrs["dim1"] % 2:
+        return None
+    return node.inputs[0]
+
+
 def _is_sum(node: Node, outputs: tuple[Spec, ...]) -> bool:
     """Whether the node adds two values of its own shape."""
     return (
@@ -285,15 +292,14 @@ def _is_sum(node: Node, outputs: tuple[Spec, ...]) -> bool:
 
 
 def _added(node: Node, rest: Sequence[Value], stacked: Sequence[Node]) -> Iterator[Node]:
-    """``node`` as the sum of the rest and of what was stacked."""
-    *before, last = stacked
-    yield from before
-    terms = [*rest, *(term.value() for term in before)]
+    """``node`` as the sum of what was stacked, in order, and of the rest."""
+    first, *others = stacked
+    terms = [*(term.value() for term in others), *rest]
     if not terms:
-        yield replace(node, op=last.op, inputs=last.inputs, attrs=last.attrs)
+        yield replace(node, op=first.op, inputs=first.inputs, attrs=first.attrs)
         return
-    yield last
-    total = last.value()
+    yield from stacked
+    total = first.value()
     for term in terms[:-1]:
         added = _new(node, "sum", node.op, [total, term], node.outputs, **node.attrs)
         yield added

@@ -1,0 +1,189 @@
+"""What a loop makes of its rows where it need not stack them, and products of many rows at a time. Knows no graph.
+
+A column takes one value a turn with ``put``; ``end`` gives what comes of them. A sequence has a length and gives its
+rows in order. Sums of products over all turns are taken `TURNS` turns at a time, in the order of the turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from math import prod
+from typing import Any, Protocol
+
+import torch
+
+TURNS = 32  # whose rows are multiplied at a time
+FEWEST = 4  # products that are worth a copy of their rows
+
+
+class Column(Protocol):
+    """One of a loop's results, as it grows."""
+
+    put: Callable[[torch.Tensor], None]
+
+    def end(self, reverse: bool) -> tuple[Any, ...]:
+        """What is there after the last turn; reverse: the last turn's row is the first."""
+
+
+def rows_of(x: Any, *, reverse: bool) -> tuple[int, Iterator[torch.Tensor]]:
+    """How many rows a sequence has, and these in the order in which a loop takes them.
+
+    x: a tensor, the elements and the shapes of rows, `Ahead`, or `Kept`, which may stand in both places of a pair.
+    """
+    x = x[0] if isinstance(x, tuple) and isinstance(x[0], Kept) else x
+    if isinstance(x, tuple):
+        return len(x[1]), _packed(*x, reverse=reverse)
+    return len(x), (_stacked(x, reverse) if isinstance(x, torch.Tensor) else x.taken(reverse))
+
+
+def _stacked(x: torch.Tensor, reverse: bool) -> Iterator[torch.Tensor]:
+    for some in _turns(len(x), reverse):
+        rows = x[some].unbind(0)
+        yield from rows[::-1] if reverse else rows
+
+
+def _turns(count: int, reverse: bool) -> Iterator[slice]:
+    """`TURNS` places at a time."""
+    for at in range(0, count, TURNS):
+        yield slice(max(0, count - at - TURNS), count - at) if reverse else slice(at, at + TURNS)
+
+
+def _packed(flat: torch.Tensor, shapes: torch.Tensor, *, reverse: bool) -> Iterator[torch.Tensor]:
+    """Rows of any shape, which lie one after the other."""
+    sizes: list[list[int]] = shapes.tolist()
+    ends = list(accumulate(map(prod, sizes)))
+    for place in reversed(range(len(sizes))) if reverse else range(len(sizes)):
+        yield flat[ends[place] - prod(sizes[place]) : ends[place]].view(sizes[place])
+
+
+class Ahead:
+    """The sequence of ``x @ weight``, or ``bias + x @ weight``, for each row x of a tensor: `TURNS` rows at a time."""
+
+    def __init__(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.rows, self.weight, self.bias = rows, weight, bias
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def taken(self, reverse: bool) -> Iterator[torch.Tensor]:
+        """The rows in the order in which a loop takes them."""
+        for some in _turns(len(self.rows), reverse):
+            x = self.rows[some]
+            flat = x.flatten(0, 1)
+            made = flat @ self.weight if self.bias is None else torch.addmm(self.bias, flat, self.weight)
+            rows = made.view(*x.shape[:2], made.shape[1]).unbind(0)
+            yield from rows[::-1] if reverse else rows
+
+
+class Sums:
+    """Sums over all turns of ``a.t() @ b``, or of ``b.sum(0)``, each added to a total; a and b are among the columns.
+
+    terms: the places of a (None: a plain sum) and b among ``count`` columns. totals: what is there before the loop.
+    zero: of each total, whether it is known to be zero. The sums are in memory of their own.
+    """
+
+    def __init__(
+        self, terms: Sequence[tuple[int | None, int]], totals: Sequence[torch.Tensor], zero: Sequence[bool], count: int
+    ) -> None:
+        self.terms, self.totals, self.zero = terms, totals, zero
+        self._rows: list[list[torch.Tensor]] = [[] for _ in range(count)]
+        self._sums: list[torch.Tensor] = []
+
+    def columns(self) -> list[Column]:
+        """The columns; the last one's end gives the sums."""
+        *others, last = self._rows
+        return [*(_Silent(rows.append) for rows in others), _Last(self, last)]
+
+    def add(self) -> None:
+        """Take along the rows that are there."""
+        stacked = [rows[0] if len(rows) == 1 else torch.cat(rows) for rows in self._rows]
+        if not self._sums:
+            self._sums = [self._first(place, stacked) for place in range(len(self.terms))]
+        else:
+            for found, (a, b) in zip(self._sums, self.terms, strict=True):
+                if a is None:
+                    found += stacked[b].sum(0)
+                else:
+                    found.addmm_(stacked[a].t(), stacked[b])
+        for rows in self._rows:
+            rows.clear()
+
+    def _first(self, place: int, stacked: Sequence[torch.Tensor]) -> torch.Tensor:
+        a, b = self.terms[place]
+        found = stacked[b].sum(0) if a is None else stacked[a].t() @ stacked[b]
+        return found if self.zero[place] else found.add_(self.totals[place])
+
+    def end(self) -> tuple[torch.Tensor, ...]:
+        """The sums after the last turn."""
+        if 0 < len(self._rows[0]) < FEWEST and not self._sums:
+            each = list(zip(*self._rows, strict=True))
+            for rows in each:
+                self._rows = [[row] for row in rows]
+                self.add()
+        elif self._rows[0]:
+            self.add()
+        return tuple(self._sums or [total.clone() for total in self.totals])
+
+
+class _Silent:
+    """A column that another one takes along."""
+
+    def __init__(self, put: Callable[[torch.Tensor], None]) -> None:
+        self.put = put
+
+    def end(self, reverse: bool) -> tuple[Any, ...]:
+        return ()
+
+
+class _Last:
+    """The last column of sums, which notices when there are enough rows."""
+
+    def __init__(self, sums: Sums, rows: list[torch.Tensor]) -> None:
+        self.sums, self.rows = sums, rows
+
+    def put(self, value: torch.Tensor) -> None:
+        self.rows.append(value)
+        if len(self.rows) == TURNS:
+            self.sums.add()
+
+    def end(self, reverse: bool) -> tuple[Any, ...]:
+        return self.sums.end()
+
+
+class Kept:
+    """The rows of a loop that only other loops take: one tensor a turn, as it is. A column, and a sequence.
+
+    pair: they stand for elements and for shapes. once: one loop takes them, so what it took is gone.
+    """
+
+    def __init__(self, *, pair: bool = False, once: bool = False) -> None:
+        self.rows: list[torch.Tensor] = []  # in the order of the turns
+        self.put = self.rows.append
+        self.once, self.reverse = once, False
+        self._count = 2 if pair else 1
+
+    def end(self, reverse: bool) -> tuple[Any, ...]:
+        self.reverse = reverse
+        return (self,) * self._count
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def size(self, axis: int) -> int:
+        """As of the stacked rows, which is asked before a loop takes them."""
+        return len(self.rows) if axis == 0 else self.rows[0].size(axis - 1)
+
+    def taken(self, reverse: bool) -> Iterator[torch.Tensor]:
+        """The rows in the order in which a loop takes them."""
+        back = reverse != self.reverse
+        if not self.once:
+            return reversed(self.rows) if back else iter(self.rows)
+        if not back:
+            self.rows.reverse()
+        return _popped(self.rows)
+
+
+def _popped(rows: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    while rows:
+        yield rows.pop()
