@@ -332,7 +332,8 @@ class _Lowering:
         """A loop or branches: one call, for the outputs that somebody takes."""
         kind, names = REGIONS[node.op]
         values = [node.value(index) for index in range(len(node.outputs))]
-        taken = {v.index for v in values if v in self.graph.contents.consumers or v in self.fetches}
+        fetched = {*self.fetches, *self.operands}
+        taken = {v.index for v in values if v in self.graph.contents.consumers or v in fetched}
         more = (self.kept_rows, self._is_zero) if node.op == ops.WHILE else ()
         call = kind(node, self._subprogram, taken, *more)
         self.inner += call.inner
