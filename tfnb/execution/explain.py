@@ -11,6 +11,7 @@ from torch import fx
 from tfnb.errors import DeadlineExceeded, InvalidArgument, TfnbError
 from tfnb.execution.lower import Program
 from tfnb.execution.running import Deadline, Stop
+from tfnb.execution.watch import Code, Look
 from tfnb.graph import Node, Spec
 
 
@@ -63,6 +64,8 @@ def failing_node(program: Any, error: BaseException) -> Node | None:
             found = program.node_of.get(at.name)  # an interpreter's, node by node
         elif frame.f_code in programs:
             found = _at_line(programs[frame.f_code], trace.tb_lineno) or found
+        elif isinstance(look := frame.f_locals.get("look"), Look):
+            found = _at_line(look.program, trace.tb_lineno) or found  # a traced run's, in a loop or branch
         trace = trace.tb_next
     return found
 
@@ -75,7 +78,7 @@ def _programs(program: Any) -> Iterator[Program]:
         yield from _programs(inner)
 
 
-def _at_line(program: Program, line: int) -> Node | None:
+def _at_line(program: Program | Code, line: int) -> Node | None:
     text = program.code.splitlines()
     if not 0 < line <= len(text):
         return None

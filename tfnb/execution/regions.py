@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -61,6 +61,8 @@ class Loop:
         firsts = [node.outputs[places[row][0]] for row in self.rows]
         self.kinds = [(spec.dtype, spec.device) for spec in firsts]
         self.reverse = attrs["reverse"]
+        self.id, found = node.id, self.apart
+        self.changing = len(self.order) + found.sequences + len(found.ahead)  # inputs that differ from turn to turn
         self.draws = attrs["body"].draws or (attrs["cond"] is not None and attrs["cond"].draws)
         self.__name__ = "loop"  # for the generated code
 
@@ -86,12 +88,12 @@ class Loop:
         ]
         sums = self._sums(init)
         columns += [] if sums is None else sums.columns()
-        out = while_loop(
-            None if self.cond is None else self.cond.forward, self.body.forward, state,
-            [*xs, *(self._ahead(product, xs, captures) for product in found.ahead)],
-            [*captures, *(init[total.place] for total in found.totals)],
-            limit=number(limit), rows=columns, reverse=self.reverse, run=run, draws=self.draws,
-        )  # fmt: skip
+        sequences = [*xs, *(self._ahead(product, xs, captures) for product in found.ahead)]
+        with self._functions() as (cond, body):
+            out = while_loop(
+                cond, body, state, sequences, [*captures, *(init[total.place] for total in found.totals)],
+                limit=number(limit), rows=columns, reverse=self.reverse, run=run, draws=self.draws,
+            )  # fmt: skip
         return out if sums is None else self._united(out, len(init))
 
     def _ahead(self, product: Product, xs: Any, captures: Any) -> Ahead:
@@ -117,19 +119,37 @@ class Loop:
         state = [sums[i] if i in sums else next(others) for i in range(carried)]
         return [*state, *others][: len(out)]
 
+    def _functions(self) -> AbstractContextManager[tuple[Any, Any]]:
+        watch = _watching.watch
+        if watch is not None:
+            return watch.loop(self)
+        return nullcontext((None if self.cond is None else self.cond.forward, self.body.forward))
 
-_watched = threading.local()
+
+class Watcher(Protocol):
+    """Looks at what runs inside of loops and branches: gives the functions to call in place of the generated ones."""
+
+    def loop(self, loop: Loop) -> AbstractContextManager[tuple[Any, Any]]: ...
+
+    def side(self, cond: Cond, way: bool) -> Callable[..., Sequence[torch.Tensor]]: ...
+
+
+class _Watching(threading.local):
+    watch: Watcher | None = None
+
+
+_watching = _Watching()
 
 
 @contextmanager
-def watched() -> Iterator[dict[int, set[bool]]]:
-    """Which sides branches take inside, by the id of their node."""
-    before = getattr(_watched, "taken", None)
-    _watched.taken = taken = dict[int, set[bool]]()
+def watched(watch: Watcher | None) -> Iterator[None]:
+    """Loops and branches that this thread runs are looked at by ``watch``; None: they are not."""
+    before = _watching.watch
+    _watching.watch = watch
     try:
-        yield taken
+        yield
     finally:
-        _watched.taken = before
+        _watching.watch = before
 
 
 class Cond:
@@ -148,12 +168,10 @@ class Cond:
         self.__name__ = "cond"  # for the generated code
 
     def __call__(self, run: int, pred: Any, operands: Any, shapes: Any) -> list[torch.Tensor]:
-        way = bool(pred)
-        taken = getattr(_watched, "taken", None)
-        if taken is not None:
-            taken.setdefault(self.id, set()).add(way)
+        way, watch = bool(pred), _watching.watch
         program, missing = self.branches[way]
-        given = iter(program.forward(*operands, run))
+        forward = program.forward if watch is None else watch.side(self, way)
+        given = iter(forward(*operands, run))
         return [
             absent(spec, shapes[place]) if lacks else next(given)
             for place, spec, lacks in zip(self.places, self.specs, missing, strict=True)
@@ -174,7 +192,10 @@ class Call:
     def __call__(self, run: int, place: int, *args: Any) -> Sequence[torch.Tensor]:
         function = self.function
         given: tuple[Any, ...] = (*args, mix(run, place))
-        return call(function.name, function.limit, self.program.forward, given, self._explained)
+        if _watching.watch is None:
+            return call(function.name, function.limit, self.program.forward, given, self._explained)
+        with watched(None):  # its calls inside have no places of their own
+            return call(function.name, function.limit, self.program.forward, given, self._explained)
 
     def _explained(self, deep: RecursionError) -> Exception:
         return too_deep(self.node, deep)

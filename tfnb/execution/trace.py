@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
+from pathlib import Path as File
 from typing import Any, Literal
 
 from tfnb.errors import InvalidArgument
+from tfnb.execution.turns import Amount, Path, Turns
 from tfnb.graph import Graph, Node, Value
+from tfnb.graph.ops import REGIONS
 
 By = Literal["node", "op", "line", "scope"]
 
@@ -29,6 +31,8 @@ class Event:
     device: str
     thread: str
     part: str = "commit"  # what ran where there is no node: a scope, or the commit
+    path: Path = ()  # of a node in a loop or branch
+    depth: int = 0  # loops around it
 
     @property
     def seconds(self) -> float:
@@ -79,7 +83,8 @@ class Trace:
     """What a traced run did: ``events`` in order, and the ``live`` bytes of the step as (seconds, bytes) steps.
 
     ``seconds`` is the wall time of computing and committing, ``began`` its start in nanoseconds of the system's clock.
-    ``taken`` has the sides that branches took, by the id of their node, also of branches in loops.
+    ``taken`` has the sides that branches took, by the id of their node, also of branches in loops. ``inside`` has what
+    nodes in loops and branches took, which is part of the events, and ``turns`` single turns of each loop.
 
     >>> import tfnb, torch
     >>> with tfnb.record() as g:
@@ -100,6 +105,8 @@ class Trace:
     rows: int = 10  # of the tables that are shown
     colours: str = "time"  # or "bytes": what the drawing is coloured by
     taken: Mapping[int, frozenset[bool]] = field(default_factory=dict)
+    inside: Mapping[Path, Amount] = field(default_factory=dict)
+    turns: tuple[Turns, ...] = ()
 
     @property
     def fetched(self) -> frozenset[int]:
@@ -121,27 +128,52 @@ class Trace:
         """The ``top`` rows that took longest: by node, op, line of a cell, or scope. Raises InvalidArgument."""
         if by not in _GROUPS:
             raise InvalidArgument(f"a trace has tables by {', '.join(_GROUPS)}, not by {by!r}")
-        groups: dict[tuple[str, str], list[Event]] = {}
-        for event in self.events:
-            groups.setdefault(_GROUPS[by](event), []).append(event)
-        rows = [self._row(name, detail, events) for (name, detail), events in groups.items()]
+        groups: dict[tuple[str, str], list[tuple[Event, int]]] = {}
+        for event, calls in self._amounts():
+            groups.setdefault(_GROUPS[by](event), []).append((event, calls))
+        rows = [self._row(name, detail, found) for (name, detail), found in groups.items()]
         return tuple(sorted(rows, key=lambda row: -row.seconds)[:top])
 
-    def _row(self, name: str, detail: str, events: list[Event]) -> Row:
-        seconds = sum(event.seconds for event in events)
-        size = sum(event.bytes for event in events)
-        return Row(name, detail, seconds, seconds / self.seconds if self.seconds else 0.0, size, len(events))
+    def _row(self, name: str, detail: str, found: list[tuple[Event, int]]) -> Row:
+        seconds = sum(event.seconds for event, _ in found)
+        size, calls = sum(event.bytes for event, _ in found), sum(calls for _, calls in found)
+        return Row(name, detail, seconds, seconds / self.seconds if self.seconds else 0.0, size, calls)
 
-    def save(self, path: str | Path, *, profile: str | Path | None = None) -> Path:
+    def _amounts(self) -> Iterator[tuple[Event, int]]:
+        """The events without what ran inside of them, then that; how often each."""
+        inner: dict[int, float] = {}
+        for path, amount in self.inside.items():
+            inner[path[0]] = inner.get(path[0], 0.0) + amount.seconds
+        for event in self.events:
+            took = inner.pop(event.node.id, 0.0) if event.node else 0.0  # what copies its results comes later
+            yield replace(event, end=max(event.start, event.end - took)) if took else event, 1
+        for path, amount in self.inside.items():
+            yield Event(amount.node, 0.0, amount.seconds, amount.bytes, "", "", path=path), amount.calls
+
+    @property
+    def spans(self) -> tuple[Event, ...]:
+        """The events, and those of nodes in the turns of loops that were kept."""
+        around = {event.node.id: event for event in reversed(self.events) if event.node}
+        found = list(self.events)
+        for turns in self.turns:
+            depth = turns.depth
+            for path, note in ((path, note) for turn in turns.kept for path, note in turn.notes.items()):
+                amount, event = self.inside.get(path), around.get(path[0])
+                if amount is not None and event is not None and amount.node.op not in REGIONS:
+                    end, where = note.start + note.seconds, (event.device, event.thread)
+                    found.append(Event(amount.node, note.start, end, note.bytes, *where, path=path, depth=depth))
+        return tuple(found)
+
+    def save(self, path: str | File, *, profile: str | File | None = None) -> File:
         """Write a trace file that Perfetto and ``chrome://tracing`` open; returns its path.
 
         profile: a file of ``torch.profiler``'s ``export_chrome_trace`` from around this run, to be written beside it.
         """
-        found: dict[str, Any] = json.loads(Path(profile).read_text()) if profile is not None else {"traceEvents": []}
+        found: dict[str, Any] = json.loads(File(profile).read_text()) if profile is not None else {"traceEvents": []}
         base = found.setdefault("baseTimeNanoseconds", self.began)
         found["traceEvents"] += self._chrome((self.began - base) / 1000)
-        Path(path).write_text(json.dumps(found))
-        return Path(path)
+        File(path).write_text(json.dumps(found))
+        return File(path)
 
     def _chrome(self, shift: float) -> Iterator[dict[str, Any]]:
         """Chrome's events; its unit is the microsecond."""
@@ -150,7 +182,7 @@ class Trace:
         yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_name", "args": {"name": f"tfnb {self.graph.name}"}}
         for (thread, device), tid in lanes.items():
             yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": f"{thread}, {device}"}}
-        for event in self.events:
+        for event in self.spans:
             args = {
                 "node": event.node.id if event.node else None, "op": event.op, "bytes": event.bytes,
                 "line": str(event.node.source or "") if event.node else "", "scope": event.scope,
@@ -159,6 +191,14 @@ class Trace:
                 "ph": "X", "pid": pid, "tid": lanes[event.thread, event.device], "name": event.name, "cat": "tfnb",
                 "ts": shift + 1e6 * event.start, "dur": 1e6 * event.seconds, "args": args,
             }  # fmt: skip
+        around = {event.node.id: (event.thread, event.device) for event in self.events if event.node}
+        for turns in self.turns:
+            tid = lanes.get(around.get(turns.path[0], ("", "")), 0)
+            for turn in turns.kept:
+                yield {
+                    "ph": "X", "pid": pid, "tid": tid, "name": f"turn {turn.number + 1}", "cat": "tfnb",
+                    "ts": shift + 1e6 * turn.start, "dur": 1e6 * (turn.end - turn.start), "args": {},
+                }  # fmt: skip
         for number, (producer, consumer) in enumerate(self._flows()):
             flow = {"pid": pid, "name": "dataflow", "cat": "tfnb", "id": number, "args": {}}
             tids = [lanes[event.thread, event.device] for event in (producer, consumer)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from tfnb.graph import Node
@@ -60,6 +60,18 @@ class Box:
         for place in key[len(self.key) :]:
             box = box.children[place]
         return box
+
+
+def common(keys: Iterable[Key]) -> Key:
+    """The key of the innermost box that holds all of these.
+
+    >>> common([(1, 2, 3), (1, 2, 0, 4)])
+    (1, 2)
+    """
+    low, high = min(keys := list(keys), default=()), max(keys, default=())
+    return low[
+        : next((place for place, pair in enumerate(zip(low, high, strict=False)) if len(set(pair)) > 1), len(low))
+    ]
 
 
 def key_name(key: Key) -> str:

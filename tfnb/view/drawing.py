@@ -22,6 +22,7 @@ from tfnb.view.level import Drawn, Level, Placed, Ports
 from tfnb.view.measure import SANS
 from tfnb.view.style import HOT_SHEET, PAPER, SHEET
 from tfnb.view.tree import tree
+from tfnb.view.turns import Turned
 from tfnb.view.wiring import Wiring
 
 BOXES = 26  # boxes and frames of the first view, where the graph allows a choice
@@ -35,7 +36,7 @@ class Drawing:
     """Draws one version of a graph; ``cell`` folds other cells, ``failing`` is red, ``grey`` pale.
 
     ``trace`` colours boxes by what a traced run measured: ``by`` is ``"time"`` or ``"bytes"``; sides of branches that
-    it took are lit, others pale.
+    it took are lit, others pale, and its loops have sliders over their turns.
     """
 
     def __init__(
@@ -45,13 +46,19 @@ class Drawing:
         self.name = graph.name
         inside = opened(graph.contents, getattr(trace, "taken", None))
         self.contents: Contents = inside.contents
+        self._paths = inside.paths
         self.root = tree(self.contents, cell=cell)
         self.wiring = Wiring(self.contents, self.root)
         failed = _id_of(failing, self.contents)
         red = frozenset() if failed is None else frozenset({failed})
-        self.heat = None if trace is None else heat(trace, by, inside.lit)
-        self.painter = Painter(self.wiring, red, inside.dead.union(grey), self.heat)
+        self.heat = None if trace is None else heat(trace, by, inside.lit, inside.paths)
+        self.turned = Turned(trace, inside, self.wiring) if trace is not None and trace.turns else None
+        self.painter = Painter(self.wiring, red, inside.dead.union(grey), self.heat, self.turned)
         self.opened = self._opened(min(boxes, MOST), red)
+
+    def path(self, node: int) -> tuple[int, ...]:
+        """The ids of a node of the drawing and of those around it, as they were recorded."""
+        return self._paths.get(node, (node,))
 
     # -- which boxes are unfolded -----------------------------------------------------------------------------
 

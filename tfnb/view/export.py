@@ -27,7 +27,8 @@ def graph_html(graph: Graph, **options: Any) -> str:
     """A self-contained interactive drawing, an indented listing where that fails; below it a ``trace``'s timeline."""
     drawing = Drawing(graph, **options)
     trace = options.get("trace")
-    below = "" if trace is None else timeline(trace, {i: key_name(key) for i, key in drawing.wiring.where.items()})
+    keys = {drawing.path(node): key_name(key) for node, key in drawing.wiring.where.items()}
+    below = "" if trace is None else timeline(trace, keys)
     return page.html(drawing, lambda: text_tree(graph, cell=options.get("cell")), below=below)
 
 

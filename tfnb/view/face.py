@@ -13,12 +13,15 @@ from tfnb.view import facts
 from tfnb.view.box import Box
 from tfnb.view.escape import shorten, xml
 from tfnb.view.heat import Heat
+from tfnb.view.inside import ARGUMENT
 from tfnb.view.measure import width
-from tfnb.view.style import FRAME, LIGHT, MONO, SOFT
+from tfnb.view.style import FRAME, LIGHT, MONO, SOFT, WIRE
+from tfnb.view.turns import Turned
 from tfnb.view.wiring import Wiring
 
 PAD, ROW, HEAD = 10, 15, 32
 TITLE = 44  # characters of a title
+TRACK, SLIDER = 130, 330  # pixels: a slider's track, the slider with its words
 
 
 class Word(NamedTuple):
@@ -29,11 +32,13 @@ class Word(NamedTuple):
     bold: bool = False
     mono: bool = False
     soft: bool = False
+    others: tuple[str, ...] = ()  # what a script puts in its place
+    mark: str = ""  # how a script finds it
 
     @property
     def width(self) -> float:
         """Width in pixels."""
-        return width(self.text, self.size, bold=self.bold, mono=self.mono)
+        return max(width(text, self.size, bold=self.bold, mono=self.mono) for text in (self.text, *self.others))
 
 
 Row = list[Word]
@@ -56,6 +61,7 @@ class Painter:
     failing: frozenset[int] = frozenset()
     grey: frozenset[int] = frozenset()
     heat: Heat | None = None
+    turned: Turned | None = None
 
     def tone(self, box: Box) -> str:
         """The colour of a box: that of its nodes, if they agree."""
@@ -87,17 +93,23 @@ class Painter:
 
     def frame(self, box: Box, inside: str, wide: float, high: float) -> Face:
         """An unfolded group around the drawing of its level, which has that size; the level sits below the title."""
-        row = self._header(box)
-        least = _length(row) + 2 * PAD + 13
+        row, slider = self._header(box), self.turned.label(box) if self.turned is not None else None
+        least = _length(row) + 2 * PAD + 13 + (SLIDER if slider else 0)
         wide = max(wide, least)
         tone = self.tone(box)
         parts = [_frame(tone, wide, high + HEAD, least), inside, _chevron(PAD, 16, opened=True)]
         parts.append(_text(row, PAD + 13, 20, halo=True))
+        parts += [_slider(PAD + 13 + _length(row) + 14, *slider)] if slider else []
         return Face(self._group(box, tone, parts), wide, high + HEAD)
 
     def _group(self, box: Box, tone: str, parts: Iterable[str]) -> str:
-        pale = ' opacity="0.35"' if self.grey.issuperset(node.id for node in box.nodes) else ""
+        around = self.wiring.root.at(box.key[:-1])
+        is_pale = self._is_grey(box) and not (around.key and self._is_grey(around))  # not twice
+        pale = ' opacity="0.35"' if is_pale else ""
         return f'<g class="face t-{tone}" fill="{LIGHT[tone].ink}"{pale}>{"".join(parts)}</g>'
+
+    def _is_grey(self, box: Box) -> bool:
+        return self.grey.issuperset(node.id for node in box.nodes)
 
     def _pill(self, box: Box) -> Face:
         node = box.node
@@ -114,7 +126,9 @@ class Painter:
         rows = [self._title(box), [Word(text, 10, mono=True, soft=True) for text in self._result(box)]]
         rows.append([Word(text, 10, soft=True) for text in (_variables(box) or self._uses(box))])
         hot = self.heat.words(box) if self.heat is not None else ""
-        rows.append([Word(hot, 10, bold=True)] if hot else [])
+        rows.append([Word(hot, 10, bold=True, mark="took")] if hot else [])
+        turn = self.turned.words(box) if self.turned is not None else []
+        rows.append([Word(turn[0], 10, mono=True, others=tuple(turn[1:]), mark="turn")] if turn else [])
         if box.code:
             rows.append([Word(shorten(box.code, TITLE), 10, mono=True, soft=True)])
         return [row for row in rows if row]
@@ -142,7 +156,7 @@ class Painter:
         if len(results) != 1:
             return [facts.plural(len(box.nodes), "node")] if box.children else []
         node, places = results[0]
-        name = "" if node.op in ("tfnb.placeholder", "tfnb.assign") else shorten(facts.given_name(node), 24)
+        name = "" if node.op in ("tfnb.placeholder", "tfnb.assign", ARGUMENT) else shorten(facts.given_name(node), 24)
         return [word for word in (name, facts.specs(node, places)) if word]
 
     def _uses(self, box: Box) -> list[str]:
@@ -204,7 +218,7 @@ def _text(row: Row, x: float, y: float, *, halo: bool = False) -> str:
     around = f' paint-order="stroke" stroke="{FRAME}" stroke-width="4"' if halo else ""
     parts = []
     for word in row:
-        kind = ("soft" if word.soft else "ink") + (" halo" if halo else "")
+        kind = ("soft" if word.soft else "ink") + (" halo" if halo else "") + (f" {word.mark}" if word.mark else "")
         ink = f'class="{kind}"' + (f' fill="{SOFT}"' if word.soft else "") + around
         weight = ' font-weight="bold"' if word.bold else ""
         family = f' font-family="{MONO}"' if word.mono else ""
@@ -212,6 +226,15 @@ def _text(row: Row, x: float, y: float, *, halo: bool = False) -> str:
         parts.append(f"<text {ink} {place}{family}{weight}>{xml(word.text)}</text>")
         x += word.width + 6
     return "".join(parts)
+
+
+def _slider(x: float, loop: int, words: str) -> str:
+    """What turns of a loop are chosen with: the thumb on the left means all of them."""
+    track = f'<rect class="track" y="7" width="{n(TRACK)}" height="4" rx="2" fill="{WIRE}"/>'
+    grip = f'<rect class="grip" y="-4" width="{n(TRACK)}" height="26" fill="{FRAME}" fill-opacity="0"/>'
+    thumb = f'<circle class="thumb" cx="0" cy="9" r="6" fill="{LIGHT["forward"].line}" stroke="{FRAME}"/>'
+    text = f'<text class="soft" x="{n(TRACK + 14)}" y="12.5" font-size="10" fill="{SOFT}">{xml(words)}</text>'
+    return f'<g class="turns" data-loop="{loop}" transform="translate({n(x)},7)">{track}{grip}{thumb}{text}</g>'
 
 
 def n(value: float) -> str:

@@ -1,16 +1,19 @@
 """Heat: a drawing coloured by what a traced run measured for each node.
 
-A trace is anything with ``events`` that have ``node``, ``seconds`` and ``bytes``. Imports the words and the box.
+A trace is anything with ``events`` that have ``node``, ``seconds`` and ``bytes``, and ``inside``.
+Imports the words and the box.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tfnb.errors import InvalidArgument
 from tfnb.view import facts
 from tfnb.view.box import Box
+from tfnb.view.inside import Path
 
 LEVELS = 5  # of colour; a level is three times the share of the one below
 BY = ("time", "bytes")
@@ -49,15 +52,27 @@ class Heat:
         return amount / self.total if self.total else 0.0
 
 
-def heat(trace: Any, by: str = "time", lit: frozenset[int] = frozenset()) -> Heat:
-    """What a trace says of each node; a share of the time is one of the whole step's. Raises InvalidArgument."""
+def heat(
+    trace: Any, by: str = "time", lit: frozenset[int] = frozenset(), paths: Mapping[int, Path] | None = None
+) -> Heat:  # fmt: skip
+    """What a trace says of each node; a share of the time is one of the whole step's. Raises InvalidArgument.
+
+    paths: of the drawing's nodes in loops and branches.
+    """
     if by not in BY:
         raise InvalidArgument(f"a drawing is coloured by {' or by '.join(BY)}, not by {by!r}")
     amounts: dict[int, float] = {}
+    places = {path: node for node, path in (paths or {}).items()}
     for event in trace.events:
         if event.node is not None:
             amount = event.seconds if by == "time" else event.bytes
             amounts[event.node.id] = amounts.get(event.node.id, 0.0) + amount
+    for path, inside in trace.inside.items():  # in time they are part of the node around all of them
+        node = places.get(path)
+        if node is not None:
+            amounts[node] = amounts.get(node, 0.0) + (inside.seconds if by == "time" else inside.bytes)
+            if by == "time":
+                amounts[path[0]] = max(0.0, amounts.get(path[0], 0.0) - inside.seconds)
     return Heat(amounts, trace.seconds if by == "time" else sum(amounts.values()), by, lit)
 
 

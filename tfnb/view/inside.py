@@ -7,7 +7,7 @@ what its subgraphs give; so the edges of a picture go in and come out.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
@@ -17,14 +17,22 @@ from tfnb.graph.ops import COND, REGIONS
 
 ARGUMENT = "tfnb.argument"
 
+Path = tuple[int, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The contents with all subgraphs opened, and ids of nodes in branches that a run took, and did not take."""
+    """The contents with all subgraphs opened, and ids of nodes in branches that a run took, and did not take.
+
+    ``paths``: of each node that is in a loop or branch, the recorded ids of those around it and its own. ``sides``: the
+    nodes in the sides of branches, by the branch's path and which of them it is.
+    """
 
     contents: Contents
     lit: frozenset[int] = frozenset()
     dead: frozenset[int] = frozenset()
+    paths: Mapping[int, Path] = field(default_factory=dict)
+    sides: Mapping[tuple[Path, bool], tuple[int, ...]] = field(default_factory=dict)
 
 
 def opened(contents: Contents, taken: Mapping[int, Collection[bool]] | None = None) -> Opened:
@@ -34,7 +42,8 @@ def opened(contents: Contents, taken: Mapping[int, Collection[bool]] | None = No
     opening = _Opening(taken or {})
     nodes = tuple(inner for node in contents.nodes for inner in opening.node(node))
     dead = frozenset(opening.dead)
-    return Opened(Contents(nodes, contents.guards, contents.aliases), frozenset(opening.lit) - dead, dead)
+    shown = Contents(nodes, contents.guards, contents.aliases)
+    return Opened(shown, frozenset(opening.lit) - dead, dead, opening.paths, opening.sides)
 
 
 class _Opening:
@@ -42,6 +51,9 @@ class _Opening:
 
     def __init__(self, taken: Mapping[int, Collection[bool]]) -> None:
         self.taken, self.lit, self.dead = taken, set[int](), set[int]()
+        self.paths: dict[int, Path] = {}
+        self.sides: dict[tuple[Path, bool], tuple[int, ...]] = {}
+        self._scopes: dict[int, tuple[str, ...]] = {}  # as recorded
         self._met: set[int] = set()
         self._own: dict[int, int] = {}  # ids that were made up, and what they stand for
         self._ids = count(-1, -1)
@@ -54,7 +66,7 @@ class _Opening:
         given: list[Value] = []
         for part, subgraph in node.attrs.items():
             if isinstance(subgraph, Subgraph):
-                ids = {inner.id: self._id(inner.id) for inner in subgraph.contents.nodes}
+                ids = {inner.id: self._id(inner.id) for inner in subgraph.contents.nodes}  # of each copy its own
                 inner_nodes = list(self._part(node, part, subgraph, ids))
                 self._note(node, part, inner_nodes)
                 yield from inner_nodes
@@ -65,9 +77,13 @@ class _Opening:
 
     def _note(self, node: Node, part: str, inner: Iterable[Node]) -> None:
         """Whether a run took this side of a branch; of one that it never came to, neither is known."""
-        ways = self.taken.get(self._own.get(node.id, node.id), ()) if node.op == COND else ()
+        if node.op != COND:
+            return
+        way, ids = part == "then", tuple(n.id for n in inner)
+        self.sides[self.paths.get(node.id, (node.id,)), way] = ids
+        ways = self.taken.get(self._own.get(node.id, node.id), ())
         if ways:
-            (self.lit if (part == "then") in ways else self.dead).update(n.id for n in inner)
+            (self.lit if way in ways else self.dead).update(ids)
 
     def _id(self, node: int) -> int:
         if node in self._met:
@@ -80,9 +96,15 @@ class _Opening:
     def _part(self, node: Node, part: str, subgraph: Subgraph, ids: dict[int, int]) -> Iterator[Node]:
         """The nodes of one subgraph, on the line of the node around it."""
         values = dict(zip(subgraph.inputs, _given(node, part), strict=True))
+        used = {value for inner in subgraph.contents.nodes for value in inner.inputs}.union(subgraph.outputs)
+        around, scope = self.paths.get(node.id, (node.id,)), self._scopes.get(node.id, node.scope)
         for inner in subgraph.contents.nodes:
-            pairs = enumerate(zip(node.scope, inner.scope, strict=False))
-            shared = next((i for i, (a, b) in pairs if a != b), min(len(node.scope), len(inner.scope)))
+            if inner.op == "tfnb.placeholder" and inner.value() not in used:
+                continue
+            self.paths[ids[inner.id]] = (*around, inner.id)
+            pairs = enumerate(zip(scope, inner.scope, strict=False))
+            shared = next((i for i, (a, b) in pairs if a != b), min(len(scope), len(inner.scope)))
+            self._scopes[ids[inner.id]] = inner.scope
             place: dict[str, Any] = {
                 "id": ids[inner.id], "name": f"{node.name}/{part}/{inner.name}", "source": node.source,
                 "scope": (*node.scope, part, *inner.scope[shared:]), "owner": node.owner, "tags": node.tags,

@@ -28,11 +28,13 @@ def html(drawing: Drawing, listing: Callable[[], str], *, below: str = "") -> st
         faces = {key: face.replace('"', "'") for key, face in drawing.faces().items()}  # text has no bare quotes
     except LayoutFailed as failure:
         return f'<div class="tfnb-page"><p>{xml(str(failure))}</p><pre>{xml(listing())}</pre>{below}</div>'
-    timeline = asset("timeline.js") if below else ""
+    turns = drawing.turned.data if drawing.turned is not None else {}
+    scripts = ["drawing.js", *(["turns.js"] if turns else []), *(["timeline.js"] if below else []), "static.js"]
+    sliders = f'<script type="application/json" class="tfnb-turns">{json_script(turns)}</script>' if turns else ""
     return (
         f'<div class="tfnb-page" data-tfnb="{digest(picture)}"><style>{asset("drawing.css")}</style>{_bar(drawing)}'
-        f'{picture}<script type="application/json">{json_script(faces)}</script>{below}'
-        f"<script>{asset('drawing.js')}\n{timeline}\n{asset('static.js')}</script></div>"
+        f'{picture}<script type="application/json">{json_script(faces)}</script>{sliders}{below}'
+        f"<script>{chr(10).join(map(asset, scripts))}</script></div>"
     )
 
 

@@ -6,7 +6,7 @@ script of the page only links bars to the boxes of the drawing above.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -19,6 +19,7 @@ from tfnb.view.style import LIGHT, PAPER, SHEET, SOFT
 
 WIDE, LEFT = 960.0, 8.0  # pixels: the picture, its margin
 LANE, BAR, CURVE = 40.0, 20.0, 70.0
+ROW = 23.0  # of bars in a loop
 BARS = 3000  # most bars of a page; the shortest are left out first
 TABLES = (("node", "nodes"), ("op", "operations"), ("line", "lines"), ("scope", "scopes"))
 
@@ -27,11 +28,12 @@ _WORD = 'style="text-align:left;padding:1px 14px 1px 0;vertical-align:top"'
 _NUMBER = 'style="text-align:right;padding:1px 14px 1px 0;vertical-align:top;white-space:nowrap"'
 
 
-def timeline(trace: Any, keys: Mapping[int, str]) -> str:
-    """Bars, curve and tables; ``keys`` are the boxes of the drawing, by node id."""
-    events = sorted(trace.events, key=lambda event: -event.seconds)[:BARS]
-    left_out = len(trace.events) - len(events)
-    note = f"; the {left_out:,} shortest of {len(trace.events):,} bars are left out" if left_out else ""
+def timeline(trace: Any, keys: Mapping[tuple[int, ...], str]) -> str:
+    """Bars, curve and tables; ``keys`` are the boxes of the drawing, by the nodes' paths."""
+    spans = trace.spans
+    events = sorted(spans, key=lambda event: -event.seconds)[:BARS]
+    left_out = len(spans) - len(events)
+    note = f"; the {left_out:,} shortest of {len(spans):,} bars are left out" if left_out else ""
     head = (
         f"<b>{xml(trace.title)}</b> {duration(trace.seconds)} · "
         f"{facts.plural(len(trace.events), 'event')} · at most {facts.amount(trace.peak)} at once{note}"
@@ -41,14 +43,15 @@ def timeline(trace: Any, keys: Mapping[int, str]) -> str:
     return f'<div class="tfnb-timeline">{bar}{_svg(trace, events, keys)}{tables}</div>'
 
 
-def _svg(trace: Any, events: Iterable[Any], keys: Mapping[int, str]) -> str:
-    lanes = {lane: place for place, lane in enumerate(trace.lanes)}
+def _svg(trace: Any, events: Sequence[Any], keys: Mapping[tuple[int, ...], str]) -> str:
+    lanes, top = dict[Any, float](), 0.0  # what is in loops has rows of its own below
+    for lane in trace.lanes:
+        lanes[lane] = top
+        top += LANE + ROW * max((event.depth for event in events if (event.thread, event.device) == lane), default=0)
     scale = (WIDE - 2 * LEFT) / (trace.seconds or 1.0)
-    curve_top = LANE * len(lanes) + 22
+    curve_top = top + 22
     high = curve_top + CURVE + 24
-    parts = [
-        _text(LEFT, LANE * place + 12, f"{thread}, {device}", soft=True) for (thread, device), place in lanes.items()
-    ]
+    parts = [_text(LEFT, top + 12, f"{thread}, {device}", soft=True) for (thread, device), top in lanes.items()]
     by_tone = sorted(events, key=_tone)
     for tone, group in groupby(by_tone, key=_tone):
         paint = LIGHT[tone]
@@ -69,11 +72,11 @@ def _tone(event: Any) -> str:
 
 
 def _bar(
-    event: Any, lanes: Mapping[Any, int], scale: float, keys: Mapping[int, str], fill: str, line: str
+    event: Any, lanes: Mapping[Any, float], scale: float, keys: Mapping[tuple[int, ...], str], fill: str, line: str
 ) -> str:  # fmt: skip
-    x, y = LEFT + scale * event.start, LANE * lanes[event.thread, event.device] + 17
+    x, y = LEFT + scale * event.start, lanes[event.thread, event.device] + 17 + ROW * event.depth
     wide = max(0.6, scale * event.seconds)
-    key = keys.get(event.node.id) if event.node else None
+    key = keys.get(event.path or (event.node.id,)) if event.node else None
     linked = f' data-box="{key}" data-node="{xml(event.name)}"' if key else ""
     shape = (
         f'<rect class="card"{linked} x="{x:.2f}" y="{n(y)}" width="{wide:.2f}" height="{n(BAR)}" fill="{fill}" '

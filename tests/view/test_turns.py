@@ -1,0 +1,264 @@
+"""Sliders over the turns of loops, lit and grey sides and folding, in a real browser and in what a page holds."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tfnb
+from tests.view.browser import Page, browser, needs_browser
+from tfnb.execution import Trace
+from tfnb.execution.turns import Seen, Turns
+from tfnb.view import Drawing, graph_html, trace_html, turns
+
+
+def while_with_a_branch() -> tuple[tfnb.Graph, Any, Any]:
+    """Halves ``y``, from the second turn on by a product, until it is small."""
+    with tfnb.record("halves") as graph:
+        x = tfnb.placeholder(torch.ones(3, 2), name="x")
+        w = torch.nn.Parameter(torch.eye(2))
+        _, y = tfnb.while_loop(
+            lambda n, y: y.norm() > 1, lambda n, y: (n + 1, tfnb.cond(n < 1, lambda: y / 2, lambda: y @ w / 2)), (0, x)
+        )
+    return graph, x, y
+
+
+def nested() -> tuple[tfnb.Graph, Any, Any]:
+    with tfnb.record("nested") as graph:
+        x = tfnb.placeholder(torch.ones(3), name="x")
+        y = tfnb.map_fn(lambda v: tfnb.while_loop(lambda a: a < 4, lambda a: a.neg() * -2, v.abs()), x)
+    return graph, x, y
+
+
+def traced(program: tuple[tfnb.Graph, Any, Any], fed: Any) -> Trace:
+    graph, x, y = program
+    session = tfnb.Session(graph, compile="off")
+    session.run(y, {x: fed}, trace=True)
+    assert session.trace is not None
+    return session.trace
+
+
+FED = torch.tensor([[4.0, 2.0], [0.0, 2.0], [1.0, -4.0]])
+
+
+# -- what a page holds ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seen", "words"),
+    [
+        (Seen(torch.float32, (), (0.123456,)), "0.123"),
+        (Seen(torch.int64, (2,), (3, 1234567)), "[3, 1234567]"),
+        (Seen(torch.float32, (9,), (-1.0, 2.5)), "-1 to 2.5"),
+        (Seen(torch.float32, (9,), (2.0, 2.0)), "2"),
+        (Seen(torch.float32, (9,), (), 2, 1), "2 NaN, 1 infinite"),
+        (Seen(torch.float32, (0, 3)), ""),
+        (Seen(torch.complex64, (5,)), ""),
+    ],
+)
+def test_values_in_words(seen: Seen, words: str) -> None:
+    assert turns.value(seen) == words
+
+
+def test_only_a_traced_loop_has_a_slider() -> None:
+    graph, x, y = while_with_a_branch()
+    assert 'class="tfnb-turns"' not in graph_html(graph) and "function tfnbTurns" not in graph_html(graph)
+    session = tfnb.Session(graph)
+    session.run(y, {x: FED}, trace="parts")
+    assert 'class="turns"' not in graph_html(graph, trace=session.trace)
+    html = trace_html(traced((graph, x, y), FED))
+    assert html.count('class="tfnb-turns"') == 1
+    none = traced((graph, x, y), FED * 0)  # no turn at all
+    assert none.turns[0].total == 0 and 'class="turns"' not in trace_html(none)
+
+
+def test_every_nth_turn_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = traced(while_with_a_branch(), FED * 64)
+    (loop,) = trace.turns
+    few = Turns(loop.path, None, [turn for turn in loop.kept if turn.number % 4 == 0], 4, loop.total, 1)
+    found = re.findall(r'class="tfnb-turns">(.*?)</script>', trace_html(Trace(
+        trace.graph, trace.fetches, trace.events, trace.live, trace.seconds, 0, inside=trace.inside, turns=(few,)
+    )))  # fmt: skip
+    (data,) = map(json.loads, found)
+    assert data["loops"][0]["every"] == 4 and [n for n, _ in data["loops"][0]["turns"]] == [0, 4, 8]
+
+
+def test_arguments_that_nobody_uses_are_not_drawn() -> None:
+    graph, *_ = while_with_a_branch()
+    drawing = Drawing(graph)
+    arguments = [box for box in drawing.root.walk() if not box.children and box.node.op == "tfnb.argument"]
+    users = {value.node for node in drawing.contents.nodes for value in node.inputs}
+    assert arguments and all(box.node.id in users for box in arguments)
+
+
+# -- the browser ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[Any]:
+    with browser(size="1300,1200") as driver:
+        yield driver
+
+
+BOXES = "[...document.querySelectorAll('.box')]"
+TITLED = f"{BOXES}.find(b => b.querySelector(':scope > .face > text').textContent === arguments[0])"
+
+
+class Loops(Page):
+    """A page with a traced loop."""
+
+    def unfold(self) -> None:
+        """Everything."""
+        for _ in range(8):
+            if not self.js("return !!document.querySelector('.box[aria-expanded=\"false\"]')"):
+                return
+            before = self.js("return document.querySelectorAll('.box').length")
+            self.js("[...document.querySelectorAll('button')].find(b => b.textContent === 'Unfold').click()")
+            self.wait(f"document.querySelectorAll('.box').length > {before}")
+
+    def sliders(self) -> list[Any]:
+        """Outer ones first."""
+        depth = "(el) => el.closest('.box').dataset.key.length"
+        return list(
+            self.js(f"return [...document.querySelectorAll('.turns')].sort((a, b) => ({depth})(a) - ({depth})(b))")
+        )
+
+    def slide(self, slider: Any, *keys: str) -> str:
+        """Press keys on a slider; what it says then."""
+        self.js("arguments[0].focus()", slider)
+        self.keys(*keys)
+        return str(slider.get_attribute("aria-valuetext"))
+
+    def opacity(self, title: str) -> float:
+        """Of the first box with that title, with what is around it."""
+        return float(self.js(
+            f"let all = 1; for (let el = {TITLED}.querySelector(':scope > .face'); el.closest; el = el.parentNode)"
+            "all *= getComputedStyle(el).opacity; return all", title,
+        ))  # fmt: skip
+
+    def card(self, title: str) -> list[str]:
+        """The rows of the first card with that title."""
+        code = f"return [...{TITLED}.querySelectorAll(':scope > .face > text')].map(t => t.textContent)"
+        return list(self.js(code, title))
+
+    def tip(self, title: str) -> str:
+        """What a box says to a screen reader and in its tooltip."""
+        return str(self.js(f"return {TITLED}.getAttribute('aria-label')", title))
+
+
+LEFT, RIGHT, END, HOME = "\ue012", "\ue014", "\ue010", "\ue011"
+
+
+@pytest.fixture
+def page(driver: Any, tmp_path: Path) -> Iterator[Loops]:
+    page = Loops(driver, tmp_path, trace_html(traced(while_with_a_branch(), FED)))
+    page.unfold()
+    yield page
+    assert page.errors() == []
+
+
+@needs_browser
+def test_a_slider_shows_the_values_and_times_of_a_turn(page: Loops) -> None:
+    (slider,) = page.sliders()
+    assert page.slide(slider, HOME) == "all 3 turns"
+    assert "4 times" in page.card("norm") and any("%" in row for row in page.card("norm"))  # once it did not hold
+    y = FED.double()
+    for turn, key in enumerate((RIGHT, RIGHT, RIGHT), 1):
+        assert page.slide(slider, key) == f"turn {turn} of 3"
+        rows = page.card("norm")
+        assert f"{y.norm():.3g}" in rows and any(re.fullmatch(r"[\d.]+ [um]s", row) for row in rows), rows
+        assert re.search(rf"turn {turn} of 3: float32\[\]  {y.norm():.3g}\n[\d.]+ [um]s$", page.tip("norm"))
+        assert f"float32[3, 2]  {y.min():.3g} to {y.max():.3g}" in page.tip("y")
+        y = y / 2
+    assert page.slide(slider, RIGHT) == "turn 3 of 3"
+    assert page.slide(slider, HOME) == "all 3 turns" and "4 times" in page.card("norm")
+    assert page.slide(slider, END, LEFT) == "turn 2 of 3"
+
+
+@needs_browser
+def test_the_side_that_a_turn_took_is_lit_and_the_other_grey(page: Loops) -> None:
+    (slider,) = page.sliders()
+    assert (page.opacity("then"), page.opacity("else")) == (1, 1)  # both ran
+    page.slide(slider, HOME, RIGHT)
+    assert (page.opacity("then"), page.opacity("else")) == (1, pytest.approx(0.35))
+    assert page.opacity("matmul") == pytest.approx(0.35)  # not twice
+    page.slide(slider, RIGHT)
+    assert (page.opacity("then"), page.opacity("else"), page.opacity("matmul")) == (pytest.approx(0.35), 1, 1)
+
+
+@needs_browser
+def test_a_run_that_took_one_side_greys_the_other_and_heats_its_own(driver: Any, tmp_path: Path) -> None:
+    page = Loops(driver, tmp_path, trace_html(traced(while_with_a_branch(), FED / 6)))
+    page.unfold()
+    assert (page.opacity("then"), page.opacity("else"), page.opacity("matmul")) == (1, *[pytest.approx(0.35)] * 2)
+    tone = f"return {TITLED}.querySelector(':scope > .face').getAttribute('class')"
+    assert "heat" in page.js(tone, "then") and page.js(tone, "else") == "face t-plain"
+    assert page.errors() == []
+
+
+@needs_browser
+def test_a_slider_is_dragged_without_moving_the_drawing(page: Loops) -> None:
+    (slider,) = page.sliders()
+    page.js("document.querySelector('button[aria-label=\"Show the whole graph\"]').click()")
+    before, boxes = page.view(), page.js("return document.querySelectorAll('.box').length")
+    track = page.js("return arguments[0].querySelector('.track')", slider)
+    wide = page.js("return arguments[0].getBoundingClientRect().width", track)
+    hands = page.hands().move_to_element_with_offset(track, -int(wide / 2) + 1, 0).click_and_hold()
+    hands.move_by_offset(int(wide * 2 / 3), 0).release().perform()
+    assert slider.get_attribute("aria-valuetext") == "turn 2 of 3"
+    assert page.view() == before and page.js("return document.querySelectorAll('.box').length") == boxes
+
+
+@needs_browser
+def test_folding_and_unfolding_keeps_the_turn(page: Loops) -> None:
+    (slider,) = page.sliders()
+    page.slide(slider, HOME, RIGHT)
+    key = page.key("body")
+    page.click(key)
+    assert page.box(key).get_attribute("aria-expanded") == "false"
+    page.click(key)
+    assert page.box(key).get_attribute("aria-expanded") == "true"
+    norm = f"{FED.norm():.3g}"
+    assert norm in page.card("norm") and page.sliders()[0].get_attribute("aria-valuetext") == "turn 1 of 3"
+    page.js("[...document.querySelectorAll('button')].find(b => b.textContent === 'Fold').click()")
+    page.wait("!document.querySelector('.turns')")
+    page.unfold()
+    assert norm in page.card("norm") and page.sliders()[0].get_attribute("aria-valuetext") == "turn 1 of 3"
+
+
+@needs_browser
+def test_a_loop_in_a_loop_has_a_slider_of_its_own(driver: Any, tmp_path: Path) -> None:
+    page = Loops(driver, tmp_path, trace_html(traced(nested(), torch.tensor([1.0, 5.0, 3.0]))))
+    page.unfold()
+    outer, inner = page.sliders()
+    assert (page.slide(outer, HOME), page.slide(inner, HOME)) == ("all 3 turns", "all 3 turns")
+    assert page.slide(inner, RIGHT) == "turn 1 of 2"  # of the first turn around it
+    assert outer.get_attribute("aria-valuetext") == "turn 1 of 3" and "2" in page.card("mul")
+    assert page.slide(inner, RIGHT) == "turn 2 of 2" and "4" in page.card("mul")
+    assert page.slide(outer, RIGHT) == "turn 2 of 3"
+    assert inner.get_attribute("aria-valuetext") == "all 0 turns" and "not run" in page.card("mul")
+    assert page.opacity("mul") == pytest.approx(0.35)
+    assert page.slide(outer, RIGHT) == "turn 3 of 3"
+    assert inner.get_attribute("aria-valuetext") == "all 1 turn" and "6" in page.card("mul")
+    assert page.slide(outer, HOME) == "all 3 turns" and "3 times" in page.card("mul")
+    assert page.errors() == []
+
+
+@needs_browser
+def test_a_saved_notebook_has_the_slider_without_a_kernel(driver: Any, tmp_path: Path) -> None:
+    nbformat, nbconvert = pytest.importorskip("nbformat"), pytest.importorskip("nbconvert")
+    made = nbformat.v4.new_notebook()
+    data = {"text/html": trace_html(traced(while_with_a_branch(), FED)), "text/plain": "trace"}
+    outputs = [nbformat.v4.new_output("display_data", data=data)]
+    made.cells = [nbformat.v4.new_code_cell("%tfprof", outputs=outputs, execution_count=1)]
+    html, _ = nbconvert.HTMLExporter().from_notebook_node(made)
+    page = Loops(driver, tmp_path, html)
+    page.unfold()
+    (slider,) = page.sliders()
+    assert page.slide(slider, HOME, RIGHT) == "turn 1 of 3" and f"{FED.norm():.3g}" in page.card("norm")
