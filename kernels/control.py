@@ -59,7 +59,8 @@ def _plain_loop(
 ) -> list[torch.Tensor]:  # fmt: skip
     """A loop without rows or draws, which may have very short turns."""
     state, turns, rest = init, 0, (*captures, run)
-    while turns != limit and (cond is None or cond(*state, *rest)[0]):
+    end = None if limit is None else max(limit, 0)
+    while turns != end and (cond is None or cond(*state, *rest)[0]):
         state = body(*state, *rest)
         turns += 1
     return [*state, torch.tensor(turns)]

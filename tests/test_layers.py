@@ -51,6 +51,7 @@ LATE = {
     ("tfnb/control_flow/staging/source.py", "tfnb.control_flow.staging.malting"): "malt takes time to load",
     ("tfnb/gradients/slices.py", "tfnb.session"): ".eval asks the default session",
     ("tfnb/datasets.py", "sklearn"): "optional extra [data]",
+    ("tfnb/execution/native.py", "tfnb.execution.cpp"): "inductor takes seconds to load",
     ("tfnb/execution/compiler.py", "torch"): "inductor takes seconds to load",
     ("tfnb/execution/compiler.py", "torch._inductor"): "inductor takes seconds to load",
     ("tfnb/execution/compiler.py", "torch._dynamo.convert_frame"): "inductor takes seconds to load",

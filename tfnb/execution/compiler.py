@@ -18,7 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tfnb.errors import Unimplemented
 from tfnb.execution.groups import Kernel, Layouts, function, groups, with_kernels
 from tfnb.execution.lower import Branch, Drawing, Program
-from tfnb.execution.regions import Call, Cond, Loop
+from tfnb.execution.native import Native, Permit, native
+from tfnb.execution.regions import Call, Cond
 from tfnb.kernels.random import drawing_op
 
 MOST_NODES = 1500  # that are compiled as a whole; compiling takes a minute for so many
@@ -42,12 +43,14 @@ def compiled(program: Program, args: Sequence[Any]) -> Forward:
 
     ``args`` are as in a run: feeds, storages, the run's number. The result takes the same and raises for others.
     """
-    program = program.undonated()
+    permit = Permit()
+    program = native(program.undonated(), permit)
     calls = [node for node in program.module.graph.nodes if node.op == "call_function"]
-    between = any(isinstance(node.target, (Branch, Call, Cond, Loop)) for node in calls)  # decides what runs next
+    between = any(isinstance(node.target, (Branch, Call, Cond, Native)) for node in calls)  # decides what runs next
     in_parts = between or len(calls) > MOST_NODES
-    forward = _in_groups(program, args) if in_parts else _as_far_as_possible(program, args)
+    forward = _in_groups(program, args, permit) if in_parts else _as_far_as_possible(program, args)
     forward(*args)  # the first call loads what was compiled
+    permit.open = False
     return forward
 
 
@@ -57,7 +60,7 @@ def _as_far_as_possible(program: Program, args: Sequence[Any]) -> Forward:
         return _as_a_whole(program, args)
     except Exception as error:
         try:
-            return _in_groups(program, args)
+            return _in_groups(program, args, Permit())
         except Exception:
             raise error from None
 
@@ -75,13 +78,15 @@ def _as_a_whole(program: Program, args: Sequence[Any]) -> Forward:
     return forward
 
 
-def _in_groups(program: Program, args: Sequence[Any]) -> Forward:
+def _in_groups(program: Program, args: Sequence[Any], permit: Permit) -> Forward:
+    """Its loops, and groups of its nodes."""
     layouts = Layouts(program.module)
     with torch.no_grad():
         layouts.run(*args)
     found = groups(program, layouts.of)
-    if not found:
-        raise Unimplemented("it has no groups of pointwise nodes that are worth a kernel")
+    if not (found or permit.compiled):
+        loops = "".join(f"; a loop has {why}" for why in permit.refused)
+        raise Unimplemented(f"it has no groups of pointwise nodes that are worth a kernel{loops}")
     kernels: dict[Hashable, Kernel] = {}
     for group in found:
         if group.key not in kernels:

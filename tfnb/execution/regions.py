@@ -42,7 +42,7 @@ class Loop:
     def __init__(
         self, node: Node, lower: Lower, taken: Set[int], kept: Mapping[Value, bool], zeros: Callable[[Value], bool]
     ) -> None:
-        attrs = node.attrs
+        self.node, attrs = node, node.attrs
         carried = len(attrs["init"])
         places = row_places(attrs)
         self.rows = [row for row, at in enumerate(places) if not taken.isdisjoint(at)]

@@ -29,6 +29,7 @@ MODES = ("auto", "off", "now")
 WORTH_COMPILING = 2.0  # seconds of computing with the same sizes
 MOST = 2  # sizes compiled for one program
 TURNS = 10  # timed steps of each kind
+CLEAR_TURNS = 3  # that are enough where one is always twice as fast
 LONGEST_COMPARED = 0.2  # seconds; comparing doubles one step, and no stall shall be long
 
 _LOG = logging.getLogger(__name__)
@@ -137,13 +138,19 @@ class Sizes:
         start = time.perf_counter()
         outs = self.generated(*args) if kind == "generated" else self._guarded(*args)
         self._times[kind].append(time.perf_counter() - start)
-        if len(self._times["compiled"]) >= TURNS and self.forward == self._in_turns:
+        if self._is_clear() and self.forward == self._in_turns:
             slow, fast = (statistics.median(self._times[kind]) for kind in ("generated", "compiled"))
             if fast < slow:
                 self._keep(f"compiled: {fast * 1e6:.0f} instead of {slow * 1e6:.0f} us")
             else:
                 self.drop(f"compiled code is not faster: {fast * 1e6:.0f} against {slow * 1e6:.0f} us")
         return outs
+
+    def _is_clear(self) -> bool:
+        slow, fast = self._times.values()
+        if len(fast) >= TURNS:
+            return True
+        return len(fast) >= CLEAR_TURNS and (2 * max(fast) < min(slow) or 2 * max(slow) < min(fast))
 
     def _keep(self, status: str) -> None:
         self.forward, self.status = self._guarded, status
