@@ -11,7 +11,7 @@ import copy
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -53,7 +53,7 @@ def native(program: Program, permit: Permit) -> Program:
 
 def _branches(cond: Cond, permit: Permit) -> Cond:
     made = copy.copy(cond)
-    made.branches = {way: (native(part, permit), missing) for way, (part, missing) in cond.branches.items()}
+    made.branches = {way: (native(cast(Program, part), permit), lacks) for way, (part, lacks) in cond.branches.items()}
     return made
 
 
@@ -90,8 +90,8 @@ class Native:
         """The loop stays as it is; those inside may be compiled."""
         if not self._inner:
             self._inner, loop = True, copy.copy(self.loop)
-            loop.body = native(loop.body, self.permit)  # type: ignore[arg-type]
-            loop.cond = None if loop.cond is None else native(loop.cond, self.permit)  # type: ignore[arg-type]
+            loop.body = native(cast(Program, loop.body), self.permit)
+            loop.cond = None if loop.cond is None else native(cast(Program, loop.cond), self.permit)
             self.loop = loop
 
 
