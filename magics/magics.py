@@ -79,7 +79,7 @@ class TfnbMagics(Magics):
         program = compiled(self.shell, "tfgraph", line, cell)
         before = _recorded_by(tfnb.graphs().get(self._name(options)))
         with (
-            self._names_kept(options.input),
+            self._names_kept(options.input, self._name(options)),
             tfnb.recording.record_cell(
                 self._name(options), owner=self.watch.owner(cell), label=program.label, filename=program.filename,
                 namespace=self.shell.user_ns, device=options.device, lazy=options.lazy, append=options.append,
@@ -115,16 +115,21 @@ class TfnbMagics(Magics):
         return name, tfnb.placeholder(sample, shape=shape, name=name)
 
     @contextlib.contextmanager
-    def _names_kept(self, inputs: list[str]) -> Iterator[None]:
-        """A cell that fails leaves the names that held recorded values, and its inputs, as they were."""
+    def _names_kept(self, inputs: list[str], graph: str | None) -> Iterator[None]:
+        """A cell that fails leaves the names that held recorded values, and its inputs, as they were.
+
+        An interrupt that comes when the graph has taken what was recorded leaves both as they are now.
+        """
         handles = (tfnb.Tensor, tfnb.Operation)
         inputs = [text.partition(":")[0] for text in inputs]
         names = self.shell.user_ns
         before = {name: value for name, value in names.items() if name in inputs or isinstance(value, handles)}
+        version = getattr(tfnb.graphs().get(graph or "graph"), "version", None)
         try:
             yield
         except BaseException:
-            names.update(before)
+            if getattr(tfnb.graphs().get(graph or "graph"), "version", None) == version:
+                names.update(before)
             raise
 
     def _draw(self, graph: Any, cell: str | None, options: Namespace, *, silent: bool) -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ ROOT = Path(__file__).parents[2]
 class Mortal:
     """Something whose end is a press of Ctrl-C, where Python drops what is raised."""
 
-    def __init__(self) -> None:
-        weakref.finalize(self, signal.raise_signal, signal.SIGINT)
+    def __init__(self, press: Callable[[int], Any] = signal.raise_signal) -> None:
+        weakref.finalize(self, press, signal.SIGINT)
 
 
 @pytest.fixture
@@ -61,6 +61,14 @@ def test_what_python_would_drop_is_raised_in_the_users_line() -> None:
         things.clear()
         reached.append(2)
     assert reached == [1] and not graph.nodes
+
+
+def test_code_that_a_library_makes_is_not_the_users() -> None:
+    made: dict[str, Any] = {"__name__": "namedtuple_Pair", "signal": signal}
+    exec("def press(number):\n    signal.raise_signal(number)", made)
+    things = [Mortal(made["press"])]
+    with pytest.raises(KeyboardInterrupt), tfnb.record():
+        things.clear()
 
 
 def test_a_handler_that_raises_nothing_is_called_once_and_the_recording_goes_on(heard: list[str]) -> None:
