@@ -239,6 +239,17 @@ def test_a_number_that_is_raised_leaves_what_was_equal_to_it() -> None:
     assert [int(v) for v in tfnb.run(list(out), {x: torch.full((2,), 2.25)})] == [5, 4]
 
 
+def test_a_loop_leaves_no_check_of_the_samples_turns() -> None:
+    def function(x: Any) -> Any:
+        while x.sum() > 1:
+            half = x / 2
+            x = half - 0.1
+        return x
+
+    y, _, _ = recorded(function, torch.ones(3))
+    assert [node.op for node in y.graph.nodes if node.op in ("tfnb.guard", "aten.gt.Scalar")] == []
+
+
 def test_no_autograph_and_outside_a_recording_python_decides() -> None:
     def function(x: Any) -> Any:
         with tfnb.no_autograph():

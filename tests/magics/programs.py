@@ -490,7 +490,7 @@ for row in x:
     cell.h = (cell.h + row).tanh()
 out = cell.h
 
-# a list of rows: python
+# a list of rows: staged
 rows = []
 for row in x:
     rows.append(row * 2)

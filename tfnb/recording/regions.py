@@ -161,7 +161,7 @@ class _Before:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self.at, self.streams = len(recorder.new), recorder.tape._streams
+        self.at, self.streams, self.marks = len(recorder.new), recorder.tape._streams, recorder.tape.marks
         self.live = list(recorder.live)
         self.reads = dict(recorder._reads)
         self.handles, self.memory = dict(recorder.outside._handles), dict(recorder.outside._memory)
@@ -178,6 +178,7 @@ class _Before:
         """Everything as it was, but what the function did outside of the recording."""
         recorder = self.recorder
         cut = recorder.tape.cut(self.at, self.streams)
+        recorder.tape.marks = self.marks  # a guard among what is cut marked all that followed
         recorder._reads = self.reads
         recorder.outside._handles, recorder.outside._memory = self.handles, self.memory
         del recorder.new_guards[self.guards :]

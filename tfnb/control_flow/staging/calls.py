@@ -12,8 +12,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from tfnb.control_flow.staging.containers import CHANGES, CONTAINERS, made, refuse_change
+from tfnb.control_flow.staging.containers import CHANGES, CONTAINERS, is_own, made, refuse_change
 from tfnb.control_flow.staging.iteration import BUILTINS
+from tfnb.control_flow.staging.lists import append_to, cat, expanded, grown, stack
 from tfnb.control_flow.staging.parsing import tree_of
 from tfnb.control_flow.staging.places import is_foreign
 from tfnb.control_flow.staging.source import bound, function_code, worth
@@ -52,10 +53,39 @@ def fn(function: Any) -> Any:
 
 
 def _builtin(function: Any) -> Any:
-    owner = function.__self__
-    if status.depth and isinstance(owner, CONTAINERS) and function.__name__ in CHANGES:
-        refuse_change(owner, f"{function.__name__}()")
+    owner, name = function.__self__, function.__name__
+    if isinstance(owner, CONTAINERS):
+        return _of_container(function, owner, name)
+    if function in _OF_LISTS:
+        return functools.partial(_of_list, function)
     return BUILTINS.get(function, function) if isinstance(owner, ModuleType) else function
+
+
+def _of_container(function: Any, owner: Any, name: str) -> Any:
+    """A method of a list, dict or set."""
+    if name not in ("append", "copy", "clear") and grown(owner):
+        if status.depth:
+            refuse_change(owner, f"{name}()")
+        owner[:] = expanded(owner)
+    if not status.depth or name not in CHANGES:
+        return function
+    if name == "append" and type(owner) is list and not is_own(owner):
+        found = append_to(owner)
+        if found is not None:
+            return found
+    refuse_change(owner, f"{name}()")
+    return function
+
+
+_OF_LISTS: dict[Any, Callable[..., Any]] = {
+    torch.stack: stack, torch.cat: cat, torch.concat: cat, torch.concatenate: cat,
+}  # fmt: skip
+
+
+def _of_list(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """A function of torch, of a list that a loop may have appended to."""
+    items = args[0] if args else kwargs.get("tensors")
+    return (_OF_LISTS[function] if grown(items) else function)(*args, **kwargs)
 
 
 def _noted(kind: Callable[..., Any]) -> Callable[..., Any]:

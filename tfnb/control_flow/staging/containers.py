@@ -36,6 +36,12 @@ def changed(owner: Any, name: str | None = None) -> Any:
     return owner
 
 
+def is_own(container: Any) -> bool:
+    """Whether it was made in the body that is being recorded, and may be changed there."""
+    return any(container is other for other in status.made)
+
+
 def refuse_change(owner: Any, how: str) -> None:
-    if all(owner is not other for other in status.made):
+    """Raise CannotStage where a container of outside would be changed."""
+    if not is_own(owner):
         raise CannotStage(f"{how} in a {type(owner).__name__} that was made outside of it")

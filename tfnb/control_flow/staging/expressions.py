@@ -122,6 +122,7 @@ class Expressions(ast.NodeTransformer):
         return placed(node, ast.Call(chain, [self.visit(node.left), self.visit(node.comparators[0])], []))
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        node.body = [self.visit(each) if isinstance(each, ast.FunctionDef) else each for each in node.body]
         return node
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
@@ -149,6 +150,13 @@ class Expressions(ast.NodeTransformer):
         self.generic_visit(node)
         if not isinstance(node.ctx, ast.Load):
             node.value = operator_call(node, "changed", node.value)
+        elif _is_index(node.slice):
+            return operator_call(node, "item", node.value, node.slice)
+        return node
+
+    def visit_comprehension(self, node: ast.comprehension) -> ast.AST:
+        self.generic_visit(node)
+        node.iter = operator_call(node.iter, "items", node.iter)
         return node
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
@@ -156,6 +164,13 @@ class Expressions(ast.NodeTransformer):
         if not isinstance(node.ctx, ast.Load):
             node.value = operator_call(node, "changed", node.value, placed(node, ast.Constant(node.attr)))
         return node
+
+
+def _is_index(node: ast.expr) -> bool:
+    """Whether it may be the number of an element."""
+    return not isinstance(node, (ast.Slice, ast.Tuple)) and not (
+        isinstance(node, ast.Constant) and not isinstance(node.value, int)
+    )
 
 
 def _binds(node: ast.AST) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tfnb.control_flow.staging.branching import chosen
+from tfnb.control_flow.staging.lists import expanded, grown, length
 from tfnb.control_flow.staging.looping import Stage
 from tfnb.control_flow.staging.statement import Statement, recorder_for, status
 from tfnb.recording import Tensor
@@ -64,9 +65,19 @@ def turns_of(items: Any) -> Range | Rows | None:
     """How to stage a loop over these items; None where Python goes over them."""
     if isinstance(items, (Range, Rows)):
         return items
+    if grown(items):
+        return _elements(items)
     if _varies(items):
         return Rows((items,), lambda index, row: row, lambda: items)
     return None
+
+
+def _elements(items: Any) -> Rows | None:
+    """Of a list that a loop appended to."""
+    if len(items) > 1:
+        return None
+    (only,) = items
+    return Rows(tuple(only.leaves), lambda index, *rows: only.one(rows), lambda: expanded(items))
 
 
 def _varies(item: Any) -> bool:
@@ -89,7 +100,7 @@ def _is_whole(tensor: Tensor) -> bool:
 
 def _enumerate(items: Any, start: Any = 0) -> Any:
     if not _varies(items):
-        return enumerate(items, start)
+        return enumerate(_plain(items), start)
     return Rows((items,), lambda index, row: (index + start, row), lambda: enumerate(items, start))
 
 
@@ -98,11 +109,13 @@ def _zip(*items: Any, strict: bool = False) -> Any:
         i.shape[0].node.expr == items[0].shape[0].node.expr for i in items
     )  # fmt: skip
     if not same:
-        return zip(*items, strict=strict)
+        return zip(*map(_plain, items), strict=strict)
     return Rows(items, lambda index, *rows: rows, lambda: zip(*items, strict=strict))
 
 
 def _len(item: Any) -> Any:
+    if grown(item):
+        return length(item)
     return item.shape[0] if _varies(item) else len(item)
 
 
@@ -144,7 +157,22 @@ def _best(
     return best
 
 
+def _plain(found: Any) -> Any:
+    """What Python goes over."""
+    return expanded(found) if grown(found) else found
+
+
+def _over(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of Python that goes over what it is given."""
+    return lambda *args, **options: plain(*map(_plain, args), **options)
+
+
+def _bool(*args: Any) -> bool:
+    return bool(_len(args[0])) if args and grown(args[0]) else bool(*args)
+
+
 BUILTINS: dict[Any, Callable[..., Any]] = {
     range: _range, enumerate: _enumerate, zip: _zip, len: _len, print: _print,
+    bool: _bool, **{each: _over(each) for each in (sum, any, all, sorted, reversed, map, filter)},
     max: _best("max", operator.gt, max, torch.sym_max), min: _best("min", operator.lt, min, torch.sym_min),
 }  # fmt: skip

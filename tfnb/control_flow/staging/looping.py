@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
+from tfnb.control_flow.staging.lists import Growth
 from tfnb.control_flow.staging.statement import (
     NUMBERS,
     CannotStage,
@@ -26,6 +27,8 @@ from tfnb.control_flow.staging.statement import (
     plain_number,
     reason,
     same,
+    sample_truth,
+    status,
     tensor_of,
 )
 from tfnb.control_flow.staging.unset import Absent, Sometimes, Undefined, UndefinedReturnValue, guarded
@@ -65,6 +68,7 @@ class Stage:
         self.before = st.get()
         self.dtypes: dict[tuple[int, int], torch.dtype] = {}  # of numbers that the body makes into something else
         self.late: dict[int, tuple[TreeSpec, list[Spec]] | None] = {}  # names that the body gives their first value
+        self.growth = Growth(status.made if status.depth else None)
         self.calls = 0
 
     def record(
@@ -104,18 +108,23 @@ class Stage:
         def turn(*given: Any) -> list[Any]:
             carried, rows = given[head : len(start)], given[len(start) :]
             self._set(carried)
-            with st.body(self.calls > 0):
+            with st.body(self.calls > 0), self.growth.turn():
                 self.calls += 1
                 body(*([given[0]] if head else []), *rows)
                 values = st.get()
             self._set(carried)
             st.attributes_kept()
             self._set_back()
-            return [*([given[0] + step] if head else []), *self._leaves(values, carried)]
+            after = self._leaves(values, carried)
+            if self.growth.is_new:
+                raise _Again
+            return [*([given[0] + step] if head else []), *after, *self.growth.rows(recorder)]
 
         loop = Loop(recorder, start, labels, xs, limit=limit, what=st.what.split()[0])
         result = loop.record(None if test is None else condition, turn)
         self._finish(result.carried[head:], result.turns)
+        if self.growth.lists:
+            self.growth.finish(result.rows, st.place)
 
     def _plan(self) -> None:
         """What is carried: names that hold tensors and numbers, and those of which the body told what they will be."""
@@ -253,8 +262,7 @@ class Stage:
 
     def _finish(self, carried: Sequence[Any], turns: Tensor) -> None:
         values = list(self._values(carried))
-        ran: Any = turns > 0 if any(isinstance(old, Undefined) for old in self.before) else turns
-        some = None if turns._entry.sample is None else bool(turns._entry.sample > 0)
+        some = sample_truth(self.recorder, turns)
         st = self.st
         for place, old in enumerate(self.before):
             if not isinstance(old, Undefined) or isinstance(old, (Sometimes, UndefinedReturnValue)):
@@ -262,7 +270,7 @@ class Stage:
             name = st.names[place]
             if place in self.forms and some is not False:
                 whole = values[place]
-                values[place] = Sometimes(name, guarded(st.recorder, whole, ran, True))
+                values[place] = Sometimes(name, guarded(st.recorder, whole, turns, True))
             elif place in self.late:
                 values[place] = Absent(name, f"it is first set in the loop of {st.place}")
         st.set(tuple(values))

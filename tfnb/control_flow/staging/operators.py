@@ -18,6 +18,8 @@ from tfnb.control_flow.staging.branching import branched, chosen
 from tfnb.control_flow.staging.calls import OPERATORS, fn, marked
 from tfnb.control_flow.staging.containers import changed, made
 from tfnb.control_flow.staging.iteration import turns_of
+from tfnb.control_flow.staging.lists import expanded, grown, length
+from tfnb.control_flow.staging.lists import item as item_of
 from tfnb.control_flow.staging.looping import Stage, staged_loop
 from tfnb.control_flow.staging.statement import (
     Statement,
@@ -77,6 +79,11 @@ class scope:
         return guarded(recorder, value, returned, True)()
 
 
+def _asked(test: Any) -> Any:
+    """What is asked; of a list that a loop appended to, how many elements it has."""
+    return length(test) if grown(test) else test
+
+
 # -- statements ---------------------------------------------------------------------------------------------------
 
 
@@ -85,6 +92,7 @@ def if_stmt(
     names: tuple[str, ...], wanted: int,
 ) -> None:  # fmt: skip
     """``if test: body() else: orelse()``; the first ``wanted`` names are needed afterwards."""
+    test = _asked(test)
     recorder = recorder_for(test)
     if recorder is None:
         body() if test else orelse()
@@ -101,7 +109,7 @@ def while_stmt(
     while True:
         recorder = None if tried else _staging()
         before = None if recorder is None else _Before(recorder)
-        found = test()
+        found = _asked(test())
         staged = recorder_for(found)
         if staged is None or before is None:
             if not found:
@@ -127,7 +135,7 @@ def for_stmt(
         st = Statement("for", recorder, names, get, set)
         if staged_loop(st, lambda: turns.stage(st, more, body), lambda: body(next(iter(items)))):
             return
-    for each in items:
+    for each in expanded(items) if grown(items) else items:
         test: Any = True if more is None else more()
         staged = recorder_for(test)
         if staged is not None:  # a turn before left the loop in some runs
@@ -152,6 +160,7 @@ def _staging() -> Recorder | None:
 
 def if_exp(test: Any, body: Callable[[], Any], orelse: Callable[[], Any]) -> Any:
     """``body() if test else orelse()``."""
+    test = _asked(test)
     recorder = recorder_for(test)
     if recorder is None:
         return body() if test else orelse()
@@ -160,22 +169,25 @@ def if_exp(test: Any, body: Callable[[], Any], orelse: Callable[[], Any]) -> Any
 
 def and_(first: Any, rest: Callable[[], Any]) -> Any:
     """``first and rest()``."""
-    recorder = recorder_for(first)
+    test = _asked(first)
+    recorder = recorder_for(test)
     if recorder is None:
         return first and rest()
-    return chosen("and", recorder, first, rest, lambda: _like(first))
+    return chosen("and", recorder, test, rest, lambda: _like(first))
 
 
 def or_(first: Any, rest: Callable[[], Any]) -> Any:
     """``first or rest()``."""
-    recorder = recorder_for(first)
+    test = _asked(first)
+    recorder = recorder_for(test)
     if recorder is None:
         return first or rest()
-    return chosen("or", recorder, first, lambda: _like(first), rest)
+    return chosen("or", recorder, test, lambda: _like(first), rest)
 
 
 def not_(item: Any) -> Any:
     """``not item``."""
+    item = _asked(item)
     if recorder_for(item) is None:
         return not item
     return torch.logical_not(item) if isinstance(item, torch.Tensor) else torch.sym_not(as_test(item))
@@ -204,9 +216,19 @@ def _like(first: Any) -> Any:
     return first.clone() if isinstance(first, torch.Tensor) else first
 
 
+def items(owner: Any) -> Any:
+    """What a comprehension or a ``*`` goes over."""
+    return expanded(owner) if grown(owner) else owner
+
+
+def item(owner: Any, index: Any) -> Any:
+    """``owner[index]``."""
+    return item_of(owner, index) if grown(owner) else owner[index]
+
+
 vars(OPERATORS).update({
     each.__name__: each for each in (
         Absent, Undefined, UndefinedReturnValue, ld, ldu, scope, if_stmt, while_stmt, for_stmt, if_exp, and_, or_, not_,
-        augmented, made, changed, fn, marked,
+        augmented, item, items, made, changed, fn, marked,
     )
 })  # fmt: skip

@@ -48,7 +48,8 @@ class _Status(threading.local):
         self.depth = 0  # staged bodies
         self.quiet = 0  # bodies that the samples do not take, or that are recorded again
         self.foreign: frozenset[str] = frozenset()  # names that a cell binds and that hold something of other cells
-        self.made: list[Any] = []  # containers made in staged bodies
+        self.made: list[Any] = []  # containers made in the staged body
+        self.growth: Any = None  # of the innermost loop that is being recorded: a `lists.Growth`
         self.attributes: list[tuple[Any, str, Any]] = []  # set in staged bodies, and what they were
         self.sized: list[object] = []  # the statements of which sizes decide, and whose branches are being recorded
 
@@ -187,14 +188,14 @@ class Statement:
     @contextmanager
     def body(self, quiet: bool) -> Iterator[None]:
         """Inside of a body: what it does to Python's objects is found out."""
-        at, made = len(status.attributes), len(status.made)
+        at, made = len(status.attributes), status.made
+        status.made = []  # those of the bodies around this one are of outside
         status.depth, status.quiet = status.depth + 1, status.quiet + quiet
         try:
             yield
         finally:
             status.depth, status.quiet = status.depth - 1, status.quiet - quiet
-            if not status.depth:
-                del status.made[made:]
+            status.made = made
             self.attributes = status.attributes[at:]
             del status.attributes[at:]
 

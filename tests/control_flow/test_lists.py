@@ -1,0 +1,265 @@
+"""Lists that loops append to: tensors stand behind them where the loop is in the graph, and Python's list elsewhere."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import pytest
+import torch
+
+import tfnb
+from tests.control_flow.written import blocks, compared
+from tfnb.errors import BranchChanged, ShapeError, Unsupported
+
+STAGED = """
+# a list of each turn
+s = x.new_zeros(())
+for row in x:
+    acc = []
+    for j in range(x.shape[0]):
+        acc.append(row.sum() * j)
+    s = s + len(acc) * acc[-1]
+return s
+
+# stack, cat, len and index
+outs = []
+h = x.new_zeros(3)
+for t in range(x.shape[0]):
+    h = torch.tanh(h + x[t])
+    outs.append(h)
+return torch.stack(outs), torch.stack(outs, 1), torch.cat(outs), len(outs) * h, outs[-1], outs[0]
+
+# for over it
+rows = []
+for row in x:
+    rows.append(row * 2)
+s = x.new_zeros(())
+for r in rows:
+    s = s + r.sum()
+return torch.stack(rows), s
+
+# structures behind plain ones
+rows = [(x[0], 1.0)]
+for i, row in enumerate(x):
+    rows.append((row * 2, i))
+return rows[0][0]
+
+# structures
+rows = []
+for i, row in enumerate(x):
+    rows.append((row * 2, i))
+s = x.new_zeros(3)
+for r, i in rows:
+    s = s + r * i
+return s, rows[-1][1]
+
+# elements before and after
+outs = [x[0]]
+for row in x:
+    outs.append(row + 1)
+outs.append(x[0] * 7)
+return torch.stack(outs), torch.cat(outs, -1), len(outs) * x.sum()
+
+# twice in a turn
+outs = []
+for row in x:
+    outs.append(row + 1)
+    outs.append(row - 1)
+return torch.stack(outs)
+
+# two lists
+a, b = [], []
+for row in x:
+    a.append(row.sum())
+    b.append(row)
+return torch.stack(a), torch.cat(b)
+
+# left by break
+a = []
+for row in x:
+    a.append(row.sum())
+    if row.sum() > 1:
+        break
+return torch.stack(a)
+
+# a while
+a = []
+s = x.abs().sum()
+while s > 0.5:
+    a.append(s)
+    s = s / 2
+return torch.stack(a).sum() if len(a) > 0 else s
+
+# a list of an object, in a method
+class Rec:
+    def __init__(self): self.seen = []
+    def step(self, h):
+        self.seen.append(h)
+        return h * 2
+r = Rec()
+for row in x:
+    y = r.step(row)
+return torch.stack(r.seen), y
+
+# a list inside of a turn
+outs = []
+for row in x:
+    acc = []
+    for v in row:
+        acc.append(v * 2)
+    outs.append(torch.stack(acc))
+return torch.stack(outs)
+
+# a loop in a loop
+outs = []
+for row in x:
+    acc = []
+    for j in range(x.shape[0]):
+        acc.append(row * j)
+    outs.append(torch.stack(acc).sum(0))
+return torch.stack(outs)
+
+# another name
+outs = []
+other = outs
+for row in x:
+    outs.append(row)
+return len(other) * x.sum()
+
+# copies
+outs = []
+for row in x:
+    outs.append(row)
+return torch.stack(tuple(outs)), torch.stack([*outs, x[0]]), torch.stack(list(outs)), torch.stack(outs + [x[0]])
+
+# a list of a dict
+h = {"a": []}
+for row in x:
+    h["a"].append(row)
+return torch.stack(h["a"])
+"""
+
+# How many there are hangs on values, or Python looks at the list: the elements of the samples, with a guard.
+PYTHON = """
+# in a branch, a list of the turn
+s = x.new_zeros(())
+for row in x:
+    acc = []
+    if row.sum() > 0:
+        acc.append(row.sum())
+    s = s + len(acc)
+return s
+
+# read in the loop
+a = [x[0]]
+for row in x:
+    a.append(a[-1] + row)
+return a[-1]
+
+# asked in the loop
+a = []
+s = x.new_zeros(())
+for row in x:
+    if a:
+        s = s + 1
+    a.append(row)
+return s
+
+# in a branch
+a = []
+for row in x:
+    if row.sum() > 0:
+        a.append(row)
+return torch.stack(a).sum(0) if len(a) else x.new_zeros(3)
+
+# a loop in a loop, from outside of both
+outs = []
+for row in x:
+    for j in range(x.shape[0]):
+        outs.append(row * j)
+return torch.stack(outs)
+
+# a comprehension over it
+outs = []
+for row in x:
+    outs.append(row)
+return torch.stack([o * 2 for o in outs])
+
+# reversed
+outs = []
+for row in x:
+    outs.append(row)
+outs.reverse()
+return torch.stack(outs)
+
+# plus and equal
+outs = []
+for row in x:
+    outs += [row]
+return torch.stack(outs)
+
+# a sum over it
+outs = []
+for row in x:
+    outs.append(row.sum())
+return sum(outs) / len(outs)
+"""
+
+FED = [
+    torch.linspace(-1, 2, 3 * rows).reshape(rows, 3) * scale for rows, scale in ((3, 1.0), (1, 2.0), (2, 0.3), (5, 1.5))
+]
+CHANGED = (BranchChanged, ShapeError)
+
+
+@pytest.mark.parametrize(("name", "body"), blocks(STAGED), ids=[name for name, _ in blocks(STAGED)])
+def test_a_list_has_an_element_for_each_turn_of_a_run(name: str, body: str) -> None:
+    notes, refused = compared(body, FED[0], FED)
+    assert not any("stays Python" in note for note in notes), notes
+    assert refused == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*became the constant", "ignore:.*Python took the")
+@pytest.mark.parametrize(("name", "body"), blocks(PYTHON), ids=[name for name, _ in blocks(PYTHON)])
+def test_what_looks_at_the_list_is_python_and_guarded(name: str, body: str) -> None:
+    _, refused = compared(body, FED[0], FED, CHANGED)
+    assert refused > 0
+
+
+def test_gradients_reach_what_was_appended() -> None:
+    def f(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        outs, h = [], torch.zeros(3, dtype=x.dtype)
+        for t in range(x.shape[0]):
+            h = torch.tanh(x[t] @ w + h)
+            outs.append(h)
+        return (torch.stack(outs) * x).sum() + outs[-1].prod()
+
+    w0 = torch.linspace(-1, 1, 9, dtype=torch.float64).reshape(3, 3)
+    with tfnb.record():
+        x = tfnb.placeholder(torch.ones(2, 3, dtype=torch.float64), name="x")
+        w = tfnb.placeholder(w0, shape=(3, 3), name="w")
+        dx, dw = tfnb.gradients(tfnb.autograph(f)(x, w), [x, w])
+    for rows in (1, 4):
+        fed = torch.linspace(-2, 1, 3 * rows, dtype=torch.float64).reshape(rows, 3).requires_grad_()
+        weight = w0.clone().requires_grad_()
+        want = torch.autograd.grad(f(fed, weight), [fed, weight])
+        got = tfnb.run([dx, dw], {x: fed.detach(), w: w0})
+        torch.testing.assert_close(got, list(want))
+
+
+@pytest.mark.parametrize(
+    ("take", "error", "words"),
+    [
+        (torch.vstack, TypeError, "got Appended"),
+        (operator.itemgetter(0), Unsupported, r"line \d+ of f appends to has as many elements as a run"),
+    ],
+)
+def test_code_that_is_not_staged_cannot_take_such_a_list(take: Any, error: type, words: str) -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        outs = []
+        for row in x:
+            outs.append(row)
+        return take(outs).sum()
+
+    with tfnb.record(), pytest.raises(error, match=words):
+        tfnb.autograph(f)(tfnb.placeholder(torch.ones(3, 2), name="x"))

@@ -1,0 +1,214 @@
+"""Lists that a loop of the graph appends to: behind them stand tensors with a row for each turn.
+
+The list stays the object that it is. While the loop's body is recorded it holds a `Growing`, which nobody may look at;
+after the loop it holds an `Appended`, which `torch.stack`, `torch.cat`, ``len``, ``for`` and ``[i]`` of converted code
+know; whatever else of Python goes over the list gets the elements of the samples, with a guard that a run has as many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from tfnb.control_flow.staging.statement import (
+    CannotStage,
+    as_number,
+    is_number,
+    is_value,
+    kind,
+    status,
+    tensor_of,
+)
+from tfnb.control_flow.structure import spec_of
+from tfnb.errors import Unsupported
+from tfnb.recording import Recorder, Tensor
+
+
+class Growing:
+    """What a list holds while the body of a loop that appends to it is recorded."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise CannotStage("a list that it appends to is read inside of it")
+
+    def __iter__(self) -> Iterator[Any]:
+        raise CannotStage("a list that it appends to is read inside of it")
+
+
+@dataclass(eq=False)
+class Appended:
+    """The elements that a loop appended, as rows: ``leaves`` of the nested structure that one element is."""
+
+    leaves: list[Tensor]
+    form: TreeSpec
+    numbers: list[bool]
+    place: str
+
+    def __getattr__(self, name: str) -> Any:
+        raise Unsupported(
+            f"a list that the loop of {self.place} appends to has as many elements as a run has turns: code that is "
+            "not staged cannot take it; torch.stack, torch.cat, len, for and [i] of staged code can"
+        )
+
+    @property
+    def count(self) -> Any:
+        """How many there are."""
+        return self.leaves[0].shape[0]
+
+    def one(self, rows: Sequence[Any]) -> Any:
+        """An element, of the rows of its leaves."""
+        pairs = zip(rows, self.numbers, strict=True)
+        return tree_unflatten([as_number(row) if number else row for row, number in pairs], self.form)
+
+    def at(self, index: Any) -> Any:
+        """The element with this number."""
+        return self.one([rows[index] for rows in self.leaves])
+
+
+@dataclass
+class Growth:
+    """What the body of one loop appends to lists of outside; it stands in a body that made these containers, if any."""
+
+    around: list[Any] | None
+    depth: int = 0
+    lists: list[list[Any]] = field(default_factory=list)
+    values: list[list[Any]] = field(default_factory=list)  # of each list: what one turn appends
+    known: int = 0  # lists that are marked already
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Around the body: lists that it appends to cannot be looked at."""
+        self.depth, self.known = status.depth, len(self.lists)
+        self.values = [[] for _ in self.lists]
+        for each in self.lists:
+            each.append(Growing())
+        outer, status.growth = status.growth, self
+        try:
+            yield
+        finally:
+            status.growth = outer
+            for each in self.lists[: self.known]:
+                del each[-1]
+
+    def add(self, owner: list[Any], value: Any) -> None:
+        """One element; a list that is met for the first time is marked when the body is recorded again."""
+        place = next((i for i, each in enumerate(self.lists) if each is owner), None)
+        if place is None:
+            if self.around is not None and all(owner is not other for other in self.around):
+                raise CannotStage("append() in a loop inside of another, to a list that was made outside of both")
+            self.lists.append(owner)
+            self.values.append([])
+            place = -1
+        self.values[place].append(value)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the body has to be recorded again, with its lists marked."""
+        return self.known < len(self.lists)
+
+    def rows(self, recorder: Recorder) -> list[Tensor]:
+        """What a turn gives for all lists: their elements, leaf by leaf."""
+        self.forms: list[tuple[TreeSpec, list[bool], int]] = []
+        found: list[Tensor] = []
+        for values in self.values:
+            if not values:
+                raise CannotStage("append() is called in some of its turns only")
+            flat = [tree_flatten(value) for value in values]
+            leaves, form = flat[0]
+            if any(other != form for _, other in flat) or not leaves:
+                raise CannotStage("append() is called with elements of several structures")
+            for leaf in (leaf for leaves, _ in flat for leaf in leaves):
+                if not is_value(leaf):
+                    raise CannotStage(f"append() is called with {kind(leaf)}")
+            numbers = [is_number(leaf) or not isinstance(leaf, torch.Tensor) for leaf in leaves]
+            self.forms.append((form, numbers, len(values)))
+            for column in zip(*(leaves for leaves, _ in flat), strict=True):
+                tensors = [tensor_of(recorder, leaf) for leaf in column]
+                if len({(spec_of(t).dtype, spec_of(t).shape) for t in tensors}) > 1:
+                    raise CannotStage("append() is called with elements of several shapes or dtypes")
+                found.append(tensors[0] if len(tensors) == 1 else torch.stack(tensors))
+        return found
+
+    def finish(self, rows: Sequence[Tensor], place: str) -> None:
+        """After the loop: its rows, at the end of the lists."""
+        left = iter(rows)
+        for owner, (form, numbers, many) in zip(self.lists, self.forms, strict=True):
+            leaves = [next(left) for _ in numbers]
+            leaves = [leaf.flatten(0, 1) for leaf in leaves] if many > 1 else leaves
+            owner.append(Appended(leaves, form, numbers, place))
+
+
+def append_to(owner: list[Any]) -> Callable[[Any], None] | None:
+    """How to append to a list of outside in a staged body; None where that cannot be."""
+    growth = status.growth
+    if growth is None or growth.depth != status.depth:
+        return None
+    return lambda value: growth.add(owner, value)
+
+
+# -- what is known of them --------------------------------------------------------------------------------------------
+
+
+def grown(items: Any) -> bool:
+    """Whether a list or tuple has elements that a loop appended, or is being appended to."""
+    if type(items) not in (list, tuple):
+        return False
+    if any(type(each) is Growing for each in items):
+        raise CannotStage("a list that it appends to is read inside of it")
+    return any(type(each) is Appended for each in items)
+
+
+def length(items: Any) -> Any:
+    """``len(items)``."""
+    return sum(each.count if type(each) is Appended else 1 for each in items)
+
+
+def expanded(items: Any) -> list[Any]:
+    """The elements that there are for the samples; a run must have as many."""
+    found: list[Any] = []
+    for each in items:
+        found += [each.at(i) for i in range(int(each.count))] if type(each) is Appended else [each]
+    return found
+
+
+def parts(items: Any) -> list[tuple[bool, Tensor]]:
+    """Whether it is the rows of many, and the tensor."""
+    found = []
+    for each in items:
+        if type(each) is not Appended:
+            found.append((False, each))
+        else:
+            found.append((True, each.leaves[0]))
+    return found
+
+
+def stack(tensors: Any, dim: int = 0) -> Tensor:
+    """``torch.stack`` of them."""
+    rows = torch.cat([part if many else part[None] for many, part in parts(tensors)])
+    return rows if dim == 0 else rows.movedim(0, dim)
+
+
+def cat(tensors: Any, dim: int = 0) -> Tensor:
+    """``torch.cat`` of them."""
+
+    def joined(rows: Tensor) -> Tensor:
+        at = dim if dim >= 0 else rows.dim() - 1 + dim
+        return rows.movedim(0, at).flatten(at, at + 1)
+
+    return torch.cat([joined(part) if many else part for many, part in parts(tensors)], dim)
+
+
+def item(items: Any, index: Any) -> Any:
+    """``items[index]``."""
+    is_one = isinstance(index, (int, torch.SymInt, torch.Tensor)) and not isinstance(index, bool)
+    if len(items) == 1 and is_one:
+        return items[0].at(index)
+    if isinstance(index, int) and type(items[-1 if index < 0 else 0]) is not Appended and index in (-1, 0):
+        return items[index]
+    if index == -1:
+        return items[-1].at(-1)
+    return expanded(items)[index]
