@@ -27,6 +27,7 @@ from tests.benchmarks.rows import COMPILERS, QUICK, ROWS, Result, Row, write
 ROOT = Path(__file__).parent.parent.parent
 PATIENCE = 540.0  # seconds for one answer
 MOST_STEPS = 2000  # in a block
+BEGUN = 4  # steps whose times tell when a library is warm
 COLD_ROUNDS = 5  # processes of each library in a row of first steps
 
 
@@ -99,16 +100,17 @@ class Peer:
 
 
 def begun(peer: Peer, row: Row, file: Path, how: How, result: Result) -> dict[str, Any]:
-    """The first steps: losses and moves, to be compared."""
+    """The first steps: losses, and the moves after as many steps as are compared."""
     answer = peer.ask(
         "start", program=row.program, sizes=row.sizes, mode=row.mode, entry=row.entry, rate=row.rate,
         threads=how.threads, clock=how.clock, device=how.device, file=str(file),
     )  # fmt: skip
     result.first, result.imported, result.version = answer["first"], peer.imported, answer["version"]
-    more = peer.ask("advance", steps=max(row.checked - 1, 3))
-    result.begun = [answer["first"], *more["seconds"]]
-    losses = [answer["loss"], *more["losses"][: row.checked - 1]]
-    return {"losses": losses, "moved": peer.ask("state")["moved"]}
+    more = peer.ask("advance", steps=row.checked - 1)
+    found = {"losses": [answer["loss"], *more["losses"]], "moved": peer.ask("state")["moved"]}
+    later = peer.ask("advance", steps=max(BEGUN - row.checked, 0))
+    result.begun = [answer["first"], *more["seconds"], *later["seconds"]]
+    return found
 
 
 def difference(got: dict[str, Any], wanted: dict[str, Any], tolerance: float) -> str:

@@ -69,7 +69,9 @@ ROWS: dict[str, Row] = {row.name: row for row in (
     *(Row(f"{net}-{mode}", net, {"batch": batch}, (*KERNEL, *FIRST), mode=mode, checked=2, tolerance=1e-2)
       for net, batch in _BATCHES.items() for mode in ("gradients", "step")),
     Row("gpt-6", "gpt", _GPT, (*KERNEL, *FIRST), TORCH, checked=2),
-    Row("resnet-18", "resnet18", {"batch": 4}, (*KERNEL, *FIRST), TORCH, checked=2, tolerance=1e-2),
+    # Batch norm of four images is ill-conditioned: against float64 the first gradient of eager is off by 2e-3, that of
+    # compiled code (torch's and ours) by 5e-3, and each step after makes ten times as much of it.
+    Row("resnet-18", "resnet18", {"batch": 4}, (*KERNEL, *FIRST), TORCH, checked=1, tolerance=1e-2),
     Row("cold-mlp", "mlp", {"batch": 32}, (Target("time", 1.2, "torch_eager"),), cold=True, checked=1),
     Row("cold-lstm", "lstm", _CELL, (Target("time", 1.5, "torch_eager"),), cold=True, checked=1),
     Row("cold-gpt", "gpt", _GPT, (Target("time", 1.2, "torch_eager"),), TORCH, cold=True, checked=1),

@@ -1,7 +1,8 @@
-"""Quicker callables for common ops: torch's own Python bindings instead of the dispatcher's overload objects.
+"""Quicker callables for common ops, with the same results to the last bit.
 
-Both run the same kernels; the binding saves about 1.5 microseconds a call, which is a tenth of a small step. Only ops
-whose binding takes the schema's arguments as they are.
+Torch's own Python bindings instead of the dispatcher's overload objects: both run the same kernels; the binding saves
+about 1.5 microseconds a call, which is a tenth of a small step. Only ops whose binding takes the schema's arguments as
+they are. And pooling by the kernel that is quicker.
 """
 
 from __future__ import annotations
@@ -20,11 +21,29 @@ _NAMES = """
     threshold_backward zeros_like
 """
 
+CHANNELS, ELEMENTS = 8, 4096  # from which on `max_pool2d` copies
+
+
+def max_pool2d(x: torch.Tensor, *window: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """``aten.max_pool2d_with_indices`` on the CPU, through the kernel that has channels last.
+
+    That one takes all channels at once, the other one a number at a time: measured on one thread, with both copies, a
+    fifth to a third of the time from 8 channels on. The indices stay as that kernel gives them.
+    """
+    copies = x.is_cpu and x.dim() == 4 and x.is_contiguous() and x.shape[1] >= CHANNELS and x.numel() >= ELEMENTS
+    if not copies:
+        return _MAX_POOL2D(x, *window)  # type: ignore[no-any-return]
+    values, indices = _MAX_POOL2D(x.contiguous(memory_format=torch.channels_last), *window)
+    return values.contiguous(), indices
+
+
+_MAX_POOL2D = aten.max_pool2d_with_indices.default
 _COMPARES = ("eq", "ge", "gt", "le", "lt", "ne")
 
 QUICK: dict[Any, Callable[..., Any]] = {
     getattr(aten, name).default: getattr(torch, name) for name in _NAMES.split() if hasattr(torch, name)
 } | {
+    _MAX_POOL2D: max_pool2d,
     aten.add.Tensor: torch.add,
     aten.div.Tensor: torch.div,
     aten.mul.Tensor: torch.mul,

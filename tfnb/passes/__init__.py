@@ -6,6 +6,7 @@ from tfnb.passes.fold import fold
 from tfnb.passes.layout import LAID_OUT, channels_last, chosen_layout
 from tfnb.passes.memory import Memory, peak
 from tfnb.passes.merge import merge
+from tfnb.passes.narrow import narrow
 from tfnb.passes.numbers import numbers
 from tfnb.passes.order import order, split
 from tfnb.passes.pipeline import LAST, LAYOUTS, PIPELINE, Stage, optimize, stages, table
@@ -15,6 +16,6 @@ from tfnb.passes.stack import stack
 
 __all__ = [
     "LAID_OUT", "LAST", "LAYOUTS", "PIPELINE", "Memory", "Stage", "again", "channels_last", "chosen_layout",
-    "donate", "feed_symbols", "fold", "merge", "numbers", "optimize", "order", "overwriting", "peak", "prune",
+    "donate", "feed_symbols", "fold", "merge", "narrow", "numbers", "optimize", "order", "overwriting", "peak", "prune",
     "simplify", "split", "stack", "stages", "table",
 ]  # fmt: skip

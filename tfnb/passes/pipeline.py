@@ -11,6 +11,7 @@ from tfnb.passes.fold import fold
 from tfnb.passes.layout import Layout, channels_last
 from tfnb.passes.memory import Memory
 from tfnb.passes.merge import merge
+from tfnb.passes.narrow import narrow
 from tfnb.passes.order import order, split
 from tfnb.passes.prune import prune
 from tfnb.passes.rewrite import Pass
@@ -18,7 +19,7 @@ from tfnb.passes.simplify import simplify
 from tfnb.passes.stack import stack
 
 PIPELINE: tuple[Pass, ...] = (fold, simplify, merge)  # between two prunings
-LAST: tuple[Pass, ...] = (stack, split, order, donate)  # once: kernels, order and memory are chosen
+LAST: tuple[Pass, ...] = (stack, narrow, split, order, donate)  # once: kernels, order and memory are chosen
 LAYOUTS: Mapping[Layout, tuple[Pass, ...]] = {"torch": LAST, "channels_last": (stack, channels_last, *LAST[1:])}
 ROUNDS = 10
 
