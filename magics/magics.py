@@ -247,6 +247,7 @@ class TfnbMagics(Magics):
         argument("-n", "--steps", type=int, metavar="N", help="run N steps; returns a RunResult"),
         argument("--timeout", type=float, metavar="S", help="seconds before the run is given up"),
         argument("--profile", action="store_true", help="time each node; %%tfprof shows what took how long"),
+        argument("--kernels", action="store_true", help="--profile with what torch.profiler sees, on accelerators too"),
     )  # fmt: skip
     def tfrun(self, line: str, cell: str | None = None) -> Any:
         """Run what FETCH needs; one fetch gives its value, several a dict.
@@ -264,8 +265,9 @@ class TfnbMagics(Magics):
         fetches = options.fetches[0] if len(options.fetches) == 1 else {name: name for name in options.fetches}
         if options.steps is None:
             session = tfnb.session.default_session(graph)
-            return self._out(options, session.run(fetches, feeds, timeout=options.timeout, trace=options.profile))
-        if options.profile:
+            how = "kernels" if options.kernels else options.profile
+            return self._out(options, session.run(fetches, feeds, timeout=options.timeout, trace=how))
+        if options.profile or options.kernels:
             raise UsageError("--profile times one run: leave out -n")
         batches = ({name: _next(value) for name, value in feeds.items()} for _ in range(options.steps))
         first, *watch = options.fetches

@@ -26,7 +26,7 @@ from tfnb.errors import (
     TfnbError,
     Unimplemented,
 )  # fmt: skip
-from tfnb.execution import Budget, Clocked, Program, Run, Trace, Tracer, tiers
+from tfnb.execution import Budget, Clocked, Program, Run, Trace, Tracer, profiling, tiers
 from tfnb.execution.dataflow import EXECUTORS, Dataflow, lowered
 from tfnb.execution.explain import deadline, explained
 from tfnb.execution.planned import Planned
@@ -139,17 +139,18 @@ class Session:
         feed_dict: Mapping[Any, Any] | None = None,
         *,
         timeout: float | None = None,
-        trace: bool | Literal["parts"] = False,
+        trace: bool | Literal["parts", "kernels"] = False,
         isolation: Literal["snapshot"] | None = None,
     ) -> Any:
         """The values of ``fetches``, with their structure; only what they need is executed.
 
         fetches: tensors, Variables, Operations, names, or any nesting of list, tuple, dict, namedtuple of them.
         feed_dict: values for placeholders or any other tensor of the graph. timeout in seconds. trace: compute node by
-        node with a clock, or with ``"parts"`` look at the clock between parts only, at hardly any cost; afterwards
-        ``self.trace`` tells what took how long. isolation: while other threads write Variables a step may read some
-        before and some after a write; with ``"snapshot"`` it reads all as they are at one moment, from copies. Raises
-        FeedError, ShapeError, InvalidArgument for a missing feed, StaleNode; variables are then as they were.
+        node with a clock, with ``"kernels"`` inside ``torch.profiler``, or with ``"parts"`` look at the clock between
+        parts only, at hardly any cost; ``self.trace`` then tells what took how long. isolation: while other threads
+        write Variables a step may read some before and some after a write; with ``"snapshot"`` it reads all as they
+        are at one moment, from copies. Raises FeedError, ShapeError, InvalidArgument for a missing feed, StaleNode;
+        variables are then as they were.
         """
         __tracebackhide__ = True
         feeds = feed_dict or {}
@@ -269,20 +270,18 @@ class Session:
         __tracebackhide__ = True
         if self.cluster is not None:
             raise Unimplemented("a traced run runs here only: close the cluster, or run without trace=True")
-        if how not in (True, "parts"):
-            raise InvalidArgument(f"trace is True or 'parts', not {how!r}")
+        if how not in (True, "parts", "kernels"):
+            raise InvalidArgument(f"trace is True, 'parts' or 'kernels', not {how!r}")
         program, _ = prepared.code(tensors)
         if isinstance(program, Dataflow):
             raise Unimplemented("a traced run is generated code, without queues: run without trace=True")
         if how == "parts":
-            if prepared.clocked is None or prepared.clocked.program is not program:
-                prepared.clocked = Clocked(program)
-            tracer: Tracer | Run = Run(prepared.clocked)
-        else:
-            tracer = Tracer(program)
-        results, pending = self._stoppable(program, timeout, self._compute, program, tensors, tracer.forward, cut)
-        tracer.commit(pending)
-        self._trace = tracer if isinstance(tracer, Run) else tracer.trace(results)
+            prepared.clocked = Clocked.of(program, prepared.clocked)
+        with profiling(how == "kernels") as profile:
+            tracer = Run(prepared.clocked) if prepared.clocked and how == "parts" else Tracer(program)
+            results, pending = self._stoppable(program, timeout, self._compute, program, tensors, tracer.forward, cut)
+            tracer.commit(pending)
+        self._trace = tracer if isinstance(tracer, Run) else tracer.trace(results, profile.found)
         return results
 
     def _stoppable(self, program: Program, timeout: float | None, call: Callable[..., Any], *args: Any) -> Any:
@@ -491,7 +490,7 @@ def run(
     feed_dict: Mapping[Any, Any] | None = None,
     *,
     timeout: float | None = None,
-    trace: bool | Literal["parts"] = False,
+    trace: bool | Literal["parts", "kernels"] = False,
     isolation: Literal["snapshot"] | None = None,
 ) -> Any:
     """`Session.run` on the default session of the fetches' graph.

@@ -96,5 +96,5 @@ def test_a_failing_kernel_names_its_line() -> None:
     with pytest.raises(InvalidArgument) as clocked:
         session.run(y, feeds, trace="parts")
     assert str(plain.value) == str(clocked.value) and plain.value.node
-    with pytest.raises(InvalidArgument, match="trace is True or 'parts'"):
+    with pytest.raises(InvalidArgument, match="trace is True, 'parts' or 'kernels'"):
         session.run(y, feeds, trace="regions")

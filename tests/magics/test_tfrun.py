@@ -100,6 +100,15 @@ def test_profile_colours_by_bytes_too(net):
     assert "of the bytes" in net.ok("%tfprof --by bytes").result._repr_html_()
 
 
+@pytest.mark.filterwarnings("ignore:.*profiler")
+def test_kernels_are_profiled_with_the_nodes_and_written(net, tmp_path):
+    value = net.ok("%tfrun loss -f x=torch.zeros(5, 3) --kernels").result
+    assert torch.equal(value, net.ok("%tfrun loss -f x=torch.zeros(5, 3)").result)
+    trace = net.ok(f"%tfprof --trace {tmp_path / 'run.json'}").result
+    assert "torch, cpu" in trace._repr_html_() and '"cpu_op"' in (tmp_path / "run.json").read_text()
+    assert "leave out -n" in net.run("%tfrun loss -n 2 --kernels -f x=torch.zeros(5, 3)").err
+
+
 def test_without_a_profiled_run_the_command_is_shown(net):
     wanted = "UsageError: no profiled run of graph net yet: %tfrun FETCH -f x=... --profile"
     assert wanted in net.run("%tfprof").err

@@ -131,3 +131,28 @@ def test_a_bar_lights_its_box_and_a_box_its_bars(driver: Any, trace: Trace, tmp_
     bar.click()  # unfolds what holds the node
     assert page.wait(f"document.querySelector('.box[data-key=\"{key}\"]')")
     assert page.errors() == []
+
+
+@needs_browser
+def test_kernels_have_a_lane_whose_bars_light_boxes_and_heat_is_seen(driver: Any, tmp_path: Path) -> None:
+    graph = models.digits()
+    session = tfnb.Session(graph)
+    feeds = {"x": torch.rand(16, 1, 8, 8), "y": torch.randint(0, 10, (16,))}
+    session.run(["step", "loss"], feeds, trace="kernels")
+    page = Browsed(driver, tmp_path, trace_html(session.trace))
+    assert page.js("return [...document.querySelectorAll('.tfnb-timeline svg text')].map(t => t.textContent)").count(
+        "torch, cpu"
+    )
+    bars = "[...document.querySelectorAll('.tfnb-timeline rect[data-node^=\"aten::convolution\"]')]"
+    bar = page.js(f"return {bars}[0]")
+    page.js("arguments[0].scrollIntoView({block: 'center'})", bar)
+    page.js("arguments[0].dispatchEvent(new PointerEvent('pointerover', {bubbles: true}))", bar)
+    pointed = page.wait("document.querySelector('.box.pointed')?.dataset.key")
+    assert bar.get_attribute("data-box").startswith(pointed)
+    ring = "return getComputedStyle(document.querySelector('.box.pointed > .face > rect')).stroke"
+    assert page.js(ring) == "rgb(238, 123, 21)"
+    hot = {"heat1": "253, 235, 200", "heat2": "251, 212, 154", "heat3": "247, 174, 114", "heat4": "239, 129, 97"}
+    seen = page.js("""return [...document.querySelectorAll('.face[class*=t-heat] > .card:first-child')].map(
+        card => [card.parentNode.getAttribute('class').match(/heat\\d/)[0], getComputedStyle(card).fill])""")
+    assert seen and all(fill == f"rgb({hot[tone]})" for tone, fill in seen if tone in hot)
+    assert any(tone in hot for tone, _ in seen) and page.errors() == []

@@ -57,6 +57,7 @@ class Clocked:
         self.parts = parts(program)
         specs = [spec for node in program.graph.nodes for spec in node.outputs]
         self.device = next((d for spec in specs if (d := torch.device(spec.device)).type != "cpu"), torch.device("cpu"))
+        self.is_cpu, self.fed = self.device.type == "cpu", len(program.feeds)
         after = {part.nodes[-1]: part for part in self.parts}
         graph = fx.Graph()
         clock = graph.placeholder("clock")
@@ -66,6 +67,11 @@ class Clocked:
             if node in after:
                 graph.call_function(_look, (clock,))
         self.forward: Callable[..., tuple[Any, ...]] = fx.GraphModule(program.module, graph).forward
+
+    @classmethod
+    def of(cls, program: Program, before: Clocked | None) -> Clocked:
+        """That of a program, or the one before if it is of the same."""
+        return before if before is not None and before.program is program else cls(program)
 
     def predicted(self, shapes: Sequence[torch.Size]) -> tuple[list[int], list[int]]:
         """Bytes that each part makes, and that are held after it, for feeds of these shapes."""
@@ -101,14 +107,13 @@ class Run:
 
     def forward(self, *args: Any) -> tuple[Any, ...]:
         """What the generated code gives for these feeds, storages and run number."""
-        looks, read = self.looks, self._event
-        if self.clocked.device.type == "cpu":
-            read = time.perf_counter_ns
-        self.shapes = [feed.shape for feed in args[: len(self.clocked.program.feeds)]]
+        clocked, note = self.clocked, self.looks.append
+        read = time.perf_counter_ns if clocked.is_cpu else self._event
+        self.shapes = [feed.shape for feed in args[: clocked.fed]]
         self.began = time.time_ns()
-        looks.append(read())
+        note(read())
         try:
-            return self.clocked.forward(lambda: looks.append(read()), *args)
+            return clocked.forward(lambda: note(read()), *args)
         except Exception:  # nothing was written: the lines of the program's own code tell the node
             return self.clocked.program.forward(*args)
 
@@ -120,11 +125,11 @@ class Run:
     def commit(self, pending: Pending) -> None:
         """Write everything, as a part of its own."""
         self.clocked.program.commit(pending)
-        self.looks.append(time.perf_counter_ns() if self.clocked.device.type == "cpu" else self._event())
+        self.looks.append(time.perf_counter_ns() if self.clocked.is_cpu else self._event())
 
     def seconds(self) -> list[float]:
         """When each look was, from the first one."""
-        if self.clocked.device.type == "cpu":
+        if self.clocked.is_cpu:
             return [1e-9 * (look - self.looks[0]) for look in self.looks]
         torch.accelerator.synchronize(self.clocked.device)
         return [1e-3 * self.looks[0].elapsed_time(look) for look in self.looks]

@@ -33,6 +33,7 @@ class Event:
     part: str = "commit"  # what ran where there is no node: a scope, or the commit
     path: Path = ()  # of a node in a loop or branch
     depth: int = 0  # loops around it
+    kernel: str = ""  # torch's name of what ran, where its profiler saw it
 
     @property
     def seconds(self) -> float:
@@ -41,8 +42,8 @@ class Event:
 
     @property
     def name(self) -> str:
-        """The node's name, as in a drawing."""
-        return self.node.name if self.node else self.part
+        """The node's name, as in a drawing, or torch's of the kernel."""
+        return self.kernel or self.node.name if self.node else self.part
 
     @property
     def op(self) -> str:
@@ -85,6 +86,8 @@ class Trace:
     ``seconds`` is the wall time of computing and committing, ``began`` its start in nanoseconds of the system's clock.
     ``taken`` has the sides that branches took, by the id of their node, also of branches in loops. ``inside`` has what
     nodes in loops and branches took, which is part of the events, and ``turns`` single turns of each loop.
+    With ``trace="kernels"`` ``profile`` is what ``torch.profiler`` wrote, and ``kernels`` are those of accelerators, or
+    where there are none torch's calls.
 
     >>> import tfnb, torch
     >>> with tfnb.record() as g:
@@ -107,6 +110,8 @@ class Trace:
     taken: Mapping[int, frozenset[bool]] = field(default_factory=dict)
     inside: Mapping[Path, Amount] = field(default_factory=dict)
     turns: tuple[Turns, ...] = ()
+    kernels: tuple[Event, ...] = ()
+    profile: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def fetched(self) -> frozenset[int]:
@@ -152,7 +157,7 @@ class Trace:
 
     @property
     def spans(self) -> tuple[Event, ...]:
-        """The events, and those of nodes in the turns of loops that were kept."""
+        """The events, those of nodes in the turns of loops that were kept, and kernels."""
         around = {event.node.id: event for event in reversed(self.events) if event.node}
         found = list(self.events)
         for turns in self.turns:
@@ -162,16 +167,17 @@ class Trace:
                 if amount is not None and event is not None and amount.node.op not in REGIONS:
                     end, where = note.start + note.seconds, (event.device, event.thread)
                     found.append(Event(amount.node, note.start, end, note.bytes, *where, path=path, depth=depth))
-        return tuple(found)
+        return (*found, *self.kernels)
 
     def save(self, path: str | File, *, profile: str | File | None = None) -> File:
         """Write a trace file that Perfetto and ``chrome://tracing`` open; returns its path.
 
-        profile: a file of ``torch.profiler``'s ``export_chrome_trace`` from around this run, to be written beside it.
+        What ``torch.profiler`` saw of a run with ``trace="kernels"`` is in it, too. profile: a file of its
+        ``export_chrome_trace`` from around this run, to be written beside it.
         """
-        found: dict[str, Any] = json.loads(File(profile).read_text()) if profile is not None else {"traceEvents": []}
+        found: dict[str, Any] = json.loads(File(profile).read_text()) if profile is not None else dict(self.profile)
         base = found.setdefault("baseTimeNanoseconds", self.began)
-        found["traceEvents"] += self._chrome((self.began - base) / 1000)
+        found["traceEvents"] = [*found.get("traceEvents", ()), *self._chrome((self.began - base) / 1000)]
         File(path).write_text(json.dumps(found))
         return File(path)
 
@@ -182,7 +188,7 @@ class Trace:
         yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_name", "args": {"name": f"tfnb {self.graph.name}"}}
         for (thread, device), tid in lanes.items():
             yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": f"{thread}, {device}"}}
-        for event in self.spans:
+        for event in (span for span in self.spans if not span.kernel):
             args = {
                 "node": event.node.id if event.node else None, "op": event.op, "bytes": event.bytes,
                 "line": str(event.node.source or "") if event.node else "", "scope": event.scope,
@@ -222,7 +228,7 @@ class Trace:
     @property
     def lanes(self) -> tuple[tuple[str, str], ...]:
         """Each thread and device that something ran on, in order of first use."""
-        return tuple(dict.fromkeys((event.thread, event.device) for event in self.events))
+        return tuple(dict.fromkeys((event.thread, event.device) for event in (*self.events, *self.kernels)))
 
     def __repr__(self) -> str:
         rows = self.table(self.rows)

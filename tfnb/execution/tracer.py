@@ -10,13 +10,14 @@ import contextlib
 import operator
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
 from tfnb.execution.commit import Pending
+from tfnb.execution.kernels import kernels
 from tfnb.execution.lower import Program
 from tfnb.execution.regions import watched
 from tfnb.execution.trace import Event, Trace
@@ -103,16 +104,18 @@ class Tracer(fx.Interpreter):
         if storages:
             size = sum(storage.untyped_storage().nbytes() for storage in storages)
             self.events.append(Event(None, start, self.now(), size, str(next(iter(found))), self.thread))
+        self.seconds = self.now()
 
-    def trace(self, results: Iterable[Any]) -> Trace:
-        """What was seen, when everything is done and the caller holds ``results``."""
-        seconds = self.now()
+    def trace(self, results: Iterable[Any], profile: Mapping[str, Any]) -> Trace:
+        """What was seen, when everything is done and the caller holds ``results``; profile: of torch's own profiler."""
+        seconds, events = self.seconds, tuple(self.events)
         program = self.program
         self.memory.keep(results, seconds)
         watch = self.watch
         watch.kept.settle()
         return Trace(
-            program.whole, program.fetches, tuple(self.events), tuple(self.memory.points), seconds, self.began,
+            program.whole, program.fetches, events, tuple(self.memory.points), seconds, self.began,
             taken={node: frozenset(ways) for node, ways in watch.taken.items()},
             inside=watch.inside, turns=tuple(watch.kept.loops.values()),
+            kernels=kernels(profile, self.began, events), profile=profile,
         )  # fmt: skip

@@ -212,11 +212,11 @@ class Watch:
         self._around.append(turn)
         return turn
 
-    def done(self, turns: Turns, turn: Turn | None, *, whole: bool) -> None:
-        """It ended; not ``whole``: there was no turn, as the condition did not hold."""
+    def done(self, turns: Turns, turn: Turn | None, at: float, *, whole: bool) -> None:
+        """It ended now; not ``whole``: there was no turn, as the condition did not hold."""
         if turn is not None:
             self._around.remove(turn)
-            turn.end = self.clock.now()
+            turn.end = at
             if whole:
                 self.kept.add(turns, turn, self._around)
 
@@ -256,7 +256,7 @@ class Run:
             memory.free(self._summands, at)
             self._summands = []
         self.count += 1
-        self._end(whole=True)
+        self._end(at, whole=True)
         watch.clock.back(at)
         watch.last = watch.clock.now()
         return out
@@ -266,13 +266,13 @@ class Run:
             self.turn = self.watch.begin(self.turns, self.count)
             self._begun = True
 
-    def _end(self, *, whole: bool) -> None:
-        self.watch.done(self.turns, self.turn, whole=whole)
+    def _end(self, at: float, *, whole: bool) -> None:
+        self.watch.done(self.turns, self.turn, at, whole=whole)
         self.turn, self._begun = None, False
 
     def end(self) -> None:
         """No more turns."""
-        self._end(whole=False)
+        self._end(self.watch.clock.now(), whole=False)
         self.turns.total += self.count
         self.watch._given += [*self._state, *self._rows, *self._summands]
 

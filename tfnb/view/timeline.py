@@ -82,15 +82,23 @@ def _bar(
         f'<rect class="card"{linked} x="{x:.2f}" y="{n(y)}" width="{wide:.2f}" height="{n(BAR)}" fill="{fill}" '
         f'stroke="{line}" stroke-width="0.5"><title>{xml(_title(event))}</title></rect>'
     )
-    label = shorten(facts.label(event.node) if event.node else "commit", 24)
+    label = shorten(event.kernel or (facts.label(event.node) if event.node else "commit"), 24)
     fits = width(label, 10) + 6 < wide
     return shape + (_text(x + 3, y + 14, label, extra=' pointer-events="none"') if fits else "")
 
 
 def _title(event: Any) -> str:
     source = event.node.source if event.node else None
-    lines = [event.name, event.op, f"{duration(event.seconds)} from {duration(event.start)}"]
-    lines += [f"{facts.amount(event.bytes)} on {event.device}", str(source) if source else ""]
+    lines = [
+        event.name,
+        f"of {event.node.name}" if event.kernel and event.node else "",
+        event.op,
+        f"{duration(event.seconds)} from {duration(event.start)}",
+    ]
+    lines += [
+        f"{facts.amount(event.bytes)} on {event.device}" if event.bytes else f"on {event.device}",
+        str(source) if source else "",
+    ]
     return "\n".join(shorten(line, 200) for line in lines if line)
 
 
