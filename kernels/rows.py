@@ -29,9 +29,9 @@ class Column(Protocol):
 def rows_of(x: Any, *, reverse: bool) -> tuple[int, Iterator[torch.Tensor]]:
     """How many rows a sequence has, and these in the order in which a loop takes them.
 
-    x: a tensor, the elements and the shapes of rows, `Ahead`, or `Kept`, which may stand in both places of a pair.
+    x: a tensor, the elements and the shapes of rows, `Ahead`, or kept rows, which may stand in both places of a pair.
     """
-    x = x[0] if isinstance(x, tuple) and isinstance(x[0], Kept) else x
+    x = x[0] if isinstance(x, tuple) and not isinstance(x[0], torch.Tensor) else x
     if isinstance(x, tuple):
         return len(x[1]), _packed(*x, reverse=reverse)
     return len(x), (_stacked(x, reverse) if isinstance(x, torch.Tensor) else x.taken(reverse))

@@ -67,8 +67,8 @@ class _Prepared:
         """The program for these feeds, and what computes it."""
         if self.budget is None:
             return self.program, self.tiers.forward(tensors)
-        program = self.budget.program(tensors)
-        return program, program.forward
+        plan = self.budget.planned(tensors)
+        return plan.program, plan.forward
 
     def after(self, cut: Cut | None = None) -> list[torch.Tensor]:
         """The values of the fetched Variables after the step; those that it did not write are of the cut."""
@@ -89,7 +89,8 @@ class Session:
     TFNB_LAYOUT, else "torch". On a cluster and by dataflow it is torch's.
     memory_budget: the most bytes that a step may hold at once beside feeds, constants and Variables, as predicted from
     shapes; values are computed again to keep it, with the same bits, in generated code. A run that cannot keep it
-    raises ResourceExhausted with the smallest budget that it could; `status` tells what is planned.
+    raises ResourceExhausted with the smallest budget that it could; `status` tells what is planned. What loops recorded
+    with ``swap_memory=True`` keep for their gradients takes what is left of it, and the rest of that moves out.
 
     >>> import tfnb
     >>> with tfnb.record() as g:
@@ -442,9 +443,7 @@ class Session:
         """For each signature run here and each choice of feed sizes, which code runs and why."""
         plans = self.plans()
         if plans:
-            return [
-                f"{at}: generated code; at most {plan.peak:,} bytes, {plan.again} nodes again" for at, plan in plans
-            ]
+            return [f"{at}: generated code; {plan}" for at, plan in plans]
         return [line for prepared in self._prepared.values() for line in prepared.tiers.status()]
 
     def plans(self) -> list[tuple[str, Planned]]:

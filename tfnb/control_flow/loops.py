@@ -26,7 +26,7 @@ from tfnb.recording.regions import Given, bound_outside, record_region
 def while_loop(
     cond: Callable[..., Any], body: Callable[..., Any], init: Any, *, maximum_iterations: Any = None,
     parallel_iterations: int = 10, shape_invariants: Any = None, back_prop: bool = True,
-    recompute: bool = False,
+    recompute: bool = False, swap_memory: bool = False,
 ) -> Any:  # fmt: skip
     """``init = body(*init)`` as long as ``cond(*init)`` holds; how often is decided in each run.
 
@@ -38,7 +38,10 @@ def while_loop(
     around them; what body writes to those is carried from turn to turn and written when the loop ends; so is an
     optimizer's step in the body. A body that writes is called more than once while recording. recompute=True: of T
     turns the gradient keeps what enters some of them, about the root of 2 T, and computes the others again from there,
-    as many at a time; without it, what it needs of every turn.
+    as many at a time; without it, what it needs of every turn. swap_memory=True: in a session with a ``memory_budget``,
+    what the gradient keeps beyond it moves out (of the CPU's memory to a file without a name, of an accelerator's to
+    pinned memory) and comes back ahead of use, with the same bits; without it a turn that does not fit raises
+    ResourceExhausted.
 
     Raises ShapeError for a loop variable that changes its shape, InvalidArgument for one that changes its dtype or for
     another structure, each with its name and both specs.
@@ -57,17 +60,19 @@ def while_loop(
             cond, wraps(body)(lambda alone: (body(alone),)), (init,), maximum_iterations=maximum_iterations,
             parallel_iterations=parallel_iterations,
             shape_invariants=None if shape_invariants is None else (shape_invariants,), back_prop=back_prop,
-            recompute=recompute,
+            recompute=recompute, swap_memory=swap_memory,
         )  # fmt: skip
         return end
     recorder = recorder_if_open()
     if recorder is None:
         return _plain_while(cond, body, init, maximum_iterations)
     if recompute:
-        return _in_pieces(recorder, cond, body, init, maximum_iterations, shape_invariants, back_prop)
+        return _in_pieces(
+            recorder, cond, body, init, maximum_iterations, shape_invariants, back_prop=back_prop, swap=swap_memory
+        )  # fmt: skip
     return _while(
         recorder, cond, body, init, limit=_limit(recorder, maximum_iterations), shape_invariants=shape_invariants,
-        back_prop=back_prop, parallel=parallel_iterations,
+        back_prop=back_prop, parallel=parallel_iterations, swap=swap_memory,
     )  # fmt: skip
 
 
@@ -93,7 +98,7 @@ def _while(
 
 def _in_pieces(
     recorder: Recorder, cond: Callable[..., Any], body: Callable[..., Any], init: Any, most: Any, invariants: Any,
-    back_prop: bool,
+    **how: Any,
 ) -> Any:  # fmt: skip
     """A loop over pieces of 1, 2, 3, ... turns, whose gradient computes a piece again when it comes to it.
 
@@ -110,12 +115,12 @@ def _in_pieces(
         done, *state = _while(
             recorder, lambda turn, *state: cond(*state), wraps(body)(lambda turn, *state: (turn + 1, *body(*state))),
             (torch.tensor(0), *state), shape_invariants=None if invariants is None else ((), *invariants),
-            limit=size if most is None else torch.minimum(size, most - turns), back_prop=back_prop, recompute=True,
+            limit=size if most is None else torch.minimum(size, most - turns), recompute=True, **how,
         )  # fmt: skip
         return size + 1, turns + done, *state
 
     _, _, *end = _while(
-        recorder, goes_on, piece, (torch.tensor(1), torch.tensor(0), *init), back_prop=back_prop,
+        recorder, goes_on, piece, (torch.tensor(1), torch.tensor(0), *init), **how,
         shape_invariants=None if invariants is None else ((), (), *invariants),
     )  # fmt: skip
     return form(end)
@@ -255,11 +260,14 @@ def _loosened(recorder: Recorder, spec: Spec, tensor: Tensor, shape: Any) -> Spe
 # -- over the rows of sequences -----------------------------------------------------------------------------------
 
 
-def scan(fn: Callable[..., Any], init: Any, xs: Any, *, reverse: bool = False) -> tuple[Any, Any]:
+def scan(
+    fn: Callable[..., Any], init: Any, xs: Any, *, reverse: bool = False, swap_memory: bool = False
+) -> tuple[Any, Any]:
     """``carry, y = fn(carry, x)`` for each row x of ``xs``: the last carry, and the ys stacked along a new axis 0.
 
     init, xs and what fn returns: tensors or nested structures of them; carry keeps its structure, shapes and dtypes.
     reverse: the last row comes first; ys stand in the order of xs.
+    swap_memory: see `while_loop`.
 
     >>> import torch, tfnb
     >>> with tfnb.record():
@@ -271,30 +279,32 @@ def scan(fn: Callable[..., Any], init: Any, xs: Any, *, reverse: bool = False) -
     recorder = recorder_if_open()
     if recorder is None:
         return _plain_scan(fn, init, xs, reverse)
-    return _scan(recorder, fn, init, xs, reverse, "scan")
+    return _scan(recorder, fn, init, xs, reverse, "scan", swap_memory)
 
 
-def fold(fn: Callable[..., Any], init: Any, xs: Any, *, reverse: bool = False) -> Any:
+def fold(fn: Callable[..., Any], init: Any, xs: Any, *, reverse: bool = False, swap_memory: bool = False) -> Any:
     """``carry = fn(carry, x)`` for each row x of ``xs``: the last carry. See `scan`.
 
     >>> import torch, tfnb
     >>> tfnb.fold(lambda total, x: total * x, 1.0, torch.tensor([1.0, 2.0, 3.0]))
     tensor(6.)
     """
-    return scan(lambda carry, x: (fn(carry, x), ()), init, xs, reverse=reverse)[0]
+    return scan(lambda carry, x: (fn(carry, x), ()), init, xs, reverse=reverse, swap_memory=swap_memory)[0]
 
 
-def map_fn(fn: Callable[..., Any], xs: Any) -> Any:
-    """``fn(x)`` for each row x of ``xs``, stacked along a new axis 0.
+def map_fn(fn: Callable[..., Any], xs: Any, *, swap_memory: bool = False) -> Any:
+    """``fn(x)`` for each row x of ``xs``, stacked along a new axis 0. swap_memory: see `while_loop`.
 
     >>> import torch, tfnb
     >>> tfnb.map_fn(lambda x: x * x, torch.tensor([1.0, 2.0, 3.0]))
     tensor([1., 4., 9.])
     """
-    return scan(lambda carry, x: ((), fn(x)), (), xs)[1]
+    return scan(lambda carry, x: ((), fn(x)), (), xs, swap_memory=swap_memory)[1]
 
 
-def _scan(recorder: Recorder, fn: Callable[..., Any], init: Any, xs: Any, reverse: bool, what: str) -> tuple[Any, Any]:
+def _scan(
+    recorder: Recorder, fn: Callable[..., Any], init: Any, xs: Any, reverse: bool, what: str, swap: bool = False
+) -> tuple[Any, Any]:
     sequences, row_form = flat(xs)
     rows = tensors(recorder, sequences, what)
     if not rows or any(not spec_of(row).shape for row in rows):
@@ -318,7 +328,7 @@ def _scan(recorder: Recorder, fn: Callable[..., Any], init: Any, xs: Any, revers
 
     labels = [f"carry {i}" if len(start) > 1 else "carry" for i in range(len(start))]
     loop = Loop(
-        recorder, start, labels, rows, specs=_invariants(recorder, start, init), reverse=reverse, what=what
+        recorder, start, labels, rows, specs=_invariants(recorder, start, init), reverse=reverse, what=what, swap=swap
     )  # fmt: skip
     found = loop.record(None, turn)
     return tree_unflatten(found.carried, form), tree_unflatten(found.rows, forms[-1])

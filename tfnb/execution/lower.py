@@ -32,7 +32,7 @@ from tfnb.graph.writing import WRITERS, Cut
 from tfnb.kernels.optim import FUSED
 from tfnb.kernels.random import mix, seeded
 from tfnb.passes import LAID_OUT, LAST, feed_symbols, numbers, optimize, overwriting
-from tfnb.passes.regions import kept_rows
+from tfnb.passes.regions import counted_in_runs, kept_rows
 from tfnb.passes.rewrite import Pass
 from tfnb.recording.interpret import held, sizes_hold
 from tfnb.recording.ops import facts, kernel, unbind
@@ -203,6 +203,7 @@ class _Lowering:
         self.node_of: dict[str, Node] = {}
         self.donated: dict[fx.Node, Donation] = {}
         self.kept_rows = kept_rows(pruned.contents, (*fetches, *self.operands))
+        self.counted = counted_in_runs(pruned.contents, self.kept_rows, feed_symbols(graph.contents, feeds))
         self.inner: list[Any] = []
         self.in_place = NOTHING
         self.calls: dict[Recursion, Call] = {}
@@ -334,7 +335,7 @@ class _Lowering:
         values = [node.value(index) for index in range(len(node.outputs))]
         fetched = {*self.fetches, *self.operands}
         taken = {v.index for v in values if v in self.graph.contents.consumers or v in fetched}
-        more = (self.kept_rows, self._is_zero) if node.op == ops.WHILE else ()
+        more = (self.kept_rows, self.counted, self._is_zero) if node.op == ops.WHILE else ()
         call = kind(node, self._subprogram, taken, *more)
         self.inner += call.inner
         attrs = [map_leaves(lambda leaf: self._argument(node, leaf), node.attrs[name]) for name in names]

@@ -3,26 +3,52 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from tfnb.execution.lower import Program, lower
+from tfnb.kernels import swap
+from tfnb.kernels.swap import Swapped, Tier
 from tfnb.passes import LAST, donate, feed_symbols, peak
-from tfnb.passes.budget import AGAIN, within
+from tfnb.passes.budget import AGAIN, counted, within
 from tfnb.passes.rewrite import Pass
 
 Sizes = tuple[torch.Size, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Planned:
-    """One choice of feed sizes: what runs, the most bytes that it holds as predicted, nodes that run a second time."""
+    """One choice of feed sizes: what runs, the most bytes that it holds as predicted, nodes that run a second time.
+
+    The peak is without rows that loops keep and whose bytes the run counts: ``room`` is what is left for those, and
+    ``swapped`` what the last run did with them.
+    """
 
     program: Program
     peak: int
     again: int
+    room: int
+    tier: Tier
+    swapped: Swapped | None = None
+
+    def __str__(self) -> str:
+        text, kept = f"at most {self.peak:,} bytes, {self.again} nodes again", self.swapped
+        if kept is None or not kept.saved:
+            return text
+        return (
+            f"{text}; beside that loops kept {kept.saved:,} bytes, at most {kept.most:,} here, {kept.out:,} moved out"
+        )
+
+    def forward(self, *args: Any) -> tuple[Any, ...]:
+        """The program's code, within the room."""
+        with swap.within(self.room, self.tier) as room:
+            try:
+                return self.program.forward(*args)
+            finally:
+                self.swapped = room.counts
 
 
 class Budget:
@@ -31,16 +57,17 @@ class Budget:
     def __init__(self, program: Program, budget: int, last: Sequence[Pass] = LAST) -> None:
         self.first, self.budget, self.last = program, budget, last
         self._found: dict[Sizes, Planned] = {}
+        self._tier = Tier()
         self._lock = threading.Lock()
 
-    def program(self, feeds: Sequence[torch.Tensor]) -> Program:
+    def planned(self, feeds: Sequence[torch.Tensor]) -> Planned:
         """The program for these feeds; raises ResourceExhausted with the smallest budget that is feasible."""
         key = tuple([feed.shape for feed in feeds])
         found = self._found.get(key)
         if found is None:
             with self._lock:
                 found = self._found[key] = self._planned(key)
-        return found.program
+        return found
 
     def plans(self) -> Iterator[tuple[str, Planned]]:
         """What was planned so far, with names and shapes of the feeds."""
@@ -54,14 +81,16 @@ class Budget:
         bound = feed_symbols(first.whole.contents, first.feeds)
         sizes = {name: shapes[first.feeds.index(value)][axis] for name, (value, axis) in bound.items()}
         for program in dict.fromkeys((first, *(plan.program for plan in self._found.values()))):
-            most = peak(program.graph, first.fetches, first.feeds, sizes)
-            if most <= self.budget:
-                return Planned(program, most, _again(program))
+            found = self._measured(program, sizes)
+            if found.room >= 0:
+                return found
         last = (*(run for run in self.last if run is not donate), within(self.budget, sizes), donate)
-        program = lower(first.whole, first.fetches, first.feeds, last)
-        return Planned(program, peak(program.graph, first.fetches, first.feeds, sizes), _again(program))
+        return self._measured(lower(first.whole, first.fetches, first.feeds, last), sizes)
 
-
-def _again(program: Program) -> int:
-    recorded = program.whole.contents.by_id
-    return sum(AGAIN in node.tags and node.id not in recorded for node in program.graph.nodes)
+    def _measured(self, program: Program, sizes: Mapping[str, int]) -> Planned:
+        fetches = (*program.fetches, *(() if program.stale is None else program.stale.operands))
+        aside = counted(program.graph, fetches, sizes)
+        most = peak(program.graph, program.fetches, program.feeds, sizes, aside)
+        recorded = program.whole.contents.by_id
+        again = sum(AGAIN in node.tags and node.id not in recorded for node in program.graph.nodes)
+        return Planned(program, most, again, self.budget - most, self._tier)

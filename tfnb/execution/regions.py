@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
+from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +18,8 @@ from tfnb.graph.subgraph import row_places
 from tfnb.kernels.control import call, while_loop
 from tfnb.kernels.random import mix
 from tfnb.kernels.rows import Ahead, Kept, Sums
+from tfnb.kernels.swap import Room, Stack, room
+from tfnb.passes.saved import of_rows
 from tfnb.recording.interpret import absent, number, too_deep
 
 
@@ -35,18 +39,21 @@ Lower = Callable[..., Lowered]  # of a subgraph, which outputs are wanted; how m
 class Loop:
     """A ``tfnb.while``, without rows that nobody takes: called with the run's number and its attrs.
 
-    kept: values that are rows of loops which only loops take, and are not stacked; whether it is one loop. zeros:
-    whether a value is known to be zero. own: places of results in memory of the loop's own.
+    kept: values that are rows of loops which only loops take, and are not stacked; which ones. counted: those of them
+    whose bytes a run with a memory budget counts. zeros: whether a value is known to be zero. own: places of results in
+    memory of the loop's own.
     """
 
     def __init__(
-        self, node: Node, lower: Lower, taken: Set[int], kept: Mapping[Value, bool], zeros: Callable[[Value], bool]
-    ) -> None:
+        self, node: Node, lower: Lower, taken: Set[int], kept: Mapping[Value, tuple[int, ...]], counted: Set[Value],
+        zeros: Callable[[Value], bool],
+    ) -> None:  # fmt: skip
         self.node, attrs = node, node.attrs
         carried = len(attrs["init"])
         places = row_places(attrs)
         self.rows = [row for row, at in enumerate(places) if not taken.isdisjoint(at)]
         self.kept = [kept.get(node.value(places[row][0])) for row in self.rows]
+        self.counted = any(node.value(places[row][0]) in counted for row in self.rows)
         self.places = (*range(carried + 1), *(p for row in self.rows for p in places[row]))  # among the node's outputs
         outputs = attrs["body"].outputs
         wanted = [*outputs[:carried], *(outputs[carried + row] for row in self.rows)]
@@ -81,20 +88,46 @@ class Loop:
         found, state = self.apart, [init[i] for i in self.order]
         for place in self.body.written:  # from here on they are the loop's own
             state[place] = state[place].clone()
-        kinds = zip(self.rows, self.kinds, self.kept, strict=True)
-        columns: list[Any] = [
-            (rows[row], *kind) if once is None else Kept(pair=isinstance(rows[row], int), once=once)
-            for row, kind, once in kinds
-        ]
+        limit = number(limit)
+        columns = self._columns(rows, xs, limit)
         sums = self._sums(init)
         columns += [] if sums is None else sums.columns()
         sequences = [*xs, *(self._ahead(product, xs, captures) for product in found.ahead)]
         with self._functions() as (cond, body):
             out = while_loop(
                 cond, body, state, sequences, [*captures, *(init[total.place] for total in found.totals)],
-                limit=number(limit), rows=columns, reverse=self.reverse, run=run, draws=self.draws,
+                limit=limit, rows=columns, reverse=self.reverse, run=run, draws=self.draws,
             )  # fmt: skip
         return out if sums is None else self._united(out, len(init))
+
+    def _columns(self, rows: Any, xs: Any, limit: int | None) -> list[Any]:
+        """What takes the rows: stacked, kept, or kept within the room of a run."""
+        found: list[Any] = [
+            (rows[row], *kind) if loops is None else Kept(pair=isinstance(rows[row], int), once=len(loops) == 1)
+            for row, kind, loops in zip(self.rows, self.kinds, self.kept, strict=True)
+        ]
+        space = room() if self.counted else None
+        if space is None:
+            return found
+        lengths = [*(len(x[1] if type(x) is tuple else x) for x in xs[:1]), *([] if limit is None else [limit])]
+        turns = min(lengths, default=None) if self.cond is None else None
+        for loops in dict.fromkeys(filter(None, self.kept)):
+            places = [place for place, taken in enumerate(self.kept) if taken == loops]
+            shapes = [rows[self.rows[place]] for place in places]
+            sizes = [
+                None if isinstance(shape, int) else prod(shape) * self.kinds[place][0].itemsize
+                for place, shape in zip(places, shapes, strict=True)
+            ]
+            refuse = partial(self._refused, space, places, sum(size or 0 for size in sizes))
+            stack = Stack(space, sizes, turns, bool(self.node.attrs.get("swap_memory")), len(loops), refuse)
+            for place, shape, column in zip(places, shapes, stack.columns, strict=True):
+                column.results *= 2 if isinstance(shape, int) else 1
+                found[place] = column
+        return found
+
+    def _refused(self, space: Room, places: list[int], each: int, turn: int, why: str) -> Exception:
+        found = of_rows(self.node, [self.rows[place] for place in places], {})
+        return replace(found, bytes=each, known=bool(each)).refused(turn, space.bytes, why)
 
     def _ahead(self, product: Product, xs: Any, captures: Any) -> Ahead:
         weight = captures[product.weight]

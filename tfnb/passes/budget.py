@@ -17,7 +17,9 @@ from tfnb.graph.graph import new_id
 from tfnb.graph.ops import WITH_GRADIENT
 from tfnb.passes.cost import cost
 from tfnb.passes.memory import Memory
+from tfnb.passes.regions import counted_in_runs, kept_rows
 from tfnb.passes.rewrite import Pass, with_nodes
+from tfnb.passes.saved import saved
 
 AGAIN = "recomputed"  # tag of copies; merging leaves them
 AT_ONCE = 32  # a plan drops at least this fraction of the peak more than the one before
@@ -36,9 +38,24 @@ def within(budget: int, sizes: Mapping[str, int] | None = None) -> Pass:
             if plan.peak <= budget:
                 return plan.graph
             lowest = plan.peak
-        raise _infeasible(graph, Memory(graph, fetches, feeds, sizes), budget, lowest or 0)
+        _refuse_rows(graph, fetches, sizes or {}, budget, lowest or 0)
+        aside = counted(graph, fetches, sizes)
+        raise _infeasible(graph, Memory(graph, fetches, feeds, sizes, aside), budget, lowest or 0)
 
     return recompute
+
+
+def counted(graph: Graph, fetches: Collection[Value], sizes: Mapping[str, int] | None) -> set[Value]:
+    """Rows that only loops take, and whose bytes the run counts: no part of a plan."""
+    return counted_in_runs(graph.contents, kept_rows(graph.contents, fetches), sizes or {})
+
+
+def _refuse_rows(graph: Graph, fetches: Collection[Value], sizes: Mapping[str, int], budget: int, lowest: int) -> None:
+    """Raise ResourceExhausted for a loop whose rows, of which the feeds tell the number, are what does not fit."""
+    for found in saved(graph, fetches, sizes):
+        if not found.moves and found.turns is not None and found.turns * found.bytes > lowest - budget:
+            left = budget - lowest + found.turns * found.bytes
+            raise found.refused(left // found.bytes + 1, left)
 
 
 def _infeasible(graph: Graph, memory: Memory, budget: int, lowest: int) -> ResourceExhausted:
@@ -95,7 +112,8 @@ class _Dropping:
         self, graph: Graph, fetches: Collection[Value], feeds: Collection[Value], sizes: Mapping[str, int]
     ) -> None:
         self.graph, self.fetches, self.feeds, self.sizes = graph, fetches, feeds, sizes
-        self.memory = Memory(graph, fetches, feeds, sizes)
+        self.aside = counted(graph, fetches, sizes)
+        self.memory = Memory(graph, fetches, feeds, sizes, self.aside)
         self.last = self.memory.last()
         self.position = graph.contents.position
         self.uses: dict[Value, list[int]] = {}
@@ -108,8 +126,8 @@ class _Dropping:
     def tried(self, dropped: dict[Value, int]) -> _Tried:
         """What comes of dropping these pieces."""
         nodes, places = _Copying(self, dropped).program()
-        curve = Memory(self.graph if not dropped else with_nodes(self.graph, nodes), self.fetches, self.feeds,
-                       self.sizes).curve()  # fmt: skip
+        graph = self.graph if not dropped else with_nodes(self.graph, nodes)
+        curve = Memory(graph, self.fetches, self.feeds, self.sizes, self.aside).curve()
         peak = max(curve, default=0)
         at = next((i for i, held in enumerate(curve) if held == peak), 0)
         return _Tried(dropped, nodes, peak, curve.count(peak), places[at] if places else 0)

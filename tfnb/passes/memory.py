@@ -25,13 +25,14 @@ class Memory:
     """Pieces of memory, each named by the value that first lies in it: its ``owner``.
 
     size: bytes of each piece that the step makes. touched: the pieces that each node (by place) takes or makes. made:
-    those that it makes. kept: pieces that live to the end.
+    those that it makes. kept: pieces that live to the end. aside: values that do not count.
     """
 
     def __init__(
         self, graph: Graph, fetches: Collection[Value], feeds: Collection[Value],
-        sizes: Mapping[str, int] | None = None,
+        sizes: Mapping[str, int] | None = None, aside: Collection[Value] = (),
     ) -> None:  # fmt: skip
+        self._aside = aside
         self.owner: dict[Value, Value] = {value: value for value in feeds}
         self.size: dict[Value, int] = {}
         self.touched: list[set[Value]] = []
@@ -53,7 +54,7 @@ class Memory:
             elif value not in self.owner:  # a fed value is the caller's
                 self.owner[value] = value
                 if node.op not in _BORROWED:
-                    self.size[value] = self._bytes(spec)
+                    self.size[value] = 0 if value in self._aside else self._bytes(spec)
                     made.append(value)
         taken = {self.owner.get(value, value) for value in node.inputs}
         self.touched.append({owner for owner in (*taken, *made) if owner in self.size})
@@ -92,10 +93,11 @@ class Memory:
 
 
 def peak(
-    graph: Graph, fetches: Collection[Value], feeds: Collection[Value], sizes: Mapping[str, int] | None = None
-) -> int:
+    graph: Graph, fetches: Collection[Value], feeds: Collection[Value], sizes: Mapping[str, int] | None = None,
+    aside: Collection[Value] = (),
+) -> int:  # fmt: skip
     """The most bytes that the step holds at once, as predicted; ``sizes`` of symbols, 32 where one is missing."""
-    return Memory(graph, fetches, feeds, sizes).peak()
+    return Memory(graph, fetches, feeds, sizes, aside).peak()
 
 
 def nominal(spec: Spec, sizes: Mapping[str, int]) -> tuple[int, ...]:

@@ -71,16 +71,16 @@ def _united(first: Subgraph, other: Subgraph) -> Any:
     return replace(first, contents=replace(first.contents, nodes=(*first.contents.nodes, *more))) if more else first
 
 
-def kept_rows(contents: Contents, fetches: Collection[Value]) -> dict[Value, bool]:
+def kept_rows(contents: Contents, fetches: Collection[Value]) -> dict[Value, tuple[int, ...]]:
     """Outputs of loops that are rows, and that only loops take, as rows: nobody needs them in one piece.
 
-    Each with whether one loop takes it, once.
+    Each with the nodes that take it.
     """
     rows = {
         node.value(i): at for node in contents.nodes if node.op == WHILE for at in row_places(node.attrs) for i in at
     }
     found = {v: tuple(Value(v.node, i) for i in at) for v, at in rows.items()}
-    others, uses = set(fetches), Counter[Value]()
+    others, users = set(fetches), dict[Value, tuple[int, ...]]()
     for node in contents.nodes:
         xs: Counter[int] = Counter()
         for x in node.attrs["xs"] if node.op == WHILE else ():
@@ -88,7 +88,22 @@ def kept_rows(contents: Contents, fetches: Collection[Value]) -> dict[Value, boo
             given = tuple(node.inputs[ref.input] for ref in refs)
             if all(found.get(v) == given for v in given):
                 xs.update(ref.input for ref in refs)
-        uses.update(node.inputs[place] for place in xs.elements())
         taken = Counter(leaf.input for leaf in leaves(node.attrs) if isinstance(leaf, Ref))
-        others.update(v for place, v in enumerate(node.inputs) if taken[place] != xs[place] or not xs[place])
-    return {v: uses[v] == 1 for v, at in found.items() if others.isdisjoint(at)}
+        for place, value in enumerate(node.inputs):
+            if taken[place] != 1 or xs[place] != 1 or node.id in users.get(value, ()):
+                others.add(value)
+            users[value] = (*users.get(value, ()), node.id)
+    return {v: users[v] for v, at in found.items() if v in users and others.isdisjoint(at)}
+
+
+def counted_in_runs(contents: Contents, kept: Collection[Value], told: Collection[str]) -> set[Value]:
+    """Of kept rows those whose bytes a run counts: they may move out, or their sizes are not among those ``told``."""
+    return {
+        v for v in kept
+        if contents.by_id[v.node].attrs.get("swap_memory")
+        or any(s not in told for i in _together(contents, v) for s in contents.by_id[v.node].outputs[i].symbols)
+    }  # fmt: skip
+
+
+def _together(contents: Contents, value: Value) -> tuple[int, ...]:
+    return next(at for at in row_places(contents.by_id[value.node].attrs) if value.index in at)

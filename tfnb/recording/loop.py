@@ -68,7 +68,8 @@ class Loop:
     axis that is another symbol there may change from turn to turn. rows: specs of a row of each of xs. cond, limit,
     reverse: see `tfnb.graph.subgraph`. saver: of the loop that this one goes back through. results: specs of the
     carried values after the loop, where they are known although the values change their shapes on the way. recompute:
-    the gradient of a loop around this one does not keep what this one makes.
+    the gradient of a loop around this one does not keep what this one makes. swap: what is kept for gradients may
+    move out of a run's memory.
     """
 
     recorder: Recorder
@@ -85,6 +86,7 @@ class Loop:
     saver: Saver | None = None
     results: Sequence[Spec] = ()
     recompute: bool = False
+    swap: bool = False
     held: list[Base] = field(default_factory=list)  # what the body writes of outside: carried as well
     path: str = ""
 
@@ -127,7 +129,7 @@ class Loop:
             "cond": None if test is None else subgraph(recorder, test, captured, test.outputs),
             "body": subgraph(recorder, region, [*saved, *captured], region.outputs), "rows": shapes,
             "reverse": self.reverse, "back_prop": self.back_prop, "parallel_iterations": self.parallel,
-            "recompute": self.recompute,
+            "recompute": self.recompute, "swap_memory": self.swap,
         }  # fmt: skip
         outer = [self._outer(spec, value) for spec, value in zip(inner, before, strict=True)]
         outer[: len(self.results)] = self.results

@@ -1,0 +1,160 @@
+"""What loops keep for their gradients, within a memory budget: moved out and back, or refused with the turn."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import tfnb
+from tfnb.errors import DeadlineExceeded, ResourceExhausted
+from tfnb.kernels.swap import Swapped
+
+BATCH, WIDTH = 4, 16
+FITS = 60  # turns that the budget has room for
+
+
+def cell(state: Any, x: Any, weights: Any) -> Any:
+    wx, wh = weights
+    h, c = state
+    i, f, g, o = (F.linear(x, wx) + F.linear(h, wh)).chunk(4, 1)
+    c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(c), c
+
+
+def folded(xs: Any, start: Any, weights: Any, **how: Any) -> Any:
+    """The feeds tell how many turns there are."""
+    return tfnb.fold(lambda state, x: cell(state, x, weights), (start, start), xs, **how)[0]
+
+
+def counted(xs: Any, start: Any, weights: Any, **how: Any) -> Any:
+    """Only the run knows."""
+    last = xs.sum() * 0 + xs.shape[0]
+
+    def turn(i: Any, h: Any, c: Any) -> Any:
+        return (i + 1, *cell((h, c), xs[i], weights))
+
+    return tfnb.while_loop(lambda i, *_: i < last, turn, (torch.tensor(0), start, start), **how)[1]
+
+
+class Net:
+    """A recorded step and the sessions that run it."""
+
+    def __init__(self, program: Any, *, order: int = 1, **how: Any) -> None:
+        torch.manual_seed(0)
+        weights = [torch.nn.Parameter(torch.randn(4 * WIDTH, WIDTH) * 0.3) for _ in "xh"]
+        with tfnb.record() as self.graph:
+            self.xs = tfnb.placeholder(torch.randn(3, BATCH, WIDTH), shape=("T", BATCH, WIDTH))
+            self.start = tfnb.placeholder(torch.zeros(BATCH, WIDTH), shape=(BATCH, WIDTH))
+            loss = program(self.xs, self.start, weights, **how).square().mean()
+            self.found = [loss, *tfnb.gradients(loss, weights)]
+            for _ in range(order - 1):
+                total = sum((g * g).sum() for g in self.found[1:])
+                self.found += tfnb.gradients(total, weights)
+
+    def call(self, turns: int, budget: int | None) -> tuple[list[torch.Tensor], Any]:
+        """The results, and what was planned."""
+        generator = torch.Generator().manual_seed(turns)
+        feeds = {self.xs: torch.randn(turns, BATCH, WIDTH, generator=generator), self.start: torch.zeros(BATCH, WIDTH)}
+        session = tfnb.Session(self.graph, compile="off", memory_budget=budget)
+        results = session.run(self.found, feeds)
+        return results, session.plans()[0][1] if budget else None
+
+
+def limits(program: Any) -> tuple[int, int]:
+    """Bytes that the loop keeps of one turn, and a budget for `FITS` turns."""
+    _, plan = Net(program, swap_memory=True).call(4, 1 << 30)
+    return plan.swapped.saved // 4, plan.peak + FITS * (plan.swapped.saved // 4)
+
+
+@pytest.mark.parametrize("program", [folded, counted])
+def test_what_does_not_fit_moves_out_and_comes_back(program: Any) -> None:
+    each, budget = limits(program)
+    for turns in (0, 1, FITS - 1, FITS, FITS + 1, 3 * FITS):
+        want, _ = Net(program).call(turns, None)
+        got, plan = Net(program, swap_memory=True).call(turns, budget)
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a, b)
+        beyond = max(0, turns - FITS) * each
+        assert plan.swapped.saved == turns * each and plan.swapped.out == plan.swapped.back
+        assert plan.swapped.most <= FITS * each
+        if program is folded:
+            assert plan.swapped.out == beyond
+        else:  # what nobody can foresee leaves in blocks
+            assert beyond <= plan.swapped.out <= beyond + 2 * each * (FITS // 4)
+
+
+@pytest.mark.parametrize("program", [folded, counted])
+def test_without_swapping_the_turn_that_does_not_fit_is_refused(program: Any) -> None:
+    each, budget = limits(program)
+    Net(program).call(FITS, budget)
+    with pytest.raises(ResourceExhausted, match=f"turn {FITS + 1} of loop .*swap_memory=True.*recompute=True") as info:
+        Net(program).call(FITS + 5, budget)
+    text = str(info.value)
+    assert f"keeps {each:,} bytes of each turn (" in text and f"leaves {FITS * each:,} bytes" in text
+    assert "tanh" in text and "float32[4, 16]" in text and "test_swap.py line" in text and info.value.node
+
+
+@pytest.mark.parametrize("program", [folded, counted])
+def test_second_derivatives_take_what_moved_out_twice(program: Any) -> None:
+    want, _ = Net(program, order=2).call(90, None)
+    _, free = Net(program, order=2, swap_memory=True).call(90, 1 << 30)
+    got, plan = Net(program, order=2, swap_memory=True).call(90, free.peak + free.swapped.saved // 4)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+    assert plan.swapped.back > plan.swapped.out > 0
+
+
+def test_rows_whose_shapes_differ_and_strided_ones_move_too() -> None:
+    values = torch.randn(12, 3, dtype=torch.float64)
+
+    def turn(total: Any, x: Any) -> Any:
+        wide = torch.outer(x, total).t()  # strided
+        return (wide.sin() @ x.exp() + total).tanh(), None
+
+    def growing(i: Any, kept: Any) -> Any:
+        return i + 1, torch.cat([kept, kept[-1:].sin() * kept.sum()]).cos()
+
+    results = []
+    for budget in (None, 4000):
+        with tfnb.record() as g:
+            xs = tfnb.placeholder(values, shape=(12, 3))
+            end = tfnb.scan(lambda t, x: (turn(t, x)[0], ()), xs[0], xs, swap_memory=True)[0]
+            grown = tfnb.while_loop(
+                lambda i, kept: i < 9, growing, (torch.tensor(0), xs[:1].sum(1)), shape_invariants=((), (None,)),
+                swap_memory=True,
+            )[1]  # fmt: skip
+            found = tfnb.gradients(end.sum() + grown.sum(), [xs])
+        session = tfnb.Session(g, compile="off", memory_budget=budget)
+        results += session.run(found, {xs: values})
+    assert torch.equal(*results)
+    assert session.plans()[0][1].swapped.out > 0
+
+
+def test_an_end_in_the_middle_leaves_nothing_behind() -> None:
+    before = set(threading.enumerate())
+    _, budget = limits(counted)
+    net = Net(counted, swap_memory=True)
+    session = tfnb.Session(net.graph, compile="off", memory_budget=budget)
+    feeds = {net.xs: torch.randn(20_000, BATCH, WIDTH), net.start: torch.zeros(BATCH, WIDTH)}
+    with pytest.raises(DeadlineExceeded):
+        session.run(net.found, feeds, timeout=0.3)
+    assert {t for t in threading.enumerate() if "tfnb-swap" in t.name} <= before
+    small = {net.xs: torch.randn(2 * FITS, BATCH, WIDTH), net.start: torch.zeros(BATCH, WIDTH)}
+    assert session.run(net.found, small)[0].isfinite()
+    assert "moved out" in session.status()[-1]
+
+
+def test_a_budget_too_small_for_one_turn_says_so() -> None:
+    _, plan = Net(counted, swap_memory=True).call(4, 1 << 30)
+    with pytest.raises(ResourceExhausted, match="turn 1 of loop"):
+        Net(counted, swap_memory=True).call(4, plan.peak + 10)
+
+
+def test_without_a_budget_nothing_moves() -> None:
+    assert Net(folded, swap_memory=True).call(5, None)[1] is None
+    _, plan = Net(folded, swap_memory=True).call(5, 1 << 30)
+    assert plan.swapped == Swapped(plan.swapped.saved, 0, 0, plan.swapped.saved)

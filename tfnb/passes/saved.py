@@ -1,0 +1,85 @@
+"""What loops keep of each turn for their gradients, told before a run (semantics S-122)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from tfnb.errors import ResourceExhausted
+from tfnb.graph import Graph, Node, Value
+from tfnb.graph.ops import WHILE
+from tfnb.graph.subgraph import row_places
+from tfnb.passes.memory import nominal
+from tfnb.passes.regions import kept_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """The rows of one loop that only loops take.
+
+    names: of the values, with their specs. bytes: of one turn. turns: None where only a run knows. moves: recorded with
+    swap_memory=True. known: whether the bytes of a turn are.
+    """
+
+    node: Node
+    names: tuple[str, ...]
+    bytes: int
+    turns: int | None
+    moves: bool
+    known: bool = True
+
+    def __str__(self) -> str:
+        each = f"{self.bytes:,} bytes" + ("" if self.known else " or more") + " of each turn"
+        total = "" if self.turns is None else f", {self.turns * self.bytes:,} of {self.turns} turns"
+        where = f" ({self.node.source})" if self.node.source else ""
+        return f"loop {self.node.name}{where} keeps {each}{total} for its gradient: {', '.join(self.names)}"
+
+    def refused(self, turn: int, room: int, why: str = "") -> ResourceExhausted:
+        """The error of a run in which they do not fit from this turn on; ``room``: the bytes that there are for them.
+
+        why: what the system said when they were moved out.
+        """
+        source = self.node.source
+        cure = f"moving them out failed: {why}" if why else (
+            "with swap_memory=True a loop moves them out and back, and tfnb.while_loop computes them again with "
+            "recompute=True"
+        )  # fmt: skip
+        return ResourceExhausted(
+            f"turn {turn} of loop {self.node.name} does not fit: for its gradient it keeps {self.bytes:,} bytes"
+            + ("" if self.known else " or more")
+            + f" of each turn ({', '.join(self.names)}), and the memory budget leaves {max(room, 0):,} bytes for that; "
+            + cure
+            + (f"\n  at {source}" if source else ""),
+            node=self.node.name, op=self.node.op,
+            cell=source.label if source else None, line=source.line if source else None,
+        )  # fmt: skip
+
+
+def saved(graph: Graph, fetches: Collection[Value], sizes: Mapping[str, int]) -> Iterator[Saved]:
+    """Of each loop, what it keeps; ``sizes``: of symbols."""
+    kept = kept_rows(graph.contents, fetches)
+    for node in graph.nodes:
+        rows = (
+            [row for row, at in enumerate(row_places(node.attrs)) if node.value(at[0]) in kept]
+            if node.op == WHILE
+            else []
+        )
+        if rows:
+            yield of_rows(node, rows, sizes)
+
+
+def of_rows(node: Node, rows: Collection[int], sizes: Mapping[str, int]) -> Saved:
+    """Some rows of a loop, by their places among its rows."""
+    body, first = node.attrs["body"], len(node.attrs["init"])
+    values = [body.outputs[first + row] for row in rows]
+    specs = [body.contents.by_id[v.node].outputs[v.index] for v in values]
+    count = node.outputs[row_places(node.attrs)[min(rows)][-1]].shape[0]
+    turns = count if isinstance(count, int) else None
+    if not isinstance(count, int) and all(symbol in sizes for symbol in count.symbols):
+        turns = int(count.evaluate(dict(sizes)))
+    return Saved(
+        node, tuple(f"{body.contents.by_id[v.node].name} {spec}" for v, spec in zip(values, specs, strict=True)),
+        sum(prod(nominal(spec, sizes)) * spec.dtype.itemsize for spec in specs), turns,
+        bool(node.attrs.get("swap_memory")), all(s in sizes for spec in specs for s in spec.symbols),
+    )  # fmt: skip
