@@ -22,7 +22,6 @@ from tfnb.errors import (
     FailedPrecondition,
     FeedError,
     InvalidArgument,
-    StaleNode,
     TfnbError,
     Unimplemented,
 )  # fmt: skip
@@ -39,7 +38,7 @@ from tfnb.graph.writing import WRITERS, Cut
 from tfnb.passes import LAYOUTS, chosen_layout, prune
 from tfnb.recording import Operation, Tensor
 from tfnb.recording import graph as graph_named
-from tfnb.recording.tensor import gone
+from tfnb.recording.tensor import missing
 from tfnb.recording.variables import known
 from tfnb.state import checkpoint
 from tfnb.step import Step
@@ -374,7 +373,7 @@ class Session:
                 raise FeedError(f"cannot {what} {item.name}: it is in graph {item.graph.name}, not in {graph.name}")
             value = item.feed_value if what == "feed" and isinstance(item, Tensor) else item.value
             if value.node not in graph.contents.by_id:
-                raise StaleNode(f"cannot {what} a tensor that is not in graph {graph.name}: {gone(graph, value)}")
+                raise missing(graph, value, f"cannot {what} a tensor that is")
             return value
         if isinstance(item, Value):
             return item

@@ -41,12 +41,14 @@ def deadline(program: Program, timeout: float) -> Deadline:
 
     def why(stop: Stop) -> DeadlineExceeded:
         at = failing_node(program, stop)
-        where = "" if at is None else f" (it stood at node {at.name})"
+        line = None if at is None else at.source
+        where = "" if at is None else f" (it stood at node {at.name}{f', {line}' if line else ''})"
         waits = "".join(f"\n  {line}" for line in getattr(stop, "waits", ()))
         where += f"; what it waited for:{waits}\n " if waits else ";"
         return DeadlineExceeded(
-            f"run did not end within {timeout} s{where} nothing was written", node=at.name if at else None
-        )
+            f"run did not end within {timeout} s{where} nothing was written", node=at.name if at else None,
+            cell=line.label if line else None, line=line.line if line else None,
+        )  # fmt: skip
 
     return timeout, why
 

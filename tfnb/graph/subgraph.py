@@ -20,7 +20,7 @@ all of them, and their shapes, [turns, rank]. A pair among ``xs`` is such a sequ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -126,3 +126,24 @@ def nested(node: Node) -> Iterator[Node]:
         for inner in subgraph.contents.nodes:
             yield inner
             yield from nested(inner)
+
+
+def path_to(nodes: Iterable[Node], wanted: int) -> list[str] | None:
+    """The node with this id and the regions that it stands in, the innermost first, in words; None if it is in none."""
+    for node in nodes:
+        for part, subgraph in node.attrs.items():
+            if not isinstance(subgraph, Subgraph):
+                continue
+            inside = subgraph.contents.nodes
+            found = [inner.name for inner in inside if inner.id == wanted] or path_to(inside, wanted)
+            if found is not None:
+                return [*found, _words(node, part)]
+    return None
+
+
+def _words(node: Node, part: str) -> str:
+    """A region for messages: with the line, and of a branch with the value that leads there."""
+    which = f"the `{part}` of {node.name}"
+    if part in ("then", "else"):
+        which += f", taken where its predicate is {part == 'then'}"
+    return which + (f" ({node.source})" if node.source else "")

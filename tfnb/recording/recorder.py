@@ -36,7 +36,7 @@ from tfnb.recording.report import user_level
 from tfnb.recording.samples import physical
 from tfnb.recording.scopes import Scopes, clean
 from tfnb.recording.tape import Tape
-from tfnb.recording.tensor import Base, Entry, Operation, Tensor, gone
+from tfnb.recording.tensor import Base, Entry, Operation, Tensor, missing
 from tfnb.recording.variables import held, known, variable
 from tfnb.recording.views import View
 from tfnb.recording.workspace import workspace
@@ -166,7 +166,7 @@ class Recorder(TorchDispatchMode):
     def _entry_of_value(self, value: Value) -> Entry:
         node = self.tape.by_id.get(value.node)
         if node is None:
-            raise StaleNode(f"a tensor is not in graph {self.graph.name} any more: {gone(self.graph, value)}")
+            raise missing(self.graph, value, "a tensor is")
         fake = self.space.fakes.get(value)
         if fake is None:
             fake = self.space.fakes[value] = self.symbols.fake(node.outputs[value.index])
@@ -427,14 +427,14 @@ class Recorder(TorchDispatchMode):
             self._refresh(tensor)
         entry = tensor._entry
         if entry.value.node not in self.tape.by_id:
-            why = gone(self.graph, entry.value)
             own = self.graph.contents.by_id.get(entry.value.node)
             if own is not None:  # the block that this recording replaces
-                why = (
-                    f"node {own.name} is of an earlier run of this cell, which this run replaces: first run the cell "
-                    "that the name had its value from, or give the result another name"
+                raise StaleNode(
+                    f"a tensor used{self.tape.at()} is not in graph {self.graph.name} any more: node {own.name} is of "
+                    "an earlier run of this cell, which this run replaces: first run the cell that the name had its "
+                    "value from, or give the result another name"
                 )
-            raise StaleNode(f"a tensor used{self.tape.at()} is not in graph {self.graph.name} any more: {why}")
+            raise missing(self.graph, entry.value, f"a tensor used{self.tape.at()} is")
         if entry.find is None and not self.lazy:
             entry.find = self.space.awaited
         return entry

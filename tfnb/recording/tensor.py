@@ -16,8 +16,9 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from tfnb.errors import FailedPrecondition, InvalidArgument, StaleNode, Unsupported
+from tfnb.errors import FailedPrecondition, InvalidArgument, StaleNode, TfnbError, Unsupported
 from tfnb.graph import Graph, Node, Spec, Value, Variable, current
+from tfnb.graph.subgraph import path_to
 from tfnb.recording.checks import is_check
 from tfnb.recording.layout import FORMATS, contiguous
 from tfnb.recording.views import View, renewed_chain
@@ -425,10 +426,25 @@ def _node(graph: Graph, value: Value) -> Node:
         except KeyError:  # a handle of a recording that failed
             node = None
     if node is None:
-        raise StaleNode(f"this is not in graph {graph.name} any more: {gone(graph, value)}")
+        raise missing(graph, value, "this is")
     return node
 
 
-def gone(graph: Graph, value: Value) -> str:
-    """Why a handle's node is not in its graph, and what to do."""
-    return graph.stale.get(value.node, "its recording is not finished")
+_OPEN = "its recording is not finished"
+
+
+def missing(graph: Graph, value: Value, asked: str) -> TfnbError:
+    """The error for a handle whose node is not in its graph: it is gone, or inside of a branch or loop."""
+    recording = current.recording()
+    if recording is not None and recording.graph is graph:
+        nodes, is_open = recording.tape.by_id, value.node in recording.tape.by_id
+    else:
+        nodes, is_open = graph.contents.by_id, False
+    if is_open or value.node in graph.stale:
+        return StaleNode(f"{asked} not in graph {graph.name} any more: {graph.stale.get(value.node, _OPEN)}")
+    places = path_to(nodes.values(), value.node)
+    if places is None:
+        where = "inside of a branch, loop or function of the graph, and no result of it"
+    else:
+        where = f"{places[0]}, inside of {' in '.join(places[1:])}"
+    return InvalidArgument(f"{asked} {where}: only a run that goes there has it, or many of it: return it from there")
