@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 
@@ -29,3 +30,26 @@ def test_what_was_there_is_not_looked_at_while_frozen() -> None:
         assert gc.get_freeze_count()
         _ = 1 / 0
     assert not gc.get_freeze_count()
+
+
+def test_what_stays_is_looked_at_once_while_frozen_and_what_does_not_is_freed() -> None:
+    before = list(gc.callbacks)
+    with frozen():
+        gc.collect()
+        count = gc.get_freeze_count()
+        stays = [[i] for i in range(10_000)]
+        cycle: list[object] = []
+        cycle.append(cycle)
+        gone = weakref.ref(_Held(cycle))
+        del cycle
+        gc.collect()
+        assert gc.get_freeze_count() >= count + len(stays) and gone() is None
+    assert gc.callbacks == before and not gc.get_freeze_count()
+
+
+class _Held:
+    """In a cycle with a list."""
+
+    def __init__(self, cycle: list[object]) -> None:
+        cycle.append(self)
+        self.cycle = cycle

@@ -25,12 +25,19 @@ def uncollected() -> Iterator[None]:
 
 @contextmanager
 def frozen() -> Iterator[None]:
-    """The collector looks only at objects made from now on, in all threads."""
+    """The collector looks only at objects made from now on, and at those that stay only once, in all threads."""
     is_ours = not gc.get_freeze_count()  # what somebody else froze stays so
     if is_ours:
         gc.freeze()
+        gc.callbacks.append(_seen)
     try:
         yield
     finally:
         if is_ours:
+            gc.callbacks.remove(_seen)
             gc.unfreeze()
+
+
+def _seen(phase: str, info: dict[str, int]) -> None:
+    if phase == "stop" and info["generation"] == 2:
+        gc.freeze()
