@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 import tfnb
 from tests.control_flow.random_numbers import program, start
@@ -85,6 +86,32 @@ def test_many_random_loops_are_those_of_python() -> None:
     for seed in range(1, max(25, GRAPHS)):
         check_random_numbers(seed)
         check_random_vectors(seed)
+
+
+OPS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+    lambda x: (x > 0).sum(), lambda x: (x > 1).any(), lambda x: x.mean(), lambda x: x.prod(), lambda x: x.amax(),
+    lambda x: x.norm(), lambda x: x.softmax(0), lambda x: x.logsumexp(0), lambda x: x.flip(0), lambda x: x.roll(1),
+    lambda x: x[:, None] * x, lambda x: (x[:, None] * x).sum(1), lambda x: x @ x, lambda x: x.view(5, 1),
+    lambda x: x[1:4] * 2, lambda x: x[::2], lambda x: x[2], lambda x: x.double() * 0.1,
+    lambda x: (x * 9).to(torch.int8), lambda x: (x.abs() * 9).to(torch.uint8) + 200,
+    lambda x: (x / 0).isnan(), lambda x: (x[:, None] * x).tril(),
+    lambda x: x.masked_fill(x > 0, 3.0), lambda x: torch.addcmul(x, x, x, value=0.5), lambda x: x.expand(3, 5),
+    lambda x: x.unbind(0)[1], lambda x: x.split(2)[1], lambda x: torch.diag(x), lambda x: x // 0.3,
+    lambda x: 1 / (x * -0.0), lambda x: F.mse_loss(x, x * 2),
+    lambda x: F.gelu(x), lambda x: (x.abs() + 1).digamma(), lambda x: x.nan_to_num(),
+)  # fmt: skip
+
+
+def test_ops_of_vectors_are_those_of_torch() -> None:
+    with tfnb.record():
+        xs = tfnb.placeholder(torch.rand(4, 5))
+        _, rows = tfnb.scan(lambda c, x: (c + 1, tuple(op(x) for op in OPS)), torch.tensor(0), xs)
+    call, permit = compiled(rows, [xs])
+    fed = torch.randn(6, 5)
+    for place, (op, got) in enumerate(zip(OPS, call(fed), strict=True)):
+        want = torch.stack([op(row) for row in fed])
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6, equal_nan=True, msg=f"op number {place}")
+    assert permit.compiled == 1
 
 
 def counting() -> tuple[tfnb.Session, Any, Any]:

@@ -123,6 +123,7 @@ class Code:
         self.given: list[torch.Tensor] = []
         self.pointers = 0
         self.names = 0
+        self.buffers = 0  # of inductor's, that are in room of their own
         self.table = select_decomp_table()
 
     # -- text ------------------------------------------------------------------------------------------------------
@@ -226,13 +227,35 @@ class Code:
     def lowered(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Views as they are, anything else computed."""
         if op not in lowerings:
-            raise Unimplemented(f"{op} has no C++ of inductor's")
-        made = lowerings[op](*args, **kwargs)
+            raise Unimplemented(f"{op}, for which inductor has no C++")
+        try:
+            return self.kept_or_view(op, lowerings[op](*args, **kwargs))
+        except Unimplemented:
+            raise
+        except Exception as error:  # what inductor can only do where it plans memory and kernels itself
+            raise Unimplemented(f"{op}, which is no arithmetic ({type(error).__name__})") from error
+
+    def kept_or_view(self, op: Any, made: Any) -> Any:
+        """What inductor made of an op, in room of its own."""
+        self.computed()
         if facts(op).is_view:
             return made
-        if not isinstance(made, (list, tuple)) and not isinstance(_inside(made), _ARITHMETIC):
-            raise Unimplemented(f"{op} has a kernel of its own")
-        return [self.kept(value) for value in made] if isinstance(made, (list, tuple)) else self.kept(made)
+        if isinstance(made, (list, tuple)):
+            return [self.kept(value) for value in made]
+        if not isinstance(_inside(made), _ARITHMETIC):
+            raise Unimplemented(f"{op}, which has a kernel of its own")
+        return self.kept(made)
+
+    def computed(self) -> None:
+        """What inductor computes on the way, such as the sum of a mean, in room of its own."""
+        for buffer in self.graph.buffers[self.buffers :]:
+            self.buffers += 1
+            if isinstance(buffer, ir.ComputedBuffer) and isinstance(buffer.data, _ARITHMETIC):
+                buffer.freeze_layout()
+                shape = tuple(int(size) for size in buffer.get_size())
+                name, _ = self.declared(buffer.get_dtype(), shape)
+                self.places[buffer.get_name()] = self.places[name]
+                self.store(name, TensorBox(StorageBox(buffer)))
 
     def decomposed(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """An op that inductor takes apart before it lowers it."""
