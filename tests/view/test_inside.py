@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import pytest
 import torch
 
 import tfnb
@@ -82,3 +83,54 @@ def test_a_traced_run_lights_the_side_that_was_taken_and_greys_the_other() -> No
     assert sides(-1.0, few, "y =") == [dead, lit]
     assert sides(1.0, few, "n =") == [dead, lit]
     assert sides(1.0, some, "n =") == [same, same]
+
+
+@tfnb.autograph
+def staged(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    total = x.sum()
+    for row in x:
+        half = row / 2
+        while half.norm() > 1:
+            step = half / 3
+            half = half - step
+        total = total + half.sum()
+    if total > 1:
+        big = total * 2
+    return total, half, big
+
+
+def test_names_that_nothing_takes_are_not_drawn() -> None:
+    with tfnb.record("names") as graph:
+        x = tfnb.placeholder(torch.ones(3, 2), name="x")
+        _, half, big = staged(x)
+    drawing = Drawing(graph)
+    drawn = [node.op for node in drawing.contents.nodes]
+    assert "tfnb.guard" not in drawn and "aten.clone.default" not in drawn and "aten.zeros.default" not in drawn
+    assert [op for op in nodes(drawing.root) if op == "tfnb.while"] == ["tfnb.while"] * 2
+    session = tfnb.Session(graph)
+    session.run(half, {x: torch.ones(4, 2)}, trace=True)
+    shown = [node.id for node in Drawing(graph, trace=session.trace).contents.nodes]
+    assert half.node.id in shown and big.node.id not in shown  # what was fetched is
+    with tfnb.record(graph):
+        more = big + 1
+    shown = [node.id for node in Drawing(graph).contents.nodes]
+    assert big.node.id in shown and more.node.id in shown and half.node.id not in shown
+
+
+def test_guards_and_copies_of_the_user_stay() -> None:
+    with tfnb.record("own") as graph:
+        x = tfnb.placeholder(torch.ones(3), name="x")
+        y = tfnb.cond(x.sum() > 0, lambda: x + 1, lambda: x - 1)
+        with pytest.warns(UserWarning, match="Python took the True branch"):
+            if y.sum() > 0:
+                z = y.clone()
+    drawn = [node.op for node in Drawing(graph).contents.nodes]
+    assert drawn.count("tfnb.guard") == 1 and drawn.count("aten.clone.default") == 1 and z is not None
+
+
+def test_constants_that_a_loop_is_given_stand_beside_its_arguments() -> None:
+    drawing = Drawing(recorded())
+    body = path(drawing.root, "_, y = tfnb.while_loop", "while_loop", "body")
+    kinds = [(child.node.op, child.is_small) for child in body.children if not child.children]
+    assert ("tfnb.constant", True) in kinds and ("tfnb.argument", False) in kinds
+    assert all(child.title not in ("n", "w") for child in body.children if child.children)

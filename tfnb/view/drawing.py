@@ -44,7 +44,8 @@ class Drawing:
         boxes: int = BOXES, trace: Any = None, by: str = "time",
     ) -> None:  # fmt: skip
         self.name = graph.name
-        inside = opened(graph.contents, getattr(trace, "taken", None))
+        keep = {*getattr(trace, "fetched", ()), _id_of(failing, graph.contents)}
+        inside = opened(graph.contents, getattr(trace, "taken", None), keep)
         self.contents: Contents = inside.contents
         self._paths = inside.paths
         self.root = tree(self.contents, cell=cell)

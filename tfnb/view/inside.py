@@ -6,7 +6,7 @@ what its subgraphs give; so the edges of a picture go in and come out.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
@@ -35,15 +35,53 @@ class Opened:
     sides: Mapping[tuple[Path, bool], tuple[int, ...]] = field(default_factory=dict)
 
 
-def opened(contents: Contents, taken: Mapping[int, Collection[bool]] | None = None) -> Opened:
-    """The contents with all subgraphs opened, at any depth; taken: the sides that a run took, by the branch's id."""
+def opened(
+    contents: Contents, taken: Mapping[int, Collection[bool]] | None = None, keep: Collection[int] = ()
+) -> Opened:  # fmt: skip
+    """The contents with all subgraphs opened, at any depth, without names that nothing takes, but for those to keep.
+
+    taken: the sides that a run took, by the branch's id.
+    """
     if not any(node.op in REGIONS for node in contents.nodes):
         return Opened(contents)
-    opening = _Opening(taken or {})
-    nodes = tuple(inner for node in contents.nodes for inner in opening.node(node))
+    opening, left_out = _Opening(taken or {}), _unread(contents, keep)
+    found = [inner for node in contents.nodes if node.id not in left_out for inner in opening.node(node)]
+    opening.taken_from.update(value.node for node in contents.nodes for value in node.inputs)
+    nodes = tuple(_without_unused(found, opening.taken_from.difference(keep)))
     dead = frozenset(opening.dead)
     shown = Contents(nodes, contents.guards, contents.aliases)
     return Opened(shown, frozenset(opening.lit) - dead, dead, opening.paths, opening.sides)
+
+
+def _unread(contents: Contents, keep: Collection[int]) -> set[int]:
+    """What only keeps names that a loop or branch was the first to set: a guard that it did, and copies behind that."""
+    taken = {value.node for node in contents.nodes for value in node.inputs}
+    behind: dict[int, list[Node]] = {}
+    for node in contents.nodes:
+        for guard in node.control:
+            behind.setdefault(guard, []).append(node)
+    found: set[int] = set()
+    for guard, copies in ((node, behind.get(node.id, [])) for node in contents.nodes if node.op == "tfnb.guard"):
+        ids = {guard.id, *(copy.id for copy in copies)}
+        ends = not any(copy.id in taken or copy.id in behind for copy in copies)
+        if ends and ids.isdisjoint(keep) and all(_is_name(copy, guard, contents) for copy in copies):
+            found |= ids
+    return found
+
+
+def _without_unused(nodes: Sequence[Node], taken: Collection[int]) -> Iterator[Node]:
+    """Without constants, zeros and the like that were ``taken``, but only as what a loop is given and does not use."""
+    used = {value.node for node in nodes for value in node.inputs}
+    return (n for n in nodes if n.inputs or n.op == "tfnb.placeholder" or n.id in used or n.id not in taken)
+
+
+def _is_name(copy: Node, guard: Node, contents: Contents) -> bool:
+    """Whether a node behind a guard is a copy of what a loop or branch gives, and the guard is of that very one."""
+    region = contents.by_id.get(copy.inputs[0].node) if copy.op == "aten.clone.default" else None
+    if region is None or region.op not in REGIONS:
+        return False
+    test = guard.inputs[0]
+    return test.node == region.id or (region.op == COND and test == region.inputs[0])
 
 
 class _Opening:
@@ -54,6 +92,7 @@ class _Opening:
         self.paths: dict[int, Path] = {}
         self.sides: dict[tuple[Path, bool], tuple[int, ...]] = {}
         self._scopes: dict[int, tuple[str, ...]] = {}  # as recorded
+        self.taken_from: set[int] = set()  # nodes of which others take values
         self._met: set[int] = set()
         self._own: dict[int, int] = {}  # ids that were made up, and what they stand for
         self._ids = count(-1, -1)
@@ -97,6 +136,7 @@ class _Opening:
         """The nodes of one subgraph, on the line of the node around it."""
         values = dict(zip(subgraph.inputs, _given(node, part), strict=True))
         used = {value for inner in subgraph.contents.nodes for value in inner.inputs}.union(subgraph.outputs)
+        self.taken_from.update(ids[value.node] for value in used if value is not None)
         around, scope = self.paths.get(node.id, (node.id,)), self._scopes.get(node.id, node.scope)
         for inner in subgraph.contents.nodes:
             if inner.op == "tfnb.placeholder" and inner.value() not in used:

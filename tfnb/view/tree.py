@@ -16,6 +16,7 @@ from typing import NamedTuple
 from tfnb.graph import Contents, Node, Source
 from tfnb.view import facts
 from tfnb.view.box import Box
+from tfnb.view.inside import ARGUMENT
 from tfnb.view.repeats import fold_repeats
 
 LEVEL = 60  # boxes of one level
@@ -165,8 +166,17 @@ def _collapse(box: Box) -> Box:
     """Merge boxes that hold one thing, fold repeats and cut long levels, from the inside out."""
     if not box.children:
         return box
-    box.children = tuple(_level([_collapse(child) for child in box.children]))
+    children = [_collapse(child) for child in box.children]
+    box.children = tuple(
+        _level([part for child in children for part in (child.children if _is_fed(child) else [child])])
+    )
     return _merged(box, box.children[0]) if len(box.children) == 1 else box
+
+
+def _is_fed(box: Box) -> bool:
+    """Whether a group is what a loop or branch is given, and the constants and variables that these are."""
+    *others, last = box.children or (box,)
+    return bool(others) and last.kind == "op" and last.node.op == ARGUMENT and all(each.is_small for each in others)
 
 
 def _merged(outer: Box, inner: Box) -> Box:
