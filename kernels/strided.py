@@ -1,8 +1,15 @@
-"""`as_strided` by position: it counts in the elements of its tensor, row by row, wherever these lie in memory."""
+"""Kernels that look at memory, for tensors of any strides.
+
+`as_strided` counts in the elements of its tensor, row by row, wherever these lie. Some kernels of torch read the memory
+of a tensor as if it had no gaps, or lay like another one, since the functions around them copy before they call:
+`prepared` and `gapless` do so for a graph, in which the kernels stand alone. Tried with torch 2.13 on the CPU.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,3 +28,40 @@ def as_strided_scatter(
     out = x.clone(memory_format=torch.contiguous_format)
     torch.as_strided(out, size, stride, storage_offset or 0).copy_(src)
     return out
+
+
+def contiguous(x: Tensor, like: Tensor | None = None) -> Tensor:
+    """Without gaps: with channels last if ``like`` lies so and both are images, in the order of the axes otherwise."""
+    if like is not None and like.dim() == x.dim() and not like.is_contiguous():
+        last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim(), torch.contiguous_format)
+        if like.is_contiguous(memory_format=last):
+            return x.contiguous(memory_format=last)
+    return x.contiguous()
+
+
+def unit_rows(x: Tensor) -> Tensor:
+    """With the elements of the last axis side by side."""
+    return x if x.dim() == 0 or x.stride(-1) == 1 else x.contiguous()
+
+
+def prepared(op: Callable[..., Any], prepare: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    """``op`` of tensors that are prepared for it."""
+
+    def ready(x: Any) -> Any:
+        return prepare(x) if isinstance(x, Tensor) else x
+
+    @wraps(op)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return op(*map(ready, args), **{name: ready(x) for name, x in kwargs.items()})
+
+    return call
+
+
+def gapless(op: Callable[..., Any], place: int) -> Callable[..., Any]:
+    """``op`` of tensors without gaps, images all laid out like the argument at ``place``."""
+
+    @wraps(op)
+    def call(*args: Any) -> Any:
+        return op(*(contiguous(x, args[place]) if isinstance(x, Tensor) else x for x in args))
+
+    return call

@@ -48,6 +48,27 @@ _KERNELS: dict[Op, Callable[..., Any]] = {
     aten._unsafe_view.default: aten.reshape.default,
     aten.as_strided.default: strided.as_strided,
     aten.as_strided_scatter.default: strided.as_strided_scatter,
+    aten.native_group_norm.default: strided.gapless(aten.native_group_norm.default, 0),
+    aten.native_group_norm_backward.default: strided.gapless(aten.native_group_norm_backward.default, 1),
+}
+_KERNELS |= {
+    op: strided.prepared(op, strided.contiguous)
+    for op in (
+        aten.native_layer_norm_backward.default, aten.nll_loss2d_backward.default,
+        aten._pdist_forward.default, aten._pdist_backward.default,
+        aten.adaptive_max_pool3d_backward.default,
+        aten.fractional_max_pool2d_backward.default, aten.fractional_max_pool3d_backward.default,
+        aten._embedding_bag.default, aten._embedding_bag_forward_only.default,
+        aten._embedding_bag_backward.default, aten._embedding_bag_dense_backward.default,
+        aten._embedding_bag_per_sample_weights_backward.default,
+    )
+}  # fmt: skip
+_KERNELS |= {
+    op: strided.prepared(op, strided.unit_rows)
+    for op in (
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    )
 }
 
 

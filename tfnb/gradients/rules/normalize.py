@@ -134,7 +134,7 @@ def _(n: Forward, dy: Any) -> Any:
     w, b = n["weight"], n["bias"]
     mask = [n.needs("input"), n.needs("weight"), n.needs("bias")]
     sizes = (n["N"], n["C"], n["HxW"], n["group"])
-    found = aten.native_group_norm_backward(dy.contiguous(), n["input"], n.outs[1], n.outs[2], w, *sizes, mask)
+    found = aten.native_group_norm_backward(dy, n["input"], n.outs[1], n.outs[2], w, *sizes, mask)
     dx, dw, db = (d if wanted else None for d, wanted in zip(found, mask, strict=True))
     return {"input": dx} | ({} if w is None else {"weight": dw}) | ({} if b is None else {"bias": db})
 
