@@ -7,6 +7,7 @@ rows in order. Sums of products over all turns are taken `TURNS` turns at a time
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 from math import prod
 from typing import Any, Protocol
@@ -51,10 +52,17 @@ def _turns(count: int, reverse: bool) -> Iterator[slice]:
 
 def _packed(flat: torch.Tensor, shapes: torch.Tensor, *, reverse: bool) -> Iterator[torch.Tensor]:
     """Rows of any shape, which lie one after the other."""
-    sizes: list[list[int]] = shapes.tolist()
+    count, row = len(shapes), row_at((flat, shapes))
+    yield from map(row, reversed(range(count)) if reverse else range(count))
+
+
+def row_at(x: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> Callable[[int], torch.Tensor]:
+    """What gives row number ``at`` of a tensor, or of the elements and the shapes of rows; -1 is the last one."""
+    if isinstance(x, torch.Tensor):
+        return partial(x.select, 0)
+    flat, sizes = x[0], x[1].tolist()
     ends = list(accumulate(map(prod, sizes)))
-    for place in reversed(range(len(sizes))) if reverse else range(len(sizes)):
-        yield flat[ends[place] - prod(sizes[place]) : ends[place]].view(sizes[place])
+    return lambda at: flat[ends[at] - prod(sizes[at]) : ends[at]].view(sizes[at])
 
 
 class Ahead:

@@ -38,8 +38,9 @@ from tfnb.graph.graph import new_id
 from tfnb.graph.node import map_leaves
 from tfnb.graph.spec import Dim
 from tfnb.graph.subgraph import row_places
-from tfnb.kernels.control import gathered, rows_of
+from tfnb.kernels.control import gathered
 from tfnb.kernels.random import mix
+from tfnb.kernels.rows import row_at
 from tfnb.recording.interpret import absent, held, sizes_hold
 
 LONG = 2**21  # multiplications that are worth a thread of their own
@@ -355,13 +356,12 @@ def _mix(op: Op, sizes: Sizes) -> Callable[..., Any]:
 
 
 def _rows(op: Op, sizes: Sizes) -> Callable[..., Any]:
-    return lambda *x: (rows_of(x if len(x) > 1 else x[0]), len(x[-1]))
+    return lambda *x: (row_at(x if len(x) > 1 else x[0]), len(x[-1]))
 
 
 def _row(op: Op, sizes: Sizes) -> Callable[..., Any]:
-    if _node(op).attrs["reverse"]:
-        return lambda turn, row: (row(-1 - turn),)
-    return lambda turn, row: (row(turn),)
+    reverse = _node(op).attrs["reverse"]
+    return lambda turn, row: (row(-1 - turn if reverse else turn),)
 
 
 def _stack(op: Op, sizes: Sizes) -> Callable[..., Any]:
