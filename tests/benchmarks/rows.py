@@ -13,7 +13,8 @@ from tests.benchmarks.peers.programs import FORWARD, SHAPES, image
 
 TORCH = ("torch_eager", "torch_compiled", "tfnb_off", "tfnb_now")
 ALL = (*TORCH, "tf_v1", "tf_function", "jax_jit")
-OURS = ("tfnb_off", "tfnb_now")
+OURS = ("tfnb_off", "tfnb_now", "tfnb_loop")
+UNROLLED = ("torch_eager", "torch_compiled", "tfnb_off", "tfnb_loop", "jax_jit")
 COMPILERS = ("torch_compiled", "tfnb_now")  # take long to start
 
 
@@ -66,6 +67,8 @@ ROWS: dict[str, Row] = {row.name: row for row in (
     Row("chain-1000", "chain", {"nodes": 1000}, (*OVERHEAD, *FIRST), mode="forward"),
     _null("null-chain"), _null("null-fan"),
     Row("lstm-100", "lstm", _CELL, LSTM, checked=5),
+    *(Row(f"loop-{batch}", "lstm", {"time": 100, "batch": batch, "width": 256}, (Target("time", 1.05, "tfnb_off"),),
+          UNROLLED, checked=5) for batch in (16, 32, 64, 128)),
     *(Row(f"{net}-{mode}", net, {"batch": batch}, (*KERNEL, *FIRST), mode=mode, checked=2, tolerance=1e-2)
       for net, batch in _BATCHES.items() for mode in ("gradients", "step")),
     Row("gpt-6", "gpt", _GPT, (*KERNEL, *FIRST), TORCH, checked=2),

@@ -158,3 +158,12 @@ def test_without_a_budget_nothing_moves() -> None:
     assert Net(folded, swap_memory=True).call(5, None)[1] is None
     _, plan = Net(folded, swap_memory=True).call(5, 1 << 30)
     assert plan.swapped == Swapped(plan.swapped.saved, 0, 0, plan.swapped.saved)
+
+
+@pytest.mark.parametrize("program", [folded, counted])
+def test_what_will_be_kept_is_said_before_a_run(program: Any) -> None:
+    net = Net(program, swap_memory=True)
+    _, plan = net.call(7, 1 << 30)
+    (note,) = [note for note in net.graph.notes if "keeps" in note]
+    assert note.startswith("test_swap.py line") and f"keeps {plan.swapped.saved // 7:,} bytes of each turn" in note
+    assert (f", {3 * plan.swapped.saved // 7:,} of the sample's 3 turns" in note) is (program is folded)

@@ -22,11 +22,13 @@ def version() -> str:
     return f"tfnb on torch {torch.__version__}"
 
 
-def build(task: dict[str, Any], weights: list[np.ndarray], data: list[np.ndarray], compile: str = "off") -> Step:
+def build(
+    task: dict[str, Any], weights: list[np.ndarray], data: list[np.ndarray], compile: str = "off", ops: Any = None
+) -> Step:
     torch.set_num_threads(task["threads"])
     if task["program"].startswith("null"):
         return null(task["program"] == "null-chain", task["sizes"]["nodes"])
-    net, batch = network(task, weights), tensors(task, data)
+    net, batch = network(task, weights, ops), tensors(task, data)
     parameters = list(net.parameters())
     with tfnb.record() as graph:
         fed = [tfnb.placeholder(sample, shape=tuple(sample.shape)) for sample in batch]

@@ -50,15 +50,15 @@ def loop(cell: Callable[..., Any], state: Any, xs: torch.Tensor, time: int) -> A
 
 
 class Net(nn.Module):
-    """A program as a module: ``net(*data)`` is the loss."""
+    """A program as a module: ``net(*data)`` is the loss. ops: other functions than those of this file."""
 
-    def __init__(self, program: str, sizes: dict[str, int]) -> None:
+    def __init__(self, program: str, sizes: dict[str, int], ops: Any = None) -> None:
         super().__init__()
-        self.program, self.sizes = FORWARD[program], sizes
+        self.program, self.sizes, self.ops = FORWARD[program], sizes, ops or sys.modules[__name__]
         self.weights = nn.ParameterList()
 
     def forward(self, *data: torch.Tensor) -> torch.Tensor:
-        return self.program(sys.modules[__name__], list(self.weights), data, **self.sizes)
+        return self.program(self.ops, list(self.weights), data, **self.sizes)
 
 
 class Classified(nn.Module):
@@ -80,10 +80,10 @@ MODULES: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-def network(task: dict[str, Any], weights: list[np.ndarray]) -> nn.Module:
+def network(task: dict[str, Any], weights: list[np.ndarray], ops: Any = None) -> nn.Module:
     """The task's module with these weights, on the task's device."""
     if task["program"] in FORWARD:
-        net = Net(task["program"], task["sizes"])
+        net = Net(task["program"], task["sizes"], ops)
         net.weights.extend(nn.Parameter(tensor) for tensor in tensors(task, weights))
         return net
     model = MODULES[task["program"]](**task["sizes"])

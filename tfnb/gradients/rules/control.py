@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -279,7 +280,26 @@ class _Saved:
             places = row_places(own)[len(attrs["rows"]) :]
             rows = [tuple(tensors[p] for p in at) for at in places]
             found = {v: row if len(row) > 1 else row[0] for v, row in zip(more, rows, strict=True)}
+            if self.node.forward is None:
+                self._say(specs, turns)
         return [self.given[v] if v in self.given else found[v] for v in values]
+
+    def _say(self, specs: Sequence[Spec], turns: Size) -> None:
+        """Note what is kept, in bytes at the sizes of the samples."""
+        symbols, source = self.part.recorder.symbols, self.node.source
+
+        def size(dim: Size) -> int | None:
+            return symbols.hint(dim.evaluate(symbols.bindings([dim]))) if isinstance(dim, Dim) else dim
+
+        rows = [[size(dim) for dim in spec.shape] for spec in specs]
+        known = [prod(row) * spec.dtype.itemsize for row, spec in zip(rows, specs, strict=True) if None not in row]  # type: ignore[type-var]
+        count = size(turns)
+        total = "" if count is None else f", {count * sum(known):,} of the sample's {count} turns"
+        more = "" if len(known) == len(specs) else f", and {len(specs) - len(known)} more whose sizes a run decides"
+        text = f"the gradient of {self.node.name} keeps {sum(known):,} bytes of each turn{total}{more}"
+        note = f"{source.label} line {source.line}: {text}" if source else text
+        if note not in self.part.recorder.notes:
+            self.part.recorder.notes.append(note)
 
     def _turns(self) -> Any:
         """The size of the loop's rows, if it has some."""
