@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-BLOCK = 1 << 20  # bytes that are copied at a time, about
+BLOCK = 4 << 20  # bytes that are copied at a time, about
 _ALIGN = 64
 
 Refuse = Callable[[int, str], Exception]  # of a turn, and why
@@ -260,7 +260,7 @@ class Stack:
         self.columns: list[Any] = [_Column(self, i) for i in range(len(self.bytes))]
         self.span = 1
         if self.each is not None and self.turn:
-            self.span = max(1, min(BLOCK // self.turn, self.room.bytes // (4 * self.turn)))
+            self.span = max(1, min(BLOCK // self.turn, self.room.bytes // (6 * self.turn)))
         self.beyond = 0  # turns that move out as soon as they are there
         if self.swap:
             self.room.add(self)
