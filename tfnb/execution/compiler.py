@@ -8,6 +8,7 @@ seconds.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tfnb.errors import Unimplemented
 from tfnb.execution.groups import Kernel, Layouts, function, groups, with_kernels
+from tfnb.execution.halves import halves
 from tfnb.execution.lower import Branch, Drawing, Program
 from tfnb.execution.native import Native, Permit, native
 from tfnb.execution.regions import Call, Cond
@@ -55,9 +57,13 @@ def compiled(program: Program, args: Sequence[Any]) -> Forward:
 
 
 def _as_far_as_possible(program: Program, args: Sequence[Any]) -> Forward:
-    """As a whole; in groups where inductor does not take that, as it does not where data decide a size."""
+    """As a whole, or what comes before sizes that data decide; in groups where inductor does not take that."""
     try:
-        return _as_a_whole(program, args)
+        parts = halves(program)
+        if parts is None:
+            return _as_a_whole(program, args)
+        first, rest = _as_a_whole(replace(program, module=parts[0]), args), parts[1].forward
+        return lambda *given: rest(*first(*given))
     except Exception as error:
         try:
             return _in_groups(program, args, Permit())
