@@ -77,14 +77,15 @@ class Sizes:
         self.generated = program.forward
         self.forward: Forward = {"auto": self._counted, "off": self.generated, "now": self._now}[mode]
         self.status = "generated code"
-        self._seconds = 0.0
+        self._seconds = self._last = 0.0
         self._fast: Forward = self.generated
         self._times: dict[str, list[float]] = {"generated": [], "compiled": []}
 
     def _counted(self, *args: Any) -> tuple[Any, ...]:
         start = time.perf_counter()
         outs = self.generated(*args)
-        self._seconds += time.perf_counter() - start
+        self._last = time.perf_counter() - start
+        self._seconds += self._last
         if self._seconds > WORTH_COMPILING:
             self.forward = self.generated
             self.status = "generated code; compiling"
@@ -110,6 +111,21 @@ class Sizes:
             return self.drop(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
         self.status = f"compiled in {time.perf_counter() - start:.1f} s, not compared yet"
         self.forward = self._compared
+
+    def tried(self, args: Sequence[Any]) -> None:
+        """Decide at once, with the step that was the reason to compile, where no other step writes what it reads.
+
+        A loop may take a thousand times as long in the next step as in this one.
+        """
+        if self.program.variables or self.forward != self._compared:
+            return
+        if self._last < WORTH_COMPILING:
+            self._check(self.generated(*args), args)
+        start = time.perf_counter()
+        self._guarded(*args)
+        fast = time.perf_counter() - start
+        if 2 * fast < self._last and self.forward in (self._compared, self._in_turns):
+            self._keep(f"compiled: {fast * 1e6:.0f} instead of {self._last * 1e6:.0f} us")
 
     def drop(self, why: str) -> None:
         """Stay with generated code."""
@@ -185,6 +201,7 @@ class Worker:
             sizes = reference()
             if sizes is not None:
                 sizes.build(args)
+                sizes.tried(args)
             del sizes, args
 
 
