@@ -2,7 +2,8 @@
 
 q: [B, H, L, D], k and v: [B, H, S, D], no mask but a causal one. ``lse`` [B, H, L] is the logarithm of the sum of the
 exponentials of each row of scores, zeros where no fused kernel ran. Gradients lie in memory as [B, L, H, D], the layout
-of a projection that was split into heads. FlashAttention (Dao et al. 2022), as in torch.
+of a projection that was split into heads, and ``lse`` as [B, L, H], as torch's kernel has it. FlashAttention (Dao et
+al. 2022), as in torch.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tu
     if _is_fused(q, k, v, causal, scale):
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
     out = aten.scaled_dot_product_attention(q, k, v, None, 0.0, causal, scale=scale)
-    return out, q.new_zeros(q.shape[:-1], dtype=_wide(q))
+    return out, q.new_zeros(_rows_first(q), dtype=_wide(q)).transpose(1, 2)
 
 
 def attention_backward(
@@ -57,12 +58,17 @@ def _wide(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype is torch.float64 else torch.float32
 
 
+def _rows_first(q: Tensor) -> list[int]:
+    return [q.shape[0], q.shape[2], q.shape[1]]
+
+
 def _split_into_heads(t: Tensor) -> Tensor:
     return t.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    return aten.scaled_dot_product_attention(q, k, v), q.new_empty(q.shape[:-1], dtype=_wide(q))
+    lse = q.new_empty(_rows_first(q), dtype=_wide(q)).transpose(1, 2)
+    return aten.scaled_dot_product_attention(q, k, v), lse
 
 
 def _fake_backward(

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 import tfnb
@@ -37,6 +38,16 @@ def test_kernels_equal_autograd(causal: bool, layout: str, sizes: tuple[int, int
     for a, b, c in zip(got, plain, grads, strict=True):
         torch.testing.assert_close(a, c, rtol=1e-6, atol=1e-7)
         torch.testing.assert_close(b, c, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["plain", "split"])
+def test_compilers_are_told_the_strides_of_the_sums(dtype: torch.dtype, layout: str) -> None:
+    q, k, v = (t.detach() for t in parts(dtype, layout))
+    _, lse = torch.ops.tfnb.attention(q, k, v, True, 0.5)
+    with FakeTensorMode() as mode:
+        _, told = torch.ops.tfnb.attention(*map(mode.from_tensor, (q, k, v)), True, 0.5)
+    assert lse.stride() == told.stride() and lse.shape == told.shape and lse.dtype == told.dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
