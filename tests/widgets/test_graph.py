@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import tfnb
 from tests.view.browser import Page, browser, needs_browser
 from tests.view.models import digits
+from tfnb.graph import Graph
 from tfnb.view import Drawing, graph_html, page
 from tfnb.widgets import GraphWidget
 
@@ -119,9 +122,9 @@ def driver() -> Iterator[Any]:
         yield driver
 
 
-def shown(driver: Any, folder: Path, *, twin: bool) -> Page:
+def shown(driver: Any, folder: Path, *, twin: bool, graph: Graph | None = None) -> Page:
     """A live drawing, below a static one if ``twin``."""
-    graph = digits()
+    graph = graph or digits()
     drawing = Drawing(graph)
     data = {"esm": GraphWidget._esm, "state": {**page.live(drawing), "selection": ""}, "faces": drawing.faces()}
     static = graph_html(graph) if twin else f"<style>{GraphWidget._css}</style>"
@@ -197,3 +200,25 @@ def test_a_new_picture_is_shown(live: Page) -> None:
 def test_markup_that_is_no_picture_does_nothing(live: Page, svg: str) -> None:
     live.js("window.model.set('svg', arguments[0])", svg)
     assert live.js("return [window.hacked || 0, document.querySelectorAll('#here script').length]") == [0, 0]
+
+
+@needs_browser
+def test_bodies_and_sides_fold_and_unfold(driver: Any, tmp_path: Path) -> None:
+    with tfnb.record("loops") as graph:
+        x = tfnb.placeholder(torch.ones(3), name="x")
+        tfnb.while_loop(lambda v: v.sum() < 9, lambda v: tfnb.cond(v.sum() > 4, lambda: v.exp() * 2, lambda: v + 1), x)
+    page = shown(driver, tmp_path, twin=False, graph=graph)
+    titles = "[...document.querySelectorAll('.box')].map(b => b.querySelector(':scope > .face > text').textContent)"
+    while page.js("return document.querySelectorAll('.box[aria-expanded=\"false\"]').length"):
+        count = page.js("return document.querySelectorAll('.box').length")
+        page.js("[...document.querySelectorAll('button')].find(b => b.textContent === 'Unfold').click()")
+        page.wait(f"document.querySelectorAll('.box').length > {count}")
+    unfolded = page.js(f"return {titles}")
+    assert {"while_loop", "body", "cond", "then", "else", "exp"} <= set(unfolded)
+    body = page.key("body")
+    page.click(body)
+    page.wait(f"document.querySelector(`.box[data-key='{body}']`).getAttribute('aria-expanded') === 'false'")
+    assert not {"then", "else", "exp"} & set(page.js(f"return {titles}"))
+    page.click(body)
+    page.wait(f"document.querySelector(`.box[data-key='{body}.0']`)")
+    assert page.errors() == []

@@ -58,8 +58,8 @@ def _unread(contents: Contents, keep: Collection[int]) -> set[int]:
     taken = {value.node for node in contents.nodes for value in node.inputs}
     behind: dict[int, list[Node]] = {}
     for node in contents.nodes:
-        for guard in node.control:
-            behind.setdefault(guard, []).append(node)
+        for before in node.control:
+            behind.setdefault(before, []).append(node)
     found: set[int] = set()
     for guard, copies in ((node, behind.get(node.id, [])) for node in contents.nodes if node.op == "tfnb.guard"):
         ids = {guard.id, *(copy.id for copy in copies)}
