@@ -8,11 +8,11 @@ of a tensor as if it had no gaps, or lay like another one, since the functions a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
 
 def as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Tensor:
@@ -31,12 +31,9 @@ def as_strided_scatter(
 
 
 def contiguous(x: Tensor, like: Tensor | None = None) -> Tensor:
-    """Without gaps: with channels last if ``like`` lies so and both are images, in the order of the axes otherwise."""
-    if like is not None and like.dim() == x.dim() and not like.is_contiguous():
-        last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim(), torch.contiguous_format)
-        if like.is_contiguous(memory_format=last):
-            return x.contiguous(memory_format=last)
-    return x.contiguous()
+    """Without gaps: with channels last if ``like`` has the rank of x and torch takes its strides for that."""
+    is_alike = like is not None and like.dim() == x.dim()
+    return x.contiguous(memory_format=suggest_memory_format(like) if is_alike else torch.contiguous_format)
 
 
 def unit_rows(x: Tensor) -> Tensor:
@@ -45,12 +42,11 @@ def unit_rows(x: Tensor) -> Tensor:
 
 
 def prepared(op: Callable[..., Any], prepare: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-    """``op`` of tensors that are prepared for it."""
+    """``op`` of tensors that are prepared for it. NOTE: not by its name, by which torch.fx would call ``op``."""
 
     def ready(x: Any) -> Any:
         return prepare(x) if isinstance(x, Tensor) else x
 
-    @wraps(op)
     def call(*args: Any, **kwargs: Any) -> Any:
         return op(*map(ready, args), **{name: ready(x) for name, x in kwargs.items()})
 
@@ -60,7 +56,6 @@ def prepared(op: Callable[..., Any], prepare: Callable[[Tensor], Tensor]) -> Cal
 def gapless(op: Callable[..., Any], place: int) -> Callable[..., Any]:
     """``op`` of tensors without gaps, images all laid out like the argument at ``place``."""
 
-    @wraps(op)
     def call(*args: Any) -> Any:
         return op(*(contiguous(x, args[place]) if isinstance(x, Tensor) else x for x in args))
 

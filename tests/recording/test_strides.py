@@ -146,26 +146,28 @@ def test_all_kernels_take_tensors_of_any_strides(part: int) -> None:
 
 
 class Mixer(nn.Module):
-    """Tokens are turned and projected, so that the residual lies with channels last; then a group norm."""
+    """Pixels are turned into tokens and back, so that group norms stand between other layouts, and none."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.start = nn.Conv2d(3, 8, 3, padding=1)
-        self.project, self.norm, self.end = nn.Linear(8, 8), nn.GroupNorm(2, 8), nn.Conv2d(8, 4, 1)
+        self.start, self.project, self.end = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8, 8), nn.Conv2d(8, 4, 1)
+        self.before, self.after = nn.GroupNorm(2, 8), nn.GroupNorm(4, 8)
 
     def forward(self, x: Any) -> Any:
         x = self.start(x)
-        tokens = self.project(x.flatten(2).transpose(1, 2))
-        return self.end(self.norm(tokens.transpose(1, 2).reshape(x.shape) + x))
+        tokens = self.project(self.before(x).flatten(2).transpose(1, 2))
+        x = tokens.transpose(1, 2).reshape(x.shape) + x
+        return self.end(x.sigmoid() * self.after(x))
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3])
 @pytest.mark.parametrize("last", [False, True])
-def test_group_norm_differentiates_whatever_the_strides(last: bool) -> None:
+def test_group_norm_differentiates_whatever_the_strides(last: bool, rows: int) -> None:
     model = Mixer().double()
     if last:
         model = model.to(memory_format=torch.channels_last)
     other = copy.deepcopy(model)
-    sample, fed = torch.randn(2, 3, 4, 4).double(), torch.randn(3, 3, 4, 4).double()
+    sample, fed = torch.randn(2, 3, 4, 4).double(), torch.randn(rows, 3, 4, 4).double()
     with tfnb.record():
         x = tfnb.placeholder(sample, name="x")
         loss = model(x).square().sum()
@@ -173,3 +175,18 @@ def test_group_norm_differentiates_whatever_the_strides(last: bool) -> None:
     want = torch.autograd.grad(other(fed).square().sum(), list(other.parameters()))
     for value in (fed, fed.contiguous(memory_format=torch.channels_last)):
         torch.testing.assert_close(tfnb.run(found, {x: value}), list(want))
+
+
+@pytest.mark.parametrize("strides", [(128, 16, 4, 1), (128, 1, 32, 8), (1, 1, 32, 8), (1, 16, 4, 1), (256, 32, 8, 2)])
+def test_a_run_lays_tensors_out_for_the_kernel(strides: tuple[int, ...]) -> None:
+    """`as_strided` in the graph makes the strides; the kernel is met in generated code, not here."""
+    norm = nn.GroupNorm(2, 8)
+    source = torch.randn(600)
+    with tfnb.record():
+        x = tfnb.placeholder(source, name="x", shape=[600])
+        y = norm(x.as_strided((1, 8, 4, 4), strides))
+        found = [y, *tfnb.gradients((y * y.cos()).sum(), [norm.weight, norm.bias, x])]
+    fed = torch.randn(600).requires_grad_()
+    y = norm(fed.as_strided((1, 8, 4, 4), strides))
+    want = [y, *torch.autograd.grad((y * y.cos()).sum(), [norm.weight, norm.bias, fed])]
+    torch.testing.assert_close(tfnb.run(found, {x: fed.detach()}), want)
