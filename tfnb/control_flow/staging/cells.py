@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import CodeType
 
+from tfnb.control_flow.staging.expressions import Plain
 from tfnb.control_flow.staging.source import CELL, FUNCTION, Place, compiled, with_operators, worth
 from tfnb.control_flow.staging.trees import (
     CONTROL,
@@ -78,7 +79,7 @@ class _Parts:
             if isinstance(node, (ast.ImportFrom, ast.Await, ast.AsyncFor, ast.AsyncWith)):
                 raise NotConvertible("imports and await stay as they are")
         names = sorted(bound_names(body))
-        inside: list[ast.stmt] = [_Plain().visit(statement) for statement in body]
+        inside: list[ast.stmt] = [Plain().visit(statement) for statement in body]
         if names:
             inside.insert(0, placed(body[0], ast.Global(names)))
         function = with_operators(placed(body[0], definition(FUNCTION, no_arguments(), inside)), self.unsure)
@@ -114,19 +115,3 @@ def _grouped(body: Sequence[ast.stmt]) -> list[list[ast.stmt]]:
         groups[-1].append(statement)
         last = kind
     return groups
-
-
-class _Plain(ast.NodeTransformer):
-    """Annotated assignments of a cell as plain ones: a global name cannot be annotated."""
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
-        if not isinstance(node.target, ast.Name):
-            return node
-        if node.value is None:
-            return placed(node, ast.Pass())
-        return placed(node, ast.Assign([node.target], node.value, None))
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        return node
-
-    visit_AsyncFunctionDef = visit_ClassDef = visit_FunctionDef  # type: ignore[assignment]

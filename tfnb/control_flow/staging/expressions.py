@@ -6,7 +6,7 @@ import ast
 from collections.abc import Container
 from typing import Any
 
-from tfnb.control_flow.staging.trees import HIDDEN, never_tensor, no_arguments, operator_call, placed, thunk
+from tfnb.control_flow.staging.trees import HIDDEN, never_tensor, no_arguments, operator_call, placed, thunk, walk
 
 # Calls that look at the frame they stand in, or whose answer never is a tensor.
 _AS_WRITTEN = frozenset({
@@ -33,6 +33,43 @@ class Else(ast.NodeTransformer):
         return [_flag(node, flag, False), node, placed(orelse[0], ast.If(test, orelse, []))]
 
     visit_For = visit_While = _loop
+
+
+class Walrus(ast.NodeTransformer):
+    """``while (a := b): c`` as ``while True: if not (a := b): break; c``: malt makes a function of a test."""
+
+    def visit_While(self, node: ast.While) -> ast.AST:
+        self.generic_visit(node)
+        if any(isinstance(n, ast.NamedExpr) for n in walk([node.test])):
+            stop = placed(node.test, ast.UnaryOp(ast.Not(), node.test))
+            node.body.insert(0, placed(node.test, ast.If(stop, [placed(node.test, ast.Break())], [])))
+            node.test = placed(node.test, ast.Constant(True))
+        return node
+
+
+class Plain(ast.NodeTransformer):
+    """Annotated assignments as plain ones: a global name cannot be annotated, and malt sees none of them."""
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        if not isinstance(node.target, ast.Name):
+            return node
+        if node.value is None:
+            return placed(node, ast.Pass())
+        return placed(node, ast.Assign([node.target], node.value, None))
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        return node
+
+
+def told_names(function: ast.FunctionDef) -> ast.FunctionDef:
+    """A function that first tells which names of outside it binds."""
+    names = [name for n in walk(function.body) if isinstance(n, (ast.Nonlocal, ast.Global)) for name in n.names]
+    if names:
+        first = function.body[0]
+        has_text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+        told = operator_call(first, "rebinds", *(placed(first, ast.Constant(name)) for name in names))
+        function.body.insert(has_text, placed(first, ast.Expr(told)))
+    return function
 
 
 class _Flagged(ast.NodeTransformer):
@@ -126,7 +163,10 @@ class Expressions(ast.NodeTransformer):
         return node
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        return node if node.name.startswith(("ag__get_state", "ag__set_state")) else self.generic_visit(node)
+        if node.name.startswith(("ag__get_state", "ag__set_state")):
+            return node
+        self.generic_visit(node)
+        return node if node.name.startswith(HIDDEN) else told_names(node)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
         self.generic_visit(node)

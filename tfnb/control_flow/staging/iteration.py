@@ -167,12 +167,29 @@ def _over(plain: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **options: plain(*map(_plain, args), **options)
 
 
+def _joined(plain: Callable[..., bool], join: Callable[..., Any]) -> Callable[..., Any]:
+    """``any`` or ``all``: of a list with recorded truth values, each run looks."""
+
+    def joined(found: Any) -> Any:
+        found = _plain(found)
+        if not isinstance(found, (list, tuple)) or not any(
+            isinstance(each, Tensor) and recorder_for(each) is not None for each in found
+        ):
+            return plain(found)
+        return functools.reduce(
+            join, [each if isinstance(each, torch.Tensor) else torch.tensor(bool(each)) for each in found]
+        )  # fmt: skip
+
+    return joined
+
+
 def _bool(*args: Any) -> bool:
     return bool(_len(args[0])) if args and grown(args[0]) else bool(*args)
 
 
 BUILTINS: dict[Any, Callable[..., Any]] = {
     range: _range, enumerate: _enumerate, zip: _zip, len: _len, print: _print,
-    bool: _bool, **{each: _over(each) for each in (sum, any, all, sorted, reversed, map, filter)},
+    bool: _bool, **{each: _over(each) for each in (sum, sorted, reversed, map, filter)},
+    any: _joined(any, torch.logical_or), all: _joined(all, torch.logical_and),
     max: _best("max", operator.gt, max, torch.sym_max), min: _best("min", operator.lt, min, torch.sym_min),
 }  # fmt: skip

@@ -38,6 +38,8 @@ _PLACE = ("lineno", "col_offset", "end_lineno", "end_col_offset")
 def malted(function: ast.FunctionDef) -> ast.FunctionDef:
     """The function with its control flow as calls; raises NotConvertible."""
     names = {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}
+    lambdas = [n for n in ast.walk(function) if isinstance(n, ast.Lambda)]
+    closures = {n.id for each in lambdas for n in ast.walk(each.body) if isinstance(n, ast.Name)}
     info = transformer.EntityInfo(function.name, "", "", (), dict.fromkeys(names))
     context = transformer.Context(info, _Namer(info.namespace), converter.ProgramContext(None))
     for node in ast.walk(function):
@@ -59,7 +61,7 @@ def malted(function: ast.FunctionDef) -> ast.FunctionDef:
         function = _resolved(function, context)
         for analysis in (reaching_definitions, reaching_fndefs, liveness):
             function = analysis.resolve(function, context, graphs)
-        bodies = _Bodies(context)
+        bodies = _Bodies(context, closures)
         function = bodies.visit(function)
         function = variables.transform(function, context)
     except (PyCTError, ValueError, NotImplementedError, AssertionError, KeyError, AttributeError) as error:
@@ -159,21 +161,26 @@ class _Returns(_Placed, return_statements.ReturnStatementsTransformer):
 
 
 class _Bodies(_Placed, control_flow.ControlFlowTransformer):
-    """Bodies as functions. What a cell binds is needed after it."""
+    """Bodies as functions. What a cell binds is needed after it, and what a function binds of outside."""
 
-    def __init__(self, context: Any) -> None:
+    def __init__(self, context: Any, closures: set[str]) -> None:
         super().__init__(context)
+        self.closures = closures  # names that lambdas read, whenever they are called
         self.read: list[set[str]] = []  # of each statement: the names that it reads before it binds them
 
     def _get_block_basic_vars(self, modified: Any, live_in: Any, live_out: Any) -> Any:
         found = super()._get_block_basic_vars(modified, live_in, live_out)
-        return found | frozenset(modified & self.state[control_flow._Function].scope.globals)
+        return found | frozenset(filter(self._is_needed, modified))
+
+    def _is_needed(self, name: Any) -> bool:
+        """Whether a name is of outside of the function, or of one inside of it: malt does not see who reads those."""
+        scope = self.state[control_flow._Function].scope
+        return name in scope.globals or name in scope.nonlocals or str(name) in self.closures
 
     def _get_block_vars(self, node: Any, modified: Any) -> Any:
         names, undefined, count = super()._get_block_vars(node, modified)
         self.read.append({str(name) for name in anno.getanno(node, anno.Static.LIVE_VARS_IN)})
-        cell = self.state[control_flow._Function].scope.globals
-        needed = [name for place, name in enumerate(names) if place < count or name in cell]
+        needed = [name for place, name in enumerate(names) if place < count or self._is_needed(name)]
         return [*needed, *(name for name in names if name not in needed)], undefined, len(needed)
 
     def _get_block_composite_vars(self, modified: Any, live_in: Any) -> Any:

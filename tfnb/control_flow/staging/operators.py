@@ -22,6 +22,7 @@ from tfnb.control_flow.staging.lists import expanded, grown, length
 from tfnb.control_flow.staging.lists import item as item_of
 from tfnb.control_flow.staging.looping import Stage, staged_loop
 from tfnb.control_flow.staging.statement import (
+    CannotStage,
     Statement,
     as_number,
     as_test,
@@ -216,6 +217,12 @@ def _like(first: Any) -> Any:
     return first.clone() if isinstance(first, torch.Tensor) else first
 
 
+def rebinds(*names: str) -> None:
+    """A function of the user's is called that binds names of outside."""
+    if status.depth:
+        raise CannotStage(f"a function called in it sets {', '.join(names)} of outside")
+
+
 def items(owner: Any) -> Any:
     """What a comprehension or a ``*`` goes over."""
     return expanded(owner) if grown(owner) else owner
@@ -229,6 +236,7 @@ def item(owner: Any, index: Any) -> Any:
 vars(OPERATORS).update({
     each.__name__: each for each in (
         Absent, Undefined, UndefinedReturnValue, ld, ldu, scope, if_stmt, while_stmt, for_stmt, if_exp, and_, or_, not_,
-        augmented, item, items, made, changed, fn, marked,
+        augmented, item, items, made, changed, rebinds, fn,
+        marked,
     )
 })  # fmt: skip

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
 
-from tfnb.control_flow.staging.expressions import Else, Expressions
+from tfnb.control_flow.staging.expressions import Else, Expressions, Plain, Walrus, told_names
 from tfnb.control_flow.staging.trees import (
     CONTROL,
     HIDDEN,
@@ -39,7 +39,7 @@ def function_code(code: CodeType, tree: ast.FunctionDef | ast.Lambda) -> CodeTyp
     """
     owner = code.co_qualname.split(".")[-2:-1]
     tree = _prepared(tree, owner[0] if owner and owner[0] != "<locals>" else None)
-    body = with_operators(tree if isinstance(tree, ast.FunctionDef) else _as_function(tree))
+    body = told_names(with_operators(tree if isinstance(tree, ast.FunctionDef) else _as_function(tree)))
     place = Place(code.co_filename, code.co_name, code.co_qualname, code.co_flags & _FUTURE, code.co_firstlineno)
     return compiled(body, place, code.co_freevars)
 
@@ -55,10 +55,27 @@ def bound(factory: CodeType, function: FunctionType, operators: Any) -> Function
     return new
 
 
+_WORTH = (
+    *CONTROL,
+    ast.Call,
+    ast.IfExp,
+    ast.BoolOp,
+    ast.Not,
+    ast.AugAssign,
+    ast.comprehension,
+    ast.Nonlocal,
+    ast.Global,
+)
+
+
 def worth(tree: ast.AST) -> bool:
-    """Whether there is anything that may be staged."""
-    kinds = (*CONTROL, ast.Call, ast.IfExp, ast.BoolOp, ast.Not)
-    return any(isinstance(n, kinds) or (isinstance(n, ast.Compare) and len(n.ops) > 1) for n in ast.walk(tree))
+    """Whether there is anything that may be staged, or that a staged statement has to know of."""
+    return any(
+        isinstance(n, _WORTH)
+        or (isinstance(n, ast.Compare) and len(n.ops) > 1)
+        or (isinstance(n, (ast.Attribute, ast.Subscript)) and not isinstance(n.ctx, ast.Load))
+        for n in ast.walk(tree)
+    )
 
 
 # -- preparing ----------------------------------------------------------------------------------------------------
@@ -80,7 +97,7 @@ def _prepared(tree: Any, owner: str | None) -> Any:
         tree.decorator_list, tree.returns = [], None
         tree.name = FUNCTION  # not to hide a global of its own name
     first = [*given.posonlyargs, *given.args][:1]
-    return _OfClass(owner, first[0].arg if first else None).visit(tree)
+    return _OfClass(owner, first[0].arg if first else None).visit(Plain().visit(tree))
 
 
 class _OfClass(ast.NodeTransformer):
@@ -121,7 +138,7 @@ def with_operators(function: ast.FunctionDef, unsure: Container[str] = ()) -> as
     if has_control([n for n in ast.walk(function) if isinstance(n, CONTROL)]):
         from tfnb.control_flow.staging.malting import malted
 
-        Else().visit(function)
+        Walrus().visit(Else().visit(function))
         function = malted(function)
     return Expressions(unsure).visit(function)
 

@@ -1,0 +1,170 @@
+"""Python's statements, one form after the other: what AutoGraph stages equals Python, what it does not is guarded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.control_flow.definitions import DEFINITIONS
+from tests.control_flow.statements import STATEMENTS
+from tests.control_flow.written import blocks, compared
+from tfnb.errors import BranchChanged, ShapeError
+
+STAGED = blocks(STATEMENTS) + blocks(DEFINITIONS)
+
+# What they change is of Python: an object or a name of outside, None, a generator, a structure to match.
+PYTHON = r"""
+# a dict target in a branch
+d = {"a": x.sum(), "n": 0}
+if x.sum() > 0:
+    d["a"] = d["a"] * 2
+    d["n"] = 5
+return d["a"], d["n"]
+
+# a list item in a loop
+d = [x.sum(), 0]
+for row in x:
+    d[0] = d[0] + row.max()
+    d[1] += 1
+return d[0], d[1]
+
+# walrus in a condition with and
+if (s := x.sum()) > 0 and (m := x.max()) > 1:
+    r = s + m
+else:
+    r = s
+return r
+
+# a generator consumed in a loop
+def parts(v):
+    for i in range(3):
+        yield v[:, i]
+s = x.new_zeros(())
+for p in parts(x):
+    if p.sum() > 0:
+        s = s + p.sum()
+return s
+
+# nonlocal
+count = x.sum() * 0
+def bump(v):
+    nonlocal count
+    if v > 0:
+        count = count + 1
+    return v
+for row in x:
+    bump(row.sum())
+return count
+
+# nonlocal number
+count = 0
+def bump(v):
+    nonlocal count
+    if v > 0:
+        count += 1
+if x.sum() > 0:
+    bump(x.sum())
+return count
+
+# match on a structure
+match (x.sum(), 2):
+    case (s, 2):
+        r = s * 2
+    case _:
+        r = x
+if r > 0:
+    r = r + 1
+return r
+
+# a dataclass state, replaced
+from dataclasses import dataclass, replace
+@dataclass
+class S:
+    u: object
+    n: int = 0
+s = S(x.sum())
+if x.sum() > 0:
+    s = replace(s, u=s.u * 2, n=1)
+return s.u
+
+# nonlocal in a staged loop
+def run():
+    total = x.sum() * 0
+    def add(v):
+        nonlocal total
+        total = total + v
+    for row in x:
+        add(row.sum())
+    return total
+return run()
+
+# yield beside a staged loop
+def gen(n):
+    i = 0
+    while i < n:
+        yield i
+        i += 1
+return sum(x.sum() * i if x.sum() > 0 else x.mean() for i in gen(3))
+
+# none until set
+best = None
+for row in x:
+    best = row.sum() if best is None else torch.maximum(best, row.sum())
+return best
+
+# an attribute set by a method without calls
+class Box:
+    def keep(self, v):
+        self.v = v
+b = Box()
+b.keep(x.sum())
+for row in x:
+    b.keep(row.sum())
+return b.v
+
+# an attribute set by a method in a branch
+class Box:
+    v = 1.0
+    def keep(self, v):
+        self.v = v
+b = Box()
+if x.sum() > 0:
+    b.keep(x.sum())
+return b.v * x.mean()
+
+# an item set by a function without calls
+d = {"n": 0}
+def keep(v):
+    d["n"] = v
+for row in x:
+    keep(row.max())
+return d["n"] + x.sum()
+
+# a global set in a loop
+global count_
+count_ = x.sum() * 0
+def bump(v):
+    global count_
+    count_ = count_ + v
+for row in x:
+    bump(row.max())
+return count_ + 1
+"""
+
+ROWS = ((3, 1.0, 0.0), (1, 2.0, -0.5), (2, -0.7, 0.2), (5, 0.4, -1.0), (4, 1.5, 0.5))
+FED = [torch.linspace(-1, 2, 3 * n).reshape(n, 3) * scale + shift for n, scale, shift in ROWS]
+
+
+@pytest.mark.parametrize(("name", "body"), STAGED, ids=[name for name, _ in STAGED])
+def test_a_staged_statement_gives_what_python_gives(name: str, body: str) -> None:
+    notes, refused = compared(body, FED[0], FED)
+    assert not any("stays Python" in note for note in notes), notes
+    assert refused == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*became the constant", "ignore:.*Python took the")
+@pytest.mark.parametrize(("name", "body"), blocks(PYTHON), ids=[name for name, _ in blocks(PYTHON)])
+def test_a_statement_of_python_is_guarded(name: str, body: str) -> None:
+    notes, refused = compared(body, FED[0], FED, (BranchChanged, ShapeError))
+    assert any("stays Python" in note for note in notes) or "walrus" in name
+    assert 0 < refused < len(FED)
