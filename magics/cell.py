@@ -49,19 +49,22 @@ class Program:
     tree: ast.Module
     last: ast.expr | None
 
-    def run(self, *, full_tracebacks: bool = False, converted: Converted | None = None) -> Any:
+    def run(self, full_tracebacks: bool = False, converted: Converted | None = None) -> Any:
         """Run in the user's namespace; the value of a final expression. converted: what runs in the body's place."""
         __tracebackhide__ = True
         shell = self.shell
         if converted is None or shell.user_global_ns is not shell.user_ns:
             return self._run(shell.user_global_ns, shell.user_ns, full_tracebacks)
         try:
-            cell = converted(self.tree.body, self.last, self.filename, shell.compile.flags)
-            return cell.run(shell.user_ns)
+            return self.converted(converted).run(shell.user_ns)
         except BaseException as error:
             if not full_tracebacks:
                 shorten(error)
             raise
+
+    def converted(self, make: Converted) -> Any:
+        """What ``make`` makes of the body."""
+        return make(self.tree.body, self.last, self.filename, self.shell.compile.flags)
 
     def names(self, *, full_tracebacks: bool = False) -> dict[str, Any]:
         """Run on a copy of the user's namespace, which is returned."""

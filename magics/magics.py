@@ -54,6 +54,7 @@ class TfnbMagics(Magics):
                  help="make the tensor NAME a placeholder; x:B,T,8 names axes, _ keeps the sample's size"),
         argument("-d", "--device", metavar="DEV", help="where factories and placeholders go"),
         argument("--lazy", action="store_true", help="shapes only, no sample values"),
+        argument("-N", "--no-execute", action="store_true", help="show what AutoGraph makes of the cell, run nothing"),
         argument("--no-autograph", action="store_true", help="if, while and for stay Python, decided by the samples"),
         argument("--append", action="store_true", help="keep the nodes of earlier runs of this cell"),
         argument("--show", action="store_true", default=None, help="draw the cell's part of the graph (default)"),
@@ -63,9 +64,8 @@ class TfnbMagics(Magics):
     def tfgraph(self, line: str, cell: str | None = None) -> Any:
         """Record a cell into a graph, or look at graphs.
 
-        Cell form: the body is ordinary PyTorch, run at once on samples; a last expression becomes Out[n]. Its control
-        flow on recorded tensors is part of the graph, decided by each run. -o stores the graph. Line form: show
-        (default), ls, rm [In[n]], clear, export FILE.
+        Cell form: the body is ordinary PyTorch, run at once on samples; a last expression becomes Out[n]. Each run
+        decides its control flow. -o stores the graph. Line form: show (default), ls, rm [In[n]], clear, export FILE.
 
             %%tfgraph digits -i images:B,1,8,8
             %tfgraph digits export digits.svg
@@ -77,6 +77,8 @@ class TfnbMagics(Magics):
         if cell is None:
             return self._verb(options)
         program = compiled(self.shell, "tfgraph", line, cell)
+        if options.no_execute:
+            return self.watch.show({"text/plain": program.converted(tfnb.control_flow.Cell).text()})
         before = _recorded_by(tfnb.graphs().get(self._name(options)))
         with (
             self._names_kept(options.input, self._name(options)),
@@ -86,8 +88,7 @@ class TfnbMagics(Magics):
             ) as graph,
         ):  # fmt: skip
             self.shell.user_ns.update(map(self._input, options.input))
-            converted = None if options.no_autograph else tfnb.control_flow.Cell
-            result = program.run(full_tracebacks=self.full_tracebacks, converted=converted)
+            result = program.run(self.full_tracebacks, None if options.no_autograph else tfnb.control_flow.Cell)
         self._draw(graph, program.label, options, silent=program.silent)
         for note in (*graph.notes, *_shadowed(graph, before, self.shell.user_ns)):
             self.watch.show({"text/plain": f"note: {note}"})

@@ -55,6 +55,19 @@ def test_no_autograph_leaves_a_guard_and_a_warning(notebook: Any) -> None:
     assert [node.op for node in tfnb.graph("g").nodes].count("tfnb.guard") == 1
 
 
+def test_no_execute_shows_what_the_cell_is_made_into_and_runs_nothing(notebook: Any) -> None:
+    ran = notebook.ok(
+        "%%tfgraph g -N\ndef h(v):\n    return v if v.sum() > 0 else -v\nx = tfnb.placeholder(torch.ones(3))\n"
+        "while h(x).sum() < 3:\n    x = x * 2\nasync def other(): pass\nx"
+    )
+    (text,) = (bundle["text/plain"] for bundle in ran.shown)
+    for part in ("def h(v):", "ag__.if_exp(", "ag__.while_stmt(", "async def other", "ag__.fn(tfnb.placeholder)"):
+        assert part in text
+    assert "g" not in tfnb.graphs()
+    assert "x" not in notebook.names
+    assert "SyntaxError" in notebook.run("%%tfgraph g -N\nif x.sum( > 0:\n    y = 1").out
+
+
 @pytest.mark.parametrize(
     ("statement", "line"),
     [

@@ -13,7 +13,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from tfnb.control_flow.staging.calls import fn, marked
-from tfnb.control_flow.staging.cells import Part, cell_parts
+from tfnb.control_flow.staging.cells import Part, cell_parts, cell_text
 from tfnb.control_flow.staging.operators import OPERATORS
 from tfnb.control_flow.staging.statement import status
 from tfnb.control_flow.staging.unset import Sometimes, Undefined
@@ -117,6 +117,11 @@ class Cell:
 
     def __init__(self, body: Sequence[ast.stmt], result: ast.expr | None, filename: str, flags: int = 0) -> None:
         self._parts, self._result = cell_parts(body, result, filename, flags)
+        self._source = list(body), result
+
+    def text(self) -> str:
+        """What AutoGraph makes of the cell, for people."""
+        return cell_text(*self._source)
 
     def run(self, names: dict[str, Any]) -> Any:
         """Run with ``names`` as globals; the value of the final expression. Notes say what stays Python."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import CodeType
 
@@ -46,6 +46,34 @@ def cell_parts(
     return found, None if result is None else parts.code([placed(result, ast.Return(result))])[0]
 
 
+def cell_text(body: Sequence[ast.stmt], result: ast.expr | None) -> str:
+    """What `cell_parts` makes of a cell, as text: calls of operators, and why the rest stays Python."""
+    found = []
+    for group in _grouped([*body, *([] if result is None else [placed(result, ast.Expr(result))])]):
+        line = group[0].lineno
+        if isinstance(group[0], ast.FunctionDef):
+            found += [_text(each.lineno, lambda of=each: _defined(of)) for each in group]  # type: ignore[misc]
+        elif _stays(group[0]) or not any(map(worth, group)):
+            found.append("\n".join(map(ast.unparse, group)))
+        else:
+            tree = _Parts(Place("", CELL, CELL, 0)).tree
+            found.append(_text(line, lambda of=group, tree=tree: tree(copy.deepcopy(of))))  # type: ignore[misc]
+    return "\n\n".join(found)
+
+
+def _defined(tree: ast.stmt) -> ast.AST:
+    """A definition, as it is converted when it is called."""
+    tree = copy.deepcopy(tree)
+    return with_operators(tree) if isinstance(tree, ast.FunctionDef) and worth(tree) else tree
+
+
+def _text(line: int, tree: Callable[[], ast.AST]) -> str:
+    try:
+        return ast.unparse(ast.fix_missing_locations(tree()))
+    except NotConvertible as why:
+        return f"# line {line} stays Python: {why}"
+
+
 class _Parts:
     """The statements of a cell, one group after the other."""
 
@@ -75,6 +103,13 @@ class _Parts:
 
     def code(self, body: list[ast.stmt]) -> tuple[CodeType, set[str]]:
         """The factory of statements, and the names that they read before they bind them."""
+        function = self.tree(body)
+        read: list[set[str]] = getattr(function, "read", [])  # of each statement with control flow, the outermost last
+        needed = set().union(*(read[-1:] if isinstance(body[0], CONTROL) and not _left(body[0]) else read))
+        return compiled(function, self.place, ()), needed
+
+    def tree(self, body: list[ast.stmt]) -> ast.FunctionDef:
+        """Statements as a function that calls operators."""
         for node in (node for statement in body for node in ast.walk(statement)):
             if isinstance(node, (ast.ImportFrom, ast.Await, ast.AsyncFor, ast.AsyncWith)):
                 raise NotConvertible("imports and await stay as they are")
@@ -82,10 +117,7 @@ class _Parts:
         inside: list[ast.stmt] = [Plain().visit(statement) for statement in body]
         if names:
             inside.insert(0, placed(body[0], ast.Global(names)))
-        function = with_operators(placed(body[0], definition(FUNCTION, no_arguments(), inside)), self.unsure)
-        read: list[set[str]] = getattr(function, "read", [])  # of each statement with control flow, the outermost last
-        needed = set().union(*(read[-1:] if isinstance(body[0], CONTROL) and not _left(body[0]) else read))
-        return compiled(function, self.place, ()), needed
+        return with_operators(placed(body[0], definition(FUNCTION, no_arguments(), inside)), self.unsure)
 
 
 def _left(statement: ast.stmt) -> bool:
