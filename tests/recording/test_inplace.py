@@ -312,6 +312,7 @@ REFUSED = {
     "resize_ beyond the view": lambda x, plain: x[1].resize_(4),
     "shape of a plain tensor": lambda x, plain: plain.t_(),
     "out= of another shape": lambda x, plain: torch.add(x, 1, out=torch.empty(4, 4)),
+    "out= of another rank": lambda x, plain: torch.sum(x, (0, 1), out=torch.empty(1)),
     "out= of a plain tensor": lambda x, plain: torch.add(x[:1, :1], 1, out=plain[:0]),
     "overlap": lambda x, plain: x.as_strided((2, 2), (1, 1)).add_(1),
     "unfold": lambda x, plain: x.unfold(0, 2, 1).add_(1),

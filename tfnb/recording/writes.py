@@ -73,7 +73,8 @@ def _write(
     if any(isinstance(result, (list, tuple)) for result in results):
         raise _refused(rec, func, "writes lists of tensors beside others: use calls that return what they compute")
     for target, result in zip(targets, results[: len(targets)], strict=True):
-        if not direct and not _broadcasts(result, target):
+        resized = result.dim() != target.dim() and any(a.is_out for a in func._schema.arguments)
+        if resized or not (direct or _broadcasts(result, target)):
             _grow(rec, func, target, result)
             continue
         if off and not (direct and result.dtype == target.dtype):
