@@ -76,7 +76,7 @@ def _record(recorder: Recorder, cls: Any, args: tuple[Any, ...], kwargs: dict[st
     wanted = [i for i, a in enumerate(args) if _conducts(recorder, a)] if torch.is_grad_enabled() else []
     before = [recorder._entry(args[i]) for i in wanted]
     ctx = Context(cls)
-    ctx.needs_input_grad = tuple(i in wanted for i in range(len(args)))
+    ctx.needs_input_grad = tuple(i in wanted and a.requires_grad for i, a in enumerate(args))  # as torch says it
 
     def refuse(how: str) -> None:
         if how in _ARRAYS:
