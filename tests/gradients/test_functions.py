@@ -104,6 +104,29 @@ class Scaled(torch.autograd.Function):
         return dx, dw
 
 
+class Covariance(torch.autograd.Function):
+    """A forward that refuses arguments which need a gradient."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        assert not ctx.needs_input_grad[0] and not x.requires_grad
+        ctx.save_for_backward(x)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        return None, dy * x
+
+
+def test_a_forward_is_told_that_constants_need_no_gradient():
+    w = torch.nn.Parameter(torch.ones(3))
+    with tfnb.record():
+        y = Covariance.apply(torch.arange(3.0) / 2, w)
+        (dw,) = tfnb.gradients(y.sum(), [w])
+    assert tfnb.run(dw).tolist() == [0.0, 0.5, 1.0]
+
+
 class SortedTwo(torch.autograd.Function):
     """Several outputs, one of them not differentiable, and an input that gets no gradient."""
 

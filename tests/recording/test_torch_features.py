@@ -145,6 +145,19 @@ def test_compiled_modules_run_as_the_code_they_are() -> None:
     torch.testing.assert_close(tfnb.run(out, {x: OTHER}), outside(OTHER).detach())
 
 
+# -- libraries that ask which library a tensor is of ------------------------------------------------------------------
+
+
+def test_opt_einsum_takes_recorded_tensors_for_those_of_torch() -> None:
+    opt_einsum = pytest.importorskip("opt_einsum")
+    a, b, c = torch.randn(2, 3), torch.randn(3, 4), torch.randn(4, 5)
+    with tfnb.record():
+        x = tfnb.placeholder(a, name="x", shape=[2, 3])
+        y = opt_einsum.contract("bi,ij,jk->kb", x, b, c)
+    other = torch.randn(2, 3)
+    torch.testing.assert_close(tfnb.run(y, {x: other}), (other @ b @ c).T)
+
+
 # -- einops -----------------------------------------------------------------------------------------------------------
 
 

@@ -65,6 +65,7 @@ def _put_back(module: torch.nn.Module, before: dict[str, torch.Tensor | None], r
             found = "nothing" if old is None else f"{old.dtype}{list(old.shape)}"
             raise Unsupported(
                 f"{type(module).__name__} gives its buffer {name}, which held {found}, a value of "
-                f"{now.dtype}{list(now.shape)} while recording: make it so in the constructor{recording.tape.at()}"
+                f"{now.dtype}{list(now.shape)} while recording: make it so in the constructor, or, if it is kept from "
+                f"call to call, by a call of the model before the recording{recording.tape.at()}"
             )
         rebind(recording, old, now)

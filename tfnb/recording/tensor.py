@@ -99,6 +99,8 @@ class Base:
 class Tensor(torch.Tensor):
     """A recorded tensor. ``.sample`` is its plain value while recording, ``.value`` its place in ``.graph``."""
 
+    __module__ = "torch.tfnb"  # opt_einsum, autoray and others look there for the library that a tensor is of
+
     _entry: Entry
     _family: Base
     _chain: tuple[View, ...]
