@@ -35,7 +35,8 @@ def while_loop(
     limit = min([*lengths[:1], *([] if limit is None else [limit])], default=None)
     if not (xs or rows or draws):
         return _plain_loop(cond, body, init, captures, limit, run)
-    state, turns, carried = tuple(init), 0, len(init)
+    state: Sequence[torch.Tensor] = tuple(init)
+    turns, carried = 0, len(init)
     given = zip(*sequences) if xs else repeat(())  # noqa: B905  # as many as turns are taken
     columns = [_Stacked(row) if isinstance(row, tuple) else row for row in rows]
     puts = [column.put for column in columns]

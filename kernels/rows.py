@@ -21,7 +21,9 @@ FEWEST = 4  # products that are worth a copy of their rows
 class Column(Protocol):
     """One of a loop's results, as it grows."""
 
-    put: Callable[[torch.Tensor], None]
+    @property
+    def put(self) -> Callable[[torch.Tensor], None]:
+        """Takes a turn's row."""
 
     def end(self, reverse: bool) -> tuple[Any, ...]:
         """What is there after the last turn; reverse: the last turn's row is the first."""

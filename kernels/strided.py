@@ -32,8 +32,9 @@ def as_strided_scatter(
 
 def contiguous(x: Tensor, like: Tensor | None = None) -> Tensor:
     """Without gaps: with channels last if ``like`` has the rank of x and torch takes its strides for that."""
-    is_alike = like is not None and like.dim() == x.dim()
-    return x.contiguous(memory_format=suggest_memory_format(like) if is_alike else torch.contiguous_format)
+    if like is None or like.dim() != x.dim():
+        return x.contiguous()
+    return x.contiguous(memory_format=suggest_memory_format(like))
 
 
 def unit_rows(x: Tensor) -> Tensor:

@@ -79,8 +79,9 @@ class Room:
     def __exit__(self, *exc: object) -> None:
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
-        for block in (block for stack in self._stacks for block in stack.blocks if block.memory is not None):
-            self.tier.give(block.memory, block.device)
+        for block in (block for stack in self._stacks for block in stack.blocks):
+            if block.memory is not None:
+                self.tier.give(block.memory, block.device)
 
     @property
     def free(self) -> int:
@@ -206,7 +207,8 @@ class _Pack:
     def __init__(self, rows: Sequence[torch.Tensor], memory: torch.Tensor, alike: bool) -> None:
         first = rows[0]
         self.shapes, self.alike = [first.shape] * len(rows) if alike else [row.shape for row in rows], alike
-        order = sorted(range(first.dim()), key=lambda axis: -first.stride(axis))
+        strides = first.stride()
+        order = sorted(range(first.dim()), key=lambda axis: -strides[axis])
         self.order = None if order == sorted(order) else order
         laid = rows if self.order is None else [row.permute(order) for row in rows]
         self.bytes, self.memory = memory.numel(), memory.view(first.dtype)

@@ -33,7 +33,7 @@ def explained(
         return error
     inputs = tuple(inputs)
     listed = ", ".join(f"{name}: {spec}" for name, spec in inputs)
-    kind = InvalidArgument if func.namespace == "tfnb" else ShapeError
+    kind: type[InvalidArgument | Unsupported] = InvalidArgument if func.namespace == "tfnb" else ShapeError
     kind = Unsupported if isinstance(error, _NO_RULE) else kind
     reason = readable(str(error).strip().split("\n")[0]) or type(error).__name__
     name = func._schema.name.partition("::")[2]

@@ -52,7 +52,7 @@ _LONG = 40  # operations of a size; what has more is a tensor
 
 
 def branched(
-    st: Statement, test: Tensor, body: Callable[[], None], orelse: Callable[[], None], wanted: int
+    st: Statement, test: Any, body: Callable[[], None], orelse: Callable[[], None], wanted: int
 ) -> None:  # fmt: skip
     """Staged, or else by Python, with a guard."""
     test = as_test(test)
@@ -141,7 +141,7 @@ class _After:
 
 
 def stage_if(
-    st: Statement, test: Tensor, body: Callable[[], None], orelse: Callable[[], None], wanted: int
+    st: Statement, test: Any, body: Callable[[], None], orelse: Callable[[], None], wanted: int
 ) -> None:  # fmt: skip
     """Both branches into the graph; the first ``wanted`` names are needed afterwards. Raises CannotStage or Check."""
     recorder, by_size = st.recorder, isinstance(test, torch.SymBool)

@@ -26,7 +26,7 @@ from tfnb.control_flow.staging.statement import (
 )
 from tfnb.control_flow.structure import spec_of
 from tfnb.errors import Unsupported
-from tfnb.recording import Recorder, Tensor
+from tfnb.recording import Recorder
 
 
 class Growing:
@@ -43,7 +43,7 @@ class Growing:
 class Appended:
     """The elements that a loop appended, as rows: ``leaves`` of the nested structure that one element is."""
 
-    leaves: list[Tensor]
+    leaves: list[torch.Tensor]
     form: TreeSpec
     numbers: list[bool]
     place: str
@@ -110,10 +110,10 @@ class Growth:
         """Whether the body has to be recorded again, with its lists marked."""
         return self.known < len(self.lists)
 
-    def rows(self, recorder: Recorder) -> list[Tensor]:
+    def rows(self, recorder: Recorder) -> list[torch.Tensor]:
         """What a turn gives for all lists: their elements, leaf by leaf."""
         self.forms: list[tuple[TreeSpec, list[bool], int]] = []
-        found: list[Tensor] = []
+        found: list[torch.Tensor] = []
         for values in self.values:
             if not values:
                 raise CannotStage("append() is called in some of its turns only")
@@ -127,13 +127,13 @@ class Growth:
             numbers = [is_number(leaf) or not isinstance(leaf, torch.Tensor) for leaf in leaves]
             self.forms.append((form, numbers, len(values)))
             for column in zip(*(leaves for leaves, _ in flat), strict=True):
-                tensors = [tensor_of(recorder, leaf) for leaf in column]
+                tensors: list[torch.Tensor] = [tensor_of(recorder, leaf) for leaf in column]
                 if len({(spec_of(t).dtype, spec_of(t).shape) for t in tensors}) > 1:
                     raise CannotStage("append() is called with elements of several shapes or dtypes")
                 found.append(tensors[0] if len(tensors) == 1 else torch.stack(tensors))
         return found
 
-    def finish(self, rows: Sequence[Tensor], place: str) -> None:
+    def finish(self, rows: Sequence[torch.Tensor], place: str) -> None:
         """After the loop: its rows, at the end of the lists."""
         left = iter(rows)
         for owner, (form, numbers, many) in zip(self.lists, self.forms, strict=True):
@@ -175,7 +175,7 @@ def expanded(items: Any) -> list[Any]:
     return found
 
 
-def parts(items: Any) -> list[tuple[bool, Tensor]]:
+def parts(items: Any) -> list[tuple[bool, torch.Tensor]]:
     """Whether it is the rows of many, and the tensor."""
     found = []
     for each in items:
@@ -186,16 +186,16 @@ def parts(items: Any) -> list[tuple[bool, Tensor]]:
     return found
 
 
-def stack(tensors: Any, dim: int = 0) -> Tensor:
+def stack(tensors: Any, dim: int = 0) -> torch.Tensor:
     """``torch.stack`` of them."""
     rows = torch.cat([part if many else part[None] for many, part in parts(tensors)])
     return rows if dim == 0 else rows.movedim(0, dim)
 
 
-def cat(tensors: Any, dim: int = 0) -> Tensor:
+def cat(tensors: Any, dim: int = 0) -> torch.Tensor:
     """``torch.cat`` of them."""
 
-    def joined(rows: Tensor) -> Tensor:
+    def joined(rows: torch.Tensor) -> torch.Tensor:
         at = dim if dim >= 0 else rows.dim() - 1 + dim
         return rows.movedim(0, at).flatten(at, at + 1)
 

@@ -292,7 +292,9 @@ class _Saved:
             return symbols.hint(dim.evaluate(symbols.bindings([dim]))) if isinstance(dim, Dim) else dim
 
         rows = [[size(dim) for dim in spec.shape] for spec in specs]
-        known = [prod(row) * spec.dtype.itemsize for row, spec in zip(rows, specs, strict=True) if None not in row]  # type: ignore[type-var]
+        sizes = [[n for n in row if n is not None] for row in rows]
+        pairs = zip(sizes, specs, strict=True)
+        known = [prod(row) * spec.dtype.itemsize for row, spec in pairs if len(row) == len(spec.shape)]
         count = size(turns)
         total = "" if count is None else f", {count * sum(known):,} of the sample's {count} turns"
         more = "" if len(known) == len(specs) else f", and {len(specs) - len(known)} more whose sizes a run decides"
