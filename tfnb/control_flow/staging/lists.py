@@ -127,10 +127,10 @@ class Growth:
             numbers = [is_number(leaf) or not isinstance(leaf, torch.Tensor) for leaf in leaves]
             self.forms.append((form, numbers, len(values)))
             for column in zip(*(leaves for leaves, _ in flat), strict=True):
-                tensors: list[torch.Tensor] = [tensor_of(recorder, leaf) for leaf in column]
+                tensors = [tensor_of(recorder, leaf) for leaf in column]
                 if len({(spec_of(t).dtype, spec_of(t).shape) for t in tensors}) > 1:
                     raise CannotStage("append() is called with elements of several shapes or dtypes")
-                found.append(tensors[0] if len(tensors) == 1 else torch.stack(tensors))
+                found.append(tensors[0] if len(tensors) == 1 else torch.stack(tuple(tensors)))
         return found
 
     def finish(self, rows: Sequence[torch.Tensor], place: str) -> None:
