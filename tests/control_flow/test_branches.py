@@ -89,5 +89,5 @@ def test_a_tensor_of_a_branch_is_not_there_outside() -> None:
     with tfnb.record():
         x = tfnb.placeholder(torch.ones(3), name="x")
         tfnb.cond(x.sum() > 0, lambda: leaked.append(x * 2) or x, lambda: x)
-        with pytest.raises(tfnb.errors.StaleNode):
+        with pytest.raises(tfnb.errors.InvalidArgument, match="is inside of a branch"):
             leaked[0] + 1

@@ -69,7 +69,8 @@ def test_rows_stay_rows_through_branches(name: str, executor: str) -> None:
         x = tfnb.placeholder(torch.tensor([3, 1]), name="x")
         found = tfnb.gradients(program(x, e, f), [e.weight, f.weight])
     assert "".join(map(form, found)) == forms
-    assert len(g.notes) == forms.count("d") and all("[7, 3] becomes dense, 84 bytes" in n for n in g.notes)
+    notes = [note for note in g.notes if "becomes dense" in note]
+    assert len(notes) == forms.count("d") and all("[7, 3] becomes dense, 84 bytes" in note for note in notes)
     session = tfnb.Session(g, **({"executor": executor} if executor == "dataflow" else {}))
     kept = [i for i, dx in enumerate(found) if dx is not None]
     for indices in map(torch.tensor, INDICES):
@@ -125,8 +126,9 @@ def test_a_gradient_that_becomes_dense_says_line_and_bytes(program: Callable[...
         x = tfnb.placeholder(torch.tensor([1, 2, 1]), name="x")
         (dx,) = tfnb.gradients(program(table, x), [table.weight])
     assert form(dx) == "d"
-    assert g.notes
-    for note in g.notes:
+    notes = [note for note in g.notes if "becomes dense" in note]
+    assert notes
+    for note in notes:
         assert "[20000, 16] becomes dense, 1280000 bytes" in note and "test_tables.py line " in note
     other = torch.tensor([4, 2])
     want = torch.autograd.grad(program(table, other), [table.weight])

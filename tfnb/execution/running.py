@@ -39,12 +39,13 @@ class Running:
     tfnb.errors.Cancelled: too late
     """
 
-    __slots__ = ("_thread", "_token", "_why")
+    __slots__ = ("_sent", "_thread", "_token", "_why")
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
         self._token: list[None] = []  # one while it computes; list.pop is atomic, so one thread gets it
         self._why: Why | None = None
+        self._sent = False
 
     def compute(self, call: Callable[..., T], *args: Any, until: Deadline | None = None) -> T:
         """``call(*args)``, unless it is stopped: then the error that `stop` was given.
@@ -79,6 +80,7 @@ class Running:
         except IndexError:
             return
         _raise_in(ctypes.c_ulong(self._thread), ctypes.py_object(Stop))
+        self._sent = True
 
     def _in_time(self, call: Callable[..., T], args: tuple[Any, ...], seconds: float, why: Why) -> T:
         end = time.monotonic() + seconds
@@ -94,9 +96,16 @@ class Running:
         return result
 
     def _claim(self) -> None:
-        """The computing is over. A stop that came before is on its way to this thread, which waits for it."""
+        """The computing is over. A stop that came before is on its way to this thread, which waits for it.
+
+        Python drops what it raises in a callback of the collector or a ``__del__``: what was sent and does not come
+        within two turns is raised here.
+        """
         try:
             self._token.pop()
         except IndexError:
-            while True:
+            waited = 0
+            while waited < 2:
                 time.sleep(_TURN)
+                waited += self._sent
+            raise Stop from None

@@ -43,6 +43,8 @@ def _like_second(*args: Any) -> Any:
 def _slice(x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
     """At most as many rows as there are in a run: torch's rule compares with the rows of the sample."""
     rows, first = x.shape[dim], 0 if start is None else start
+    if isinstance(end, torch.SymInt) and statically_known_true(end == rows):
+        end = None
     numbers = isinstance(first, int) and (end is None or isinstance(end, int))
     is_open = end is None or (isinstance(end, int) and end >= _ALL)
     if not numbers:
