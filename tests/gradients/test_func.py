@@ -136,11 +136,15 @@ def test_values_and_gradients_at_two_batches(name: str) -> None:
         torch.testing.assert_close(got_dx, torch.autograd.grad(want.sum(), leaf)[0])
 
 
-def test_a_batch_that_python_reads_is_fixed_and_says_so() -> None:
-    with pytest.warns(UserWarning, match="size B became the constant 4"), tfnb.record():
-        x = tfnb.placeholder(torch.randn(4, 3))
+def test_a_batch_that_python_counts_takes_no_other_count() -> None:
+    with tfnb.record():
+        x = tfnb.placeholder(torch.randn(4, 3), name="x")
         y = vmap(lambda row: row * 2, chunk_size=2)(x)
-    assert y.spec.shape == (4, 3)
+    fed = torch.randn(4, 3)
+    assert torch.equal(tfnb.run(y, {x: fed}), fed * 2)
+    for rows in (1, 2, 3, 5, 6):
+        with pytest.raises(tfnb.errors.ShapeError, match=r"recorded for .*B(?s:.*)test_func.py line"):
+            tfnb.run(y, {x: torch.randn(rows, 3)})
 
 
 def test_linearize_is_refused_with_the_line() -> None:
