@@ -141,7 +141,7 @@ def test_a_callable_of_a_closed_session_refuses() -> None:
 @pytest.mark.parametrize("trace", [False, True])
 def test_a_deadline_ends_a_step_between_its_kernels_and_names_the_node(trace: bool) -> None:
     session, x, step, variables = long_graph()
-    session.run(step, {x: torch.ones(4, 200)}, trace=trace)  # what is made for the first run is no node
+    session.run(step, {x: torch.ones(4, 200)}, trace=trace)
     start = time.monotonic()
     with pytest.raises(
         DeadlineExceeded,

@@ -62,8 +62,8 @@ def failing_node(program: Any, error: BaseException) -> Node | None:
     programs = {type(p.module).forward.__code__: p for p in _programs(program)}
     while trace is not None:
         frame = trace.tb_frame
-        if frame.f_code.co_name == "run_node" and isinstance(at := frame.f_locals.get("n"), fx.Node):
-            found = program.node_of.get(at.name)  # an interpreter's, node by node
+        if isinstance(at := frame.f_locals.get("n"), fx.Node):
+            found = program.node_of.get(at.name) or found  # an interpreter's, node by node, or between two of them
         elif frame.f_code in programs:
             found = _at_line(programs[frame.f_code], trace.tb_lineno) or found
         elif isinstance(look := frame.f_locals.get("look"), Look):
