@@ -27,7 +27,7 @@ BELOW = {
     "control_flow": "recording",
     "train": "gradients state",
     "feeding": "graph",
-    "structures": "gradients",
+    "structures": "gradients feeding",
     "session": "cluster step structures control_flow",
     "step": "execution feeding",
     "fitting": "session train widgets",

@@ -29,7 +29,7 @@ from tfnb.graph import Variable
 from tfnb.interrupts import handled
 from tfnb.recording import Tensor
 from tfnb.session import Session, default_session
-from tfnb.structures import graph_of
+from tfnb.structures import graph_of, value_of
 from tfnb.train.batches import Batch, Batches, batches, name_of
 from tfnb.train.metrics import Metrics
 
@@ -301,7 +301,7 @@ def _check_scalar(name: str, item: Any, session: Session) -> None:
     if isinstance(item, Variable):
         spec = item.spec
     else:
-        value = session.value(item)
+        value = value_of(session.graph, item)
         node = session.graph.contents.by_id[value.node]
         if not node.outputs:
             raise InvalidArgument(f"cannot watch {name}: it has no value")

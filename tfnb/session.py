@@ -15,12 +15,10 @@ from typing import Any, Literal
 
 import torch
 
-from tfnb import feeding
 from tfnb.cluster.connected import connected
 from tfnb.errors import (
     Cancelled,
     FailedPrecondition,
-    FeedError,
     InvalidArgument,
     TfnbError,
     Unimplemented,
@@ -36,13 +34,10 @@ from tfnb.graph import Graph, Node, Value, Variable
 from tfnb.graph.serial import graph_hash
 from tfnb.graph.writing import WRITERS, Cut
 from tfnb.passes import LAYOUTS, chosen_layout, prune
-from tfnb.recording import Operation, Tensor
 from tfnb.recording import graph as graph_named
-from tfnb.recording.tensor import missing
-from tfnb.recording.variables import known
 from tfnb.state import checkpoint
 from tfnb.step import Step
-from tfnb.structures import graph_of, key_of, parts_of, places_of, spread, structure
+from tfnb.structures import fed_by, graph_of, key_of, parts_of, places_of, spread, structure, value_of, variable_of
 
 _HERE_ONLY = "queues and executor='dataflow' run here only: close the cluster"
 
@@ -221,10 +216,11 @@ class Session:
         if isinstance(prepared.program, Dataflow):
             raise Unimplemented("a step in parts is generated code, without queues; run the fetches together")
         values = {value: place for place, value in enumerate(prepared.values)}
-        keys = {self._feed(key)[1][0]: place for place, key in enumerate(feeds)}
+        keys = {fed_by(self.graph, key)[0]: place for place, key in enumerate(feeds)}
         return Step(
             prepared.program, prepared.feeder, next(self._runs),
-            fetch=lambda item: values.get(self.value(item)), feed=lambda key: keys.get(self._feed(key)[1][0]),
+            fetch=lambda item: values.get(value_of(self.graph, item)),
+            feed=lambda key: keys.get(fed_by(self.graph, key)[0]),
         )  # fmt: skip
 
     def train(
@@ -334,11 +330,11 @@ class Session:
         version = self.graph.version
         leaves: list[Any] = []
         rebuild = structure(fetches, leaves)
-        variables = [self._variable(leaf) for leaf in leaves]
+        variables = [variable_of(self.graph, leaf) for leaf in leaves]
         trailing = tuple(variable for variable in variables if variable is not None)
-        values = tuple(self.value(leaf) for leaf, var in zip(leaves, variables, strict=True) if var is None)
+        values = tuple(value_of(self.graph, leaf) for leaf, var in zip(leaves, variables, strict=True) if var is None)
         places = places_of([variable is not None for variable in variables])
-        feeder = Feeder(self.graph, [self._feed(key) for key in feed_keys])
+        feeder = Feeder(self.graph, [(key, fed_by(self.graph, key)) for key in feed_keys])
         nodes = prune(self.graph, values, feeder.values).nodes
         feeder.narrow(nodes)
         if old is not None and old.nodes == nodes and old.program.feeds == feeder.values:
@@ -360,60 +356,6 @@ class Session:
         if isinstance(program, Dataflow):
             raise Unimplemented("memory_budget needs generated code, without queues and executor='dataflow'")
         return Budget(program, self.memory_budget, self._last)
-
-    # -- what fetches and feeds mean --------------------------------------------------------------------------------
-
-    def value(self, item: Any, what: str = "fetch") -> Value:
-        """The Value that a fetch or feed key means; raises FeedError, NotFound or StaleNode."""
-        graph = self.graph
-        if isinstance(item, str):
-            return graph.value(item)
-        if isinstance(item, (Tensor, Operation)):
-            if item.graph is not graph:
-                raise FeedError(f"cannot {what} {item.name}: it is in graph {item.graph.name}, not in {graph.name}")
-            value = item.feed_value if what == "feed" and isinstance(item, Tensor) else item.value
-            if value.node not in graph.contents.by_id:
-                raise missing(graph, value, f"cannot {what} a tensor that is")
-            return value
-        if isinstance(item, Value):
-            return item
-        if isinstance(item, Node):
-            return Value(item.id)
-        if isinstance(item, torch.Tensor):
-            left = self._left_in(item) if what == "fetch" else None
-            if left is not None:
-                return left
-            raise FeedError(
-                f"cannot {what} a plain tensor of shape {list(item.shape)}: it was made outside a recording and is not "
-                f"in graph {graph.name}. Compute it in the %%tfgraph cell, or {what} one of: {feeding.listing(graph)}"
-            )
-        raise FeedError(f"cannot {what} {item!r}: a recorded tensor, Variable, Operation or name was expected")
-
-    def _left_in(self, tensor: torch.Tensor) -> Value | None:
-        """What the recorded code itself wrote into a Parameter or buffer last, so that fetching it does that."""
-        var = known(tensor)
-        writes = (n for n in reversed(self.graph.nodes) if n.op == "tfnb.assign" and n.attrs["variable"] is var)
-        return next((Value(node.id) for node in writes if "step" not in node.tags), None)
-
-    def _variable(self, item: Any) -> Variable | None:
-        if isinstance(item, Variable):
-            return item
-        if isinstance(item, torch.Tensor) and not isinstance(item, Tensor):
-            var = known(item)
-            mine = var is not None and any(var is other for other in self.graph.contents.variables.values())
-            return var if mine and self._left_in(item) is None else None
-        if isinstance(item, str) and item not in self.graph and item.rpartition(":")[0] not in self.graph:
-            return self.graph.contents.variables.get(item)
-        return None
-
-    def _feed(self, key: Any) -> tuple[Any, tuple[Value, ...]]:
-        variable = self._variable(key)
-        if variable is None:
-            return key, (self.value(key, "feed"),)
-        reads = tuple(Value(n.id) for n in self.graph.nodes if n.op == "tfnb.read" and n.attrs["variable"] is variable)
-        if not reads:
-            raise FeedError(f"cannot feed variable {variable.name}: graph {self.graph.name} does not read it")
-        return key, reads
 
     # -- files ----------------------------------------------------------------------------------------------
 

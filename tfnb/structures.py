@@ -1,4 +1,4 @@
-"""Fetches and feeds as the user nests them: lists, tuples, dictionaries and IndexedSlices of recorded tensors."""
+"""Fetches and feeds as the user names and nests them: what each means in a graph, and its structure."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 import torch
 
 from tfnb.errors import FeedError, NotFound, ShapeError
+from tfnb.feeding import listing
 from tfnb.gradients import IndexedSlices
-from tfnb.graph import Graph, Value
+from tfnb.graph import Graph, Node, Value, Variable
 from tfnb.recording import Operation, Tensor
 from tfnb.recording import graph as graph_named
+from tfnb.recording.tensor import missing
 from tfnb.recording.variables import known
 
 
@@ -82,7 +84,7 @@ def places_of(is_variable: list[bool]) -> list[int]:
 
 
 def graph_of(fetches: Any) -> Graph:
-    """The graph that fetches belong to; names are looked up in the current graph."""
+    """The graph that fetches belong to; names and Variables are looked up in the current graph."""
     leaves: list[Any] = []
     structure(fetches, leaves)
     for leaf in leaves:
@@ -97,4 +99,66 @@ def graph_of(fetches: Any) -> Graph:
     try:
         return graph_named()
     except NotFound:
-        raise FeedError(f"nothing to run: {fetches!r} names no graph") from None
+        if leaves and all(isinstance(leaf, Variable) for leaf in leaves):
+            return Graph()  # a Variable has its value without any
+        raise FeedError(
+            f"nothing to run: {fetches!r} names no graph, and none has a name yet; record one with %%tfgraph NAME or "
+            "`with tfnb.record(NAME):`, or use tfnb.Session(graph).run"
+        ) from None
+
+
+def value_of(graph: Graph, item: Any, what: str = "fetch") -> Value:
+    """The value of a graph that a fetch or feed key means; raises FeedError, NotFound or StaleNode."""
+    if isinstance(item, str):
+        return graph.value(item)
+    if isinstance(item, (Tensor, Operation)):
+        if item.graph is not graph:
+            raise FeedError(f"cannot {what} {item.name}: it is in graph {item.graph.name}, not in {graph.name}")
+        value = item.feed_value if what == "feed" and isinstance(item, Tensor) else item.value
+        if value.node not in graph.contents.by_id:
+            raise missing(graph, value, f"cannot {what} a tensor that is")
+        return value
+    if isinstance(item, Value):
+        return item
+    if isinstance(item, Node):
+        return Value(item.id)
+    if isinstance(item, torch.Tensor):
+        left = _left_in(graph, item) if what == "fetch" else None
+        if left is not None:
+            return left
+        raise FeedError(
+            f"cannot {what} a plain tensor of shape {list(item.shape)}: it was made outside a recording and is not "
+            f"in graph {graph.name}. Compute it in the %%tfgraph cell, or {what} one of: {listing(graph)}"
+        )
+    raise FeedError(f"cannot {what} {item!r}: a recorded tensor, Variable, Operation or name was expected")
+
+
+def variable_of(graph: Graph, item: Any) -> Variable | None:
+    """The Variable that a fetch or feed key means, if it means one."""
+    if isinstance(item, Variable):
+        return item
+    if isinstance(item, torch.Tensor) and not isinstance(item, Tensor):
+        var = known(item)
+        mine = var is not None and any(var is other for other in graph.contents.variables.values())
+        return var if mine and _left_in(graph, item) is None else None
+    if isinstance(item, str) and item not in graph and item.rpartition(":")[0] not in graph:
+        return graph.contents.variables.get(item)
+    return None
+
+
+def fed_by(graph: Graph, key: Any) -> tuple[Value, ...]:
+    """The values that a feed key stands for: one, or of a Variable all that read it."""
+    variable = variable_of(graph, key)
+    if variable is None:
+        return (value_of(graph, key, "feed"),)
+    reads = tuple(Value(n.id) for n in graph.nodes if n.op == "tfnb.read" and n.attrs["variable"] is variable)
+    if not reads:
+        raise FeedError(f"cannot feed variable {variable.name}: graph {graph.name} does not read it")
+    return reads
+
+
+def _left_in(graph: Graph, tensor: torch.Tensor) -> Value | None:
+    """What the recorded code itself wrote into a Parameter or buffer last, so that fetching it does that."""
+    var = known(tensor)
+    writes = (n for n in reversed(graph.nodes) if n.op == "tfnb.assign" and n.attrs["variable"] is var)
+    return next((Value(node.id) for node in writes if "step" not in node.tags), None)

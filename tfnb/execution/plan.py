@@ -7,15 +7,14 @@ inputs. What takes long (products, convolutions, ops of other libraries) is a re
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-
-import torch
 
 from tfnb.control_flow import frames
 from tfnb.control_flow.frames import Flow, Op, Port
 from tfnb.errors import InvalidArgument
+from tfnb.execution.flow_calls import CALLS, ended, guarding, node_of, nothing, sizes_of
 from tfnb.execution.lower import Program, subprogram
 from tfnb.execution.machine import (
     CALL,
@@ -35,13 +34,6 @@ from tfnb.execution.machine import (
 from tfnb.graph import Contents, Node, Spec, Subgraph, Value, ops
 from tfnb.graph.contents import unique
 from tfnb.graph.graph import new_id
-from tfnb.graph.node import map_leaves
-from tfnb.graph.spec import Dim
-from tfnb.graph.subgraph import row_places
-from tfnb.kernels.control import gathered
-from tfnb.kernels.random import mix
-from tfnb.kernels.rows import row_at
-from tfnb.recording.interpret import absent, held, sizes_hold
 
 LONG = 2**21  # multiplications that are worth a thread of their own
 _NOMINAL = 32  # taken for a size that only a run knows
@@ -144,17 +136,17 @@ class Planner:
             kind, port = op.node.op if op.node is not None and op.kind == frames.NODE else "", Port(number)
             if kind == "tfnb.assign":
                 self.same[port] = self.same[Port(number, 1)] = self.real(op.inputs[0])
-                self.written[_node(op).attrs["variable"]] = port
-            elif kind == "tfnb.read" and (before := self.written.get(_node(op).attrs["variable"])) is not None:
+                self.written[node_of(op).attrs["variable"]] = port
+            elif kind == "tfnb.read" and (before := self.written.get(node_of(op).attrs["variable"])) is not None:
                 self.same[port] = self.real(before)
             elif kind == "tfnb.read":
-                self.stored[port] = _node(op).attrs["variable"]
+                self.stored[port] = node_of(op).attrs["variable"]
 
     def sources(self, op: Op) -> list[Port]:
         """The ports that an op waits for when it runs."""
         inputs = op.inputs
-        if op.kind == frames.NODE and _node(op).op == ops.WITH_GRADIENT:
-            inputs = tuple(op.inputs[ref.input] for ref in _node(op).attrs["values"])
+        if op.kind == frames.NODE and node_of(op).op == ops.WITH_GRADIENT:
+            inputs = tuple(op.inputs[ref.input] for ref in node_of(op).attrs["values"])
         return [self.real(port) for port in replace(op, inputs=inputs).sources]
 
     def _kept(self, wanted: Iterable[Port]) -> list[int]:
@@ -197,21 +189,21 @@ class Planner:
         groups: dict[Any, list[int]] = {}
         for number in kept:
             op = self.flow.ops[number]
-            if op.kind != frames.NODE or _node(op).op in _APART or _uses_queue(op):
+            if op.kind != frames.NODE or node_of(op).op in _APART or _uses_queue(op):
                 continue
             if self._takes_long(op):
                 groups[number] = [number]
                 continue
             mask = 0
             for port in self.sources(op):
-                joins = port.op in waits and _node(self.flow.ops[port.op]).device == _node(op).device
+                joins = port.op in waits and node_of(self.flow.ops[port.op]).device == node_of(op).device
                 mask |= waits[port.op] if joins else 1 << bits.setdefault(port, len(bits))
             waits[number] = mask
-            groups.setdefault((op.scope, _node(op).device, mask), []).append(number)
+            groups.setdefault((op.scope, node_of(op).device, mask), []).append(number)
         return list(groups.values())
 
     def _takes_long(self, op: Op) -> bool:
-        node = _node(op)
+        node = node_of(op)
         if node.op in ops.REGIONS or (node.op.count(".") > 1 and node.op.partition(".")[0] not in _OURS):
             return True
         return work(node, [self._spec(op, value) for value in node.inputs]) > LONG
@@ -219,12 +211,12 @@ class Planner:
     def _region(self, members: Sequence[int], taken: Sequence[Port]) -> None:
         """The step that computes some nodes with generated code."""
         found = [self.flow.ops[number] for number in members]
-        first, ids = found[0], {_node(op).id for op in found}
+        first, ids = found[0], {node_of(op).id for op in found}
         given: dict[Port, Node] = {}
 
         def value(port: Port, spec: Spec) -> Value:
             if port.op in members:
-                return _node(self.flow.ops[port.op]).value(port.index)
+                return node_of(self.flow.ops[port.op]).value(port.index)
             if port not in given:
                 name = f"input_{len(given)}"
                 given[port] = Node(id=new_id(), name=name, op="tfnb.placeholder", outputs=(spec,))
@@ -232,7 +224,7 @@ class Planner:
 
         nodes, after = [], []
         for op in found:
-            node = _node(op)
+            node = node_of(op)
             inputs = [value(self.real(p), self._spec(op, v)) for p, v in zip(op.inputs, node.inputs, strict=True)]
             for spec, port in op.sizes:
                 value(self.real(port), spec)
@@ -242,23 +234,23 @@ class Planner:
         outs = [port for port in taken if port not in ends]
         subgraph = Subgraph(
             Contents((*given.values(), *_distinct(nodes))), tuple(node.value() for node in given.values()),
-            tuple(_node(self.flow.ops[port.op]).value(port.index) for port in outs),
+            tuple(node_of(self.flow.ops[port.op]).value(port.index) for port in outs),
         )  # fmt: skip
         program = subprogram(subgraph, [v for v in subgraph.outputs if v is not None], self.seed)
         self.programs.append(program)
         kind = WORK if len(members) == 1 and self._takes_long(first) else CALL
         run = next((op.run for op in found if op.run is not None), None)
-        forward = program.forward if not ends else _ended(program.forward)
+        forward = program.forward if not ends else ended(program.forward)
         step = self._step(kind, first.frame, forward, [*given, *([] if run is None else [run])], after)
         if run is None:
             self._preset(step, 0)
-        step.op, step.lane = first, _node(first).device
+        step.op, step.lane = first, node_of(first).device
         self.makers.update({port: (step, index) for index, port in enumerate(outs)})
         self.makers.update({port: (step, len(outs)) for port in ends})
 
     def _is_end(self, port: Port) -> bool:
         """Whether a port tells that a node is done, and has no value."""
-        return port.index >= len(_node(self.flow.ops[port.op]).outputs)
+        return port.index >= len(node_of(self.flow.ops[port.op]).outputs)
 
     # -- steps ------------------------------------------------------------------------------------------------
 
@@ -306,130 +298,18 @@ class Planner:
                 step, outs = self._step(WAIT, op.frame, None, inputs, after), len(node.outputs) + 2
                 step.outs = [[] for _ in range(outs)]
             elif node.op == "tfnb.guard":
-                step, outs = self._step(CALL, op.frame, _guard(node), inputs, after), 1
+                step, outs = self._step(CALL, op.frame, guarding(node), inputs, after), 1
             else:
-                step, outs = self._step(CALL, op.frame, _nothing, [], [*inputs, *after]), 1
+                step, outs = self._step(CALL, op.frame, nothing, [], [*inputs, *after]), 1
         elif op.kind in (frames.FEED, frames.RUN):
             return
         else:
             sizes = [port for _, port in op.sizes]
-            call = CALLS[op.kind](op, _sizes_of([spec for spec, _ in op.sizes]))
+            call = CALLS[op.kind](op, sizes_of([spec for spec, _ in op.sizes]))
             step, outs = self._step(CALL, op.frame, call, [*inputs, *sizes], after), 2
         step.op = op
         for index in range(outs):
             self.makers[Port(number, index)] = step, index
-
-
-# -- what ops compute -------------------------------------------------------------------------------------------------
-
-Sizes = Callable[[Sequence[torch.Tensor]], dict[str, int]]
-
-
-def _sizes_of(specs: Sequence[Spec]) -> Sizes:
-    """What reads sizes off values of these specs."""
-    found: dict[str, tuple[int, int]] = {}
-    for place, spec in enumerate(specs):
-        for axis, size in enumerate(spec.shape):
-            if isinstance(size, Dim) and size.is_symbol:
-                found.setdefault(size.expr, (place, axis))
-    return lambda values: {symbol: values[place].shape[axis] for symbol, (place, axis) in found.items()}
-
-
-def _start(op: Op, sizes: Sizes) -> Callable[..., Any]:
-    given = (op.part,)
-    return lambda: given
-
-
-def _below(op: Op, sizes: Sizes) -> Callable[..., Any]:
-    limit = math.inf if op.part is None else op.part
-    return lambda turns, *limits: (turns < limit and all(turns < int(most) for most in limits),)
-
-
-def _mix(op: Op, sizes: Sizes) -> Callable[..., Any]:
-    fixed = [] if op.part is None else [op.part]
-
-    def number(run: int, turn: int, *limits: Any) -> tuple[int]:
-        most = min([*fixed, *map(int, limits)], default=None)
-        return (mix(run, turn if most is None else most - 1 - turn),)
-
-    return number
-
-
-def _rows(op: Op, sizes: Sizes) -> Callable[..., Any]:
-    return lambda *x: (row_at(x if len(x) > 1 else x[0]), len(x[-1]))
-
-
-def _row(op: Op, sizes: Sizes) -> Callable[..., Any]:
-    reverse = _node(op).attrs["reverse"]
-    return lambda turn, row: (row(-1 - turn if reverse else turn),)
-
-
-def _stack(op: Op, sizes: Sizes) -> Callable[..., Any]:
-    attrs = _node(op).attrs
-    spec = _node(op).outputs[row_places(attrs)[op.part][0]]
-    shape = attrs["rows"][op.part]
-
-    def stack(last: Any, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        made = []
-        while last is not None:
-            last, value = last
-            made.append(value)
-        return gathered(
-            made if attrs["reverse"] else made[::-1], (_numbers(shape, sizes(values)), spec.dtype, spec.device)
-        )
-
-    return stack
-
-
-def _absent(op: Op, sizes: Sizes) -> Callable[..., Any]:
-    spec, shape = _node(op).outputs[op.part], _node(op).attrs["shapes"][op.part]
-    return lambda *values: (absent(spec, _numbers(shape, sizes(values))),)
-
-
-def _check(op: Op, sizes: Sizes) -> Callable[..., Any]:
-    def check(*values: torch.Tensor) -> tuple[Any, ...]:
-        for guard in op.part:
-            sizes_hold(guard, sizes(values))
-        return ()
-
-    return check
-
-
-def _numbers(shape: Any, symbols: Mapping[str, int]) -> Any:
-    return map_leaves(lambda leaf: leaf.evaluate(symbols) if isinstance(leaf, Dim) else leaf, shape)
-
-
-CALLS: dict[str, Callable[[Op, Sizes], Callable[..., Any]]] = {
-    frames.START: _start,
-    frames.COUNT: lambda op, sizes: lambda turns: (turns + 1,),
-    frames.TURNS: lambda op, sizes: lambda turns: (torch.tensor(turns),),
-    frames.MIX: _mix,
-    frames.PUSH: lambda op, sizes: lambda before, value: ((before, value),),
-    frames.BELOW: _below,
-    frames.ROWS: _rows,
-    frames.ROW: _row,
-    frames.STACK: _stack,
-    frames.ABSENT: _absent,
-    frames.SIZES: _check,
-}
-"""What makes the call of an op of the dataflow form: of its inputs, then of the values that tell sizes."""
-
-
-def _guard(node: Node) -> Callable[..., Any]:
-    def guard(value: torch.Tensor) -> tuple[None]:
-        held(node, value)
-        return (None,)
-
-    return guard
-
-
-def _nothing() -> tuple[None]:
-    return (None,)
-
-
-def _ended(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The call of a region that others wait for; what they wait for is its last output."""
-    return lambda *args: (*forward(*args), None)
 
 
 # -- facts of ops -----------------------------------------------------------------------------------------------------
@@ -452,13 +332,8 @@ def _count(shape: Sequence[Any]) -> int:
     return math.prod(size if isinstance(size, int) else _NOMINAL for size in shape)
 
 
-def _node(op: Op) -> Node:
-    assert op.node is not None
-    return op.node
-
-
 def _uses_queue(op: Op) -> bool:
-    return op.kind == frames.NODE and "queue" in _node(op).attrs
+    return op.kind == frames.NODE and "queue" in node_of(op).attrs
 
 
 def _distinct(nodes: Sequence[Node]) -> list[Node]:
