@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_unflatten
 
+from tfnb.control_flow.arrays import varying
 from tfnb.control_flow.structure import flat, form_text, recorder_if_open, tensors, truth, written_at
 from tfnb.errors import InvalidArgument, ShapeError
 from tfnb.graph import Ref, Spec, Value, ops
 from tfnb.recording import Operation, Recorder
 from tfnb.recording.calls import Unfinished
 from tfnb.recording.loop import DISAGREE
-from tfnb.recording.regions import Region, append, captures, now, record_region, subgraph, write_back
+from tfnb.recording.regions import Region, append, bound_outside, captures, now, record_region, subgraph, write_back
 from tfnb.recording.tensor import Base
 
 
@@ -75,7 +76,11 @@ def _recorded(
     paths = [keystr(path) for path, _ in tree_flatten_with_path(tree_unflatten(then.steps, then.form))[0]]
     labels = [f"output{path} of cond" for path, is_tensor in zip(paths, plain[0], strict=True) if is_tensor]
     regions = then.region, other.region
-    found = joined(recorder, predicate, regions, labels, what)
+    varies = [
+        v for v, is_tensor in zip(varying(tree_unflatten(then.steps, then.form)), plain[0], strict=True) if is_tensor
+    ]
+    loose = {place for place, each in enumerate(varies) if each}
+    found = joined(recorder, predicate, regions, labels, what, loose)
     step = None
     if any(isinstance(item, Operation) for item in (*then.steps, *other.steps)):
         bases = dict.fromkeys(base for region in regions for base in region.written if base.variable is not None)
@@ -110,11 +115,13 @@ def _text(side: _Side) -> str:
 
 
 def joined(
-    recorder: Recorder, predicate: Any, regions: tuple[Region, Region], labels: Sequence[str], what: str
+    recorder: Recorder, predicate: Any, regions: tuple[Region, Region], labels: Sequence[str], what: str,
+    loose: Container[int] = (),
 ) -> list[Any]:  # fmt: skip
     """The values of two branches, of which the predicate takes one; what they wrote is written.
 
-    An output that is None is absent in that branch. labels: what outputs are called in errors.
+    An output that is None is absent in that branch. labels: what outputs are called in errors. loose: the outputs whose
+    axis 0 may be of another size in each branch.
     """
     written = list(dict.fromkeys(base for region in regions for base in region.written))
     outputs = [[*region.outputs, *(_left(base, region) for base in written)] for region in regions]
@@ -123,7 +130,10 @@ def joined(
     captured = captures(recorder, regions)
     then, other = (subgraph(recorder, r, captured, outs) for r, outs in zip(regions, outputs, strict=True))
     names = [*labels, *(f"a tensor that is written ({base.entry.value})" for base in written)]
-    specs = [_agreed(recorder, name, regions, pair, what) for name, *pair in zip(names, *outputs, strict=True)]
+    specs = [
+        _agreed(recorder, name, regions, pair, what, is_loose=place in loose)
+        for place, (name, *pair) in enumerate(zip(names, *outputs, strict=True))
+    ]
     absent = [None in pair for pair in zip(*outputs, strict=True)]
     attrs = {
         "pred": Ref(0), "operands": tuple(Ref(i + 1) for i in range(len(captured))), "then": then, "else": other,
@@ -141,16 +151,24 @@ def _left(base: Base, region: Region) -> Value:
 
 
 def _agreed(
-    recorder: Recorder, name: str, regions: tuple[Region, Region], values: Sequence[Value | None], what: str
+    recorder: Recorder, name: str, regions: tuple[Region, Region], values: Sequence[Value | None], what: str, *,
+    is_loose: bool,
 ) -> Spec:  # fmt: skip
     """The spec of an output, which both branches give; raises InvalidArgument or ShapeError."""
     kinds = [spec_inside(recorder, r, v) for r, v in zip(regions, values, strict=True) if v is not None]
     a, b = kinds[0], kinds[-1]
     fits = a.dtype == b.dtype and a.device == b.device
+    if fits and is_loose and now(recorder, a)[1:] == now(recorder, b)[1:]:
+        return a if now(recorder, a) == now(recorder, b) and bound_outside(recorder, a) else _any_size(recorder, a)
     if not fits or now(recorder, a) != now(recorder, b):
         kind = ShapeError if fits else InvalidArgument
         raise kind(f"{name} is {a} in one branch and {b} in the other\n  {what}{recorder.tape.at()}", details=DISAGREE)
     return a
+
+
+def _any_size(recorder: Recorder, spec: Spec) -> Spec:
+    """With an axis 0 that only a run knows."""
+    return replace(spec, shape=(recorder.symbols.size(recorder.symbols.env.create_unbacked_symint()), *spec.shape[1:]))
 
 
 def spec_inside(recorder: Recorder, region: Region, value: Value) -> Spec:

@@ -84,7 +84,7 @@ def _while(
     leaves, form = flat(init)
     start = tensors(recorder, leaves, "while_loop")
     labels = names(body, init)
-    loop = Loop(recorder, start, labels, specs=_invariants(recorder, start, init, shape_invariants), **how)
+    loop = Loop(recorder, start, labels, specs=invariants(recorder, start, init, shape_invariants), **how)
 
     def test(*carried: Any) -> list[Any]:
         return [truth(recorder, cond(*tree_unflatten(list(carried), form)), "the condition of while_loop")]
@@ -155,14 +155,19 @@ def _known_elements(recorder: Recorder, turn: Callable[..., Any], init: Any, row
     given = [Given(spec_of(t), f"variable_{i}", t.sample) for i, t in enumerate(start)]
     given += [Given(spec, f"row_{i}") for i, spec in enumerate(rows)]
     record_region(recorder, call, given, scope=what, turns=True).undo()
-    for spec in filter(None, found):
+    return known_elements(recorder, init, found, what)
+
+
+def known_elements(recorder: Recorder, items: Any, specs: Sequence[Spec | None], what: str) -> Any:
+    """The structure, with arrays that know their elements: by what is recorded of each array's inside of a body."""
+    for spec in filter(None, specs):
         if not bound_outside(recorder, spec):
             raise InvalidArgument(
-                f"{what}: the elements of a TensorArray are {spec}, whose size only the body knows: give "
-                f"shape={recorder.tape.at()}"
+                f"{what}: the elements of a TensorArray are {spec}, whose size only the body knows: give shape=, with "
+                f"None for an axis 0 of several sizes{recorder.tape.at()}"
             )
-    sizes = [() if spec is None else spec.sizes(recorder.symbols.bindings(spec.shape)) for spec in found]
-    return filled(init, found, sizes)
+    sizes = [() if spec is None else spec.sizes(recorder.symbols.bindings(spec.shape)) for spec in specs]
+    return filled(items, specs, sizes)
 
 
 def _plain_while(cond: Callable[..., Any], body: Callable[..., Any], init: Any, most: Any) -> Any:
@@ -209,23 +214,24 @@ def _children(form: TreeSpec) -> Any:
     return form.children() if hasattr(form, "children") and callable(form.children) else form.children_specs
 
 
-def _invariants(recorder: Recorder, start: Sequence[Tensor], init: Any, invariants: Any = None) -> list[Spec]:
+def invariants(recorder: Recorder, start: Sequence[Tensor], init: Any, wanted: Any = None) -> list[Spec]:
     """The specs of the loop variables inside, with a symbol for each axis that may change.
 
-    An array is one variable, and one of dynamic size has as many elements as it has.
+    An array is one variable, and what varies of it is its own business.
     """
     items, _ = tree_flatten(init, is_leaf=is_array)
-    shapes = [None] * len(items) if invariants is None else tree_flatten(invariants, is_leaf=_is_shape)[0]
+    shapes = [None] * len(items) if wanted is None else tree_flatten(wanted, is_leaf=_is_shape)[0]
     if len(shapes) != len(items):
         raise InvalidArgument(
             f"shape_invariants has {len(shapes)} shapes for {len(items)} loop variables{recorder.tape.at()}"
         )
     found, left = [], iter(start)
     for item, shape in zip(items, shapes, strict=True):
-        for tensor in islice(left, len(flat(item)[0])):
+        varying = item.varying if is_array(item) else [False]
+        for tensor, varies in zip(islice(left, len(varying)), varying, strict=True):
             spec = spec_of(tensor)
-            wanted = [None, *spec.shape[1:]] if is_array(item) and item.dynamic_size else shape
-            found.append(_loosened(recorder, spec, tensor, None if is_array(item) and wanted is shape else wanted))
+            loose = [None, *spec.shape[1:]] if varies else None if is_array(item) else shape
+            found.append(_loosened(recorder, spec, tensor, loose))
     return found
 
 
@@ -328,7 +334,7 @@ def _scan(
 
     labels = [f"carry {i}" if len(start) > 1 else "carry" for i in range(len(start))]
     loop = Loop(
-        recorder, start, labels, rows, specs=_invariants(recorder, start, init), reverse=reverse, what=what, swap=swap
+        recorder, start, labels, rows, specs=invariants(recorder, start, init), reverse=reverse, what=what, swap=swap
     )  # fmt: skip
     found = loop.record(None, turn)
     return tree_unflatten(found.carried, form), tree_unflatten(found.rows, forms[-1])

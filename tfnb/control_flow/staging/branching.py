@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
+from tfnb.control_flow.arrays import arrays, has_blanks, varying
 from tfnb.control_flow.branches import joined, spec_inside
+from tfnb.control_flow.loops import known_elements
 from tfnb.control_flow.staging.statement import (
     NUMBERS,
     CallsItself,
@@ -40,7 +42,7 @@ from tfnb.control_flow.staging.statement import (
 from tfnb.control_flow.staging.unset import Absent, Sometimes, Undefined, UndefinedReturnValue, guarded
 from tfnb.control_flow.structure import SIZES, spec_of, truth
 from tfnb.errors import InvalidArgument, TfnbError
-from tfnb.graph import Value, Variable
+from tfnb.graph import Spec, Value, Variable
 from tfnb.graph.spec import sized_if
 from tfnb.recording import Recorder, Tensor
 from tfnb.recording.calls import Unfinished
@@ -138,6 +140,7 @@ class _After:
     region: Region
     values: tuple[Any, ...]
     outputs: dict[tuple[int, int], Value]  # (name, leaf) -> output
+    elements: dict[int, list[Spec | None]]  # of names with arrays that did not know theirs before
 
 
 def stage_if(
@@ -147,27 +150,23 @@ def stage_if(
     recorder, by_size = st.recorder, isinstance(test, torch.SymBool)
     test = test if by_size else truth(recorder, test, st.what)
     before, taken = st.get(), sample_truth(recorder, test)
-    ways = {True: body, False: orelse}
-    after: dict[bool, _After] = {}
     if by_size and st.key in status.sized:
         raise CallsItself(st.key)
     with st.staging(), _inside(st, by_size), recorder.scope(st.what.split()[0]) as scope:
-        for side in (True, False) if taken is not False else (False, True):
-            try:
-                where = (test, side) if by_size else None
-                is_other = side is not (taken is not False)
-                after[side] = _branch(st, ways[side], before, scope, wanted, quiet=is_other, where=where)
-            except Unfinished:
-                undo(after)
-                raise OtherSide(not side) from None
-            except Exception as error:
-                undo(after)
-                if _disagrees(error, by_size) or (side is taken and is_users(error)):
-                    raise
-                if side is taken or isinstance(error, CannotStage):
-                    raise CannotStage(reason(error)) from error
-                raise Check(error) from error
+
+        def both(before: tuple[Any, ...]) -> dict[bool, _After]:
+            return _both(st, test, taken, {True: body, False: orelse}, before, scope, wanted)
+
+        after = both(before)
         try:
+            told = _told(after)
+            if told:
+                undo(after)
+                before = tuple(
+                    known_elements(recorder, value, told[place], st.what) if place in told else value
+                    for place, value in enumerate(before)
+                )
+                after = both(before)
             values = _Join(st, test, taken, before, after[True], after[False]).values(wanted)
         except BaseException as error:
             undo(after)
@@ -175,6 +174,37 @@ def stage_if(
                 raise CannotStage(reason(error)) from error
             raise
     st.set(values)
+
+
+def _both(
+    st: Statement, test: Any, taken: bool | None, ways: dict[bool, Callable[[], None]], before: tuple[Any, ...],
+    scope: str, wanted: int,
+) -> dict[bool, _After]:  # fmt: skip
+    """Both branches, the one that the samples take first."""
+    by_size = isinstance(test, torch.SymBool)
+    after: dict[bool, _After] = {}
+    for side in (True, False) if taken is not False else (False, True):
+        try:
+            where = (test, side) if by_size else None
+            is_other = side is not (taken is not False)
+            after[side] = _branch(st, ways[side], before, scope, wanted, quiet=is_other, where=where)
+        except Unfinished:
+            undo(after)
+            raise OtherSide(not side) from None
+        except Exception as error:
+            undo(after)
+            if _disagrees(error, by_size) or (side is taken and is_users(error)):
+                raise
+            if side is taken or isinstance(error, CannotStage):
+                raise CannotStage(reason(error)) from error
+            raise Check(error) from error
+    return after
+
+
+def _told(after: dict[bool, _After]) -> dict[int, list[Spec | None]]:
+    """The elements of the arrays of which one branch alone says what these are."""
+    one, other = after[True].elements, after[False].elements
+    return {place: specs for place, specs in (one | other).items() if place not in one or place not in other}
 
 
 @contextmanager
@@ -225,15 +255,16 @@ def _branch(
                 if isinstance(leaf, Tensor) or (changed and isinstance(leaf, (torch.Tensor, Variable))):
                     outputs[place, leaf_place] = len(tensors)
                     tensors.append(tensor_of(recorder, leaf))
-        found[:] = [values, outputs]
+        blank = [place for place in range(wanted) if has_blanks(before[place]) and not has_blanks(values[place])]
+        found[:] = [values, outputs, {place: [array.spec for array in arrays(values[place])] for place in blank}]
         st.set(before)
         st.attributes_kept()
         return tensors
 
     region = record_region(recorder, call, [], scope=scope, turns=False, where=where)
     st.set(before)
-    values, outputs = found
-    return _After(region, values, {at: region.outputs[place] for at, place in outputs.items()})
+    values, outputs, elements = found
+    return _After(region, values, {at: region.outputs[place] for at, place in outputs.items()}, elements)
 
 
 class _Join:
@@ -246,6 +277,7 @@ class _Join:
         self.sides = {True: then, False: other}
         self.columns: list[tuple[Value | None, Value | None]] = []
         self.labels: list[str] = []
+        self.loose: set[int] = set()  # columns whose axis 0 may be of another size in each branch
 
     @cached_property
     def predicate(self) -> Tensor:
@@ -261,7 +293,7 @@ class _Join:
         what = f"{st.place}: `{st.what}`"
         regions = (self.sides[True].region, self.sides[False].region)
         if any(r.nodes or r.written for r in regions) or self.columns:
-            results = joined(st.recorder, self.predicate, regions, self.labels, what)
+            results = joined(st.recorder, self.predicate, regions, self.labels, what, self.loose)
         else:
             results = []
         return tuple(plan(results) for plan in plans)
@@ -289,10 +321,11 @@ class _Join:
                 f"{kind(other)} of {len(theirs)}\n  {self.st.place}{self.st.recorder.tape.at()}", details=DISAGREE,
             )  # fmt: skip
         paths = [keystr(path) for path, _ in tree_flatten_with_path(then)[0]]
-        parts = [
-            self._leaf(place, at, a, b, part_of(label, path))
-            for at, (a, b, path) in enumerate(zip(leaves, theirs, paths, strict=True))
-        ]
+        parts = []
+        for at, (a, b, path, varies) in enumerate(zip(leaves, theirs, paths, varying(then), strict=True)):
+            count = len(self.columns)
+            parts.append(self._leaf(place, at, a, b, part_of(label, path)))
+            self.loose.update(range(count, len(self.columns)) if varies else ())
         return lambda results: tree_unflatten([part(results) for part in parts], form)
 
     def _leaf(self, place: int, at: int, a: Any, b: Any, label: str) -> Callable[[list[Any]], Any]:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
+from tfnb.control_flow.arrays import arrays, has_blanks
+from tfnb.control_flow.loops import invariants, known_elements
 from tfnb.control_flow.staging.lists import Growth
 from tfnb.control_flow.staging.statement import (
     NUMBERS,
@@ -68,6 +70,7 @@ class Stage:
         self.before = st.get()
         self.dtypes: dict[tuple[int, int], torch.dtype] = {}  # of numbers that the body makes into something else
         self.late: dict[int, tuple[TreeSpec, list[Spec]] | None] = {}  # names that the body gives their first value
+        self.elements: dict[int, list[Spec | None]] = {}  # of arrays that know theirs by the body only
         self.growth = Growth(status.made if status.depth else None)
         self.calls = 0
 
@@ -120,7 +123,8 @@ class Stage:
                 raise _Again
             return [*([given[0] + step] if head else []), *after, *self.growth.rows(recorder)]
 
-        loop = Loop(recorder, start, labels, xs, limit=limit, what=st.what.split()[0])
+        specs = invariants(recorder, start, [*start[:head], *self.first.values()])
+        loop = Loop(recorder, start, labels, xs, specs=specs, limit=limit, what=st.what.split()[0])
         result = loop.record(None if test is None else condition, turn)
         self._finish(result.carried[head:], result.turns)
         if self.growth.lists:
@@ -129,6 +133,7 @@ class Stage:
     def _plan(self) -> None:
         """What is carried: names that hold tensors and numbers, and those of which the body told what they will be."""
         self.start: list[Tensor] = []
+        self.first: dict[int, Any] = {}  # what the carried names hold in the first turn
         self.labels: list[str] = []
         self.numbers: list[bool] = []  # which stand for Python numbers
         self.forms: dict[int, tuple[TreeSpec, int]] = {}
@@ -141,9 +146,12 @@ class Stage:
                     continue
                 form, specs = known
                 value = tree_unflatten([self._zeros(spec) for spec in specs], form)
+            if place in self.elements:
+                value = known_elements(self.recorder, value, self.elements[place], self.st.what)
             leaves, form = tree_flatten(value)
             if not all(map(is_value, leaves)):
                 continue
+            self.first[place] = value
             self.forms[place] = form, len(leaves)
             name = self.st.label(self.st.names[place])
             paths = [keystr(path) for path, _ in tree_flatten_with_path(value)[0]]
@@ -226,6 +234,9 @@ class Stage:
         st = self.st
         name = st.label(st.names[place])
         leaves, got = tree_flatten(value)
+        if got != form and place not in self.elements and has_blanks(self.before[place]):
+            self.elements[place] = [array.spec for array in arrays(value)]
+            raise _Again
         if got != form:
             mixed = not got.is_leaf() and not form.is_leaf()
             if value is None or not mixed:
@@ -236,7 +247,7 @@ class Stage:
                 f"{name} has {len(mine)} values before the loop and {len(leaves)} after a turn\n  {st.place}"
                 f"{self.recorder.tape.at()}", details=DISAGREE,
             )  # fmt: skip
-        numbers = tree_flatten(self.before[place])[0] if not isinstance(self.before[place], Undefined) else []
+        numbers = tree_flatten(self.first[place])[0]
         found: list[Any] = []
         for at, (leaf, given) in enumerate(zip(leaves, mine, strict=True)):
             if not is_value(leaf):

@@ -14,7 +14,7 @@ from tfnb.kernels import arrays as _ops  # noqa: F401  defines torch.ops.tfnb
 
 ops = torch.ops.tfnb
 
-nograd(ops.array_unwritten.default)
+nograd(ops.array_unwritten.default, ops.array_spans.default, ops.array_even_spans.default, ops.array_parts.default)
 
 
 @rule(ops.array_write.default, outputs=1)

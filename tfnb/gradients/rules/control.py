@@ -20,6 +20,7 @@ from tfnb.gradients.slices import IndexedSlices
 from tfnb.gradients.table import COMPLEX, RULES, Cotangents, Forward, Rule
 from tfnb.gradients.walker import Walk
 from tfnb.graph import Dim, Node, Ref, Spec, Subgraph, Value, ops
+from tfnb.graph.contents import unique
 from tfnb.graph.graph import new_id
 from tfnb.graph.spec import Size
 from tfnb.graph.subgraph import row_places
@@ -84,7 +85,12 @@ class Part:
         """The subgraph with further outputs."""
         contents = self.part.contents
         if self.moved:
-            contents = replace(contents, nodes=(*contents.nodes, *self.moved))
+            taken = {node.name for node in contents.nodes}
+            named = []
+            for node in self.moved:
+                named.append(replace(node, name=unique(node.name, taken)))
+                taken.add(named[-1].name)
+            contents = replace(contents, nodes=(*contents.nodes, *named))
         return replace(self.part, contents=contents, outputs=(*self.part.outputs, *outputs))
 
     def spec(self, value: Value | None) -> Spec:
