@@ -33,6 +33,7 @@ def load(shell: InteractiveShell) -> None:
     magics = _loaded[id(shell)] = TfnbMagics(shell=shell)
     shell.register_magics(magics)
     magics.watch.attach()
+    shell.events.register("post_run_cell", magics.lives.follow)
     for name in NAMES:
         shell.set_hook("complete_command", completer(magics, name), str_key=f"%{name}")
         shell.set_hook("complete_command", completer(magics, name), str_key=f"%%{name}")
@@ -49,6 +50,7 @@ def unload(shell: InteractiveShell) -> None:
     if magics is None:
         return
     magics.watch.detach()
+    shell.events.unregister("post_run_cell", magics.lives.follow)
     for name in NAMES:
         for kind in ("line", "cell"):
             shell.magics_manager.magics[kind].pop(name, None)

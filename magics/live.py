@@ -1,23 +1,73 @@
-"""The live drawing of a graph: wires the widget, which knows no graph, to the view and the session."""
+"""Live drawings of graphs: wires the widget, which knows no graph, to the view and the session."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import tfnb
+from tfnb.magics.watch import BY_TEXT
 from tfnb.widgets.graph import GraphWidget
 
 
-def live(graph: Any, cell: str | None) -> GraphWidget:
-    """A widget that hides the static drawing of the same cell, unfolds boxes, and fetches values on a click."""
-    drawing = tfnb.view.Drawing(graph, cell=cell)
+class LiveDrawing:
+    """A widget that hides the static drawing of the same cell, unfolds boxes, and fetches values on a click.
 
-    def face(key: str, unfolded: bool) -> str:
-        return drawing.face(key, unfolded=unfolded)
+    After a traced run of the graph it shows that run: colours, sliders over turns, sides, and a timeline.
+    """
 
-    return GraphWidget(
-        **tfnb.view.page.live(drawing), text=repr(graph), on_face=face, on_fetch=lambda name: fetched(graph, name)
-    )
+    def __init__(self, graph: Any, cell: str | None) -> None:
+        self.graph, self.cell = graph, cell
+        self.drawing = tfnb.view.Drawing(graph, cell=cell)
+        self.shown = graph.attached.get("trace")  # a picture of now is of no earlier run
+        picture = tfnb.view.page.live(self.drawing)
+        self.widget = GraphWidget(
+            picture, twin=picture["name"], text=repr(graph), on_fetch=lambda name: fetched(graph, name),
+            on_face=lambda key, unfolded: self.drawing.face(key, unfolded=unfolded),
+        )  # fmt: skip
+
+    def follow(self) -> None:
+        """Show the last traced run of the graph, if it is another one than before."""
+        trace = self.graph.attached.get("trace")
+        if trace is not self.shown and isinstance(trace, tfnb.execution.Trace):
+            self.shown = trace
+            self.show(trace)
+
+    def with_run(self) -> LiveDrawing:
+        """Itself, with the last traced run, if what that fetched is in the graph still."""
+        if isinstance(self.shown, tfnb.execution.Trace) and self.shown.fetched <= self.graph.contents.by_id.keys():
+            self.show(self.shown)
+        return self
+
+    def show(self, trace: Any) -> None:
+        """Replace the picture by one of a traced run; where that cannot be laid out, the one before stays."""
+        drawing = tfnb.view.Drawing(self.graph, cell=self.cell, trace=trace, by=trace.colours)
+        try:
+            picture = tfnb.view.page.live(drawing, below=tfnb.view.timeline_of(trace, drawing))
+        except tfnb.view.layout.LayoutFailed:
+            return
+        self.drawing, self.widget.picture = drawing, picture
+
+
+class Lives:
+    """The live drawings of a notebook: one of each cell and graph, as it last ran."""
+
+    def __init__(self) -> None:
+        self._of: dict[Any, LiveDrawing] = {}
+        self._serial = itertools.count()
+
+    def make(self, graph: Any, cell: str | None = None, owner: str = BY_TEXT) -> LiveDrawing:
+        """A live drawing; that of the same owner before, which the front end has taken away, is closed."""
+        key: Any = next(self._serial) if owner.startswith(BY_TEXT) else (owner, graph.name)
+        if key in self._of:
+            self._of.pop(key).widget.close()
+        made = self._of[key] = LiveDrawing(graph, cell)
+        return made
+
+    def follow(self, _result: Any = None) -> None:
+        """A cell ran: show the traced run that it made, if any."""
+        for live in tuple(self._of.values()):
+            live.follow()
 
 
 def fetched(graph: Any, name: str) -> dict[str, str]:

@@ -24,7 +24,7 @@ import tfnb
 from tfnb.magics.arguments import magic, parsed, size
 from tfnb.magics.cell import compiled, place
 from tfnb.magics.complete import VERBS
-from tfnb.magics.live import live
+from tfnb.magics.live import Lives
 from tfnb.magics.table import Table
 from tfnb.magics.watch import BY_TEXT, CellWatch
 
@@ -44,7 +44,7 @@ class TfnbMagics(Magics):
 
     def __init__(self, shell: InteractiveShell, **kwargs: Any) -> None:
         super().__init__(shell=shell, **kwargs)
-        self.watch = CellWatch(shell)
+        self.watch, self.lives = CellWatch(shell), Lives()
 
     # -- recording and looking ------------------------------------------------------------------------------
 
@@ -59,7 +59,7 @@ class TfnbMagics(Magics):
         argument("--append", action="store_true", help="keep the nodes of earlier runs of this cell"),
         argument("--show", action="store_true", default=None, help="draw the cell's part of the graph (default)"),
         argument("--no-show", action="store_false", dest="show", help="do not draw"),
-        argument("--live", action="store_true", help="draw a live widget too: a click fetches a value"),
+        argument("--live", action="store_true", help="draw a live widget too: a click fetches a value, and traced runs show"),
     )  # fmt: skip
     def tfgraph(self, line: str, cell: str | None = None) -> Any:
         """Record a cell into a graph, or look at graphs.
@@ -141,7 +141,7 @@ class TfnbMagics(Magics):
         html, text = tfnb.view.graph_html(graph, cell=cell), tfnb.view.text_tree(graph, cell=cell)
         self.watch.show(self._plain({"text/html": html, "text/plain": text}))
         if getattr(options, "live", False) or self.display == "live":
-            self.watch.show(_bundle(live(graph, cell)))
+            self.watch.show(_bundle(self.lives.make(graph, cell, self.watch.owner("")).widget))
 
     def _verb(self, options: Namespace) -> Any:
         """The line form: ``[NAME] [VERB] [FILE]`` in any order of the first two."""
@@ -165,7 +165,7 @@ class TfnbMagics(Magics):
         elif verb == "export":
             return self._export(graph, file)
         elif options.live:
-            return self._out(options, live(graph, None))
+            return self._out(options, self.lives.make(graph).with_run().widget)
         return self._out(options, None if verb == "rm" else graph)
 
     def _remove_cell(self, graph: Any, cell: str) -> None:

@@ -277,7 +277,8 @@ class Session:
             tracer = Run(prepared.clocked) if prepared.clocked and how == "parts" else Tracer(program)
             results, pending = self._stoppable(program, timeout, self._compute, program, tensors, tracer.forward, cut)
             tracer.commit(pending)
-        self._trace = tracer if isinstance(tracer, Run) else tracer.trace(results, profile.found)
+        made = tracer if isinstance(tracer, Run) else tracer.trace(results, profile.found)
+        self._trace = self.graph.attached["trace"] = made  # live drawings of the graph look there
         return results
 
     def _stoppable(self, program: Program, timeout: float | None, call: Callable[..., Any], *args: Any) -> Any:
@@ -382,8 +383,7 @@ class Session:
 
     def status(self) -> list[str]:
         """For each signature run here and each choice of feed sizes, which code runs and why."""
-        plans = self.plans()
-        if plans:
+        if plans := self.plans():
             return [f"{at}: generated code; {plan}" for at, plan in plans]
         return [line for prepared in self._prepared.values() for line in prepared.tiers.status()]
 

@@ -1,19 +1,7 @@
 // One drawing in a page: pan, zoom, search, fold and unfold, hover, keyboard. Used by static pages and by the widget.
 //
 // Python draws and lays out. Each box comes with two faces (card and frame); unfolding swaps them and stretches the
-// level around it: along each axis a monotone map that is 1:1 between boxes. Text enters by textContent only; SVG comes
-// from our own strings, parsed and reduced to an allow-list.
-function tfnbParse(text) {  // one element, or null
-  const ALLOWED = new Set(["svg", "g", "rect", "path", "circle", "text", "title", "style"]);
-  const clean = (el) => {
-    for (const child of [...el.children]) ALLOWED.has(child.localName) ? clean(child) : child.remove();
-    for (const { name } of [...el.attributes]) if (/^on|href/i.test(name)) el.removeAttribute(name);
-  };
-  const page = new DOMParser().parseFromString(text, "image/svg+xml");
-  if (page.querySelector("parsererror")) return null;
-  clean(page.documentElement);
-  return document.importNode(page.documentElement, true);
-}
+// level around it: along each axis a monotone map that is 1:1 between boxes. Text enters by textContent only.
 function tfnbDrawing(root, options) {
   const svg = root.querySelector("svg");
   const HEAD = 32, TALLEST = 680, SMALLEST = 0.6;
@@ -176,15 +164,15 @@ function tfnbDrawing(root, options) {
     box.setAttribute("aria-expanded", String(isOpen(box)));
     arrange(levelOf(box));
   }
-  async function toggle(box, quiet) {
+  async function toggle(box, quiet, patience) {
     if (!isGroup(box)) return false;
     let face = otherFace(keyOf(box));
     if (!face && options.ask) {
-      const text = await options.ask(keyOf(box), !isOpen(box));
+      const text = await options.ask(keyOf(box), !isOpen(box), patience);
       face = text ? parse(text) : null;
     }
     if (!face) {
-      say("This graph is too large for a page: this box unfolds in the live drawing only.");
+      say(options.ask ? "No answer: is the kernel running, and not busy?" : "This graph is too large for a page: this box unfolds in the live drawing only.");
       return false;
     }
     const before = box.getBoundingClientRect();
@@ -472,6 +460,18 @@ function tfnbDrawing(root, options) {
     event.stopPropagation();  // a notebook has keys of its own
   });
 
+  // ---- as another picture of the same graph was left ----------------------------------------------------------
+  const titleOf = (box) => faceOf(box).querySelector(":scope > text")?.textContent;
+  const boxes = () => new Map([...svg.querySelectorAll(".box")].map((box) => [keyOf(box), [titleOf(box), isOpen(box)]]));
+  async function resume({ boxes: left, view: seen }) {
+    for (const [key, [title, opened]] of left) {  // outer boxes come first
+      const box = find(key);
+      if (box && titleOf(box) === title && isOpen(box) !== opened) await toggle(box, true, 600000);  // other cells may run first
+    }
+    const same = JSON.stringify([...boxes().keys()]) === JSON.stringify([...left.keys()]);
+    same ? (Object.assign(view, seen), tall(), show()) : fit();
+  }
+
   // ---- start -------------------------------------------------------------------------------------------------
   adopt(svg);
   svg.setAttribute("role", "group");
@@ -485,6 +485,7 @@ function tfnbDrawing(root, options) {
   fit();
   return {
     toggle: (key) => find(key) && toggle(find(key)), reveal, fit, say, select, point,
+    left: () => ({ boxes: boxes(), view: { ...view } }), resume,
     stop() { clearTimeout(wait); watch.disconnect(); listeners.forEach((off) => off()); },
   };
 }

@@ -9,18 +9,19 @@ function tfnbTwin(el, name) {  // the nearest static drawing before this element
 }
 function render({ model, el }) {
   const waiting = new Map();
-  let drawing = null, twin = null, value = null, late = 0;
+  let drawing = null, sliders = null, twin = null, value = null, late = 0, clock = 0;
   function build() {
-    if (drawing) drawing.stop();
+    const left = drawing?.left();
+    stop();
     el.replaceChildren();
-    const svg = tfnbParse(model.get("svg"));
+    const { svg: text, title, legend, turns, timeline } = model.get("picture"), svg = tfnbParse(text);
     const root = el.appendChild(document.createElement("div"));
     root.className = "tfnb-page";
     if (!svg) { root.textContent = "This picture could not be read."; return; }
     const bar = root.appendChild(document.createElement("div"));
     bar.className = "tfnb-bar";
-    bar.appendChild(document.createElement("span")).textContent = model.get("title");
-    for (const [word, colour] of model.get("legend") || []) {
+    bar.appendChild(document.createElement("span")).textContent = title;
+    for (const [word, colour] of legend || []) {
       const entry = bar.appendChild(document.createElement("span")), dot = document.createElement("span");
       dot.className = "tfnb-dot";
       if (/^#[0-9a-f]{6}$/.test(colour)) dot.style.background = colour;
@@ -33,15 +34,32 @@ function render({ model, el }) {
     value.hidden = true;
     drawing = tfnbDrawing(root, { ask, select });
     root.appendChild(value);
+    if (turns?.loops) sliders = tfnbTurns(root, turns, { chosen: model.get("chosen"), changed: slid });
+    const below = timeline && tfnbBelow(timeline);
+    if (below) { root.appendChild(below); tfnbTimeline(root, drawing, sliders); }
+    if (left) drawing.resume(left);
   }
-  let kept = null;  // the faces that the static drawing holds: the same picture, also when no kernel is left
-  function ask(scope, unfold) {
-    const data = twin && twin.querySelector('script[type="application/json"]');
-    kept ||= data && JSON.parse(data.textContent);
-    if (kept && Object.hasOwn(kept, scope)) return kept[scope];
+  function stop() {
+    drawing?.stop();
+    sliders?.stop();
+    drawing = sliders = null;
+    for (const answer of waiting.values()) answer("");
+    waiting.clear();
+  }
+  function slid(chosen) {
+    model.set("chosen", chosen);
+    model.save_changes();
+  }
+  let kept = null;  // the faces that the static drawing holds: of the same picture, also when no kernel is left
+  function faces() {
+    const data = twin && model.get("picture").name === model.get("twin") && twin.querySelector('script[type="application/json"]');
+    return data ? (kept ||= JSON.parse(data.textContent)) : {};
+  }
+  function ask(scope, unfold, patience = 15000) {
+    if (Object.hasOwn(faces(), scope)) return faces()[scope];
     model.send({ kind: unfold ? "unfold" : "fold", scope });
     return new Promise((resolve) => {
-      const clock = setTimeout(() => resolve(""), 15000);
+      const clock = setTimeout(() => resolve(""), patience);
       waiting.set(scope, (svg) => { clearTimeout(clock); resolve(svg); });
     });
   }
@@ -65,12 +83,13 @@ function render({ model, el }) {
       value.textContent = `${message.node}\n${message.error || message.preview}`;
     }
   }
-  const chosen = () => { if (!model.get("selection") && value) value.hidden = true; };
+  const listeners = {
+    "msg:custom": heard, "change:picture": build, "change:chosen": () => sliders?.set(model.get("chosen")),
+    "change:selection": () => { if (!model.get("selection") && value) value.hidden = true; },
+  };
   build();
-  model.on("msg:custom", heard);
-  model.on("change:svg", build);
-  model.on("change:selection", chosen);
-  let tries = 0, clock = 0;
+  for (const [kind, call] of Object.entries(listeners)) model.on(kind, call);
+  let tries = 0;
   (function hide() {  // a front end may render before it puts the element into the page
     if (!el.isConnected && tries++ < 100) { clock = setTimeout(hide, 50); return; }
     twin = tfnbTwin(el, model.get("twin"));
@@ -79,10 +98,8 @@ function render({ model, el }) {
   return () => {
     clearTimeout(clock);
     clearTimeout(late);
-    model.off("msg:custom", heard);
-    model.off("change:svg", build);
-    model.off("change:selection", chosen);
-    if (drawing) drawing.stop();
+    for (const [kind, call] of Object.entries(listeners)) model.off(kind, call);
+    stop();
     if (twin) { delete twin.dataset.hidden; twin.style.display = ""; }
   };
 }

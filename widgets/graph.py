@@ -25,26 +25,27 @@ def _text(*names: str) -> str:
 class GraphWidget(anywidget.AnyWidget):
     """A drawing that unfolds through ``on_face`` and shows values through ``on_fetch``.
 
-    svg: the first picture. title, legend (pairs of a word and ``#rrggbb``): what stands above it. twin: the
-    ``data-tfnb`` of a static drawing that this one hides while it is shown. text: what a front end without
-    widgets shows. on_fetch(node name) gives ``{"preview": str}``; on_face(key of a box, unfolded) gives SVG.
-    ``selection`` is the name of the node that was clicked.
+    picture: ``svg`` and its ``name``; ``title`` and ``legend`` (pairs of a word and ``#rrggbb``), which stand above it;
+    ``turns``, data of the sliders of a traced run (see ``turns.js``), and its ``timeline`` as HTML, which stands below.
+    Another picture replaces it whole; what was unfolded stays so. twin: the ``data-tfnb`` of a static drawing that
+    this one hides while it is shown. text: what a front end without widgets shows. on_fetch(node name) gives
+    ``{"preview": str}``; on_face(key of a box, unfolded) gives SVG. ``selection`` is the name of the node that was
+    clicked, ``chosen`` the turn of each loop, or None for all of them: all views of the widget share both.
     """
 
-    _esm = _text("drawing.js", "graph.js")
+    _esm = _text("markup.js", "drawing.js", "turns.js", "timeline.js", "graph.js")
     _css = _text("drawing.css")
 
-    svg = traitlets.Unicode().tag(sync=True)
-    title = traitlets.Unicode().tag(sync=True)
-    legend: traitlets.List[list[str]] = traitlets.List().tag(sync=True)
+    picture: traitlets.Dict[str, Any] = traitlets.Dict().tag(sync=True)
     twin = traitlets.Unicode().tag(sync=True)
     selection = traitlets.Unicode().tag(sync=True)
+    chosen: traitlets.List[int | None] = traitlets.List().tag(sync=True)
 
     def __init__(
-        self, svg: str, *, title: str = "", legend: list[list[str]] | None = None, twin: str = "", text: str = "",
+        self, picture: Mapping[str, Any], *, twin: str = "", text: str = "",
         on_fetch: Fetch | None = None, on_face: Face | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(svg=svg, title=title, legend=legend or [], twin=twin)
+        super().__init__(picture=dict(picture), twin=twin)
         self.text = text
         self._fetch, self._face = on_fetch, on_face
         self.on_msg(self._heard)

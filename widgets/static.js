@@ -8,7 +8,7 @@
     const data = root.querySelector('script[type="application/json"]');
     const drawing = tfnbDrawing(root, { faces: data ? JSON.parse(data.textContent) : {} });
     const turns = root.querySelector("script.tfnb-turns");
-    if (turns) tfnbTurns(root, JSON.parse(turns.textContent));
-    if (root.querySelector(".tfnb-timeline")) tfnbTimeline(root, drawing);
+    const sliders = turns && tfnbTurns(root, JSON.parse(turns.textContent));
+    if (root.querySelector(".tfnb-timeline")) tfnbTimeline(root, drawing, sliders);
   }
 })();

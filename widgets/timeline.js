@@ -1,12 +1,18 @@
-// Links a timeline to the drawing above it: a bar lights its node and a click brings it into view; a node lights its
-// bars.
-function tfnbTimeline(root, drawing) {
+// Links a timeline to the drawing above it: a bar lights its node, and a click brings it into view, in the turn of the
+// bar; a node lights its bars, and bars of turns that no slider shows are pale.
+function tfnbTimeline(root, drawing, turns) {
   const svg = root.querySelector(".tfnb-timeline svg"), graph = root.querySelector("svg");
   const bars = [...svg.querySelectorAll("[data-box]")];
-  const keyAt = (event) => event.target.closest("[data-box]")?.dataset.box || "";
-  svg.addEventListener("pointerover", (event) => drawing.point(keyAt(event)));
+  const barAt = (event) => event.target.closest("[data-box]");
+  const turnOf = (bar) => (bar.dataset.turn || "").split(" ").map(Number);  // loop, turn
+  svg.addEventListener("pointerover", (event) => drawing.point(barAt(event)?.dataset.box || ""));
   svg.addEventListener("pointerleave", () => drawing.point(""));
-  svg.addEventListener("click", (event) => { if (keyAt(event)) drawing.reveal(keyAt(event)); });
+  svg.addEventListener("click", (event) => {
+    const bar = barAt(event);
+    if (!bar) return;
+    if (turns && bar.dataset.turn) turns.chooseTurn(...turnOf(bar));
+    drawing.reveal(bar.dataset.box);
+  });
   const light = (box) => {
     const key = box && box.getAttribute("data-key");
     for (const bar of bars) {
@@ -16,4 +22,10 @@ function tfnbTimeline(root, drawing) {
   };
   graph.addEventListener("pointerover", (event) => light(event.target.closest(".box")));
   graph.addEventListener("pointerleave", () => light(null));
+  turns?.follow((shown) => {
+    for (const bar of bars.filter((bar) => bar.dataset.turn)) {
+      const [loop, turn] = turnOf(bar), which = shown(loop);
+      bar.classList.toggle("pale", !!which && !which.has(turn));
+    }
+  });
 }

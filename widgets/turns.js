@@ -3,10 +3,12 @@
 // data.loops: {around: the loop around it or -1, every, total, turns: [[number, turn of the loop around it], ...]}.
 // data.nodes: key of a box -> [loop, then for each of its turns: turn, two words, tenths of microseconds or -1].
 // data.gives: key of a group -> the node whose values it shows. data.sides: [loop, keys, turns in which it was taken].
-function tfnbTurns(root, data) {
+// options.chosen: where the sliders start; options.changed(chosen) hears of each move of a hand.
+function tfnbTurns(root, data, options = {}) {
   const svg = root.querySelector("svg"), { loops, words } = data;
   const first = new WeakMap();  // what an element said before
   const chosen = loops.map(() => null);  // a turn of each loop, or null for all of them
+  const followers = [];  // what is told which turns are shown
   const series = Object.entries(data.nodes).map(([key, [loop, ...flat]]) => {
     const notes = new Map();
     for (let i = 0; i < flat.length; i += 4) notes.set(flat[i], { short: flat[i + 1], long: flat[i + 2], took: flat[i + 3] });
@@ -32,6 +34,20 @@ function tfnbTurns(root, data) {
     const at = place > 0 && turns.length ? turns[Math.min(place, turns.length) - 1] : null;
     if (at !== null && outer >= 0 && chosen[outer] === null) pick(outer, loops[loop].turns[at][1]);
     pick(loop, at);
+    apply();
+    options.changed?.([...chosen]);
+  }
+  function chooseTurn(loop, at) {  // whatever turns of the loops around it that needs
+    const outer = around(loop);
+    if (outer >= 0) chooseTurn(outer, loops[loop].turns[at][1]);
+    choose(loop, within(loop).indexOf(at) + 1);
+  }
+  function set(wanted) {  // as another view of these loops has them; of other loops, all turns
+    const fits = wanted.length === loops.length && loops.every(({ turns, around: outer }, loop) => {
+      const at = wanted[loop];
+      return at === null || (turns[at] && (outer < 0 || turns[at][1] === wanted[outer]));
+    });
+    loops.forEach((_, loop) => { chosen[loop] = fits ? wanted[loop] : null; });
     apply();
   }
   function pick(loop, at) {  // turns of the loops inside keep their number, where there is one
@@ -124,6 +140,11 @@ function tfnbTurns(root, data) {
   function apply() {
     svg.querySelectorAll(".turns").forEach(draw);
     svg.querySelectorAll(".box").forEach(show);
+    followers.forEach((tell) => tell(matching));
+  }
+  function follow(tell) {
+    followers.push(tell);
+    tell(matching);
   }
 
   // ---- pointer and keys: before the drawing, which would pan or fold -------------------------------------------
@@ -158,10 +179,10 @@ function tfnbTurns(root, data) {
     return true;
   });
 
-  apply();
+  set(options.chosen || []);
   const watch = new MutationObserver((changes) => {  // a box was folded or unfolded
     if (changes.some(({ addedNodes }) => [...addedNodes].some((el) => el.classList?.contains("face")))) apply();
   });
   watch.observe(svg, { childList: true, subtree: true });
-  return { choose, stop() { watch.disconnect(); } };
+  return { chooseTurn, follow, set, stop() { watch.disconnect(); } };
 }

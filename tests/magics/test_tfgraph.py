@@ -12,8 +12,7 @@ from IPython.core.completer import provisionalcompleter
 
 import tfnb
 from tfnb.errors import StaleNode
-from tfnb.magics.live import fetched
-from tfnb.magics.live import live as live_drawing
+from tfnb.magics.live import LiveDrawing, fetched
 
 X = "x = tfnb.placeholder(torch.ones(2, 3))"
 
@@ -222,7 +221,7 @@ def test_live_widget_stands_below_its_static_twin(notebook):
     ran = notebook.ok(f"%%tfgraph g --live\n{X}\ny = x * 2")
     static, live = ran.shown
     assert "application/vnd.jupyter.widget-view+json" in live and "text/html" not in live
-    assert f'data-tfnb="{live_drawing(tfnb.graph("g"), f"In[{notebook.count - 1}]").twin}"' in static["text/html"]
+    assert f'data-tfnb="{LiveDrawing(tfnb.graph("g"), f"In[{notebook.count - 1}]").widget.twin}"' in static["text/html"]
 
 
 def test_click_fetches_the_value_of_now(notebook):

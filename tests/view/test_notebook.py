@@ -26,7 +26,7 @@ def notebook(graph: Graph) -> Any:
     """A saved notebook: a static drawing with its live one below, whose state was not saved."""
     nbformat = pytest.importorskip("nbformat")
     static = {"text/html": graph_html(graph), "text/plain": text_tree(graph)}
-    widget = GraphWidget(**page.live(Drawing(graph)), text=text_tree(graph))
+    widget = GraphWidget(page.live(Drawing(graph)), text=text_tree(graph))
     bundle = widget._repr_mimebundle_()
     bundles = [static, bundle[0] if isinstance(bundle, tuple) else bundle]
     outputs = [nbformat.v4.new_output("display_data", data=data) for data in bundles]

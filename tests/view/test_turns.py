@@ -12,40 +12,11 @@ import pytest
 import torch
 
 import tfnb
-from tests.view.browser import Page, browser, needs_browser
+from tests.view.browser import browser, needs_browser
+from tests.view.loops import END, FED, HOME, LEFT, RIGHT, TITLED, Loops, nested, traced, while_with_a_branch
 from tfnb.execution import Trace
 from tfnb.execution.turns import Seen, Turns
 from tfnb.view import Drawing, graph_html, trace_html, turns
-
-
-def while_with_a_branch() -> tuple[tfnb.Graph, Any, Any]:
-    """Halves ``y``, from the second turn on by a product, until it is small."""
-    with tfnb.record("halves") as graph:
-        x = tfnb.placeholder(torch.ones(3, 2), name="x")
-        w = torch.nn.Parameter(torch.eye(2))
-        _, y = tfnb.while_loop(
-            lambda n, y: y.norm() > 1, lambda n, y: (n + 1, tfnb.cond(n < 1, lambda: y / 2, lambda: y @ w / 2)), (0, x)
-        )
-    return graph, x, y
-
-
-def nested() -> tuple[tfnb.Graph, Any, Any]:
-    with tfnb.record("nested") as graph:
-        x = tfnb.placeholder(torch.ones(3), name="x")
-        y = tfnb.map_fn(lambda v: tfnb.while_loop(lambda a: a < 4, lambda a: a.neg() * -2, v.abs()), x)
-    return graph, x, y
-
-
-def traced(program: tuple[tfnb.Graph, Any, Any], fed: Any) -> Trace:
-    graph, x, y = program
-    session = tfnb.Session(graph, compile="off")
-    session.run(y, {x: fed}, trace=True)
-    assert session.trace is not None
-    return session.trace
-
-
-FED = torch.tensor([[4.0, 2.0], [0.0, 2.0], [1.0, -4.0]])
-
 
 # -- what a page holds ------------------------------------------------------------------------------------------------
 
@@ -104,55 +75,6 @@ def test_arguments_that_nobody_uses_are_not_drawn() -> None:
 def driver() -> Iterator[Any]:
     with browser(size="1300,1200") as driver:
         yield driver
-
-
-BOXES = "[...document.querySelectorAll('.box')]"
-TITLED = f"{BOXES}.find(b => b.querySelector(':scope > .face > text').textContent === arguments[0])"
-
-
-class Loops(Page):
-    """A page with a traced loop."""
-
-    def unfold(self) -> None:
-        """Everything."""
-        for _ in range(8):
-            if not self.js("return !!document.querySelector('.box[aria-expanded=\"false\"]')"):
-                return
-            before = self.js("return document.querySelectorAll('.box').length")
-            self.js("[...document.querySelectorAll('button')].find(b => b.textContent === 'Unfold').click()")
-            self.wait(f"document.querySelectorAll('.box').length > {before}")
-
-    def sliders(self) -> list[Any]:
-        """Outer ones first."""
-        depth = "(el) => el.closest('.box').dataset.key.length"
-        return list(
-            self.js(f"return [...document.querySelectorAll('.turns')].sort((a, b) => ({depth})(a) - ({depth})(b))")
-        )
-
-    def slide(self, slider: Any, *keys: str) -> str:
-        """Press keys on a slider; what it says then."""
-        self.js("arguments[0].focus()", slider)
-        self.keys(*keys)
-        return str(slider.get_attribute("aria-valuetext"))
-
-    def opacity(self, title: str) -> float:
-        """Of the first box with that title, with what is around it."""
-        return float(self.js(
-            f"let all = 1; for (let el = {TITLED}.querySelector(':scope > .face'); el.closest; el = el.parentNode)"
-            "all *= getComputedStyle(el).opacity; return all", title,
-        ))  # fmt: skip
-
-    def card(self, title: str) -> list[str]:
-        """The rows of the first card with that title."""
-        code = f"return [...{TITLED}.querySelectorAll(':scope > .face > text')].map(t => t.textContent)"
-        return list(self.js(code, title))
-
-    def tip(self, title: str) -> str:
-        """What a box says to a screen reader and in its tooltip."""
-        return str(self.js(f"return {TITLED}.getAttribute('aria-label')", title))
-
-
-LEFT, RIGHT, END, HOME = "\ue012", "\ue014", "\ue010", "\ue011"
 
 
 @pytest.fixture

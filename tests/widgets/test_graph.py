@@ -19,6 +19,8 @@ from tfnb.graph import Graph
 from tfnb.view import Drawing, graph_html, page
 from tfnb.widgets import GraphWidget
 
+PICTURE = {"svg": "<svg/>", "name": "", "title": "", "legend": [], "turns": {}, "timeline": ""}
+
 
 class Sent(GraphWidget):
     """Keeps what it would send."""
@@ -39,7 +41,7 @@ def tell(widget: Sent, message: Any) -> list[Any]:
 
 
 def test_a_click_fetches_a_value() -> None:
-    widget = Sent("<svg/>", on_fetch=lambda node: {"preview": f"{node} is 3"})
+    widget = Sent(PICTURE, on_fetch=lambda node: {"preview": f"{node} is 3"})
     assert tell(widget, {"kind": "fetch", "node": "loss"}) == [
         {"kind": "value", "node": "loss", "preview": "loss is 3"}
     ]
@@ -50,11 +52,11 @@ def test_a_fetch_that_fails_is_told_to_the_page() -> None:
         raise ValueError("x is not fed")
 
     answer = {"kind": "value", "node": "loss", "error": "ValueError: x is not fed"}
-    assert tell(Sent("<svg/>", on_fetch=fetch), {"kind": "fetch", "node": "loss"}) == [answer]
+    assert tell(Sent(PICTURE, on_fetch=fetch), {"kind": "fetch", "node": "loss"}) == [answer]
 
 
 def test_unfolding_asks_python() -> None:
-    widget = Sent("<svg/>", on_face=lambda key, unfolded: f"<g>{key} {unfolded}</g>")
+    widget = Sent(PICTURE, on_face=lambda key, unfolded: f"<g>{key} {unfolded}</g>")
     assert tell(widget, {"kind": "unfold", "scope": "2.1"}) == [
         {"kind": "face", "scope": "2.1", "svg": "<g>2.1 True</g>"}
     ]
@@ -65,16 +67,16 @@ def test_a_face_that_cannot_be_drawn_is_empty() -> None:
     def face(key: str, unfolded: bool) -> str:
         raise IndexError(key)
 
-    assert tell(Sent("<svg/>", on_face=face), {"kind": "unfold", "scope": "9"})[0]["svg"] == ""
+    assert tell(Sent(PICTURE, on_face=face), {"kind": "unfold", "scope": "9"})[0]["svg"] == ""
 
 
 @pytest.mark.parametrize("message", [None, {}, {"kind": "fetch"}, {"kind": "fetch", "node": 3}, {"kind": "other"}, []])
 def test_messages_of_no_known_kind_are_ignored(message: Any) -> None:
-    assert tell(Sent("<svg/>", on_fetch=lambda node: {}), message) == []
+    assert tell(Sent(PICTURE, on_fetch=lambda node: {}), message) == []
 
 
 def test_the_bundle_has_a_text_fallback() -> None:
-    bundle = GraphWidget("<svg/>", text="digits: 3 nodes")._repr_mimebundle_()
+    bundle = GraphWidget(PICTURE, text="digits: 3 nodes")._repr_mimebundle_()
     data = bundle[0] if isinstance(bundle, tuple) else bundle
     assert data["text/plain"] == "digits: 3 nodes"
     assert "application/vnd.jupyter.widget-view+json" in data
@@ -126,7 +128,9 @@ def shown(driver: Any, folder: Path, *, twin: bool, graph: Graph | None = None) 
     """A live drawing, below a static one if ``twin``."""
     graph = graph or digits()
     drawing = Drawing(graph)
-    data = {"esm": GraphWidget._esm, "state": {**page.live(drawing), "selection": ""}, "faces": drawing.faces()}
+    picture = page.live(drawing)
+    state = {"picture": picture, "twin": picture["name"], "selection": "", "chosen": []}
+    data = {"esm": GraphWidget._esm, "state": state, "faces": drawing.faces()}
     static = graph_html(graph) if twin else f"<style>{GraphWidget._css}</style>"
     shown = Page(driver, folder, static + FAKE % json.dumps(data, default=str).replace("</", "<\\/"))
     shown.wait("window.ready")
@@ -191,14 +195,14 @@ EMPTY = """<svg xmlns="http://www.w3.org/2000/svg" class="tfnb" onload="window.h
 
 @needs_browser
 def test_a_new_picture_is_shown(live: Page) -> None:
-    live.js("window.model.set('svg', arguments[0])", EMPTY)
+    live.js("window.model.set('picture', { svg: arguments[0] })", EMPTY)
     assert live.js("return document.querySelectorAll('#here .box').length") == 0
 
 
 @needs_browser
 @pytest.mark.parametrize("svg", ["<svg", EMPTY])
 def test_markup_that_is_no_picture_does_nothing(live: Page, svg: str) -> None:
-    live.js("window.model.set('svg', arguments[0])", svg)
+    live.js("window.model.set('picture', { svg: arguments[0] })", svg)
     assert live.js("return [window.hacked || 0, document.querySelectorAll('#here script').length]") == [0, 0]
 
 

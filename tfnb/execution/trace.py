@@ -13,7 +13,7 @@ from pathlib import Path as File
 from typing import Any, Literal
 
 from tfnb.errors import InvalidArgument
-from tfnb.execution.turns import Amount, Path, Turns
+from tfnb.execution.turns import Amount, Path, Turn, Turns
 from tfnb.graph import Graph, Node, Value
 from tfnb.graph.ops import REGIONS
 
@@ -34,6 +34,7 @@ class Event:
     path: Path = ()  # of a node in a loop or branch
     depth: int = 0  # loops around it
     kernel: str = ""  # torch's name of what ran, where its profiler saw it
+    turn: Turn | None = None  # of the innermost loop around it
 
     @property
     def seconds(self) -> float:
@@ -162,11 +163,12 @@ class Trace:
         found = list(self.events)
         for turns in self.turns:
             depth = turns.depth
-            for path, note in ((path, note) for turn in turns.kept for path, note in turn.notes.items()):
+            for turn, path, note in ((t, path, note) for t in turns.kept for path, note in t.notes.items()):
                 amount, event = self.inside.get(path), around.get(path[0])
                 if amount is not None and event is not None and amount.node.op not in REGIONS:
                     end, where = note.start + note.seconds, (event.device, event.thread)
-                    found.append(Event(amount.node, note.start, end, note.bytes, *where, path=path, depth=depth))
+                    inner = Event(amount.node, note.start, end, note.bytes, *where, path=path, depth=depth, turn=turn)
+                    found.append(inner)
         return (*found, *self.kernels)
 
     def save(self, path: str | File, *, profile: str | File | None = None) -> File:

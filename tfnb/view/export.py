@@ -26,10 +26,14 @@ from tfnb.view.timeline import timeline
 def graph_html(graph: Graph, **options: Any) -> str:
     """A self-contained interactive drawing, an indented listing where that fails; below it a ``trace``'s timeline."""
     drawing = Drawing(graph, **options)
-    trace = options.get("trace")
-    keys = {drawing.path(node): key_name(key) for node, key in drawing.wiring.where.items()}
-    below = "" if trace is None else timeline(trace, keys)
+    below = timeline_of(options.get("trace"), drawing)
     return page.html(drawing, lambda: text_tree(graph, cell=options.get("cell")), below=below)
+
+
+def timeline_of(trace: Any, drawing: Drawing) -> str:
+    """What stands below the drawing of a traced run, linked to its boxes; nothing without one."""
+    keys = {drawing.path(node): key_name(key) for node, key in drawing.wiring.where.items()}
+    return "" if trace is None else timeline(trace, keys)
 
 
 def trace_html(trace: Any, *, by: str = "time") -> str:

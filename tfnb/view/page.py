@@ -29,7 +29,8 @@ def html(drawing: Drawing, listing: Callable[[], str], *, below: str = "") -> st
     except LayoutFailed as failure:
         return f'<div class="tfnb-page"><p>{xml(str(failure))}</p><pre>{xml(listing())}</pre>{below}</div>'
     turns = drawing.turned.data if drawing.turned is not None else {}
-    scripts = ["drawing.js", *(["turns.js"] if turns else []), *(["timeline.js"] if below else []), "static.js"]
+    wanted = {"turns.js": bool(turns), "timeline.js": bool(below)}
+    scripts = ["markup.js", "drawing.js", *(name for name, has in wanted.items() if has), "static.js"]
     sliders = f'<script type="application/json" class="tfnb-turns">{json_script(turns)}</script>' if turns else ""
     return (
         f'<div class="tfnb-page" data-tfnb="{digest(picture)}"><style>{asset("drawing.css")}</style>{_bar(drawing)}'
@@ -43,10 +44,14 @@ def digest(picture: str) -> str:
     return hashlib.sha256(picture.encode()).hexdigest()[:16]
 
 
-def live(drawing: Drawing) -> dict[str, Any]:
-    """What `tfnb.widgets.graph.GraphWidget` needs of a drawing, beside its callbacks; raises LayoutFailed."""
+def live(drawing: Drawing, *, below: str = "") -> dict[str, Any]:
+    """The picture that `tfnb.widgets.graph.GraphWidget` shows of a drawing, with a timeline below; LayoutFailed."""
     title = f"{drawing.name}  {facts.counts(drawing.contents)}"
-    return {"svg": drawing.svg, "title": title, "legend": _legend(drawing), "twin": digest(drawing.svg)}
+    turns = drawing.turned.data if drawing.turned is not None else {}
+    return {
+        "svg": drawing.svg, "name": digest(drawing.svg), "title": title, "legend": _legend(drawing), "turns": turns,
+        "timeline": below,
+    }  # fmt: skip
 
 
 def _legend(drawing: Drawing) -> list[list[str]]:

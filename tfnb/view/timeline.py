@@ -15,7 +15,7 @@ from tfnb.view.escape import shorten, xml
 from tfnb.view.face import n
 from tfnb.view.heat import duration
 from tfnb.view.measure import SANS, width
-from tfnb.view.style import LIGHT, PAPER, SHEET, SOFT
+from tfnb.view.style import LIGHT, PAPER, SHEET, SOFT, Tone
 
 WIDE, LEFT = 960.0, 8.0  # pixels: the picture, its margin
 LANE, BAR, CURVE = 40.0, 20.0, 70.0
@@ -32,6 +32,7 @@ def timeline(trace: Any, keys: Mapping[tuple[int, ...], str]) -> str:
     """Bars, curve and tables; ``keys`` are the boxes of the drawing, by the nodes' paths."""
     spans = trace.spans
     events = sorted(spans, key=lambda event: -event.seconds)[:BARS]
+    turns = {id(turn): f"{loop} {at}" for loop, found in enumerate(trace.turns) for at, turn in enumerate(found.kept)}
     left_out = len(spans) - len(events)
     note = f"; the {left_out:,} shortest of {len(spans):,} bars are left out" if left_out else ""
     head = (
@@ -40,10 +41,10 @@ def timeline(trace: Any, keys: Mapping[tuple[int, ...], str]) -> str:
     )
     tables = "".join(_table(trace, by, title, is_open=by == "node") for by, title in TABLES)
     bar = f'<div class="tfnb-bar"><span>{head}</span></div>'
-    return f'<div class="tfnb-timeline">{bar}{_svg(trace, events, keys)}{tables}</div>'
+    return f'<div class="tfnb-timeline">{bar}{_svg(trace, events, keys, turns)}{tables}</div>'
 
 
-def _svg(trace: Any, events: Sequence[Any], keys: Mapping[tuple[int, ...], str]) -> str:
+def _svg(trace: Any, events: Sequence[Any], keys: Mapping[tuple[int, ...], str], turns: Mapping[int, str]) -> str:
     lanes, top = dict[Any, float](), 0.0  # what is in loops has rows of its own below
     for lane in trace.lanes:
         lanes[lane] = top
@@ -55,7 +56,7 @@ def _svg(trace: Any, events: Sequence[Any], keys: Mapping[tuple[int, ...], str])
     by_tone = sorted(events, key=_tone)
     for tone, group in groupby(by_tone, key=_tone):
         paint = LIGHT[tone]
-        bars = "".join(_bar(event, lanes, scale, keys, paint.fill, paint.line) for event in group)
+        bars = "".join(_bar(event, lanes, scale, _links(event, keys, turns), paint) for event in group)
         parts.append(f'<g class="t-{tone}" fill="{paint.ink}">{bars}</g>')
     parts += [_curve(trace, scale, curve_top), _axis(trace, high)]
     words = f"Timeline of {trace.title}: {duration(trace.seconds)}"
@@ -71,16 +72,20 @@ def _tone(event: Any) -> str:
     return facts.tone(event.node) if event.node else "update"
 
 
-def _bar(
-    event: Any, lanes: Mapping[Any, float], scale: float, keys: Mapping[tuple[int, ...], str], fill: str, line: str
-) -> str:  # fmt: skip
+def _links(event: Any, keys: Mapping[tuple[int, ...], str], turns: Mapping[int, str]) -> str:
+    """Which box of the drawing a bar is of, and which turn of which loop: see ``timeline.js`` of `tfnb.widgets`."""
+    key = keys.get(event.path or (event.node.id,)) if event.node else None
+    turn = turns.get(id(event.turn))
+    words = [f' data-box="{key}" data-node="{xml(event.name)}"' if key else "", f' data-turn="{turn}"' if turn else ""]
+    return "".join(words)
+
+
+def _bar(event: Any, lanes: Mapping[Any, float], scale: float, links: str, paint: Tone) -> str:
     x, y = LEFT + scale * event.start, lanes[event.thread, event.device] + 17 + ROW * event.depth
     wide = max(0.6, scale * event.seconds)
-    key = keys.get(event.path or (event.node.id,)) if event.node else None
-    linked = f' data-box="{key}" data-node="{xml(event.name)}"' if key else ""
     shape = (
-        f'<rect class="card"{linked} x="{x:.2f}" y="{n(y)}" width="{wide:.2f}" height="{n(BAR)}" fill="{fill}" '
-        f'stroke="{line}" stroke-width="0.5"><title>{xml(_title(event))}</title></rect>'
+        f'<rect class="card"{links} x="{x:.2f}" y="{n(y)}" width="{wide:.2f}" height="{n(BAR)}" fill="{paint.fill}" '
+        f'stroke="{paint.line}" stroke-width="0.5"><title>{xml(_title(event))}</title></rect>'
     )
     label = shorten(event.kernel or (facts.label(event.node) if event.node else "commit"), 24)
     fits = width(label, 10) + 6 < wide

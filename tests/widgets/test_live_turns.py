@@ -1,0 +1,232 @@
+"""Traced runs in the live drawing, in a real browser: sliders, sides, the timeline, and pictures that are replaced."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tfnb
+from tests.view.browser import browser, needs_browser
+from tests.view.loops import END, FED, HOME, RIGHT, Loops, nested, while_with_a_branch
+from tfnb.magics.live import LiveDrawing, Lives
+from tfnb.widgets import GraphWidget
+
+MODEL = """
+<style>%s</style><div id="one"></div><div id="two"></div>
+<script type="application/json" id="data">%s</script>
+<script type="module">
+window.model = {  // what anywidget gives a module; what it sends waits until the test's Python answers
+  state: JSON.parse(document.getElementById("data").textContent).state, heard: {}, sent: [], saved: 0,
+  get(name) { return this.state[name]; },
+  set(name, value) { this.state[name] = value; this.emit(`change:${name}`); },
+  save_changes() { this.saved += 1; },
+  on(kind, call) { (this.heard[kind] ||= []).push(call); },
+  off(kind, call) { this.heard[kind] = (this.heard[kind] || []).filter((each) => each !== call); },
+  emit(kind, ...args) { for (const call of this.heard[kind] || []) call(...args); },
+  send(message) { this.sent.push(message); },
+};
+const esm = JSON.parse(document.getElementById("data").textContent).esm;
+const module = await import(URL.createObjectURL(new Blob([esm], { type: "text/javascript" })));
+window.view = (place) => module.default.render({ model: window.model, el: document.getElementById(place) });
+window.cleanup = view("one");
+window.ready = true;
+</script>"""
+
+
+class Live(Loops):
+    """A page with a live drawing, whose messages its Python answers."""
+
+    def __init__(self, driver: Any, folder: Path, graph: tfnb.Graph) -> None:
+        self.live = LiveDrawing(graph, None)
+        self.widget = self.live.widget
+        state = {name: getattr(self.widget, name) for name in ("picture", "twin", "selection", "chosen")}
+        data = json.dumps({"esm": GraphWidget._esm, "state": state}).replace("</", "<\\/")
+        super().__init__(driver, folder, MODEL % (GraphWidget._css, data))
+        super().wait("window.ready")
+
+    def run(self, y: Any, feeds: Any) -> None:
+        """A traced run, in whatever session, and the end of its cell."""
+        tfnb.Session(self.live.graph, compile="off").run(y, feeds, trace=True)
+        self.live.follow()
+        self.js("window.model.set('picture', arguments[0])", json.loads(json.dumps(self.widget.picture)))
+        self.answer()
+
+    def answer(self) -> None:
+        """What Python answers to all that was asked, and to what that makes the page ask."""
+        asked = True
+        while asked:
+            asked = self.js("return window.model.sent.splice(0)")
+            for message in asked:
+                found = self.live.drawing.face(message["scope"], unfolded=message["kind"] == "unfold")
+                face = {"kind": "face", "scope": message["scope"], "svg": found}
+                self.js("window.model.emit('msg:custom', arguments[0])", face)
+            self.driver.execute_async_script("setTimeout(arguments[0], 20)")
+
+    def wait(self, code: str) -> Any:
+        self.answer()
+        return super().wait(code)
+
+    def click(self, key: str) -> None:
+        super().click(key)
+        self.answer()
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[Any]:
+    with browser(size="1300,1200") as driver:
+        yield driver
+
+
+@pytest.fixture
+def program() -> tuple[tfnb.Graph, Any, Any]:
+    return while_with_a_branch()
+
+
+@pytest.fixture
+def page(driver: Any, tmp_path: Path, program: tuple[tfnb.Graph, Any, Any]) -> Iterator[Live]:
+    page = Live(driver, tmp_path, program[0])
+    page.unfold()
+    yield page
+    assert page.errors() == []
+
+
+@needs_browser
+def test_a_traced_run_gives_the_live_drawing_its_slider(page: Live, program: Any) -> None:
+    _, x, y = program
+    assert page.sliders() == []
+    page.run(y, {x: FED})
+    (slider,) = page.sliders()
+    fed = FED.double()
+    for turn in (1, 2, 3):
+        assert page.slide(slider, RIGHT) == f"turn {turn} of 3"
+        rows = page.card("norm")
+        assert f"{fed.norm():.3g}" in rows and any(re.fullmatch(r"[\d.]+ [um]s", row) for row in rows), rows
+        fed = fed / 2
+    assert (page.opacity("then"), page.opacity("else")) == (pytest.approx(0.35), 1)
+    page.slide(slider, HOME, RIGHT)
+    assert (page.opacity("then"), page.opacity("else")) == (1, pytest.approx(0.35))
+    assert page.js("return model.get('chosen')") == [0] and page.js("return model.saved") >= 5
+
+
+@needs_browser
+def test_what_was_unfolded_stays_so_and_folding_works(page: Live, program: Any) -> None:
+    _, x, y = program
+    opened = "[...document.querySelectorAll('.box[aria-expanded=\"true\"]')].map(b => b.dataset.key)"
+    before = page.js(f"return {opened}")
+    page.run(y, {x: FED})
+    assert page.js(f"return {opened}") == before
+    key = page.key("body")
+    page.click(key)
+    page.run(y, {x: FED})
+    assert page.box(key).get_attribute("aria-expanded") == "false"
+    page.click(key)
+    (slider,) = page.sliders()
+    assert page.slide(slider, HOME, RIGHT) == "turn 1 of 3" and f"{FED.norm():.3g}" in page.card("norm")
+
+
+@needs_browser
+def test_a_second_run_replaces_the_first_and_keeps_the_turn(page: Live, program: Any) -> None:
+    _, x, y = program
+    page.run(y, {x: FED})
+    page.slide(page.sliders()[0], HOME, RIGHT, RIGHT)
+    page.run(y, {x: 8 * FED})
+    (slider,) = page.sliders()
+    assert slider.get_attribute("aria-valuetext") == "turn 2 of 6" and f"{4 * FED.norm():.3g}" in page.card("norm")
+    assert page.js("return document.querySelectorAll('#one .tfnb-timeline').length") == 1
+    page.slide(slider, END)
+    page.run(y, {x: FED})  # which has no sixth turn
+    assert page.sliders()[0].get_attribute("aria-valuetext") == "all 3 turns"
+
+
+@needs_browser
+def test_a_graph_that_grew_is_drawn_with_what_is_new(page: Live, program: Any) -> None:
+    graph, x, y = program
+    page.run(y, {x: FED})
+    names = {"owner": "cell:2", "label": "In[2]", "filename": "", "namespace": {}}
+    with tfnb.recording.record_cell(graph.name, **names):
+        doubled = y * 2
+    page.run(doubled, {x: FED})
+    assert page.js("return [...document.querySelectorAll('.box')].some(b => /mul/.test(b.textContent))")
+    page.unfold()
+    (slider,) = page.sliders()
+    assert page.slide(slider, HOME, RIGHT) == "turn 1 of 3" and f"{FED.norm():.3g}" in page.card("norm")
+
+
+@needs_browser
+def test_views_of_one_widget_share_the_turn(page: Live, program: Any) -> None:
+    _, x, y = program
+    page.run(y, {x: FED})
+    page.slide(page.sliders()[0], HOME, RIGHT, RIGHT)
+    page.js("window.other = view('two')")
+    while page.js("return !!document.querySelector('#two .box[aria-expanded=\"false\"]')"):
+        page.js("[...document.querySelectorAll('#two button')].find(b => b.textContent === 'Unfold').click()")
+        page.answer()
+    texts = "[...document.querySelectorAll('.turns')].map(s => s.getAttribute('aria-valuetext'))"
+    assert page.js(f"return {texts}") == ["turn 2 of 3"] * 2
+    page.slide(page.sliders()[1], RIGHT)
+    assert page.js(f"return {texts}") == ["turn 3 of 3"] * 2
+    page.js("window.cleanup(); document.getElementById('one').replaceChildren()")
+    page.slide(page.sliders()[0], HOME)
+    assert page.js(f"return {texts}") == ["all 3 turns"]
+
+
+@needs_browser
+def test_the_timeline_follows_the_turn_and_leads_to_it(driver: Any, tmp_path: Path) -> None:
+    graph, x, y = nested()
+    page = Live(driver, tmp_path, graph)
+    page.unfold()
+    page.run(y, {x: torch.tensor([1.0, 5.0, 3.0])})
+    outer, inner = page.sliders()
+    pale = "[...document.querySelectorAll('.tfnb-timeline [data-turn]')].map(b => [b.dataset.turn, b.matches('.pale')])"
+    assert not any(is_pale for _, is_pale in page.js(f"return {pale}"))
+    page.slide(outer, HOME, RIGHT)
+    loops = [turns.depth for turns in graph.attached["trace"].turns]
+    first, second = loops.index(1), loops.index(2)
+    inside = {at for at, turn in enumerate(graph.attached["trace"].turns[second].kept) if turn.around.number == 0}
+    for name, is_pale in page.js(f"return {pale}"):
+        loop, turn = map(int, name.split())
+        assert is_pale == ((turn != 0) if loop == first else turn not in inside), name
+    page.slide(outer, HOME)
+    bar = page.js(f"return document.querySelector('.tfnb-timeline [data-turn=\"{second} 2\"][data-node*=mul]')")
+    page.js("arguments[0].dispatchEvent(new MouseEvent('click', { bubbles: true }))", bar)
+    assert outer.get_attribute("aria-valuetext") == "turn 3 of 3"  # the second element took no turn
+    assert inner.get_attribute("aria-valuetext") == "turn 1 of 1" and "6" in page.card("mul")
+    assert page.errors() == []
+
+
+@needs_browser
+def test_markup_of_no_timeline_does_nothing(page: Live) -> None:
+    bad = (
+        '<div class="tfnb-timeline" onclick="window.hacked = 1"><svg><rect data-box="0"/></svg>'
+        '<img src="x" onerror="window.hacked = 1"><script>window.hacked = 1</script></div>'
+    )
+    page.js("window.model.set('picture', { ...model.get('picture'), timeline: arguments[0] })", bad)
+    page.js("document.querySelector('.tfnb-timeline rect').dispatchEvent(new MouseEvent('click', { bubbles: true }))")
+    assert page.js("return [window.hacked || 0, document.querySelectorAll('#one script, #one img').length]") == [0, 0]
+
+
+def test_a_cell_run_again_has_one_live_drawing(program: tuple[tfnb.Graph, Any, Any]) -> None:
+    graph, x, y = program
+    lives = Lives()
+    first, other = lives.make(graph, None, "cell:1"), lives.make(graph)
+    again = lives.make(graph, None, "cell:1")
+    tfnb.run(y, {x: FED}, trace=True)
+    lives.follow()
+    sliders = [bool(live.widget.picture["turns"]) for live in (first, other, again)]
+    assert sliders == [False, True, True] and first.widget.comm is None
+    assert lives.make(graph).with_run().widget.picture["turns"]
+
+
+def test_a_run_in_parts_changes_no_live_drawing(program: tuple[tfnb.Graph, Any, Any]) -> None:
+    graph, x, y = program
+    live = LiveDrawing(graph, None)
+    before = live.widget.picture
+    tfnb.run(y, {x: FED}, trace="parts")
+    live.follow()
+    assert live.widget.picture is before

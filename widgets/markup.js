@@ -1,0 +1,18 @@
+// Markup from our own strings, reduced to what drawings and timelines are made of. Gives one element, or null.
+function tfnbClean(el, words = "") {
+  const ALLOWED = new Set(`svg g rect path circle text title style ${words}`.split(" "));
+  const clean = (one) => {
+    for (const child of [...one.children]) ALLOWED.has(child.localName) ? clean(child) : child.remove();
+    for (const { name } of [...one.attributes]) if (/^on|href/i.test(name)) one.removeAttribute(name);
+  };
+  clean(el);
+  return document.importNode(el, true);
+}
+function tfnbParse(text) {  // a picture
+  const page = new DOMParser().parseFromString(text, "image/svg+xml");
+  return page.querySelector("parsererror") ? null : tfnbClean(page.documentElement);
+}
+function tfnbBelow(text) {  // what stands below a picture: another one, and tables
+  const found = new DOMParser().parseFromString(text, "text/html").body.firstElementChild;
+  return found && tfnbClean(found, "div span b details summary table tbody tr th td");
+}
