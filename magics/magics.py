@@ -59,7 +59,7 @@ class TfnbMagics(Magics):
         argument("--append", action="store_true", help="keep the nodes of earlier runs of this cell"),
         argument("--show", action="store_true", default=None, help="draw the cell's part of the graph (default)"),
         argument("--no-show", action="store_false", dest="show", help="do not draw"),
-        argument("--live", action="store_true", help="draw a live widget too: a click fetches a value, and traced runs show"),
+        argument("--live", action="store_true", help="draw a live widget too: it fetches values and shows traced runs"),
     )  # fmt: skip
     def tfgraph(self, line: str, cell: str | None = None) -> Any:
         """Record a cell into a graph, or look at graphs.
