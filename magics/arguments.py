@@ -14,6 +14,7 @@ from typing import Any
 from IPython.core.error import UsageError
 from IPython.core.magic import line_cell_magic, no_var_expand
 from IPython.core.magic_arguments import argument, magic_arguments
+from IPython.utils.process import arg_split
 
 
 def magic(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -48,10 +49,30 @@ def size(text: str) -> int:
     return int(float(found[1]) * _UNITS[found[2].lower()])
 
 
+def words(line: str) -> list[str]:
+    """A line's words; brackets that close further on hold what is between them together.
+
+    >>> words("loss -f x=torch.tensor([1.0, -2.0]) -q")
+    ['loss', '-f', 'x=torch.tensor([1.0, -2.0])', '-q']
+    """
+    found: list[str] = []
+    rest = arg_split(line)
+    while rest:
+        ends = (end for end in range(1, len(rest) + 1) if _closed(" ".join(rest[:end])))
+        end = next(ends, 1)
+        found.append(" ".join(rest[:end]))
+        rest = rest[end:]
+    return found
+
+
+def _closed(text: str) -> bool:
+    return all(text.count(start) == text.count(end) for start, end in ("()", "[]", "{}"))
+
+
 def parsed(method: Any, line: str) -> Namespace:
     """The arguments in ``line``; raises UsageError in one line, with the nearest option for an unknown one."""
     parser = method.parser
-    arguments, unknown = parser.parse_argstring(line, partial=True)
+    arguments, unknown = parser.parse_known_args(words(line))
     if not unknown:
         return arguments
     known = [name for action in parser._actions for name in action.option_strings]

@@ -22,9 +22,18 @@ class LiveDrawing:
         self.shown = graph.attached.get("trace")  # a picture of now is of no earlier run
         picture = tfnb.view.page.live(self.drawing)
         self.widget = GraphWidget(
-            picture, twin=picture["name"], text=repr(graph), on_fetch=lambda name: fetched(graph, name),
+            picture, twin=picture["name"], text=repr(graph), on_fetch=self.fetch,
             on_face=lambda key, unfolded: self.drawing.face(key, unfolded=unfolded),
         )  # fmt: skip
+
+    def fetch(self, name: str) -> dict[str, str]:
+        """A node's value now; of one in a loop or branch what the last traced run saw."""
+        inside = self.drawing.contents.by_name.get(name)
+        if name in self.graph or inside is None:
+            return fetched(self.graph, name)
+        if not isinstance(self.shown, tfnb.execution.Trace):
+            return {"preview": "inside of a loop or branch: %tfrun --profile (trace=True) shows its values"}
+        return {"preview": tfnb.view.turns.history(self.shown, self.drawing.path(inside.id))}
 
     def follow(self) -> None:
         """Show the last traced run of the graph, if it is another one than before."""

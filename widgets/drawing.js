@@ -199,13 +199,14 @@ function tfnbDrawing(root, options) {
     tall();
     view.x = (w - wide / view.scale) / 2;
     view.y = 0;
-    view.ready = true;
+    Object.assign(view, { ready: true, moved: false });
     show();
   }
   function zoom(factor, at) {
     const box = svg.getBoundingClientRect();
     const px = at ? at.clientX - box.left : box.width / 2, py = at ? at.clientY - box.top : box.height / 2;
     const scale = Math.min(8, Math.max(0.05, view.scale * factor));
+    view.moved = true;
     view.x += px / view.scale - px / scale;
     view.y += py / view.scale - py / scale;
     view.scale = scale;
@@ -410,6 +411,7 @@ function tfnbDrawing(root, options) {
     if (!drag.moved && Math.hypot(dx, dy) < 4) return;
     if (!drag.moved) svg.setPointerCapture(drag.id);
     drag = { ...drag, x: event.clientX, y: event.clientY, moved: true };
+    view.moved = true;
     view.x -= dx / view.scale;
     view.y -= dy / view.scale;
     show();
@@ -469,7 +471,7 @@ function tfnbDrawing(root, options) {
       if (box && titleOf(box) === title && isOpen(box) !== opened) await toggle(box, true, 600000);  // other cells may run first
     }
     const same = JSON.stringify([...boxes().keys()]) === JSON.stringify([...left.keys()]);
-    same ? (Object.assign(view, seen), tall(), show()) : fit();
+    same && seen.moved ? (Object.assign(view, seen), tall(), show()) : fit();
   }
 
   // ---- start -------------------------------------------------------------------------------------------------

@@ -33,6 +33,11 @@ def test_one_fetch_gives_its_value(net):
     assert torch.equal(value, net.names["model"].bias.detach().square().mean())
 
 
+def test_a_fed_expression_may_have_spaces_and_signs(net):
+    value = net.ok("%tfrun y -f x=torch.tensor([[1.0, -2.0, 3.0], [-1.0, 0.5, -0.5]])").result
+    assert torch.equal(value, net.names["model"](torch.tensor([[1.0, -2.0, 3.0], [-1.0, 0.5, -0.5]])).detach())
+
+
 def test_several_fetches_give_a_dict(net):
     values = net.ok("%tfrun y loss -f x=torch.zeros(5, 3)").result
     assert set(values) == {"y", "loss"} and values["y"].shape == (5, 2)

@@ -115,6 +115,21 @@ def test_a_traced_run_gives_the_live_drawing_its_slider(page: Live, program: Any
 
 
 @needs_browser
+def test_what_was_zoomed_stays_so_and_else_the_view_fits(page: Live, program: Any) -> None:
+    _, x, y = program
+    page.run(y, {x: FED})
+    fitted = page.view()
+    page.js("document.querySelector('button[aria-label=\"Zoom in\"]').click()")
+    page.js("document.querySelector('button[aria-label=\"Show the whole graph\"]').click()")
+    page.run(y, {x: FED})
+    assert page.view() == fitted
+    page.js("document.querySelector('button[aria-label=\"Zoom in\"]').click()")
+    zoomed = page.view()
+    page.run(y, {x: FED})
+    assert page.view() == zoomed
+
+
+@needs_browser
 def test_what_was_unfolded_stays_so_and_folding_works(page: Live, program: Any) -> None:
     _, x, y = program
     opened = "[...document.querySelectorAll('.box[aria-expanded=\"true\"]')].map(b => b.dataset.key)"
@@ -156,6 +171,18 @@ def test_a_graph_that_grew_is_drawn_with_what_is_new(page: Live, program: Any) -
     page.unfold()
     (slider,) = page.sliders()
     assert page.slide(slider, HOME, RIGHT) == "turn 1 of 3" and f"{FED.norm():.3g}" in page.card("norm")
+
+
+def test_a_click_inside_of_a_loop_tells_the_values_of_its_turns() -> None:
+    graph, x, y = nested()
+    live = LiveDrawing(graph, None)
+    inside = next(node.name for node in live.drawing.contents.nodes if node.name.endswith("mul"))
+    assert "trace=True" in live.fetch(inside)["preview"]
+    tfnb.run(y, {x: torch.tensor([1.0, 5.0, 3.0])}, trace=True)
+    live.follow()
+    told = live.fetch(inside)["preview"].splitlines()
+    assert told == [f"turn {k} in turn {n}: float32[] {v}" for k, n, v in ((1, 1, 2), (2, 1, 4), (1, 3, 6))]
+    assert live.fetch("x")["preview"].startswith("float32[B]: ok") and live.widget._value("nothing")["error"]
 
 
 @needs_browser

@@ -122,8 +122,10 @@ class Trace:
     @property
     def title(self) -> str:
         """Names of what was fetched."""
-        by_id = self.graph.contents.by_id
-        return ", ".join(by_id[number].name if number in by_id else "?" for number in sorted(self.fetched))
+        contents = self.graph.contents
+        names = {value: name for name, value in contents.aliases.items()}
+        known = {v: names.get(v) or contents.by_id[v.node].name for v in self.fetches if v.node in contents.by_id}
+        return ", ".join(known.get(value, "?") for value in dict.fromkeys(self.fetches))
 
     @property
     def peak(self) -> int:

@@ -44,6 +44,21 @@ def spec(seen: Any) -> str:
     return f"{str(seen.dtype).removeprefix('torch.')}{list(seen.shape)}"
 
 
+def history(trace: Any, path: tuple[int, ...], most: int = 200) -> str:
+    """The values of a node inside in each turn that was kept, a line each; without turns, how often it ran."""
+    rows = [(turn, note) for turns in trace.turns for turn in turns.kept if (note := turn.notes.get(path))]
+    if not rows:
+        amount = trace.inside.get(path)
+        return f"{amount.calls:,} times; values are kept of turns" if amount else "not run in the last traced run"
+    lines = [f"{_named(turn)}: " + ", ".join(f"{spec(s)} {value(s)}".rstrip() for s in n.values) for turn, n in rows]
+    return "\n".join([*lines[:most], *([f"… {len(lines) - most:,} more"] if len(lines) > most else [])])
+
+
+def _named(turn: Any) -> str:
+    """``turn 2 in turn 1`` of the loop around it."""
+    return f"turn {turn.number + 1:,}" + (f" in {_named(turn.around)}" if turn.around is not None else "")
+
+
 class Turned:
     """What the loops of a traced run did in single turns, by the boxes of one drawing."""
 
