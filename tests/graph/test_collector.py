@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from tfnb.graph.collector import frozen, uncollected
+from tfnb.graph.collector import frozen, lasting, uncollected
 
 
 def test_the_collector_is_afterwards_as_it_was() -> None:
@@ -22,6 +22,15 @@ def test_the_collector_is_afterwards_as_it_was() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_what_lasts_is_not_looked_at_when_the_collector_goes_on() -> None:
+    gc.collect()
+    with lasting():
+        made = [[i] for i in range(10_000)]
+    assert gc.isenabled() and not gc.get_freeze_count()
+    young = {id(o) for generation in (0, 1) for o in gc.get_objects(generation)}
+    assert not young.intersection(map(id, made))
 
 
 def test_what_was_there_is_not_looked_at_while_frozen() -> None:

@@ -19,6 +19,22 @@ def test_equal_questions_have_one_answer() -> None:
     assert str(c.spec) == "float32[B, 3]"
 
 
+def test_rows_of_one_table_ask_the_same_question_of_ops_that_are_no_views() -> None:
+    data = torch.randn(5, 6)
+    with tfnb.record() as g:
+        x = tfnb.placeholder(data, shape=(5, 6))
+        rows = [x[place] for place in range(5)]
+        waves = [row.sin() for row in rows]
+        tails = [row[3:] for row in rows]
+        same = [torch.ops.aten._unsafe_view(row, [2, 3]) for row in rows]
+    fakes = workspace(g).fakes
+    assert len({id(fakes[wave.value]) for wave in waves}) == 1
+    assert [tail.storage_offset() for tail in tails] == [3, 9, 15, 21, 27]
+    assert [each.storage_offset() for each in same] == [0, 6, 12, 18, 24]  # as in torch: it looks at the row's memory
+    for got, row in zip(tfnb.run([*waves, *tails], {x: data}), 2 * list(data), strict=True):
+        assert torch.equal(got, row.sin() if got.shape == (6,) else row[3:])
+
+
 def test_numbers_of_other_types_are_other_questions() -> None:
     with tfnb.record():
         x = tfnb.placeholder(torch.arange(4))

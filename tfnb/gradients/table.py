@@ -221,7 +221,9 @@ def columns(op: Any, function: Callable[[Forward, Any], Any]) -> None:
 
 def conj(x: torch.Tensor) -> torch.Tensor:
     """The conjugate: of a real tensor that tensor, and no node."""
-    return x.conj() if x.is_complex() else x
+    with torch._C.DisableTorchFunction():  # a question that the modes of a recording need not hear
+        is_complex = x.is_complex()
+    return x.conj() if is_complex else x
 
 
 def nograd(*ops: Any) -> None:

@@ -382,10 +382,12 @@ class Walk:
             return dx if dx.dtype == spec.dtype else dx.to(spec.dtype)
         if not isinstance(dx, Tensor):
             dx = dx.clone()
-        if dx.dtype.is_complex and not spec.dtype.is_complex:
+        got = self._spec(dx.value)  # type: ignore[attr-defined]
+        if got == spec:
+            return dx
+        if got.dtype.is_complex and not spec.dtype.is_complex:
             dx = dx.real  # what moves a real input is the real part
-        got = self._spec(dx.value).shape  # type: ignore[attr-defined]
-        dims, keep = _broadcast(got, spec.shape, node, self._rule(node), self._hint)
+        dims, keep = _broadcast(got.shape, spec.shape, node, self._rule(node), self._hint)
         if dims:
             dx = dx.sum(dims)
         if keep:

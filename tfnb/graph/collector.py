@@ -24,6 +24,19 @@ def uncollected() -> Iterator[None]:
 
 
 @contextmanager
+def lasting() -> Iterator[None]:
+    """What is made inside stays for good: the collector waits, and does not look at it either when it goes on.
+
+    For imports, once in a process: what else was made lately counts as old from here on, too.
+    """
+    with uncollected():
+        yield
+        if not gc.get_freeze_count():  # what somebody froze stays so
+            gc.freeze()
+            gc.unfreeze()
+
+
+@contextmanager
 def frozen() -> Iterator[None]:
     """The collector looks only at objects made from now on, and at those that stay only once, in all threads."""
     is_ours = not gc.get_freeze_count()  # what somebody else froze stays so

@@ -113,3 +113,35 @@ def unique(name: str, taken: Iterable[str]) -> str:
     while f"{name}_{number}" in taken:
         number += 1
     return f"{name}_{number}"
+
+
+class Names:
+    """Names that are taken; the next of many that are alike is found at once.
+
+    >>> names = Names(["loss"])
+    >>> names.fresh("loss"), names.fresh("loss")
+    ('loss_1', 'loss_2')
+    """
+
+    def __init__(self, taken: Iterable[str] = ()) -> None:
+        self._taken = set(taken)
+        self._next: dict[str, int] = {}  # name -> the lowest number behind it that may be free
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._taken
+
+    def fresh(self, name: str) -> str:
+        """Take ``name``, or the first of ``name_1``, ``name_2`` ... that is free."""
+        found = name
+        if name in self._taken:
+            number = self._next.get(name, 1)
+            while (found := f"{name}_{number}") in self._taken:
+                number += 1
+            self._next[name] = number + 1
+        self._taken.add(found)
+        return found
+
+    def free(self, name: str) -> None:
+        """Nobody has the name any more."""
+        self._taken.discard(name)
+        self._next.pop(name.rpartition("_")[0], None)

@@ -117,7 +117,7 @@ def _fake_call(rec: Recorder, func: Op, args: Any, kwargs: Any, inputs: list[Ent
             with rec.symbols.kernel():
                 return shapes(rec, func, args, kwargs, inputs)
         fakes = rec.space.shapes.call(func, args, kwargs, SHAPES.get(func, func))
-        return dense(fakes, rec.tape.at()) if isinstance(fakes, torch.Tensor) else fakes
+        return dense(fakes, rec.tape.at) if isinstance(fakes, torch.Tensor) else fakes
     except Exception as error:
         raise _failed(rec, func, error, inputs) from error
 

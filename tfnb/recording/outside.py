@@ -121,7 +121,7 @@ class Outside:
 
     def _captured(self, tensor: torch.Tensor) -> torch.Tensor:
         """A plain tensor as a constant: copied, so that later changes do not reach the graph; a big one at the end."""
-        size = dense(tensor, self._rec.tape.at()).numel() * tensor.element_size()
+        size = dense(tensor, self._rec.tape.at).numel() * tensor.element_size()
         if size <= BIG_CONSTANT:
             return tensor.detach().clone()
         self._rec.note(

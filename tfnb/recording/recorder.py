@@ -484,7 +484,7 @@ class Recorder(TorchDispatchMode):
         return held(tensor, places, name) if places else variable(tensor, name=name)
 
     def _wrap(self, entry: Entry, base: Base | None = None, chain: tuple[View, ...] = ()) -> Tensor:
-        with self.symbols.quiet():  # torch looks whether the tensor is empty
+        with self.symbols.quiet(), torch._C.DisableTorchFunction():  # torch looks whether the tensor is empty
             tensor = Tensor(entry, self.space, base, chain)
         self.live[tensor] = True
         return tensor

@@ -44,11 +44,13 @@ def explained(
     )  # fmt: skip
 
 
-def dense(tensor: torch.Tensor, at: str) -> torch.Tensor:
+def dense(tensor: torch.Tensor, at: Callable[[], str]) -> torch.Tensor:
     """The tensor; raises Unsupported for a sparse, nested or other layout, which no graph value has."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
-        raise Unsupported(f"a {layout} tensor of shape {list(tensor.shape)} cannot stand in a graph{at}; make it dense")
+        raise Unsupported(
+            f"a {layout} tensor of shape {list(tensor.shape)} cannot stand in a graph{at()}; make it dense"
+        )
     return tensor
 
 

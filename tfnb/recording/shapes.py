@@ -2,6 +2,7 @@
 
 Models repeat their blocks, so the same question comes again and again, and with symbolic sizes each answer takes
 milliseconds. Fake tensors are never written here: equal ones are one object, and its identity stands for it in keys.
+Where in their memory they begin counts for views, and for no op that was seen to begin its results anew.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ class Shapes:
         self._kept: dict[int, torch.Tensor] = {}  # every fake tensor whose identity stands in a key
         self._specs: dict[int, Spec] = {}
         self._contiguous: dict[Any, torch.Tensor] = {}  # dtype, device and sizes -> the same
+        self._later: dict[int, Any] = {}  # what stands in keys for a fake tensor that begins later in its memory
+        self._alike: dict[Any, int] = {}  # metadata of such, but for where they begin -> the first one
         self._examples = Examples()
         self._relations = 0
 
@@ -43,7 +46,8 @@ class Shapes:
         found = None if key is None else self._results.get(key)
         if found is not None:
             return found
-        if key is not None and not facts(func).is_view:
+        is_view = facts(func).is_view
+        if key is not None and not is_view:
             found = self._by_example(args, kwargs, rule)
             if found is not None:
                 self._results[key] = found
@@ -52,10 +56,11 @@ class Shapes:
             out = rule(*args, **kwargs)
         if key is None or not self._lasting(out):
             return out
-        if not facts(func).is_view:
+        if not is_view:
             out = type(out)(map(self._one, out)) if isinstance(out, (list, tuple)) else self._one(out)
         self._forget_on_new_relation()  # the kernel may have made one, and then the key is of another time
-        self._results[self._key(func, args, kwargs)] = out
+        if is_view or _begin_anew(out):
+            self._results[self._key(func, args, kwargs)] = out
         return out
 
     def _by_example(self, args: Any, kwargs: Any, rule: Callable[..., Any]) -> Any:
@@ -103,6 +108,8 @@ class Shapes:
             self._results.clear()
             self._dense.clear()
             self._contiguous.clear()
+            self._later.clear()
+            self._alike.clear()
             self._examples.forget()
             self._specs.clear()
 
@@ -111,26 +118,42 @@ class Shapes:
         if not _repeats(func):
             return None
         self._forget_on_new_relation()
+        name = self._itself if facts(func).is_view else self._wherever
         try:
-            key = (func, torch.get_default_dtype(), self.symbols.env.scope, self._part(args), self._part(kwargs))
+            parts = self._part(args, name), self._part(kwargs, name)
+            key = (func, torch.get_default_dtype(), self.symbols.env.scope, *parts)
             hash(key)
         except TypeError:
             return None
         return key
 
-    def _part(self, tree: Any) -> Any:
+    def _part(self, tree: Any, name: Callable[[FakeTensor], Any]) -> Any:
         if isinstance(tree, FakeTensor):
-            self._kept[id(tree)] = tree
-            return id(tree)
+            return name(tree)
         if isinstance(tree, (list, tuple)):
-            return tuple(map(self._part, tree))
+            return tuple([self._part(item, name) for item in tree])
         if isinstance(tree, Mapping):
-            return tuple((name, self._part(item)) for name, item in tree.items())
+            return tuple([(key, self._part(item, name)) for key, item in tree.items()])
         if isinstance(tree, torch.Tensor):
             raise TypeError("only fake tensors stand for themselves")
         if isinstance(tree, _SYMBOLIC):
             return (_SYMBOLIC, tree.node.expr)
         return (type(tree), tree)  # True, 1 and 1.0 promote differently
+
+    def _itself(self, fake: FakeTensor) -> int:
+        self._kept[id(fake)] = fake
+        return id(fake)
+
+    def _wherever(self, fake: FakeTensor) -> Any:
+        """The same for all fake tensors that differ only in where, but not at the start, they begin."""
+        at = self._itself(fake)
+        if _begins(fake) or fake.constant is not None:
+            return at
+        found = self._later.get(at)
+        if found is None:
+            whole = (fake.dtype, fake.device, fake.is_conj(), fake.is_neg(), *_sizes(fake))
+            found = self._later[at] = ("later", self._alike.setdefault(whole, at))
+        return found
 
     @staticmethod
     def _lasting(out: Any) -> bool:
@@ -154,9 +177,23 @@ class Shapes:
         return found
 
 
+def _begins(fake: torch.Tensor) -> bool:
+    """Whether a tensor lies at the start of its memory, or where only sizes tell."""
+    at = fake.storage_offset() if fake.layout is torch.strided else 0
+    return isinstance(at, torch.SymInt) or at == 0
+
+
+def _begin_anew(out: Any) -> bool:
+    """Whether results lie at the start of their memory, and so not where an argument lies that begins later."""
+    return all(item is None or _begins(item) for item in (out if isinstance(out, (list, tuple)) else (out,)))
+
+
+def _sizes(tensor: torch.Tensor) -> Any:
+    return (*map(_expr, tensor.shape), *map(_expr, tensor.stride()))
+
+
 def _metadata(tensor: torch.Tensor) -> Any:
-    sizes = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
-    return (tensor.dtype, tensor.device, *map(_expr, sizes))
+    return (tensor.dtype, tensor.device, *_sizes(tensor), _expr(tensor.storage_offset()))
 
 
 def _expr(size: Any) -> Any:

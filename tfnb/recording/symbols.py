@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import product
 from types import FrameType
 from typing import Any, Protocol
@@ -31,6 +31,7 @@ from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from tfnb.errors import ShapeError
 from tfnb.graph import Dim, Spec
+from tfnb.graph.collector import lasting
 from tfnb.graph.contents import unique
 from tfnb.graph.spec import Size
 
@@ -127,6 +128,13 @@ class _Env(ShapeEnv):
         return result
 
 
+@cache
+def _imported() -> None:
+    """The first ShapeEnv of a process imports much of torch."""
+    with lasting():
+        ShapeEnv()
+
+
 def _is_equality(expr: Any, outcome: Any) -> bool:
     """Whether evaluating ``expr`` to ``outcome`` states an equality (or fixes a number)."""
     if isinstance(expr, sympy.Eq):
@@ -203,6 +211,7 @@ class Symbols:
 
     def __init__(self) -> None:
         self.listener: Listener | None = None
+        _imported()
         self.env = _Env(self._heard, self._settled)
         self.fake_mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
         self.fake_mode.cache_enabled = False  # `tfnb.recording.shapes` remembers, at less cost

@@ -15,7 +15,7 @@ import torch
 
 from tfnb.errors import InvalidArgument
 from tfnb.graph import Node, Owner, Source, Spec, Value, ops
-from tfnb.graph.contents import unique
+from tfnb.graph.contents import Names
 from tfnb.graph.graph import new_id
 
 _NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*\Z")
@@ -45,7 +45,7 @@ class Tape:
         self.named: set[int] = set()  # nodes that the user named in the call that made them
         self.marks = Marks()
         self.variables = {node.attrs["variable"]: True for node in kept if node.op == "tfnb.read"}  # read so far
-        self._names = {node.name for node in kept}
+        self._names = Names(node.name for node in kept)
         self._streams = 0
 
     @property
@@ -68,11 +68,10 @@ class Tape:
             tags = tags | {"no_grad"}
         control = marks.control if op not in ("tfnb.placeholder", "tfnb.constant") else ()
         node = Node(
-            id=new_id(), name=unique(name, self._names), op=op, inputs=inputs, outputs=outputs, attrs=attrs or {},
+            id=new_id(), name=self._names.fresh(name), op=op, inputs=inputs, outputs=outputs, attrs=attrs or {},
             control=control, scope=() if op in _UNSCOPED else scope, source=self.where(), owner=self.owner,
             device=marks.device, tags=tags | marks.tags, stream=stream, forward=marks.forward,
         )  # fmt: skip
-        self._names.add(node.name)
         if op == "tfnb.read":
             self.variables[node.attrs["variable"]] = True
         self.by_id[node.id] = node
@@ -101,7 +100,7 @@ class Tape:
         """Take back the last node: its op failed."""
         node = self.new.pop()
         del self.by_id[node.id]
-        self._names.discard(node.name)
+        self._names.free(node.name)
 
     def cut(self, start: int, streams: int | None = None) -> list[Node]:
         """Take the nodes from number ``start`` on out of the recording; ``streams``: of draws, before them."""
@@ -109,23 +108,21 @@ class Tape:
         del self.new[start:]
         for node in cut:
             del self.by_id[node.id]
-            self._names.discard(node.name)
+            self._names.free(node.name)
         self._streams = self._streams if streams is None else streams
         return cut
 
     def put(self, node: Node) -> None:
         """Add a node that was cut."""
-        node = replace(node, name=unique(node.name, self._names))
-        self._names.add(node.name)
+        node = replace(node, name=self._names.fresh(node.name))
         self.by_id[node.id] = node
         self.new.append(node)
 
     def rename(self, node_id: int, name: str) -> str:
         """Give a node of this recording another name (made unique); returns it."""
         place, node = next((i, n) for i, n in enumerate(self.new) if n.id == node_id)
-        self._names.discard(node.name)
-        name = unique(name, self._names)
-        self._names.add(name)
+        self._names.free(node.name)
+        name = self._names.fresh(name)
         self.new[place] = self.by_id[node_id] = replace(node, name=name)
         return name
 
