@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import tfnb
 from tfnb.errors import Unsupported
@@ -62,6 +64,25 @@ def test_ctc_loss_with_lengths_that_are_fed() -> None:
     for lengths in ([4, 2], [1, 3], [2, 2]):
         fed = (x, torch.tensor([7, 9]), torch.tensor(lengths))
         torch.testing.assert_close(tfnb.run(y, dict(zip(held, fed, strict=True))), loss(*fed))
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_ctc_loss_with_lengths_that_python_knows(kind: Callable[..., Any]) -> None:
+    steps, lengths = kind([9, 8]), kind([4, 2])
+    targets = torch.arange(1, 9).reshape(2, 4)
+    _replayed(lambda x: F.ctc_loss(x.log_softmax(2), targets, steps, lengths), torch.randn(9, 2, 10))
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (0, 3, 4), (2, 3, 0)])
+def test_batch_norm_without_elements(shape: tuple[int, ...]) -> None:
+    for training in (True, False):
+        norm = nn.BatchNorm1d(3).train(training)
+        _replayed(norm, torch.zeros(shape))
+        x = torch.zeros(shape)
+        with tfnb.record():
+            grads = tfnb.gradients(norm(tfnb.placeholder(x, shape=shape)).sum(), [norm.weight, norm.bias])
+        expected = torch.autograd.grad(norm(x).sum(), [norm.weight, norm.bias])
+        assert [g.sample.tolist() for g in grads] == [g.tolist() for g in expected]
 
 
 def test_matrix_products_without_elements() -> None:

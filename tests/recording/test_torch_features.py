@@ -404,6 +404,17 @@ def test_lazy_modules(inside: bool) -> None:
     torch.testing.assert_close(tfnb.run(out, {x: OTHER}), layer(OTHER).detach())
 
 
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+@pytest.mark.parametrize("make", [lambda x: nn.LazyConv1d(2, 3)(x), lambda x: nn.Linear(x.shape[1], x.shape[0])(x)])
+def test_a_size_that_becomes_one_of_a_parameter_is_that_of_the_sample(make: Any) -> None:
+    with pytest.warns(UserWarning, match="size B became the constant 6"), tfnb.record():
+        x = tfnb.placeholder(DATA)
+        y = make(x)
+    assert tfnb.run(y, {x: DATA}).shape == y.sample.shape
+    with pytest.raises(ShapeError, match=r"\(3, 4\)"):
+        tfnb.run(y, {x: OTHER})
+
+
 def test_converting_a_module_of_outside_is_refused() -> None:
     model = made(network)
     before = copy.deepcopy(model.state_dict())

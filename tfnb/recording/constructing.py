@@ -7,6 +7,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from tfnb.recording.ops import Facts
 
@@ -31,3 +32,8 @@ def constructing(rec: Recorder, own: Facts, args: Any) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def fixed(args: Any) -> Any:
+    """The arguments of such a call: a size that becomes one of a parameter is the sample's from here on."""
+    return tree_map_only(torch.SymInt, int, args)

@@ -26,7 +26,7 @@ from tfnb.graph.variable import updated
 from tfnb.recording.answers import ANSWERS, SIZES, answer, item, settle_size
 from tfnb.recording.call import record_call
 from tfnb.recording.commit import Derivative
-from tfnb.recording.constructing import constructing
+from tfnb.recording.constructing import constructing, fixed
 from tfnb.recording.habits import Habits
 from tfnb.recording.journal import Journal, restore, state
 from tfnb.recording.ops import Op, facts, op_name
@@ -375,7 +375,7 @@ class Recorder(TorchDispatchMode):
         if func in ANSWERS:
             return answer(self, func, args, kwargs)
         if not _mentions(args, kwargs, Tensor) and constructing(self, own, args):
-            made = func(*args, **kwargs)
+            made = func(*fixed(args), **fixed(kwargs))
             if isinstance(made, torch.Tensor):
                 self.born[made] = True
             return made

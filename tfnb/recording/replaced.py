@@ -35,8 +35,8 @@ def _batch_norm(
     cudnn: Any = None,
 ) -> Any:
     """Batch norm as a pure op; the running statistics are written back as recorded assignments."""
-    if x.dim() < 2:
-        return NotImplemented  # torch takes an empty vector
+    if x.dim() < 2 or any(isinstance(size, int) and size == 0 for size in x.shape):
+        return NotImplemented  # torch takes what has no elements, its kernels do not
     if not training:
         return aten._native_batch_norm_legit_no_training(x, w, b, mean, var, momentum, eps)[0]
     if mean is None:
@@ -324,6 +324,11 @@ def _tensorinv(rec: Any, x: Any, ind: int = 2) -> Any:
     return torch.linalg.inv(x.reshape(math.prod(columns), -1)).reshape(*columns, *rows)
 
 
+def _ctc_loss(rec: Any, x: Any, targets: Any, steps: Any, lengths: Any, *args: Any) -> Any:
+    """Of lengths that Python knows: torch's composite writes them into memory that a recorded tensor has not."""
+    return aten.ctc_loss.Tensor(x, targets, torch.tensor(steps), torch.tensor(lengths), *args)
+
+
 REPLACED: dict[Any, Callable[..., Any]] = {
     aten.dropout.default: _dropout,
     aten.batch_norm.default: _batch_norm,
@@ -332,6 +337,7 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     aten.rrelu_with_noise.default: _rrelu,
     aten._native_batch_norm_legit.default: _native_batch_norm,
     aten.scaled_dot_product_attention.default: _attention,
+    aten.ctc_loss.IntList: _ctc_loss,
     aten.linear.default: _linear,
     aten.matmul.default: _matmul,
     aten.unbind.int: _unbind,
