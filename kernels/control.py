@@ -6,13 +6,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
 
 import torch
 
 from tfnb.kernels.random import mix
-from tfnb.kernels.rows import Column, rows_of
+from tfnb.kernels.rows import Column, rows_from, rows_of
 
 Function = Callable[..., Sequence[torch.Tensor]]  # of tensors and, last, the number that random draws depend on
 
@@ -41,8 +42,7 @@ def while_loop(
     columns = [_Stacked(row) if isinstance(row, tuple) else row for row in rows]
     puts = [column.put for column in columns]
     while limit is None or turns < limit:
-        turn = limit - 1 - turns if reverse and limit is not None else turns  # a draw that is repeated backwards
-        number = mix(run, turn) if draws else run
+        number = _number(run, turns, limit, reverse) if draws else run
         if cond is not None and not cond(*state, *captures, number)[0]:
             break
         out = body(*state, *next(given), *captures, number)
@@ -52,6 +52,51 @@ def while_loop(
         del out
         turns += 1
     return [*state, torch.tensor(turns), *(result for column in columns for result in column.end(reverse))]
+
+
+def _number(run: int, turn: int, limit: int | None, reverse: bool) -> int:
+    """What the draws of a turn depend on; those of a loop backwards repeat those of the one forwards."""
+    return mix(run, limit - 1 - turn if reverse and limit is not None else turn)
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """Takes turns of a loop a second time, with the same bits. Its body does nothing but compute.
+
+    xs: tensors or `Ahead`. carried: how many values. rows: places of those that are wanted among what the body gives.
+    written: places of carried values that the body writes in place.
+    """
+
+    body: Function
+    xs: Sequences
+    captures: Sequence[torch.Tensor]
+    carried: int
+    rows: Sequence[int]
+    written: Sequence[int]
+    limit: int | None
+    reverse: bool
+    run: int
+    draws: bool
+
+    def own(self, state: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The carried values, which no turn changes."""
+        return [x.clone() if place in self.written else x for place, x in enumerate(state)]
+
+    def turns(self, state: Sequence[torch.Tensor], first: int, count: int) -> list[list[torch.Tensor]]:
+        """The rows of so many turns, a list for each, from the carried values before the first of them."""
+        lengths = [len(x) for x in self.xs[:1]]
+        limit = min([*lengths, *([] if self.limit is None else [self.limit])], default=None)
+        sequences = [rows_from(x, first, reverse=self.reverse) for x in self.xs]
+        given = zip(*sequences) if self.xs else repeat(())  # noqa: B905
+        found: list[list[torch.Tensor]] = [[] for _ in self.rows]
+        state = self.own(state)
+        for turn in range(first, first + count):
+            number = _number(self.run, turn, limit, self.reverse) if self.draws else self.run
+            out = self.body(*state, *next(given), *self.captures, number)
+            state = out[: self.carried]
+            for rows, place in zip(found, self.rows, strict=True):
+                rows.append(out[place])
+        return found
 
 
 def _plain_loop(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, islice
 from math import prod
 from typing import Any, Protocol
 
@@ -40,15 +40,22 @@ def rows_of(x: Any, *, reverse: bool) -> tuple[int, Iterator[torch.Tensor]]:
     return len(x), (_stacked(x, reverse) if isinstance(x, torch.Tensor) else x.taken(reverse))
 
 
-def _stacked(x: torch.Tensor, reverse: bool) -> Iterator[torch.Tensor]:
-    for some in _turns(len(x), reverse):
+def rows_from(x: Any, turn: int, *, reverse: bool) -> Iterator[torch.Tensor]:
+    """Those that a loop takes from this turn on, with the same bits; of a tensor or `Ahead`."""
+    first = turn - turn % TURNS
+    rows = _stacked(x, reverse, first) if isinstance(x, torch.Tensor) else x.taken(reverse, first)
+    return islice(rows, turn - first, None)
+
+
+def _stacked(x: torch.Tensor, reverse: bool, first: int = 0) -> Iterator[torch.Tensor]:
+    for some in _turns(len(x), reverse, first):
         rows = x[some].unbind(0)
         yield from rows[::-1] if reverse else rows
 
 
-def _turns(count: int, reverse: bool) -> Iterator[slice]:
+def _turns(count: int, reverse: bool, first: int = 0) -> Iterator[slice]:
     """`TURNS` places at a time."""
-    for at in range(0, count, TURNS):
+    for at in range(first, count, TURNS):
         yield slice(max(0, count - at - TURNS), count - at) if reverse else slice(at, at + TURNS)
 
 
@@ -76,9 +83,9 @@ class Ahead:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def taken(self, reverse: bool) -> Iterator[torch.Tensor]:
-        """The rows in the order in which a loop takes them."""
-        for some in _turns(len(self.rows), reverse):
+    def taken(self, reverse: bool, first: int = 0) -> Iterator[torch.Tensor]:
+        """The rows in the order in which a loop takes them; first: of which turn, a multiple of `TURNS`."""
+        for some in _turns(len(self.rows), reverse, first):
             x = self.rows[some]
             flat = x.flatten(0, 1)
             made = flat @ self.weight if self.bias is None else torch.addmm(self.bias, flat, self.weight)

@@ -1,82 +1,62 @@
-"""Rows that loops keep, within a number of bytes: what is beyond goes to a second tier and comes back ahead of use.
+"""Rows that loops keep, within a number of bytes: what is beyond is computed again, or moves out and comes back.
 
-A `Room` is for one run, in the thread that runs; a thread of its own copies. The second tier of the CPU is a file that
-is mapped into memory and has no name, so nothing is left of it however the run ends; that of an accelerator is pinned
-memory, copied on a stream of its own. Loops go backwards through what they kept: the oldest rows leave first.
-Knows no graph.
+A `Room` is for one run, in the thread that runs; a thread of its own copies to the second tier, and back ahead of use.
+Loops go backwards through what they kept: the oldest rows leave first. Knows no graph.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
-import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-BLOCK = 4 << 20  # bytes that are copied at a time, about
-_ALIGN = 64
+from tfnb.kernels.blocks import AWAY, COMING, HERE, Block, Tier
+from tfnb.kernels.control import Again, Function
 
+BLOCK = 4 << 20  # bytes that are copied at a time, about
+AHEAD = 2  # blocks that come before they are needed
+STATES = 3  # at most one part of so many of the room is for what is held to take turns again
+
+T = TypeVar("T")
 Refuse = Callable[[int, str], Exception]  # of a turn, and why
 
 
 @dataclass(slots=True)
 class Swapped:
-    """Bytes of the rows that loops of one run kept: in all, moved out and back, and the most held at once."""
+    """Bytes of rows that loops of one run kept: in all, moved out and back, the most held at once, computed again."""
 
     saved: int = 0
     out: int = 0
     back: int = 0
     most: int = 0
-
-
-class Tier:
-    """Memory of the second tier, which later runs use again. Of the CPU it is a file without a name."""
-
-    def __init__(self) -> None:
-        self._free: dict[tuple[int, str], list[torch.Tensor]] = {}
-        self._end = 0
-
-    def take(self, bytes: int, device: torch.device) -> torch.Tensor:
-        """So many bytes, for rows of a device. Raises OSError where there are none."""
-        try:
-            return self._free[bytes, device.type].pop()
-        except (KeyError, IndexError):
-            return self._new(bytes, device)
-
-    def give(self, memory: torch.Tensor, device: torch.device) -> None:
-        """The memory is free."""
-        self._free.setdefault((memory.numel(), device.type), []).append(memory)
-
-    def _new(self, bytes: int, device: torch.device) -> torch.Tensor:
-        if device.type != "cpu":
-            return torch.empty(bytes, dtype=torch.uint8, pin_memory=True)
-        with tempfile.TemporaryFile(prefix="tfnb-swap-") as file:  # gone from the disk when nothing is mapped any more
-            os.posix_fallocate(file.fileno(), 0, bytes)  # a full disk is an error here, and a dead process later
-            return torch.frombuffer(mmap.mmap(file.fileno(), bytes), dtype=torch.uint8)
+    again: int = 0
 
 
 class Room:
-    """So many bytes for the rows of all loops of one run; leaving the block ends the copying."""
+    """So many bytes for the rows of all loops of one run; leaving the block ends the copying.
 
-    def __init__(self, bytes: int, tier: Tier) -> None:
-        self.bytes, self.held, self.tier = bytes, 0, tier
+    again: of loops that compute rows again, the inputs that are held for that.
+    """
+
+    def __init__(self, bytes: int, tier: Tier, again: Mapping[int, Collection[int]]) -> None:
+        self.bytes, self.held, self.tier, self.again = bytes, 0, tier, again
+        self.states = 0  # bytes that are held to take turns again
         self.counts = Swapped()
         self._stacks: list[Stack] = []  # those that may move, the oldest first
-        self._leaving: list[tuple[Future[None], _Block]] = []
+        self._leaving: list[Block] = []
         self._thread: ThreadPoolExecutor | None = None
 
     def __enter__(self) -> Room:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        if not (self.counts.out or self.counts.again):
+            self.counts.most = min(self.counts.most, self.counts.saved)  # not all of what was granted was filled
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
         for block in (block for stack in self._stacks for block in stack.blocks):
@@ -104,6 +84,19 @@ class Room:
         self.counts.most = max(self.counts.most, self.held)
         return True
 
+    def keep(self, bytes: int) -> bool:
+        """Keep so much of what is held, to take turns again; False where that is too much."""
+        if (self.states + bytes) * STATES > self.bytes:
+            return False
+        self.states += bytes
+        return True
+
+    def insist(self, bytes: int) -> None:
+        """Hold more, also where there is no room: a loop needs it now."""
+        if not self.take(bytes):
+            self.held += bytes
+            self.counts.most = max(self.counts.most, self.held)
+
     def give(self, bytes: int) -> None:
         """Hold less."""
         self.held -= bytes
@@ -115,13 +108,14 @@ class Room:
     @property
     def leaving(self) -> int:
         """Bytes that are on their way out."""
-        return sum(block.bytes for _, block in self._leaving)
+        return sum(block.bytes for block in self._leaving)
 
-    def out(self, block: _Block) -> None:
+    def out(self, block: Block) -> None:
         """Move a block out, in the other thread; it is held until that is done."""
         self.counts.out += block.bytes
-        block.where = _AWAY
-        self._leaving.append((self.submit(block.move, self.tier), block))
+        block.where = AWAY
+        block.leaving = self.submit(block.move, self.tier)
+        self._leaving.append(block)
 
     def submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
         """Call it in the thread that copies."""
@@ -131,106 +125,15 @@ class Room:
 
     def _settle(self, wait: bool = False) -> None:
         """Blocks that are gone are held no more; wait: for one of them."""
-        while self._leaving and (wait or self._leaving[0][0].done()):
-            future, block = self._leaving[0]
-            future.result()
+        while self._leaving:
+            block = self._leaving[0]
+            assert block.leaving is not None
+            if not (wait or block.leaving.done()):
+                return
+            block.leaving.result()
             del self._leaving[0]
             self.give(block.bytes)
             wait = False
-
-
-_HERE, _AWAY, _COMING = "here", "away", "coming"
-
-
-class _Block:
-    """The rows of some turns: of each column a list. alike: they have one shape."""
-
-    __slots__ = ("alike", "bytes", "coming", "device", "each", "memory", "packs", "pinned", "rows", "where")
-
-    def __init__(self, rows: list[list[torch.Tensor]], each: list[int], alike: bool) -> None:
-        self.rows, self.each, self.bytes, self.alike = rows, each, sum(each), alike
-        self.where, self.pinned = _HERE, False  # pinned: a loop takes its rows now
-        self.device = rows[0][0].device
-        self.packs: list[tuple[list[int], _Pack]] = []
-        self.memory: torch.Tensor | None = None
-        self.coming: Future[list[list[torch.Tensor]]] | None = None
-
-    def move(self, tier: Tier) -> None:
-        """Copy to the second tier; in the thread that copies."""
-        kinds: dict[Any, list[int]] = {}  # columns of one kind are copied together
-        for column, rows in enumerate(self.rows):
-            kind = (rows[0].shape, rows[0].stride(), rows[0].dtype) if self.alike else column
-            kinds.setdefault(kind, []).append(column)
-        sizes = [sum(self.each[column] for column in columns) for columns in kinds.values()]
-        spans = [-(-size // _ALIGN) * _ALIGN for size in sizes]
-        self.memory, at = tier.take(max(sum(spans), 1), self.device), 0
-        with torch.no_grad(), _stream(self.device):
-            for columns, size, span in zip(kinds.values(), sizes, spans, strict=True):
-                rows = [row for column in columns for row in self.rows[column]]
-                self.packs.append((columns, _Pack(rows, self.memory[at : at + size], self.alike)))
-                at += span
-        self.rows = []
-
-    def brought(self, into: torch.Tensor) -> list[list[torch.Tensor]]:
-        """What was moved, in memory of enough bytes; in the thread that copies."""
-        found: list[list[torch.Tensor]] = [[] for _ in self.each]
-        with torch.no_grad(), _stream(self.device):
-            assert self.memory is not None
-            into = into[: self.memory.numel()]
-            into.copy_(self.memory, non_blocking=True)
-            first = self.memory.data_ptr()
-            for columns, pack in self.packs:
-                at = pack.memory.data_ptr() - first
-                rows = pack.rows(into[at : at + pack.bytes])
-                turns = len(rows) // len(columns)
-                for place, column in enumerate(columns):
-                    found[column] = rows[place * turns : (place + 1) * turns]
-        return found
-
-
-@contextmanager
-def _stream(device: torch.device) -> Iterator[None]:
-    """A stream of one's own, waited for at the end."""
-    if device.type == "cpu":
-        yield
-        return
-    stream = torch.Stream(device)
-    torch.accelerator.synchronize(device)  # the rows are there
-    with stream:
-        yield
-    stream.synchronize()
-
-
-class _Pack:
-    """Rows of one kind in the second tier, with the order of axes that they had in memory."""
-
-    def __init__(self, rows: Sequence[torch.Tensor], memory: torch.Tensor, alike: bool) -> None:
-        first = rows[0]
-        self.shapes, self.alike = [first.shape] * len(rows) if alike else [row.shape for row in rows], alike
-        strides = first.stride()
-        order = sorted(range(first.dim()), key=lambda axis: -strides[axis])
-        self.order = None if order == sorted(order) else order
-        laid = rows if self.order is None else [row.permute(order) for row in rows]
-        self.bytes, self.memory = memory.numel(), memory.view(first.dtype)
-        if first.device.type == "cpu" and alike:
-            torch.stack(list(laid), out=self.memory.view(len(rows), *laid[0].shape))
-        else:
-            self.memory.copy_(torch.cat([row.reshape(-1) for row in laid]), non_blocking=True)
-
-    def rows(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The rows, where they were copied to."""
-        flat = flat.view(self.memory.dtype)
-        order = self.order
-        shapes = self.shapes if order is None else [[shape[axis] for axis in order] for shape in self.shapes]
-        if self.alike:
-            found = flat.view(len(shapes), *shapes[0]).unbind(0)
-        else:
-            parts = flat.split([prod(shape) for shape in shapes])
-            found = tuple([part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
-        if order is None:
-            return list(found)
-        back = [order.index(axis) for axis in range(len(order))]
-        return [row.permute(back) for row in found]
 
 
 @dataclass
@@ -238,16 +141,21 @@ class Stack:
     """The rows of one loop that the same loops take: a column each, kept within the room.
 
     bytes: of one turn, of each column; None where that differs. turns: how many there will be, if that is known.
-    swap: whether blocks may move out. consumers: how many loops take the rows. refuse: the error if there is no room.
+    leaves: whether blocks may leave. consumers: how many loops take the rows. refuse: the error if there is no room.
+    again: takes turns again; None: blocks move out. state: bytes of the carried values. held: bytes of what is held for
+    turns that are taken again.
     """
 
     room: Room
     bytes: Sequence[int | None]
     turns: int | None
-    swap: bool
+    leaves: bool
     consumers: int
     refuse: Refuse
-    blocks: list[_Block] = field(default_factory=list)
+    again: Again | None = None
+    state: int = 0
+    held: int = 0
+    blocks: list[Block] = field(default_factory=list)
     count: int = 0  # of turns, in blocks
     reverse: bool = False
     shapes: list[torch.Size] = field(default_factory=list)  # of the first rows
@@ -260,17 +168,44 @@ class Stack:
         self.turn = sum(each)
         self.fresh: list[list[torch.Tensor]] = [[] for _ in self.bytes]
         self.columns: list[Any] = [_Column(self, i) for i in range(len(self.bytes))]
-        self.span = 1
-        if self.each is not None and self.turn:
-            self.span = max(1, min(BLOCK // self.turn, self.room.bytes // (6 * self.turn)))
-        self.beyond = 0  # turns that move out as soon as they are there
-        if self.swap:
+        self.span, self.beyond = 1, 0  # turns of a block; turns that leave as soon as they are there
+        self._start: Sequence[torch.Tensor] = ()
+        if self.leaves:
             self.room.add(self)
-            if self.each is not None and self.turns is not None:
-                self.beyond = -(-max(0, self.turns * self.turn - self.room.free) // max(self.turn, 1))
+        self._plan(0 if self.each is None else self.turn)
         self.due = self._granted()
 
+    def _plan(self, turn: int) -> None:
+        """How many turns leave together and at once, and whether they are taken again. turn: bytes of one, if known."""
+        room, turns = self.room, self.turns
+        span = max(1, room.bytes // (6 * turn)) if turn else 1
+        fits = not turn or (turns is not None and turns * turn <= room.free)
+        if fits or self.again is None or self.state * 2 > span * turn or not self._held():
+            self.again, self.state, self.held = None, 0, 0
+            span = max(1, min(BLOCK // turn, span)) if turn else 1
+        self.span = span
+        if self.leaves and turns is not None and not fits:
+            beyond = turns * turn + -(-turns // span) * self.state - room.free
+            self.beyond = min(turns, -(-beyond // turn))
+
+    def _held(self) -> bool:
+        """Hold what turns are taken again from, all of them; False where there is no room for it."""
+        return self.room.keep(self.held) and self._tried(self.room.take, self.held)
+
     # -- forward --------------------------------------------------------------------------------------------------
+
+    def watching(self, body: Function) -> Function:
+        """The body of the loop, of whose turns the carried values are kept where a block begins."""
+        again, fresh = self.again, self.fresh[0]
+        if again is None:
+            return body
+
+        def turn(*args: Any) -> Sequence[torch.Tensor]:
+            if not fresh:
+                self._start = again.own(args[: again.carried])
+            return body(*args)
+
+        return turn
 
     def _granted(self) -> int:
         """For how many more turns there is room, which they hold from now on."""
@@ -279,14 +214,15 @@ class Stack:
         left = self.span if self.turns is None else min(self.span, self.turns - self.count)
         if self.count < self.beyond:
             left = min(left, self.beyond - self.count)
-        if not self.swap and self.turn:
+        if not self.leaves and self.turn:
             left = min(left, self.room.free // self.turn)
-        self._over = left <= 0 or not self._taken(left * self.turn)
+        self._over = left <= 0 or not self._tried(self.room.take, left * self.turn + self.state)
         return 1 if self._over else left
 
-    def _taken(self, bytes: int) -> bool:
+    def _tried(self, call: Callable[..., T], *args: Any) -> T:
+        """What may find that moving out failed."""
         try:
-            return self.room.take(bytes)
+            return call(*args)
         except OSError as error:
             raise self.refuse(self.count + 1, str(error)) from error
 
@@ -305,43 +241,64 @@ class Stack:
         self.shapes = self.shapes or [column[0].shape for column in rows]
         if self.each is None:
             each = [sum(row.numel() * row.element_size() for row in column) for column in rows]
-            if not self._taken(sum(each)):
+            if not self._tried(self.room.take, sum(each)):
                 raise self.refuse(self.count + 1, "")
         else:
             each = [size * turns for size in self.each]
-        block = _Block(rows, each, self.each is not None)
+        state = None if self.again is None else self._start
+        block = Block(rows, each, self.each is not None, self.count, state)
         self.blocks.append(block)
         self.count += turns
         self.room.counts.saved += block.bytes
         if self.count <= self.beyond:
-            self.room.out(block)
-        elif self.swap and self.turns is None and self.room.free + self.room.leaving < self.span * self.turn:
+            self._send(block)
+        elif self.leaves and self.turns is None and self.room.free + self.room.leaving < self.span * self.turn:
             self.room.make_room()  # the next block will need it
 
     def leave(self) -> bool:
-        """Begin to move the oldest block that is here out; False where there is none."""
-        here = (b for b in self.blocks if b.where is _HERE and b.bytes and not b.pinned and all(b.rows))
-        block = next(here, None)
-        if block is not None and block.packs:
-            self.drop(block)
-        elif block is not None:
-            self.room.out(block)
+        """The oldest block that is here leaves, or begins to; False where there is none."""
+        block = next((b for b in self.blocks if b.where is not AWAY and b.bytes and not b.pinned and b.is_whole), None)
+        if block is not None:
+            self._landed(block)
+            self._send(block)
         return block is not None
 
-    def drop(self, block: _Block) -> None:
-        """A block whose rows are in the second tier too is held no more."""
-        block.rows, block.where = [], _AWAY
+    def _send(self, block: Block) -> None:
+        """The block leaves: it is dropped where its rows are in the second tier too, or can be computed again."""
+        room = self.room
+        if not block.packs and not block.gone and block.state is not None:
+            block.gone = room.keep(self.state)
+            if not block.gone:
+                self._forget(block)
+        if block.packs or block.gone:
+            self.drop(block)
+        else:
+            room.out(block)
+
+    def drop(self, block: Block) -> None:
+        """A block that is somewhere else too, or can be computed again, is held no more."""
+        block.rows, block.where = [], AWAY
         self.room.give(block.bytes)
+
+    def _forget(self, block: Block) -> None:
+        """The block is not computed again from here on."""
+        if block.state is not None:
+            block.state = None
+            self.room.give(self.state)
+            self.room.states -= self.state if block.gone else 0
+            block.gone = False
 
     def end(self, reverse: bool) -> None:
         """The loop is over."""
         self.reverse = reverse
         if self.fresh[0]:
             self._seal(self.fresh)
-            self.due -= len(self.fresh[0])
+            self.room.give(0 if self.each is None else (self.due - len(self.fresh[0])) * self.turn)
             self.fresh = []
-        if self.each is not None and not self._over:
-            self.room.give(self.due * self.turn)
+        elif self.each is not None and not self._over:
+            self.room.give(self.due * self.turn + self.state)
+        if not self.blocks:
+            self._done()
 
     # -- backward -------------------------------------------------------------------------------------------------
 
@@ -356,23 +313,52 @@ class Stack:
             self._reading = None
         return reading.rows(column)
 
-    def open(self, block: _Block) -> None:
+    def open(self, block: Block) -> None:
         """The block's rows are here from now on."""
         block.pinned = True
-        if block.where is _AWAY:
+        if block.where is AWAY and block.gone:
+            self._compute(block)
+        elif block.where is AWAY:
             self.come(block)
+        self._landed(block)
+
+    def _landed(self, block: Block) -> None:
+        """Wait for a block that is coming."""
         if block.coming is not None:
-            block.rows, block.coming, block.where = block.coming.result(), None, _HERE
+            block.rows, block.coming, block.where = block.coming.result(), None, HERE
             for row in (row for rows in block.rows for row in rows if row.device.type != "cpu"):
                 row.record_stream(torch.accelerator.current_stream(row.device))  # type: ignore[arg-type]
 
-    def come(self, block: _Block) -> None:
+    def _compute(self, block: Block) -> None:
+        """Take the block's turns again."""
+        assert self.again is not None
+        assert block.state is not None
+        self._tried(self.room.insist, block.bytes)
+        self.room.counts.again += block.bytes
+        block.rows, block.where = self.again.turns(block.state, block.first, block.turns), HERE
+
+    def closed(self, block: Block, *, last: bool, end: bool) -> None:
+        """A loop has taken the block's rows, and all with its end; last: no other loop will."""
+        block.pinned = False
+        if last:
+            self._forget(block)
+            if end:
+                self._done()
+        elif block.packs or block.gone:
+            self.drop(block)
+
+    def _done(self) -> None:
+        """No turn is taken again."""
+        self.room.give(self.held)
+        self.room.states -= self.held
+        self.again, self.held = None, 0
+
+    def come(self, block: Block) -> None:
         """Begin to bring a block back."""
-        if not self._taken(block.bytes):
-            self.room.give(-block.bytes)  # a loop needs it now: it comes all the same
+        self._tried(self.room.insist, block.bytes)
         self.room.counts.back += block.bytes
-        into = torch.empty(block.bytes + _ALIGN * len(block.each), dtype=torch.uint8, device=block.device)
-        block.where, block.coming = _COMING, self.room.submit(block.brought, into)
+        into = self._tried(block.memory_here)
+        block.where, block.coming = COMING, self.room.submit(block.brought, into)
 
 
 class _Reading:
@@ -388,31 +374,29 @@ class _Reading:
         for place, block in enumerate(self.blocks):
             if place > self._opened:
                 self._open(place)
-            rows = block.rows[column]
+            rows = block.rows[column][:: 1 if self.back else -1]
             if self.last:
-                rows, block.rows[column] = (rows if self.back else rows[::-1]), []
-                while rows:
-                    yield rows.pop()
+                block.rows[column] = []
+            while len(rows) > 1:
+                yield rows.pop()
+            if self.last:
                 self.stack.room.give(block.each[column])
-            else:
-                yield from reversed(rows) if self.back else iter(rows)
             self._close(block)
+            yield rows.pop()  # nobody may ask for one more
 
     def _open(self, place: int) -> None:
         self._opened = place
         self.stack.open(self.blocks[place])
-        for block in self.blocks[place + 1 :] if self.last else self.blocks[place + 1 : place + 2]:
-            if block.where is _AWAY:
-                if self.stack.room.free < block.bytes:
+        for block in self.blocks[place + 1 : place + 1 + AHEAD]:
+            if block.where is AWAY:
+                if block.gone or self.stack.room.free < block.bytes:
                     return
                 self.stack.come(block)
 
-    def _close(self, block: _Block) -> None:
+    def _close(self, block: Block) -> None:
         self._closed += 1
         if self._closed % len(self.stack.columns) == 0:
-            block.pinned = False
-            if not self.last and block.packs:
-                self.stack.drop(block)
+            self.stack.closed(block, last=self.last, end=block is self.blocks[-1])
 
 
 class _Column:
@@ -455,10 +439,10 @@ def room() -> Room | None:
 
 
 @contextmanager
-def within(bytes: int, tier: Tier) -> Iterator[Room]:
-    """So much room for the rows of the loops that run inside."""
+def within(bytes: int, tier: Tier, again: Mapping[int, Collection[int]]) -> Iterator[Room]:
+    """So much room for the rows of the loops that run inside; ``again``: see `Room`."""
     before = room()
-    with Room(bytes, tier) as found:
+    with Room(bytes, tier, again) as found:
         _current.room = found
         try:
             yield found

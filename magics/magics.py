@@ -361,8 +361,9 @@ class TfnbMagics(Magics):
             except (ValueError, tfnb.errors.InvalidArgument) as error:
                 raise UsageError(str(error)) from None
         budget = session.memory_budget
-        rows = [(at, plan.peak, budget, plan.again) for at, plan in session.plans()]
-        return self._out(options, Table(("feeds", "peak", "budget", "nodes again"), rows or [("any", "", budget, "")]))
+        rows = [(at, plan.peak, budget, plan.again, "; ".join(map(str, plan.choices))) for at, plan in session.plans()]
+        columns = ("feeds", "peak", "budget", "nodes again", "loops")
+        return self._out(options, Table(columns, rows or [("any", "", budget, "", "")]))
 
     @magic(argument("file", nargs="?", type=Path, help="a .safetensors file"))
     def tfsave(self, line: str, cell: str | None = None) -> Any:

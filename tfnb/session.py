@@ -83,8 +83,9 @@ class Session:
     TFNB_LAYOUT, else "torch". On a cluster and by dataflow it is torch's.
     memory_budget: the most bytes that a step may hold at once beside feeds, constants and Variables, as predicted from
     shapes; values are computed again to keep it, with the same bits, in generated code. A run that cannot keep it
-    raises ResourceExhausted with the smallest budget that it could; `status` tells what is planned. What loops recorded
-    with ``swap_memory=True`` keep for their gradients takes what is left of it, and the rest of that moves out.
+    raises ResourceExhausted with the smallest budget that it could; `status` tells what is planned. What loops keep for
+    their gradients takes what is left of it; the rest of that is computed again, or moves out and comes back, whichever
+    costs less as predicted (see ``swap_memory`` of `while_loop`).
 
     >>> import tfnb
     >>> with tfnb.record() as g:

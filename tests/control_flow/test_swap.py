@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import tempfile
 import threading
 from typing import Any
 
@@ -90,9 +92,9 @@ def test_what_does_not_fit_moves_out_and_comes_back(program: Any) -> None:
 @pytest.mark.parametrize("program", [folded, counted])
 def test_without_swapping_the_turn_that_does_not_fit_is_refused(program: Any) -> None:
     each, budget = limits(program)
-    Net(program).call(FITS, budget)
-    with pytest.raises(ResourceExhausted, match=f"turn {FITS + 1} of loop .*swap_memory=True.*recompute=True") as info:
-        Net(program).call(FITS + 5, budget)
+    Net(program, swap_memory=False).call(FITS, budget)
+    with pytest.raises(ResourceExhausted, match=f"turn {FITS + 1} of loop .*swap_memory=False") as info:
+        Net(program, swap_memory=False).call(FITS + 5, budget)
     text = str(info.value)
     assert f"keeps {each:,} bytes of each turn (" in text and f"leaves {FITS * each:,} bytes" in text
     assert "tanh" in text and "float32[4, 16]" in text and "test_swap.py line" in text and info.value.node
@@ -134,6 +136,7 @@ def test_rows_whose_shapes_differ_and_strided_ones_move_too() -> None:
     assert session.plans()[0][1].swapped.out > 0
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python says which stops it drops
 def test_an_end_in_the_middle_leaves_nothing_behind() -> None:
     before = set(threading.enumerate())
     _, budget = limits(counted)
@@ -148,10 +151,101 @@ def test_an_end_in_the_middle_leaves_nothing_behind() -> None:
     assert "moved out" in session.status()[-1]
 
 
+def test_what_cannot_be_written_is_an_error_with_the_turn_and_the_next_run_works(monkeypatch: Any) -> None:
+    _, budget = limits(counted)
+    net = Net(counted)
+    session = tfnb.Session(net.graph, compile="off", memory_budget=budget)
+    feeds = {net.xs: torch.randn(3 * FITS, BATCH, WIDTH), net.start: torch.zeros(BATCH, WIDTH)}
+    monkeypatch.setattr(tempfile, "tempdir", "/tfnb/nowhere")
+    with pytest.raises(ResourceExhausted, match=r"turn .* moving them out failed: .*nowhere"):
+        session.run(net.found, feeds)
+    monkeypatch.undo()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(ResourceExhausted, match=r"turn .* moving them out failed: .*[Ff]ile too large"):
+            session.run(net.found, feeds)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    got = session.run(net.found, feeds)
+    assert all(map(torch.equal, got, tfnb.Session(net.graph, compile="off").run(net.found, feeds)))
+
+
 def test_a_budget_too_small_for_one_turn_says_so() -> None:
     _, plan = Net(counted, swap_memory=True).call(4, 1 << 30)
     with pytest.raises(ResourceExhausted, match="turn 1 of loop"):
         Net(counted, swap_memory=True).call(4, plan.peak + 10)
+
+
+def wide(start: Any, xs: Any, **how: Any) -> Any:
+    """A turn keeps much and computes little; it draws."""
+
+    def cell(h: Any, x: Any) -> Any:
+        return (F.dropout(torch.sigmoid(h + x), 0.5) * h).sin()
+
+    return tfnb.fold(cell, start, xs, **how)
+
+
+def doubled(start: Any, xs: Any) -> Any:
+    """It takes a sequence that is gone before the gradient."""
+    return wide(start, xs[:, :, :1] * 2)
+
+
+def branching(start: Any, xs: Any, **how: Any) -> Any:
+    """Loops and branches in a turn; only the run knows how many turns there are."""
+    last = xs.sum() * 0 + xs.shape[0]
+
+    def inner(h: Any) -> Any:
+        return tfnb.while_loop(lambda j, h: j < 2, lambda j, h: (j + 1, (h * h).sin()), (torch.tensor(0), h))[1]
+
+    def turn(i: Any, h: Any) -> Any:
+        return i + 1, tfnb.cond((i % 2) > 0, lambda: inner(h + 1), lambda: torch.cos(h) * xs[i])
+
+    return tfnb.while_loop(lambda i, h: i < last, turn, (torch.tensor(0), start), **how)[1]
+
+
+@tfnb.autograph
+def staged(start: Any, xs: Any) -> Any:
+    """A loop of Python cannot ask for anything."""
+    h = start
+    for x in xs:
+        h = torch.sigmoid(h * x) * h if h.sum() > 0 else (h - x).sin()
+    return h
+
+
+@pytest.mark.parametrize(
+    ("program", "again"),
+    [
+        (wide, True),
+        (doubled, True),
+        (branching, None),
+        (staged, None),
+    ],
+)
+def test_the_plan_chooses_what_loops_do_that_did_not_ask(program: Any, again: bool | None) -> None:
+    wide_rows, turns = torch.randn(40, 64, 64) * 0.1, 40
+    with tfnb.record() as g:
+        xs = tfnb.placeholder(wide_rows[:3], shape=("T", 64, 64))
+        start = tfnb.placeholder(torch.ones(64, 64), shape=(64, 64))
+        loss = program(start, xs).square().sum()
+        (dx,) = tfnb.gradients(loss, [start])
+        (ddx,) = tfnb.gradients(dx.square().sum(), [start])
+    feeds = {xs: wide_rows, start: torch.ones(64, 64)}
+    for found in ([loss, dx], [loss, dx, ddx]):
+        want, free = tfnb.Session(g, compile="off"), tfnb.Session(g, compile="off", memory_budget=1 << 40)
+        results = [session.run(found, feeds) for session in (want, free)]
+        plan = free.plans()[0][1]
+        assert plan.swapped.out == plan.swapped.again == 0
+        room = plan.swapped.saved // 3
+        tight = tfnb.Session(g, compile="off", memory_budget=plan.peak + room)
+        results.append(tight.run(found, feeds))
+        for other in results[1:]:
+            assert all(map(torch.equal, other, results[0]))
+        kept = tight.plans()[0][1].swapped
+        assert kept.out + kept.again > 0 and kept.most <= room
+        if again and len(found) == 2:
+            assert kept.again >= plan.swapped.saved - room - plan.swapped.saved // turns and not kept.out
+            assert "is computed again" in tight.status()[0]
 
 
 def test_without_a_budget_nothing_moves() -> None:

@@ -26,7 +26,7 @@ from tfnb.recording.regions import Given, bound_outside, record_region
 def while_loop(
     cond: Callable[..., Any], body: Callable[..., Any], init: Any, *, maximum_iterations: Any = None,
     parallel_iterations: int = 10, shape_invariants: Any = None, back_prop: bool = True,
-    recompute: bool = False, swap_memory: bool = False,
+    recompute: bool = False, swap_memory: bool | None = None,
 ) -> Any:  # fmt: skip
     """``init = body(*init)`` as long as ``cond(*init)`` holds; how often is decided in each run.
 
@@ -38,10 +38,10 @@ def while_loop(
     around them; what body writes to those is carried from turn to turn and written when the loop ends; so is an
     optimizer's step in the body. A body that writes is called more than once while recording. recompute=True: of T
     turns the gradient keeps what enters some of them, about the root of 2 T, and computes the others again from there,
-    as many at a time; without it, what it needs of every turn. swap_memory=True: in a session with a ``memory_budget``,
-    what the gradient keeps beyond it moves out (of the CPU's memory to a file without a name, of an accelerator's to
-    pinned memory) and comes back ahead of use, with the same bits; without it a turn that does not fit raises
-    ResourceExhausted.
+    as many at a time; without it, what it needs of every turn. In a session with a ``memory_budget``, what the gradient
+    keeps beyond it is computed again or moves out (of the CPU's memory to a file without a name, of an accelerator's to
+    pinned memory) and comes back ahead of use, whichever costs less as predicted, with the same bits. swap_memory=True:
+    it moves out; swap_memory=False: neither, and a turn that does not fit raises ResourceExhausted.
 
     Raises ShapeError for a loop variable that changes its shape, InvalidArgument for one that changes its dtype or for
     another structure, each with its name and both specs.
@@ -267,7 +267,7 @@ def _loosened(recorder: Recorder, spec: Spec, tensor: Tensor, shape: Any) -> Spe
 
 
 def scan(
-    fn: Callable[..., Any], init: Any, xs: Any, *, reverse: bool = False, swap_memory: bool = False
+    fn: Callable[..., Any], init: Any, xs: Any, *, reverse: bool = False, swap_memory: bool | None = None
 ) -> tuple[Any, Any]:
     """``carry, y = fn(carry, x)`` for each row x of ``xs``: the last carry, and the ys stacked along a new axis 0.
 
@@ -288,7 +288,7 @@ def scan(
     return _scan(recorder, fn, init, xs, reverse, "scan", swap_memory)
 
 
-def fold(fn: Callable[..., Any], init: Any, xs: Any, *, reverse: bool = False, swap_memory: bool = False) -> Any:
+def fold(fn: Callable[..., Any], init: Any, xs: Any, *, reverse: bool = False, swap_memory: bool | None = None) -> Any:
     """``carry = fn(carry, x)`` for each row x of ``xs``: the last carry. See `scan`.
 
     >>> import torch, tfnb
@@ -298,7 +298,7 @@ def fold(fn: Callable[..., Any], init: Any, xs: Any, *, reverse: bool = False, s
     return scan(lambda carry, x: (fn(carry, x), ()), init, xs, reverse=reverse, swap_memory=swap_memory)[0]
 
 
-def map_fn(fn: Callable[..., Any], xs: Any, *, swap_memory: bool = False) -> Any:
+def map_fn(fn: Callable[..., Any], xs: Any, *, swap_memory: bool | None = None) -> Any:
     """``fn(x)`` for each row x of ``xs``, stacked along a new axis 0. swap_memory: see `while_loop`.
 
     >>> import torch, tfnb
@@ -309,7 +309,7 @@ def map_fn(fn: Callable[..., Any], xs: Any, *, swap_memory: bool = False) -> Any
 
 
 def _scan(
-    recorder: Recorder, fn: Callable[..., Any], init: Any, xs: Any, reverse: bool, what: str, swap: bool = False
+    recorder: Recorder, fn: Callable[..., Any], init: Any, xs: Any, reverse: bool, what: str, swap: bool | None = None
 ) -> tuple[Any, Any]:
     sequences, row_form = flat(xs)
     rows = tensors(recorder, sequences, what)

@@ -12,9 +12,11 @@ import torch
 from tfnb.execution.lower import Program, lower
 from tfnb.kernels import swap
 from tfnb.kernels.swap import Swapped, Tier
-from tfnb.passes import LAST, donate, feed_symbols, peak
+from tfnb.passes import LAST, Memory, donate, feed_symbols
 from tfnb.passes.budget import AGAIN, counted, within
+from tfnb.passes.leaving import Choice, choices
 from tfnb.passes.rewrite import Pass
+from tfnb.passes.saved import working
 
 Sizes = tuple[torch.Size, ...]
 
@@ -23,8 +25,8 @@ Sizes = tuple[torch.Size, ...]
 class Planned:
     """One choice of feed sizes: what runs, the most bytes that it holds as predicted, nodes that run a second time.
 
-    The peak is without rows that loops keep and whose bytes the run counts: ``room`` is what is left for those, and
-    ``swapped`` what the last run did with them.
+    The peak is without rows that loops keep and whose bytes the run counts: ``room`` is what is left for those,
+    ``choices`` what happens to rows that do not fit, and ``swapped`` what the last run did with them.
     """
 
     program: Program
@@ -32,19 +34,22 @@ class Planned:
     again: int
     room: int
     tier: Tier
+    choices: tuple[Choice, ...] = ()
     swapped: Swapped | None = None
 
     def __str__(self) -> str:
         text, kept = f"at most {self.peak:,} bytes, {self.again} nodes again", self.swapped
-        if kept is None or not kept.saved:
-            return text
-        return (
-            f"{text}; beside that loops kept {kept.saved:,} bytes, at most {kept.most:,} here, {kept.out:,} moved out"
-        )
+        if kept is not None and kept.saved:
+            text += (
+                f"; beside that loops kept {kept.saved:,} bytes, at most {kept.most:,} here, {kept.out:,} moved out, "
+                f"{kept.again:,} computed again"
+            )
+        return "; ".join([text, *map(str, self.choices)])
 
     def forward(self, *args: Any) -> tuple[Any, ...]:
         """The program's code, within the room."""
-        with swap.within(self.room, self.tier) as room:
+        again = {choice.saved.node.id: choice.held for choice in self.choices if choice.again}
+        with swap.within(self.room, self.tier, again) as room:
             try:
                 return self.program.forward(*args)
             finally:
@@ -82,7 +87,7 @@ class Budget:
         sizes = {name: shapes[first.feeds.index(value)][axis] for name, (value, axis) in bound.items()}
         for program in dict.fromkeys((first, *(plan.program for plan in self._found.values()))):
             found = self._measured(program, sizes)
-            if found.room >= 0:
+            if found.room >= working(program.graph, program.fetches, sizes):
                 return found
         last = (*(run for run in self.last if run is not donate), within(self.budget, sizes), donate)
         return self._measured(lower(first.whole, first.fetches, first.feeds, last), sizes)
@@ -90,7 +95,8 @@ class Budget:
     def _measured(self, program: Program, sizes: Mapping[str, int]) -> Planned:
         fetches = (*program.fetches, *(() if program.stale is None else program.stale.operands))
         aside = counted(program.graph, fetches, sizes)
-        most = peak(program.graph, program.fetches, program.feeds, sizes, aside)
-        recorded = program.whole.contents.by_id
+        memory = Memory(program.graph, program.fetches, program.feeds, sizes, aside)
+        recorded, most = program.whole.contents.by_id, memory.peak()
         again = sum(AGAIN in node.tags and node.id not in recorded for node in program.graph.nodes)
-        return Planned(program, most, again, self.budget - most, self._tier)
+        chosen = tuple(choices(program.graph, fetches, memory, sizes))
+        return Planned(program, most, again, self.budget - most, self._tier, chosen)

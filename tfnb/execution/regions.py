@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -15,7 +15,7 @@ import torch
 from tfnb.execution.products import Product, apart
 from tfnb.graph import Node, Ref, Value, ops
 from tfnb.graph.subgraph import row_places
-from tfnb.kernels.control import call, while_loop
+from tfnb.kernels.control import Again, call, while_loop
 from tfnb.kernels.random import mix
 from tfnb.kernels.rows import Ahead, Kept, Sums
 from tfnb.kernels.swap import Room, Stack, room
@@ -89,28 +89,39 @@ class Loop:
         for place in self.body.written:  # from here on they are the loop's own
             state[place] = state[place].clone()
         limit = number(limit)
-        columns = self._columns(rows, xs, limit)
         sums = self._sums(init)
-        columns += [] if sums is None else sums.columns()
         sequences = [*xs, *(self._ahead(product, xs, captures) for product in found.ahead)]
+        captures = [*captures, *(init[total.place] for total in found.totals)]
         with self._functions() as (cond, body):
+            space = room() if self.counted else None
+            columns, stacks = self._columns(rows), list[Stack]()
+            if space is not None:
+                again = Again(body, sequences, captures, len(state), (), self.body.written, limit, self.reverse, run,
+                              self.draws)  # fmt: skip
+                stacks = list(self._stacks(space, columns, rows, state, again))
+            columns += [] if sums is None else sums.columns()
+            for stack in stacks:
+                body = stack.watching(body)
             out = while_loop(
-                cond, body, state, sequences, [*captures, *(init[total.place] for total in found.totals)],
-                limit=limit, rows=columns, reverse=self.reverse, run=run, draws=self.draws,
+                cond, body, state, sequences, captures, limit=limit, rows=columns, reverse=self.reverse, run=run,
+                draws=self.draws,
             )  # fmt: skip
         return out if sums is None else self._united(out, len(init))
 
-    def _columns(self, rows: Any, xs: Any, limit: int | None) -> list[Any]:
-        """What takes the rows: stacked, kept, or kept within the room of a run."""
-        found: list[Any] = [
+    def _columns(self, rows: Any) -> list[Any]:
+        """What takes the rows: stacked or kept."""
+        return [
             (rows[row], *kind) if loops is None else Kept(pair=isinstance(rows[row], int), once=len(loops) == 1)
             for row, kind, loops in zip(self.rows, self.kinds, self.kept, strict=True)
         ]
-        space = room() if self.counted else None
-        if space is None:
-            return found
-        lengths = [*(len(x[1] if type(x) is tuple else x) for x in xs[:1]), *([] if limit is None else [limit])]
-        turns = min(lengths, default=None) if self.cond is None else None
+
+    def _stacks(
+        self, space: Room, columns: list[Any], rows: Any, state: Sequence[torch.Tensor], again: Again
+    ) -> Iterator[Stack]:
+        """What takes the kept rows within the room of a run, in place of these columns."""
+        lengths = [*(len(x[1] if type(x) is tuple else x) for x in again.xs[:1]), again.limit]
+        turns = min([n for n in lengths if n is not None], default=None) if self.cond is None else None
+        leaves, held = self.node.attrs.get("swap_memory") is not False, space.again.get(self.id)
         for loops in dict.fromkeys(filter(None, self.kept)):
             places = [place for place, taken in enumerate(self.kept) if taken == loops]
             shapes = [rows[self.rows[place]] for place in places]
@@ -119,11 +130,22 @@ class Loop:
                 for place, shape in zip(places, shapes, strict=True)
             ]
             refuse = partial(self._refused, space, places, sum(size or 0 for size in sizes))
-            stack = Stack(space, sizes, turns, bool(self.node.attrs.get("swap_memory")), len(loops), refuse)
+            taken = None if held is None else replace(again, rows=[len(state) + place for place in places])
+            stack = Stack(
+                space, sizes, turns, leaves, len(loops), refuse, taken, _bytes(state), _bytes(self._held(again, held))
+            )
             for place, shape, column in zip(places, shapes, stack.columns, strict=True):
                 column.results *= 2 if isinstance(shape, int) else 1
-                found[place] = column
-        return found
+                columns[place] = column
+            yield stack
+
+    def _held(self, again: Again, places: Collection[int] | None) -> Iterator[torch.Tensor]:
+        """The sequences and captures that stand at these places among the node's inputs."""
+        attrs = self.node.attrs
+        for tensors, name in ((again.xs, "xs"), (again.captures, "captures")):
+            for x, ref in zip(tensors, attrs[name], strict=False):  # products ahead and totals follow
+                if places and isinstance(ref, Ref) and ref.input in places:
+                    yield x
 
     def _refused(self, space: Room, places: list[int], each: int, turn: int, why: str) -> Exception:
         found = of_rows(self.node, [self.rows[place] for place in places], {})
@@ -157,6 +179,10 @@ class Loop:
         if watch is not None:
             return watch.loop(self)
         return nullcontext((None if self.cond is None else self.cond.forward, self.body.forward))
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)
 
 
 class Watcher(Protocol):

@@ -19,7 +19,7 @@ from tfnb.passes.cost import cost
 from tfnb.passes.memory import Memory
 from tfnb.passes.regions import counted_in_runs, kept_rows
 from tfnb.passes.rewrite import Pass, with_nodes
-from tfnb.passes.saved import saved
+from tfnb.passes.saved import saved, working
 
 AGAIN = "recomputed"  # tag of copies; merging leaves them
 AT_ONCE = 32  # a plan drops at least this fraction of the peak more than the one before
@@ -29,15 +29,22 @@ SMALL = 16  # what a copy takes is kept for it, if it is smaller than the droppe
 def within(budget: int, sizes: Mapping[str, int] | None = None) -> Pass:
     """The pass that keeps the predicted peak at or below ``budget`` bytes, for these sizes of symbols.
 
+    Where loops keep rows beside it, the peak leaves room for some turns of those, if there is such a plan.
     It raises ResourceExhausted where no plan fits, with the smallest budget for which one does.
     """
 
     def recompute(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Value] = ()) -> Graph:
         lowest: int | None = None
+        fits: Plan | None = None
+        rows = working(graph, fetches, sizes or {})
         for plan in plans(graph, fetches, feeds, sizes):
             if plan.peak <= budget:
-                return plan.graph
+                fits = plan
+            if plan.peak <= budget - rows:
+                break
             lowest = plan.peak
+        if fits is not None:
+            return fits.graph
         _refuse_rows(graph, fetches, sizes or {}, budget, lowest or 0)
         aside = counted(graph, fetches, sizes)
         raise _infeasible(graph, Memory(graph, fetches, feeds, sizes, aside), budget, lowest or 0)
@@ -53,7 +60,7 @@ def counted(graph: Graph, fetches: Collection[Value], sizes: Mapping[str, int] |
 def _refuse_rows(graph: Graph, fetches: Collection[Value], sizes: Mapping[str, int], budget: int, lowest: int) -> None:
     """Raise ResourceExhausted for a loop whose rows, of which the feeds tell the number, are what does not fit."""
     for found in saved(graph, fetches, sizes):
-        if not found.moves and found.turns is not None and found.turns * found.bytes > lowest - budget:
+        if not found.leaves and found.turns is not None and found.turns * found.bytes > lowest - budget:
             left = budget - lowest + found.turns * found.bytes
             raise found.refused(left // found.bytes + 1, left)
 

@@ -100,7 +100,7 @@ def counted_in_runs(contents: Contents, kept: Collection[Value], told: Collectio
     """Of kept rows those whose bytes a run counts: they may move out, or their sizes are not among those ``told``."""
     return {
         v for v in kept
-        if contents.by_id[v.node].attrs.get("swap_memory")
+        if contents.by_id[v.node].attrs.get("swap_memory") is not False
         or any(s not in told for i in _together(contents, v) for s in contents.by_id[v.node].outputs[i].symbols)
     }  # fmt: skip
 

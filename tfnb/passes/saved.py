@@ -18,15 +18,15 @@ from tfnb.passes.regions import kept_rows
 class Saved:
     """The rows of one loop that only loops take.
 
-    names: of the values, with their specs. bytes: of one turn. turns: None where only a run knows. moves: recorded with
-    swap_memory=True. known: whether the bytes of a turn are.
+    names: of the values, with their specs. bytes: of one turn. turns: None where only a run knows. leaves: they may, if
+    there is no room. known: whether the bytes of a turn are.
     """
 
     node: Node
     names: tuple[str, ...]
     bytes: int
     turns: int | None
-    moves: bool
+    leaves: bool
     known: bool = True
 
     def __str__(self) -> str:
@@ -41,10 +41,12 @@ class Saved:
         why: what the system said when they were moved out.
         """
         source = self.node.source
-        cure = f"moving them out failed: {why}" if why else (
-            "with swap_memory=True a loop moves them out and back, and tfnb.while_loop computes them again with "
-            "recompute=True"
-        )  # fmt: skip
+        if why:
+            cure = f"moving them out failed: {why}"
+        elif self.leaves:
+            cure = "the values of one turn do not fit"
+        else:
+            cure = "without swap_memory=False a loop computes them again or moves them out and back"
         return ResourceExhausted(
             f"turn {turn} of loop {self.node.name} does not fit: for its gradient it keeps {self.bytes:,} bytes"
             + ("" if self.known else " or more")
@@ -69,6 +71,12 @@ def saved(graph: Graph, fetches: Collection[Value], sizes: Mapping[str, int]) ->
             yield of_rows(node, rows, sizes)
 
 
+def working(graph: Graph, fetches: Collection[Value], sizes: Mapping[str, int]) -> int:
+    """Bytes that loops whose rows may leave had better have for them: two turns of each."""
+    found = (row for row in saved(graph, fetches, sizes) if row.leaves and row.known)
+    return sum(row.bytes * min(2, 2 if row.turns is None else row.turns) for row in found)
+
+
 def of_rows(node: Node, rows: Collection[int], sizes: Mapping[str, int]) -> Saved:
     """Some rows of a loop, by their places among its rows."""
     body, first = node.attrs["body"], len(node.attrs["init"])
@@ -81,5 +89,5 @@ def of_rows(node: Node, rows: Collection[int], sizes: Mapping[str, int]) -> Save
     return Saved(
         node, tuple(f"{body.contents.by_id[v.node].name} {spec}" for v, spec in zip(values, specs, strict=True)),
         sum(prod(nominal(spec, sizes)) * spec.dtype.itemsize for spec in specs), turns,
-        bool(node.attrs.get("swap_memory")), all(s in sizes for spec in specs for s in spec.symbols),
+        node.attrs.get("swap_memory") is not False, all(s in sizes for spec in specs for s in spec.symbols),
     )  # fmt: skip

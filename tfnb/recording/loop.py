@@ -68,8 +68,8 @@ class Loop:
     axis that is another symbol there may change from turn to turn. rows: specs of a row of each of xs. cond, limit,
     reverse: see `tfnb.graph.subgraph`. saver: of the loop that this one goes back through. results: specs of the
     carried values after the loop, where they are known although the values change their shapes on the way. recompute:
-    the gradient of a loop around this one does not keep what this one makes. swap: what is kept for gradients may
-    move out of a run's memory.
+    the gradient of a loop around this one does not keep what this one makes. swap: whether what is kept
+    for gradients moves out of a run's memory; None: as the memory plan chooses.
     """
 
     recorder: Recorder
@@ -86,7 +86,7 @@ class Loop:
     saver: Saver | None = None
     results: Sequence[Spec] = ()
     recompute: bool = False
-    swap: bool = False
+    swap: bool | None = None
     held: list[Base] = field(default_factory=list)  # what the body writes of outside: carried as well
     path: str = ""
 

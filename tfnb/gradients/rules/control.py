@@ -382,7 +382,7 @@ class _Back:
                 self.recorder, start, [f"gradient {i}" for i in range(len(start))], given,
                 rows=[part.spec(part.part.outputs[i]) for i, _ in rows], limit=n.outs[count],  # type: ignore[arg-type]
                 reverse=not n.attrs["reverse"], what="while",
-                swap=n.attrs.get("swap_memory", False),
+                swap=n.attrs.get("swap_memory"),
                 parallel=n.attrs["parallel_iterations"], saver=_Saved(n, self.node, part, self.xs),
                 specs=[*(part.spec(part.part.outputs[i]) for i in self.carried), *totals],
                 results=[*(_spec(n.inputs[n.places("init")[i]]) for i in self.carried), *totals],
