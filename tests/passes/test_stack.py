@@ -16,7 +16,8 @@ from tests.graph.build import evaluate
 from tests.graph.strategies import graphs
 from tfnb.graph import Contents, Graph
 from tfnb.graph.check import check
-from tfnb.passes import optimize, stack
+from tfnb.kernels.rows import FEWEST, TURNS
+from tfnb.passes import optimize, peak, stack
 
 STEPS = 6
 
@@ -83,6 +84,20 @@ def test_layers_upon_one_another_are_stacked_each() -> None:
     two = ran(Unrolled(2, bias=False), [torch.randn(STEPS, 3, 48)], [torch.randn(STEPS, 3, 48)], [(STEPS, 3, 48)])
     assert one["aten.chunk.default"] == 1
     assert two["aten.chunk.default"] == 3  # the inputs of each layer, and the cotangents of the first one's outputs
+
+
+def test_a_long_layer_is_stacked_some_steps_at_a_time() -> None:
+    x = torch.randn(2 * TURNS + FEWEST + 1, 2, 32)
+    w = torch.randn(32, 32)
+    with tfnb.record() as g:
+        fed = tfnb.placeholder(x, shape=tuple(x.shape))
+        h = sum((row @ w).tanh() * place for place, row in enumerate(fed))
+    values = [h.value], [fed.value]
+    found = optimize(g, *values)
+    assert [len(n.inputs) for n in found.nodes if n.op == "aten.cat.default"] == [TURNS, TURNS, FEWEST + 1]
+    everything = len(x) * 2 * 32 * 4  # of the rows of one product
+    assert peak(found, *values) < everything
+    torch.testing.assert_close(tfnb.run(h, {fed: x}), sum((row @ w).tanh() * place for place, row in enumerate(x)))
 
 
 def test_many_rows_of_a_small_weight_are_not_copied() -> None:

@@ -32,8 +32,9 @@ _TRANSPOSES = ("aten.t.default", "aten.transpose.int")
 def stack(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Value] = ()) -> Graph:
     """Apply the table above; prune drops what nobody needs any more."""
     fixed = {value.node for value in (*fetches, *feeds)} | {i for node in graph.nodes for i in node.control}
+    done: set[int] = set()
     for _ in range(ROUNDS):
-        after = _rows_of_one_weight(graph, fixed)
+        after = _rows_of_one_weight(graph, fixed, done)
         if after is graph:
             break
         graph = after
@@ -73,10 +74,14 @@ def _cat(like: Node, values: Sequence[Value], specs: Sequence[Spec]) -> Node:
 # -- one weight, many rows --------------------------------------------------------------------------------------
 
 
-def _rows_of_one_weight(graph: Graph, fixed: set[int]) -> Graph:
-    """x_i @ w -> chunks of [x_1; x_2; ...] @ w, for the x_i that need none of these products."""
+def _rows_of_one_weight(graph: Graph, fixed: set[int], done: set[int]) -> Graph:
+    """x_i @ w -> chunks of [x_1; x_2; ...] @ w, for the x_i that need none of these products.
+
+    So many at a time as a loop takes turns, since all of a product's rows are held until the last one is taken. done:
+    the products made so, which are not stacked again.
+    """
     contents = graph.contents
-    groups = _groups(graph, fixed)
+    groups = [some for group in _groups(graph, fixed | done) for some in _at_a_time(group)]
     members = {node.id for group in groups for node in group}
     before: dict[int, list[Node]] = {}
     same: dict[Value, Value] = {}
@@ -88,6 +93,7 @@ def _rows_of_one_weight(graph: Graph, fixed: set[int]) -> Graph:
             continue
         moved |= {node.id for node in needed}
         cat, product, chunks = _stacked(group, contents)
+        done.add(product.id)
         before.setdefault(group[0].id, []).extend([*needed, cat, product, chunks])
         same |= {node.value(): chunks.value(i) for i, node in enumerate(group)}
     if not same:
@@ -95,6 +101,13 @@ def _rows_of_one_weight(graph: Graph, fixed: set[int]) -> Graph:
     gone = moved | {value.node for value in same}  # a product that stayed would be stacked once more
     placed = (n for node in graph.nodes for n in (*before.get(node.id, ()), *([] if node.id in gone else [node])))
     return with_nodes(graph, [redirected(node, same) for node in placed])
+
+
+def _at_a_time(group: list[Node]) -> Iterator[list[Node]]:
+    for at in range(0, len(group), TURNS):
+        some = group[at : at + TURNS]
+        if len(some) >= FEWEST:
+            yield some
 
 
 def _groups(graph: Graph, fixed: set[int]) -> list[list[Node]]:

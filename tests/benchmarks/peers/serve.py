@@ -47,6 +47,16 @@ def resident(key: str) -> float:
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(key))
 
 
+def _moved(after: np.ndarray, before: Any) -> list[float]:
+    moved = after.astype(np.float64) - before
+    return [float(np.linalg.norm(moved)), float(moved.sum()), moved.size]
+
+
+def _forget() -> None:
+    """The highest so far is what there is now."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
 def processor() -> float:
     """Seconds of processor time of this process, of its threads and of the compilers that it started."""
     return time.process_time() + sum(os.times()[2:4])
@@ -64,8 +74,8 @@ class Worker:
     def start(self, **task: Any) -> dict[str, Any]:
         self.task = task
         weights, data = arrays(task["file"])
-        self.memory = resident("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # forget the peak of loading
+        self.memory, self.highest = resident("VmRSS"), 0.0
+        _forget()
         self.clock = CLOCKS[task["clock"]]
         start = self.clock()
         self.step = self.library.build(task, weights, data)
@@ -81,11 +91,13 @@ class Worker:
         return {"losses": losses, "seconds": seconds}
 
     def state(self) -> dict[str, Any]:
-        """Length and sum of what each weight moved since the start."""
-        now = self.step.state()
-        before = arrays(self.task["file"])[0] if self.task["mode"] == "step" else [np.zeros(())] * len(now)
-        moved = [(a.astype(np.float64) - b) for a, b in zip(now, before, strict=True)]
-        return {"moved": [[float(np.linalg.norm(m)), float(m.sum()), m.size] for m in moved]}
+        """Length and sum of what each weight moved since the start; what this takes is no part of the peak."""
+        self.highest = max(self.highest, resident("VmHWM"))
+        moves = self.task["mode"] == "step"
+        with np.load(self.task["file"]) as before:
+            found = [_moved(a, before[f"w{i}"] if moves else 0.0) for i, a in enumerate(self.step.state())]
+        _forget()
+        return {"moved": found}
 
     def block(self, steps: int) -> dict[str, Any]:
         run = self.step.run
@@ -96,7 +108,7 @@ class Worker:
         return {"seconds": self.clock() - start}
 
     def peak(self) -> dict[str, Any]:
-        peak = resident("VmHWM") - self.memory
+        peak = max(self.highest, resident("VmHWM")) - self.memory
         if self.task["device"] != "cpu":
             import torch  # the only libraries that are asked to use another device have it
 
