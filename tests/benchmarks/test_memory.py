@@ -9,7 +9,7 @@ from tests.benchmarks.rows import ROWS
 
 
 @pytest.mark.parametrize(("name", "most"), [
-    ("mlp-32", 1.0), pytest.param("gpt-6", 1.01, marks=pytest.mark.slow),
+    ("mlp-32", 1.0), pytest.param("gpt-6", 0.9, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_the_prediction_is_what_the_allocator_sees(name: str, most: float) -> None:
     found = measured(ROWS[name])

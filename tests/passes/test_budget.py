@@ -18,8 +18,8 @@ from tfnb.errors import InvalidArgument, ResourceExhausted, Unimplemented
 from tfnb.execution import lower
 from tfnb.graph import Graph
 from tfnb.graph.check import check
-from tfnb.passes import LAST, peak, table
-from tfnb.passes.budget import plans, within
+from tfnb.passes import LAST, optimize, peak, table
+from tfnb.passes.budget import AGAIN, plans, spare, within
 
 BATCH, WIDTH = 256, 64
 
@@ -65,6 +65,36 @@ def test_a_quarter_of_the_memory_gives_the_same_loss_curve() -> None:
     assert measured <= 1.01 * budget  # a reshape that has to copy is predicted to share memory
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)
+
+
+class Normed(nn.Module):
+    """Blocks of a layer norm and a product, with a residual: the product's gradient takes what the norm gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = 512
+        self.blocks = nn.ModuleList([nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width)) for _ in range(6)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(("rows", "again"), [(1024, True), (8, False)])
+def test_layer_norms_are_computed_again_where_that_costs_next_to_nothing(rows: int, again: bool) -> None:
+    net, x = Normed(), torch.randn(rows, 512)
+    with tfnb.record() as g:
+        fed = tfnb.placeholder(x, shape=tuple(x.shape))
+        loss = net(fed)
+        found = [loss, *tfnb.gradients(loss, list(net.parameters()))]
+    ask = [f.value for f in found], [fed.value]
+    kept, spared = optimize(g, *ask, last=[run for run in LAST if run is not spare]), optimize(g, *ask)
+    copies = [node.op for node in spared.nodes if AGAIN in node.tags]
+    assert set(copies) == ({"aten.native_layer_norm.default"} if again else set())
+    assert peak(spared, *ask) <= (0.9 if again else 1) * peak(kept, *ask)
+    want = net(x)
+    torch.testing.assert_close(tfnb.run(found, {fed: x}), [want.detach(), *torch.autograd.grad(want, net.parameters())])
 
 
 def test_a_binary_search_finds_the_smallest_budget_that_is_said() -> None:

@@ -397,3 +397,6 @@ def test_samples_that_nobody_holds_give_their_memory_back() -> None:
     (dw,) = tfnb.gradients(y, [layers[0].weight])  # computes again what it needs
     want = torch.autograd.grad(layers(x.sample).sum(), layers[0].weight)[0]
     torch.testing.assert_close(dw.sample, want, rtol=1e-4, atol=1e-2)
+    held = y.sample
+    tfnb.run(y, {x: x.sample[:2]})
+    assert space.samples.bytes == 0 and y.sample is held

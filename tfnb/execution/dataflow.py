@@ -27,6 +27,7 @@ from tfnb.graph.subgraph import uses_queues
 from tfnb.graph.writing import WRITERS, Cut
 from tfnb.passes import LAST, feed_symbols, optimize, prune
 from tfnb.passes.rewrite import Pass
+from tfnb.recording.workspace import unburden
 from tfnb.state.fifo import Attempt, Fifo
 from tfnb.state.queues import check_element, fifo
 from tfnb.state.waits import WAITS, Waiter
@@ -209,6 +210,7 @@ class Dataflow:
     ) -> None:
         self.whole, self.fetches, self.feeds = graph, tuple(fetches), tuple(feeds)
         heap.settle()
+        unburden(graph)
         self.stale = Stale(graph, self.fetches, self.feeds, fuses=False)
         wanted = (*self.fetches, *self.stale.operands)
         # no pass that counts on an order: regions have their own

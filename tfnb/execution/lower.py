@@ -36,6 +36,7 @@ from tfnb.passes.regions import counted_in_runs, kept_rows
 from tfnb.passes.rewrite import Pass
 from tfnb.recording.interpret import held, sizes_hold
 from tfnb.recording.ops import facts, kernel, unbind
+from tfnb.recording.workspace import unburden
 
 aten = torch.ops.aten
 _SAME_MEMORY = (aten._unsafe_view.default, aten._reshape_alias.default)
@@ -159,6 +160,7 @@ def lower(graph: Graph, fetches: Iterable[Value], feeds: Iterable[Value], last: 
     """
     fetches, feeds = tuple(fetches), tuple(feeds)
     heap.settle()
+    unburden(graph)
     with uncollected():
         stale = Stale(graph, fetches, feeds, fuses=True)
         optimized = optimize(graph, (*fetches, *stale.operands), feeds, last)

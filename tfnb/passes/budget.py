@@ -1,9 +1,10 @@
-"""Recomputing under a memory budget: values that would live across the peak are dropped and computed again after it.
+"""Recomputing: values that would live across the peak are dropped and computed again after it.
 
-Semantics S-188 and S-190. A fixed sequence of plans, each with a lower peak than the one before: where the most is
-held, the values that are taken again later are dropped, the cheapest to compute again for each byte first. The first
-plan that fits is taken. Copies are the same nodes on the same values: random ops draw from their stream's place, what
-writes or comes from another library is kept. So every value has the bits that it has without a budget.
+Without a budget, those that cost next to nothing: `spare`. Under one (semantics S-188 and S-190) a fixed sequence of
+plans, each with a lower peak than the one before: where the most is held, the values that are taken again later are
+dropped, the cheapest to compute again for each byte first. The first plan that fits is taken. Copies are the same nodes
+on the same values: random ops draw from their stream's place, what writes or comes from another library is kept. So
+every value has the bits that it has without.
 """
 
 from __future__ import annotations
@@ -24,6 +25,31 @@ from tfnb.passes.saved import saved, working
 AGAIN = "recomputed"  # tag of copies; merging leaves them
 AT_ONCE = 32  # a plan drops at least this fraction of the peak more than the one before
 SMALL = 16  # what a copy takes is kept for it, if it is smaller than the dropped value by this factor
+CHEAP = frozenset(f"aten.{name}" for name in (
+    "native_layer_norm.default", "add.Tensor", "mul.Tensor", "neg.default", "relu.default", "sub.Tensor",
+))  # fmt: skip
+"""Ops that take hardly longer than to read and write their memory."""
+WORTH_SPARING = 8 << 20  # bytes; a step that needs less computes nothing again
+PIECE = 64 << 10  # bytes that are worth a kernel
+SHARE = 64  # all that is computed again costs at most this part of the step
+GAIN = 20  # and lowers the peak by at least this part
+
+
+def spare(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Value] = ()) -> Graph:
+    """Drop what is computed again for next to nothing from what is there anyway, if the peak is clearly lower then.
+
+    A layer norm before a product, for one: in a transformer a tenth of what lives between forward and backward.
+    """
+    if not any(node.op in CHEAP for node in graph.nodes):
+        return graph
+    dropping = _Dropping(graph, fetches, feeds, {})
+    curve = dropping.memory.curve()
+    most = max(curve, default=0)
+    chosen = dropping.spared(curve.index(most)) if most >= WORTH_SPARING else {}
+    if not chosen:
+        return graph
+    found = dropping.tried(chosen)
+    return with_nodes(graph, found.nodes) if most - found.peak >= most / GAIN else graph
 
 
 def within(budget: int, sizes: Mapping[str, int] | None = None) -> Pass:
@@ -154,6 +180,27 @@ class _Dropping:
                     break
             else:
                 self._banned.update(choice[:1])
+
+    def spared(self, at: int) -> dict[Value, int]:
+        """Pieces to drop at a place that costs next to nothing, by ops of `CHEAP` on what is there anyway."""
+        nodes = self.graph.contents.by_id
+        priced: list[tuple[float, int, Value]] = []
+        for owner, uses in self.uses.items():
+            lives = uses[0] < at < uses[-1] and at not in uses and self.memory.size[owner] >= PIECE
+            if lives and nodes[owner.node].op in CHEAP and self._may_drop(owner, {}):
+                chain, kept = self._chain(owner, at, {})
+                if not kept and all(nodes[number].op in CHEAP for number in chain):
+                    priced.append((sum(map(self._cost, chain)), len(priced), owner))
+        if not priced:
+            return {}
+        left = sum(self._cost(node.id) for node in self.graph.nodes if node.op.count(".") > 1) / SHARE
+        chosen: dict[Value, int] = {}
+        for price, _, owner in sorted(priced, key=lambda one: one[0] / self.memory.size[one[2]]):
+            left -= price
+            if left < 0:
+                break
+            chosen[owner] = at
+        return chosen
 
     def _cheapest(self, now: _Tried) -> list[Value]:
         """Pieces to drop at the peak, the cheapest first."""

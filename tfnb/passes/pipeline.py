@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tfnb.graph import Contents, Graph, Value
+from tfnb.passes.budget import spare
 from tfnb.passes.donate import donate
 from tfnb.passes.fold import fold
 from tfnb.passes.layout import Layout, channels_last
@@ -19,7 +20,7 @@ from tfnb.passes.simplify import simplify
 from tfnb.passes.stack import stack
 
 PIPELINE: tuple[Pass, ...] = (fold, simplify, merge)  # between two prunings
-LAST: tuple[Pass, ...] = (stack, narrow, split, order, donate)  # once: kernels, order and memory are chosen
+LAST: tuple[Pass, ...] = (stack, narrow, split, order, spare, donate)  # once: kernels, order and memory are chosen
 LAYOUTS: Mapping[Layout, tuple[Pass, ...]] = {"torch": LAST, "channels_last": (stack, channels_last, *LAST[1:])}
 ROUNDS = 10
 

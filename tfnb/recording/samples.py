@@ -20,8 +20,8 @@ from tfnb.graph import Dim, Graph, Node, Value, Variable
 from tfnb.graph.subgraph import uses_queues
 from tfnb.recording.interpret import evaluate
 
-SAMPLE_BUDGET = 1 << 30  # bytes, while a recording may still ask for them
-KEPT_BUDGET = 64 << 20  # bytes, afterwards: training needs the memory
+SAMPLE_BUDGET = 128 << 20  # bytes, while a recording may still ask for them: a step shall need more than its recording
+KEPT_BUDGET = 64 << 20  # bytes, afterwards, until the first run: that needs the memory
 
 
 @contextmanager
@@ -55,7 +55,7 @@ class Samples:
         self._reads: dict[Value, Variable] = {}
         self._stamps: dict[Value, Any] = {}  # of roots and reads, as they were when they were met
         self._absent: set[int] = set()  # nodes that depend on a placeholder without a sample
-        self.bytes = 0  # of those kept
+        self.bytes = 0  # of those kept, without Variables, whose memory is there anyway
 
     @property
     def _seed(self) -> int:
@@ -84,7 +84,7 @@ class Samples:
             return
         self._drop(value)
         self._kept[value] = sample
-        self.bytes += _bytes(sample)
+        self.bytes += self._bytes(value, sample)
         while self.bytes > SAMPLE_BUDGET and len(self._kept) > 1:
             self._drop(next(iter(self._kept)))
 
@@ -92,12 +92,13 @@ class Samples:
         """Said of a node whose outputs have no samples, as an input has none."""
         self._absent.add(node)
 
-    def settle(self, shown: Collection[int]) -> None:
+    def settle(self, shown: Collection[int], budget: int = KEPT_BUDGET) -> None:
         """After a recording: the oldest samples go, but for those of nodes that somebody holds a handle of."""
-        for value in [v for v in self._kept if v.node not in shown]:
-            if self.bytes <= KEPT_BUDGET:
+        for value in list(self._kept):  # of a thread that runs, another one may be recording
+            if self.bytes <= budget:
                 return
-            self._drop(value)
+            if value.node not in shown:
+                self._drop(value)
 
     def forget(self, values: Iterable[Value]) -> None:
         """Drop everything about these."""
@@ -120,7 +121,10 @@ class Samples:
     def _drop(self, value: Value) -> None:
         dropped = self._kept.pop(value, None)
         if dropped is not None:
-            self.bytes -= _bytes(dropped)
+            self.bytes -= self._bytes(value, dropped)
+
+    def _bytes(self, value: Value, sample: torch.Tensor) -> int:
+        return 0 if value in self._reads else sample.numel() * sample.element_size()
 
     # -- computing ----------------------------------------------------------------------------------------------
 
@@ -218,7 +222,3 @@ def _stamp_of(variable: Variable) -> Any:
         return _stamp(variable.storage)
     except TfnbError:
         return None
-
-
-def _bytes(sample: torch.Tensor) -> int:
-    return sample.numel() * sample.element_size()

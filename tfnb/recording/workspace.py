@@ -114,3 +114,10 @@ def workspace(graph: Graph) -> Workspace:
     if "workspace" not in graph.attached:
         graph.attached["workspace"] = Workspace(graph)
     return graph.attached["workspace"]
+
+
+def unburden(graph: Graph) -> None:
+    """Before the graph runs: samples go that can be computed again. Handles hold theirs."""
+    space = graph.attached.get("workspace")
+    if space is not None:
+        space.samples.settle((), 0)
