@@ -212,7 +212,10 @@ def local(tasks: int, ps: int | None, timeout: float) -> Place:
                 env=_OURS, preload=["tfnb.cluster.task"],
             )  # fmt: skip
 
-    cluster = _opened(make, timeout, f"starting {tasks + ps} worker processes")
+    try:
+        cluster = _opened(make, timeout, f"starting {tasks + ps} worker processes")
+    except DeadlineExceeded as late:
+        raise DeadlineExceeded(f"{late}; a busy machine takes longer: connect(timeout={2 * timeout:g})") from None
     try:
         place = _dialled(cluster, str(cluster.scheduler_address), None, max(1.0, timeout - time.monotonic() + begin))
     except BaseException:
