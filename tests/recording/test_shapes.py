@@ -64,6 +64,29 @@ def test_a_view_is_not_taken_for_memory_of_its_own() -> None:
     assert torch.equal(tfnb.run(y, {x: data}), data[:2])
 
 
+def test_views_of_plain_sizes_look_where_torch_looks() -> None:
+    data = torch.randn(4, 6, 3)
+    views = [
+        lambda x: x[3], lambda x: x[-1, 2:5], lambda x: x.mT, lambda x: x[1:].unbind(1)[2], lambda x: x.split(4, 1)[1],
+        lambda x: x.permute(2, 0, 1), lambda x: x.view(24, 3)[5:], lambda x: x[2].expand(7, 6, 3),
+        lambda x: x[..., None], lambda x: x.diagonal(1, 0, 1), lambda x: x.unfold(1, 2, 3),
+        lambda x: x.chunk(3, 2)[2].squeeze(2), lambda x: x[1].t(),
+    ]  # fmt: skip
+    with tfnb.record():
+        x = tfnb.placeholder(data, shape=(4, 6, 3))
+        got = [view(x) for view in views]
+        with pytest.raises(
+            tfnb.errors.ShapeError, match=r"select failed: .*out of range[\s\S]*test_shapes.py line \d+"
+        ):
+            x.select(0, 9)
+    for each, view in zip(got, views, strict=True):
+        want = view(data)
+        assert each.shape == want.shape and each.stride() == want.stride(), each
+        assert each.storage_offset() == want.storage_offset(), each
+    for each, view in zip(tfnb.run(got, {x: 2 * data}), views, strict=True):
+        assert torch.equal(each, view(2 * data))
+
+
 def test_sizes_that_data_decide_are_asked_each_time() -> None:
     with tfnb.record():
         x = tfnb.placeholder(torch.tensor([1.0, 0.0, 2.0]))

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import sympy
 import torch
-from torch._guards import GuardSource, Source
+from torch._guards import GuardSource, SLoc, Source
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
@@ -86,6 +86,13 @@ class _Env(ShapeEnv):
         self.scope = 0  # number of the branch that sizes decide and that is being recorded
         self.scopes = 0
         self.supposed = False  # whether sizes are there that the samples have not
+
+    def _get_stack_summary(self, is_debug: bool = False, framework_loc: Any = None) -> tuple[SLoc, str]:
+        """Where torch thinks that a relation was made: to look, it imports its exporter, and nodes have their lines."""
+        return SLoc(framework_loc, None), ""
+
+    def _log_create_unbacked_symbol(self, *args: Any, **kwargs: Any) -> None:
+        """No log of a size that only data tell, for the same reason."""
 
     def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
         if self.scope:
