@@ -93,13 +93,18 @@ class Node:
         return f"<Node {self.name} = {self.op} -> {outs}>"
 
 
+_ATOMS = frozenset({int, float, bool, str, type(None), Ref, Value})  # leaves, told without a question to abc
+
+
 def leaves(tree: Any) -> Iterator[Any]:
     """All leaves of nested mappings, lists and tuples; a Ref is a leaf."""
-    if isinstance(tree, Mapping):
-        for item in tree.values():
-            yield from leaves(item)
-    elif isinstance(tree, (list, tuple)) and not isinstance(tree, (Ref, Value)):
+    if type(tree) in _ATOMS:
+        yield tree
+    elif isinstance(tree, (list, tuple)):
         for item in tree:
+            yield from leaves(item)
+    elif isinstance(tree, Mapping):
+        for item in tree.values():
             yield from leaves(item)
     else:
         yield tree
@@ -107,10 +112,10 @@ def leaves(tree: Any) -> Iterator[Any]:
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """The tree with ``function`` applied to every leaf; sequences become plain lists or tuples."""
+    if type(tree) in _ATOMS:
+        return function(tree)
     if isinstance(tree, Mapping):
         return {key: map_leaves(function, item) for key, item in tree.items()}
-    if isinstance(tree, (Ref, Value)):
-        return function(tree)
     if isinstance(tree, (list, tuple)):
         return (
             type(tree)(map_leaves(function, item) for item in tree)

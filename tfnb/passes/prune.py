@@ -21,7 +21,7 @@ def prune(graph: Graph, fetches: Iterable[Value], feeds: Iterable[Value]) -> Gra
     needed = _reach(contents, (f for f in fetches if f not in fed), fed)
     bound = feed_symbols(contents, fed)
     while True:
-        missing = {s for i in needed for s in contents.by_id[i].symbols if s not in bound}
+        missing = {s for node in contents.nodes if node.id in needed for s in node.symbols if s not in bound}
         binders = {contents.symbols[s][0] for s in missing if s in contents.symbols}
         more = _reach(contents, (v for v in binders if v.node not in needed), fed) - needed
         if not more:
@@ -35,14 +35,15 @@ def _reach(contents: Contents, roots: Iterable[Value], fed: dict[Value, None]) -
     """Ids of nodes reached backwards over data and control edges, stopping at fed values."""
     needed: set[int] = set()
     stack = [root.node for root in roots]
+    by_id = contents.by_id
     while stack:
         node_id = stack.pop()
         if node_id in needed:
             continue
         needed.add(node_id)
-        node: Node = contents.by_id[node_id]
-        stack.extend(v.node for v in _run(node).inputs if v not in fed and v.node not in needed)
-        stack.extend(c for c in node.control if c not in needed)
+        node: Node = by_id[node_id]
+        stack.extend([v.node for v in _run(node).inputs if v not in fed])
+        stack.extend(node.control)
     return needed
 
 

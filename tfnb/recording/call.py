@@ -6,7 +6,7 @@ Stateless: what is kept lies with the recorder and its workspace.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -89,7 +89,7 @@ def _arguments(rec: Recorder, tree: Any, inputs: list[Entry], fake: Callable[[En
         parts = [_arguments(rec, item, inputs, fake) for item in tree]
         kind = list if isinstance(tree, list) else tuple
         return kind(attr for attr, _ in parts), kind(item for _, item in parts)
-    if isinstance(tree, Mapping):
+    if isinstance(tree, dict):
         named = {key: _arguments(rec, item, inputs, fake) for key, item in tree.items()}
         return {key: attr for key, (attr, _) in named.items()}, {key: item for key, (_, item) in named.items()}
     if isinstance(tree, torch.Generator):
@@ -105,7 +105,7 @@ def _on_samples(rec: Recorder, tree: Any, samples: Iterator[torch.Tensor | None]
     if isinstance(tree, (list, tuple)):
         kind = list if isinstance(tree, list) else tuple
         return kind([_on_samples(rec, item, samples) for item in tree])
-    if isinstance(tree, Mapping):
+    if isinstance(tree, dict):
         return {key: _on_samples(rec, item, samples) for key, item in tree.items()}
     return None if isinstance(tree, torch.Generator) else rec.symbols.concrete(tree)
 

@@ -25,10 +25,11 @@ nograd(
 
 def _product(a: Any, b: Any, like: Any, *, turn: str = "") -> Any:
     """``a @ b``, those in ``turn`` transposed, in the memory layout of ``like``: a gradient lies as what it updates."""
-    rows, columns = like.stride()[-2:]
+    *batch, rows, columns = like.stride()
+    product = torch.bmm if batch else torch.mm
     if isinstance(rows, int) and rows == 1 and not (isinstance(columns, int) and columns == 1):
-        return ((b if "b" in turn else turned(b)) @ (a if "a" in turn else turned(a))).mT
-    return (turned(a) if "a" in turn else a) @ (turned(b) if "b" in turn else b)
+        return product(b if "b" in turn else turned(b), a if "a" in turn else turned(a)).mT
+    return product(turned(a) if "a" in turn else a, turned(b) if "b" in turn else b)
 
 
 @rule(aten.mm.default, aten.bmm.default)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tfnb.gradients.table import Forward, columns, partials, rule
-from tfnb.graph import current
+from tfnb.graph import Node, current
 from tfnb.recording import Recorder, Tensor
 
 aten = torch.ops.aten
@@ -57,10 +57,15 @@ def turned(x: torch.Tensor) -> torch.Tensor:
     recorder = current.recording()
     if isinstance(x, Tensor) and isinstance(recorder, Recorder):
         node = recorder.node(x.value.node)
-        dims = {node.attrs[name] % x.dim() for name in ("dim0", "dim1") if name in node.attrs}
-        if node.op == "aten.t.default" or (node.op == "aten.transpose.int" and dims == {x.dim() - 1, x.dim() - 2}):
+        if node.op == "aten.t.default" or (node.op == "aten.transpose.int" and _turns_matrices(node)):
             return recorder.tensor(node.inputs[0])
     return x.mT
+
+
+def _turns_matrices(node: Node) -> bool:
+    """Whether the axes that a transposition exchanges are the last two."""
+    rank = len(node.outputs[0].shape)
+    return {node.attrs["dim0"] % rank, node.attrs["dim1"] % rank} == {rank - 1, rank - 2}
 
 
 def _list(value: Any) -> list[Any]:
