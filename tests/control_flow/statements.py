@@ -189,6 +189,17 @@ for k, w in zip((1, 2, 3), (0.5, 1.5, 2.5)):
         s = s + w
 return s
 
+# ranges from behind
+s = x.sum() * 0
+for i in reversed(range(1, x.shape[0], 2)):
+    s = s * 0.5 + x[i].sum()
+for i in reversed(range(len(x))):
+    s = s * 0.5 + i
+k = (x.abs().sum() * 2).long()
+for i in reversed(range(k, -3, -2)):
+    s = s * 0.9 + i
+return s
+
 # enumerate with a break
 n = 0
 for i, row in enumerate(x):

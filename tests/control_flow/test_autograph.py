@@ -65,7 +65,15 @@ def first_large(x: Any, w: Any) -> Any:
     return x.sum() * w
 
 
-@pytest.mark.parametrize("function", [piecewise, powers, stopped_rows, first_large])
+def first_in_nested_loops(x: Any, w: Any) -> Any:
+    for i in range(x.shape[0]):
+        for j in range(2):
+            if x[i, j] > 2:
+                return (x[i, j] * w * (i + j + 1)).sin()
+    return (x * w).sum()
+
+
+@pytest.mark.parametrize("function", [piecewise, powers, stopped_rows, first_large, first_in_nested_loops])
 def test_gradients_go_through_staged_statements(function: Any) -> None:
     x0 = torch.tensor([[0.5, 1.0], [-0.25, 0.75]], dtype=F64)
     with tfnb.record():

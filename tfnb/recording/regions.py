@@ -311,8 +311,11 @@ def bound_outside(recorder: Recorder, spec: Spec) -> bool:
 
 def _bound(nodes: Iterable[Node]) -> set[str]:
     """Symbols that some value has as an axis."""
-    sizes = (size for node in nodes for spec in node.outputs for size in spec.shape)
-    return {size.expr for size in sizes if isinstance(size, Dim) and size.is_symbol}
+    return _axes(spec for node in nodes for spec in node.outputs)
+
+
+def _axes(specs: Iterable[Spec]) -> set[str]:
+    return {size.expr for spec in specs for size in spec.shape if isinstance(size, Dim) and size.is_symbol}
 
 
 # -- from regions to a node -----------------------------------------------------------------------------------
@@ -330,7 +333,7 @@ def captures(
         ids, taken = region.ids, [v for node in region.nodes for v in node.inputs]
         found.update(dict.fromkeys(v for v in [*taken, *filter(None, region.outputs)] if v.node not in ids))
     for region in regions:
-        bound = _bound(recorder.node(v.node) for v in found)
+        bound = _axes(recorder.node(v.node).outputs[v.index] for v in found)
         wanted: set[str] = set()
         for node in region.nodes:  # a size that its own arguments say is not known by its output
             wanted |= set(node.symbols) - bound

@@ -20,14 +20,20 @@ class Range:
     """``range`` of recorded numbers and varying sizes."""
 
     def __init__(self, *args: Any) -> None:
-        self.args = args
+        self.args, self.is_reversed = args, False
         self.start, self.stop, self.step = (0, *args, 1) if len(args) == 1 else (*args, 1)[:3]
 
     def __iter__(self) -> Iterator[int]:
-        return iter(range(*(int(arg) for arg in self.args)))
+        found = range(*(int(arg) for arg in self.args))
+        return iter(found[::-1] if self.is_reversed else found)
 
     def __len__(self) -> int:
         return len(range(*(int(arg) for arg in self.args)))
+
+    def __reversed__(self) -> Range:
+        found = Range(*self.args)
+        found.is_reversed = not self.is_reversed
+        return found
 
     def stage(self, st: Statement, more: Any, body: Callable[[Any], None]) -> None:
         by_size = not any(isinstance(arg, torch.Tensor) for arg in self.args)
@@ -39,6 +45,8 @@ class Range:
             span = torch.as_tensor(stop - start)
             turns = span if isinstance(step, int) and step == 1 else torch.div(span + step - _sign(step), step,
                                                                                 rounding_mode="floor")  # fmt: skip
+            if self.is_reversed:
+                start, step = start + (turns - 1) * step, -step
         Stage(st, by_size=by_size).record(more, body, limit=turns.clamp(min=0), first=start, step=step)
 
 
