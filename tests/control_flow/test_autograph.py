@@ -73,7 +73,14 @@ def first_in_nested_loops(x: Any, w: Any) -> Any:
     return (x * w).sum()
 
 
-@pytest.mark.parametrize("function", [piecewise, powers, stopped_rows, first_large, first_in_nested_loops])
+def normed(x: Any, w: Any) -> Any:
+    for _ in range(2):
+        if x.sum() > -100:
+            x = torch.nn.functional.batch_norm(x, torch.full((2,), 0.5, dtype=F64), torch.ones(2, dtype=F64) * 3) * w
+    return x.sin().sum()
+
+
+@pytest.mark.parametrize("function", [piecewise, powers, stopped_rows, first_large, first_in_nested_loops, normed])
 def test_gradients_go_through_staged_statements(function: Any) -> None:
     x0 = torch.tensor([[0.5, 1.0], [-0.25, 0.75]], dtype=F64)
     with tfnb.record():

@@ -17,12 +17,12 @@ _numbers = count()
 Sizes = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-def function(body: str) -> Callable[..., Any]:
-    """``def f(x)`` with this body, whose source is there."""
+def function(body: str, **names: Any) -> Callable[..., Any]:
+    """``def f(x)`` with this body, whose source is there, and what it finds around it."""
     source = "def f(x):\n" + textwrap.indent(body.strip("\n"), "    ") + "\n"
     name = f"<written {next(_numbers)}>"
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    space: dict[str, Any] = {"torch": torch, "nn": torch.nn, "tfnb": tfnb}
+    space: dict[str, Any] = {"torch": torch, "nn": torch.nn, "tfnb": tfnb, **names}
     exec(compile(source, name, "exec"), space)
     found: Callable[..., Any] = space["f"]
     return found
@@ -35,10 +35,14 @@ def blocks(text: str) -> list[tuple[str, str]]:
 
 
 def compared(
-    body: str, sample: torch.Tensor, feeds: Sequence[torch.Tensor], refusals: tuple[type[Exception], ...] = ()
+    body: str,
+    sample: torch.Tensor,
+    feeds: Sequence[torch.Tensor],
+    refusals: tuple[type[Exception], ...] = (),
+    **names: Any,
 ) -> tuple[tuple[str, ...], int]:
     """The notes of the recording, and how many feeds a run refused with one of ``refusals``; all others must agree."""
-    f = function(body)
+    f = function(body, **names)
     with tfnb.record() as graph:
         x = tfnb.placeholder(sample.clone(), name="x")
         out = tfnb.autograph(f)(x)

@@ -111,10 +111,10 @@ def run_subgraph(subgraph: Subgraph, inputs: Sequence[torch.Tensor], seed: int, 
     values: dict[Value, torch.Tensor] = {}
     symbols: dict[str, int] = {}
 
-    def meet(node: Node, outs: Sequence[torch.Tensor]) -> None:
+    def meet(node: Node, outs: Sequence[Any]) -> None:  # None for what a mask of the op leaves out
         for index, (spec, tensor) in enumerate(zip(node.outputs, outs, strict=False)):
             values[node.value(index)] = tensor
-            for wanted, found in zip(spec.shape, tensor.shape, strict=False):
+            for wanted, found in zip(spec.shape, () if tensor is None else tensor.shape, strict=False):
                 if isinstance(wanted, Dim) and wanted.is_symbol:
                     symbols.setdefault(wanted.expr, found)
 

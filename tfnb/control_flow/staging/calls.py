@@ -12,7 +12,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from tfnb.control_flow.staging.containers import CHANGES, CONTAINERS, is_own, made, refuse_change
+from tfnb.control_flow.staging.containers import (
+    CHANGES,
+    CONTAINERS,
+    changing,
+    is_own,
+    made,
+    refuse_change,
+    refuse_draw,
+)
 from tfnb.control_flow.staging.iteration import BUILTINS
 from tfnb.control_flow.staging.lists import append_to, cat, expanded, grown, stack
 from tfnb.control_flow.staging.parsing import tree_of
@@ -33,9 +41,13 @@ def fn(function: Any) -> Any:
     if status.off or recorder_if_open() is None:
         return function
     kind = type(function)
+    if status.depth and (found := changing(function)) is not None:
+        return found
     if kind is FunctionType:
         return _function(function)
     if kind is MethodType:
+        if status.depth:
+            refuse_draw(function.__self__)
         inner = fn(function.__func__)
         return function if inner is function.__func__ else MethodType(inner, function.__self__)
     if kind is BuiltinMethodType:
@@ -54,8 +66,12 @@ def fn(function: Any) -> Any:
 
 def _builtin(function: Any) -> Any:
     owner, name = function.__self__, function.__name__
+    if status.depth:
+        refuse_draw(owner)
     if isinstance(owner, CONTAINERS):
         return _of_container(function, owner, name)
+    if status.depth and function is iter:
+        return _noted(function)
     if function in _OF_LISTS:
         return functools.partial(_of_list, function)
     return BUILTINS.get(function, function) if isinstance(owner, ModuleType) else function

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import bisect
 import collections
+import heapq
+import inspect
+import operator
+import random
+from collections.abc import Callable, Iterator
+from types import FunctionType, MethodDescriptorType
 from typing import Any
 
 import torch
 
 from tfnb.control_flow.staging.statement import CannotStage, status
-from tfnb.control_flow.staging.unset import MISSING
+from tfnb.control_flow.staging.unset import MISSING, Sometimes, Undefined
 
 CONTAINERS = (list, dict, set, bytearray, collections.deque)
 CHANGES = frozenset({
@@ -29,11 +36,34 @@ def changed(owner: Any, name: str | None = None) -> Any:
     """An object of which an item, or the attribute ``name``, is about to be set or deleted."""
     if not status.depth or isinstance(owner, torch.Tensor):
         return owner
-    if name is not None:
-        status.attributes.append((owner, name, getattr(owner, name, MISSING)))
-    elif isinstance(owner, CONTAINERS):
+    if name is None:
         refuse_change(owner, "an item is set")
+    else:
+        _refuse_property(owner, name)
+        status.attributes.append((owner, name, getattr(owner, name, MISSING)))
     return owner
+
+
+def _refuse_property(owner: Any, name: str) -> None:
+    if isinstance(inspect.getattr_static(type(owner), name, None), property):
+        raise CannotStage(f"the property {name} of a {type(owner).__name__} is set")
+
+
+class attribute:
+    """An attribute that is carried: set where it holds something else, so that nobody hears of what did not change."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.__dict__.update(owner=owner, name=name)
+
+    def __setattr__(self, _: str, value: Any) -> None:
+        old = getattr(self.owner, self.name, MISSING)
+        value = value.read() if isinstance(value, Sometimes) else value
+        if isinstance(value, Undefined):
+            if old is not MISSING:
+                delattr(self.owner, self.name)
+        elif value is not old:
+            _refuse_property(self.owner, self.name)
+            setattr(self.owner, self.name, value)
 
 
 def is_own(container: Any) -> bool:
@@ -45,3 +75,66 @@ def refuse_change(owner: Any, how: str) -> None:
     """Raise CannotStage where a container of outside would be changed."""
     if not is_own(owner):
         raise CannotStage(f"{how} in a {type(owner).__name__} that was made outside of it")
+
+
+# -- functions that change what they are given ----------------------------------------------------------------------
+
+
+def changing(function: Any) -> Any:
+    """What to call in a staged body in place of a function of Python's that changes an object; None for any other."""
+    if isinstance(function, MethodDescriptorType):
+        is_change = issubclass(function.__objclass__, CONTAINERS) and function.__name__ in CHANGES
+        return _refusing(function, _container_changed) if is_change else None
+    try:
+        look = _CHANGING.get(function)
+    except TypeError:  # not hashable
+        return None
+    return None if look is None else _refusing(function, look)
+
+
+def _refusing(function: Any, look: Callable[..., None]) -> Callable[..., Any]:
+    def call(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        look(owner, f"{function.__name__}()", *args)
+        return function(owner, *args, **kwargs)
+
+    return call
+
+
+def _container_changed(owner: Any, how: str, *rest: Any) -> None:
+    refuse_change(owner, how)
+
+
+def _attribute_set(owner: Any, how: str, name: str = "", *rest: Any) -> None:
+    changed(owner, name)
+
+
+def _item_set(owner: Any, how: str, *rest: Any) -> None:
+    changed(owner)
+
+
+def _advanced(items: Any, how: str, *rest: Any) -> None:
+    if isinstance(items, Iterator):
+        refuse_change(items, how)
+
+
+def refuse_draw(owner: Any) -> None:
+    """Raise CannotStage where Python draws a number, which would be the same in each turn and each run."""
+    if isinstance(owner, random.Random) or type(owner).__module__.startswith("numpy.random"):
+        raise CannotStage(f"a {type(owner).__name__} of Python's draws a number, which is another one each time")
+
+
+_CHANGING: dict[Any, Callable[..., None]] = {
+    **dict.fromkeys((setattr, delattr, object.__setattr__, object.__delattr__), _attribute_set),
+    **dict.fromkeys((operator.setitem, operator.delitem), _item_set),
+    **dict.fromkeys(
+        (heapq.heappush, heapq.heappop, heapq.heapify, heapq.heapreplace, heapq.heappushpop, bisect.insort,
+         bisect.insort_left), _container_changed,
+    ),
+    next: _advanced,
+}  # fmt: skip
+
+
+def own_method(owner: Any, name: str) -> FunctionType | None:
+    """A method that a class of Python defines."""
+    found = inspect.getattr_static(type(owner), name, None)
+    return found if isinstance(found, FunctionType) else None

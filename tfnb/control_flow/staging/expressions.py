@@ -163,7 +163,9 @@ class Expressions(ast.NodeTransformer):
         return node
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        if node.name.startswith(("ag__get_state", "ag__set_state")):
+        if node.name.startswith("ag__set_state"):
+            return _Attributes().visit(node)
+        if node.name.startswith("ag__get_state"):
             return node
         self.generic_visit(node)
         return node if node.name.startswith(HIDDEN) else told_names(node)
@@ -204,6 +206,16 @@ class Expressions(ast.NodeTransformer):
         if not isinstance(node.ctx, ast.Load):
             node.value = operator_call(node, "changed", node.value, placed(node, ast.Constant(node.attr)))
         return node
+
+
+class _Attributes(ast.NodeTransformer):
+    """Attributes that are carried, as `containers.attribute`."""
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        if isinstance(node.ctx, ast.Load):
+            return node
+        name = placed(node, ast.Constant(node.attr))
+        return placed(node, ast.Attribute(operator_call(node, "attribute", node.value, name), "value", node.ctx))
 
 
 def _is_index(node: ast.expr) -> bool:

@@ -16,7 +16,7 @@ import torch
 
 from tfnb.control_flow.staging.branching import branched, chosen
 from tfnb.control_flow.staging.calls import OPERATORS, fn, marked
-from tfnb.control_flow.staging.containers import changed, made
+from tfnb.control_flow.staging.containers import CONTAINERS, attribute, changed, made, own_method, refuse_change
 from tfnb.control_flow.staging.iteration import turns_of
 from tfnb.control_flow.staging.lists import expanded, grown, length
 from tfnb.control_flow.staging.lists import item as item_of
@@ -209,8 +209,19 @@ def augmented(kind: str, item: Any, value: Any) -> Any:
     """``item += value``; what was a number is another one then, and not the same tensor with another value."""
     item = ld(item)
     if not is_number(item):
-        return _AUGMENTED[kind](item, value)
+        return _changed_in_place(kind, item, value)
     return as_number(_NEW[kind](item, value))
+
+
+def _changed_in_place(kind: str, item: Any, value: Any) -> Any:
+    function = _AUGMENTED[kind]
+    if isinstance(item, CONTAINERS) and status.depth:
+        refuse_change(item, f"{function.__name__}()")
+    elif own_method(item, f"__{function.__name__}__") is not None:
+        found = fn(getattr(item, f"__{function.__name__}__"))(value)
+        if found is not NotImplemented:
+            return found
+    return function(item, value)
 
 
 def _like(first: Any) -> Any:
@@ -236,7 +247,7 @@ def item(owner: Any, index: Any) -> Any:
 vars(OPERATORS).update({
     each.__name__: each for each in (
         Absent, Undefined, UndefinedReturnValue, ld, ldu, scope, if_stmt, while_stmt, for_stmt, if_exp, and_, or_, not_,
-        augmented, item, items, made, changed, rebinds, fn,
+        augmented, item, items, made, changed, attribute, rebinds, fn,
         marked,
     )
 })  # fmt: skip
