@@ -47,6 +47,7 @@ LATE = {
     ("tfnb/execution/trace.py", "tfnb.view"): "a repr asks view",
     ("tfnb/recording/habits.py", "tfnb.gradients.eager"): "backward() in a cell asks gradients",
     ("tfnb/recording/habits.py", "tfnb.train.from_torch"): "optimizer.step() in a cell asks train",
+    ("tfnb/recording/higher_order.py", "tfnb.control_flow"): "torch.cond in a cell asks control_flow",
     ("tfnb/recording/tensor.py", "tfnb.session"): ".eval asks the default session",
     ("tfnb/control_flow/staging/source.py", "tfnb.control_flow.staging.malting"): "malt takes time to load",
     ("tfnb/gradients/slices.py", "tfnb.session"): ".eval asks the default session",

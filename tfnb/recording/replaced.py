@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from tfnb.errors import InvalidArgument, Unsupported
 from tfnb.graph import current
-from tfnb.recording import batched, packed, picked, strided
+from tfnb.recording import batched, higher_order, packed, picked, strided
 from tfnb.recording.writes import rebind
 
 aten = torch.ops.aten
@@ -455,4 +455,5 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.triu_indices: _triangle(torch.triu, torch.triu_indices),
     **packed.FUNCTIONS,
     **batched.FUNCTIONS,
+    **higher_order.FUNCTIONS,
 }

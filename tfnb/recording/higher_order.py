@@ -1,0 +1,50 @@
+"""torch's own operators of control flow in a recording: `torch.cond` and its kin become branches and loops of the graph.
+
+They are called by functions of torch that look at their arguments first; what reaches these is flat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+Function = Callable[..., Any]
+
+
+def _flow() -> Any:
+    import tfnb.control_flow  # listed exception: control_flow stands above
+
+    return tfnb.control_flow
+
+
+def _cond(pred: Any, then: Function, other: Function, operands: Sequence[Any] = ()) -> Any:
+    return _flow().cond(pred, then, other, *operands)
+
+
+def _while(cond: Function, body: Function, carried: Sequence[Any], more: Sequence[Any] = ()) -> Any:
+    return _flow().while_loop(
+        lambda *state: cond(*state, *more), lambda *state: tuple(body(*state, *more)), tuple(carried)
+    )  # fmt: skip
+
+
+def _scan(combine: Function, init: Sequence[Any], xs: Sequence[Any], more: Sequence[Any] = ()) -> list[Any]:
+    count = len(init)
+
+    def turn(carry: Any, rows: Any) -> Any:
+        found = combine(*carry, *rows, *more)
+        return tuple(found[:count]), tuple(found[count:])
+
+    carry, ys = _flow().scan(turn, tuple(init), tuple(xs))
+    return [*carry, *ys]
+
+
+def _map(function: Function, xs: Sequence[Any], more: Sequence[Any] = ()) -> Any:
+    return _flow().map_fn(lambda rows: function(*rows, *more), tuple(xs))
+
+
+_NAMED: dict[str, Function] = {"cond": _cond, "while_loop": _while, "scan": _scan, "map_impl": _map}
+FUNCTIONS = {
+    op: function for name, function in _NAMED.items() if (op := getattr(torch.ops.higher_order, name, None)) is not None
+}
