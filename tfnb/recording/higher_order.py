@@ -1,4 +1,4 @@
-"""torch's own operators of control flow in a recording: `torch.cond` and its kin become branches and loops of the graph.
+"""torch's own operators of control flow in a recording: `torch.cond` and its kin, as branches and loops of the graph.
 
 They are called by functions of torch that look at their arguments first; what reaches these is flat.
 """

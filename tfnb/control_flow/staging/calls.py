@@ -98,6 +98,11 @@ _OF_LISTS: dict[Any, Callable[..., Any]] = {
 }  # fmt: skip
 
 
+def takes_lists(function: Any) -> bool:
+    """Whether it is a function of torch that takes a list which a loop appended to."""
+    return type(function) is BuiltinMethodType and function in _OF_LISTS
+
+
 def _of_list(function: Any, *args: Any, **kwargs: Any) -> Any:
     """A function of torch, of a list that a loop may have appended to."""
     items = args[0] if args else kwargs.get("tensors")

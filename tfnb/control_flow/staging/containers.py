@@ -53,17 +53,22 @@ class attribute:
     """An attribute that is carried: set where it holds something else, so that nobody hears of what did not change."""
 
     def __init__(self, owner: Any, name: str) -> None:
-        self.__dict__.update(owner=owner, name=name)
+        self.owner, self.name = owner, name
 
-    def __setattr__(self, _: str, value: Any) -> None:
-        old = getattr(self.owner, self.name, MISSING)
-        value = value.read() if isinstance(value, Sometimes) else value
-        if isinstance(value, Undefined):
+    @property
+    def value(self) -> Any:
+        """What it holds; `MISSING` where there is none."""
+        return getattr(self.owner, self.name, MISSING)
+
+    @value.setter
+    def value(self, new: Any) -> None:
+        old, new = self.value, new.read() if isinstance(new, Sometimes) else new
+        if isinstance(new, Undefined):
             if old is not MISSING:
                 delattr(self.owner, self.name)
-        elif value is not old:
+        elif new is not old:
             _refuse_property(self.owner, self.name)
-            setattr(self.owner, self.name, value)
+            setattr(self.owner, self.name, new)
 
 
 def is_own(container: Any) -> bool:

@@ -15,18 +15,20 @@ from typing import Any
 import torch
 
 from tfnb.control_flow.staging.branching import branched, chosen
-from tfnb.control_flow.staging.calls import OPERATORS, fn, marked
+from tfnb.control_flow.staging.calls import OPERATORS, fn, marked, takes_lists
 from tfnb.control_flow.staging.containers import CONTAINERS, attribute, changed, made, own_method, refuse_change
 from tfnb.control_flow.staging.iteration import turns_of
-from tfnb.control_flow.staging.lists import expanded, grown, length
+from tfnb.control_flow.staging.lists import append_to, expanded, grown, length
 from tfnb.control_flow.staging.lists import item as item_of
 from tfnb.control_flow.staging.looping import Stage, staged_loop
+from tfnb.control_flow.staging.places import user_frame
 from tfnb.control_flow.staging.statement import (
     CannotStage,
     Statement,
     as_number,
     as_test,
     is_number,
+    note_python,
     recorder_for,
     sample_truth,
     status,
@@ -72,6 +74,10 @@ class scope:
         recorder = recorder_for(returned)
         if recorder is None:
             return value
+        name = user_frame().f_code.co_name
+        note = f"{name} returns nothing in some runs: a run must return where it returned for the samples"
+        if note not in recorder.notes:
+            recorder.notes.append(note)
         if isinstance(returned, torch.SymBool):
             return value if recorder.symbols.decided(returned) else None
         if sample_truth(recorder, returned) is False:
@@ -236,7 +242,42 @@ def rebinds(*names: str) -> None:
 
 def items(owner: Any) -> Any:
     """What a comprehension or a ``*`` goes over."""
-    return expanded(owner) if grown(owner) else owner
+    if grown(owner):
+        return expanded(owner)
+    recorder = _staging()
+    if recorder is not None and turns_of(owner) is not None:
+        note_python(_nameless(recorder), "it is a comprehension, which goes over as many as the samples have")
+    return owner
+
+
+def collected(function: Any, owner: Any, made_of: Callable[..., Any], several: bool) -> Any:
+    """``[made_of(None, each) for each in owner]`` for ``function``, which may take a list that a loop appended to.
+
+    several: each is a tuple of arguments.
+    """
+
+    def element(each: Any) -> Any:
+        return made_of(None, *each) if several else made_of(None, each)
+
+    recorder = _staging()
+    turns = turns_of(owner) if recorder is not None and takes_lists(function) else None
+    if recorder is None or turns is None:
+        return made([element(each) for each in items(owner)])
+    found: list[Any] = made([])
+
+    def body(each: Any) -> None:
+        add = append_to(found)
+        assert add is not None  # the body of the innermost loop
+        add(element(each))
+
+    st = _nameless(recorder)
+    if staged_loop(st, lambda: turns.stage(st, None, body), lambda: element(next(iter(owner)))):
+        return found
+    return made([element(each) for each in (expanded(owner) if grown(owner) else owner)])
+
+
+def _nameless(recorder: Recorder) -> Statement:
+    return Statement("for", recorder, (), tuple, lambda _: None)
 
 
 def item(owner: Any, index: Any) -> Any:
@@ -247,7 +288,7 @@ def item(owner: Any, index: Any) -> Any:
 vars(OPERATORS).update({
     each.__name__: each for each in (
         Absent, Undefined, UndefinedReturnValue, ld, ldu, scope, if_stmt, while_stmt, for_stmt, if_exp, and_, or_, not_,
-        augmented, item, items, made, changed, attribute, rebinds, fn,
+        augmented, item, items, collected, made, changed, attribute, rebinds, fn,
         marked,
     )
 })  # fmt: skip
