@@ -84,6 +84,7 @@ ROWS: dict[str, tuple[Any, ...]] = {
     "aten._upsample_bicubic2d_aa_backward.default": (
         one(F.interpolate, size=(3, 4), mode="bicubic", antialias=True), lambda: (r(2, 3, 6, 7),),
     ),
+    "aten.aminmax.default": (lambda x: sum(aten.aminmax(x, dim=1)), lambda: (r(3, 4),)),
     "aten.clamp_max.default": (one(torch.clamp_max, 0.3), lambda: (r(5),)),
     "aten.copysign.Scalar": (one(torch.copysign, -1.0), lambda: (r(5),)),
     "aten.div.Scalar_mode": (one(aten.div.Scalar_mode, 3.0, rounding_mode=None), lambda: (r(5),), one(torch.div, 3.0)),
@@ -105,6 +106,8 @@ ROWS: dict[str, tuple[Any, ...]] = {
     ),
     "aten.lerp.Tensor": (torch.lerp, lambda: (r(3, 4), r(4), r(3, 1))),
     "aten.median.dim": (lambda x: x.median(1).values, lambda: (r(4, 5),)),
+    "aten.narrow_copy.default": (one(aten.narrow_copy, 0, 1, 2), lambda: (r(4, 2),), one(torch.narrow, 0, 1, 2)),
+    "aten.nextafter.default": (torch.nextafter, lambda: (r(4), r(4)), lambda x, y: x + 0 * y),
     "aten.nll_loss2d_backward.default": (_spatial_labels, lambda: (r(2, 3, 4),)),
     "aten.nll_loss2d_forward.default": (_spatial_labels, lambda: (r(2, 3, 4),)),
     "aten.norm.Scalar": (one(aten.norm.Scalar, 1.5), lambda: (r(4, 3),)),
