@@ -16,7 +16,15 @@ import torch.nn.functional as F
 from torch import nn
 
 import tfnb
-from tfnb.errors import DeadlineExceeded, FailedPrecondition, FeedError, InvalidArgument, NotFound, ShapeError
+from tfnb.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    FeedError,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    ShapeError,
+)
 
 Pair = namedtuple("Pair", "left right")
 
@@ -148,6 +156,20 @@ def test_scatter_family_recorded_and_immediate(kind: str, want: list[list[float]
     torch.testing.assert_close(tfnb.run(out), expected)
     torch.testing.assert_close(v.value(), expected)
     torch.testing.assert_close(getattr(w, kind)(index, rows), expected)
+
+
+def test_a_step_for_which_there_is_no_memory_is_resource_exhausted_and_writes_nothing() -> None:
+    w = torch.nn.Parameter(torch.ones(1))
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.ones(2, 1), name="x")
+        loss = (x @ x.T * w).sum()
+        step = tfnb.train.SGD(0.1).minimize(loss)
+    session = tfnb.Session(g, compile="off")
+    with pytest.raises(ResourceExhausted, match=r"can't allocate memory.*fewer rows") as info:
+        session.run(step, {x: torch.ones(1 << 22, 1)})
+    assert info.value.line and info.value.op == "aten.mm.default" and w.item() == 1.0
+    session.run(step, {x: torch.ones(2, 1)})
+    assert w.item() == pytest.approx(0.6)
 
 
 def test_assigning_another_shape_names_both() -> None:

@@ -122,6 +122,16 @@ print(session.status()[0])
     assert "generated code (no C++ compiler" in ended.stdout
 
 
+def test_a_machine_that_is_busy_in_between_does_not_decide_which_code_runs() -> None:
+    busy = [1.0, 1.0, 1.0, 4.0, 4.0, 4.0, 4.0, 1.0, 1.0, 9.0]
+    slower, faster = [1.1 * t for t in busy], [0.9 * t for t in busy]
+    slower[5], faster[5] = 0.1, 40.0  # a stumble
+    assert tiers.verdict(busy, slower) == pytest.approx(1.1) and tiers.verdict(busy, faster) == pytest.approx(0.9)
+    undecided = [1.0 + 0.1 * (-1) ** i for i in range(10)]
+    assert tiers.verdict([1.0] * 10, undecided) is None and tiers.verdict([1.0] * 40, undecided * 4) is not None
+    assert tiers.verdict([1.0] * 3, [0.4] * 3) == pytest.approx(0.4) and tiers.verdict([1.0] * 3, [0.9] * 3) is None
+
+
 def test_the_environment_chooses_for_sessions_that_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TFNB_COMPILE", "off")
     assert tiers.mode("auto") == "off" and tiers.mode("now") == "now"

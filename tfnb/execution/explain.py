@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tfnb.errors import DeadlineExceeded, InvalidArgument, TfnbError
+from tfnb.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, TfnbError
 from tfnb.execution.lower import Program
 from tfnb.execution.running import Deadline, Stop
 from tfnb.execution.watch import Code, Look
@@ -23,17 +23,25 @@ def explained(program: Any, error: Exception, tensors: Iterable[torch.Tensor]) -
     by_id = program.whole.contents.by_id
     fed = ", ".join(f"{by_id[value.node].name}: {Spec.of(t)}" for value, t in zip(program.feeds, tensors, strict=True))
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    kind: type[TfnbError] = InvalidArgument
+    if _is_out_of_memory(error):
+        kind, reason = ResourceExhausted, f"{reason}; feed fewer rows, or set a memory_budget of the session"
     node = failing_node(program, error)
     if node is None:
-        return InvalidArgument(f"the run failed: {reason}\n  fed: {fed or 'nothing'}")
+        return kind(f"the run failed: {reason}\n  fed: {fed or 'nothing'}")
     specs = tuple(str(by_id[v.node].outputs[v.index]) for v in node.inputs if v.node in by_id)
     where = f"\n  at {node.source}" if node.source else ""
-    return InvalidArgument(
+    return kind(
         f"{node.op} failed: {reason}\n"
         f"  node {node.name}, inputs as recorded: {', '.join(specs) or 'none'}\n  fed: {fed or 'nothing'}{where}",
         node=node.name, op=node.op, cell=node.source.label if node.source else None,
         line=node.source.line if node.source else None, inputs=specs,
     )  # fmt: skip
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Accelerators have a class for it, torch's allocator on the CPU a sentence."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
 
 
 def deadline(program: Program, timeout: float) -> Deadline:

@@ -22,6 +22,7 @@ import torch
 from tfnb.errors import InvalidArgument
 from tfnb.execution.compiler import Forward, compiled, obstacle
 from tfnb.execution.lower import Program
+from tfnb.execution.watch import devices, wait
 from tfnb.graph.collector import frozen
 
 Mode = Literal["auto", "off", "now"]
@@ -30,6 +31,8 @@ WORTH_COMPILING = 2.0  # seconds of computing with the same sizes
 MOST = 2  # sizes compiled for one program
 TURNS = 10  # timed steps of each kind
 CLEAR_TURNS = 3  # that are enough where one is always twice as fast
+CLEAR = 0.8  # of the pairs of steps agree on which kind is faster
+MOST_TURNS = 40  # then what there is decides
 LONGEST_COMPARED = 0.2  # seconds; comparing doubles one step, and no stall shall be long
 
 _LOG = logging.getLogger(__name__)
@@ -80,6 +83,7 @@ class Sizes:
         self._seconds = self._last = 0.0
         self._fast: Forward = self.generated
         self._times: dict[str, list[float]] = {"generated": [], "compiled": []}
+        self._busy: list[torch.device] | None = None  # devices that go on when a call of them has returned
 
     def _counted(self, *args: Any) -> tuple[Any, ...]:
         start = time.perf_counter()
@@ -150,23 +154,22 @@ class Sizes:
 
     def _in_turns(self, *args: Any) -> tuple[Any, ...]:
         """Generated and compiled code take turns, timed."""
+        if self._busy is None:
+            self._busy = [device for device in devices(args) if device.type not in ("cpu", "meta")]
         kind = min(self._times, key=lambda kind: len(self._times[kind]))
+        wait(self._busy)
         start = time.perf_counter()
         outs = self.generated(*args) if kind == "generated" else self._guarded(*args)
+        wait(self._busy)
         self._times[kind].append(time.perf_counter() - start)
-        if self._is_clear() and self.forward == self._in_turns:
-            slow, fast = (statistics.median(self._times[kind]) for kind in ("generated", "compiled"))
-            if fast < slow:
-                self._keep(f"compiled: {fast * 1e6:.0f} instead of {slow * 1e6:.0f} us")
+        found = verdict(*self._times.values())
+        if found is not None and self.forward == self._in_turns:
+            slow = statistics.median(self._times["generated"]) * 1e6
+            if found < 1:
+                self._keep(f"compiled: {found * slow:.0f} instead of {slow:.0f} us")
             else:
-                self.drop(f"compiled code is not faster: {fast * 1e6:.0f} against {slow * 1e6:.0f} us")
+                self.drop(f"compiled code is not faster: {found * slow:.0f} against {slow:.0f} us")
         return outs
-
-    def _is_clear(self) -> bool:
-        slow, fast = self._times.values()
-        if len(fast) >= TURNS:
-            return True
-        return len(fast) >= CLEAR_TURNS and (2 * max(fast) < min(slow) or 2 * max(slow) < min(fast))
 
     def _keep(self, status: str) -> None:
         self.forward, self.status = self._guarded, status
@@ -177,6 +180,23 @@ class Sizes:
         except Exception as error:  # other strides, another device: nothing was written, so compute it again
             self.drop(f"compiled code failed: {type(error).__name__}")
             return self.generated(*args)
+
+
+def verdict(generated: Sequence[float], compiled: Sequence[float]) -> float | None:
+    """What compiled code takes of the time of generated code; None as long as that is not clear.
+
+    Steps are compared in pairs, one right after the other, so that a machine which gets slower or faster in the
+    meantime, or stumbles, decides nothing.
+
+    >>> verdict([1, 1, 1, 5, 5, 5, 5, 5, 5, 5], [1.1, 1.1, 1.1, 5.5, 5.5, 5.5, 5.5, 5.5, 5.5, 9])
+    1.1
+    """
+    ratios = [b / a for a, b in zip(generated, compiled, strict=False)]
+    count, faster = len(ratios), sum(ratio < 1 for ratio in ratios)
+    if count >= CLEAR_TURNS and (2 * max(compiled) < min(generated) or 2 * max(generated) < min(compiled)):
+        return statistics.median(ratios)
+    clear = count >= TURNS and max(faster, count - faster) >= CLEAR * count
+    return statistics.median(ratios) if clear or count >= MOST_TURNS else None
 
 
 class Worker:
