@@ -8,6 +8,7 @@ old ones are computed again from what is stored now, before the first write, so 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +53,16 @@ def commit(pending: Pending) -> None:
         try:
             for update in pending.updates:
                 update.kernel(update.rows, **update.settings)
-            if pending.targets:
-                torch._foreach_copy_(pending.targets, pending.values)
+            targets, values = _changed(pending.targets, pending.values)
+            if targets:
+                torch._foreach_copy_(targets, values)
         finally:
             WRITERS.count += 1
+
+
+def _changed(targets: list[torch.Tensor], values: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Without those that stay as they are: of a branch that was not taken."""
+    if not any(map(operator.is_, targets, values)):
+        return targets, values
+    pairs = [(target, value) for target, value in zip(targets, values, strict=True) if value is not target]
+    return [target for target, _ in pairs], [value for _, value in pairs]

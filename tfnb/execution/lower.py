@@ -8,7 +8,7 @@ whole number of steps. Values are freed at their last use by torch.fx's generate
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import fx
 from tfnb.errors import InvalidArgument, Unimplemented
 from tfnb.execution import heap
 from tfnb.execution.bindings import QUICK, WRITING
+from tfnb.execution.calls import Branch, Drawing, Relation
 from tfnb.execution.commit import Pending, Update, commit
 from tfnb.execution.fused import in_place_updates
 from tfnb.execution.in_place import NOTHING, WRITES, in_place
@@ -30,11 +31,9 @@ from tfnb.graph.ops import overload
 from tfnb.graph.spec import Dim
 from tfnb.graph.writing import WRITERS, Cut
 from tfnb.kernels.optim import FUSED
-from tfnb.kernels.random import mix, seeded
 from tfnb.passes import LAID_OUT, LAST, feed_symbols, numbers, optimize, overwriting
 from tfnb.passes.regions import counted_in_runs, kept_rows
 from tfnb.passes.rewrite import Pass
-from tfnb.recording.interpret import held, sizes_hold
 from tfnb.recording.ops import facts, kernel, unbind
 from tfnb.recording.workspace import unburden
 
@@ -198,6 +197,7 @@ class _Lowering:
         self.root = torch.nn.Module()
         self.values: dict[Value, fx.Node] = {}
         self.borrowed: set[Value] = set()  # values in memory that is not the step's own
+        self.same: dict[Value, tuple[Value, ...]] = {}  # which of those a result of branches may be, as it is
         self.state: dict[Variable, fx.Node] = {}  # a variable's value at this place of the program
         self.written: dict[Variable, Value] = {}  # last assign of each variable
         self.symbols: dict[str, fx.Proxy] = {}
@@ -215,8 +215,8 @@ class _Lowering:
         contents = self.graph.contents
         inputs = [self.fx.placeholder(f"feed{i}") for i in range(len(self.feeds))]
         variables = tuple(contents.variables.values())
-        storages = {var: self.fx.placeholder(f"var{i}") for i, var in enumerate(variables)}
-        self.state.update(storages)
+        self.storages = {var: self.fx.placeholder(f"var{i}") for i, var in enumerate(variables)}
+        self.state.update(self.storages)
         self.run = self.fx.placeholder("run")
         for value, given in zip(self.feeds, inputs, strict=True):
             self.values[value] = given
@@ -247,9 +247,7 @@ class _Lowering:
             case "tfnb.constant":
                 self._constant(node)
             case "tfnb.read":
-                self._set(Value(node.id), self.state[node.attrs["variable"]], node)
-                if node.attrs["variable"] not in self.written:
-                    self.borrowed.add(Value(node.id))
+                self._read(node)
             case "tfnb.assign":
                 self._assign(node)
             case "tfnb.group":
@@ -284,11 +282,26 @@ class _Lowering:
         self._set(Value(node.id), self.fx.get_attr(name), node)
         self.borrowed.add(Value(node.id))
 
+    def _read(self, node: Node) -> None:
+        variable, value = node.attrs["variable"], Value(node.id)
+        self._set(value, self.state[variable], node)
+        self._alias(value, self.written.get(variable))
+
+    def _alias(self, value: Value, of: Value | None) -> None:
+        """A value lies where another one does; without one, in memory that is not the step's own."""
+        if of is None or of in self.borrowed:
+            self.borrowed.add(value)
+        if of in self.same:
+            self.same[value] = self.same[of]
+
     def _assign(self, node: Node) -> None:
         variable, new = node.attrs["variable"], node.inputs[0]
         at = self.values[new]
-        if new in self.borrowed:
+        stays = new in self.same and all(self.values[v] is self.storages[variable] for v in self.same[new])
+        if new in self.borrowed and not stays:
             at = self.fx.call_function(aten.clone.default, (at,))
+        else:  # new memory, or where a branch did not write, what is stored
+            self._alias(Value(node.id), new)
         self.state[variable] = at
         self.written[variable] = Value(node.id)
         self._set(Value(node.id), at, node)
@@ -341,7 +354,7 @@ class _Lowering:
         call = kind(node, self._subprogram, taken, *more)
         self.inner += call.inner
         attrs = [map_leaves(lambda leaf: self._argument(node, leaf), node.attrs[name]) for name in names]
-        self._results(node, self.fx.call_function(call, (self.run, *attrs)), call.places, call.own)
+        self._results(node, self.fx.call_function(call, (self.run, *attrs)), call.places, call.same)
 
     def _is_zero(self, value: Value) -> bool:
         node = self.graph.contents.by_id.get(value.node)
@@ -360,14 +373,19 @@ class _Lowering:
         out = self.fx.call_function(self.calls[function], (self.run, node.stream or 0, *args))
         self._results(node, out, range(len(node.outputs)))
 
-    def _results(self, node: Node, out: fx.Node, places: Iterable[int], own: Container[int] = ()) -> None:
-        """The outputs at ``places`` of a node are what a call gives; ``own``: those in memory of their own."""
+    def _results(
+        self, node: Node, out: fx.Node, places: Iterable[int], same: Mapping[int, Iterable[Value]] | None = None
+    ) -> None:  # fmt: skip
+        """The outputs at ``places`` of a node are what a call gives; ``same``: which inputs they may be, as they are."""
         self._note(out, node)
-        shared = not self.borrowed.isdisjoint(node.inputs)  # what goes in may come out as it is
         for place, index in enumerate(places):
-            self.values.setdefault(node.value(index), self.fx.call_function(operator.getitem, (out, place)))
-            if shared and index not in own:
-                self.borrowed.add(node.value(index))
+            value, known = node.value(index), None if same is None else same.get(index)
+            self.values.setdefault(value, self.fx.call_function(operator.getitem, (out, place)))
+            if not self.borrowed.isdisjoint(node.inputs if known is None else known):
+                self.borrowed.add(value)
+            if known is not None:
+                sources = (one for v in known if v in self.borrowed for one in self.same.get(v, (v,)))
+                self.same[value] = tuple(dict.fromkeys(sources))
 
     def _subprogram(self, inside: Subgraph, outputs: Iterable[Value], owned: int = 0) -> Program:
         return subprogram(inside, outputs, self.whole.seed, self.calls, owned)
@@ -452,37 +470,3 @@ def _unfed(node: Node) -> InvalidArgument:
         node=node.name, op=node.op,
         cell=node.source.label if node.source else None, line=node.source.line if node.source else None,
     )  # fmt: skip
-
-
-class Drawing:
-    """A random op that draws from its node's stream: called with the run's number first."""
-
-    def __init__(self, node: Node, graph_seed: int) -> None:
-        self.op, self.device = overload(node.op), torch.device(node.outputs[0].device)
-        self.place = (graph_seed, node.owner.index if node.owner else 0, node.stream or 0)
-        self.__name__ = "draw"  # for the generated code
-
-    def __call__(self, run: int, *args: Any, **kwargs: Any) -> Any:
-        return seeded(self.op, mix(*self.place, run), self.device, args, kwargs)
-
-
-class Branch:
-    """A guard on a branch that Python took while recording: called with the value it depended on."""
-
-    def __init__(self, node: Node) -> None:
-        self.node = node
-        self.__name__ = "branch"  # for the generated code
-
-    def __call__(self, value: torch.Tensor) -> None:
-        held(self.node, value)
-
-
-class Relation:
-    """A relation between sizes inside a loop or branch: called with the sizes."""
-
-    def __init__(self, guard: Guard) -> None:
-        self.guard = guard
-        self.__name__ = "relation"  # for the generated code
-
-    def __call__(self, *sizes: int) -> None:
-        sizes_hold(self.guard, dict(zip(self.guard.symbols, sizes, strict=True)))

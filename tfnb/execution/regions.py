@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from tfnb.execution.passing import passed_on
 from tfnb.execution.products import Product, apart
 from tfnb.graph import Node, Ref, Value, ops
 from tfnb.graph.subgraph import row_places
@@ -40,8 +41,8 @@ class Loop:
     """A ``tfnb.while``, without rows that nobody takes: called with the run's number and its attrs.
 
     kept: values that are rows of loops which only loops take, and are not stacked; which ones. counted: those of them
-    whose bytes a run with a memory budget counts. zeros: whether a value is known to be zero. own: places of results in
-    memory of the loop's own.
+    whose bytes a run with a memory budget counts. zeros: whether a value is known to be zero. same: which inputs a
+    result may be as it is, where that is known; of those in memory of the loop's own, none.
     """
 
     def __init__(
@@ -59,7 +60,8 @@ class Loop:
         wanted = [*outputs[:carried], *(outputs[carried + row] for row in self.rows)]
         plain = {i for i, x in enumerate(attrs["xs"]) if isinstance(x, Ref) and node.inputs[x.input] not in kept}
         self.apart = apart(attrs, wanted, plain)
-        self.own = summed = {total.place for total in self.apart.totals}
+        summed = {total.place for total in self.apart.totals}
+        self.same: Mapping[int, tuple[Value, ...]] = dict.fromkeys(summed, ())
         self.zero = [zeros(node.inputs[attrs["init"][total.place].input]) for total in self.apart.totals]
         self.order = [i for i in range(carried) if i not in summed]  # of the carried values, those that turns take
         self.body = self._body(lower, carried, wanted)
@@ -223,7 +225,7 @@ class Cond:
             program = lower(node.attrs[part], [value for value in outputs if value is not None])
             self.branches[part == "then"] = program, [value is None for value in outputs]
         self.inner = tuple(program for program, _ in self.branches.values())
-        self.own: set[int] = set()
+        self.same = passed_on(node, self.places, self.branches.values())
         self.__name__ = "cond"  # for the generated code
 
     def __call__(self, run: int, pred: Any, operands: Any, shapes: Any) -> list[torch.Tensor]:

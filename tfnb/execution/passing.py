@@ -1,0 +1,49 @@
+"""What a branch gives: memory of its own, or what went in, as it is. So a side that was not taken costs no copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from tfnb.graph import Node, Ref, Value
+from tfnb.graph.ops import CALL, REGIONS, overload
+from tfnb.kernels.optim import FUSED
+
+_PASS_ON = REGIONS | {CALL, "aten._unsafe_view.default", "aten._reshape_alias.default", "aten.lift.default",
+                      "aten.pin_memory.default"}  # fmt: skip
+
+
+def passed_on(node: Node, places: Sequence[int], programs: Iterable[Any]) -> Mapping[int, tuple[Value, ...]]:
+    """Of outputs of a ``tfnb.cond`` that are new memory, or one of its inputs as it is: which ones that may be.
+
+    programs: of both sides, each with the outputs it lacks, which are made.
+    """
+    found: dict[int, set[Value]] = {place: set() for place in places}
+    for program, missing in programs:
+        given = iter(program.fetches)
+        for place in (place for place, lacks in zip(places, missing, strict=True) if not lacks):
+            sources = _sources(next(given), program, node)
+            if sources is None:
+                found.pop(place, None)
+            elif place in found:
+                found[place].update(sources)
+    return {place: tuple(sources) for place, sources in found.items()}
+
+
+def _sources(value: Value, program: Any, node: Node) -> list[Value] | None:
+    """The input of the node that a side gives, as it is; none where it is new memory, None where nobody knows."""
+    if value in program.feeds:
+        operand = node.attrs["operands"][program.feeds.index(value)]
+        return [node.inputs[operand.input]] if isinstance(operand, Ref) else None
+    made = program.graph.contents.by_id.get(value.node)
+    return [] if made is not None and _is_new(made) else None
+
+
+def _is_new(node: Node) -> bool:
+    """Whether an op's outputs are memory of their own."""
+    if node.op in FUSED:
+        return True
+    if not node.op.startswith("aten.") or node.op in _PASS_ON:
+        return False
+    schema = overload(node.op)._schema
+    return not schema.is_mutable and all(each.alias_info is None for each in schema.returns)
