@@ -1,4 +1,4 @@
-"""Branches that were not taken leave Variables as they are, without copies; what they give is never another's memory."""
+"""Branches that were not taken leave Variables as they are, without copies; what they give is nobody else's memory."""
 
 from __future__ import annotations
 

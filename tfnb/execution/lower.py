@@ -376,7 +376,7 @@ class _Lowering:
     def _results(
         self, node: Node, out: fx.Node, places: Iterable[int], same: Mapping[int, Iterable[Value]] | None = None
     ) -> None:  # fmt: skip
-        """The outputs at ``places`` of a node are what a call gives; ``same``: which inputs they may be, as they are."""
+        """The outputs at ``places`` of a node are what a call gives; ``same``: which inputs they may be as they are."""
         self._note(out, node)
         for place, index in enumerate(places):
             value, known = node.value(index), None if same is None else same.get(index)
