@@ -29,6 +29,7 @@ PATIENCE = 540.0  # seconds for one answer
 MOST_STEPS = 2000  # in a block
 BEGUN = 4  # steps whose times tell when a library is warm
 COLD_ROUNDS = 5  # processes of each library in a row of first steps
+SETTLING = 180.0  # seconds that steps are run until their code no longer changes
 
 
 @dataclass(frozen=True)
@@ -167,6 +168,11 @@ def colds(row: Row, peers: dict[str, Peer], results: dict[str, Result], file: Pa
             peers[library] = Peer(library, how)
             begun(peers[library], row, file, how, results[library])
             results[library].samples.append(results[library].first)
+            if not turn:
+                later = peers[library].ask("settle", seconds=SETTLING)["seconds"]
+                results[library].note = peers[library].ask("peak")["note"]
+                if later:
+                    results[library].settled = sum(results[library].begun) + later
 
 
 def take_turns(peers: dict[str, Peer], results: dict[str, Result], how: How) -> None:

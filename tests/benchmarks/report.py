@@ -70,8 +70,10 @@ def duration(seconds: float | None) -> str:
 
 
 def steady(result: Result) -> str:
-    """Seconds until a step took at most half as long again as later ones do, if one of the first did."""
-    usual = measured(result, "time")
+    """Seconds until the code of a step no longer changes, or one took at most half as long again as later ones do."""
+    if result.settled is not None:
+        return f"{result.settled:.3f}"
+    usual = min(filter(None, (measured(result, "time"), *result.begun)), default=None)
     total = 0.0
     for seconds in result.begun:
         if usual and seconds <= 1.5 * usual:

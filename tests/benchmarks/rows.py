@@ -13,9 +13,10 @@ from tests.benchmarks.peers.programs import FORWARD, SHAPES, image
 
 TORCH = ("torch_eager", "torch_compiled", "tfnb_off", "tfnb_now")
 ALL = (*TORCH, "tf_v1", "tf_function", "jax_jit")
-OURS = ("tfnb_off", "tfnb_now", "tfnb_loop")
+COLD = (*ALL, "tfnb_auto")
+OURS = ("tfnb_off", "tfnb_now", "tfnb_auto", "tfnb_loop")
 UNROLLED = ("torch_eager", "torch_compiled", "tfnb_off", "tfnb_loop", "jax_jit")
-COMPILERS = ("torch_compiled", "tfnb_now")  # take long to start
+COMPILERS = ("torch_compiled", "tfnb_now", "tfnb_auto")  # take long until their steps are as quick as they will be
 
 
 @dataclass(frozen=True)
@@ -75,10 +76,10 @@ ROWS: dict[str, Row] = {row.name: row for row in (
     # Batch norm of four images is ill-conditioned: against float64 the first gradient of eager is off by 2e-3, that of
     # compiled code (torch's and ours) by 5e-3, and each step after makes ten times as much of it.
     Row("resnet-18", "resnet18", {"batch": 4}, (*KERNEL, *FIRST), TORCH, checked=1, tolerance=1e-2),
-    Row("cold-mlp", "mlp", {"batch": 32}, (Target("time", 1.2, "torch_eager"),), cold=True, checked=1),
-    Row("cold-lstm", "lstm", _CELL, (Target("time", 1.5, "torch_eager"),), cold=True, checked=1),
-    Row("cold-gpt", "gpt", _GPT, (Target("time", 1.2, "torch_eager"),), TORCH, cold=True, checked=1),
-    Row("cold-alexnet", "alexnet", {"batch": 16}, (Target("time", 1.2, "torch_eager"),), cold=True, checked=1),
+    Row("cold-mlp", "mlp", {"batch": 32}, (Target("time", 1.2, "torch_eager"),), COLD, cold=True, checked=1),
+    Row("cold-lstm", "lstm", _CELL, (Target("time", 1.5, "torch_eager"),), COLD, cold=True, checked=1),
+    Row("cold-gpt", "gpt", _GPT, (Target("time", 1.2, "torch_eager"),), (*TORCH, "tfnb_auto"), cold=True, checked=1),
+    Row("cold-alexnet", "alexnet", {"batch": 16}, (Target("time", 1.2, "torch_eager"),), COLD, cold=True, checked=1),
 )}  # fmt: skip
 QUICK = ("run-1", "mlp-32")
 
@@ -133,6 +134,7 @@ class Result:
     samples: list[float] = field(default_factory=list)  # seconds a step, one of each block
     first: float | None = None  # seconds from source to the first completed step, imports not counted
     begun: list[float] = field(default_factory=list)  # seconds of the first steps, the first one among them
+    settled: float | None = None  # seconds from source until the code of a step no longer changes
     imported: float | None = None
     peak: float | None = None  # MiB above the process after its imports
     version: str = ""

@@ -2,7 +2,8 @@
 
 MODULE is a file of this folder with ``version()`` and ``build(task, weights, data)``, which gives a `Step`. Requests:
 {"do": "start", task}: build and run the first step; "advance": run steps; "state": where the weights moved (or the
-gradients); "block": time some steps; "peak": memory. An error is answered as {"error": text}.
+gradients); "settle": run steps until their code no longer changes; "block": time some steps; "peak": memory.
+An error is answered as {"error": text}.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Step:
     state: Callable[[], list[np.ndarray]] = list
     nodes: int = 0
     note: Callable[[], str] = str
+    settled: Callable[[], bool] = lambda: True  # whether later steps will run the code that the last one ran
 
 
 def arrays(file: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -89,6 +91,16 @@ class Worker:
             losses.append(self.step.wait(self.step.run()))
             seconds.append(self.clock() - start)
         return {"losses": losses, "seconds": seconds}
+
+    def settle(self, seconds: float) -> dict[str, Any]:
+        """How long it took, zero where it is so already; no number where so many seconds were not enough."""
+        start, limit, took = self.clock(), time.perf_counter() + seconds, 0.0
+        while not self.step.settled():
+            if time.perf_counter() > limit:
+                return {"seconds": None}
+            self.step.wait(self.step.run())
+            took = self.clock() - start
+        return {"seconds": took}
 
     def state(self) -> dict[str, Any]:
         """Length and sum of what each weight moved since the start; what this takes is no part of the peak."""

@@ -53,12 +53,18 @@ def build(
     def state() -> list[np.ndarray]:
         return [a.detach().cpu().numpy() for a in (parameters if task["mode"] == "step" else last[1:])]
 
-    return Step(run, float, state, len(graph.nodes), lambda: tfnb_tier(session))
+    return Step(run, float, state, len(graph.nodes), lambda: tfnb_tier(session), lambda: settled(session))
 
 
 def tfnb_tier(session: tfnb.Session) -> str:
     """Which code runs."""
     return "; ".join(line.rpartition("]: ")[2] for line in session.status() if "]: " in line)
+
+
+def settled(session: tfnb.Session) -> bool:
+    """Whether compiled code was compared with generated code, or there will be none."""
+    on_its_way = ": generated code", "; compiling", "not compared yet"
+    return not any(line.endswith(on_its_way) for line in session.status())
 
 
 def null(chain: bool, count: int) -> Step:
