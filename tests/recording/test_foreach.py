@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -72,6 +73,17 @@ def test_gradients_are_torchs(name: str) -> None:
     dys = [torch.ones_like(y) for y in expected]
     for dx, e in zip(dxs, _torchs(expected, [*plain, *others], dys), strict=True):
         torch.testing.assert_close(torch.zeros_like(e) if dx is None else dx.sample, e)
+
+
+@pytest.mark.parametrize("ord", [1, 2, math.inf])
+def test_norms_in_another_dtype(ord: float) -> None:
+    start = [x.requires_grad_() for x in _start(0)]
+    expected = torch._foreach_norm(start, ord, torch.float64)
+    with tfnb.record():
+        held = [tfnb.placeholder(x.detach(), shape=tuple(x.shape)) for x in start]
+        dxs = tfnb.gradients(torch._foreach_norm(held, ord, torch.float64), held)
+    for dx, e in zip(dxs, torch.autograd.grad(sum(expected), start), strict=True):
+        torch.testing.assert_close(dx.sample, e)
 
 
 def _torchs(ys: list[torch.Tensor], xs: list[torch.Tensor], dys: list[torch.Tensor]) -> list[torch.Tensor]:

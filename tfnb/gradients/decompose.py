@@ -24,7 +24,7 @@ _ONE: dict[str, Callable[..., Any]] = {  # what a call on lists is for one membe
     "copy": lambda x, y, *_: y.to(x.dtype).expand_as(x),
     "maximum": lambda x, y: (torch.maximum if isinstance(y, torch.Tensor) else torch.clamp_min)(x, y),
     "minimum": lambda x, y: (torch.minimum if isinstance(y, torch.Tensor) else torch.clamp_max)(x, y),
-    "norm": torch.linalg.vector_norm,
+    "norm": lambda x, ord=2, dtype=None: torch.linalg.vector_norm(x, ord, dtype=dtype),
     "zero": torch.zeros_like,
 }
 

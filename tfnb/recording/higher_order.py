@@ -1,6 +1,7 @@
 """torch's own operators of control flow in a recording: `torch.cond` and its kin, as branches and loops of the graph.
 
-They are called by functions of torch that look at their arguments first; what reaches these is flat.
+They are called by functions of torch that look at their arguments first; what reaches these is flat. Other operators
+that call functions are recorded as what torch computes them by, or refused.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._C import DispatchKey
+
+from tfnb.errors import Unsupported
 
 Function = Callable[..., Any]
 
@@ -48,3 +52,16 @@ _NAMED: dict[str, Function] = {"cond": _cond, "while_loop": _while, "scan": _sca
 FUNCTIONS = {
     op: function for name, function in _NAMED.items() if (op := getattr(torch.ops.higher_order, name, None)) is not None
 }
+_PLAIN = frozenset({"flex_attention"})  # torch computes it by tensor code
+
+
+def call(rec: Any, op: Any, args: Any, kwargs: Any) -> Any:
+    """Record a call of another operator that calls functions. Raises Unsupported where it has no form in a graph."""
+    plain = op.py_kernels.get(DispatchKey.CompositeExplicitAutograd) if op.name() in _PLAIN else None
+    if plain is None:
+        raise Unsupported(
+            f"torch's operator {op.name()} calls functions, and is not recorded: write it with tfnb.cond, while_loop, "
+            f"scan, fold or map_fn, or as plain tensor code{rec.tape.at()}"
+        )
+    with rec.on():
+        return plain(*args, **kwargs)

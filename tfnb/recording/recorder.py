@@ -16,6 +16,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -23,6 +24,7 @@ from tfnb.errors import GraphFormatError, ShapeError, StaleNode, Unsupported
 from tfnb.graph import Graph, Guard, Node, Owner, Ref, Source, Spec, Value, Variable
 from tfnb.graph.node import leaves
 from tfnb.graph.variable import updated
+from tfnb.recording import higher_order
 from tfnb.recording.answers import ANSWERS, SIZES, answer, item, settle_size
 from tfnb.recording.call import record_call
 from tfnb.recording.commit import Derivative
@@ -49,6 +51,8 @@ _COMPUTED_BY_RUNS = frozenset({"gradient", "update"})
 
 class Recorder(TorchDispatchMode):
     """One open recording of one owner into one graph."""
+
+    supports_higher_order_operators = True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -359,6 +363,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         __tracebackhide__ = True
+        if isinstance(func, HigherOrderOperator):
+            return higher_order.call(self, func, args, kwargs or {})
         with self.symbols.inside():
             try:
                 return self._dispatched(func, args, kwargs or {})
