@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tfnb.graph import Graph, Node, Value
+from tfnb.graph import Graph, Node, Ref, Value
 from tfnb.graph.ops import REGIONS
 from tfnb.passes import regions
 from tfnb.passes.rewrite import is_pure, redirected, with_nodes
@@ -43,12 +43,17 @@ def merge(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Value
     return with_nodes(graph, nodes)
 
 
+_PLAIN = frozenset({int, bool, str, Ref})
+
+
 def _frozen(tree: Any) -> Hashable:
     """Nested arguments as a key: numbers with their type (1, 1.0 and True differ), tensors by identity."""
-    if isinstance(tree, Mapping):
-        return tuple((name, _frozen(item)) for name, item in sorted(tree.items()))
+    if type(tree) in _PLAIN:
+        return (type(tree).__name__, tree)
     if isinstance(tree, (list, tuple)):
         return (type(tree).__name__, *map(_frozen, tree))
+    if isinstance(tree, Mapping):
+        return tuple([(name, _frozen(item)) for name, item in sorted(tree.items())])
     if isinstance(tree, torch.Tensor):
         return id(tree)
     return (type(tree).__name__, repr(tree) if isinstance(tree, float) else tree)

@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -105,14 +106,10 @@ def record(graph: Graph | str | None = None, *, device: Any = None, lazy: bool =
     label = _file_label(frame.f_code.co_filename)
     owner = _owner(target, f"block:{label}:{frame.f_lineno}:{len(target.owners)}")
 
-    def where() -> Source:
-        text = linecache.getline(frame.f_code.co_filename, frame.f_lineno, frame.f_globals).strip()
-        return Source(label, frame.f_lineno, text)
-
     def names() -> Mapping[str, Any]:
         return {**frame.f_globals, **frame.f_locals}
 
-    with _opened(target, owner, where, names, frame, device, lazy, append=True, listed=named):
+    with _opened(target, owner, _lines(frame, label), names, frame, device, lazy, append=True, listed=named):
         yield target
 
 
@@ -156,12 +153,18 @@ def reopen(graph: Graph) -> Iterator[Recorder]:
     label = _file_label(frame.f_code.co_filename)
     owner = _owner(graph, f"block:{label}:{frame.f_lineno}:{len(graph.owners)}")
 
-    def where() -> Source:
-        text = linecache.getline(frame.f_code.co_filename, frame.f_lineno, frame.f_globals).strip()
-        return Source(label, frame.f_lineno, text)
-
-    with _opened(graph, owner, where, dict, frame, None, False, append=True) as recorder:
+    with _opened(graph, owner, _lines(frame, label), dict, frame, None, False, append=True) as recorder:
         yield recorder
+
+
+def _lines(frame: FrameType, label: str) -> Where:
+    """Where a frame is whenever it is asked; the same object for the same line."""
+
+    @cache
+    def at(line: int) -> Source:
+        return Source(label, line, linecache.getline(frame.f_code.co_filename, line, frame.f_globals).strip())
+
+    return lambda: at(frame.f_lineno)
 
 
 def _caller() -> FrameType:

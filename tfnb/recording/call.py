@@ -7,6 +7,7 @@ Stateless: what is kept lies with the recorder and its workspace.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -155,11 +156,14 @@ def _viewed(
 
 
 def _leaf_name(rec: Recorder, func: Op) -> str:
-    own = clean(func._schema.name.partition("::")[2].strip("_"))
-    function = rec.scopes.function
-    path = [clean(part) for part in rec.scopes.path]
+    return _joined(tuple(rec.scopes.path), rec.scopes.function, func._schema.name)
+
+
+@lru_cache(maxsize=4096)
+def _joined(path: tuple[str, ...], function: str | None, name: str) -> str:
+    own = clean(name.partition("::")[2].strip("_"))
     leaf = [own] if function in (None, own) else [str(function), own]
-    return "/".join([*path, *leaf])
+    return "/".join([*map(clean, path), *leaf])
 
 
 def _failed(rec: Recorder, func: Op, error: Exception, inputs: list[Entry]) -> Exception:
