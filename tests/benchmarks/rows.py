@@ -13,8 +13,9 @@ from tests.benchmarks.peers.programs import FORWARD, SHAPES, image
 
 TORCH = ("torch_eager", "torch_compiled", "tfnb_off", "tfnb_now")
 ALL = (*TORCH, "tf_v1", "tf_function", "jax_jit")
+NETS = (*TORCH, "tfnb_last", "tf_v1", "tf_function", "jax_jit")
 COLD = (*ALL, "tfnb_auto")
-OURS = ("tfnb_off", "tfnb_now", "tfnb_auto", "tfnb_loop")
+OURS = ("tfnb_off", "tfnb_now", "tfnb_auto", "tfnb_loop", "tfnb_last")
 UNROLLED = ("torch_eager", "torch_compiled", "tfnb_off", "tfnb_loop", "jax_jit")
 COMPILERS = ("torch_compiled", "tfnb_now", "tfnb_auto")  # take long until their steps are as quick as they will be
 
@@ -70,8 +71,8 @@ ROWS: dict[str, Row] = {row.name: row for row in (
     Row("lstm-100", "lstm", _CELL, LSTM, checked=5),
     *(Row(f"loop-{batch}", "lstm", {"time": 100, "batch": batch, "width": 256}, (Target("time", 1.05, "tfnb_off"),),
           UNROLLED, checked=5) for batch in (16, 32, 64, 128)),
-    *(Row(f"{net}-{mode}", net, {"batch": batch}, (*KERNEL, *FIRST), mode=mode, checked=2, tolerance=1e-2)
-      for net, batch in _BATCHES.items() for mode in ("gradients", "step")),
+    *(Row(f"{net}-{mode}", net, {"batch": batch}, (*KERNEL, *FIRST), NETS, mode=mode, checked=2,
+           tolerance=1e-2) for net, batch in _BATCHES.items() for mode in ("gradients", "step")),
     Row("gpt-6", "gpt", _GPT, (*KERNEL, *FIRST), TORCH, checked=2),
     # Batch norm of four images is ill-conditioned: against float64 the first gradient of eager is off by 2e-3, that of
     # compiled code (torch's and ours) by 5e-3, and each step after makes ten times as much of it.

@@ -23,8 +23,9 @@ def version() -> str:
 
 
 def build(
-    task: dict[str, Any], weights: list[np.ndarray], data: list[np.ndarray], compile: str = "off", ops: Any = None
-) -> Step:
+    task: dict[str, Any], weights: list[np.ndarray], data: list[np.ndarray], compile: str = "off", ops: Any = None,
+    layout: str | None = None,
+) -> Step:  # fmt: skip
     torch.set_num_threads(task["threads"])
     if task["program"].startswith("null"):
         return null(task["program"] == "null-chain", task["sizes"]["nodes"])
@@ -38,7 +39,7 @@ def build(
             fetches.append(tfnb.train.SGD(task["rate"]).minimize(loss))
         elif task["mode"] == "gradients":
             fetches += tfnb.gradients(loss, parameters)
-    session = tfnb.Session(graph, compile=compile)
+    session = tfnb.Session(graph, compile=compile, layout=layout)
     if task["entry"] == "run":
         feeds = dict(zip(fed, batch, strict=True))
         return Step(lambda: session.run(loss, feeds), float)
