@@ -119,6 +119,34 @@ match mode:
         r = x
 return r
 
+# match on recorded numbers
+n = x.sum().round().long()
+match n:
+    case 0:
+        r = x.sum()
+    case 4 | 5 if x.max() > 1:
+        r = x.mean()
+    case m if m > 0:
+        r = x.max() * m
+    case _:
+        r = -x.sum()
+return r, n
+
+# match in a loop on a state of Python and of a run
+state, s = 0, x.sum()
+for row in x:
+    match state:
+        case 0:
+            s = s + row.sum()
+            if s > 1: state = 1
+        case 1:
+            s = s * 0.5
+            state = 2
+        case other:
+            state = 0
+            s = s - other
+return s, state
+
 # pass and ellipsis
 if x.sum() > 0:
     pass

@@ -39,6 +39,61 @@ class Else(ast.NodeTransformer):
     visit_For = visit_While = _loop
 
 
+class Match(ast.NodeTransformer):
+    """``match`` by values, names and ``_`` as ``if`` and ``elif``: one by structure stays Python's."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def visit_Match(self, node: ast.Match) -> Any:
+        self.generic_visit(node)
+        if not all(_is_flat(case.pattern) for case in node.cases):
+            return node
+        self.count += 1
+        subject = f"{HIDDEN}subject_{self.count}"
+        rest: list[ast.stmt] = []
+        for case in reversed(node.cases):
+            rest = _case(case, placed(case.pattern, ast.Name(subject, ast.Load())), rest)
+        return [_assigned(node, subject, node.subject), *rest]
+
+
+def _is_flat(pattern: ast.pattern) -> bool:
+    if isinstance(pattern, ast.MatchOr):
+        return all(isinstance(each, (ast.MatchValue, ast.MatchSingleton)) for each in pattern.patterns)
+    is_name = isinstance(pattern, ast.MatchAs) and pattern.pattern is None
+    return is_name or isinstance(pattern, (ast.MatchValue, ast.MatchSingleton))
+
+
+def _case(case: ast.match_case, subject: ast.Name, rest: list[ast.stmt]) -> list[ast.stmt]:
+    """One case, and the cases below it."""
+    test = _matches(case.pattern, subject)
+    first: list[ast.stmt] = []
+    if isinstance(case.pattern, ast.MatchAs) and case.pattern.name is not None:
+        first = [_assigned(case.pattern, case.pattern.name, subject)]
+    tests = [each for each in (test, case.guard) if each is not None]
+    if not tests:
+        return [*first, *case.body]
+    whole = tests[0] if len(tests) == 1 else placed(case.pattern, ast.BoolOp(ast.And(), tests))
+    return [*first, placed(case.pattern, ast.If(whole, case.body, rest))]
+
+
+def _matches(pattern: ast.pattern, subject: ast.Name) -> ast.expr | None:
+    """The test of a pattern; None for one that takes all."""
+    found: Any = None
+    if isinstance(pattern, ast.MatchOr):
+        found = ast.BoolOp(ast.Or(), [test for each in pattern.patterns if (test := _matches(each, subject))])
+    elif isinstance(pattern, ast.MatchValue):
+        found = ast.Compare(subject, [ast.Eq()], [pattern.value])
+    elif isinstance(pattern, ast.MatchSingleton):
+        found = ast.Compare(subject, [ast.Is()], [placed(pattern, ast.Constant(pattern.value))])
+    return None if found is None else placed(pattern, found)  # type: ignore[no-any-return]
+
+
+def _assigned(at: ast.AST, name: str, value: ast.expr) -> ast.stmt:
+    found: ast.stmt = placed(at, ast.Assign([placed(at, ast.Name(name, ast.Store()))], value, None))
+    return found
+
+
 class Walrus(ast.NodeTransformer):
     """``while (a := b): c`` as ``while True: if not (a := b): break; c``: malt makes a function of a test."""
 

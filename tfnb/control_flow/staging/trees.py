@@ -47,13 +47,15 @@ def walk(nodes: Iterable[ast.AST], *, targets: bool = True) -> Iterable[ast.AST]
 
 def has_control(body: Iterable[ast.AST]) -> bool:
     """Whether statements of these bodies choose or repeat by what may be a tensor."""
-    return any(isinstance(node, CONTROL) and _may_stage(node) for node in walk(body))
+    return any(isinstance(node, (*CONTROL, ast.Match)) and _may_stage(node) for node in walk(body))
 
 
 def _may_stage(node: ast.AST) -> bool:
     if isinstance(node, ast.For):
         leaves = any(isinstance(n, (ast.Break, ast.Continue, ast.Return)) for n in walk(node.body))
         return leaves or not _is_plain_range(node.iter)
+    if isinstance(node, ast.Match):
+        return not never_tensor(node.subject)
     return not never_tensor(node.test)  # type: ignore[attr-defined]
 
 
