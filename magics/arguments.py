@@ -9,6 +9,7 @@ import difflib
 import re
 from argparse import Namespace
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from IPython.core.error import UsageError
@@ -47,6 +48,13 @@ def size(text: str) -> int:
     if found is None or found[2].lower() not in _UNITS:
         raise ValueError(f"{text!r} is no size: 512MB, 1.5GiB or a number of bytes was expected")
     return int(float(found[1]) * _UNITS[found[2].lower()])
+
+
+def existing(path: Path) -> Path:
+    """A file that is there; raises UsageError."""
+    if not path.is_file():
+        raise UsageError(f"there is no file {path}: %tfsave {path} writes one")
+    return path
 
 
 def words(line: str) -> list[str]:

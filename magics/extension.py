@@ -23,6 +23,8 @@ SHOWN = (
     "tfnb.execution.trace.Trace", "tfnb.magics.table.Table",
 )  # fmt: skip
 
+SHORT = (TfnbError, KeyboardInterrupt)  # what is shown without frames of tfnb
+
 _loaded: dict[int, TfnbMagics] = {}
 
 
@@ -41,7 +43,7 @@ def load(shell: InteractiveShell) -> None:
         for formatter, function in _formatters(shell, magics):
             formatter.for_type_by_name(*name.rsplit(".", 1), function)
     if not shell.custom_exceptions:  # somebody else's handler stays
-        shell.set_custom_exc((TfnbError,), _show_short)
+        shell.set_custom_exc(SHORT, _show_short)
 
 
 def unload(shell: InteractiveShell) -> None:
@@ -58,7 +60,7 @@ def unload(shell: InteractiveShell) -> None:
     for name in SHOWN:
         for formatter, _ in _formatters(shell, magics):
             _forget(formatter, name)
-    if shell.custom_exceptions == (TfnbError,):
+    if shell.custom_exceptions == SHORT:
         shell.set_custom_exc((), None)
 
 
@@ -83,7 +85,7 @@ def _forget(formatter: Any, name: str) -> None:
 def _show_short(
     shell: InteractiveShell, kind: type, error: BaseException, traceback: TracebackType | None, tb_offset: Any = None
 ) -> list[str]:
-    """Show a tfnb error without tfnb's own frames."""
+    """Show a tfnb error, or an interrupt, without tfnb's own frames."""
     if not _loaded[id(shell)].full_tracebacks:
         shorten(error)
     shell.showtraceback((kind, error, error.__traceback__), tb_offset=tb_offset)

@@ -1,4 +1,4 @@
-"""Tracebacks that end where the user wrote the mistake: frames of tfnb, and of torch below them, are left out.
+"""Tracebacks that end where the user wrote the mistake: frames of tfnb, and of libraries below them, are left out.
 
 ``%config TfnbMagics.full_tracebacks = True`` shows everything.
 """
@@ -13,9 +13,10 @@ from types import TracebackType
 import tfnb
 
 _BESIDE = Path(__file__).parent.parent  # the checkout, or the installed package
-_OURS = tuple(
-    f"{folder}{os.sep}" for folder in (*tfnb.__path__, *(_BESIDE / room for room in ("kernels", "magics", "widgets")))
-)
+_ROOMS = (*tfnb.__path__, *(_BESIDE / room for room in ("kernels", "magics", "widgets")))
+_OURS = (*(f"{folder}{os.sep}" for folder in _ROOMS), "<eval_with_key>")  # torch.fx's name of generated code
+_STANDARD = f"{Path(os.__file__).parent}{os.sep}"
+_PACKAGES = tuple(f"{os.sep}site-packages{os.sep}{name}{os.sep}" for name in ("torch", "distributed", "tornado"))
 
 
 def shorten(error: BaseException) -> None:
@@ -32,13 +33,13 @@ def shorten(error: BaseException) -> None:
 
 def _outer(traceback: TracebackType | None) -> TracebackType | None:
     kept: list[TracebackType] = []
-    tail: list[TracebackType] = []  # torch frames since the user's last one
+    tail: list[TracebackType] = []  # frames of libraries since the user's last one
     inner = False
     for entry in _entries(traceback):
         filename = entry.tb_frame.f_code.co_filename
         if is_ours(filename):
             inner = True
-        elif is_torch(filename):
+        elif is_library(filename):
             tail.append(entry)
         else:
             kept += [*tail, entry]
@@ -70,6 +71,7 @@ def is_ours(filename: str) -> bool:
     return filename.startswith(_OURS)
 
 
-def is_torch(filename: str) -> bool:
-    """Whether a frame's file belongs to torch."""
-    return f"{os.sep}site-packages{os.sep}torch{os.sep}" in filename
+def is_library(filename: str) -> bool:
+    """Whether a frame's file belongs to torch or Dask, or to Python itself."""
+    standard = filename.startswith((_STANDARD, "<frozen ")) and f"{os.sep}site-packages{os.sep}" not in filename
+    return standard or any(package in filename for package in _PACKAGES)

@@ -21,7 +21,7 @@ from IPython.core.magic_arguments import argument
 from traitlets import Bool, Enum
 
 import tfnb
-from tfnb.magics.arguments import magic, parsed, size
+from tfnb.magics.arguments import existing, magic, parsed, size
 from tfnb.magics.cell import compiled, place
 from tfnb.magics.complete import VERBS
 from tfnb.magics.live import Lives
@@ -392,7 +392,9 @@ class TfnbMagics(Magics):
             return self._help(self.tfload)
         graph = self._graph(options.graph)
         mapping = {new: old for old, _, new in (text.partition("=") for text in options.map)}
-        tfnb.session.default_session(graph).restore(options.file, strict=not options.no_strict, mapping=mapping)
+        tfnb.session.default_session(graph).restore(
+            existing(options.file), strict=not options.no_strict, mapping=mapping
+        )
         return self._out(options, Table(_COLUMNS, [_row(*item) for item in graph.contents.variables.items()]))
 
     # -- the cluster ----------------------------------------------------------------------------------------

@@ -131,6 +131,35 @@ def test_failing_rerun_leaves_everything_as_it_was(notebook, failure):
     assert notebook.ok("y.node.name").result == "y"  # the handle of before
 
 
+def test_an_interrupted_run_is_shown_without_inner_frames(notebook):
+    notebook.ok(f"%%tfgraph g --no-show\n{X}\nstep = tfnb.train.SGD(0.1).minimize(nn.Linear(3, 1)(x).sum())")
+    notebook.ok("def batches():\n    yield {x: torch.ones(2, 3)}\n    raise KeyboardInterrupt('stop')")
+    number = notebook.count
+    ran = notebook.run("tfnb.fit(step, batches(), steps=9)")
+    assert isinstance(ran.error, KeyboardInterrupt) and ran.frames[0] == f"Cell In[{number}], line 1"
+    assert not any("File" in frame for frame in ran.frames)
+
+
+STUCK = """
+@torch.library.custom_op("tfnb_stuck::op", mutates_args=())
+def op(x: torch.Tensor) -> torch.Tensor:
+    if x.shape[0] > 2:
+        raise KeyboardInterrupt
+    return x + 1
+op.register_fake(torch.empty_like);
+"""
+
+
+def test_an_interrupted_loop_is_shown_without_generated_code(notebook):
+    notebook.ok(STUCK)
+    notebook.ok(
+        "%%tfgraph g --no-show\nz = tfnb.placeholder(torch.ones(2))\nout = z\nwhile out.sum() < 9:\n    out = op(out)"
+    )
+    ran = notebook.run("tfnb.run(out, {z: torch.ones(3)})")
+    assert isinstance(ran.error, KeyboardInterrupt)
+    assert "eval_with_key" not in ran.out and "regions.py" not in ran.out and "control.py" not in ran.out
+
+
 def test_interrupted_cell_leaves_the_next_one_working(notebook):
     notebook.run(f"%%tfgraph g\n{X}\nraise KeyboardInterrupt")
     ran = notebook.ok(f"%%tfgraph g\n{X}\nx.sum()")
@@ -241,7 +270,7 @@ def test_same_cell_same_bytes(notebook):
 def test_notes_are_shown_once(notebook):
     ran = notebook.ok(f"%%tfgraph g --no-show\n{X}\nn = x.sum().item()")
     notes = [bundle["text/plain"] for bundle in ran.shown]
-    assert len(notes) == 1 and "line 3 `item()`" in notes[0]
+    assert len(notes) == 1 and "line 3 `item()` took the sample's value" in notes[0]
 
 
 def test_reprs_can_be_switched_to_text(notebook):

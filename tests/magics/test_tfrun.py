@@ -200,6 +200,11 @@ def test_file_that_lacks_a_variable_lists_it(net, tmp_path):
 # -- all ----------------------------------------------------------------------------
 
 
+def test_a_file_that_is_not_there_is_one_line(net, tmp_path):
+    ran = net.run(f"%tfload {tmp_path / 'none.safetensors'}")
+    assert ran.err.startswith("UsageError: there is no file") and ran.err.count("\n") == 1
+
+
 @pytest.mark.parametrize("name", ["tfgrad", "tfprof", "tfvars", "tfbudget", "tfsave", "tfload", "tfcluster"])
 def test_line_magics_say_so_in_a_cell(net, name):
     assert f"%{name} is a line magic" in net.run(f"%%{name}\n3").err

@@ -305,7 +305,8 @@ class Recorder(TorchDispatchMode):
         if self.refuse is not None:
             self.refuse(how)
         source = self.where()
-        note = f"{source.label} line {source.line} `{how}`" if source else how
+        where = f"{source.label} line {source.line} `{how}`" if source else how
+        note = f"{where} took the sample's value, which is a constant of the graph"
         if note not in self.notes:
             self.notes.append(note)
 
