@@ -27,11 +27,11 @@ def shorten(error: BaseException) -> None:
         current = todo.pop()
         if current is not None and id(current) not in seen:
             seen.add(id(current))
-            current.__traceback__ = _outer(current.__traceback__)
+            current.__traceback__ = _outer(current.__traceback__, is_cause=current is not error)
             todo += current.__cause__, current.__context__
 
 
-def _outer(traceback: TracebackType | None) -> TracebackType | None:
+def _outer(traceback: TracebackType | None, *, is_cause: bool = False) -> TracebackType | None:
     kept: list[TracebackType] = []
     tail: list[TracebackType] = []  # frames of libraries since the user's last one
     inner = False
@@ -44,7 +44,7 @@ def _outer(traceback: TracebackType | None) -> TracebackType | None:
         else:
             kept += [*tail, entry]
             tail, inner = [], False
-    if not inner:  # torch itself complained, as it would outside a recording
+    if not inner and not is_cause:  # torch itself complained, as it would outside a recording
         kept += tail
     chain = None
     for entry in reversed(_merged(kept)):

@@ -24,12 +24,12 @@ import tfnb
 from tfnb.magics.arguments import existing, magic, parsed, size
 from tfnb.magics.cell import compiled, place
 from tfnb.magics.complete import VERBS
+from tfnb.magics.export import exported
 from tfnb.magics.live import Lives
 from tfnb.magics.table import Table
 from tfnb.magics.watch import BY_TEXT, CellWatch
 
 _COLUMNS = ("name", "spec", "bytes", "where", "trainable")
-_EXPORTS = {".svg": "graph_svg", ".html": "graph_html", ".dot": "graph_dot"}
 
 
 @magics_class
@@ -163,7 +163,7 @@ class TfnbMagics(Magics):
         elif verb == "clear":
             graph.commit(type(graph.contents)(), removed=[(n.id, f"node {n.name} was cleared") for n in graph.nodes])
         elif verb == "export":
-            return self._export(graph, file)
+            return exported(graph, file)
         elif options.live:
             return self._out(options, self.lives.make(graph).with_run().widget)
         return self._out(options, None if verb == "rm" else graph)
@@ -183,18 +183,6 @@ class TfnbMagics(Magics):
             return tfnb.graph(name)
         except tfnb.errors.NotFound as error:
             raise UsageError(str(error)) from None
-
-    def _export(self, graph: Any, file: str | None) -> Path:
-        path = Path(file or f"{graph.name}.svg")
-        if path.suffix == ".json":
-            graph.save(path)
-        elif path.suffix in _EXPORTS:
-            path.write_text(getattr(tfnb.view, _EXPORTS[path.suffix])(graph))
-        else:
-            raise UsageError(
-                f"cannot export {path.name}: the suffix says the format, one of .json {' '.join(_EXPORTS)}"
-            )
-        return path
 
     # -- differentiating and running ------------------------------------------------------------------------
 
@@ -234,8 +222,10 @@ class TfnbMagics(Magics):
     def _variables(self, graph: Any, patterns: list[str]) -> dict[str, Any]:
         """Variables whose label matches a pattern; without patterns the trainable ones."""
         labels = graph.contents.variables
+        if not patterns and (trainable := {label: v for label, v in labels.items() if v.trainable}):
+            return trainable
         if not patterns:
-            return {label: variable for label, variable in labels.items() if variable.trainable}
+            raise UsageError(f"graph {graph.name} has no trainable variables: name what to differentiate by")
         for pattern in patterns:
             if not any(fnmatch(label, pattern) for label in labels):
                 raise UsageError(f"no variable matches {pattern!r}; there are: {', '.join(labels) or 'none'}")
@@ -308,8 +298,8 @@ class TfnbMagics(Magics):
             raise UsageError(f"-f {text}: NAME=EXPR was expected")
         try:
             return name, self.shell.ev(expression)
-        except SyntaxError as error:
-            raise UsageError(f"-f {text}: {error.msg}") from None
+        except (SyntaxError, NameError) as error:
+            raise UsageError(f"-f {text}: {getattr(error, 'msg', error)}") from None
 
     def _assigned(self, graph: Any, line: str, cell: str | None) -> dict[str, Any]:
         """Run a body on a copy of the namespace; what it gave to names of placeholders."""

@@ -83,6 +83,13 @@ def test_mistakes_name_what_was_found(net, line, error, words):
 def test_feed_without_a_value_is_one_line(net):
     assert "NAME=EXPR was expected" in net.run("%tfrun loss -f x").err
     assert "UsageError: -f x=1 +: invalid syntax" in net.run("%tfrun loss -f x=1 +").err
+    assert "UsageError: -f x=nope: name 'nope' is not defined" in net.run("%tfrun loss -f x=nope").err
+
+
+def test_what_cannot_be_done_is_one_line(net):
+    assert "there is no folder" in net.run("%tfgraph net export /no/such/folder/net.svg").err
+    net.ok("%%tfgraph bare --no-show\nu = tfnb.placeholder(torch.ones(3))\ntotal = u.sum()")
+    assert "graph bare has no trainable variables" in net.run("%tfgrad total -g bare").err
 
 
 # -- %tfprof ----------------------------------------------------------------------------
@@ -162,10 +169,10 @@ def test_variables_are_listed(net):
 
 
 def test_a_memory_budget_is_set_shown_and_taken_back(net):
-    assert list(net.ok("%tfbudget 1.5KiB").result) == [("any", "", 1536, "")]
+    assert list(net.ok("%tfbudget 1.5KiB").result) == [("any", "", 1536, "", "")]
     value = net.ok("%tfrun loss -f x=torch.zeros(5, 3)").result
     (row,) = net.ok("%tfbudget").result
-    assert row[0] == "x [5, 3]" and 0 < row[1] <= 1536 and row[2:] == (1536, 0)
+    assert row[0] == "x [5, 3]" and 0 < row[1] <= 1536 and row[2:4] == (1536, 0)
     net.ok("%tfbudget 9B")
     ran = net.run("%tfrun loss -f x=torch.zeros(5, 3)")
     assert isinstance(ran.error, tfnb.errors.ResourceExhausted) and f"budget is {row[1]:,} bytes" in str(ran.error)

@@ -306,7 +306,7 @@ class Recorder(TorchDispatchMode):
             self.refuse(how)
         source = self.where()
         where = f"{source.label} line {source.line} `{how}`" if source else how
-        note = f"{where} took the sample's value, which is a constant of the graph"
+        note = f"{where} took the sample's value, so what Python makes of it is the same in every run"
         if note not in self.notes:
             self.notes.append(note)
 
