@@ -5,6 +5,7 @@ Each row is called under the recorder with the arguments of the op, and returns 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from functools import cache
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tfnb.errors import InvalidArgument, Unsupported
 from tfnb.graph import current
@@ -393,6 +395,41 @@ def _linspace(start: Any, end: Any, steps: Any, **kwargs: Any) -> Any:
     return torch.where(place < (steps + 1) // 2, start + step * place, end - step * (steps - 1 - place))
 
 
+def _of_numbers(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A tensor of numbers, sizes that vary among them, of which torch would make those of the sample."""
+
+    def tensor(data: Any, **kwargs: Any) -> Any:
+        data = tree_map_only(torch.SymBool, bool, data)
+        if not any(isinstance(leaf, (torch.SymInt, torch.SymFloat)) for leaf in tree_leaves(data)):
+            return plain(data, **kwargs)
+        frozen = kwargs.pop("requires_grad", False) is False
+        made = _stacked(data).to(kwargs.get("device"), kwargs.get("dtype"))
+        return made if frozen else made.requires_grad_()
+
+    return tensor
+
+
+def _stacked(data: Any) -> Any:
+    if not isinstance(data, (list, tuple)):
+        return data if isinstance(data, torch.Tensor) else torch.full((), data)
+    members = [_stacked(member) for member in data]
+    dtype = functools.reduce(torch.promote_types, (member.dtype for member in members))
+    return torch.stack([member.to(dtype) for member in members])
+
+
+_tensor = _of_numbers(torch.tensor)
+
+
+def _new_tensor(x: Any, data: Any, **kwargs: Any) -> Any:
+    return _tensor(data, **{"dtype": x.dtype, "device": x.device, **kwargs})
+
+
+def _pad(x: Any, pad: Any, mode: str = "constant", value: Any = None) -> Any:
+    if mode == "constant" and isinstance(value, (torch.SymInt, torch.SymFloat)):
+        return torch.constant_pad_nd(x, pad, value)  # type: ignore[arg-type]  # F.pad makes a number of it
+    return F.pad(x, pad, mode, value)
+
+
 def _triangle(cut: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
     """Where a matrix has a triangle; how many places, is left to each run."""
 
@@ -450,7 +487,11 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
         )
     },
     F.affine_grid: _affine_grid,
+    F.pad: _pad,
+    torch.as_tensor: _of_numbers(torch.as_tensor),
     torch.linspace: _linspace,
+    torch.tensor: _tensor,
+    torch.Tensor.new_tensor: _new_tensor,
     torch.tril_indices: _triangle(torch.tril, torch.tril_indices),
     torch.triu_indices: _triangle(torch.triu, torch.triu_indices),
     **packed.FUNCTIONS,
