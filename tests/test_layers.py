@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -146,3 +147,10 @@ def test_rooms_of_the_table_have_no_cycle() -> None:
     for name in BELOW:
         for lower in BELOW[name].split():
             assert name not in reachable(lower), f"{name} and {lower} import each other"
+
+
+@pytest.mark.parametrize("folder", ["execution", "recording"])
+def test_the_guide_of_a_large_room_names_every_module(folder: str) -> None:
+    text = ast.get_docstring(ast.parse((ROOT / "tfnb" / folder / "__init__.py").read_text())) or ""
+    modules = {path.stem for path in (ROOT / "tfnb" / folder).glob("*.py")} - {"__init__"}
+    assert set(re.findall(r"`(\w+)`", text)) == modules
