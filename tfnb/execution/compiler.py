@@ -113,8 +113,8 @@ def _kernel(module: fx.GraphModule, examples: Sequence[Any]) -> Kernel:
 
     here = all(example.is_cpu for example in examples if isinstance(example, torch.Tensor))
     # Channels last is what the session chose or not; inductor would lay all weights out anew in each step on the CPU.
-    layout = {"layout_optimization": False} if here else {}
-    with compile_lock, torch.no_grad(), _inductor.config.patch(compile_threads=1, **layout):
+    settings: dict[str, Any] = {"compile_threads": 1} | ({"layout_optimization": False} if here else {})
+    with compile_lock, torch.no_grad(), _inductor.config.patch(settings):
         traced = make_fx(module, select_decomp_table(), tracing_mode="fake", _allow_non_fake_inputs=True)(*examples)
         made = compile_fx_inner(traced, list(examples))
     return getattr(made, "current_callable", None) or made  # without what inductor does around a call
