@@ -73,6 +73,10 @@ ROWS: dict[str, tuple[Any, ...]] = {
         lambda x, w, b: aten._native_batch_norm_legit_no_training(x, w, b, *_statistics(), 0.1, 1e-5)[0],
         lambda: (r(4, 3, 2), r(3), r(3)), _batch_norm_eval,
     ),
+    "aten._ctc_loss.default": (
+        lambda x: aten._ctc_loss(x.log_softmax(2), torch.tensor([[1, 2, 3], [3, 1, 0]]), [5, 5], [3, 2])[0],
+        lambda: (r(5, 2, 4),),
+    ),
     "aten._reshape_alias.default": (one(aten._reshape_alias, [6], [1]), lambda: (r(2, 3),), one(torch.reshape, [6])),
     "aten._reshape_copy.default": (one(aten._reshape_copy, [6]), lambda: (r(2, 3),), one(torch.reshape, [6])),
     "aten._unsafe_index_put.default": (
