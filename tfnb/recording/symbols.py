@@ -89,7 +89,7 @@ class _Env(ShapeEnv):
 
     def _get_stack_summary(self, is_debug: bool = False, framework_loc: Any = None) -> tuple[SLoc, str]:
         """Where torch thinks that a relation was made: to look, it imports its exporter, and nodes have their lines."""
-        return SLoc(framework_loc, None), ""
+        return SLoc(framework_loc or "", None), ""
 
     def _log_create_unbacked_symbol(self, *args: Any, **kwargs: Any) -> None:
         """No log of a size that only data tell, for the same reason."""
