@@ -198,7 +198,7 @@ class _Loops(Code):
             meet(contents.by_id[value.node], [box])
         for guard in contents.guards:
             sizes_hold(guard, symbols)
-        pruned = optimize(Graph("subgraph", contents), wanted, part.inputs, ())
+        pruned = optimize(Graph("subgraph", contents), (*wanted, *part.guards), part.inputs, ())
         for node in pruned.nodes:
             if node.op != "tfnb.placeholder":
                 self.nodes += 1

@@ -175,7 +175,7 @@ def subprogram(
     """
     outputs = tuple(outputs)
     whole = Graph("subgraph", subgraph.contents, seed=seed)
-    pruned = optimize(whole, outputs, subgraph.inputs, (numbers, *LAST))
+    pruned = optimize(whole, (*outputs, *subgraph.guards), subgraph.inputs, (numbers, *LAST))
     lowering = _Lowering(whole, pruned, outputs, subgraph.inputs)
     lowering.calls = {} if calls is None else calls
     lowering.in_place = in_place(lowering.graph.contents, subgraph.inputs[:owned], outputs)

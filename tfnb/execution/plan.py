@@ -34,6 +34,7 @@ from tfnb.execution.machine import (
 from tfnb.graph import Contents, Node, Spec, Subgraph, Value, ops
 from tfnb.graph.contents import unique
 from tfnb.graph.graph import new_id
+from tfnb.graph.subgraph import lasts
 
 LONG = 2**21  # multiplications that are worth a thread of their own
 _NOMINAL = 32  # taken for a size that only a run knows
@@ -150,11 +151,12 @@ class Planner:
         return [self.real(port) for port in replace(op, inputs=inputs).sources]
 
     def _kept(self, wanted: Iterable[Port]) -> list[int]:
-        """Ops that lead to what is wanted or use a queue, and those that check the sizes of a scope that runs."""
-        checks: dict[int, list[int]] = {}
+        """Ops that lead to what is wanted or use a queue, and what loops and branches that run check inside."""
+        checks: dict[tuple[int, int], list[int]] = {}  # by the node that holds them, and where that stands
         for number, op in enumerate(self.flow.ops):
-            if op.kind == frames.SIZES:
-                checks.setdefault(op.scope, []).append(number)
+            scope = self.flow.scopes[op.scope]
+            if scope.node is not None and _checks(op):
+                checks.setdefault((scope.parent, scope.node.id), []).append(number)
         stack = [*(port.op for port in wanted), *(n for n, op in enumerate(self.flow.ops) if _uses_queue(op))]
         kept: set[int] = set()
         while stack:
@@ -163,7 +165,7 @@ class Planner:
                 kept.add(number)
                 op = self.flow.ops[number]
                 stack.extend(port.op for port in self.sources(op))
-                stack.extend(checks.pop(op.scope, ()))
+                stack.extend(() if op.node is None else checks.pop((op.scope, op.node.id), ()))
         return sorted(kept)
 
     def _known(self) -> Iterator[tuple[tuple[int, Value], Spec]]:
@@ -330,6 +332,11 @@ _PRODUCTS = ("mm", "matmul", "conv", "attention", "linear", "lstm", "gru")
 
 def _count(shape: Sequence[Any]) -> int:
     return math.prod(size if isinstance(size, int) else _NOMINAL for size in shape)
+
+
+def _checks(op: Op) -> bool:
+    """Whether an op looks at what its whole scope relies on."""
+    return op.kind == frames.SIZES or (op.kind == frames.NODE and lasts(node_of(op)))
 
 
 def _uses_queue(op: Op) -> bool:

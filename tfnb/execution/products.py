@@ -59,7 +59,7 @@ def apart(attrs: Mapping[str, Any], outputs: Sequence[Value], plain: Set[int]) -
     plain: places of sequences that are stacked tensors.
     """
     whole: Subgraph = attrs["body"]
-    graph = optimize(Graph("body", whole.contents), outputs, whole.inputs, last=())
+    graph = optimize(Graph("body", whole.contents), (*outputs, *whole.guards), whole.inputs, last=())
     known = graph.contents.by_id
     given = tuple(whole.contents.by_id[v.node] for v in whole.inputs if v.node not in known)
     contents = Contents((*given, *graph.nodes), whole.contents.guards)

@@ -20,6 +20,7 @@ from tfnb.graph.pure import original, pure
 WITH_GRADIENT = "tfnb.with_gradient"  # the identity of its values, with a gradient of its own
 COND, WHILE = "tfnb.cond", "tfnb.while"
 CALL = "tfnb.call"  # of a function that calls itself
+NAMED = "named"  # tag of a guard that only those need who read one name
 IN_PLACE = "in place"  # tag of a node that writes into its first operand: only the pass that donates memory gives it
 REGIONS = frozenset({COND, WHILE})  # hold subgraphs: see tfnb.graph.subgraph
 ENQUEUE, DEQUEUE, CLOSE, SIZE = "tfnb.enqueue", "tfnb.dequeue", "tfnb.close", "tfnb.size"

@@ -27,7 +27,7 @@ from typing import Any
 
 from tfnb.graph.contents import Contents
 from tfnb.graph.node import Node, Value, leaves, map_leaves
-from tfnb.graph.ops import CALL, QUEUES, REGIONS
+from tfnb.graph.ops import CALL, NAMED, QUEUES, REGIONS
 
 
 def row_places(attrs: Mapping[str, Any]) -> list[tuple[int, ...]]:
@@ -55,6 +55,11 @@ class Subgraph:
     def draws(self) -> bool:
         """Whether something inside draws random numbers."""
         return any(node.stream is not None or any(s.draws for s in subgraphs(node)) for node in self.contents.nodes)
+
+    @cached_property
+    def guards(self) -> tuple[Value, ...]:
+        """Guards that hold wherever it runs: what takes its outputs is computed below them."""
+        return tuple(node.value() for node in self.contents.nodes if lasts(node))
 
     def __repr__(self) -> str:
         inner = len(self.contents.nodes) - len(self.inputs)
@@ -92,6 +97,11 @@ def subgraphs(node: Node) -> Iterator[Subgraph]:
     """The subgraphs that a node holds."""
     if node.op in REGIONS:
         yield from (leaf for leaf in leaves(node.attrs) if isinstance(leaf, Subgraph))
+
+
+def lasts(node: Node) -> bool:
+    """Whether a node is a guard of all that is computed below it, and not only of a name that it gave a value."""
+    return node.op == "tfnb.guard" and NAMED not in node.tags
 
 
 def uses_queues(node: Node) -> bool:

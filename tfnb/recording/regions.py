@@ -21,7 +21,7 @@ from tfnb.graph import Contents, Dim, Guard, Node, Spec, Subgraph, Value, Variab
 from tfnb.graph.contents import unique
 from tfnb.graph.graph import new_id
 from tfnb.graph.spec import Size
-from tfnb.graph.subgraph import uses_queues
+from tfnb.graph.subgraph import lasts, uses_queues
 from tfnb.recording.interpret import evaluate
 from tfnb.recording.own_gradient import sealed
 from tfnb.recording.recompute import repeats
@@ -289,7 +289,7 @@ def _needed(nodes: Sequence[Node], outputs: Iterable[Value]) -> list[Node]:
     wanted = {v.node for v in outputs}
     kept = []
     for node in reversed(nodes):
-        if node.id in wanted or node.op in ("tfnb.placeholder", "tfnb.guard") or uses_queues(node):
+        if node.id in wanted or node.op == "tfnb.placeholder" or lasts(node) or uses_queues(node):
             kept.append(node)
             wanted.update(v.node for v in node.inputs)
             wanted.update(node.control)

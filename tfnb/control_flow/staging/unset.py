@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from tfnb.control_flow.staging.places import source_line
 from tfnb.errors import InvalidArgument
 from tfnb.graph import Ref
+from tfnb.graph.ops import NAMED
 from tfnb.recording import Recorder, Tensor
 
 MISSING = object()
@@ -74,7 +75,7 @@ def guarded(recorder: Recorder, item: Any, test: Tensor, outcome: bool) -> Calla
         try:
             guard = tape.append(
                 "tfnb.guard", "guard", (), inputs=(recorder._entry(test).value,),
-                attrs={"value": Ref(0), "outcome": outcome}, scope=recorder.scopes.current(),
+                attrs={"value": Ref(0), "outcome": outcome}, scope=recorder.scopes.current(), tags=frozenset({NAMED}),
             )  # fmt: skip
             leaves, form = tree_flatten(item)
             with tape.marked(control=(*tape.marks.control, guard.node)):
