@@ -97,7 +97,8 @@ def test_a_long_layer_is_stacked_some_steps_at_a_time() -> None:
     assert [len(n.inputs) for n in found.nodes if n.op == "aten.cat.default"] == [TURNS, TURNS, FEWEST + 1]
     everything = len(x) * 2 * 32 * 4  # of the rows of one product
     assert peak(found, *values) < everything
-    torch.testing.assert_close(tfnb.run(h, {fed: x}), sum((row @ w).tanh() * place for place, row in enumerate(x)))
+    expected = sum((row @ w).tanh() * place for place, row in enumerate(x))
+    torch.testing.assert_close(tfnb.run(h, {fed: x}), expected, rtol=1e-5, atol=1e-4)  # a sum of large terms
 
 
 def test_many_rows_of_a_small_weight_are_not_copied() -> None:
