@@ -34,7 +34,8 @@ def mix(*parts: int) -> int:
 def _default_generator(device: torch.device) -> torch.Generator:
     if device.type == "cuda":
         torch.cuda.init()
-        return torch.cuda.default_generators[device.index or torch.cuda.current_device()]
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
     return torch.default_generator
 
 

@@ -6,8 +6,10 @@ dtype changes must be lossless; every symbol gets one size; guards of the record
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ import torch
 from tfnb.errors import FeedError, ShapeError
 from tfnb.graph import Dim, Graph, Guard, Node, Spec, Value, current
 from tfnb.graph.spec import dtype_name
+from tfnb.recording.report import user_level
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +134,7 @@ def converted(value: Any, spec: Spec, name: str, source: Any) -> torch.Tensor:
     """The value as a tensor of the spec's dtype and device, laid out in memory as it was while recording: in rows."""
     if isinstance(value, torch.Tensor):
         tensor = current.plain(value)
-        here = tensor.is_cpu if spec.device == "cpu" else tensor.device.type == spec.device
+        here = tensor.is_cpu if spec.device == "cpu" else spec.is_on(tensor.device)
         if here and tensor.dtype is spec.dtype and not tensor.requires_grad and not tensor.is_conj():
             return tensor.contiguous()
         tensor = tensor.detach().resolve_conj()
@@ -144,7 +147,26 @@ def converted(value: Any, spec: Spec, name: str, source: Any) -> torch.Tensor:
             f"cannot feed {dtype_name(tensor.dtype)} for {name}, which is {spec}: values would be lost; "
             f"convert it with .to(torch.{dtype_name(spec.dtype)}){_at(source)}", node=name,
         )  # fmt: skip
-    return tensor.to(device=spec.device, dtype=spec.dtype).contiguous()
+    return _moved(tensor, spec, name, source).contiguous()
+
+
+def _moved(tensor: torch.Tensor, spec: Spec, name: str, source: Any) -> torch.Tensor:
+    """On the device of the spec, in its dtype. From pinned memory the step does not wait for the copy."""
+    if spec.is_on(tensor.device):
+        return tensor.to(spec.dtype)
+    if tensor.device.type not in ("cpu", "meta"):
+        _say_once(f"each step moves what is fed for {name} from {tensor.device} to {spec.device}{_at(source)}")
+    try:
+        return tensor.to(device=spec.device, dtype=spec.dtype, non_blocking=tensor.is_cpu and tensor.is_pinned())
+    except (RuntimeError, AssertionError) as error:  # torch asserts where it was built without CUDA
+        raise FeedError(
+            f"cannot feed {name}, which is {spec}: {str(error).partition('. ')[0]}{_at(source)}", node=name
+        ) from None
+
+
+@lru_cache(maxsize=256)
+def _say_once(text: str) -> None:
+    warnings.warn(text, stacklevel=user_level(None))
 
 
 def _from_python(value: Any, spec: Spec, name: str) -> torch.Tensor:

@@ -348,6 +348,10 @@ BAD = {
     "owner": (node(4, owner=-1), r"nodes\[4\].owner: -1 is outside of the table of 0"),
     "stream": (node(4, stream=1.5), r"nodes\[4\].stream: found 1.5, expected int"),
     "device": (node(4, device=0), r"nodes\[4\].device: found 0, expected str"),
+    "device of a value": (
+        node(4, out=[{"dtype": "int8", "shape": [], "device": "toaster"}]),
+        r"nodes\[4\].out\[0\].device: 'toaster' is no device",
+    ),
     "dtype": (node(4, out=[{"dtype": "float99", "shape": []}]), r"nodes\[4\].out\[0\].dtype: 'float99' is no torch"),
     "dtype a module": (node(4, out=[{"dtype": "nn", "shape": []}]), r"'nn' is no torch.dtype"),
     "dtype dotted": (node(4, out=[{"dtype": "nn.init", "shape": []}]), r"'nn.init' is no torch.dtype"),
@@ -581,3 +585,15 @@ def test_graph_of_many_nodes_round_trips_in_a_second() -> None:
     start = time.perf_counter()
     through_memory(Contents(tuple(nodes)))
     assert time.perf_counter() - start < 15
+
+
+def test_devices_keep_their_number_and_older_files_get_one() -> None:
+    b = Builder()
+    b.node("n", "aten.zeros.default", (Spec(torch.float32, (2,), "cuda:1"),),
+           attrs={"size": [2], "device": torch.device("cuda:1")})  # fmt: skip
+    written, tensors = dumps("g", 0, b.contents())
+    assert '"device": "cuda:1"' in json.dumps(json.loads(written))
+    for file, wanted in ((written, "cuda:1"), (written.replace("cuda:1", "cuda"), "cuda:0")):
+        node = loads(file, tensors, new_id)[2].nodes[0]
+        if wanted == "cuda:1" or not torch.cuda.is_available():
+            assert (node.outputs[0].device, str(node.attrs["device"])) == (wanted, wanted)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from tfnb.errors import GraphFormatError, ShapeError
+from tfnb.errors import GraphFormatError, InvalidArgument, ShapeError
 from tfnb.graph import Dim, Spec
+from tfnb.graph.spec import device_name
 
 SYMBOLS = {"B": 5, "T": 3}
 
@@ -178,7 +180,27 @@ def test_dim_is_evaluated_with_symbolic_ints() -> None:
 def test_spec_forms() -> None:
     spec = Spec(torch.float32, (Dim("B"), 784))
     assert (str(spec), spec.short()) == ("float32[B, 784]", "f32[B, 784]")
-    assert str(Spec(torch.int64, (), "cuda")) == "int64[] on cuda"
+    assert str(Spec(torch.int64, (), "cuda")) == "int64[] on cuda:0"
     assert Spec(torch.float8_e5m2, (1,)).short() == "float8_e5m2[1]"
     assert Spec(torch.float32, (Dim("B"), Dim("2*T"), Dim("B"))).symbols == ("B", "T")
     assert Spec(torch.float32, (Dim("2*B"), 3)).sizes(SYMBOLS) == (10, 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [("cpu", "cpu"), ("cpu:0", "cpu"), ("meta", "meta"), ("cuda:1", "cuda:1"), (torch.device("cuda", 2), "cuda:2")],
+)
+def test_a_device_has_one_text(given: Any, name: str) -> None:
+    assert device_name(given) == name == Spec(torch.float32, (), given).device
+
+
+def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    assert [device_name(kind) for kind in ("cuda", "xpu", "cuda:1")] == ["cuda:3", "xpu:0", "cuda:1"]
+
+
+def test_what_is_no_device_is_said() -> None:
+    with pytest.raises(InvalidArgument, match="'gpu' is no device"):
+        device_name("gpu")

@@ -64,7 +64,7 @@ def test_golden_text_of_every_kind_of_attr() -> None:
     assert line == [
         r"  %1 = aten.topk(none=None, flag=True, text='a\n', list=[1, 2*B], one=(1,), dtype=int8, device=cpu, "
         "layout=torch.strided, form=torch.channels_last, f32[9], i64[2] [1, 2], inf=inf) @cuda:0"
-        "   (float64[B] on cuda, i64[])".replace("float64", "f64"),
+        "   (float64[B] on cuda:0, i64[])".replace("float64", "f64"),
         "  guard B > 1   # In[1]:2",
         "} -> n:0: %1:0, n:1: %1:1",
     ]

@@ -230,7 +230,7 @@ class ComputeProgram:
 
     def _fed(self, value: Value, tensor: torch.Tensor) -> torch.Tensor:
         spec = self.program.whole.contents.by_id[value.node].outputs[value.index]
-        return tensor if tensor.device.type == spec.device else tensor.to(spec.device)
+        return tensor if spec.is_on(tensor.device) else tensor.to(spec.device)
 
     def _whole(self, storages: Sequence[torch.Tensor]) -> list[Push]:
         """New values of everything that was written, by shard."""

@@ -105,7 +105,7 @@ class IndexedSlices:
         return run(self, feed_dict)
 
     def __repr__(self) -> str:
-        entries = Spec(self.dtype, _sizes(self.values), self.device.type)
+        entries = Spec(self.dtype, _sizes(self.values), str(self.device))
         return f"<IndexedSlices {self.name}: {list(self.dense_shape)}, entries {entries}>"
 
     # -- to other forms ---------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def _needs_dense(name: str, g: IndexedSlices) -> InvalidArgument:
     recording = current.recording()
     at = recording.tape.at() if isinstance(recording, Recorder) else ""
     return InvalidArgument(
-        f"{name} does not keep the row-sparse form of {g.name}: a dense {Spec(g.dtype, g.dense_shape, '')} takes "
+        f"{name} does not keep the row-sparse form of {g.name}: a dense {Spec(g.dtype, g.dense_shape)} takes "
         f"{g.nbytes} bytes. Call .to_dense() first if that is meant{at}",
         op=name,
     )

@@ -394,7 +394,7 @@ class Walk:
             dx = dx.sum(keep, keepdim=True)
         if any(isinstance(spec.shape[axis], Dim) for axis in keep):  # one row, or in a run without rows none
             dx = dx.expand(spec.sizes(self.recorder.symbols.bindings(spec.shape)))
-        if dx.dtype != spec.dtype or dx.device.type != torch.device(spec.device).type:
+        if dx.dtype != spec.dtype or not spec.is_on(dx.device):
             dx = dx.to(device=spec.device, dtype=spec.dtype)
         return dx
 

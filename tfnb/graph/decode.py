@@ -23,7 +23,7 @@ from tfnb.graph.contents import Contents, Guard
 from tfnb.graph.node import Node, Owner, Ref, Source, Value
 from tfnb.graph.ops import admit
 from tfnb.graph.queue import Queue
-from tfnb.graph.spec import Dim, Spec
+from tfnb.graph.spec import Dim, Spec, numbered
 from tfnb.graph.subgraph import Recursion, Subgraph
 from tfnb.graph.variable import Variable
 
@@ -249,7 +249,8 @@ class _Reader:
         dtype = self.constant(torch.dtype, field(record, "dtype", str, path), f"{path}.dtype")
         shape = field(record, "shape", list, path)
         sizes = tuple(self.size(size, f"{path}.shape[{axis}]") for axis, size in enumerate(shape))
-        return Spec(dtype, sizes, field(record, "device", str, path, "cpu"))
+        device = field(record, "device", str, path, "cpu")
+        return Spec(dtype, sizes, str(self.device(device, f"{path}.device")))
 
     def size(self, size: Any, path: str) -> int | Dim:
         if type(size) is int and size >= 0:
@@ -435,6 +436,6 @@ class _Reader:
     @staticmethod
     def device(name: str, path: str) -> torch.device:
         try:
-            return torch.device(name)
+            return numbered(torch.device(name))  # older files have no number
         except RuntimeError as error:
             raise GraphFormatError(f"{path}: {name[:60]!r} is no device") from error

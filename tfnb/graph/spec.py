@@ -18,7 +18,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from tfnb.errors import GraphFormatError, ShapeError
+from tfnb.errors import GraphFormatError, InvalidArgument, ShapeError
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -224,9 +224,40 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def numbered(device: torch.device) -> torch.device:
+    """The device with its number: without one it is the current one of its kind. The CPU and ``meta`` have none.
+
+    >>> numbered(torch.device("cpu", 0)), numbered(torch.device("cuda", 1))
+    (device(type='cpu'), device(type='cuda', index=1))
+    """
+    kind, index = device.type, device.index
+    if kind in _NO_NUMBER:
+        return device if index is None else torch.device(kind)
+    if index is not None:
+        return device
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    current = here is not None and here.type == kind
+    return torch.device(kind, torch.accelerator.current_device_index() if current else 0)
+
+
+def device_name(device: torch.device | str) -> str:
+    """The one text of a device: ``cpu``, ``meta``, ``cuda:1``; raises InvalidArgument for what names none.
+
+    >>> device_name("cpu:0"), device_name(torch.device("cuda", 1))
+    ('cpu', 'cuda:1')
+    """
+    try:
+        return str(numbered(torch.device(device)))
+    except RuntimeError as error:
+        raise InvalidArgument(f"{str(device)[:60]!r} is no device: {str(error).splitlines()[0][:200]}") from None
+
+
+_NO_NUMBER = ("cpu", "meta")
+
+
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """dtype, shape (ints and Dims) and device type of one value.
+    """dtype, shape (ints and Dims) and device, as `device_name` writes it, of one value.
 
     >>> str(Spec(torch.float32, (Dim("B"), 784)))
     'float32[B, 784]'
@@ -236,10 +267,18 @@ class Spec:
     shape: tuple[Size, ...]
     device: str = "cpu"
 
+    def __post_init__(self) -> None:
+        if self.device != "cpu":
+            object.__setattr__(self, "device", device_name(self.device))
+
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Spec:
         """The Spec of a plain tensor."""
-        return cls(tensor.dtype, tuple(tensor.shape), tensor.device.type)
+        return cls(tensor.dtype, tuple(tensor.shape), str(tensor.device))
+
+    def is_on(self, device: torch.device) -> bool:
+        """Whether that is the device."""
+        return torch.device(self.device) == numbered(device)
 
     @property
     def symbols(self) -> tuple[str, ...]:

@@ -154,6 +154,11 @@ class Variable:
                 f"variable {self.name} is {self.spec}, but its module now holds {Spec.of(found)} in its place: "
                 "record the cell again"
             )
+        if not self.spec.is_on(found.device):
+            raise FailedPrecondition(
+                f"variable {self.name} was recorded on {self.spec.device}, and its module is on {found.device} now: "
+                f"move it back, module.to({self.spec.device!r}), or record the cell again"
+            )
         self._fitting = found
         return found
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tfnb.errors import FailedPrecondition, InvalidArgument, ShapeError
 from tfnb.graph import Spec, Value, Variable, current
-from tfnb.graph.spec import Size
+from tfnb.graph.spec import Size, device_name
 from tfnb.recording.recorder import Recorder
 from tfnb.recording.report import dense
 from tfnb.recording.symbols import Symbols
@@ -52,8 +52,8 @@ def placeholder(
         axes = _axes(plain, shape, recorder)
         plain = _grown(plain, axes, recorder)
         sizes = tuple(_size(axis, plain, i, recorder.symbols, recorder) for i, axis in enumerate(axes))
-        where = torch.device(device or recorder.default_device or "cpu").type if plain is None else plain.device.type
-        spec = Spec(plain.dtype if plain is not None else dtype or torch.get_default_dtype(), sizes, where)
+        where = device or recorder.default_device or "cpu" if plain is None else plain.device
+        spec = Spec(plain.dtype if plain is not None else dtype or torch.get_default_dtype(), sizes, device_name(where))
     return recorder.placeholder(spec, None if recorder.lazy else plain, name)
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tfnb.graph import Node, Ref, Spec, Value
+from tfnb.graph.spec import numbered
 from tfnb.kernels.random import seeded
 from tfnb.recording.custom_ops import lacks_shapes, shapes
 from tfnb.recording.interpret import stream_seed
@@ -96,6 +97,8 @@ def _arguments(rec: Recorder, tree: Any, inputs: list[Entry], fake: Callable[[En
     if isinstance(tree, torch.Generator):
         rec.streams_differ("generator=")
         return None, None
+    if isinstance(tree, torch.device):
+        tree = numbered(tree)  # a run may have another current device
     return rec.symbols.leaf(tree), tree
 
 

@@ -343,7 +343,7 @@ class Symbols:
 
     def spec(self, fake: torch.Tensor) -> Spec:
         """The Spec of a fake (or plain) tensor."""
-        return Spec(fake.dtype, tuple(self.size(s) for s in fake.shape), fake.device.type)
+        return Spec(fake.dtype, tuple(self.size(s) for s in fake.shape), str(fake.device))
 
     def bindings(self, dims: Any) -> dict[str, torch.SymInt]:
         """SymInts for the symbols of the Dims."""

@@ -182,7 +182,7 @@ def state(queue: Queue) -> str:
 def check_element(queue: Queue, element: Sequence[torch.Tensor]) -> None:
     """Raise ShapeError for an element that the queue's shapes do not allow."""
     for place, tensor in enumerate(element):
-        _check_part(queue, place, Spec(tensor.dtype, tuple(tensor.shape), tensor.device.type))
+        _check_part(queue, place, Spec.of(tensor))
 
 
 def _check_part(queue: Queue, place: int, spec: Spec) -> None:
@@ -226,4 +226,4 @@ def _part(
             sample = sample.expand(rows).clone() if sample.shape[axis] else sample.new_zeros(rows)
         hint = None if sample is None else sample.shape[axis]
         sizes.append(symbols.size(symbols.fresh(symbols.unused("B"), hint)))
-    return Spec(dtype, tuple(sizes), "cpu" if sample is None else sample.device.type), sample
+    return Spec(dtype, tuple(sizes), "cpu" if sample is None else str(sample.device)), sample
