@@ -27,7 +27,7 @@ BELOW = {
     "cluster": "execution placement",
     "control_flow": "recording",
     "train": "gradients state",
-    "feeding": "graph",
+    "feeding": "recording",
     "structures": "gradients feeding",
     "session": "cluster step structures control_flow",
     "step": "execution feeding",
