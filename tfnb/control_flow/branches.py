@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_unflatten
 
 from tfnb.control_flow.arrays import varying
-from tfnb.control_flow.structure import flat, form_text, recorder_if_open, tensors, truth, written_at
+from tfnb.control_flow.structure import flat, form_text, recorder_if_open, sample_truth, tensors, truth, written_at
 from tfnb.errors import InvalidArgument, ShapeError
 from tfnb.graph import Ref, Spec, Value, ops
 from tfnb.recording import Operation, Recorder
@@ -58,12 +58,13 @@ def _recorded(
     recorder: Recorder, predicate: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any,
     scope: str,
 ) -> Any:  # fmt: skip
+    taken = sample_truth(recorder, predicate)
     try:
-        then = _side(recorder, true_fn, operands, scope)
+        then = _side(recorder, true_fn, operands, scope, entered=taken is not False)
     except Unfinished:  # a function that calls itself: so far only the other branch tells what it returns
         return false_fn(*operands)
     try:
-        other = _side(recorder, false_fn, operands, scope)
+        other = _side(recorder, false_fn, operands, scope, entered=taken is not True)
     except Unfinished:
         return true_fn(*operands)
     what = f"{written_at(true_fn)} and {written_at(false_fn)}"
@@ -91,7 +92,9 @@ def _recorded(
     return tree_unflatten(outs, then.form)
 
 
-def _side(recorder: Recorder, function: Callable[..., Any], operands: Any, scope: str) -> _Side:
+def _side(
+    recorder: Recorder, function: Callable[..., Any], operands: Any, scope: str, *, entered: bool
+) -> _Side:  # fmt: skip
     kept: list[Any] = []
 
     def call() -> list[Any]:
@@ -104,7 +107,7 @@ def _side(recorder: Recorder, function: Callable[..., Any], operands: Any, scope
         plain = [leaf for leaf, step in zip(leaves, steps, strict=True) if step is False]
         return list(tensors(recorder, plain, "a branch of cond"))
 
-    return _Side(record_region(recorder, call, [], scope=scope, turns=False), *kept)
+    return _Side(record_region(recorder, call, [], scope=scope, turns=False, entered=entered), *kept)
 
 
 def _text(side: _Side) -> str:

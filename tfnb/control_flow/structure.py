@@ -80,6 +80,14 @@ def truth(recorder: Recorder, item: Any, what: str) -> Tensor:
     return tensor
 
 
+def sample_truth(recorder: Recorder, test: Any) -> bool | None:
+    """The truth while recording; None without samples."""
+    if isinstance(test, torch.SymBool):
+        return recorder.symbols.truth(test)
+    sample = test._entry.sample
+    return None if sample is None else bool(sample)
+
+
 def written_at(function: Callable[..., Any]) -> str:
     """Name and line of a function, for messages."""
     code = getattr(inspect.unwrap(function), "__code__", None)

@@ -69,7 +69,8 @@ class Loop:
     reverse: see `tfnb.graph.subgraph`. saver: of the loop that this one goes back through. results: specs of the
     carried values after the loop, where they are known although the values change their shapes on the way. recompute:
     the gradient of a loop around this one does not keep what this one makes. swap: whether what is kept
-    for gradients moves out of a run's memory; None: as the memory plan chooses.
+    for gradients moves out of a run's memory; None: as the memory plan chooses. entered: whether the samples take a
+    turn.
     """
 
     recorder: Recorder
@@ -87,6 +88,7 @@ class Loop:
     results: Sequence[Spec] = ()
     recompute: bool = False
     swap: bool | None = None
+    entered: bool = True
     held: list[Base] = field(default_factory=list)  # what the body writes of outside: carried as well
     path: str = ""
 
@@ -146,7 +148,7 @@ class Loop:
             kept = self._kept()
             region = record_region(
                 self.recorder, body, [*given, *rows, *kept], scope=self.path, turns=True, held=self.held,
-                inner=None if self.saver is None else self.saver.inner,
+                inner=None if self.saver is None else self.saver.inner, entered=self.entered,
             )  # fmt: skip
             if self.saver is not None:
                 self.saver.adopt(region.moved)

@@ -1,7 +1,7 @@
 """Loops and branches while recording: what a function records is cut out of the tape and becomes a subgraph.
 
 The function runs under the ordinary recorder. What it takes from outside becomes an input; reads of variables,
-constants and, in a loop, what is the same in each turn stay outside. A tensor or variable of outside that it writes
+constants and, in a loop, what is the same in each turn (and cannot fail where there is none) stay outside. A tensor or variable of outside that it writes
 gets its value back, and the new one is an output: the caller writes it after the loop or branch.
 """
 
@@ -24,7 +24,7 @@ from tfnb.graph.spec import Size
 from tfnb.graph.subgraph import lasts, uses_queues
 from tfnb.recording.interpret import evaluate
 from tfnb.recording.own_gradient import sealed
-from tfnb.recording.recompute import repeats
+from tfnb.recording.recompute import may_fail, repeats
 from tfnb.recording.recorder import Recorder
 from tfnb.recording.scopes import clean
 from tfnb.recording.tensor import Base, Entry, Tensor
@@ -76,6 +76,7 @@ class Region:
 def record_region(
     recorder: Recorder, function: Function, given: Sequence[Given], *, scope: str, turns: bool,
     held: Sequence[Base] = (), inner: Inner | None = None, where: tuple[torch.SymBool, bool] | None = None,
+    entered: bool = True,
 ) -> Region:  # fmt: skip
     """Record a call of ``function`` as a region.
 
@@ -83,6 +84,7 @@ def record_region(
     is then left outside. held: tensors and variables of outside that mean the last of ``given`` inside; what they mean
     at the end are the last outputs. inner: of a subgraph that is differentiated. where: a relation between sizes and
     its outcome, in a branch that it decides: what is asked of sizes there is asked only where the branch is taken.
+    entered: whether the samples get there; an op that fails on those that do not has a shape and no sample.
     """
     while True:
         before = _Before(recorder)
@@ -93,6 +95,7 @@ def record_region(
                 recorder.scope(f"{scope}/"),
                 _sealed(recorder, turns),
                 _at(recorder, where),
+                _reached(recorder, entered),
             ):
                 tensors = [_placeholder(recorder, item) for item in given]
                 inputs = tuple(tensor._entry.value for tensor in tensors)  # before any is written in place
@@ -135,6 +138,16 @@ def _at(recorder: Recorder, where: tuple[torch.SymBool, bool] | None) -> Iterato
             yield
         finally:
             recorder.lazy = lazy
+
+
+@contextmanager
+def _reached(recorder: Recorder, entered: bool) -> Iterator[None]:
+    """Inside of what the samples enter, or do not."""
+    before, recorder.entered = recorder.entered, recorder.entered and entered
+    try:
+        yield
+    finally:
+        recorder.entered = before
 
 
 def _sealed(recorder: Recorder, turns: bool) -> Any:
@@ -271,7 +284,7 @@ def _parted(
             recorder.tape.put(node)
         elif AGAIN in node.tags and not bound and not fixed and not node.attrs.get("recompute"):
             moved[node.id] = node
-        elif turns and not bound and fixed and (repeats(node) or AGAIN in node.tags):
+        elif turns and not bound and fixed and (repeats(node) or AGAIN in node.tags) and not may_fail(node):
             symbols = {s for spec in node.outputs for s in spec.symbols} | set(node.symbols)
             if symbols and outer is None:
                 outer = _bound(recorder.tape.nodes)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -35,12 +36,11 @@ from tfnb.control_flow.staging.statement import (
     plain_number,
     reason,
     same,
-    sample_truth,
     status,
     tensor_of,
 )
 from tfnb.control_flow.staging.unset import Absent, Sometimes, Undefined, UndefinedReturnValue, guarded
-from tfnb.control_flow.structure import SIZES, spec_of, truth
+from tfnb.control_flow.structure import SIZES, sample_truth, spec_of, truth
 from tfnb.errors import InvalidArgument, TfnbError
 from tfnb.graph import Spec, Value, Variable
 from tfnb.graph.spec import sized_if
@@ -58,6 +58,7 @@ def branched(
 ) -> None:  # fmt: skip
     """Staged, or else by Python, with a guard."""
     test = as_test(test)
+    outcome: bool | None = None  # where not the samples decide
     try:
         return stage_if(st, test, body, orelse, wanted)
     except OtherSide as side:
@@ -65,24 +66,24 @@ def branched(
     except Check as check:
         if not check.is_raise:
             note_python(st, f"the branch that the sample does not take fails: {check}")
-        is_check = check.is_raise
+        is_check, outcome = check.is_raise, not check.side
     except CannotStage as why:
         if isinstance(why, CallsItself) and why.place in status.sized:
             raise
         note_python(st, why)
         is_check = False
     before, earlier = st.get(), set(st.recorder.tape.by_id)
-    outcome = taken_by_python(st.recorder, test, is_check=is_check)
+    outcome = taken_by_python(st.recorder, test, outcome, is_check=is_check)
     body() if outcome else orelse()
     if not is_check and isinstance(test, Tensor):
         st.set(tuple(_guarded(st.recorder, v, old, earlier) for v, old in zip(st.get(), before, strict=True)))
 
 
-def taken_by_python(recorder: Recorder, test: Any, *, is_check: bool = False) -> bool:
-    """The truth of the sample, on which the recording relies from here."""
+def taken_by_python(recorder: Recorder, test: Any, outcome: bool | None, *, is_check: bool) -> bool:
+    """The outcome, by default the truth of the sample, on which the recording relies from here."""
     if isinstance(test, torch.SymBool):
         return recorder.symbols.decided(test)
-    outcome = bool(test.sample)
+    outcome = bool(test.sample) if outcome is None else outcome
     recorder.branch(test, outcome, is_check=is_check)
     return outcome
 
@@ -119,18 +120,19 @@ class OtherSide(Exception):
 
 
 class Check(Exception):
-    """The way that the samples do not take raises: by the user's ``raise``, or because something fails there."""
+    """A way raises that the samples do not get to: by the user's ``raise``, or because something fails there."""
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: Exception, side: bool) -> None:
         super().__init__(reason(error))
-        frames = []
-        traceback = error.__traceback__
-        while traceback is not None:
-            frames.append(traceback.tb_frame.f_code.co_filename)
-            traceback = traceback.tb_next
-        self.is_raise = not isinstance(error, (CannotStage, TfnbError)) and not (
-            frames and (frames[-1].startswith(_PACKAGE) or "site-packages" in frames[-1])
-        )
+        self.is_raise, self.side = _is_raised(error), side
+
+
+def _is_raised(error: Exception) -> bool:
+    """Whether a line of the user's raised it, and no package."""
+    if isinstance(error, (CannotStage, TfnbError)):
+        return False
+    frames = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
+    return not (frames and (frames[-1].startswith(_PACKAGE) or "site-packages" in frames[-1]))
 
 
 @dataclass
@@ -187,17 +189,20 @@ def _both(
         try:
             where = (test, side) if by_size else None
             is_other = side is not (taken is not False)
-            after[side] = _branch(st, ways[side], before, scope, wanted, quiet=is_other, where=where)
+            after[side] = _branch(
+                st, ways[side], before, scope, wanted, quiet=is_other, where=where, entered=taken in (None, side)
+            )  # fmt: skip
         except Unfinished:
             undo(after)
             raise OtherSide(not side) from None
         except Exception as error:
             undo(after)
-            if _disagrees(error, by_size) or (side is taken and is_users(error)):
+            is_here = side is taken and (st.recorder.entered or not _is_raised(error))
+            if _disagrees(error, by_size) or (is_here and is_users(error)):
                 raise
-            if side is taken or isinstance(error, CannotStage):
+            if is_here or isinstance(error, CannotStage):
                 raise CannotStage(reason(error)) from error
-            raise Check(error) from error
+            raise Check(error, side) from error
     return after
 
 
@@ -231,7 +236,7 @@ def undo(after: dict[bool, _After]) -> None:
 
 def _branch(
     st: Statement, way: Callable[[], None], before: tuple[Any, ...], scope: str, wanted: int, *, quiet: bool,
-    where: tuple[torch.SymBool, bool] | None = None,
+    where: tuple[torch.SymBool, bool] | None, entered: bool,
 ) -> _After:  # fmt: skip
     recorder = st.recorder
     found: list[Any] = []
@@ -261,7 +266,7 @@ def _branch(
         st.attributes_kept()
         return tensors
 
-    region = record_region(recorder, call, [], scope=scope, turns=False, where=where)
+    region = record_region(recorder, call, [], scope=scope, turns=False, where=where, entered=entered)
     st.set(before)
     values, outputs, elements = found
     return _After(region, values, {at: region.outputs[place] for at, place in outputs.items()}, elements)

@@ -13,6 +13,7 @@ from tfnb.control_flow.staging.branching import chosen
 from tfnb.control_flow.staging.lists import expanded, grown, length
 from tfnb.control_flow.staging.looping import Stage
 from tfnb.control_flow.staging.statement import Statement, recorder_for, status
+from tfnb.control_flow.structure import sample_truth
 from tfnb.recording import Tensor
 
 
@@ -47,7 +48,9 @@ class Range:
                                                                                 rounding_mode="floor")  # fmt: skip
             if self.is_reversed:
                 start, step = start + (turns - 1) * step, -step
-        Stage(st, by_size=by_size).record(more, body, limit=turns.clamp(min=0), first=start, step=step)
+        limit = turns.clamp(min=0)
+        entered = sample_truth(st.recorder, limit) is not False
+        Stage(st, by_size=by_size, entered=entered).record(more, body, limit=limit, first=start, step=step)
 
 
 def _sign(step: Any) -> Any:
@@ -64,7 +67,7 @@ class Rows:
         return iter(self.plain())
 
     def stage(self, st: Statement, more: Any, body: Callable[[Any], None]) -> None:
-        Stage(st, by_size=True).record(
+        Stage(st, by_size=True, entered=True).record(
             more, lambda index, *rows: body(self.shape(index, *rows)), xs=self.tensors, first=0
         )
 

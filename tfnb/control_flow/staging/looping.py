@@ -29,12 +29,11 @@ from tfnb.control_flow.staging.statement import (
     plain_number,
     reason,
     same,
-    sample_truth,
     status,
     tensor_of,
 )
 from tfnb.control_flow.staging.unset import Absent, Sometimes, Undefined, UndefinedReturnValue, guarded
-from tfnb.control_flow.structure import SIZES, spec_of, truth
+from tfnb.control_flow.structure import SIZES, sample_truth, spec_of, truth
 from tfnb.errors import InvalidArgument, TfnbError
 from tfnb.graph import Spec, Variable
 from tfnb.recording import Tensor
@@ -42,15 +41,15 @@ from tfnb.recording.loop import DISAGREE, Loop
 from tfnb.recording.regions import bound_outside, now
 
 
-def staged_loop(st: Statement, stage: Callable[[], None], turn: Callable[[], None]) -> bool:
-    """Whether a loop could be staged; a user's error in its first turn is raised."""
+def staged_loop(st: Statement, stage: Callable[[], None], first: Callable[[], None]) -> bool:
+    """Whether a loop could be staged; a user's error in the first turn of the samples is raised."""
     try:
         stage()
         return True
     except CannotStage as error:
         why = error
     if is_users(why.__cause__ or why):
-        st.tried(turn)
+        st.tried(first)
     note_python(st, why)
     return False
 
@@ -62,11 +61,12 @@ class _Again(Exception):
 class Stage:
     """One loop to be staged: which names it carries, as which tensors.
 
-    by_size: only sizes decide how often it turns, so Python can run it for those of the samples.
+    by_size: only sizes decide how often it turns, so Python can run it for those of the samples. entered: whether the
+    samples take a turn.
     """
 
-    def __init__(self, st: Statement, *, by_size: bool = False) -> None:
-        self.st, self.recorder, self.by_size = st, st.recorder, by_size
+    def __init__(self, st: Statement, *, by_size: bool, entered: bool) -> None:
+        self.st, self.recorder, self.by_size, self.entered = st, st.recorder, by_size, entered
         self.before = st.get()
         self.dtypes: dict[tuple[int, int], torch.dtype] = {}  # of numbers that the body makes into something else
         self.late: dict[int, tuple[TreeSpec, list[Spec]] | None] = {}  # names that the body gives their first value
@@ -124,7 +124,9 @@ class Stage:
             return [*([given[0] + step] if head else []), *after, *self.growth.rows(recorder)]
 
         specs = invariants(recorder, start, [*start[:head], *self.first.values()])
-        loop = Loop(recorder, start, labels, xs, specs=specs, limit=limit, what=st.what.split()[0])
+        loop = Loop(
+            recorder, start, labels, xs, specs=specs, limit=limit, what=st.what.split()[0], entered=self.entered
+        )  # fmt: skip
         result = loop.record(None if test is None else condition, turn)
         self._finish(result.carried[head:], result.turns)
         if self.growth.lists:

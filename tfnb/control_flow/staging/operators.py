@@ -30,11 +30,10 @@ from tfnb.control_flow.staging.statement import (
     is_number,
     note_python,
     recorder_for,
-    sample_truth,
     status,
 )
 from tfnb.control_flow.staging.unset import Absent, Undefined, UndefinedReturnValue, guarded
-from tfnb.control_flow.structure import recorder_if_open
+from tfnb.control_flow.structure import recorder_if_open, sample_truth
 from tfnb.recording import Recorder, Tensor
 from tfnb.recording.regions import _Before
 
@@ -124,9 +123,10 @@ def while_stmt(
             body()
             continue
         before.undo()  # it is recorded again as the condition
-        by_size = not isinstance(found, Tensor)
         st = Statement("while", staged, names, get, set)
-        if staged_loop(st, lambda st=st, by=by_size: Stage(st, by_size=by).record(test, body), body):  # type: ignore[misc]
+        entered = sample_truth(staged, as_test(found)) is not False
+        stage = functools.partial(Stage, st, by_size=not isinstance(found, Tensor), entered=entered)
+        if staged_loop(st, lambda stage=stage: stage().record(test, body), body if entered else _nothing):  # type: ignore[misc]
             return
         tried = True
 
@@ -140,7 +140,7 @@ def for_stmt(
     turns = None if recorder is None else turns_of(items)
     if recorder is not None and turns is not None:
         st = Statement("for", recorder, names, get, set)
-        if staged_loop(st, lambda: turns.stage(st, more, body), lambda: body(next(iter(items)))):
+        if staged_loop(st, lambda: turns.stage(st, more, body), lambda: _first(items, body)):
             return
     for each in expanded(items) if grown(items) else items:
         test: Any = True if more is None else more()
@@ -156,6 +156,12 @@ def for_stmt(
 
 def _nothing() -> None:
     pass
+
+
+def _first(items: Any, body: Callable[[Any], None]) -> None:
+    """The first turn, if there is one."""
+    for each in items:
+        return body(each)
 
 
 def _staging() -> Recorder | None:

@@ -73,14 +73,6 @@ def recorder_for(test: Any) -> Recorder | None:
     return None if recorder.tape.is_fixed(recorder._entry(test).value) else recorder
 
 
-def sample_truth(recorder: Recorder, test: Any) -> bool | None:
-    """The truth while recording; None without samples."""
-    if isinstance(test, torch.SymBool):
-        return recorder.symbols.truth(test)
-    sample = test._entry.sample
-    return None if sample is None else bool(sample)
-
-
 def as_test(test: Any) -> Any:
     """A number of sizes as the relation that it is not zero."""
     return test != 0 if isinstance(test, (torch.SymInt, torch.SymFloat)) else test
