@@ -15,7 +15,17 @@ from tfnb.graph import Ref, Spec, Value, ops
 from tfnb.recording import Operation, Recorder
 from tfnb.recording.calls import Unfinished
 from tfnb.recording.loop import DISAGREE
-from tfnb.recording.regions import Region, append, bound_outside, captures, now, record_region, subgraph, write_back
+from tfnb.recording.regions import (
+    Region,
+    append,
+    bound_outside,
+    captures,
+    now,
+    record_region,
+    same_shape,
+    subgraph,
+    write_back,
+)
 from tfnb.recording.tensor import Base
 
 
@@ -119,12 +129,12 @@ def _text(side: _Side) -> str:
 
 def joined(
     recorder: Recorder, predicate: Any, regions: tuple[Region, Region], labels: Sequence[str], what: str,
-    loose: Container[int] = (),
+    loose: Container[int] = (), *, exact: bool = False,
 ) -> list[Any]:  # fmt: skip
     """The values of two branches, of which the predicate takes one; what they wrote is written.
 
     An output that is None is absent in that branch. labels: what outputs are called in errors. loose: the outputs whose
-    axis 0 may be of another size in each branch.
+    axis 0 may be of another size in each branch. exact: sizes that are the same for the samples alone do not do.
     """
     written = list(dict.fromkeys(base for region in regions for base in region.written))
     outputs = [[*region.outputs, *(_left(base, region) for base in written)] for region in regions]
@@ -134,7 +144,7 @@ def joined(
     then, other = (subgraph(recorder, r, captured, outs) for r, outs in zip(regions, outputs, strict=True))
     names = [*labels, *(f"a tensor that is written ({base.entry.value})" for base in written)]
     specs = [
-        _agreed(recorder, name, regions, pair, what, is_loose=place in loose)
+        _agreed(recorder, name, regions, pair, what, is_loose=place in loose, exact=exact)
         for place, (name, *pair) in enumerate(zip(names, *outputs, strict=True))
     ]
     absent = [None in pair for pair in zip(*outputs, strict=True)]
@@ -155,7 +165,7 @@ def _left(base: Base, region: Region) -> Value:
 
 def _agreed(
     recorder: Recorder, name: str, regions: tuple[Region, Region], values: Sequence[Value | None], what: str, *,
-    is_loose: bool,
+    is_loose: bool, exact: bool,
 ) -> Spec:  # fmt: skip
     """The spec of an output, which both branches give; raises InvalidArgument or ShapeError."""
     kinds = [spec_inside(recorder, r, v) for r, v in zip(regions, values, strict=True) if v is not None]
@@ -163,7 +173,7 @@ def _agreed(
     fits = a.dtype == b.dtype and a.device == b.device
     if fits and is_loose and now(recorder, a)[1:] == now(recorder, b)[1:]:
         return a if now(recorder, a) == now(recorder, b) and bound_outside(recorder, a) else _any_size(recorder, a)
-    if not fits or now(recorder, a) != now(recorder, b):
+    if not fits or (now(recorder, a) != now(recorder, b) if exact else not same_shape(recorder, a, b)):
         kind = ShapeError if fits else InvalidArgument
         raise kind(f"{name} is {a} in one branch and {b} in the other\n  {what}{recorder.tape.at()}", details=DISAGREE)
     return a

@@ -15,12 +15,22 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from tfnb.control_flow.arrays import arrays, filled, has_blanks, is_array
-from tfnb.control_flow.structure import flat, form_text, names, recorder_if_open, spec_of, tensors, truth, written_at
-from tfnb.errors import InvalidArgument, ShapeError
+from tfnb.control_flow.structure import (
+    flat,
+    form_text,
+    names,
+    recorder_if_open,
+    sample_truth,
+    spec_of,
+    tensors,
+    truth,
+    written_at,
+)
+from tfnb.errors import InvalidArgument, ShapeError, TfnbError
 from tfnb.graph import Spec, Variable
 from tfnb.recording import Recorder, Tensor
 from tfnb.recording.loop import Loop
-from tfnb.recording.regions import Given, bound_outside, record_region
+from tfnb.recording.regions import Given, attempt, bound_outside, record_region
 
 
 def while_loop(
@@ -93,7 +103,23 @@ def _while(
         found = body(*tree_unflatten(list(carried), form))
         return _same_form(recorder, found, form, start, body, "while_loop")
 
-    return tree_unflatten(loop.record(test, turn).carried, form)
+    try:
+        result = loop.record(test, turn)
+    except TfnbError:
+        if _enters(recorder, test, start, loop.limit):
+            raise
+        result = replace(loop, entered=False, held=[]).record(test, turn)
+    return tree_unflatten(result.carried, form)
+
+
+def _enters(recorder: Recorder, test: Callable[..., list[Tensor]], start: Sequence[Tensor], limit: Any) -> bool:
+    """Whether the samples take a turn."""
+    undo = attempt(recorder)
+    try:
+        tests = [test(*start)[0], *([limit > 0] if isinstance(limit, Tensor) else [])]
+        return all(sample_truth(recorder, each) is not False for each in tests)
+    finally:
+        undo()
 
 
 def _in_pieces(

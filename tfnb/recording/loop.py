@@ -21,8 +21,8 @@ from tfnb.recording.regions import (
     append,
     bound_outside,
     captures,
-    now,
     record_region,
+    same_shape,
     subgraph,
     write_back,
 )  # fmt: skip
@@ -235,11 +235,8 @@ class Loop:
                     f"{self.what}: {name} enters as {spec} and is {found} after one turn{at}", details=DISAGREE
                 )
             old = self.recorder.node(value.node).outputs[value.index].shape
-            fits = len(found.shape) == len(spec.shape) and all(
-                a == b or c != d
-                for a, b, c, d in zip(now(recorder, found), now(recorder, spec), spec.shape, old, strict=True)
-            )
-            if not fits:
+            kept = [axis for axis, sizes in enumerate(zip(spec.shape, old, strict=True)) if sizes[0] == sizes[1]]
+            if len(found.shape) != len(old) or not same_shape(recorder, _axes(found, kept), _axes(spec, kept)):
                 raise ShapeError(
                     f"{self.what}: {name} enters as {spec} and is {found} after one turn: keep its shape, or let an "
                     f"axis vary with shape_invariants{at}", details=DISAGREE,
@@ -251,6 +248,10 @@ class Loop:
             spec = self._inside(region, row)
             if own & set(spec.symbols) or not bound_outside(self.recorder, spec):
                 raise ShapeError(f"{self.what}: result {place} is {spec}, which may be another shape each turn{at}")
+
+
+def _axes(spec: Spec, axes: Sequence[int]) -> Spec:
+    return replace(spec, shape=tuple(spec.shape[axis] for axis in axes))
 
 
 def gathered(loop: Loop, row: Spec, shape: tuple[Size, ...] | int, turns: Size) -> list[Spec]:

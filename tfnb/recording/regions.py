@@ -1,12 +1,14 @@
 """Loops and branches while recording: what a function records is cut out of the tape and becomes a subgraph.
 
 The function runs under the ordinary recorder. What it takes from outside becomes an input; reads of variables,
-constants and, in a loop, what is the same in each turn (and cannot fail where there is none) stay outside. A tensor or variable of outside that it writes
-gets its value back, and the new one is an output: the caller writes it after the loop or branch.
+constants and, in a loop, what is the same in each turn stay outside, but for what could fail where there is no turn.
+A tensor or variable of outside that it writes gets its value back, and the new one is an output: the caller writes it
+after the loop or branch.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -14,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tfnb.errors import InvalidArgument
@@ -315,6 +318,19 @@ def now(recorder: Recorder, spec: Spec) -> tuple[Size, ...]:
     return tuple(
         symbols.size(size.evaluate(symbols.bindings([size]))) if isinstance(size, Dim) else size for size in spec.shape
     )
+
+
+def same_shape(recorder: Recorder, a: Spec, b: Spec) -> bool:
+    """Whether the shapes are the same; sizes that merely are so for the samples are from here on, as by a guard."""
+    symbols = recorder.symbols
+    pairs = [(x, y) for x, y in zip(now(recorder, a), now(recorder, b), strict=False) if x != y]
+    if len(a.shape) != len(b.shape) or not (bound_outside(recorder, a) and bound_outside(recorder, b)):
+        return not pairs and len(a.shape) == len(b.shape)
+    known = symbols.bindings([size for pair in pairs for size in pair])
+    relations = [operator.eq(*(s.evaluate(known) if isinstance(s, Dim) else s for s in pair)) for pair in pairs]
+    if any(isinstance(each, bool) or free_unbacked_symbols(each) or not symbols.truth(each) for each in relations):
+        return False
+    return all(map(symbols.decided, relations))
 
 
 def bound_outside(recorder: Recorder, spec: Spec) -> bool:

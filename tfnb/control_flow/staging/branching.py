@@ -298,7 +298,8 @@ class _Join:
         what = f"{st.place}: `{st.what}`"
         regions = (self.sides[True].region, self.sides[False].region)
         if any(r.nodes or r.written for r in regions) or self.columns:
-            results = joined(st.recorder, self.predicate, regions, self.labels, what, self.loose)
+            exact = isinstance(self.test, torch.SymBool)  # else Python takes the way that the sizes of the samples take
+            results = joined(st.recorder, self.predicate, regions, self.labels, what, self.loose, exact=exact)
         else:
             results = []
         return tuple(plan(results) for plan in plans)

@@ -94,6 +94,19 @@ def _assigned(at: ast.AST, name: str, value: ast.expr) -> ast.stmt:
     return found
 
 
+class Asserts(ast.NodeTransformer):
+    """``assert a, b`` as ``if a: pass; else: raise AssertionError(b)``: a way that only raises becomes a guard."""
+
+    def visit_Assert(self, node: ast.Assert) -> ast.AST:
+        if not __debug__ or never_tensor(node.test):
+            return node
+        error: ast.expr = placed(node, ast.Name("AssertionError", ast.Load()))
+        if node.msg is not None:
+            error = placed(node, ast.Call(error, [node.msg], []))
+        ways = [placed(node, ast.Pass())], [placed(node, ast.Raise(error, None))]
+        return placed(node, ast.If(node.test, *ways))  # type: ignore[no-any-return]
+
+
 class Walrus(ast.NodeTransformer):
     """``while (a := b): c`` as ``while True: if not (a := b): break; c``: malt makes a function of a test."""
 

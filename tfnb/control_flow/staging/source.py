@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
 
-from tfnb.control_flow.staging.expressions import Else, Expressions, Match, Plain, Walrus, told_names
+from tfnb.control_flow.staging.expressions import Asserts, Else, Expressions, Match, Plain, Walrus, told_names
 from tfnb.control_flow.staging.trees import (
     CONTROL,
     HIDDEN,
@@ -58,6 +58,7 @@ def bound(factory: CodeType, function: FunctionType, operators: Any) -> Function
 _WORTH = (
     *CONTROL,
     ast.Match,
+    ast.Assert,
     ast.Call,
     ast.IfExp,
     ast.BoolOp,
@@ -136,7 +137,7 @@ def with_operators(function: ast.FunctionDef, unsure: Container[str] = ()) -> as
     """Control flow and expressions as calls of operators. unsure: global names that may have no value."""
     if any(isinstance(n, (ast.Yield, ast.YieldFrom, ast.AsyncFunctionDef)) for n in ast.walk(function)):
         raise NotConvertible("a generator or async function is in it")
-    function = Match().visit(function)
+    function = Asserts().visit(Match().visit(function))
     if has_control([n for n in ast.walk(function) if isinstance(n, CONTROL)]):
         from tfnb.control_flow.staging.malting import malted
 

@@ -47,7 +47,7 @@ def walk(nodes: Iterable[ast.AST], *, targets: bool = True) -> Iterable[ast.AST]
 
 def has_control(body: Iterable[ast.AST]) -> bool:
     """Whether statements of these bodies choose or repeat by what may be a tensor."""
-    return any(isinstance(node, (*CONTROL, ast.Match)) and _may_stage(node) for node in walk(body))
+    return any(isinstance(node, (*CONTROL, ast.Match, ast.Assert)) and _may_stage(node) for node in walk(body))
 
 
 def _may_stage(node: ast.AST) -> bool:
