@@ -33,11 +33,11 @@ class Pending:
     """What a computed step will write.
 
     seen: the count of writes before the step read its first Variable. again: puts values in the place of those that
-    depend on what another step overwrote.
+    depend on what another step overwrote. values: tensors, and numbers for tensors of one element.
     """
 
     targets: list[torch.Tensor]
-    values: list[torch.Tensor]
+    values: list[Any]
     updates: list[Update]
     seen: int = 0
     again: Callable[[Pending], None] | None = None
@@ -53,16 +53,25 @@ def commit(pending: Pending) -> None:
         try:
             for update in pending.updates:
                 update.kernel(update.rows, **update.settings)
-            targets, values = _changed(pending.targets, pending.values)
+            targets, values, numbers = _changed(pending.targets, pending.values)
             if targets:
                 torch._foreach_copy_(targets, values)
+            for target, number in numbers:
+                target.fill_(number)
         finally:
             WRITERS.count += 1
 
 
-def _changed(targets: list[torch.Tensor], values: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Without those that stay as they are: of a branch that was not taken."""
-    if not any(map(operator.is_, targets, values)):
-        return targets, values
+def _changed(
+    targets: list[torch.Tensor], values: list[Any]
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[tuple[torch.Tensor, Any]]]:
+    """Without those that stay as they are, of a branch that was not taken; numbers by themselves."""
+    if all([type(value) is torch.Tensor for value in values]) and not any(map(operator.is_, targets, values)):
+        return targets, values, []
     pairs = [(target, value) for target, value in zip(targets, values, strict=True) if value is not target]
-    return [target for target, _ in pairs], [value for _, value in pairs]
+    numbers = [pair for pair in pairs if type(pair[1]) in _NUMBERS]
+    others = [pair for pair in pairs if type(pair[1]) not in _NUMBERS]
+    return [target for target, _ in others], [value for _, value in others], numbers
+
+
+_NUMBERS = frozenset({bool, int, float})

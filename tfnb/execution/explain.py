@@ -10,6 +10,7 @@ from torch import fx
 
 from tfnb.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, TfnbError
 from tfnb.execution.lower import Program
+from tfnb.execution.quick import Quick, parts
 from tfnb.execution.running import Deadline, Stop
 from tfnb.execution.watch import Code, Look
 from tfnb.graph import Node, Spec
@@ -67,7 +68,7 @@ def failing_node(program: Any, error: BaseException) -> Node | None:
     In a loop or branch it is the innermost one.
     """
     trace, found = error.__traceback__, None
-    programs = {type(p.module).forward.__code__: p for p in _programs(program)}
+    programs = {type(p.module).forward.__code__: p for p in _codes(program)}
     while trace is not None:
         frame = trace.tb_frame
         if isinstance(at := frame.f_locals.get("n"), fx.Node):
@@ -80,15 +81,16 @@ def failing_node(program: Any, error: BaseException) -> Node | None:
     return found
 
 
-def _programs(program: Any) -> Iterator[Program]:
+def _codes(program: Any) -> Iterator[Program | Quick]:
     """All generated code of what was lowered."""
     if isinstance(program, Program):
         yield program
+        yield from parts(program.quick)
     for inner in program.inner:
-        yield from _programs(inner)
+        yield from _codes(inner)
 
 
-def _at_line(program: Program | Code, line: int) -> Node | None:
+def _at_line(program: Program | Quick | Code, line: int) -> Node | None:
     text = program.code.splitlines()
     if not 0 < line <= len(text):
         return None

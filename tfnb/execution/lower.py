@@ -28,7 +28,7 @@ from tfnb.graph import Graph, Guard, Node, Recursion, Ref, Subgraph, Value, Vari
 from tfnb.graph.collector import uncollected
 from tfnb.graph.node import map_leaves
 from tfnb.graph.ops import overload
-from tfnb.graph.spec import Dim
+from tfnb.graph.spec import Dim, Spec
 from tfnb.graph.writing import WRITERS, Cut
 from tfnb.kernels.optim import FUSED
 from tfnb.passes import LAID_OUT, LAST, feed_symbols, numbers, optimize, overwriting
@@ -65,7 +65,9 @@ class Program:
     donated: Mapping[fx.Node, Donation]  # what writes into its first argument
     stale: Stale | None  # what the commit computes again after another step's; None in loops and branches
     private: frozenset[Variable]  # read from a copy
+    specs: Mapping[str, Spec]  # generated name -> what its value is
     forward: Callable[..., tuple[Any, ...]] = field(init=False)
+    quick: Any = field(init=False, default=None)  # the same by `tfnb.execution.quick`, where a session runs that
 
     def __post_init__(self) -> None:
         self.module.__dict__.update(self.module.named_buffers())  # constants, found without a call of __getattr__
@@ -442,8 +444,17 @@ class _Lowering:
             n_fetches=len(self.fetches), copies=tuple(place[v] for v in self.written),
             updates=tuple((op, settings, tuple(lengths)) for op, settings, lengths in groups.values()),
             inner=tuple(self.inner), written=self.in_place.places, donated=self.donated, stale=self.stale,
-            private=private,
+            private=private, specs=self._specs(),
         )  # fmt: skip
+
+    def _specs(self) -> dict[str, Spec]:
+        """What is known of the values of the generated code."""
+        found: dict[str, Spec] = {}
+        for value, at in self.values.items():
+            node = self.graph.contents.by_id.get(value.node) or self.whole.contents.by_id[value.node]
+            if value.index < len(node.outputs):
+                found.setdefault(at.name, node.outputs[value.index])
+        return found
 
     def _fetched(self, value: Value) -> Any:
         node = self.whole.contents.by_id[value.node]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -26,7 +27,7 @@ class Stale:
         done = {node.attrs["variable"] for node in pruned.nodes if node.op == "tfnb.assign" and node.id in fused}
         self.found = again(pruned, feeds, done)
         self.operands = () if self.found is None else tuple(self.found.operands.values())
-        self.fetches = tuple(fetches)
+        self.fetches, self.nodes = tuple(fetches), graph.contents.by_id
 
     @property
     def private(self) -> frozenset[Variable]:
@@ -40,7 +41,7 @@ class Stale:
         """What a commit calls; ``written``: whose values the step writes as they are, ``fetched`` is brought up too."""
         if self.found is None:
             return None
-        values = dict(zip(self.found.operands, operands, strict=True))
+        values: dict[Value, Any] = dict(zip(self.found.operands, operands, strict=True))
         return partial(self._renew, written, storages, values, fetched)
 
     def _renew(
@@ -48,6 +49,7 @@ class Stale:
         values: dict[Value, torch.Tensor], fetched: list[torch.Tensor | None], pending: Pending,
     ) -> None:  # fmt: skip
         assert self.found is not None
+        values.update({v: self._tensor(v, x) for v, x in values.items() if not isinstance(x, torch.Tensor)})
         for node in self.found.nodes:
             if node.op == "tfnb.read":
                 values[node.value()] = storages[node.attrs["variable"]].clone()
@@ -64,6 +66,13 @@ class Stale:
             value = self.found.same.get(value, value)
             if value.node in made and fetched[place] is not None:
                 fetched[place] = values[value]
+
+    def _tensor(self, value: Value, number: Any) -> torch.Tensor:
+        """What generated code has as a number."""
+        assert self.found is not None
+        step = self.found.operands[value]
+        spec = self.nodes[step.node].outputs[step.index]
+        return torch.full(spec.sizes({}), number, dtype=spec.dtype, device="cpu")
 
 
 def _no_size(dim: object) -> int:
