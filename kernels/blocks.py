@@ -2,6 +2,9 @@
 
 The second tier of the CPU is a file that is mapped into memory and has no name, so nothing is left of it however the
 run ends; that of an accelerator is pinned memory, copied on a stream of its own.
+
+The thread that copies makes few calls, each for many rows, and neither makes nor frees rows: whatever it does in Python
+holds up the thread that takes turns. That one drops rows once they are gone, and makes them of what came back.
 """
 
 from __future__ import annotations
@@ -9,23 +12,31 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from itertools import chain, groupby, repeat
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from tfnb.kernels.pieces import Piece, Pieces
+
 PIECE = 64 << 10  # bytes that come back in one piece of memory, about
 _ALIGN = 64
+T = TypeVar("T")
 HERE, AWAY, COMING = "here", "away", "coming"
 
 
 class Tier:
-    """Memory of the second tier, which later runs use again. Of the CPU it is a file without a name."""
+    """Memory of the second tier, which later runs use again. Of the CPU it is a file without a name.
+
+    pieces: of the first tier, for rows that come back.
+    """
 
     def __init__(self) -> None:
+        self.pieces = Pieces()
         self._free: dict[tuple[int, str], list[torch.Tensor]] = {}
         self._end = 0
 
@@ -55,8 +66,8 @@ class Block:
     """
 
     __slots__ = (
-        "alike", "bytes", "coming", "device", "each", "first", "gone", "leaving", "memory", "packs", "pinned", "rows",
-        "state", "turns", "where",
+        "alike", "bytes", "coming", "device", "each", "first", "gone", "leaving", "memory", "moved", "pieces", "pinned",
+        "rows", "state", "turns", "where",
     )  # fmt: skip
 
     def __init__(
@@ -67,18 +78,14 @@ class Block:
         self.first, self.turns, self.state, self.gone = first, len(rows[0]), state, False
         self.where, self.pinned = HERE, False  # pinned: a loop takes its rows now
         self.device = rows[0][0].device
-        self.packs: list[tuple[list[int], _Pack]] = []
+        self.moved: list[tuple[_Layout, torch.Tensor]] = []  # the columns, if they are in the second tier
+        self.pieces: list[list[Piece]] = []  # of each column, if it came back
         self.memory: torch.Tensor | None = None
         self.leaving: Future[None] | None = None
-        self.coming: Future[list[list[torch.Tensor]]] | None = None
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether no loop took some of its rows for good."""
-        return self.where is COMING or all(self.rows)
+        self.coming: Future[None] | None = None
 
     def move(self, tier: Tier) -> None:
-        """Copy to the second tier; in the thread that copies."""
+        """Copy to the second tier; in the thread that copies. Raises OSError where there is no memory."""
         kinds: dict[Any, list[int]] = {}  # columns of one kind are copied together
         for column, rows in enumerate(self.rows):
             kind = (rows[0].shape, rows[0].stride(), rows[0].dtype) if self.alike else column
@@ -86,29 +93,65 @@ class Block:
         sizes = [sum(self.each[column] for column in columns) for columns in kinds.values()]
         spans = [-(-size // _ALIGN) * _ALIGN for size in sizes]
         self.memory, at = tier.take(max(sum(spans), 1), self.device), 0
+        moved: dict[int, tuple[_Layout, torch.Tensor]] = {}
         with torch.no_grad(), _stream(self.device):
             for columns, size, span in zip(kinds.values(), sizes, spans, strict=True):
-                rows = [row for column in columns for row in self.rows[column]]
-                self.packs.append((columns, _Pack(rows, self.memory[at : at + size], self.alike)))
+                layout = (_Alike if self.alike else _Layout)(self.rows[columns[0]])
+                memory = self.memory[at : at + size].view(layout.dtype)
+                layout.put([row for column in columns for row in self.rows[column]], memory)
+                parts = memory.view(len(columns), -1).unbind(0) if size else [memory] * len(columns)
+                moved |= {column: (layout, part) for column, part in zip(columns, parts, strict=True)}
                 at += span
-        self.rows = []
+        self.moved = [moved[column] for column in range(len(self.rows))]
 
-    def memory_here(self) -> list[list[torch.Tensor]]:
-        """Memory for what was moved, for `brought`. Raises OSError where that failed."""
-        if self.leaving is not None:
-            self.leaving.result()
-        return [pack.memory_here(self.device) for _, pack in self.packs]
+    def left(self) -> None:
+        """What `move` copied is held here no more."""
+        self.leaving, self.rows = None, []
 
-    def brought(self, into: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
-        """What was moved; in the thread that copies."""
-        found: list[list[torch.Tensor]] = [[] for _ in self.each]
+    def memory_here(self, pieces: Pieces) -> None:
+        """Take the memory that `bring` fills."""
+        self.pieces = [layout.pieces(pieces, self.device) for layout, _ in self.moved]
+
+    def bring(self) -> None:
+        """Copy from the second tier; in the thread that copies."""
         with torch.no_grad(), _stream(self.device):
-            for (columns, pack), memory in zip(self.packs, into, strict=True):
-                rows = pack.rows(memory)
-                turns = len(rows) // len(columns)
-                for place, column in enumerate(columns):
-                    found[column] = rows[place * turns : (place + 1) * turns]
-        return found
+            parts = [part for layout, memory in self.moved for part in layout.parts(memory)]
+            torch._foreach_copy_([piece.memory for piece in chain(*self.pieces)], parts, non_blocking=True)
+
+    def arrived(self) -> None:
+        """What `bring` copied is used from here on."""
+        self.coming, self.where = None, HERE
+        if self.device.type != "cpu":
+            for piece in chain(*self.pieces):
+                piece.memory.record_stream(torch.accelerator.current_stream(self.device))  # type: ignore[arg-type]
+
+    def taken(self, column: int, *, back: bool, last: bool) -> Iterator[torch.Tensor]:
+        """A column's rows; back: the last turn's first. last: nobody takes them again, so they go one by one."""
+        if self.pieces:
+            way: Callable[..., Iterator[Any]] = reversed if back else iter
+            return chain.from_iterable(map(way, [piece.rows for piece in way(self.pieces[column])]))
+        rows = emptied(self.rows[column]) if last else self.rows[column][:]
+        if not back:
+            rows.reverse()
+        return _popped(rows)
+
+    def dropped(self) -> list[Piece]:
+        """Hold no rows; gives the memory that they had."""
+        pieces = [*chain(*self.pieces)]
+        self.rows, self.pieces, self.where = [], [], AWAY
+        return pieces
+
+
+def _popped(rows: list[T]) -> Iterator[T]:
+    """Those of a list, the last one first, which leave it."""
+    return map(list.pop, repeat(rows, len(rows)))
+
+
+def emptied(rows: list[T]) -> list[T]:
+    """What a list held, in order. It touches none of it, which takes longer where that is out of the caches."""
+    found = [*_popped(rows)]
+    found.reverse()
+    return found
 
 
 @contextmanager
@@ -124,44 +167,59 @@ def _stream(device: torch.device) -> Iterator[None]:
     stream.synchronize()
 
 
-class _Pack:
-    """Rows of one kind in the second tier, with the order of axes that they had in memory."""
+class _Layout:
+    """How rows of a column lie in the second tier: one after the other, with the order of axes that they had."""
 
-    def __init__(self, rows: Sequence[torch.Tensor], memory: torch.Tensor, alike: bool) -> None:
+    def __init__(self, rows: Sequence[torch.Tensor]) -> None:
         first = rows[0]
-        self.shapes, self.alike = [first.shape] * len(rows) if alike else [row.shape for row in rows], alike
         strides = first.stride()
         order = sorted(range(first.dim()), key=lambda axis: -strides[axis])
         self.order = None if order == sorted(order) else order
-        laid = rows if self.order is None else [row.permute(order) for row in rows]
-        self.memory = memory.view(first.dtype)
-        self.some = len(rows)  # that come back in one piece
-        if first.device.type == "cpu" and alike:
-            self.some = max(1, PIECE // max(1, first.numel() * first.element_size()))
-        if first.device.type == "cpu" and alike:
-            torch.stack(list(laid), out=self.memory.view(len(rows), *laid[0].shape))
+        self.places = tuple(order.index(axis) for axis in range(len(order)))
+        self.dtype = first.dtype
+        self.shapes = [row.shape for row in self.laid(rows)]
+
+    def laid(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The rows with the axes as they lie."""
+        return [*rows] if self.order is None else [row.permute(self.order) for row in rows]
+
+    def put(self, rows: Sequence[torch.Tensor], memory: torch.Tensor) -> None:
+        """Copy rows of this layout, of one or more columns."""
+        memory.copy_(torch.cat([row.reshape(-1) for row in self.laid(rows)]), non_blocking=True)
+
+    def pieces(self, pieces: Pieces, device: torch.device) -> list[Piece]:
+        """Memory for a column that comes back."""
+        counts = [prod(shape) for shape in self.shapes]
+        memory = torch.empty(sum(counts), dtype=self.dtype, device=device)
+        rows = [part.view(shape) for part, shape in zip(memory.split(counts), self.shapes, strict=True)]
+        return [Piece(memory, [row.permute(self.places) for row in rows])]
+
+    def parts(self, memory: torch.Tensor) -> Sequence[torch.Tensor]:
+        """What belongs into each piece."""
+        return [memory]
+
+
+class _Alike(_Layout):
+    """Rows of one shape. The CPU's allocator gives small pieces of what others gave back, with no page to map."""
+
+    def __init__(self, rows: Sequence[torch.Tensor]) -> None:
+        super().__init__(rows[:1])
+        self.shape, self.turns, some = self.shapes[0], len(rows), len(rows)
+        if rows[0].device.type == "cpu":
+            some = max(1, PIECE // max(1, rows[0].numel() * rows[0].element_size()))
+        whole, rest = divmod(self.turns, some)
+        self.counts = [some] * whole + [rest] * bool(rest)  # of rows in each piece
+
+    def put(self, rows: Sequence[torch.Tensor], memory: torch.Tensor) -> None:
+        if rows[0].device.type == "cpu":
+            torch.stack(self.laid(rows), out=memory.view(len(rows), *self.shape))
         else:
-            self.memory.copy_(torch.cat([row.reshape(-1) for row in laid]), non_blocking=True)
+            super().put(rows, memory)
 
-    def memory_here(self, device: torch.device) -> list[torch.Tensor]:
-        """Memory for the rows. The CPU's allocator gives small pieces of what others gave back, with no page to map."""
-        pieces = [self.shapes[at : at + self.some] for at in range(0, len(self.shapes), self.some)]
-        return [torch.empty(sum(map(prod, shapes)), dtype=self.memory.dtype, device=device) for shapes in pieces]
+    def pieces(self, pieces: Pieces, device: torch.device) -> list[Piece]:
+        counts = ((count, list(some)) for count, some in groupby(self.counts))
+        kinds = (((self.shape, count, self.dtype, self.places), len(some)) for count, some in counts)
+        return [piece for kind, some in kinds for piece in pieces.take(kind, some, device)]
 
-    def rows(self, into: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The rows, in this memory."""
-        torch._foreach_copy_(into, self.memory.split([len(piece) for piece in into]), non_blocking=True)
-        order = self.order
-        shapes = self.shapes if order is None else [[shape[axis] for axis in order] for shape in self.shapes]
-        found: list[torch.Tensor] = []
-        for at, piece in zip(range(0, len(shapes), self.some), into, strict=True):
-            some = shapes[at : at + self.some]
-            if self.alike:
-                found += piece.view(len(some), *some[0]).unbind(0)
-            else:
-                parts = piece.split([prod(shape) for shape in some])
-                found += [part.view(shape) for part, shape in zip(parts, some, strict=True)]
-        if order is None:
-            return found
-        back = [order.index(axis) for axis in range(len(order))]
-        return [row.permute(back) for row in found]
+    def parts(self, memory: torch.Tensor) -> Sequence[torch.Tensor]:
+        return memory.view(self.turns, *self.shape).split(self.counts)

@@ -7,22 +7,28 @@ Loops go backwards through what they kept: the oldest rows leave first. Knows no
 from __future__ import annotations
 
 import threading
+from bisect import insort
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain, islice
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
 
-from tfnb.kernels.blocks import AWAY, COMING, HERE, Block, Tier
+from tfnb.kernels.blocks import AWAY, COMING, HERE, Block, Tier, emptied
 from tfnb.kernels.control import Again, Function
+from tfnb.kernels.pieces import Piece
 
 BLOCK = 4 << 20  # bytes that are copied at a time, about
 AHEAD = 2  # blocks that come before they are needed
 STATES = 3  # at most one part of so many of the room is for what is held to take turns again
 
 T = TypeVar("T")
+_first = attrgetter("first")
 Refuse = Callable[[int, str], Exception]  # of a turn, and why
 
 
@@ -49,6 +55,7 @@ class Room:
         self.counts = Swapped()
         self._stacks: list[Stack] = []  # those that may move, the oldest first
         self._leaving: list[Block] = []
+        self._spent: deque[tuple[list[Piece], int]] = deque()  # memory of rows that were taken, and its bytes
         self._thread: ThreadPoolExecutor | None = None
 
     def __enter__(self) -> Room:
@@ -59,6 +66,7 @@ class Room:
             self.counts.most = min(self.counts.most, self.counts.saved)  # not all of what was granted was filled
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
+        self.reclaim()
         for block in (block for stack in self._stacks for block in stack.blocks):
             if block.memory is not None:
                 self.tier.give(block.memory, block.device)
@@ -76,7 +84,9 @@ class Room:
         """Hold more; wait for copies and move blocks out where there is no room. False if that does not help."""
         self._settle()
         while self.held + bytes > self.bytes:
-            if self._leaving:
+            if self._spent:
+                self.reclaim()
+            elif self._leaving:
                 self._settle(wait=True)
             elif not self.make_room():
                 return False
@@ -101,6 +111,21 @@ class Room:
         """Hold less."""
         self.held -= bytes
 
+    def drop(self, block: Block) -> None:
+        """Hold a block's rows no more; what a loop still uses of them is held until `reclaim`."""
+        pieces = block.dropped()
+        if pieces:
+            self._spent.append((pieces, block.bytes))
+        else:
+            self.give(block.bytes)
+
+    def reclaim(self, keep: int = 0) -> None:
+        """What came back and was taken is held no more, but for the last so many blocks."""
+        while len(self._spent) > keep:
+            pieces, bytes = self._spent.popleft()
+            self.tier.pieces.give(pieces)
+            self.give(bytes)
+
     def make_room(self) -> bool:
         """Begin to move the oldest block out; False where there is none."""
         return any(stack.leave() for stack in self._stacks)
@@ -123,6 +148,11 @@ class Room:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="tfnb-swap")
         return self._thread.submit(call, *args)
 
+    def gone(self, block: Block) -> None:
+        """Wait until a block that leaves is gone."""
+        while block.leaving is not None:
+            self._settle(wait=True)
+
     def _settle(self, wait: bool = False) -> None:
         """Blocks that are gone are held no more; wait: for one of them."""
         while self._leaving:
@@ -132,6 +162,7 @@ class Room:
                 return
             block.leaving.result()
             del self._leaving[0]
+            block.left()
             self.give(block.bytes)
             wait = False
 
@@ -159,6 +190,7 @@ class Stack:
     count: int = 0  # of turns, in blocks
     reverse: bool = False
     shapes: list[torch.Size] = field(default_factory=list)  # of the first rows
+    _here: list[Block] = field(default_factory=list)  # those that are not away, the oldest first
     _reading: _Reading | None = None
     _over: bool = False  # there is no room for one more turn
 
@@ -230,10 +262,7 @@ class Stack:
         """The turns that were granted are over: they are a block."""
         if self._over:
             raise self.refuse(self.count + 1, "")
-        rows = [column[:] for column in self.fresh]
-        for column in self.fresh:
-            column.clear()
-        self._seal(rows)
+        self._seal([emptied(column) for column in self.fresh])
         self.due = self._granted()
 
     def _seal(self, rows: list[list[torch.Tensor]]) -> None:
@@ -248,6 +277,7 @@ class Stack:
         state = None if self.again is None else self._start
         block = Block(rows, each, self.each is not None, self.count, state)
         self.blocks.append(block)
+        self._here.append(block)
         self.count += turns
         self.room.counts.saved += block.bytes
         if self.count <= self.beyond:
@@ -257,7 +287,7 @@ class Stack:
 
     def leave(self) -> bool:
         """The oldest block that is here leaves, or begins to; False where there is none."""
-        block = next((b for b in self.blocks if b.where is not AWAY and b.bytes and not b.pinned and b.is_whole), None)
+        block = next((block for block in self._here if not block.pinned), None)
         if block is not None:
             self._landed(block)
             self._send(block)
@@ -266,19 +296,15 @@ class Stack:
     def _send(self, block: Block) -> None:
         """The block leaves: it is dropped where its rows are in the second tier too, or can be computed again."""
         room = self.room
-        if not block.packs and not block.gone and block.state is not None:
+        self._here.remove(block)
+        if not block.moved and not block.gone and block.state is not None:
             block.gone = room.keep(self.state)
             if not block.gone:
                 self._forget(block)
-        if block.packs or block.gone:
-            self.drop(block)
+        if block.moved or block.gone:
+            room.drop(block)
         else:
             room.out(block)
-
-    def drop(self, block: Block) -> None:
-        """A block that is somewhere else too, or can be computed again, is held no more."""
-        block.rows, block.where = [], AWAY
-        self.room.give(block.bytes)
 
     def _forget(self, block: Block) -> None:
         """The block is not computed again from here on."""
@@ -325,9 +351,8 @@ class Stack:
     def _landed(self, block: Block) -> None:
         """Wait for a block that is coming."""
         if block.coming is not None:
-            block.rows, block.coming, block.where = block.coming.result(), None, HERE
-            for row in (row for rows in block.rows for row in rows if row.device.type != "cpu"):
-                row.record_stream(torch.accelerator.current_stream(row.device))  # type: ignore[arg-type]
+            block.coming.result()
+            block.arrived()
 
     def _compute(self, block: Block) -> None:
         """Take the block's turns again."""
@@ -336,16 +361,20 @@ class Stack:
         self._tried(self.room.insist, block.bytes)
         self.room.counts.again += block.bytes
         block.rows, block.where = self.again.turns(block.state, block.first, block.turns), HERE
+        insort(self._here, block, key=_first)
 
     def closed(self, block: Block, *, last: bool, end: bool) -> None:
         """A loop has taken the block's rows, and all with its end; last: no other loop will."""
         block.pinned = False
         if last:
+            self._here.remove(block)
+            self.room.drop(block)
             self._forget(block)
             if end:
                 self._done()
-        elif block.packs or block.gone:
-            self.drop(block)
+        elif block.moved or block.gone:
+            self._here.remove(block)
+            self.room.drop(block)
 
     def _done(self) -> None:
         """No turn is taken again."""
@@ -355,10 +384,12 @@ class Stack:
 
     def come(self, block: Block) -> None:
         """Begin to bring a block back."""
+        self._tried(self.room.gone, block)
         self._tried(self.room.insist, block.bytes)
         self.room.counts.back += block.bytes
-        into = self._tried(block.memory_here)
-        block.where, block.coming = COMING, self.room.submit(block.brought, into)
+        block.memory_here(self.room.tier.pieces)
+        insort(self._here, block, key=_first)
+        block.where, block.coming = COMING, self.room.submit(block.bring)
 
 
 class _Reading:
@@ -371,21 +402,20 @@ class _Reading:
 
     def rows(self, column: int) -> Iterator[torch.Tensor]:
         """Those of one column; all columns are taken turn by turn."""
+        return chain.from_iterable(self._runs(column))
+
+    def _runs(self, column: int) -> Iterator[Iterator[torch.Tensor]]:
         for place, block in enumerate(self.blocks):
             if place > self._opened:
                 self._open(place)
-            rows = block.rows[column][:: 1 if self.back else -1]
-            if self.last:
-                block.rows[column] = []
-            while len(rows) > 1:
-                yield rows.pop()
-            if self.last:
-                self.stack.room.give(block.each[column])
-            self._close(block)
-            yield rows.pop()  # nobody may ask for one more
+            rows = block.taken(column, back=self.back, last=self.last)
+            yield islice(rows, block.turns - 1)
+            self._close(block)  # before the last row: nobody may ask for one more
+            yield rows
 
     def _open(self, place: int) -> None:
         self._opened = place
+        self.stack.room.reclaim(keep=1)  # not the block before, whose last rows are still in somebody's hands
         self.stack.open(self.blocks[place])
         for block in self.blocks[place + 1 : place + 1 + AHEAD]:
             if block.where is AWAY:
