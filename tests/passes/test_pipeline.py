@@ -175,6 +175,20 @@ def test_stages_show_what_each_pass_did() -> None:
     assert prune(g, ys, xs) and fold(g) is g and merge(simplify(g)) is not g
 
 
+def test_passes_that_find_nothing_hand_on_the_graph_that_they_were_given() -> None:
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.ones(3))
+        y = x.exp()
+    seen: list[Graph] = []
+
+    def nothing(given: Graph, *_: Any) -> Graph:
+        seen.append(given)
+        return given
+
+    *_, (_, last) = stages(graph, [y.value], [x.value], (nothing, nothing))
+    assert seen[0] is seen[1] and last.nodes == seen[0].nodes[1:]
+
+
 def test_recomputed_nodes_are_computed_again() -> None:
     with tfnb.record() as g:
         x = tfnb.placeholder(X)

@@ -70,13 +70,14 @@ def stages(
         if graph.nodes == before:
             break
         yield "prune", graph
+    seen = _with_fed(graph, whole, feeds)
     for run in last:
-        seen = _with_fed(graph, whole, feeds)
         chosen = run(seen, fetches, feeds)
-        if chosen is not seen:
+        if chosen is not seen:  # otherwise the next pass finds its consumers there
             yield run.__name__, chosen
             graph = prune(chosen, fetches, feeds)
             yield "prune", graph
+            seen = _with_fed(graph, whole, feeds)
 
 
 def _with_fed(graph: Graph, whole: Graph, feeds: Collection[Value]) -> Graph:

@@ -42,7 +42,8 @@ def _reach(contents: Contents, roots: Iterable[Value], fed: dict[Value, None]) -
             continue
         needed.add(node_id)
         node: Node = by_id[node_id]
-        stack.extend([v.node for v in _run(node).inputs if v not in fed])
+        inputs = node.inputs if node.op != WITH_GRADIENT else _run(node).inputs
+        stack.extend([v.node for v in inputs if v.node not in needed and v not in fed])
         stack.extend(node.control)
     return needed
 

@@ -103,7 +103,7 @@ class Shapes:
         if not plain or tensor.untyped_storage().nbytes() != tensor.nbytes:
             return self.symbols.fake_like(tensor)
         found = self._dense.get(_metadata(tensor))
-        return self._one(self.symbols.fake_like(tensor)) if found is None else found
+        return self._one(self.symbols.fake_dense(tensor)) if found is None else found
 
     def spec(self, fake: torch.Tensor) -> Spec:
         """The Spec of a fake tensor."""

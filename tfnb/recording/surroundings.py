@@ -57,7 +57,7 @@ def _uncompiled() -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(torch.jit.optimized_execution(False))
-        is_loaded = "torch._dynamo" in sys.modules
+        is_loaded = "torch._dynamo.eval_frame" in sys.modules
         stack.enter_context(_eagerly() if is_loaded else swapped((torch, "compile", compile)))
         yield
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import product
 from types import FrameType
 from typing import Any, Protocol
@@ -31,9 +31,9 @@ from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from tfnb.errors import ShapeError
 from tfnb.graph import Dim, Spec
-from tfnb.graph.collector import lasting
 from tfnb.graph.contents import unique
 from tfnb.graph.spec import Size
+from tfnb.recording.fakes import imported
 
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 # The modules between Python's question and its answer.
@@ -135,13 +135,6 @@ class _Env(ShapeEnv):
         return result
 
 
-@cache
-def _imported() -> None:
-    """The first ShapeEnv of a process imports much of torch."""
-    with lasting():
-        ShapeEnv()
-
-
 def _is_equality(expr: Any, outcome: Any) -> bool:
     """Whether evaluating ``expr`` to ``outcome`` states an equality (or fixes a number)."""
     if isinstance(expr, sympy.Eq):
@@ -218,7 +211,7 @@ class Symbols:
 
     def __init__(self) -> None:
         self.listener: Listener | None = None
-        _imported()
+        imported()
         self.env = _Env(self._heard, self._settled)
         self.fake_mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
         self.fake_mode.cache_enabled = False  # `tfnb.recording.shapes` remembers, at less cost
@@ -401,6 +394,11 @@ class Symbols:
         sizes = spec.sizes(self.bindings(spec.shape))
         with _disable_current_modes(), self.fake_mode:
             return torch.empty(sizes, dtype=spec.dtype, device=spec.device)
+
+    def fake_dense(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`fake_like` for a tensor that is all of its memory, and nothing but numbers."""
+        with _disable_current_modes(), self.fake_mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
     def renewed(self, leaf: Any) -> Any:
         """A size, or a fake tensor, over the symbols that stand under its letters now; anything else unchanged."""
