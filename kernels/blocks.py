@@ -67,7 +67,7 @@ class Block:
 
     __slots__ = (
         "alike", "bytes", "coming", "device", "each", "first", "gone", "leaving", "memory", "moved", "pieces", "pinned",
-        "rows", "state", "turns", "where",
+        "ready", "rows", "state", "turns", "where",
     )  # fmt: skip
 
     def __init__(
@@ -83,6 +83,12 @@ class Block:
         self.memory: torch.Tensor | None = None
         self.leaving: Future[None] | None = None
         self.coming: Future[None] | None = None
+        self.ready: Any = None
+
+    def mark(self) -> None:
+        """In the thread that computes: what it started so far comes before the next copy."""
+        if self.device.type != "cpu":
+            self.ready = torch.accelerator.current_stream(self.device).record_event()
 
     def move(self, tier: Tier) -> None:
         """Copy to the second tier; in the thread that copies. Raises OSError where there is no memory."""
@@ -94,7 +100,7 @@ class Block:
         spans = [-(-size // _ALIGN) * _ALIGN for size in sizes]
         self.memory, at = tier.take(max(sum(spans), 1), self.device), 0
         moved: dict[int, tuple[_Layout, torch.Tensor]] = {}
-        with torch.no_grad(), _stream(self.device):
+        with torch.no_grad(), _stream(self.device, self.ready):
             for columns, size, span in zip(kinds.values(), sizes, spans, strict=True):
                 layout = (_Alike if self.alike else _Layout)(self.rows[columns[0]])
                 memory = self.memory[at : at + size].view(layout.dtype)
@@ -111,10 +117,11 @@ class Block:
     def memory_here(self, pieces: Pieces) -> None:
         """Take the memory that `bring` fills."""
         self.pieces = [layout.pieces(pieces, self.device) for layout, _ in self.moved]
+        self.mark()  # kernels that used this memory for something else may still run
 
     def bring(self) -> None:
         """Copy from the second tier; in the thread that copies."""
-        with torch.no_grad(), _stream(self.device):
+        with torch.no_grad(), _stream(self.device, self.ready):
             parts = [part for layout, memory in self.moved for part in layout.parts(memory)]
             torch._foreach_copy_([piece.memory for piece in chain(*self.pieces)], parts, non_blocking=True)
 
@@ -155,13 +162,13 @@ def emptied(rows: list[T]) -> list[T]:
 
 
 @contextmanager
-def _stream(device: torch.device) -> Iterator[None]:
-    """A stream of one's own, waited for at the end."""
+def _stream(device: torch.device, ready: Any) -> Iterator[None]:
+    """A stream of one's own behind what is ready then, waited for at the end."""
     if device.type == "cpu":
         yield
         return
     stream = torch.Stream(device)
-    torch.accelerator.synchronize(device)  # the rows are there
+    stream.wait_event(ready)
     with stream:
         yield
     stream.synchronize()

@@ -51,7 +51,11 @@ def while_loop(
             put(value)
         del out
         turns += 1
-    return [*state, torch.tensor(turns), *(result for column in columns for result in column.end(reverse))]
+    return [*state, _count(turns), *(result for column in columns for result in column.end(reverse))]
+
+
+def _count(turns: int) -> torch.Tensor:
+    return torch.tensor(turns, device="cpu")  # wherever factories make their tensors by default
 
 
 def _number(run: int, turn: int, limit: int | None, reverse: bool) -> int:
@@ -109,7 +113,7 @@ def _plain_loop(
     while turns != end and (cond is None or cond(*state, *rest)[0]):
         state = body(*state, *rest)
         turns += 1
-    return [*state, torch.tensor(turns)]
+    return [*state, _count(turns)]
 
 
 class _Stacked:
@@ -133,7 +137,9 @@ def gathered(made: list[torch.Tensor], row: Row) -> tuple[torch.Tensor, ...]:
     shape, dtype, device = row
     if not isinstance(shape, int):
         return (torch.stack(made) if made else torch.empty((0, *shape), dtype=dtype, device=device),)
-    shapes = torch.tensor([list(value.shape) for value in made], dtype=torch.int64).reshape(len(made), shape)
+    shapes = torch.tensor([list(value.shape) for value in made], dtype=torch.int64, device="cpu").reshape(
+        len(made), shape
+    )
     flat = torch.cat([value.reshape(-1) for value in made]) if made else torch.empty(0, dtype=dtype, device=device)
     return flat, shapes
 

@@ -311,7 +311,7 @@ def rmsprop(
     Slots: square_avg, with ``momentum`` momentum_buffer, with ``centered`` grad_avg. There is no fused
     kernel in torch, so all temporaries are made before the writes.
     """
-    old, rate = iter(slots), float(rate)
+    old = iter(slots)
     if maximize:
         grads = list(torch._foreach_neg(grads))
     if weight_decay != 0:
@@ -329,6 +329,10 @@ def rmsprop(
     torch._foreach_add_(scale, eps)
     if momentum != 0:
         torch._foreach_addcdiv_(new[1], grads, scale)
+    if isinstance(rate, Tensor):  # of a device, which nobody waits for
+        steps = new[1] if momentum != 0 else torch._foreach_div(grads, scale)
+        torch._foreach_sub_(ws, torch._foreach_mul(steps, rate))
+    elif momentum != 0:
         torch._foreach_add_(ws, new[1], alpha=-rate)
     else:
         torch._foreach_addcdiv_(ws, grads, scale, value=-rate)
@@ -367,7 +371,7 @@ def sgd(
     if not steps:
         apply(ws, grads, buffers, is_first_step=False)
         return
-    is_first = [bool(step == 0) for step in steps[0]]
+    is_first = [step == 0 for step in torch.stack(steps[0]).tolist()]  # waits for a device once, not for each
     for flag in set(is_first):
         apply(*(_where(column, is_first, flag) for column in (ws, grads, buffers)), is_first_step=flag)
     torch._foreach_add_(steps[0], 1)

@@ -51,6 +51,26 @@ def seeded(op: Any, seed: int, device: torch.device, args: Any, kwargs: Any) -> 
             generator.set_state(state)
 
 
+def drawn(op: Any, generator: torch.Generator, args: Any, kwargs: Any) -> Any:
+    """``op(*args, **kwargs)`` with its random draws taken from ``generator``, which goes on.
+
+    On CUDA no state is read or copied, so that this may be captured in a graph that knows the generator.
+    """
+    default = _default_generator(generator.device)
+    get, put = (("graphsafe_get_state", "graphsafe_set_state") if generator.device.type == "cuda" else
+                ("get_state", "set_state"))  # fmt: skip
+    shares = generator.device.type == "cuda"
+    with _borrow:
+        before = getattr(default, get)()
+        getattr(default, put)(generator if shares else generator.get_state())
+        try:
+            return op(*args, **kwargs)
+        finally:
+            if not shares:
+                generator.set_state(default.get_state())
+            getattr(default, put)(before)
+
+
 @cache
 def drawing_op(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
     """``op`` as an op of ours that draws from a stream: for compilers, which need a name and a shape rule.

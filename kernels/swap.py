@@ -139,6 +139,7 @@ class Room:
         """Move a block out, in the other thread; it is held until that is done."""
         self.counts.out += block.bytes
         block.where = AWAY
+        block.mark()
         block.leaving = self.submit(block.move, self.tier)
         self._leaving.append(block)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tfnb.kernels import optim
 from tfnb.kernels.optim import FUSED
 
 SHAPES = [(5, 7), (3,), (), (2, 0), (33, 4)]
@@ -240,3 +241,28 @@ def test_integer_variable_is_refused():
 def test_op_needs_exactly_one_rate():
     with pytest.raises(ValueError, match="either"):
         torch.ops.tfnb.sgd(torch.zeros(2), torch.ones(2), [])
+
+
+@pytest.mark.parametrize("settings", [{}, {"momentum": 0.9}, {"momentum": 0.9, "centered": True}, {"centered": True}])
+def test_a_rate_that_lies_on_a_device_is_not_waited_for(settings: dict[str, float]) -> None:
+    """The values of a meta tensor cannot be had, so reading the rate would raise."""
+    count = 1 + ("momentum" in settings) + ("centered" in settings)
+    row = tuple(torch.zeros(3, device="meta") for _ in range(2 + count))
+    FUSED["tfnb.rmsprop.default"]([(*row, torch.tensor(0.1, device="meta"))], **settings)
+
+
+@pytest.mark.parametrize("settings", [{}, {"momentum": 0.9}, {"momentum": 0.9, "centered": True}])
+def test_a_rate_that_stays_a_tensor_moves_as_the_number_does(
+    settings: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = 1 + ("momentum" in settings) + ("centered" in settings)
+    moved = []
+    for how in (float, torch.Tensor.clone):
+        monkeypatch.setattr(optim, "_rate", lambda rate, w, how=how: how(rate))
+        torch.manual_seed(0)
+        w, grad, *slots = (torch.randn(5) for _ in range(2 + count))
+        slots = [slot.square() + 1 for slot in slots]
+        slots[0] += 100  # a mean of squares is above the square of a mean
+        FUSED["tfnb.rmsprop.default"]([(w, grad, *slots, torch.tensor(0.1))], **settings)
+        moved.append(w)
+    torch.testing.assert_close(moved[1], moved[0])

@@ -1,0 +1,16 @@
+"""Loops as kernels."""
+
+from __future__ import annotations
+
+import torch
+
+from tfnb.kernels.control import while_loop
+
+
+def test_the_count_of_turns_stays_on_the_cpu_wherever_factories_make_tensors() -> None:
+    with torch.device("meta"):
+        *_, turns = while_loop(
+            lambda x, run: (x < 3,), lambda x, run: (x + 1,), [torch.tensor(0, device="cpu")], [], [],
+            limit=None, rows=[], reverse=False, run=0, draws=False,
+        )  # fmt: skip
+    assert (turns.device.type, int(turns)) == ("cpu", 3)
