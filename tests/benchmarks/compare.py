@@ -47,11 +47,18 @@ class Failed(Exception):
     """A library cannot take part; the message says why."""
 
 
+def absent(device: str) -> str:
+    """Why nothing can run on this device; empty where it can."""
+    kind = torch.device(device).type
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return "" if kind == "cpu" or (here is not None and here.type == kind) else f"no {kind} device on this machine"
+
+
 def interpreter(library: str, device: str = "cpu") -> str:
     """The Python that has the library; raises Failed where there is none, or not for this device."""
     if library.startswith(("torch", "tfnb")):
-        if device != "cpu" and not torch.accelerator.is_available():
-            raise Failed(f"no {device} on this machine")
+        if absent(device):
+            raise Failed(absent(device))
         return sys.executable
     if device != "cpu":
         raise Failed("installed for the CPU")
@@ -202,21 +209,30 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--rounds", type=int, default=20, help="timed blocks of each library")
     parser.add_argument("--seconds", type=float, default=0.5, help="length of a block")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--device", default="cpu", help="cpu, or cuda for torch and tfnb")
+    parser.add_argument(
+        "--device", default="auto", help="cpu, or cuda for torch and tfnb; auto: cuda where there is one"
+    )
     parser.add_argument(
         "--clock", choices=("wall", "cpu"), default="wall",
         help="cpu: of all threads, for ratios on a machine that is busy with something else; with --threads 1",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "benchmarks")
     options = parser.parse_args(argv)
-    chosen = [row for row in ROWS.values() if row.name.startswith(tuple(options.rows))]
-    how = How(options.rounds, options.seconds, options.threads, options.clock, options.device)
+    device = ("cpu" if absent("cuda") else "cuda") if options.device == "auto" else options.device
+    if absent(device):
+        print(f"nothing is compared: {absent(device)}")
+        return
+    chosen = [row for row in ROWS.values() if row.name.startswith(tuple(options.rows)) and row.runs_on(device)]
+    if not chosen:
+        print(f"nothing is compared: no row of {', '.join(options.rows)} runs on {device}")
+        return
+    how = How(options.rounds, options.seconds, options.threads, options.clock, device)
     if options.quick:
         chosen = [row for row in chosen if row.name in QUICK] or chosen
         how = replace(how, rounds=5, seconds=0.05)
     every = dict.fromkeys(library for row in chosen for library in row.libraries)
     libraries = tuple(options.libraries or [name for name in every if not (options.quick and name in COMPILERS)])
-    facts = report.machine() | asdict(how)
+    facts = report.machine(device) | asdict(how)
     table: dict[str, dict[str, Result]] = {}
     for row in chosen:
         table[row.name] = compare(row, libraries, how)

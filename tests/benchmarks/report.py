@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from tests.benchmarks.rows import COMPILERS, OURS, ROWS, Result, Row, Target
 
@@ -19,7 +20,7 @@ HEAD = (
 )  # fmt: skip
 
 
-def machine() -> dict[str, Any]:
+def machine(device: str = "cpu") -> dict[str, Any]:
     """Where and when this runs."""
     models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
@@ -27,7 +28,7 @@ def machine() -> dict[str, Any]:
         "processor": models[0].partition(": ")[2] if models else platform.processor(), "processors": os.cpu_count(),
         "memory GiB": round(memory, 1), "system": platform.platform(), "python": platform.python_version(),
         "load at the start": os.getloadavg(),
-    }  # fmt: skip
+    } | ({} if device == "cpu" else {"accelerator": torch.cuda.get_device_name(device)})  # fmt: skip
 
 
 def measured(result: Result, what: str) -> float | None:

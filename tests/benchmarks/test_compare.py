@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.benchmarks import compare
 from tests.benchmarks.peers.nets import LAYERS, shapes
@@ -45,6 +46,22 @@ def test_a_small_run_compares_and_writes_both_files(tmp_path: Path, capsys: pyte
             assert len(result["samples"]) == 5 and min(result["samples"]) > 0, result["absent"]
         elif not result["samples"]:
             assert "make bench-peers" in result["absent"] and "not timed: no " in table
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_said_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compare.main(["--device", "cuda", "--out", str(tmp_path / "found")])
+    assert capsys.readouterr().out == "nothing is compared: no cuda device on this machine\n"
+    assert not (tmp_path / "found").exists()
+
+
+def test_full_batches_are_for_devices_and_small_ones_of_the_same_nets_for_the_cpu() -> None:
+    full = {name for name, row in ROWS.items() if row.full}
+    assert full == {f"{net}-full-{mode}" for net in LAYERS for mode in ("forward", "gradients", "step")}
+    assert {ROWS[f"{net}-full-step"].sizes["batch"] for net in ("alexnet", "overfeat", "googlenet")} == {128}
+    assert ROWS["vgg-full-step"].sizes["batch"] == 64
+    assert full.isdisjoint(name for name, row in ROWS.items() if row.runs_on("cpu"))
+    assert {"alexnet-step", "cold-alexnet"}.isdisjoint(name for name, row in ROWS.items() if row.runs_on("cuda"))
 
 
 def test_a_library_that_computes_something_else_is_not_timed() -> None:

@@ -113,11 +113,20 @@ class Worker:
 
     def block(self, steps: int) -> dict[str, Any]:
         run = self.step.run
+        self.settle_device()
         start = self.clock()
         for _ in range(steps):
             loss = run()
         self.step.wait(loss)
+        self.settle_device()
         return {"seconds": self.clock() - start}
+
+    def settle_device(self) -> None:
+        """Wait until all that was started is done."""
+        if self.task["device"] != "cpu":
+            import torch  # the only libraries that are asked to use another device have it
+
+            torch.accelerator.synchronize()
 
     def peak(self) -> dict[str, Any]:
         peak = max(self.highest, resident("VmHWM")) - self.memory
