@@ -15,7 +15,7 @@ NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --nbval --nbval-current-env --nbval-sanitize-with notebooks/sanitize.cfg --nbval-cell-timeout 240
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all lint format type shape bench bench-peers notebooks coverage page wheel doctor lab clean
+.PHONY: help demo test test-slow test-all lint format type shape bench bench-peers notebooks coverage page cuda wheel doctor lab clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -71,6 +71,9 @@ notebooks: $(INSTALLED) ## execute the notebooks and keep their outputs
 coverage: $(INSTALLED) ## every sample of every torch operator, then tests/coverage/COVERAGE.md
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m sweep tests/coverage
 	@$(BIN)/python -m tests.coverage.page
+
+cuda: $(INSTALLED) ## the tests that need a CUDA device
+	$(BIN)/python -m pytest -m cuda tests
 
 page: $(INSTALLED) ## write tests/coverage/COVERAGE.md from the table of what fails
 	@$(BIN)/python -m tests.coverage.page

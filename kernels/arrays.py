@@ -35,12 +35,20 @@ def array_write(rows: Tensor, written: Tensor, index: Tensor, values: Tensor) ->
 
 def write_into(rows: Tensor, written: Tensor, index: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """`array_write` in place."""
+    seen = _here(written)
     for at in _numbers(index, rows.shape[0]):
-        if written[at]:
+        if seen[at]:
             raise IndexError(f"element {at} of a TensorArray is written twice: each is written once")
-        written[at] = True
+        seen[at] = True
+    if seen is not written:
+        written[index] = True
     rows[index] = values
     return rows, written
+
+
+def _here(written: Tensor) -> Tensor:
+    """Where its values can be had without waiting for a device each time."""
+    return written if written.is_cpu else written.cpu()
 
 
 def _fake_grown(rows: Tensor, written: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,8 +76,9 @@ def _fake_read(rows: Tensor, written: Tensor, index: Tensor) -> Tensor:
 @op("(Tensor rows, Tensor written, Tensor index) -> Tensor", _fake_read)
 def array_read(rows: Tensor, written: Tensor, index: Tensor) -> Tensor:
     """These rows; raises IndexError for one that is not there, or was not written."""
+    seen = _here(written)
     for at in _numbers(index, rows.shape[0]):
-        if not written[at]:
+        if not seen[at]:
             raise IndexError(f"element {at} of a TensorArray is read, and was not written")
     return rows[index].clone()
 

@@ -8,7 +8,7 @@ import torch
 
 from tfnb.graph import Guard, Node
 from tfnb.graph.ops import overload
-from tfnb.kernels.random import mix, seeded
+from tfnb.kernels.random import drawn, mix, seeded
 from tfnb.recording.interpret import held, sizes_hold
 
 
@@ -22,6 +22,21 @@ class Drawing:
 
     def __call__(self, run: int, *args: Any, **kwargs: Any) -> Any:
         return seeded(self.op, mix(*self.place, run), self.device, args, kwargs)
+
+
+class Seeded:
+    """The same with a generator of its own, which `seed` sets to the run: for code that is captured once."""
+
+    def __init__(self, drawing: Drawing, generator: torch.Generator) -> None:
+        self.op, self.place, self.generator = drawing.op, drawing.place, generator
+        self.__name__ = "draw"  # for the generated code
+
+    def __call__(self, run: int, *args: Any, **kwargs: Any) -> Any:
+        return drawn(self.op, self.generator, args, kwargs)
+
+    def seed(self, run: int) -> None:
+        """What is drawn next is what the drawing draws in this run."""
+        self.generator.manual_seed(mix(*self.place, run))
 
 
 class Branch:

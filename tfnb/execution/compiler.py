@@ -75,11 +75,11 @@ def _as_far_as_possible(program: Program, args: Sequence[Any]) -> Forward:
 def _as_a_whole(program: Program, args: Sequence[Any]) -> Forward:
     graph, slots = _pure(program)
     draws = any(node.op == "placeholder" and node.name == "run" for node in graph.nodes)
-    examples = (*args[:-1], torch.tensor(args[-1])) if draws else tuple(args[:-1])
+    examples = (*args[:-1], torch.tensor(args[-1], device="cpu")) if draws else tuple(args[:-1])
     kernel = _kernel(fx.GraphModule(program.module, graph), examples)
 
     def forward(*given: Any) -> tuple[Any, ...]:
-        outs = kernel([*given[:-1], torch.tensor(given[-1])] if draws else [*given[:-1]])
+        outs = kernel([*given[:-1], torch.tensor(given[-1], device="cpu")] if draws else [*given[:-1]])
         return tuple([outs[place] if made else given[place] for made, place in slots])
 
     return forward

@@ -21,18 +21,18 @@ def halves(program: Program) -> tuple[fx.GraphModule, fx.GraphModule] | None:
     None where no size depends on data, and where most of the code comes behind one.
     """
     graph = program.module.graph
-    behind = _behind(program)
-    if not behind or 2 * len(behind) > len(graph.nodes):
+    late = behind(program)
+    if not late or 2 * len(late) > len(graph.nodes):
         return None
     returned: tuple[fx.Node | None, ...] = graph.output_node().args[0]  # type: ignore[assignment]
-    sources = [source for node in behind for source in node.all_input_nodes]
-    inside = _repeated(graph, sources) | behind
+    sources = [source for node in late for source in node.all_input_nodes]
+    inside = _repeated(graph, sources) | late
     taken = [source for node in inside for source in node.all_input_nodes]
     wanted = dict.fromkeys(n for n in (*taken, *returned) if isinstance(n, fx.Node) and n not in inside)
     first, second = fx.Graph(), fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        if node not in behind and node.op != "output":
+        if node not in late and node.op != "output":
             new[node] = first.node_copy(node, new.__getitem__)
     first.output(tuple(new[node] for node in wanted))
     new = {node: second.placeholder(f"given{place}") for place, node in enumerate(wanted)}
@@ -43,7 +43,7 @@ def halves(program: Program) -> tuple[fx.GraphModule, fx.GraphModule] | None:
     return fx.GraphModule(program.module, first), fx.GraphModule(program.module, second)
 
 
-def _behind(program: Program) -> set[fx.Node]:
+def behind(program: Program) -> set[fx.Node]:
     """Nodes that make a size which no feed shows, and all that depends on them."""
     known = feed_symbols(program.whole.contents, program.feeds)
     found: set[fx.Node] = set()

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from tfnb.execution.captured import device_of
+from tfnb.execution.clocks import moment
 from tfnb.execution.commit import Pending
 from tfnb.execution.lower import Program
 from tfnb.execution.trace import Event, Trace
@@ -55,8 +57,7 @@ class Clocked:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.parts = parts(program)
-        specs = [spec for node in program.graph.nodes for spec in node.outputs]
-        self.device = next((d for spec in specs if (d := torch.device(spec.device)).type != "cpu"), torch.device("cpu"))
+        self.device = device_of(program)
         self.is_cpu, self.fed = self.device.type == "cpu", len(program.feeds)
         after = {part.nodes[-1]: part for part in self.parts}
         graph = fx.Graph()
@@ -118,9 +119,7 @@ class Run:
             return self.clocked.program.forward(*args)
 
     def _event(self) -> Any:
-        event = torch.Event(self.clocked.device, enable_timing=True)
-        event.record()
-        return event
+        return moment(self.clocked.device)
 
     def commit(self, pending: Pending) -> None:
         """Write everything, as a part of its own."""

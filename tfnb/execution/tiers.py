@@ -2,7 +2,8 @@
 
 A choice of feed sizes that has used two seconds of computing is compiled in a background thread. Compiled code is
 swapped in between steps: the first time both run and are compared, then they take turns until it is clear which one is
-faster. Computing writes nothing, so that code that fails is dropped and the step computed again.
+faster. Computing writes nothing, so that code that fails is dropped and the step computed again. On CUDA either is
+captured and launched whole (`tfnb.execution.captured`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from typing import Any, Literal
 import torch
 
 from tfnb.errors import InvalidArgument
+from tfnb.execution.captured import Captured, Captures, device_of
+from tfnb.execution.clocks import counter
 from tfnb.execution.compiler import Forward, compiled, obstacle
 from tfnb.execution.lower import Program
 from tfnb.execution.quick import quick
@@ -56,6 +59,7 @@ class Tiers:
             program.quick = quick(program)
         self._generated = generated(program)
         self._sizes: dict[tuple[torch.Size, ...], Sizes] = {}
+        self._captures = None if mode == "off" else Captures.of(program)
 
     def forward(self, feeds: Sequence[torch.Tensor]) -> Forward:
         """What computes the step for these feeds."""
@@ -64,7 +68,8 @@ class Tiers:
         key = tuple([feed.shape for feed in feeds])
         found = self._sizes.get(key)
         if found is None:
-            found = self._sizes[key] = Sizes(self.program, self.mode if len(self._sizes) < MOST else "off")
+            mode = self.mode if len(self._sizes) < MOST else "off"
+            found = self._sizes[key] = Sizes(self.program, mode, self._captures)
         return found.forward
 
     def status(self) -> list[str]:
@@ -79,24 +84,31 @@ class Tiers:
 class Sizes:
     """One choice of sizes: ``forward`` is what runs now, replaced as the state changes."""
 
-    def __init__(self, program: Program, mode: Mode) -> None:
-        self.program = program
-        self.generated = generated(program)
+    def __init__(self, program: Program, mode: Mode, captures: Captures | None = None) -> None:
+        self.program, self._captures = program, captures
+        self.generated = self._captured(generated(program))
         self.forward: Forward = {"auto": self._counted, "off": self.generated, "now": self._now}[mode]
-        self.status = "generated code"
-        self._seconds = self._last = 0.0
+        self.code = "generated code"
+        self._clock = counter(device_of(program))
         self._fast: Forward = self.generated
         self._times: dict[str, list[float]] = {"generated": [], "compiled": []}
         self._busy: list[torch.device] | None = None  # devices that go on when a call of them has returned
 
+    @property
+    def status(self) -> str:
+        """Which code runs and why."""
+        runs = self._fast if self.forward == self._guarded else self.generated
+        return f"{self.code}, {runs.status}" if isinstance(runs, Captured) else self.code
+
+    def _captured(self, forward: Forward, *, compiled: bool = False) -> Forward:
+        captures = self._captures
+        return forward if captures is None else Captured(self.program, forward, captures, compiled=compiled)
+
     def _counted(self, *args: Any) -> tuple[Any, ...]:
-        start = time.perf_counter()
-        outs = self.generated(*args)
-        self._last = time.perf_counter() - start
-        self._seconds += self._last
-        if self._seconds > WORTH_COMPILING:
+        outs = self._clock.of(self.generated, *args)
+        if self._clock.total > WORTH_COMPILING:
             self.forward = self.generated
-            self.status = "generated code; compiling"
+            self.code = "generated code; compiling"
             WORKER.submit(self, args)
         return outs
 
@@ -114,10 +126,10 @@ class Sizes:
             if why is not None:
                 return self.drop(why)
             with frozen():
-                self._fast = compiled(self.program, args)
+                self._fast = self._captured(compiled(self.program, args), compiled=True)
         except Exception as error:  # inductor raises anything; generated code goes on
             return self.drop(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
-        self.status = f"compiled in {time.perf_counter() - start:.1f} s, not compared yet"
+        self.code = f"compiled in {time.perf_counter() - start:.1f} s, not compared yet"
         self.forward = self._compared
 
     def tried(self, args: Sequence[Any]) -> None:
@@ -127,18 +139,19 @@ class Sizes:
         """
         if self.program.variables or self.forward != self._compared:
             return
-        if self._last < WORTH_COMPILING:
+        if self._clock.last < WORTH_COMPILING:
             self._check(self.generated(*args), args)
         start = time.perf_counter()
         self._guarded(*args)
         fast = time.perf_counter() - start
-        if 2 * fast < self._last and self.forward in (self._compared, self._in_turns):
-            self._keep(f"compiled: {fast * 1e6:.0f} instead of {self._last * 1e6:.0f} us")
+        if 2 * fast < self._clock.last and self.forward in (self._compared, self._in_turns):
+            self._keep(f"compiled: {fast * 1e6:.0f} instead of {self._clock.last * 1e6:.0f} us")
 
     def drop(self, why: str) -> None:
         """Stay with generated code."""
+        _release(self._fast)
         self._fast, self.forward = self.generated, self.generated
-        self.status = f"generated code ({why})"
+        self.code = f"generated code ({why})"
         _LOG.info("compiled code dropped: %s", why)
 
     def _compared(self, *args: Any) -> tuple[Any, ...]:
@@ -177,7 +190,8 @@ class Sizes:
         return outs
 
     def _keep(self, status: str) -> None:
-        self.forward, self.status = self._guarded, status
+        _release(self.generated)
+        self.forward, self.code = self._guarded, status
 
     def _guarded(self, *args: Any) -> tuple[Any, ...]:
         try:
@@ -191,6 +205,12 @@ def generated(program: Any) -> Forward:
     """The generated code that runs: with numbers inside, where that is quicker."""
     found = getattr(program, "quick", None)
     return program.forward if found is None else found.forward  # type: ignore[no-any-return]
+
+
+def _release(forward: Forward) -> None:
+    """Other code runs from here on: what a capture of this one holds is free for it."""
+    if isinstance(forward, Captured) and forward.captures.is_mine():
+        forward.release()
 
 
 def _tensors(outs: Sequence[Any], like: Sequence[Any]) -> tuple[Any, ...]:

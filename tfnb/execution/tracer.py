@@ -1,7 +1,9 @@
 """Running with a clock: the generated program node by node, an accelerator waited for after each node.
 
 Values are dropped where the generated code drops them, so the live bytes are those of any run of that code, but for
-what a kernel holds inside. `tfnb.execution.watch` looks into loops and branches.
+what a kernel holds inside. On an accelerator a node takes what events of the device say: from before its kernels were
+started until they were done (``trace="kernels"`` has the kernels alone). `tfnb.execution.watch` looks into loops and
+branches.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from tfnb.execution.captured import device_of
+from tfnb.execution.clocks import begun
 from tfnb.execution.commit import Pending
 from tfnb.execution.kernels import kernels
 from tfnb.execution.lower import Program
@@ -33,7 +37,7 @@ class Tracer(fx.Interpreter):
 
     def __init__(self, program: Program) -> None:
         super().__init__(program.module)
-        self.program = program
+        self.program, self.device = program, device_of(program)
         self.events: list[Event] = []
         self.memory = Memory()
         self.held: dict[fx.Node, Held] = {}
@@ -71,11 +75,12 @@ class Tracer(fx.Interpreter):
                 self.held[n] = self.memory.hold(result, self.now())
             return result
         with torch.autograd.profiler.record_function(self._owner(n)[0]) if self.profiled else _NOTHING:
-            start = self.now()
+            start, took = self.now(), begun(self.device)
             result = call(n.target, args, kwargs)
             found = devices(result)
+            end = start + took() if self.device in found and self.device.type != "cpu" else None
             wait(found)
-            end = self.now()
+            end = self.now() if end is None else end
         if found or n.name in self.program.node_of:
             self._note(n, start, end, result, next(iter(found), torch.device("cpu")))
         self.held[n] = self.memory.hold(result, start)
