@@ -39,7 +39,7 @@ def test_values_that_lie_on_a_device_are_fetched_once_and_written_there(monkeypa
     empty = torch.zeros(4, 2), torch.zeros(4, dtype=torch.bool)
     rows, written = ops.array_write(*empty, torch.tensor([1, 3]), torch.ones(2, 2))
     assert written.tolist() == [False, True, False, True] and torch.equal(rows[1], torch.ones(2))
-    with pytest.raises(IndexError, match="element 3 .* written twice"):
+    with pytest.raises(IndexError, match=r"element 3 .* written twice"):
         ops.array_write(rows, written, torch.tensor(3), torch.ones(2))
-    with pytest.raises(IndexError, match="element 0 .* was not written"):
+    with pytest.raises(IndexError, match=r"element 0 .* was not written"):
         ops.array_read(rows, written, torch.tensor(0))
