@@ -16,9 +16,10 @@ import torch
 aten = torch.ops.aten
 
 _NAMES = """
-    _log_softmax _log_softmax_backward_data _softmax _softmax_backward_data abs addmm baddbmm bmm clone convolution cos
-    embedding exp log mm native_layer_norm neg ones_like permute relu reshape rsqrt sigmoid sin sqrt t tanh
-    threshold_backward zeros_like
+    _log_softmax _log_softmax_backward_data _softmax _softmax_backward_data abs addmm amax amin argmax argmin baddbmm
+    bmm cat clamp clone convolution cos detach embedding exp floor_divide gather index_add index_copy index_select log
+    maximum minimum mm native_layer_norm neg ones_like permute relu reshape rsqrt scatter_add sigmoid sin sqrt stack t
+    tanh threshold_backward unsqueeze zeros_like
 """
 
 CHANNELS, ELEMENTS = 8, 4096  # from which on `max_pool2d` copies
@@ -37,6 +38,19 @@ def max_pool2d(x: torch.Tensor, *window: Any) -> tuple[torch.Tensor, torch.Tenso
     return values.contiguous(), indices
 
 
+def index(x: torch.Tensor, indices: list[Any]) -> torch.Tensor:
+    """``aten.index.Tensor``; Python's own indexing by one tensor, unless that is a number, of which it makes a view."""
+    if len(indices) == 1 and indices[0] is not None and indices[0].dim():
+        return x[indices[0]]
+    return _INDEX(x, indices)  # type: ignore[no-any-return]
+
+
+def to_copy(x: torch.Tensor, **how: Any) -> torch.Tensor:
+    """``aten._to_copy``; the method where only the dtype is another one."""
+    return x.to(copy=True, **how) if [*how] == ["dtype"] else _TO_COPY(x, **how)
+
+
+_INDEX, _TO_COPY = aten.index.Tensor, aten._to_copy.default
 _MAX_POOL2D = aten.max_pool2d_with_indices.default
 _COMPARES = ("eq", "ge", "gt", "le", "lt", "ne")
 
@@ -44,12 +58,25 @@ QUICK: dict[Any, Callable[..., Any]] = {
     getattr(aten, name).default: getattr(torch, name) for name in _NAMES.split() if hasattr(torch, name)
 } | {
     _MAX_POOL2D: max_pool2d,
+    _INDEX: index,
+    _TO_COPY: to_copy,
     aten.add.Tensor: torch.add,
+    aten.bitwise_and.Tensor: torch.bitwise_and,
+    aten.bitwise_or.Tensor: torch.bitwise_or,
     aten.div.Tensor: torch.div,
+    aten.mean.dim: torch.mean,
     aten.mul.Tensor: torch.mul,
+    aten.pow.Tensor_Scalar: torch.pow,
+    aten.remainder.Scalar: torch.remainder,
+    aten.rsub.Tensor: torch.rsub,
+    aten.scatter.src: torch.scatter,
+    aten.scatter.value: torch.scatter,
+    aten.select.int: torch.select,
+    aten.squeeze.dim: torch.squeeze,
     aten.sub.Tensor: torch.sub,
     aten.sum.dim_IntList: torch.sum,
     aten.transpose.int: torch.transpose,
+    aten.where.self: torch.where,
     aten._unsafe_view.default: torch.reshape,
     aten.view.default: torch.reshape,  # the same values, also where a fed tensor lies in memory in another way
     **{
