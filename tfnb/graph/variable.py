@@ -49,6 +49,9 @@ class Variable:
     tensor([1., 1.])
     """
 
+    _owned: torch.Tensor | None  # what its storage is each time, where that is known
+    spec: Spec
+
     def __new__(cls, *args: Any, container: str = "", shared_name: str | None = None, **kwargs: Any) -> Variable:
         found = _shared.get((container, shared_name)) if shared_name is not None else None
         return object.__new__(cls) if found is None else found
@@ -67,6 +70,7 @@ class Variable:
         trains = trainable and flows(owned.dtype)
         storage = None if lazy_init else lambda: owned
         self._bind(storage, spec, name or shared_name or "Variable", trains, container, shared_name)
+        self._owned = None if lazy_init else owned
         if shared_name is not None:
             _shared[container, shared_name] = self
 
@@ -104,6 +108,7 @@ class Variable:
         container: str = "", shared_name: str | None = None,
     ) -> None:  # fmt: skip
         self._storage = storage
+        self._owned = None
         self.held: Held | None = None
         self._fitting: torch.Tensor | None = None  # what was held when it was last looked at
         self.key = f"v{next(_serial)}"
@@ -132,6 +137,8 @@ class Variable:
     @property
     def storage(self) -> torch.Tensor:
         """The local storage, not a copy; stale while a cluster owns the value."""
+        if self._owned is not None:
+            return self._owned
         if self.held is not None:
             return self._followed(self.held)
         if self._storage is None:
