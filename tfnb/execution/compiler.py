@@ -20,8 +20,8 @@ from tfnb.errors import Unimplemented
 from tfnb.execution.calls import Branch, Drawing
 from tfnb.execution.groups import Kernel, Layouts, function, groups, with_kernels
 from tfnb.execution.halves import halves
-from tfnb.execution.lower import Program
 from tfnb.execution.native import Native, Permit, native
+from tfnb.execution.program import Program
 from tfnb.execution.regions import Call, Cond
 from tfnb.kernels.random import drawing_op
 

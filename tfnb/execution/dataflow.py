@@ -17,10 +17,11 @@ from tfnb.control_flow import frames
 from tfnb.errors import InvalidArgument, ShapeError, TfnbError
 from tfnb.execution import heap
 from tfnb.execution.commit import Pending, commit
-from tfnb.execution.lower import Program, lower
+from tfnb.execution.lower import lower
 from tfnb.execution.machine import Dead, Machine, Step
 from tfnb.execution.plan import Plan, Planner
 from tfnb.execution.pool import Lanes
+from tfnb.execution.program import Program
 from tfnb.execution.stale import Stale
 from tfnb.graph import Dim, Graph, Node, Spec, Value, Variable, ops
 from tfnb.graph.subgraph import uses_queues
@@ -253,7 +254,7 @@ class Dataflow:
         targets = [live[variable] for variable in self.writes]
         count = len(self.fetches)
         fetched, operands = results[:count], results[count : count + len(self.stale.operands)]
-        again = self.stale.call(self.writes, live, operands, fetched)
+        again = self.stale.call(self.writes, self.variables, storages, operands, fetched)
         return fetched, Pending(targets, results[count + len(operands) :], [], cut.count, again)
 
     @staticmethod

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from tfnb.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, TfnbError
-from tfnb.execution.lower import Program
+from tfnb.execution.program import Program
 from tfnb.execution.quick import Quick, parts
 from tfnb.execution.running import Deadline, Stop
 from tfnb.execution.watch import Code, Look
@@ -67,7 +67,7 @@ def failing_node(program: Any, error: BaseException) -> Node | None:
 
     In a loop or branch it is the innermost one.
     """
-    trace, found = error.__traceback__, None
+    trace, found = error.__traceback__, getattr(error, "node", None)
     programs = {type(p.module).forward.__code__: p for p in _codes(program)}
     while trace is not None:
         frame = trace.tb_frame

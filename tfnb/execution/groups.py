@@ -18,7 +18,7 @@ from torch import fx
 from torch.utils._pytree import tree_flatten, tree_map
 
 from tfnb.execution.bindings import QUICK
-from tfnb.execution.lower import Program
+from tfnb.execution.program import Program
 from tfnb.graph.ops import overload
 from tfnb.recording.ops import facts, kernel
 

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from tfnb.execution.lower import Program, _evaluated
+from tfnb.execution.lower import _evaluated
+from tfnb.execution.program import Program
 from tfnb.graph import Dim
 from tfnb.passes import feed_symbols
 

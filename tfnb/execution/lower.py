@@ -8,8 +8,7 @@ whole number of steps. Values are freed at their last use by torch.fx's generate
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +18,9 @@ from tfnb.errors import InvalidArgument, Unimplemented
 from tfnb.execution import heap
 from tfnb.execution.bindings import QUICK, WRITING
 from tfnb.execution.calls import Branch, Drawing, Relation
-from tfnb.execution.commit import Pending, Update, commit
-from tfnb.execution.fused import in_place_updates
+from tfnb.execution.fused import in_place_updates, settings, written
 from tfnb.execution.in_place import NOTHING, WRITES, in_place
+from tfnb.execution.program import Donation, Program
 from tfnb.execution.regions import REGIONS, Call
 from tfnb.execution.stale import Stale
 from tfnb.graph import Graph, Guard, Node, Recursion, Ref, Subgraph, Value, Variable, ops
@@ -29,8 +28,7 @@ from tfnb.graph.collector import uncollected
 from tfnb.graph.node import map_leaves
 from tfnb.graph.ops import overload
 from tfnb.graph.spec import Dim, Spec
-from tfnb.graph.writing import WRITERS, Cut
-from tfnb.kernels.optim import FUSED
+from tfnb.kernels.places import WRITES as ROWS
 from tfnb.passes import LAID_OUT, LAST, feed_symbols, numbers, optimize, overwriting
 from tfnb.passes.regions import counted_in_runs, kept_rows
 from tfnb.passes.rewrite import Pass
@@ -39,119 +37,6 @@ from tfnb.recording.workspace import unburden
 
 aten = torch.ops.aten
 _SAME_MEMORY = (aten._unsafe_view.default, aten._reshape_alias.default)
-
-
-@dataclass(slots=True, eq=False)
-class Program:
-    """A lowered graph for one choice of fetches and feeds.
-
-    ``compute(feeds, storages, run)`` takes one tensor for each of ``feeds`` and one storage for each of ``variables``
-    and returns the fetched values and what is to be written; ``commit`` writes it.
-    """
-
-    graph: Graph  # pruned
-    whole: Graph  # what it was lowered from
-    fetches: tuple[Value, ...]
-    feeds: tuple[Value, ...]
-    variables: tuple[Variable, ...]
-    writes: tuple[Variable, ...]
-    module: fx.GraphModule
-    node_of: dict[str, Node]  # generated name -> node, for errors
-    n_fetches: int
-    copies: tuple[int, ...]  # places in `variables` of the plainly written ones
-    updates: tuple[tuple[str, dict[str, Any], tuple[int, ...]], ...]  # fused op, settings, row lengths
-    inner: tuple[Program, ...]  # of the subgraphs that loops and branches run
-    written: tuple[int, ...]  # of a loop's body: places of the carried values that it writes in place
-    donated: Mapping[fx.Node, Donation]  # what writes into its first argument
-    stale: Stale | None  # what the commit computes again after another step's; None in loops and branches
-    private: frozenset[Variable]  # read from a copy
-    specs: Mapping[str, Spec]  # generated name -> what its value is
-    forward: Callable[..., tuple[Any, ...]] = field(init=False)
-    quick: Any = field(init=False, default=None)  # the same by `tfnb.execution.quick`, where a session runs that
-
-    def __post_init__(self) -> None:
-        self.module.__dict__.update(self.module.named_buffers())  # constants, found without a call of __getattr__
-        self.forward = self.module.forward
-
-    @property
-    def reads(self) -> tuple[Variable, ...]:
-        """Variables whose storage the program needs."""
-        return self.variables
-
-    def compute(
-        self, feeds: Iterable[torch.Tensor], storages: list[torch.Tensor], run: int = 0,
-        forward: Callable[..., tuple[Any, ...]] | None = None, cut: Cut | None = None,
-    ) -> tuple[list[torch.Tensor | None], Pending]:  # fmt: skip
-        """Fetched values, and the writes of the step; nothing is written.
-
-        forward: other code that computes what the generated ``self.forward`` does. cut: what to read in place of the
-        storages.
-        """
-        seen, read = WRITERS.count, storages
-        copied = WRITERS.cut(self.private) if cut is None and self.private else cut
-        if copied is not None:
-            seen, read = copied.count, list(map(copied.copies.get, self.variables, storages))
-        out = (forward or self.forward)(*feeds, *read, run)  # nothing requires grad: grad mode does not matter
-        fetched, rest = list(out[: self.n_fetches]), out[self.n_fetches :]
-        if not self.writes:
-            return fetched, _NOTHING
-        targets = [storages[place] for place in self.copies]
-        values = list(rest[: len(targets)])
-        at, updates = len(targets), []
-        stored = {id(copy): storage for copy, storage in zip(read, storages, strict=True)} if cut is not None else {}
-        for op, settings, lengths in self.updates:
-            rows = []
-            for length in lengths:
-                row = rest[at : at + length]
-                rows.append(tuple([stored.get(id(x), x) for x in row]) if cut is not None else row)
-                at += length
-            updates.append(Update(FUSED[op], rows, settings))
-        return fetched, Pending(targets, values, updates, seen, self._again(storages, rest[at:], fetched))
-
-    def _again(
-        self, storages: Sequence[torch.Tensor], operands: Sequence[torch.Tensor], fetched: list[torch.Tensor | None]
-    ) -> Callable[[Pending], None] | None:
-        if self.stale is None or not self.copies:
-            return None
-        written = [self.variables[place] for place in self.copies]
-        return self.stale.call(written, dict(zip(self.variables, storages, strict=True)), operands, fetched)
-
-    @staticmethod
-    def commit(pending: Pending) -> None:
-        """Write everything; see `tfnb.execution.commit`."""
-        commit(pending)
-
-    @property
-    def code(self) -> str:
-        """The generated Python."""
-        return self.module.code
-
-    def undonated(self) -> Program:
-        """The same in code of the same names that writes into nothing, so that its nodes may run in another order."""
-        if not self.donated:
-            return self
-        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-        returned: Any = graph.graph_copy(self.module.graph, copies)
-        for node, donation in self.donated.items():
-            copies[node].target = donation.target
-            copies[node].kwargs = donation.kwargs(copies[node])
-        graph.output(returned)
-        return replace(self, module=fx.GraphModule(self.module, graph), donated={})
-
-
-@dataclass(frozen=True, slots=True)
-class Donation:
-    """A call that writes into its first argument: what it is without that, and the argument that says where."""
-
-    target: Callable[..., Any]
-    out: str | None
-
-    def kwargs(self, node: fx.Node) -> dict[str, Any]:
-        """The keyword arguments of the call without it."""
-        return {name: value for name, value in node.kwargs.items() if name != self.out}
-
-
-_NOTHING = Pending([], [], [])
 
 
 def lower(graph: Graph, fetches: Iterable[Value], feeds: Iterable[Value], last: Sequence[Pass] = LAST) -> Program:
@@ -211,6 +96,7 @@ class _Lowering:
         self.inner: list[Any] = []
         self.in_place = NOTHING
         self.calls: dict[Recursion, Call] = {}
+        self.late: set[Value] = set()  # what stands for what is stored after the updates
 
     def program(self, checks: Iterable[Guard] = ()) -> Program:
         """The program; ``checks`` are relations between sizes that it looks at itself."""
@@ -229,6 +115,8 @@ class _Lowering:
         for node in contents.nodes:
             if node.id not in fused:
                 self._emit(node)
+            elif ops.HOISTED in node.tags:
+                self._hoisted(node)
         return self._finish(variables, fused)
 
     def _bind_feed_symbols(self) -> None:
@@ -299,7 +187,9 @@ class _Lowering:
     def _assign(self, node: Node) -> None:
         variable, new = node.attrs["variable"], node.inputs[0]
         at = self.values[new]
-        stays = new in self.same and all(self.values[v] is self.storages[variable] for v in self.same[new])
+        stays = new in self.same and all(
+            self.values[v] is self.storages[variable] or v in self.late for v in self.same[new]
+        )
         if new in self.borrowed and not stays:
             at = self.fx.call_function(aten.clone.default, (at,))
         else:  # new memory, or where a branch did not write, what is stored
@@ -307,6 +197,14 @@ class _Lowering:
         self.state[variable] = at
         self.written[variable] = Value(node.id)
         self._set(Value(node.id), at, node)
+
+    def _hoisted(self, node: Node) -> None:
+        """What an update of a branch gives is what will be stored: others may pass it on to other Variables."""
+        for index, place in enumerate(written(node)):
+            value = node.value(index)
+            self.values[value] = self.values[node.inputs[place]]
+            self.late.add(value)
+            self.borrowed.add(value)
 
     def _same(self, node: Node) -> None:
         """Values that have a gradient of their own are the values."""
@@ -424,16 +322,19 @@ class _Lowering:
         place = {variable: i for i, variable in enumerate(variables)}
         out += [self.state[variable] for variable in self.written]
         groups: dict[tuple[str, str], tuple[str, dict[str, Any], list[int]]] = {}
-        rows: dict[tuple[str, str], list[Any]] = {}
+        rows: dict[tuple[str, str], list[tuple[Node, list[Any]]]] = {}
         for node in dict.fromkeys(fused.values()):
-            settings = {k: v for k, v in node.attrs.items() if k not in ("w", "grad", "slots", "indices", "rate")}
-            key = (node.op, repr(sorted(settings.items())))
-            groups.setdefault(key, (node.op, settings, []))[2].append(len(node.inputs))
-            state = {0, *range(2, 2 + len(node.attrs["slots"]))}  # written; the rest is read after other writes
+            key = (node.op, repr(sorted(settings(node).items())))
+            groups.setdefault(key, (node.op, settings(node), []))[2].append(len(node.inputs))
+            state = written(node)  # the rest is read after other writes
             inputs = [self.values[v] if i in state else self._own(v) for i, v in enumerate(node.inputs)]
-            rows.setdefault(key, []).extend(inputs)
+            rows.setdefault(key, []).append((node, inputs))
+        within = []
         for key in groups:
-            out += rows[key]
+            for node, inputs in rows[key]:
+                if node.op in ROWS:
+                    within.append((len(out) - len(self.fetches) + 1, _rows(node), node))
+                out += inputs
         private = frozenset[Variable]() if self.stale is None else self.stale.private
         out += map(self._fetched, self.operands)
         self.fx.output(tuple(out))
@@ -442,7 +343,8 @@ class _Lowering:
             graph=self.graph, whole=self.whole, fetches=self.fetches, feeds=self.feeds, variables=variables,
             writes=tuple(dict.fromkeys(assigned)), module=fx.GraphModule(self.root, self.fx), node_of=self.node_of,
             n_fetches=len(self.fetches), copies=tuple(place[v] for v in self.written),
-            updates=tuple((op, settings, tuple(lengths)) for op, settings, lengths in groups.values()),
+            updates=tuple((op, kwargs, tuple(lengths)) for op, kwargs, lengths in groups.values()),
+            within=tuple(within),
             inner=tuple(self.inner), written=self.in_place.places, donated=self.donated, stale=self.stale,
             private=private, specs=self._specs(),
         )  # fmt: skip
@@ -467,7 +369,21 @@ class _Lowering:
     def _own(self, value: Value) -> fx.Node:
         """The value in memory of the step's own."""
         at = self.values[value]
-        return self.fx.call_function(aten.clone.default, (at,)) if value in self.borrowed else at
+        if value not in self.borrowed:
+            return at
+        maker = self.graph.contents.by_id.get(value.node)
+        maybe = maker is not None and value.index in maker.attrs.get(ops.OPTIONAL, ())
+        return self.fx.call_function(_cloned if maybe else aten.clone.default, (at,))
+
+
+def _rows(node: Node) -> int:
+    """How many rows a table has."""
+    return int(node.outputs[0].shape[node.attrs["dim"]])
+
+
+def _cloned(value: torch.Tensor | None) -> torch.Tensor | None:
+    """A copy of what a branch gives only if it was taken."""
+    return None if value is None else value.clone()
 
 
 def _evaluated(expr: str, symbols: tuple[str, ...], *sizes: int) -> Any:

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from tfnb.errors import Unimplemented
-from tfnb.execution.lower import Program
+from tfnb.execution.program import Program
 from tfnb.execution.regions import Cond, Loop
 from tfnb.recording.interpret import number
 

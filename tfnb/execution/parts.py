@@ -19,7 +19,7 @@ from torch import fx
 from tfnb.execution.captured import device_of
 from tfnb.execution.clocks import moment
 from tfnb.execution.commit import Pending
-from tfnb.execution.lower import Program
+from tfnb.execution.program import Program
 from tfnb.execution.trace import Event, Trace
 from tfnb.passes import Memory, feed_symbols
 

@@ -15,7 +15,7 @@ from tfnb.control_flow import frames
 from tfnb.control_flow.frames import Flow, Op, Port
 from tfnb.errors import InvalidArgument
 from tfnb.execution.flow_calls import CALLS, ended, guarding, node_of, nothing, sizes_of
-from tfnb.execution.lower import Program, subprogram
+from tfnb.execution.lower import subprogram
 from tfnb.execution.machine import (
     CALL,
     EMPTY,
@@ -31,6 +31,7 @@ from tfnb.execution.machine import (
     Step,
     Template,
 )  # fmt: skip
+from tfnb.execution.program import Program
 from tfnb.graph import Contents, Node, Spec, Subgraph, Value, ops
 from tfnb.graph.contents import unique
 from tfnb.graph.graph import new_id

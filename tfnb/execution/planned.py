@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from tfnb.execution.lower import Program, lower
+from tfnb.execution.lower import lower
+from tfnb.execution.program import Program
 from tfnb.kernels import swap
 from tfnb.kernels.swap import Swapped, Tier
 from tfnb.passes import LAST, Memory, donate, feed_symbols

@@ -16,11 +16,11 @@ import torch
 from torch import fx
 
 from tfnb.execution.calls import Branch
-from tfnb.execution.lower import Program
+from tfnb.execution.program import Program
 from tfnb.execution.regions import Cond
-from tfnb.execution.scalars import Number, expression, literal, of
+from tfnb.execution.scalars import BESIDE, Number, expression, literal, of
 from tfnb.graph import Node, Spec
-from tfnb.recording.interpret import absent
+from tfnb.kernels.places import NUMBERS
 
 CALL, TAKEN, GIVEN, MADE, PASSED = 1.5, 0.35, 0.2, 1.3, 0.3
 """Microseconds, about: a call of torch; a number out of a tensor, or out of a branch; a tensor of one; a number into a
@@ -51,10 +51,14 @@ def quick(program: Program) -> Quick | None:
     """The code of a whole step, where that has numbers inside; what it writes may be numbers."""
     graph = program.module.graph
     returned: Any = graph.output_node().args[0]
-    first = len(program.fetches)
-    updated = sum(sum(lengths) for _, _, lengths in program.updates)
-    free = {*range(first, len(returned))} - {*range(first + len(program.copies), first + len(program.copies) + updated)}
-    return _Writer(program, (), (), free, {}).written()
+    at = len(program.fetches) + len(program.copies)
+    tensors = set(range(len(program.fetches)))
+    for op, _, lengths in program.updates:
+        taking = op in NUMBERS
+        for length in lengths:
+            tensors.update([at] if taking else range(at, at + length))
+            at += length
+    return _Writer(program, (), (), {*range(len(returned))} - tensors, {}).written()
 
 
 class QuickCond:
@@ -63,20 +67,14 @@ class QuickCond:
     def __init__(self, cond: Cond, sides: Mapping[bool, Forward]) -> None:
         self.then, self.otherwise = sides[True], sides[False]
         self.missing = {way: lacks for way, (_, lacks) in cond.branches.items() if any(lacks)}
-        self.places, self.specs = cond.places, cond.specs
+        self.cond = cond
         self.__name__ = "cond"  # for the generated code
 
     def __call__(self, run: int, pred: Any, operands: Any, shapes: Any) -> Sequence[Any]:
-        forward = self.then if pred else self.otherwise
-        if not self.missing:
-            return forward(*operands, run)
-        way = forward is self.then
-        given = iter(forward(*operands, run))
-        lacking = self.missing.get(way, [False] * len(self.places))
-        return [
-            absent(spec, shapes[place]) if lacks else next(given)
-            for place, spec, lacks in zip(self.places, self.specs, lacking, strict=True)
-        ]
+        way = bool(pred)
+        given = (self.then if way else self.otherwise)(*operands, run)
+        lacks = self.missing.get(way)
+        return given if lacks is None else self.cond.complete(lacks, given, shapes)
 
 
 def tensor(number: Any, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
@@ -126,8 +124,12 @@ class _Writer:
                 found = self._computed(node, spec) if node.op == "call_function" else None
                 if found is not None:
                     self.numbers[node] = found
-                elif spec.shape == () and spec.dtype in (torch.int64, torch.bool):
+                elif self._is_given(node) or (spec.shape == () and spec.dtype in (torch.int64, torch.bool)):
                     self._source(node, spec, written)
+
+    def _is_given(self, node: fx.Node) -> bool:
+        """Whether it is an input that is a number."""
+        return node.op == "placeholder" and self.inputs.index(node) in self.given
 
     def _constant(self, node: fx.Node, value: torch.Tensor) -> None:
         if value.shape == () and value.is_cpu and value.dtype in (torch.int64, torch.bool, torch.float32):
@@ -167,9 +169,7 @@ class _Writer:
     def _operand(self, arg: Any) -> Any:
         if isinstance(arg, fx.Node):
             found = self.numbers.get(arg)
-            if found is None or not (arg in self.known or getattr(self._spec(arg), "shape", None) == ()):
-                return _NOT
-            return Number(arg, found.dtype, found.low, found.high)
+            return _NOT if found is None else Number(arg, found.dtype, found.low, found.high)
         return literal(arg) if isinstance(arg, (bool, int, float)) else arg
 
     def _chosen(self) -> set[fx.Node]:
@@ -191,8 +191,7 @@ class _Writer:
             costs = MADE if self._as_tensor(node) else PASSED if self._passed(node) else 0.0
             saved[root(node)] = saved.get(root(node), 0.0) + CALL - costs
         for node in self.sources & group.keys():
-            free = node in self.inputs and self.inputs.index(node) in self.given
-            saved[root(node)] -= 0.0 if free else GIVEN if node in self.results else TAKEN
+            saved[root(node)] -= 0.0 if self._is_given(node) else GIVEN if node in self.results else TAKEN
         return {node for node in group if saved[root(node)] > 0}
 
     def _as_tensor(self, node: fx.Node) -> bool:
@@ -205,7 +204,18 @@ class _Writer:
             return all(place in self.free or place in self.wanted for place in places)
         if isinstance(user.target, Cond):
             return True
-        return user in self.numbers or isinstance(user.target, Branch)
+        return user in self.numbers or isinstance(user.target, Branch) or self._is_beside(user, node)
+
+    def _is_beside(self, user: fx.Node, node: fx.Node) -> bool:
+        """Whether torch takes the node as a number beside a tensor of the same type, to the same effect."""
+        owner = self.program.node_of.get(user.name)
+        if owner is None or owner.op not in BESIDE or user in self.program.donated or user.kwargs:
+            return False
+        dtype, tensors = self.numbers[node].dtype, [arg for arg in user.args if isinstance(arg, fx.Node)]
+        found = [self.program.specs.get(arg.name) for arg in tensors[BESIDE[owner.op] :] if arg not in self.numbers]
+        return node in tensors[BESIDE[owner.op] :] and any(
+            spec is not None and spec.dtype is dtype and spec.shape and spec.device == "cpu" for spec in found
+        )
 
     def _passed(self, node: fx.Node) -> bool:
         return any(isinstance(user.target, Cond) and node in user.args[2] for user in node.users)  # type: ignore[operator]
@@ -236,7 +246,7 @@ class _Writer:
 
     def _input(self, node: fx.Node) -> None:
         made = self.graph.node_copy(node)
-        if self.inputs.index(node) in self.given:
+        if self._is_given(node):
             self.made[node] = made
         else:
             self.tensors[node] = made
@@ -244,7 +254,13 @@ class _Writer:
     def _copied(self, node: fx.Node) -> fx.Node:
         if isinstance(node.target, Branch) and (value := self.made.get(node.args[0])) is not None:  # type: ignore[arg-type]
             return self.graph.create_node("call_function", node.target, (value,), name=node.name)
-        return self.graph.node_copy(node, self._tensor)
+        return self.graph.node_copy(node, lambda arg: self._taken(node, arg))
+
+    def _taken(self, user: fx.Node, arg: fx.Node) -> Any:
+        """What a call of torch is given: a number only where that is there already, and as good."""
+        if arg in self.made and arg not in self.tensors and self._is_beside(user, arg):
+            return self.made[arg]
+        return self._tensor(arg)
 
     def _result(self, place: int, value: Any) -> Any:
         if not isinstance(value, fx.Node):

@@ -225,6 +225,7 @@ class Cond:
             program = lower(node.attrs[part], [value for value in outputs if value is not None])
             self.branches[part == "then"] = program, [value is None for value in outputs]
         self.inner = tuple(program for program, _ in self.branches.values())
+        self.optional = frozenset(node.attrs.get(ops.OPTIONAL, ()))
         self.same = passed_on(node, self.places, self.branches.values())
         self.__name__ = "cond"  # for the generated code
 
@@ -232,9 +233,14 @@ class Cond:
         way, watch = bool(pred), _watching.watch
         program, missing = self.branches[way]
         forward = program.forward if watch is None else watch.side(self, way)
-        given = iter(forward(*operands, run))
+        given = forward(*operands, run)
+        return self.complete(missing, given, shapes) if any(missing) else list(given)
+
+    def complete(self, missing: Sequence[bool], given: Iterable[Any], shapes: Any) -> list[Any]:
+        """The outputs, with something for those that a side lacks: None where that is what it means."""
+        found = iter(given)
         return [
-            absent(spec, shapes[place]) if lacks else next(given)
+            next(found) if not lacks else None if place in self.optional else absent(spec, shapes[place])
             for place, spec, lacks in zip(self.places, self.specs, missing, strict=True)
         ]
 

@@ -209,8 +209,14 @@ def _cast(x: Number, dtype: torch.dtype) -> tuple[int, int]:
 
 @_rule(
     "clone.default", "alias.default", "detach.default", "lift_fresh.default", "view.default", "_unsafe_view.default",
-    "reshape.default", "unsqueeze.default",
+    "reshape.default", "unsqueeze.default", "squeeze.default",
 )  # fmt: skip
 def _(args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype) -> Number | None:
     x = args[0]
     return x if isinstance(x, Number) and x.dtype is dtype else None
+
+
+BESIDE: dict[str, int] = {f"aten.{name}.Tensor": 0 for name in ("eq", "ge", "gt", "le", "lt", "ne")} | {
+    "aten.where.self": 1
+}
+"""Ops that give the same for a number as for a tensor of that one number, from which of their tensors on."""

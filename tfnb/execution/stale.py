@@ -5,7 +5,7 @@ Which nodes: `tfnb.passes.again`. What they take from the step comes with its re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from tfnb.execution.commit import Pending
 from tfnb.execution.fused import in_place_updates
 from tfnb.graph import Graph, Value, Variable
-from tfnb.passes import again, prune
+from tfnb.passes import again, hoist, prune, sink, with_fed
 from tfnb.recording.interpret import evaluate
 
 
@@ -23,8 +23,9 @@ class Stale:
 
     def __init__(self, graph: Graph, fetches: Sequence[Value], feeds: Collection[Value], *, fuses: bool) -> None:
         pruned = prune(graph, fetches, feeds)
-        fused = in_place_updates(pruned, fetches, feeds) if fuses else {}
-        done = {node.attrs["variable"] for node in pruned.nodes if node.op == "tfnb.assign" and node.id in fused}
+        seen = _as_committed(pruned, graph, fetches, feeds) if fuses else pruned
+        fused = in_place_updates(seen, fetches, feeds) if fuses else {}
+        done = {node.attrs["variable"] for node in seen.nodes if node.op == "tfnb.assign" and node.id in fused}
         self.found = again(pruned, feeds, done)
         self.operands = () if self.found is None else tuple(self.found.operands.values())
         self.fetches, self.nodes = tuple(fetches), graph.contents.by_id
@@ -35,21 +36,22 @@ class Stale:
         return frozenset() if self.found is None else self.found.private
 
     def call(
-        self, written: Sequence[Variable], storages: Mapping[Variable, torch.Tensor],
-        operands: Sequence[torch.Tensor], fetched: list[torch.Tensor | None],
+        self, written: Sequence[Variable], variables: Sequence[Variable], storages: Sequence[torch.Tensor],
+        operands: Sequence[Any], fetched: list[torch.Tensor | None],
     ) -> Callable[[Pending], None] | None:  # fmt: skip
         """What a commit calls; ``written``: whose values the step writes as they are, ``fetched`` is brought up too."""
         if self.found is None:
             return None
-        values: dict[Value, Any] = dict(zip(self.found.operands, operands, strict=True))
-        return partial(self._renew, written, storages, values, fetched)
+        return partial(self._renew, written, variables, storages, operands, fetched)
 
     def _renew(
-        self, written: Sequence[Variable], storages: Mapping[Variable, torch.Tensor],
-        values: dict[Value, torch.Tensor], fetched: list[torch.Tensor | None], pending: Pending,
+        self, written: Sequence[Variable], variables: Sequence[Variable], stored: Sequence[torch.Tensor],
+        operands: Sequence[Any], fetched: list[torch.Tensor | None], pending: Pending,
     ) -> None:  # fmt: skip
         assert self.found is not None
-        values.update({v: self._tensor(v, x) for v, x in values.items() if not isinstance(x, torch.Tensor)})
+        storages = dict(zip(variables, stored, strict=True))
+        given = zip(self.found.operands, operands, strict=True)
+        values = {v: x if isinstance(x, torch.Tensor) else self._tensor(v, x) for v, x in given}
         for node in self.found.nodes:
             if node.op == "tfnb.read":
                 values[node.value()] = storages[node.attrs["variable"]].clone()
@@ -73,6 +75,15 @@ class Stale:
         step = self.found.operands[value]
         spec = self.nodes[step.node].outputs[step.index]
         return torch.full(spec.sizes({}), number, dtype=spec.dtype, device="cpu")
+
+
+def _as_committed(graph: Graph, whole: Graph, fetches: Sequence[Value], feeds: Collection[Value]) -> Graph:
+    """The graph, pruned before, with what a commit does in place taken out of branches."""
+    for run in (sink, hoist):
+        seen = with_fed(graph, whole, feeds)
+        found = run(seen, fetches, feeds)
+        graph = graph if found is seen else prune(found, fetches, feeds)
+    return graph
 
 
 def _no_size(dim: object) -> int:

@@ -24,7 +24,7 @@ from tfnb.errors import InvalidArgument
 from tfnb.execution.captured import Captured, Captures, device_of
 from tfnb.execution.clocks import counter
 from tfnb.execution.compiler import Forward, compiled, obstacle
-from tfnb.execution.lower import Program
+from tfnb.execution.program import Program
 from tfnb.execution.quick import quick
 from tfnb.execution.watch import devices, wait
 from tfnb.graph.collector import frozen

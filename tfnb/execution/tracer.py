@@ -22,7 +22,7 @@ from tfnb.execution.captured import device_of
 from tfnb.execution.clocks import begun
 from tfnb.execution.commit import Pending
 from tfnb.execution.kernels import kernels
-from tfnb.execution.lower import Program
+from tfnb.execution.program import Program
 from tfnb.execution.regions import watched
 from tfnb.execution.trace import Event, Trace
 from tfnb.execution.watch import Clock, Held, Memory, Watch, devices, recorded, tensors, wait

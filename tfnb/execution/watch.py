@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from tfnb.execution.lower import Program
+from tfnb.execution.program import Program
 from tfnb.execution.regions import Cond, Loop
 from tfnb.execution.turns import OUTPUTS, Amount, KeptTurns, Note, Path, Turn, Turns, seen
 from tfnb.graph import Graph, Node

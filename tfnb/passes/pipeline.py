@@ -9,6 +9,7 @@ from tfnb.graph import Contents, Graph, Value
 from tfnb.passes.budget import spare
 from tfnb.passes.donate import donate
 from tfnb.passes.fold import fold
+from tfnb.passes.hoist import hoist
 from tfnb.passes.layout import Layout, channels_last
 from tfnb.passes.memory import Memory
 from tfnb.passes.merge import merge
@@ -17,11 +18,16 @@ from tfnb.passes.order import order, split
 from tfnb.passes.prune import prune
 from tfnb.passes.rewrite import Pass
 from tfnb.passes.simplify import simplify
+from tfnb.passes.sink import sink
 from tfnb.passes.stack import stack
 
 PIPELINE: tuple[Pass, ...] = (fold, simplify, merge)  # between two prunings
-LAST: tuple[Pass, ...] = (stack, narrow, split, order, spare, donate)  # once: kernels, order and memory are chosen
-LAYOUTS: Mapping[Layout, tuple[Pass, ...]] = {"torch": LAST, "channels_last": (stack, channels_last, *LAST[1:])}
+LAST: tuple[Pass, ...] = (sink, hoist, stack, narrow, split, order, spare, donate)
+"""Once: what a commit does in place, then kernels, order and memory are chosen."""
+LAYOUTS: Mapping[Layout, tuple[Pass, ...]] = {
+    "torch": LAST,
+    "channels_last": (sink, hoist, stack, channels_last, *LAST[3:]),
+}
 ROUNDS = 10
 
 
@@ -60,7 +66,7 @@ def stages(
     whole, graph = graph, prune(graph, fetches, feeds)
     yield "prune", graph
     for _ in range(ROUNDS):
-        before, seen = graph.nodes, _with_fed(graph, whole, feeds)
+        before, seen = graph.nodes, with_fed(graph, whole, feeds)
         for run in PIPELINE:
             after = run(seen, fetches, feeds)
             if after is not seen:
@@ -70,17 +76,17 @@ def stages(
         if graph.nodes == before:
             break
         yield "prune", graph
-    seen = _with_fed(graph, whole, feeds)
+    seen = with_fed(graph, whole, feeds)
     for run in last:
         chosen = run(seen, fetches, feeds)
         if chosen is not seen:  # otherwise the next pass finds its consumers there
             yield run.__name__, chosen
             graph = prune(chosen, fetches, feeds)
             yield "prune", graph
-            seen = _with_fed(graph, whole, feeds)
+            seen = with_fed(graph, whole, feeds)
 
 
-def _with_fed(graph: Graph, whole: Graph, feeds: Collection[Value]) -> Graph:
+def with_fed(graph: Graph, whole: Graph, feeds: Collection[Value]) -> Graph:
     """The graph with the nodes of the fed values in front: their specs are facts that passes may use."""
     fed = dict.fromkeys(value.node for value in feeds)
     nodes = tuple(whole.contents.by_id[i] for i in fed if i not in graph.contents.by_id)

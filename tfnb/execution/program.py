@@ -1,0 +1,164 @@
+"""What a graph is lowered to: a generated function that computes, and what the commit writes then.
+
+Made by `tfnb.execution.lower`. What may fail of a commit is looked at before it: rows that are not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from tfnb.execution.commit import Pending, Update, commit
+from tfnb.execution.fused import IN_PLACE
+from tfnb.execution.stale import Stale
+from tfnb.graph import Graph, Node, Spec, Value, Variable
+from tfnb.graph.writing import WRITERS, Cut
+from tfnb.kernels.places import outside
+
+
+@dataclass(slots=True, eq=False)
+class Program:
+    """A lowered graph for one choice of fetches and feeds.
+
+    ``compute(feeds, storages, run)`` takes one tensor for each of ``feeds`` and one storage for each of ``variables``
+    and returns the fetched values and what is to be written; ``commit`` writes it.
+    """
+
+    graph: Graph  # pruned
+    whole: Graph  # what it was lowered from
+    fetches: tuple[Value, ...]
+    feeds: tuple[Value, ...]
+    variables: tuple[Variable, ...]
+    writes: tuple[Variable, ...]
+    module: fx.GraphModule
+    node_of: dict[str, Node]  # generated name -> node, for errors
+    n_fetches: int
+    copies: tuple[int, ...]  # places in `variables` of the plainly written ones
+    updates: tuple[tuple[str, dict[str, Any], tuple[int, ...]], ...]  # in-place op, settings, row lengths
+    within: tuple[tuple[int, int, Node], ...]  # numbers of rows that the commit writes, by place; of how many; whose
+    inner: tuple[Program, ...]  # of the subgraphs that loops and branches run
+    written: tuple[int, ...]  # of a loop's body: places of the carried values that it writes in place
+    donated: Mapping[fx.Node, Donation]  # what writes into its first argument
+    stale: Stale | None  # what the commit computes again after another step's; None in loops and branches
+    private: frozenset[Variable]  # read from a copy
+    specs: Mapping[str, Spec]  # generated name -> what its value is
+    forward: Callable[..., tuple[Any, ...]] = field(init=False)
+    quick: Any = field(init=False, default=None)  # the same by `tfnb.execution.quick`, where a session runs that
+
+    def __post_init__(self) -> None:
+        self.module.__dict__.update(self.module.named_buffers())  # constants, found without a call of __getattr__
+        self.forward = self.module.forward
+
+    @property
+    def reads(self) -> tuple[Variable, ...]:
+        """Variables whose storage the program needs."""
+        return self.variables
+
+    def compute(
+        self, feeds: Iterable[torch.Tensor], storages: list[torch.Tensor], run: int = 0,
+        forward: Callable[..., tuple[Any, ...]] | None = None, cut: Cut | None = None,
+    ) -> tuple[list[torch.Tensor | None], Pending]:  # fmt: skip
+        """Fetched values, and the writes of the step; nothing is written.
+
+        forward: other code that computes what the generated ``self.forward`` does. cut: what to read in place of the
+        storages.
+        """
+        seen, read = WRITERS.count, storages
+        copied = WRITERS.cut(self.private) if cut is None and self.private else cut
+        if copied is not None:
+            seen, read = copied.count, list(map(copied.copies.get, self.variables, storages))
+        out = (forward or self.forward)(*feeds, *read, run)  # nothing requires grad: grad mode does not matter
+        fetched, rest = list(out[: self.n_fetches]), out[self.n_fetches :]
+        if not self.writes:
+            return fetched, _NOTHING
+        for place, count, node in self.within:
+            _ensure_there(node, count, rest[place])
+        targets = [storages[place] for place in self.copies]
+        values = list(rest[: len(targets)])
+        at, updates = len(targets), []
+        for op, kwargs, lengths in self.updates:
+            rows = []
+            for length in lengths:
+                row = rest[at : at + length]
+                if row[1] is not None:  # else it is of a branch that was not taken
+                    rows.append(row)
+                at += length
+            if rows:
+                updates.append(Update(IN_PLACE[op], rows, kwargs))
+        if read is not storages:
+            values = _stored(updates, values, dict(zip(map(id, read), storages, strict=True)))
+        return fetched, Pending(targets, values, updates, seen, self._again(storages, rest[at:], fetched))
+
+    def _again(
+        self, storages: Sequence[torch.Tensor], operands: Sequence[torch.Tensor], fetched: list[torch.Tensor | None]
+    ) -> Callable[[Pending], None] | None:
+        if self.stale is None or not self.copies:
+            return None
+        return self.stale.call(
+            [self.variables[place] for place in self.copies], self.variables, storages, operands, fetched
+        )
+
+    @staticmethod
+    def commit(pending: Pending) -> None:
+        """Write everything; see `tfnb.execution.commit`."""
+        commit(pending)
+
+    @property
+    def code(self) -> str:
+        """The generated Python."""
+        return self.module.code
+
+    def undonated(self) -> Program:
+        """The same in code of the same names that writes into nothing, so that its nodes may run in another order."""
+        if not self.donated:
+            return self
+        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        returned: Any = graph.graph_copy(self.module.graph, copies)
+        for node, donation in self.donated.items():
+            copies[node].target = donation.target
+            copies[node].kwargs = donation.kwargs(copies[node])
+        graph.output(returned)
+        return replace(self, module=fx.GraphModule(self.module, graph), donated={})
+
+
+@dataclass(frozen=True, slots=True)
+class Donation:
+    """A call that writes into its first argument: what it is without that, and the argument that says where."""
+
+    target: Callable[..., Any]
+    out: str | None
+
+    def kwargs(self, node: fx.Node) -> dict[str, Any]:
+        """The keyword arguments of the call without it."""
+        return {name: value for name, value in node.kwargs.items() if name != self.out}
+
+
+_NOTHING = Pending([], [], [])
+
+
+def _stored(updates: list[Update], values: list[Any], storages: Mapping[int, torch.Tensor]) -> list[Any]:
+    """Copies that the step read are no place to write: updates get the storages, by the id of a copy.
+
+    A value that is what an update writes is read after it: that of another Variable which takes it over.
+    """
+    updated: dict[int, torch.Tensor] = {}
+    for update in updates:
+        for row in update.rows:
+            updated.update((id(x), storages[id(x)]) for x in row if id(x) in storages)
+        update.rows = [tuple([updated.get(id(x), x) for x in row]) for row in update.rows]
+    return [updated.get(id(value), value) for value in values]
+
+
+def _ensure_there(node: Node, count: int, rows: Any) -> None:
+    """Raise IndexError for a row that a commit could not write: it may not fail."""
+    bad = outside(count, rows)
+    if bad is not None:
+        name = node.op.split(".")[1]
+        axis = node.attrs["dim"]
+        error = IndexError(f"{name}_(): index {bad} is out of bounds for dimension {axis} with size {count}")
+        error.node = node  # type: ignore[attr-defined]
+        raise error
