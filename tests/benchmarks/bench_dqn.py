@@ -4,7 +4,8 @@ An agent walks on a grid of 8 by 8 places. A step acts, writes what came of it i
 memories every few steps, and renews the target net now and then. In the graph that is one run with four conditionals;
 the client asks for the parts by runs of their own, as its Python decides, and keeps the agent's place and the clock.
 Both take the same drawn numbers from a table, and have to end with the same weights and returns to the last bit. Each
-round takes both in turns; the median of the rounds' ratios counts.
+round takes all in turns; the median of the rounds' ratios counts. Beside them plain PyTorch, whose world is Python
+alone and whose gradients are autograd's, which may differ in the last bits.
 
     python tests/benchmarks/bench_dqn.py [--quick] [--steps 200] [--rounds 30] [--seeds 5] [--learn-every 4] [--by run]
 """
@@ -190,6 +191,59 @@ def by_client(seed: int, options: argparse.Namespace) -> tuple[Agent, Callable[[
     return agent, run
 
 
+def in_torch(seed: int, options: argparse.Namespace) -> tuple[list[Any], Callable[[Draws, int, int], list[float]]]:
+    """Plain PyTorch, eager: the world in Python's numbers, memories written in place, the fused Adam."""
+    net, target = nets(seed)
+    memory = {name: torch.zeros(MEMORY, dtype=kind) for name, kind in KINDS.items()}
+    optimizer = torch.optim.Adam(net.parameters(), 0.001, fused=True)
+    state = {"place": 0, "age": 0}
+
+    def act(place: int, explore: Any, way: Any) -> int:
+        if explore:
+            return int(way)
+        with torch.no_grad():
+            return int(net(F.one_hot(torch.tensor(place), PLACES).float()).argmax())
+
+    def move(place: int, action: int) -> tuple[int, float, bool]:
+        row, column = divmod(place, SIDE)
+        down = min(max(row + (action == 1) - (action == 0), 0), SIDE - 1)
+        right = min(max(column + (action == 3) - (action == 2), 0), SIDE - 1)
+        won = down * SIDE + right == PLACES - 1
+        return down * SIDE + right, 1.0 if won else -0.01, won
+
+    def learn(rows: torch.Tensor) -> None:
+        seen = {name: kept[rows] for name, kept in memory.items()}
+        values = net(F.one_hot(seen["place"], PLACES).float()).gather(1, seen["action"][:, None])[:, 0]
+        with torch.no_grad():
+            best = target(F.one_hot(seen["next"], PLACES).float()).amax(1)
+            wanted = seen["reward"] + 0.97 * (1 - seen["won"]) * best
+        optimizer.zero_grad()
+        F.smooth_l1_loss(values, wanted).backward()
+        optimizer.step()
+
+    def run(draws: Draws, start: int, stop: int) -> list[float]:
+        rewards = []
+        for i in range(start, stop):
+            here = state["place"]
+            action = act(here, draws.explore[i], draws.ways[i])
+            there, reward, won = move(here, action)
+            for name, value in zip(KINDS, (here, action, reward, there, won), strict=True):
+                memory[name][i % MEMORY] = value
+            done = won or state["age"] >= LONGEST - 1
+            state.update(place=0 if done else there, age=0 if done else state["age"] + 1)
+            if i >= FILL and i % options.learn_every == 0:
+                learn(draws.rows[i])
+            if i % RENEW == 0:
+                target.load_state_dict(net.state_dict())
+            rewards.append(reward)
+        return rewards
+
+    return [*net.parameters(), *target.parameters()], run
+
+
+DRIVERS = {"graph": in_graph, "client": by_client, "torch": in_torch}
+
+
 def checked(steps: int, seed: int, options: argparse.Namespace) -> float:
     """The sum of rewards of some steps, which both have in common as the weights; raises AssertionError."""
     draws = Draws.of(steps, seed)
@@ -200,20 +254,20 @@ def checked(steps: int, seed: int, options: argparse.Namespace) -> float:
     return sum(rewards)
 
 
-def measured(options: argparse.Namespace) -> tuple[list[float], list[float]]:
-    """Steps per second of both in each round, which start with a full memory."""
-    warm, clock = 2 * FILL, time.process_time if options.cpu else time.perf_counter
+def measured(options: argparse.Namespace) -> dict[str, list[float]]:
+    """Steps per second of each driver in each round."""
+    warm, clock = 2 * FILL, time.thread_time if options.cpu else time.perf_counter
     draws = Draws.of(warm + options.rounds * options.steps, 0)
-    runs = [make(0, options)[1] for make in (in_graph, by_client)]
-    for run in runs:
+    runs = {name: make(0, options)[1] for name, make in DRIVERS.items()}
+    for run in runs.values():
         run(draws, 0, warm)
-    rates: tuple[list[float], list[float]] = [], []
+    rates: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(options.rounds):
         start = warm + turn * options.steps
-        for which in (0, 1) if turn % 2 else (1, 0):
+        for name in runs if turn % 2 else reversed(runs):
             before = clock()
-            runs[which](draws, start, start + options.steps)
-            rates[which].append(options.steps / (clock() - before))
+            runs[name](draws, start, start + options.steps)
+            rates[name].append(options.steps / (clock() - before))
     return rates
 
 
@@ -235,11 +289,16 @@ def main() -> None:
     returns = [checked(options.check, seed, options) for seed in range(options.seeds)]
     spread = statistics.pstdev(returns)
     print(f"equal rewards and weights in {options.check} steps; return {statistics.mean(returns):.1f} +- {spread:.1f}")
-    graph, client = measured(options)
-    ratio = statistics.median(a / b for a, b in zip(graph, client, strict=True))
-    rates = f"{statistics.median(graph):,.0f} and {statistics.median(client):,.0f} steps/s"
-    print(f"in the graph {ratio:.2f} times as many steps as by the client: {rates}")
-    print(json.dumps({"graph": graph, "client": client, "ratio": ratio, "returns": returns, "targets": TARGETS}))
+    rates = measured(options)
+    ratios = {}
+    for name in ("client", "torch"):
+        ratios[name] = statistics.median(a / b for a, b in zip(rates["graph"], rates[name], strict=True))
+    shown = ", ".join(f"{name} {statistics.median(found):,.0f}" for name, found in rates.items())
+    than = (
+        f"{ratios['client']:.2f} times as many steps as by the client, {ratios['torch']:.2f} times as in plain PyTorch"
+    )
+    print(f"in the graph {than}; steps/s: {shown}")
+    print(json.dumps({**rates, "ratio": ratios["client"], "ratios": ratios, "returns": returns, "targets": TARGETS}))
 
 
 if __name__ == "__main__":
