@@ -20,7 +20,7 @@ from torch import fx
 from tfnb.execution.calls import Branch, Drawing, Relation, Seeded
 from tfnb.execution.cuda_graphs import CudaGraphs
 from tfnb.execution.halves import behind
-from tfnb.execution.lower import Program
+from tfnb.execution.program import Program
 from tfnb.execution.regions import Call, Cond, Loop
 
 WARM = 3  # steps of a choice of sizes before it is captured: by then libraries have chosen their kernels

@@ -97,7 +97,7 @@ class _Writer:
         self.program, self.given, self.wanted, self.free = program, given, wanted, free
         self.old = program.module.graph
         self.returned: Any = self.old.output_node().args[0]
-        self.inputs = self.old.find_nodes(op="placeholder")
+        self.place = {node: place for place, node in enumerate(self.old.find_nodes(op="placeholder"))}
         self.numbers: dict[fx.Node, Number] = {}  # what could be one
         self.sources: set[fx.Node] = set()  # of those the ones that are not computed here
         self.known: set[fx.Node] = set()  # of those the constants
@@ -116,10 +116,8 @@ class _Writer:
         written = {n for place, n in enumerate(self.returned) if place in self.free and isinstance(n, fx.Node)}
         for node in self.old.nodes:
             spec = self._spec(node)
-            if node.op == "get_attr":
-                self._constant(node, getattr(self.program.module, str(node.target)))
-            elif node.op == "placeholder" and self.inputs.index(node) in self.constants:
-                self._constant(node, self.constants[self.inputs.index(node)])
+            if (held := self._held(node)) is not None:
+                self._constant(node, held)
             elif spec is not None and node.op in ("placeholder", "call_function"):
                 found = self._computed(node, spec) if node.op == "call_function" else None
                 if found is not None:
@@ -129,7 +127,7 @@ class _Writer:
 
     def _is_given(self, node: fx.Node) -> bool:
         """Whether it is an input that is a number."""
-        return node.op == "placeholder" and self.inputs.index(node) in self.given
+        return self.place.get(node) in self.given
 
     def _constant(self, node: fx.Node, value: torch.Tensor) -> None:
         if value.shape == () and value.is_cpu and value.dtype in (torch.int64, torch.bool, torch.float32):
@@ -320,7 +318,7 @@ class _Writer:
         """The tensor that a constant is."""
         if value.op == "get_attr":
             return getattr(self.program.module, str(value.target))  # type: ignore[no-any-return]
-        return self.constants.get(self.inputs.index(value)) if value.op == "placeholder" else None
+        return self.constants.get(self.place[value]) if value in self.place else None
 
     def _is_number(self, value: fx.Node) -> bool:
         """Whether it is a number here, and no tensor."""
