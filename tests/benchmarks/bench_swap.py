@@ -3,7 +3,13 @@
 Without swapping the first turn that does not fit is refused; with it the step is compared with one without a budget,
 which takes turns with it: same results to the last bit, bytes moved, and the median time of both.
 
+--overlap: the part of the copying that holds up no turn, with copies that take as long as they would at so many bytes
+per second (figure 13); --lanes writes what ran when into a file for Perfetto. --choices: for loops of several kinds,
+what it costs to move what does not fit, and to compute it again, and which of them the plan takes.
+
     python tests/benchmarks/bench_swap.py [--lengths 100 200 500 600 700 900 1000] [--rounds 9]
+    python tests/benchmarks/bench_swap.py --overlap [--rate 400e6] [--lanes FILE]
+    python tests/benchmarks/bench_swap.py --choices
 """
 
 from __future__ import annotations
@@ -12,16 +18,23 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 
 import tfnb
 from tfnb.errors import ResourceExhausted
+from tfnb.kernels.blocks import Block
+from tfnb.kernels.swap import Room, Stack
+from tfnb.passes import leaving
 
 WIDTH, BATCH, FITS = 64, 16, 550
-TARGETS = {"swapped / unlimited": 1.02, "moved / beyond the budget": 1.0}
+TARGETS = {"swapped / unlimited": 1.02, "moved / beyond the budget": 1.0, "overlap": 0.8}
 
 
 def recorded(swap: bool) -> tuple[Any, list[Any], list[Any]]:
@@ -84,15 +97,160 @@ def row(turns: int, each: int, budget: int, rounds: int) -> dict[str, Any]:
     swapped, unlimited = Step(True, budget), Step(False, None)
     curves = [[step(turns) for _ in range(3)] for step in (swapped, unlimited)]
     assert all(map(torch.equal, *curves)), f"{turns} turns: swapping changes values"
-    pairs = [(swapped.timed(turns), unlimited.timed(turns)) for _ in range(rounds)]
+    pairs = [(swapped.timed(turns), unlimited.timed(turns)) for _ in range(rounds)]  # each is the other's neighbour
     plan = swapped.session.plans()[-1][1]
     assert plan.swapped is not None
     found["moved"], found["beyond"] = plan.swapped.out, max(0, turns - FITS) * each
     found["swapped ms/turn"], found["unlimited ms/turn"] = (
         statistics.median(column) for column in zip(*pairs, strict=True)
     )
-    found["ratio"] = statistics.median(on / off for on, off in pairs)
+    low, found["ratio"], high = statistics.quantiles([on / off for on, off in pairs], n=4)
+    found["quartiles"] = [low, high]
     return found
+
+
+# -- copying beside computing -------------------------------------------------------------------------------------
+
+Lanes = dict[str, list[tuple[float, float]]]  # of each lane what ran, from when to when, in seconds
+
+
+@contextmanager
+def throttled(rate: float) -> Iterator[Lanes]:
+    """Copies take as long as at so many bytes per second; gives when they ran, and when a turn waited for one."""
+    lanes: Lanes = {"out": [], "back": [], "waiting": []}
+
+    def noted(call: Callable[..., Any], lane: str, slow: bool) -> Callable[..., Any]:
+        def made(self: Any, *args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            found = call(self, *args, **kwargs)
+            if slow:
+                time.sleep(max(0.0, self.bytes / rate - (time.perf_counter() - start)))
+            lanes[lane].append((start, time.perf_counter()))
+            return found
+
+        return made
+
+    waits = [(Room, "_settle"), (Stack, "_landed")]
+    with (
+        patch.object(Block, "move", noted(Block.move, "out", True)),
+        patch.object(Block, "bring", noted(Block.bring, "back", True)),
+        patch.object(*waits[0], noted(getattr(*waits[0]), "waiting", False)),
+        patch.object(*waits[1], noted(getattr(*waits[1]), "waiting", False)),
+    ):
+        yield lanes
+
+
+def seconds(lane: list[tuple[float, float]]) -> float:
+    """What ran in a lane, in all."""
+    return sum(end - start for start, end in lane)
+
+
+def overlap(turns: int, rate: float, rounds: int, file: str | None) -> dict[str, Any]:
+    """How much of the copying ran beside turns, of a step with throttled copies."""
+    step = Step(True, limits()[1])
+    step(turns)
+    ratios, steps = [], []
+    for _ in range(rounds):
+        with throttled(rate) as lanes:
+            start = time.perf_counter()
+            step(turns)
+            lanes["step"] = [(start, time.perf_counter())]
+        ratios.append(1 - seconds(lanes["waiting"]) / (seconds(lanes["out"]) + seconds(lanes["back"])))
+        steps.append(lanes)
+    if file:
+        middle = sorted(range(rounds), key=ratios.__getitem__)[rounds // 2]
+        Path(file).write_text(json.dumps({"traceEvents": [*events(steps[middle])]}))
+    copied = statistics.median(seconds(lanes["out"]) + seconds(lanes["back"]) for lanes in steps)
+    whole = statistics.median(seconds(lanes["step"]) for lanes in steps)
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return {"bytes/s": rate, "step ms": 1e3 * whole, "copying ms": 1e3 * copied, "overlap": middle,
+            "quartiles": [low, high]}  # fmt: skip
+
+
+def events(lanes: Lanes) -> Iterator[dict[str, Any]]:
+    """The lanes as Chrome's trace events."""
+    first = lanes["step"][0][0]
+    for lane, ran in lanes.items():
+        for start, end in ran:
+            yield {"name": lane, "ph": "X", "pid": 0, "tid": lane, "ts": 1e6 * (start - first),
+                   "dur": 1e6 * (end - start)}  # fmt: skip
+
+
+# -- moving or computing again ------------------------------------------------------------------------------------
+
+
+def lstm(state: Any, x: Any, weight: Any) -> Any:
+    h, c = state
+    i, f, g, o = (x + h @ weight[:, : 4 * h.shape[1]]).chunk(4, 1)
+    c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(c), c
+
+
+def products(state: Any, x: Any, weight: Any) -> Any:
+    h, c = state
+    for _ in range(4):
+        h = torch.tanh(h @ weight[:, : h.shape[1]] + x[:, : h.shape[1]])
+    return h, c
+
+
+def arithmetic(state: Any, x: Any, weight: Any) -> Any:
+    h, c = state
+    a = h * x[:, : h.shape[1]]
+    b = h * a
+    return (a + b + a * b) * 0.1, c
+
+
+def waves(state: Any, x: Any, weight: Any) -> Any:
+    h, c = state
+    return (torch.sigmoid(h + x[:, : h.shape[1]]) * h).sin(), c
+
+
+KINDS: dict[str, tuple[Any, int, int, int]] = {  # the turn, width, batch, turns
+    "lstm": (lstm, 64, 16, 1000), "wide lstm": (lstm, 256, 32, 200), "products": (products, 256, 32, 200),
+    "arithmetic": (arithmetic, 64, 16, 1000), "wide arithmetic": (arithmetic, 512, 64, 150),
+    "wide waves": (waves, 512, 64, 150),
+}  # fmt: skip
+WAYS = {"plan": leaving.MOVED["cpu"], "moved": 0.0, "again": 1e12}  # what the plan is told that moving a byte costs
+
+
+def choice(kind: str, rounds: int) -> dict[str, Any]:
+    """What it costs to move, and to compute again, what does not fit of one kind of loop; and what the plan says."""
+    turn, width, batch, turns = KINDS[kind]
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(width, 4 * width) / width**0.5)
+    feeds = torch.randn(turns, batch, 4 * width) * 0.1, torch.ones(batch, width) * 0.5
+    with tfnb.record() as graph:
+        xs = tfnb.placeholder(feeds[0][:3], shape=("T", batch, 4 * width))
+        start = tfnb.placeholder(feeds[1], shape=(batch, width))
+        loss = tfnb.fold(lambda state, x: turn(state, x, weight), (start, start), xs)[0].square().mean()
+        found = [loss, *tfnb.gradients(loss, [start])]
+
+    def step(budget: int | None, costs: float) -> tuple[Any, Callable[[], Any]]:
+        with patch.object(leaving, "MOVED", {"cpu": costs}):
+            session = tfnb.Session(graph, compile="off", memory_budget=budget)
+            call = session.make_callable(found, [xs, start])
+            call(*feeds)
+        return session, lambda: call(*feeds)
+
+    def timed(call: Callable[[], Any]) -> float:
+        begin = time.perf_counter()
+        call()
+        return 1e3 * (time.perf_counter() - begin)
+
+    plan = step(1 << 40, WAYS["plan"])[0].plans()[0][1]
+    budget = plan.peak + plan.swapped.saved * 55 // 100
+    steps = {way: step(budget, costs) for way, costs in WAYS.items()}
+    calls = {"unlimited": step(None, 1.0)[1]} | {way: call for way, (_, call) in steps.items()}
+    taken = [{way: timed(call) for way, call in calls.items()} for _ in range(rounds)]
+    more = {way: statistics.median(one[way] - one["unlimited"] for one in taken) for way in WAYS}
+    said = steps["plan"][0].plans()[0][1].choices[0]
+    return {
+        "kind": kind, "unlimited ms": statistics.median(one["unlimited"] for one in taken),
+        **{f"{way} ms more": extra for way, extra in more.items()},
+        "bytes out": steps["moved"][0].plans()[0][1].swapped.out, "turns again": said.saved.turns * 45 // 100,
+        "costs": [said.moving, said.computing], "plan says": "again" if said.again else "moved",
+        "faster": min(("moved", "again"), key=more.__getitem__),
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -100,18 +258,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[100, 200, 500, 600, 700, 900, 1000])
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--overlap", action="store_true")
+    parser.add_argument("--rate", type=float, default=400e6, help="bytes per second of throttled copies")
+    parser.add_argument("--lanes", help="a file for Perfetto")
+    parser.add_argument("--choices", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    each, budget = limits()
-    print(f"{each:,} bytes a turn, a budget of {budget:,} bytes: {FITS} turns")
-    table = [row(turns, each, budget, options.rounds) for turns in options.lengths]
+    if options.overlap:
+        table = [overlap(max(options.lengths), options.rate, options.rounds, options.lanes)]
+    elif options.choices:
+        table = [choice(kind, options.rounds) for kind in KINDS]
+    else:
+        each, budget = limits()
+        print(f"{each:,} bytes a turn, a budget of {budget:,} bytes: {FITS} turns")
+        table = [row(turns, each, budget, options.rounds) for turns in options.lengths]
     for found in table:
-        print(
-            "  ".join(
-                f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in found.items()
-            )
-        )
+        print("  ".join(f"{key} {_shown(value)}" for key, value in found.items()))
     print(json.dumps({"bench": "swap", "torch": torch.__version__, "rows": table, "targets": TARGETS}))
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return " to ".join(map(_shown, value))
+    return f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
 
 
 if __name__ == "__main__":

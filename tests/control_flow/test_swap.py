@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import tfnb
 from tfnb.errors import DeadlineExceeded, ResourceExhausted
 from tfnb.kernels.swap import Swapped
+from tfnb.passes import leaving
 
 BATCH, WIDTH = 4, 16
 FITS = 60  # turns that the budget has room for
@@ -217,12 +218,15 @@ def staged(start: Any, xs: Any) -> Any:
     ("program", "again"),
     [
         (wide, True),
+        (wide, False),
         (doubled, True),
         (branching, None),
         (staged, None),
     ],
 )
-def test_the_plan_chooses_what_loops_do_that_did_not_ask(program: Any, again: bool | None) -> None:
+def test_the_plan_chooses_what_loops_do_that_did_not_ask(program: Any, again: bool | None, monkeypatch: Any) -> None:
+    if again:  # to move is as slow as to a disk
+        monkeypatch.setattr(leaving, "MOVED", {"cpu": 100})
     wide_rows, turns = torch.randn(40, 64, 64) * 0.1, 40
     with tfnb.record() as g:
         xs = tfnb.placeholder(wide_rows[:3], shape=("T", 64, 64))
@@ -246,6 +250,8 @@ def test_the_plan_chooses_what_loops_do_that_did_not_ask(program: Any, again: bo
         if again and len(found) == 2:
             assert kept.again >= plan.swapped.saved - room - plan.swapped.saved // turns and not kept.out
             assert "is computed again" in tight.status()[0]
+        if again is False:
+            assert kept.out and not kept.again and "moves out" in tight.status()[0]
 
 
 def test_without_a_budget_nothing_moves() -> None:
