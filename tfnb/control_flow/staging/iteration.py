@@ -25,11 +25,11 @@ class Range:
         self.start, self.stop, self.step = (0, *args, 1) if len(args) == 1 else (*args, 1)[:3]
 
     def __iter__(self) -> Iterator[int]:
-        found = range(*(int(arg) for arg in self.args))
+        found = range(*map(_of_samples, self.args))
         return iter(found[::-1] if self.is_reversed else found)
 
     def __len__(self) -> int:
-        return len(range(*(int(arg) for arg in self.args)))
+        return len(range(*map(_of_samples, self.args)))
 
     def __reversed__(self) -> Range:
         found = Range(*self.args)
@@ -48,9 +48,18 @@ class Range:
                                                                                 rounding_mode="floor")  # fmt: skip
             if self.is_reversed:
                 start, step = start + (turns - 1) * step, -step
-        limit = turns.clamp(min=0)
-        entered = sample_truth(st.recorder, limit) is not False
-        Stage(st, by_size=by_size, entered=entered).record(more, body, limit=limit, first=start, step=step)
+            limit = turns.clamp(min=0)
+            entered = sample_truth(st.recorder, limit) is not False
+            Stage(st, by_size=by_size, entered=entered).record(more, body, limit=limit, first=start, step=step)
+
+
+def _of_samples(arg: Any) -> int:
+    """The number that it is for the samples; a run must have the same one."""
+    recorder = recorder_for(arg) if isinstance(arg, Tensor) and arg.sample is not None else None
+    if recorder is None or recorder.refuse is not None:  # in a loop, it may be another one in each turn
+        return int(arg)
+    recorder.branch(arg == int(arg.sample), True, is_check=True)
+    return int(arg.sample)
 
 
 def _sign(step: Any) -> Any:

@@ -158,10 +158,11 @@ def _nothing() -> None:
     pass
 
 
-def _first(items: Any, body: Callable[[Any], None]) -> None:
+def _first(items: Any, body: Callable[[Any], Any]) -> None:
     """The first turn, if there is one."""
     for each in items:
-        return body(each)
+        body(each)
+        return
 
 
 def _staging() -> Recorder | None:
@@ -277,7 +278,7 @@ def collected(function: Any, owner: Any, made_of: Callable[..., Any], several: b
         add(element(each))
 
     st = _nameless(recorder)
-    if staged_loop(st, lambda: turns.stage(st, None, body), lambda: element(next(iter(owner)))):
+    if staged_loop(st, lambda: turns.stage(st, None, body), lambda: _first(owner, element)):
         return found
     return made([element(each) for each in (expanded(owner) if grown(owner) else owner)])
 
