@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+import tfnb
 
 F64 = torch.float64
 
@@ -24,22 +27,73 @@ class Case:
         return self.function.__name__
 
 
+def cases(into: list[Case]) -> Callable[..., Any]:
+    """A decorator of the functions of a list, with their inputs: numbers and lists, floats in double precision."""
+
+    def case(*inputs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def kept(function: Callable[..., Any]) -> Callable[..., Any]:
+            into.append(Case(function, tuple(tuple(map(_tensor, given)) for given in inputs)))
+            return function
+
+        return kept
+
+    return case
+
+
 CASES: list[Case] = []
-
-
-def case(*inputs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Each input: numbers and lists, floats in double precision."""
-
-    def kept(function: Callable[..., Any]) -> Callable[..., Any]:
-        CASES.append(Case(function, tuple(tuple(map(_tensor, given)) for given in inputs)))
-        return function
-
-    return kept
+case = cases(CASES)
 
 
 def _tensor(item: Any) -> Tensor:
     found = torch.tensor(item)
     return found.to(F64) if found.is_floating_point() else found
+
+
+# -- checking -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Recorded:
+    """A case in a graph: its placeholders, results and the gradients of their sum."""
+
+    case: Case
+    graph: tfnb.Graph
+    xs: list[Any]
+    out: list[Any]
+    grads: list[Any]
+
+
+def recorded(case: Case, sample: tuple[Tensor, ...]) -> Recorded:
+    """The case, recorded with a sample."""
+    with warnings.catch_warnings(), tfnb.record() as graph:
+        warnings.simplefilter("ignore")  # of branches that stay Python
+        xs = [tfnb.placeholder(each, shape=list(each.shape)) for each in sample]
+        out = [y for y in _results(tfnb.autograph(case.function)(*xs)) if isinstance(y, tfnb.Tensor)]
+        real = [y.sum() for y in out if y.is_floating_point()]
+        wanted = [x for x in xs if x.is_floating_point()] if real else []
+        grads = tfnb.gradients(real, wanted, unconnected="zero") if wanted else []
+    return Recorded(case, graph, xs, out, grads)
+
+
+def checked(found: Recorded, feed: tuple[Tensor, ...], executor: str) -> None:
+    """A run gives what Python gives, and its gradients."""
+    leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in feed]
+    values = [torch.as_tensor(y) for y in _results(found.case.function(*leaves))]
+    ends, xs = [v.sum() for v in values if v.requires_grad], [x for x in leaves if x.requires_grad]
+    slopes = [torch.zeros_like(x) for x in xs]
+    if ends:
+        slopes = list(torch.autograd.grad(sum(ends), xs, allow_unused=True, materialize_grads=True))
+    with tfnb.Session(found.graph, compile="off", executor=executor) as session:
+        got = session.run((found.out, found.grads), dict(zip(found.xs, feed, strict=True)))
+    torch.testing.assert_close(got[0], [v.detach() for v in values][: len(got[0])])
+    torch.testing.assert_close(got[1], slopes[: len(found.grads)])
+
+
+def _results(found: Any) -> list[Any]:
+    return list(found) if isinstance(found, (list, tuple)) else [found]
+
+
+# -- the functions --------------------------------------------------------------------------------------------------
 
 
 @case((5, 0), (5, 2))

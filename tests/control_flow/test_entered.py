@@ -3,32 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
 import tfnb
-from tests.control_flow.entered import CASES, Case
-
-F64 = torch.float64
-
-
-def results(found: Any) -> list[torch.Tensor]:
-    """The tensors of what a function returned."""
-    return [torch.as_tensor(item) for item in (found if isinstance(found, tuple) else (found,))]
-
-
-def plain(case: Case, given: tuple[torch.Tensor, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What Python gives, and the gradients of its sum."""
-    leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in given]
-    values = results(case.function(*leaves))
-    ends = [v.sum() for v in values if v.requires_grad]
-    xs = [x for x in leaves if x.requires_grad]
-    if not ends:
-        return [v.detach() for v in values], [torch.zeros_like(x) for x in xs]
-    grads = torch.autograd.grad(sum(ends), xs, allow_unused=True, materialize_grads=True)
-    return [v.detach() for v in values], list(grads)
+from tests.control_flow.entered import CASES, Case, checked, recorded
 
 
 @pytest.mark.parametrize("executor", ["auto", "dataflow"])
@@ -36,20 +16,10 @@ def plain(case: Case, given: tuple[torch.Tensor, ...]) -> tuple[list[torch.Tenso
 def test_what_the_samples_do_not_enter_runs_as_python_does(case: Case, executor: str) -> None:
     """Each input is the sample of one recording and a feed of all: values and gradients are those of Python."""
     for sample in case.inputs:
-        with tfnb.record() as graph:
-            xs = [tfnb.placeholder(each, shape=list(each.shape)) for each in sample]
-            out = tfnb.autograph(case.function)(*xs)
-            out = [out] if isinstance(out, tfnb.Tensor) else list(out)
-            real = [y.sum() for y in out if y.is_floating_point()]
-            wanted = [x for x in xs if x.is_floating_point()] if real else []
-            grads = tfnb.gradients(real, wanted, unconnected="zero") if wanted else []
-        assert not any("stays Python" in note for note in graph.notes)
-        with tfnb.Session(graph, compile="off", executor=executor) as session:
-            for feed in case.inputs:
-                values, slopes = plain(case, feed)
-                got = session.run((out, grads), dict(zip(xs, feed, strict=True)))
-                torch.testing.assert_close(got[0], values)
-                torch.testing.assert_close(got[1], slopes[: len(grads)])
+        found = recorded(case, sample)
+        assert not any("stays Python" in note for note in found.graph.notes)
+        for feed in case.inputs:
+            checked(found, feed, executor)
 
 
 def test_loops_and_branches_as_functions_are_not_entered_either() -> None:

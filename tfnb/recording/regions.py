@@ -24,7 +24,7 @@ from tfnb.graph import Contents, Dim, Guard, Node, Spec, Subgraph, Value, Variab
 from tfnb.graph.contents import unique
 from tfnb.graph.graph import new_id
 from tfnb.graph.spec import Size
-from tfnb.graph.subgraph import lasts, uses_queues
+from tfnb.graph.subgraph import lasts, nested, uses_queues
 from tfnb.recording.interpret import evaluate
 from tfnb.recording.own_gradient import sealed
 from tfnb.recording.recompute import may_fail, repeats
@@ -416,6 +416,8 @@ def append(
 ) -> list[Tensor]:  # fmt: skip
     """Record a node that holds subgraphs; its samples are computed on those of its inputs.
 
+    Guards inside of it hold for all that follows, as one that stands here does.
+
     draws: it gets a number among the random nodes; ``stream``: this one.
     """
     tape, space = recorder.tape, recorder.space
@@ -445,6 +447,8 @@ def append(
         if sample is not None:
             recorder.symbols.observe(fake, sample)
         tensors.append(recorder._wrap(Entry(at, fake, sample)))
+    if any(map(lasts, nested(node))):
+        tape.marks = replace(tape.marks, control=(*tape.marks.control, node.id))
     return tensors
 
 

@@ -23,6 +23,7 @@ from tfnb.control_flow.staging.statement import (
     NUMBERS,
     CallsItself,
     CannotStage,
+    Carries,
     Statement,
     as_number,
     as_test,
@@ -60,7 +61,7 @@ def branched(
     test = as_test(test)
     outcome: bool | None = None  # where not the samples decide
     try:
-        return stage_if(st, test, body, orelse, wanted)
+        return st.carrying(lambda: stage_if(st, test, body, orelse, len(st.slots) + wanted))
     except OtherSide as side:
         return body() if side.other else orelse()
     except Check as check:
@@ -195,6 +196,9 @@ def _both(
         except Unfinished:
             undo(after)
             raise OtherSide(not side) from None
+        except Carries:
+            undo(after)
+            raise
         except Exception as error:
             undo(after)
             is_here = side is taken and (st.recorder.entered or not _is_raised(error))
@@ -263,7 +267,7 @@ def _branch(
         blank = [place for place in range(wanted) if has_blanks(before[place]) and not has_blanks(values[place])]
         found[:] = [values, outputs, {place: [array.spec for array in arrays(values[place])] for place in blank}]
         st.set(before)
-        st.attributes_kept()
+        st.all_carried()
         return tensors
 
     region = record_region(recorder, call, [], scope=scope, turns=False, where=where, entered=entered)

@@ -5,7 +5,7 @@ What the names hold is what is carried from turn to turn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ from tfnb.recording.regions import bound_outside, now
 def staged_loop(st: Statement, stage: Callable[[], None], first: Callable[[], None]) -> bool:
     """Whether a loop could be staged; a user's error in the first turn of the samples is raised."""
     try:
-        stage()
+        st.carrying(stage)
         return True
     except CannotStage as error:
         why = error
@@ -116,7 +116,7 @@ class Stage:
                 body(*([given[0]] if head else []), *rows)
                 values = st.get()
             self._set(carried)
-            st.attributes_kept()
+            st.all_carried()
             self._set_back()
             after = self._leaves(values, carried)
             if self.growth.is_new:
@@ -178,6 +178,7 @@ class Stage:
     def _set(self, carried: Sequence[Any]) -> None:
         """The names for one turn; a late one has no value before the body gives it one."""
         values = self._values(carried)
+        self.st.copies = list(_containers(values))
         self.st.set(tuple(
             old if isinstance(old, Undefined) and not isinstance(old, (Sometimes, UndefinedReturnValue)) else value
             for value, old in zip(values, self.before, strict=True)
@@ -287,6 +288,13 @@ class Stage:
             elif place in self.late:
                 values[place] = Absent(name, f"it is first set in the loop of {st.place}")
         st.set(tuple(values))
+
+
+def _containers(item: Any) -> Iterator[Any]:
+    """Lists and dicts, also in others."""
+    for each in item.values() if isinstance(item, dict) else item if isinstance(item, (list, tuple)) else ():
+        yield from (each,) if isinstance(each, (list, dict)) else ()
+        yield from _containers(each)
 
 
 def _dtype_after(leaf: Any, given: torch.Tensor) -> torch.dtype:

@@ -39,6 +39,45 @@ class CallsItself(CannotStage):
         self.place = place
 
 
+class Slot:
+    """A place of an object of outside, an item or an attribute, that a staged body sets: it is carried as a name is."""
+
+    def __init__(self, owner: Any, key: Any, *, is_item: bool) -> None:
+        self.owner, self.key, self.is_item = owner, key, is_item
+        self.name = f"item {key!r} of a {type(owner).__name__}" if is_item else f"{type(owner).__name__}.{key}"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Slot) and self.owner is other.owner and self.key == other.key
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def value(self) -> Any:
+        """What stands there."""
+        return self.owner[self.key] if self.is_item else getattr(self.owner, self.key)
+
+    @value.setter
+    def value(self, new: Any) -> None:
+        if new is not self.value:  # nobody hears of what did not change
+            if self.is_item:
+                self.owner[self.key] = new
+            else:
+                setattr(self.owner, self.key, new)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the body that is recorded may set it: its object was made there, or the statement carries it."""
+        return any(self.owner is made for made in status.made) or self in status.slots
+
+
+class Carries(BaseException):  # the user's `except Exception` is not meant
+    """A staged body sets places that its statement does not carry yet."""
+
+    def __init__(self, slots: list[Slot]) -> None:
+        super().__init__(", ".join(slot.name for slot in slots))
+        self.slots = slots
+
+
 class _Status(threading.local):
     """What holds in this thread."""
 
@@ -51,6 +90,9 @@ class _Status(threading.local):
         self.made: list[Any] = []  # containers made in the staged body
         self.growth: Any = None  # of the innermost loop that is being recorded: a `lists.Growth`
         self.attributes: list[tuple[Any, str, Any]] = []  # set in staged bodies, and what they were
+        self.slots: list[Slot] = []  # what the statement of the staged body carries besides names
+        self.met: list[tuple[Slot, Any]] = []  # what the staged body sets besides those, and what it was
+        self.copies: list[Any] = []  # containers that stand for others in the staged body
         self.sized: list[object] = []  # the statements of which sizes decide, and whose branches are being recorded
 
 
@@ -139,14 +181,18 @@ def part_of(label: str, path: str) -> str:
 
 @dataclass
 class Statement:
-    """One statement of converted code: the names that it binds, and how to get and set what they hold."""
+    """One statement of converted code: the names that it binds, and how to get and set what they hold.
+
+    What it sets of objects of outside comes before them, as if it were names as well.
+    """
 
     what: str
     recorder: Recorder
-    names: tuple[str, ...]
-    get: Callable[[], tuple[Any, ...]]
-    set: Callable[[Any], None]
-    failed: list[BaseException] = field(default_factory=list)
+    bound: tuple[str, ...]
+    read: Callable[[], tuple[Any, ...]]
+    bind: Callable[[Any], None]
+    slots: list[Slot] = field(default_factory=list)
+    copies: list[Any] = field(default_factory=list)  # containers that names hold in the body alone
 
     def __post_init__(self) -> None:
         frame = user_frame()
@@ -155,6 +201,31 @@ class Statement:
         self.place = f"line {frame.f_lineno}" + ("" if name == "<module>" else f" of {name}")
         text = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
         self.is_written = all(re.search(rf"(\b|el){word}\b", text) for word in self.what.split())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What is carried."""
+        return (*(slot.name for slot in self.slots), *self.bound)
+
+    def get(self) -> tuple[Any, ...]:
+        """What the names hold."""
+        return (*(slot.value for slot in self.slots), *self.read())
+
+    def set(self, values: tuple[Any, ...]) -> None:
+        """Have the names hold these."""
+        for slot, value in zip(self.slots, values, strict=False):
+            slot.value = value
+        self.bind(values[len(self.slots) :])
+
+    def carrying(self, stage: Callable[[], Any]) -> Any:
+        """``stage()``, again whenever it met one more place that has to be carried."""
+        while True:
+            try:
+                return stage()
+            except Carries as met:
+                if status.depth and not all(slot.is_settled for slot in met.slots):  # those of the one around this too
+                    raise
+                self.slots += (slot for slot in met.slots if slot not in self.slots)
 
     @contextmanager
     def staging(self) -> Iterator[None]:
@@ -180,14 +251,18 @@ class Statement:
     @contextmanager
     def body(self, quiet: bool) -> Iterator[None]:
         """Inside of a body: what it does to Python's objects is found out."""
-        at, made = len(status.attributes), status.made
-        status.made = []  # those of the bodies around this one are of outside
+        at, before = len(status.attributes), (status.made, status.slots, status.met, status.copies)
+        status.made, status.slots, status.met = [], self.slots, []  # of outside are those of the bodies around this one
+        status.copies = [*status.copies, *self.copies]
         status.depth, status.quiet = status.depth + 1, status.quiet + quiet
         try:
             yield
         finally:
             status.depth, status.quiet = status.depth - 1, status.quiet - quiet
-            status.made = made
+            for slot, old in reversed(status.met):
+                slot.value = old
+            self.met = [slot for slot, _ in status.met]
+            status.made, status.slots, status.met, status.copies = before
             self.attributes = status.attributes[at:]
             del status.attributes[at:]
 
@@ -197,26 +272,28 @@ class Statement:
         try:
             with self.body(True):
                 body()
-        except CannotStage:
+        except (CannotStage, Carries):
             pass
         finally:
             recording.undo()
             self.set(before)
 
-    def attributes_kept(self) -> None:
-        """After the names hold again what they did: attributes that do not were set out of sight."""
-        changed = {
-            name: (owner, old) for owner, name, old in reversed(self.attributes)
-            if getattr(owner, name, MISSING) is not old
-        }  # fmt: skip
-        for name, (owner, old) in changed.items():
+    def all_carried(self) -> None:
+        """After the names hold again what they did: raise Carries for what a body set besides them."""
+        first = {(id(owner), name): (owner, name, old) for owner, name, old in reversed(self.attributes)}
+        changed = [each for each in first.values() if getattr(each[0], each[1], MISSING) is not each[2]]
+        gone = [owner for owner, name, _ in changed if getattr(owner, name, MISSING) is MISSING]
+        for owner, name, old in changed:
             if old is MISSING:
                 delattr(owner, name)
             else:
                 setattr(owner, name, old)
-        if changed:
-            name, (owner, _) = next(iter(changed.items()))
-            raise CannotStage(f"a function called in it sets the attribute {name} of a {type(owner).__name__}")
+        for owner, name, old in changed:
+            if any(owner is each for each in gone) or not isinstance(old, (torch.Tensor, *NUMBERS, list, tuple, dict)):
+                raise CannotStage(f"a function called in it sets the attribute {name} of a {type(owner).__name__}")
+            self.met.append(Slot(owner, name, is_item=False))
+        if self.met:
+            raise Carries(self.met)
 
 
 def _note_staged(recorder: Recorder, text: str) -> None:
