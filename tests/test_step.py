@@ -106,6 +106,17 @@ def test_guards_of_branches_are_checked() -> None:
             step.fetch(z, {b: torch.ones(2)})
 
 
+@pytest.mark.filterwarnings("ignore:.*Python took")
+def test_a_guard_of_several_fetches_is_checked_once() -> None:
+    with tfnb.record() as g:
+        a = tfnb.placeholder(torch.ones(2))
+        y = a * 2 if a.sum() > 0 else a
+        z = torch.ones(2) + 3
+    with tfnb.Session(g).step([y, z], [a]) as step:
+        assert step.fetch(y, {a: torch.ones(2)}).tolist() == [2, 2]
+        assert step.fetch(z).tolist() == [4, 4]
+
+
 def test_intermediate_values_are_dropped_when_nobody_may_ask_any_more() -> None:
     with tfnb.record() as g:
         x = tfnb.placeholder(torch.ones(2), name="x")

@@ -43,6 +43,7 @@ class Step:
         rest = inputs[len(program.feeds) :]
         reads = map(cut.copies.get, program.variables, self._storages)
         self._known: dict[fx.Node, Any] = dict(zip(rest, [*reads, run], strict=True))
+        self._ran: set[fx.Node] = set()  # also those whose values were dropped
         self._interpreter = fx.Interpreter(program.module, garbage_collect_values=False)
         recorded = {program.node_of[n.name].id: n for n in program.module.graph.nodes if n.name in program.node_of}
         self._before = {  # guards of branches have no outputs: what comes after them names them as control inputs
@@ -119,7 +120,7 @@ class Step:
             node = stack.pop()
             if node not in self._known and node not in found:
                 found[node] = None
-                stack.extend((*node.all_input_nodes, *self._before.get(node, ())))
+                stack.extend((*node.all_input_nodes, *(n for n in self._before.get(node, ()) if n not in self._ran)))
         return found
 
     def _value(self, result: Any) -> Any:
@@ -130,6 +131,7 @@ class Step:
         for node in self._program.module.graph.nodes:
             if node in needed:
                 self._known[node] = self._interpreter.run_node(node)
+                self._ran.add(node)
         return self._known[result]
 
     def _commit(self) -> None:

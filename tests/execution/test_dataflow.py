@@ -103,6 +103,14 @@ def test_variables_are_written_in_order_and_once_the_step_is_over() -> None:
     assert dataflow(g).run(after) == 400
 
 
+def test_a_group_of_groups_runs() -> None:
+    v, w = tfnb.Variable(torch.zeros(())), tfnb.Variable(torch.ones(()))
+    with tfnb.record() as g:
+        step = tfnb.group(tfnb.group(v.assign_add(1.0)), tfnb.group(w.assign_add(v.read())))
+    assert dataflow(g).run(step) is None
+    assert (v.value(), w.value()) == (1, 2)
+
+
 def test_a_training_step_is_that_of_generated_code() -> None:
     models = [torch.nn.Linear(3, 2) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())

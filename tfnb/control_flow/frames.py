@@ -165,7 +165,7 @@ class _Lowering:
             place.done[node.id] = tuple(outs)
         else:
             at = self.plain(place, node)
-            outs = [Port(at, index) for index in range(len(node.outputs))]
+            outs = [Port(at, index) for index in range(len(node.outputs) or 1)]  # without outputs: it is done
             place.done[node.id] = (Port(at, len(node.outputs)),)
         for index, port in enumerate(outs):
             place.ports.setdefault(node.value(index), port)

@@ -50,7 +50,8 @@ class _Raising:
             op = self.flow.ops[at]
             if op.node is None or op.node.id in nodes or op.node is scope.node:
                 continue
-            outs = [Port(at, i) for i in range(len(op.node.outputs))] if op.kind == NODE else self.outs(number, op.node)
+            count = len(op.node.outputs) or 1  # a group takes what has none
+            outs = [Port(at, i) for i in range(count)] if op.kind == NODE else self.outs(number, op.node)
             nodes[op.node.id] = self.raised(number, op, values)
             values.update(zip(outs, map(op.node.value, range(len(outs))), strict=True))
         return Contents(tuple(nodes.values()), scope.guards), values

@@ -25,7 +25,7 @@ class Held:
         self._object = weakref.ref(tensor)
         self._spare = tensor.detach()  # the values, should the object die
         self._seen: torch.Tensor | None = None  # the values, as they were last looked at
-        self._wanted = tensor.requires_grad
+        self._wanted = tensor.requires_grad and tensor.is_leaf
 
     def by(self, module: torch.nn.Module, attribute: str) -> None:
         """The object is this attribute of this module."""
@@ -62,10 +62,13 @@ class Held:
         return tensor if name in table and table[name] is tensor else None
 
     def wants_gradient(self) -> bool:
-        """``requires_grad`` of the object, which may be set at any time; once it died, as last seen."""
+        """``requires_grad`` of the object, which may be set at any time; once it died, as last seen.
+
+        What was computed, and a module holds in place of a buffer, is no leaf and is not trained.
+        """
         tensor = self.tensor()
         if tensor is not None:
-            self._wanted = tensor.requires_grad
+            self._wanted = tensor.requires_grad and tensor.is_leaf
         return self._wanted
 
     def values(self) -> torch.Tensor:

@@ -284,7 +284,7 @@ def _parted(
         bound = any(v.node in inside for v in node.inputs) or bool(node.control)
         fixed = not any(v.node in inner.nodes or v.node in moved for v in node.inputs)
         if node.op in ("tfnb.read", "tfnb.constant"):
-            recorder.tape.put(node)
+            recorder.tape.put(replace(node, control=()))  # a guard inside is none of what is outside
         elif AGAIN in node.tags and not bound and not fixed and not node.attrs.get("recompute"):
             moved[node.id] = node
         elif turns and not bound and fixed and (repeats(node) or AGAIN in node.tags) and not may_fail(node):

@@ -36,7 +36,7 @@ from tfnb.control_flow.staging.unset import Absent, Sometimes, Undefined, Undefi
 from tfnb.control_flow.structure import SIZES, sample_truth, spec_of, truth
 from tfnb.errors import InvalidArgument, TfnbError
 from tfnb.graph import Spec, Variable
-from tfnb.recording import Tensor
+from tfnb.recording import Recorder, Tensor
 from tfnb.recording.loop import DISAGREE, Loop
 from tfnb.recording.regions import bound_outside, now
 
@@ -71,6 +71,7 @@ class Stage:
         self.dtypes: dict[tuple[int, int], torch.dtype] = {}  # of numbers that the body makes into something else
         self.late: dict[int, tuple[TreeSpec, list[Spec]] | None] = {}  # names that the body gives their first value
         self.elements: dict[int, list[Spec | None]] = {}  # of arrays that know theirs by the body only
+        self.in_place: set[int] = set()  # names that are not carried: the body writes into what they hold
         self.growth = Growth(status.made if status.depth else None)
         self.calls = 0
 
@@ -115,6 +116,8 @@ class Stage:
                 self.calls += 1
                 body(*([given[0]] if head else []), *rows)
                 values = st.get()
+            if any(map(_is_written, rows)):
+                raise CannotStage("its body writes into the rows that it takes")
             self._set(carried)
             st.all_carried()
             self._set_back()
@@ -140,6 +143,8 @@ class Stage:
         self.numbers: list[bool] = []  # which stand for Python numbers
         self.forms: dict[int, tuple[TreeSpec, int]] = {}
         for place, value in enumerate(self.before):
+            if place in self.in_place:
+                continue
             if isinstance(value, Sometimes):
                 value = value.read()
             if isinstance(value, Undefined):
@@ -203,10 +208,24 @@ class Stage:
             if isinstance(value, Undefined):
                 found += mine  # a late one that this turn did not reach
                 continue
+            if any(map(_is_written, mine)) and self._stays(place, value, mine):
+                self.in_place.add(place)
+                again = True
+                continue
             found += self._carried(place, value, form, mine)
         if again or any(isinstance(leaf, torch.dtype) for leaf in found):
             raise _Again
         return found
+
+    def _stays(self, place: int, value: Any, mine: Sequence[Tensor]) -> bool:
+        """Whether a name still holds the tensors that the body wrote into: then those of outside are written."""
+        if all(leaf is given for leaf, given in zip(tree_flatten(value)[0], mine, strict=False)):
+            return True
+        for given, outer in zip(mine, tree_flatten(self.before[place])[0], strict=False):
+            if _is_written(given) and _is_shared(self.recorder, outer):
+                name = self.st.label(self.st.names[place])
+                raise CannotStage(f"it writes into what {name} holds before the loop, and then gives it another value")
+        return False
 
     def _new(self, place: int, value: Any, old: Any) -> bool:
         """A name that is not carried: left as it was, or given its first value."""
@@ -295,6 +314,19 @@ def _containers(item: Any) -> Iterator[Any]:
     for each in item.values() if isinstance(item, dict) else item if isinstance(item, (list, tuple)) else ():
         yield from (each,) if isinstance(each, (list, dict)) else ()
         yield from _containers(each)
+
+
+def _is_written(given: Tensor) -> bool:
+    """Whether a tensor that a turn was given was written in place."""
+    return given._family.version != 0
+
+
+def _is_shared(recorder: Recorder, leaf: Any) -> bool:
+    """Whether others than its name are known to see what is written into a tensor."""
+    if not isinstance(leaf, Tensor):
+        return isinstance(leaf, (torch.Tensor, Variable))
+    base = leaf._family
+    return base.variable is not None or any(other._family is base and other is not leaf for other in recorder.live)
 
 
 def _dtype_after(leaf: Any, given: torch.Tensor) -> torch.dtype:

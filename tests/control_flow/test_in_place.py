@@ -1,0 +1,150 @@
+"""What loops and branches write in place, who else sees it, and the state of modules that they change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tfnb
+from tests.control_flow.written import blocks, compared, function
+from tfnb.errors import BranchChanged, ShapeError
+
+STAGED = r"""
+# another name of what a loop adds to
+a = x * 1
+b = a
+for row in x:
+    a += row
+return b
+
+# a view of it
+a = x.sum(0)
+b = a[1:]
+for row in x:
+    a += row
+    a *= 0.5
+return b
+
+# in a loop in a loop
+a = x.sum(0)
+b = a
+for row in x:
+    for other in x:
+        a += row * other
+return b
+
+# until a break
+a = x.sum(0) * 0
+b = a
+for row in x:
+    if row.sum() > 1:
+        break
+    a += 1
+return b
+
+# written and replaced, of no other name
+a = x.sum(0)
+for row in x:
+    a += row
+    a = a.clamp(-2, 2)
+return a
+"""
+
+PYTHON = r"""
+# rows that a loop takes
+y = x * 1
+for row in y:
+    row += 1
+return y
+
+# written and replaced, of which there is a view
+a = x.sum(0)
+b = a[1:]
+for row in x:
+    a += row
+    a = a.clamp(-2, 2)
+return a, b
+"""
+FED = [torch.linspace(-1, 2, 3 * n).reshape(n, 3) for n in (3, 1, 2, 5)]
+
+
+@pytest.mark.parametrize(("name", "body"), blocks(STAGED), ids=[name for name, _ in blocks(STAGED)])
+def test_what_a_staged_loop_writes_in_place_is_seen_by_all_names(name: str, body: str) -> None:
+    notes, refused = compared(body, FED[0], FED)
+    assert not any("stays Python" in note for note in notes), notes
+    assert refused == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*became the constant", "ignore:.*Python took the")
+@pytest.mark.parametrize(("name", "body"), blocks(PYTHON), ids=[name for name, _ in blocks(PYTHON)])
+def test_what_a_turn_cannot_write_is_left_to_python(name: str, body: str) -> None:
+    notes, refused = compared(body, FED[0], FED, (BranchChanged, ShapeError))
+    assert any("stays Python" in note and "writes into" in note for note in notes)
+    assert 0 < refused < len(FED)
+
+
+class Counting(nn.Module):
+    """A net that sums up what it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+        self.register_buffer("seen", torch.tensor(0.5))
+
+
+ADDED = """
+x, net = x
+for row in x:
+    net.seen += (row * net.w).sum()
+return net.seen * 2
+"""
+
+
+@pytest.mark.parametrize("executor", ["auto", "dataflow"])
+def test_a_buffer_that_a_staged_loop_adds_to_is_written_and_not_trained(executor: str) -> None:
+    program, net, plain = function(ADDED), Counting(), Counting()
+    seen = net.seen
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(FED[0], name="x")
+        out = tfnb.autograph(program)((x, net))
+        train = tfnb.train.SGD(0.1).minimize(out)
+        step = tfnb.group(train, net.seen)
+    assert net.seen is seen
+    session = tfnb.Session(graph, executor=executor)
+    for fed in FED:
+        with torch.no_grad():
+            expected = program((fed, plain))
+            plain.w -= 0.1 * 2 * fed.sum(0)
+        torch.testing.assert_close(session.run([out, step], {x: fed})[0], expected)
+        torch.testing.assert_close([net.seen, net.w.data], [plain.seen, plain.w.data])
+
+
+def test_what_is_computed_in_place_of_a_buffer_is_not_trained() -> None:
+    net = Counting()
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(FED[0], name="x")
+        net.seen = net.seen + (x * net.w).sum()
+        tfnb.train.SGD(0.1).minimize(net.seen.square())
+    assert [node.attrs["variable"].shape for node in graph.nodes if "step" in node.tags] == [(3,)]
+
+
+@pytest.mark.filterwarnings("ignore:.*Python took the")
+@pytest.mark.parametrize("executor", ["auto", "dataflow"])
+def test_a_parameter_first_read_below_a_guard_inside_of_a_loop(executor: str) -> None:
+    net = Counting()
+
+    def body(i: Any, y: Any) -> Any:
+        if y.sum() > 0:
+            return i + 1, y + net.w
+        return i + 1, y
+
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.ones(3), shape=(3,), name="x")
+        y = tfnb.while_loop(lambda i, y: i < 2, body, (0, x))[1]
+    session = tfnb.Session(graph, executor=executor)
+    torch.testing.assert_close(session.run(y, {x: torch.ones(3)}), torch.tensor([3.0, 5.0, 7.0]))
+    with pytest.raises(BranchChanged):
+        session.run(y, {x: -torch.ones(3)})
