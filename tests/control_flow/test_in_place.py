@@ -45,6 +45,16 @@ for row in x:
     a += 1
 return b
 
+# left as it was by the loop, and written after it
+a, found = x.sum(0), True
+b = a
+for row in x:
+    if found or row.sum() > 1:
+        break
+    a += row
+a += 1
+return b
+
 # written and replaced, of no other name
 a = x.sum(0)
 for row in x:

@@ -71,7 +71,8 @@ class Stage:
         self.dtypes: dict[tuple[int, int], torch.dtype] = {}  # of numbers that the body makes into something else
         self.late: dict[int, tuple[TreeSpec, list[Spec]] | None] = {}  # names that the body gives their first value
         self.elements: dict[int, list[Spec | None]] = {}  # of arrays that know theirs by the body only
-        self.in_place: set[int] = set()  # names that are not carried: the body writes into what they hold
+        self.stay: set[int] = set()  # names that hold after a turn what they held, which the body may have written into
+        self.rebound: set[int] = set()  # names of which that was not so after all
         self.growth = Growth(status.made if status.depth else None)
         self.calls = 0
 
@@ -143,7 +144,7 @@ class Stage:
         self.numbers: list[bool] = []  # which stand for Python numbers
         self.forms: dict[int, tuple[TreeSpec, int]] = {}
         for place, value in enumerate(self.before):
-            if place in self.in_place:
+            if place in self.stay:
                 continue
             if isinstance(value, Sometimes):
                 value = value.read()
@@ -208,8 +209,8 @@ class Stage:
             if isinstance(value, Undefined):
                 found += mine  # a late one that this turn did not reach
                 continue
-            if any(map(_is_written, mine)) and self._stays(place, value, mine):
-                self.in_place.add(place)
+            if place not in self.rebound and self._stays(place, value, mine):
+                self.stay.add(place)
                 again = True
                 continue
             found += self._carried(place, value, form, mine)
@@ -218,10 +219,11 @@ class Stage:
         return found
 
     def _stays(self, place: int, value: Any, mine: Sequence[Tensor]) -> bool:
-        """Whether a name still holds the tensors that the body wrote into: then those of outside are written."""
+        """Whether a name still holds the tensors that the turn was given: then they are those of outside."""
+        outside = tree_flatten(self.before[place])[0]
         if all(leaf is given for leaf, given in zip(tree_flatten(value)[0], mine, strict=False)):
-            return True
-        for given, outer in zip(mine, tree_flatten(self.before[place])[0], strict=False):
+            return not isinstance(self.before[place], Undefined)
+        for given, outer in zip(mine, outside, strict=False):
             if _is_written(given) and _is_shared(self.recorder, outer):
                 name = self.st.label(self.st.names[place])
                 raise CannotStage(f"it writes into what {name} holds before the loop, and then gives it another value")
@@ -232,6 +234,10 @@ class Stage:
         name = self.st.label(self.st.names[place])
         if value is old or (not isinstance(old, Undefined) and type(value) is type(old) and same(value, old)):
             return False
+        if place in self.stay:
+            self.stay.discard(place)
+            self.rebound.add(place)
+            return True
         if not isinstance(old, Undefined):
             raise CannotStage(f"{name} is {kind(old)} before the loop and {kind(value)} after a turn")
         leaves, form = tree_flatten(value)
