@@ -16,13 +16,14 @@ BATCH, WIDTH = 4, 8
 
 
 def data(turns: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """Rows, a state, and the weights of a cell."""
+    """Rows, two states, and the weights of a cell."""
     generator = torch.Generator().manual_seed(turns)
-    shapes = [(turns, BATCH, WIDTH), (BATCH, WIDTH), (4 * WIDTH, WIDTH), (4 * WIDTH, WIDTH), (4 * WIDTH,)]
+    states = [(BATCH, WIDTH), (BATCH, WIDTH)]
+    shapes = [(turns, BATCH, WIDTH), *states, (4 * WIDTH, WIDTH), (4 * WIDTH, WIDTH), (4 * WIDTH,)]
     return [torch.randn(shape, generator=generator, dtype=dtype) * 0.5 for shape in shapes]
 
 
-def lstm(how: str, xs: Any, start: Any, wx: Any, wh: Any, bias: Any, *, reverse: bool = False) -> Any:
+def lstm(how: str, xs: Any, h: Any, c: Any, wx: Any, wh: Any, bias: Any, *, reverse: bool = False) -> Any:
     def cell(state: Any, x: Any) -> Any:
         h, c = state
         i, f, g, o = (F.linear(x, wx, bias) + F.linear(h, wh)).chunk(4, 1)
@@ -30,8 +31,8 @@ def lstm(how: str, xs: Any, start: Any, wx: Any, wh: Any, bias: Any, *, reverse:
         return torch.sigmoid(o) * torch.tanh(c), c
 
     if how == "loop":
-        return tfnb.fold(cell, (start, start), xs, reverse=reverse)[0]
-    state = (start, start)
+        return tfnb.fold(cell, (h, c), xs, reverse=reverse)[0]
+    state = (h, c)
     for at in reversed(range(len(xs))) if reverse else range(len(xs)):
         state = cell(state, xs[at])
     return state[0]
@@ -47,6 +48,7 @@ def recorded(how: str, values: list[torch.Tensor], **more: Any) -> tuple[Any, li
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("turns", [2, 3, 4, 5, 33, 70])
 def test_a_loop_has_the_bits_of_the_unrolled_one(turns: int, reverse: bool) -> None:
+    """Were one tensor both states, its two gradients could be summed by a product, whose bits the library chooses."""
     values = data(turns)
     got, want = (
         tfnb.Session(g, compile="off").run(fetches, dict(zip(fed, values, strict=True)))
