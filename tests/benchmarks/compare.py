@@ -9,6 +9,7 @@ named with the reason. The first table is `rows.py`; results go to compare.json 
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import os
 import select
@@ -232,6 +233,8 @@ def main(argv: list[str]) -> None:
         how = replace(how, rounds=5, seconds=0.05)
     every = dict.fromkeys(library for row in chosen for library in row.libraries)
     libraries = tuple(options.libraries or [name for name in every if not (options.quick and name in COMPILERS)])
+    for folder in ("tfnb", "kernels", "tests/benchmarks", "tests/models"):  # as pip does with those of the peers
+        compileall.compile_dir(ROOT / folder, quiet=2)
     facts = report.machine(device) | asdict(how)
     table: dict[str, dict[str, Result]] = {}
     for row in chosen:

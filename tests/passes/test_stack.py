@@ -101,6 +101,22 @@ def test_a_long_layer_is_stacked_some_steps_at_a_time() -> None:
     torch.testing.assert_close(tfnb.run(h, {fed: x}), expected, rtol=1e-5, atol=1e-4)  # a sum of large terms
 
 
+def test_of_large_products_no_more_are_made_at_once_than_come_after_them() -> None:
+    x, w = torch.randn(2 * TURNS, 16, 32), torch.randn(32, 256)
+    with tfnb.record() as g:
+        fed = tfnb.placeholder(x, shape=tuple(x.shape))
+        rows = [(row @ w).tanh() for row in fed]  # all are held at the end
+        h = sum(row * row.sum() for row in rows)
+    values = [h.value], [fed.value]
+    found = optimize(g, *values)
+    made = [len(n.inputs) for n in found.nodes if n.op == "aten.cat.default"]
+    assert made == [TURNS, TURNS // 2, TURNS // 4, FEWEST] and made[-1] == TURNS // 8
+    one = 16 * 256 * 4
+    assert peak(found, *values) < (len(x) + FEWEST) * one
+    expected = sum((row @ w).tanh() * (row @ w).tanh().sum() for row in x)
+    torch.testing.assert_close(tfnb.run(h, {fed: x}), expected, rtol=1e-4, atol=1e-3)
+
+
 def test_many_rows_of_a_small_weight_are_not_copied() -> None:
     counts = ran(Unrolled(), [torch.randn(STEPS, 300, 48)], [torch.randn(STEPS, 300, 48)], [(STEPS, 300, 48)])
     assert "aten.chunk.default" not in counts and "aten.cat.default" not in counts

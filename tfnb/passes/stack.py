@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 from tfnb.graph import Contents, Graph, Node, Ref, Spec, Value
@@ -26,6 +27,7 @@ from tfnb.kernels.rows import FEWEST, TURNS
 from tfnb.passes.rewrite import is_pure, redirected, with_nodes
 
 ROUNDS = 32  # of stacked layers, one upon the other
+LARGE = 256 << 10  # bytes of products that are there at once, of which fewer are made towards the end
 _TRANSPOSES = ("aten.t.default", "aten.transpose.int")
 
 
@@ -104,10 +106,21 @@ def _rows_of_one_weight(graph: Graph, fixed: set[int], done: set[int]) -> Graph:
 
 
 def _at_a_time(group: list[Node]) -> Iterator[list[Node]]:
-    for at in range(0, len(group), TURNS):
-        some = group[at : at + TURNS]
-        if len(some) >= FEWEST:
-            yield some
+    """As many as a loop takes turns; of large products no more than come after them.
+
+    The last ones are held when everything is that the backward pass takes, and what they make is not there before.
+    """
+    shape, tapers = group[0].outputs[0].shape, False
+    if is_static(shape) and shape[0] >= FEWEST:  # a product of fewer rows has other bits than one of many
+        tapers = TURNS * prod(shape) * group[0].outputs[0].dtype.itemsize >= LARGE
+    left = len(group)
+    found: list[list[Node]] = []
+    while left:
+        after = len(group) - left
+        size = min(max(after, 1), TURNS, left) if tapers else (left % TURNS or TURNS)
+        found.append(group[left - size : left])
+        left -= size
+    yield from (some for some in reversed(found) if len(some) >= FEWEST)
 
 
 def _groups(graph: Graph, fixed: set[int]) -> list[list[Node]]:
