@@ -279,7 +279,7 @@ OWN = """
             grad = x.mean(0)
             train = tfnb.train.SGD(1.0).apply_gradients([(grad, v)])
         program = lower(train.graph, [train.value], [x.value])
-        cluster = tfnb.connect(2, ps=1)
+        cluster = tfnb.connect(2, ps=1, timeout=100)
         print("pids", *(m.info["pid"] for m in (*cluster._engine.tasks, *cluster._engine.servers)), flush=True)
         sockets = os.popen(f"ss -ltnp 2>/dev/null").read()
         try:

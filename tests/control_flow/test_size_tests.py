@@ -266,3 +266,28 @@ def test_gradients_go_through_branches_that_sizes_decide() -> None:
     for rows in (2, 3, 4, 5):
         fed = torch.randn(rows, 2, dtype=torch.float64, requires_grad=True)
         torch.testing.assert_close(tfnb.run(dx, {x: fed.detach()}), torch.autograd.grad(f(fed), fed)[0])
+
+
+@pytest.mark.parametrize("executor", ["auto", "dataflow"])
+def test_a_branch_looks_at_sizes_that_it_computes_itself(executor: str) -> None:
+    """What its sizes are, only data tell, and nobody outside of the branch."""
+
+    @tfnb.autograph
+    def program(x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] > 2:
+            parts = tfnb.TensorArray(2, shape=(None,), dtype=torch.float64)
+            for i in range(2):
+                parts = parts.write(i, x[x > 0.1 * i])
+            return parts.concat().sum() + parts.read(1).sum()
+        return x.sum()
+
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.tensor([0.5, -0.25], dtype=torch.float64))
+        y = program(x)
+        (slope,) = tfnb.gradients(y, [x])
+    for data in ([0.5, 1.0, -2.0], [0.2, -1.0], [-1.0, -1.0, -1.0], [3.0, 0.05, 0.05]):
+        leaf = torch.tensor(data, dtype=torch.float64, requires_grad=True)
+        want = leaf.sum() if len(data) < 3 else leaf[leaf > 0].sum() + 2 * leaf[leaf > 0.1].sum()
+        with tfnb.Session(graph, compile="off", executor=executor) as session:
+            got = session.run([y, slope], {x: leaf.detach()})
+        torch.testing.assert_close(got, [want.detach(), *torch.autograd.grad(want, leaf)])

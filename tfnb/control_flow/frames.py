@@ -206,9 +206,11 @@ class _Lowering:
         place.symbols = _bound(contents)
         named = dict(zip(given, subgraph.inputs, strict=True))
         self.scopes.append(Scope(outer.number, part, node, contents.placeholders, contents.guards, named))
-        if contents.guards:
-            wanted = {s for guard in contents.guards for s in guard.symbols}
-            self.emit(place, SIZES, part=contents.guards, sizes=self.sizes(place, wanted))
+        known = {symbol for symbol, (_, value) in place.symbols.items() if value in ports}
+        checks = tuple(guard for guard in contents.guards if known.issuperset(guard.symbols))
+        if checks:  # what is asked of sizes that only data tell is a node
+            wanted = {s for guard in checks for s in guard.symbols}
+            self.emit(place, SIZES, part=checks, sizes=self.sizes(place, wanted))
         for inner in contents.nodes:
             if inner.op != "tfnb.placeholder":
                 self.node(place, inner)
