@@ -227,6 +227,14 @@ def test_node_count_and_cache_stay_constant_over_many_runs(small: tfnb.Graph) ->
     assert len(small.nodes) == 6 and len(session._prepared) == 1
 
 
+@pytest.mark.parametrize("timeout", ["2", -1, float("nan"), True])
+def test_a_timeout_is_a_number_of_seconds(timeout: object) -> None:
+    with tfnb.record():
+        y = torch.ones(2) + 1
+    with pytest.raises(InvalidArgument, match="timeout is in seconds, at least 0"):
+        tfnb.run(y, timeout=timeout)  # type: ignore[arg-type]
+
+
 def test_timeout_names_the_node_and_writes_nothing() -> None:
     v = tfnb.Variable(torch.zeros(()), name="v")
     with tfnb.record():

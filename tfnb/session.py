@@ -25,7 +25,7 @@ from tfnb.errors import (
 )  # fmt: skip
 from tfnb.execution import Budget, Clocked, Program, Run, Trace, Tracer, profiling, tiers
 from tfnb.execution.dataflow import EXECUTORS, Dataflow, lowered
-from tfnb.execution.explain import deadline, explained
+from tfnb.execution.explain import check_timeout, deadline, explained
 from tfnb.execution.planned import Planned
 from tfnb.execution.running import Running
 from tfnb.feeding import Feeder
@@ -149,6 +149,8 @@ class Session:
         variables are then as they were.
         """
         __tracebackhide__ = True
+        if timeout is not None:
+            check_timeout(timeout)
         feeds = feed_dict or {}
         if IndexedSlices in map(type, feeds):
             feeds = spread(feeds.items())

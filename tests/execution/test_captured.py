@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import tfnb
-from tfnb.execution import captured, compiler, lower
+from tfnb.execution import captured, compiler, lower, tiers
 from tfnb.execution.captured import MOST, TRIES, WARM
 from tfnb.structures import value_of
 
@@ -95,6 +95,7 @@ def losses(mode: str, rows: Sequence[int], drop: float = 0.0) -> tuple[list[floa
 def auto(monkeypatch: pytest.MonkeyPatch) -> str:
     """The mode that captures, without compiling."""
     monkeypatch.setenv("TFNB_COMPILE", "auto")
+    monkeypatch.setattr(tiers, "WORTH_COMPILING", float("inf"))
     return "auto"
 
 

@@ -122,6 +122,34 @@ print(session.status()[0])
     assert "generated code (no C++ compiler" in ended.stdout
 
 
+@pytest.mark.usefixtures("needs_compiler")
+def test_who_stops_waiting_for_the_compiler_gets_compiled_code_later() -> None:
+    """In a fresh process: there the interrupt comes while inductor is being loaded."""
+    script = """
+import signal, threading, time, torch, tfnb
+with tfnb.record() as g:
+    x = tfnb.placeholder(torch.ones(4), name="x")
+    y = x.exp().sin()
+session, feed = tfnb.Session(g, compile="now"), {x: torch.ones(4)}
+timer, start = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT]), time.monotonic()
+try:
+    timer.start()
+    session.run(y, feed)
+except KeyboardInterrupt:
+    print("interrupted")
+try:
+    session.run(y, feed, timeout=0.1)
+except tfnb.errors.DeadlineExceeded:
+    print("late")
+print(f"{time.monotonic() - start < 2}")
+torch.testing.assert_close(session.run(y, feed), torch.ones(4).exp().sin())
+print(session.status()[0])
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines() == ["interrupted", "late", "True", "x [4]: compiled"]
+
+
 def test_a_machine_that_is_busy_in_between_does_not_decide_which_code_runs() -> None:
     busy = [1.0, 1.0, 1.0, 4.0, 4.0, 4.0, 4.0, 1.0, 1.0, 9.0]
     slower, faster = [1.1 * t for t in busy], [0.9 * t for t in busy]

@@ -123,12 +123,16 @@ class Captures:
         make = DEVICES.get(device.type)
         return None if make is None else cls(make(device), obstacle(program, device))
 
-    def is_mine(self) -> bool:
-        """Whether this thread may launch."""
-        mine = threading.get_ident()
+    def claim(self) -> bool:
+        """Whether this thread may launch: it is the first one that asks."""
         if self._thread is None:
-            self._thread = mine
-        return self._thread == mine
+            self._thread = threading.get_ident()
+        return self.is_mine
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this is the thread that launches."""
+        return self._thread == threading.get_ident()
 
     def used(self, captured: Captured) -> None:
         """This one was launched last; one too many goes."""
@@ -201,7 +205,7 @@ class Captured:
         return "launched whole" if self._launch is not None else "not captured yet"
 
     def __call__(self, *args: Any) -> Outs:
-        if self.why_not is not None or not self.captures.is_mine():
+        if self.why_not is not None or not self.captures.claim():
             return self.forward(*args)
         if self._launch is None:
             self._steps += 1

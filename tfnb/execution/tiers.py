@@ -37,6 +37,7 @@ TURNS = 10  # timed steps of each kind
 CLEAR_TURNS = 3  # that are enough where one is always twice as fast
 CLEAR = 0.8  # of the pairs of steps agree on which kind is faster
 MOST_TURNS = 40  # then what there is decides
+TURN = 0.05  # seconds; Python raises nothing in a thread that waits for longer
 LONGEST_COMPARED = 0.2  # seconds; comparing doubles one step, and no stall shall be long
 
 _LOG = logging.getLogger(__name__)
@@ -85,13 +86,14 @@ class Sizes:
     """One choice of sizes: ``forward`` is what runs now, replaced as the state changes."""
 
     def __init__(self, program: Program, mode: Mode, captures: Captures | None = None) -> None:
-        self.program, self._captures = program, captures
+        self.program, self._mode, self._captures = program, mode, captures
         self.generated = self._captured(generated(program))
         self.forward: Forward = {"auto": self._counted, "off": self.generated, "now": self._now}[mode]
         self.code = "generated code"
         self._clock = counter(device_of(program))
         self._fast: Forward = self.generated
         self._times: dict[str, list[float]] = {"generated": [], "compiled": []}
+        self._job: threading.Event | None = None  # that of "now", for which steps wait
         self._busy: list[torch.device] | None = None  # devices that go on when a call of them has returned
 
     @property
@@ -113,12 +115,24 @@ class Sizes:
         return outs
 
     def _now(self, *args: Any) -> tuple[Any, ...]:
-        self.build(args)
-        if self.forward == self._compared:
-            self._keep("compiled")
+        """Wait for the compiler; an interrupt or a deadline ends the waiting, and the next run finds what it made."""
+        if self._job is None:
+            self._job = WORKER.submit(self, args)
+        while not self._job.wait(TURN):
+            pass
         return self.forward(*args)
 
-    def build(self, args: Sequence[Any]) -> None:
+    def compile(self, args: Sequence[Any]) -> None:
+        """What the worker does: build, and decide where that can be done at once."""
+        self._build(args)
+        if self.forward != self._compared:  # dropped
+            return
+        if self._mode == "auto":
+            self._tried(args)
+        else:
+            self._keep("compiled")
+
+    def _build(self, args: Sequence[Any]) -> None:
         """Compile; afterwards the next step is compared."""
         start = time.perf_counter()
         try:
@@ -127,17 +141,17 @@ class Sizes:
                 return self.drop(why)
             with frozen():
                 self._fast = self._captured(compiled(self.program, args), compiled=True)
-        except Exception as error:  # inductor raises anything; generated code goes on
+        except BaseException as error:  # inductor raises anything; generated code goes on
             return self.drop(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
         self.code = f"compiled in {time.perf_counter() - start:.1f} s, not compared yet"
         self.forward = self._compared
 
-    def tried(self, args: Sequence[Any]) -> None:
+    def _tried(self, args: Sequence[Any]) -> None:
         """Decide at once, with the step that was the reason to compile, where no other step writes what it reads.
 
         A loop may take a thousand times as long in the next step as in this one.
         """
-        if self.program.variables or self.forward != self._compared:
+        if self.program.variables:
             return
         if self._clock.last < WORTH_COMPILING:
             self._check(self.generated(*args), args)
@@ -209,7 +223,7 @@ def generated(program: Any) -> Forward:
 
 def _release(forward: Forward) -> None:
     """Other code runs from here on: what a capture of this one holds is free for it."""
-    if isinstance(forward, Captured) and forward.captures.is_mine():
+    if isinstance(forward, Captured) and forward.captures.is_mine:
         forward.release()
 
 
@@ -239,28 +253,36 @@ def verdict(generated: Sequence[float], compiled: Sequence[float]) -> float | No
 
 
 class Worker:
-    """A daemon thread that compiles one thing after the other."""
+    """A daemon thread that compiles one thing after the other.
+
+    Nothing is compiled in a thread of the user's: an interrupt between two of inductor's imports leaves it half loaded
+    for the rest of the process.
+    """
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[tuple[weakref.ref[Sizes], Sequence[Any]]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[weakref.ref[Sizes], Sequence[Any], threading.Event]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
-    def submit(self, sizes: Sizes, args: Sequence[Any]) -> None:
-        """Compile for these arguments, some time."""
-        self._jobs.put((weakref.ref(sizes), args))
+    def submit(self, sizes: Sizes, args: Sequence[Any]) -> threading.Event:
+        """Compile for these arguments, some time; the event is set afterwards."""
+        done = threading.Event()
+        self._jobs.put((weakref.ref(sizes), args, done))
         with self._lock:
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():  # a forked process has none
                 self._thread = threading.Thread(target=self._work, name="tfnb-compiler", daemon=True)
                 self._thread.start()
+        return done
 
     def _work(self) -> None:
         while True:
-            reference, args = self._jobs.get()
+            reference, args, done = self._jobs.get()
             sizes = reference()
-            if sizes is not None:
-                sizes.build(args)
-                sizes.tried(args)
+            try:
+                if sizes is not None:
+                    sizes.compile(args)
+            finally:
+                done.set()
             del sizes, args
 
 
