@@ -63,6 +63,22 @@ for row in x:
 return a
 """
 
+STAGED += r"""
+# a row of a tensor of numbers
+kept = torch.tensor([0, 1])
+for row in x:
+    if row.sum() > kept[0]:
+        kept[0] += 2
+return kept
+
+# an element that is looked at below
+kept, n = torch.tensor([0.0, 1.0]), 0
+while n < x.shape[0]:
+    kept[0] = kept[0] * 0.5 + x[n, 0]
+    n += 1
+return kept, kept[0] * 2
+"""
+
 PYTHON = r"""
 # rows that a loop takes
 y = x * 1

@@ -123,7 +123,8 @@ class Recorder(TorchDispatchMode):
                 restore(tensor, before)
         for tensor in (*self.live, *self.space.live):
             base, node = tensor._family, self.tape.by_id.get(tensor.shown.value.node)
-            is_here = node is not None and (node.owner is None or node.owner.key not in self.below)
+            is_inside = node is None and tensor in self.live  # last looked at in a loop or branch, which has the node
+            is_here = is_inside or (node is not None and (node.owner is None or node.owner.key not in self.below))
             if is_here and tensor._seen != base.version and not self.tape.is_earlier(base.entry.value):
                 self._refresh(tensor)
         self._note_by_hand()

@@ -31,8 +31,10 @@ from tfnb.control_flow.staging.statement import (
     is_number,
     is_users,
     is_value,
+    joint_dtype,
     kind,
     note_python,
+    of_dtype,
     part_of,
     plain_number,
     reason,
@@ -156,9 +158,10 @@ def stage_if(
     if by_size and st.key in status.sized:
         raise CallsItself(st.key)
     with st.staging(), _inside(st, by_size), recorder.scope(st.what.split()[0]) as scope:
+        dtypes: dict[tuple[int, int], torch.dtype] = {}
 
         def both(before: tuple[Any, ...]) -> dict[bool, _After]:
-            return _both(st, test, taken, {True: body, False: orelse}, before, scope, wanted)
+            return _both(st, test, taken, {True: body, False: orelse}, before, scope, wanted, dtypes)
 
         after = both(before)
         try:
@@ -169,6 +172,10 @@ def stage_if(
                     known_elements(recorder, value, told[place], st.what) if place in told else value
                     for place, value in enumerate(before)
                 )
+                after = both(before)
+            dtypes.update(_weak(after, wanted))
+            if dtypes:
+                undo(after)
                 after = both(before)
             values = _Join(st, test, taken, before, after[True], after[False]).values(wanted)
         except BaseException as error:
@@ -181,7 +188,7 @@ def stage_if(
 
 def _both(
     st: Statement, test: Any, taken: bool | None, ways: dict[bool, Callable[[], None]], before: tuple[Any, ...],
-    scope: str, wanted: int,
+    scope: str, wanted: int, dtypes: dict[tuple[int, int], torch.dtype],
 ) -> dict[bool, _After]:  # fmt: skip
     """Both branches, the one that the samples take first."""
     by_size = isinstance(test, torch.SymBool)
@@ -191,7 +198,8 @@ def _both(
             where = (test, side) if by_size else None
             is_other = side is not (taken is not False)
             after[side] = _branch(
-                st, ways[side], before, scope, wanted, quiet=is_other, where=where, entered=taken in (None, side)
+                st, ways[side], before, scope, wanted, dtypes,
+                quiet=is_other, where=where, entered=taken in (None, side),
             )  # fmt: skip
         except Unfinished:
             undo(after)
@@ -214,6 +222,18 @@ def _told(after: dict[bool, _After]) -> dict[int, list[Spec | None]]:
     """The elements of the arrays of which one branch alone says what these are."""
     one, other = after[True].elements, after[False].elements
     return {place: specs for place, specs in (one | other).items() if place not in one or place not in other}
+
+
+def _weak(after: dict[bool, _After], wanted: int) -> dict[tuple[int, int], torch.dtype]:
+    """The dtypes of what stands for a Python number in one branch and is a tensor of another dtype in the other."""
+    found: dict[tuple[int, int], torch.dtype] = {}
+    for place, pair in enumerate(zip(after[True].values[:wanted], after[False].values[:wanted], strict=True)):
+        (ones, form), (others, other_form) = map(tree_flatten, pair)
+        for at, (a, b) in enumerate(zip(ones, others, strict=False) if form == other_form else ()):
+            dtype = joint_dtype(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else None
+            if dtype is not None:
+                found[place, at] = dtype
+    return found
 
 
 @contextmanager
@@ -239,8 +259,8 @@ def undo(after: dict[bool, _After]) -> None:
 
 
 def _branch(
-    st: Statement, way: Callable[[], None], before: tuple[Any, ...], scope: str, wanted: int, *, quiet: bool,
-    where: tuple[torch.SymBool, bool] | None, entered: bool,
+    st: Statement, way: Callable[[], None], before: tuple[Any, ...], scope: str, wanted: int,
+    dtypes: dict[tuple[int, int], torch.dtype], *, quiet: bool, where: tuple[torch.SymBool, bool] | None, entered: bool,
 ) -> _After:  # fmt: skip
     recorder = st.recorder
     found: list[Any] = []
@@ -263,7 +283,7 @@ def _branch(
             for leaf_place, leaf in enumerate(tree_flatten(value)[0]):
                 if isinstance(leaf, Tensor) or (changed and isinstance(leaf, (torch.Tensor, Variable))):
                     outputs[place, leaf_place] = len(tensors)
-                    tensors.append(tensor_of(recorder, leaf))
+                    tensors.append(of_dtype(tensor_of(recorder, leaf), dtypes.get((place, leaf_place))))
         blank = [place for place in range(wanted) if has_blanks(before[place]) and not has_blanks(values[place])]
         found[:] = [values, outputs, {place: [array.spec for array in arrays(values[place])] for place in blank}]
         st.set(before)

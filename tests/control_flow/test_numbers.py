@@ -1,0 +1,91 @@
+"""A Python number that a branch or loop turns into a tensor takes that tensor's dtype, as it does in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import tfnb
+from tfnb.errors import InvalidArgument
+
+F32, F64 = torch.float32, torch.float64
+
+
+def smallest(x: Any) -> Any:
+    best, at = float("inf"), -1
+    for i in range(len(x)):
+        if x[i] < best:
+            best = x[i]
+            at = i
+    return best, at
+
+
+def largest_above_zero(x: Any) -> Any:
+    best = 0
+    for row in x:
+        if row > best:
+            best = row
+    return best
+
+
+def steps_to_the_end(x: Any) -> Any:
+    time, step = 0.0, 0.75
+    while time < x[0]:
+        step = min(step, x[0] - time)
+        time = time + step
+        if time > 2:
+            step = step * 1.5
+    return time, step
+
+
+def a_count_or_a_value(x: Any) -> Any:
+    count = 0
+    while count < x.sum():
+        count += 1
+    if x[0] > 1:
+        count = x[0] * 2
+    return count
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+@pytest.mark.parametrize("program", [smallest, largest_above_zero, steps_to_the_end, a_count_or_a_value])
+def test_a_number_takes_the_dtype_of_the_tensor_in_the_other_branch(program: Callable[[Any], Any], dtype: Any) -> None:
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.tensor([0.5, 2.0, -1.0], dtype=dtype))
+        out = tfnb.autograph(program)(x)
+    assert not any("stays Python" in note for note in graph.notes)
+    for fed in ([1.5, 2.0, -1.0], [3.0, 1.0, 0.25, 7.0], [-1.0, -2.0]):
+        row = torch.tensor(fed, dtype=dtype)
+        for executor in ("auto", "dataflow"):
+            got = tfnb.Session(graph, executor=executor).run(out, {x: row})  # type: ignore[arg-type]
+            pairs = zip(got, program(row), strict=True) if isinstance(got, tuple) else [(got, program(row))]
+            for a, b in pairs:
+                torch.testing.assert_close(a.to(F64), torch.as_tensor(b, dtype=F64))
+
+
+def test_gradients_pass_through_a_number_that_became_a_tensor() -> None:
+    with tfnb.record():
+        x = tfnb.placeholder(torch.tensor([0.5, 2.0, -1.0], dtype=F64))
+        time, step = tfnb.autograph(steps_to_the_end)(x)
+        (dx,) = tfnb.gradients(time * step, [x])
+    row = torch.tensor([3.1, 0.0], dtype=F64, requires_grad=True)
+    time, step = steps_to_the_end(row)
+    (expected,) = torch.autograd.grad(time * step, row)
+    torch.testing.assert_close(tfnb.run(dx, {x: row.detach()}), expected)
+
+
+def test_a_fraction_beside_whole_numbers_is_refused() -> None:
+    def mixed(x: Any) -> Any:
+        part = 0.5
+        while part < x[0]:
+            part = part * 2
+        if x[1] > 0:
+            part = x[1]
+        return part
+
+    with tfnb.record(), pytest.raises(InvalidArgument, match=r"`part` is (float32|int64)\[\] in one branch and"):
+        tfnb.autograph(mixed)(tfnb.placeholder(torch.tensor([1, 2])))
