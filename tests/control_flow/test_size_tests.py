@@ -291,3 +291,22 @@ def test_a_branch_looks_at_sizes_that_it_computes_itself(executor: str) -> None:
         with tfnb.Session(graph, compile="off", executor=executor) as session:
             got = session.run([y, slope], {x: leaf.detach()})
         torch.testing.assert_close(got, [want.detach(), *torch.autograd.grad(want, leaf)])
+
+
+@pytest.mark.filterwarnings("ignore:.*became the constant")
+def test_a_size_that_is_fixed_below_a_branch_that_asks_for_it() -> None:
+    @tfnb.autograph
+    def program(x: torch.Tensor) -> torch.Tensor:
+        y = x.sum(0)
+        if len(x) > 2:
+            y = y + x[0]
+        with tfnb.no_autograph():
+            return y if len(x) == 3 else -y
+
+    data = torch.arange(6.0).reshape(3, 2)
+    with tfnb.record():
+        x = tfnb.placeholder(data, name="x")
+        y = program(x)
+    torch.testing.assert_close(tfnb.run(y, {x: data * 2}), program(data * 2))
+    with pytest.raises(ShapeError):
+        tfnb.run(y, {x: data[:2]})

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from tfnb.graph.contents import Contents
+from tfnb.graph.contents import Contents, Guard
 from tfnb.graph.node import Node, Value, leaves, map_leaves
 from tfnb.graph.ops import CALL, NAMED, QUEUES, REGIONS
 
@@ -109,8 +109,11 @@ def uses_queues(node: Node) -> bool:
     return node.op in QUEUES or any(inner.op in QUEUES for inner in nested(node))
 
 
-def map_nodes(function: Callable[[Node], Node], node: Node, _made: dict[Recursion, Recursion] | None = None) -> Node:
-    """``function`` of the node, its subgraphs' nodes mapped before, from the inside out."""
+def map_nodes(
+    function: Callable[[Node], Node], node: Node, _made: dict[Recursion, Recursion] | None = None, *,
+    guards: Callable[[tuple[Guard, ...]], Iterable[Guard]] = tuple,
+) -> Node:  # fmt: skip
+    """``function`` of the node, its subgraphs' nodes mapped before, from the inside out; ``guards`` of their guards."""
     made = {} if _made is None else _made
 
     def mapped(leaf: object) -> object:
@@ -122,8 +125,8 @@ def map_nodes(function: Callable[[Node], Node], node: Node, _made: dict[Recursio
         return body(leaf) if isinstance(leaf, Subgraph) else leaf
 
     def body(part: Subgraph) -> Subgraph:
-        inner = tuple(map_nodes(function, node, made) for node in part.contents.nodes)
-        return replace(part, contents=replace(part.contents, nodes=inner))
+        inner = tuple(map_nodes(function, node, made, guards=guards) for node in part.contents.nodes)
+        return replace(part, contents=replace(part.contents, nodes=inner, guards=tuple(guards(part.contents.guards))))
 
     if node.op in REGIONS or node.op == CALL:
         node = replace(node, attrs=map_leaves(mapped, node.attrs))

@@ -47,7 +47,7 @@ def drop_unreachable_data(nodes: Iterable[Node], live: set[int]) -> list[Node]:
 
 def substitute(node: Node, sizes: Mapping[str, int | str]) -> Node:
     """The node with symbols replaced: by a number where a size became fixed, by a letter where two became one."""
-    return map_nodes(lambda inner: _substituted(inner, sizes), node)
+    return map_nodes(lambda inner: _substituted(inner, sizes), node, guards=lambda each: unified_guards(each, sizes))
 
 
 def _substituted(node: Node, sizes: Mapping[str, int | str]) -> Node:
