@@ -9,6 +9,13 @@ else:
     a /= 2; a -= 1; b %= 4; b |= 8; b <<= 1
 return a, b
 
+# lambdas in loops and branches, with parameters of the same names
+y = (lambda p, q: p + q)(x.sum(), 1.0)
+for row in x:
+    if row.sum() > 0:
+        y = (lambda p, q: p * 0.5 + q)(row.sum(), y)
+return y
+
 # tuple targets in a loop
 a, (b, c) = x.sum(), (x.mean(), 0)
 while a < 5:

@@ -38,8 +38,6 @@ _PLACE = ("lineno", "col_offset", "end_lineno", "end_col_offset")
 def malted(function: ast.FunctionDef) -> ast.FunctionDef:
     """The function with its control flow as calls; raises NotConvertible."""
     names = {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}
-    lambdas = [n for n in ast.walk(function) if isinstance(n, ast.Lambda)]
-    closures = {n.id for each in lambdas for n in ast.walk(each.body) if isinstance(n, ast.Name)}
     info = transformer.EntityInfo(function.name, "", "", (), dict.fromkeys(names))
     context = transformer.Context(info, _Namer(info.namespace), converter.ProgramContext(None))
     for node in ast.walk(function):
@@ -61,7 +59,7 @@ def malted(function: ast.FunctionDef) -> ast.FunctionDef:
         function = _resolved(function, context)
         for analysis in (reaching_definitions, reaching_fndefs, liveness):
             function = analysis.resolve(function, context, graphs)
-        bodies = _Bodies(context, closures)
+        bodies = _Bodies(context, _read_by_lambdas(function))
         function = bodies.visit(function)
         function = variables.transform(function, context)
     except (PyCTError, ValueError, NotImplementedError, AssertionError, KeyError, AttributeError) as error:
@@ -69,6 +67,20 @@ def malted(function: ast.FunctionDef) -> ast.FunctionDef:
     _place(function, None)
     function.read = bodies.read  # type: ignore[attr-defined]  # for the parts of a cell
     return function
+
+
+def _read_by_lambdas(function: ast.FunctionDef) -> set[str]:
+    """Names that lambdas read, whenever they are called; malt takes their parameters for names of the function."""
+    found, parameters, bound = set[str](), set[str](), set[str]()
+    for node in ast.walk(function):
+        if isinstance(node, ast.Lambda):
+            found |= {n.id for n in ast.walk(node.body) if isinstance(n, ast.Name)}
+            parameters |= {n.arg for n in ast.walk(node.args) if isinstance(n, ast.arg)}
+        elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            bound.add(node.id)
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            bound.add(node.name)
+    return found - (parameters - bound)
 
 
 def _origin(node: Any) -> tuple[int, int, int, int]:
