@@ -86,6 +86,14 @@ for row in y:
     row += 1
 return y
 
+# rows of a tensor that is written under its own name
+y = x * 1
+s = x.sum(0) * 0
+for row in y:
+    s = s - row
+    y[y > 0] *= 0.5
+return s, y
+
 # written and replaced, of which there is a view
 a = x.sum(0)
 b = a[1:]
@@ -110,6 +118,53 @@ def test_what_a_turn_cannot_write_is_left_to_python(name: str, body: str) -> Non
     notes, refused = compared(body, FED[0], FED, (BranchChanged, ShapeError))
     assert any("stays Python" in note and "writes into" in note for note in notes)
     assert 0 < refused < len(FED)
+
+
+QUIET = r"""
+# a view that is made and written with grad mode off
+a = x * 1
+with torch.no_grad():
+    a[:, 1] *= 0.5
+return a * a
+
+# a part of a part
+a = x * 1
+with torch.no_grad():
+    part = a[0, 1:]
+    part += 2
+return a * a
+
+# a branch with grad mode off that leaves a name as it was
+a = x * 2
+with torch.no_grad():
+    if x.sum() > 1:
+        a = a * 3
+return a * a
+
+# a loop with grad mode off that leaves a name as it was
+a, b = x * 2, x.sum()
+with torch.no_grad():
+    for row in x:
+        if row.sum() > b:
+            a = a * 3
+return a * a
+"""
+
+
+@pytest.mark.parametrize("executor", ["auto", "dataflow"])
+@pytest.mark.parametrize(("name", "body"), blocks(QUIET), ids=[name for name, _ in blocks(QUIET)])
+def test_with_grad_mode_off_gradients_pass_where_autograd_has_them(name: str, body: str, executor: str) -> None:
+    program = function(body)
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(FED[0], name="x")
+        y = tfnb.autograph(program)(x)
+        (dx,) = tfnb.gradients(y.sum(), [x], unconnected="zero")
+    session = tfnb.Session(graph, executor=executor)
+    for fed in (*FED, -FED[2]):
+        leaf = fed.clone().requires_grad_()
+        expected = program(leaf)
+        wanted = torch.autograd.grad(expected.sum(), leaf)[0] if expected.requires_grad else torch.zeros_like(fed)
+        torch.testing.assert_close(session.run([y, dx], {x: fed}), [expected.detach(), wanted])
 
 
 class Counting(nn.Module):

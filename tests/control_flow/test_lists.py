@@ -22,6 +22,23 @@ for row in x:
     s = s + len(acc) * acc[-1]
 return s
 
+# how many there are, and nothing else
+rows = []
+for row in x:
+    rows.append(row)
+return torch.as_tensor(len(rows)) * 2
+
+# how many there are, of a list of a branch
+k = 0
+if x.sum() > 1:
+    rows = []
+    for row in x:
+        if row.sum() > 0:
+            row = row * 2
+        rows.append(row)
+    k += len(rows)
+return k
+
 # stack, cat, len and index
 outs = []
 h = x.new_zeros(3)
@@ -283,3 +300,32 @@ def test_code_that_is_not_staged_cannot_take_such_a_list(take: Any, error: type,
 
     with tfnb.record(), pytest.raises(error, match=words):
         tfnb.autograph(f)(tfnb.placeholder(torch.ones(3, 2), name="x"))
+
+
+@pytest.mark.parametrize("executor", ["auto", "dataflow"])
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_how_many_turns_a_run_took_is_known_by_a_list_alone(executor: str, is_taken: bool) -> None:
+    def function(n: Any, x: Any) -> Any:
+        k = 0
+        if x > 0:
+            ys = []
+            for _ in range(n):
+                ys.append(x)
+            k += len(ys)
+        return k
+
+    with tfnb.record() as graph:
+        n, x = tfnb.placeholder(torch.tensor(2), name="n"), tfnb.placeholder(torch.tensor(1.0 if is_taken else -1.0))
+        k = tfnb.autograph(function)(n, x)
+    session = tfnb.Session(graph, executor=executor)
+    found = [session.run(k, {n: turns, x: value}).tolist() for turns, value in ((5, 1.0), (0, 1.0), (3, -1.0))]
+    assert found == [5, 0, 0]
+
+
+@pytest.mark.filterwarnings("ignore:.*became the constant")
+def test_what_a_comprehension_takes_of_a_list_is_said_with_its_line() -> None:
+    notes, refused = compared(
+        "ys = []\nfor row in x:\n    ys.append(row * 2)\nreturn sum(y.sum() for y in ys)", FED[0], FED, (ShapeError,)
+    )
+    assert any(note.startswith("line 5: ") and "stays Python" in note for note in notes)
+    assert 0 < refused < len(FED)

@@ -8,7 +8,7 @@ whole number of steps. Values are freed at their last use by torch.fx's generate
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -251,11 +251,20 @@ class _Lowering:
         values = [node.value(index) for index in range(len(node.outputs))]
         fetched = {*self.fetches, *self.operands}
         taken = {v.index for v in values if v in self.graph.contents.consumers or v in fetched}
+        taken.update(self._tellers(node, taken))
         more = (self.kept_rows, self.counted, self._is_zero) if node.op == ops.WHILE else ()
         call = kind(node, self._subprogram, taken, *more)
         self.inner += call.inner
         attrs = [map_leaves(lambda leaf: self._argument(node, leaf), node.attrs[name]) for name in names]
         self._results(node, self.fx.call_function(call, (self.run, *attrs)), call.places, call.same)
+
+    def _tellers(self, node: Node, taken: Collection[int]) -> Iterator[int]:
+        """Outputs that nobody takes, of which a size is needed that nothing else tells."""
+        told = {*self.symbols, *(s for index in taken for s in map(str, node.outputs[index].shape))}
+        for index, spec in enumerate(node.outputs):
+            own = self.needed_symbols.intersection(map(str, spec.shape)) - told
+            told |= own
+            yield from (index for _ in list(own)[:1])
 
     def _is_zero(self, value: Value) -> bool:
         node = self.graph.contents.by_id.get(value.node)

@@ -223,7 +223,7 @@ class _Before:
         inside, same, moved = _parted(recorder, made, {v.node for v in inputs}, turns=turns, inner=inner)
         resolved = [same.get(v, v) for v in outputs]
         final = {base: same.get(v, v) for base, v in written.items()}
-        nodes = _needed(inside, [*resolved, *final.values()])
+        nodes = _needed(recorder, inside, [*resolved, *final.values()])
         guards = self._inner_guards(local)
         gone = {node.id for node in made if node.id not in recorder.tape.by_id}
         self._restore(gone)
@@ -300,7 +300,7 @@ def _parted(
     return list(inside.values()), same, list(moved.values())
 
 
-def _needed(nodes: Sequence[Node], outputs: Iterable[Value]) -> list[Node]:
+def _needed(recorder: Recorder, nodes: Sequence[Node], outputs: Iterable[Value]) -> list[Node]:
     """The nodes that the outputs need; placeholders, guards of branches and what uses a queue stay."""
     wanted = {v.node for v in outputs}
     kept = []
@@ -309,7 +309,16 @@ def _needed(nodes: Sequence[Node], outputs: Iterable[Value]) -> list[Node]:
             kept.append(node)
             wanted.update(v.node for v in node.inputs)
             wanted.update(node.control)
+            if node.symbols:
+                wanted.update(_tellers(recorder, nodes, node.symbols))
     return kept[::-1]
+
+
+def _tellers(recorder: Recorder, nodes: Sequence[Node], symbols: Iterable[str]) -> Iterator[int]:
+    """The nodes of a region that first have these sizes, as far as nobody outside has them."""
+    inner = {symbol: next((n.id for n in nodes if symbol in axes(n.outputs)), None) for symbol in symbols}
+    outer = _bound(recorder.tape.nodes) if any(inner.values()) else set()
+    yield from (at for symbol, at in inner.items() if at is not None and symbol not in outer)
 
 
 def now(recorder: Recorder, spec: Spec) -> tuple[Size, ...]:
@@ -340,10 +349,11 @@ def bound_outside(recorder: Recorder, spec: Spec) -> bool:
 
 def _bound(nodes: Iterable[Node]) -> set[str]:
     """Symbols that some value has as an axis."""
-    return _axes(spec for node in nodes for spec in node.outputs)
+    return axes(spec for node in nodes for spec in node.outputs)
 
 
-def _axes(specs: Iterable[Spec]) -> set[str]:
+def axes(specs: Iterable[Spec]) -> set[str]:
+    """Symbols that are an axis of one of the specs."""
     return {size.expr for spec in specs for size in spec.shape if isinstance(size, Dim) and size.is_symbol}
 
 
@@ -362,7 +372,7 @@ def captures(
         ids, taken = region.ids, [v for node in region.nodes for v in node.inputs]
         found.update(dict.fromkeys(v for v in [*taken, *filter(None, region.outputs)] if v.node not in ids))
     for region in regions:
-        bound = _axes(recorder.node(v.node).outputs[v.index] for v in found)
+        bound = axes(recorder.node(v.node).outputs[v.index] for v in found)
         wanted: set[str] = set()
         for node in region.nodes:  # a size that its own arguments say is not known by its output
             wanted |= set(node.symbols) - bound
@@ -424,8 +434,10 @@ def append(
     entries = [recorder._entry_of_value(v) for v in inputs]
     name = "/".join([*map(clean, recorder.scopes.path), op.partition(".")[2]])
     scope = recorder.scopes.current()
-    value = tape.append(op, name, tuple(outputs), inputs=tuple(inputs), attrs=attrs, scope=scope, tags=tags,
-                        is_random=draws and stream is None)  # fmt: skip
+    parts = (part for part in attrs.values() if isinstance(part, Subgraph))
+    with torch.set_grad_enabled(torch.is_grad_enabled() or any(map(_conducts, parts))):
+        value = tape.append(op, name, tuple(outputs), inputs=tuple(inputs), attrs=attrs, scope=scope, tags=tags,
+                            is_random=draws and stream is None)  # fmt: skip
     if stream is not None:
         tape.new[-1] = tape.by_id[value.node] = replace(tape.new[-1], stream=stream)
     node = tape.new[-1]
@@ -450,6 +462,16 @@ def append(
     if any(map(lasts, nested(node))):
         tape.marks = replace(tape.marks, control=(*tape.marks.control, node.id))
     return tensors
+
+
+def _conducts(part: Subgraph) -> bool:
+    """Whether a gradient passes, also with grad mode off around it: what is handed through is what it was."""
+    reached = {value.node for value in part.inputs}
+    for node in part.contents.nodes:
+        ways = node.inputs if "no_grad" not in node.tags else node.inputs[: "in_place" in node.tags]
+        if any(value.node in reached for value in ways):
+            reached.add(node.id)
+    return any(value is not None and value.node in reached for value in part.outputs)
 
 
 def write_back(

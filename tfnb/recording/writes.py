@@ -254,14 +254,16 @@ def take_data(rec: Recorder, target: torch.Tensor, new: torch.Tensor) -> None:
 
 def _put(rec: Recorder, view: View, base: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """``base`` with ``new`` where the view looks; gradients take the way that the write gave ``new``."""
-    if view.op is aten.detach.default:
-        with torch.no_grad(), rec.tagged(_STRAIGHT, rec.tape.marks.forward):
-            return aten.copy(base, new)
+    is_unseen = view.op is aten.detach.default or not view.grad  # autograd knows of no way from the base to the view
     try:
-        with torch.enable_grad():
-            return view.put(base, new)
+        with torch.set_grad_enabled(not is_unseen):
+            put = view.put(base, new)
     except Unsupported as error:
         raise Unsupported(f"{error}{rec.tape.at()}", op=op_name(view.op)) from None
+    if not is_unseen:
+        return put
+    with torch.no_grad(), rec.tagged(_STRAIGHT, rec.tape.marks.forward):
+        return aten.copy(base, put)
 
 
 def _refused(rec: Recorder, func: Op, why: str) -> Unsupported:

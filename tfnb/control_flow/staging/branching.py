@@ -45,12 +45,12 @@ from tfnb.control_flow.staging.statement import (
 from tfnb.control_flow.staging.unset import Absent, Sometimes, Undefined, UndefinedReturnValue, guarded
 from tfnb.control_flow.structure import SIZES, sample_truth, spec_of, truth
 from tfnb.errors import InvalidArgument, TfnbError
-from tfnb.graph import Spec, Value, Variable
+from tfnb.graph import Dim, Spec, Value, Variable
 from tfnb.graph.spec import sized_if
 from tfnb.recording import Recorder, Tensor
 from tfnb.recording.calls import Unfinished
 from tfnb.recording.loop import DISAGREE
-from tfnb.recording.regions import Region, bound_outside, now, record_region
+from tfnb.recording.regions import Region, axes, bound_outside, now, record_region
 
 _PACKAGE = str(Path(__file__).parents[2])
 _LONG = 40  # operations of a size; what has more is a tensor
@@ -268,6 +268,7 @@ def _branch(
 
     def call() -> list[Tensor]:
         nonlocal calls
+        start = len(recorder.new)
         st.set(before)
         with st.body(quiet or calls > 0):
             calls += 1
@@ -278,10 +279,12 @@ def _branch(
         )
         outputs: dict[tuple[int, int], int] = {}
         tensors: list[Tensor] = []
+        own = axes(spec for node in recorder.new[start:] for spec in node.outputs)
         for place, value in enumerate(values[:wanted]):
             changed = value is not before[place]
             for leaf_place, leaf in enumerate(tree_flatten(value)[0]):
-                if isinstance(leaf, Tensor) or (changed and isinstance(leaf, (torch.Tensor, Variable))):
+                is_given = isinstance(leaf, Tensor) or (changed and isinstance(leaf, (torch.Tensor, Variable)))
+                if is_given or _is_of(own, recorder, leaf):
                     outputs[place, leaf_place] = len(tensors)
                     tensors.append(of_dtype(tensor_of(recorder, leaf), dtypes.get((place, leaf_place))))
         blank = [place for place in range(wanted) if has_blanks(before[place]) and not has_blanks(values[place])]
@@ -294,6 +297,12 @@ def _branch(
     st.set(before)
     values, outputs, elements = found
     return _After(region, values, {at: region.outputs[place] for at, place in outputs.items()}, elements)
+
+
+def _is_of(own: set[str], recorder: Recorder, leaf: Any) -> bool:
+    """Whether it is a size of something inside of a branch, which nobody knows outside."""
+    dim = recorder.symbols.leaf(leaf) if isinstance(leaf, SIZES) else None
+    return isinstance(dim, Dim) and not own.isdisjoint(dim.symbols)
 
 
 class _Join:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tfnb.control_flow.staging.branching import chosen
-from tfnb.control_flow.staging.lists import expanded, grown, length
+from tfnb.control_flow.staging.lists import expanded, gone_over, grown, length
 from tfnb.control_flow.staging.looping import Stage
 from tfnb.control_flow.staging.statement import Statement, recorder_for, status
 from tfnb.control_flow.structure import sample_truth
@@ -179,7 +179,7 @@ def _best(
 
 def _plain(found: Any) -> Any:
     """What Python goes over."""
-    return expanded(found) if grown(found) else found
+    return gone_over(found) if grown(found) else found
 
 
 def _over(plain: Callable[..., Any]) -> Callable[..., Any]:

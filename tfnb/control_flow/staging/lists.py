@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from tfnb.control_flow.staging.places import user_frame
 from tfnb.control_flow.staging.statement import (
     CannotStage,
     as_number,
@@ -24,7 +25,7 @@ from tfnb.control_flow.staging.statement import (
     status,
     tensor_of,
 )
-from tfnb.control_flow.structure import spec_of
+from tfnb.control_flow.structure import recorder_if_open, spec_of
 from tfnb.errors import Unsupported
 from tfnb.recording import Recorder
 
@@ -173,6 +174,19 @@ def expanded(items: Any) -> list[Any]:
     for each in items:
         found += [each.at(i) for i in range(int(each.count))] if type(each) is Appended else [each]
     return found
+
+
+def gone_over(items: Any) -> list[Any]:
+    """The same for code that is not staged, with a note."""
+    recorder = recorder_if_open()
+    places = ", ".join(each.place for each in items if type(each) is Appended)
+    note = (
+        f"line {user_frame().f_lineno}: what goes over the list that the loop of {places} appends to stays Python: it "
+        "takes as many elements as there are for the samples"
+    )
+    if recorder is not None and note not in recorder.notes:
+        recorder.notes.append(note)
+    return expanded(items)
 
 
 def parts(items: Any) -> list[tuple[bool, torch.Tensor]]:

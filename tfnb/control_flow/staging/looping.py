@@ -112,12 +112,13 @@ class Stage:
 
         def turn(*given: Any) -> list[Any]:
             carried, rows = given[head : len(start)], given[len(start) :]
+            versions = [stack._family.version for stack in xs]
             self._set(carried)
             with st.body(self.calls > 0), self.growth.turn():
                 self.calls += 1
                 body(*([given[0]] if head else []), *rows)
                 values = st.get()
-            if any(map(_is_written, rows)):
+            if any(map(_is_written, rows)) or versions != [stack._family.version for stack in xs]:
                 raise CannotStage("its body writes into the rows that it takes")
             self._set(carried)
             st.all_carried()

@@ -18,7 +18,7 @@ from tfnb.control_flow.staging.branching import branched, chosen
 from tfnb.control_flow.staging.calls import OPERATORS, fn, marked, takes_lists
 from tfnb.control_flow.staging.containers import CONTAINERS, attribute, changed, made, own_method, refuse_change
 from tfnb.control_flow.staging.iteration import turns_of
-from tfnb.control_flow.staging.lists import append_to, expanded, grown, length
+from tfnb.control_flow.staging.lists import append_to, expanded, gone_over, grown, length
 from tfnb.control_flow.staging.lists import item as item_of
 from tfnb.control_flow.staging.looping import Stage, staged_loop
 from tfnb.control_flow.staging.places import user_frame
@@ -250,7 +250,7 @@ def rebinds(*names: str) -> None:
 def items(owner: Any) -> Any:
     """What a comprehension or a ``*`` goes over."""
     if grown(owner):
-        return expanded(owner)
+        return gone_over(owner)
     recorder = _staging()
     if recorder is not None and turns_of(owner) is not None:
         note_python(_nameless(recorder), "it is a comprehension, which goes over as many as the samples have")
