@@ -25,6 +25,7 @@ from tfnb.control_flow.staging.iteration import BUILTINS
 from tfnb.control_flow.staging.lists import append_to, cat, expanded, grown, stack
 from tfnb.control_flow.staging.parsing import tree_of
 from tfnb.control_flow.staging.places import is_foreign
+from tfnb.control_flow.staging.recursing import Recursing, names_itself
 from tfnb.control_flow.staging.source import bound, function_code, worth
 from tfnb.control_flow.staging.statement import status
 from tfnb.control_flow.staging.trees import HIDDEN, NotConvertible
@@ -44,7 +45,7 @@ def fn(function: Any) -> Any:
     if status.depth and (found := changing(function)) is not None:
         return found
     if kind is FunctionType:
-        return _function(function)
+        return _named(function, _function(function))
     if kind is MethodType:
         if status.depth:
             refuse_draw(function.__self__)
@@ -123,6 +124,12 @@ def _function(function: FunctionType) -> FunctionType:
     if factory is None:
         return _rewrapped(function)
     return marked(bound(factory, function, OPERATORS))
+
+
+def _named(function: FunctionType, found: FunctionType) -> Any:
+    """A converted function that has its own name in it may call itself."""
+    is_converted = found is not function or HIDDEN in function.__code__.co_freevars
+    return Recursing(function, found) if is_converted and names_itself(function.__code__) else found
 
 
 def _factory(code: CodeType) -> CodeType | None:

@@ -93,6 +93,7 @@ class _Status(threading.local):
         self.slots: list[Slot] = []  # what the statement of the staged body carries besides names
         self.met: list[tuple[Slot, Any]] = []  # what the staged body sets besides those, and what it was
         self.copies: list[Any] = []  # containers that stand for others in the staged body
+        self.calls: list[Any] = []  # of functions that may call themselves: what `recursing` knows of them
         self.sized: list[object] = []  # the statements of which sizes decide, and whose branches are being recorded
 
 
