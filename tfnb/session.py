@@ -31,6 +31,7 @@ from tfnb.execution.running import Running
 from tfnb.feeding import Feeder
 from tfnb.gradients import IndexedSlices
 from tfnb.graph import Graph, Node, Value, Variable
+from tfnb.graph.collector import uncollected
 from tfnb.graph.serial import graph_hash
 from tfnb.graph.writing import WRITERS, Cut
 from tfnb.passes import LAYOUTS, chosen_layout, prune
@@ -326,7 +327,8 @@ class Session:
         key = (key_of(fetches), tuple(map(key_of, feed_keys)))
         prepared = self._prepared.get(key)
         if prepared is None or prepared.version != self.graph.version:
-            prepared = self._resolve(fetches, feed_keys, prepared)
+            with uncollected():
+                prepared = self._resolve(fetches, feed_keys, prepared)
             self._prepared[key] = prepared
         return prepared
 

@@ -43,6 +43,10 @@ class _Updates:
     def __init__(self, graph: Graph, fetches: Collection[Value], feeds: Collection[Value]) -> None:
         self.contents, self.fetches, self.feeds = graph.contents, frozenset(fetches), frozenset(feeds)
         self.writes = Counter(node.attrs["variable"] for node in graph.nodes if node.op == "tfnb.assign")
+        self.reads: dict[Variable, list[Node]] = {}
+        for node in graph.nodes:
+            if node.op == "tfnb.read":
+                self.reads.setdefault(node.attrs["variable"], []).append(node)
 
     def assigns(self, node: Node) -> list[Node] | None:
         """The assigns that store the outputs of an update node into the very variables it read, if that is all.
@@ -77,10 +81,9 @@ class _Updates:
         return node.outputs[0].device == "cpu" and bool(node.outputs[0].shape)
 
     def _read_later(self, variable: Variable, assign: Node) -> bool:
-        after = self.contents.nodes[self.contents.position[assign.id] :]
-        return any(
-            n.op == "tfnb.read" and n.attrs["variable"] is variable and not self._is_unused(n.value()) for n in after
-        )
+        place = self.contents.position
+        later = (n for n in self.reads.get(variable, ()) if place[n.id] > place[assign.id])
+        return any(not self._is_unused(n.value()) for n in later)
 
     def _is_unused(self, value: Value) -> bool:
         """Whether nobody takes the value, but what just has to be there."""

@@ -97,6 +97,10 @@ class _Writer:
         self.program, self.given, self.wanted, self.free = program, given, wanted, free
         self.old = program.module.graph
         self.returned: Any = self.old.output_node().args[0]
+        self.given_back: dict[fx.Node, list[int]] = {}  # places among the results
+        for place, node in enumerate(self.returned):
+            if isinstance(node, fx.Node):
+                self.given_back.setdefault(node, []).append(place)
         self.place = {node: place for place, node in enumerate(self.old.find_nodes(op="placeholder"))}
         self.numbers: dict[fx.Node, Number] = {}  # what could be one
         self.sources: set[fx.Node] = set()  # of those the ones that are not computed here
@@ -198,8 +202,7 @@ class _Writer:
 
     def _takes_number(self, user: fx.Node, node: fx.Node) -> bool:
         if user.op == "output":
-            places = [place for place, value in enumerate(self.returned) if value is node]
-            return all(place in self.free or place in self.wanted for place in places)
+            return all(place in self.free or place in self.wanted for place in self.given_back.get(node, ()))
         if isinstance(user.target, Cond):
             return True
         return user in self.numbers or isinstance(user.target, Branch) or self._is_beside(user, node)
@@ -222,6 +225,8 @@ class _Writer:
 
     def written(self) -> Quick | None:
         """The code; None where it would be the same."""
+        if not (self._differs() or self.given or self.wanted):
+            return None
         for node in self.old.nodes:
             if node.op == "placeholder":
                 self._input(node)
@@ -241,6 +246,10 @@ class _Writer:
         module = fx.GraphModule(self.program.module, self.graph)
         module.__dict__.update(module.named_buffers())  # constants, found without a call of __getattr__
         return Quick(module, self.program.node_of, tuple(self.inner))
+
+    def _differs(self) -> bool:
+        """Whether anything is computed in numbers here, or may be in a branch: to write the code takes long."""
+        return not self.chosen <= self.sources or any(isinstance(node.target, Cond) for node in self.old.nodes)
 
     def _input(self, node: fx.Node) -> None:
         made = self.graph.node_copy(node)

@@ -113,7 +113,11 @@ def differentiate(
     if len(given) != len(ys):
         raise InvalidArgument(f"grad_ys has {len(given)} entries for {len(ys)} ys")
     nodes, own = recorder.nodes, len(recorder.new)
-    targets = [_values(x, nodes, recorder) for x in xs]
+    reads: dict[Variable, list[Value]] = {}
+    for node in nodes:
+        if node.op == "tfnb.read" and FROZEN not in node.tags:
+            reads.setdefault(node.attrs["variable"], []).append(node.value())
+    targets = [_values(x, reads, recorder) for x in xs]
     with recorder.scope("gradients") as scope, recorder.tagged(_GRADIENT):
         seeds = [(y.value, seed(y, g, i)) for i, (y, g) in enumerate(zip(ys, given, strict=True)) if flows(y.dtype)]
         stop = {s.value for s in stops if isinstance(s, Tensor)}
@@ -132,14 +136,13 @@ def differentiate(
     return results
 
 
-def _values(x: Tensor | Variable, nodes: Iterable[Node], recorder: Recorder) -> list[Value]:
+def _values(x: Tensor | Variable, reads: Mapping[Variable, list[Value]], recorder: Recorder) -> list[Value]:
     """The graph values that ``x`` means: of a Variable, every read of it, and what a loop's body is given as it."""
     if isinstance(x, Tensor):
         x.node  # noqa: B018  raises StaleNode for a tensor that is gone
         return [x.value] if flows(x.dtype) else []
     given = [v for v in recorder.stands.get(x, ()) if v.node in recorder.tape.by_id]
-    reads = (node for node in nodes if node.op == "tfnb.read" and FROZEN not in node.tags)
-    return [node.value() for node in reads if node.attrs["variable"] is x] + given
+    return reads.get(x, []) + given
 
 
 def _result(

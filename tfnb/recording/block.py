@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound
 from tfnb.graph import Contents, Graph, Node, Owner, Source, Value, current
+from tfnb.graph.collector import uncollected
 from tfnb.graph.graph import new_id
 from tfnb.recording.commit import drop_unreachable_data, replaced, substitute, unified_guards
 from tfnb.recording.functions import own_functions
@@ -205,7 +206,8 @@ def _opened(
                 _enter(stack, recorder, device)
                 yield recorder
                 recorder.settle()
-            _commit(recorder, before, names(), rewound, interrupts.check, append=append)
+            with uncollected():
+                _commit(recorder, before, names(), rewound, interrupts.check, append=append)
         except BaseException:
             recorder.journal.undo()
             rewound.undo()

@@ -488,8 +488,7 @@ class Recorder(TorchDispatchMode):
             return None
         if var is not None and var.name != "Variable" and not places:
             return var
-        taken = {other.name for other in self.tape.variables}
-        name = self.scopes.label(tensor, taken)
+        name = self.scopes.label(tensor, self.tape.labels)
         return held(tensor, places, name) if places else variable(tensor, name=name)
 
     def _wrap(self, entry: Entry, base: Base | None = None, chain: tuple[View, ...] = ()) -> Tensor:

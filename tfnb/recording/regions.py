@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tfnb.errors import InvalidArgument
 from tfnb.graph import Contents, Dim, Guard, Node, Spec, Subgraph, Value, Variable
-from tfnb.graph.contents import unique
+from tfnb.graph.contents import Names
 from tfnb.graph.graph import new_id
 from tfnb.graph.spec import Size
 from tfnb.graph.subgraph import lasts, nested, uses_queues
@@ -398,21 +398,18 @@ def subgraph(
     recorder: Recorder, region: Region, captured: Sequence[Value], outputs: Sequence[Value | None]
 ) -> Subgraph:
     """A region as a function of what it was given and then of the captured values."""
-    taken: set[str] = set()
+    names = Names()
     inside: dict[Value, Value] = {}
     inputs = []
     for value in captured:
         outer = recorder.node(value.node)
-        name = unique(outer.name.rpartition("/")[2], taken)
-        taken.add(name)
+        name = names.fresh(outer.name.rpartition("/")[2])
         node = Node(id=new_id(), name=name, op="tfnb.placeholder", outputs=(outer.outputs[value.index],))
         inputs.append(node)
         inside[value] = node.value()
     nodes = []
     for node in region.nodes:
-        name = unique(node.name, taken)
-        taken.add(name)
-        nodes.append(replace(node, name=name, inputs=tuple(inside.get(v, v) for v in node.inputs)))
+        nodes.append(replace(node, name=names.fresh(node.name), inputs=tuple(inside.get(v, v) for v in node.inputs)))
     firsts = [node for node in nodes if node.op == "tfnb.placeholder"]
     rest = [node for node in nodes if node.op != "tfnb.placeholder"]
     contents = Contents((*firsts, *inputs, *rest), tuple(region.guards))

@@ -44,7 +44,7 @@ class Tape:
         self._earlier = frozenset(self.by_id)
         self.named: set[int] = set()  # nodes that the user named in the call that made them
         self.marks = Marks()
-        self.variables = {node.attrs["variable"]: True for node in kept if node.op == "tfnb.read"}  # read so far
+        self.labels = {node.attrs["variable"].name for node in kept if node.op == "tfnb.read"}  # of variables read so far
         self._names = Names(node.name for node in kept)
         self._streams = 0
 
@@ -73,7 +73,7 @@ class Tape:
             device=marks.device, tags=tags | marks.tags, stream=stream, forward=marks.forward,
         )  # fmt: skip
         if op == "tfnb.read":
-            self.variables[node.attrs["variable"]] = True
+            self.labels.add(node.attrs["variable"].name)
         self.by_id[node.id] = node
         self.new.append(node)
         if chosen is not None:

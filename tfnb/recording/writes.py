@@ -194,7 +194,7 @@ def rebind(rec: Recorder, target: torch.Tensor, new: torch.Tensor) -> None:
     for view, step in zip(reversed(chain), reversed(steps), strict=False):
         put = _put(rec, view, step, put)
     put = _fitting(steps[0], put) if chain else put
-    var = next((var for var, read in rec._reads.items() if read is base), None)
+    var = base.variable if base.variable is not None and rec._reads.get(base.variable) is base else None
     if base.written is not None and var is None:
         raise Unsupported(f"a write through a view of a variable of an earlier recording{rec.tape.at()}")
     entry = rec._entry(put)
