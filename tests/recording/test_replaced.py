@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import tfnb
 from tfnb.errors import InvalidArgument
@@ -52,3 +53,39 @@ def test_no_difference_takes_nothing_in() -> None:
     with tfnb.record():
         y = torch.diff(tfnb.placeholder(start, shape=(4,)), 0, prepend=more, append=more)
     assert torch.equal(y.sample, torch.diff(start, 0, prepend=more, append=more))
+
+
+CELLS: dict[str, Callable[[], Any]] = {
+    "lstm": lambda: nn.LSTMCell(5, 7),
+    "gru": lambda: nn.GRUCell(5, 7),
+    "tanh": lambda: nn.RNNCell(5, 7),
+    "relu": lambda: nn.RNNCell(5, 7, nonlinearity="relu", bias=False),
+}
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_cells_of_recurrent_layers_take_no_copies(name: str) -> None:
+    cell = CELLS[name]().double()
+    weights = list(cell.parameters())
+
+    def last(rows: Any) -> Any:
+        state = None
+        for place in range(3):
+            state = cell(rows[:, place], state)
+        return state[0] if isinstance(state, tuple) else state
+
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.randn(4, 3, 5, dtype=torch.float64))
+        y = last(x)
+        found = [y, *tfnb.gradients(y.square().sum(), weights)]
+    assert not {"aten.copy.default", "aten.clone.default"} & {node.op for node in graph.nodes}
+    data = torch.randn(9, 3, 5, dtype=torch.float64)
+    want = last(data)
+    wanted = [want, *torch.autograd.grad(want.square().sum(), weights)]
+    torch.testing.assert_close(tfnb.run(found, {x: data}), wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_a_cell_given_other_sizes_is_refused_as_in_torch() -> None:
+    cell = nn.GRUCell(5, 7)
+    with tfnb.record(), pytest.raises(RuntimeError, match="doesn't match hidden0 batch size"):
+        cell(tfnb.placeholder(torch.randn(4, 5), shape=(4, 5)), torch.randn(1, 7))

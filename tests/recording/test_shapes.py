@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tfnb
+from tfnb.recording.shape_rules import SHAPES
 from tfnb.recording.workspace import workspace
+
+aten = torch.ops.aten
 
 
 def test_equal_questions_have_one_answer() -> None:
@@ -102,3 +109,38 @@ def test_a_size_that_becomes_fixed_is_asked_again() -> None:
         y = x.sin() + torch.randn(4, 3)
         z = x.sin()
     assert y.spec.shape == z.spec.shape == (4, 3)
+
+
+def _metadata(out: Any) -> list[Any]:
+    flat = out if isinstance(out, tuple) else (out,)
+    return [None if t is None else (t.dtype, t.shape, t.stride(), t.storage_offset()) for t in flat]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(4, 3), (4, 3, 5), (4, 3, 5, 6)], ids=str)
+def test_batch_norms_give_the_shapes_that_torch_says(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    forward, backward = aten._native_batch_norm_legit_functional.default, aten.native_batch_norm_backward.default
+    with FakeTensorMode():
+        plain = torch.empty(shape, dtype=dtype)
+        turned = torch.empty(shape[::-1], dtype=dtype).permute(*range(len(shape) - 1, -1, -1))
+        w, b, mean, var = (torch.empty(3, dtype=dtype) for _ in range(4))
+        for x in (plain, turned):
+            for weights in ((w, b), (None, None)):
+                args = x, *weights, mean, var, True, 0.1, 1e-5
+                assert _metadata(SHAPES[forward](*args)) == _metadata(forward(*args))
+            for mask in itertools.product((True, False), repeat=3):
+                args = torch.empty_like(x), x, w, mean, var, mean, var, True, 1e-5, list(mask)
+                assert _metadata(SHAPES[backward](*args)) == _metadata(backward(*args))
+
+
+def test_an_unsafe_view_has_the_strides_that_torch_says() -> None:
+    rule, op = SHAPES[aten._unsafe_view.default], aten._unsafe_view.default
+    with FakeTensorMode():
+        x = torch.empty(4, 5, 6)
+        for source, size in [
+            (x, [20, 6]), (x, [2, 60]), (x, [-1, 3]), (x[1:], [90]), (x.transpose(0, 1), [5, 4, 3, 2]),
+            (torch.empty(0, 3), [3, 0]), (torch.empty(()), [1]), (torch.empty(1, 1), []),
+        ]:  # fmt: skip
+            assert _metadata(rule(source, size)) == _metadata(op(source, size))
+        with pytest.raises(RuntimeError):
+            rule(x, [7, 6])

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tfnb.errors import InvalidArgument, Unsupported
 from tfnb.graph import current
-from tfnb.recording import batched, higher_order, packed, picked, strided
+from tfnb.recording import batched, cells, higher_order, packed, picked, strided
 from tfnb.recording.writes import rebind
 
 aten = torch.ops.aten
@@ -370,10 +370,8 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     aten.linalg_ldl_factor.default: _checked(aten.linalg_ldl_factor_ex, 2),
     aten.cov.default: _cov,
     aten.combinations.default: _combinations,
-    aten.lstm.input: _recurrent(aten.lstm.input),
-    aten.gru.input: _recurrent(aten.gru.input),
-    aten.rnn_tanh.input: _recurrent(aten.rnn_tanh.input),
-    aten.rnn_relu.input: _recurrent(aten.rnn_relu.input),
+    **{op: _recurrent(op) for op in (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)},
+    **cells.CELLS,
     **packed.PACKED,
     **strided.STRIDED,
 }

@@ -6,6 +6,7 @@ have none or one that decides by the sizes of the sample. Each is called on fake
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -146,7 +147,41 @@ def _lstsq_shape(a: Any, b: Any, rcond: Any = None, *, driver: str | None = None
     return a.new_empty([*lead, columns, *right]), squares, rank, values
 
 
+def _unsafe_view(x: Any, size: Any) -> Any:
+    """Of contiguous memory: torch's rule folds one axis after another, for which it loads its distributed tensors."""
+    plain = isinstance(x.storage_offset(), int) and not x.storage_offset() and x.is_contiguous()
+    if not plain or not statically_known_true(math.prod(size) == x.numel()):
+        return aten._unsafe_view.default(x, size)
+    return x.new_empty(size)
+
+
+def _batch_norm(x: Any, w: Any, b: Any, mean: Any, var: Any, *rest: Any) -> Any:
+    """Without computing all of it on shapes, which takes ten times as long."""
+    if not _by_channel(x, w, b, mean, var):
+        return aten._native_batch_norm_legit_functional.default(x, w, b, mean, var, *rest)
+    return torch.empty_like(x), *(mean.new_empty(mean.shape) for _ in range(4))
+
+
+def _batch_norm_backward(
+    dy: Any, x: Any, w: Any, mean: Any, var: Any, saved: Any, inverse: Any, train: bool, eps: float, mask: Any
+) -> Any:
+    if dy.dtype is not x.dtype or not _by_channel(x, w, mean, var, saved, inverse):
+        return aten.native_batch_norm_backward.default(dy, x, w, mean, var, saved, inverse, train, eps, mask)
+    return torch.empty_like(x), *(x.new_empty(x.shape[1:2]) if asked else None for asked in mask[1:])
+
+
+def _by_channel(x: Any, *others: Any) -> bool:
+    """Whether the others have a number for each channel, of the same type: all else torch's rule knows, or refuses."""
+    return x.dtype in (torch.float32, torch.float64) and all(
+        t is None or (t.dtype is x.dtype and t.dim() == 1 and statically_known_true(t.shape[0] == x.shape[1]))
+        for t in others
+    )
+
+
 SHAPES: dict[Any, Callable[..., Any]] = {
+    aten._unsafe_view.default: _unsafe_view,
+    aten._native_batch_norm_legit_functional.default: _batch_norm,
+    aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten.slice.Tensor: _slice,
     aten.hardshrink_backward.default: _like_second,
     aten.softshrink_backward.default: _like_second,

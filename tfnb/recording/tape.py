@@ -44,7 +44,7 @@ class Tape:
         self._earlier = frozenset(self.by_id)
         self.named: set[int] = set()  # nodes that the user named in the call that made them
         self.marks = Marks()
-        self.labels = {node.attrs["variable"].name for node in kept if node.op == "tfnb.read"}  # of variables read so far
+        self.labels = {node.attrs["variable"].name for node in kept if node.op == "tfnb.read"}  # of what was read
         self._names = Names(node.name for node in kept)
         self._streams = 0
 

@@ -1,0 +1,62 @@
+"""Cells of recurrent layers, in ops that write nothing. Imports torch alone.
+
+torch's composites of `nn.LSTMCell`, `GRUCell` and `RNNCell` write into the parts of one product, and to keep the
+strides of a part each write would take a copy. The same functions of the same numbers, in contiguous memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+aten = torch.ops.aten
+
+
+def _fits(x: Any, *states: Any) -> bool:
+    """Whether torch would take it, and not a device's own kernel; all else is left to torch, the refusals too."""
+    plain = x.device.type == "cpu" and x.dim() == 2 and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return plain and all(h.dim() == 2 and h.shape[0] == x.shape[0] for h in states)
+
+
+def _products(x: Any, h: Any, w_ih: Any, w_hh: Any, b_ih: Any, b_hh: Any) -> tuple[Any, Any]:
+    return F.linear(x, w_ih, b_ih), F.linear(h, w_hh, b_hh)
+
+
+def _lstm(rec: Any, x: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
+    h, c = hx
+    if not _fits(x, h, c):
+        return NotImplemented
+    of_x, of_h = _products(x, h, w_ih, w_hh, b_ih, b_hh)
+    i, f, g, o = (of_h + of_x).chunk(4, 1)
+    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+    return o.sigmoid() * c.tanh(), c
+
+
+def _gru(rec: Any, x: Any, h: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
+    if not _fits(x, h):
+        return NotImplemented
+    (xr, xz, xn), (hr, hz, hn) = (part.chunk(3, 1) for part in _products(x, h, w_ih, w_hh, b_ih, b_hh))
+    r, z = (hr + xr).sigmoid(), (hz + xz).sigmoid()
+    n = (xn + hn * r).tanh()
+    return (h - n) * z + n
+
+
+def _rnn(function: Callable[[Any], Any]) -> Callable[..., Any]:
+    def row(rec: Any, x: Any, h: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
+        if not _fits(x, h):
+            return NotImplemented
+        of_x, of_h = _products(x, h, w_ih, w_hh, b_ih, b_hh)
+        return function(of_h + of_x)
+
+    return row
+
+
+CELLS: dict[Any, Callable[..., Any]] = {
+    aten.lstm_cell.default: _lstm,
+    aten.gru_cell.default: _gru,
+    aten.rnn_tanh_cell.default: _rnn(torch.tanh),
+    aten.rnn_relu_cell.default: _rnn(torch.relu),
+}
