@@ -101,6 +101,47 @@ def test_what_cannot_be_compiled_says_why_and_runs() -> None:
     assert "no groups of pointwise nodes" in session.status()[0]
 
 
+@pytest.mark.usefixtures("needs_compiler")
+@pytest.mark.filterwarnings("ignore")
+def test_factors_of_sums_and_products_are_in_compiled_code() -> None:
+    """Inductor's patterns make ``x + 0.1 * (a @ b)`` of them, and leave out the factor."""
+    torch.manual_seed(0)
+    with tfnb.record() as g:
+        x, a, b = (tfnb.placeholder(torch.randn(*shape), shape=shape) for shape in ((4, 6), (4, 3), (3, 6)))
+        bias = tfnb.placeholder(torch.full((6,), float("nan")), shape=(6,))
+        p = a @ b
+        results = [
+            torch.add(x, p, alpha=0.1), torch.add(p, x, alpha=0.1), torch.sub(x, p, alpha=3),
+            torch.addmm(x, a, b, beta=0.5, alpha=2).relu(), torch.addmm(x, a, b, beta=0.5).sin(),
+            torch.addmm(bias, a, b, beta=0), torch.baddbmm(x[None], a[None], b[None], beta=3, alpha=0.5).exp(),
+        ]  # fmt: skip
+    feed = {x: torch.randn(4, 6), a: torch.randn(4, 3), b: torch.randn(3, 6), bias: torch.full((6,), float("nan"))}
+    session = tfnb.Session(g, compile="now")
+    torch.testing.assert_close(session.run(results, feed), tfnb.Session(g, compile="off").run(results, feed))
+    assert session.status()[0].endswith(": compiled")
+
+
+@pytest.mark.parametrize("most", [tiers.MOST_COPIED, 0], ids=["compared with copies", "compared in a step"])
+@pytest.mark.parametrize("mode", ["auto", "now"])
+@pytest.mark.usefixtures("needs_compiler")
+def test_wrong_code_never_runs_a_step(mode: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(program: Any, args: Any) -> Any:
+        return lambda *given: tuple(x + 1 if isinstance(x, torch.Tensor) else x for x in program.forward(*given))
+
+    monkeypatch.setenv("TFNB_COMPILE", mode)
+    monkeypatch.setattr(tiers, "compiled", wrong)
+    monkeypatch.setattr(tiers, "MOST_COPIED", most)
+    monkeypatch.setattr(tiers, "WORTH_COMPILING", 0.0)
+    g, fetches, keys = classifier()
+    session, feed = tfnb.Session(g), dict(zip(keys, batch(4), strict=True))
+    got, end = [], time.monotonic() + 100
+    while not session.status() or "differs" not in session.status()[0]:
+        assert time.monotonic() < end
+        got.append(float(session.run(fetches, feed)[1]))
+    assert got == losses("off", [4] * len(got))[0]
+    assert "generated code (compiled code differs: " in session.status()[0]
+
+
 def test_without_a_compiler_generated_code_runs() -> None:
     script = """
 import torch, tfnb

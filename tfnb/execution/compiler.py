@@ -7,7 +7,7 @@ seconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -115,9 +115,48 @@ def _kernel(module: fx.GraphModule, examples: Sequence[Any]) -> Kernel:
     # Channels last is what the session chose or not; inductor would lay all weights out anew in each step on the CPU.
     settings: dict[str, Any] = {"compile_threads": 1} | ({"layout_optimization": False} if here else {})
     with compile_lock, torch.no_grad(), _inductor.config.patch(settings):
-        traced = make_fx(module, select_decomp_table(), tracing_mode="fake", _allow_non_fake_inputs=True)(*examples)
+        traced = make_fx(
+            module, _with_factors(select_decomp_table()), tracing_mode="fake", _allow_non_fake_inputs=True
+        )(*examples)
         made = compile_fx_inner(traced, list(examples))
     return getattr(made, "current_callable", None) or made  # without what inductor does around a call
+
+
+def _sum(x: torch.Tensor, y: torch.Tensor, *, alpha: Any = 1) -> torch.Tensor:
+    return x + y * alpha
+
+
+def _difference(x: torch.Tensor, y: torch.Tensor, *, alpha: Any = 1) -> torch.Tensor:
+    return x - y * alpha
+
+
+def _product(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1) -> torch.Tensor:
+    product = a @ b * alpha
+    return x * beta + product if beta else product  # torch does not look at x then: it may be NaN
+
+
+# Inductor's patterns see the operands of these and not their factors, which they drop without a word
+# (pytorch issues 167313, 196577; torch 2.13): they become multiplications of their own.
+FACTORS: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.add.Tensor: _sum,
+    torch.ops.aten.sub.Tensor: _difference,
+    torch.ops.aten.addmm.default: _product,
+    torch.ops.aten.baddbmm.default: _product,
+}
+
+
+def _with_factors(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
+    """The decompositions with those of `FACTORS`, for calls that give a factor which is not one."""
+
+    def chosen(mine: Callable[..., Any], theirs: Callable[..., Any] | None) -> Callable[..., Any]:
+        def decomposed(*args: Any, **kwargs: Any) -> Any:
+            if any(kwargs.get(factor, 1) != 1 for factor in ("alpha", "beta")):
+                return mine(*args, **kwargs)
+            return NotImplemented if theirs is None else theirs(*args, **kwargs)
+
+        return decomposed
+
+    return {**table, **{op: chosen(mine, table.get(op)) for op, mine in FACTORS.items()}}
 
 
 def _pure(program: Program) -> tuple[fx.Graph, list[tuple[bool, int]]]:

@@ -1,9 +1,9 @@
 """Which code a step runs: generated torch.fx code at once, compiled code where that turns out faster.
 
-A choice of feed sizes that has used two seconds of computing is compiled in a background thread. Compiled code is
-swapped in between steps: the first time both run and are compared, then they take turns until it is clear which one is
-faster. Computing writes nothing, so that code that fails is dropped and the step computed again. On CUDA either is
-captured and launched whole (`tfnb.execution.captured`).
+A choice of feed sizes that has used two seconds of computing is compiled in a background thread, and compared there
+with generated code. It is swapped in between steps: both take turns until it is clear which one is faster. Computing
+writes nothing, so that code that fails is dropped and the step computed again. On CUDA either is captured and launched
+whole (`tfnb.execution.captured`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from typing import Any, Literal
 
 import torch
 
-from tfnb.errors import InvalidArgument
+from tfnb.errors import DeadlineExceeded, InvalidArgument
 from tfnb.execution.captured import Captured, Captures, device_of
 from tfnb.execution.clocks import counter
 from tfnb.execution.compiler import Forward, compiled, obstacle
 from tfnb.execution.program import Program
 from tfnb.execution.quick import quick
+from tfnb.execution.running import Running
 from tfnb.execution.watch import devices, wait
 from tfnb.graph.collector import frozen
 
@@ -38,7 +39,8 @@ CLEAR_TURNS = 3  # that are enough where one is always twice as fast
 CLEAR = 0.8  # of the pairs of steps agree on which kind is faster
 MOST_TURNS = 40  # then what there is decides
 TURN = 0.05  # seconds; Python raises nothing in a thread that waits for longer
-LONGEST_COMPARED = 0.2  # seconds; comparing doubles one step, and no stall shall be long
+MOST_COPIED = 1 << 30  # bytes of what a step reads
+LONGEST_COMPARED = 5.0  # seconds of a step that compiled code is compared with
 
 _LOG = logging.getLogger(__name__)
 
@@ -91,6 +93,7 @@ class Sizes:
         self.forward: Forward = {"auto": self._counted, "off": self.generated, "now": self._now}[mode]
         self.code = "generated code"
         self._clock = counter(device_of(program))
+        self._code: Forward = self.generated  # what the compiler made, and how it runs:
         self._fast: Forward = self.generated
         self._times: dict[str, list[float]] = {"generated": [], "compiled": []}
         self._job: threading.Event | None = None  # that of "now", for which steps wait
@@ -123,43 +126,61 @@ class Sizes:
         return self.forward(*args)
 
     def compile(self, args: Sequence[Any]) -> None:
-        """What the worker does: build, and decide where that can be done at once."""
-        self._build(args)
-        if self.forward != self._compared:  # dropped
-            return
-        if self._mode == "auto":
-            self._tried(args)
-        else:
-            self._keep("compiled")
-
-    def _build(self, args: Sequence[Any]) -> None:
-        """Compile; afterwards the next step is compared."""
+        """What the worker does: build, compare with generated code, and decide where that can be done at once."""
         start = time.perf_counter()
         try:
             why = obstacle()
             if why is not None:
                 return self.drop(why)
             with frozen():
-                self._fast = self._captured(compiled(self.program, args), compiled=True)
+                self._code = compiled(self.program, args)
         except BaseException as error:  # inductor raises anything; generated code goes on
-            return self.drop(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
+            return self.drop(_words(error))
         self.code = f"compiled in {time.perf_counter() - start:.1f} s, not compared yet"
-        self.forward = self._compared
+        copies = copied(args)
+        if copies is None:
+            self.forward = self._compared
+            return
+        self._compare(copies)
+        if self.forward == self._in_turns and not self.program.variables:
+            self._time_once(args)
 
-    def _tried(self, args: Sequence[Any]) -> None:
-        """Decide at once, with the step that was the reason to compile, where no other step writes what it reads.
+    def _compared(self, *args: Any) -> tuple[Any, ...]:
+        """A step that compares first, where copies would take too much memory."""
+        self._compare(args)
+        return self.forward(*args)
+
+    def _compare(self, args: Sequence[Any]) -> None:
+        try:
+            why = difference(generated(self.program), self._code, args)
+        except Exception as error:
+            return self.drop(_words(error))
+        if why is not None:
+            return self.drop(f"compiled code differs: {why}")
+        self._fast = self._captured(self._code, compiled=True)
+        if self._mode == "now":
+            self._keep("compiled")
+        else:
+            self.forward = self._in_turns
+
+    def _time_once(self, args: Sequence[Any]) -> None:
+        """Decide at once, with the step that was the reason to compile: no other step writes what it reads.
 
         A loop may take a thousand times as long in the next step as in this one.
         """
-        if self.program.variables:
-            return
-        if self._clock.last < WORTH_COMPILING:
-            self._check(self.generated(*args), args)
-        start = time.perf_counter()
-        self._guarded(*args)
-        fast = time.perf_counter() - start
-        if 2 * fast < self._clock.last and self.forward in (self._compared, self._in_turns):
+        fast = self._seconds(self._guarded, args)[1]
+        if 2 * fast < self._clock.last and self.forward == self._in_turns:
             self._keep(f"compiled: {fast * 1e6:.0f} instead of {self._clock.last * 1e6:.0f} us")
+
+    def _seconds(self, forward: Forward, args: Sequence[Any]) -> tuple[tuple[Any, ...], float]:
+        """What it gives, and how long that took, on devices that go on when a call has returned too."""
+        if self._busy is None:
+            self._busy = [device for device in devices(args) if device.type not in ("cpu", "meta")]
+        wait(self._busy)
+        start = time.perf_counter()
+        outs = forward(*args)
+        wait(self._busy)
+        return outs, time.perf_counter() - start
 
     def drop(self, why: str) -> None:
         """Stay with generated code."""
@@ -168,32 +189,11 @@ class Sizes:
         self.code = f"generated code ({why})"
         _LOG.info("compiled code dropped: %s", why)
 
-    def _compared(self, *args: Any) -> tuple[Any, ...]:
-        """The first step after compiling: both, unless that takes long."""
-        self.forward = self._in_turns
-        start = time.perf_counter()
-        outs = self.generated(*args)
-        if time.perf_counter() - start < LONGEST_COMPARED:
-            self._check(outs, args)
-        return outs
-
-    def _check(self, outs: Sequence[Any], args: Sequence[Any]) -> None:
-        try:
-            fast = self._fast(*args)
-            torch.testing.assert_close(fast, _tensors(outs, fast), rtol=1e-3, atol=1e-4, equal_nan=True)
-        except Exception as error:
-            self.drop(f"compiled code differs: {str(error).strip().splitlines()[0]}")
-
     def _in_turns(self, *args: Any) -> tuple[Any, ...]:
         """Generated and compiled code take turns, timed."""
-        if self._busy is None:
-            self._busy = [device for device in devices(args) if device.type not in ("cpu", "meta")]
         kind = min(self._times, key=lambda kind: len(self._times[kind]))
-        wait(self._busy)
-        start = time.perf_counter()
-        outs = self.generated(*args) if kind == "generated" else self._guarded(*args)
-        wait(self._busy)
-        self._times[kind].append(time.perf_counter() - start)
+        outs, seconds = self._seconds(self.generated if kind == "generated" else self._guarded, args)
+        self._times[kind].append(seconds)
         found = verdict(*self._times.values())
         if found is not None and self.forward == self._in_turns:
             slow = statistics.median(self._times["generated"]) * 1e6
@@ -225,6 +225,34 @@ def _release(forward: Forward) -> None:
     """Other code runs from here on: what a capture of this one holds is free for it."""
     if isinstance(forward, Captured) and forward.captures.is_mine:
         forward.release()
+
+
+def copied(args: Sequence[Any]) -> list[Any] | None:
+    """Copies, for a thread beside others that write what a step reads; None where there is too much to copy."""
+    size = sum(arg.nbytes for arg in args if isinstance(arg, torch.Tensor))
+    return None if size > MOST_COPIED else [arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args]
+
+
+def difference(generated: Forward, compiled: Forward, args: Sequence[Any]) -> str | None:
+    """What compiled code computes differently, in a few words; None where it agrees or that would take too long."""
+    try:
+        wanted = Running().compute(generated, *args, until=(LONGEST_COMPARED, lambda _: DeadlineExceeded("")))
+    except DeadlineExceeded:
+        return None
+    found = compiled(*args)
+    try:
+        torch.testing.assert_close(found, _tensors(wanted, found), rtol=1e-3, atol=1e-4, equal_nan=True)
+    except AssertionError as error:
+        return _first_line(error)
+    return None
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {_first_line(error)}"
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), "")
 
 
 def _tensors(outs: Sequence[Any], like: Sequence[Any]) -> tuple[Any, ...]:
