@@ -1,62 +1,26 @@
 """Rows of some turns of a loop, as a block that moves to a second tier and back. Knows no graph.
 
-The second tier of the CPU is a file that is mapped into memory and has no name, so nothing is left of it however the
-run ends; that of an accelerator is pinned memory, copied on a stream of its own.
-
-The thread that copies makes few calls, each for many rows, and neither makes nor frees rows: whatever it does in Python
-holds up the thread that takes turns. That one drops rows once they are gone, and makes them of what came back.
+Where a thread of its own copies, it makes few calls, each for many rows, and neither makes nor frees rows: whatever it
+does in Python holds up the thread that takes turns. That one drops rows once they are gone, and makes them of what came
+back. An accelerator copies on a stream of its own.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from itertools import chain, groupby, repeat
+from itertools import repeat
 from math import prod
 from typing import Any, TypeVar
 
 import torch
 
-from tfnb.kernels.pieces import Piece, Pieces
+from tfnb.kernels.tier import Tier
 
-PIECE = 64 << 10  # bytes that come back in one piece of memory, about
 _ALIGN = 64
 T = TypeVar("T")
 HERE, AWAY, COMING = "here", "away", "coming"
-
-
-class Tier:
-    """Memory of the second tier, which later runs use again. Of the CPU it is a file without a name.
-
-    pieces: of the first tier, for rows that come back.
-    """
-
-    def __init__(self) -> None:
-        self.pieces = Pieces()
-        self._free: dict[tuple[int, str], list[torch.Tensor]] = {}
-        self._end = 0
-
-    def take(self, bytes: int, device: torch.device) -> torch.Tensor:
-        """So many bytes, for rows of a device. Raises OSError where there are none."""
-        try:
-            return self._free[bytes, device.type].pop()
-        except (KeyError, IndexError):
-            return self._new(bytes, device)
-
-    def give(self, memory: torch.Tensor, device: torch.device) -> None:
-        """The memory is free."""
-        self._free.setdefault((memory.numel(), device.type), []).append(memory)
-
-    def _new(self, bytes: int, device: torch.device) -> torch.Tensor:
-        if device.type != "cpu":
-            return torch.empty(bytes, dtype=torch.uint8, pin_memory=True)
-        with tempfile.TemporaryFile(prefix="tfnb-swap-") as file:  # gone from the disk when nothing is mapped any more
-            os.posix_fallocate(file.fileno(), 0, bytes)  # a full disk is an error here, and a dead process later
-            return torch.frombuffer(mmap.mmap(file.fileno(), bytes), dtype=torch.uint8)
 
 
 class Block:
@@ -66,8 +30,8 @@ class Block:
     """
 
     __slots__ = (
-        "alike", "bytes", "coming", "device", "each", "first", "gone", "leaving", "memory", "moved", "pieces", "pinned",
-        "ready", "rows", "state", "turns", "where",
+        "alike", "back", "bytes", "coming", "device", "each", "first", "gone", "leaving", "moved", "pinned", "ready",
+        "rows", "state", "turns", "where",
     )  # fmt: skip
 
     def __init__(
@@ -79,8 +43,7 @@ class Block:
         self.where, self.pinned = HERE, False  # pinned: a loop takes its rows now
         self.device = rows[0][0].device
         self.moved: list[tuple[_Layout, torch.Tensor]] = []  # the columns, if they are in the second tier
-        self.pieces: list[list[Piece]] = []  # of each column, if it came back
-        self.memory: torch.Tensor | None = None
+        self.back: list[torch.Tensor] = []  # memory for the columns that come back
         self.leaving: Future[None] | None = None
         self.coming: Future[None] | None = None
         self.ready: Any = None
@@ -98,12 +61,12 @@ class Block:
             kinds.setdefault(kind, []).append(column)
         sizes = [sum(self.each[column] for column in columns) for columns in kinds.values()]
         spans = [-(-size // _ALIGN) * _ALIGN for size in sizes]
-        self.memory, at = tier.take(max(sum(spans), 1), self.device), 0
+        whole, at = tier.take(max(sum(spans), _ALIGN), self.device), 0
         moved: dict[int, tuple[_Layout, torch.Tensor]] = {}
         with torch.no_grad(), _stream(self.device, self.ready):
             for columns, size, span in zip(kinds.values(), sizes, spans, strict=True):
                 layout = (_Alike if self.alike else _Layout)(self.rows[columns[0]])
-                memory = self.memory[at : at + size].view(layout.dtype)
+                memory = whole[at : at + size].view(layout.dtype)
                 layout.put([row for column in columns for row in self.rows[column]], memory)
                 parts = memory.view(len(columns), -1).unbind(0) if size else [memory] * len(columns)
                 moved |= {column: (layout, part) for column, part in zip(columns, parts, strict=True)}
@@ -114,39 +77,46 @@ class Block:
         """What `move` copied is held here no more."""
         self.leaving, self.rows = None, []
 
-    def memory_here(self, pieces: Pieces) -> None:
+    def memory_here(self) -> None:
         """Take the memory that `bring` fills."""
-        self.pieces = [layout.pieces(pieces, self.device) for layout, _ in self.moved]
+        self.back = [torch.empty_like(memory, device=self.device) for _, memory in self.moved]
         self.mark()  # kernels that used this memory for something else may still run
 
     def bring(self) -> None:
         """Copy from the second tier; in the thread that copies."""
         with torch.no_grad(), _stream(self.device, self.ready):
-            parts = [part for layout, memory in self.moved for part in layout.parts(memory)]
-            torch._foreach_copy_([piece.memory for piece in chain(*self.pieces)], parts, non_blocking=True)
+            torch._foreach_copy_(self.back, [memory for _, memory in self.moved], non_blocking=True)
 
     def arrived(self) -> None:
         """What `bring` copied is used from here on."""
         self.coming, self.where = None, HERE
+        self._lie(self.back)
         if self.device.type != "cpu":
-            for piece in chain(*self.pieces):
-                piece.memory.record_stream(torch.accelerator.current_stream(self.device))  # type: ignore[arg-type]
+            for memory in self.back:
+                memory.record_stream(torch.accelerator.current_stream(self.device))  # type: ignore[arg-type]
+        self.back = []
+
+    def lent(self) -> None:
+        """The rows are taken where they lie in the second tier, which the CPU can read."""
+        self._lie(memory for _, memory in self.moved)
+
+    def _lie(self, memories: Iterable[torch.Tensor]) -> None:
+        self.rows = [layout.rows(memory) for (layout, _), memory in zip(self.moved, memories, strict=True)]
 
     def taken(self, column: int, *, back: bool, last: bool) -> Iterator[torch.Tensor]:
         """A column's rows; back: the last turn's first. last: nobody takes them again, so they go one by one."""
-        if self.pieces:
-            way: Callable[..., Iterator[Any]] = reversed if back else iter
-            return chain.from_iterable(map(way, [piece.rows for piece in way(self.pieces[column])]))
-        rows = emptied(self.rows[column]) if last else self.rows[column][:]
+        rows = self.rows[column] if last else self.rows[column][:]
         if not back:
             rows.reverse()
         return _popped(rows)
 
-    def dropped(self) -> list[Piece]:
-        """Hold no rows; gives the memory that they had."""
-        pieces = [*chain(*self.pieces)]
-        self.rows, self.pieces, self.where = [], [], AWAY
-        return pieces
+    def dropped(self) -> None:
+        """Hold no rows."""
+        self.rows, self.where = [], AWAY
+
+    def end(self) -> None:
+        """Hold nothing; what refers to the block may be there until Python's collector finds it."""
+        self.rows, self.moved, self.back = [], [], []
 
 
 def _popped(rows: list[T]) -> Iterator[T]:
@@ -194,39 +164,28 @@ class _Layout:
         """Copy rows of this layout, of one or more columns."""
         memory.copy_(torch.cat([row.reshape(-1) for row in self.laid(rows)]), non_blocking=True)
 
-    def pieces(self, pieces: Pieces, device: torch.device) -> list[Piece]:
-        """Memory for a column that comes back."""
-        counts = [prod(shape) for shape in self.shapes]
-        memory = torch.empty(sum(counts), dtype=self.dtype, device=device)
-        rows = [part.view(shape) for part, shape in zip(memory.split(counts), self.shapes, strict=True)]
-        return [Piece(memory, [row.permute(self.places) for row in rows])]
+    def rows(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """Those of a column, in memory that it came back to."""
+        parts = memory.split([prod(shape) for shape in self.shapes])
+        return self.placed(part.view(shape) for part, shape in zip(parts, self.shapes, strict=True))
 
-    def parts(self, memory: torch.Tensor) -> Sequence[torch.Tensor]:
-        """What belongs into each piece."""
-        return [memory]
+    def placed(self, rows: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Rows as they lie, with the axes as they were."""
+        return [*rows] if self.order is None else [row.permute(self.places) for row in rows]
 
 
 class _Alike(_Layout):
-    """Rows of one shape. The CPU's allocator gives small pieces of what others gave back, with no page to map."""
+    """Rows of one shape."""
 
     def __init__(self, rows: Sequence[torch.Tensor]) -> None:
         super().__init__(rows[:1])
-        self.shape, self.turns, some = self.shapes[0], len(rows), len(rows)
-        if rows[0].device.type == "cpu":
-            some = max(1, PIECE // max(1, rows[0].numel() * rows[0].element_size()))
-        whole, rest = divmod(self.turns, some)
-        self.counts = [some] * whole + [rest] * bool(rest)  # of rows in each piece
+        self.turns = len(rows)
 
     def put(self, rows: Sequence[torch.Tensor], memory: torch.Tensor) -> None:
         if rows[0].device.type == "cpu":
-            torch.stack(self.laid(rows), out=memory.view(len(rows), *self.shape))
+            torch.stack(self.laid(rows), out=memory.view(len(rows), *self.shapes[0]))
         else:
             super().put(rows, memory)
 
-    def pieces(self, pieces: Pieces, device: torch.device) -> list[Piece]:
-        counts = ((count, list(some)) for count, some in groupby(self.counts))
-        kinds = (((self.shape, count, self.dtype, self.places), len(some)) for count, some in counts)
-        return [piece for kind, some in kinds for piece in pieces.take(kind, some, device)]
-
-    def parts(self, memory: torch.Tensor) -> Sequence[torch.Tensor]:
-        return memory.view(self.turns, *self.shape).split(self.counts)
+    def rows(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        return self.placed(memory.view(self.turns, *self.shapes[0]).unbind(0))

@@ -1,17 +1,12 @@
 """Rows that loops keep, within a number of bytes: what is beyond is computed again, or moves out and comes back.
 
-A `Room` is for one run, in the thread that runs; a thread of its own copies to the second tier, and back ahead of use.
 Loops go backwards through what they kept: the oldest rows leave first. Knows no graph.
 """
 
 from __future__ import annotations
 
-import threading
 from bisect import insort
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from operator import attrgetter
@@ -19,153 +14,17 @@ from typing import Any, TypeVar
 
 import torch
 
-from tfnb.kernels.blocks import AWAY, COMING, HERE, Block, Tier, emptied
+from tfnb.kernels.blocks import AWAY, HERE, Block, emptied
 from tfnb.kernels.control import Again, Function
-from tfnb.kernels.pieces import Piece
+from tfnb.kernels.room import AT_ONCE, Room
 
-BLOCK = 4 << 20  # bytes that are copied at a time, about
-AHEAD = 2  # blocks that come before they are needed
-STATES = 3  # at most one part of so many of the room is for what is held to take turns again
+BLOCK = 4 << 20  # bytes that the other thread copies at a time, about
+AHEAD = 2 * BLOCK  # bytes that come before they are needed
+
 
 T = TypeVar("T")
 _first = attrgetter("first")
 Refuse = Callable[[int, str], Exception]  # of a turn, and why
-
-
-@dataclass(slots=True)
-class Swapped:
-    """Bytes of rows that loops of one run kept: in all, moved out and back, the most held at once, computed again."""
-
-    saved: int = 0
-    out: int = 0
-    back: int = 0
-    most: int = 0
-    again: int = 0
-
-
-class Room:
-    """So many bytes for the rows of all loops of one run; leaving the block ends the copying.
-
-    again: of loops that compute rows again, the inputs that are held for that.
-    """
-
-    def __init__(self, bytes: int, tier: Tier, again: Mapping[int, Collection[int]]) -> None:
-        self.bytes, self.held, self.tier, self.again = bytes, 0, tier, again
-        self.states = 0  # bytes that are held to take turns again
-        self.counts = Swapped()
-        self._stacks: list[Stack] = []  # those that may move, the oldest first
-        self._leaving: list[Block] = []
-        self._spent: deque[tuple[list[Piece], int]] = deque()  # memory of rows that were taken, and its bytes
-        self._thread: ThreadPoolExecutor | None = None
-
-    def __enter__(self) -> Room:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if not (self.counts.out or self.counts.again):
-            self.counts.most = min(self.counts.most, self.counts.saved)  # not all of what was granted was filled
-        if self._thread is not None:
-            self._thread.shutdown(cancel_futures=True)
-        self.reclaim()
-        for block in (block for stack in self._stacks for block in stack.blocks):
-            if block.memory is not None:
-                self.tier.give(block.memory, block.device)
-
-    @property
-    def free(self) -> int:
-        """Bytes that nothing holds."""
-        return self.bytes - self.held
-
-    def add(self, stack: Stack) -> None:
-        """Blocks of this stack may move out."""
-        self._stacks.append(stack)
-
-    def take(self, bytes: int) -> bool:
-        """Hold more; wait for copies and move blocks out where there is no room. False if that does not help."""
-        self._settle()
-        while self.held + bytes > self.bytes:
-            if self._spent:
-                self.reclaim()
-            elif self._leaving:
-                self._settle(wait=True)
-            elif not self.make_room():
-                return False
-        self.held += bytes
-        self.counts.most = max(self.counts.most, self.held)
-        return True
-
-    def keep(self, bytes: int) -> bool:
-        """Keep so much of what is held, to take turns again; False where that is too much."""
-        if (self.states + bytes) * STATES > self.bytes:
-            return False
-        self.states += bytes
-        return True
-
-    def insist(self, bytes: int) -> None:
-        """Hold more, also where there is no room: a loop needs it now."""
-        if not self.take(bytes):
-            self.held += bytes
-            self.counts.most = max(self.counts.most, self.held)
-
-    def give(self, bytes: int) -> None:
-        """Hold less."""
-        self.held -= bytes
-
-    def drop(self, block: Block) -> None:
-        """Hold a block's rows no more; what a loop still uses of them is held until `reclaim`."""
-        pieces = block.dropped()
-        if pieces:
-            self._spent.append((pieces, block.bytes))
-        else:
-            self.give(block.bytes)
-
-    def reclaim(self, keep: int = 0) -> None:
-        """What came back and was taken is held no more, but for the last so many blocks."""
-        while len(self._spent) > keep:
-            pieces, bytes = self._spent.popleft()
-            self.tier.pieces.give(pieces)
-            self.give(bytes)
-
-    def make_room(self) -> bool:
-        """Begin to move the oldest block out; False where there is none."""
-        return any(stack.leave() for stack in self._stacks)
-
-    @property
-    def leaving(self) -> int:
-        """Bytes that are on their way out."""
-        return sum(block.bytes for block in self._leaving)
-
-    def out(self, block: Block) -> None:
-        """Move a block out, in the other thread; it is held until that is done."""
-        self.counts.out += block.bytes
-        block.where = AWAY
-        block.mark()
-        block.leaving = self.submit(block.move, self.tier)
-        self._leaving.append(block)
-
-    def submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Call it in the thread that copies."""
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="tfnb-swap")
-        return self._thread.submit(call, *args)
-
-    def gone(self, block: Block) -> None:
-        """Wait until a block that leaves is gone."""
-        while block.leaving is not None:
-            self._settle(wait=True)
-
-    def _settle(self, wait: bool = False) -> None:
-        """Blocks that are gone are held no more; wait: for one of them."""
-        while self._leaving:
-            block = self._leaving[0]
-            assert block.leaving is not None
-            if not (wait or block.leaving.done()):
-                return
-            block.leaving.result()
-            del self._leaving[0]
-            block.left()
-            self.give(block.bytes)
-            wait = False
 
 
 @dataclass
@@ -202,6 +61,7 @@ class Stack:
         self.fresh: list[list[torch.Tensor]] = [[] for _ in self.bytes]
         self.columns: list[Any] = [_Column(self, i) for i in range(len(self.bytes))]
         self.span, self.beyond = 1, 0  # turns of a block; turns that leave as soon as they are there
+        self.few = 1  # turns of a block of those
         self._start: Sequence[torch.Tensor] = ()
         if self.leaves:
             self.room.add(self)
@@ -216,7 +76,9 @@ class Stack:
         if fits or self.again is None or self.state * 2 > span * turn or not self._held():
             self.again, self.state, self.held = None, 0, 0
             span = max(1, min(BLOCK // turn, span)) if turn else 1
-        self.span = span
+        self.span = self.few = span
+        if self.again is None and 0 < turn <= AT_ONCE:
+            self.few = min(span, AT_ONCE // turn)
         if self.leaves and turns is not None and not fits:
             beyond = turns * turn + -(-turns // span) * self.state - room.free
             self.beyond = min(turns, -(-beyond // turn))
@@ -246,7 +108,7 @@ class Stack:
             return 1
         left = self.span if self.turns is None else min(self.span, self.turns - self.count)
         if self.count < self.beyond:
-            left = min(left, self.beyond - self.count)
+            left = min(self.few, self.beyond - self.count)
         if not self.leaves and self.turn:
             left = min(left, self.room.free // self.turn)
         self._over = left <= 0 or not self._tried(self.room.take, left * self.turn + self.state)
@@ -282,9 +144,9 @@ class Stack:
         self.count += turns
         self.room.counts.saved += block.bytes
         if self.count <= self.beyond:
-            self._send(block)
+            self._tried(self._send, block)
         elif self.leaves and self.turns is None and self.room.free + self.room.leaving < self.span * self.turn:
-            self.room.make_room()  # the next block will need it
+            self._tried(self.room.make_room)  # the next block will need it
 
     def leave(self) -> bool:
         """The oldest block that is here leaves, or begins to; False where there is none."""
@@ -345,6 +207,8 @@ class Stack:
         block.pinned = True
         if block.where is AWAY and block.gone:
             self._compute(block)
+        elif block.where is AWAY and self.room.at_once(block):
+            self.room.lend(block)
         elif block.where is AWAY:
             self.come(block)
         self._landed(block)
@@ -367,15 +231,17 @@ class Stack:
     def closed(self, block: Block, *, last: bool, end: bool) -> None:
         """A loop has taken the block's rows, and all with its end; last: no other loop will."""
         block.pinned = False
-        if last:
+        if block.where is AWAY:
+            block.dropped()
+        elif last:
             self._here.remove(block)
             self.room.drop(block)
             self._forget(block)
-            if end:
-                self._done()
         elif block.moved or block.gone:
             self._here.remove(block)
             self.room.drop(block)
+        if last and end:
+            self._done()
 
     def _done(self) -> None:
         """No turn is taken again."""
@@ -386,11 +252,8 @@ class Stack:
     def come(self, block: Block) -> None:
         """Begin to bring a block back."""
         self._tried(self.room.gone, block)
-        self._tried(self.room.insist, block.bytes)
-        self.room.counts.back += block.bytes
-        block.memory_here(self.room.tier.pieces)
+        self._tried(self.room.back, block)
         insort(self._here, block, key=_first)
-        block.where, block.coming = COMING, self.room.submit(block.bring)
 
 
 class _Reading:
@@ -418,11 +281,16 @@ class _Reading:
         self._opened = place
         self.stack.room.reclaim(keep=1)  # not the block before, whose last rows are still in somebody's hands
         self.stack.open(self.blocks[place])
-        for block in self.blocks[place + 1 : place + 1 + AHEAD]:
+        room, ahead = self.stack.room, 0
+        for next in range(place + 1, len(self.blocks)):
+            block = self.blocks[next]
             if block.where is AWAY:
-                if block.gone or self.stack.room.free < block.bytes:
+                if block.gone or room.at_once(block) or room.free < block.bytes:
                     return
                 self.stack.come(block)
+            ahead += block.bytes
+            if ahead > AHEAD:
+                return
 
     def _close(self, block: Block) -> None:
         self._closed += 1
@@ -459,23 +327,3 @@ class _Column:
     def taken(self, reverse: bool) -> Iterator[torch.Tensor]:
         """The rows in the order in which a loop takes them."""
         return self.stack.taken(self.place, reverse)
-
-
-_current = threading.local()
-
-
-def room() -> Room | None:
-    """The room of the run that this thread is in."""
-    return getattr(_current, "room", None)
-
-
-@contextmanager
-def within(bytes: int, tier: Tier, again: Mapping[int, Collection[int]]) -> Iterator[Room]:
-    """So much room for the rows of the loops that run inside; ``again``: see `Room`."""
-    before = room()
-    with Room(bytes, tier, again) as found:
-        _current.room = found
-        try:
-            yield found
-        finally:
-            _current.room = before

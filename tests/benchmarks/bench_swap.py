@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,7 +31,8 @@ import torch.nn.functional as F
 import tfnb
 from tfnb.errors import ResourceExhausted
 from tfnb.kernels.blocks import Block
-from tfnb.kernels.swap import Room, Stack
+from tfnb.kernels.room import Room
+from tfnb.kernels.swap import Stack
 from tfnb.passes import leaving
 
 WIDTH, BATCH, FITS = 64, 16, 550
@@ -118,6 +120,7 @@ Lanes = dict[str, list[tuple[float, float]]]  # of each lane what ran, from when
 def throttled(rate: float) -> Iterator[Lanes]:
     """Copies take as long as at so many bytes per second; gives when they ran, and when a turn waited for one."""
     lanes: Lanes = {"out": [], "back": [], "waiting": []}
+    own = threading.current_thread()  # what this one copies holds up its turns
 
     def noted(call: Callable[..., Any], lane: str, slow: bool) -> Callable[..., Any]:
         def made(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -125,7 +128,8 @@ def throttled(rate: float) -> Iterator[Lanes]:
             found = call(self, *args, **kwargs)
             if slow:
                 time.sleep(max(0.0, self.bytes / rate - (time.perf_counter() - start)))
-            lanes[lane].append((start, time.perf_counter()))
+            for each in (lane, *(["waiting"] if slow and threading.current_thread() is own else [])):
+                lanes[each].append((start, time.perf_counter()))
             return found
 
         return made

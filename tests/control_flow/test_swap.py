@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import tfnb
 from tfnb.errors import DeadlineExceeded, ResourceExhausted
-from tfnb.kernels.swap import Swapped
+from tfnb.kernels.room import Swapped
 from tfnb.passes import leaving
 
 BATCH, WIDTH = 4, 16

@@ -1,19 +1,24 @@
-"""Rows that move out come back with the same values, into tensors that are used again once nobody holds them."""
+"""Rows that move out come back with the same values, and their memory is used again once nobody holds it."""
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tfnb.kernels.blocks import Tier
-from tfnb.kernels.pieces import Piece, Pieces
-from tfnb.kernels.swap import Room, Stack
+from tfnb.kernels import room as rooms
+from tfnb.kernels.blocks import Block
+from tfnb.kernels.room import Room
+from tfnb.kernels.swap import Stack
+from tfnb.kernels.tier import Tier
 
 TURNS, FITS = 40, 12
-KIND = ((3, 2), 4, torch.float32, (1, 0))  # rows [2, 3], whose last axis lies outside
 CPU = torch.device("cpu")
 
 
@@ -49,8 +54,13 @@ def columns() -> list[list[torch.Tensor]]:
     return made
 
 
+@pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("reverse", [True, False])
-def test_rows_come_back_as_they_were_also_those_that_somebody_holds(reverse: bool) -> None:
+def test_rows_come_back_as_they_were_also_those_that_somebody_holds(
+    reverse: bool, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rooms, "AT_ONCE", rooms.AT_ONCE if at_once else 0)
+    monkeypatch.setattr(rooms, "LATE", 1e9)  # whatever else the machine does
     tier, held = Tier(), []
     for _ in range(3):  # the later ones use memory of the first
         made = columns()
@@ -58,6 +68,7 @@ def test_rows_come_back_as_they_were_also_those_that_somebody_holds(reverse: boo
         def each(turn: int, rows: tuple[Any, ...], made: Any = made) -> None:
             for row, column in zip(rows, made, strict=True):
                 assert torch.equal(row, column[turn]) and row.shape == column[turn].shape
+                assert row.stride() == column[turn].stride()
             if turn % 3 == 0:
                 held.append((rows[1], made[1][turn]))
             elif turn % 3 == 1:
@@ -65,19 +76,30 @@ def test_rows_come_back_as_they_were_also_those_that_somebody_holds(reverse: boo
 
         counts = took(tier, made, reverse=reverse, each=each)
         beyond = (TURNS - FITS) * counts.saved // TURNS
-        assert counts.out == counts.back and (counts.out == beyond if reverse else counts.out > beyond)
+        assert counts.out == counts.back
+        assert counts.out == beyond if reverse or at_once else counts.out > beyond
     for row, want in held:
         assert torch.equal(row, want)
 
 
-def test_the_tensors_of_rows_that_nobody_holds_are_used_again() -> None:
-    tier, made, seen = Tier(), [[torch.randn(4) for _ in range(TURNS)] for _ in range(2)], []
-    for _ in range(2):
-        ids: set[int] = set()
-        took(tier, made, reverse=True, each=lambda _, rows, ids=ids: ids.update(map(id, rows)))  # type: ignore[misc]
-        seen.append(ids & {id(row) for free in tier.pieces._free.values() for piece in free for row in piece.rows})
-    assert len(seen[0] & seen[1]) > len(seen[0]) // 2 > 0
-    assert all(piece.memory.untyped_storage().nbytes() == 0 for free in tier.pieces._free.values() for piece in free)
+def test_the_other_thread_copies_as_soon_as_a_tier_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[str] = []
+    move = Block.move
+
+    def slow(self: Block, tier: Tier) -> None:
+        moved.append(threading.current_thread().name)
+        time.sleep(rooms.LATE / 2)
+        move(self, tier)
+
+    monkeypatch.setattr(Block, "move", slow)
+    made = [[torch.randn(4) for _ in range(TURNS)]]
+
+    def each(turn: int, rows: tuple[Any, ...]) -> None:
+        assert torch.equal(rows[0], made[0][turn])
+
+    counts = took(Tier(), made, reverse=True, each=each)
+    assert counts.out == counts.back > 0
+    assert any(name.startswith("tfnb-swap") for name in moved) and not moved[0].startswith("tfnb-swap")
 
 
 @pytest.mark.parametrize(
@@ -93,20 +115,32 @@ def test_the_tensors_of_rows_that_nobody_holds_are_used_again() -> None:
     ],
 )
 def test_memory_that_somebody_holds_is_not_used_again(held: Callable[[torch.Tensor], Any]) -> None:
-    pieces = Pieces()
-    (piece,) = pieces.take(KIND, 1, CPU)
-    piece.memory.fill_(1)
-    somebody = held(piece.rows[2])
-    assert not piece.free() and torch.equal(piece.memory, torch.ones(4, 3, 2))
-    resizable = piece.memory.untyped_storage().resizable()  # never again, once numpy has seen it
+    tier = Tier()
+    memory = tier.take(96, CPU)
+    first, rows = memory.data_ptr(), memory.view(torch.float32).view(4, 3, 2).unbind(0)
+    somebody = held(rows[2])
+    del memory, rows
+    assert tier.take(96, CPU).data_ptr() != first  # one more piece, which is free again
     del somebody
-    assert piece.free() == resizable
+    assert first in [memory.data_ptr() for memory in [tier.take(96, CPU), tier.take(96, CPU)]]
 
 
-def test_pieces_of_few_kinds_wait() -> None:
-    pieces = Pieces()
-    for size in range(100):
-        pieces.give([Piece.of(((size, 2), 1, torch.float32, (0, 1)), CPU)])
-    assert len(pieces._free) < 10
-    (piece,) = pieces.take(((99, 2), 1, torch.float32, (0, 1)), 1, CPU)
-    assert piece.rows[0].fill_(3).sum() == 3 * 99 * 2 and not pieces._free[piece.kind]  # type: ignore[index]
+def open_files() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def test_pieces_of_a_tier_share_few_files_and_do_not_overlap() -> None:
+    before, tier = open_files(), Tier()
+    pieces = [tier.take(1 << 20, CPU) for _ in range(100)]
+    assert open_files() - before < 6
+    for number, piece in enumerate(pieces):
+        piece.fill_(number)
+    assert all(piece.eq(number).all() for number, piece in enumerate(pieces))
+
+
+def test_a_forked_process_takes_files_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = Tier()
+    kept, free = tier.take(64, CPU).fill_(1), tier.take(64, CPU).data_ptr()
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    assert tier.take(64, CPU).fill_(2).data_ptr() not in (kept.data_ptr(), free)
+    assert kept.eq(1).all()

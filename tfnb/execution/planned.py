@@ -11,8 +11,9 @@ import torch
 
 from tfnb.execution.lower import lower
 from tfnb.execution.program import Program
-from tfnb.kernels import swap
-from tfnb.kernels.swap import Swapped, Tier
+from tfnb.kernels import room
+from tfnb.kernels.room import Swapped
+from tfnb.kernels.tier import Tier
 from tfnb.passes import LAST, Memory, donate, feed_symbols
 from tfnb.passes.budget import AGAIN, counted, within
 from tfnb.passes.leaving import Choice, choices
@@ -50,11 +51,11 @@ class Planned:
     def forward(self, *args: Any) -> tuple[Any, ...]:
         """The program's code, within the room."""
         again = {choice.saved.node.id: choice.held for choice in self.choices if choice.again}
-        with swap.within(self.room, self.tier, again) as room:
+        with room.within(self.room, self.tier, again) as found:
             try:
                 return self.program.forward(*args)
             finally:
-                self.swapped = room.counts
+                self.swapped = found.counts
 
 
 class Budget:

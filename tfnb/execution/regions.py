@@ -18,8 +18,9 @@ from tfnb.graph import Node, Ref, Value, ops
 from tfnb.graph.subgraph import row_places
 from tfnb.kernels.control import Again, call, while_loop
 from tfnb.kernels.random import mix
+from tfnb.kernels.room import Room, room
 from tfnb.kernels.rows import Ahead, Kept, Sums
-from tfnb.kernels.swap import Room, Stack, room
+from tfnb.kernels.swap import Stack
 from tfnb.passes.saved import of_rows
 from tfnb.recording.interpret import absent, number, too_deep
 
