@@ -224,6 +224,12 @@ for k, w in zip((1, 2, 3), (0.5, 1.5, 2.5)):
         s = s + w
 return s
 
+# rows of several lengths together, with their number
+s = x.sum() * 0
+for i, (row, other) in enumerate(zip(x, torch.cat([x, x])[1:]), 1):
+    s = s * 0.5 + (row * other).sum() + i
+return s
+
 # ranges from behind
 s = x.sum() * 0
 for i in reversed(range(1, x.shape[0], 2)):

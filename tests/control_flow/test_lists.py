@@ -170,6 +170,16 @@ h = {"a": []}
 for row in x:
     h["a"].append(row)
 return torch.stack(h["a"])
+
+# from behind
+outs, later = [], []
+for row in x:
+    outs.append((row, row.sum()))
+s = 0.0
+for row, total in reversed(outs):
+    s = s * 0.5 + total
+    later.append(row * s)
+return torch.stack(later)
 """
 
 # How many there are hangs on values, or Python looks at the list: the elements of the samples, with a guard.

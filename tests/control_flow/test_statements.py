@@ -155,12 +155,6 @@ def gen(n):
         i += 1
 return sum(x.sum() * i if x.sum() > 0 else x.mean() for i in gen(3))
 
-# none until set
-best = None
-for row in x:
-    best = row.sum() if best is None else torch.maximum(best, row.sum())
-return best
-
 # delattr in a branch
 class Box: pass
 b = Box()

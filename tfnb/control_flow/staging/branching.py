@@ -79,7 +79,7 @@ def branched(
     outcome = taken_by_python(st.recorder, test, outcome, is_check=is_check)
     body() if outcome else orelse()
     if not is_check and isinstance(test, Tensor):
-        st.set(tuple(_guarded(st.recorder, v, old, earlier) for v, old in zip(st.get(), before, strict=True)))
+        st.set(tuple(below_guard(v, old, earlier) for v, old in zip(st.get(), before, strict=True)))
 
 
 def taken_by_python(recorder: Recorder, test: Any, outcome: bool | None, *, is_check: bool) -> bool:
@@ -91,8 +91,8 @@ def taken_by_python(recorder: Recorder, test: Any, outcome: bool | None, *, is_c
     return outcome
 
 
-def _guarded(recorder: Recorder, value: Any, old: Any, earlier: Container[int]) -> Any:
-    """A name's value after a branch that Python took: a value from before the guard is one of after it."""
+def below_guard(value: Any, old: Any, earlier: Container[int]) -> Any:
+    """A name's value after a branch or loop that Python took: a value from before the guard is one of after it."""
     if value is old or not isinstance(value, Tensor) or value.shown.value.node not in earlier:
         return value
     return value.clone()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,9 +14,9 @@ import torch
 from tfnb.control_flow.staging.branching import chosen
 from tfnb.control_flow.staging.lists import expanded, gone_over, grown, length
 from tfnb.control_flow.staging.looping import Stage
-from tfnb.control_flow.staging.statement import Statement, recorder_for, status
+from tfnb.control_flow.staging.statement import Statement, as_number, recorder_for, status
 from tfnb.control_flow.structure import sample_truth
-from tfnb.recording import Tensor
+from tfnb.recording import Recorder, Tensor
 
 
 class Range:
@@ -52,6 +54,20 @@ class Range:
             entered = sample_truth(st.recorder, limit) is not False
             Stage(st, by_size=by_size, entered=entered).record(more, body, limit=limit, first=start, step=step)
 
+    def parted(self, recorder: Recorder) -> tuple[Any, Range] | None:
+        """The first number and the range of the others, with a guard that there is one; None where there is not."""
+        if self.is_reversed or not isinstance(self.step, int) or self.step < 1:
+            return None
+        some = self.start < self.stop
+        if isinstance(some, Tensor):
+            if sample_truth(recorder, some) is not True:
+                return None
+            recorder.branch(some, True, is_check=True)
+        elif not recorder.symbols.decided(some) if isinstance(some, torch.SymBool) else not some:
+            return None
+        first = as_number(self.start.clone()) if isinstance(self.start, Tensor) else self.start
+        return first, Range(self.start + self.step, self.stop, self.step)
+
 
 def _of_samples(arg: Any) -> int:
     """The number that it is for the samples; a run must have the same one."""
@@ -74,6 +90,20 @@ class Rows:
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.plain())
+
+    def parted(self, recorder: Recorder) -> tuple[Any, Rows] | None:
+        """The first row and the others, with a guard that there is one; None where the samples have no more."""
+        count: Any = self.tensors[0].shape[0]
+        are_more: Any = count >= 2
+        if not isinstance(are_more, torch.SymBool) or not recorder.symbols.truth(are_more):
+            return None
+        recorder.symbols.decided(count >= 1)
+        first = self.shape(0, *(tensor[0] for tensor in self.tensors))
+        others = tuple(tensor[1:] for tensor in self.tensors)
+        shape = self.shape
+        return first, Rows(
+            others, lambda index, *rows: shape(index + 1, *rows), lambda: itertools.islice(self, 1, None)
+        )
 
     def stage(self, st: Statement, more: Any, body: Callable[[Any], None]) -> None:
         Stage(st, by_size=True, entered=True).record(
@@ -119,18 +149,26 @@ def _is_whole(tensor: Tensor) -> bool:
 
 
 def _enumerate(items: Any, start: Any = 0) -> Any:
+    if isinstance(items, Rows):
+        shape = items.shape
+        return Rows(
+            items.tensors, lambda index, *rows: (index + start, shape(index, *rows)), lambda: enumerate(items, start)
+        )
     if not _varies(items):
         return enumerate(_plain(items), start)
     return Rows((items,), lambda index, row: (index + start, row), lambda: enumerate(items, start))
 
 
 def _zip(*items: Any, strict: bool = False) -> Any:
-    same = items and all(map(_varies, items)) and all(
-        i.shape[0].node.expr == items[0].shape[0].node.expr for i in items
-    )  # fmt: skip
-    if not same:
+    if not items or not all(map(_varies, items)):
         return zip(*map(_plain, items), strict=strict)
-    return Rows(items, lambda index, *rows: rows, lambda: zip(*items, strict=strict))
+    first, *others = (item.shape[0] for item in items)
+    if all(other.node.expr == first.node.expr for other in others):
+        return Rows(items, lambda index, *rows: rows, lambda: zip(*items, strict=strict))
+    if strict:
+        return zip(*items, strict=True)
+    count = functools.reduce(torch.sym_min, others, first)
+    return Rows(tuple(item[:count] for item in items), lambda index, *rows: rows, lambda: zip(*items, strict=False))
 
 
 def _len(item: Any) -> Any:
@@ -203,13 +241,19 @@ def _joined(plain: Callable[..., bool], join: Callable[..., Any]) -> Callable[..
     return joined
 
 
+def _reversed(items: Any) -> Any:
+    if grown(items) and len(items) == 1:
+        return [replace(items[0], leaves=[leaf.flip(0) for leaf in items[0].leaves])]
+    return reversed(_plain(items))
+
+
 def _bool(*args: Any) -> bool:
     return bool(_len(args[0])) if args and grown(args[0]) else bool(*args)
 
 
 BUILTINS: dict[Any, Callable[..., Any]] = {
-    range: _range, enumerate: _enumerate, zip: _zip, len: _len, print: _print,
-    bool: _bool, **{each: _over(each) for each in (sum, sorted, reversed, map, filter)},
+    range: _range, enumerate: _enumerate, zip: _zip, len: _len, print: _print, reversed: _reversed,
+    bool: _bool, **{each: _over(each) for each in (sum, sorted, map, filter)},
     any: _joined(any, torch.logical_or), all: _joined(all, torch.logical_and),
     max: _best("max", operator.gt, max, torch.sym_max), min: _best("min", operator.lt, min, torch.sym_min),
 }  # fmt: skip

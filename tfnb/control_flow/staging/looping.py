@@ -16,6 +16,7 @@ from tfnb.control_flow.loops import invariants, known_elements
 from tfnb.control_flow.staging.lists import Growth
 from tfnb.control_flow.staging.statement import (
     NUMBERS,
+    BeginsAsNone,
     CannotStage,
     Statement,
     as_number,
@@ -41,13 +42,18 @@ from tfnb.recording.loop import DISAGREE, Loop
 from tfnb.recording.regions import bound_outside, now
 
 
-def staged_loop(st: Statement, stage: Callable[[], None], first: Callable[[], None]) -> bool:
-    """Whether a loop could be staged; a user's error in the first turn of the samples is raised."""
+def staged_loop(st: Statement, stage: Callable[[], None], first: Callable[[], None], *, peels: bool = False) -> bool:
+    """Whether a loop could be staged; a user's error in the first turn of the samples is raised.
+
+    peels: the caller can take a turn by itself where BeginsAsNone is raised.
+    """
     try:
         st.carrying(stage)
         return True
     except CannotStage as error:
         why = error
+    if peels and isinstance(why, BeginsAsNone):
+        raise why
     if is_users(why.__cause__ or why):
         st.tried(first)
     note_python(st, why)
@@ -88,6 +94,8 @@ class Stage:
                     return self._attempt(test, body, xs, limit, first, step)
                 except _Again:
                     st.set(self.before)
+                except BeginsAsNone:
+                    raise
                 except Exception as error:
                     if getattr(error, "details", None) == DISAGREE and not self.by_size:
                         if isinstance(error, TfnbError) and st.place not in error.message:
@@ -240,7 +248,8 @@ class Stage:
             self.rebound.add(place)
             return True
         if not isinstance(old, Undefined):
-            raise CannotStage(f"{name} is {kind(old)} before the loop and {kind(value)} after a turn")
+            error = BeginsAsNone if None in tree_flatten(old)[0] else CannotStage
+            raise error(f"{name} is {kind(old)} before the loop and {kind(value)} after a turn")
         leaves, form = tree_flatten(value)
         if place in self.late or not all(map(is_value, leaves)):
             if isinstance(old, UndefinedReturnValue):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tfnb.control_flow.staging.branching import branched, chosen
+from tfnb.control_flow.staging.branching import below_guard, branched, chosen, taken_by_python
 from tfnb.control_flow.staging.calls import OPERATORS, fn, marked, takes_lists
 from tfnb.control_flow.staging.containers import CONTAINERS, attribute, changed, made, own_method, refuse_change
 from tfnb.control_flow.staging.iteration import turns_of
@@ -23,11 +23,13 @@ from tfnb.control_flow.staging.lists import item as item_of
 from tfnb.control_flow.staging.looping import Stage, staged_loop
 from tfnb.control_flow.staging.places import user_frame
 from tfnb.control_flow.staging.statement import (
+    BeginsAsNone,
     CannotStage,
     Statement,
     as_number,
     as_test,
     is_number,
+    note_peeled,
     note_python,
     recorder_for,
     status,
@@ -107,11 +109,11 @@ def if_stmt(
 
 
 def while_stmt(
-    test: Callable[[], Any], body: Callable[[], None], get: State, set: Callable[[Any], None], names: tuple[str, ...],
+    test: Callable[[], Any], body: Callable[[], None], get: State, set_: Callable[[Any], None], names: tuple[str, ...],
     options: Any,
 ) -> None:  # fmt: skip
     """``while test(): body()``; staged from the turn on that a recorded tensor decides about."""
-    tried = False
+    tried, first = False, get()
     while True:
         recorder = None if tried else _staging()
         before = None if recorder is None else _Before(recorder)
@@ -119,16 +121,29 @@ def while_stmt(
         staged = recorder_for(found)
         if staged is None or before is None:
             if not found:
+                if staged is not None:  # in other runs the loop goes on
+                    earlier = staged.tape.by_id.copy()
+                    set_(tuple(below_guard(v, old, earlier) for v, old in zip(get(), first, strict=True)))
                 return
             body()
             continue
         before.undo()  # it is recorded again as the condition
-        st = Statement("while", staged, names, get, set)
+        st = Statement("while", staged, names, get, set_)
         entered = sample_truth(staged, as_test(found)) is not False
         stage = functools.partial(Stage, st, by_size=not isinstance(found, Tensor), entered=entered)
-        if staged_loop(st, lambda stage=stage: stage().record(test, body), body if entered else _nothing):  # type: ignore[misc]
-            return
-        tried = True
+        try:
+            turns = functools.partial(_turns, stage, test, body)
+            if staged_loop(st, turns, body if entered else _nothing, peels=entered):
+                return
+            tried = True
+        except BeginsAsNone as why:
+            note_peeled(st, why)
+            taken_by_python(staged, as_test(_asked(test())), True, is_check=True)
+            body()
+
+
+def _turns(stage: Callable[[], Stage], test: Callable[[], Any], body: Callable[[], None]) -> None:
+    stage().record(test, body)
 
 
 def for_stmt(
@@ -138,10 +153,22 @@ def for_stmt(
     """``for each in items: body(each)`` as long as ``more()``."""
     recorder = _staging()
     turns = None if recorder is None else turns_of(items)
-    if recorder is not None and turns is not None:
+    while recorder is not None and turns is not None:
         st = Statement("for", recorder, names, get, set)
-        if staged_loop(st, lambda: turns.stage(st, more, body), lambda: _first(items, body)):
-            return
+        try:
+            stage, first = functools.partial(turns.stage, st, more, body), functools.partial(_first, items, body)
+            if staged_loop(st, stage, first, peels=True):
+                return
+            break
+        except BeginsAsNone as why:
+            parted = turns.parted(recorder)
+            if parted is None:
+                note_python(st, why)
+                break
+            note_peeled(st, why)
+            each, turns = parted
+            items = turns
+            body(each)
     for each in expanded(items) if grown(items) else items:
         test: Any = True if more is None else more()
         staged = recorder_for(test)

@@ -31,6 +31,10 @@ class CannotStage(Exception):
     """A statement that is left to Python, and why."""
 
 
+class BeginsAsNone(CannotStage):
+    """A loop whose first turn gives a value to a name that is None before: that turn is recorded by itself."""
+
+
 class CallsItself(CannotStage):
     """A branch that sizes decide leads to its own statement again: where that ends, only Python finds out."""
 
@@ -324,6 +328,13 @@ def _note_staged(recorder: Recorder, text: str) -> None:
 def note_python(statement: Statement, why: object) -> None:
     """In the margin: a statement that stays Python."""
     note = f"{statement.place}: `{statement.what}` stays Python: {why}"
+    if note not in statement.recorder.notes:
+        statement.recorder.notes.append(note)
+
+
+def note_peeled(statement: Statement, why: object) -> None:
+    """In the margin: a loop whose first turn stands before it."""
+    note = f"{statement.place}: every run takes the first turn of the `{statement.what}`, which is by itself: {why}"
     if note not in statement.recorder.notes:
         statement.recorder.notes.append(note)
 
