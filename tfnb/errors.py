@@ -84,6 +84,10 @@ class BranchChanged(FailedPrecondition):
     """A Python branch taken while recording would go the other way in this run."""
 
 
+class CheckFailed(BranchChanged, AssertionError):
+    """An ``assert`` that the samples passed fails in this run."""
+
+
 class DeadlockError(FailedPrecondition):
     """Everything waits and nothing can proceed; never retried."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,3 +118,45 @@ def test_arguments_of_distributions_are_checked_without_a_word(monkeypatch: pyte
     for feeds in ({scale: -good, value: point}, {scale: good, value: -point}):
         with pytest.raises(BranchChanged):
             tfnb.run(out, feeds)
+
+
+def checked(x: torch.Tensor) -> torch.Tensor:
+    assert x.sum() > 0, "the sum is negative"
+    for row in x:
+        assert row < 100
+    if x.max() > 50:
+        raise ValueError("too large")
+    return x * 2
+
+
+@pytest.mark.parametrize("executor", ["auto", "dataflow"])
+def test_a_run_that_fails_an_assert_says_what_python_would_raise(executor: str) -> None:
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.ones(3), name="x")
+        y = tfnb.autograph(checked)(x)
+        assert x[0] > -5
+        z = x * 3
+    session = tfnb.Session(graph, executor=executor)  # type: ignore[arg-type]
+    assert session.run(y, {x: torch.ones(2)}).tolist() == [2.0, 2.0]
+    for fetch, fed, text in (
+        (y, [-1.0, 0.5], r"AssertionError: the sum is negative \(line \d+ of checked\)"),
+        (y, [1.0, 200.0], r"AssertionError \(line \d+ of checked\)"),
+        (z, [-6.0, 9.0], r"AssertionError: with what(.|\n)*assert x\[0\] > -5"),
+    ):
+        with pytest.raises(AssertionError, match=text) as failed:
+            session.run(fetch, {x: torch.tensor(fed)})
+        assert isinstance(failed.value, BranchChanged)
+        assert "torch.where" not in str(failed.value)
+    with pytest.raises(BranchChanged, match=r"ValueError: too large \(line \d+ of checked\)") as refused:
+        session.run(y, {x: torch.tensor([60.0, 1.0])})
+    assert not isinstance(refused.value, AssertionError)
+
+
+def test_a_saved_graph_still_says_what_python_would_raise(tmp_path: Path) -> None:
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.ones(3), name="x")
+        tfnb.autograph(checked)(x).sum()
+    graph.save(tmp_path / "checked.json")
+    loaded = tfnb.Graph.load(tmp_path / "checked.json")
+    with pytest.raises(AssertionError, match="the sum is negative"):
+        tfnb.Session(loaded).run("sum_1", {"x": -torch.ones(2)})

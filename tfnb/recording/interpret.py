@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tfnb.errors import BranchChanged, ResourceExhausted, ShapeError
+from tfnb.errors import BranchChanged, CheckFailed, ResourceExhausted, ShapeError
 from tfnb.graph import Dim, Guard, Node, Ref, Spec, Subgraph, Value, ops
 from tfnb.graph.node import map_leaves
 from tfnb.graph.subgraph import row_places
@@ -149,11 +149,24 @@ def sizes_hold(guard: Guard, symbols: Mapping[str, int]) -> None:
 
 def held(node: Node, value: torch.Tensor) -> None:
     """Raise BranchChanged if a value that Python took a branch on while recording is another one now."""
-    outcome = node.attrs["outcome"]
-    if bool(value) != outcome:
+    outcome, source = node.attrs["outcome"], node.source
+    if bool(value) == outcome:
+        return
+    where: dict[str, Any] = {
+        "node": node.name, "op": node.op, "cell": source.label if source else None,
+        "line": source.line if source else None,
+    }  # fmt: skip
+    raises = node.attrs.get("raises")
+    if raises is None:
         raise BranchChanged(
-            f"the branch at {node.source or node.name} was recorded with {outcome}, and in this run it is "
-            f"{not outcome}: use torch.where, stage the branch, or record again with such a sample",
-            node=node.name, op=node.op, cell=node.source.label if node.source else None,
-            line=node.source.line if node.source else None,
+            f"the branch at {source or node.name} was recorded with {outcome}, and in this run it is {not outcome}: "
+            "use torch.where, stage the branch, or record again with such a sample", **where,
         )  # fmt: skip
+    is_assert = raises.startswith("AssertionError") or (
+        source is not None and source.text.lstrip().startswith("assert")
+    )
+    raises = raises or ("AssertionError" if is_assert else "a check fails")
+    raise (CheckFailed if is_assert else BranchChanged)(
+        f"{raises}: with what this run is fed Python would raise here, and with the samples it did not\n"
+        f"  at {source or node.name}", **where,
+    )  # fmt: skip

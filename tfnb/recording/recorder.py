@@ -323,22 +323,23 @@ class Recorder(TorchDispatchMode):
         if note not in self.notes:
             self.notes.append(note)
 
-    def guard(self, tensor: torch.Tensor, outcome: bool) -> None:
-        """Every later node runs only where ``tensor`` has this truth."""
+    def guard(self, tensor: torch.Tensor, outcome: bool, raises: str | None = None) -> None:
+        """Every later node runs only where ``tensor`` has this truth; ``raises``: what Python would raise elsewhere."""
         guard = self.tape.append(
             "tfnb.guard", "guard", (), inputs=(self._entry(tensor).value,),
-            attrs={"value": Ref(0), "outcome": outcome}, scope=self.scopes.current(),
+            attrs={"value": Ref(0), "outcome": outcome, **({} if raises is None else {"raises": raises})},
+            scope=self.scopes.current(),
         )  # fmt: skip
         self.tape.marks = replace(self.tape.marks, control=(*self.tape.marks.control, guard.node))
 
-    def branch(self, tensor: Tensor, outcome: bool, *, is_check: bool = False) -> None:
+    def branch(self, tensor: Tensor, outcome: bool, *, is_check: bool = False, raises: str | None = None) -> None:
         """Python took a branch on a recorded value: guard every later node by the outcome, and warn once a line.
 
-        is_check: the other branch only raises, so there is nothing else that the graph could hold.
+        is_check: the other branch only raises, so there is nothing else that the graph could hold; raises: what.
         """
         source = self.where()
         entry = self._entry(tensor)
-        self.guard(tensor, outcome)
+        self.guard(tensor, outcome, raises)
         key = ("branch", source and source.line)
         if not is_check and key not in self._warned and not self.tape.is_fixed(entry.value):
             self._warned.add(key)

@@ -285,7 +285,8 @@ class Tensor(torch.Tensor):
         recording = current.recording()
         outcome = bool(self.sample)
         if recording is not None:
-            recording.branch(self, outcome, is_check=is_check(sys._getframe(1), outcome))
+            checks = is_check(sys._getframe(1), outcome)
+            recording.branch(self, outcome, is_check=checks, raises="" if checks else None)
         return outcome
 
     def item(self) -> Any:

@@ -62,6 +62,7 @@ def branched(
     """Staged, or else by Python, with a guard."""
     test = as_test(test)
     outcome: bool | None = None  # where not the samples decide
+    raises: str | None = None
     try:
         return st.carrying(lambda: stage_if(st, test, body, orelse, len(st.slots) + wanted))
     except OtherSide as side:
@@ -70,24 +71,27 @@ def branched(
         if not check.is_raise:
             note_python(st, f"the branch that the sample does not take fails: {check}")
         is_check, outcome = check.is_raise, not check.side
+        raises = f"{str(check).rstrip(': ')} ({st.place})" if is_check else None
     except CannotStage as why:
         if isinstance(why, CallsItself) and why.place in status.sized:
             raise
         note_python(st, why)
         is_check = False
     before, earlier = st.get(), set(st.recorder.tape.by_id)
-    outcome = taken_by_python(st.recorder, test, outcome, is_check=is_check)
+    outcome = taken_by_python(st.recorder, test, outcome, is_check=is_check, raises=raises)
     body() if outcome else orelse()
     if not is_check and isinstance(test, Tensor):
         st.set(tuple(below_guard(v, old, earlier) for v, old in zip(st.get(), before, strict=True)))
 
 
-def taken_by_python(recorder: Recorder, test: Any, outcome: bool | None, *, is_check: bool) -> bool:
+def taken_by_python(
+    recorder: Recorder, test: Any, outcome: bool | None, *, is_check: bool, raises: str | None = None
+) -> bool:
     """The outcome, by default the truth of the sample, on which the recording relies from here."""
     if isinstance(test, torch.SymBool):
         return recorder.symbols.decided(test)
     outcome = bool(test.sample) if outcome is None else outcome
-    recorder.branch(test, outcome, is_check=is_check)
+    recorder.branch(test, outcome, is_check=is_check, raises=raises)
     return outcome
 
 
