@@ -126,3 +126,13 @@ def test_intermediate_values_are_dropped_when_nobody_may_ask_any_more() -> None:
         step.fetch(y, {x: torch.ones(2)})
         assert sum(isinstance(value, torch.Tensor) for value in step._known.values()) == 1  # x itself
         torch.testing.assert_close(step.fetch(z), torch.full((2,), 2.0))
+
+
+def test_an_op_that_fails_after_a_feed_is_dropped_says_so() -> None:
+    with tfnb.record() as g:
+        x, i = tfnb.placeholder(torch.ones(3), name="x"), tfnb.placeholder(torch.tensor(0), name="i")
+        first, second = x * 2, torch.arange(4)[i]
+    with tfnb.Session(g).step([first, second], [x, i]) as step:
+        step.fetch(first, {x: torch.ones(3)})
+        with pytest.raises(InvalidArgument, match=r"failed: .*\n.*node .*\n.*fed: i: int64"):
+            step.fetch(second, {i: torch.tensor(7)})

@@ -87,7 +87,7 @@ class Step:
         except TfnbError:
             raise
         except Exception as error:
-            raise explained(self._program, error, [self._known[i] for i in self._inputs if i in self._known]) from error
+            raise explained(self._program, error, [self._known.get(i) for i in self._inputs]) from error
         self._fetched |= set(places)
         self._forget()
         return tree_unflatten(values, structure)

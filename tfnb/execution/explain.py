@@ -16,13 +16,14 @@ from tfnb.execution.watch import Code, Look
 from tfnb.graph import Node, Spec
 
 
-def explained(program: Any, error: Exception, tensors: Iterable[torch.Tensor]) -> TfnbError:
+def explained(program: Any, error: Exception, tensors: Iterable[torch.Tensor | None]) -> TfnbError:
     """What ``error``, raised by the generated code of ``program`` on these feeds, means to the user.
 
-    program: a Program, or a Dataflow of several.
+    program: a Program, or a Dataflow of several. A feed that is None is one that nobody needed.
     """
     by_id = program.whole.contents.by_id
-    fed = ", ".join(f"{by_id[value.node].name}: {Spec.of(t)}" for value, t in zip(program.feeds, tensors, strict=True))
+    feeds = zip(program.feeds, tensors, strict=True)
+    fed = ", ".join(f"{by_id[value.node].name}: {Spec.of(t)}" for value, t in feeds if t is not None)
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     kind: type[TfnbError] = InvalidArgument
     if _is_out_of_memory(error):
