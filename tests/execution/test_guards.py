@@ -99,3 +99,24 @@ def test_a_run_that_would_go_another_way_is_refused(program: Any, options: dict[
             with pytest.raises(BranchChanged):
                 session.run(out, {x: fed})
     assert 0 < other < len(FEEDS)
+
+
+@pytest.mark.filterwarnings("ignore:.*Python took the")
+@pytest.mark.parametrize("executor", ["auto", "dataflow"])
+def test_a_guard_in_a_loop_in_a_branch_that_gives_nothing_holds_below(executor: str) -> None:
+    def turn(i: Any, y: Any) -> Any:
+        return i + 1, y * 2 if y.sum() > 0 else y
+
+    def then(x: Any) -> Any:
+        tfnb.while_loop(lambda i, y: i < 2, turn, (0, x))
+        return ()
+
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.ones(3), shape=(3,), name="x")
+        tfnb.cond(x.sum() < 9, lambda: then(x), lambda: ())
+        z = x + 1
+    session = tfnb.Session(graph, executor=executor)
+    torch.testing.assert_close(session.run(z, {x: torch.ones(3)}), torch.full((3,), 2.0))
+    torch.testing.assert_close(session.run(z, {x: torch.full((3,), 9.0)}), torch.full((3,), 10.0))
+    with pytest.raises(BranchChanged):
+        session.run(z, {x: -torch.ones(3)})

@@ -162,7 +162,7 @@ class _Lowering:
         """One node of a scope."""
         if node.op in ops.REGIONS and not self.native(node):
             outs = (self.loop if node.op == ops.WHILE else self.branches)(place, node)
-            place.done[node.id] = tuple(outs)
+            place.done[node.id] = (*place.done.get(node.id, ()), *outs)
         else:
             at = self.plain(place, node)
             outs = [Port(at, index) for index in range(len(node.outputs) or 1)]  # without outputs: it is done
@@ -222,6 +222,7 @@ class _Lowering:
         """Both sides of a cond: operands are switched, outputs merged."""
         attrs, after = node.attrs, self.after(place, node)
         pred = Port(self.emit(place, TRUTH, (place.ports[node.inputs[attrs["pred"].input]],), node=node))
+        place.done[node.id] = (pred,)  # of branches without outputs there is no more to wait for
 
         def switch(port: Port, part: Any) -> int:
             return self.emit(place, SWITCH, (port, pred), node=node, part=part, after=after)

@@ -35,7 +35,7 @@ from tfnb.execution.program import Program
 from tfnb.graph import Contents, Node, Spec, Subgraph, Value, ops
 from tfnb.graph.contents import unique
 from tfnb.graph.graph import new_id
-from tfnb.graph.subgraph import lasts
+from tfnb.graph.subgraph import is_guarding, lasts
 
 LONG = 2**21  # multiplications that are worth a thread of their own
 _NOMINAL = 32  # taken for a size that only a run knows
@@ -336,7 +336,9 @@ def _count(shape: Sequence[Any]) -> int:
 
 
 def _checks(op: Op) -> bool:
-    """Whether an op looks at what its whole scope relies on."""
+    """Whether an op looks at what its whole scope relies on, or is of a loop or branches that do."""
+    if op.kind in (frames.EXIT, frames.TRUTH):
+        return op.node is not None and is_guarding(op.node)
     return op.kind == frames.SIZES or (op.kind == frames.NODE and lasts(node_of(op)))
 
 

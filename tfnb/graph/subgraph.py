@@ -59,7 +59,7 @@ class Subgraph:
     @cached_property
     def guards(self) -> tuple[Value, ...]:
         """Guards that hold wherever it runs: what takes its outputs is computed below them."""
-        return tuple(node.value() for node in self.contents.nodes if lasts(node))
+        return tuple(node.value() for node in self.contents.nodes if is_guarding(node))
 
     def __repr__(self) -> str:
         inner = len(self.contents.nodes) - len(self.inputs)
@@ -102,6 +102,11 @@ def subgraphs(node: Node) -> Iterator[Subgraph]:
 def lasts(node: Node) -> bool:
     """Whether a node is a guard of all that is computed below it, and not only of a name that it gave a value."""
     return node.op == "tfnb.guard" and NAMED not in node.tags
+
+
+def is_guarding(node: Node) -> bool:
+    """Whether it is such a guard, or one is inside of it."""
+    return lasts(node) or any(map(lasts, nested(node)))
 
 
 def uses_queues(node: Node) -> bool:
