@@ -10,7 +10,7 @@ from torch import nn
 
 import tfnb
 from tests.control_flow.written import blocks, compared, function
-from tfnb.errors import BranchChanged, ShapeError
+from tfnb.errors import BranchChanged, ShapeError, Unsupported
 
 STAGED = r"""
 # another name of what a loop adds to
@@ -55,6 +55,79 @@ for row in x:
 a += 1
 return b
 
+# what a branch gives is what another name holds
+a, b = x.sum(0), x[0] * 1
+if x.sum() > 1:
+    b = a
+b += 1
+return a, b
+
+# a view of what another name holds, written from either side
+a, b = x.sum(0), x[0] * 1
+part = a[1:]
+if x.sum() > 1:
+    part = b[:2]
+part *= 3
+a -= 1
+b += 2
+return a, b, part
+
+# one of two branches of an expression, in a loop
+a, b = x.sum(0), x[0] * 1
+c = a if x.sum() > 1 else b
+d = c if x[0].sum() > 0 else a
+for row in x:
+    d += row
+return a, b, c, d
+
+# what a loop leaves is of outside, or what there was before it
+a, b = x.sum(0), x[0] * 1
+c = b
+for row in x[1:]:
+    c = a[:]
+c += 1
+return a, b, c
+
+# two names of one tensor of the last turn
+a = b = x.sum(0)
+for row in x:
+    a = b = b * 0.5 + row
+a += 1
+b[1:] *= 2
+return a, b
+
+# parts of a tensor that a loop takes, which is written after it
+m, c = x * 1, x[0].sum()
+for row in x:
+    c, d, e = m[-1]
+m *= 2
+return c + 1, m
+
+# a second name that each turn gives, and writes
+a = x.sum(0)
+b = a * 1
+for row in x:
+    b = a
+    b += row
+    a = a + 0
+return a, b
+
+# a name of a turn before
+a = c = x.sum(0)
+for row in x:
+    c = a
+    a = a * 0.5 + row
+a += 1
+return a
+
+# a name that some turns replace, written after them
+a = x.sum(0)
+for row in x:
+    if row.sum() > 0:
+        a = a * 0.5 + row
+a += 1
+return a
+
 # written and replaced, of no other name
 a = x.sum(0)
 for row in x:
@@ -85,6 +158,23 @@ y = x * 1
 for row in y:
     row += 1
 return y
+
+# written and replaced, of another name
+a = x.sum(0)
+b = a
+for row in x:
+    a += row
+    a = a.clamp(-2, 2)
+return a, b
+
+# written and replaced, of the caller's
+def changed(p):
+    for row in x:
+        p += row
+        p = p.clamp(-2, 2)
+    return p
+a = x.sum(0)
+return changed(a), a
 
 # rows of a tensor that is written under its own name
 y = x * 1
@@ -229,3 +319,54 @@ def test_a_parameter_first_read_below_a_guard_inside_of_a_loop(executor: str) ->
     torch.testing.assert_close(session.run(y, {x: torch.ones(3)}), torch.tensor([3.0, 5.0, 7.0]))
     with pytest.raises(BranchChanged):
         session.run(y, {x: -torch.ones(3)})
+
+
+@pytest.mark.parametrize("executor", ["auto", "dataflow"])
+def test_a_write_after_a_branch_is_differentiated_where_it_goes(executor: str) -> None:
+    program = function("""
+a, b = x.sum(0), x[0] * 1
+if x.sum() > 1:
+    b = a[:]
+b += (x * x).sum(0)
+return a * a, b * a
+""")
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(FED[0], name="x")
+        a, b = tfnb.autograph(program)(x)
+        (dx,) = tfnb.gradients((a + b).sum(), [x])
+    session = tfnb.Session(graph, executor=executor)
+    for fed in (*FED, -FED[2]):
+        leaf = fed.clone().requires_grad_()
+        (wanted,) = torch.autograd.grad(sum(program(leaf)).sum(), leaf)
+        torch.testing.assert_close(session.run(dx, {x: fed}), wanted)
+
+
+def test_a_buffer_that_a_branch_takes_is_written_where_it_was_taken() -> None:
+    net = Counting()
+
+    @tfnb.autograph
+    def program(x: Any) -> Any:
+        total = net.seen if x.sum() > 0 else x.sum() * 2
+        total += 1
+        return total
+
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.ones(3), name="x")
+        y, step = program(x), tfnb.group(net.seen)
+    session = tfnb.Session(graph)
+    assert session.run([y, step], {x: torch.ones(3)})[0] == 1.5 and net.seen == 1.5
+    assert session.run([y, step], {x: -torch.ones(3)})[0] == -5 and net.seen == 1.5
+
+
+def test_a_view_that_a_turn_made_is_not_used_after_a_write_of_its_tensor() -> None:
+    program = """
+m, c = x * 1, x.sum(0)
+for i in range(len(x)):
+    c = m[i]
+m *= 2
+return {}
+"""
+    _, refused = compared(program.format("m"), FED[0], FED)
+    assert refused == 0
+    with pytest.raises(Unsupported, match=r"shares memory.*that was written(.|\n)*clone\(\)"):
+        compared(program.format("m, c + 1"), FED[0], FED)

@@ -89,7 +89,7 @@ class Recorder(TorchDispatchMode):
         self.regions = 0  # of values that are computed again for the backward pass
         self.refuse: Callable[[str], None] | None = None  # asked about each value that leaves the graph
         self.overrides: Mapping[str, Callable[..., Any]] = {}  # gradient rules of the ops recorded now
-        self.inside = 0  # of loops, branches and functions that are being recorded
+        self.inside: list[Any] = []  # of the loops, branches and functions that are being recorded: what was before
         self.entered = True  # whether the samples get to what is recorded now
         self.stands: dict[Variable, list[Value]] = {}  # values that Variables are given inside of loops
         self.calls: dict[Any, Any] = {}  # functions that are being recorded: see `tfnb.recording.calls`
@@ -125,7 +125,8 @@ class Recorder(TorchDispatchMode):
             base, node = tensor._family, self.tape.by_id.get(tensor.shown.value.node)
             is_inside = node is None and tensor in self.live  # last looked at in a loop or branch, which has the node
             is_here = is_inside or (node is not None and (node.owner is None or node.owner.key not in self.below))
-            if is_here and tensor._seen != base.version and not self.tape.is_earlier(base.entry.value):
+            is_old = tensor._seen != base.version and not base.entry.lost
+            if is_here and is_old and not self.tape.is_earlier(base.entry.value):
                 self._refresh(tensor)
         self._note_by_hand()
 
@@ -453,6 +454,8 @@ class Recorder(TorchDispatchMode):
         """A view whose base was written: look again."""
         base = tensor._family
         entry = base.entry
+        if entry.lost:
+            raise Unsupported(f"{entry.lost}{self.tape.at()}")
         if tensor._chain:
             with self.on():
                 look: torch.Tensor = self._wrap(entry, base)

@@ -24,7 +24,7 @@ from tfnb.graph import Contents, Dim, Guard, Node, Spec, Subgraph, Value, Variab
 from tfnb.graph.contents import Names
 from tfnb.graph.graph import new_id
 from tfnb.graph.spec import Size
-from tfnb.graph.subgraph import lasts, nested, uses_queues
+from tfnb.graph.subgraph import is_guarding, uses_queues
 from tfnb.recording.interpret import evaluate
 from tfnb.recording.own_gradient import sealed
 from tfnb.recording.recompute import may_fail, repeats
@@ -92,7 +92,7 @@ def record_region(
     while True:
         before = _Before(recorder)
         try:
-            recorder.inside += 1
+            recorder.inside.append(before)
             with (
                 recorder.tape.marked(control=()),
                 recorder.scope(f"{scope}/"),
@@ -114,7 +114,7 @@ def record_region(
             before.undo()
             raise
         finally:
-            recorder.inside -= 1
+            recorder.inside.pop()
         late = before.met_and_written()
         if not late:
             return before.cut(inputs, outputs, turns=turns, inner=inner or Inner(set(), {}), local=where is not None)
@@ -305,7 +305,7 @@ def _needed(recorder: Recorder, nodes: Sequence[Node], outputs: Iterable[Value])
     wanted = {v.node for v in outputs}
     kept = []
     for node in reversed(nodes):
-        if node.id in wanted or node.op == "tfnb.placeholder" or lasts(node) or uses_queues(node):
+        if node.id in wanted or node.op == "tfnb.placeholder" or is_guarding(node) or uses_queues(node):
             kept.append(node)
             wanted.update(v.node for v in node.inputs)
             wanted.update(node.control)
@@ -456,7 +456,7 @@ def append(
         if sample is not None:
             recorder.symbols.observe(fake, sample)
         tensors.append(recorder._wrap(Entry(at, fake, sample)))
-    if any(map(lasts, nested(node))):
+    if is_guarding(node):
         tape.marks = replace(tape.marks, control=(*tape.marks.control, node.id))
     return tensors
 

@@ -30,16 +30,16 @@ _versions = itertools.count(1)
 class Entry:
     """A graph value with its fake tensor and its sample (None where there is none).
 
-    find: computes a sample that nobody has asked for yet.
+    find: computes a sample that nobody has asked for yet. lost: why nobody knows any more what the tensor holds.
     """
 
-    __slots__ = ("_sample", "fake", "find", "value")
+    __slots__ = ("_sample", "fake", "find", "lost", "value")
 
     def __init__(
         self, value: Value, fake: torch.Tensor, sample: torch.Tensor | None,
-        find: Callable[[Value], torch.Tensor | None] | None = None,
+        find: Callable[[Value], torch.Tensor | None] | None = None, lost: str = "",
     ) -> None:  # fmt: skip
-        self.value, self.fake, self._sample, self.find = value, fake, sample, find
+        self.value, self.fake, self._sample, self.find, self.lost = value, fake, sample, find, lost
 
     @property
     def sample(self) -> torch.Tensor | None:
@@ -63,7 +63,7 @@ class Entry:
 
     def light(self, fake: torch.Tensor | None = None) -> Entry:
         """The same without the sample, which is found again; ``fake``: with other sizes."""
-        return Entry(self.value, self.fake if fake is None else fake, None, self.find)
+        return Entry(self.value, self.fake if fake is None else fake, None, self.find, self.lost)
 
     def of(self, value: Value) -> Entry:
         """The entry of another value that is equal to this one."""
@@ -85,6 +85,7 @@ class Base:
     frozen: str = ""  # why nothing may be written here
     twins: tuple[weakref.ref[Base], ...] = ()  # others that stand for the same memory, through ``.data = ...``
     copies: tuple[tuple[weakref.ref[Base], Callable[[], Any]], ...] = ()  # others, where sizes make a copy a view
+    links: tuple[Any, ...] = ()  # others of the same memory in some runs: `aliases.Link`
 
     def write(self, entry: Entry) -> None:
         """Replace the entry; aliases notice by the version."""
@@ -150,6 +151,8 @@ class Tensor(torch.Tensor):
     @property
     def entry(self) -> Entry:
         """The entry of what it means now: a view of what was written since looks again."""
+        if self._family.entry.lost:
+            raise Unsupported(self._family.entry.lost)
         is_current = self._seen == self._family.version
         if not self._chain or (is_current and self._family.variable is None):
             return self.shown
@@ -266,7 +269,7 @@ class Tensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         try:
             shown = f"sample {torch.Tensor.__repr__(self.sample)}"
-        except InvalidArgument:
+        except (InvalidArgument, Unsupported):
             shown = "no sample"
         return f"<{self._describe()}, {shown}>"
 

@@ -1,8 +1,8 @@
 """Writes while recording: an op that writes in place becomes its out-of-place twin, and its target means the result.
 
-A write to a view is put back into the base it looks at, so every alias sees it; see `tfnb.recording.views`. What an
-alias sees follows torch, also where gradients are concerned: a write made with grad mode off, or through ``detach()``
-or ``.data``, leaves the path of gradients through its target as it was.
+A write to a view is put back into the base it looks at, so every alias sees it; see `tfnb.recording.views` and
+`aliases`. What an alias sees follows torch, also where gradients are concerned: a write made with grad mode off, or
+through ``detach()`` or ``.data``, leaves the path of gradients through its target as it was.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from tfnb.errors import Unsupported
 from tfnb.graph.node import leaves
+from tfnb.recording.aliases import STRAIGHT, fitting, pass_on, put
 from tfnb.recording.layout import contiguous
 from tfnb.recording.ops import Facts, Op, facts, op_name, twin, unbind
-from tfnb.recording.tensor import Tensor
-from tfnb.recording.views import View
+from tfnb.recording.tensor import Base, Entry, Tensor
 
 if TYPE_CHECKING:
     from tfnb.recording.recorder import Recorder
@@ -36,7 +36,6 @@ VIEWS_OR_COPIES = frozenset({
 _UNSEEN = frozenset({
     aten.logical_and_.default, aten.logical_not_.default, aten.logical_or_.default, aten.logical_xor_.default,
 })  # fmt: skip
-_STRAIGHT = frozenset({"in_place"})  # with grad mode off: gradients pass to what was there before
 
 
 def record_write(rec: Recorder, func: Op, own: Facts, args: Any, kwargs: Any) -> Any:
@@ -68,7 +67,7 @@ def _write(
     first = next((leaf for leaf in leaves(passed) if isinstance(leaf, torch.Tensor)), None)
     off = not torch.is_grad_enabled()
     direct = len(targets) == 1 and first is targets[0]  # the result's gradient passes through the target as it is
-    with rec.tagged(_STRAIGHT if off and direct else frozenset(), rec.tape.marks.forward):
+    with rec.tagged(STRAIGHT if off and direct else frozenset(), rec.tape.marks.forward):
         results = _called(other, passed)
     if any(isinstance(result, (list, tuple)) for result in results):
         raise _refused(rec, func, "writes lists of tensors beside others: use calls that return what they compute")
@@ -78,9 +77,9 @@ def _write(
             _grow(rec, func, target, result)
             continue
         if off and not (direct and result.dtype == target.dtype):
-            with rec.tagged(_STRAIGHT, rec.tape.marks.forward):
+            with rec.tagged(STRAIGHT, rec.tape.marks.forward):
                 result = aten.copy(target, result)
-        rebind(rec, target, _fitting(target, result))
+        rebind(rec, target, fitting(target, result))
     return results[len(targets) :]
 
 
@@ -101,10 +100,10 @@ def _write_lists(rec: Recorder, other: Op, own: Facts, named: Mapping[str, Any],
         turns = [[target] for target in targets]
     for at, turn in enumerate(turns):
         part = passed if turn is targets else {k: _entry_of(v, at, len(targets)) for k, v in passed.items()}
-        with rec.tagged(_STRAIGHT if off else frozenset(), rec.tape.marks.forward):
+        with rec.tagged(STRAIGHT if off else frozenset(), rec.tape.marks.forward):
             results = _called(other, part)
         for target, result in zip(turn, results, strict=True):
-            rebind(rec, target, _fitting(target, result))
+            rebind(rec, target, fitting(target, result))
 
 
 def _entry_of(argument: Any, at: int, count: int) -> Any:
@@ -162,18 +161,6 @@ def _broadcasts(result: torch.Tensor, target: torch.Tensor) -> bool:
     )
 
 
-def _fitting(target: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    """``result`` as it stands in ``target``: its dtype, shape and strides, on which later views depend."""
-    same = result.dtype == target.dtype and result.dim() == target.dim() and all(
-        statically_known_true(n == m) and (statically_known_true(n <= 1) or statically_known_true(a == b))
-        for n, m, a, b in zip(result.shape, target.shape, result.stride(), target.stride(), strict=True)
-    )  # fmt: skip
-    if same:
-        return result
-    with torch.enable_grad():
-        return aten.copy(target, result)
-
-
 def rebind(rec: Recorder, target: torch.Tensor, new: torch.Tensor) -> None:
     """What ``target`` (a recorded tensor, a view, a parameter, a buffer) means from here on: ``new``."""
     handle = rec.handle(target)
@@ -187,29 +174,32 @@ def rebind(rec: Recorder, target: torch.Tensor, new: torch.Tensor) -> None:
     for other, is_view in base.copies:
         if other() is not None:  # somebody would see the write where the copy is a view
             rec.symbols.decided(is_view())
-    steps: list[torch.Tensor] = [rec._wrap(base.entry, base)]
-    for view in chain[:-1]:
-        steps.append(view.apply(steps[-1]))
-    put = new
-    for view, step in zip(reversed(chain), reversed(steps), strict=False):
-        put = _put(rec, view, step, put)
-    put = _fitting(steps[0], put) if chain else put
+    entry = rec._entry(put(rec, chain, rec._wrap(base.entry, base), new))
+    new_entry = rec._entry(new) if chain else None
+    rec.changes(handle)
+    _become(rec, base, entry)
+    handle._entry = new_entry or base.entry
+    handle._seen = base.version
+    if base.links:
+        pass_on(rec, base, lambda rec, other, new: _become(rec, other, rec._entry(new)))
+
+
+def _become(rec: Recorder, base: Base, entry: Entry) -> None:
+    """A tensor, or the Variable that it is the value of, holds this from here on."""
+    if base.frozen:
+        raise Unsupported(f"a write to {base.frozen}{rec.tape.at()}")
     var = base.variable if base.variable is not None and rec._reads.get(base.variable) is base else None
     if base.written is not None and var is None:
         raise Unsupported(f"a write through a view of a variable of an earlier recording{rec.tape.at()}")
-    entry = rec._entry(put)
     if var is None:
         rec.outside.lost_write(base)
     elif var.trainable and rec.scopes.module is None:
         rec.by_hand[var] = rec.where()
     in_module = var is not None and var.held is not None and bool(rec.scopes.places(var.held.tensor()))
-    new_entry = rec._entry(new) if chain else None
-    rec.changes(base, handle)
+    rec.changes(base)
     tags = frozenset({"buffer"} if in_module else ())  # it belongs to the step of a loss
     with torch.enable_grad(), rec.tagged(tags, rec.tape.marks.forward):
         base.write(entry)
-    handle._entry = new_entry or base.entry
-    handle._seen = base.version
 
 
 def note_copy(rec: Recorder, source: torch.Tensor, result: Any) -> None:
@@ -236,7 +226,7 @@ def take_data(rec: Recorder, target: torch.Tensor, new: torch.Tensor) -> None:
         return
     rec.changes(base, other)
     if isinstance(target, Tensor):
-        with torch.no_grad(), rec.tagged(_STRAIGHT, rec.tape.marks.forward):
+        with torch.no_grad(), rec.tagged(STRAIGHT, rec.tape.marks.forward):
             look = rec.fresh(aten.copy(target, new))
         rec.changes(target)
         target.look_as(look)
@@ -250,20 +240,6 @@ def take_data(rec: Recorder, target: torch.Tensor, new: torch.Tensor) -> None:
             target.copy_(new)
     base.twins += (weakref.ref(other),)
     other.twins += (weakref.ref(base),)
-
-
-def _put(rec: Recorder, view: View, base: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """``base`` with ``new`` where the view looks; gradients take the way that the write gave ``new``."""
-    is_unseen = view.op is aten.detach.default or not view.grad  # autograd knows of no way from the base to the view
-    try:
-        with torch.set_grad_enabled(not is_unseen):
-            put = view.put(base, new)
-    except Unsupported as error:
-        raise Unsupported(f"{error}{rec.tape.at()}", op=op_name(view.op)) from None
-    if not is_unseen:
-        return put
-    with torch.no_grad(), rec.tagged(_STRAIGHT, rec.tape.marks.forward):
-        return aten.copy(base, put)
 
 
 def _refused(rec: Recorder, func: Op, why: str) -> Unsupported:

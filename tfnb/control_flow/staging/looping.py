@@ -14,6 +14,8 @@ from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_wit
 from tfnb.control_flow.arrays import arrays, has_blanks
 from tfnb.control_flow.loops import invariants, known_elements
 from tfnb.control_flow.staging.lists import Growth
+from tfnb.control_flow.staging.memory import Home, Memory, home_of
+from tfnb.control_flow.staging.places import is_held
 from tfnb.control_flow.staging.statement import (
     NUMBERS,
     BeginsAsNone,
@@ -120,18 +122,21 @@ class Stage:
 
         def turn(*given: Any) -> list[Any]:
             carried, rows = given[head : len(start)], given[len(start) :]
-            versions = [stack._family.version for stack in xs]
+            outer = {tensor._family: tensor._family.version for tensor in recorder.live}
             self._set(carried)
             with st.body(self.calls > 0), self.growth.turn():
                 self.calls += 1
                 body(*([given[0]] if head else []), *rows)
                 values = st.get()
-            if any(map(_is_written, rows)) or versions != [stack._family.version for stack in xs]:
+            written = {base for base, version in outer.items() if base.version != version}
+            if any(map(_is_written, rows)) or any(stack._family in written for stack in xs):
                 raise CannotStage("its body writes into the rows that it takes")
             self._set(carried)
             st.all_carried()
-            self._set_back()
             after = self._leaves(values, carried)
+            self._set_back()
+            self.memory = Memory(carried, self.homes, outer)
+            self.memory.check(written, self.labels)
             if self.growth.is_new:
                 raise _Again
             return [*([given[0] + step] if head else []), *after, *self.growth.rows(recorder)]
@@ -205,6 +210,7 @@ class Stage:
     def _leaves(self, values: tuple[Any, ...], carried: Sequence[Any]) -> list[Any]:
         """The carried leaves after one turn."""
         found: list[Any] = []
+        self.homes: list[Home | None] = []  # of each leaf: what it looks at after the turn, and how
         given = iter(carried)
         again = False
         for place, (value, old) in enumerate(zip(values, self.before, strict=True)):
@@ -217,12 +223,14 @@ class Stage:
             mine = [next(given) for _ in range(count)]
             if isinstance(value, Undefined):
                 found += mine  # a late one that this turn did not reach
+                self.homes += [None] * len(mine)
                 continue
             if place not in self.rebound and self._stays(place, value, mine):
                 self.stay.add(place)
                 again = True
                 continue
             found += self._carried(place, value, form, mine)
+            self.homes += (home_of(self.recorder, leaf) for leaf in tree_flatten(value)[0])
         if again or any(isinstance(leaf, torch.dtype) for leaf in found):
             raise _Again
         return found
@@ -233,7 +241,7 @@ class Stage:
         if all(leaf is given for leaf, given in zip(tree_flatten(value)[0], mine, strict=False)):
             return not isinstance(self.before[place], Undefined)
         for given, outer in zip(mine, outside, strict=False):
-            if _is_written(given) and _is_shared(self.recorder, outer):
+            if _is_written(given) and (_is_shared(self.recorder, outer) or is_held(outer)):
                 name = self.st.label(self.st.names[place])
                 raise CannotStage(f"it writes into what {name} holds before the loop, and then gives it another value")
         return False
@@ -311,6 +319,8 @@ class Stage:
 
     def _finish(self, carried: Sequence[Any], turns: Tensor) -> None:
         values = list(self._values(carried))
+        before = [leaf for place in self.forms for leaf in tree_flatten(self.first[place])[0]]
+        self.memory.share(self.recorder, carried, before, turns)
         some = sample_truth(self.recorder, turns)
         st = self.st
         for place, old in enumerate(self.before):

@@ -1,0 +1,257 @@
+"""What names hold after one of two branches: the outputs of both, as one node.
+
+A name that one branch leaves as it was, or gives a view of something, shares that memory where the branch is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+
+from tfnb.control_flow.arrays import varying
+from tfnb.control_flow.branches import joined, spec_inside
+from tfnb.control_flow.staging.memory import Home
+from tfnb.control_flow.staging.statement import (
+    NUMBERS,
+    CannotStage,
+    Statement,
+    as_number,
+    empty_of,
+    is_number,
+    is_value,
+    kind,
+    part_of,
+    plain_number,
+    same,
+    status,
+    tensor_of,
+)
+from tfnb.control_flow.staging.unset import Absent, Sometimes, Undefined, UndefinedReturnValue, guarded
+from tfnb.control_flow.structure import SIZES, spec_of, truth
+from tfnb.errors import InvalidArgument
+from tfnb.graph import Spec, Value, Variable
+from tfnb.graph.spec import sized_if
+from tfnb.recording import Tensor
+from tfnb.recording.aliases import share
+from tfnb.recording.loop import DISAGREE
+from tfnb.recording.regions import Region, bound_outside, now
+
+_LONG = 40  # operations of a size; what has more is a tensor
+
+
+@dataclass
+class After:
+    """What the names hold after a branch: the leaves and form of each; tensors are outputs of the region."""
+
+    region: Region
+    values: tuple[Any, ...]
+    outputs: dict[tuple[int, int], Value]  # (name, leaf) -> output
+    elements: dict[int, list[Spec | None]]  # of names with arrays that did not know theirs before
+    homes: dict[tuple[int, int], Home]  # (name, leaf) -> what it looks at, and how
+
+
+class Join:
+    """What names hold after one of two branches."""
+
+    def __init__(
+        self, st: Statement, test: Any, taken: bool | None, before: tuple[Any, ...], then: After, other: After
+    ) -> None:
+        self.st, self.test, self.taken, self.before = st, test, taken, before
+        self.sides = {True: then, False: other}
+        self.columns: list[tuple[Value | None, Value | None]] = []
+        self.labels: list[str] = []
+        self.loose: set[int] = set()  # columns whose axis 0 may be of another size in each branch
+
+    @cached_property
+    def predicate(self) -> Tensor:
+        """The test as a recorded tensor."""
+        return truth(self.st.recorder, self.test, self.st.what)
+
+    def values(self, wanted: int) -> tuple[Any, ...]:
+        """What to set the names to, once the branches are one node."""
+        plans = [self._plan(place) if place < wanted else (lambda _, v=v: v) for place, v in enumerate(self.before)]
+        st = self.st
+        for place, side in enumerate((True, False)):
+            self.sides[side].region.outputs = [column[place] for column in self.columns]
+        what = f"{st.place}: `{st.what}`"
+        regions = (self.sides[True].region, self.sides[False].region)
+        if any(r.nodes or r.written for r in regions) or self.columns:
+            exact = isinstance(self.test, torch.SymBool)  # else Python takes the way that the sizes of the samples take
+            results = joined(st.recorder, self.predicate, regions, self.labels, what, self.loose, exact=exact)
+        else:
+            results = []
+        return tuple(plan(results) for plan in plans)
+
+    def _plan(self, place: int) -> Callable[[list[Any]], Any]:
+        then, other = (self.sides[side].values[place] for side in (True, False))
+        name, before = self.st.names[place], self.before[place]
+        if then is other:
+            return lambda _: then
+        if isinstance(then, Undefined) or isinstance(other, Undefined):
+            return self._one_sided(place, not isinstance(then, Undefined), before)
+        if name in status.foreign and not status.depth and (then is before) is not (other is before):
+            side = other is before
+            if not self._as_before(place, side, before):
+                return self._one_sided(place, side, before)
+        leaves, form = tree_flatten(then)
+        theirs, their_form = tree_flatten(other)
+        label = self.st.label(name)
+        if form != their_form:
+            mixed = [v for v in (*leaves, *theirs) if isinstance(v, torch.Tensor)]
+            if then is None or other is None or not mixed or form.is_leaf() or their_form.is_leaf():
+                raise CannotStage(f"{label} is {kind(then)} in one branch and {kind(other)} in the other")
+            raise InvalidArgument(
+                f"{label} is of another structure in each branch: {kind(then)} of {len(leaves)} values and "
+                f"{kind(other)} of {len(theirs)}\n  {self.st.place}{self.st.recorder.tape.at()}", details=DISAGREE,
+            )  # fmt: skip
+        paths = [keystr(path) for path, _ in tree_flatten_with_path(then)[0]]
+        parts = []
+        for at, (a, b, path, varies) in enumerate(zip(leaves, theirs, paths, varying(then), strict=True)):
+            count = len(self.columns)
+            parts.append(self._leaf(place, at, a, b, part_of(label, path)))
+            self.loose.update(range(count, len(self.columns)) if varies else ())
+        return lambda results: tree_unflatten([part(results) for part in parts], form)
+
+    def _leaf(self, place: int, at: int, a: Any, b: Any, label: str) -> Callable[[list[Any]], Any]:
+        if a is b or (type(a) is type(b) and not isinstance(a, torch.Tensor) and same(a, b)):
+            return lambda _: a
+        if not is_value(a) or not is_value(b):
+            raise CannotStage(f"{label} is {kind(a)} in one branch and {kind(b)} in the other")
+        if isinstance(self.test, torch.SymBool) and (size := _size_of(self.test, a, b)) is not None:
+            return lambda _: size
+        dtype = self._dtype(a, b, label)
+        column = tuple(self._value(side, place, at, v, dtype) for side, v in ((True, a), (False, b)))
+        result = self._column(column, label)
+        numbers = all(is_number(v) or not isinstance(v, (torch.Tensor, Variable)) for v in (a, b))
+        return (lambda results: as_number(result(results))) if numbers else self._shared(place, at, result)
+
+    def _shared(self, place: int, at: int, result: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        """The result, which is the memory of another tensor where a branch just gives that."""
+
+        def made(results: list[Any]) -> Any:
+            found = result(results)
+            for side, after in self.sides.items():
+                if (place, at) in after.homes:
+                    share(self.st.recorder, found, *after.homes[place, at], lambda: self.predicate, side)
+            return found
+
+        return made
+
+    def _column(self, column: Any, label: str) -> Callable[[list[Any]], Any]:
+        self.columns.append(column)
+        self.labels.append(label)
+        index = len(self.columns) - 1
+        return lambda results: results[index]
+
+    def _dtype(self, a: Any, b: Any, label: str) -> torch.dtype | None:
+        """Of numbers: that of the tensor in the other branch, or torch's promotion of both."""
+        numbers = [v for v in (a, b) if not isinstance(v, (torch.Tensor, Variable))]
+        if not numbers:
+            return None
+        plain = [plain_number(n) for n in numbers]
+        if len(numbers) == 2:
+            return torch.result_type(*(torch.as_tensor(n) for n in plain))
+        tensor = a if isinstance(a, (torch.Tensor, Variable)) else b
+        dtype = tensor.dtype if isinstance(tensor, torch.Tensor) else tensor.spec.dtype
+        if torch.result_type(empty_of(dtype), plain[0]) != dtype:
+            st = self.st
+            raise InvalidArgument(
+                f"{label} is {dtype} in one branch and the number {numbers[0]!r} in the other\n  {st.place}"
+                f"{st.recorder.tape.at()}", details=DISAGREE,
+            )  # fmt: skip
+        return dtype
+
+    def _value(self, side: bool, place: int, at: int, leaf: Any, dtype: torch.dtype | None) -> Value:
+        after, recorder = self.sides[side], self.st.recorder
+        if (place, at) in after.outputs:
+            return after.outputs[place, at]
+        if isinstance(leaf, (torch.Tensor, Variable)) and after.region.written:
+            raise CannotStage(
+                f"{self.st.label(self.st.names[place])} is replaced in one branch and written in the other"
+            )
+        if isinstance(leaf, NUMBERS):
+            leaf = torch.as_tensor(leaf, dtype=dtype)
+        found = tensor_of(recorder, leaf)
+        return recorder._entry(found.to(dtype) if isinstance(leaf, SIZES) and dtype is not None else found).value
+
+    def _one_sided(self, place: int, side: bool, before: Any) -> Callable[[list[Any]], Any]:
+        """A name that one branch leaves without a value."""
+        st, after = self.st, self.sides[side]
+        name, value = st.names[place], after.values[place]
+        line = st.place
+        absent = Absent(name, f"it is set in one branch of {line} only")
+        leaves, form = tree_flatten(value)
+        is_returned = any(isinstance(s.values[place], UndefinedReturnValue) for s in self.sides.values())
+        if isinstance(value, Undefined):
+            return lambda _: value
+        if not all(map(is_value, leaves)) or not all(self._fits(after, place, at) for at in range(len(leaves))):
+            if is_returned:
+                raise CannotStage(f"it returns {kind(value)}, and goes on in the other branch")
+            return lambda _: (
+                absent
+                if self.taken is not side
+                else Absent(name, f"it is {kind(value)} in one branch of {line} and has no value in the other")
+            )
+        parts = []
+        for at, leaf in enumerate(leaves):
+            value_at = self._value(side, place, at, leaf, None)
+            column = self._column((value_at, None) if side else (None, value_at), st.label(name))
+            parts.append(self._shared(place, at, column))
+
+        def made(results: list[Any]) -> Any:
+            whole = tree_unflatten([part(results) for part in parts], form)
+            if is_returned:
+                return whole
+            if self.taken is not side:
+                return absent
+            return Sometimes(name, guarded(st.recorder, whole, self.predicate, side))
+
+        return made
+
+    def _as_before(self, place: int, side: bool, before: Any) -> bool:
+        """Whether what a branch gave a name is like what the name held."""
+        after, recorder = self.sides[side], self.st.recorder
+        leaves, form = tree_flatten(after.values[place])
+        olds, old_form = tree_flatten(before)
+        if form != old_form or not all(map(is_value, (*leaves, *olds))):
+            return False
+        for at, (leaf, old) in enumerate(zip(leaves, olds, strict=True)):
+            inside = after.outputs.get((place, at))
+            spec = spec_of(tensor_of(recorder, leaf)) if inside is None else spec_inside(recorder, after.region, inside)
+            was = spec_of(tensor_of(recorder, old))
+            if (spec.dtype, now(recorder, spec)) != (was.dtype, now(recorder, was)):
+                return False
+        return True
+
+    def _fits(self, after: After, place: int, at: int) -> bool:
+        """Whether its sizes are known where the branch was not taken."""
+        output = after.outputs.get((place, at))
+        if output is None:
+            return True
+        recorder = self.st.recorder
+        return bound_outside(recorder, spec_inside(recorder, after.region, output))
+
+
+def _size_of(test: torch.SymBool, a: Any, b: Any) -> Any:
+    """What sizes decide between whole numbers or truth values is a size; None for anything else, or a long one."""
+    if all(type(side) in (int, torch.SymInt) for side in (a, b)):
+        found = sized_if(test, a, b)
+    elif all(type(side) in (bool, torch.SymBool) for side in (a, b)):
+        found = _either(test, a, b)
+    else:
+        return None
+    return found if isinstance(found, bool) or found.node.expr.count_ops() <= _LONG else None
+
+
+def _either(test: torch.SymBool, a: Any, b: Any) -> Any:
+    """``a if test else b`` of truth values."""
+    if isinstance(a, bool):
+        return test | b if a else torch.sym_not(test) & b
+    if isinstance(b, bool):
+        return torch.sym_not(test) | a if b else test & a
+    return (test & a) | (torch.sym_not(test) & b)

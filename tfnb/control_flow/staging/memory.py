@@ -1,0 +1,77 @@
+"""Names of a staged loop that hold the same memory: as of each other, of tensors of outside, of what they held before.
+
+Each name is a value of its own in the loop. What writes into one of several that share memory cannot be staged; what is
+written after the loop is passed on to all, see `tfnb.recording.aliases`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container, Sequence
+from typing import Any
+
+import torch
+
+from tfnb.control_flow.staging.statement import CannotStage, is_number
+from tfnb.recording import Recorder, Tensor
+from tfnb.recording.aliases import linked, share
+from tfnb.recording.tensor import Base
+from tfnb.recording.views import View
+
+Home = tuple[Base, tuple[View, ...]]
+
+
+def home_of(recorder: Recorder, leaf: Any) -> Home | None:
+    """What a tensor looks at, and how; None for a number."""
+    if not isinstance(leaf, torch.Tensor) or is_number(leaf):
+        return None
+    handle = recorder.handle(leaf)
+    return handle._family, handle._chain
+
+
+class Memory:
+    """What the names of a loop look at after one turn.
+
+    carried: what the turn was given. homes: what they look at. outer: tensors of outside.
+    """
+
+    def __init__(self, carried: Sequence[Tensor], homes: Sequence[Home | None], outer: Container[Base]) -> None:
+        self.homes, self.outer = homes, outer
+        self.given = {tensor._family: place for place, tensor in enumerate(carried)}
+        self.is_written = [tensor._family.version != 0 for tensor in carried]
+        self.families = [set() if home is None else set(linked(home[0])) for home in homes]
+
+    def check(self, written: Collection[Base], labels: Sequence[str]) -> None:
+        """Raise CannotStage where a turn after this one would write into what several names hold."""
+        for place, families in enumerate(self.families):
+            others = [at for at, more in enumerate(self.families) if at != place and families & more]
+            outer = [base for base in families if base in self.outer and base not in self.given]
+            moved = [at for base, at in self.given.items() if base in families and at != place]
+            shares = others or outer or moved
+            if shares and (self.is_written[place] or any(base in written for base in outer)):
+                raise CannotStage(f"it gives {labels[place]} memory that another name holds, and writes into it")
+
+    def share(self, recorder: Recorder, carried: Sequence[Tensor], before: Sequence[Any], turns: Tensor) -> None:
+        """After the loop: say of its values whose memory they are."""
+        was = [home_of(recorder, leaf) if isinstance(leaf, torch.Tensor) else None for leaf in before]
+        firsts: dict[Base, int] = {}
+        for place, (home, result) in enumerate(zip(self.homes, carried, strict=True)):
+            if home is None:
+                continue
+            base, chain = home
+            kept = {self.given[each] for each in self.families[place] if each in self.given}
+            if (mine := was[place]) is not None and place not in kept:
+                share(recorder, result, *mine, lambda: turns == 0)
+            for at in kept:
+                if (old := was[at]) is not None:
+                    share(recorder, result, *old, None)
+            for each in self.families[place]:
+                if each in self.outer and each not in self.given:
+                    share(recorder, result, each, chain, (lambda: turns > 0) if each is base else None)
+            if base in self.outer or base in self.given:
+                continue
+            if base not in firsts:
+                firsts[base] = place
+                continue
+            first = carried[firsts[base]]
+            is_whole = not self.homes[firsts[base]][1]  # type: ignore[index]
+            share(recorder, result, first._family, chain, (lambda: turns > 0) if is_whole else None)

@@ -1,0 +1,169 @@
+"""Tensors that share memory in some runs: a branch or a loop gave one name what another one holds, or a view of it.
+
+Both are values of their own in the graph; where one is written, the other is written as well, where it is the same
+memory in this run. Below `writes`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from tfnb.errors import Unsupported
+from tfnb.graph.node import leaves
+from tfnb.recording.ops import op_name
+from tfnb.recording.tensor import Base, Tensor
+from tfnb.recording.views import View
+
+if TYPE_CHECKING:
+    from tfnb.recording.recorder import Recorder
+
+aten = torch.ops.aten
+STRAIGHT = frozenset({"in_place"})  # with grad mode off: gradients pass to what was there before
+Test = Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Another tensor with the same memory in some runs.
+
+    chain: the views by which the one looks at the other. is_seen: whether the other one looks at this one. test: a
+    truth value, and the outcome where it is so; None where nobody can say.
+    """
+
+    other: weakref.ref[Base]
+    chain: tuple[View, ...]
+    is_seen: bool
+    test: Test | None
+    outcome: bool
+
+    def where(self) -> torch.Tensor:
+        """One truth value: whether it is so."""
+        assert self.test is not None
+        test = self.test().reshape(()).to(torch.bool)
+        return test if self.outcome else test.logical_not()
+
+    def after(self, rec: Recorder, mine: torch.Tensor, old: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+        """What the other one, which held ``old``, holds once this one has become ``mine``."""
+        with torch.enable_grad():
+            new = _looked(self.chain, mine) if self.is_seen else put(rec, self.chain, old, mine)
+            return fitting(old, torch.where(where, new, old))
+
+
+def share(
+    rec: Recorder, result: Tensor, base: Base, chain: tuple[View, ...], test: Test | None, outcome: bool = True
+) -> None:
+    """``result`` looks at ``base`` by the chain in the runs where the test has this outcome."""
+    mine = result._family
+    if mine is base:
+        return
+    if not all(_is_known(rec, leaf) for view in chain for leaf in leaves(view.attrs)):
+        test = None  # by a place that only the branch or loop knows
+    rec.changes(mine, base)
+    mine.links = (*_living(mine), Link(weakref.ref(base), chain, False, test, outcome))
+    base.links = (*_living(base), Link(weakref.ref(mine), chain, True, test, outcome))
+
+
+def pass_on(rec: Recorder, base: Base, become: Callable[[Recorder, Base, torch.Tensor], None]) -> None:
+    """What was written into a tensor is written into those that share its memory, by ``become``."""
+    _pass_on(rec, (base,), None, become)
+
+
+def _pass_on(
+    rec: Recorder, path: tuple[Base, ...], test: torch.Tensor | None,
+    become: Callable[[Recorder, Base, torch.Tensor], None],
+) -> None:  # fmt: skip
+    """By every way that comes to no tensor twice; test: whether all on the way here share memory."""
+    one = path[-1]
+    for link in _living(one):
+        other, where = link.other(), test
+        if other is None or other in path or other.entry.value.node not in rec.tape.by_id:
+            continue
+        if link.test is None or one.entry.lost:
+            _lose(rec, other)
+        else:
+            where = link.where() if test is None else test & link.where()
+            become(rec, other, link.after(rec, rec._wrap(one.entry), rec._wrap(other.entry), where))
+        _pass_on(rec, (*path, other), where, become)
+
+
+def _lose(rec: Recorder, base: Base) -> None:
+    """Nobody may look at it any more. Raises Unsupported inside of a region for what is of outside of it."""
+    why = (
+        f"a tensor is used that shares memory, in some runs, with one that was written{rec.tape.at()}\n  a loop or "
+        "branch gave one what the other held: keep a clone() of it, or write into a clone()"
+    )
+    if rec.inside and base in rec.inside[-1].entries:
+        raise Unsupported(why)
+    rec.changes(base)
+    entry = base.entry.light()
+    entry.lost = why
+    base.become(entry)
+
+
+def linked(base: Base) -> Iterator[Base]:
+    """All that may share its memory, and itself."""
+    seen, left = {base}, [base]
+    while left:
+        one = left.pop()
+        yield one
+        more = {link.other() for link in one.links} - seen
+        left += (other for other in more if other is not None)
+        seen.update(left)
+
+
+def _living(base: Base) -> tuple[Link, ...]:
+    return tuple(link for link in base.links if link.other() is not None)
+
+
+def _is_known(rec: Recorder, leaf: Any) -> bool:
+    """Whether an argument of a view is there outside of the branch or loop that made the view."""
+    if isinstance(leaf, Tensor):
+        return leaf.shown.value.node in rec.tape.by_id
+    return not isinstance(leaf, torch.SymInt) or bool(leaf.node.expr.is_number)
+
+
+def _looked(chain: tuple[View, ...], base: torch.Tensor) -> torch.Tensor:
+    for view in chain:
+        base = view.apply(base)
+    return base
+
+
+def put(rec: Recorder, chain: tuple[View, ...], base: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """``base`` with ``new`` where the chain of views looks; gradients take the way that the write gave ``new``."""
+    steps = [base]
+    for view in chain[:-1]:
+        steps.append(view.apply(steps[-1]))
+    for view, step in zip(reversed(chain), reversed(steps), strict=False):
+        new = _put(rec, view, step, new)
+    return fitting(base, new) if chain else new
+
+
+def _put(rec: Recorder, view: View, base: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    is_unseen = view.op is aten.detach.default or not view.grad  # autograd knows of no way from the base to the view
+    try:
+        with torch.set_grad_enabled(not is_unseen):
+            whole = view.put(base, new)
+    except Unsupported as error:
+        raise Unsupported(f"{error}{rec.tape.at()}", op=op_name(view.op)) from None
+    if not is_unseen:
+        return whole
+    with torch.no_grad(), rec.tagged(STRAIGHT, rec.tape.marks.forward):
+        return aten.copy(base, whole)
+
+
+def fitting(target: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """``result`` as it stands in ``target``: its dtype, shape and strides, on which later views depend."""
+    same = result.dtype == target.dtype and result.dim() == target.dim() and all(
+        statically_known_true(n == m) and (statically_known_true(n <= 1) or statically_known_true(a == b))
+        for n, m, a, b in zip(result.shape, target.shape, result.stride(), target.stride(), strict=True)
+    )  # fmt: skip
+    if same:
+        return result
+    with torch.enable_grad():
+        return aten.copy(target, result)
