@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tfnb.kernels.define import op
+
 Row = tuple[Tensor, ...]
 Column = list[Tensor]
 Rate = float | Tensor
@@ -379,3 +381,33 @@ def sgd(
 
 def _where(column: Column, flags: list[bool], flag: bool) -> Column:
     return [x for x, is_flag in zip(column, flags, strict=True) if is_flag is flag]
+
+
+# ----- a gradient that is a product ----------------------------------------------------------------------
+
+
+def _in_products(rows: Sequence[Row], *, lr: float) -> None:
+    """w -= lr * (left @ right) for rows (w, left, right); what shares memory with a w is copied before a write."""
+    for w, left, right in rows:
+        inner = left.shape[1:] == right.shape[:1] and left.dtype is right.dtype is w.dtype
+        if not inner or (left.shape[0], right.shape[1]) != w.shape:
+            raise ValueError(f"{_text(left)} @ {_text(right)} is no gradient of the variable {_text(w)}")
+    written = {_storage(w) for w, _, _ in rows}
+    ready = [(w, *(x.clone() if _storage(x) in written else x for x in factors)) for w, *factors in rows]
+    for w, left, right in ready:
+        w.addmm_(left, right, alpha=-lr)
+
+
+@op(
+    "(Tensor w, Tensor left, Tensor right, *, float lr) -> Tensor[]",
+    lambda w, left, right, *, lr: [torch.empty_like(w)],
+)
+def sgd_product(w: Tensor, left: Tensor, right: Tensor, *, lr: float) -> list[Tensor]:
+    """``sgd`` with ``grad = left @ right``, which is not made: the new ``w``."""
+    new = w.clone()
+    _in_products([(new, left, right)], lr=lr)
+    return [new]
+
+
+SGD, SGD_PRODUCT = "tfnb.sgd.default", "tfnb.sgd_product.default"
+FUSED[SGD_PRODUCT] = _in_products

@@ -221,7 +221,7 @@ def test_complex_variables_follow_torch_optim(case):
     torch.testing.assert_close(w, parameter.detach(), rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.parametrize("op", sorted(op for op in FUSED if "_rows." not in op))
+@pytest.mark.parametrize("op", sorted(op for op in FUSED if "_rows." not in op and "_product." not in op))
 @pytest.mark.parametrize(
     ("grad", "error"), [(torch.ones(4), ValueError), (torch.ones(3, dtype=torch.float64), ValueError)]
 )
@@ -231,6 +231,14 @@ def test_bad_gradient_is_refused_before_anything_is_written(op, grad, error):
     with pytest.raises(error, match=r"float32\[3\]"):
         FUSED[op](rows, lr=1.0)
     assert all(not x.any() for row in rows for x in (row[0], *row[2:]))
+
+
+def test_factors_of_no_gradient_are_refused_before_anything_is_written():
+    good = torch.zeros(2, 2), torch.ones(2, 1), torch.ones(1, 2)
+    for left, right in [(torch.ones(2, 3), torch.ones(2, 2)), (torch.ones(3, 1), torch.ones(1, 2))]:
+        with pytest.raises(ValueError, match=r"no gradient of the variable float32\[2, 2\]"):
+            FUSED["tfnb.sgd_product.default"]([good, (torch.zeros(2, 2), left, right)], lr=1.0)
+    assert not good[0].any()
 
 
 def test_integer_variable_is_refused():
@@ -266,3 +274,22 @@ def test_a_rate_that_stays_a_tensor_moves_as_the_number_does(
         FUSED["tfnb.rmsprop.default"]([(w, grad, *slots, torch.tensor(0.1))], **settings)
         moved.append(w)
     torch.testing.assert_close(moved[1], moved[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sgd_of_a_product_is_sgd_with_the_product(dtype: torch.dtype) -> None:
+    w, left, right = torch.randn(6, 5, dtype=dtype), torch.randn(6, 3, dtype=dtype), torch.randn(3, 5, dtype=dtype)
+    before = w.clone()
+    (new,) = torch.ops.tfnb.sgd_product(w, left, right, lr=0.1)
+    (wanted,) = torch.ops.tfnb.sgd(w, left @ right, [], lr=0.1)
+    torch.testing.assert_close(new, wanted)
+    assert torch.equal(w, before)
+    FUSED["tfnb.sgd_product.default"]([(w, left, right)], lr=0.1)
+    assert torch.equal(w, new)
+
+
+def test_a_factor_in_memory_of_a_weight_is_read_before_that_is_written() -> None:
+    first, second = torch.randn(4, 4), torch.randn(4, 4)
+    wanted = [first - 0.1 * second @ second, second - 0.1 * first @ second]
+    FUSED["tfnb.sgd_product.default"]([(first, second, second), (second, first, second)], lr=0.1)
+    torch.testing.assert_close([first, second], wanted)

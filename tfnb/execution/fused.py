@@ -14,7 +14,7 @@ from tfnb.passes.hoist import state_places
 
 IN_PLACE: dict[str, Callable[..., None]] = {**FUSED, **WRITES}
 """In-place twin of each op, by its qualified name: called with a list of rows, and settings."""
-_TENSORS = frozenset({"w", "grad", "slots", "indices", "rate", "self", "index", "source"})
+_TENSORS = frozenset({"w", "grad", "slots", "indices", "rate", "left", "right", "self", "index", "source"})
 
 
 def written(node: Node) -> tuple[int, ...]:

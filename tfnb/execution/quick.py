@@ -97,10 +97,7 @@ class _Writer:
         self.program, self.given, self.wanted, self.free = program, given, wanted, free
         self.old = program.module.graph
         self.returned: Any = self.old.output_node().args[0]
-        self.given_back: dict[fx.Node, list[int]] = {}  # places among the results
-        for place, node in enumerate(self.returned):
-            if isinstance(node, fx.Node):
-                self.given_back.setdefault(node, []).append(place)
+        self.given_back = self._given_back()
         self.place = {node: place for place, node in enumerate(self.old.find_nodes(op="placeholder"))}
         self.numbers: dict[fx.Node, Number] = {}  # what could be one
         self.sources: set[fx.Node] = set()  # of those the ones that are not computed here
@@ -113,6 +110,14 @@ class _Writer:
         self.tensors: dict[fx.Node, fx.Node] = {}
         self.inner: list[Quick] = []
         self.changed = False
+
+    def _given_back(self) -> dict[fx.Node, list[int]]:
+        """Places of each node among the results."""
+        found: dict[fx.Node, list[int]] = {}
+        for place, node in enumerate(self.returned):
+            if isinstance(node, fx.Node):
+                found.setdefault(node, []).append(place)
+        return found
 
     # -- what may be a number, and what shall be ------------------------------------------------------------
 

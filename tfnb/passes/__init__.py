@@ -1,5 +1,6 @@
 """Passes: functions from Graph to Graph."""
 
+from tfnb.passes.absorb import absorb
 from tfnb.passes.again import again
 from tfnb.passes.donate import donate, overwriting
 from tfnb.passes.fold import fold
@@ -17,7 +18,7 @@ from tfnb.passes.sink import sink
 from tfnb.passes.stack import stack
 
 __all__ = [
-    "LAID_OUT", "LAST", "LAYOUTS", "PIPELINE", "Memory", "Stage", "again", "channels_last", "chosen_layout",
+    "LAID_OUT", "LAST", "LAYOUTS", "PIPELINE", "Memory", "Stage", "absorb", "again", "channels_last", "chosen_layout",
     "donate", "feed_symbols", "fold", "hoist", "merge", "narrow", "numbers", "optimize", "order", "overwriting", "peak",
     "prune", "simplify", "sink", "split", "stack", "stages", "table", "with_fed",
 ]  # fmt: skip

@@ -37,7 +37,7 @@ class _Update:
 
 def state_places(node: Node) -> tuple[int, ...]:
     """Of an update's inputs those that it writes: the variable and its slots."""
-    return (0, *range(2, 2 + len(node.attrs["slots"])))
+    return (0, *range(2, 2 + len(node.attrs.get("slots", ()))))
 
 
 def hoist(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Value] = ()) -> Graph:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tfnb.graph import Contents, Graph, Value
+from tfnb.passes.absorb import absorb
 from tfnb.passes.budget import spare
 from tfnb.passes.donate import donate
 from tfnb.passes.fold import fold
@@ -22,11 +23,11 @@ from tfnb.passes.sink import sink
 from tfnb.passes.stack import stack
 
 PIPELINE: tuple[Pass, ...] = (fold, simplify, merge)  # between two prunings
-LAST: tuple[Pass, ...] = (sink, hoist, stack, narrow, split, order, spare, donate)
+LAST: tuple[Pass, ...] = (sink, hoist, absorb, stack, narrow, split, order, spare, donate)
 """Once: what a commit does in place, then kernels, order and memory are chosen."""
 LAYOUTS: Mapping[Layout, tuple[Pass, ...]] = {
     "torch": LAST,
-    "channels_last": (sink, hoist, stack, channels_last, *LAST[3:]),
+    "channels_last": (sink, hoist, absorb, stack, channels_last, *LAST[4:]),
 }
 ROUNDS = 10
 

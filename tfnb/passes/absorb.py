@@ -1,0 +1,66 @@
+"""Absorb: a step of plain SGD takes the two factors of a large gradient, and the gradient is never made.
+
+    w - lr * (a @ b)  ->  one matrix product that adds to w, in place at commit
+
+The gradient of a wide linear layer is as large as its weight, and a step would write and read it once each: of a small
+batch that takes several times as long as the products themselves. The same sum, rounded once less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from math import prod
+
+import torch
+
+from tfnb.graph import Graph, Node, Ref, Value
+from tfnb.graph.spec import is_static
+from tfnb.kernels.optim import SGD, SGD_PRODUCT
+from tfnb.passes.memory import nominal
+from tfnb.passes.rewrite import with_nodes
+
+LEAST = 1 << 20  # bytes of a gradient that is not made; a smaller one costs no more than another kernel
+SMALLER = 2  # the factors, which are held until the commit, are smaller than it by this factor
+_DTYPES = (torch.float32, torch.float64)
+
+
+def absorb(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Value] = ()) -> Graph:
+    """Updates whose gradient is a product that nobody else takes are given its factors."""
+    if not any(node.op == SGD for node in graph.nodes):
+        return graph
+    fixed = {*fetches, *feeds}
+    return with_nodes(graph, [_absorbed(node, graph, fixed) if node.op == SGD else node for node in graph.nodes])
+
+
+def _absorbed(node: Node, graph: Graph, fixed: Collection[Value]) -> Node:
+    grad, spec = node.inputs[1], node.outputs[0]
+    product = graph.contents.by_id.get(grad.node)
+    if product is None or product.op != "aten.mm.default" or grad in fixed or product.control:
+        return node
+    if len(graph.contents.consumers[grad]) != 1 or not _is_plain(node.attrs):
+        return node
+    is_fit = spec.device == "cpu" and spec.dtype in _DTYPES and is_static(spec.shape)
+    if not is_fit or product.outputs[0] != spec or not _is_worth(product, prod(nominal(spec, {})), graph):
+        return node
+    attrs = {"w": Ref(0), "left": Ref(1), "right": Ref(2), "lr": node.attrs["lr"]}
+    return replace(node, op=SGD_PRODUCT, inputs=(node.inputs[0], *_factors(product)), attrs=attrs)
+
+
+def _is_plain(attrs: Mapping[str, object]) -> bool:
+    """Whether it is w - lr * grad, with a number for the rate."""
+    others = ("slots", "rate", "momentum", "weight_decay", "maximize")
+    return isinstance(attrs.get("lr"), float) and not any(attrs.get(name) for name in others)
+
+
+def _factors(product: Node) -> tuple[Value, Value]:
+    left, right = (product.attrs[name] for name in ("self", "mat2"))
+    return product.inputs[left.input], product.inputs[right.input]
+
+
+def _is_worth(product: Node, count: int, graph: Graph) -> bool:
+    specs = [graph.contents.by_id[v.node].outputs[v.index] for v in _factors(product) if v.node in graph.contents.by_id]
+    if len(specs) < 2 or specs[0].shape[1:] != specs[1].shape[:1]:  # a commit may not find out
+        return False
+    held = sum(prod(nominal(spec, {})) for spec in specs)
+    return count * specs[0].dtype.itemsize >= LEAST and SMALLER * held <= count
