@@ -8,7 +8,6 @@ old ones are computed again from what is stored now, before the first write, so 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -66,12 +65,14 @@ def _changed(
     targets: list[torch.Tensor], values: list[Any]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[tuple[torch.Tensor, Any]]]:
     """Without those that stay as they are, of a branch that was not taken; numbers by themselves."""
-    if all([type(value) is torch.Tensor for value in values]) and not any(map(operator.is_, targets, values)):
-        return targets, values, []
-    pairs = [(target, value) for target, value in zip(targets, values, strict=True) if value is not target]
-    numbers = [pair for pair in pairs if type(pair[1]) in _NUMBERS]
-    others = [pair for pair in pairs if type(pair[1]) not in _NUMBERS]
-    return [target for target, _ in others], [value for _, value in others], numbers
+    written, new, numbers = [], [], []
+    for target, value in zip(targets, values, strict=True):
+        if type(value) in _NUMBERS:
+            numbers.append((target, value))
+        elif value is not target:
+            written.append(target)
+            new.append(value)
+    return written, new, numbers
 
 
 _NUMBERS = frozenset({bool, int, float})

@@ -13,12 +13,15 @@ import torch
 from tfnb.errors import FailedPrecondition
 from tfnb.graph.current import recording
 
+_STRIDED = torch.strided
+
 
 class Held:
     """Where the tensor of one Variable is found."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._places: list[tuple[weakref.ref[torch.nn.Module], str]] = []
+        self._only: tuple[weakref.ref[torch.nn.Module], str] | None = None  # the place, if there is one
         self._hold(tensor)
 
     def _hold(self, tensor: torch.Tensor) -> None:
@@ -31,6 +34,7 @@ class Held:
         """The object is this attribute of this module."""
         if all(place() is not module or name != attribute for place, name in self._places):
             self._places.append((weakref.ref(module), attribute))
+            self._only = self._places[0] if len(self._places) == 1 else None
 
     def tensor(self) -> torch.Tensor | None:
         """The object now; None if it died. Raises FailedPrecondition where modules that shared it hold two."""
@@ -52,15 +56,6 @@ class Held:
         self._hold(now)
         return now
 
-    def _quickly(self) -> torch.Tensor | None:
-        """The object, where the one module that is said to hold it does so."""
-        if len(self._places) != 1:
-            return None
-        ((place, name),) = self._places
-        module, tensor = place(), self._object()
-        table = {} if module is None else module._parameters
-        return tensor if name in table and table[name] is tensor else None
-
     def wants_gradient(self) -> bool:
         """``requires_grad`` of the object, which may be set at any time; once it died, as last seen.
 
@@ -73,9 +68,12 @@ class Held:
 
     def values(self) -> torch.Tensor:
         """The storage, not a copy; outside of recordings the same object as long as the tensor lies where it lay."""
-        seen, tensor = self._seen, self._quickly()
-        if seen is not None and tensor is not None and _lies_as(tensor, seen):  # on the path of every step
-            return seen
+        seen, only = self._seen, self._only
+        if seen is not None and only is not None:  # on the path of every step: as below, in few calls
+            module, name, tensor = only[0](), only[1], self._object()
+            table = {} if module is None else module._parameters
+            if tensor is not None and name in table and table[name] is tensor and _lies_as(tensor, seen):
+                return seen
         tensor = self.tensor()
         if tensor is None:
             return self._spare
@@ -90,7 +88,7 @@ class Held:
 
 def _lies_as(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are the same memory, seen in the same way."""
-    return tensor.layout is torch.strided and tensor.dtype is other.dtype and tensor.is_set_to(other)
+    return tensor.layout is _STRIDED and tensor.dtype is other.dtype and tensor.is_set_to(other)
 
 
 def _held(module: torch.nn.Module, name: str) -> torch.Tensor | None:
