@@ -79,6 +79,8 @@ def kept_rows(contents: Contents, fetches: Collection[Value]) -> dict[Value, tup
     rows = {
         node.value(i): at for node in contents.nodes if node.op == WHILE for at in row_places(node.attrs) for i in at
     }
+    if not rows:
+        return {}
     found = {v: tuple(Value(v.node, i) for i in at) for v, at in rows.items()}
     others, users = set(fetches), dict[Value, tuple[int, ...]]()
     for node in contents.nodes:
