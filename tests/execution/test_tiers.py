@@ -109,9 +109,8 @@ def test_factors_of_sums_and_products_are_in_compiled_code() -> None:
     with tfnb.record() as g:
         x, a, b = (tfnb.placeholder(torch.randn(*shape), shape=shape) for shape in ((4, 6), (4, 3), (3, 6)))
         bias = tfnb.placeholder(torch.full((6,), float("nan")), shape=(6,))
-        p = a @ b
-        results = [
-            torch.add(x, p, alpha=0.1), torch.add(p, x, alpha=0.1), torch.sub(x, p, alpha=3),
+        results = [  # products of their own: those with several users are left alone
+            torch.add(x, a @ b, alpha=0.1), torch.add((a + 1) @ b, x, alpha=0.1), torch.sub(x, (a + 2) @ b, alpha=3),
             torch.addmm(x, a, b, beta=0.5, alpha=2).relu(), torch.addmm(x, a, b, beta=0.5).sin(),
             torch.addmm(bias, a, b, beta=0), torch.baddbmm(x[None], a[None], b[None], beta=3, alpha=0.5).exp(),
         ]  # fmt: skip
