@@ -29,9 +29,9 @@ def _names(name: str) -> Iterator[str]:
     if "tfnb.recording" not in sys.modules or not tfnb.graphs():
         return
     contents = tfnb.graph().contents
-    if name == "tfgraph":
+    if name in ("tfgraph", "tfdiff"):
         yield from tfnb.graphs()
-    if name in ("tfrun", "tfprof", "tfgrad"):
+    if name in ("tfrun", "tfprof", "tfgrad", "tfdiff"):
         yield from contents.by_name
         yield from contents.aliases
     if name in ("tfgrad", "tfvars"):

@@ -17,7 +17,7 @@ from tfnb.magics.complete import completer
 from tfnb.magics.frames import shorten
 from tfnb.magics.magics import TfnbMagics
 
-NAMES = ("tfgraph", "tfrun", "tfprof", "tfgrad", "tfcluster", "tfvars", "tfbudget", "tfsave", "tfload")
+NAMES = ("tfgraph", "tfrun", "tfprof", "tfdiff", "tfgrad", "tfcluster", "tfvars", "tfbudget", "tfsave", "tfload")
 SHOWN = (
     "tfnb.graph.graph.Graph", "tfnb.graph.variable.Variable", "tfnb.recording.tensor.Tensor", "tfnb.fitting.RunResult",
     "tfnb.execution.trace.Trace", "tfnb.magics.table.Table",

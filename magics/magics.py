@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,10 +25,8 @@ from tfnb.magics.cell import compiled, place
 from tfnb.magics.complete import VERBS
 from tfnb.magics.export import exported
 from tfnb.magics.live import Lives
-from tfnb.magics.table import Table
-from tfnb.magics.watch import BY_TEXT, CellWatch
-
-_COLUMNS = ("name", "spec", "bytes", "where", "trainable")
+from tfnb.magics.table import COLUMNS, Lines, Table, variable_row
+from tfnb.magics.watch import CellWatch, recorded_by, shadowed
 
 
 @magics_class
@@ -79,7 +76,7 @@ class TfnbMagics(Magics):
         program = compiled(self.shell, "tfgraph", line, cell)
         if options.no_execute:
             return self.watch.show({"text/plain": program.converted(tfnb.control_flow.Cell).text()})
-        before = _recorded_by(tfnb.graphs().get(self._name(options)))
+        before = recorded_by(tfnb.graphs().get(self._name(options)))
         with (
             self._names_kept(options.input, self._name(options)),
             tfnb.recording.record_cell(
@@ -90,7 +87,7 @@ class TfnbMagics(Magics):
             self.shell.user_ns.update(map(self._input, options.input))
             result = program.run(self.full_tracebacks, None if options.no_autograph else tfnb.control_flow.Cell)
         self._draw(graph, program.label, options, silent=program.silent)
-        for note in (*graph.notes, *_shadowed(graph, before, self.shell.user_ns)):
+        for note in (*graph.notes, *shadowed(graph, before, self.shell.user_ns)):
             self.watch.show({"text/plain": f"note: {note}"})
         self._store(options, graph)
         return None if program.silent else result
@@ -290,6 +287,30 @@ class TfnbMagics(Magics):
             trace.save(options.trace)
         return self._out(options, replace(trace, rows=options.top, colours=options.by))
 
+    @magic(
+        argument("names", nargs="*", metavar="NAME", help="two graphs; with --passes what a run would fetch"),
+        argument("--passes", action="store_true", help="the graph before and after its passes, and what each one does"),
+        argument("--text", action="store_true", help="lines instead of a drawing"),
+    )
+    def tfdiff(self, line: str, cell: str | None = None) -> Any:
+        """Compare two graphs, or one graph before and after passes: what is new, gone and changed. Runs nothing.
+
+        %tfdiff digits wider
+        %tfdiff --passes loss train
+        """
+        options = self._line_only(self.tfdiff, line, cell)
+        if options.help or not options.names:
+            return self._help(self.tfdiff)
+        if options.passes:
+            graph = self._graph(options.graph)
+            found = tfnb.session.default_session(graph).passes(options.names, graph.placeholders)
+            return self._out(options, Lines(f"{found!r}\n{found.diff()}") if options.text else found)
+        if len(options.names) != 2:
+            raise UsageError(f"two graphs are compared; got: {' '.join(options.names)} (or is it %tfdiff --passes?)")
+        before, after = map(self._graph, options.names)
+        found = before.diff(after)
+        return self._out(options, Lines(found) if options.text else found)
+
     def _feed(self, words: list[str]) -> tuple[str, Any]:
         """The words after one -f, an expression with spaces among them."""
         text = " ".join(words)
@@ -314,7 +335,7 @@ class TfnbMagics(Magics):
 
     @magic(
         argument("patterns", nargs="*", metavar="PATTERN", help="names, with * and ?"),
-        argument("--sort", choices=_COLUMNS, metavar="COL", help="one of " + " ".join(_COLUMNS)),
+        argument("--sort", choices=COLUMNS, metavar="COL", help="one of " + " ".join(COLUMNS)),
     )
     def tfvars(self, line: str, cell: str | None = None) -> Any:
         """The variables of a graph: spec, bytes, where they live.
@@ -326,10 +347,10 @@ class TfnbMagics(Magics):
             return self._help(self.tfvars)
         labels = self._graph(options.graph).contents.variables
         patterns = options.patterns or ["*"]
-        rows = [_row(label, v) for label, v in labels.items() if any(fnmatch(label, p) for p in patterns)]
+        rows = [variable_row(label, v) for label, v in labels.items() if any(fnmatch(label, p) for p in patterns)]
         if options.sort:
-            rows.sort(key=lambda row: row[_COLUMNS.index(options.sort)])
-        return self._out(options, Table(_COLUMNS, rows))
+            rows.sort(key=lambda row: row[COLUMNS.index(options.sort)])
+        return self._out(options, Table(COLUMNS, rows))
 
     @magic(
         argument("size", nargs="?", metavar="SIZE", help="such as 512MB or 1.5GiB; without it: what is planned"),
@@ -385,7 +406,7 @@ class TfnbMagics(Magics):
         tfnb.session.default_session(graph).restore(
             existing(options.file), strict=not options.no_strict, mapping=mapping
         )
-        return self._out(options, Table(_COLUMNS, [_row(*item) for item in graph.contents.variables.items()]))
+        return self._out(options, Table(COLUMNS, [variable_row(*item) for item in graph.contents.variables.items()]))
 
     # -- the cluster ----------------------------------------------------------------------------------------
 
@@ -455,31 +476,6 @@ def _axis(name: str, size: int) -> int | str:
     """``_`` keeps the sample's size, digits fix it, a letter varies."""
     name = name.strip()
     return size if name == "_" else int(name) if name.isdigit() else name
-
-
-def _row(label: str, variable: Any) -> tuple[Any, ...]:
-    """One variable as a row of `_COLUMNS`."""
-    spec = variable.spec
-    return label, str(spec), math.prod(spec.shape) * spec.dtype.itemsize, str(variable.device), variable.trainable
-
-
-def _recorded_by(graph: Any) -> dict[str, Any]:
-    """Name -> the node that has it, of cells that are known by their text only."""
-    nodes = graph.nodes if graph is not None else ()
-    return {node.name: node for node in nodes if node.owner is not None and node.owner.key.startswith(BY_TEXT)}
-
-
-def _shadowed(graph: Any, before: dict[str, Any], names: dict[str, Any]) -> Iterator[str]:
-    """An edited cell that the front end gave no id cannot be recognised: say what stays of it."""
-    stays: dict[str, list[str]] = {}
-    for name, old in before.items():
-        new = names.get(name)
-        if not isinstance(new, (tfnb.Tensor, tfnb.Operation)) or new.graph is not graph:
-            continue
-        if new.node is not old and old.id in graph.contents.by_id and old.source is not None:
-            stays.setdefault(old.source.label, []).append(name)
-    for label, both in stays.items():
-        yield f"{label} recorded {', '.join(both)} too, and that stays in the graph; %tfgraph rm {label} removes it"
 
 
 def _bundle(widget: Any) -> dict[str, Any]:

@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
+
+COLUMNS = ("name", "spec", "bytes", "where", "trainable")  # of Variables
+
+
+def variable_row(label: str, variable: Any) -> tuple[Any, ...]:
+    """One Variable as a row of `COLUMNS`."""
+    spec = variable.spec
+    return label, str(spec), math.prod(spec.shape) * spec.dtype.itemsize, str(variable.device), variable.trainable
+
+
+class Lines(str):
+    """A string that a cell shows as the lines it is.
+
+    >>> Lines("a\\nb")
+    a
+    b
+    """
+
+    __repr__ = str.__str__
 
 
 @dataclass(frozen=True, slots=True)

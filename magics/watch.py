@@ -1,11 +1,14 @@
-"""The running notebook cell: its identity, and what to show once its result stands. May import IPython only."""
+"""The running notebook cell: its identity, and what to show once its result stands. Looks at what cells recorded."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell, display
+
+import tfnb
 
 BY_TEXT = "cell:#"  # how the owner of a cell without an id starts
 
@@ -56,3 +59,22 @@ class CellWatch:
         pending, self._pending = self._pending, []
         for bundle in pending:
             display(bundle, raw=True)
+
+
+def recorded_by(graph: Any) -> dict[str, Any]:
+    """Name -> the node that has it, of cells that are known by their text only."""
+    nodes = graph.nodes if graph is not None else ()
+    return {node.name: node for node in nodes if node.owner is not None and node.owner.key.startswith(BY_TEXT)}
+
+
+def shadowed(graph: Any, before: dict[str, Any], names: dict[str, Any]) -> Iterator[str]:
+    """An edited cell that the front end gave no id cannot be recognised: say what stays of it."""
+    stays: dict[str, list[str]] = {}
+    for name, old in before.items():
+        new = names.get(name)
+        if not isinstance(new, (tfnb.Tensor, tfnb.Operation)) or new.graph is not graph:
+            continue
+        if new.node is not old and old.id in graph.contents.by_id and old.source is not None:
+            stays.setdefault(old.source.label, []).append(name)
+    for label, both in stays.items():
+        yield f"{label} recorded {', '.join(both)} too, and that stays in the graph; %tfgraph rm {label} removes it"

@@ -45,6 +45,8 @@ BELOW = {
 LATE = {
     ("tfnb/__init__.py", "tfnb.magics"): "%load_ext: to import tfnb loads no IPython",
     ("tfnb/graph/graph.py", "tfnb.view"): "a repr asks view",
+    ("tfnb/graph/difference.py", "tfnb.view"): "a repr asks view",
+    ("tfnb/passes/pipeline.py", "tfnb.view"): "a repr asks view",
     ("tfnb/execution/trace.py", "tfnb.view"): "a repr asks view",
     ("tfnb/recording/habits.py", "tfnb.gradients.eager"): "backward() in a cell asks gradients",
     ("tfnb/recording/habits.py", "tfnb.train.from_torch"): "optimizer.step() in a cell asks train",

@@ -34,7 +34,7 @@ from tfnb.graph import Graph, Node, Value, Variable
 from tfnb.graph.collector import uncollected
 from tfnb.graph.serial import graph_hash
 from tfnb.graph.writing import WRITERS, Cut
-from tfnb.passes import LAYOUTS, chosen_layout, prune
+from tfnb.passes import LAYOUTS, Passes, chosen_layout, prune, table
 from tfnb.recording import graph as graph_named
 from tfnb.state import checkpoint
 from tfnb.step import Step
@@ -189,6 +189,29 @@ class Session:
             return prepared.rebuild(results)
 
         return call
+
+    def passes(self, fetches: Any, feeds: Iterable[Any] = (), *, sizes: Mapping[str, int] | None = None) -> Passes:
+        """What the passes make of what a run of ``fetches`` needs: nodes, bytes and predicted peak after each.
+
+        feeds: what would be fed, placeholders or other tensors. sizes: of axes that vary, by name, for the bytes; 32
+        is taken for others. Runs nothing. A notebook draws what is new, gone and changed.
+
+        >>> import tfnb
+        >>> with tfnb.record() as g:
+        ...     x = tfnb.placeholder(torch.zeros(2, 3), name="x")
+        ...     y = (x.t().t() * 1 + torch.ones(3)).exp()
+        >>> Session(g).passes(y, [x], sizes={"B": 64})
+        after     nodes  bytes made  predicted peak
+        prune         7       2,316           1,548
+        fold          7       2,304           1,536
+        simplify      7       2,304           1,536
+        prune         4       1,536           1,536
+        """
+        leaves: list[Any] = []
+        structure(fetches, leaves)
+        values = [value_of(self.graph, leaf) for leaf in leaves if variable_of(self.graph, leaf) is None]
+        fed = [value for key in feeds for value in fed_by(self.graph, key)]
+        return Passes(tuple(table(self.graph, values, fed, sizes, self._last)))
 
     def step(self, fetches: Sequence[Any], feeds: Sequence[Any] = ()) -> Step:
         """One step computed in parts, as a context manager: feed something, fetch something, feed more.

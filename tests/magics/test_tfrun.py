@@ -204,6 +204,42 @@ def test_file_that_lacks_a_variable_lists_it(net, tmp_path):
     net.ok(f"%tfload --no-strict {tmp_path / 'net.safetensors'}")
 
 
+# -- %tfdiff ----------------------------------------------------------------------------
+
+
+def test_two_graphs_are_compared_by_a_drawing_or_by_lines(net):
+    net.ok(
+        NET.replace("graph net", "graph wider").replace("Linear(3, 2)", "Linear(3, 5)").replace("y.sq", "y.exp().sq")
+    )
+    found = net.ok("%tfdiff net wider -o d").result
+    assert [node.name for node in found.added] == ["exp"] and "weight" in {node.name for node in found.changed}
+    html = net.shell.display_formatter.format(found)[0]["text/html"]
+    assert "<svg" in html and "1 added" in html
+    shown = net.shell.display_formatter.format(net.ok("%tfdiff net wider --text").result)[0]
+    assert shown["text/plain"].startswith("--- net\n+++ wider") and "text/html" not in shown
+
+
+def test_a_graph_is_compared_with_what_the_passes_make_of_it(net):
+    net.ok("%%tfgraph net --append --no-show\nz = (loss * 1).exp()")
+    found = net.ok("%tfdiff --passes z").result
+    assert "mul" in {node.name for node in found.diff().removed}
+    assert "predicted peak" in net.shell.display_formatter.format(found)[0]["text/html"]
+    lines = net.shell.display_formatter.format(net.ok("%tfdiff --passes z --text").result)[0]["text/plain"].splitlines()
+    assert lines[0].split() == ["after", "nodes", "bytes", "made", "predicted", "peak"] and "--- net" in lines
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("%tfdiff net", "two graphs are compared; got: net (or is it %tfdiff --passes?)"),
+        ("%tfdiff net nett", "no graph named 'nett'"),
+        ("%tfdiff --passes los", "no node 'los'"),
+    ],
+)
+def test_what_cannot_be_compared_is_said(net, line, said):
+    assert said in str(net.run(line).error or net.run(line).err)
+
+
 # -- all ----------------------------------------------------------------------------
 
 
@@ -212,7 +248,7 @@ def test_a_file_that_is_not_there_is_one_line(net, tmp_path):
     assert ran.err.startswith("UsageError: there is no file") and ran.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", ["tfgrad", "tfprof", "tfvars", "tfbudget", "tfsave", "tfload", "tfcluster"])
+@pytest.mark.parametrize("name", ["tfgrad", "tfprof", "tfdiff", "tfvars", "tfbudget", "tfsave", "tfload", "tfcluster"])
 def test_line_magics_say_so_in_a_cell(net, name):
     assert f"%{name} is a line magic" in net.run(f"%%{name}\n3").err
 

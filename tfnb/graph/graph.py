@@ -17,6 +17,7 @@ from typing import Any
 from tfnb.errors import FailedPrecondition, NotFound
 from tfnb.graph.check import check
 from tfnb.graph.contents import Contents, Guard
+from tfnb.graph.difference import Difference
 from tfnb.graph.node import Node, Value
 from tfnb.graph.serial import read_graph, write_graph
 from tfnb.graph.text import text
@@ -128,12 +129,13 @@ class Graph:
         """The stable, readable text form: one node per line."""
         return text(self.name, self.contents)
 
-    def diff(self, other: Graph) -> str:
-        """Unified difference of the text forms; empty for equal graphs."""
-        lines = difflib.unified_diff(
-            self.text().splitlines(), other.text().splitlines(), self.name, other.name, lineterm="", n=1
-        )
-        return "\n".join(lines)
+    def diff(self, other: Graph) -> Difference:
+        """What is new, gone and changed in ``other``; a string, empty for equal graphs, that a notebook draws.
+
+        >>> Graph("a").diff(Graph("b"))
+        <Difference: 0 added, 0 removed, 0 changed>
+        """
+        return Difference.of(self.name, self.contents, other.name, other.contents)
 
     # -- files --------------------------------------------------------------------------------------------
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tfnb.graph import Contents, Graph, Value
+from tfnb.graph.difference import Difference
 from tfnb.passes.absorb import absorb
 from tfnb.passes.budget import spare
 from tfnb.passes.donate import donate
@@ -40,17 +41,57 @@ class Stage:
     nodes: int
     bytes: int
     peak: int
+    graph: Graph = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What the passes make of the part of a graph that a run needs, stage by stage.
+
+    As text and in a notebook a table; the drawing below it has what all of them together changed. ``p[i].graph.diff(
+    p[i + 1].graph)`` is what one of them did.
+    """
+
+    stages: tuple[Stage, ...]
+
+    def __getitem__(self, place: int) -> Stage:
+        return self.stages[place]
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    def __iter__(self) -> Iterator[Stage]:
+        return iter(self.stages)
+
+    def diff(self) -> Difference:
+        """From what the run needs to what is run."""
+        return self.stages[0].graph.diff(self.stages[-1].graph)
+
+    def __repr__(self) -> str:
+        rows = [("after", "nodes", "bytes made", "predicted peak")]
+        rows += [(stage.name, f"{stage.nodes:,}", f"{stage.bytes:,}", f"{stage.peak:,}") for stage in self.stages]
+        wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [[name.ljust(wide[0]), *map(str.rjust, numbers, wide[1:])] for name, *numbers in rows]
+        return "\n".join("  ".join(line) for line in lines)
+
+    def _repr_html_(self) -> str:
+        from tfnb.view import difference_html  # listed exception: a repr asks view
+
+        return f"<pre>{self!r}</pre>{difference_html(self.diff(), self.stages[-1].graph.name)}"
 
 
 def table(
     graph: Graph, fetches: Collection[Value], feeds: Collection[Value], sizes: Mapping[str, int] | None = None,
     last: Sequence[Pass] = LAST,
 ) -> list[Stage]:  # fmt: skip
-    """A row for each of `stages`. sizes: of symbols, by name; 32 is taken for one that is missing."""
-    rows = []
+    """A row for each of `stages` that left something else. sizes: of symbols, by name; 32 for one that is missing."""
+    rows: list[Stage] = []
     for name, after in stages(graph, fetches, feeds, last):
-        memory = Memory(after, fetches, feeds, sizes)
-        rows.append(Stage(name, len(after.nodes), sum(memory.size.values()), memory.peak()))
+        seen = with_fed(after, graph, feeds)  # the same head for all
+        if rows and seen.nodes == rows[-1].graph.nodes:
+            continue
+        memory = Memory(seen, fetches, feeds, sizes)
+        rows.append(Stage(name, len(seen.nodes), sum(memory.size.values()), memory.peak(), seen))
     return rows
 
 

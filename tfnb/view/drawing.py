@@ -6,7 +6,7 @@ of each group, so it can fold and unfold without asking anyone.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -16,9 +16,10 @@ from tfnb.view import facts
 from tfnb.view.box import Box, Key, key_name
 from tfnb.view.escape import shorten, xml
 from tfnb.view.face import HEAD, Face, Painter, n, times
-from tfnb.view.heat import heat
+from tfnb.view.heat import Heat, heat
 from tfnb.view.inside import opened
 from tfnb.view.level import Drawn, Level, Placed, Ports
+from tfnb.view.marks import Marks
 from tfnb.view.measure import SANS
 from tfnb.view.style import HOT_SHEET, PAPER, SHEET
 from tfnb.view.tree import tree
@@ -27,6 +28,7 @@ from tfnb.view.wiring import Wiring
 
 BOXES = 26  # boxes and frames of the first view, where the graph allows a choice
 MOST = 150
+MARKED = 12  # nodes that are new, gone or changed, which are shown at first
 FACES = 850_000  # characters of the faces that are not shown at first; what is beyond unfolds in the live view only
 
 Which = Node | Value | str | int | None
@@ -36,12 +38,13 @@ class Drawing:
     """Draws one version of a graph; ``cell`` folds other cells, ``failing`` is red, ``grey`` pale.
 
     ``trace`` colours boxes by what a traced run measured: ``by`` is ``"time"`` or ``"bytes"``; sides of branches that
-    it took are lit, others pale, and its loops have sliders over their turns.
+    it took are lit, others pale, and its loops have sliders over their turns. ``marks`` says which nodes were
+    ``"added"``, ``"removed"`` or ``"changed"``: colours for those, the groups around them unfolded.
     """
 
     def __init__(
         self, graph: Graph, *, cell: str | None = None, failing: Which = None, grey: Collection[int] = (),
-        boxes: int = BOXES, trace: Any = None, by: str = "time",
+        boxes: int = BOXES, trace: Any = None, by: str = "time", marks: Mapping[int, str] | None = None,
     ) -> None:  # fmt: skip
         self.name = graph.name
         keep = {*getattr(trace, "fetched", ()), _id_of(failing, graph.contents)}
@@ -52,10 +55,12 @@ class Drawing:
         self.wiring = Wiring(self.contents, self.root)
         failed = _id_of(failing, self.contents)
         red = frozenset() if failed is None else frozenset({failed})
-        self.heat = None if trace is None else heat(trace, by, inside.lit, inside.paths)
+        self.colours: Heat | Marks | None = None if marks is None else Marks(marks, inside.paths)
+        if trace is not None:
+            self.colours = heat(trace, by, inside.lit, inside.paths)
         self.turned = Turned(trace, inside, self.wiring) if trace is not None and trace.turns else None
-        self.painter = Painter(self.wiring, red, inside.dead.union(grey), self.heat, self.turned)
-        self.opened = self._opened(min(boxes, MOST), red)
+        self.painter = Painter(self.wiring, red, inside.dead.union(grey), self.colours, self.turned)
+        self.opened = self._opened(min(boxes, MOST), red or (marks if marks and len(marks) <= MARKED else ()))
 
     def path(self, node: int) -> tuple[int, ...]:
         """The ids of a node of the drawing and of those around it, as they were recorded."""
@@ -63,10 +68,10 @@ class Drawing:
 
     # -- which boxes are unfolded -----------------------------------------------------------------------------
 
-    def _opened(self, budget: int, failing: Collection[int]) -> frozenset[Key]:
-        """Groups above a failing node; then lines and modules, a whole depth of a line at a time, while they fit."""
+    def _opened(self, budget: int, wanted: Collection[int]) -> frozenset[Key]:
+        """Groups above the wanted nodes; then lines and modules, a whole depth of a line at a time, while they fit."""
         where = self.wiring.where
-        opened = {where[node][:depth] for node in failing for depth in range(len(where[node]))} | {()}
+        opened = {where[node][:depth] for node in wanted for depth in range(len(where[node]))} | {()}
         seen = sum(len(box.children) + 1 for box in self.root.walk() if box.key in opened) - 1
         for _, boxes in groupby(sorted(filter(_has_functions, self.root.walk()), key=_priority), key=_priority):
             inner = [box for box in boxes if box.key not in opened and box.key[:-1] in opened]
@@ -155,10 +160,11 @@ class Drawing:
         drawn = self._level(self.root, self.opened)
         wide, high = n(drawn.width), n(drawn.height)
         words = f"Graph {self.name}: {facts.counts(self.contents)}"
+        sheet = HOT_SHEET if isinstance(self.colours, Heat) else SHEET
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" class="tfnb" role="img" aria-label="{xml(words)}" '
             f'width="{wide}" height="{high}" viewBox="0 0 {wide} {high}" font-family="{SANS}" '
-            f'style="max-width:100%;height:auto"><style>{SHEET if self.heat is None else HOT_SHEET}</style>'
+            f'style="max-width:100%;height:auto"><style>{sheet}</style>'
             f'<rect class="paper" width="100%" height="100%" fill="{PAPER}"/>'
             f'<g class="level" data-w="{wide}" data-h="{high}">{drawn.svg}</g></svg>'
         )

@@ -14,11 +14,13 @@ from typing import Any
 import graphviz
 
 from tfnb.graph import Graph, Node
+from tfnb.graph.difference import Difference
 from tfnb.view import facts, page
 from tfnb.view.box import Box, Key, key_name
 from tfnb.view.drawing import Drawing
 from tfnb.view.escape import dot as quoted
 from tfnb.view.listing import text_tree
+from tfnb.view.marks import marks, union
 from tfnb.view.style import LIGHT
 from tfnb.view.timeline import timeline
 
@@ -39,6 +41,13 @@ def timeline_of(trace: Any, drawing: Drawing) -> str:
 def trace_html(trace: Any, *, by: str = "time") -> str:
     """A traced run: its graph coloured by time or bytes, the timeline with the live bytes, and what took longest."""
     return graph_html(trace.graph, trace=trace, by=by)
+
+
+def difference_html(difference: Difference, name: str = "difference") -> str:
+    """Two graphs as one, coloured by what is new, gone and changed."""
+    graph = union(difference, name)
+    drawing = Drawing(graph, marks=marks(difference))
+    return page.html(drawing, lambda: str(difference))
 
 
 def graph_svg(graph: Graph, **options: Any) -> str:

@@ -14,6 +14,7 @@ from tfnb.view.box import Box
 from tfnb.view.escape import shorten, xml
 from tfnb.view.heat import Heat
 from tfnb.view.inside import ARGUMENT
+from tfnb.view.marks import Marks
 from tfnb.view.measure import width
 from tfnb.view.style import FRAME, LIGHT, MONO, SOFT, WIRE
 from tfnb.view.turns import Turned
@@ -55,20 +56,20 @@ class Face:
 
 @dataclass(frozen=True, slots=True)
 class Painter:
-    """Draws the boxes of one graph; ``failing`` are ids in red, ``grey`` ids in pale, ``heat`` colours the others."""
+    """Draws the boxes of one graph; ``failing`` are ids in red, ``grey`` ids in pale, ``colours`` is for the others."""
 
     wiring: Wiring
     failing: frozenset[int] = frozenset()
     grey: frozenset[int] = frozenset()
-    heat: Heat | None = None
+    colours: Heat | Marks | None = None
     turned: Turned | None = None
 
     def tone(self, box: Box) -> str:
         """The colour of a box: that of its nodes, if they agree."""
         if any(node.id in self.failing for node in box.nodes):
             return "failing"
-        if self.heat is not None:
-            return self.heat.tone(box)
+        if self.colours is not None:
+            return self.colours.tone(box)
         if not box.children:
             return facts.tone(box.node)
         tones = {facts.tone(node) for node in box.nodes if node.op not in facts.SMALL}
@@ -125,8 +126,8 @@ class Painter:
     def _rows(self, box: Box) -> list[Row]:
         rows = [self._title(box), [Word(text, 10, mono=True, soft=True) for text in self._result(box)]]
         rows.append([Word(text, 10, soft=True) for text in (_variables(box) or self._uses(box))])
-        hot = self.heat.words(box) if self.heat is not None else ""
-        rows.append([Word(hot, 10, bold=True, mark="took")] if hot else [])
+        more = self.colours.words(box) if self.colours is not None else ""
+        rows.append([Word(more, 10, bold=True, mark="took")] if more else [])
         turn = self.turned.words(box) if self.turned is not None else []
         rows.append([Word(turn[0], 10, mono=True, others=tuple(turn[1:]), mark="turn")] if turn else [])
         if box.code:

@@ -14,9 +14,11 @@ from tfnb.errors import InvalidArgument
 from tfnb.view import facts
 from tfnb.view.box import Box
 from tfnb.view.inside import Path
+from tfnb.view.style import LIGHT
 
 LEVELS = 5  # of colour; a level is three times the share of the one below
 BY = ("time", "bytes")
+HOT = {"heat4": "over 33 %", "heat3": "11 %", "heat2": "4 %", "heat1": "1 %"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,11 @@ class Heat:
             return ""
         text, percent = duration(amount) if self.by == "time" else facts.amount(amount), 100 * self._share(amount)
         return f"{text} · {percent:.0f} %" if percent >= 1 else f"{text} · <1 %"
+
+    @property
+    def legend(self) -> list[list[str]]:
+        """Words and colours."""
+        return [[f"{words} of the {self.by}", LIGHT[tone].line] for tone, words in HOT.items()]
 
     def _share(self, amount: float) -> float:
         return amount / self.total if self.total else 0.0

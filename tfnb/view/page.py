@@ -18,7 +18,6 @@ from tfnb.view.layout import LayoutFailed
 from tfnb.view.style import LIGHT
 
 LEGEND = ("forward", "gradient", "update", "variable")
-HOT = {"heat4": "over 33 %", "heat3": "11 %", "heat2": "4 %", "heat1": "1 %"}
 
 
 def html(drawing: Drawing, listing: Callable[[], str], *, below: str = "") -> str:
@@ -55,8 +54,8 @@ def live(drawing: Drawing, *, below: str = "") -> dict[str, Any]:
 
 
 def _legend(drawing: Drawing) -> list[list[str]]:
-    if drawing.heat is not None:
-        return [[f"{words} of the {drawing.heat.by}", LIGHT[tone].line] for tone, words in HOT.items()]
+    if drawing.colours is not None:
+        return drawing.colours.legend
     tones = {facts.tone(node) for node in drawing.contents.nodes}
     return [[tone, LIGHT[tone].line] for tone in LEGEND if tone in tones]
 

@@ -1,0 +1,115 @@
+"""What two graphs do not have in common: nodes that are new, gone, or take or give something else.
+
+Nodes belong together that have the same id, as before and after a pass, or else the same name, as in two recordings.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tfnb.graph.contents import Contents
+from tfnb.graph.node import Node, Ref, Value
+from tfnb.graph.ops import IN_PLACE
+from tfnb.graph.subgraph import Subgraph
+from tfnb.graph.text import text
+from tfnb.graph.variable import Variable
+
+
+class Difference(str):
+    """The unified difference of the text forms of two graphs; empty where they are equal. A notebook draws it.
+
+    >>> d = Difference.of("a", Contents(), "b", Contents())
+    >>> d == "", d.added, d.removed, d.changed
+    (True, (), (), ())
+    """
+
+    before: Contents
+    after: Contents
+    same: Mapping[int, int]  # ids of the nodes that belong together, as before and as after
+    added: tuple[Node, ...]
+    removed: tuple[Node, ...]
+    changed: tuple[Node, ...]  # as they are after
+
+    @classmethod
+    def of(cls, name: str, before: Contents, other: str, after: Contents) -> Difference:
+        """Between a graph and another one, with their names."""
+        texts = [text(name, contents).splitlines() for contents in (before, after)]  # names are no difference
+        made = cls("\n".join(difflib.unified_diff(*texts, name, other, lineterm="", n=1)))
+        made.before, made.after, made.same = before, after, _same(before, after)
+        kept = set(made.same.values())
+        made.added = tuple(node for node in after.nodes if node.id not in kept)
+        made.removed = tuple(node for node in before.nodes if node.id not in made.same)
+        alike = _Alike(before, after, made.same)
+        pairs = [(before.by_id[old], after.by_id[new]) for old, new in made.same.items()]
+        differ = {new.id for old, new in pairs if not alike.nodes(old, new)}
+        made.changed = tuple(node for node in after.nodes if node.id in differ)
+        return made
+
+    @property
+    def counts(self) -> str:
+        """``3 added, 1 removed, 0 changed``."""
+        return f"{len(self.added)} added, {len(self.removed)} removed, {len(self.changed)} changed"
+
+    def __repr__(self) -> str:
+        return f"<Difference: {self.counts}>" + (f"\n{self}" if self else "")
+
+    def _repr_html_(self) -> str:
+        from tfnb.view import difference_html  # listed exception: a repr asks view
+
+        return difference_html(self)
+
+
+def _same(before: Contents, after: Contents) -> dict[int, int]:
+    found = {node.id: node.id for node in before.nodes if node.id in after.by_id}
+    for node in before.nodes:
+        twin = after.by_name.get(node.name)
+        if node.id not in found and twin is not None and twin.id not in before.by_id:
+            found[node.id] = twin.id
+    return found
+
+
+class _Alike:
+    """Whether nodes, arguments and values of two graphs are the same."""
+
+    def __init__(self, before: Contents, after: Contents, same: Mapping[int, int]) -> None:
+        self._same = same
+        self._labels = {v: label for contents in (after, before) for label, v in contents.variables.items()}
+
+    def nodes(self, a: Node, b: Node) -> bool:
+        """All but name, place and line."""
+        if a is b:
+            return True
+        facts = [(node.op, node.outputs, node.device, IN_PLACE in node.tags, node.attrs.keys()) for node in (a, b)]
+        inputs = tuple(self._now(value) for value in a.inputs) == b.inputs
+        control = tuple(self._same.get(i, i) for i in a.control) == b.control
+        return facts[0] == facts[1] and inputs and control and all(self._leaf(a.attrs[k], b.attrs[k]) for k in a.attrs)
+
+    def _now(self, value: Value) -> Value:
+        return Value(self._same.get(value.node, value.node), value.index)
+
+    def _leaf(self, a: Any, b: Any) -> bool:
+        if a is b:
+            return True
+        if type(a) is not type(b):
+            return False
+        match a:
+            case torch.Tensor():
+                return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+            case Variable():
+                return self._labels[a] == self._labels[b] and a.spec == b.spec
+            case Subgraph():
+                return text("", a.contents) == text("", b.contents)
+            case Value():
+                return self._now(a) == b
+            case Ref():
+                return bool(a == b)
+            case list() | tuple():
+                return len(a) == len(b) and all(map(self._leaf, a, b))
+        return bool(a == b)
+
+
+__all__ = ["Difference"]
