@@ -65,7 +65,7 @@ def test_both_graphs_are_drawn_as_one() -> None:
     before = recorded(lambda x: x.relu().exp().neg().sin())
     after = recorded(lambda x: x.relu().neg().tanh())
     found = before.diff(after)
-    whole = union(found, "both")
+    whole = union(found)
     assert names(whole.nodes) == ["x", "relu", "exp", "neg", "sin", "tanh"]
     gone = whole["sin"]  # it takes what neg gives now
     assert gone.inputs == (whole["neg"].value(),)
@@ -86,7 +86,7 @@ def test_a_name_that_both_have_for_different_nodes_is_there_twice() -> None:
     with tfnb.record(rest):
         x.exp()
     found = graph.diff(rest)
-    assert len(set(names(union(found, "both").nodes))) == len(union(found, "both").nodes)
+    assert len(set(names(union(found).nodes))) == len(union(found).nodes)
 
 
 def test_passes_show_what_each_of_them_does_to_nodes_bytes_and_peak() -> None:

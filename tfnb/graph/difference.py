@@ -27,6 +27,7 @@ class Difference(str):
     (True, (), (), ())
     """
 
+    title: str
     before: Contents
     after: Contents
     same: Mapping[int, int]  # ids of the nodes that belong together, as before and as after
@@ -39,6 +40,7 @@ class Difference(str):
         """Between a graph and another one, with their names."""
         texts = [text(name, contents).splitlines() for contents in (before, after)]  # names are no difference
         made = cls("\n".join(difflib.unified_diff(*texts, name, other, lineterm="", n=1)))
+        made.title = name if name == other else f"{name} and {other}"
         made.before, made.after, made.same = before, after, _same(before, after)
         kept = set(made.same.values())
         made.added = tuple(node for node in after.nodes if node.id not in kept)

@@ -77,7 +77,7 @@ class Passes:
     def _repr_html_(self) -> str:
         from tfnb.view import difference_html  # listed exception: a repr asks view
 
-        return f"<pre>{self!r}</pre>{difference_html(self.diff(), self.stages[-1].graph.name)}"
+        return f"<pre>{self!r}</pre>{difference_html(self.diff())}"
 
 
 def table(

@@ -43,11 +43,9 @@ def trace_html(trace: Any, *, by: str = "time") -> str:
     return graph_html(trace.graph, trace=trace, by=by)
 
 
-def difference_html(difference: Difference, name: str = "difference") -> str:
+def difference_html(difference: Difference) -> str:
     """Two graphs as one, coloured by what is new, gone and changed."""
-    graph = union(difference, name)
-    drawing = Drawing(graph, marks=marks(difference))
-    return page.html(drawing, lambda: str(difference))
+    return page.html(Drawing(union(difference), marks=marks(difference)), lambda: str(difference))
 
 
 def graph_svg(graph: Graph, **options: Any) -> str:

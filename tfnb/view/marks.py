@@ -49,7 +49,7 @@ def marks(difference: Difference) -> dict[int, str]:
     return {node.id: mark for mark, nodes in parts.items() for node in nodes}
 
 
-def union(difference: Difference, name: str) -> Graph:
+def union(difference: Difference) -> Graph:
     """The graph after, and among it the nodes that are gone, below what they took."""
     after, names = difference.after, Names(node.name for node in difference.after.nodes)
     place: dict[int, int] = dict(after.position)  # of nodes after, and of those that are gone: behind which of them
@@ -64,4 +64,4 @@ def union(difference: Difference, name: str) -> Graph:
         control = tuple(difference.same.get(i, i) for i in node.control)
         gone.append(replace(node, name=names.fresh(node.name), inputs=inputs, control=control))
     nodes = sorted([*after.nodes, *gone], key=lambda node: (place[node.id], node.id not in after.by_id))
-    return Graph(name, Contents(tuple(nodes), after.guards))
+    return Graph(difference.title, Contents(tuple(nodes), after.guards))
