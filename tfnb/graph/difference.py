@@ -27,7 +27,7 @@ class Difference(str):
     (True, (), (), ())
     """
 
-    title: str
+    name: str
     before: Contents
     after: Contents
     same: Mapping[int, int]  # ids of the nodes that belong together, as before and as after
@@ -38,9 +38,9 @@ class Difference(str):
     @classmethod
     def of(cls, name: str, before: Contents, other: str, after: Contents) -> Difference:
         """Between a graph and another one, with their names."""
-        texts = [text(name, contents).splitlines() for contents in (before, after)]  # names are no difference
-        made = cls("\n".join(difflib.unified_diff(*texts, name, other, lineterm="", n=1)))
-        made.title = name if name == other else f"{name} and {other}"
+        a, b = (text(name, contents).splitlines() for contents in (before, after))  # names are no difference
+        made = cls("\n".join(difflib.unified_diff(a, b, name, other, lineterm="", n=1)))
+        made.name = name if name == other else f"{name} and {other}"
         made.before, made.after, made.same = before, after, _same(before, after)
         kept = set(made.same.values())
         made.added = tuple(node for node in after.nodes if node.id not in kept)

@@ -64,4 +64,4 @@ def union(difference: Difference) -> Graph:
         control = tuple(difference.same.get(i, i) for i in node.control)
         gone.append(replace(node, name=names.fresh(node.name), inputs=inputs, control=control))
     nodes = sorted([*after.nodes, *gone], key=lambda node: (place[node.id], node.id not in after.by_id))
-    return Graph(difference.title, Contents(tuple(nodes), after.guards))
+    return Graph(difference.name, Contents(tuple(nodes), after.guards))
