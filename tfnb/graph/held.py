@@ -7,6 +7,8 @@ Variable goes with the module. Nothing here keeps a module or a tensor object al
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -71,7 +73,7 @@ class Held:
         seen, only = self._seen, self._only
         if seen is not None and only is not None:  # on the path of every step: as below, in few calls
             module, name, tensor = only[0](), only[1], self._object()
-            table = {} if module is None else module._parameters
+            table: Mapping[str, Any] = {} if module is None else module._parameters
             if tensor is not None and name in table and table[name] is tensor and _lies_as(tensor, seen):
                 return seen
         tensor = self.tensor()
