@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -123,6 +124,19 @@ def test_memory_that_somebody_holds_is_not_used_again(held: Callable[[torch.Tens
     assert tier.take(96, CPU).data_ptr() != first  # one more piece, which is free again
     del somebody
     assert first in [memory.data_ptr() for memory in [tier.take(96, CPU), tier.take(96, CPU)]]
+
+
+def test_what_a_run_moved_out_is_free_at_its_end_and_not_when_the_collector_comes() -> None:
+    tier, made = Tier(), [[torch.randn(64) for _ in range(TURNS)]]
+    gc.disable()
+    try:
+        left = []
+        for _ in range(3):
+            took(tier, made, reverse=True, each=lambda *_: None)
+            left.append(len(tier._rest))
+    finally:
+        gc.enable()
+    assert left[0] == left[1] == left[2]
 
 
 def open_files() -> int:
