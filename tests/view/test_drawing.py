@@ -129,6 +129,13 @@ def test_constants_show_at_most_64_numbers() -> None:
     assert len(numbers) <= 64
 
 
+def test_a_group_of_an_operation_is_drawn() -> None:
+    v = tfnb.Variable(torch.zeros(3), name="v")
+    with tfnb.record() as graph:
+        tfnb.group(tfnb.group(v.assign_add(torch.ones(3))), v.assign_add(torch.ones(3)), name="both")
+    assert "both" in graph_svg(graph)
+
+
 def test_an_empty_graph_is_a_picture() -> None:
     assert boxes(graph_svg(Graph("empty"))) == []
 

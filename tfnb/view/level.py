@@ -178,7 +178,8 @@ def _words(values: Sequence[Value], wiring: Wiring) -> Iterator[str]:
     contents = wiring.contents
     for value in values[:4]:
         node = contents.by_id[value.node]
-        yield f"{facts.value_name(value, contents)}  {node.outputs[value.index]}"
+        specs = "".join(map(str, node.outputs[value.index : value.index + 1]))  # none of an operation
+        yield f"{facts.value_name(value, contents)}  {specs}".rstrip()
         if facts.is_densified(node):
             yield f"a row-sparse gradient made dense: {facts.bytes_of(node.outputs[value.index])} bytes"
     if len(values) > 4:
@@ -190,7 +191,7 @@ def _words(values: Sequence[Value], wiring: Wiring) -> Iterator[str]:
 def _thickness(values: Sequence[Value], wiring: Wiring) -> float:
     """1 for a kilobyte and less, 3 for gigabytes."""
     nodes = wiring.contents.by_id
-    size = sum(facts.bytes_of(nodes[value.node].outputs[value.index]) for value in values)
+    size = sum(facts.bytes_of(spec) for v in values for spec in nodes[v.node].outputs[v.index : v.index + 1])
     return min(3.0, 1 + max(0.0, math.log10(max(size, 1) / 1000) / 3))
 
 
