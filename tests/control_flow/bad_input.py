@@ -79,6 +79,10 @@ out = tfnb.TensorArray(3).write(0, x.sum()).write(0, x.sum()).stack()
 i = (x.sum() > 5).long()
 out = tfnb.TensorArray(3).write(1, x.sum()).write(i, x.sum()).stack()
 
+# an element that a while_loop writes twice: record, InvalidArgument, 1, element 0 of a TensorArray is written twice
+_, a = tfnb.while_loop(lambda i, a: i < 2, lambda i, a: (i + 1, a.write(i * 0, x.sum())), (0, tfnb.TensorArray(3)))
+out = a.stack()
+
 # an element that a loop writes twice: record, InvalidArgument, 3, element 0 of a TensorArray is written twice
 a, n = tfnb.TensorArray(3, shape=()), 0
 while n < 2 + x.sum() * 0:

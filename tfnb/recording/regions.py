@@ -19,7 +19,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tfnb.errors import InvalidArgument
+from tfnb.errors import InvalidArgument, TfnbError
 from tfnb.graph import Contents, Dim, Guard, Node, Spec, Subgraph, Value, Variable
 from tfnb.graph.contents import Names
 from tfnb.graph.graph import new_id
@@ -445,9 +445,12 @@ def append(
                 samples = evaluate(
                     node, [entry.sample for entry in entries], recorder.symbols.number, recorder.graph.seed
                 )
-        except BaseException:
+        except BaseException as error:
             tape.drop_last()
-            raise
+            if isinstance(error, TfnbError) or not isinstance(error, Exception):
+                raise
+            what = f"{op.removeprefix('tfnb.')} failed for the samples: {str(error) or type(error).__name__}{tape.at()}"
+            raise InvalidArgument(what, op=op) from error
     tensors = []
     for index, (spec, sample) in enumerate(zip(outputs, samples, strict=True)):
         at = Value(value.node, index)
