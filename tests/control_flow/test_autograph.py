@@ -356,3 +356,27 @@ def equals_python(parts: list[str], is_early: bool) -> None:
         got = [next(found) if isinstance(v, torch.Tensor) else v for v in out]
         for a, b in zip(got, wanted, strict=True):
             torch.testing.assert_close(torch.as_tensor(a).to(F64), torch.as_tensor(b).to(F64), rtol=1e-9, atol=1e-9)
+
+
+def clipped(v: Any) -> Any:
+    if v < 0:
+        return v * 0
+    elif v > 6:
+        return v * 0 + 6
+    return v
+
+
+def first_product(v: Any) -> Any:
+    for i in range(5):
+        if v * i > 7:
+            return v * i
+    return -v
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("program", [clipped, first_product])
+def test_a_function_that_always_returns_is_not_said_to_return_sometimes(program: Callable[[Any], Any]) -> None:
+    out, (x,), notes = recorded(program, 4.0)
+    assert not any("returns nothing" in note for note in notes)
+    for fed in (-2.0, 3.5, 1.0, 9.0):
+        torch.testing.assert_close(tfnb.run(out, {x: fed}), program(torch.tensor(fed)))

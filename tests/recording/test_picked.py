@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -120,3 +121,26 @@ def test_each_run_asks_its_own_truth_value(name: str) -> None:
         (grad,) = torch.autograd.grad((want * want).sum(), fed)
         got = tfnb.run([y, dx], {x: fed.detach(), m: torch.tensor(truth), i: torch.tensor(number)})
         torch.testing.assert_close(got, [want.detach(), grad])
+
+
+def test_a_place_that_is_a_size_is_that_of_each_run_and_is_written() -> None:
+    def program(x: Any) -> Any:
+        n = x.shape[0]
+        y, z = x * 1, torch.zeros(3, n + 1)
+        y[n - 1] = 7
+        y[n // 2, 1] += 2
+        z[:, n] = 1
+        return x[n - 1], x[n // 2, 0], x[-1 if n < 3 else 1], y, z, x[..., 1][n - 1], x[None, n - 1]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with tfnb.record():
+            x = tfnb.placeholder(torch.arange(8.0).reshape(4, 2))
+            out = tfnb.autograph(program)(x)
+            (dx,) = tfnb.gradients(3 * out[0].sum() + out[1] + out[3].square().sum(), [x])
+    for n in (2, 4, 7):
+        row = torch.arange(2.0 * n).reshape(n, 2).requires_grad_()
+        want = program(row)
+        torch.testing.assert_close(tfnb.run(out, {x: row.detach()}), tuple(each.detach() for each in want))
+        (slope,) = torch.autograd.grad(3 * want[0].sum() + want[1] + want[3].square().sum(), row)
+        torch.testing.assert_close(tfnb.run(dx, {x: row.detach()}), slope)

@@ -1,4 +1,4 @@
-"""``x[i]`` where ``i`` is one recorded number or truth value: torch would read it, and fix what it picks.
+"""``x[i]`` where ``i`` is one recorded number or truth value, or a size: torch would read it, and fix what it picks.
 
 Each run picks. A row is a view as in torch: writes to it reach ``x``, and writes to ``x`` reach it.
 """
@@ -28,8 +28,8 @@ def set_item(x: Any, index: Any, value: Any) -> None:
 
 
 def _looked(x: Any, index: Any) -> tuple[Any, Any]:
-    """``x`` and ``index`` with each recorded number as row 0 of the one row that it picks, and each truth value as a
-    mask of one element over an axis of its own."""
+    """``x`` and ``index`` with each recorded number or size as row 0 of the one row that it picks, and each truth value
+    as a mask of one element over an axis of its own."""
     items = list(index) if isinstance(index, tuple) else [index]
     rec: Any = current.recording()
     if rec is None or not any(map(_is_single, items)) or torch._C._functorch.is_functorch_wrapped_tensor(x):
@@ -40,6 +40,8 @@ def _looked(x: Any, index: Any) -> tuple[Any, Any]:
         if not _is_single(item):
             continue
         axis = sum(taken[:place]) + (rest if any(other is ... for other in items[:place]) else 0)
+        if isinstance(item, torch.SymInt):
+            item = torch.ops.aten.scalar_tensor(item, dtype=torch.int64)
         if item.dtype in _MASKS:
             x, items[place], taken[place] = x.unsqueeze(axis), item.reshape(1), 1
         else:
@@ -48,6 +50,8 @@ def _looked(x: Any, index: Any) -> tuple[Any, Any]:
 
 
 def _is_single(item: Any) -> bool:
+    if isinstance(item, torch.SymInt):
+        return True
     return isinstance(item, Tensor) and item.dim() == 0 and item.dtype in (*_MASKS, *_WHOLE)
 
 

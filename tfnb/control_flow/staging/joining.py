@@ -120,6 +120,9 @@ class Join:
     def _leaf(self, place: int, at: int, a: Any, b: Any, label: str) -> Callable[[list[Any]], Any]:
         if a is b or (type(a) is type(b) and not isinstance(a, torch.Tensor) and same(a, b)):
             return lambda _: a
+        known = self._known(True, a)
+        if known is not None and known is self._known(False, b):
+            return lambda _: known
         if not is_value(a) or not is_value(b):
             raise CannotStage(f"{label} is {kind(a)} in one branch and {kind(b)} in the other")
         if isinstance(self.test, torch.SymBool) and (size := _size_of(self.test, a, b)) is not None:
@@ -141,6 +144,19 @@ class Join:
             return found
 
         return made
+
+    def _known(self, side: bool, leaf: Any) -> bool | None:
+        """The truth that a leaf has on this side by the test alone: of what says whether a function has returned."""
+        if isinstance(leaf, bool):
+            return leaf
+        if not isinstance(leaf, Tensor) or leaf.dtype != torch.bool or not isinstance(self.test, Tensor):
+            return None
+        recorder = self.st.recorder
+        tested, value = recorder._entry(self.test).value, leaf.shown.value
+        if value == tested:
+            return side
+        node = recorder.node(tested.node)
+        return not side if node.op == "aten.logical_not.default" and node.inputs[0] == value else None
 
     def _column(self, column: Any, label: str) -> Callable[[list[Any]], Any]:
         self.columns.append(column)
