@@ -72,6 +72,23 @@ a -= 1
 b += 2
 return a, b, part
 
+# two names of what a branch makes
+a, b = x.sum(0), x[0] * 1
+if x.sum() > 1:
+    a = b = x.mean(0)
+a += 1
+b[1:] *= 2
+return a, b
+
+# two names of what a branch of a turn makes
+a, b = x.sum(0), x[0] * 1
+c = a * 0
+if x.sum() > 1:
+    c = a = x.mean(0)
+for row in x:
+    a += row
+return a, c
+
 # one of two branches of an expression, in a loop
 a, b = x.sum(0), x[0] * 1
 c = a if x.sum() > 1 else b

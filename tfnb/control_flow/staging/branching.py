@@ -282,8 +282,7 @@ def _branch(
     region = record_region(recorder, call, [], scope=scope, turns=False, where=where, entered=entered)
     st.set(before)
     values, outputs, elements, homes = found
-    outer = {at: home for at, home in homes.items() if home[0].entry.value.node in recorder.tape.by_id}
-    return After(region, values, {at: region.outputs[place] for at, place in outputs.items()}, elements, outer)
+    return After(region, values, {at: region.outputs[place] for at, place in outputs.items()}, elements, homes)
 
 
 def _is_of(own: set[str], recorder: Recorder, leaf: Any) -> bool:

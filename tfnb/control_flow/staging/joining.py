@@ -40,6 +40,8 @@ from tfnb.recording import Tensor
 from tfnb.recording.aliases import share
 from tfnb.recording.loop import DISAGREE
 from tfnb.recording.regions import Region, bound_outside, now
+from tfnb.recording.tensor import Base
+from tfnb.recording.views import View
 
 _LONG = 40  # operations of a size; what has more is a tensor
 
@@ -66,6 +68,7 @@ class Join:
         self.columns: list[tuple[Value | None, Value | None]] = []
         self.labels: list[str] = []
         self.loose: set[int] = set()  # columns whose axis 0 may be of another size in each branch
+        self.firsts: dict[tuple[bool, Base], tuple[Tensor, tuple[View, ...]]] = {}  # of what a branch made
 
     @cached_property
     def predicate(self) -> Tensor:
@@ -140,7 +143,7 @@ class Join:
             found = result(results)
             for side, after in self.sides.items():
                 if (place, at) in after.homes:
-                    share(self.st.recorder, found, *after.homes[place, at], lambda: self.predicate, side)
+                    self._share(found, *after.homes[place, at], side)
             return found
 
         return made
@@ -157,6 +160,15 @@ class Join:
             return side
         node = recorder.node(tested.node)
         return not side if node.op == "aten.logical_not.default" and node.inputs[0] == value else None
+
+    def _share(self, found: Tensor, base: Base, chain: tuple[View, ...], side: bool) -> None:
+        recorder = self.st.recorder
+        if base.entry.value.node in recorder.tape.by_id:  # of outside
+            return share(recorder, found, base, chain, lambda: self.predicate, side)
+        first, views = self.firsts.setdefault((side, base), (found, chain))
+        if first is not found:
+            test = None if views else lambda: self.predicate
+            share(recorder, found, first._family, chain, test, side)
 
     def _column(self, column: Any, label: str) -> Callable[[list[Any]], Any]:
         self.columns.append(column)
