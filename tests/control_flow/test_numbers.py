@@ -89,3 +89,22 @@ def test_a_fraction_beside_whole_numbers_is_refused() -> None:
 
     with tfnb.record(), pytest.raises(InvalidArgument, match=r"`part` is (float32|int64)\[\] in one branch and"):
         tfnb.autograph(mixed)(tfnb.placeholder(torch.tensor([1, 2])))
+
+
+@pytest.mark.parametrize("executor", ["auto", "dataflow"])
+@pytest.mark.parametrize("dtype", [F32, F64])
+def test_a_rate_that_a_loop_lowers_is_as_exact_as_what_it_is_used_on(executor: Any, dtype: Any) -> None:
+    def descend(x: Any, n: Any) -> Any:
+        rate, i = 0.1, 0
+        while i < n:
+            x = x - rate * x.sin()
+            rate *= 0.9
+            i += 1
+        return x
+
+    with tfnb.record() as graph:
+        x, n = tfnb.placeholder(torch.linspace(0, 1, 5, dtype=dtype)), tfnb.placeholder(torch.tensor(2))
+        y = tfnb.autograph(descend)(x, n)
+    fed = {x: torch.linspace(-1, 3, 7, dtype=dtype), n: torch.tensor(9)}
+    got = tfnb.Session(graph, executor=executor).run(y, fed)
+    torch.testing.assert_close(got, descend(*fed.values()), rtol=4 * torch.finfo(dtype).eps, atol=0.0)
