@@ -164,11 +164,14 @@ function tfnbDrawing(root, options) {
     box.setAttribute("aria-expanded", String(isOpen(box)));
     arrange(levelOf(box));
   }
-  async function toggle(box, quiet, patience) {
+  const toggle = (box) => turn(box, !isOpen(box));
+  async function turn(box, open, quiet, patience) {  // open or closed; as it is already, also by another hand while this one waits
     if (!isGroup(box)) return false;
+    if (isOpen(box) === open) return true;
     let face = otherFace(keyOf(box));
     if (!face && options.ask) {
-      const text = await options.ask(keyOf(box), !isOpen(box), patience);
+      const text = await options.ask(keyOf(box), open, patience);
+      if (isOpen(box) === open) return true;
       face = text ? parse(text) : null;
     }
     if (!face) {
@@ -259,12 +262,12 @@ function tfnbDrawing(root, options) {
     const folded = [...svg.querySelectorAll('.box[aria-expanded="false"]')];
     for (const box of folded) {
       if (svg.querySelectorAll(".box").length > 150) { say("150 boxes are shown; unfold single boxes by a click."); break; }
-      await toggle(box, true);
+      await turn(box, true, true);
     }
     fit();
   }
   async function foldAll() {
-    for (const box of [...top.querySelectorAll('.box[aria-expanded="true"]')].reverse()) await toggle(box, true);
+    for (const box of [...top.querySelectorAll('.box[aria-expanded="true"]')].reverse()) await turn(box, false, true);
     fit();
   }
   function save() {
@@ -326,7 +329,7 @@ function tfnbDrawing(root, options) {
     const parts = key.split(".");
     for (let n = 1; n < parts.length; n++) {
       const box = find(parts.slice(0, n).join("."));
-      if (box && !isOpen(box)) await toggle(box, true);
+      if (box) await turn(box, true, true);
     }
     tall();
     show();
@@ -468,7 +471,7 @@ function tfnbDrawing(root, options) {
   async function resume({ boxes: left, view: seen }) {
     for (const [key, [title, opened]] of left) {  // outer boxes come first
       const box = find(key);
-      if (box && titleOf(box) === title && isOpen(box) !== opened) await toggle(box, true, 600000);  // other cells may run first
+      if (box && titleOf(box) === title) await turn(box, opened, true, 600000);  // other cells may run first
     }
     const same = JSON.stringify([...boxes().keys()]) === JSON.stringify([...left.keys()]);
     same && seen.moved ? (Object.assign(view, seen), tall(), show()) : fit();

@@ -43,8 +43,7 @@ function render({ model, el }) {
     drawing?.stop();
     sliders?.stop();
     drawing = sliders = null;
-    for (const answer of waiting.values()) answer("");
-    waiting.clear();
+    for (const answer of waiting.keys()) answer("");
   }
   function slid(chosen) {
     model.set("chosen", chosen);
@@ -59,8 +58,9 @@ function render({ model, el }) {
     if (Object.hasOwn(faces(), scope)) return faces()[scope];
     model.send({ kind: unfold ? "unfold" : "fold", scope });
     return new Promise((resolve) => {
-      const clock = setTimeout(() => resolve(""), patience);
-      waiting.set(scope, (svg) => { clearTimeout(clock); resolve(svg); });
+      const answer = (svg) => { clearTimeout(clock); waiting.delete(answer); resolve(svg); };
+      const clock = setTimeout(answer, patience, "");
+      waiting.set(answer, scope);
     });
   }
   function select(node) {
@@ -74,10 +74,7 @@ function render({ model, el }) {
     model.send({ kind: "fetch", node });
   }
   function heard(message) {
-    if (message.kind === "face" && waiting.has(message.scope)) {
-      waiting.get(message.scope)(message.svg);
-      waiting.delete(message.scope);
-    }
+    if (message.kind === "face") for (const [answer, scope] of waiting) if (scope === message.scope) answer(message.svg);
     if (message.kind === "value" && message.node === model.get("selection")) {
       clearTimeout(late);
       value.textContent = `${message.node}\n${message.error || message.preview}`;

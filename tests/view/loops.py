@@ -49,12 +49,10 @@ class Loops(Page):
 
     def unfold(self) -> None:
         """Everything."""
-        for _ in range(8):
-            if not self.js("return !!document.querySelector('.box[aria-expanded=\"false\"]')"):
-                return
-            before = self.js("return document.querySelectorAll('.box').length")
+        folded = "[...document.querySelectorAll('.box[aria-expanded=\"false\"]')].map(b => b.dataset.key)"
+        while level := self.js(f"return {folded}"):
             self.js("[...document.querySelectorAll('button')].find(b => b.textContent === 'Unfold').click()")
-            self.wait(f"document.querySelectorAll('.box').length > {before}")
+            self.wait(f"!{folded}.some(key => {level}.includes(key))")
 
     def sliders(self) -> list[Any]:
         """Outer ones first."""

@@ -213,10 +213,11 @@ def test_bodies_and_sides_fold_and_unfold(driver: Any, tmp_path: Path) -> None:
         tfnb.while_loop(lambda v: v.sum() < 9, lambda v: tfnb.cond(v.sum() > 4, lambda: v.exp() * 2, lambda: v + 1), x)
     page = shown(driver, tmp_path, twin=False, graph=graph)
     titles = "[...document.querySelectorAll('.box')].map(b => b.querySelector(':scope > .face > text').textContent)"
-    while page.js("return document.querySelectorAll('.box[aria-expanded=\"false\"]').length"):
-        count = page.js("return document.querySelectorAll('.box').length")
-        page.js("[...document.querySelectorAll('button')].find(b => b.textContent === 'Unfold').click()")
-        page.wait(f"document.querySelectorAll('.box').length > {count}")
+    unfold = "[...document.querySelectorAll('button')].find(b => b.textContent === 'Unfold').click()"
+    folded = "[...document.querySelectorAll('.box[aria-expanded=\"false\"]')].map(b => b.dataset.key)"
+    while level := page.js(f"return {folded}"):
+        page.js(f"{unfold}; {unfold}")  # pressed twice: what the first opens stays open
+        page.wait(f"!{folded}.some(key => {level}.includes(key))")
     unfolded = page.js(f"return {titles}")
     assert {"while_loop", "body", "cond", "then", "else", "exp"} <= set(unfolded)
     body = page.key("body")
