@@ -6,8 +6,10 @@ memory in this run. Below `writes`.
 
 from __future__ import annotations
 
+import functools
+import operator
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +61,12 @@ def share(
     rec: Recorder, result: Tensor, base: Base, chain: tuple[View, ...], test: Test | None, outcome: bool = True
 ) -> None:
     """``result`` looks at ``base`` by the chain in the runs where the test has this outcome."""
-    mine = result._family
+    _link(rec, result._family, base, chain, test, outcome)
+
+
+def _link(
+    rec: Recorder, mine: Base, base: Base, chain: tuple[View, ...], test: Test | None, outcome: bool = True
+) -> None:
     if mine is base:
         return
     if not all(_is_known(rec, leaf) for view in chain for leaf in leaves(view.attrs)):
@@ -67,6 +74,68 @@ def share(
     rec.changes(mine, base)
     mine.links = (*_living(mine), Link(weakref.ref(base), chain, False, test, outcome))
     base.links = (*_living(base), Link(weakref.ref(mine), chain, True, test, outcome))
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """From a tensor over links to another one, which may share its memory.
+
+    chain: the views by which the tensor looks at the other one, or where is_seen the other one at it. is_known: whether
+    somebody can say where that is so.
+    """
+
+    links: tuple[Link, ...]
+    chain: tuple[View, ...] = ()
+    is_seen: bool = False
+    is_known: bool = True
+
+    @property
+    def other(self) -> Base | None:
+        """Where it leads."""
+        return self.links[-1].other()
+
+    def where(self) -> torch.Tensor:
+        """One truth value: whether it is so."""
+        return functools.reduce(operator.and_, (link.where() for link in self.links))
+
+    def over(self, link: Link) -> Way:
+        """The way that goes on over this link."""
+        links = (*self.links, link)
+        is_known = self.is_known and link.test is not None
+        if not (self.is_seen and self.chain) and not (link.is_seen and link.chain):
+            return Way(links, (*link.chain, *self.chain), False, is_known)
+        if not (self.chain and not self.is_seen) and not (link.chain and not link.is_seen):
+            return Way(links, (*self.chain, *link.chain), True, is_known)
+        return Way(links, is_known=False)  # two parts of the same, of which nobody knows whether they meet
+
+
+def ways(rec: Recorder, base: Base, ends: Container[Base]) -> Iterator[Way]:
+    """All that lead to one of the ends, and over no other end."""
+    return _ways(rec, (base,), Way(()), ends)
+
+
+def _ways(rec: Recorder, path: tuple[Base, ...], way: Way, ends: Container[Base]) -> Iterator[Way]:
+    for link in _living(path[-1]):
+        other, step = link.other(), way.over(link)
+        if other is None or other in path or other.entry.value.node not in rec.tape.by_id:
+            continue
+        if other in ends:
+            yield step
+        else:
+            yield from _ways(rec, (*path, other), step, ends)
+
+
+def share_by(
+    rec: Recorder, result: Tensor, chain: tuple[View, ...], way: Way, other: Base, looks: tuple[View, ...],
+    test: Test | None,
+) -> None:  # fmt: skip
+    """``result`` looks by ``chain`` at where the way began, and ``other`` by ``looks`` at where it leads."""
+    if looks or (way.is_seen and way.chain and chain):
+        _link(rec, result._family, other, (), None)
+    elif way.is_seen and way.chain:
+        _link(rec, other, result._family, way.chain, test)
+    else:
+        _link(rec, result._family, other, (*way.chain, *chain), test)
 
 
 def pass_on(rec: Recorder, base: Base, become: Callable[[Recorder, Base, torch.Tensor], None]) -> None:
@@ -115,6 +184,12 @@ def linked(base: Base) -> Iterator[Base]:
         more = {link.other() for link in one.links} - seen
         left += (other for other in more if other is not None)
         seen.update(left)
+
+
+def outer(rec: Recorder) -> set[Base]:
+    """What is of outside of the region that is being recorded, also what that met first."""
+    handles = rec.outside._handles.values()
+    return {*rec.inside[-1].entries, *rec._reads.values(), *(handle._family for _, handle in handles)}
 
 
 def _living(base: Base) -> tuple[Link, ...]:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten
 from tfnb.control_flow.arrays import arrays, has_blanks
 from tfnb.control_flow.loops import known_elements
 from tfnb.control_flow.staging.joining import After, Join
-from tfnb.control_flow.staging.memory import Home, home_of
+from tfnb.control_flow.staging.memory import Home, home_of, ways_of_made
 from tfnb.control_flow.staging.statement import (
     CallsItself,
     CannotStage,
@@ -272,17 +272,22 @@ def _branch(
                     if (home := home_of(recorder, leaf)) is not None:
                         homes[place, leaf_place] = home
                     tensors.append(of_dtype(tensor_of(recorder, leaf), dtypes.get((place, leaf_place))))
+        made = ways_of_made(recorder, homes.values())
+        tensors += [tensor_of(recorder, way.where()) for ways in made.values() for way in ways if way.is_known]
         blank = [place for place in range(wanted) if has_blanks(before[place]) and not has_blanks(values[place])]
         elements = {place: [array.spec for array in arrays(values[place])] for place in blank}
-        found[:] = [values, outputs, elements, homes]
+        found[:] = [values, outputs, elements, homes, made]
         st.set(before)
         st.all_carried()
         return tensors
 
     region = record_region(recorder, call, [], scope=scope, turns=False, where=where, entered=entered)
     st.set(before)
-    values, outputs, elements, homes = found
-    return After(region, values, {at: region.outputs[place] for at, place in outputs.items()}, elements, homes)
+    values, outputs, elements, homes, made = found
+    named = {at: region.outputs[place] for at, place in outputs.items()}
+    tests = iter(region.outputs[len(outputs) :])
+    tested = {base: [(way, next(tests) if way.is_known else None) for way in ways] for base, ways in made.items()}
+    return After(region, values, named, elements, homes, tested)
 
 
 def _is_of(own: set[str], recorder: Recorder, leaf: Any) -> bool:

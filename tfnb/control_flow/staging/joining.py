@@ -5,9 +5,9 @@ A name that one branch leaves as it was, or gives a view of something, shares th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from tfnb.errors import InvalidArgument
 from tfnb.graph import Spec, Value, Variable
 from tfnb.graph.spec import sized_if
 from tfnb.recording import Tensor
-from tfnb.recording.aliases import share
+from tfnb.recording.aliases import Way, share, share_by
 from tfnb.recording.loop import DISAGREE
 from tfnb.recording.regions import Region, bound_outside, now
 from tfnb.recording.tensor import Base
@@ -55,6 +55,7 @@ class After:
     outputs: dict[tuple[int, int], Value]  # (name, leaf) -> output
     elements: dict[int, list[Spec | None]]  # of names with arrays that did not know theirs before
     homes: dict[tuple[int, int], Home]  # (name, leaf) -> what it looks at, and how
+    made: dict[Base, list[tuple[Way, Value | None]]]  # homes made here; ways to others, outputs that say where
 
 
 class Join:
@@ -68,6 +69,7 @@ class Join:
         self.columns: list[tuple[Value | None, Value | None]] = []
         self.labels: list[str] = []
         self.loose: set[int] = set()  # columns whose axis 0 may be of another size in each branch
+        self.tests: dict[tuple[bool, Value], Callable[[list[Any]], Any]] = {}  # of whether memory is shared
         self.firsts: dict[tuple[bool, Base], tuple[Tensor, tuple[View, ...]]] = {}  # of what a branch made
 
     @cached_property
@@ -139,14 +141,28 @@ class Join:
     def _shared(self, place: int, at: int, result: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         """The result, which is the memory of another tensor where a branch just gives that."""
 
+        homes = [
+            (side, after, *after.homes[place, at]) for side, after in self.sides.items() if (place, at) in after.homes
+        ]
+        asked = {side: self._tested(side, after.made.get(base, ())) for side, after, base, _ in homes}
+
         def made(results: list[Any]) -> Any:
             found = result(results)
-            for side, after in self.sides.items():
-                if (place, at) in after.homes:
-                    self._share(found, *after.homes[place, at], side)
+            for side, _, base, chain in homes:
+                self._share(found, base, chain, side)
+                for way, test in asked[side]:
+                    self._share_by(found, chain, way, side, None if test is None else partial(test, results))
             return found
 
         return made
+
+    def _tested(self, side: bool, ways: Iterable[tuple[Way, Value | None]]) -> list[tuple[Way, Any]]:
+        """The ways with what picks the results that say where those are."""
+        for _, value in ways:
+            if value is not None and (side, value) not in self.tests:
+                column = (value, None) if side else (None, value)
+                self.tests[side, value] = self._column(column, f"whether names share memory in `{self.st.what}`")
+        return [(way, None if value is None else self.tests[side, value]) for way, value in ways]
 
     def _known(self, side: bool, leaf: Any) -> bool | None:
         """The truth that a leaf has on this side by the test alone: of what says whether a function has returned."""
@@ -163,12 +179,27 @@ class Join:
 
     def _share(self, found: Tensor, base: Base, chain: tuple[View, ...], side: bool) -> None:
         recorder = self.st.recorder
-        if base.entry.value.node in recorder.tape.by_id:  # of outside
+        if base not in self.sides[side].made:
             return share(recorder, found, base, chain, lambda: self.predicate, side)
         first, views = self.firsts.setdefault((side, base), (found, chain))
         if first is not found:
             test = None if views else lambda: self.predicate
             share(recorder, found, first._family, chain, test, side)
+
+    def _share_by(
+        self, found: Tensor, chain: tuple[View, ...], way: Way, side: bool, test: Callable[[], torch.Tensor] | None
+    ) -> None:  # fmt: skip
+        """Where a branch in the branch, or a loop, gave names the same memory."""
+        other = way.other
+        if other is None:
+            return
+        looks: tuple[View, ...] = ()
+        if other in self.sides[side].made:
+            if (side, other) not in self.firsts:
+                return  # says it itself, later
+            first, looks = self.firsts[side, other]
+            other = first._family
+        share_by(self.st.recorder, found, chain, way, other, looks, test)
 
     def _column(self, column: Any, label: str) -> Callable[[list[Any]], Any]:
         self.columns.append(column)

@@ -122,20 +122,20 @@ class Stage:
 
         def turn(*given: Any) -> list[Any]:
             carried, rows = given[head : len(start)], given[len(start) :]
-            outer = {tensor._family: tensor._family.version for tensor in recorder.live}
+            versions = {tensor._family: tensor._family.version for tensor in recorder.live}
             self._set(carried)
             with st.body(self.calls > 0), self.growth.turn():
                 self.calls += 1
                 body(*([given[0]] if head else []), *rows)
                 values = st.get()
-            written = {base for base, version in outer.items() if base.version != version}
+            written = {base for base, version in versions.items() if base.version != version}
             if any(map(_is_written, rows)) or any(stack._family in written for stack in xs):
                 raise CannotStage("its body writes into the rows that it takes")
             self._set(carried)
             st.all_carried()
             after = self._leaves(values, carried)
             self._set_back()
-            self.memory = Memory(carried, self.homes, outer)
+            self.memory = Memory(recorder, carried, self.homes)
             self.memory.check(written, self.labels)
             if self.growth.is_new:
                 raise _Again

@@ -6,14 +6,14 @@ written after the loop is passed on to all, see `tfnb.recording.aliases`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from tfnb.control_flow.staging.statement import CannotStage, is_number
 from tfnb.recording import Recorder, Tensor
-from tfnb.recording.aliases import linked, share
+from tfnb.recording.aliases import Way, linked, outer, share, ways
 from tfnb.recording.tensor import Base
 from tfnb.recording.views import View
 
@@ -28,14 +28,21 @@ def home_of(recorder: Recorder, leaf: Any) -> Home | None:
     return handle._family, handle._chain
 
 
+def ways_of_made(recorder: Recorder, homes: Iterable[Home]) -> dict[Base, list[Way]]:
+    """The homes made in the region that is being recorded: the ways to others, and to what is outside of it."""
+    others = outer(recorder)
+    made = dict.fromkeys(base for base, _ in homes if base not in others)
+    return {base: list(ways(recorder, base, {*others, *made})) for base in made}
+
+
 class Memory:
     """What the names of a loop look at after one turn.
 
-    carried: what the turn was given. homes: what they look at. outer: tensors of outside.
+    carried: what the turn was given. homes: what they look at.
     """
 
-    def __init__(self, carried: Sequence[Tensor], homes: Sequence[Home | None], outer: Container[Base]) -> None:
-        self.homes, self.outer = homes, outer
+    def __init__(self, recorder: Recorder, carried: Sequence[Tensor], homes: Sequence[Home | None]) -> None:
+        self.homes, self.outer = homes, outer(recorder)
         self.given = {tensor._family: place for place, tensor in enumerate(carried)}
         self.is_written = [tensor._family.version != 0 for tensor in carried]
         self.families = [set() if home is None else set(linked(home[0])) for home in homes]
