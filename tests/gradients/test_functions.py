@@ -332,6 +332,42 @@ def test_a_forward_in_numpy_is_refused() -> None:
             Numpy.apply(x)
 
 
+class _Filling(torch.autograd.Function):
+    """Its backward computes its layer again, and adds to the .grad of the layer's parameters by itself."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.save_for_backward(x)
+        ctx.layer = layer
+        return layer(x).tanh()
+
+    @staticmethod
+    def backward(ctx, dy):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.layer(x).tanh().backward(dy)
+        return x.grad, None
+
+
+def _filled(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return _Filling.apply(x * layer.weight[0], layer).square().sum()
+
+
+def test_gradients_that_a_backward_hands_to_parameters_are_not_lost() -> None:
+    layer = torch.nn.Linear(3, 3).double()
+    with tfnb.record():
+        x = tfnb.placeholder(torch.randn(4, 3, dtype=torch.float64))
+        loss = _filled(layer, x)
+        with pytest.raises(tfnb.errors.NoGradient, match=r"_Filling.backward(.|\n)*backward\(\) of its own"):
+            tfnb.gradients(loss, list(layer.parameters()))
+        loss.backward()
+        got = [p.grad for p in layer.parameters()]
+    data = torch.randn(5, 3, dtype=torch.float64)
+    found = tfnb.run(got, {x: data})
+    _filled(layer, data).backward()
+    torch.testing.assert_close(found, [p.grad for p in layer.parameters()])
+
+
 def test_mistakes_of_a_backward_name_it() -> None:
     with tfnb.record():
         x = tfnb.placeholder(torch.randn(2, 3))

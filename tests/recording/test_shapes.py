@@ -144,3 +144,21 @@ def test_an_unsafe_view_has_the_strides_that_torch_says() -> None:
             assert _metadata(rule(source, size)) == _metadata(op(source, size))
         with pytest.raises(RuntimeError):
             rule(x, [7, 6])
+
+
+def test_a_fixed_number_of_rows_before_others_has_that_size() -> None:
+    first, data = torch.nn.Parameter(torch.randn(5)), torch.randn(4, 3)
+    with tfnb.record():
+        x = tfnb.placeholder(data)
+        joined = torch.cat([first * 1, x[:, 0]])
+        parts = [joined[:5], joined[..., 2:5], joined.narrow(0, 0, 5), joined[-5:], joined[:7]]
+        (grad,) = tfnb.gradients((joined[:5] ** 2).sum(), [first])
+    assert [str(part.spec) for part in (*parts, grad)] == [
+        "float32[5]", "float32[3]", "float32[5]", "float32[5]", "float32[min(7, 5 + B)]", "float32[5]"
+    ]  # fmt: skip
+    for rows in (4, 1, 0):
+        batch = torch.randn(rows, 3)
+        whole = torch.cat([first.detach(), batch[:, 0]])
+        wanted = [whole[:5], whole[2:5], whole[:5], whole[-5:], whole[:7]]
+        for got, want in zip(tfnb.run(parts, {x: batch}), wanted, strict=True):
+            torch.testing.assert_close(got, want)

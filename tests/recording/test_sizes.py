@@ -19,6 +19,9 @@ RECORDED = 5
 ROWS = (0, 1, 2, 3, 4, 5, 6, 9)
 
 
+_SQUARE = torch.arange(9.0, dtype=torch.float64).reshape(3, 3)
+
+
 def _sum(parts: Any) -> Any:
     return sum((part.sum(0) * (i + 2) for i, part in enumerate(parts)), torch.zeros(3, dtype=torch.float64))
 
@@ -62,6 +65,11 @@ ASKED: dict[str, tuple[Function, Any]] = {
     "int": (lambda x: x * int(x.shape[0]), ALL),
     "float": (lambda x: x * float(x.shape[0]), ALL),
     "len": (lambda x: x * len(x), ALL),
+    "key": (lambda x: x * {5: 2}.get(x.shape[0], 3), ALL),
+    "key of a shape": (lambda x: x * {(5, 3): 2}.get(tuple(x.shape), 3), ALL),
+    "einsum of three": (lambda x: torch.einsum("bi,ij,jk->bk", x, _SQUARE, _SQUARE), set()),
+    "einsum of four in one list": (lambda x: torch.einsum("bi,ij,jk,bk->b", [x, _SQUARE, _SQUARE, x]), set()),
+    "einsum by numbers": (lambda x: torch.einsum(x, [0, 1], _SQUARE, [1, 2], x, [3, 2], [0]), set()),
     "a tensor of it": (lambda x: x.sum(0) * torch.tensor(x.shape[0], device=x.device), set()),
     "a tensor of a fraction": (lambda x: x * torch.as_tensor(x.shape[0] / 3, dtype=x.dtype), set()),
     "a tensor of sizes": (lambda x: x.sum() * torch.tensor(x.shape), set()),

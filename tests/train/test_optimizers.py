@@ -209,6 +209,55 @@ def test_frozen_parameters_are_left_out():
     assert [v.name for _, v in train.SGD(0.1).compute_gradients(loss)] == ["2.weight", "2.bias"]
 
 
+class _Outer(torch.nn.Module):
+    """Writes into its buffers before and beside the modules that its output comes from."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.watch = torch.nn.Linear(3, 2), _Watch()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("penalty", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        self.watch(x)
+        return self.inner(x)
+
+
+class _Watch(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, x):
+        self.largest.copy_(torch.maximum(self.largest, x.abs().max()))
+
+
+def test_a_step_runs_what_the_whole_forward_writes_into_buffers():
+    model, other = _Outer(), _Outer()
+    with tfnb.record():
+        x = tfnb.placeholder(torch.ones(4, 3))
+        other(x)
+        step = train.SGD(0.1).minimize(model(x).sum())
+    for factor in (3.0, 2.0):
+        tfnb.run(step, {x: factor * torch.ones(5, 3)})
+    assert (int(model.calls), float(model.watch.largest)) == (2, 3.0)
+    assert (int(other.calls), float(other.watch.largest)) == (0, 0.0)
+
+
+def test_a_buffer_that_requires_a_gradient_is_no_parameter():
+    model = _Outer()
+    with tfnb.record():
+        x = tfnb.placeholder(torch.ones(4, 3))
+        loss = model(x).square().mean() + model.penalty.requires_grad_()
+        step = train.SGD(0.1).minimize(loss)
+        chosen = train.SGD(0.1).minimize(loss, [model.penalty])
+    tfnb.run(step, {x: torch.ones(4, 3)})
+    assert float(model.penalty.detach()) == 0.0
+    tfnb.run(chosen, {x: torch.ones(4, 3)})
+    assert float(model.penalty.detach()) == pytest.approx(-0.1)
+
+
 def test_variable_that_was_asked_for_and_has_no_path_gets_none():
     model, other = network(), tfnb.Variable(torch.zeros(2), name="other")
     _, _, loss, _ = recorded(model, train.SGD(0.1))

@@ -6,7 +6,9 @@ grad mode off. A graph is never freed, so `retain_graph` says nothing here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -16,7 +18,10 @@ from tfnb.gradients.walker import Walk, differentiate
 from tfnb.graph import Variable
 from tfnb.recording import Recorder, Tensor
 from tfnb.recording.habits import Habits
+from tfnb.recording.own_gradient import FILLS
 from tfnb.recording.tape import FROZEN
+
+_filling: ContextVar[bool] = ContextVar("filling", default=False)  # whether a `backward` is under way
 
 
 def backward(habits: Habits, tensors: Any, grads: Any, *, create_graph: bool, inputs: Any = None) -> None:
@@ -28,7 +33,10 @@ def backward(habits: Habits, tensors: Any, grads: Any, *, create_graph: bool, in
     ys = _outputs(recorder, tensors)
     seeds = _seeds(recorder, ys, grads)
     leaves = habits.leaves() if inputs is None else _chosen(habits, inputs)
-    found = _gradients(recorder, ys, [x for _, x in leaves], seeds, create_graph) if leaves else []
+    with _under_way() as within:
+        found = _gradients(recorder, ys, [x for _, x in leaves], seeds, create_graph) if leaves else []
+    if recorder.refuse is not None and not within and _reached(leaves, found):
+        recorder.refuse(FILLS)  # in the rule of an op that `gradients` differentiates: nobody would ask for them
     if all(dx is None for dx in found):
         raise FailedPrecondition(
             f"backward() of {', '.join(y.name for y in ys)}: nothing that requires a gradient has a path to it; "
@@ -40,6 +48,20 @@ def backward(habits: Habits, tensors: Any, grads: Any, *, create_graph: bool, in
             habits.accumulate(holder, dx, keep_graph=create_graph)
             for hook in holder.after_hooks if isinstance(holder, Variable) else ():
                 hook()
+
+
+@contextmanager
+def _under_way() -> Iterator[bool]:
+    """Inside, what is added to a ``.grad`` is seen by who called; gives whether that was so before."""
+    token = _filling.set(True)
+    try:
+        yield token.old_value is True
+    finally:
+        _filling.reset(token)
+
+
+def _reached(leaves: Any, found: Any) -> bool:
+    return any(isinstance(holder, Variable) and dx is not None for (holder, _), dx in zip(leaves, found, strict=True))
 
 
 def grad(

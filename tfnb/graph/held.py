@@ -68,6 +68,12 @@ class Held:
             self._wanted = tensor.requires_grad and tensor.is_leaf
         return self._wanted
 
+    def is_buffer(self) -> bool:
+        """Whether modules hold the object, and all of them as a buffer."""
+        modules = [(place(), name) for place, name in self._places]
+        tables = [(module._parameters, module._buffers, name) for module, name in modules if module is not None]
+        return bool(tables) and all(name in buffers and name not in own for own, buffers, name in tables)
+
     def values(self) -> torch.Tensor:
         """The storage, not a copy; outside of recordings the same object as long as the tensor lies where it lay."""
         seen, only = self._seen, self._only

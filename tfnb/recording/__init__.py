@@ -5,7 +5,8 @@ The way of a call: `block` opens a recording, whose `recorder` sees each op; `ca
 `commit` makes new contents of. `tensor` is what the user holds, `api` what the user calls, `workspace` what a graph
 keeps. Writes: `writes`, `views`, `aliases`, `strided`, `journal`, `past`. Values of outside: `outside`, `variables`,
 `modules`. What torch code does beside ops: `answers`, `checks`, `layout`, `picked`, `packed`, `batched`, `cells`,
-`replaced`, `custom_ops`, `effects`, `higher_order`, `constructing`, `surroundings`, `shared`, `streams`, `interrupted`.
+`replaced`, `sizing`, `custom_ops`, `effects`, `higher_order`, `constructing`, `surroundings`, `shared`, `streams`,
+`interrupted`.
 Autograd: `habits`, `functions`, `own_gradient`, `recompute`. Subgraphs: `regions`, `loop`, `calls`. Facts and words:
 `ops`, `scopes`, `report`.
 """

@@ -32,9 +32,9 @@ from tfnb.recording.packed import packed_layers
 from tfnb.recording.past import Rewound, past
 from tfnb.recording.recompute import checkpoints
 from tfnb.recording.recorder import Recorder
-from tfnb.recording.replaced import FUNCTIONS
 from tfnb.recording.scopes import Functions, clean
 from tfnb.recording.shared import Shared, swapped
+from tfnb.recording.sizing import FUNCTIONS
 from tfnb.recording.streams import own_streams
 from tfnb.recording.surroundings import surroundings
 from tfnb.recording.tensor import Base, Operation, Tensor

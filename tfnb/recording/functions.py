@@ -15,7 +15,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from tfnb.errors import InvalidArgument, NoGradient, StaleNode, Unsupported
 from tfnb.graph import Variable, current
-from tfnb.recording.own_gradient import OwnRule, attach, floats, kept, open_recorder, sealed, written_at
+from tfnb.recording.own_gradient import FILLS, OwnRule, attach, floats, kept, open_recorder, sealed, written_at
 from tfnb.recording.recompute import CHECKPOINTS
 from tfnb.recording.recorder import Recorder
 from tfnb.recording.scopes import clean
@@ -125,6 +125,11 @@ def run_backward(function: Callable[..., Any], whose: str, part: str, ctx: Conte
     """A user's backward under the recorder; raises NoGradient where it cannot be recorded."""
 
     def refuse(how: str) -> None:
+        if how == FILLS:
+            raise Unsupported(
+                "it adds to the .grad of Parameters with a backward() of its own, which loss.backward() alone sees: "
+                "train by that and optimizer.step(), or return these gradients"
+            )
         raise Unsupported(_left(function, whose, part, how))
 
     try:

@@ -20,6 +20,8 @@ from tfnb.graph.spec import flows
 from tfnb.recording.recorder import Recorder
 from tfnb.recording.tensor import Base, Entry, Tensor
 
+FILLS = "backward()"  # how a rule hands gradients to Parameters that are no arguments of it
+
 
 @dataclass(frozen=True, slots=True)
 class OwnRule:

@@ -5,7 +5,6 @@ Each row is called under the recorder with the arguments of the op, and returns 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from functools import cache
@@ -13,12 +12,9 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tfnb.errors import InvalidArgument, Unsupported
-from tfnb.graph import current
-from tfnb.recording import batched, cells, higher_order, packed, picked, strided
+from tfnb.recording import cells, packed, strided
 from tfnb.recording.writes import rebind
 
 aten = torch.ops.aten
@@ -381,118 +377,4 @@ REPLACED: dict[Any, Callable[..., Any]] = {
 PHYSICAL: dict[Any, Any] = {
     aten._conj.default: aten._conj_physical.default,
     aten._neg_view.default: aten.neg.default,
-}
-
-
-def _linspace(start: Any, end: Any, steps: Any, **kwargs: Any) -> Any:
-    if not isinstance(steps, torch.SymInt):
-        return torch.linspace(start, end, steps, **kwargs)
-    kwargs.setdefault("dtype", torch.get_default_dtype())
-    place = torch.arange(steps, **kwargs)  # type: ignore[call-overload]  # torch's stubs know no symbolic sizes
-    step = (end - start) / torch.sym_max(steps - 1, 1)
-    return torch.where(place < (steps + 1) // 2, start + step * place, end - step * (steps - 1 - place))
-
-
-def _of_numbers(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A tensor of numbers, sizes that vary among them, of which torch would make those of the sample."""
-
-    def tensor(data: Any, **kwargs: Any) -> Any:
-        data = tree_map_only(torch.SymBool, bool, data)
-        if not any(isinstance(leaf, (torch.SymInt, torch.SymFloat)) for leaf in tree_leaves(data)):
-            return plain(data, **kwargs)
-        frozen = kwargs.pop("requires_grad", False) is False
-        made = _stacked(data).to(kwargs.get("device"), kwargs.get("dtype"))
-        return made if frozen else made.requires_grad_()
-
-    return tensor
-
-
-def _stacked(data: Any) -> Any:
-    if not isinstance(data, (list, tuple)):
-        return data if isinstance(data, torch.Tensor) else torch.full((), data)
-    members = [_stacked(member) for member in data]
-    dtype = functools.reduce(torch.promote_types, (member.dtype for member in members))
-    return torch.stack([member.to(dtype) for member in members])
-
-
-_tensor = _of_numbers(torch.tensor)
-
-
-def _new_tensor(x: Any, data: Any, **kwargs: Any) -> Any:
-    return _tensor(data, **{"dtype": x.dtype, "device": x.device, **kwargs})
-
-
-def _pad(x: Any, pad: Any, mode: str = "constant", value: Any = None) -> Any:
-    if mode == "constant" and isinstance(value, (torch.SymInt, torch.SymFloat)):
-        return torch.constant_pad_nd(x, pad, value)  # type: ignore[arg-type]  # F.pad makes a number of it
-    return F.pad(x, pad, mode, value)
-
-
-def _triangle(cut: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Where a matrix has a triangle; how many places, is left to each run."""
-
-    def indices(row: Any, col: Any, offset: int = 0, **kwargs: Any) -> Any:
-        if not any(isinstance(size, torch.SymInt) for size in (row, col)):
-            return plain(row, col, offset, **kwargs)
-        inside = cut(torch.ones([row, col], dtype=torch.bool, device=kwargs.get("device")), offset)
-        return inside.nonzero().t().to(kwargs.get("dtype", torch.int64))
-
-    return indices
-
-
-def _affine_grid(theta: Any, size: Any, align_corners: bool | None = None) -> Any:
-    """Asks of each size what torch asks of the least: to find that, it would compare them with one another."""
-    if not any(isinstance(length, torch.SymInt) for length in size):
-        return F.affine_grid(theta, size, align_corners)
-    if any(length <= 0 for length in size):
-        raise ValueError(f"Expected non-zero, positive output size. Got {size}")
-    return torch.affine_grid_generator(theta, size, bool(align_corners))
-
-
-def _is_contiguous(x: Any, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
-    return x.is_contiguous(memory_format=memory_format)
-
-
-def _of_strides(original: Any) -> Callable[..., Any]:
-    """A question about memory that torch answers by the sample, where sizes vary: refused."""
-
-    def call(x: Any, *args: Any) -> Any:
-        rec: Any = current.recording()
-        if rec is not None and any(isinstance(size, torch.SymInt) for size in x.shape):
-            raise Unsupported(
-                f"{original} of a tensor whose sizes vary: decide by is_contiguous() or stride(){rec.tape.at()}"
-            )
-        return original(x, *args)
-
-    return call
-
-
-# Functions that take a number for a size or a row, and so would fix it before any op is called, or that decide more
-# than they need.
-FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    torch.Tensor.__getitem__: picked.get_item,
-    torch.Tensor.__setitem__: picked.set_item,
-    aten.is_contiguous: _is_contiguous,
-    aten.is_contiguous.default: _is_contiguous,
-    aten.is_contiguous.memory_format: _is_contiguous,
-    **{
-        op: _of_strides(op)
-        for op in (
-            aten.is_non_overlapping_and_dense,
-            aten.is_non_overlapping_and_dense.default,
-            aten.is_strides_like_format,
-            aten.is_strides_like_format.default,
-        )
-    },
-    F.affine_grid: _affine_grid,
-    F.pad: _pad,
-    torch.as_tensor: _of_numbers(torch.as_tensor),
-    torch.linspace: _linspace,
-    torch.tensor: _tensor,
-    torch.Tensor.new_tensor: _new_tensor,
-    torch.tril_indices: _triangle(torch.tril, torch.tril_indices),
-    torch.triu_indices: _triangle(torch.triu, torch.triu_indices),
-    **packed.FUNCTIONS,
-    **batched.FUNCTIONS,
-    **higher_order.FUNCTIONS,
 }

@@ -12,9 +12,12 @@ from typing import Any
 
 import torch
 from torch.fx.experimental.symbolic_shapes import _constrain_range_for_size, statically_known_true
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 aten = torch.ops.aten
 _ALL = (1 << 63) - 1  # how a slice without an end is written
+_LENGTHS = ValueRanges(0, int_oo)  # of an axis that varies
 
 
 def _lstm_shape(x: Any, hx: Any, params: Any, *rest: Any) -> Any:
@@ -54,17 +57,34 @@ def _slice(x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int =
         return aten.slice.Tensor(x, dim, start, end, step)
 
     def place(at: int) -> Any:
-        return torch.sym_min(at, rows) if at >= 0 else torch.sym_max(rows + at, 0)
+        return _least(at, rows) if at >= 0 else _at_least_none(rows + at)
 
     if is_open and first < 0:
-        count = torch.sym_min(-first, rows)
+        count = _least(-first, rows)
     else:  # a start behind the end gives nothing
-        count = torch.sym_max((rows if is_open else place(end)) - (first if first >= 0 else place(first)), 0)
+        count = _at_least_none((rows if is_open else place(end)) - (first if first >= 0 else place(first)))
     sizes, strides = list(x.shape), list(x.stride())
     sizes[dim] = count if step == 1 else (count + step - 1) // step
     offset = x.storage_offset() + place(first) * strides[dim]
     strides[dim] = strides[dim] * step
     return x.as_strided(sizes, strides, offset)
+
+
+def _least(at: int, rows: Any) -> Any:
+    """The lesser one, which is a number where there are always so many rows: those of a ``cat`` with a fixed part."""
+    return at if _never_negative(rows - at) else torch.sym_min(at, rows)
+
+
+def _at_least_none(count: Any) -> Any:
+    return count if _never_negative(count) else torch.sym_max(count, 0)
+
+
+def _never_negative(size: Any) -> bool:
+    """Whether it is so for all lengths of the axes that vary, none included; torch takes them to be two or more."""
+    if not isinstance(size, torch.SymInt):
+        return bool(size >= 0)
+    expr = size.node.expr
+    return bool(bound_sympy(expr, dict.fromkeys(expr.free_symbols, _LENGTHS)).lower >= 0)
 
 
 def _same_in_a_run(rows: Any, first: Any, end: Any) -> None:

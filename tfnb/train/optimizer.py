@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tfnb.errors import InvalidArgument, ShapeError
 from tfnb.gradients import IndexedSlices, gradients
-from tfnb.graph import Graph, Value, Variable, current
+from tfnb.graph import Graph, Node, Value, Variable, current
 from tfnb.recording import Operation, Recorder, Tensor, reopen, variable
 
 Rate = float | torch.Tensor
@@ -122,9 +122,13 @@ class Optimizer:
         return type(self).__name__
 
     def _trained(self, recorder: Recorder) -> list[Variable]:
-        """The variables to train by default: trainable ones that the graph reads, in order of first use."""
+        """The variables to train by default: trainable ones that the graph reads, in order of first use.
+
+        Not a module's buffers, which `parameters()` does not give either, though one may ask for a gradient.
+        """
         read = (node.attrs["variable"] for node in recorder.nodes if node.op == "tfnb.read")
-        return [v for v in dict.fromkeys((*read, *recorder.stands)) if v.trainable]
+        found = [v for v in dict.fromkeys((*read, *recorder.stands)) if v.trainable]
+        return [v for v in found if v.held is None or not v.held.is_buffer()]
 
     def _record(self, recorder: Recorder, grad: Any, target: Variable) -> list[Tensor]:
         """Nodes that update one variable and its slots; the values after the step."""
@@ -175,19 +179,27 @@ def _value(owner: Variable) -> torch.Tensor:
 
 
 def buffer_writes(recorder: Recorder, roots: Iterable[Value]) -> list[Value]:
-    """Writes of buffers recorded by the modules that stand on the way to ``roots``."""
+    """Writes of buffers recorded by the modules whose outermost call stands on the way to ``roots``.
+
+    Whatever a forward writes belongs to its call: a counter before it calls another module, statistics of what goes
+    into no loss. What is written outside of all modules belongs to every loss of the same cell.
+    """
     writes = [node for node in recorder.nodes if node.op == "tfnb.assign" and "buffer" in node.tags]
     if not writes:
         return []
-    modules: set[Any] = set()
+    calls: set[Any] = set()
     stack = [root.node for root in roots]
     seen = set(stack)
     while stack:
         node = recorder.node(stack.pop())
-        modules.add((node.owner, node.scope[:-1]))
+        calls.update({(node.owner, ()), (node.owner, _outermost(node))})
         stack.extend({v.node for v in node.inputs} - seen)
         seen.update(v.node for v in node.inputs)
-    return [Value(node.id) for node in writes if (node.owner, node.scope[:-1]) in modules]
+    return [Value(node.id) for node in writes if (node.owner, _outermost(node)) in calls]
+
+
+def _outermost(node: Node) -> tuple[str, ...]:
+    return node.scope[:-1][:1]
 
 
 def _graph_of(pairs: Sequence[Pair]) -> Graph:
