@@ -3,18 +3,31 @@
 The products with the input are one matrix product for all steps and stay outside; so do the products that give the
 weights' gradients. T steps, B rows, H hidden; gates in torch's order (LSTM: i, f, g, o; GRU: r, z, n).
 A step writes into slices of what it returns: the fewer and the larger the calls, the less Python costs. What a backward
-step multiplies by is computed for all steps at once before the first.
+step multiplies by is computed ahead for as many steps as a cache holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tfnb.kernels.define import op
+
+AHEAD = 1 << 16  # hidden units of all the steps that are computed ahead
+
+
+def _blocks(steps: int, units: int) -> Iterator[tuple[int, int]]:
+    """The steps in blocks, the last one first; units: of all rows of a step."""
+    size = max(AHEAD // max(units, 1), 1)
+    return ((max(end - size, 0), end) for end in range(steps, 0, -size))
+
+
+def _before(first: Tensor, states: Tensor, start: int, end: int) -> Tensor:
+    """The state that each of these steps started from."""
+    return states[start - 1 : end - 1] if start else torch.cat([first.unsqueeze(0), states[: end - 1]])
 
 
 def _like(*sources: int) -> Callable[..., tuple[Tensor, ...]]:
@@ -63,25 +76,30 @@ def lstm_layer_backward(
     dy: Tensor, dc: Tensor, act: Tensor, c: Tensor, c0: Tensor, w: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cotangents of the gates and of the first states, from those of all hidden and cell states."""
-    i, f, g, o = act.chunk(4, 2)
-    before = torch.cat([c0.unsqueeze(0), c[:-1]])
-    t = c.tanh()
-    by_cell = torch.stack([g * i * (1 - i), before * f * (1 - f), i * (1 - g * g)], 2).unbind(0)  # [B, 3, H] a step
-    by_h, to_cell = (t * o * (1 - o)).unbind(0), (o * (1 - t * t)).unbind(0)
     dgates = act.new_empty(act.shape)
-    rows = dgates.unbind(0)
-    split = dgates.view(*act.shape[:2], 4, -1)
+    rows, split = dgates.unbind(0), dgates.view(*act.shape[:2], 4, c0.shape[1])
     first, last = split[:, :, :3].unbind(0), split[:, :, 3].unbind(0)
-    dys, dcs, forget = dy.unbind(0), dc.unbind(0), f.unbind(0)
+    dys, dcs, forget = dy.unbind(0), dc.unbind(0), act.chunk(4, 2)[1].unbind(0)
     dh, dcell = dys[-1], dcs[-1]
-    for step in range(act.shape[0] - 1, -1, -1):
-        dcell = torch.addcmul(dcell, dh, to_cell[step])
-        torch.mul(dcell.unsqueeze(1), by_cell[step], out=first[step])
-        torch.mul(dh, by_h[step], out=last[step])
-        if step:
-            dh = torch.addmm(dys[step - 1], rows[step], w)
-            dcell = torch.addcmul(dcs[step - 1], dcell, forget[step])
+    for start, end in _blocks(act.shape[0], c0.numel()):
+        by_cell, by_h, to_cell = _lstm_slopes(act[start:end], c[start:end], _before(c0, c, start, end))
+        for step in range(end - 1, start - 1, -1):
+            at = step - start
+            dcell = torch.addcmul(dcell, dh, to_cell[at])
+            torch.mul(dcell.unsqueeze(1), by_cell[at], out=first[step])
+            torch.mul(dh, by_h[at], out=last[step])
+            if step:
+                dh = torch.addmm(dys[step - 1], rows[step], w)
+                dcell = torch.addcmul(dcs[step - 1], dcell, forget[step])
     return dgates, rows[0] @ w, dcell * forget[0]
+
+
+def _lstm_slopes(act: Tensor, c: Tensor, before: Tensor) -> tuple[tuple[Tensor, ...], ...]:
+    """By step, what the cell's cotangent is multiplied by for i, f and g [B, 3, H], the hidden state's for o and c."""
+    i, f, g, o = act.chunk(4, 2)
+    t = c.tanh()
+    by_cell = torch.stack([g * i * (1 - i), before * f * (1 - f), i * (1 - g * g)], 2)
+    return by_cell.unbind(0), (t * o * (1 - o)).unbind(0), (o * (1 - t * t)).unbind(0)
 
 
 # -- GRU -------------------------------------------------------------------------------------------------------
@@ -122,23 +140,27 @@ def _fake_gru_backward(dy: Tensor, act: Tensor, y: Tensor, h0: Tensor, w: Tensor
 )
 def gru_layer_backward(dy: Tensor, act: Tensor, y: Tensor, h0: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Cotangents of the input's part of the gates, of the hidden state's part, and of the first state."""
+    dgates, dhidden = (act.new_empty([*act.shape[:2], 3 * h0.shape[1]]) for _ in range(2))
+    outs, outs_hidden = (d.view(*act.shape[:2], 3, h0.shape[1]).unbind(0) for d in (dgates, dhidden))
+    rows, dys, update = dhidden.unbind(0), dy.unbind(0), act.chunk(4, 2)[1].unbind(0)
+    dh = dys[-1]
+    for start, end in _blocks(act.shape[0], h0.numel()):
+        slopes, slopes_hidden = _gru_slopes(act[start:end], _before(h0, y, start, end))
+        for step in range(end - 1, start - 1, -1):
+            wide = dh.unsqueeze(1)
+            torch.mul(wide, slopes[step - start], out=outs[step])
+            torch.mul(wide, slopes_hidden[step - start], out=outs_hidden[step])
+            earlier = torch.addmm(dys[step - 1], rows[step], w) if step else rows[0] @ w
+            dh = earlier.addcmul_(dh, update[step])
+    return dgates, dhidden, dh
+
+
+def _gru_slopes(act: Tensor, before: Tensor) -> tuple[tuple[Tensor, ...], ...]:
+    """By step, what the hidden state's cotangent is multiplied by: for the input's part and its own [B, 3, H]."""
     r, z, n, hn = act.chunk(4, 2)
-    before = torch.cat([h0.unsqueeze(0), y[:-1]])
     by_n = (1 - z) * (1 - n * n)
     by_r, by_z = by_n * hn * r * (1 - r), (before - n) * z * (1 - z)
-    slopes = torch.stack([by_r, by_z, by_n], 2).unbind(0)  # [B, 3, H] a step
-    slopes_hidden = torch.stack([by_r, by_z, by_n * r], 2).unbind(0)
-    dgates, dhidden = (act.new_empty([*act.shape[:2], 3 * h0.shape[1]]) for _ in range(2))
-    outs, outs_hidden = (d.view(*act.shape[:2], 3, -1).unbind(0) for d in (dgates, dhidden))
-    rows, dys, update = dhidden.unbind(0), dy.unbind(0), z.unbind(0)
-    dh = dys[-1]
-    for step in range(act.shape[0] - 1, -1, -1):
-        wide = dh.unsqueeze(1)
-        torch.mul(wide, slopes[step], out=outs[step])
-        torch.mul(wide, slopes_hidden[step], out=outs_hidden[step])
-        earlier = torch.addmm(dys[step - 1], rows[step], w) if step else rows[0] @ w
-        dh = earlier.addcmul_(dh, update[step])
-    return dgates, dhidden, dh
+    return torch.stack([by_r, by_z, by_n], 2).unbind(0), torch.stack([by_r, by_z, by_n * r], 2).unbind(0)
 
 
 # -- plain RNN -------------------------------------------------------------------------------------------------

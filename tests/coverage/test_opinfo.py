@@ -18,6 +18,7 @@ from tfnb.gradients.table import NOGRAD, RULES
 
 MET_ELSEWHERE = {  # rules that no entry meets, and no row of test_overloads.py
     "aten.as_strided_scatter.default", "aten.native_dropout.default", "tfnb.assign", "tfnb.gru_layer.default",
+    "aten.gru.input", "aten.lstm.input", "aten.rnn_relu.input", "aten.rnn_tanh.input",
     "tfnb.lstm_layer.default", "tfnb.rnn_layer.default", "tfnb.slices.default", "tfnb.coalesce.default",
     "tfnb.densify.default", "tfnb.call", "tfnb.cond", "tfnb.while", "aten._grouped_mm.default",
     "tfnb.array_grown.default", "tfnb.array_read.default", "tfnb.array_write.default",

@@ -328,7 +328,7 @@ def work(node: Node, inputs: Sequence[Spec]) -> float:
     return made * _count(inner[1:] if "conv" in name else inner[-1:])
 
 
-_PRODUCTS = ("mm", "matmul", "conv", "attention", "linear", "lstm", "gru")
+_PRODUCTS = ("mm", "matmul", "conv", "attention", "linear", "lstm", "gru", "recurrent")
 
 
 def _count(shape: Sequence[Any]) -> int:

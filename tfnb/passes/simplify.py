@@ -13,7 +13,11 @@ from typing import Any
 
 from tfnb.graph import Graph, Node, Ref, Value
 from tfnb.graph.ops import overload
+from tfnb.kernels.nets import NETS
 from tfnb.passes.rewrite import redirected, with_nodes
+
+_NETS = [op.removeprefix("aten.") for op in NETS]
+_OPTIONS = ("has_biases", "num_layers", "bidirectional", "batch_first")
 
 
 class Look:
@@ -256,6 +260,17 @@ def _(node: Node, look: Look) -> Node | None:
         if other.op == "tfnb.attention.default" and other.inputs == node.inputs:
             same = other.attrs["causal"] == node.attrs.get("is_causal", False)
             if same and node.attrs.get("scale", other.attrs["scale"]) == other.attrs["scale"]:
+                return replace(node, op=other.op, attrs=other.attrs, outputs=other.outputs)
+    return None
+
+
+@row("a recurrent net, whose gradient is taken -> the net that keeps what it needs", *_NETS)
+def _(node: Node, look: Look) -> Node | None:
+    """As with attention, the gradient's rule computes the forward once more."""
+    for other in look.users(node.inputs[0]):
+        if other.op == "tfnb.recurrent_net.default" and other.inputs == node.inputs:
+            own = (NETS[node.op], *(node.attrs.get(name) for name in _OPTIONS))
+            if own == tuple(other.attrs.get(name) for name in ("kind", "biases", "layers", "both", "batch_first")):
                 return replace(node, op=other.op, attrs=other.attrs, outputs=other.outputs)
     return None
 

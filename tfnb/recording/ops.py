@@ -16,7 +16,7 @@ import torch
 from tfnb.graph.ops import dispatched
 from tfnb.graph.ops import overload as resolve
 from tfnb.graph.pure import pure
-from tfnb.kernels import strided
+from tfnb.kernels import nets, strided
 
 __all__ = ["WHOLE", "Facts", "Op", "bind", "facts", "kernel", "op_name", "resolve", "twin", "unbind"]
 
@@ -48,6 +48,7 @@ _KERNELS: dict[Op, Callable[..., Any]] = {
     aten._unsafe_view.default: aten.reshape.default,
     aten.as_strided.default: strided.as_strided,
     aten.as_strided_scatter.default: strided.as_strided_scatter,
+    aten.lstm.input: nets.lstm,
     aten.native_group_norm.default: strided.gapless(aten.native_group_norm.default, 0),
     aten.native_group_norm_backward.default: strided.gapless(aten.native_group_norm_backward.default, 1),
 }

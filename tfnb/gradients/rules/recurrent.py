@@ -1,20 +1,19 @@
-"""LSTM, GRU and RNN, kept whole in the graph: differentiated layer by layer, with batch and time still symbolic.
+"""LSTM, GRU and RNN, kept whole in the graph: forward and backward are one op each, with batch and time symbolic.
 
-The forward is taken apart into matrix products and one op per direction that goes step by step (`tfnb.kernels`). That
-op's backward again is one op; differentiated a second time it is unrolled, which fixes the number of steps.
+Differentiated a second time the backward is taken apart into matrix products and an op per direction that goes step by
+step (`tfnb.kernels`), and that is unrolled, which fixes the number of steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from tfnb.gradients.table import Forward, composite, rule
-from tfnb.kernels import recurrent  # noqa: F401  defines torch.ops.tfnb
+from tfnb.gradients.table import Cotangents, Forward, composite, nograd, rule
+from tfnb.kernels import nets
 
-aten, tfnb = torch.ops.aten, torch.ops.tfnb
+tfnb = torch.ops.tfnb
 
 # -- the steps of one direction --------------------------------------------------------------------------------
 
@@ -126,72 +125,31 @@ def _(dy: Any, y: Any, w: Any, tanh: bool) -> Any:
     return torch.stack(dgates[::-1]), dh
 
 
-# -- layers and directions -------------------------------------------------------------------------------------
-
-Cell = Callable[[torch.Tensor, list[Any], list[Any]], tuple[torch.Tensor, list[torch.Tensor]]]
+# -- whole nets ------------------------------------------------------------------------------------------------
 
 
-def _layers(
-    x: Any, states: list[Any], params: list[Any], has_biases: bool, layers: int, bidirectional: bool,
-    batch_first: bool, cell: Cell,
-) -> tuple[Any, ...]:  # fmt: skip
-    """All layers and directions of a recurrent net around ``cell(x, first states, params) -> (y, last states)``."""
-    per, directions = (4 if has_biases else 2), (2 if bidirectional else 1)
-    x = x.transpose(0, 1) if batch_first else x
-    last: list[list[Any]] = [[] for _ in states]
-    for layer in range(layers):
-        ys = []
-        for direction in range(directions):
-            k = layer * directions + direction
-            y, ends = cell(x.flip(0) if direction else x, [s[k] for s in states], params[k * per : (k + 1) * per])
-            ys.append(y.flip(0) if direction else y)
-            for found, end in zip(last, ends, strict=True):
-                found.append(end)
-        x = torch.cat(ys, -1) if directions == 2 else ys[0]
-    return (x.transpose(0, 1) if batch_first else x, *(torch.stack(s) for s in last))
+def _of(n: Forward) -> tuple[Any, ...] | None:
+    """The arguments of the op that keeps what a gradient needs; None for a net with projections."""
+    hx, params = n["hx"], n["params"]
+    hx = list(hx) if isinstance(hx, (list, tuple)) else [hx]
+    ways = 2 if n["bidirectional"] else 1
+    if len(params) != n["num_layers"] * ways * (4 if n["has_biases"] else 2):
+        return None
+    options = n["has_biases"], n["num_layers"], n["bidirectional"], n["batch_first"]
+    return nets.NETS[n.op], n["input"], hx, list(params), *options
 
 
-def _gates(x: torch.Tensor, params: list[Any], biases: int) -> torch.Tensor:
-    """The input's part of the gates for all steps, with one or both biases in it."""
-    bias = None if len(params) < 4 else params[2] if biases == 1 else params[2] + params[3]
-    return torch.nn.functional.linear(x, params[0], bias)
+def _net(n: Forward, dys: Cotangents) -> Any:
+    """The net is computed once more, for what it keeps; passes make one of both."""
+    net = _of(n)
+    if net is None:
+        return NotImplemented
+    given = [dys.given(i) for i in range(len(dys))]
+    found = iter(tfnb.recurrent_net_backward(list(n.needed), given, tfnb.recurrent_net(*net), *net))
+    return [next(found) if is_needed else None for is_needed in n.needed]
 
 
-def _lstm_cell(x: Any, states: list[Any], params: list[Any]) -> tuple[Any, list[Any]]:
-    y, c, _ = tfnb.lstm_layer(_gates(x, params, 2), states[0], states[1], params[1])
-    return y, [y[-1], c[-1]]
-
-
-def _gru_cell(x: Any, states: list[Any], params: list[Any]) -> tuple[Any, list[Any]]:
-    w = params[1]
-    bias = params[3] if len(params) == 4 else w.new_zeros([w.shape[0]])
-    y, _ = tfnb.gru_layer(_gates(x, params, 1), states[0], w, bias)
-    return y, [y[-1]]
-
-
-@composite(aten.lstm.input)
-def _(input: Any, hx: Any, params: Any, has_biases: bool, num_layers: int, dropout: float, train: bool,
-      bidirectional: bool, batch_first: bool) -> Any:  # fmt: skip
-    if len(params) != num_layers * (4 if has_biases else 2) * (2 if bidirectional else 1):  # projections: unrolled
-        return aten.lstm.input.decompose(
-            input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first
-        )
-    return _layers(input, list(hx), list(params), has_biases, num_layers, bidirectional, batch_first, _lstm_cell)
-
-
-@composite(aten.gru.input)
-def _(input: Any, hx: Any, params: Any, has_biases: bool, num_layers: int, dropout: float, train: bool,
-      bidirectional: bool, batch_first: bool) -> Any:  # fmt: skip
-    return _layers(input, [hx], list(params), has_biases, num_layers, bidirectional, batch_first, _gru_cell)
-
-
-for _op, _tanh in ((aten.rnn_tanh.input, True), (aten.rnn_relu.input, False)):
-
-    @composite(_op)
-    def _(input: Any, hx: Any, params: Any, has_biases: bool, num_layers: int, dropout: float, train: bool,
-          bidirectional: bool, batch_first: bool, tanh: bool = _tanh) -> Any:  # fmt: skip
-        def cell(x: Any, states: list[Any], weights: list[Any]) -> tuple[Any, list[Any]]:
-            y = tfnb.rnn_layer(_gates(x, weights, 2), states[0], weights[1], tanh)
-            return y, [y[-1]]
-
-        return _layers(input, [hx], list(params), has_biases, num_layers, bidirectional, batch_first, cell)
+rule(*nets.NETS)(_net)
+composite(tfnb.recurrent_net.default)(nets.plain)
+composite(tfnb.recurrent_net_backward.default)(nets.plain_backward)
+nograd(tfnb.recurrent_net.default)  # feeds recurrent_net_backward alone, whose parts start from the net's arguments
