@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import einops
 import pytest
 import torch
 import torch.nn.functional as F
@@ -65,8 +66,6 @@ ASKED: dict[str, tuple[Function, Any]] = {
     "int": (lambda x: x * int(x.shape[0]), ALL),
     "float": (lambda x: x * float(x.shape[0]), ALL),
     "len": (lambda x: x * len(x), ALL),
-    "key": (lambda x: x * {5: 2}.get(x.shape[0], 3), ALL),
-    "key of a shape": (lambda x: x * {(5, 3): 2}.get(tuple(x.shape), 3), ALL),
     "einsum of three": (lambda x: torch.einsum("bi,ij,jk->bk", x, _SQUARE, _SQUARE), set()),
     "einsum of four in one list": (lambda x: torch.einsum("bi,ij,jk,bk->b", [x, _SQUARE, _SQUARE, x]), set()),
     "einsum by numbers": (lambda x: torch.einsum(x, [0, 1], _SQUARE, [1, 2], x, [3, 2], [0]), set()),
@@ -118,6 +117,15 @@ def _matrix(rows: int) -> torch.Tensor:
 def test_a_decision_by_a_size_is_right_or_refused(name: str) -> None:
     function, refused = ASKED[name]
     assert outcomes(function, _matrix) == refused
+
+
+def test_a_size_is_no_key_so_that_packages_which_keep_tables_by_shapes_go_without() -> None:
+    with tfnb.record():
+        x = tfnb.placeholder(torch.ones(5, 3))
+        with pytest.raises(TypeError, match=r"no key of a table \(unhashable(.|\n)*\{x.shape: 1\}"):
+            {x.shape: 1}  # noqa: B018
+        y = einops.rearrange(x, "b (g k) -> (b g) k", g=3)
+    assert tfnb.run(y, {x: torch.ones(7, 3)}).shape == (21, 1)
 
 
 def test_the_refusal_names_placeholder_axis_and_line() -> None:

@@ -3,7 +3,7 @@
 Caches of autocast and of parametrisations would carry plain casts of parameters into a recording, cut off from them,
 and recorded ones out of it. TorchScript's optimising executor would fix sizes that vary. What `torch.compile` gave runs
 as the code it was given: a recording sees torch's calls, not what a compiler makes of them. What is read from a file is
-a plain tensor. A size that is looked up in a table is the sample's.
+a plain tensor. A size that is looked up in a table says that it cannot be.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tfnb.graph import current
 from tfnb.recording.shared import Shared, swapped
 
-_OWN = frozenset({"torch", "tfnb", "sympy", "functools"})
-
 
 @contextmanager
 def surroundings() -> Iterator[None]:
@@ -30,7 +28,7 @@ def surroundings() -> Iterator[None]:
         stack.enter_context(_without_caches())
         stack.enter_context(_plain_code())
         stack.enter_context(_plain_files())
-        stack.enter_context(_hashed_sizes())
+        stack.enter_context(_sizes_without_hash())
         yield
 
 
@@ -85,16 +83,24 @@ def _unrecorded(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _fixed_hash(original: Callable[[torch.SymInt], int]) -> Callable[[torch.SymInt], int]:
-    """A table has an entry for a number. torch itself asks whether a size has a hash, to see whether it varies."""
+def _no_key(original: Callable[[torch.SymInt], int]) -> Callable[[torch.SymInt], int]:
+    """Packages that keep a table by shapes (einops) go another way where a size has no hash, so it has none here."""
 
     def of(size: torch.SymInt) -> int:
-        asker = str(sys._getframe(1).f_globals.get("__name__", "")).partition(".")[0]
-        return original(size) if current.recording() is None or asker in _OWN else hash(int(size))
+        try:
+            return original(size)
+        except TypeError as error:
+            rec: Any = current.recording()
+            if rec is None:
+                raise
+            raise TypeError(
+                f"a size that varies is no key of a table ({error}): with int(size) it is the sample's, and fixed, "
+                f"and shape= of the placeholder gives it a number from the start{rec.tape.at()}"
+            ) from None
 
     return of
 
 
 _plain_code = Shared(_uncompiled)
 _plain_files = Shared(lambda: swapped((torch._utils, "_rebuild_tensor", _unrecorded(torch._utils._rebuild_tensor))))
-_hashed_sizes = Shared(lambda: swapped((torch.SymInt, "__hash__", _fixed_hash(torch.SymInt.__hash__))))
+_sizes_without_hash = Shared(lambda: swapped((torch.SymInt, "__hash__", _no_key(torch.SymInt.__hash__))))
