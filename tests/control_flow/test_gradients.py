@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import tfnb
 from tests.control_flow.random_programs import python_branch, python_loop
+from tests.control_flow.written import function
 from tfnb.errors import NoGradient
 from tfnb.passes import optimize
 
@@ -105,6 +106,41 @@ def test_loops_in_branches_and_branches_in_loops() -> None:
         return loop(lambda i, y: i < 3, body, (0, x))[1].sum()
 
     check(program, tensors(3), [tensors(4), [-t for t in tensors(4)]])
+
+
+COLLECTED = """
+if x.sum() > 0:
+    w = x.sum(0)
+else:
+    ys, v = [], x[0] * 2
+    for i in range(torch.tensor(len(x)) - 1):
+        ys.append(v * (i + 1))
+    w = torch.stack(ys).sum(0)
+"""
+
+
+@pytest.mark.parametrize("last", ["torch.stack(ys).sum(0)", "torch.stack(ys).sum(0) if len(ys) > 1 else v.exp()"])
+@pytest.mark.parametrize("executor", ["auto", "dataflow"])
+def test_higher_orders_of_a_branch_that_holds_a_loop_with_rows(last: str, executor: str) -> None:
+    program = function(COLLECTED.replace("torch.stack(ys).sum(0)", last) + "return (w ** 3).sum()")
+
+    def derived(value: Any, x: Any, take: Any) -> list[Any]:
+        found = []
+        for _ in range(3):
+            found += take(value, [x])
+            value = found[-1].square().sum()
+        return found
+
+    for sample in (tensors(4, 3)[0].abs(), -tensors(4, 3)[0].abs()):
+        with tfnb.record() as graph:
+            x = tfnb.placeholder(sample, name="x")
+            slopes = derived(tfnb.autograph(program)(x), x, tfnb.gradients)
+        session = tfnb.Session(graph, executor=executor)
+        for fed in (sample, -sample, sample[:2], -sample[:2], sample[:3]):
+            leaf = fed.clone().requires_grad_()
+            wanted = derived(program(leaf), leaf, lambda y, xs: torch.autograd.grad(y, xs, create_graph=True))
+            got = session.run(slopes, {x: fed})
+            torch.testing.assert_close(got, [w.detach() for w in wanted], rtol=1e-9, atol=1e-9)
 
 
 def test_scan_saves_what_its_gradient_needs_once() -> None:

@@ -119,8 +119,11 @@ class Loop:
         captured = [v for v in captured if v not in saved]
         if self.saver is not None and saved:
             sequences += map(self._sequence, self.saver.save(saved))
+        same = {} if self.saver is None else self.saver.inner.same  # what stands for a value of outside tells sizes
         stop = [recorder._entry(self.limit).value] if isinstance(self.limit, Tensor) else []
-        inputs = [*before, *(e.value for entries in sequences for e in entries), *captured, *stop]
+        inputs = [
+            *before, *(e.value for entries in sequences for e in entries), *(same.get(v, v) for v in captured), *stop,
+        ]  # fmt: skip
         refs = iter(map(Ref, range(len(inputs))))
         shapes = tuple(spec.shape if bound_outside(recorder, spec) else len(spec.shape) for spec in rows)
         turns = self._turns(sequences)

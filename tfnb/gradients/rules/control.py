@@ -104,9 +104,9 @@ class Part:
 
         In a function that calls itself the same subgraph may be named already, further out.
         """
-        tape = self.recorder.tape
-        outer = {node.id for node in self.part.contents.nodes if node.id in tape.by_id}
-        tape.by_id.update({node.id: node for node in self.part.contents.nodes})
+        tape, before = self.recorder.tape, (*self.part.contents.nodes, *self.moved)
+        outer = {node.id for node in before if node.id in tape.by_id}
+        tape.by_id.update({node.id: node for node in before})
         try:
             yield
         finally:
@@ -156,12 +156,13 @@ def _branches(n: Forward, dys: Cotangents, forms: Mapping[int, bool], path: str)
             _check_forms({i: found[i] for i in wanted}, forms)
             return [x for i, of in wanted.items() for x in _outputs(found[i], of, forms.get(i))]
 
-        region = record_region(recorder, call, [], scope=path, turns=False, inner=part.inner)
-        part.adopt(region.moved)
+        with part.named():  # alone, so that no size is told by a value of the other branch
+            region = record_region(recorder, call, [], scope=path, turns=False, inner=part.inner)
+            part.adopt(region.moved)
         return region
 
+    regions = [backward(part) for part in parts]
     with parts[0].named(), parts[1].named():
-        regions = [backward(part) for part in parts]
         captured = captures(recorder, regions)
         outer = _branch_values(n, node, parts, captured)
         then, other = (subgraph(recorder, region, captured, region.outputs) for region in regions)
@@ -170,6 +171,7 @@ def _branches(n: Forward, dys: Cotangents, forms: Mapping[int, bool], path: str)
             "pred": Ref(0), "operands": tuple(Ref(i + 1) for i in range(len(captured))), "then": then, "else": other,
             "shapes": (None,) * len(results),
         }  # fmt: skip
+        outer = parts[0].inner.same | parts[1].inner.same | outer
         inputs = [recorder._entry(n.inputs[0]).value, *(outer.get(v, v) for v in captured)]
         found = iter(append(recorder, ops.COND, inputs, attrs, results))
     entries: list[Any] = [None] * len(n.inputs)
