@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -266,6 +268,48 @@ def test_gradients_go_through_branches_that_sizes_decide() -> None:
     for rows in (2, 3, 4, 5):
         fed = torch.randn(rows, 2, dtype=torch.float64, requires_grad=True)
         torch.testing.assert_close(tfnb.run(dx, {x: fed.detach()}), torch.autograd.grad(f(fed), fed)[0])
+
+
+def unrolled_below_three_rows(x: torch.Tensor) -> torch.Tensor:
+    if len(x) > 2:
+        return x.sum(0)
+    u = x[0] * 0
+    b = u[1]
+    for _ in x:
+        u += x.mean()
+        b = u[0]
+    return u * b
+
+
+def unrolled_from_three_rows(x: torch.Tensor) -> torch.Tensor:
+    y = x.sum(0)
+    if len(x) > 2:
+        for row in x.unbind(0):
+            y = y + row * row
+    return y
+
+
+@pytest.mark.filterwarnings("ignore:.*became the constant")
+@pytest.mark.parametrize("executor", ["auto", "dataflow"])
+@pytest.mark.parametrize("program", [unrolled_below_three_rows, unrolled_from_three_rows])
+def test_a_loop_that_python_runs_in_a_branch_is_for_its_sizes_alone(program: Any, executor: str) -> None:
+    data = torch.linspace(-1, 2, 15, dtype=torch.float64).reshape(5, 3)
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(data[:2], name="x")
+        y = tfnb.autograph(program)(x)
+        (slope,) = tfnb.gradients(y.sum(), [x])
+    session = tfnb.Session(graph, executor=executor)
+    refused = set()
+    for rows in range(1, 6):
+        leaf = data[:rows].clone().requires_grad_()
+        want = program(leaf)
+        wanted = [want.detach(), *torch.autograd.grad(want.sum(), leaf)]
+        for fetches, values in (([y], wanted[:1]), ([slope], wanted[1:]), ([y, slope], wanted)):
+            try:
+                torch.testing.assert_close(session.run(fetches, {x: data[:rows]}), values)
+            except ShapeError:
+                refused.add(rows)
+    assert refused == ({1} if program is unrolled_below_three_rows else {3, 4, 5})
 
 
 @pytest.mark.parametrize("executor", ["auto", "dataflow"])

@@ -108,6 +108,7 @@ class _Place:
     tokens: dict[Any, Port] = field(default_factory=dict)  # of each queue: its last op so far
     done: dict[int, tuple[Port, ...]] = field(default_factory=dict)
     symbols: dict[str, tuple[Value, Spec]] = field(default_factory=dict)
+    checked: tuple[Port, ...] = ()  # that the sizes are those for which its nodes were recorded
 
 
 def lower(
@@ -178,8 +179,8 @@ class _Lowering:
         if queue is not None:
             inputs.append(self.token(place, queue))
         at = self.emit(
-            place, NODE, inputs, node=node, after=self.after(place, node), sizes=self.sizes(place, node.symbols),
-            run=place.run if draws else None,
+            place, NODE, inputs, node=node, after=(*self.after(place, node), *place.checked),
+            sizes=self.sizes(place, node.symbols), run=place.run if draws else None,
         )  # fmt: skip
         if queue is not None:
             place.tokens[queue] = Port(at, len(node.outputs) + 1)
@@ -206,11 +207,11 @@ class _Lowering:
         place.symbols = _bound(contents)
         named = dict(zip(given, subgraph.inputs, strict=True))
         self.scopes.append(Scope(outer.number, part, node, contents.placeholders, contents.guards, named))
-        known = {symbol for symbol, (_, value) in place.symbols.items() if value in ports}
+        known = {symbol for symbol, (value, _) in place.symbols.items() if value in ports}
         checks = tuple(guard for guard in contents.guards if known.issuperset(guard.symbols))
         if checks:  # what is asked of sizes that only data tell is a node
             wanted = {s for guard in checks for s in guard.symbols}
-            self.emit(place, SIZES, part=checks, sizes=self.sizes(place, wanted))
+            place.checked = (Port(self.emit(place, SIZES, part=checks, sizes=self.sizes(place, wanted))),)
         for inner in contents.nodes:
             if inner.op != "tfnb.placeholder":
                 self.node(place, inner)

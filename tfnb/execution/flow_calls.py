@@ -87,7 +87,7 @@ def _check(op: Op, sizes: Sizes) -> Callable[..., Any]:
     def check(*values: torch.Tensor) -> tuple[Any, ...]:
         for guard in op.part:
             sizes_hold(guard, sizes(values))
-        return ()
+        return (None,)
 
     return check
 

@@ -263,10 +263,12 @@ class Symbols:
             return self.fresh(letter, None)
         return self._values[letter]
 
-    @staticmethod
-    def hint(size: Any) -> int:
-        """The size that the samples have."""
-        return size.node.hint if isinstance(size, torch.SymInt) else int(size)
+    def hint(self, size: Any) -> int:
+        """The size that the samples have, or that is supposed for them."""
+        if not isinstance(size, torch.SymInt):
+            return int(size)
+        supposed = size.node.expr.xreplace(self._observed) if self.env.supposed else None
+        return int(supposed) if supposed is not None and supposed.is_number else size.node.hint
 
     # -- translating ---------------------------------------------------------------------------------------
 

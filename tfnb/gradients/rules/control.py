@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import reduce
 from math import prod
+from operator import and_
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from tfnb.errors import NoGradient
 from tfnb.gradients.slices import IndexedSlices
 from tfnb.gradients.table import COMPLEX, RULES, Cotangents, Forward, Rule
 from tfnb.gradients.walker import Walk
-from tfnb.graph import Dim, Node, Ref, Spec, Subgraph, Value, ops
+from tfnb.graph import Dim, Guard, Node, Ref, Spec, Subgraph, Value, ops
 from tfnb.graph.contents import unique
 from tfnb.graph.graph import new_id
 from tfnb.graph.spec import Size
@@ -73,6 +75,11 @@ class Part:
             return [walk.total(v) if active else None for v, active in zip(self.part.inputs, self.active, strict=True)]
         finally:
             self.recorder.lazy = before
+
+    def guards(self) -> list[Guard]:
+        """What the forward subgraph relies on of the sizes that enter it, which the gradient relies on as well."""
+        entering = {s for v in self.part.inputs for s in self.spec(v).symbols}
+        return [guard for guard in self.part.contents.guards if entering.issuperset(guard.symbols)]
 
     def adopt(self, nodes: Sequence[Node]) -> None:
         """Copies of nodes of this subgraph that give more: they belong into it."""
@@ -157,8 +164,11 @@ def _branches(n: Forward, dys: Cotangents, forms: Mapping[int, bool], path: str)
             return [x for i, of in wanted.items() for x in _outputs(found[i], of, forms.get(i))]
 
         with part.named():  # alone, so that no size is told by a value of the other branch
-            region = record_region(recorder, call, [], scope=path, turns=False, inner=part.inner)
+            guards = part.guards()
+            where = _all_hold(recorder, guards)
+            region = record_region(recorder, call, [], scope=path, turns=False, inner=part.inner, where=where)
             part.adopt(region.moved)
+            region.guards = list(dict.fromkeys((*guards, *region.guards)))
         return region
 
     regions = [backward(part) for part in parts]
@@ -178,6 +188,14 @@ def _branches(n: Forward, dys: Cotangents, forms: Mapping[int, bool], path: str)
     for i, of in wanted.items():
         entries[i + 1] = _all_rows(of, next(found), next(found)) if forms.get(i) else next(found)
     return entries
+
+
+def _all_hold(recorder: Recorder, guards: Sequence[Guard]) -> tuple[torch.SymBool, bool] | None:
+    """That these relations between sizes are so, which the samples need not have; None where they do not vary."""
+    relations = [Dim(guard.expr) for guard in guards]
+    found = [relation.evaluate(recorder.symbols.bindings([relation])) for relation in relations]
+    asked = [relation for relation in found if isinstance(relation, torch.SymBool)]
+    return (reduce(and_, asked), True) if asked else None
 
 
 def _check_forms(found: Mapping[int, Any], forms: Mapping[int, bool]) -> None:
