@@ -117,8 +117,6 @@ def _of_strides(original: Any) -> Callable[..., Any]:
 
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    torch.Tensor.__getitem__: picked.get_item,
-    torch.Tensor.__setitem__: picked.set_item,
     aten.is_contiguous: _is_contiguous,
     aten.is_contiguous.default: _is_contiguous,
     aten.is_contiguous.memory_format: _is_contiguous,
@@ -140,6 +138,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.new_tensor: _new_tensor,
     torch.tril_indices: _triangle(torch.tril, torch.tril_indices),
     torch.triu_indices: _triangle(torch.triu, torch.triu_indices),
+    **picked.FUNCTIONS,
     **packed.FUNCTIONS,
     **batched.FUNCTIONS,
     **higher_order.FUNCTIONS,

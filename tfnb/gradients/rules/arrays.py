@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from tfnb.gradients.table import READS, Forward, lookup, nograd, partials, rule
-from tfnb.kernels import arrays as _ops  # noqa: F401  defines torch.ops.tfnb
+from tfnb.kernels import arrays, spans  # noqa: F401  define torch.ops.tfnb
 
 ops = torch.ops.tfnb
 
+nograd(ops.index_span.default, ops.index_single.default, ops.index_range.default)
 nograd(ops.array_unwritten.default, ops.array_spans.default, ops.array_even_spans.default, ops.array_parts.default)
 
 

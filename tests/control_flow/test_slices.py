@@ -1,0 +1,165 @@
+"""Slices by a number that a loop changes: one recording gives what Python gives for every size, with gradients."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import tfnb
+from tfnb.errors import InvalidArgument
+
+
+def prefixes(x: Any) -> Any:
+    total = torch.zeros(x.shape[0], dtype=x.dtype)
+    for t in range(x.shape[1]):
+        total = total + x[:, :t].sum(1) * x[:, t:].prod(1) + x[:, -t:].sum(1)
+    return total
+
+
+def one_column_at_a_time(x: Any) -> Any:
+    h = torch.zeros(x.shape[0], 1, dtype=x.dtype)
+    for t in range(x.shape[1]):
+        h = torch.tanh(x[:, t : t + 1] + h * x[..., 0:1])
+    return h
+
+
+def batches(x: Any) -> Any:
+    total = torch.zeros((), dtype=x.dtype)
+    for i in range(0, x.shape[0], 2):
+        total = total + x[i : i + 2].sin().mean()
+    for i in range(x.shape[0] // 2):
+        total = total + x[i * 2 : (i + 1) * 2].prod()
+    return total
+
+
+def causal_attention(x: Any) -> Any:
+    y = torch.zeros_like(x)
+    for t in range(x.shape[0]):
+        seen = x[: t + 1]
+        y[t] = torch.softmax(seen @ x[t], 0) @ seen
+    return y
+
+
+def elimination(x: Any) -> Any:
+    a = x @ x.T + 5 * torch.eye(x.shape[0], dtype=x.dtype)
+    for k in range(x.shape[0]):
+        factors = a[k + 1 :, k] / a[k, k]
+        row = a[k, k:].clone()
+        a = a.clone()
+        a[k + 1 :, k:] -= torch.outer(factors, row)
+    return a
+
+
+def views(x: Any) -> Any:
+    y = x * 1
+    total = torch.zeros((), dtype=x.dtype)
+    for t in range(x.shape[0]):
+        row, pair = y[t : t + 1], y[:, t : t + 2]
+        row *= 2
+        pair.add_(1)
+        y.mul_(1.5)
+        total = total + row.sum().sin() + pair.sum()
+    return y.sin() * total
+
+
+def steps(x: Any) -> Any:
+    total = torch.zeros((), dtype=x.dtype)
+    for t in range(x.shape[0]):
+        total = total + x[t::2].sum() + x[:t:2].sin().sum() + x[t:5:3, 0].sum() + x[None, t:, -1].cos().sum()
+    return total
+
+
+def bisected(x: Any) -> Any:
+    low, high = torch.tensor(0), torch.tensor(x.shape[0])
+    total = x.sum()
+    while high - low > 1:
+        middle = (low + high) // 2
+        if x[low:middle].sum() > x[middle:high].sum():
+            high = middle
+        else:
+            low = middle
+        total = total + x[low:high].mean()
+    return total
+
+
+def cut_short(x: Any) -> Any:
+    total = torch.zeros((), dtype=x.dtype)
+    for t in range(x.shape[0]):
+        total = total + x[t : min(t + 2, x.shape[0])].sum() * 2 + x[max(t - 1, 0) : t + 1].prod()
+    return total
+
+
+def by_methods(x: Any) -> Any:
+    total = x.sum()
+    for t in range(x.shape[0] - 1):
+        total = total + x.narrow(0, t, 2).prod() + torch.narrow(x, -1, 1 - t % 2, 1).sum() + x.select(0, t).sum()
+        total = total + torch.select(x, -1, 0)[t].sin()
+    return total
+
+
+def ranges(x: Any) -> Any:
+    total = torch.zeros((), dtype=x.dtype)
+    for t in range(x.shape[0]):
+        total = total + torch.arange(t, dtype=x.dtype).sum() * x[t].sum() + x[torch.arange(t + 1)].prod()
+        total = total + torch.arange(t, 2 * t, 2).sum()
+    return total
+
+
+PROGRAMS = [
+    prefixes, one_column_at_a_time, batches, causal_attention, elimination, views, steps, bisected, cut_short,
+    by_methods, ranges,
+]  # fmt: skip
+
+
+def _gradients(y: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:
+    (first,) = torch.autograd.grad(y.sin().sum(), x, create_graph=True, materialize_grads=True)
+    if not first.requires_grad:
+        return [first, torch.zeros_like(x)]
+    return [first, *torch.autograd.grad(first.square().sum(), x, materialize_grads=True)]
+
+
+@pytest.mark.parametrize("executor", ["auto", "dataflow"])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_slices_by_a_loops_number_are_those_of_each_turn(program: Callable[[Any], Any], executor: str) -> None:
+    with warnings.catch_warnings(), tfnb.record() as graph:
+        warnings.simplefilter("error")
+        x = tfnb.placeholder(torch.randn(4, 3, dtype=torch.float64), shape=("B", "T"))
+        y = tfnb.autograph(program)(x)
+        (first,) = tfnb.gradients(y.sin().sum(), [x])
+        (second,) = tfnb.gradients(first.square().sum(), [x])
+    assert not any("stays Python" in note for note in graph.notes)
+    session = tfnb.Session(graph, executor=executor)
+    for shape in [(4, 3), (7, 5), (3, 2), (1, 4)]:
+        fed = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        want = program(fed)
+        got = session.run([y, first, second], {x: fed.detach()})
+        torch.testing.assert_close(got, [want.detach(), *_gradients(want, fed)])
+
+
+def test_one_row_that_a_run_does_not_have_is_an_error_with_the_line() -> None:
+    with tfnb.record():
+        x, n = tfnb.placeholder(torch.randn(3, 4), shape=("B", "T")), tfnb.placeholder(torch.tensor(2))
+        column = x[:, n : n + 1]
+    assert column.shape[1] == 1
+    assert tfnb.run(column, {x: torch.ones(2, 6), n: torch.tensor(5)}).shape == (2, 1)
+    with pytest.raises(InvalidArgument, match=r"slice \[6:7\] of 6 elements has none of them(.|\n)*column = x"):
+        tfnb.run(column, {x: torch.ones(2, 6), n: torch.tensor(6)})
+
+
+def test_a_number_outside_of_loops_cuts_in_each_run() -> None:
+    with warnings.catch_warnings(), tfnb.record():
+        warnings.simplefilter("error")
+        x, n = tfnb.placeholder(torch.randn(3, 4), shape=("B", "T")), tfnb.placeholder(torch.tensor(3))
+        kept = torch.softmax(x[:, :n], 1)
+        blank = x * 1
+        blank[:, n:] = 0
+    fed = torch.randn(2, 6)
+    for number in (3, 5, 0, -1, 9):
+        want = fed.clone()
+        want[:, number:] = 0
+        got = tfnb.run([kept, blank], {x: fed, n: torch.tensor(number)})
+        torch.testing.assert_close(got, [torch.softmax(fed[:, :number], 1), want])
