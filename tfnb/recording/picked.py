@@ -166,7 +166,7 @@ def _arange(*args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
         type(number) is int or isinstance(number, torch.SymInt) or _is_whole(number) for number in given.values()
     )
     if current.recording() is None or not whole or not any(map(_is_whole, given.values())):
-        return torch.arange(*args, dtype=dtype, **named, **kwargs)
+        return torch.arange(*args, **{"dtype": dtype, **named, **kwargs})
     numbers = (_number(given.get(word, usual)) for word, usual in zip(words, (0, None, 1), strict=True))
     return ops.index_range(*numbers).to(kwargs.get("device"), dtype or torch.int64)
 
