@@ -160,3 +160,60 @@ def test_a_saved_graph_still_says_what_python_would_raise(tmp_path: Path) -> Non
     loaded = tfnb.Graph.load(tmp_path / "checked.json")
     with pytest.raises(AssertionError, match="the sum is negative"):
         tfnb.Session(loaded).run("sum_1", {"x": -torch.ones(2)})
+
+
+# -- what a buffer says -----------------------------------------------------------------------------------------------
+
+
+class _Started(torch.nn.Module):
+    """Takes its scale from the first batch."""
+
+    def __init__(self, ask: Callable[[torch.Tensor], Any], dtype: torch.dtype = torch.bool) -> None:
+        super().__init__()
+        self.ask, self.scale = ask, torch.nn.Parameter(torch.ones(3))
+        self.register_buffer("ready", torch.zeros((), dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.ask(self.ready):
+            with torch.no_grad():
+                self.scale.copy_(x.std(0))
+                self.ready.fill_(1)
+        return x * self.scale
+
+
+def _stepped(model: torch.nn.Module) -> Any:
+    data = torch.randn(6, 3)
+    with tfnb.record():
+        x = tfnb.placeholder(data)
+        step = tfnb.train.SGD(0.1).minimize(model(x).sum())
+    return lambda factor: tfnb.run(step, {x: factor * data})
+
+
+@pytest.mark.parametrize("ask", [bool, torch.Tensor.item, lambda ready: ready == 1], ids=["bool", "item", "relation"])
+@pytest.mark.filterwarnings("ignore:.*Python took the True branch")
+@pytest.mark.filterwarnings("ignore:.*Python took the False branch")
+@pytest.mark.filterwarnings("ignore:.*Python took the value of ready")
+def test_what_is_done_at_the_first_call_alone_is_not_done_at_each(ask: Any) -> None:
+    run = _stepped(_Started(ask))
+    run(1)
+    with pytest.raises(BranchChanged, match=r"what ready holds now(.|\n)*call the model once before"):
+        run(2)
+    model = _Started(ask)
+    model(torch.randn(6, 3))
+    before, run = model.scale.detach().clone(), _stepped(model)
+    run(1), run(2)
+    assert not torch.equal(before, model.scale)
+    model.ready.fill_(0)
+    with pytest.raises(BranchChanged, match="with what ready holds now it is False"):
+        run(3)
+
+
+@pytest.mark.parametrize(("ask", "dtype"), [(bool, torch.bool), (torch.Tensor.item, torch.int64)], ids=["bool", "int"])
+def test_a_flag_that_the_recording_writes_is_said(ask: Any, dtype: torch.dtype) -> None:
+    with pytest.warns(UserWarning, match=r"line \d+(.|\n)*took the value of ready, which this recording writes"):
+        _stepped(_Started(ask, dtype))
+    model = _Started(ask, dtype)
+    model.ready.fill_(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _stepped(model)

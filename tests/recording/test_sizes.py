@@ -23,6 +23,11 @@ ROWS = (0, 1, 2, 3, 4, 5, 6, 9)
 _SQUARE = torch.arange(9.0, dtype=torch.float64).reshape(3, 3)
 
 
+def _divergence(x: torch.Tensor, covariance: torch.Tensor) -> torch.Tensor:
+    normal = torch.distributions.MultivariateNormal
+    return torch.distributions.kl_divergence(normal(x, covariance), normal(x * 0, torch.diag_embed(x.exp())))
+
+
 def _sum(parts: Any) -> Any:
     return sum((part.sum(0) * (i + 2) for i, part in enumerate(parts)), torch.zeros(3, dtype=torch.float64))
 
@@ -117,6 +122,11 @@ def _matrix(rows: int) -> torch.Tensor:
 def test_a_decision_by_a_size_is_right_or_refused(name: str) -> None:
     function, refused = ASKED[name]
     assert outcomes(function, _matrix) == refused
+
+
+def test_batches_of_distributions_are_compared_at_every_size_that_torch_takes() -> None:
+    eye = torch.eye(3, dtype=torch.float64)
+    assert outcomes(lambda x: _divergence(x, eye), _matrix, range(1, 7)) == set()
 
 
 def test_a_size_is_no_key_so_that_packages_which_keep_tables_by_shapes_go_without() -> None:

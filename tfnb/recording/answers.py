@@ -34,10 +34,13 @@ def item(rec: Recorder, tensor: torch.Tensor) -> Any:
     """``.item()`` from inside torch: the sample's number; a truth is what TorchScript, or a kernel, decides by."""
     entry = rec._entry(tensor)
     if not rec.tape.is_fixed(entry.value):
-        if tensor.dtype is torch.bool and isinstance(tensor, Tensor):
-            outcome = bool(tensor.sample)
+        var = None if isinstance(tensor, Tensor) else rec.variable_of(tensor)
+        if var is not None and rec.node(entry.value.node).op == "tfnb.read":  # as it is when the run begins
+            rec.asked.setdefault(var, rec.where())
+        if tensor.dtype is torch.bool and (isinstance(tensor, Tensor) or entry.sample is not None):
+            outcome = bool(tensor.sample if isinstance(tensor, Tensor) else entry.sample)
             with rec.on():
-                rec.branch(tensor, outcome)
+                rec.branch(rec.handle(tensor), outcome, is_state=var is not None)
             return outcome
         rec.escaped(tensor, "item()")
     if isinstance(tensor, Tensor):

@@ -157,6 +157,12 @@ def held(node: Node, value: torch.Tensor) -> None:
         "line": source.line if source else None,
     }  # fmt: skip
     raises = node.attrs.get("raises")
+    if state := node.attrs.get("state"):
+        raise BranchChanged(
+            f"the branch at {source or node.name} was recorded with {outcome}, and with what {state} holds now it is "
+            f"{not outcome}: record again, and if it is taken at the first call alone, call the model once before",
+            **where,
+        )
     if raises is None:
         raise BranchChanged(
             f"the branch at {source or node.name} was recorded with {outcome}, and in this run it is {not outcome}: "

@@ -77,6 +77,7 @@ class Recorder(TorchDispatchMode):
         self.journal = Journal()
         self.derivatives: list[Derivative] = []
         self.by_hand: dict[Variable, Source | None] = {}  # written in place: where it was last
+        self.asked: dict[Variable, Source | None] = {}  # its value was taken as a Python number or truth: where
         self._elsewhere = WeakIdKeyDictionary()  # views of variables, as they looked before this recording
         self.below: Container[str] = ()  # owners whose blocks follow the one that is recorded
         self.live = WeakIdKeyDictionary()  # every recorded tensor that somebody still holds
@@ -129,6 +130,18 @@ class Recorder(TorchDispatchMode):
             if is_here and is_old and not self.tape.is_earlier(base.entry.value):
                 self._refresh(tensor)
         self._note_by_hand()
+        self._warn_asked()
+
+    def _warn_asked(self) -> None:
+        """Say that what the way through Python hangs on is written: the second run would go another way."""
+        for var, source in self.asked.items():
+            if any(node.op == "tfnb.assign" and node.attrs["variable"] is var for node in self.new):
+                warnings.warn(
+                    f"{source or 'recording'}: Python took the value of {var.name}, which this recording writes: every "
+                    "run goes the way of the sample's. If it says that something is made at the first call, call the "
+                    "model once before recording it",
+                    stacklevel=2,
+                )
 
     def _note_by_hand(self) -> None:
         """Say that an update of parameters that no group runs is one to be fetched."""
@@ -326,23 +339,29 @@ class Recorder(TorchDispatchMode):
 
     def guard(self, tensor: torch.Tensor, outcome: bool, raises: str | None = None) -> None:
         """Every later node runs only where ``tensor`` has this truth; ``raises``: what Python would raise elsewhere."""
+        value = self._entry(tensor).value
+        state = self.tape.state_behind(value)
+        said = {"state": state} if state and raises is None else {} if raises is None else {"raises": raises}
         guard = self.tape.append(
-            "tfnb.guard", "guard", (), inputs=(self._entry(tensor).value,),
-            attrs={"value": Ref(0), "outcome": outcome, **({} if raises is None else {"raises": raises})},
+            "tfnb.guard", "guard", (), inputs=(value,), attrs={"value": Ref(0), "outcome": outcome, **said},
             scope=self.scopes.current(),
         )  # fmt: skip
         self.tape.marks = replace(self.tape.marks, control=(*self.tape.marks.control, guard.node))
 
-    def branch(self, tensor: Tensor, outcome: bool, *, is_check: bool = False, raises: str | None = None) -> None:
+    def branch(
+        self, tensor: Tensor, outcome: bool, *, is_check: bool = False, raises: str | None = None,
+        is_state: bool = False,
+    ) -> None:  # fmt: skip
         """Python took a branch on a recorded value: guard every later node by the outcome, and warn once a line.
 
         is_check: the other branch only raises, so there is nothing else that the graph could hold; raises: what.
+        is_state: it is what a buffer holds, which no feed decides about.
         """
         source = self.where()
         entry = self._entry(tensor)
         self.guard(tensor, outcome, raises)
         key = ("branch", source and source.line)
-        if not is_check and key not in self._warned and not self.tape.is_fixed(entry.value):
+        if not is_check and not is_state and key not in self._warned and not self.tape.is_fixed(entry.value):
             self._warned.add(key)
             warnings.warn(
                 f"{source or 'recording'}: Python took the {outcome} branch of a recorded value; the graph holds only "

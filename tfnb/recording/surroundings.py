@@ -3,7 +3,8 @@
 Caches of autocast and of parametrisations would carry plain casts of parameters into a recording, cut off from them,
 and recorded ones out of it. TorchScript's optimising executor would fix sizes that vary. What `torch.compile` gave runs
 as the code it was given: a recording sees torch's calls, not what a compiler makes of them. What is read from a file is
-a plain tensor. A size that is looked up in a table says that it cannot be.
+a plain tensor. A size that is looked up in a table says that it cannot be; the one function of torch that broadcasts
+numbers alone (`torch.distributions.kl_divergence` calls it) takes sizes that vary.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ def surroundings() -> Iterator[None]:
         stack.enter_context(_plain_code())
         stack.enter_context(_plain_files())
         stack.enter_context(_sizes_without_hash())
+        stack.enter_context(_broadcast_sizes())
         yield
 
 
@@ -101,6 +103,15 @@ def _no_key(original: Callable[[torch.SymInt], int]) -> Callable[[torch.SymInt],
     return of
 
 
+def _broadcast(original: Callable[[Any, Any], torch.Size]) -> Callable[[Any, Any], torch.Size]:
+    def call(a: Any, b: Any) -> torch.Size:
+        varies = any(isinstance(size, torch.SymInt) for size in (*a, *b))
+        return torch.broadcast_shapes(a, b) if varies else original(a, b)
+
+    return call
+
+
 _plain_code = Shared(_uncompiled)
 _plain_files = Shared(lambda: swapped((torch._utils, "_rebuild_tensor", _unrecorded(torch._utils._rebuild_tensor))))
 _sizes_without_hash = Shared(lambda: swapped((torch.SymInt, "__hash__", _no_key(torch.SymInt.__hash__))))
+_broadcast_sizes = Shared(lambda: swapped((torch._C, "_infer_size", _broadcast(torch._C._infer_size))))

@@ -86,15 +86,28 @@ class Tape:
 
     def is_fixed(self, value: Value) -> bool:
         """Whether a value is the same in every run: no placeholder, variable, size or random draw leads to it."""
+        return next(self._varying(value), None) is None
+
+    def state_behind(self, value: Value) -> str:
+        """The names of the variables whose state a value is of; none if it is of anything else as well."""
+        names = set()
+        for node in self._varying(value):
+            if node.op != "tfnb.read":
+                return ""
+            names.add(node.attrs["variable"].name)
+        return ", ".join(sorted(names))
+
+    def _varying(self, value: Value) -> Iterator[Node]:
+        """What leads to a value and may be another one in a run."""
         stack, seen = [value.node], {value.node}
         while stack:
             node = self.by_id[stack.pop()]
             if node.op in _VARYING or node.stream is not None or node.symbols:
-                return False
+                yield node
+                continue
             ahead = {v.node for v in node.inputs} - seen
             stack.extend(ahead)
             seen |= ahead
-        return True
 
     def drop_last(self) -> None:
         """Take back the last node: its op failed."""
