@@ -27,6 +27,15 @@ out = v
 # branches of another shape: record, ShapeError, 1, in one branch and float32[B] in the other
 out = x.sum() if x.sum() > 0 else x
 
+# rows of what has none: record, InvalidArgument, 1, map_fn goes over the rows of tensors, and was given float32[]
+out = tfnb.map_fn(lambda v: v, x.sum())
+
+# a fold of another structure: record, InvalidArgument, 1, the body of fold returns
+out = tfnb.fold(lambda total, v: (total, v), x.sum(), x)
+
+# fewer turns than none: record, InvalidArgument, 1, maximum_iterations is at least 0, not -1
+out = tfnb.while_loop(lambda v: v.sum() < 9, lambda v: v + 1, x, maximum_iterations=-1)
+
 # branches of cond of another structure: record, InvalidArgument, 1, the branches of cond return different structures
 out = tfnb.cond(x.sum() > 0, lambda: (x, x), lambda: x)
 

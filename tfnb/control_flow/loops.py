@@ -154,6 +154,8 @@ def _in_pieces(
 
 def _limit(recorder: Recorder, most: Any) -> int | Tensor | None:
     """At most so many turns: a number, or a recorded tensor with one."""
+    if type(most) is int and most < 0:
+        raise InvalidArgument(f"maximum_iterations is at least 0, not {most}{recorder.tape.at()}")
     if most is None or type(most) is int:
         return most
     (found,) = tensors(recorder, [most], "maximum_iterations")
@@ -308,10 +310,7 @@ def scan(
     >>> tfnb.run([total, sums], {xs: [1.0, 2.0, 3.0, 4.0]})
     [tensor(10.), tensor([ 1.,  3.,  6., 10.])]
     """
-    recorder = recorder_if_open()
-    if recorder is None:
-        return _plain_scan(fn, init, xs, reverse)
-    return _scan(recorder, fn, init, xs, reverse, "scan", swap_memory)
+    return _over_rows(fn, init, xs, "scan", reverse, swap_memory)
 
 
 def fold(fn: Callable[..., Any], init: Any, xs: Any, *, reverse: bool = False, swap_memory: bool | None = None) -> Any:
@@ -321,7 +320,7 @@ def fold(fn: Callable[..., Any], init: Any, xs: Any, *, reverse: bool = False, s
     >>> tfnb.fold(lambda total, x: total * x, 1.0, torch.tensor([1.0, 2.0, 3.0]))
     tensor(6.)
     """
-    return scan(lambda carry, x: (fn(carry, x), ()), init, xs, reverse=reverse, swap_memory=swap_memory)[0]
+    return _over_rows(wraps(fn)(lambda carry, x: (fn(carry, x), ())), init, xs, "fold", reverse, swap_memory)[0]
 
 
 def map_fn(fn: Callable[..., Any], xs: Any, *, swap_memory: bool | None = None) -> Any:
@@ -331,7 +330,16 @@ def map_fn(fn: Callable[..., Any], xs: Any, *, swap_memory: bool | None = None) 
     >>> tfnb.map_fn(lambda x: x * x, torch.tensor([1.0, 2.0, 3.0]))
     tensor([1., 4., 9.])
     """
-    return scan(lambda carry, x: ((), fn(x)), (), xs, swap_memory=swap_memory)[1]
+    return _over_rows(wraps(fn)(lambda carry, x: ((), fn(x))), (), xs, "map_fn", False, swap_memory)[1]
+
+
+def _over_rows(
+    fn: Callable[..., Any], init: Any, xs: Any, what: str, reverse: bool, swap: bool | None
+) -> tuple[Any, Any]:
+    recorder = recorder_if_open()
+    if recorder is None:
+        return _plain_scan(fn, init, xs, reverse)
+    return _scan(recorder, fn, init, xs, reverse, what, swap)
 
 
 def _scan(
@@ -340,7 +348,8 @@ def _scan(
     sequences, row_form = flat(xs)
     rows = tensors(recorder, sequences, what)
     if not rows or any(not spec_of(row).shape for row in rows):
-        raise InvalidArgument(f"{what} goes over the rows of tensors, and was given none{recorder.tape.at()}")
+        given = ", ".join(str(spec_of(row)) for row in rows) or "none"
+        raise InvalidArgument(f"{what} goes over the rows of tensors, and was given {given}{recorder.tape.at()}")
     specs = [replace(spec_of(row), shape=spec_of(row).shape[1:]) for row in rows]
     init = _known_elements(
         recorder, lambda carry, *row: fn(carry, tree_unflatten(list(row), row_form))[0], init, specs, what
