@@ -10,7 +10,7 @@ from torch import nn
 
 import tfnb
 from tests.control_flow.written import blocks, compared, function
-from tfnb.errors import BranchChanged, ShapeError, Unsupported
+from tfnb.errors import BranchChanged, ShapeError
 
 STAGED = r"""
 # another name of what a loop adds to
@@ -104,67 +104,6 @@ for row in x[1:]:
     c = a[:]
 c += 1
 return a, b, c
-
-# what a branch in a branch is given
-a, b = x.sum(0), x[0] * 1
-if x.sum() > 2:
-    if x.sum() > 4:
-        a = b
-    a *= 0.5
-b += 1
-return a, b
-
-# what one of many branches gives, written from either side
-a, b, c = x.sum(0), x[0] * 1, x.mean(0)
-if x.sum() < 2:
-    c = a
-elif x.sum() < 4:
-    c = b[:]
-elif x.sum() < 5:
-    b = c.view(3)
-a *= 3
-b += 1
-c[1:] -= 1
-return a, b, c
-
-# parts of a part, by a branch in a branch
-a, b = x.sum(0), x[0] * 1
-part, other = a[:2], b * 2
-if x.sum() > 2:
-    whole = x.mean(0)
-    if x.sum() > 4:
-        whole = b
-    part, other = whole[1:], whole
-part += 1
-other[:2] *= 3
-b -= x[0]
-return a, b, part, other
-
-# two names of what a branch in a branch makes
-a, b = x.sum(0), x[0] * 1
-if x.sum() > 2:
-    a, b = x.mean(0), x[-1] * 2
-    if x.sum() > 4:
-        a = b
-a += 1
-b[1:] *= 2
-return a, b
-
-# a loop in a branch
-a, b = x.sum(0), x[0] * 1
-if x.sum() > 2:
-    for row in x[2:]:
-        b = a
-a += 1
-return a, b
-
-# two names of a tensor of numbers
-a, b = x.sum(0), x[0] * 1
-if x.sum() > 2:
-    a = b = torch.zeros(3)
-a += 1
-b[1:] += x[0, 1:]
-return a, b
 
 # two names of one tensor of the last turn
 a = b = x.sum(0)
@@ -434,37 +373,3 @@ def test_a_buffer_that_a_branch_takes_is_written_where_it_was_taken() -> None:
     session = tfnb.Session(graph)
     assert session.run([y, step], {x: torch.ones(3)})[0] == 1.5 and net.seen == 1.5
     assert session.run([y, step], {x: -torch.ones(3)})[0] == -5 and net.seen == 1.5
-
-
-def test_a_buffer_that_a_turn_takes_is_written_where_a_turn_was_taken() -> None:
-    net = Counting()
-
-    @tfnb.autograph
-    def program(x: Any) -> Any:
-        total, turns = x.sum(), 0
-        while total > 0 and turns < 2:
-            total = net.seen
-            turns += 1
-        total += 1
-        return total
-
-    with tfnb.record() as graph:
-        x = tfnb.placeholder(torch.ones(3), name="x")
-        y, step = program(x), tfnb.group(net.seen)
-    session = tfnb.Session(graph)
-    assert session.run([y, step], {x: torch.ones(3)})[0] == 1.5 and net.seen == 1.5
-    assert session.run([y, step], {x: -torch.ones(3)})[0] == -2 and net.seen == 1.5
-
-
-def test_a_view_that_a_turn_made_is_not_used_after_a_write_of_its_tensor() -> None:
-    program = """
-m, c = x * 1, x.sum(0)
-for i in range(len(x)):
-    c = m[i]
-m *= 2
-return {}
-"""
-    _, refused = compared(program.format("m"), FED[0], FED)
-    assert refused == 0
-    with pytest.raises(Unsupported, match=r"shares memory.*that was written(.|\n)*clone\(\)"):
-        compared(program.format("m, c + 1"), FED[0], FED)

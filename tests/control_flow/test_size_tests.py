@@ -274,11 +274,9 @@ def unrolled_below_three_rows(x: torch.Tensor) -> torch.Tensor:
     if len(x) > 2:
         return x.sum(0)
     u = x[0] * 0
-    b = u[1]
-    for _ in x:
-        u += x.mean()
-        b = u[0]
-    return u * b
+    for _ in x.unbind(0):
+        u = u * u + x.mean()
+    return u
 
 
 def unrolled_from_three_rows(x: torch.Tensor) -> torch.Tensor:

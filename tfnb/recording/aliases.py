@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,7 @@ class Link:
     """Another tensor with the same memory in some runs.
 
     chain: the views by which the one looks at the other. is_seen: whether the other one looks at this one. test: a
-    truth value, and the outcome where it is so; None where nobody can say.
+    truth value, the same for all links that ask for it, and the outcome where it is so; None where nobody can say.
     """
 
     other: weakref.ref[Base]
@@ -74,6 +74,19 @@ def _link(
     rec.changes(mine, base)
     mine.links = (*_living(mine), Link(weakref.ref(base), chain, False, test, outcome))
     base.links = (*_living(base), Link(weakref.ref(mine), chain, True, test, outcome))
+
+
+def copy_of(rec: Recorder, tensor: torch.Tensor) -> Tensor:
+    """A node of its own, for what is below a guard, with the memory of the tensor."""
+    handle = rec.handle(tensor)
+    found = rec.handle(tensor.clone())
+    share(rec, found, handle._family, handle._chain, functools.partial(_always, handle))
+    return found
+
+
+def _always(kept: Tensor) -> torch.Tensor:
+    """That it is so in every run; ``kept``, over which others may share the memory, lives as long as the link."""
+    return torch.ones((), dtype=torch.bool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,25 +153,31 @@ def share_by(
 
 def pass_on(rec: Recorder, base: Base, become: Callable[[Recorder, Base, torch.Tensor], None]) -> None:
     """What was written into a tensor is written into those that share its memory, by ``become``."""
-    _pass_on(rec, (base,), None, become)
+    _pass_on(rec, (base,), {}, None, become)
 
 
 def _pass_on(
-    rec: Recorder, path: tuple[Base, ...], test: torch.Tensor | None,
+    rec: Recorder, path: tuple[Base, ...], asked: Mapping[Test, bool], where: torch.Tensor | None,
     become: Callable[[Recorder, Base, torch.Tensor], None],
 ) -> None:  # fmt: skip
-    """By every way that comes to no tensor twice; test: whether all on the way here share memory."""
+    """By every way that comes to no tensor twice; where: whether all on the way here share memory.
+
+    asked: the tests on the way here, with their outcomes, of which no link asks for the other.
+    """
     one = path[-1]
     for link in _living(one):
-        other, where = link.other(), test
+        other, test = link.other(), link.test
         if other is None or other in path or other.entry.value.node not in rec.tape.by_id:
             continue
-        if link.test is None or one.entry.lost:
+        if test is not None and asked.get(test, link.outcome) is not link.outcome:
+            continue
+        here, more = where, asked
+        if test is None or one.entry.lost:
             _lose(rec, other)
         else:
-            where = link.where() if test is None else test & link.where()
-            become(rec, other, link.after(rec, rec._wrap(one.entry), rec._wrap(other.entry), where))
-        _pass_on(rec, (*path, other), where, become)
+            here, more = link.where() if where is None else where & link.where(), {**asked, test: link.outcome}
+            become(rec, other, link.after(rec, rec._wrap(one.entry), rec._wrap(other.entry), here))
+        _pass_on(rec, (*path, other), more, here, become)
 
 
 def _lose(rec: Recorder, base: Base) -> None:

@@ -37,6 +37,7 @@ from tfnb.control_flow.structure import SIZES, sample_truth, truth
 from tfnb.errors import TfnbError
 from tfnb.graph import Dim, Spec, Variable
 from tfnb.recording import Recorder, Tensor
+from tfnb.recording.aliases import copy_of
 from tfnb.recording.calls import Unfinished
 from tfnb.recording.loop import DISAGREE
 from tfnb.recording.regions import axes, record_region
@@ -69,7 +70,7 @@ def branched(
     outcome = taken_by_python(st.recorder, test, outcome, is_check=is_check, raises=raises)
     body() if outcome else orelse()
     if not is_check and isinstance(test, Tensor):
-        st.set(tuple(below_guard(v, old, earlier) for v, old in zip(st.get(), before, strict=True)))
+        st.set(tuple(below_guard(st.recorder, v, old, earlier) for v, old in zip(st.get(), before, strict=True)))
 
 
 def taken_by_python(
@@ -83,11 +84,11 @@ def taken_by_python(
     return outcome
 
 
-def below_guard(value: Any, old: Any, earlier: Container[int]) -> Any:
+def below_guard(recorder: Recorder, value: Any, old: Any, earlier: Container[int]) -> Any:
     """A name's value after a branch or loop that Python took: a value from before the guard is one of after it."""
     if value is old or not isinstance(value, Tensor) or value.shown.value.node not in earlier:
         return value
-    return value.clone()
+    return copy_of(recorder, value)
 
 
 def chosen(

@@ -156,6 +156,9 @@ class Join:
 
         return made
 
+    def _test(self) -> torch.Tensor:
+        return self.predicate
+
     def _tested(self, side: bool, ways: Iterable[tuple[Way, Value | None]]) -> list[tuple[Way, Any]]:
         """The ways with what picks the results that say where those are."""
         for _, value in ways:
@@ -180,10 +183,10 @@ class Join:
     def _share(self, found: Tensor, base: Base, chain: tuple[View, ...], side: bool) -> None:
         recorder = self.st.recorder
         if base not in self.sides[side].made:
-            return share(recorder, found, base, chain, lambda: self.predicate, side)
+            return share(recorder, found, base, chain, self._test, side)
         first, views = self.firsts.setdefault((side, base), (found, chain))
         if first is not found:
-            test = None if views else lambda: self.predicate
+            test = None if views else self._test
             share(recorder, found, first._family, chain, test, side)
 
     def _share_by(

@@ -81,6 +81,7 @@ class Stage:
         self.elements: dict[int, list[Spec | None]] = {}  # of arrays that know theirs by the body only
         self.stay: set[int] = set()  # names that hold after a turn what they held, which the body may have written into
         self.rebound: set[int] = set()  # names of which that was not so after all
+        self.places: dict[int, list[Spec]] = {}  # of carried leaves that look at something by places of the turn's own
         self.growth = Growth(status.made if status.depth else None)
         self.calls = 0
 
@@ -110,18 +111,22 @@ class Stage:
         self._plan()
         start = [*([] if first is None else [tensor_of(recorder, first)]), *self.start]
         labels = [*([] if first is None else ["the index"]), *self.labels]
-        head = 0 if first is None else 1
+        head, last = (0 if first is None else 1), len(start)
+        zeros = [self._zeros(spec) for specs in self.places.values() for spec in specs]
+        start += (tensor_of(recorder, each) for each in zeros)
+        labels += ["a place"] * len(zeros)
 
         def condition(*carried: Any) -> list[Any]:
             assert test is not None
-            self._set(carried[head:])
+            self._set(carried[head:last])
             with st.body(True):
                 found = test()
             self._set_back()
             return [truth(recorder, found, f"the condition of `{st.what}`")]
 
         def turn(*given: Any) -> list[Any]:
-            carried, rows = given[head : len(start)], given[len(start) :]
+            carried, rows = given[head:last], given[len(start) :]
+            values_before, first_node = [tensor._entry.value for tensor in carried], len(recorder.new)
             versions = {tensor._family: tensor._family.version for tensor in recorder.live}
             self._set(carried)
             with st.body(self.calls > 0), self.growth.turn():
@@ -136,17 +141,19 @@ class Stage:
             after = self._leaves(values, carried)
             self._set_back()
             self.memory = Memory(recorder, carried, self.homes)
-            self.memory.check(written, self.labels)
-            if self.growth.is_new:
+            read = {value for node in recorder.new[first_node:] for value in node.inputs} if test is None else None
+            self.memory.check(written, self.labels, None if read is None else [v in read for v in values_before])
+            if self.growth.is_new or self._finds_places():
                 raise _Again
-            return [*([given[0] + step] if head else []), *after, *self.growth.rows(recorder)]
+            mine = [place for at in self.places for place in self.memory.places[at]]
+            return [*([given[0] + step] if head else []), *after, *mine, *self.growth.rows(recorder)]
 
-        specs = invariants(recorder, start, [*start[:head], *self.first.values()])
+        specs = invariants(recorder, start, [*start[:head], *self.first.values(), *zeros])
         loop = Loop(
             recorder, start, labels, xs, specs=specs, limit=limit, what=st.what.split()[0], entered=self.entered
         )  # fmt: skip
         result = loop.record(None if test is None else condition, turn)
-        self._finish(result.carried[head:], result.turns)
+        self._finish(result.carried[head:last], result.carried[last:], result.turns)
         if self.growth.lists:
             self.growth.finish(result.rows, st.place)
 
@@ -323,10 +330,18 @@ class Stage:
             found.append(tensor_of(self.recorder, leaf))
         return found
 
-    def _finish(self, carried: Sequence[Any], turns: Tensor) -> None:
+    def _finds_places(self) -> bool:
+        """Whether the turn looked at something by other places of its own than those that are carried."""
+        found = {at: list(map(self._spec, places)) for at, places in self.memory.places.items()}
+        found = {at: specs for at, specs in found.items() if all(bound_outside(self.recorder, spec) for spec in specs)}
+        before, self.places = self.places, found
+        return before != found
+
+    def _finish(self, carried: Sequence[Any], places: Sequence[Tensor], turns: Tensor) -> None:
         values = list(self._values(carried))
         before = [leaf for place in self.forms for leaf in tree_flatten(self.first[place])[0]]
-        self.memory.share(self.recorder, carried, before, turns)
+        made = [place for at in self.places for place in self.memory.places[at]]
+        self.memory.share(self.recorder, carried, before, turns, dict(zip(map(id, made), places, strict=True)))
         some = sample_truth(self.recorder, turns)
         st = self.st
         for place, old in enumerate(self.before):

@@ -123,7 +123,7 @@ def while_stmt(
             if not found:
                 if staged is not None:  # in other runs the loop goes on
                     earlier = staged.tape.by_id.copy()
-                    set_(tuple(below_guard(v, old, earlier) for v, old in zip(get(), first, strict=True)))
+                    set_(tuple(below_guard(staged, v, old, earlier) for v, old in zip(get(), first, strict=True)))
                 return
             body()
             continue

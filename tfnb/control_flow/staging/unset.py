@@ -13,6 +13,7 @@ from tfnb.errors import InvalidArgument
 from tfnb.graph import Ref
 from tfnb.graph.ops import NAMED
 from tfnb.recording import Recorder, Tensor
+from tfnb.recording.aliases import copy_of
 
 MISSING = object()
 
@@ -56,18 +57,26 @@ class Sometimes(Undefined):
 
     def __init__(self, symbol_name: str, make: Callable[[], Any]) -> None:
         super().__init__(symbol_name)
-        self._make, self._value = make, MISSING
+        self._make = make
 
     def read(self) -> Any:
         """The value, with a guard that the run went the same way."""
-        if self._value is MISSING:
-            self._value = self._make()
-        return self._value
+        return self._make()
 
 
 def guarded(recorder: Recorder, item: Any, test: Tensor, outcome: bool) -> Callable[[], Any]:
-    """The tensors of ``item``, which a run can have only where ``test`` has this truth: recorded when it is called."""
+    """The tensors of ``item``, which a run can have only where ``test`` has this truth.
+
+    They are recorded when it is called, once, and once in each branch or loop that reads them alone.
+    """
     source = source_line(recorder)  # the statement's, wherever the name is read
+    made: list[Any] = []
+
+    def read() -> Any:
+        nodes = [leaf.shown.value.node for leaf in tree_flatten(made)[0] if isinstance(leaf, Tensor)]
+        if not made or not all(node in recorder.tape.by_id for node in nodes):
+            made[:] = [record()]
+        return made[0]
 
     def record() -> Any:
         tape = recorder.tape
@@ -79,9 +88,9 @@ def guarded(recorder: Recorder, item: Any, test: Tensor, outcome: bool) -> Calla
             )  # fmt: skip
             leaves, form = tree_flatten(item)
             with tape.marked(control=(*tape.marks.control, guard.node)):
-                leaves = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+                leaves = [copy_of(recorder, leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
             return tree_unflatten(leaves, form)
         finally:
             tape.where = where
 
-    return record
+    return read

@@ -1,0 +1,165 @@
+"""Names that share memory in some runs, as branches and loops decide: what is written into one, the others see."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import tfnb
+from tests.control_flow.test_in_place import FED, Counting
+from tests.control_flow.written import blocks, compared
+from tfnb.errors import BranchChanged, Unsupported
+
+SHARED = r"""
+# what a branch in a branch is given
+a, b = x.sum(0), x[0] * 1
+if x.sum() > 2:
+    if x.sum() > 4:
+        a = b
+    a *= 0.5
+b += 1
+return a, b
+
+# what one of many branches gives, written from either side
+a, b, c = x.sum(0), x[0] * 1, x.mean(0)
+if x.sum() < 2:
+    c = a
+elif x.sum() < 4:
+    c = b[:]
+elif x.sum() < 5:
+    b = c.view(3)
+a *= 3
+b += 1
+c[1:] -= 1
+return a, b, c
+
+# parts of a part, by a branch in a branch
+a, b = x.sum(0), x[0] * 1
+part, other = a[:2], b * 2
+if x.sum() > 2:
+    whole = x.mean(0)
+    if x.sum() > 4:
+        whole = b
+    part, other = whole[1:], whole
+part += 1
+other[:2] *= 3
+b -= x[0]
+return a, b, part, other
+
+# two names of what a branch in a branch makes
+a, b = x.sum(0), x[0] * 1
+if x.sum() > 2:
+    a, b = x.mean(0), x[-1] * 2
+    if x.sum() > 4:
+        a = b
+a += 1
+b[1:] *= 2
+return a, b
+
+# a loop in a branch
+a, b = x.sum(0), x[0] * 1
+if x.sum() > 2:
+    for row in x[2:]:
+        b = a
+a += 1
+return a, b
+
+# two names of a tensor of numbers
+a, b = x.sum(0), x[0] * 1
+if x.sum() > 2:
+    a = b = torch.zeros(3)
+a += 1
+b[1:] += x[0, 1:]
+return a, b
+
+# a name that the loop gives first, written after it
+m = x * 1
+for i in range(len(x)):
+    a = m[i]
+a += 1
+m *= 2
+a[1:] -= 3
+return a, m
+
+# a name that the loop gives, by a place that the turn computes, and a branch writes
+m, k = x * 1, torch.zeros((), dtype=torch.int64)
+a = m[0]
+while k < len(x) - 1:
+    k = k + 1
+    a = m[len(x) - 1 - k]
+if x.sum() > 2:
+    a *= 2
+    m += 1
+return a, m
+
+# elements that name elements: a forest of sets
+parent, links = torch.arange(6), x.abs().round().long()
+for row in links:
+    a, b = row[0], row[2]
+    while parent[a] != a:
+        a = parent[a]
+    while parent[b] != b:
+        b = parent[b]
+    if a != b:
+        parent[b] = a
+return parent
+"""
+
+
+@pytest.mark.parametrize(("name", "body"), blocks(SHARED), ids=[name for name, _ in blocks(SHARED)])
+def test_what_is_written_is_seen_by_all_names_of_the_memory(name: str, body: str) -> None:
+    notes, refused = compared(body, FED[0], FED)
+    assert not any("stays Python" in note for note in notes), notes
+    assert refused == 0
+
+
+def test_a_buffer_that_a_turn_takes_is_written_where_a_turn_was_taken() -> None:
+    net = Counting()
+
+    @tfnb.autograph
+    def program(x: Any) -> Any:
+        total, turns = x.sum(), 0
+        while total > 0 and turns < 2:
+            total = net.seen
+            turns += 1
+        total += 1
+        return total
+
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.ones(3), name="x")
+        y, step = program(x), tfnb.group(net.seen)
+    session = tfnb.Session(graph)
+    assert session.run([y, step], {x: torch.ones(3)})[0] == 1.5 and net.seen == 1.5
+    assert session.run([y, step], {x: -torch.ones(3)})[0] == -2 and net.seen == 1.5
+
+
+def test_a_view_by_a_place_that_a_branch_computes_is_not_used_after_a_write_of_its_tensor() -> None:
+    program = """
+m, c = x * 1, x.sum(0)
+if x.sum() > 2:
+    c = m[(x[:, 0] > 0).sum() - 1]
+m *= 2
+return {}
+"""
+    _, refused = compared(program.format("m"), FED[0], FED)
+    assert refused == 0
+    with pytest.raises(Unsupported, match=r"shares memory.*that was written(.|\n)*clone\(\)"):
+        compared(program.format("m, c + 1"), FED[0], FED)
+
+
+@pytest.mark.filterwarnings("ignore:.*became the constant", "ignore:.*Python took the")
+def test_what_python_gives_below_a_guard_is_written_with_what_it_is() -> None:
+    body = """
+a, b = x.sum(0), x[0] * 1
+if x.sum() > 0:
+    state.kind = "taken"
+    b = a
+b += 1
+a[1:] *= 2
+return a, b
+"""
+    _, refused = compared(body, FED[0], [*FED, -FED[3]], (BranchChanged,), state=SimpleNamespace(kind=None))
+    assert refused == 1
