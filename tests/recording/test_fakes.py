@@ -20,6 +20,7 @@ with tfnb.record() as graph:
 tfnb.Session(graph, compile="off").run([loss, step], {x: torch.ones(5, 1, 6, 6)})
 LOADED = "torch._dynamo.eval_frame"
 assert LOADED not in sys.modules and "torch._inductor" not in sys.modules
+assert "torch.distributed.tensor" not in sys.modules
 """
 USES = {
     "an attribute": "assert torch._dynamo.is_compiling() is False",

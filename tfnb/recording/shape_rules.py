@@ -11,7 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.fx.experimental.symbolic_shapes import _constrain_range_for_size, statically_known_true
+from torch.fx.experimental.symbolic_shapes import (
+    _constrain_range_for_size,
+    free_unbacked_symbols,
+    statically_known_true,
+)
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
@@ -33,6 +37,14 @@ def _recurrent_out(x: Any, hx: Any, rest: Any) -> Any:
     first, second = (1, 0) if batch_first else (0, 1)
     out = x.new_empty((x.shape[first], x.shape[second], hx.shape[-1] * (2 if bidirectional else 1)))
     return out.transpose(0, 1) if batch_first else out  # as the kernels lay it out: time first
+
+
+def _view(x: Any, size: Any) -> Any:
+    """torch's rule, in its mode: outside of it torch asks whether a fake tensor is distributed, and loads those."""
+    if free_unbacked_symbols([*x.shape, *size]):
+        return aten.view.default(x, size)
+    with x.fake_mode:
+        return torch._refs._reshape_view_helper(x, *size, allow_copy=False)
 
 
 def _like_first(*args: Any, **_: Any) -> Any:
@@ -168,10 +180,10 @@ def _lstsq_shape(a: Any, b: Any, rcond: Any = None, *, driver: str | None = None
 
 
 def _unsafe_view(x: Any, size: Any) -> Any:
-    """Of contiguous memory: torch's rule folds one axis after another, for which it loads its distributed tensors."""
+    """Of contiguous memory: torch's rule folds one axis after another."""
     plain = isinstance(x.storage_offset(), int) and not x.storage_offset() and x.is_contiguous()
     if not plain or not statically_known_true(math.prod(size) == x.numel()):
-        return aten._unsafe_view.default(x, size)
+        return _view(x, size)
     return x.new_empty(size)
 
 
@@ -214,6 +226,7 @@ SHAPES: dict[Any, Callable[..., Any]] = {
     aten.histogram.bin_ct: _histogram,
     aten.histogram.bins_tensor: _histogram_edges,
     aten.lstm.input: _lstm_shape,
+    aten.view.default: _view,
     aten.gru.input: _rnn_shape,
     aten.rnn_tanh.input: _rnn_shape,
     aten.rnn_relu.input: _rnn_shape,
