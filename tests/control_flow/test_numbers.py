@@ -108,3 +108,33 @@ def test_a_rate_that_a_loop_lowers_is_as_exact_as_what_it_is_used_on(executor: A
     fed = {x: torch.linspace(-1, 3, 7, dtype=dtype), n: torch.tensor(9)}
     got = tfnb.Session(graph, executor=executor).run(y, fed)
     torch.testing.assert_close(got, descend(*fed.values()), rtol=4 * torch.finfo(dtype).eps, atol=0.0)
+
+
+def a_rate_that_a_branch_chooses(x: Any, n: Any) -> Any:
+    rate, power = 0.5, 1
+    if x.sum() > 0:
+        rate, power = 0.1, 2
+    x = x**power
+    factor = 1.1 if n > 5 else 0.7
+    return x * rate * factor, rate * 3.0 + factor
+
+
+def a_rate_that_a_loop_carries_alone(x: Any, n: Any) -> Any:
+    rate = 0.1
+    for _ in range(n):
+        rate = rate * 1.1 + 0.3
+    while rate > 1e-3 and x[0] < 2:
+        rate *= 0.7
+    return rate, x * rate
+
+
+@pytest.mark.parametrize("program", [a_rate_that_a_branch_chooses, a_rate_that_a_loop_carries_alone])
+def test_a_float_in_a_program_of_doubles_is_a_double(program: Callable[..., Any]) -> None:
+    with tfnb.record() as graph:
+        x, n = tfnb.placeholder(torch.linspace(0, 1, 5, dtype=F64)), tfnb.placeholder(torch.tensor(2))
+        out = tfnb.autograph(program)(x, n)
+    for turns in (0, 3, 9):
+        for row in (torch.linspace(-1, 3, 7, dtype=F64), -torch.ones(2, dtype=F64)):
+            got = tfnb.Session(graph).run(out, {x: row, n: torch.tensor(turns)})
+            for a, b in zip(got, program(row, turns), strict=True):
+                torch.testing.assert_close(a, torch.as_tensor(b, dtype=F64), rtol=1e-14, atol=0.0)

@@ -22,6 +22,7 @@ from tfnb.control_flow.staging.statement import (
     Statement,
     as_number,
     empty_of,
+    float_dtype,
     is_number,
     is_value,
     kind,
@@ -217,7 +218,8 @@ class Join:
             return None
         plain = [plain_number(n) for n in numbers]
         if len(numbers) == 2:
-            return torch.result_type(*(torch.as_tensor(n) for n in plain))
+            found = torch.result_type(*(torch.as_tensor(n) for n in plain))
+            return (float_dtype(self.st.recorder, ()) or found) if found.is_floating_point else found
         tensor = a if isinstance(a, (torch.Tensor, Variable)) else b
         dtype = tensor.dtype if isinstance(tensor, torch.Tensor) else tensor.spec.dtype
         if torch.result_type(empty_of(dtype), plain[0]) != dtype:

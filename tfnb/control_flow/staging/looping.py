@@ -23,6 +23,7 @@ from tfnb.control_flow.staging.statement import (
     Statement,
     as_number,
     empty_of,
+    float_dtype,
     is_number,
     is_users,
     is_value,
@@ -187,15 +188,10 @@ class Stage:
             for at, (leaf, path) in enumerate(zip(leaves, paths, strict=True)):
                 self.numbers.append(is_number(leaf) or not isinstance(leaf, (torch.Tensor, Variable)))
                 if isinstance(leaf, NUMBERS):
-                    leaf = torch.as_tensor(leaf, dtype=self.dtypes.get((place, at), self._dtype(leaf)))
+                    found = float_dtype(self.recorder, tree_flatten(self.before)[0]) if type(leaf) is float else None
+                    leaf = torch.as_tensor(leaf, dtype=self.dtypes.get((place, at), found))
                 self.start.append(tensor_of(self.recorder, leaf))
                 self.labels.append(part_of(name, path))
-
-    def _dtype(self, number: Any) -> torch.dtype | None:
-        """The dtype of a Python number: of a float where all that is carried is in float64 that, without a rounding."""
-        carried = {leaf.dtype for leaf in tree_flatten(self.before)[0] if isinstance(leaf, torch.Tensor)}
-        is_double = {dtype for dtype in carried if dtype.is_floating_point} == {torch.float64}
-        return torch.float64 if isinstance(number, float) and is_double else None
 
     def _zeros(self, spec: Spec) -> torch.Tensor:
         sizes = spec.sizes(self.recorder.symbols.bindings(spec.shape))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import linecache
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -166,6 +166,20 @@ def kind(item: Any) -> str:
 
 def empty_of(dtype: torch.dtype) -> torch.Tensor:
     return torch.empty((), dtype=dtype, device="meta")
+
+
+def float_dtype(recorder: Recorder, leaves: Iterable[Any]) -> torch.dtype | None:
+    """The dtype of a Python float among these leaves: float64 where all tensors are of it; None for torch's default.
+
+    Where the leaves are numbers only, what the recording computed so far is looked at, and not single numbers in it.
+    """
+    dtypes = {leaf.dtype for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dtype.is_floating_point}
+    if not dtypes:
+        taken = (recorder.tape.by_id.get(v.node) for node in recorder.new for v in node.inputs)
+        nodes = [node for node in (*recorder.new, *taken) if node is not None]
+        specs = (spec for node in nodes for spec in node.outputs if spec.shape or node.op != "tfnb.constant")
+        dtypes = {spec.dtype for spec in specs if spec.dtype.is_floating_point}
+    return torch.float64 if dtypes == {torch.float64} else None
 
 
 def joint_dtype(a: Tensor, b: Tensor) -> torch.dtype | None:
