@@ -36,12 +36,15 @@ def test_sizes_are_those_of_arguments_or_the_same_in_both() -> None:
 @pytest.mark.parametrize("told", [
     lambda: asked(lambda a, b: torch.cat([a, b]), ("B", 5), ("B", 5)),  # 2*B
     lambda: asked(lambda a: a[:7], ("B", 5)),  # at most 7
+    lambda: asked(aten.diagonal_copy.default, ("B", 3)),  # at most 3, and 3 for the sample
+    lambda: asked(aten.diagonal_copy.default, ("B", "T")),  # the lesser one
+    lambda: asked(lambda a: a.new_empty(torch.sym_max(a.shape[0], 4)), ("B",)),  # at least 4
     lambda: asked(aten.add.Tensor, ("B", 5), (4, 5)),  # right for the sample only
     lambda: asked(aten.add.Tensor, ("B", 5), ("T", 5)),  # right where they are equal
     lambda: asked(aten.mm.default, (3, 5), (5, 4)),  # nothing varies
     lambda: asked(aten.mm.default, ("B", 5), (6, 4)),  # wrong
     lambda: asked(lambda a: torch.empty_like(a).t(), ("B", 5)),  # not contiguous
-], ids=["sum", "least", "sample", "equal", "plain", "wrong", "strides"])  # fmt: skip
+], ids=["sum", "least", "rows", "two", "most", "sample", "equal", "plain", "wrong", "strides"])  # fmt: skip
 def test_what_the_examples_do_not_tell(told: Callable[[], Any]) -> None:
     assert told() is None
 

@@ -139,6 +139,15 @@ ROW: dict[str, tuple[Function, tuple[Any, ...]]] = {
     "masked_fill": (lambda x: x.masked_fill(torch.arange(x.shape[0]).unsqueeze(1) % 2 == 0, 0.0), ("B", 4)),
     "masked_select": (lambda x: (torch.masked_select(x, x > 0) ** 2).sum(), ("B", 4)),
     "x[x > 0]": (lambda x: x[x > 0] * 3, ("B", 4)),
+    "rows that data pick, added as logarithms": (lambda x: x[x[:, 0] > 0].logsumexp(0).exp(), ("B", 4)),
+    "rows that data pick, the best so far": (lambda x: x[x[:, 0] > 0].cummax(0).values, ("B", 4)),
+    "rows that data pick, the least so far": (lambda x: x[x[:, 0] > 0].cummin(0).values, ("B", 4)),
+    "rows that data pick, rolled": (lambda x: x[x[:, 0] > 0].roll(1, 0) ** 2, ("B", 4)),
+    "a diagonal, written": (lambda x: _with_diagonal(x, 3.0) * x, ("B", 4)),
+    "diagonal_copy": (lambda x: torch.diagonal_copy(x) ** 2, ("B", 4)),
+    "diagonal of a part": (lambda x: torch.diag(x[1:]).sum() + x, ("B", 4)),
+    "more rows than the sample": (lambda x: F.linear(x, x.new_ones(torch.sym_max(x.shape[0], 5), 4)), ("B", 4)),
+    "fill_diagonal_": (lambda x: (x @ x.T).fill_diagonal_(0) + (x * 2).fill_diagonal_(3.0).sum(), ("B", 4)),
     "nonzero": (lambda x: x[(x[:, 0] > -9).nonzero().squeeze(1)].sin(), ("B", 4)),
     "causal mask": (lambda x: torch.tril(torch.ones(x.shape[0], x.shape[0], dtype=x.dtype)) @ x, ("B", 4)),
     "causal scores": (
@@ -203,6 +212,12 @@ ROW: dict[str, tuple[Function, tuple[Any, ...]]] = {
     ),
     "vmap": (lambda x: torch.vmap(lambda row: row.sin().sum())(x), ("B", 4)),
 }  # fmt: skip
+
+
+def _with_diagonal(x: torch.Tensor, value: float) -> torch.Tensor:
+    out = x * 2
+    out.diagonal().fill_(value)
+    return out
 
 
 def _written(x: torch.Tensor) -> torch.Tensor:

@@ -410,3 +410,22 @@ def test_averages_of_weights_see_each_step(options: dict[str, Any]) -> None:
         tfnb.run(step, dict(zip((x, y), batch(i), strict=True)))
         theirs.step(*batch(i))
         assert_same(dict(mine.average.state_dict()), dict(theirs.average.state_dict()))
+
+
+def test_hyperparameters_that_change_after_the_recording_are_not_passed_over() -> None:
+    layer, x = nn.Linear(2, 1), torch.ones(3, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    with tfnb.record():
+        fed = tfnb.placeholder(x)
+        step = train.from_torch(optimizer).minimize(layer(fed).sum())
+    tfnb.run(step, {fed: x})
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8)  # cycles the momentum as well
+    before = layer.weight.detach().clone()
+    with pytest.raises(FailedPrecondition, match=r"momentum was 0, and is 0.95 now \(group 0\)"):
+        tfnb.run(step, {fed: x})
+    assert torch.equal(layer.weight, before)
+    with tfnb.record():
+        fed = tfnb.placeholder(x)
+        step = train.from_torch(optimizer).minimize(layer(fed).sum())
+    tfnb.run(step, {fed: x})
+    assert not torch.equal(layer.weight, before)

@@ -1,8 +1,9 @@
 """Shape rules asked by example: an op's rule on plain sizes, twice, in place of once on symbols.
 
 Sympy makes a rule of torch's slow, and most results have sizes that their arguments have, or none that vary. So each
-symbol is given two sizes, its sample's and a large prime. A result whose every size is in both cases that of an
-argument, or in both the same, needs no symbols to be told; all others are left to the rule on symbols.
+symbol is given two sizes, a small one and a large prime, so that what is the lesser or the greater of two sizes shows.
+A result whose every size is in both cases that of an argument, or in both the same, needs no symbols to be told; all
+others are left to the rule on symbols.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-_BIG = 10_000  # primes above divide no width of a layer
+_BIG = 20_000  # primes below it, and above any width of a layer, divide none
+_SMALL = 3  # of the axes that vary, but for the first, which is the batch: of one row
 
 
 class Fresh(NamedTuple):
@@ -32,6 +34,7 @@ class Examples:
         self.mode = FakeTensorMode()
         self._sizes: dict[Any, tuple[Any, Any]] = {}  # expression -> its two values
         self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the id of a fake tensor that stays
+        self._small: dict[sympy.Symbol, sympy.Integer] = {}
         self._primes: dict[sympy.Symbol, sympy.Integer] = {}
 
     def forget(self) -> None:
@@ -73,20 +76,25 @@ class Examples:
             return size
         pair = self._pair(size)
         if isinstance(size, torch.SymInt):
-            known[pair] = size
+            if known.setdefault(pair, size) is not size and known[pair].node.expr != size.node.expr:
+                raise LookupError("two sizes with the same examples")
+            if pair[0] == pair[1]:
+                raise LookupError("a size like a number")
         return pair[at]
 
     def _pair(self, size: Any) -> tuple[Any, Any]:
         expr = size.node.expr
         found = self._sizes.get(expr)
         if found is None:
-            hint = size.node.hint
-            if hint is None:
+            if size.node.hint is None:
                 raise LookupError("a size that only data tell")
-            for symbol in expr.free_symbols:
-                if symbol not in self._primes:
-                    self._primes[symbol] = sympy.Integer(sympy.nextprime(max(self._primes.values(), default=_BIG)))
-            found = self._sizes[expr] = hint, size.node.pytype(expr.xreplace(self._primes))
+            for symbol in sorted(expr.free_symbols - self._primes.keys(), key=str):
+                # the smaller the one, the larger the other: the lesser of two symbols is like neither of them
+                count = len(self._primes)
+                self._small[symbol] = sympy.Integer(_SMALL + count - 1 if count else 1)
+                self._primes[symbol] = sympy.Integer(sympy.prevprime(min(self._primes.values(), default=_BIG)))
+            kind = size.node.pytype
+            found = self._sizes[expr] = kind(expr.xreplace(self._small)), kind(expr.xreplace(self._primes))
         return found
 
     def _tensor(self, fake: FakeTensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -118,6 +118,14 @@ def _diff(rec: Any, x: Any, n: int = 1, dim: int = -1, prepend: Any = None, appe
     return out.clone() if n == 0 else out
 
 
+def _fill_diagonal(rec: Any, x: Any, value: Any, wrap: bool = False) -> Any:
+    """A write to the diagonal; torch looks at the numbers of rows and columns to write by one stride."""
+    if x.dim() != 2 or wrap or not any(isinstance(size, torch.SymInt) for size in x.shape):
+        return NotImplemented
+    x.diagonal().fill_(value)
+    return x
+
+
 def _multi_dot(rec: Any, tensors: Any) -> Any:
     """Products in the order that is cheapest for the sizes of the samples, without fixing them."""
     first, last = tensors[0].dim() == 1, tensors[-1].dim() == 1
@@ -355,6 +363,7 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     aten.kron.default: _kron,
     aten.cdist.default: _cdist,
     aten.diff.default: _diff,
+    aten.fill_diagonal_.default: _fill_diagonal,
     aten.take_along_dim.default: _take_along_dim,
     aten.linalg_multi_dot.default: _multi_dot,
     aten.linalg_matrix_norm.default: _matrix_norm,

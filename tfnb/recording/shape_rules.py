@@ -124,10 +124,32 @@ def _vector_norm(
     x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
     """Of a size that only data tell: the rule of torch 2.11 asks whether it is 1."""
-    if all(not isinstance(n, torch.SymInt) or n.node.hint is not None for n in x.shape):
+    if not _is_of_data(x):
         return aten.linalg_vector_norm.default(x, ord, dim, keepdim, dtype=dtype)
     lengths = (x if dtype is None else x.to(dtype)).abs()
     return aten.sum.dim_IntList(lengths, dim, keepdim)
+
+
+def _is_of_data(x: Any) -> bool:
+    """Whether there is a size that only data tell, of which nobody can ask whether it is 0."""
+    return any(isinstance(n, torch.SymInt) and n.node.hint is None for n in x.shape)
+
+
+def _logsumexp(x: Any, dim: Any, keepdim: bool = False) -> Any:
+    if not _is_of_data(x):
+        return aten.logsumexp.default(x, dim, keepdim)
+    return aten.sum.dim_IntList(x if x.dtype.is_floating_point or x.dtype.is_complex else x / 1, dim, keepdim)
+
+
+def _best_so_far(op: Any) -> Callable[..., Any]:
+    def shape(x: Any, dim: int) -> Any:
+        return (torch.empty_like(x), torch.empty_like(x, dtype=torch.int64)) if _is_of_data(x) else op(x, dim)
+
+    return shape
+
+
+def _roll(x: Any, shifts: Any, dims: Any = ()) -> Any:
+    return torch.empty_like(x) if _is_of_data(x) else aten.roll.default(x, shifts, dims)
 
 
 def _geqrf(a: Any) -> Any:
@@ -220,6 +242,10 @@ SHAPES: dict[Any, Callable[..., Any]] = {
     aten.multilabel_margin_loss_backward.default: _like_second,
     aten.geqrf.default: _geqrf,
     aten.linalg_vector_norm.default: _vector_norm,
+    aten.logsumexp.default: _logsumexp,
+    aten.cummax.default: _best_so_far(aten.cummax.default),
+    aten.cummin.default: _best_so_far(aten.cummin.default),
+    aten.roll.default: _roll,
     aten.fractional_max_pool2d_backward.default: _like_second,
     aten.fractional_max_pool3d.default: _fractional(3),
     aten.fractional_max_pool3d_backward.default: _like_second,

@@ -77,6 +77,7 @@ class FromTorch(Optimizer):
         super().__init__(0.0)  # each group has its own
         self.optimizer = optimizer
         self._rates: dict[int, Variable] = {}
+        self._recorded: dict[int, dict[str, Any]] = {}  # by group: its settings at the last recording
         self._first: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # by parameter: what state starts with
         self._kept: dict[tuple[torch.Tensor, str], Variable] = {}
 
@@ -134,9 +135,8 @@ class FromTorch(Optimizer):
         raise FailedPrecondition(f"{owner.name} is no parameter of this {self._label}: add_param_group it{_at()}")
 
     def _group_rule(self, number: int) -> Any:
-        make, names = _TWINS[type(self.optimizer)]
-        group = self.optimizer.param_groups[number]
-        return make(group["lr"], **{name: group[name] for name in names.split() if name in group})
+        make, _ = _TWINS[type(self.optimizer)]
+        return make(self.optimizer.param_groups[number]["lr"], **self._settings(number))
 
     def _rate(self, number: int) -> Variable:
         """The learning rate of a group as a Variable that shows what the group says now."""
@@ -145,6 +145,7 @@ class FromTorch(Optimizer):
 
             def find() -> torch.Tensor:
                 nonlocal last
+                self._hold_to(number)
                 now = self.optimizer.param_groups[number]["lr"]
                 if float(now) != float(last):
                     last = _plain(now)
@@ -153,6 +154,23 @@ class FromTorch(Optimizer):
             name = f"{self._label}/lr{f'_{number}' if number else ''}"
             self._rates[number] = Variable.looked_up(find, name=name, leads=True)
         return self._rates[number]
+
+    def _settings(self, number: int) -> dict[str, Any]:
+        """The hyperparameters of a group that a recording takes as numbers."""
+        group = self.optimizer.param_groups[number]
+        return {name: group[name] for name in _TWINS[type(self.optimizer)][1].split() if name in group}
+
+    def _hold_to(self, number: int) -> None:
+        """Raise FailedPrecondition in a run whose group says another thing than what was recorded of it."""
+        recorded, now = self._recorded.get(number, {}), self._settings(number)
+        if current.recording() is not None or recorded == now:
+            return
+        changed = ", ".join(f"{n} was {recorded.get(n)}, and is {now[n]} now" for n in now if recorded.get(n) != now[n])
+        raise FailedPrecondition(
+            f"{self._label}: {changed} (group {number}): a recorded step has the numbers of its recording, all but the "
+            "learning rate. Record the step again; OneCycleLR and CyclicLR set the momentum when they are made, and "
+            "with cycle_momentum=False leave it as it is"
+        )
 
     def _slot(self, rule: Any, parameter: torch.Tensor, name: str, stem: str) -> Variable:
         key = parameter, name
@@ -191,6 +209,7 @@ class FromTorch(Optimizer):
         parameter, rule = self._rule(target)
         number = next(i for p, i in self._places() if p is parameter)
         rule.lr = self._rate(number)
+        self._recorded[number] = self._settings(number)
         rule._slots[target] = self.slots(target)
         return rule._record(recorder, grad, target)
 
