@@ -386,27 +386,43 @@ def _where(column: Column, flags: list[bool], flag: bool) -> Column:
 # ----- a gradient that is a product ----------------------------------------------------------------------
 
 
-def _in_products(rows: Sequence[Row], *, lr: float) -> None:
-    """w -= lr * (left @ right) for rows (w, left, right); what shares memory with a w is copied before a write."""
-    for w, left, right in rows:
+def _in_products(rows: Sequence[Row], *, lr: float, momentum: float = 0.0) -> None:
+    """``sgd`` with ``grad = left @ right``, which is not made, for rows (w, left, *slots, right).
+
+    What shares memory with what is written is copied before a write.
+    """
+    written = {_storage(state) for w, _, *slots, _ in rows for state in (w, *slots)}
+
+    def apart(x: Tensor) -> Tensor:
+        return x.clone() if _storage(x) in written else x
+
+    ready = []
+    for w, left, *slots, right in rows:
         inner = left.shape[1:] == right.shape[:1] and left.dtype is right.dtype is w.dtype
         if not inner or (left.shape[0], right.shape[1]) != w.shape:
             raise ValueError(f"{_text(left)} @ {_text(right)} is no gradient of the variable {_text(w)}")
-    written = {_storage(w) for w, _, _ in rows}
-    ready = [(w, *(x.clone() if _storage(x) in written else x for x in factors)) for w, *factors in rows]
-    for w, left, right in ready:
-        w.addmm_(left, right, alpha=-lr)
+        if len(slots) != (momentum != 0) or any(slot.shape != w.shape or slot.dtype is not w.dtype for slot in slots):
+            raise ValueError(f"with momentum={momentum}, the slots of {_text(w)} are not {[*map(_text, slots)]}")
+        ready.append((w, slots, apart(left), apart(right)))
+    for w, slots, left, right in ready:
+        if slots:
+            slots[0].addmm_(left, right, beta=momentum)
+            w.add_(slots[0], alpha=-lr)
+        else:
+            w.addmm_(left, right, alpha=-lr)
 
 
 @op(
-    "(Tensor w, Tensor left, Tensor right, *, float lr) -> Tensor[]",
-    lambda w, left, right, *, lr: [torch.empty_like(w)],
+    "(Tensor w, Tensor left, Tensor[] slots, Tensor right, *, float lr, float momentum=0.0) -> Tensor[]",
+    lambda w, left, slots, right, **settings: [torch.empty_like(state) for state in (w, *slots)],
 )
-def sgd_product(w: Tensor, left: Tensor, right: Tensor, *, lr: float) -> list[Tensor]:
-    """``sgd`` with ``grad = left @ right``, which is not made: the new ``w``."""
-    new = w.clone()
-    _in_products([(new, left, right)], lr=lr)
-    return [new]
+def sgd_product(
+    w: Tensor, left: Tensor, slots: Sequence[Tensor], right: Tensor, *, lr: float, momentum: float = 0.0
+) -> list[Tensor]:
+    """``sgd`` with ``grad = left @ right``, which is not made: the new ``w``, and with momentum its buffer."""
+    new = [state.clone() for state in (w, *slots)]
+    _in_products([(new[0], left, *new[1:], right)], lr=lr, momentum=momentum)
+    return new
 
 
 SGD, SGD_PRODUCT = "tfnb.sgd.default", "tfnb.sgd_product.default"

@@ -201,7 +201,7 @@ class ResourceExhausted(TfnbError, MemoryError):
 
 
 class CheckpointWriteError(ResourceExhausted, OSError):
-    """A checkpoint could not be written."""
+    """A checkpoint, a graph or a trace could not be written."""
 
 
 class DataLoss(TfnbError):

@@ -280,7 +280,7 @@ def test_a_rate_that_stays_a_tensor_moves_as_the_number_does(
 def test_sgd_of_a_product_is_sgd_with_the_product(dtype: torch.dtype) -> None:
     w, left, right = torch.randn(6, 5, dtype=dtype), torch.randn(6, 3, dtype=dtype), torch.randn(3, 5, dtype=dtype)
     before = w.clone()
-    (new,) = torch.ops.tfnb.sgd_product(w, left, right, lr=0.1)
+    (new,) = torch.ops.tfnb.sgd_product(w, left, [], right, lr=0.1)
     (wanted,) = torch.ops.tfnb.sgd(w, left @ right, [], lr=0.1)
     torch.testing.assert_close(new, wanted)
     assert torch.equal(w, before)
@@ -288,8 +288,32 @@ def test_sgd_of_a_product_is_sgd_with_the_product(dtype: torch.dtype) -> None:
     assert torch.equal(w, new)
 
 
+def test_sgd_with_momentum_of_a_product_is_sgd_with_the_product() -> None:
+    w, left, right = torch.randn(6, 5), torch.randn(6, 3), torch.randn(3, 5)
+    buffer = torch.randn(6, 5)
+    new = torch.ops.tfnb.sgd_product(w, left, [buffer], right, lr=0.1, momentum=0.9)
+    torch.testing.assert_close(new, torch.ops.tfnb.sgd(w, left @ right, [buffer], lr=0.1, momentum=0.9))
+    FUSED["tfnb.sgd_product.default"]([(w, left, buffer, right)], lr=0.1, momentum=0.9)
+    assert torch.equal(w, new[0]) and torch.equal(buffer, new[1])
+
+
+def test_slots_that_do_not_fit_a_product_are_refused_before_anything_is_written() -> None:
+    w, left, right = torch.zeros(2, 2), torch.ones(2, 1), torch.ones(1, 2)
+    for slots, momentum in [([], 0.9), ([torch.zeros(2, 2)], 0.0), ([torch.zeros(2)], 0.9)]:
+        with pytest.raises(ValueError, match=f"with momentum={momentum}"):
+            FUSED["tfnb.sgd_product.default"]([(w, left, *slots, right)], lr=1.0, momentum=momentum)
+    assert not w.any()
+
+
 def test_a_factor_in_memory_of_a_weight_is_read_before_that_is_written() -> None:
     first, second = torch.randn(4, 4), torch.randn(4, 4)
     wanted = [first - 0.1 * second @ second, second - 0.1 * first @ second]
     FUSED["tfnb.sgd_product.default"]([(first, second, second), (second, first, second)], lr=0.1)
     torch.testing.assert_close([first, second], wanted)
+
+
+def test_a_factor_in_memory_of_a_momentum_is_read_before_that_is_written() -> None:
+    w, buffer, right = torch.randn(4, 4), torch.randn(4, 4), torch.randn(4, 4)
+    wanted = 0.9 * buffer + buffer @ right
+    FUSED["tfnb.sgd_product.default"]([(w.clone(), buffer, buffer, right)], lr=0.1, momentum=0.9)
+    torch.testing.assert_close(buffer, wanted)

@@ -107,6 +107,13 @@ def test_a_profiled_run_is_shown_and_written(net, tmp_path):
     assert "tfnb-timeline" in html and html.count("<tr>") == 4 * 2
 
 
+def test_a_trace_that_cannot_be_written_says_what_to_do(net, tmp_path):
+    net.ok("%tfrun loss -f x=torch.zeros(5, 3) --profile")
+    ran = net.run(f"%tfprof --trace {tmp_path / 'nope' / 'run.json'}")
+    assert f"there is no folder {tmp_path / 'nope'}: make it, or write to another one" in str(ran.error)
+    assert ran.out.count("run.json") <= 3 and "tfnb/" not in ran.out  # no frame of ours
+
+
 def test_profile_colours_by_bytes_too(net):
     net.ok("%tfrun loss -f x=torch.zeros(5, 3) --profile")
     assert "of the bytes" in net.ok("%tfprof --by bytes").result._repr_html_()

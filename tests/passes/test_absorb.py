@@ -1,4 +1,4 @@
-"""Steps of plain SGD take the factors of large gradients: the same step as torch's, and the gradients are not made."""
+"""Steps of SGD take the factors of large gradients: the same step as torch's, and the gradients are not made."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ def _updates(graph: tfnb.Graph, fetches: Any, feeds: Any = ()) -> list[str]:
     return [node.op for node in program.graph.nodes if "sgd" in node.op]
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("compile", ["off", "now"])
-def test_the_step_is_that_of_torch(compile: Any) -> None:
+def test_the_step_is_that_of_torch(compile: Any, momentum: float) -> None:
     ours, theirs, data = _net(), _net(), torch.randn(8, WIDE, dtype=torch.float64)
     with tfnb.record() as graph:
         x = tfnb.placeholder(data)
         loss = ours(x).square().mean()
-        step = tfnb.train.SGD(0.1).minimize(loss)
+        step = tfnb.train.SGD(0.1, momentum).minimize(loss)
     assert sorted(_updates(graph, [step], [x])) == ["tfnb.sgd.default", *2 * ["tfnb.sgd_product.default"]]
-    optimizer, session = torch.optim.SGD(theirs.parameters(), 0.1), tfnb.Session(graph, compile=compile)
+    optimizer, session = torch.optim.SGD(theirs.parameters(), 0.1, momentum), tfnb.Session(graph, compile=compile)
     for rows in (data, torch.randn(5, WIDE, dtype=torch.float64), data):
         got = session.run([loss, step], {x: rows})[0]
         optimizer.zero_grad()
@@ -74,7 +75,8 @@ def test_other_updates_make_their_gradient() -> None:
         used = tfnb.train.SGD(0.1).apply_gradients([(grad, weight)])
         with_rate = tfnb.train.SGD(rate).apply_gradients([(grad, weight)])
         heavy = [tfnb.train.SGD(0.1, **more).apply_gradients([(grad, weight)]) for more in (
-            {"momentum": 0.9}, {"weight_decay": 0.1}, {"maximize": True},
+            {"momentum": 0.9, "nesterov": True}, {"momentum": 0.9, "dampening": 0.1}, {"weight_decay": 0.1},
+            {"maximize": True},
         )]  # fmt: skip
         few = small(x).sum()
         of_few = tfnb.train.SGD(0.1).minimize(few, [small.weight])

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from tfnb.errors import InvalidArgument
 from tfnb.execution.turns import Amount, Path, Turn, Turns
 from tfnb.graph import Graph, Node, Value
+from tfnb.graph.files import replace_file
 from tfnb.graph.ops import REGIONS
 
 By = Literal["node", "op", "line", "scope"]
@@ -177,12 +178,14 @@ class Trace:
         """Write a trace file that Perfetto and ``chrome://tracing`` open; returns its path.
 
         What ``torch.profiler`` saw of a run with ``trace="kernels"`` is in it, too. profile: a file of its
-        ``export_chrome_trace`` from around this run, to be written beside it.
+        ``export_chrome_trace`` from around this run, to be written beside it. Raises CheckpointWriteError where the
+        file cannot be written; one that was there is unchanged then.
         """
         found: dict[str, Any] = json.loads(File(profile).read_text()) if profile is not None else dict(self.profile)
         base = found.setdefault("baseTimeNanoseconds", self.began)
         found["traceEvents"] = [*found.get("traceEvents", ()), *self._chrome((self.began - base) / 1000)]
-        File(path).write_text(json.dumps(found))
+        text = json.dumps(found)
+        replace_file(File(path), lambda draft: draft.write_text(text))
         return File(path)
 
     def _chrome(self, shift: float) -> Iterator[dict[str, Any]]:

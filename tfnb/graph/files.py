@@ -60,10 +60,13 @@ def _raise_write_error(path: Path, error: OSError | SafetensorError) -> NoReturn
     found = re.search(r"os error (\d+)", str(error))  # safetensors gives the errno only in its text
     number = error.errno if isinstance(error, OSError) else int(found[1]) if found else errno.EIO
     reason = os.strerror(number) if number else str(error)
-    free = f", {shutil.disk_usage(path.parent).free} bytes free" if path.parent.is_dir() else ""
-    failure = CheckpointWriteError(f"cannot write {path}: {reason}{free}; what was there before is unchanged")
+    if path.parent.is_dir():
+        why = f"{reason}, {shutil.disk_usage(path.parent).free} bytes free; what was there before is unchanged"
+    else:
+        why = f"{reason}, there is no folder {path.parent}: make it, or write to another one"
+    failure = CheckpointWriteError(f"cannot write {path}: {why}")
     failure.errno, failure.filename = number, str(path)
-    raise failure from error
+    raise failure from None  # it says all of it
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> str:

@@ -1,6 +1,7 @@
-"""Absorb: a step of plain SGD takes the two factors of a large gradient, and the gradient is never made.
+"""Absorb: a step of SGD takes the two factors of a large gradient, and the gradient is never made.
 
-    w - lr * (a @ b)  ->  one matrix product that adds to w, in place at commit
+    w - lr * (a @ b)             ->  one matrix product that adds to w, in place at commit
+    w - lr * (m * buf + a @ b)   ->  one that adds to the buffer of the momentum, which is then added to w
 
 The gradient of a wide linear layer is as large as its weight, and a step would write and read it once each: of a small
 batch that takes several times as long as the products themselves. The same sum, rounded once less.
@@ -20,7 +21,7 @@ from tfnb.kernels.optim import SGD, SGD_PRODUCT
 from tfnb.passes.memory import nominal
 from tfnb.passes.rewrite import with_nodes
 
-LEAST = 1 << 20  # bytes of a gradient that is not made; a smaller one costs no more than another kernel
+LEAST = 1 << 18  # bytes of a gradient that is not made; a smaller one costs no more than another kernel
 SMALLER = 2  # the factors, which are held until the commit, are smaller than it by this factor
 _DTYPES = (torch.float32, torch.float64)
 
@@ -43,13 +44,17 @@ def _absorbed(node: Node, graph: Graph, fixed: Collection[Value]) -> Node:
     is_fit = spec.device == "cpu" and spec.dtype in _DTYPES and is_static(spec.shape)
     if not is_fit or product.outputs[0] != spec or not _is_worth(product, prod(nominal(spec, {})), graph):
         return node
-    attrs = {"w": Ref(0), "left": Ref(1), "right": Ref(2), "lr": node.attrs["lr"]}
-    return replace(node, op=SGD_PRODUCT, inputs=(node.inputs[0], *_factors(product)), attrs=attrs)
+    w, _, *slots = node.inputs
+    left, right = _factors(product)
+    places = [Ref(2 + i) for i in range(len(slots))]  # where an update has its slots
+    attrs = {"w": Ref(0), "left": Ref(1), "slots": places, "right": Ref(2 + len(slots)), "lr": node.attrs["lr"]}
+    attrs |= {"momentum": node.attrs["momentum"]} if slots else {}
+    return replace(node, op=SGD_PRODUCT, inputs=(w, left, *slots, right), attrs=attrs)
 
 
 def _is_plain(attrs: Mapping[str, object]) -> bool:
-    """Whether it is w - lr * grad, with a number for the rate."""
-    others = ("slots", "rate", "momentum", "weight_decay", "maximize")
+    """Whether it is w - lr * grad, with or without a momentum, and with a number for the rate."""
+    others = ("rate", "dampening", "nesterov", "weight_decay", "maximize")
     return isinstance(attrs.get("lr"), float) and not any(attrs.get(name) for name in others)
 
 
