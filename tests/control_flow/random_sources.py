@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 NAMES = ("a", "b", "c")
+SLICES = ("k:", ":k", "-k:", ":-k", "k:k + 2", "k - 2:k", "k::2", "n - 1:", ":n", "k // 2:n", "torch.arange(min(k, 1))")
 
 
 def source(seed: int) -> str:
@@ -37,6 +38,8 @@ def _value(rng: random.Random) -> str:
         return f"helper{rng.randrange(2)}({one}, {rng.choice(NAMES)})"
     if kind == 2:
         return f"({one} if {_test(rng)} else {rng.choice(NAMES)} * 0.5)"
+    if kind == 3:
+        return f"(x[{rng.choice(SLICES)}] * {one}).sum()"
     return f"({one} {rng.choice('+-*')} {other})"
 
 

@@ -306,3 +306,26 @@ def test_the_adaptive_softmax_runs_where_the_same_clusters_are_used() -> None:
             torch.testing.assert_close(got, want.detach())
     with pytest.raises(BranchChanged, match=r"test_sizes\.py line"):
         tfnb.run(fetches, {x: torch.randn(4, 8, dtype=torch.float64), labels: torch.zeros(4, dtype=torch.int64)})
+
+
+CUTS: dict[str, Function] = {
+    "a part": lambda x: x[1:3].sum(),
+    "from a place on": lambda x: x[3:].exp().sum() + x[3:].sum(0).sin().sum(),
+    "all but some": lambda x: (x[:-2] * x.sum()).sum() + x[-3:].mean(1).sum(),
+    "every other": lambda x: x[1::2].sum(0).square().sum() + x[1:5:3].sum(),
+    "expanded": lambda x: (x[:1].sum(0, keepdim=True).expand(x[2:].shape[0], -1) * x[2:]).sum(),
+}
+
+
+@pytest.mark.parametrize("recorded", [1, 2, 4])
+@pytest.mark.parametrize("name", sorted(CUTS))
+def test_the_gradient_of_a_part_holds_at_every_size(name: str, recorded: int) -> None:
+    """Also where the part has one row, or none, for the samples."""
+    program = CUTS[name]
+    with tfnb.record():
+        x = tfnb.placeholder(torch.randn(recorded, 2, dtype=torch.float64), shape=("B", 2))
+        (slope,) = tfnb.gradients(program(x).square(), [x])
+    for rows in ROWS:
+        fed = torch.randn(rows, 2, dtype=torch.float64, requires_grad=True)
+        (want,) = torch.autograd.grad(program(fed).square(), fed)
+        torch.testing.assert_close(tfnb.run(slope, {x: fed.detach()}), want)

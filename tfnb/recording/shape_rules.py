@@ -201,6 +201,21 @@ def _lstsq_shape(a: Any, b: Any, rcond: Any = None, *, driver: str | None = None
     return a.new_empty([*lead, columns, *right]), squares, rank, values
 
 
+def _expand(x: Any, size: Any, **how: Any) -> Any:
+    """An axis of one to any size, one as well: torch's rule asks whether it is one, where sizes may make it so."""
+    new = len(size) - x.dim()
+    pairs = list(zip(x.shape, x.stride(), size[new:], strict=True)) if new >= 0 else []
+    ones = [isinstance(here, int) and here == 1 for here, _, _ in pairs]
+    stays = (
+        isinstance(wanted, int) and wanted == -1 or statically_known_true(wanted == here) for here, _, wanted in pairs
+    )
+    if not any(isinstance(wanted, torch.SymInt) for wanted in size) or not pairs or not all(map(max, ones, stays)):
+        return aten.expand.default(x, size, **how)
+    sizes = [here if isinstance(wanted, int) and wanted == -1 else wanted for here, _, wanted in pairs]
+    strides = [0 if one else stride for one, (_, stride, _) in zip(ones, pairs, strict=True)]
+    return x.as_strided([*size[:new], *sizes], [0] * new + strides, x.storage_offset())
+
+
 def _unsafe_view(x: Any, size: Any) -> Any:
     """Of contiguous memory: torch's rule folds one axis after another."""
     plain = isinstance(x.storage_offset(), int) and not x.storage_offset() and x.is_contiguous()
@@ -236,6 +251,7 @@ SHAPES: dict[Any, Callable[..., Any]] = {
     aten._unsafe_view.default: _unsafe_view,
     aten._native_batch_norm_legit_functional.default: _batch_norm,
     aten.native_batch_norm_backward.default: _batch_norm_backward,
+    aten.expand.default: _expand,
     aten.slice.Tensor: _slice,
     aten.hardshrink_backward.default: _like_second,
     aten.softshrink_backward.default: _like_second,

@@ -86,6 +86,7 @@ class _Env(ShapeEnv):
         self.scope = 0  # number of the branch that sizes decide and that is being recorded
         self.scopes = 0
         self.supposed = False  # whether sizes are there that the samples have not
+        self.laying = False  # whether torch lays a tensor out: its answers are properties of that object alone
 
     def _get_stack_summary(self, is_debug: bool = False, framework_loc: Any = None) -> tuple[SLoc, str]:
         """Where torch thinks that a relation was made: to look, it imports its exporter, and nodes have their lines."""
@@ -95,6 +96,9 @@ class _Env(ShapeEnv):
         """No log of a size that only data tell, for the same reason."""
 
     def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.laying:
+            with self.suppress_guards():
+                return super().evaluate_expr(orig_expr, *args, **kwargs)
         if self.scope:
             return self._evaluate_here(orig_expr, *args, **kwargs)
         if self.kernel:
@@ -380,6 +384,15 @@ class Symbols:
             yield
         finally:
             self.env.depth = before
+
+    @contextmanager
+    def laying(self) -> Iterator[None]:
+        """While a tensor is made: torch asks whether its memory has a gap, which is no relation that others rely on."""
+        self.env.laying = True
+        try:
+            yield
+        finally:
+            self.env.laying = False
 
     def decided(self, relation: Any) -> bool:
         """The outcome of a relation, on which the graph relies from here as if the user's line had asked."""

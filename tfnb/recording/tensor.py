@@ -119,11 +119,12 @@ class Tensor(torch.Tensor):
     ) -> Tensor:  # fmt: skip
         fake, known = entry.fake, entry.known()
         memory = fake if known is None else known  # without the bytes torch multiplies symbols, which takes 0.1 ms
-        self = torch.Tensor._make_wrapper_subclass(
-            cls, fake.shape, strides=fake.stride(), storage_offset=fake.storage_offset(), dtype=fake.dtype,
-            device=fake.device, layout=fake.layout, requires_grad=False,
-            storage_size=memory.untyped_storage().nbytes(),
-        )  # fmt: skip
+        with space.symbols.laying():
+            self = torch.Tensor._make_wrapper_subclass(
+                cls, fake.shape, strides=fake.stride(), storage_offset=fake.storage_offset(), dtype=fake.dtype,
+                device=fake.device, layout=fake.layout, requires_grad=False,
+                storage_size=memory.untyped_storage().nbytes(),
+            )  # fmt: skip
         torch._C._set_throw_on_mutable_data_ptr(self)  # whatever would read or write its memory in C++
         self._entry = entry
         self._family = base or Base(entry)
