@@ -204,16 +204,20 @@ def _lstsq_shape(a: Any, b: Any, rcond: Any = None, *, driver: str | None = None
 def _expand(x: Any, size: Any, **how: Any) -> Any:
     """An axis of one to any size, one as well: torch's rule asks whether it is one, where sizes may make it so."""
     new = len(size) - x.dim()
-    pairs = list(zip(x.shape, x.stride(), size[new:], strict=True)) if new >= 0 else []
-    ones = [isinstance(here, int) and here == 1 for here, _, _ in pairs]
-    stays = (
-        isinstance(wanted, int) and wanted == -1 or statically_known_true(wanted == here) for here, _, wanted in pairs
-    )
-    if not any(isinstance(wanted, torch.SymInt) for wanted in size) or not pairs or not all(map(max, ones, stays)):
+    sizes, strides = list(size), [0] * max(new, 0) + list(x.stride())
+    if new < 0 or not any(isinstance(n, torch.SymInt) for n in sizes):
         return aten.expand.default(x, size, **how)
-    sizes = [here if isinstance(wanted, int) and wanted == -1 else wanted for here, _, wanted in pairs]
-    strides = [0 if one else stride for one, (_, stride, _) in zip(ones, pairs, strict=True)]
-    return x.as_strided([*size[:new], *sizes], [0] * new + strides, x.storage_offset())
+    for axis, here in enumerate(x.shape, new):
+        if isinstance(here, int) and here == 1:
+            strides[axis] = 0
+        elif not (_is_kept(sizes[axis]) or statically_known_true(sizes[axis] == here)):
+            return aten.expand.default(x, size, **how)
+        sizes[axis] = here if _is_kept(sizes[axis]) else sizes[axis]
+    return x.as_strided(sizes, strides, x.storage_offset())
+
+
+def _is_kept(size: Any) -> bool:
+    return isinstance(size, int) and size == -1
 
 
 def _unsafe_view(x: Any, size: Any) -> Any:
