@@ -551,5 +551,23 @@ def test_an_axis_that_the_values_decide_is_squeezed_where_it_has_several_rows() 
     assert tfnb.run(y, {x: torch.ones(3)}).tolist() == [0, 2, 4]
     with pytest.raises(tfnb.errors.BranchChanged, match=r"test_varying\.py line"):
         tfnb.run(y, {x: torch.tensor([1.0, -1.0])})
-    with pytest.raises(tfnb.errors.Unsupported, match=r"axis 0, whose length only the values tell"), tfnb.record():
+    with pytest.raises(tfnb.errors.Unsupported, match=r"axis 0, whose length only the values"), tfnb.record(lazy=True):
         (tfnb.placeholder(torch.tensor([1.0, -1.0])) > 0).nonzero().squeeze()
+
+
+@pytest.mark.parametrize("squeeze", [
+    lambda x: x.squeeze(), lambda x: x.squeeze(0), lambda x: x.squeeze((0, 2)), lambda x: x.squeeze(-1).squeeze(-2),
+], ids=["all", "one", "two", "one by one"])  # fmt: skip
+def test_an_axis_that_has_one_row_by_the_values_is_squeezed_in_runs_that_have_one(squeeze: Function) -> None:
+    data = torch.tensor([[-1.0, 2.0], [1.0, 3.0]])
+    with tfnb.record():
+        x = tfnb.placeholder(data)
+        y = squeeze(x[x[:, 0] > 0].unsqueeze(-1)) * 2
+        (dx,) = tfnb.gradients((y * y).sum(), [x])
+    other = torch.tensor([[5.0, -2.0], [-1.0, 3.0], [-4.0, 3.0]])
+    expected = squeeze(other[:1].unsqueeze(-1)) * 2
+    got, grad = tfnb.run([y, dx], {x: other})
+    assert got.shape == expected.shape and torch.equal(got, expected)
+    assert torch.equal(grad, 8 * torch.tensor([[5.0, -2.0], [0.0, 0.0], [0.0, 0.0]]))
+    with pytest.raises(tfnb.errors.BranchChanged, match=r"test_varying\.py line"):
+        tfnb.run(y, {x: other.abs()})

@@ -233,18 +233,32 @@ def _is_of_data(size: Any) -> bool:
 def _squeeze(rec: Any, x: Any, dim: Any = None) -> Any:
     """The rank of the result: whether an axis has one row is decided by this line, and a run must agree."""
     asked = range(x.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
-    for axis in asked if x.dim() else ():
-        size = x.shape[axis]
-        if not _is_of_data(size):
-            rec.symbols.decided(size == 1)
-            continue
-        if rec.symbols.concrete(size) in (None, 1):
-            raise Unsupported(
-                f"squeeze of axis {axis}, whose length only the values tell: name the axes that always have length one"
-                f"{rec.tape.at()}"
-            )
-        rec.guard(torch.scalar_tensor(size, dtype=torch.int64) == 1, outcome=False)  # type: ignore[arg-type]  # torch's stubs know no symbolic sizes
-    return NotImplemented
+    axes = [axis % x.dim() for axis in asked] if x.dim() else []
+    gone = [axis for axis in axes if _is_of_data(x.shape[axis]) and _has_one_row(rec, x, axis)]
+    if not gone:
+        for axis in axes:
+            if not _is_of_data(x.shape[axis]):
+                rec.symbols.decided(x.shape[axis] == 1)
+        return NotImplemented
+    kept = [axis for axis in axes if not _is_of_data(x.shape[axis])]
+    for axis in sorted(gone, reverse=True):  # torch would keep what it does not know to be one row
+        x = x.select(axis, 0)
+    rest = [axis - sum(other < axis for other in gone) for axis in kept]
+    return x.squeeze(rest) if rest else x
+
+
+def _has_one_row(rec: Any, x: Any, axis: int) -> bool:
+    """Of an axis whose length only data tell: whether the sample has one row, and a guard that a run agrees."""
+    size = x.shape[axis]
+    seen = rec.symbols.concrete(size)
+    if seen is None:
+        raise Unsupported(
+            f"squeeze of axis {axis}, whose length only the values tell, and there are no samples to decide by: name "
+            f"the axes that always have length one{rec.tape.at()}"
+        )
+    one = bool(seen == 1)
+    rec.guard(torch.scalar_tensor(size, dtype=torch.int64) == 1, outcome=one)  # type: ignore[arg-type]  # torch's stubs know no symbolic sizes
+    return one
 
 
 def _is_same_size(rec: Any, a: Any, b: Any) -> bool:
