@@ -5,6 +5,8 @@ PYTEST_DONT_REWRITE: the asserts of the programs are to stay what they are.
 
 from __future__ import annotations
 
+import importlib
+import textwrap
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -217,3 +219,29 @@ def test_a_flag_that_the_recording_writes_is_said(ask: Any, dtype: torch.dtype) 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _stepped(model)
+
+
+# -- where a package asked --------------------------------------------------------------------------------------------
+
+
+def test_what_a_package_asks_is_said_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = """
+        def scaled(x):
+            rows = len(x)
+            if x.sum() > 0:
+                x = x / rows
+            return x + int(x.max())
+    """
+    (tmp_path / "asking_package.py").write_text(textwrap.dedent(code))
+    monkeypatch.syspath_prepend(tmp_path)
+    package = importlib.import_module("asking_package")
+    with pytest.warns(UserWarning) as caught, tfnb.record() as graph:
+        x = tfnb.placeholder(torch.ones(3, 2))
+        y = package.scaled(x)
+    said = [str(each.message) for each in caught]
+    fixed, branch = (next(text for text in said if word in text) for word in ("the constant 3", "True branch"))
+    assert "y = package.scaled(x) (asked in asking_package.py line 3: rows = len(x)):" in fixed
+    assert "(asked in asking_package.py line 4: if x.sum() > 0:)" in branch
+    assert any("(asked in asking_package.py line 6: return x + int(x.max()))" in note for note in graph.notes)
+    with pytest.raises(BranchChanged, match=r"asked in asking_package.py line 4"):
+        tfnb.run(y, {x: -torch.ones(3, 2)})

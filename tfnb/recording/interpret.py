@@ -156,16 +156,16 @@ def held(node: Node, value: torch.Tensor) -> None:
         "node": node.name, "op": node.op, "cell": source.label if source else None,
         "line": source.line if source else None,
     }  # fmt: skip
-    raises = node.attrs.get("raises")
+    raises, at = node.attrs.get("raises"), f"{source or node.name}{node.attrs.get('asked', '')}"
     if state := node.attrs.get("state"):
         raise BranchChanged(
-            f"the branch at {source or node.name} was recorded with {outcome}, and with what {state} holds now it is "
+            f"the branch at {at} was recorded with {outcome}, and with what {state} holds now it is "
             f"{not outcome}: record again, and if it is taken at the first call alone, call the model once before",
             **where,
         )
     if raises is None:
         raise BranchChanged(
-            f"the branch at {source or node.name} was recorded with {outcome}, and in this run it is {not outcome}: "
+            f"the branch at {at} was recorded with {outcome}, and in this run it is {not outcome}: "
             "use torch.where, stage the branch, or record again with such a sample", **where,
         )  # fmt: skip
     is_assert = raises.startswith("AssertionError") or (
@@ -174,5 +174,5 @@ def held(node: Node, value: torch.Tensor) -> None:
     raises = raises or ("AssertionError" if is_assert else "a check fails")
     raise (CheckFailed if is_assert else BranchChanged)(
         f"{raises}: with what this run is fed Python would raise here, and with the samples it did not\n"
-        f"  at {source or node.name}", **where,
+        f"  at {at}", **where,
     )  # fmt: skip

@@ -34,7 +34,7 @@ from tfnb.recording.journal import Journal, restore, state
 from tfnb.recording.ops import Op, facts, op_name
 from tfnb.recording.outside import Outside
 from tfnb.recording.replaced import PHYSICAL, REPLACED
-from tfnb.recording.report import user_level
+from tfnb.recording.report import asked_in, user_level
 from tfnb.recording.samples import physical
 from tfnb.recording.scopes import Scopes, clean
 from tfnb.recording.tape import Tape
@@ -70,7 +70,7 @@ class Recorder(TorchDispatchMode):
         self.scopes = Scopes(names)
         self.tape = Tape(owner, where, kept)
         self.new_guards: list[Guard] = []
-        self.equalities: list[tuple[str, sympy.Eq, Source | None]] = []
+        self.equalities: list[tuple[str, sympy.Eq, str]] = []
         self.notes: list[str] = []
         self.wanted: set[int] = set()  # constants that the user asked for
         self.born = WeakIdKeyDictionary()  # parameters and buffers made in this recording
@@ -322,7 +322,10 @@ class Recorder(TorchDispatchMode):
             self.refuse(how)
         source = self.where()
         where = f"{source.label} line {source.line} `{how}`" if source else how
-        note = f"{where} took the sample's value, so what Python makes of it is the same in every run"
+        note = (
+            f"{where} took the sample's value, so what Python makes of it is the same in every run"
+            f"{asked_in(source, self.stop)}"
+        )
         if note not in self.notes:
             self.notes.append(note)
 
@@ -342,6 +345,8 @@ class Recorder(TorchDispatchMode):
         value = self._entry(tensor).value
         state = self.tape.state_behind(value)
         said = {"state": state} if state and raises is None else {} if raises is None else {"raises": raises}
+        if asked := asked_in(self.where(), self.stop):
+            said["asked"] = asked
         guard = self.tape.append(
             "tfnb.guard", "guard", (), inputs=(value,), attrs={"value": Ref(0), "outcome": outcome, **said},
             scope=self.scopes.current(),
@@ -366,7 +371,7 @@ class Recorder(TorchDispatchMode):
             warnings.warn(
                 f"{source or 'recording'}: Python took the {outcome} branch of a recorded value; the graph holds only "
                 "that branch, and a run where it would go the other way raises BranchChanged (torch.where and "
-                "tfnb's staged control flow have both)",
+                f"tfnb's staged control flow have both){asked_in(source, self.stop)}",
                 stacklevel=user_level(self.stop),
             )
 
@@ -374,7 +379,7 @@ class Recorder(TorchDispatchMode):
         """A relation between sizes that this recording now relies on; one of torch's checks, only in its own line."""
         source = self.where()
         if isinstance(expr, sympy.Eq):
-            self.equalities.append((text, expr, source))
+            self.equalities.append((text, expr, f"{source or ''}{asked_in(source, self.stop)}"))
         guard = Guard(text, source, self.owner, is_local=by_torch)
         if all(not other.covers(guard) for other in self.new_guards):
             self.new_guards.append(guard)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,6 +15,7 @@ from tfnb.errors import FeedError, InvalidArgument, ShapeError, StaleNode, Unsup
 from tfnb.graph import Source
 from tfnb.recording.ops import Op, op_name
 
+_PLUMBING = frozenset({"tfnb", "torch", "sympy", "functools", "contextlib"})
 _HERE = str(Path(__file__).parent.parent)  # the package
 # What says that torch knows no shape rule, and not that the shapes are wrong.
 _NO_RULE = (
@@ -52,6 +54,19 @@ def dense(tensor: torch.Tensor, at: Callable[[], str]) -> torch.Tensor:
             f"a {layout} tensor of shape {list(tensor.shape)} cannot stand in a graph{at()}; make it dense"
         )
     return tensor
+
+
+def asked_in(source: Source | None, stop: FrameType | None) -> str:
+    """Where a package asked what the user's line led to, as the end of a text; empty where that line itself asked."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame is not stop:
+        file, line = frame.f_code.co_filename, frame.f_lineno
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _PLUMBING:
+            text = linecache.getline(file, line).strip()
+            is_own = source is None or (source.line == line and source.text == text)
+            return "" if is_own or not text else f" (asked in {Path(file).name} line {line}: {text})"
+        frame = frame.f_back
+    return ""
 
 
 def user_level(stop: FrameType | None) -> int:
