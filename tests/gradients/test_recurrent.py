@@ -33,6 +33,16 @@ def test_the_forward_is_computed_once(kind: Any) -> None:
     assert "tfnb.recurrent_net.default" not in alone  # nothing is kept where nobody needs it
 
 
+def test_what_is_to_be_recomputed_keeps_nothing() -> None:
+    net, start = nn.GRU(3, 3), torch.randn(1, 2, 3)
+    with tfnb.record() as g:
+        x, h = tfnb.placeholder(torch.randn(5, 2, 3), shape=("T", 2, 3)), tfnb.placeholder(start, shape=(1, 2, 3))
+        loss = tfnb.recompute(lambda x, h: net(x, h)[0])(x, h).square().sum()
+        grads = tfnb.gradients(loss, list(net.parameters()))
+    nodes = [node.op for node in tfnb.Session(g).passes([loss, *grads], [x, h])[-1].graph.nodes]
+    assert nodes.index("aten.gru.input") < nodes.index("aten.sum.default") < nodes.index("tfnb.recurrent_net.default")
+
+
 @pytest.mark.parametrize("executor", ["auto", "dataflow"])
 @pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True, "batch_first": True}])
 @pytest.mark.parametrize("kind", KINDS)

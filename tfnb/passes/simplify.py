@@ -266,7 +266,9 @@ def _(node: Node, look: Look) -> Node | None:
 
 @row("a recurrent net, whose gradient is taken -> the net that keeps what it needs", *_NETS)
 def _(node: Node, look: Look) -> Node | None:
-    """As with attention, the gradient's rule computes the forward once more."""
+    """As with attention, the gradient's rule computes the forward once more. In a region to be recomputed it shall."""
+    if any(tag.startswith("recompute:") for tag in node.tags):
+        return None
     for other in look.users(node.inputs[0]):
         if other.op == "tfnb.recurrent_net.default" and other.inputs == node.inputs:
             own = (NETS[node.op], *(node.attrs.get(name) for name in _OPTIONS))
