@@ -85,6 +85,53 @@ for row in x:
     outs.append(row - 1)
 return torch.stack(outs)
 
+# in some turns
+a = []
+for row in x:
+    if row.sum() > 0:
+        a.append(row)
+return torch.stack(a).sum(0) if len(a) else x.new_zeros(3)
+
+# in some turns, by a branch in a branch, and another list
+a, b, s = [], [], x.sum() * 0
+for i, row in enumerate(x):
+    if row[0] > 0:
+        if row[1] < 1.5:
+            a.append((row * i, i))
+        b.append(row.sum())
+for row, i in a:
+    s = s * 0.5 + row.prod() + i
+for each in b:
+    s = s * 0.5 + each
+return s, len(a), len(b)
+
+# in either branch
+a = []
+for row in x:
+    if row.sum() > 0:
+        a.append(row)
+    else:
+        a.append(-2 * row)
+return torch.stack(a), len(a)
+
+# after a break
+a, h = [], x[0] * 0
+for row in x:
+    h = h * 0.5 + row
+    if h.sum() > 2:
+        break
+    a.append(h)
+return torch.stack(a).sum(0) if len(a) > 0 else h, len(a)
+
+# how many there are where it is left by break
+a, h = [], x[0] * 0
+for row in x:
+    h = h * 0.5 + row
+    a.append(h)
+    if h.sum() > 1:
+        break
+return torch.stack(a).sum(0) / len(a), torch.stack(a) * torch.arange(len(a))[:, None]
+
 # two lists
 a, b = [], []
 for row in x:
@@ -208,12 +255,14 @@ for row in x:
     a.append(row)
 return s
 
-# in a branch
+# in one branch after another
 a = []
 for row in x:
     if row.sum() > 0:
         a.append(row)
-return torch.stack(a).sum(0) if len(a) else x.new_zeros(3)
+    if row[0] > 0:
+        a.append(-row)
+return len(a) * x.sum()
 
 # a loop in a loop, from outside of both
 outs = []

@@ -127,6 +127,7 @@ class Loop:
         refs = iter(map(Ref, range(len(inputs))))
         shapes = tuple(spec.shape if bound_outside(recorder, spec) else len(spec.shape) for spec in rows)
         turns = self._turns(sequences)
+        turns = turns if cond is None else self.fresh()  # it may stop before the last of them
         attrs: dict[str, Any] = {
             "init": tuple(next(refs) for _ in before),
             "xs": tuple(tuple(next(refs) for _ in s) if len(s) > 1 else next(refs) for s in sequences),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from tfnb.control_flow.staging.places import user_frame
 from tfnb.control_flow.staging.statement import (
     CannotStage,
+    Slot,
     as_number,
     is_number,
     is_value,
@@ -25,6 +27,7 @@ from tfnb.control_flow.staging.statement import (
     status,
     tensor_of,
 )
+from tfnb.control_flow.staging.unset import Undefined, UndefinedReturnValue
 from tfnb.control_flow.structure import recorder_if_open, spec_of
 from tfnb.errors import Unsupported
 from tfnb.recording import Recorder
@@ -76,17 +79,22 @@ class Growth:
 
     around: list[Any] | None
     depth: int = 0
+    level: int = 0  # where `status.bodies` has the body
     lists: list[list[Any]] = field(default_factory=list)
     values: list[list[Any]] = field(default_factory=list)  # of each list: what one turn appends
     known: int = 0  # lists that are marked already
+    chosen: set[int] = field(default_factory=set)  # lists to which a branch of the body appends
+    rooms: dict[int, dict[str, Any]] = field(default_factory=dict)  # of those: what a turn appends, and whether it does
 
     @contextmanager
     def turn(self) -> Iterator[None]:
         """Around the body: lists that it appends to cannot be looked at."""
-        self.depth, self.known = status.depth, len(self.lists)
+        self.depth, self.known, self.level = status.depth, len(self.lists), len(status.bodies) - 1
         self.values = [[] for _ in self.lists]
         for each in self.lists:
             each.append(Growing())
+        self.rooms = {place: {"is kept": False, "row": UndefinedReturnValue()} for place in self.chosen}
+        status.made += self.rooms.values()  # branches carry what they set there
         outer, status.growth = status.growth, self
         try:
             yield
@@ -97,26 +105,53 @@ class Growth:
 
     def add(self, owner: list[Any], value: Any) -> None:
         """One element; a list that is met for the first time is marked when the body is recorded again."""
-        place = next((i for i, each in enumerate(self.lists) if each is owner), None)
-        if place is None:
-            if self.around is not None and all(owner is not other for other in self.around):
-                raise CannotStage("append() in a loop inside of another, to a list that was made outside of both")
-            self.lists.append(owner)
-            self.values.append([])
-            place = -1
+        place = self._place(owner)
+        if place in self.chosen:
+            raise CannotStage("append() is called in a branch and beside it")
         self.values[place].append(value)
+
+    def add_in_branch(self, owner: list[Any], value: Any) -> None:
+        """The same in a branch of the body: an element in some turns."""
+        if any(owner is each for made in status.bodies[self.level :] for each in made):
+            raise CannotStage("append() in a list that was made outside of it")
+        place = self._place(owner)
+        if self.values[place]:
+            raise CannotStage("append() is called in a branch and beside it")
+        self.chosen.add(place)
+        if place not in self.rooms:
+            return
+        room = self.rooms[place]
+        if room["is kept"] is not False:
+            raise CannotStage("append() is called more than once in branches")
+        for key, new in (("is kept", True), ("row", value)):
+            slot = Slot(room, key, is_item=True)
+            if not slot.is_settled:
+                status.met.append((slot, slot.value))
+            slot.value = new
+
+    def _place(self, owner: list[Any]) -> int:
+        found = next((i for i, each in enumerate(self.lists) if each is owner), None)
+        if found is not None:
+            return found
+        if self.around is not None and all(owner is not other for other in self.around):
+            raise CannotStage("append() in a loop inside of another, to a list that was made outside of both")
+        self.lists.append(owner)
+        self.values.append([])
+        return len(self.lists) - 1
 
     @property
     def is_new(self) -> bool:
         """Whether the body has to be recorded again, with its lists marked."""
-        return self.known < len(self.lists)
+        return self.known < len(self.lists) or len(self.rooms) < len(self.chosen)
 
     def rows(self, recorder: Recorder) -> list[torch.Tensor]:
         """What a turn gives for all lists: their elements, leaf by leaf."""
         self.forms: list[tuple[TreeSpec, list[bool], int]] = []
         found: list[torch.Tensor] = []
-        for values in self.values:
-            if not values:
+        for place, values in enumerate(self.values):
+            if place in self.chosen:
+                values = [self.rooms[place]["row"]]
+            if not values or isinstance(values[0], Undefined):
                 raise CannotStage("append() is called in some of its turns only")
             flat = [tree_flatten(value) for value in values]
             leaves, form = flat[0]
@@ -132,23 +167,28 @@ class Growth:
                 if len({(spec_of(t).dtype, spec_of(t).shape) for t in tensors}) > 1:
                     raise CannotStage("append() is called with elements of several shapes or dtypes")
                 found.append(tensors[0] if len(tensors) == 1 else torch.stack(tuple(tensors)))
+            if place in self.chosen:
+                found.append(tensor_of(recorder, self.rooms[place]["is kept"]))
         return found
 
     def finish(self, rows: Sequence[torch.Tensor], place: str) -> None:
         """After the loop: its rows, at the end of the lists."""
         left = iter(rows)
-        for owner, (form, numbers, many) in zip(self.lists, self.forms, strict=True):
+        for at, (owner, (form, numbers, many)) in enumerate(zip(self.lists, self.forms, strict=True)):
             leaves = [next(left) for _ in numbers]
             leaves = [leaf.flatten(0, 1) for leaf in leaves] if many > 1 else leaves
+            if at in self.chosen:
+                is_kept = next(left)
+                leaves = [leaf[is_kept] for leaf in leaves]
             owner.append(Appended(leaves, form, numbers, place))
 
 
 def append_to(owner: list[Any]) -> Callable[[Any], None] | None:
     """How to append to a list of outside in a staged body; None where that cannot be."""
     growth = status.growth
-    if growth is None or growth.depth != status.depth:
+    if growth is None:
         return None
-    return lambda value: growth.add(owner, value)
+    return partial(growth.add if growth.depth == status.depth else growth.add_in_branch, owner)
 
 
 # -- what is known of them --------------------------------------------------------------------------------------------

@@ -92,6 +92,7 @@ class _Status(threading.local):
         self.quiet = 0  # bodies that the samples do not take, or that are recorded again
         self.foreign: frozenset[str] = frozenset()  # names that a cell binds and that hold something of other cells
         self.made: list[Any] = []  # containers made in the staged body
+        self.bodies: list[list[Any]] = []  # the same of all staged bodies around, and of this one
         self.growth: Any = None  # of the innermost loop that is being recorded: a `lists.Growth`
         self.attributes: list[tuple[Any, str, Any]] = []  # set in staged bodies, and what they were
         self.slots: list[Slot] = []  # what the statement of the staged body carries besides names
@@ -288,6 +289,7 @@ class Statement:
         """Inside of a body: what it does to Python's objects is found out."""
         at, before = len(status.attributes), (status.made, status.slots, status.met, status.copies)
         status.made, status.slots, status.met = [], self.slots, []  # of outside are those of the bodies around this one
+        status.bodies.append(status.made)
         status.copies = [*status.copies, *self.copies]
         status.depth, status.quiet = status.depth + 1, status.quiet + quiet
         try:
@@ -298,6 +300,7 @@ class Statement:
                 slot.value = old
             self.met = [slot for slot, _ in status.met]
             status.made, status.slots, status.met, status.copies = before
+            status.bodies.pop()
             self.attributes = status.attributes[at:]
             del status.attributes[at:]
 

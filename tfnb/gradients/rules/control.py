@@ -335,7 +335,8 @@ class _Saved:
         if attrs["rows"]:
             return node.outputs[row_places(attrs)[0][-1]].shape[0]
         last = next((x[-1] if isinstance(x, tuple) else x for x in self.given.values()), None)
-        return Loop(self.part.recorder, (), ()).fresh() if last is None else _spec(last).shape[0]
+        stops = last is None or attrs["cond"] is not None
+        return Loop(self.part.recorder, (), ()).fresh() if stops else _spec(last).shape[0]
 
 
 class _Back:
