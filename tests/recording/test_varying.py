@@ -147,6 +147,7 @@ ROW: dict[str, tuple[Function, tuple[Any, ...]]] = {
     "diagonal_copy": (lambda x: torch.diagonal_copy(x) ** 2, ("B", 4)),
     "diagonal of a part": (lambda x: torch.diag(x[1:]).sum() + x, ("B", 4)),
     "more rows than the sample": (lambda x: F.linear(x, x.new_ones(torch.sym_max(x.shape[0], 5), 4)), ("B", 4)),
+    "block_diag": (lambda x: torch.block_diag(x[:1], x[1:], x[0]) ** 2, ("B", 4)),
     "fill_diagonal_": (lambda x: (x @ x.T).fill_diagonal_(0) + (x * 2).fill_diagonal_(3.0).sum(), ("B", 4)),
     "nonzero": (lambda x: x[(x[:, 0] > -9).nonzero().squeeze(1)].sin(), ("B", 4)),
     "causal mask": (lambda x: torch.tril(torch.ones(x.shape[0], x.shape[0], dtype=x.dtype)) @ x, ("B", 4)),

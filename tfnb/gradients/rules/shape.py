@@ -225,7 +225,8 @@ def _(n: Forward, dy: Any) -> Any:
     parts = []
     for x in n.inputs:
         height, width = (x.shape[0] if x.dim() == 2 else 1), (x.shape[-1] if x.dim() else 1)
-        parts.append(dy[row : row + height, column : column + width].reshape(x.shape))
+        part = dy[row : row + height, column : column + width]
+        parts.append(part if x.dim() == 2 else part.reshape(x.shape))  # to reshape is to ask of the strides
         row, column = row + height, column + width
     return parts
 
