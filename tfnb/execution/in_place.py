@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from tfnb.graph import Contents, Node, Value
+from tfnb.graph import Contents, Graph, Node, Value
 from tfnb.graph.ops import overload
 from tfnb.kernels.arrays import write_into
+from tfnb.passes.rewrite import with_nodes
 from tfnb.recording.ops import facts
 
 aten = torch.ops.aten
@@ -22,6 +23,8 @@ aten = torch.ops.aten
 WRITES: Mapping[str, tuple[Callable[..., Any], int]] = {
     "tfnb.array_write.default": (write_into, 2),
     "aten.index_add.default": (aten.index_add_.default, 1),
+    "aten.index_copy.default": (aten.index_copy_.default, 1),
+    "aten.index_fill.int_Scalar": (aten.index_fill_.int_Scalar, 1),
 }
 """Of an op that returns its first inputs with something written into them: its twin that writes there, and how many."""
 
@@ -38,6 +41,20 @@ class InPlace:
 
 
 NOTHING = InPlace(frozenset(), ())
+
+
+def writes_last(graph: Graph) -> Graph:
+    """The nodes with each that may write behind those that read what it writes into, where its own users allow it."""
+    contents, nodes = graph.contents, list(graph.nodes)
+    for writer in [node for node in nodes if node.op in WRITES]:
+        own = {user for i in range(len(writer.outputs)) for user in contents.consumers.get(writer.value(i), ())}
+        values = writer.inputs[: WRITES[writer.op][1]]
+        readers = {user for value in values for user in contents.consumers.get(value, ())} - {writer.id}
+        here = nodes.index(writer)
+        last = max((i for i, node in enumerate(nodes) if node.id in readers), default=here)
+        if here < last and not any(node.id in own or writer.id in node.control for node in nodes[here : last + 1]):
+            nodes.insert(last, nodes.pop(here))
+    return with_nodes(graph, nodes)
 
 
 def in_place(body: Contents, inputs: Sequence[Value], outputs: Sequence[Value | None]) -> InPlace:

@@ -19,7 +19,7 @@ from tfnb.execution import heap
 from tfnb.execution.bindings import QUICK, WRITING
 from tfnb.execution.calls import Branch, Drawing, Relation
 from tfnb.execution.fused import in_place_updates, settings, written
-from tfnb.execution.in_place import NOTHING, WRITES, in_place
+from tfnb.execution.in_place import NOTHING, WRITES, in_place, writes_last
 from tfnb.execution.program import Donation, Program
 from tfnb.execution.regions import REGIONS, Call
 from tfnb.execution.stale import Stale
@@ -62,7 +62,7 @@ def subprogram(
     """
     outputs = tuple(outputs)
     whole = Graph("subgraph", subgraph.contents, seed=seed)
-    pruned = optimize(whole, (*outputs, *subgraph.guards), subgraph.inputs, (numbers, *LAST))
+    pruned = writes_last(optimize(whole, (*outputs, *subgraph.guards), subgraph.inputs, (numbers, *LAST)))
     lowering = _Lowering(whole, pruned, outputs, subgraph.inputs)
     lowering.calls = {} if calls is None else calls
     lowering.in_place = in_place(lowering.graph.contents, subgraph.inputs[:owned], outputs)

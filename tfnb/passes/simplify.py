@@ -211,8 +211,7 @@ def _(node: Node, look: Look) -> Value | None:
     """Dropout with p = 0 is such a copy. A view may not be possible on other strides, and a write needs its own."""
     if "memory_format" in node.attrs:
         return None
-    users = look.users(node.value())
-    return _unchanged(node, look) if users and all(map(_takes_any_memory, users)) else None
+    return _unchanged(node, look) if _only_for_values(node, look) else None
 
 
 def _takes_any_memory(node: Node) -> bool:
@@ -249,6 +248,48 @@ def _(node: Node, look: Look) -> Node | None:
     meets = all(part.attrs["start"] == end for part, end in zip(parts, ends, strict=False))
     whole = ends[-1] >= count and all(end <= count for end in ends[:-1])
     return _joined(node, "aten.cat.default", [part.inputs[0] for part in parts], dim) if meets and whole else None
+
+
+@row("a + (zeros with v added to row i) -> a with v added to row i", "add.Tensor")
+def _(node: Node, look: Look) -> Node | None:
+    """The cotangent of ``x[:, i]`` in a loop, which is added to that of earlier turns: x-sized zeros in each otherwise.
+
+    Only of one row: of two that are the same the sum would be rounded in another order.
+    """
+    if "alpha" in node.attrs or len(node.inputs) != 2:
+        return None
+    for value, other in (node.inputs, node.inputs[::-1]):
+        rows = look.producer(value)
+        if rows is None or rows.op != "aten.index_add.default" or "alpha" in rows.attrs or not look.only_user(value):
+            continue
+        zeros, index = look.producer(rows.inputs[0]), look.spec(rows.inputs[1])
+        is_zeros = zeros is not None and zeros.op in _ZEROS
+        if is_zeros and index.shape in ((), (1,)) and look.spec(other) == node.outputs[0] == rows.outputs[0]:
+            return replace(node, op=rows.op, inputs=(other, *rows.inputs[1:]), attrs=rows.attrs)
+    return None
+
+
+_ZEROS = frozenset({"aten.new_zeros.default", "aten.zeros.default", "aten.zeros_like.default"})
+
+
+@row("an axis of one with its row replaced by v -> v with that axis", "select_scatter.default")
+def _(node: Node, look: Look) -> Node | None:
+    """A row that is written into ``x[:, i]``, which is a view of one row of x."""
+    x, dim = look.spec(node.inputs[0]), node.attrs.get("dim", 0)
+    if x is None or len(node.inputs) != 2 or x.shape[dim] != 1 or not _only_for_values(node, look):
+        return None
+    return replace(node, op="aten.unsqueeze.default", inputs=node.inputs[1:], attrs={"self": Ref(0), "dim": dim})
+
+
+@row("x.copy(v), both alike -> v, where nobody minds the memory", "copy.default")
+def _(node: Node, look: Look) -> Value | None:
+    source = node.inputs[-1]
+    return source if look.spec(source) == node.outputs[0] and _only_for_values(node, look) else None
+
+
+def _only_for_values(node: Node, look: Look) -> bool:
+    users = look.users(node.value())
+    return bool(users) and all(map(_takes_any_memory, users))
 
 
 @row(
