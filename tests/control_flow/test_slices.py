@@ -163,3 +163,59 @@ def test_a_number_outside_of_loops_cuts_in_each_run() -> None:
         want[:, number:] = 0
         got = tfnb.run([kept, blank], {x: fed, n: torch.tensor(number)})
         torch.testing.assert_close(got, [torch.softmax(fed[:, :number], 1), want])
+
+
+def reads_rows(x: Any) -> Any:
+    h = torch.zeros(x.shape[0], 1, 4, dtype=x.dtype)
+    for t in range(x.shape[1]):
+        h = torch.tanh(x[:, t : t + 1] + h)
+    return h
+
+
+def writes_rows(x: Any) -> Any:
+    out, h = torch.zeros_like(x), torch.zeros(x.shape[0], 4, dtype=x.dtype)
+    for t in range(x.shape[1]):
+        h = torch.tanh(x[:, t] + h)
+        out[:, t] = h
+    return out
+
+
+@pytest.mark.parametrize("program", [reads_rows, writes_rows])
+def test_rows_by_a_loops_number_take_memory_by_the_row(program: Callable[[Any], Any]) -> None:
+    """Values and gradients, without a tensor of all rows in each turn."""
+    turns, width = 200, 8
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.randn(width, 3, 4, dtype=torch.float64), shape=(width, "T", 4))
+        y = tfnb.autograph(program)(x)
+        (slope,) = tfnb.gradients(y.square().sum(), [x])
+    fed = torch.randn(width, turns, 4, dtype=torch.float64, requires_grad=True)
+    want = program(fed)
+    (expected,) = torch.autograd.grad(want.square().sum(), fed)
+    session = tfnb.Session(graph, compile="off")
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
+        got = session.run([y, slope], {x: fed.detach()})
+    torch.testing.assert_close(got, [want.detach(), expected])
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    taken = sum(e.nbytes() for e in events if e.nbytes() > 0)
+    assert taken < 40 * fed.nbytes, f"{taken / fed.nbytes:.0f} times x, in {turns} turns"
+
+
+@pytest.mark.parametrize("executor", ["auto", "dataflow"])
+def test_what_was_there_before_a_row_was_written_stays(executor: str) -> None:
+    def body(n: Any, y: Any, old: Any, total: Any) -> Any:
+        row = n.reshape(1)
+        new = y.index_copy(0, row, y[n : n + 1] * 2 + 1)
+        return n + 1, new, y, total + new.index_fill(0, row, 0.5) * (new - y).sum()
+
+    def program(x: Any) -> Any:
+        start = 0, x, x, torch.zeros_like(x)
+        return tfnb.while_loop(lambda n, *_: n < x.shape[0], body, start)[1:]
+
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.randn(3, 2), shape=("B", 2))
+        out = program(x)
+    fed = torch.randn(5, 2)
+    y, old, total = fed, fed, torch.zeros_like(fed)
+    for n in range(5):
+        _, y, old, total = body(torch.tensor(n), y, old, total)
+    torch.testing.assert_close(tfnb.Session(graph, executor=executor).run(list(out), {x: fed}), [y, old, total])

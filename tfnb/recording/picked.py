@@ -52,11 +52,10 @@ def _looked(x: Any, index: Any) -> tuple[Any, Any]:
         if _is_slice(item):
             x, items[place] = _rows(rec, x, axis, _span(rec, item, x.shape[axis])), slice(None)
         elif _is_single(item):
-            item = _number(item)
-            if item.dtype in _MASKS:
+            if _is_truth(item):
                 x, items[place], taken[place] = x.unsqueeze(axis), item.reshape(1), 1
             else:
-                x, items[place] = _rows(rec, x, axis, _row(item, x.shape[axis])), 0
+                x, items[place] = _rows(rec, x, axis, _row(rec, item, x.shape[axis])), 0
     return x, tuple(items)
 
 
@@ -94,8 +93,11 @@ def _number(item: Any) -> Any:
     return item if isinstance(item, torch.Tensor) else torch.ops.aten.scalar_tensor(item, dtype=torch.int64)
 
 
-def _row(number: Any, size: Any) -> Any:
-    return torch.where(number < 0, number + size, number).reshape(1).long()
+def _row(rec: Any, item: Any, size: Any) -> Any:
+    """Where a number is in an axis of so many rows: one below 0 counts from the end."""
+    number = _number(item)
+    found = number if _said(rec, item).is_nonnegative else torch.where(number < 0, number + size, number)
+    return found.reshape(1).long()
 
 
 def _rows(rec: Any, x: Any, axis: int, rows: Any) -> Tensor:
@@ -115,6 +117,8 @@ def _span(rec: Any, item: slice, size: Any) -> Any:
     start = 0 if item.start is None else item.start
     stop = _END if item.stop is None else item.stop
     if item.step in (None, 1) and sympy.expand(_said(rec, stop) - _said(rec, start)) == 1:
+        if _said(rec, start).is_nonnegative:
+            return _row(rec, start, size)
         return ops.index_single(_number(start), size)
     return ops.index_span(_number(start), _number(stop), 1 if item.step is None else item.step, size)
 
@@ -135,7 +139,8 @@ def _of_value(rec: Any, value: Value) -> sympy.Expr:
     node = rec.tape.by_id.get(value.node)
     how = None if node is None else _ARITHMETIC.get(node.op)
     if how is None or not all(isinstance(each, Ref) or type(each) is int for each in node.attrs.values()):
-        return sympy.Symbol(f"v{value.node}_{value.index}", integer=True)
+        natural = True if value in rec.naturals else None
+        return sympy.Symbol(f"v{value.node}_{value.index}", integer=True, nonnegative=natural)
     terms = (_of_value(rec, node.inputs[each.input]) if isinstance(each, Ref) else each for each in node.attrs.values())
     return functools.reduce(how, terms)
 
@@ -145,7 +150,7 @@ def _select(x: Any, dim: int, index: Any) -> Any:
     rec: Any = current.recording()
     if rec is None or not _is_whole(index) or _is_functorch(x):
         return torch.select(x, dim, index)
-    return torch.select(_rows(rec, x, dim % x.dim(), _row(index, x.shape[dim])), dim, 0)
+    return torch.select(_rows(rec, x, dim % x.dim(), _row(rec, index, x.shape[dim])), dim, 0)
 
 
 def _narrow(x: Any, dim: int, start: Any, length: Any) -> Any:
@@ -153,7 +158,7 @@ def _narrow(x: Any, dim: int, start: Any, length: Any) -> Any:
     rec: Any = current.recording()
     if rec is None or not _is_whole(start) or _is_functorch(x):
         return torch.narrow(x, dim, start, length)
-    rows = _row(start, x.shape[dim]) + torch.arange(length, device=start.device)
+    rows = _row(rec, start, x.shape[dim]) + torch.arange(length, device=start.device)
     return _rows(rec, x, dim % x.dim(), rows)
 
 

@@ -91,6 +91,7 @@ class Recorder(TorchDispatchMode):
         self.refuse: Callable[[str], None] | None = None  # asked about each value that leaves the graph
         self.overrides: Mapping[str, Callable[..., Any]] = {}  # gradient rules of the ops recorded now
         self.inside: list[Any] = []  # of the loops, branches and functions that are being recorded: what was before
+        self.naturals: set[Value] = set()  # counters of loops, which are never negative
         self.entered = True  # whether the samples get to what is recorded now
         self.stands: dict[Variable, list[Value]] = {}  # values that Variables are given inside of loops
         self.calls: dict[Any, Any] = {}  # functions that are being recorded: see `tfnb.recording.calls`

@@ -129,6 +129,8 @@ class Stage:
             carried, rows = given[head:last], given[len(start) :]
             values_before, first_node = [tensor._entry.value for tensor in carried], len(recorder.new)
             versions = {tensor._family: tensor._family.version for tensor in recorder.live}
+            if head and type(first) is type(step) is int and first >= 0 < step:
+                recorder.naturals.add(given[0]._entry.value)
             self._set(carried)
             with st.body(self.calls > 0), self.growth.turn():
                 self.calls += 1
