@@ -114,6 +114,15 @@ for row in x:
         a.append(-2 * row)
 return torch.stack(a), len(a)
 
+# of what a turn made and wrote
+a, h = [], x[0] * 0
+for row in x:
+    h = h * 0.5 + row
+    h *= 2
+    a.append(h)
+    h = h.tanh()
+return torch.stack(a), h
+
 # after a break
 a, h = [], x[0] * 0
 for row in x:
@@ -254,6 +263,13 @@ for row in x:
         s = s + 1
     a.append(row)
 return s
+
+# a tensor that turns write into, which all elements are
+a, h = [], x[0] * 0
+for row in x:
+    h += row
+    a.append(h)
+return torch.stack(a)
 
 # in one branch after another
 a = []

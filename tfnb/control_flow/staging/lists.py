@@ -7,7 +7,7 @@ know; whatever else of Python goes over the list gets the elements of the sample
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from tfnb.control_flow.staging.memory import home_of
 from tfnb.control_flow.staging.places import user_frame
 from tfnb.control_flow.staging.statement import (
     CannotStage,
@@ -31,6 +32,8 @@ from tfnb.control_flow.staging.unset import Undefined, UndefinedReturnValue
 from tfnb.control_flow.structure import recorder_if_open, spec_of
 from tfnb.errors import Unsupported
 from tfnb.recording import Recorder
+from tfnb.recording.aliases import linked
+from tfnb.recording.tensor import Base
 
 
 class Growing:
@@ -144,8 +147,8 @@ class Growth:
         """Whether the body has to be recorded again, with its lists marked."""
         return self.known < len(self.lists) or len(self.rooms) < len(self.chosen)
 
-    def rows(self, recorder: Recorder) -> list[torch.Tensor]:
-        """What a turn gives for all lists: their elements, leaf by leaf."""
+    def rows(self, recorder: Recorder, written: Collection[Base]) -> list[torch.Tensor]:
+        """What a turn gives for all lists: their elements, leaf by leaf. written: what is of before the turn."""
         self.forms: list[tuple[TreeSpec, list[bool], int]] = []
         found: list[torch.Tensor] = []
         for place, values in enumerate(self.values):
@@ -162,6 +165,8 @@ class Growth:
                     raise CannotStage(f"append() is called with {kind(leaf)}")
             numbers = [is_number(leaf) or not isinstance(leaf, torch.Tensor) for leaf in leaves]
             self.forms.append((form, numbers, len(values)))
+            for leaf in (leaf for leaves, _ in flat for leaf in leaves):
+                _check(recorder, leaf, written)
             for column in zip(*(leaves for leaves, _ in flat), strict=True):
                 tensors = [tensor_of(recorder, leaf) for leaf in column]
                 if len({(spec_of(t).dtype, spec_of(t).shape) for t in tensors}) > 1:
@@ -181,6 +186,13 @@ class Growth:
                 is_kept = next(left)
                 leaves = [leaf[is_kept] for leaf in leaves]
             owner.append(Appended(leaves, form, numbers, place))
+
+
+def _check(recorder: Recorder, leaf: Any, written: Collection[Base]) -> None:
+    """Raise CannotStage for what each turn writes into: in Python all elements are that one, as it is in the end."""
+    home = home_of(recorder, leaf)
+    if home is not None and any(base in written for base in linked(home[0])):
+        raise CannotStage("append() is called with a tensor that its turns write into: append a clone() of it")
 
 
 def append_to(owner: list[Any]) -> Callable[[Any], None] | None:

@@ -139,6 +139,7 @@ class Stage:
             written = {base for base, version in versions.items() if base.version != version}
             if any(map(_is_written, rows)) or any(stack._family in written for stack in xs):
                 raise CannotStage("its body writes into the rows that it takes")
+            written |= {tensor._family for tensor in carried if _is_written(tensor)}
             self._set(carried)
             st.all_carried()
             after = self._leaves(values, carried)
@@ -149,7 +150,7 @@ class Stage:
             if self.growth.is_new or self._finds_places():
                 raise _Again
             mine = [place for at in self.places for place in self.memory.places[at]]
-            return [*([given[0] + step] if head else []), *after, *mine, *self.growth.rows(recorder)]
+            return [*([given[0] + step] if head else []), *after, *mine, *self.growth.rows(recorder, written)]
 
         specs = invariants(recorder, start, [*start[:head], *self.first.values(), *zeros])
         loop = Loop(
