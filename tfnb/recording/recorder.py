@@ -7,7 +7,6 @@ the recording changes: variables, modules, user tensors and torch's random state
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -34,7 +33,7 @@ from tfnb.recording.journal import Journal, restore, state
 from tfnb.recording.ops import Op, facts, op_name
 from tfnb.recording.outside import Outside
 from tfnb.recording.replaced import PHYSICAL, REPLACED
-from tfnb.recording.report import asked_in, user_level
+from tfnb.recording.report import asked_in, warn_of_branch, warn_of_written, written_by_hand
 from tfnb.recording.samples import physical
 from tfnb.recording.scopes import Scopes, clean
 from tfnb.recording.tape import Tape
@@ -130,30 +129,10 @@ class Recorder(TorchDispatchMode):
             is_old = tensor._seen != base.version and not base.entry.lost
             if is_here and is_old and not self.tape.is_earlier(base.entry.value):
                 self._refresh(tensor)
-        self._note_by_hand()
-        self._warn_asked()
-
-    def _warn_asked(self) -> None:
-        """Say that what the way through Python hangs on is written: the second run would go another way."""
-        for var, source in self.asked.items():
-            if any(node.op == "tfnb.assign" and node.attrs["variable"] is var for node in self.new):
-                warnings.warn(
-                    f"{source or 'recording'}: Python took the value of {var.name}, which this recording writes: every "
-                    "run goes the way of the sample's. If it says that something is made at the first call, call the "
-                    "model once before recording it",
-                    stacklevel=2,
-                )
-
-    def _note_by_hand(self) -> None:
-        """Say that an update of parameters that no group runs is one to be fetched."""
         grouped = {v.node for node in self.new if node.op == "tfnb.group" for v in node.inputs}
         left = {v: at for v, at in self.by_hand.items() if self._read_base(v).entry.value.node not in grouped}
-        if left:
-            names, source = ", ".join(sorted(var.name for var in left)), next(reversed(left.values()))
-            self.notes.append(
-                f"{f'{source.label} line {source.line}' if source else 'recording'}: written by hand: {names}; a run "
-                "does it when the parameter, or a tfnb.group of them, is fetched, and not for the loss or another cell"
-            )
+        self.notes += written_by_hand(left)
+        warn_of_written(self.asked, self.new)
 
     def look(self, tensor: Tensor) -> Entry:
         """What a recorded tensor means at this place of the program."""
@@ -323,10 +302,8 @@ class Recorder(TorchDispatchMode):
             self.refuse(how)
         source = self.where()
         where = f"{source.label} line {source.line} `{how}`" if source else how
-        note = (
-            f"{where} took the sample's value, so what Python makes of it is the same in every run"
-            f"{asked_in(source, self.stop)}"
-        )
+        asked = asked_in(source, self.stop)
+        note = f"{where} took the sample's value, so what Python makes of it is the same in every run{asked}"
         if note not in self.notes:
             self.notes.append(note)
 
@@ -369,12 +346,7 @@ class Recorder(TorchDispatchMode):
         key = ("branch", source and source.line)
         if not is_check and not is_state and key not in self._warned and not self.tape.is_fixed(entry.value):
             self._warned.add(key)
-            warnings.warn(
-                f"{source or 'recording'}: Python took the {outcome} branch of a recorded value; the graph holds only "
-                "that branch, and a run where it would go the other way raises BranchChanged (torch.where and "
-                f"tfnb's staged control flow have both){asked_in(source, self.stop)}",
-                stacklevel=user_level(self.stop),
-            )
+            warn_of_branch(source, outcome, self.stop)
 
     def heard(self, text: str, expr: Any, *, by_torch: bool = False) -> None:
         """A relation between sizes that this recording now relies on; one of torch's checks, only in its own line."""
@@ -410,7 +382,8 @@ class Recorder(TorchDispatchMode):
             return item(self, args[0])
         if func in ANSWERS:
             return answer(self, func, args, kwargs)
-        if not _mentions(args, kwargs, Tensor) and constructing(self, own, args):
+        is_first = not any(isinstance(leaf, Tensor) for leaf in leaves((args, kwargs)))
+        if is_first and constructing(self, own, args):
             made = func(*fixed(args), **fixed(kwargs))
             if isinstance(made, torch.Tensor):
                 self.born[made] = True
@@ -521,11 +494,7 @@ class Recorder(TorchDispatchMode):
         return held(tensor, places, name) if places else variable(tensor, name=name)
 
     def _wrap(self, entry: Entry, base: Base | None = None, chain: tuple[View, ...] = ()) -> Tensor:
-        with self.symbols.quiet(), torch._C.DisableTorchFunction():  # torch looks whether the tensor is empty
+        with torch._C.DisableTorchFunction():
             tensor = Tensor(entry, self.space, base, chain)
         self.live[tensor] = True
         return tensor
-
-
-def _mentions(args: Any, kwargs: Any, kind: type) -> bool:
-    return any(isinstance(leaf, kind) for leaf in leaves((args, kwargs)))

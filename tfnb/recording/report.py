@@ -1,10 +1,11 @@
-"""What a user is told when an op fails while recording, and where a warning points."""
+"""What a user is told when an op fails while recording, when Python decides, and at the end; where a warning points."""
 
 from __future__ import annotations
 
 import linecache
 import sys
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -12,7 +13,7 @@ import torch
 from torch._subclasses import fake_tensor
 
 from tfnb.errors import FeedError, InvalidArgument, ShapeError, StaleNode, Unsupported
-from tfnb.graph import Source
+from tfnb.graph import Node, Source, Variable
 from tfnb.recording.ops import Op, op_name
 
 _PLUMBING = frozenset({"tfnb", "torch", "sympy", "functools", "contextlib"})
@@ -78,3 +79,43 @@ def user_level(stop: FrameType | None) -> int:
             return level
         frame, level = frame.f_back, level + 1
     return level
+
+
+# -- when Python decides, and at the end ------------------------------------------------------------------------
+
+
+def warn_of_branch(source: Source | None, outcome: bool, stop: FrameType | None) -> None:
+    """Python took a branch on a recorded value."""
+    warnings.warn(
+        f"{source or 'recording'}: Python took the {outcome} branch of a recorded value; the graph holds only "
+        "that branch, and a run where it would go the other way raises BranchChanged (torch.where and "
+        f"tfnb's staged control flow have both){asked_in(source, stop)}",
+        stacklevel=user_level(stop),
+    )
+
+
+def warn_of_written(asked: Mapping[Variable, Source | None], nodes: Sequence[Node]) -> None:
+    """Say that what the way through Python hangs on is written: the second run would go another way.
+
+    asked: the Variables whose values Python took, and where.
+    """
+    written = {node.attrs["variable"] for node in nodes if node.op == "tfnb.assign"}
+    for var, source in asked.items():
+        if var in written:
+            warnings.warn(
+                f"{source or 'recording'}: Python took the value of {var.name}, which this recording writes: every "
+                "run goes the way of the sample's. If it says that something is made at the first call, call the "
+                "model once before recording it",
+                stacklevel=3,
+            )
+
+
+def written_by_hand(left: Mapping[Variable, Source | None]) -> list[str]:
+    """A note that an update of parameters which no group runs is one to be fetched; none where nothing is left."""
+    if not left:
+        return []
+    names, source = ", ".join(sorted(var.name for var in left)), [*left.values()][-1]
+    return [
+        f"{f'{source.label} line {source.line}' if source else 'recording'}: written by hand: {names}; a run "
+        "does it when the parameter, or a tfnb.group of them, is fetched, and not for the loss or another cell"
+    ]
