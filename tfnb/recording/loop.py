@@ -243,7 +243,7 @@ class Loop:
             if len(found.shape) != len(old) or not same_shape(recorder, _axes(found, kept), _axes(spec, kept)):
                 raise ShapeError(
                     f"{self.what}: {name} enters as {spec} and is {found} after one turn: keep its shape, or let an "
-                    f"axis vary with shape_invariants{at}", details=DISAGREE,
+                    f"axis vary with shape_invariants of tfnb.while_loop{at}", details=DISAGREE,
                 )  # fmt: skip
         own = {s for spec, v in zip(inner, before, strict=True) for s in spec.symbols} - {
             s for v in before for s in self.recorder.node(v.node).outputs[v.index].symbols
