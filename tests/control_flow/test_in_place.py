@@ -310,6 +310,90 @@ def test_a_buffer_that_a_staged_loop_adds_to_is_written_and_not_trained(executor
         torch.testing.assert_close([net.seen, net.w.data], [plain.seen, plain.w.data])
 
 
+QUIET_STATE = """
+# a branch with grad mode off
+net.seen.copy_(x.sum())
+with torch.no_grad():
+    if x.sum() > 1:
+        net.seen.copy_(x.prod())
+return net.seen.square()
+
+# a loop with grad mode off
+net.seen.copy_(x.sum())
+with torch.no_grad():
+    for row in x:
+        net.seen.mul_(0.5).add_(row.sum())
+return net.seen.square()
+
+# grad mode off in a branch of a loop
+for row in x:
+    net.seen.add_(row.prod())
+    if row.sum() > 0:
+        with torch.no_grad():
+            net.seen.copy_(row.sum())
+return net.seen.square()
+"""
+
+
+@pytest.mark.parametrize("executor", ["auto", "dataflow"])
+@pytest.mark.parametrize(("name", "body"), blocks(QUIET_STATE), ids=[name for name, _ in blocks(QUIET_STATE)])
+def test_with_grad_mode_off_gradients_pass_through_a_buffer_where_autograd_has_them(
+    name: str, body: str, executor: str
+) -> None:
+    net, program = Counting(), function("x, net = x\n" + body)
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(FED[0], name="x")
+        y = tfnb.autograph(program)((x, net))
+        (dx,) = tfnb.gradients(y, [x], unconnected="zero")
+    assert not any("stays Python" in note for note in graph.notes), graph.notes
+    session = tfnb.Session(graph, executor=executor)
+    for fed in (*FED, -FED[2]):
+        leaf, plain = fed.clone().requires_grad_(), Counting()
+        expected = program((leaf, plain))
+        (wanted,) = torch.autograd.grad(expected, leaf)
+        torch.testing.assert_close(session.run([y, dx], {x: fed}), [expected.detach(), wanted])
+
+
+@pytest.mark.parametrize("around", [True, False])
+def test_what_a_branch_assigns_with_grad_mode_off_passes_no_gradient(around: bool) -> None:
+    var = tfnb.Variable(torch.zeros(3), name="v")
+
+    def program(x: Any) -> Any:
+        y = x * 2
+        with torch.set_grad_enabled(not around):
+            if x.sum() > 0:
+                with torch.no_grad():
+                    var.assign(y)
+        return var * x
+
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.ones(3), shape=(3,), name="x")
+        y = tfnb.autograph(program)(x)
+        (dx,) = tfnb.gradients(y.sum(), [x])
+    fed = torch.tensor([1.0, 2.0, 3.0])
+    torch.testing.assert_close(tfnb.Session(graph).run([y, dx], {x: fed}), [2 * fed * fed, 2 * fed])
+
+
+class Choosing(Counting):
+    """Writes its buffer in a branch."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 1:
+            self.seen += 1
+        return (x * self.w).sum()
+
+
+def test_a_step_runs_what_a_branch_of_the_forward_writes_into_buffers() -> None:
+    net = Choosing()
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(FED[0], name="x")
+        step = tfnb.train.SGD(0.1).minimize(tfnb.autograph(net)(x))
+    session = tfnb.Session(graph)
+    for count, sign in ((1.5, 1), (1.5, -1), (2.5, 1)):
+        session.run(step, {x: sign * torch.ones(2, 3)})
+        assert net.seen == count
+
+
 def test_what_is_computed_in_place_of_a_buffer_is_not_trained() -> None:
     net = Counting()
     with tfnb.record() as graph:

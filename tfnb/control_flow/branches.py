@@ -24,9 +24,9 @@ from tfnb.recording.regions import (
     record_region,
     same_shape,
     subgraph,
-    write_back,
 )
 from tfnb.recording.tensor import Base
+from tfnb.recording.writes import write_back
 
 
 def cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], *operands: Any) -> Any:

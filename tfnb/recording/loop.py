@@ -24,9 +24,9 @@ from tfnb.recording.regions import (
     record_region,
     same_shape,
     subgraph,
-    write_back,
 )  # fmt: skip
 from tfnb.recording.tensor import Base, Entry, Tensor
+from tfnb.recording.writes import write_back
 
 DISAGREE = "branches or turns disagree"  # details of such an error
 

@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tfnb.errors import InvalidArgument, TfnbError
-from tfnb.graph import Contents, Dim, Guard, Node, Spec, Subgraph, Value, Variable
+from tfnb.graph import Contents, Dim, Guard, Node, Ref, Spec, Subgraph, Value, Variable
 from tfnb.graph.contents import Names
 from tfnb.graph.graph import new_id
 from tfnb.graph.spec import Size
@@ -68,6 +68,7 @@ class Region:
     guards: list[Guard]
     moved: list[Node]  # repeat nodes of the forward subgraph, and belong there
     stepped: set[Variable]  # those that an optimizer's step wrote
+    buffers: set[Variable]  # those of which the write belongs to the step of a loss
     undo: Callable[[], None]  # as if the call had not been; only while nothing else was recorded since
 
     @property
@@ -228,8 +229,9 @@ class _Before:
         gone = {node.id for node in made if node.id not in recorder.tape.by_id}
         self._restore(gone)
         recorder.space.release(node for node in made if node.id in gone)
-        steps = {n.attrs["variable"] for n in made if n.op == "tfnb.assign" and "step" in n.tags}
-        return Region(nodes, inputs, list(resolved), final, guards, moved, steps, self.undo)
+        assigned = [node for node in made if node.op == "tfnb.assign"]
+        steps, buffers = ({n.attrs["variable"] for n in assigned if tag in n.tags} for tag in ("step", "buffer"))
+        return Region(nodes, inputs, list(resolved), final, guards, moved, steps, buffers, self.undo)
 
     def _inner_guards(self, local: bool) -> list[Guard]:
         """Relations between sizes that exist, or are asked, inside only."""
@@ -271,9 +273,11 @@ def _parted(
     inside: dict[int, Node] = {}
     outer: set[str] | None = None
     for node in made:
-        if node.op == "tfnb.assign":
+        if node.op == "tfnb.assign" and "no_grad" not in node.tags:
             same[node.value()] = same.get(node.inputs[0], node.inputs[0])
             continue
+        if node.op == "tfnb.assign":  # a node stays, which keeps gradients from what it wrote
+            node = replace(node, op="aten.alias.default", attrs={"self": Ref(0)}, tags=frozenset({"no_grad"}))
         if node.op == "tfnb.group":
             continue
         if node.op == "tfnb.placeholder" and node.id not in inputs:
@@ -472,26 +476,3 @@ def _conducts(part: Subgraph) -> bool:
         if any(value.node in reached for value in ways):
             reached.add(node.id)
     return any(value is not None and value.node in reached for value in part.outputs)
-
-
-def write_back(
-    recorder: Recorder, bases: Sequence[Base], tensors: Sequence[Tensor], regions: Iterable[Region]
-) -> None:  # fmt: skip
-    """What a loop or branch left of tensors and variables of outside becomes their value.
-
-    Where it took an optimizer's step, whoever runs the write of a trained Variable runs those of its slots.
-    """
-    stepped = set[Variable]().union(*(region.stepped for region in regions))
-    slots: list[int] = []
-
-    def is_trained(pair: tuple[Base, Tensor]) -> bool:
-        var = pair[0].variable
-        return var in stepped and var is not None and var.trainable
-
-    for base, tensor in sorted(zip(bases, tensors, strict=True), key=is_trained):
-        recorder.changes(base)
-        after = slots if is_trained((base, tensor)) else ()
-        with recorder.tape.marked(control=(*recorder.tape.marks.control, *after)):
-            base.write(tensor._entry)
-        if base.variable in stepped and not after:
-            slots.append(base.entry.value.node)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 import operator
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from tfnb.errors import Unsupported
+from tfnb.graph import Variable
 from tfnb.graph.node import leaves
 from tfnb.recording.aliases import STRAIGHT, fitting, pass_on, put
 from tfnb.recording.layout import contiguous
@@ -25,6 +26,7 @@ from tfnb.recording.tensor import Base, Entry, Tensor
 
 if TYPE_CHECKING:
     from tfnb.recording.recorder import Recorder
+    from tfnb.recording.regions import Region
 
 aten = torch.ops.aten
 _RESIZES: dict[Op, str] = {aten.resize_.default: "size", aten.resize_as_.default: "the_template"}
@@ -202,6 +204,33 @@ def _become(rec: Recorder, base: Base, entry: Entry) -> None:
         base.write(entry)
 
 
+def write_back(
+    recorder: Recorder, bases: Sequence[Base], tensors: Sequence[Tensor], regions: Iterable[Region]
+) -> None:  # fmt: skip
+    """What a loop or branch left of tensors and variables of outside becomes their value.
+
+    Where it took an optimizer's step, whoever runs the write of a trained Variable runs those of its slots.
+    """
+    regions = list(regions)
+    stepped = set[Variable]().union(*(region.stepped for region in regions))
+    buffers = set[Variable]().union(*(region.buffers for region in regions))
+    slots: list[int] = []
+
+    def is_trained(pair: tuple[Base, Tensor]) -> bool:
+        var = pair[0].variable
+        return var in stepped and var is not None and var.trainable
+
+    for base, tensor in sorted(zip(bases, tensors, strict=True), key=is_trained):
+        recorder.changes(base)
+        after = slots if is_trained((base, tensor)) else ()
+        tags = recorder.tape.marks.tags | ({"buffer"} if base.variable in buffers else set())
+        control = (*recorder.tape.marks.control, *after)
+        with torch.enable_grad(), recorder.tape.marked(control=control, tags=tags):  # what was written says what passes
+            base.write(tensor._entry)
+        if base.variable in stepped and not after:
+            slots.append(base.entry.value.node)
+
+
 def note_copy(rec: Recorder, source: torch.Tensor, result: Any) -> None:
     """Remember what was copied here and is a view where the sizes of a run allow it: a write would show in both."""
     if not isinstance(source, Tensor) or not isinstance(result, Tensor):
@@ -246,4 +275,4 @@ def _refused(rec: Recorder, func: Op, why: str) -> Unsupported:
     return Unsupported(f"{op_name(func)} {why}{rec.tape.at()}", op=op_name(func))
 
 
-__all__ = ["rebind", "record_write", "take_data"]
+__all__ = ["rebind", "record_write", "take_data", "write_back"]
