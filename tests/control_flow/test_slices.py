@@ -106,6 +106,17 @@ def cut_short(x: Any) -> Any:
     return total
 
 
+def branches_of_rows(x: Any) -> Any:
+    """The gradients of the two sides have one row and two."""
+    total = x.sum()
+    for t in range(x.shape[0]):
+        if t == 0:
+            total = total + x[t].sin().sum()
+        else:
+            total = total + (x[t].sin() * x[t - 1]).sum()
+    return total
+
+
 def by_methods(x: Any) -> Any:
     total = x.sum()
     for t in range(x.shape[0] - 1):
@@ -124,7 +135,7 @@ def ranges(x: Any) -> Any:
 
 PROGRAMS = [
     prefixes, one_column_at_a_time, batches, causal_attention, attention_heads, elimination, views, steps, bisected,
-    cut_short, by_methods, ranges,
+    cut_short, branches_of_rows, by_methods, ranges,
 ]  # fmt: skip
 
 

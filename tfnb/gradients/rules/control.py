@@ -159,7 +159,8 @@ def _branches(n: Forward, dys: Cotangents, forms: Mapping[int, bool], path: str)
 
     def backward(part: Part) -> Region:
         def call() -> list[torch.Tensor]:
-            found = part.walk(given, tables=wanted)
+            dys = [_of_lengths(recorder, dy, part, v) for dy, v in zip(given, part.part.outputs, strict=True)]
+            found = part.walk(dys, tables=wanted)
             _check_forms({i: found[i] for i in wanted}, forms)
             return [x for i, of in wanted.items() for x in _outputs(found[i], of, forms.get(i))]
 
@@ -188,6 +189,22 @@ def _branches(n: Forward, dys: Cotangents, forms: Mapping[int, bool], path: str)
     for i, of in wanted.items():
         entries[i + 1] = _all_rows(of, next(found), next(found)) if forms.get(i) else next(found)
     return entries
+
+
+def _of_lengths(recorder: Recorder, dy: Any, part: Part, output: Value | None) -> Any:
+    """A cotangent with the sizes of this branch, where each has its own: as rows of it, which are all there are.
+
+    To say that the sizes are equal would say it of the other branch too.
+    """
+    if not isinstance(dy, torch.Tensor) or output is None:
+        return dy
+    spec = part.spec(output)
+    for axis, size in enumerate(recorder.space.shapes.spec(recorder._entry(dy).fake).shape):
+        wanted = spec.shape[axis]
+        if size != wanted:
+            count: Any = wanted.evaluate(recorder.symbols.bindings([wanted])) if isinstance(wanted, Dim) else wanted
+            dy = dy.index_select(axis, torch.arange(count, device=dy.device))
+    return dy
 
 
 def _all_hold(recorder: Recorder, guards: Sequence[Guard]) -> tuple[torch.SymBool, bool] | None:
