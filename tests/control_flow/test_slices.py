@@ -110,10 +110,7 @@ def branches_of_rows(x: Any) -> Any:
     """The gradients of the two sides have one row and two."""
     total = x.sum()
     for t in range(x.shape[0]):
-        if t == 0:
-            total = total + x[t].sin().sum()
-        else:
-            total = total + (x[t].sin() * x[t - 1]).sum()
+        total = total + (x[t].sin().sum() if t == 0 else (x[t].sin() * x[t - 1]).sum())
     return total
 
 
