@@ -55,7 +55,6 @@ VARYING: dict[str, str] = {
     "linalg.pinv.singular": TALL,
     "linalg.qr": TALL,
     "linalg.svd": TALL,
-    "lu_unpack": TALL,
     "masked.amax": LINES,
     "masked.amin": LINES,
     "masked.log_softmax": LINES,

@@ -55,6 +55,8 @@ class Examples:
             return None
         if not isinstance(one, (list, tuple)):
             return _result(one, two, known)
+        if len(one) != len(two):  # as many parts as a size has
+            return None
         results = [_result(a, b, known) for a, b in zip(one, two, strict=True)]
         told = all(r is not None or a is None for r, a in zip(results, one, strict=True))
         return type(one)(results) if told and type(one) in (list, tuple) else None
