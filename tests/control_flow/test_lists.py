@@ -123,6 +123,73 @@ for row in x:
     h = h.tanh()
 return torch.stack(a), h
 
+# the last element is what a name holds, which is written below
+a, b, h = [], [], x[0] * 0
+for row in x:
+    h = h * 0.5 + row
+    a.append(h)
+    b.append((h, -row))
+h += 1
+return torch.stack(a), torch.stack([p for p, _ in b]), h
+
+# the same in a branch and in a loop
+a, h = [], x[0] * 0
+for row in x:
+    h = h * 0.5 + row
+    a.append(h)
+if x.sum() > 1:
+    h *= 2
+for row in x:
+    h += row
+return torch.stack(a)
+
+# two elements of a turn, of which names hold the last ones
+a, h, k = [], x[0] * 0, x[0] * 1
+for row in x:
+    h = h * 0.5 + row
+    k = h * 2
+    a.append(h)
+    a.append(k)
+h += 1
+k += 3
+return torch.stack(a), h, k
+
+# the first element is what a name held before
+a, h = [], x[0] * 1
+first = h
+for row in x:
+    a.append(h)
+    h = h + row
+first += 1
+h *= 2
+return torch.stack(a), h
+
+# an element is written
+a, h = [], x[0] * 0
+for row in x:
+    h = h * 0.5 + row
+    a.append(h)
+last = a[-1]
+last += 1
+return torch.stack(a), h
+
+# of rows that are written below
+a, y = [], x * 1
+for row in y:
+    a.append(row)
+y += 1
+return torch.stack(a)
+
+# below a break
+a, h = [], x[0] * 0
+for row in x:
+    h = h * 0.5 + row
+    a.append(h)
+    if h.sum() > 1:
+        break
+h += 1
+return torch.stack(a), h
+
 # after a break
 a, h = [], x[0] * 0
 for row in x:
@@ -270,6 +337,24 @@ for row in x:
     h += row
     a.append(h)
 return torch.stack(a)
+
+# a tensor that the next turn writes into
+a, h = [], x[0] * 0
+for row in x:
+    h *= 2
+    h = h + row
+    a.append(h)
+return torch.stack(a)
+
+# its last element is written in a loop that gives the name another value
+a, h = [], x[0] * 0
+for row in x:
+    h = h + row
+    a.append(h)
+for row in x:
+    h += row
+    h = h * 2
+return torch.stack(a), h
 
 # in one branch after another
 a = []

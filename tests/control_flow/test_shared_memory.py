@@ -14,6 +14,25 @@ from tests.control_flow.written import blocks, compared
 from tfnb.errors import BranchChanged, Unsupported
 
 SHARED = r"""
+# the last row of a loop
+m, last = x * 1, x[0]
+for row in m:
+    last = row
+m += 1
+last *= 2
+return m, last
+
+# the row at which a loop stops, and a part of it
+m, last, part = x * 1, x[0], x[0][1:]
+for row in m:
+    last, part = row, row[1:]
+    if row.sum() > 1:
+        break
+m += 1
+last *= 2
+part -= 3
+return m, last, part
+
 # what a branch in a branch is given
 a, b = x.sum(0), x[0] * 1
 if x.sum() > 2:

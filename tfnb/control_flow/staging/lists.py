@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from tfnb.control_flow.staging.memory import home_of
+from tfnb.control_flow.staging.memory import Home, Memory, home_of
 from tfnb.control_flow.staging.places import user_frame
 from tfnb.control_flow.staging.statement import (
     CannotStage,
@@ -147,9 +147,10 @@ class Growth:
         """Whether the body has to be recorded again, with its lists marked."""
         return self.known < len(self.lists) or len(self.rooms) < len(self.chosen)
 
-    def rows(self, recorder: Recorder, written: Collection[Base]) -> list[torch.Tensor]:
+    def rows(self, recorder: Recorder, written: Collection[Base], memory: Memory) -> list[torch.Tensor]:
         """What a turn gives for all lists: their elements, leaf by leaf. written: what is of before the turn."""
         self.forms: list[tuple[TreeSpec, list[bool], int]] = []
+        self.homes: list[list[list[Home | None]]] = []  # of each list and leaf: what those of one turn look at
         found: list[torch.Tensor] = []
         for place, values in enumerate(self.values):
             if place in self.chosen:
@@ -165,8 +166,9 @@ class Growth:
                     raise CannotStage(f"append() is called with {kind(leaf)}")
             numbers = [is_number(leaf) or not isinstance(leaf, torch.Tensor) for leaf in leaves]
             self.forms.append((form, numbers, len(values)))
-            for leaf in (leaf for leaves, _ in flat for leaf in leaves):
-                _check(recorder, leaf, written)
+            self.homes.append([[home_of(recorder, row[at]) for row, _ in flat] for at in range(len(leaves))])
+            for home in (home for column in self.homes[-1] for home in column if home is not None):
+                _check(home, written, memory)
             for column in zip(*(leaves for leaves, _ in flat), strict=True):
                 tensors = [tensor_of(recorder, leaf) for leaf in column]
                 if len({(spec_of(t).dtype, spec_of(t).shape) for t in tensors}) > 1:
@@ -176,22 +178,28 @@ class Growth:
                 found.append(tensor_of(recorder, self.rooms[place]["is kept"]))
         return found
 
-    def finish(self, rows: Sequence[torch.Tensor], place: str) -> None:
-        """After the loop: its rows, at the end of the lists."""
+    def finish(
+        self, rows: Sequence[torch.Tensor], place: str, share: Callable[[torch.Tensor, Home, int | None, int], None]
+    ) -> None:
+        """After the loop: its rows, at the end of the lists. share: says whose memory they are, see `Memory`."""
         left = iter(rows)
         for at, (owner, (form, numbers, many)) in enumerate(zip(self.lists, self.forms, strict=True)):
             leaves = [next(left) for _ in numbers]
-            leaves = [leaf.flatten(0, 1) for leaf in leaves] if many > 1 else leaves
             if at in self.chosen:
                 is_kept = next(left)
                 leaves = [leaf[is_kept] for leaf in leaves]
+            for leaf, homes in zip(leaves, self.homes[at], strict=True):
+                for number, home in enumerate(homes):
+                    if home is not None:
+                        share(leaf, home, None if at in self.chosen else number, many)
+            leaves = [leaf.flatten(0, 1) for leaf in leaves] if many > 1 else leaves
             owner.append(Appended(leaves, form, numbers, place))
 
 
-def _check(recorder: Recorder, leaf: Any, written: Collection[Base]) -> None:
-    """Raise CannotStage for what each turn writes into: in Python all elements are that one, as it is in the end."""
-    home = home_of(recorder, leaf)
-    if home is not None and any(base in written for base in linked(home[0])):
+def _check(home: Home, written: Collection[Base], memory: Memory) -> None:
+    """Raise CannotStage for what turns write into: in Python an element is what they make of it in the end."""
+    families = set(linked(home[0]))
+    if not families.isdisjoint(written) or memory.is_written_later(families):
         raise CannotStage("append() is called with a tensor that its turns write into: append a clone() of it")
 
 

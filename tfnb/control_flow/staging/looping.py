@@ -41,6 +41,7 @@ from tfnb.control_flow.structure import SIZES, sample_truth, spec_of, truth
 from tfnb.errors import InvalidArgument, TfnbError
 from tfnb.graph import Spec, Variable
 from tfnb.recording import Recorder, Tensor
+from tfnb.recording.aliases import linked
 from tfnb.recording.loop import DISAGREE, Loop
 from tfnb.recording.regions import bound_outside, now
 
@@ -144,22 +145,36 @@ class Stage:
             st.all_carried()
             after = self._leaves(values, carried)
             self._set_back()
-            self.memory = Memory(recorder, carried, self.homes)
+            stacks = {row._family: stack for row, stack in zip(rows, xs, strict=True)}
+            self.memory = Memory(recorder, carried, self.homes, stacks, whole=test is None)
             read = {value for node in recorder.new[first_node:] for value in node.inputs} if test is None else None
             self.memory.check(written, self.labels, None if read is None else [v in read for v in values_before])
             if self.growth.is_new or self._finds_places():
                 raise _Again
             mine = [place for at in self.places for place in self.memory.places[at]]
-            return [*([given[0] + step] if head else []), *after, *mine, *self.growth.rows(recorder, written)]
+            return [
+                *([given[0] + step] if head else []),
+                *after,
+                *mine,
+                *self.growth.rows(recorder, written, self.memory),
+            ]
 
         specs = invariants(recorder, start, [*start[:head], *self.first.values(), *zeros])
         loop = Loop(
             recorder, start, labels, xs, specs=specs, limit=limit, what=st.what.split()[0], entered=self.entered
         )  # fmt: skip
         result = loop.record(None if test is None else condition, turn)
-        self._finish(result.carried[head:last], result.carried[last:], result.turns)
+        carried, turns = result.carried[head:last], result.turns
+        self._finish(carried, result.carried[last:], turns)
+
+        def taken() -> torch.Tensor:
+            return turns > 0
+
+        def share(rows: Any, home: Home, number: int | None, many: int) -> None:
+            self.memory.share_rows(recorder, rows, home, number, many, carried, self._before(), taken)
+
         if self.growth.lists:
-            self.growth.finish(result.rows, st.place)
+            self.growth.finish(result.rows, st.place, share)
 
     def _plan(self) -> None:
         """What is carried: names that hold tensors and numbers, and those of which the body told what they will be."""
@@ -336,9 +351,13 @@ class Stage:
         before, self.places = self.places, found
         return before != found
 
+    def _before(self) -> list[Any]:
+        """What is carried, as it was before the loop."""
+        return [leaf for place in self.forms for leaf in tree_flatten(self.first[place])[0]]
+
     def _finish(self, carried: Sequence[Any], places: Sequence[Tensor], turns: Tensor) -> None:
         values = list(self._values(carried))
-        before = [leaf for place in self.forms for leaf in tree_flatten(self.first[place])[0]]
+        before = self._before()
         made = [place for at in self.places for place in self.memory.places[at]]
         self.memory.share(self.recorder, carried, before, turns, dict(zip(map(id, made), places, strict=True)))
         some = sample_truth(self.recorder, turns)
@@ -372,7 +391,12 @@ def _is_shared(recorder: Recorder, leaf: Any) -> bool:
     if not isinstance(leaf, Tensor):
         return isinstance(leaf, (torch.Tensor, Variable))
     base = leaf._family
-    return base.variable is not None or any(other._family is base and other is not leaf for other in recorder.live)
+    is_linked = any(other is not base for other in linked(base))
+    return (
+        is_linked
+        or base.variable is not None
+        or any(other._family is base and other is not leaf for other in recorder.live)
+    )
 
 
 def _dtype_after(leaf: Any, given: torch.Tensor) -> torch.dtype:

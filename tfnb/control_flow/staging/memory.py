@@ -6,7 +6,7 @@ written after the loop is passed on to all, see `tfnb.recording.aliases`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from tfnb.graph.node import leaves
 from tfnb.recording import Recorder, Tensor
 from tfnb.recording.aliases import Way, linked, outer, share, ways
 from tfnb.recording.tensor import Base
-from tfnb.recording.views import View, renewed_chain
+from tfnb.recording.views import RowOfSome, View, renewed_chain
 
 Home = tuple[Base, tuple[View, ...]]
 
@@ -39,14 +39,19 @@ def ways_of_made(recorder: Recorder, homes: Iterable[Home]) -> dict[Base, list[W
 class Memory:
     """What the names of a loop look at after one turn.
 
-    carried: what the turn was given. homes: what they look at.
+    carried: what the turn was given. homes: what they look at. stacks: of the rows that it was given, what has them.
+    whole: whether the turns take all of those.
     """
 
-    def __init__(self, recorder: Recorder, carried: Sequence[Tensor], homes: Sequence[Home | None]) -> None:
-        self.homes, self.outer = homes, outer(recorder)
+    def __init__(
+        self, recorder: Recorder, carried: Sequence[Tensor], homes: Sequence[Home | None],
+        stacks: Mapping[Base, Tensor], *, whole: bool,
+    ) -> None:  # fmt: skip
+        self.homes, self.stacks, self.whole, self.outer = homes, stacks, whole, outer(recorder)
         self.given = {tensor._family: place for place, tensor in enumerate(carried)}
         self.is_written = [tensor._family.version != 0 for tensor in carried]
         self.families = [set() if home is None else set(linked(home[0])) for home in homes]
+        self.stacked: list[tuple[Home, bool, Tensor]] = []  # rows that turns gave, of what, and whether that is all
         pairs = enumerate(homes)
         self.places = {at: made for at, home in pairs if home is not None and (made := self._places(recorder, *home))}
 
@@ -66,10 +71,24 @@ class Memory:
             others = [at for at, more in enumerate(self.families) if at != place and families & more]
             outer = [base for base in families if base in self.outer and base not in self.given]
             moved = [at for base, at in self.given.items() if base in families and at != place]
-            shares = others or outer or moved
+            shares = others or outer or moved or not families.isdisjoint(self.stacks)
             is_seen = read is None or read[place] or others or moved
             if shares and (self.is_written[place] or (is_seen and any(base in written for base in outer))):
                 raise CannotStage(f"it gives {labels[place]} memory that another name holds, and writes into it")
+
+    def later(self, families: Collection[Base]) -> set[int]:
+        """The names that hold, after this turn or a later one, what these hold now."""
+        found, left = set[int](), set(families)
+        while True:
+            more = {at for at, mine in enumerate(self.families) if at not in found and not mine.isdisjoint(left)}
+            if not more:
+                return found
+            found |= more
+            left |= {base for base, at in self.given.items() if at in more}
+
+    def is_written_later(self, families: Collection[Base]) -> bool:
+        """Whether a turn after this one writes into what these hold now."""
+        return any(self.is_written[at] for at in self.later(families))
 
     def share(
         self, recorder: Recorder, carried: Sequence[Tensor], before: Sequence[Any], turns: Tensor,
@@ -99,7 +118,11 @@ class Memory:
                 share(recorder, result, base, chain, taken)
                 continue
             for each in self.families[place]:
-                if each in self.outer and each not in self.given:
+                if each in self.stacks:
+                    stack = self.stacks[each]
+                    looks = (*stack._chain, RowOfSome.at(-1 if self.whole else turns - 1), *chain)
+                    share(recorder, result, stack._family, looks, taken if each is base else None)
+                elif each in self.outer and each not in self.given:
                     share(recorder, result, each, chain, None)
             if base in self.given:
                 continue
@@ -109,3 +132,41 @@ class Memory:
             first = carried[firsts[base]]
             is_whole = not self.homes[firsts[base]][1]  # type: ignore[index]
             share(recorder, result, first._family, chain, taken if is_whole else None)
+
+    def share_rows(
+        self, recorder: Recorder, rows: Tensor, home: Home, number: int | None, many: int, carried: Sequence[Tensor],
+        before: Sequence[Any], taken: Callable[[], torch.Tensor],
+    ) -> None:  # fmt: skip
+        """After the loop, of rows that its turns gave, each of which looked at ``home``: say whose memory they are.
+
+        number: which it is of so many of one turn, on their second axis where it is not the only one; None where nobody
+        knows how many turns gave one. taken: whether there was a turn.
+        """
+        base, chain = home
+        is_one = number is not None and many == 1 and not chain  # the rows are what the turns looked at
+        last: tuple[View, ...] = (RowOfSome.at(-1),)
+        if many > 1:
+            last = (View(torch.ops.aten.select.int, {"dim": 1, "index": number}), *last)
+        families = set(linked(base))
+        for place in self.later(families):
+            if number is not None and not chain and self.homes[place] == home:
+                share(recorder, carried[place], rows._family, last, taken)
+            else:
+                share(recorder, carried[place], rows._family, (), None)
+        for each in families:
+            if each in self.given:
+                first = before[self.given[each]]
+                mine = home_of(recorder, first) if isinstance(first, torch.Tensor) else None
+                if mine is not None and is_one and each is base and not mine[1]:
+                    share(recorder, recorder.handle(first), rows._family, (RowOfSome.at(0),), taken)
+                elif mine is not None:
+                    share(recorder, rows, *mine, None)
+            elif each in self.stacks:
+                stack = self.stacks[each]
+                share(recorder, rows, stack._family, stack._chain, taken if is_one and self.whole else None)
+            elif each in self.outer:
+                share(recorder, rows, each, (), None)
+        for other, is_all, more in self.stacked:
+            if not families.isdisjoint(linked(other[0])):
+                share(recorder, rows, more._family, (), taken if is_one and is_all and other == home else None)
+        self.stacked.append((home, is_one, rows))
