@@ -152,14 +152,25 @@ def _roll(x: Any, shifts: Any, dims: Any = ()) -> Any:
     return torch.empty_like(x) if _is_of_data(x) else aten.roll.default(x, shifts, dims)
 
 
+def _copy(x: Any, source: Any, non_blocking: bool = False) -> Any:
+    """What has the sizes of ``x``, where only data tell them: torch 2.11 compares them with the source's."""
+    if _are_told(x, source):
+        return aten.copy.default(x, source, non_blocking)
+    return torch.empty_like(x)
+
+
+def _are_told(*tensors: Any) -> bool:
+    """Whether no size is one that only data tell."""
+    return all(not isinstance(n, torch.SymInt) or n.node.hint is not None for x in tensors for n in x.shape)
+
+
 def _attention(q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> Any:
     """Over as many places as only data tell: torch's rule chooses a kernel, and asks whether there are any.
 
     As new memory in order: another kernel may lay it out otherwise, so that nothing may be viewed as if it did not.
     """
-    tell = all(not isinstance(n, torch.SymInt) or n.node.hint is not None for x in (q, k, v) for n in x.shape)
     alike = all(statically_known_true(a == b) for a, b in zip(q.shape[:-2], v.shape[:-2], strict=False))
-    if tell or not alike or q.dim() != v.dim():
+    if _are_told(q, k, v) or not alike or q.dim() != v.dim():
         return aten.scaled_dot_product_attention.default(q, k, v, *rest, **options)
     return q.new_empty((*q.shape[:-1], v.shape[-1]))
 
@@ -273,6 +284,7 @@ SHAPES: dict[Any, Callable[..., Any]] = {
     aten.softshrink_backward.default: _like_second,
     aten.multilabel_margin_loss_backward.default: _like_second,
     aten.scaled_dot_product_attention.default: _attention,
+    aten.copy.default: _copy,
     aten.geqrf.default: _geqrf,
     aten.linalg_vector_norm.default: _vector_norm,
     aten.logsumexp.default: _logsumexp,
