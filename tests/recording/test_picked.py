@@ -144,3 +144,26 @@ def test_a_place_that_is_a_size_is_that_of_each_run_and_is_written() -> None:
         torch.testing.assert_close(tfnb.run(out, {x: row.detach()}), tuple(each.detach() for each in want))
         (slope,) = torch.autograd.grad(3 * want[0].sum() + want[1] + want[3].square().sum(), row)
         torch.testing.assert_close(tfnb.run(dx, {x: row.detach()}), slope)
+
+
+def test_a_number_that_many_lines_made_picks_a_row() -> None:
+    with tfnb.record():
+        x, i = tfnb.placeholder(torch.randn(4, 2), shape=("B", 2)), tfnb.placeholder(torch.tensor(0))
+        k = i
+        for _ in range(600):
+            k = k + 1
+        row, part = x[k % 3], x[k - 600 : k - 599]
+    fed = torch.randn(5, 2)
+    torch.testing.assert_close(tfnb.run([row, part], {x: fed, i: torch.tensor(2)}), [fed[602 % 3], fed[2:3]])
+
+
+def test_a_slice_is_as_long_as_its_numbers_say() -> None:
+    with tfnb.record():
+        x, i = tfnb.placeholder(torch.randn(9), shape=("B",)), tfnb.placeholder(torch.tensor(2))
+        one = torch.ones((), dtype=torch.int64)
+        parts = [x[i : torch.add(i, one, alpha=3)], x[2 * i : 2 * i + 1], x[i * i : i * i + i], x[i - 1 : i]]
+        places = torch.arange(i, 7, 2)
+    fed = torch.randn(12)
+    got = tfnb.run([*parts, places], {x: fed, i: torch.tensor(3)})
+    want = [fed[3:6], fed[6:7], fed[9:12], fed[2:3], torch.arange(3, 7, 2)]
+    torch.testing.assert_close(got, want)

@@ -6,7 +6,6 @@ Each run picks. What is picked is a view as in torch: writes to it reach ``x``, 
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -130,19 +129,21 @@ def _said(rec: Any, number: Any) -> sympy.Expr:
     return number.node.expr if isinstance(number, torch.SymInt) else sympy.Integer(number)
 
 
+_DEEP = 8  # sums of sums that are looked through
 _ARITHMETIC: dict[str, Callable[..., sympy.Expr]] = {
     "aten.add.Tensor": operator.add, "aten.sub.Tensor": operator.sub, "aten.mul.Tensor": operator.mul,
 }  # fmt: skip
 
 
-def _of_value(rec: Any, value: Value) -> sympy.Expr:
+def _of_value(rec: Any, value: Value, deep: int = _DEEP) -> sympy.Expr:
     node = rec.tape.by_id.get(value.node)
     how = None if node is None else _ARITHMETIC.get(node.op)
-    if how is None or not all(isinstance(each, Ref) or type(each) is int for each in node.attrs.values()):
+    terms = {} if node is None else node.attrs
+    known = terms.keys() == {"self", "other"} and all(isinstance(t, Ref) or type(t) is int for t in terms.values())
+    if how is None or not known or not deep:
         natural = True if value in rec.naturals else None
         return sympy.Symbol(f"v{value.node}_{value.index}", integer=True, nonnegative=natural)
-    terms = (_of_value(rec, node.inputs[each.input]) if isinstance(each, Ref) else each for each in node.attrs.values())
-    return functools.reduce(how, terms)
+    return how(*(_of_value(rec, node.inputs[t.input], deep - 1) if isinstance(t, Ref) else t for t in terms.values()))
 
 
 def _select(x: Any, dim: int, index: Any) -> Any:
@@ -170,7 +171,7 @@ def _arange(*args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
     whole = all(
         type(number) is int or isinstance(number, torch.SymInt) or _is_whole(number) for number in given.values()
     )
-    if current.recording() is None or not whole or not any(map(_is_whole, given.values())):
+    if current.recording() is None or kwargs.keys() - {"device"} or not (whole and any(map(_is_whole, given.values()))):
         return torch.arange(*args, **{"dtype": dtype, **named, **kwargs})
     numbers = (_number(given.get(word, usual)) for word, usual in zip(words, (0, None, 1), strict=True))
     return ops.index_range(*numbers).to(kwargs.get("device"), dtype or torch.int64)
