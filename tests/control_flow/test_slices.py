@@ -244,6 +244,27 @@ def test_what_was_there_before_a_row_was_written_stays(executor: str) -> None:
     torch.testing.assert_close(tfnb.Session(graph, executor=executor).run(list(out), {x: fed}), [y, old, total])
 
 
+def test_what_a_late_write_takes_is_not_written_before() -> None:
+    """The row is needed once more below, by an op that may write into it, before what is written into is read."""
+
+    def program(x: Any, y: Any) -> Any:
+        def body(n: Any, y: Any, total: Any) -> Any:
+            row = (x * (n + 1)).sin()
+            new = y.index_copy(0, n.reshape(1), row)
+            return n + 1, new, total + (row * 2).sum() + y.sum()
+
+        return tfnb.while_loop(lambda n, *_: n < y.shape[0], body, (0, y, torch.zeros((), dtype=x.dtype)))[1:]
+
+    wide = 1 << 17  # so that memory is worth writing into
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.randn(1, wide, dtype=torch.float64), shape=(1, wide))
+        y = tfnb.placeholder(torch.zeros(3, wide, dtype=torch.float64), shape=("B", wide))
+        out = program(x, y)
+    fed = torch.randn(1, wide, dtype=torch.float64), torch.randn(4, wide, dtype=torch.float64)
+    got = tfnb.Session(graph, compile="off").run(list(out), dict(zip((x, y), fed, strict=True)))
+    torch.testing.assert_close(got, list(program(*fed)))
+
+
 class Decoder(nn.Module):
     """A layer of attention over tokens."""
 

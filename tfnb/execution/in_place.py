@@ -6,7 +6,7 @@ value is its next one, through ops of `WRITES`, the loop makes a copy once, befo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,8 +43,11 @@ class InPlace:
 NOTHING = InPlace(frozenset(), ())
 
 
-def writes_last(graph: Graph) -> Graph:
-    """The nodes with each that may write behind those that read what it writes into, where its own users allow it."""
+def writes_last(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Value] = ()) -> Graph:
+    """The nodes with each that may write behind those that read what it writes into, where its own users allow it.
+
+    A pass that comes before `donate`, for which the order is final.
+    """
     contents, nodes = graph.contents, list(graph.nodes)
     for writer in [node for node in nodes if node.op in WRITES]:
         own = {user for i in range(len(writer.outputs)) for user in contents.consumers.get(writer.value(i), ())}

@@ -29,7 +29,7 @@ from tfnb.graph.node import map_leaves
 from tfnb.graph.ops import overload
 from tfnb.graph.spec import Dim, Spec
 from tfnb.kernels.places import WRITES as ROWS
-from tfnb.passes import LAID_OUT, LAST, feed_symbols, numbers, optimize, overwriting
+from tfnb.passes import LAID_OUT, LAST, donate, feed_symbols, numbers, optimize, overwriting
 from tfnb.passes.regions import counted_in_runs, kept_rows
 from tfnb.passes.rewrite import Pass
 from tfnb.recording.ops import facts, kernel, unbind
@@ -62,7 +62,8 @@ def subprogram(
     """
     outputs = tuple(outputs)
     whole = Graph("subgraph", subgraph.contents, seed=seed)
-    pruned = writes_last(optimize(whole, (*outputs, *subgraph.guards), subgraph.inputs, (numbers, *LAST)))
+    last = (numbers, *(run for run in LAST if run is not donate), writes_last, donate)
+    pruned = optimize(whole, (*outputs, *subgraph.guards), subgraph.inputs, last)
     lowering = _Lowering(whole, pruned, outputs, subgraph.inputs)
     lowering.calls = {} if calls is None else calls
     lowering.in_place = in_place(lowering.graph.contents, subgraph.inputs[:owned], outputs)

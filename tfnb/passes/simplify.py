@@ -278,6 +278,9 @@ def _(node: Node, look: Look) -> Node | None:
     x, dim = look.spec(node.inputs[0]), node.attrs.get("dim", 0)
     if x is None or len(node.inputs) != 2 or x.shape[dim] != 1 or not _only_for_values(node, look):
         return None
+    row = look.spec(node.inputs[1])
+    if row is None or row.dtype is not x.dtype:
+        return None
     return replace(node, op="aten.unsqueeze.default", inputs=node.inputs[1:], attrs={"self": Ref(0), "dim": dim})
 
 
