@@ -382,13 +382,6 @@ return torch.stack(kept)
 # a comprehension over rows
 return sum([row.sum() for row in x]), max(row.max() for row in x)
 
-# reversed
-outs = []
-for row in x:
-    outs.append(row)
-outs.reverse()
-return torch.stack(outs)
-
 # plus and equal
 outs = []
 for row in x:
@@ -447,7 +440,6 @@ def test_gradients_reach_what_was_appended() -> None:
 @pytest.mark.parametrize(
     ("take", "error", "words"),
     [
-        (torch.vstack, TypeError, "got Appended"),
         (operator.itemgetter(0), Unsupported, r"line \d+ of f appends to has as many elements as a run"),
     ],
 )

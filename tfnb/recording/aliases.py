@@ -76,6 +76,12 @@ def _link(
     base.links = (*_living(base), Link(weakref.ref(mine), chain, True, test, outcome))
 
 
+def overlap(rec: Recorder, tensor: Tensor) -> None:
+    """Places of the tensor may be the same memory: nobody may look at it any more below a write."""
+    rec.changes(tensor._family)
+    tensor._family.overlaps = True
+
+
 def copy_of(rec: Recorder, tensor: torch.Tensor) -> Tensor:
     """A node of its own, for what is below a guard, with the memory of the tensor."""
     handle = rec.handle(tensor)
@@ -153,6 +159,8 @@ def share_by(
 
 def pass_on(rec: Recorder, base: Base, become: Callable[[Recorder, Base, torch.Tensor], None]) -> None:
     """What was written into a tensor is written into those that share its memory, by ``become``."""
+    if base.overlaps:
+        _lose(rec, base)
     _pass_on(rec, (base,), {}, None, become)
 
 
@@ -177,6 +185,8 @@ def _pass_on(
         else:
             here, more = link.where() if where is None else where & link.where(), {**asked, test: link.outcome}
             become(rec, other, link.after(rec, rec._wrap(one.entry), rec._wrap(other.entry), here))
+            if other.overlaps:
+                _lose(rec, other)
         _pass_on(rec, (*path, other), more, here, become)
 
 
@@ -184,7 +194,7 @@ def _lose(rec: Recorder, base: Base) -> None:
     """Nobody may look at it any more. Raises Unsupported inside of a region for what is of outside of it."""
     why = (
         f"a tensor is used that shares memory, in some runs, with one that was written{rec.tape.at()}\n  a loop or "
-        "branch gave one what the other held: keep a clone() of it, or write into a clone()"
+        "branch gave one what the other held, or appended it twice: keep a clone() of it, or write into a clone()"
     )
     if rec.inside and base in rec.inside[-1].entries:
         raise Unsupported(why)

@@ -86,6 +86,7 @@ class Base:
     twins: tuple[weakref.ref[Base], ...] = ()  # others that stand for the same memory, through ``.data = ...``
     copies: tuple[tuple[weakref.ref[Base], Callable[[], Any]], ...] = ()  # others, where sizes make a copy a view
     links: tuple[Any, ...] = ()  # others of the same memory in some runs: `aliases.Link`
+    overlaps: bool = False  # in some runs, places of it are the same memory as others of it
 
     def write(self, entry: Entry) -> None:
         """Replace the entry; aliases notice by the version."""

@@ -182,7 +182,7 @@ def rebind(rec: Recorder, target: torch.Tensor, new: torch.Tensor) -> None:
     _become(rec, base, entry)
     handle._entry = new_entry or base.entry
     handle._seen = base.version
-    if base.links:
+    if base.links or base.overlaps:
         pass_on(rec, base, lambda rec, other, new: _become(rec, other, rec._entry(new)))
 
 

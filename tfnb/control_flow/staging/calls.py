@@ -21,10 +21,11 @@ from tfnb.control_flow.staging.containers import (
     refuse_change,
     refuse_draw,
 )
+from tfnb.control_flow.staging.elements import METHODS, cat, gone_over, grown, plain, stack
 from tfnb.control_flow.staging.iteration import BUILTINS
-from tfnb.control_flow.staging.lists import append_to, cat, expanded, grown, stack
+from tfnb.control_flow.staging.lists import append_to
 from tfnb.control_flow.staging.parsing import tree_of
-from tfnb.control_flow.staging.places import is_foreign
+from tfnb.control_flow.staging.places import is_foreign, is_of_package
 from tfnb.control_flow.staging.recursing import Recursing, names_itself
 from tfnb.control_flow.staging.source import bound, function_code, worth
 from tfnb.control_flow.staging.statement import status
@@ -45,7 +46,10 @@ def fn(function: Any) -> Any:
     if status.depth and (found := changing(function)) is not None:
         return found
     if kind is FunctionType:
-        return _named(function, _function(function))
+        found = _function(function)
+        if found is function and is_of_package(function.__code__.co_filename):
+            return functools.partial(_of_elements, function)
+        return _named(function, found)
     if kind is MethodType:
         if status.depth:
             refuse_draw(function.__self__)
@@ -75,15 +79,19 @@ def _builtin(function: Any) -> Any:
         return _noted(function)
     if function in _OF_LISTS:
         return functools.partial(_of_list, function)
-    return BUILTINS.get(function, function) if isinstance(owner, ModuleType) else function
+    if not isinstance(owner, ModuleType):
+        return functools.partial(_of_elements, function)
+    return BUILTINS.get(function, function)
 
 
 def _of_container(function: Any, owner: Any, name: str) -> Any:
     """A method of a list, dict or set."""
-    if name not in ("append", "copy", "clear") and grown(owner):
+    if name not in ("append", "extend", "copy", "clear") and grown(owner):
         if status.depth:
             refuse_change(owner, f"{name}()")
-        owner[:] = expanded(owner)
+        if name in METHODS:
+            return functools.partial(METHODS[name], owner)
+        owner[:] = gone_over(owner)
     if not status.depth or name not in CHANGES:
         return function
     if name == "append" and type(owner) is list and not is_own(owner):
@@ -108,6 +116,11 @@ def _of_list(function: Any, *args: Any, **kwargs: Any) -> Any:
     """A function of torch, of a list that a loop may have appended to."""
     items = args[0] if args else kwargs.get("tensors")
     return (_OF_LISTS[function] if grown(items) else function)(*args, **kwargs)
+
+
+def _of_elements(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """A function of a package, which goes over the lists that it is given."""
+    return function(*map(plain, args), **{name: plain(arg) for name, arg in kwargs.items()})
 
 
 def _noted(kind: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tfnb.control_flow.staging.lists import grown
+from tfnb.control_flow.staging.elements import Written, grown
 from tfnb.control_flow.staging.statement import CannotStage, Slot, status
 from tfnb.control_flow.staging.unset import MISSING, Sometimes, Undefined
 
@@ -36,7 +36,11 @@ def made(container: Any) -> Any:
 
 def changed(owner: Any, name: str | None = None) -> Any:
     """An object of which an item, or the attribute ``name``, is about to be set or deleted."""
-    if not status.depth or isinstance(owner, torch.Tensor):
+    if isinstance(owner, torch.Tensor):
+        return owner
+    if name is None and grown(owner) and (not status.depth or is_own(owner)):
+        return Written(owner)
+    if not status.depth:
         return owner
     if name is None:
         return _items_of(owner)

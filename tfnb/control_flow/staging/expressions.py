@@ -219,7 +219,7 @@ class Expressions(ast.NodeTransformer):
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
         """``a < b < c`` as ``(lambda a, b: a < b and b < c)(a, b)``: b is computed once, and c only if a < b."""
         if len(node.ops) == 1 or never_tensor(node) or any(map(_binds, node.comparators[1:])):
-            return self.generic_visit(node)
+            return self._pair(node)
         left, right = f"ag__left_{len(node.ops)}", f"ag__right_{len(node.ops)}"
 
         def name(text: str) -> ast.Name:
@@ -231,6 +231,24 @@ class Expressions(ast.NodeTransformer):
         both.args = [placed(node, ast.arg(text, None, None)) for text in (left, right)]
         chain = placed(node, ast.Lambda(both, operator_call(node, "and_", first, thunk(rest))))
         return placed(node, ast.Call(chain, [self.visit(node.left), self.visit(node.comparators[0])], []))
+
+    def _pair(self, node: ast.Compare) -> ast.AST:
+        """``a in b`` and ``a == []``: Python compares the elements of the list."""
+        sides = (node.left, node.comparators[0])
+        looks = isinstance(node.ops[0], (ast.In, ast.NotIn)) or any(isinstance(side, ast.List) for side in sides)
+        self.generic_visit(node)
+        if looks and len(node.ops) == 1 and not never_tensor(node):
+            node.left = operator_call(node.left, "plain", node.left)
+            node.comparators = [operator_call(side, "plain", side) for side in node.comparators]
+        return node
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        """``a, *b = c``."""
+        self.generic_visit(node)
+        are_parts = any(isinstance(target, (ast.Tuple, ast.List)) for target in node.targets)
+        if are_parts and not isinstance(node.value, ast.Tuple):
+            node.value = operator_call(node.value, "plain", node.value)
+        return node
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
         node.body = [self.visit(each) if isinstance(each, ast.FunctionDef) else each for each in node.body]
@@ -266,6 +284,9 @@ class Expressions(ast.NodeTransformer):
         self.generic_visit(node)
         if not isinstance(node.ctx, ast.Load):
             node.value = operator_call(node, "changed", node.value)
+        elif isinstance(node.slice, ast.Slice):
+            ends = (node.slice.lower, node.slice.upper, node.slice.step)
+            return operator_call(node, "part", node.value, *(end or placed(node, ast.Constant(None)) for end in ends))
         elif _is_index(node.slice):
             return operator_call(node, "item", node.value, node.slice)
         return node

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from tfnb.control_flow.staging.branching import chosen
-from tfnb.control_flow.staging.lists import expanded, gone_over, grown, length
+from tfnb.control_flow.staging.elements import backwards, expanded, grown, length, plain
 from tfnb.control_flow.staging.looping import Stage
 from tfnb.control_flow.staging.statement import Statement, as_number, recorder_for, status
 from tfnb.control_flow.structure import sample_truth
@@ -130,6 +130,12 @@ def _elements(items: Any) -> Rows | None:
     return Rows(tuple(only.leaves), lambda index, *rows: only.one(rows), lambda: expanded(items))
 
 
+def _rows(item: Any) -> Rows | None:
+    """What `enumerate` and `zip` may go over together with others."""
+    found = turns_of(item)
+    return found if isinstance(found, Rows) else None
+
+
 def _varies(item: Any) -> bool:
     """Whether only a run knows how many rows there are."""
     return isinstance(item, Tensor) and item.dim() > 0 and isinstance(item.shape[0], torch.SymInt)
@@ -149,26 +155,30 @@ def _is_whole(tensor: Tensor) -> bool:
 
 
 def _enumerate(items: Any, start: Any = 0) -> Any:
-    if isinstance(items, Rows):
-        shape = items.shape
-        return Rows(
-            items.tensors, lambda index, *rows: (index + start, shape(index, *rows)), lambda: enumerate(items, start)
-        )
-    if not _varies(items):
-        return enumerate(_plain(items), start)
-    return Rows((items,), lambda index, row: (index + start, row), lambda: enumerate(items, start))
+    rows = _rows(items)
+    if rows is None:
+        return enumerate(plain(items), start)
+    shape = rows.shape
+    return Rows(rows.tensors, lambda index, *each: (index + start, shape(index, *each)), lambda: enumerate(rows, start))
 
 
 def _zip(*items: Any, strict: bool = False) -> Any:
-    if not items or not all(map(_varies, items)):
-        return zip(*map(_plain, items), strict=strict)
-    first, *others = (item.shape[0] for item in items)
-    if all(other.node.expr == first.node.expr for other in others):
-        return Rows(items, lambda index, *rows: rows, lambda: zip(*items, strict=strict))
-    if strict:
-        return zip(*items, strict=True)
-    count = functools.reduce(torch.sym_min, others, first)
-    return Rows(tuple(item[:count] for item in items), lambda index, *rows: rows, lambda: zip(*items, strict=False))
+    rows = [each for each in map(_rows, items) if each is not None]
+    if not rows or len(rows) < len(items):
+        return zip(*map(plain, items), strict=strict)
+    first, *others = (each.tensors[0].shape[0] for each in rows)
+    tensors = [each.tensors for each in rows]
+    if any(other.node.expr != first.node.expr for other in others):
+        if strict:
+            return zip(*rows, strict=True)
+        count = functools.reduce(torch.sym_min, others, first)
+        tensors = [tuple(tensor[:count] for tensor in each) for each in tensors]
+
+    def shape(index: Any, *found: Any) -> tuple[Any, ...]:
+        left = iter(found)
+        return tuple(each.shape(index, *itertools.islice(left, len(each.tensors))) for each in rows)
+
+    return Rows(tuple(itertools.chain(*tensors)), shape, lambda: zip(*rows, strict=strict))
 
 
 def _len(item: Any) -> Any:
@@ -191,16 +201,17 @@ def _are_sizes(items: list[Any]) -> bool:
 
 
 def _best(
-    name: str, is_better: Callable[[Any, Any], Any], plain: Callable[..., Any], of_sizes: Callable[[Any, Any], Any]
+    name: str, is_better: Callable[[Any, Any], Any], function: Callable[..., Any], of_sizes: Callable[[Any, Any], Any]
 ) -> Callable[..., Any]:  # fmt: skip
     """``max`` or ``min``: where a recorded number or a varying size is among the items, each run chooses."""
 
     def best(*items: Any, **options: Any) -> Any:
+        items = tuple(map(plain, items))
         found = list(items[0]) if len(items) == 1 and isinstance(items[0], (list, tuple)) else list(items)
         if not options and len(found) > 1 and _are_sizes(found):
             return functools.reduce(of_sizes, found)
         if options or len(found) < 2 or not any(isinstance(item, Tensor) and not item.dim() for item in found):
-            return plain(*items, **options)
+            return function(*items, **options)
         first = found[0]
         for item in found[1:]:
             test = is_better(item, first)
@@ -215,25 +226,20 @@ def _best(
     return best
 
 
-def _plain(found: Any) -> Any:
-    """What Python goes over."""
-    return gone_over(found) if grown(found) else found
-
-
-def _over(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _over(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of Python that goes over what it is given."""
-    return lambda *args, **options: plain(*map(_plain, args), **options)
+    return lambda *args, **options: function(*map(plain, args), **options)
 
 
-def _joined(plain: Callable[..., bool], join: Callable[..., Any]) -> Callable[..., Any]:
+def _joined(function: Callable[..., bool], join: Callable[..., Any]) -> Callable[..., Any]:
     """``any`` or ``all``: of a list with recorded truth values, each run looks."""
 
     def joined(found: Any) -> Any:
-        found = _plain(found)
+        found = plain(found)
         if not isinstance(found, (list, tuple)) or not any(
             isinstance(each, Tensor) and recorder_for(each) is not None for each in found
         ):
-            return plain(found)
+            return function(found)
         return functools.reduce(
             join, [each if isinstance(each, torch.Tensor) else torch.tensor(bool(each)) for each in found]
         )  # fmt: skip
@@ -242,18 +248,20 @@ def _joined(plain: Callable[..., bool], join: Callable[..., Any]) -> Callable[..
 
 
 def _reversed(items: Any) -> Any:
-    if grown(items) and len(items) == 1:
-        return [replace(items[0], leaves=[leaf.flip(0) for leaf in items[0].leaves])]
-    return reversed(_plain(items))
+    return backwards(items) if grown(items) else reversed(items)
 
 
 def _bool(*args: Any) -> bool:
     return bool(_len(args[0])) if args and grown(args[0]) else bool(*args)
 
 
+_GO_OVER: tuple[Any, ...] = (
+    sum, sorted, map, filter, set, frozenset, iter, collections.deque, itertools.chain, itertools.islice,
+    itertools.pairwise, itertools.accumulate, itertools.product, itertools.combinations, functools.reduce,
+)  # fmt: skip
 BUILTINS: dict[Any, Callable[..., Any]] = {
     range: _range, enumerate: _enumerate, zip: _zip, len: _len, print: _print, reversed: _reversed,
-    bool: _bool, **{each: _over(each) for each in (sum, sorted, map, filter)},
+    bool: _bool, **{each: _over(each) for each in _GO_OVER},
     any: _joined(any, torch.logical_or), all: _joined(all, torch.logical_and),
     max: _best("max", operator.gt, max, torch.sym_max), min: _best("min", operator.lt, min, torch.sym_min),
 }  # fmt: skip

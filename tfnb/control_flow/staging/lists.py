@@ -1,8 +1,7 @@
 """Lists that a loop of the graph appends to: behind them stand tensors with a row for each turn.
 
 The list stays the object that it is. While the loop's body is recorded it holds a `Growing`, which nobody may look at;
-after the loop it holds an `Appended`, which `torch.stack`, `torch.cat`, ``len``, ``for`` and ``[i]`` of converted code
-know; whatever else of Python goes over the list gets the elements of the samples, with a guard that a run has as many.
+after the loop it holds an `Appended`, of which `elements` says what converted code may do with it.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from tfnb.control_flow.staging.memory import Home, Memory, home_of
-from tfnb.control_flow.staging.places import user_frame
 from tfnb.control_flow.staging.statement import (
     CannotStage,
     Slot,
@@ -29,7 +27,7 @@ from tfnb.control_flow.staging.statement import (
     tensor_of,
 )
 from tfnb.control_flow.staging.unset import Undefined, UndefinedReturnValue
-from tfnb.control_flow.structure import recorder_if_open, spec_of
+from tfnb.control_flow.structure import spec_of
 from tfnb.errors import Unsupported
 from tfnb.recording import Recorder
 from tfnb.recording.aliases import linked
@@ -58,7 +56,7 @@ class Appended:
     def __getattr__(self, name: str) -> Any:
         raise Unsupported(
             f"a list that the loop of {self.place} appends to has as many elements as a run has turns: code that is "
-            "not staged cannot take it; torch.stack, torch.cat, len, for and [i] of staged code can"
+            "not staged cannot take it; torch.stack, torch.cat, len, for, [i] and [a:b] of staged code can"
         )
 
     @property
@@ -179,8 +177,9 @@ class Growth:
         return found
 
     def finish(
-        self, rows: Sequence[torch.Tensor], place: str, share: Callable[[torch.Tensor, Home, int | None, int], None]
-    ) -> None:
+        self, rows: Sequence[torch.Tensor], place: str,
+        share: Callable[[torch.Tensor, Sequence[Home | None], bool], None],
+    ) -> None:  # fmt: skip
         """After the loop: its rows, at the end of the lists. share: says whose memory they are, see `Memory`."""
         left = iter(rows)
         for at, (owner, (form, numbers, many)) in enumerate(zip(self.lists, self.forms, strict=True)):
@@ -189,9 +188,7 @@ class Growth:
                 is_kept = next(left)
                 leaves = [leaf[is_kept] for leaf in leaves]
             for leaf, homes in zip(leaves, self.homes[at], strict=True):
-                for number, home in enumerate(homes):
-                    if home is not None:
-                        share(leaf, home, None if at in self.chosen else number, many)
+                share(leaf, homes, at in self.chosen)
             leaves = [leaf.flatten(0, 1) for leaf in leaves] if many > 1 else leaves
             owner.append(Appended(leaves, form, numbers, place))
 
@@ -209,80 +206,3 @@ def append_to(owner: list[Any]) -> Callable[[Any], None] | None:
     if growth is None:
         return None
     return partial(growth.add if growth.depth == status.depth else growth.add_in_branch, owner)
-
-
-# -- what is known of them --------------------------------------------------------------------------------------------
-
-
-def grown(items: Any) -> bool:
-    """Whether a list or tuple has elements that a loop appended, or is being appended to."""
-    if type(items) not in (list, tuple):
-        return False
-    if any(type(each) is Growing for each in items):
-        raise CannotStage("a list that it appends to is read inside of it")
-    return any(type(each) is Appended for each in items)
-
-
-def length(items: Any) -> Any:
-    """``len(items)``."""
-    return sum(each.count if type(each) is Appended else 1 for each in items)
-
-
-def expanded(items: Any) -> list[Any]:
-    """The elements that there are for the samples; a run must have as many."""
-    found: list[Any] = []
-    for each in items:
-        found += [each.at(i) for i in range(int(each.count))] if type(each) is Appended else [each]
-    return found
-
-
-def gone_over(items: Any) -> list[Any]:
-    """The same for code that is not staged, with a note."""
-    recorder = recorder_if_open()
-    places = ", ".join(each.place for each in items if type(each) is Appended)
-    note = (
-        f"line {user_frame().f_lineno}: what goes over the list that the loop of {places} appends to stays Python: it "
-        "takes as many elements as there are for the samples"
-    )
-    if recorder is not None and note not in recorder.notes:
-        recorder.notes.append(note)
-    return expanded(items)
-
-
-def parts(items: Any) -> list[tuple[bool, torch.Tensor]]:
-    """Whether it is the rows of many, and the tensor."""
-    found = []
-    for each in items:
-        if type(each) is not Appended:
-            found.append((False, each))
-        else:
-            found.append((True, each.leaves[0]))
-    return found
-
-
-def stack(tensors: Any, dim: int = 0) -> torch.Tensor:
-    """``torch.stack`` of them."""
-    rows = torch.cat([part if many else part[None] for many, part in parts(tensors)])
-    return rows if dim == 0 else rows.movedim(0, dim)
-
-
-def cat(tensors: Any, dim: int = 0) -> torch.Tensor:
-    """``torch.cat`` of them."""
-
-    def joined(rows: torch.Tensor) -> torch.Tensor:
-        at = dim if dim >= 0 else rows.dim() - 1 + dim
-        return rows.movedim(0, at).flatten(at, at + 1)
-
-    return torch.cat([joined(part) if many else part for many, part in parts(tensors)], dim)
-
-
-def item(items: Any, index: Any) -> Any:
-    """``items[index]``."""
-    is_one = isinstance(index, (int, torch.SymInt, torch.Tensor)) and not isinstance(index, bool)
-    if len(items) == 1 and is_one:
-        return items[0].at(index)
-    if isinstance(index, int) and type(items[-1 if index < 0 else 0]) is not Appended and index in (-1, 0):
-        return items[index]
-    if index == -1:
-        return items[-1].at(-1)
-    return expanded(items)[index]

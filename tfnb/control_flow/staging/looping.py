@@ -41,7 +41,7 @@ from tfnb.control_flow.structure import SIZES, sample_truth, spec_of, truth
 from tfnb.errors import InvalidArgument, TfnbError
 from tfnb.graph import Spec, Variable
 from tfnb.recording import Recorder, Tensor
-from tfnb.recording.aliases import linked
+from tfnb.recording.aliases import linked, overlap
 from tfnb.recording.loop import DISAGREE, Loop
 from tfnb.recording.regions import bound_outside, now
 
@@ -170,8 +170,13 @@ class Stage:
         def taken() -> torch.Tensor:
             return turns > 0
 
-        def share(rows: Any, home: Home, number: int | None, many: int) -> None:
-            self.memory.share_rows(recorder, rows, home, number, many, carried, self._before(), taken)
+        def share(rows: Any, homes: Sequence[Home | None], is_some: bool) -> None:
+            for number, home in enumerate(homes):
+                if home is not None:
+                    at = None if is_some else number
+                    self.memory.share_rows(recorder, rows, home, at, len(homes), carried, self._before(), taken)
+            if self.memory.meets(homes):
+                overlap(recorder, rows)
 
         if self.growth.lists:
             self.growth.finish(result.rows, st.place, share)

@@ -7,6 +7,7 @@ written after the loop is passed on to all, see `tfnb.recording.aliases`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -89,6 +90,18 @@ class Memory:
     def is_written_later(self, families: Collection[Base]) -> bool:
         """Whether a turn after this one writes into what these hold now."""
         return any(self.is_written[at] for at in self.later(families))
+
+    def meets(self, homes: Sequence[Home | None]) -> bool:
+        """Whether of tensors that each turn gives, two may be the same memory: of one turn or of several."""
+        families = [set(linked(home[0])) for home in homes if home is not None]
+        if any(not one.isdisjoint(other) for one, other in combinations(families, 2)):
+            return True
+        every = set[Base]().union(*families)
+        later = self.later(every)
+        return any(
+            base in self.outer if base not in self.given else self.given[base] in later
+            for base in every if base not in self.stacks
+        )  # fmt: skip
 
     def share(
         self, recorder: Recorder, carried: Sequence[Tensor], before: Sequence[Any], turns: Tensor,

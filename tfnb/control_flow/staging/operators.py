@@ -17,9 +17,11 @@ import torch
 from tfnb.control_flow.staging.branching import below_guard, branched, chosen, taken_by_python
 from tfnb.control_flow.staging.calls import OPERATORS, fn, marked, takes_lists
 from tfnb.control_flow.staging.containers import CONTAINERS, attribute, changed, made, own_method, refuse_change
+from tfnb.control_flow.staging.elements import expanded, gone_over, grown, length, plain
+from tfnb.control_flow.staging.elements import item as item_of
+from tfnb.control_flow.staging.elements import part as part_of
 from tfnb.control_flow.staging.iteration import turns_of
-from tfnb.control_flow.staging.lists import append_to, expanded, gone_over, grown, length
-from tfnb.control_flow.staging.lists import item as item_of
+from tfnb.control_flow.staging.lists import append_to
 from tfnb.control_flow.staging.looping import Stage, staged_loop
 from tfnb.control_flow.staging.places import user_frame
 from tfnb.control_flow.staging.statement import (
@@ -319,10 +321,16 @@ def item(owner: Any, index: Any) -> Any:
     return item_of(owner, index) if grown(owner) else owner[index]
 
 
+def part(owner: Any, start: Any, stop: Any, step: Any) -> Any:
+    """``owner[start:stop:step]``."""
+    span = slice(start, stop, step)
+    return part_of(owner, span) if grown(owner) else owner[span]
+
+
 vars(OPERATORS).update({
     each.__name__: each for each in (
         Absent, Undefined, UndefinedReturnValue, ld, ldu, scope, if_stmt, while_stmt, for_stmt, if_exp, and_, or_, not_,
-        augmented, item, items, collected, made, changed, attribute, rebinds, fn,
+        augmented, item, part, plain, items, collected, made, changed, attribute, rebinds, fn,
         marked,
     )
 })  # fmt: skip

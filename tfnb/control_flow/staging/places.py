@@ -42,7 +42,12 @@ def source_line(recorder: Recorder) -> Source | None:
 
 def is_foreign(filename: str) -> bool:
     """Whether a file is of Python, of tfnb, or of an installed package."""
-    return filename.startswith(_FOREIGN) or f"{os.sep}site-packages{os.sep}" in filename
+    return filename.startswith(_FOREIGN) or is_of_package(filename)
+
+
+def is_of_package(filename: str) -> bool:
+    """Whether a file is of an installed package."""
+    return f"{os.sep}site-packages{os.sep}" in filename
 
 
 def is_held(item: object) -> bool:
