@@ -299,3 +299,27 @@ def test_a_decoder_writes_token_after_token(executor: str) -> None:
         fed = torch.randint(7, shape)
         with torch.no_grad():
             assert torch.equal(session.run(out, {x: fed}), written(fed))
+
+
+@pytest.mark.parametrize("executor", ["auto", "dataflow"])
+def test_a_loop_in_a_loop_takes_a_part_of_which_no_axis_tells_how_long_the_whole_is(executor: str) -> None:
+    def program(x: Any) -> Any:
+        a, last, turns = x.max(), x[-1:], 0
+        while a < 2 and turns < 3:
+            turns += 1
+            times = 0
+            while a < 1 and times < 3:
+                times += 1
+                a = a + (last * a).sum().square()
+        return a
+
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.tensor([0.5, -0.25], dtype=torch.float64), name="x")
+        a = tfnb.autograph(program)(x)
+        (dx,) = tfnb.gradients(a, [x])
+    session = tfnb.Session(graph, executor=executor)
+    for fed in ([0.5, 0.25, -0.5], [0.75], [0.25, 3.0], [-0.5, 0.25]):
+        leaf = torch.tensor(fed, dtype=torch.float64, requires_grad=True)
+        want = program(leaf)
+        (slope,) = torch.autograd.grad(want, leaf)
+        torch.testing.assert_close(session.run([a, dx], {x: leaf.detach()}), [want.detach(), slope])

@@ -386,7 +386,18 @@ def captures(
         for symbol in sorted(wanted | (used - bound)):
             binder = _binder(recorder, symbol)
             found[binder if sized is None else sized(binder, symbol)] = None
+    given = [_bound(node for node in region.nodes if node.op == "tfnb.placeholder") for region in regions]
+    while missing := _untold(recorder, found) - set.intersection(*given):
+        for symbol in sorted(missing):
+            binder = _binder(recorder, symbol)
+            found[binder if sized is None else sized(binder, symbol)] = None
     return list(found)
+
+
+def _untold(recorder: Recorder, values: Iterable[Value]) -> set[str]:
+    """Symbols in sizes of the values of which none is an axis: `x[-1:]` does not tell how long `x` is."""
+    specs = [recorder.node(v.node).outputs[v.index] for v in values]
+    return {symbol for spec in specs for symbol in spec.symbols} - axes(specs)
 
 
 def _binder(recorder: Recorder, symbol: str) -> Value:
