@@ -44,7 +44,7 @@ def update(kernel: Callable[..., None]) -> Callable[..., None]:
     ``ws`` and ``grads`` are columns, ``slots`` is a list of columns; the settings become the schema's.
     """
 
-    def fused(rows: Sequence[Row], *, lr: float | None = None, **settings: float | bool) -> None:
+    def fused(rows: Sequence[Row], *, lr: float | None = None, **settings: Any) -> None:
         if lr is not None and _is_ready(rows):
             kernel(*_columns(rows), lr, **settings)
             return
@@ -61,7 +61,7 @@ def update(kernel: Callable[..., None]) -> Callable[..., None]:
         rate: Tensor | None = None,
         *,
         lr: float | None = None,
-        **settings: float | bool,
+        **settings: Any,
     ) -> list[Tensor]:
         if (rate is None) == (lr is None):
             raise ValueError(f"{kernel.__name__} takes either the number lr or the tensor rate")
@@ -87,19 +87,24 @@ def _define(kernel: Callable[..., None], form: str, fused: Any, functional: Any,
 
 
 def _schema(kernel: Callable[..., None], more: str) -> str:
-    """The op's schema; the settings are the kernel's keyword-only arguments."""
+    """The op's schema; the settings are the kernel's keyword-only arguments, each of the type of its default."""
     settings = [p for p in inspect.signature(kernel).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    texts = [f"{'bool' if isinstance(p.default, bool) else 'float'} {p.name}={p.default}" for p in settings]
+    texts = [f"{_TYPES[type(p.default)]} {p.name}={_text_of(p.default)}" for p in settings]
     state = f"Tensor w, Tensor grad, Tensor[] slots{more}, Tensor? rate=None, *, float? lr=None"
     return f"({', '.join([state, *texts])}) -> Tensor[]"
+
+
+_TYPES = {bool: "bool", float: "float", int: "int", tuple: "float[]", type(None): "str?"}
+
+
+def _text_of(default: Any) -> str:
+    return str(list(default) if isinstance(default, tuple) else default)
 
 
 # ----- some rows of a table -------------------------------------------------------------------------------
 
 
-def _in_rows(
-    fused: Callable[..., None], rows: Sequence[Row], *, lr: float | None = None, **settings: float | bool
-) -> None:
+def _in_rows(fused: Callable[..., None], rows: Sequence[Row], *, lr: float | None = None, **settings: Any) -> None:
     """The dense twin on the touched rows, which are then written back; what can fail comes before the writes."""
     small: list[Row] = []
     back: list[tuple[Tensor, Tensor | None, Tensor]] = []
@@ -122,7 +127,7 @@ def _in_rows(
 
 def _rows_of_copies(
     fused: Callable[..., None], w: Tensor, grad: Tensor, slots: list[Tensor], indices: Tensor,
-    rate: Tensor | None = None, *, lr: float | None = None, **settings: float | bool,
+    rate: Tensor | None = None, *, lr: float | None = None, **settings: Any,
 ) -> list[Tensor]:  # fmt: skip
     new = [w.clone(), *(slot.clone() for slot in slots)]
     row = (new[0], grad, *new[1:], indices)

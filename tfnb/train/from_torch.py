@@ -7,7 +7,7 @@ learning rate is read at every run, too, so schedulers work between runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,19 +15,39 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tfnb.errors import FailedPrecondition, Unsupported
+from tfnb.gradients import IndexedSlices
+from tfnb.gradients.rules.index import without_padding
 from tfnb.graph import Variable, current
 from tfnb.recording import Operation, Recorder, Tensor, variable
 from tfnb.recording.variables import known
 from tfnb.train.optimizer import Optimizer, buffer_writes
-from tfnb.train.rules import SGD, Adagrad, Adam, AdamW, RMSProp
+from tfnb.train.rules import SGD, Adagrad, Adam, AdamW, Borrowed, Factored, RMSProp
 
-_TWINS: Mapping[type, tuple[Callable[..., Optimizer], str]] = {
+_BORROWED = (
+    (torch.optim.Adadelta, "adadelta", "square_avg acc_delta step", "rho eps weight_decay maximize"),
+    (torch.optim.Adamax, "adamax", "exp_avg exp_inf step", "betas eps weight_decay maximize"),
+    (torch.optim.ASGD, "asgd", "ax mu eta step", "lambd alpha t0 weight_decay maximize"),
+    (torch.optim.Muon, "muon", "momentum_buffer",
+     "weight_decay momentum nesterov ns_coefficients eps ns_steps adjust_lr_fn"),
+    (torch.optim.NAdam, "nadam", "exp_avg exp_avg_sq mu_product step",
+     "betas eps momentum_decay decoupled_weight_decay weight_decay maximize"),
+    (torch.optim.RAdam, "radam", "exp_avg exp_avg_sq step", "betas eps decoupled_weight_decay weight_decay maximize"),
+    (torch.optim.Rprop, "rprop", "prev step_size step", "etas step_sizes maximize"),
+    (torch.optim.SparseAdam, "sparse_adam", "exp_avg exp_avg_sq step", "betas eps maximize"),
+)  # fmt: skip
+
+_TWINS: Mapping[type, tuple[Callable[..., Any], str]] = {
     torch.optim.SGD: (SGD, "momentum dampening weight_decay nesterov maximize"),
     torch.optim.Adagrad: (Adagrad, "lr_decay weight_decay initial_accumulator_value eps maximize"),
     torch.optim.RMSprop: (RMSProp, "alpha eps weight_decay momentum centered maximize"),
     torch.optim.Adam: (Adam, "betas eps weight_decay amsgrad maximize decoupled_weight_decay"),
     torch.optim.AdamW: (AdamW, "betas eps weight_decay amsgrad maximize"),
-}
+    torch.optim.Adafactor: (
+        partial(Factored, "Adafactor", "adafactor", "row_var col_var step"), "beta2_decay eps d weight_decay maximize",
+    ),
+    **{kind: (partial(Borrowed, kind.__name__, op, slots), settings) for kind, op, slots, settings in _BORROWED},
+}  # fmt: skip
+"""Of each class what makes its rule, and the settings that go in."""
 
 _TWIN = "_tfnb_twin"  # attribute of the torch optimizer: state dicts, copies and pickles leave it out
 
@@ -35,10 +55,10 @@ _TWIN = "_tfnb_twin"  # attribute of the torch optimizer: state dicts, copies an
 def from_torch(optimizer: torch.optim.Optimizer) -> FromTorch:
     """The graph's twin of a torch optimizer: every param group with its own hyperparameters, and the same state.
 
-    Of exactly the classes SGD, Adagrad, RMSprop, Adam and AdamW; one optimizer has one twin. Learning rates and state
-    are the torch optimizer's, looked up at each run; the other hyperparameters are those at the time of recording.
-    While a cluster is connected its servers hold the state: the torch optimizer shows it again after ``fit``. A rate
-    that changes there counts from the next ``run`` or ``fit`` on.
+    Of exactly the classes of torch.optim, but not LBFGS; one optimizer has one twin. Learning rates and state are the
+    torch optimizer's, looked up at each run; the other hyperparameters are those at the time of recording. While a
+    cluster is connected its servers hold the state: the torch optimizer shows it again after ``fit``. A rate that
+    changes there counts from the next ``run`` or ``fit`` on.
 
     Raises Unsupported for another class, and for ``differentiable=True``.
 
@@ -47,12 +67,7 @@ def from_torch(optimizer: torch.optim.Optimizer) -> FromTorch:
     from_torch(SGD: SGD(lr=0.1, momentum=0.9, dampening=0.0, weight_decay=0.0, nesterov=False, maximize=False))
     """
     if type(optimizer) not in _TWINS:
-        names = ", ".join(kind.__name__ for kind in _TWINS)
-        raise Unsupported(
-            f"{type(optimizer).__module__}.{type(optimizer).__qualname__} has no twin in the graph: only {names} of "
-            "torch.optim themselves, not their subclasses, have one; write its rule as a tfnb.train.Optimizer"
-            f"{_at()}"
-        )
+        raise Unsupported(f"{_without_twin(type(optimizer))}{_at()}")
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise Unsupported(
             f"{type(optimizer).__name__}(differentiable=True) has no twin in the graph: apply the update in torch calls"
@@ -61,6 +76,20 @@ def from_torch(optimizer: torch.optim.Optimizer) -> FromTorch:
     if _TWIN not in optimizer.__dict__:
         setattr(optimizer, _TWIN, FromTorch(optimizer))
     return getattr(optimizer, _TWIN)
+
+
+def _without_twin(kind: type) -> str:
+    name = f"{kind.__module__}.{kind.__qualname__} has no twin in the graph"
+    if kind is torch.optim.LBFGS:
+        return (
+            f"{name}: it calls its closure as often as the values tell, each time at other parameters; step it between "
+            "runs, with a closure that runs the loss and its gradients"
+        )
+    names = ", ".join(kind.__name__ for kind in _TWINS)
+    return (
+        f"{name}: only {names} of torch.optim themselves, not their subclasses, have one; write its rule as a "
+        "tfnb.train.Optimizer"
+    )
 
 
 class _Place(NamedTuple):
@@ -116,7 +145,7 @@ class FromTorch(Optimizer):
         owner = variable(target)
         parameter, rule = self._rule(owner)
         stem = f"{owner.name}/{self._label}"
-        return {name: self._slot(rule, parameter, name, stem) for name in rule.slot_names}
+        return {name: self._slot(rule, parameter, name, stem) for name in rule.names(parameter)}
 
     # -- the torch optimizer's groups and state -------------------------------------------------------------------
 
@@ -175,34 +204,52 @@ class FromTorch(Optimizer):
     def _slot(self, rule: Any, parameter: torch.Tensor, name: str, stem: str) -> Variable:
         key = parameter, name
         if key not in self._kept:
-            with _disable_current_modes(), torch.no_grad():
-                first = self._first.setdefault(parameter, {})
-                first.update({n: t for n, t in rule.initial(parameter.detach()).items() if n not in first})
-                is_count = isinstance(rule, SGD) and name == "step"
-                find = partial(self._count if is_count else self._state, parameter, name)
+            self._begin(rule, parameter, set(rule.names(parameter)) - self._first.get(parameter, {}).keys())
+            is_count = isinstance(rule, SGD) and name == "step"
+            find = partial(self._count if is_count else self._state, parameter, name)
+            with _disable_current_modes():
                 self._kept[key] = Variable.looked_up(find, name=f"{stem}/{name}")
         return self._kept[key]
 
+    def _begin(self, rule: Any, parameter: torch.Tensor, names: Collection[str]) -> None:
+        """Make what slots start with, some of it by the learning rate of now."""
+        with _disable_current_modes(), torch.no_grad():
+            made = rule.initial(parameter.detach())
+        self._first.setdefault(parameter, {}).update({name: made[name] for name in names})
+
     def _state(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         """A slot in torch's state. What is not there yet is put there when it is needed outside of a recording."""
-        state, first = self.optimizer.state.get(parameter, {}), self._first[parameter]
+        state = self.optimizer.state.get(parameter, {})
         if state.get(name) is not None:
-            return state[name]
+            return self._as_tensor(state, name)
         if current.recording() is None:  # all of it: torch takes a state with anything in it for a whole one
-            missing = {n: t for n, t in first.items() if state.get(n) is None}
-            if isinstance(self.optimizer, torch.optim.SGD):
-                missing.pop("step", None)
-            if isinstance(self.optimizer, torch.optim.RMSprop):
-                missing.setdefault("step", torch.zeros(()))  # torch counts its steps, and uses the number nowhere
-            self.optimizer.state[parameter].update(missing)
-        return first[name]
+            rule = self._group_rule(next(i for p, i in self._places() if p is parameter))
+            missing = {n for n in rule.names(parameter) if state.get(n) is None}
+            if isinstance(rule, SGD) and "step" in missing:  # which torch has not, and which goes with the buffer
+                missing.discard("step")
+                self._first[parameter]["step"].zero_()
+            self._begin(rule, parameter, missing)
+            first = {n: self._first[parameter][n] for n in missing}
+            if isinstance(rule, RMSProp):
+                first.setdefault("step", torch.zeros(()))  # torch counts its steps, and uses the number nowhere
+            self.optimizer.state[parameter].update(first)
+        return self._first[parameter][name]
+
+    def _as_tensor(self, state: dict[str, Any], name: str) -> torch.Tensor:
+        """What stands in a state; the count of SparseAdam is a number until a graph needs it."""
+        if not isinstance(state[name], torch.Tensor):
+            number = _plain(state[name])
+            if current.recording() is not None:
+                return number
+            state[name] = number
+        return state[name]
 
     def _count(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         """Whether SGD with dampening took its first step: torch has no count, but a buffer only after that step."""
         first = self._first[parameter]
         buffer = self.optimizer.state.get(parameter, {}).get("momentum_buffer")
-        if buffer is not None and buffer is not first["momentum_buffer"] and current.recording() is None:
-            first[name].fill_(1)
+        if current.recording() is None and (buffer is None or buffer is not first["momentum_buffer"]):
+            first[name].fill_(buffer is not None)
         return first[name]
 
     def _record(self, recorder: Recorder, grad: Any, target: Variable) -> list[Tensor]:
@@ -211,11 +258,24 @@ class FromTorch(Optimizer):
         rule.lr = self._rate(number)
         self._recorded[number] = self._settings(number)
         rule._slots[target] = self.slots(target)
+        if isinstance(grad, Tensor) and (rule.still or rule.sparse == "lazy"):
+            grad = _by_rows(recorder, grad) or grad
         return rule._record(recorder, grad, target)
 
     def __repr__(self) -> str:
         rules = ", ".join(repr(self._group_rule(i)) for i in range(len(self.optimizer.param_groups)))
         return f"from_torch({self._label}: {rules})"
+
+
+def _by_rows(recorder: Recorder, grad: Tensor) -> IndexedSlices | None:
+    """The entries of a gradient that is nothing but that of one look-up in a table, as nobody changed it."""
+    node = grad.node
+    if node.op != "aten.embedding_dense_backward.default" or node.attrs["scale_grad_by_freq"]:
+        return None
+    dy, rows = map(recorder.tensor, node.inputs)
+    with recorder.tagged(frozenset({"update"})):
+        entries = dy.flatten(0, rows.dim() - 1), rows.flatten()
+        return IndexedSlices(*without_padding(*entries, node.attrs["padding_idx"]), grad.shape)
 
 
 def _plain(rate: Any) -> torch.Tensor:

@@ -10,7 +10,7 @@ which takes a pass over all rows where a row without gradient moves too (momentu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import inf
 from numbers import Real
 from typing import Any
@@ -41,6 +41,10 @@ class _Rule(Optimizer):
         self.op, self.sparse, self.still = op, sparse, still
         self.slot_names = tuple(name for name, is_kept in slots.items() if is_kept)
         self.settings = {name: _setting(type(self).__name__, name, value) for name, value in settings.items()}
+
+    def names(self, w: torch.Tensor) -> tuple[str, ...]:
+        """The slots of a variable like ``w``."""
+        return self.slot_names
 
     def initial(self, w: torch.Tensor) -> dict[str, torch.Tensor]:
         step = torch.zeros((), dtype=torch.float32, device=w.device)
@@ -183,3 +187,97 @@ class LazyAdam(Adam):
         amsgrad: bool = False, *, maximize: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(lr, betas, eps, weight_decay, amsgrad, maximize=maximize, sparse="lazy")
+
+
+# ----- what else torch.optim has -------------------------------------------------------------------------
+
+
+class Borrowed(_Rule):
+    """The rule of a torch optimizer whose update is torch's own function, see `tfnb.kernels.borrowed`.
+
+    kind: the optimizer's name; op: that of the update; settings: as in torch's param groups, which checked them.
+    """
+
+    def __init__(self, kind: str, op: str, slots: str, lr: Any, **settings: Any) -> None:
+        sparse = "lazy" if kind == "SparseAdam" else "exact"
+        super().__init__(getattr(torch.ops.tfnb, op), lr, dict.fromkeys(slots.split(), True), sparse)
+        self.kind, self.given = kind, settings
+        self.settings = dict(part for item in settings.items() for part in _parts(*item))
+
+    def initial(self, w: torch.Tensor) -> dict[str, torch.Tensor]:
+        made = {name: _STARTS.get(name, _zeros)(w, self.lr) for name in self.names(w)}
+        if self.kind == "SparseAdam":  # torch counts by a number of Python, and takes powers of it
+            made["step"] = made["step"].double()
+        return made
+
+    def update(
+        self, w: torch.Tensor, grad: torch.Tensor, slots: Mapping[str, torch.Tensor], lr: Rate
+    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        _check_kind(self.kind, w)
+        return super().update(w, grad, slots, lr)
+
+    update_rows = _Rule.update_rows  # `update` says nothing new of rows
+
+    def __repr__(self) -> str:
+        return f"{self.kind}(lr={self.lr!r}, {', '.join(f'{name}={value}' for name, value in self.given.items())})"
+
+
+class Factored(Borrowed):
+    """Adafactor: of a matrix it keeps the means of rows and columns, of a vector those of its elements."""
+
+    def names(self, w: torch.Tensor) -> tuple[str, ...]:
+        return self.slot_names if w.dim() > 1 else ("variance", "step")
+
+    def update(
+        self, w: torch.Tensor, grad: torch.Tensor, slots: Mapping[str, torch.Tensor], lr: Rate
+    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        _check_kind(self.kind, w)
+        least = self.settings["eps1"]
+        settings = self.settings | {"eps1": torch.finfo(w.dtype).eps if least is None else least}
+        op = self.op if w.dim() > 1 else torch.ops.tfnb.adafactor_vector
+        new, *after = op(w, grad, list(slots.values()), **_rate(lr), **settings)
+        return new, dict(zip(slots, after, strict=True))
+
+
+def _check_kind(kind: str, w: torch.Tensor) -> None:
+    """Refuse, in what is no step by rows, what torch refuses."""
+    if kind == "SparseAdam":
+        raise InvalidArgument("SparseAdam takes gradients of tables by rows alone, and this one is dense: take Adam")
+    if kind in ("Muon", "Adafactor") and w.is_complex():
+        raise InvalidArgument(f"{kind} does not take complex parameters")
+
+
+_PARTS = {
+    "betas": ("beta1", "beta2"), "eps": ("eps1", "eps2"), "etas": ("etaminus", "etaplus"),
+    "step_sizes": ("step_size_min", "step_size_max"),
+}  # fmt: skip
+
+
+def _parts(name: str, value: Any) -> list[tuple[str, Any]]:
+    """A setting of torch by the names of the op, which has one for each part of a pair."""
+    return (
+        list(zip(_PARTS[name], value, strict=True))
+        if name in _PARTS and not isinstance(value, Real)
+        else [(name, value)]
+    )
+
+
+def _zeros(w: torch.Tensor, lr: float) -> torch.Tensor:
+    return torch.zeros_like(w)
+
+
+def _scalar(start: float, w: torch.Tensor) -> torch.Tensor:
+    """A number beside a variable, of the dtype that torch.optim gives it."""
+    wide = torch.get_default_dtype() is torch.float64
+    return torch.tensor(start, dtype=torch.float64 if wide else torch.float32, device=w.device)
+
+
+_STARTS: Mapping[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
+    "step": lambda w, lr: _scalar(0.0, w),
+    "mu": lambda w, lr: _scalar(1.0, w),
+    "mu_product": lambda w, lr: _scalar(1.0, w),
+    "eta": lambda w, lr: _scalar(lr, w),
+    "step_size": lambda w, lr: torch.full_like(w, complex(lr, lr) if w.is_complex() else lr),
+    "row_var": lambda w, lr: w.new_zeros(*w.shape[:-1], 1),
+    "col_var": lambda w, lr: w.new_zeros(*w.shape[:-2], 1, w.shape[-1]),
+}

@@ -289,10 +289,15 @@ def _(n: Forward, dy: Any, at: Any) -> Any:
     index, padding = at(n["indices"]), n["padding_idx"]
     if n["scale_grad_by_freq"]:
         dy = dy / _frequency(n["indices"], index, dy).unsqueeze(-1)
+    return without_padding(dy, index, padding)
+
+
+def without_padding(dy: Any, index: Any, padding: int) -> tuple[Any, Any]:
+    """Entries of a table but for those of the padding row: none at all, so that lazy steps leave that row alone."""
     if padding < 0:
         return dy, index
     rows = index.reshape(-1)
-    kept = (rows != padding).nonzero().reshape(-1)  # no entry at all, so that lazy steps leave that row alone
+    kept = (rows != padding).nonzero().reshape(-1)
     return dy.flatten(0, index.dim() - 1).index_select(0, kept), rows.index_select(0, kept)
 
 
