@@ -16,6 +16,7 @@ import torch
 import tfnb
 from tests.control_flow.random_programs import python_branch, python_loop
 from tfnb.errors import BranchChanged, DeadlineExceeded, InvalidArgument, ShapeError
+from tfnb.execution import tiers
 
 
 def halvings(x: torch.Tensor, loop: Callable[..., Any]) -> Any:
@@ -192,6 +193,23 @@ def test_a_loop_that_never_ends_ends_at_the_deadline_and_writes_nothing() -> Non
     assert steps.value() == 0
     tfnb.run(done, {x: -1.0})
     assert steps.value() == 1
+
+
+@pytest.mark.parametrize("options", [{"executor": "dataflow"}, {"compile": "now"}, {"compile": "off"}])
+def test_a_deadline_names_the_line_of_the_loop_whatever_runs_it(options: dict[str, Any]) -> None:
+    _, x, done = endless()
+    session = tfnb.Session(done.graph, **options)
+    session.run(done, {x: -1.0})  # compiled where it is to be
+    with pytest.raises(DeadlineExceeded, match=r"it stood at node .*while") as raised:
+        session.run(done, {x: 1.0}, timeout=0.3)
+    assert raised.value.line and raised.value.cell == Path(__file__).name
+
+
+def test_a_deadline_says_that_the_step_waited_for_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers.WORKER, "submit", lambda *_: threading.Event())
+    _, x, done = endless()
+    with pytest.raises(DeadlineExceeded, match=r"what it waited for:\n  the compiler \(compile='now'\), for 0\.\d s"):
+        tfnb.Session(done.graph, compile="now").run(done, {x: -1.0}, timeout=0.2)
 
 
 def test_an_interrupt_ends_a_loop() -> None:

@@ -22,6 +22,7 @@ from tfnb.execution.machine import Dead, Machine, Step
 from tfnb.execution.plan import Plan, Planner
 from tfnb.execution.pool import Lanes
 from tfnb.execution.program import Program
+from tfnb.execution.running import Stop
 from tfnb.execution.stale import Stale
 from tfnb.graph import Dim, Graph, Node, Spec, Value, Variable, ops
 from tfnb.graph.subgraph import uses_queues
@@ -68,8 +69,9 @@ class Driver:
                 self._advance()
                 machine.run()
         except BaseException as error:
-            if machine.waits:
-                error.waits = [described(attempt) for attempt in machine.waits]  # type: ignore[attr-defined]
+            if isinstance(error, Stop):
+                error.waits = [described(attempt) for attempt in machine.waits]
+                error.node = self._at()
             self._abandon()
             raise
         return machine.results
@@ -144,6 +146,11 @@ class Driver:
             (self._name(step.op.node), step.op.node.attrs["queue"].name, behind.get(step, []))
             for step in self.plan.waits if step not in waiting and step in behind
         ]  # fmt: skip
+
+    def _at(self) -> Node | None:
+        """What the step is busy with: a task in a thread, else what the machine did last."""
+        step = next((task.step for task in self.lanes.running), self.machine.at)
+        return None if step is None or step.op is None else step.op.node
 
     def _abandon(self) -> None:
         """Leave nothing behind: no attempt in a queue, no task that runs."""

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from tfnb.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, TfnbError
+from tfnb.execution.native import Native
 from tfnb.execution.program import Program
 from tfnb.execution.quick import Quick, parts
 from tfnb.execution.running import Deadline, Stop
@@ -65,7 +66,7 @@ def deadline(program: Program, timeout: float) -> Deadline:
         at = failing_node(program, stop)
         line = None if at is None else at.source
         where = "" if at is None else f" (it stood at node {at.name}{f', {line}' if line else ''})"
-        waits = "".join(f"\n  {line}" for line in getattr(stop, "waits", ()))
+        waits = "".join(f"\n  {line}" for line in stop.waits)
         where += f"; what it waited for:{waits}\n " if waits else ";"
         return DeadlineExceeded(
             f"run did not end within {timeout} s{where} nothing was written", node=at.name if at else None,
@@ -88,6 +89,8 @@ def failing_node(program: Any, error: BaseException) -> Node | None:
             found = program.node_of.get(at.name) or found  # an interpreter's, node by node, or between two of them
         elif frame.f_code in programs:
             found = _at_line(programs[frame.f_code], trace.tb_lineno) or found
+        elif isinstance(loop := frame.f_locals.get("self"), Native):
+            found = loop.loop.node  # in C++, or in Python whose loops are compiled
         elif isinstance(look := frame.f_locals.get("look"), Look):
             found = _at_line(look.program, trace.tb_lineno) or found  # a traced run's, in a loop or branch
         trace = trace.tb_next

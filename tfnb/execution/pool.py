@@ -30,7 +30,8 @@ class Lanes:
 
     def __init__(self, inbox: queue.SimpleQueue[Any]) -> None:
         self.inbox = inbox
-        self.running = self.waiting = 0
+        self.running: set[Task] = set()
+        self.waiting = 0
         self._lanes: dict[str | None, _Lane] = {}
 
     def add(self, task: Task) -> None:
@@ -53,15 +54,16 @@ class Lanes:
         """Run what there is room for."""
         for lane in self._lanes.values():
             while lane.tasks and lane.busy < lane.width:
+                task = heappop(lane.tasks)
                 lane.busy += 1
-                self.running += 1
+                self.running.add(task)
                 self.waiting -= 1
-                _THREADS.submit(self._work, heappop(lane.tasks))
+                _THREADS.submit(self._work, task)
 
     def ended(self, task: Task) -> None:
         """Said when a task's end came out of the inbox."""
         self._lanes[task.step.lane].busy -= 1
-        self.running -= 1
+        self.running.discard(task)
 
     def drop(self) -> None:
         """Start nothing more, and wait for what runs."""

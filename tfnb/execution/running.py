@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from tfnb.errors import TfnbError
@@ -24,7 +24,13 @@ Deadline = tuple[float, Why]
 
 
 class Stop(BaseException):
-    """Raised in a thread whose step is stopped; no ``except Exception`` of a user's op catches it."""
+    """Raised in a thread whose step is stopped; no ``except Exception`` of a user's op catches it.
+
+    node: where it stood, if what runs it knows; waits: what it waited for, in words.
+    """
+
+    node: Any = None
+    waits: Sequence[str] = ()
 
 
 class Running:

@@ -26,7 +26,7 @@ from tfnb.execution.clocks import counter
 from tfnb.execution.compiler import Forward, compiled, obstacle
 from tfnb.execution.program import Program
 from tfnb.execution.quick import quick
-from tfnb.execution.running import Running
+from tfnb.execution.running import Running, Stop
 from tfnb.execution.watch import devices, wait
 from tfnb.graph.collector import frozen
 
@@ -121,8 +121,13 @@ class Sizes:
         """Wait for the compiler; an interrupt or a deadline ends the waiting, and the next run finds what it made."""
         if self._job is None:
             self._job = WORKER.submit(self, args)
-        while not self._job.wait(TURN):
-            pass
+        start = time.monotonic()
+        try:
+            while not self._job.wait(TURN):
+                pass
+        except Stop as stop:
+            stop.waits = (f"the compiler (compile='now'), for {time.monotonic() - start:.1f} s",)
+            raise
         return self.forward(*args)
 
     def compile(self, args: Sequence[Any]) -> None:
