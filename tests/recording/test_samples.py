@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import tfnb
+from tfnb.errors import InvalidArgument
+from tfnb.graph import Value
+from tfnb.recording.samples import Samples
 from tfnb.recording.workspace import workspace
 
 CALLS: list[str] = []
@@ -140,3 +145,23 @@ def test_one_that_cannot_be_computed_does_not_spoil_the_others() -> None:
     assert dz.sample.tolist() == [[2, 2], [2, 2]]
     with pytest.raises(torch.linalg.LinAlgError):
         dx.sample  # noqa: B018
+
+
+@pytest.mark.parametrize("what", ["placeholder", "queue"])
+def test_what_has_no_sample_is_not_looked_for_again(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[Value] = []
+    compute = Samples.compute
+
+    def counted(samples: Samples, value: Value, *more: Any) -> Any:
+        looked.append(value)
+        return compute(samples, value, *more)
+
+    monkeypatch.setattr(Samples, "compute", counted)
+    queue = tfnb.FIFOQueue(-1, torch.float32, (3,))
+    with tfnb.record():
+        x = tfnb.placeholder(shape=(3,), dtype=torch.float32)
+        many = [x + i if what == "placeholder" else queue.dequeue() for i in range(40)]
+        total = torch.stack(many).sum()
+    assert len(looked) < 5, len(looked)
+    with pytest.raises(InvalidArgument, match="has no value while recording"):
+        total.sample  # noqa: B018

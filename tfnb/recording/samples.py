@@ -92,6 +92,10 @@ class Samples:
         """Said of a node whose outputs have no samples, as an input has none."""
         self._absent.add(node)
 
+    def is_absent(self, value: Value) -> bool:
+        """Whether it is known that there is none."""
+        return value.node in self._absent
+
     def settle(self, shown: Collection[int], budget: int = KEPT_BUDGET) -> None:
         """After a recording: the oldest samples go, but for those of nodes that somebody holds a handle of."""
         for value in list(self._kept):  # of a thread that runs, another one may be recording
@@ -138,13 +142,14 @@ class Samples:
 
         Raises what a kernel raises on the way to ``value``; others that cannot be computed are left out.
         """
-        if value.node in self._absent:
+        if self.is_absent(value):
             return {}
         self._look_at_roots()
         needed = self._producers([value], by_id)
         order = {**needed, **self._producers(others, by_id)}
         left = Counter([*(v for node in order.values() for v in node.inputs), value, *others])
         found = {v: sample for v in left if (sample := self.known(v)) is not None}
+        failed = False
         with _disable_current_modes(), torch._C.DisableTorchFunction():  # nothing of it is recorded
             for node in order.values():
                 try:
@@ -152,7 +157,10 @@ class Samples:
                 except Exception:
                     if node.id in needed:
                         raise
+                    failed = True
                     continue
+                if not outs and node.outputs and not failed:
+                    self.lacks(node.id)
                 for at, out in ((node.value(index), out) for index, out in enumerate(outs)):
                     self.keep(at, out)
                     if left[at]:

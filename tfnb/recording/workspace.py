@@ -88,11 +88,11 @@ class Workspace:
         To look at them one after the other would compute what they have in common again and again.
         """
         recordings = self._open()
-        if any(recording.lazy for recording in recordings):
+        if self.samples.is_absent(value) or any(recording.lazy for recording in recordings):
             return None
         handles = [*self.live, *(handle for recording in recordings for handle in recording.live)]
         entries = [entry for tensor in handles for entry in (tensor._entry, tensor._family.entry)]
-        waiting = [entry for entry in entries if entry.waits]
+        waiting = [entry for entry in entries if entry.waits and not self.samples.is_absent(entry.value)]
         found = self.samples.compute(value, {entry.value for entry in waiting}, self._nodes())
         for entry in waiting:
             entry.sample = found.get(entry.value)
