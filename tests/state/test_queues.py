@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import random
 import signal
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -509,6 +512,61 @@ def test_all_who_wait_are_told_of_the_cycle() -> None:
         seen.append(at)
         at = edges[at]
     assert len(seen) == 6  # two dequeues, two queues, two enqueues: a ring
+
+
+def later_by_a_timer(put: Callable[..., Any]) -> threading.Thread:
+    return threading.Timer(0.5, put, (1.0,))
+
+
+def later_by_a_function_with_arguments(put: Callable[..., Any]) -> threading.Thread:
+    return threading.Timer(0.5, functools.partial(slowly, put, 0.0))
+
+
+def later_by_an_object(put: Callable[..., Any]) -> threading.Thread:
+    class Putting:
+        def __call__(self) -> None:
+            put(1.0)
+
+    return threading.Timer(0.5, Putting())
+
+
+def later_by_an_executor(put: Callable[..., Any]) -> None:
+    executor = ThreadPoolExecutor(1)
+    executor.submit(time.sleep, 0.5)  # runs nothing of the user's until then
+    executor.submit(put, 1.0)
+    executor.shutdown(wait=False)
+
+
+def later_by_a_coroutine(put: Callable[..., Any]) -> threading.Thread:
+    async def wait() -> None:
+        await asyncio.sleep(0.5)
+        put(1.0)
+
+    return threading.Thread(target=asyncio.run, args=(asyncio.wait_for(wait(), 9),))
+
+
+def slowly(put: Callable[..., Any], seconds: float) -> None:
+    time.sleep(seconds)
+    put(1.0)
+
+
+LATER = [value for name, value in list(globals().items()) if name.startswith("later_")]
+
+
+@pytest.mark.parametrize("later", LATER, ids=lambda later: later.__name__)
+@pytest.mark.parametrize("recorded", [True, False], ids=["run", "at once"])
+def test_whoever_puts_an_element_later_is_waited_for(later: Callable[..., Any], recorded: bool) -> None:
+    q = scalars(2, "q")
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.tensor(0.0))
+        put, taken = q.enqueue(x), q.dequeue()
+    call = tfnb.Session(g).make_callable(put, [x])
+    thread = later(call if recorded else q.enqueue)
+    if thread is not None:
+        thread.start()
+    assert tfnb.run(taken, timeout=20) == 1
+    if thread is not None:
+        thread.join()
 
 
 @pytest.mark.parametrize("seed", range(30))

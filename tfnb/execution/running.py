@@ -91,7 +91,7 @@ class Running:
     def _in_time(self, call: Callable[..., T], args: tuple[Any, ...], seconds: float, why: Why) -> T:
         end = time.monotonic() + seconds
         timer = threading.Timer(seconds, self.stop, (why,))
-        timer.daemon = True
+        timer.daemon, timer.name = True, "tfnb-deadline"
         timer.start()
         try:
             result = call(*args)

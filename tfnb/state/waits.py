@@ -6,15 +6,20 @@ thread to end. A thread that runs user code, or the main thread at a prompt, may
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures.thread
+import functools
+import inspect
+import itertools
 import queue
 import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from tfnb.errors import DeadlockError, TfnbError
@@ -22,6 +27,7 @@ from tfnb.state.fifo import Attempt
 
 POLL = 0.1  # seconds between looks at whether anything changed
 _PACKAGE = str(Path(__file__).parents[1])
+_LOOP = asyncio.BaseEventLoop.run_forever.__code__
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
@@ -147,34 +153,61 @@ def could_act(thread: threading.Thread, waiting: set[threading.Thread]) -> bool:
     """Whether a thread may still run code that uses a queue."""
     if thread in waiting or not thread.is_alive():
         return False
-    frame = sys._current_frames().get(thread.ident or 0)
-    if _joins(frame, waiting):
+    frames = _frames(thread)
+    if _joins(frames, waiting):
         return False
-    return thread is threading.main_thread() or _runs_user_code(frame) or _is_of_user(thread)
+    is_user = thread is threading.main_thread() or any(_is_user_file(f.f_code.co_filename) for f in frames)
+    return is_user or _is_of_user(thread) or _works(thread, frames) or _has_user_tasks(frames)
 
 
-def _joins(frame: FrameType | None, waiting: set[threading.Thread]) -> bool:
+def _frames(thread: threading.Thread) -> list[FrameType]:
+    """What a thread does now, the innermost call first."""
+    frame, found = sys._current_frames().get(thread.ident or 0), []
+    while frame is not None:
+        found.append(frame)
+        frame = frame.f_back
+    return found
+
+
+def _joins(frames: Sequence[FrameType], waiting: set[threading.Thread]) -> bool:
     """Whether a thread does nothing but wait, without a deadline, for the end of one that waits."""
-    while frame is not None and frame.f_code.co_filename == threading.__file__:
+    for frame in itertools.takewhile(lambda frame: frame.f_code.co_filename == threading.__file__, frames):
         if frame.f_code is threading.Thread.join.__code__:
             return frame.f_locals.get("timeout") is None and frame.f_locals.get("self") in waiting
-        frame = frame.f_back
-    return False
-
-
-def _runs_user_code(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if _is_user_file(frame.f_code.co_filename):
-            return True
-        frame = frame.f_back
     return False
 
 
 def _is_of_user(thread: threading.Thread) -> bool:
-    """Whether a thread was started to run a user's function."""
+    """Whether a thread was started to run a user's function, or one of ours for the user."""
     run: Any = getattr(thread, "function", None) or getattr(thread, "_target", None) or type(thread).run
+    while isinstance(run, functools.partial):
+        run = run.func
+    if not hasattr(run, "__code__") and not hasattr(run, "__func__"):
+        run = type(run).__call__
     code = getattr(getattr(run, "__func__", run), "__code__", None)
-    return code is not None and _is_user_file(code.co_filename)
+    is_ours = code is not None and code.co_filename.startswith(_PACKAGE) and not thread.name.startswith("tfnb")
+    return code is not None and (is_ours or _is_user_file(code.co_filename))
+
+
+def _works(thread: threading.Thread, frames: Sequence[FrameType]) -> bool:
+    """Whether a thread of an executor has something to do: what comes after that, nobody knows."""
+    codes = (frame.f_code for frame in frames)
+    is_busy = any(code.co_filename == concurrent.futures.thread.__file__ and code.co_name == "run" for code in codes)
+    return is_busy and not thread.name.startswith("tfnb")
+
+
+def _has_user_tasks(frames: Sequence[FrameType]) -> bool:
+    """Whether a thread runs an event loop in which a user's coroutine is not over."""
+    loops = (frame.f_locals.get("self") for frame in frames if frame.f_code is _LOOP)
+    tasks = (task for loop in loops if loop is not None for task in asyncio.all_tasks(loop))
+    return any(_is_user_file(code.co_filename) for task in tasks for code in _awaited(task.get_coro()))
+
+
+def _awaited(item: Any) -> Iterator[CodeType]:
+    """The code of a coroutine, and of what it awaits."""
+    while inspect.iscoroutine(item):
+        yield item.cr_code
+        item = item.cr_await
 
 
 def _is_user_file(name: str) -> bool:
