@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._decomp import decomposition_table
 
 from tfnb.gradients.table import Cotangents, Forward, composite, nograd, rule
 from tfnb.kernels import nets
@@ -150,6 +151,15 @@ def _net(n: Forward, dys: Cotangents) -> Any:
 
 
 rule(*nets.NETS)(_net)
+
+
+@composite(torch.ops.aten.lstm.input)
+def _(*args: Any) -> Any:
+    """A net with projections, by torch's steps; 2.11 leaves an axis of one in the states that it ends with."""
+    y, *ends = decomposition_table[torch.ops.aten.lstm.input](*args)
+    return y, *(end.flatten(1, -2) if end.dim() > 3 else end for end in ends)
+
+
 composite(tfnb.recurrent_net.default)(nets.plain)
 composite(tfnb.recurrent_net_backward.default)(nets.plain_backward)
 nograd(tfnb.recurrent_net.default)  # feeds recurrent_net_backward alone, whose parts start from the net's arguments
