@@ -17,11 +17,11 @@ aten = torch.ops.aten
 _FLASH = 1  # torch.nn.attention.SDPBackend.FLASH_ATTENTION
 
 
-def _is_fused(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> bool:
+def _is_fused(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> bool:
     return q.is_cpu and aten._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=scale) == _FLASH
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
     """softmax(q k' * scale) v, and the rows' log-sum-exp."""
     if _is_fused(q, k, v, causal, scale):
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
@@ -30,7 +30,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tu
 
 
 def attention_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The cotangents of q, k and v."""
     if _is_fused(q, k, v, causal, scale):
@@ -42,9 +42,10 @@ def attention_backward(
 
 
 def plain_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same in ordinary ops: s = q k' * scale, p = softmax(s), y = p v, ds = p * (dp - sum(dp * p))."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     scores = (q * scale) @ k.mT
     if causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
@@ -66,13 +67,13 @@ def _split_into_heads(t: Tensor) -> Tensor:
     return t.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _fake(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
     lse = q.new_empty(_rows_first(q), dtype=_wide(q)).transpose(1, 2)
     return aten.scaled_dot_product_attention(q, k, v), lse
 
 
 def _fake_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (t.new_empty([t.shape[0], t.shape[2], t.shape[1], t.shape[3]]).transpose(1, 2) for t in (q, k, v))
     return dq, dk, dv
@@ -80,10 +81,10 @@ def _fake_backward(
 
 _ARGUMENTS = "Tensor q, Tensor k, Tensor v"
 for _name, _schema, _function, _shape in (
-    ("attention", f"({_ARGUMENTS}, bool causal, float scale) -> (Tensor out, Tensor lse)", attention, _fake),
+    ("attention", f"({_ARGUMENTS}, bool causal, float? scale) -> (Tensor out, Tensor lse)", attention, _fake),
     (
         "attention_backward",
-        f"(Tensor dy, {_ARGUMENTS}, Tensor out, Tensor lse, bool causal, float scale) -> (Tensor, Tensor, Tensor)",
+        f"(Tensor dy, {_ARGUMENTS}, Tensor out, Tensor lse, bool causal, float? scale) -> (Tensor, Tensor, Tensor)",
         attention_backward,
         _fake_backward,
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -88,3 +89,34 @@ def test_second_order(causal: bool) -> None:
 
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # torch's fused kernel has no second order
         compare(function, parts(torch.float64, "plain"))
+
+
+@pytest.mark.parametrize("kind", ["plain", "causal", "masked", "scaled"])
+def test_heads_of_another_width_are_scaled_by_theirs(kind: str) -> None:
+    """First and second derivatives where the width of a head varies from run to run, too."""
+
+    def attend(function: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        options = {"causal": {"is_causal": True}, "masked": {"attn_mask": q @ k.mT}, "scaled": {"scale": 0.3}}
+        return function(q, k, v, **options.get(kind, {}))
+
+    def by_hand(q: Any, k: Any, v: Any, attn_mask: Any = 0.0, is_causal: bool = False, scale: Any = None) -> Any:
+        scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale) + attn_mask
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        return (scores.masked_fill(later, -torch.inf) if is_causal else scores).softmax(-1) @ v
+
+    def fed(width: int) -> list[torch.Tensor]:
+        return [torch.randn(2, 3, 5, width, dtype=torch.float64) for _ in range(3)]
+
+    with tfnb.record():
+        x = [tfnb.placeholder(t, shape=("B", 3, "L", "D")) for t in fed(8)]
+        y = attend(F.scaled_dot_product_attention, *x)
+        first = tfnb.gradients(y.square().sum(), x)
+        second = tfnb.gradients(first[0].sin().sum(), x)
+    for width in (8, 4, 16):
+        values = fed(width)
+        got = tfnb.run([y, *first, *second], dict(zip(x, values, strict=True)))
+        leaves = [t.requires_grad_() for t in values]
+        expected = attend(by_hand, *leaves)
+        grads = torch.autograd.grad(expected.square().sum(), leaves, create_graph=True)
+        more = torch.autograd.grad(grads[0].sin().sum(), leaves)
+        torch.testing.assert_close(got, [expected, *grads, *more], rtol=1e-9, atol=1e-9)

@@ -17,8 +17,10 @@ from tfnb.kernels.attention import plain_backward
 aten = torch.ops.aten
 
 
-def _scale(q: torch.Tensor, scale: float | None) -> float:
-    return 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+def _scale(q: torch.Tensor, scale: float | None) -> float | torch.SymFloat:
+    size = q.shape[-1]
+    root = math.sqrt(size) if isinstance(size, int) else size**0.5
+    return 1 / root if scale is None else scale
 
 
 def _weights(scores: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> torch.Tensor:
@@ -40,6 +42,8 @@ def _(n: Forward, dy: Any) -> Any:
         return NotImplemented
     scale = _scale(q, n["scale"])
     if mask is None and len(lead) == 2:
+        if not isinstance(q.shape[-1], int):
+            scale = n["scale"]  # None: that of the run's size
         out, lse = torch.ops.tfnb.attention(q, k, v, n["is_causal"], scale)
         return torch.ops.tfnb.attention_backward(dy, q, k, v, out, lse, n["is_causal"], scale)
 
@@ -74,7 +78,7 @@ def _(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float 
 
 
 @composite(torch.ops.tfnb.attention_backward.default)
-def _(dy: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, causal: bool, scale: float) -> Any:
+def _(dy: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, causal: bool, scale: float | None) -> Any:
     return plain_backward(dy, q, k, v, causal, scale)
 
 
