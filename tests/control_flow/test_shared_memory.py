@@ -182,3 +182,54 @@ return a, b
 """
     _, refused = compared(body, FED[0], [*FED, -FED[3]], (BranchChanged,), state=SimpleNamespace(kind=None))
     assert refused == 1
+
+
+KEPT = r"""
+# a name that a turn gives what another name holds as well
+u, v = x.sum(0), x[0] * 1
+for row in x:
+    u = row * 2
+    if row.sum() > 1:
+        v = u
+u += 1
+v *= 3
+return u, v
+
+# two names of what a third one held
+u, v, w = x.sum(0), x[0] * 1, x.mean(0)
+for row in x:
+    if row.sum() > 1:
+        v = u
+    if row.sum() < 1:
+        w = u
+u = u * 1
+v *= 2
+w += 1
+return u, v, w
+"""
+
+
+@pytest.mark.parametrize(("name", "body"), blocks(KEPT), ids=[name for name, _ in blocks(KEPT)])
+def test_what_nobody_names_any_more_still_tells_who_shares_memory(name: str, body: str) -> None:
+    before, _, after = body.rpartition("return")
+    first = next(line for line in before.splitlines() if "+=" in line or "*=" in line)
+    text = before.replace(first, f"import gc\ngc.collect()\n{first}") + "return" + after
+    with pytest.raises(Unsupported, match=r"shares memory.*that was written"):
+        compared(text, FED[0], FED)
+
+
+def test_names_that_change_places_in_a_loop_are_not_the_same_below_it() -> None:
+    body = """
+u, v, w = x.sum(0), x[0] * 1, x.mean(0)
+prev, cur = u * 1, v * 1
+for row in x:
+    u, v, w = v, w, u
+    prev, cur = cur, cur + row
+u += 1
+v *= 2
+prev -= 1
+cur *= 3
+return u, v, w, prev, cur
+"""
+    _, refused = compared(body, FED[0], FED)
+    assert refused == 0

@@ -34,15 +34,23 @@ Test = Callable[[], torch.Tensor]
 class Link:
     """Another tensor with the same memory in some runs.
 
-    chain: the views by which the one looks at the other. is_seen: whether the other one looks at this one. test: a
-    truth value, the same for all links that ask for it, and the outcome where it is so; None where nobody can say.
+    other: it keeps what it looks at, over which others may share that memory, and not what looks at it. chain: the
+    views by which the one looks at the other. is_seen: whether the other one looks at this one. test: a
+    truth value, the same for all links that ask for it, and the outcome without which it is not so; None where nobody
+    can say. is_sure: whether it is so wherever the test has this outcome.
     """
 
-    other: weakref.ref[Base]
+    other: Callable[[], Base | None]
     chain: tuple[View, ...]
     is_seen: bool
     test: Test | None
     outcome: bool
+    is_sure: bool = True
+
+    @property
+    def is_known(self) -> bool:
+        """Whether somebody can say where it is so."""
+        return self.test is not None and self.is_sure
 
     def where(self) -> torch.Tensor:
         """One truth value: whether it is so."""
@@ -58,22 +66,24 @@ class Link:
 
 
 def share(
-    rec: Recorder, result: Tensor, base: Base, chain: tuple[View, ...], test: Test | None, outcome: bool = True
-) -> None:
-    """``result`` looks at ``base`` by the chain in the runs where the test has this outcome."""
-    _link(rec, result._family, base, chain, test, outcome)
+    rec: Recorder, result: Tensor, base: Base, chain: tuple[View, ...], test: Test | None, outcome: bool = True, *,
+    is_sure: bool = True,
+) -> None:  # fmt: skip
+    """``result`` looks at ``base`` by the chain where the test has this outcome, or else in some of those runs."""
+    _link(rec, result._family, base, chain, test, outcome, is_sure)
 
 
 def _link(
-    rec: Recorder, mine: Base, base: Base, chain: tuple[View, ...], test: Test | None, outcome: bool = True
-) -> None:
+    rec: Recorder, mine: Base, base: Base, chain: tuple[View, ...], test: Test | None, outcome: bool = True,
+    is_sure: bool = True,
+) -> None:  # fmt: skip
     if mine is base:
         return
-    if not all(_is_known(rec, leaf) for view in chain for leaf in leaves(view.attrs)):
-        test = None  # by a place that only the branch or loop knows
+    # not by a place that only the branch or loop knows
+    is_sure = is_sure and all(_is_known(rec, leaf) for view in chain for leaf in leaves(view.attrs))
     rec.changes(mine, base)
-    mine.links = (*_living(mine), Link(weakref.ref(base), chain, False, test, outcome))
-    base.links = (*_living(base), Link(weakref.ref(mine), chain, True, test, outcome))
+    mine.links = (*_living(mine), Link(lambda: base, chain, False, test, outcome, is_sure))
+    base.links = (*_living(base), Link(weakref.ref(mine), chain, True, test, outcome, is_sure))
 
 
 def overlap(rec: Recorder, tensor: Tensor) -> None:
@@ -86,12 +96,11 @@ def copy_of(rec: Recorder, tensor: torch.Tensor) -> Tensor:
     """A node of its own, for what is below a guard, with the memory of the tensor."""
     handle = rec.handle(tensor)
     found = rec.handle(tensor.clone())
-    share(rec, found, handle._family, handle._chain, functools.partial(_always, handle))
+    share(rec, found, handle._family, handle._chain, _always)
     return found
 
 
-def _always(kept: Tensor) -> torch.Tensor:
-    """That it is so in every run; ``kept``, over which others may share the memory, lives as long as the link."""
+def _always() -> torch.Tensor:
     return torch.ones((), dtype=torch.bool)
 
 
@@ -120,7 +129,7 @@ class Way:
     def over(self, link: Link) -> Way:
         """The way that goes on over this link."""
         links = (*self.links, link)
-        is_known = self.is_known and link.test is not None
+        is_known = self.is_known and link.is_known
         if not (self.is_seen and self.chain) and not (link.is_seen and link.chain):
             return Way(links, (*link.chain, *self.chain), False, is_known)
         if not (self.chain and not self.is_seen) and not (link.chain and not link.is_seen):
@@ -179,11 +188,11 @@ def _pass_on(
             continue
         if test is not None and asked.get(test, link.outcome) is not link.outcome:
             continue
-        here, more = where, asked
-        if test is None or one.entry.lost:
+        here, more = where, asked if test is None else {**asked, test: link.outcome}
+        if not link.is_known or one.entry.lost:
             _lose(rec, other)
         else:
-            here, more = link.where() if where is None else where & link.where(), {**asked, test: link.outcome}
+            here = link.where() if where is None else where & link.where()
             become(rec, other, link.after(rec, rec._wrap(one.entry), rec._wrap(other.entry), here))
             if other.overlaps:
                 _lose(rec, other)

@@ -387,7 +387,7 @@ def captures(
             binder = _binder(recorder, symbol)
             found[binder if sized is None else sized(binder, symbol)] = None
     given = [_bound(node for node in region.nodes if node.op == "tfnb.placeholder") for region in regions]
-    while missing := _untold(recorder, found) - set.intersection(*given):
+    while missing := _untold(recorder, found) - given[0].intersection(*given[1:]):
         for symbol in sorted(missing):
             binder = _binder(recorder, symbol)
             found[binder if sized is None else sized(binder, symbol)] = None

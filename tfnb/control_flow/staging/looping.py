@@ -41,7 +41,7 @@ from tfnb.control_flow.structure import SIZES, sample_truth, spec_of, truth
 from tfnb.errors import InvalidArgument, TfnbError
 from tfnb.graph import Spec, Variable
 from tfnb.recording import Recorder, Tensor
-from tfnb.recording.aliases import linked, overlap
+from tfnb.recording.aliases import Test, linked, overlap
 from tfnb.recording.loop import DISAGREE, Loop
 from tfnb.recording.regions import bound_outside, now
 
@@ -165,10 +165,11 @@ class Stage:
         )  # fmt: skip
         result = loop.record(None if test is None else condition, turn)
         carried, turns = result.carried[head:last], result.turns
-        self._finish(carried, result.carried[last:], turns)
 
         def taken() -> torch.Tensor:
             return turns > 0
+
+        self._finish(carried, result.carried[last:], turns, taken)
 
         def share(rows: Any, homes: Sequence[Home | None], is_some: bool) -> None:
             for number, home in enumerate(homes):
@@ -360,11 +361,12 @@ class Stage:
         """What is carried, as it was before the loop."""
         return [leaf for place in self.forms for leaf in tree_flatten(self.first[place])[0]]
 
-    def _finish(self, carried: Sequence[Any], places: Sequence[Tensor], turns: Tensor) -> None:
+    def _finish(self, carried: Sequence[Any], places: Sequence[Tensor], turns: Tensor, taken: Test) -> None:
         values = list(self._values(carried))
         before = self._before()
         made = [place for at in self.places for place in self.memory.places[at]]
-        self.memory.share(self.recorder, carried, before, turns, dict(zip(map(id, made), places, strict=True)))
+        places_by_id = dict(zip(map(id, made), places, strict=True))
+        self.memory.share(self.recorder, carried, before, turns, taken, places_by_id)
         some = sample_truth(self.recorder, turns)
         st = self.st
         for place, old in enumerate(self.before):

@@ -6,7 +6,7 @@ written after the loop is passed on to all, see `tfnb.recording.aliases`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from tfnb.control_flow.staging.statement import CannotStage, is_number
 from tfnb.graph.node import leaves
 from tfnb.recording import Recorder, Tensor
-from tfnb.recording.aliases import Way, linked, outer, share, ways
+from tfnb.recording.aliases import Test, Way, linked, outer, share, ways
 from tfnb.recording.tensor import Base
 from tfnb.recording.views import RowOfSome, View, renewed_chain
 
@@ -104,19 +104,15 @@ class Memory:
         )  # fmt: skip
 
     def share(
-        self, recorder: Recorder, carried: Sequence[Tensor], before: Sequence[Any], turns: Tensor,
+        self, recorder: Recorder, carried: Sequence[Tensor], before: Sequence[Any], turns: Tensor, taken: Test,
         places: Mapping[int, Tensor],
     ) -> None:  # fmt: skip
         """After the loop: say of its values whose memory they are.
 
-        places: those of the last turn, for the tensors of the turn by their id.
+        taken: whether there was a turn at all. places: those of the last one, for the tensors of the turn by their id.
         """
         was = [home_of(recorder, leaf) if isinstance(leaf, torch.Tensor) else None for leaf in before]
         firsts: dict[Base, int] = {}
-
-        def taken() -> torch.Tensor:
-            return turns > 0
-
         for place, (home, result) in enumerate(zip(self.homes, carried, strict=True)):
             if home is None:
                 continue
@@ -126,7 +122,7 @@ class Memory:
                 share(recorder, result, *mine, taken, False)
             for at in kept:
                 if (old := was[at]) is not None:
-                    share(recorder, result, *old, None)
+                    share(recorder, result, *old, taken, is_sure=False)
             if base in self.outer and base not in self.given:  # which has links of its own to others
                 share(recorder, result, base, chain, taken)
                 continue
@@ -134,21 +130,30 @@ class Memory:
                 if each in self.stacks:
                     stack = self.stacks[each]
                     looks = (*stack._chain, RowOfSome.at(-1 if self.whole else turns - 1), *chain)
-                    share(recorder, result, stack._family, looks, taken if each is base else None)
+                    share(recorder, result, stack._family, looks, taken, is_sure=each is base)
                 elif each in self.outer and each not in self.given:
-                    share(recorder, result, each, chain, None)
+                    share(recorder, result, each, chain, taken, is_sure=False)
             if base in self.given:
                 continue
+            self._share_with_others(recorder, carried, place, taken)
             if base not in firsts:
                 firsts[base] = place
                 continue
             first = carried[firsts[base]]
             is_whole = not self.homes[firsts[base]][1]  # type: ignore[index]
-            share(recorder, result, first._family, chain, taken if is_whole else None)
+            share(recorder, result, first._family, chain, taken, is_sure=is_whole)
+
+    def _share_with_others(self, recorder: Recorder, carried: Sequence[Tensor], place: int, taken: Test) -> None:
+        """A name that holds what a branch of the turn gave, and those that may hold what that branch gave as well."""
+        home = self.homes[place]
+        for at, more in enumerate(self.families[:place]):
+            other = self.homes[at]
+            if home is not None and other is not None and home[0] is not other[0] and home[0] in more:
+                share(recorder, carried[place], carried[at]._family, (), taken, is_sure=False)
 
     def share_rows(
         self, recorder: Recorder, rows: Tensor, home: Home, number: int | None, many: int, carried: Sequence[Tensor],
-        before: Sequence[Any], taken: Callable[[], torch.Tensor],
+        before: Sequence[Any], taken: Test,
     ) -> None:  # fmt: skip
         """After the loop, of rows that its turns gave, each of which looked at ``home``: say whose memory they are.
 
@@ -165,7 +170,7 @@ class Memory:
             if number is not None and not chain and self.homes[place] == home:
                 share(recorder, carried[place], rows._family, last, taken)
             else:
-                share(recorder, carried[place], rows._family, (), None)
+                share(recorder, carried[place], rows._family, (), taken, is_sure=False)
         for each in families:
             if each in self.given:
                 first = before[self.given[each]]
@@ -173,13 +178,13 @@ class Memory:
                 if mine is not None and is_one and each is base and not mine[1]:
                     share(recorder, recorder.handle(first), rows._family, (RowOfSome.at(0),), taken)
                 elif mine is not None:
-                    share(recorder, rows, *mine, None)
+                    share(recorder, rows, *mine, taken, is_sure=False)
             elif each in self.stacks:
                 stack = self.stacks[each]
-                share(recorder, rows, stack._family, stack._chain, taken if is_one and self.whole else None)
+                share(recorder, rows, stack._family, stack._chain, taken, is_sure=is_one and self.whole)
             elif each in self.outer:
-                share(recorder, rows, each, (), None)
+                share(recorder, rows, each, (), taken, is_sure=False)
         for other, is_all, more in self.stacked:
             if not families.isdisjoint(linked(other[0])):
-                share(recorder, rows, more._family, (), taken if is_one and is_all and other == home else None)
+                share(recorder, rows, more._family, (), taken, is_sure=is_one and is_all and other == home)
         self.stacked.append((home, is_one, rows))
