@@ -6,6 +6,7 @@ dtype changes must be lossless; every symbol gets one size; guards of the record
 from __future__ import annotations
 
 import difflib
+import itertools
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,35 +21,34 @@ from tfnb.graph import Dim, Graph, Guard, Node, Spec, Value, current
 from tfnb.graph.spec import dtype_name
 from tfnb.recording.report import user_level
 
+Shapes = tuple[torch.Size, ...]
+Fed = tuple[list[torch.Tensor], Shapes]
+MOST_FITTING = 64  # shapes of a signature that are known to fit
+
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """What one feed key takes: the spec, taken apart for a quick look at each feed."""
+    """What one feed key takes. dtype: of CPU tensors that can be taken as they are; None where none can."""
 
     name: str
     spec: Spec
     count: int  # how many values it stands for
     source: Any
-    static: tuple[int | None, ...]  # sizes that are numbers
-    symbols: tuple[tuple[int, str], ...]  # (axis, symbol) of the others
-    plain: bool  # no size is an expression
+    dtype: torch.dtype | None
 
     @classmethod
     def of(cls, name: str, spec: Spec, count: int, source: Any) -> _Row:
-        symbols = tuple((i, d.expr) for i, d in enumerate(spec.shape) if isinstance(d, Dim) and d.is_symbol)
-        static = tuple(d if isinstance(d, int) else None for d in spec.shape)
-        plain = all(isinstance(d, int) or d.is_symbol for d in spec.shape)
-        return cls(name, spec, count, source, static, symbols, plain)
+        ready = spec.device == "cpu" and not spec.dtype.is_complex  # a complex one may be conjugate in name only
+        return cls(name, spec, count, source, spec.dtype if ready else None)
 
-    def fits(self, tensor: torch.Tensor, symbols: dict[str, int]) -> bool:
-        """Whether the shape fits; binds the symbols."""
-        shape = tensor.shape
-        if not self.plain or len(shape) != len(self.static):
-            return False
-        for axis, symbol in self.symbols:
-            if symbols.setdefault(symbol, shape[axis]) != shape[axis]:
-                return False
-        return all([want is None or want == size for want, size in zip(self.static, shape, strict=True)])
+    def tensor(self, value: Any) -> torch.Tensor:
+        """The value as a tensor that may still have a shape that does not fit."""
+        if (
+            type(value) is torch.Tensor and value.dtype is self.dtype and value.is_cpu
+            and value.is_contiguous() and not value.requires_grad
+        ):  # fmt: skip
+            return value
+        return converted(value, self.spec, self.name, self.source)
 
 
 class Feeder:
@@ -69,6 +69,8 @@ class Feeder:
             spec = node.outputs[targets[0].index]
             self._rows.append(_Row.of(f"{node.name}{index}", spec, len(targets), node.source))
         self.values = tuple(values)
+        self._repeats = len(values) != len(self._rows)
+        self._fitting: set[Shapes] = set()
         shown = {s for row in self._rows for s in row.spec.symbols}
         self._guards = tuple(g for g in graph.guards if set(g.symbols) <= shown)
 
@@ -76,19 +78,33 @@ class Feeder:
         """Check only the guards that a run of these nodes relies on."""
         nodes = tuple(nodes)
         self._guards = tuple(guard for guard in self._guards if guard.concerns(nodes))
+        self._fitting.clear()
 
-    def tensors(self, given: Iterable[Any]) -> list[torch.Tensor]:
-        """One tensor for each of ``values``; raises FeedError or ShapeError."""
+    def fed(self, given: Iterable[Any]) -> Fed:
+        """One tensor for each of ``values``, and their shapes; raises FeedError or ShapeError.
+
+        What sizes fit together is looked at once for each choice of shapes.
+        """
+        __tracebackhide__ = True
+        tensors = [row.tensor(value) for row, value in zip(self._rows, given, strict=True)]
+        if self._repeats:
+            tensors = [tensor for row, tensor in zip(self._rows, tensors, strict=True) for _ in range(row.count)]
+        shapes = tuple([tensor.shape for tensor in tensors])
+        if shapes not in self._fitting:
+            self._ensure_fit(shapes)
+        return tensors, shapes
+
+    def _ensure_fit(self, shapes: Shapes) -> None:
         __tracebackhide__ = True
         symbols: dict[str, int] = {}
-        tensors: list[torch.Tensor] = []
-        for row, value in zip(self._rows, given, strict=True):
-            tensors.append(tensor := _taken(row, value, symbols))
-            if row.count > 1:
-                tensors.extend([tensor] * (row.count - 1))
-        if self._guards:
-            self._check_guards(self._guards, symbols)
-        return tensors
+        places = itertools.accumulate([row.count for row in self._rows], initial=0)
+        fed = [(shapes[place], row) for row, place in zip(self._rows, places, strict=False)]
+        for shape, row in fed * 2:  # a size may be an expression of one that a later feed shows
+            _fit(shape, row, symbols)
+        self._check_guards(self._guards, symbols)
+        if len(self._fitting) == MOST_FITTING:
+            self._fitting.clear()
+        self._fitting.add(shapes)
 
     @property
     def names(self) -> list[str]:
@@ -101,7 +117,8 @@ class Feeder:
         ``symbols`` holds the sizes that earlier feeds showed, and gets those of this one.
         """
         row = self._rows[place]
-        tensor = _taken(row, value, symbols)
+        tensor = row.tensor(value)
+        _fit(tensor.shape, row, symbols)
         self._check_guards(tuple(g for g in self._guards if set(g.symbols) <= symbols.keys()), symbols)
         first = sum(row.count for row in self._rows[:place])
         return dict.fromkeys(range(first, first + row.count), tensor)
@@ -121,13 +138,6 @@ class Feeder:
         """`` (axis 0 of x)``: the feeds that show a symbol."""
         found = [f"axis {axis} of {row.name}" for row in self._rows for axis, shown in row.symbols if shown == symbol]
         return f" ({', '.join(found)})" if found else ""
-
-
-def _taken(row: _Row, value: Any, symbols: dict[str, int]) -> torch.Tensor:
-    tensor = converted(value, row.spec, row.name, row.source)
-    if not row.fits(tensor, symbols):
-        _fit(tensor, row.spec, row.name, row.source, symbols)
-    return tensor
 
 
 def converted(value: Any, spec: Spec, name: str, source: Any) -> torch.Tensor:
@@ -182,25 +192,23 @@ def _from_python(value: Any, spec: Spec, name: str) -> torch.Tensor:
     return tensor
 
 
-def _fit(tensor: torch.Tensor, spec: Spec, name: str, source: Any, symbols: dict[str, int]) -> None:
+def _fit(given: torch.Size, row: _Row, symbols: dict[str, int]) -> None:
     """Bind the symbols of a shape, or say where it does not fit."""
-    given = tuple(tensor.shape)
+    spec, why = row.spec, ""
     if len(given) == len(spec.shape):
         for size, wanted in zip(given, spec.shape, strict=True):
             symbol = wanted.expr if isinstance(wanted, Dim) and wanted.is_symbol else None
             if symbol is not None and symbols.setdefault(symbol, size) != size:
-                raise ShapeError(
-                    f"Cannot feed value of shape {given} for Tensor {name}, which has shape {_shape(spec)}: "
-                    f"{symbol} is {symbols[symbol]} in another feed{_at(source)}", node=name,
-                )  # fmt: skip
+                why = why or f": {symbol} is {symbols[symbol]} in another feed"
         try:
             if given == spec.sizes(symbols):
                 return
         except ShapeError:  # an expression over a symbol that no feed shows: nothing to compare with
             return
     raise ShapeError(
-        f"Cannot feed value of shape {given} for Tensor {name}, which has shape {_shape(spec)}{_at(source)}", node=name
-    )
+        f"Cannot feed value of shape {tuple(given)} for Tensor {row.name}, which has shape {_shape(spec)}{why}"
+        f"{_at(row.source)}", node=row.name,
+    )  # fmt: skip
 
 
 def _holds(guard: Guard, symbols: dict[str, int]) -> bool:

@@ -28,7 +28,7 @@ from tfnb.execution.dataflow import EXECUTORS, Dataflow, lowered
 from tfnb.execution.explain import check_timeout, deadline, explained
 from tfnb.execution.planned import Planned
 from tfnb.execution.running import Running
-from tfnb.feeding import Feeder
+from tfnb.feeding import Fed, Feeder, Shapes
 from tfnb.gradients import IndexedSlices
 from tfnb.graph import Graph, Node, Value, Variable
 from tfnb.graph.collector import uncollected
@@ -58,11 +58,11 @@ class _Prepared:
     clocked: Clocked | None = None  # made for the first run that asks for it
     budget: Budget | None = None
 
-    def code(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, Callable[..., Any]]:
-        """The program for these feeds, and what computes it."""
+    def code(self, shapes: Shapes) -> tuple[Any, Callable[..., Any]]:
+        """The program for feeds of these shapes, and what computes it."""
         if self.budget is None:
-            return self.program, self.tiers.forward(tensors)
-        plan = self.budget.planned(tensors)
+            return self.program, self.tiers.forward(shapes)
+        plan = self.budget.planned(shapes)
         return plan.program, plan.forward
 
     def after(self, cut: Cut | None = None) -> list[torch.Tensor]:
@@ -156,12 +156,12 @@ class Session:
         if IndexedSlices in map(type, feeds):
             feeds = spread(feeds.items())
         prepared = self._prepare(fetches, tuple(feeds))
-        tensors = prepared.feeder.tensors(feeds.values())
+        fed = prepared.feeder.fed(feeds.values())
         cut = None if isolation is None else self._cut(prepared, isolation)
         if trace:
-            results = self._traced(prepared, tensors, timeout, trace, cut)
+            results = self._traced(prepared, fed, timeout, trace, cut)
         else:
-            results = self._execute(prepared, tensors, timeout, cut)
+            results = self._execute(prepared, fed, timeout, cut)
         if prepared.trailing:
             results += prepared.after(cut)
         return prepared.rebuild(results)
@@ -183,7 +183,7 @@ class Session:
                 prepared = self._prepare(fetches, feeds)
             if len(values) != len(feeds):
                 raise InvalidArgument(f"this callable takes {len(feeds)} values, got {len(values)}")
-            results = self._execute(prepared, prepared.feeder.tensors(values), None)
+            results = self._execute(prepared, prepared.feeder.fed(values), None)
             if prepared.trailing:
                 results += prepared.after()
             return prepared.rebuild(results)
@@ -261,7 +261,7 @@ class Session:
         program = prepared.program
         for variable in program.variables:
             variable.send()
-        fed = ((prepared.feeder.tensors(values), next(self._runs)) for values in rows)
+        fed = ((prepared.feeder.fed(values)[0], next(self._runs)) for values in rows)
         with closing(cluster.train(program, cluster.batches(program, fed), mode=mode, timeout=timeout)) as steps:
             for _, results in steps:
                 self._ensure_open()
@@ -275,19 +275,18 @@ class Session:
             raise Unimplemented("isolation='snapshot' is of steps that run here: close the cluster")
         return WRITERS.cut((*prepared.program.variables, *prepared.trailing))
 
-    def _execute(
-        self, prepared: _Prepared, tensors: list[torch.Tensor], timeout: float | None, cut: Cut | None = None
-    ) -> list[Any]:
+    def _execute(self, prepared: _Prepared, fed: Fed, timeout: float | None, cut: Cut | None = None) -> list[Any]:
         __tracebackhide__ = True
+        tensors, shapes = fed
         if self.cluster is not None:
             return self._stoppable(prepared.program, None, self._on_cluster, prepared.program, tensors, timeout)
-        program, forward = prepared.code(tensors)
+        program, forward = prepared.code(shapes)
         results, pending = self._stoppable(program, timeout, self._compute, program, tensors, forward, cut)
         program.commit(pending)
         return results
 
     def _traced(
-        self, prepared: _Prepared, tensors: list[torch.Tensor], timeout: float | None, how: bool | str, cut: Cut | None
+        self, prepared: _Prepared, fed: Fed, timeout: float | None, how: bool | str, cut: Cut | None
     ) -> list[Any]:
         """`_execute` with clocks."""
         __tracebackhide__ = True
@@ -295,7 +294,8 @@ class Session:
             raise Unimplemented("a traced run runs here only: close the cluster, or run without trace=True")
         if how not in (True, "parts", "kernels"):
             raise InvalidArgument(f"trace is True, 'parts' or 'kernels', not {how!r}")
-        program, _ = prepared.code(tensors)
+        tensors, shapes = fed
+        program, _ = prepared.code(shapes)
         if isinstance(program, Dataflow):
             raise Unimplemented("a traced run is generated code, without queues: run without trace=True")
         if how == "parts":

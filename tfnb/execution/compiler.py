@@ -77,6 +77,8 @@ def _as_a_whole(program: Program, args: Sequence[Any]) -> Forward:
     draws = any(node.op == "placeholder" and node.name == "run" for node in graph.nodes)
     examples = (*args[:-1], torch.tensor(args[-1], device="cpu")) if draws else tuple(args[:-1])
     kernel = _kernel(fx.GraphModule(program.module, graph), examples)
+    if not draws and slots == [(True, place) for place in range(len(slots))]:
+        return lambda *given: tuple(kernel([*given[:-1]]))
 
     def forward(*given: Any) -> tuple[Any, ...]:
         outs = kernel([*given[:-1], torch.tensor(given[-1], device="cpu")] if draws else [*given[:-1]])

@@ -67,13 +67,12 @@ class Budget:
         self._tier = Tier()
         self._lock = threading.Lock()
 
-    def planned(self, feeds: Sequence[torch.Tensor]) -> Planned:
-        """The program for these feeds; raises ResourceExhausted with the smallest budget that is feasible."""
-        key = tuple([feed.shape for feed in feeds])
-        found = self._found.get(key)
+    def planned(self, shapes: Sizes) -> Planned:
+        """The program for feeds of these shapes; raises ResourceExhausted with the smallest budget that is feasible."""
+        found = self._found.get(shapes)
         if found is None:
             with self._lock:
-                found = self._found[key] = self._planned(key)
+                found = self._found[shapes] = self._planned(shapes)
         return found
 
     def plans(self) -> Iterator[tuple[str, Planned]]:

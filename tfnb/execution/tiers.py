@@ -64,15 +64,14 @@ class Tiers:
         self._sizes: dict[tuple[torch.Size, ...], Sizes] = {}
         self._captures = None if mode == "off" else Captures.of(program)
 
-    def forward(self, feeds: Sequence[torch.Tensor]) -> Forward:
-        """What computes the step for these feeds."""
+    def forward(self, shapes: tuple[torch.Size, ...]) -> Forward:
+        """What computes the step for feeds of these shapes."""
         if self.mode == "off":
             return self._generated
-        key = tuple([feed.shape for feed in feeds])
-        found = self._sizes.get(key)
+        found = self._sizes.get(shapes)
         if found is None:
             mode = self.mode if len(self._sizes) < MOST else "off"
-            found = self._sizes[key] = Sizes(self.program, mode, self._captures)
+            found = self._sizes[shapes] = Sizes(self.program, mode, self._captures)
         return found.forward
 
     def status(self) -> list[str]:
