@@ -191,6 +191,20 @@ def test_results_are_not_the_variables_memory() -> None:
     assert layer.weight.abs().sum() > 0
 
 
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("executor", ["auto", "dataflow"])
+def test_what_is_fed_may_be_memory_that_the_step_writes(executor: str, view: bool) -> None:
+    online = torch.nn.Parameter(torch.ones(2, 3))
+    target = tfnb.Variable(torch.zeros(3, 2) if view else torch.ones(2, 3))
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.zeros(2, 3), shape=(2, 3))
+        step = tfnb.train.SGD(0.5).minimize(online.sum())
+        copied = target.assign(x.mT if view else x)
+    tfnb.Session(graph, executor=executor).run([step, copied], {x: online})
+    assert torch.equal(online.detach(), torch.full((2, 3), 0.5))
+    assert torch.equal(target.value(), torch.ones(3, 2) if view else torch.ones(2, 3))
+
+
 def test_feeding_a_variable_is_not_an_assignment() -> None:
     v = tfnb.Variable(torch.ones(2), name="v")
     with tfnb.record():

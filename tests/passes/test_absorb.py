@@ -62,6 +62,14 @@ def test_the_step_holds_no_gradient() -> None:
     assert held(fetches) < weight / 4 < weight < held(gradients)
 
 
+def test_a_factor_that_is_fed_holds_no_memory_of_the_step() -> None:
+    ours, many = _net(torch.float32), WIDE // 3
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.randn(many, WIDE), shape=(many, WIDE))
+        step = tfnb.train.SGD(0.1).minimize(ours(x).square().mean())
+    assert _updates(graph, [step], [x]).count("tfnb.sgd_product.default") == 1  # that of the first layer alone
+
+
 def test_other_updates_make_their_gradient() -> None:
     net, data = _net(torch.float32), torch.randn(8, WIDE)
     weight = net[2].weight

@@ -16,8 +16,10 @@ from tfnb.execution.commit import Pending, Update, commit
 from tfnb.execution.fused import IN_PLACE
 from tfnb.execution.stale import Stale
 from tfnb.graph import Graph, Node, Spec, Value, Variable
+from tfnb.graph.ops import overload
 from tfnb.graph.writing import WRITERS, Cut
 from tfnb.kernels.places import outside
+from tfnb.recording.ops import facts
 
 
 @dataclass(slots=True, eq=False)
@@ -48,8 +50,10 @@ class Program:
     specs: Mapping[str, Spec]  # generated name -> what its value is
     forward: Callable[..., tuple[Any, ...]] = field(init=False)
     quick: Any = field(init=False, default=None)  # the same by `tfnb.execution.quick`, where a session runs that
+    late: tuple[int, ...] = field(init=False)  # places of feeds that the commit takes as they are, or as views
 
     def __post_init__(self) -> None:
+        self.late = self._late() if self.writes else ()
         self.module.__dict__.update(self.module.named_buffers())  # constants, found without a call of __getattr__
         self.forward = self.module.forward
 
@@ -71,6 +75,8 @@ class Program:
         copied = WRITERS.cut(self.private) if cut is None and self.private else cut
         if copied is not None:
             seen, read = copied.count, list(map(copied.copies.get, self.variables, storages))
+        if self.late:
+            feeds = self._apart(feeds, storages)
         out = (forward or self.forward)(*feeds, *read, run)  # nothing requires grad: grad mode does not matter
         fetched, rest = list(out[: self.n_fetches]), out[self.n_fetches :]
         if not self.writes:
@@ -92,6 +98,28 @@ class Program:
         if read is not storages:
             values = _stored(updates, values, dict(zip(map(id, read), storages, strict=True)))
         return fetched, Pending(targets, values, updates, seen, self._again(storages, rest[at:], fetched))
+
+    def _late(self) -> tuple[int, ...]:
+        inputs = self.module.graph.find_nodes(op="placeholder")[: len(self.feeds)]
+        returned: Any = self.module.graph.output_node().args[0]
+        found = set()
+        for node in returned[self.n_fetches :]:
+            while isinstance(node, fx.Node) and self._is_view(node):
+                node = node.args[0]
+            found.add(node)
+        return tuple(place for place, node in enumerate(inputs) if node in found)
+
+    def _is_view(self, node: fx.Node) -> bool:
+        owner = self.node_of.get(node.name) if node.op == "call_function" else None
+        return owner is not None and owner.op.startswith("aten.") and facts(overload(owner.op)).is_view
+
+    def _apart(self, feeds: Iterable[torch.Tensor], storages: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """The feeds; those of which the commit would have read what it had written over are copies."""
+        kept, memory = list(feeds), {storage.untyped_storage().data_ptr() for storage in storages}
+        for place in self.late:
+            if kept[place].untyped_storage().data_ptr() in memory:
+                kept[place] = kept[place].clone()
+        return kept
 
     def _again(
         self, storages: Sequence[torch.Tensor], operands: Sequence[torch.Tensor], fetched: list[torch.Tensor | None]

@@ -22,8 +22,9 @@ from tfnb.passes.memory import nominal
 from tfnb.passes.rewrite import with_nodes
 
 LEAST = 1 << 18  # bytes of a gradient that is not made; a smaller one costs no more than another kernel
-SMALLER = 2  # the factors, which are held until the commit, are smaller than it by this factor
+SMALLER = 2  # the factors, which are held until the commit and are no feeds, are smaller than it by this factor
 _DTYPES = (torch.float32, torch.float64)
+_TURNED = ("aten.t.default", "aten.transpose.int", "aten.view.default", "aten.reshape.default")
 
 
 def absorb(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Value] = ()) -> Graph:
@@ -31,10 +32,11 @@ def absorb(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Valu
     if not any(node.op == SGD for node in graph.nodes):
         return graph
     fixed = {*fetches, *feeds}
-    return with_nodes(graph, [_absorbed(node, graph, fixed) if node.op == SGD else node for node in graph.nodes])
+    nodes = [_absorbed(node, graph, fixed, feeds) if node.op == SGD else node for node in graph.nodes]
+    return with_nodes(graph, nodes)
 
 
-def _absorbed(node: Node, graph: Graph, fixed: Collection[Value]) -> Node:
+def _absorbed(node: Node, graph: Graph, fixed: Collection[Value], feeds: Collection[Value]) -> Node:
     grad, spec = node.inputs[1], node.outputs[0]
     product = graph.contents.by_id.get(grad.node)
     if product is None or product.op != "aten.mm.default" or grad in fixed or product.control:
@@ -42,7 +44,7 @@ def _absorbed(node: Node, graph: Graph, fixed: Collection[Value]) -> Node:
     if len(graph.contents.consumers[grad]) != 1 or not _is_plain(node.attrs):
         return node
     is_fit = spec.device == "cpu" and spec.dtype in _DTYPES and is_static(spec.shape)
-    if not is_fit or product.outputs[0] != spec or not _is_worth(product, prod(nominal(spec, {})), graph):
+    if not is_fit or product.outputs[0] != spec or not _is_worth(product, prod(nominal(spec, {})), graph, feeds):
         return node
     w, _, *slots = node.inputs
     left, right = _factors(product)
@@ -63,9 +65,18 @@ def _factors(product: Node) -> tuple[Value, Value]:
     return product.inputs[left.input], product.inputs[right.input]
 
 
-def _is_worth(product: Node, count: int, graph: Graph) -> bool:
-    specs = [graph.contents.by_id[v.node].outputs[v.index] for v in _factors(product) if v.node in graph.contents.by_id]
+def _is_worth(product: Node, count: int, graph: Graph, feeds: Collection[Value]) -> bool:
+    by_id, factors = graph.contents.by_id, _factors(product)
+    specs = [by_id[v.node].outputs[v.index] for v in factors if v.node in by_id]
     if len(specs) < 2 or specs[0].shape[1:] != specs[1].shape[:1]:  # a commit may not find out
         return False
-    held = sum(prod(nominal(spec, {})) for spec in specs)
+    own = [spec for spec, value in zip(specs, factors, strict=True) if _root(value, graph) not in feeds]
+    held = sum(prod(nominal(spec, {})) for spec in own)
     return count * specs[0].dtype.itemsize >= LEAST and SMALLER * held <= count
+
+
+def _root(value: Value, graph: Graph) -> Value:
+    """What a value is a view of: that of a feed holds no memory but the caller's."""
+    while (node := graph.contents.by_id.get(value.node)) is not None and node.op in _TURNED:
+        value = node.inputs[0]
+    return value
