@@ -356,15 +356,6 @@ for row in x:
     h = h * 2
 return torch.stack(a), h
 
-# in one branch after another
-a = []
-for row in x:
-    if row.sum() > 0:
-        a.append(row)
-    if row[0] > 0:
-        a.append(-row)
-return len(a) * x.sum()
-
 # a loop in a loop, from outside of both
 outs = []
 for row in x:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ from tfnb.errors import Unsupported
 from tfnb.recording import Recorder
 from tfnb.recording.aliases import linked
 from tfnb.recording.tensor import Base
+
+_ROOMS = 8  # how often a turn may append to a list where branches do
 
 
 class Growing:
@@ -84,8 +87,8 @@ class Growth:
     lists: list[list[Any]] = field(default_factory=list)
     values: list[list[Any]] = field(default_factory=list)  # of each list: what one turn appends
     known: int = 0  # lists that are marked already
-    chosen: set[int] = field(default_factory=set)  # lists to which a branch of the body appends
-    rooms: dict[int, dict[str, Any]] = field(default_factory=dict)  # of those: what a turn appends, and whether it does
+    chosen: dict[int, int] = field(default_factory=dict)  # lists to which branches append: how often a turn may do so
+    rooms: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # of those: what each appends, and whether
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -94,8 +97,11 @@ class Growth:
         self.values = [[] for _ in self.lists]
         for each in self.lists:
             each.append(Growing())
-        self.rooms = {place: {"is kept": False, "row": UndefinedReturnValue()} for place in self.chosen}
-        status.made += self.rooms.values()  # branches carry what they set there
+        self.rooms = {
+            place: [{"is kept": False, "row": UndefinedReturnValue()} for _ in range(count)]
+            for place, count in self.chosen.items()
+        }
+        status.made += chain(*self.rooms.values())  # branches carry what they set there
         outer, status.growth = status.growth, self
         try:
             yield
@@ -107,28 +113,33 @@ class Growth:
     def add(self, owner: list[Any], value: Any) -> None:
         """One element; a list that is met for the first time is marked when the body is recorded again."""
         place = self._place(owner)
-        if place in self.chosen:
-            raise CannotStage("append() is called in a branch and beside it")
-        self.values[place].append(value)
+        if place not in self.chosen:
+            self.values[place].append(value)
+        elif (room := self._room(place)) is not None:
+            room.update({"is kept": True, "row": value})
 
     def add_in_branch(self, owner: list[Any], value: Any) -> None:
         """The same in a branch of the body: an element in some turns."""
         if any(owner is each for made in status.bodies[self.level :] for each in made):
             raise CannotStage("append() in a list that was made outside of it")
-        place = self._place(owner)
-        if self.values[place]:
-            raise CannotStage("append() is called in a branch and beside it")
-        self.chosen.add(place)
-        if place not in self.rooms:
+        room = self._room(self._place(owner))
+        if room is None:
             return
-        room = self.rooms[place]
-        if room["is kept"] is not False:
-            raise CannotStage("append() is called more than once in branches")
         for key, new in (("is kept", True), ("row", value)):
             slot = Slot(room, key, is_item=True)
             if not slot.is_settled:
                 status.met.append((slot, slot.value))
             slot.value = new
+
+    def _room(self, place: int) -> dict[str, Any] | None:
+        """The first one that nothing was put into on this way; there is one when the body is recorded again."""
+        rooms = self.rooms.get(place, [])
+        found = next((room for room in rooms if room["is kept"] is False), None)
+        if found is None and len(rooms) == _ROOMS:
+            raise CannotStage(f"append() is called more than {_ROOMS} times in a turn, in branches")
+        if found is None:
+            self.chosen[place] = len(rooms) + 1
+        return found
 
     def _place(self, owner: list[Any]) -> int:
         found = next((i for i, each in enumerate(self.lists) if each is owner), None)
@@ -143,7 +154,8 @@ class Growth:
     @property
     def is_new(self) -> bool:
         """Whether the body has to be recorded again, with its lists marked."""
-        return self.known < len(self.lists) or len(self.rooms) < len(self.chosen)
+        few = any(len(self.rooms.get(place, ())) < count for place, count in self.chosen.items())
+        return few or self.known < len(self.lists)
 
     def rows(self, recorder: Recorder, written: Collection[Base], memory: Memory) -> list[torch.Tensor]:
         """What a turn gives for all lists: their elements, leaf by leaf. written: what is of before the turn."""
@@ -152,8 +164,8 @@ class Growth:
         found: list[torch.Tensor] = []
         for place, values in enumerate(self.values):
             if place in self.chosen:
-                values = [self.rooms[place]["row"]]
-            if not values or isinstance(values[0], Undefined):
+                values = [room["row"] for room in self.rooms[place]]
+            if not values or any(isinstance(value, Undefined) for value in values):
                 raise CannotStage("append() is called in some of its turns only")
             flat = [tree_flatten(value) for value in values]
             leaves, form = flat[0]
@@ -173,7 +185,8 @@ class Growth:
                     raise CannotStage("append() is called with elements of several shapes or dtypes")
                 found.append(tensors[0] if len(tensors) == 1 else torch.stack(tuple(tensors)))
             if place in self.chosen:
-                found.append(tensor_of(recorder, self.rooms[place]["is kept"]))
+                kept = [tensor_of(recorder, room["is kept"]) for room in self.rooms[place]]
+                found.append(kept[0] if len(kept) == 1 else torch.stack(tuple(kept)))
         return found
 
     def finish(
@@ -185,11 +198,12 @@ class Growth:
         for at, (owner, (form, numbers, many)) in enumerate(zip(self.lists, self.forms, strict=True)):
             leaves = [next(left) for _ in numbers]
             if at in self.chosen:
-                is_kept = next(left)
-                leaves = [leaf[is_kept] for leaf in leaves]
+                is_kept = next(left).flatten()
+                leaves = [(leaf.flatten(0, 1) if many > 1 else leaf)[is_kept] for leaf in leaves]
             for leaf, homes in zip(leaves, self.homes[at], strict=True):
                 share(leaf, homes, at in self.chosen)
-            leaves = [leaf.flatten(0, 1) for leaf in leaves] if many > 1 else leaves
+            if many > 1 and at not in self.chosen:
+                leaves = [leaf.flatten(0, 1) for leaf in leaves]
             owner.append(Appended(leaves, form, numbers, place))
 
 
