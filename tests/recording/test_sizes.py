@@ -329,3 +329,17 @@ def test_the_gradient_of_a_part_holds_at_every_size(name: str, recorded: int) ->
         fed = torch.randn(rows, 2, dtype=torch.float64, requires_grad=True)
         (want,) = torch.autograd.grad(program(fed).square(), fed)
         torch.testing.assert_close(tfnb.run(slope, {x: fed.detach()}), want)
+
+
+def test_the_product_of_sizes_varies_as_they_do() -> None:
+    torchs = torch.Size.numel
+    with warnings.catch_warnings(), tfnb.record():
+        warnings.simplefilter("error")
+        x = tfnb.placeholder(torch.ones(4, 3, 2), shape=("B", "T", 2))
+        mean, each = x.sum() / x.shape.numel(), x.flatten(1).sum(1) / x.shape[1:].numel()
+        assert torch.Size([2, 3]).numel() == 6 and type(torch.Size([2, 3]).numel()) is int
+    assert torch.Size.numel is torchs and torch.Size([]).numel() == 1
+    for rows, width in ((4, 3), (2, 5), (1, 1)):
+        batch = torch.randn(rows, width, 2)
+        found = tfnb.run([mean, each], {x: batch})
+        torch.testing.assert_close(found, [batch.mean(), batch.flatten(1).mean(1)])

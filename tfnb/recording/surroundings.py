@@ -4,11 +4,14 @@ Caches of autocast and of parametrisations would carry plain casts of parameters
 and recorded ones out of it. TorchScript's optimising executor would fix sizes that vary. What `torch.compile` gave runs
 as the code it was given: a recording sees torch's calls, not what a compiler makes of them. What is read from a file is
 a plain tensor. A size that is looked up in a table says that it cannot be; the one function of torch that broadcasts
-numbers alone (`torch.distributions.kl_divergence` calls it) takes sizes that vary.
+numbers alone (`torch.distributions.kl_divergence` calls it) takes sizes that vary, and so does `torch.Size.numel`.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -31,6 +34,7 @@ def surroundings() -> Iterator[None]:
         stack.enter_context(_plain_files())
         stack.enter_context(_sizes_without_hash())
         stack.enter_context(_broadcast_sizes())
+        stack.enter_context(_multiplied_sizes())
         yield
 
 
@@ -111,7 +115,33 @@ def _broadcast(original: Callable[[Any, Any], torch.Size]) -> Callable[[Any, Any
     return call
 
 
+@contextmanager
+def _symbolic_numel() -> Iterator[None]:
+    """``x.shape.numel()`` is the product of sizes, also where they vary: torch's own method fixes them.
+
+    A class of C takes no attributes, so this one goes into the dict behind them.
+    """
+    (members,) = gc.get_referents(torch.Size.__dict__)
+    original = members["numel"]
+
+    def numel(sizes: torch.Size) -> Any:
+        """Number of elements of a tensor of this shape."""
+        return math.prod(sizes) if any(isinstance(size, torch.SymInt) for size in sizes) else original(sizes)
+
+    try:
+        _put(members, numel)
+        yield
+    finally:
+        _put(members, original)
+
+
+def _put(members: dict[str, Any], numel: Callable[[torch.Size], Any]) -> None:
+    members["numel"] = numel
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(torch.Size))  # whose look-ups are cached
+
+
 _plain_code = Shared(_uncompiled)
 _plain_files = Shared(lambda: swapped((torch._utils, "_rebuild_tensor", _unrecorded(torch._utils._rebuild_tensor))))
 _sizes_without_hash = Shared(lambda: swapped((torch.SymInt, "__hash__", _no_key(torch.SymInt.__hash__))))
 _broadcast_sizes = Shared(lambda: swapped((torch._C, "_infer_size", _broadcast(torch._C._infer_size))))
+_multiplied_sizes = Shared(_symbolic_numel)

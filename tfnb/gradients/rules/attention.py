@@ -40,7 +40,7 @@ def _(n: Forward, dy: Any) -> Any:
     lead = list(q.shape[:-2])
     if n["enable_gqa"] or any(list(t.shape[:-2]) != lead for t in (k, v)) or n["dropout_p"]:
         return NotImplemented
-    scale = _scale(q, n["scale"])
+    scale: Any = _scale(q, n["scale"])
     if mask is None and len(lead) == 2:
         if not isinstance(q.shape[-1], int):
             scale = n["scale"]  # None: that of the run's size
