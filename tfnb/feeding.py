@@ -136,7 +136,8 @@ class Feeder:
 
     def _axes_of(self, symbol: str) -> str:
         """`` (axis 0 of x)``: the feeds that show a symbol."""
-        found = [f"axis {axis} of {row.name}" for row in self._rows for axis, shown in row.symbols if shown == symbol]
+        axes = ((axis, row.name, size) for row in self._rows for axis, size in enumerate(row.spec.shape))
+        found = [f"axis {axis} of {name}" for axis, name, size in axes if isinstance(size, Dim) and size.expr == symbol]
         return f" ({', '.join(found)})" if found else ""
 
 
