@@ -221,3 +221,21 @@ def test_what_a_pass_adds_counts_for_the_node_that_it_is_named_after() -> None:
     recorded = [event for event in session.trace.events if event.node is not None]
     assert any("layout" in node.name for node in session._prepared[next(iter(session._prepared))].program.graph.nodes)
     assert all(event.node.id in g.contents.by_id for event in recorded)
+
+
+def test_nodes_in_a_branch_outside_of_loops_have_bars_inside_of_its_bar(tmp_path) -> None:
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.ones(4))
+        total = tfnb.cond(
+            x.sum() > 0, lambda: tfnb.cond(x[0] > 0, lambda: (x * 3).exp(), lambda: -x), lambda: x.sin()
+        ).sum()
+    session = tfnb.Session(graph)
+    session.run(total, {x: torch.ones(6)}, trace=True)
+    spans = session.trace.spans
+    outer = next(span for span in spans if span.op == "tfnb.cond")
+    inner = [span for span in spans if len(span.path) > 1]
+    assert [span.op for span in inner] == ["aten.select.int", "aten.gt.Tensor", "aten.mul.Tensor", "aten.exp.default"]
+    assert all(outer.start <= span.start <= span.end <= outer.end for span in inner)
+    events = json.loads(session.trace.save(tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["name"] for event in events if event["ph"] == "X"} >= {span.name for span in inner}
+    assert session.trace._repr_html_().count("<rect") > len(spans)

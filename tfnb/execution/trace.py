@@ -13,7 +13,7 @@ from pathlib import Path as File
 from typing import Any, Literal
 
 from tfnb.errors import InvalidArgument
-from tfnb.execution.turns import Amount, Path, Turn, Turns
+from tfnb.execution.turns import Amount, Note, Path, Turn, Turns
 from tfnb.graph import Graph, Node, Value
 from tfnb.graph.files import replace_file
 from tfnb.graph.ops import REGIONS
@@ -87,7 +87,8 @@ class Trace:
 
     ``seconds`` is the wall time of computing and committing, ``began`` its start in nanoseconds of the system's clock.
     ``taken`` has the sides that branches took, by the id of their node, also of branches in loops. ``inside`` has what
-    nodes in loops and branches took, which is part of the events, and ``turns`` single turns of each loop.
+    nodes in loops and branches took, which is part of the events, ``once`` when those ran that are in branches and in no
+    loop, and ``turns`` single turns of each loop.
     With ``trace="kernels"`` ``profile`` is what ``torch.profiler`` wrote, and ``kernels`` are those of accelerators, or
     where there are none torch's calls.
 
@@ -111,6 +112,7 @@ class Trace:
     colours: str = "time"  # or "bytes": what the drawing is coloured by
     taken: Mapping[int, frozenset[bool]] = field(default_factory=dict)
     inside: Mapping[Path, Amount] = field(default_factory=dict)
+    once: Mapping[Path, Note] = field(default_factory=dict)
     turns: tuple[Turns, ...] = ()
     kernels: tuple[Event, ...] = ()
     profile: Mapping[str, Any] = field(default_factory=dict)
@@ -161,17 +163,17 @@ class Trace:
 
     @property
     def spans(self) -> tuple[Event, ...]:
-        """The events, those of nodes in the turns of loops that were kept, and kernels."""
+        """The events, those of nodes in branches and in the turns of loops that were kept, and kernels."""
         around = {event.node.id: event for event in reversed(self.events) if event.node}
+        once = ((None, 1, path, note) for path, note in self.once.items())
+        kept = ((t, loop.depth, *item) for loop in self.turns for t in loop.kept for item in t.notes.items())
         found = list(self.events)
-        for turns in self.turns:
-            depth = turns.depth
-            for turn, path, note in ((t, path, note) for t in turns.kept for path, note in t.notes.items()):
-                amount, event = self.inside.get(path), around.get(path[0])
-                if amount is not None and event is not None and amount.node.op not in REGIONS:
-                    end, where = note.start + note.seconds, (event.device, event.thread)
-                    inner = Event(amount.node, note.start, end, note.bytes, *where, path=path, depth=depth, turn=turn)
-                    found.append(inner)
+        for turn, depth, path, note in (*once, *kept):
+            amount, event = self.inside.get(path), around.get(path[0])
+            if amount is not None and event is not None and amount.node.op not in REGIONS:
+                end, where = note.start + note.seconds, (event.device, event.thread)
+                inner = Event(amount.node, note.start, end, note.bytes, *where, path=path, depth=depth, turn=turn)
+                found.append(inner)
         return (*found, *self.kernels)
 
     def save(self, path: str | File, *, profile: str | File | None = None) -> File:

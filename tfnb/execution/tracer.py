@@ -121,6 +121,6 @@ class Tracer(fx.Interpreter):
         return Trace(
             program.whole, program.fetches, events, tuple(self.memory.points), seconds, self.began,
             taken={node: frozenset(ways) for node, ways in watch.taken.items()},
-            inside=watch.inside, turns=tuple(watch.kept.loops.values()),
+            inside=watch.inside, once=watch.once, turns=tuple(watch.kept.loops.values()),
             kernels=kernels(profile, self.began, events), profile=profile,
         )  # fmt: skip

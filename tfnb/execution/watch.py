@@ -109,6 +109,7 @@ class Watch:
         self.clock, self.memory = clock, memory
         self.taken: dict[int, set[bool]] = {}
         self.inside: dict[Path, Amount] = {}
+        self.once: dict[Path, Note] = {}  # nodes in branches that are in no loop
         self.kept = KeptTurns(NOTES)
         self.last = 0.0  # when somebody looked last
         self._path: Path = ()
@@ -198,6 +199,8 @@ class Watch:
         if self.keeps:
             values = tuple(map(seen, found[:OUTPUTS]))
             self._around[-1].notes[path] = Note(at - seconds, seconds, size, values)
+        elif not self._loops:
+            self.once[path] = Note(at - seconds, seconds, size, ())
 
     def settle(self, at: float) -> None:
         """Somebody has taken the results of the branches that ran."""
