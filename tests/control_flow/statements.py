@@ -364,6 +364,14 @@ k = 1 if x.sum() > 0 else 2.5
 m = True if x.max() > 1 else 0
 return x.sum() * k + m
 
+# any and all of generators
+if any(v.sum() > 2 for v in x.unbind(1)):
+    return x.sum()
+n = 0
+while all(each < 6 for each in (x.sum() + n, n)) and not any(each for each in (n > 4, x.sum() > 9, False)):
+    n += 1
+return x.mean() + n + (2 if all(v.sum() > -1 for v in x.unbind(1)) else any(None for v in x.unbind(1)))
+
 # a string built up
 s = ""
 if x.shape[1] > 2:

@@ -203,6 +203,17 @@ def test_what_does_not_fit_names_the_variable_and_the_line(function: Any, kind: 
         assert word in str(caught.value)
 
 
+def test_a_generator_that_fails_behind_what_settles_it_is_not_asked_there() -> None:
+    def function(x: Any) -> Any:
+        return x * 2 if any(1 / k < x.sum() for k in (1, 2, 0)) else x
+
+    with pytest.warns(UserWarning, match="Python took the True branch"):
+        y, (x,), _ = recorded(function, torch.ones(3))
+    assert tfnb.run(y, {x: torch.ones(2)}).tolist() == [2.0, 2.0]
+    with pytest.raises(BranchChanged):
+        tfnb.run(y, {x: -torch.ones(2)})
+
+
 def test_a_name_of_one_branch_is_checked_by_the_run() -> None:
     def function(x: Any) -> Any:
         if x.sum() > 0:

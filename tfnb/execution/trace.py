@@ -87,8 +87,8 @@ class Trace:
 
     ``seconds`` is the wall time of computing and committing, ``began`` its start in nanoseconds of the system's clock.
     ``taken`` has the sides that branches took, by the id of their node, also of branches in loops. ``inside`` has what
-    nodes in loops and branches took, which is part of the events, ``once`` when those ran that are in branches and in no
-    loop, and ``turns`` single turns of each loop.
+    nodes in loops and branches took, which is part of the events, ``once`` when those ran that are in branches but in
+    no loop, and ``turns`` single turns of each loop.
     With ``trace="kernels"`` ``profile`` is what ``torch.profiler`` wrote, and ``kernels`` are those of accelerators, or
     where there are none torch's calls.
 

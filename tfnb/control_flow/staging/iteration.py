@@ -7,6 +7,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator
+from types import GeneratorType
 from typing import Any
 
 import torch
@@ -232,17 +233,28 @@ def _over(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _joined(function: Callable[..., bool], join: Callable[..., Any]) -> Callable[..., Any]:
-    """``any`` or ``all``: of a list with recorded truth values, each run looks."""
+    """``any`` or ``all``: of a list or generator with recorded truth values, each run looks.
+
+    Python would not ask a generator for more than settles it for the samples; what fails behind that was not asked.
+    """
+    settles = function is any
 
     def joined(found: Any) -> Any:
         found = plain(found)
-        if not isinstance(found, (list, tuple)) or not any(
-            isinstance(each, Tensor) and recorder_for(each) is not None for each in found
-        ):
+        if not isinstance(found, (list, tuple, GeneratorType)):
             return function(found)
-        return functools.reduce(
-            join, [each if isinstance(each, torch.Tensor) else torch.tensor(bool(each)) for each in found]
-        )  # fmt: skip
+        asked: list[Any] = []
+        try:
+            for each in found:
+                if isinstance(each, Tensor) and recorder_for(each) is not None:
+                    asked.append(each if each.dtype == torch.bool else each.bool())
+                elif bool(each) is settles:
+                    return settles
+        except Exception:
+            if function(asked) is not settles:  # with a guard of each
+                raise
+            return settles
+        return functools.reduce(join, asked) if asked else not settles
 
     return joined
 
