@@ -5,7 +5,7 @@ What the names hold before and after is what the branch takes and gives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from traceback import walk_tb
@@ -36,11 +36,13 @@ from tfnb.control_flow.staging.unset import Sometimes, Undefined
 from tfnb.control_flow.structure import SIZES, sample_truth, truth
 from tfnb.errors import TfnbError
 from tfnb.graph import Dim, Spec, Variable
+from tfnb.graph.node import leaves
 from tfnb.recording import Recorder, Tensor
 from tfnb.recording.aliases import copy_of
 from tfnb.recording.calls import Unfinished
 from tfnb.recording.loop import DISAGREE
 from tfnb.recording.regions import axes, record_region
+from tfnb.recording.views import View
 
 _PACKAGE = str(Path(__file__).parents[2])
 
@@ -275,20 +277,31 @@ def _branch(
                     tensors.append(of_dtype(tensor_of(recorder, leaf), dtypes.get((place, leaf_place))))
         made = ways_of_made(recorder, homes.values())
         tensors += [tensor_of(recorder, way.where()) for ways in made.values() for way in ways if way.is_known]
+        chains = [*(chain for _, chain in homes.values()), *(way.chain for ways in made.values() for way in ways)]
+        places = _places(recorder, start, chains)
+        tensors += places
         blank = [place for place in range(wanted) if has_blanks(before[place]) and not has_blanks(values[place])]
         elements = {place: [array.spec for array in arrays(values[place])] for place in blank}
-        found[:] = [values, outputs, elements, homes, made]
+        found[:] = [values, outputs, elements, homes, made, places]
         st.set(before)
         st.all_carried()
         return tensors
 
     region = record_region(recorder, call, [], scope=scope, turns=False, where=where, entered=entered)
     st.set(before)
-    values, outputs, elements, homes, made = found
+    values, outputs, elements, homes, made, places = found
     named = {at: region.outputs[place] for at, place in outputs.items()}
     tests = iter(region.outputs[len(outputs) :])
     tested = {base: [(way, next(tests) if way.is_known else None) for way in ways] for base, ways in made.items()}
-    return After(region, values, named, elements, homes, tested)
+    placed = {id(leaf): (leaf, next(tests)) for leaf in places}
+    return After(region, values, named, elements, homes, tested, placed)
+
+
+def _places(recorder: Recorder, start: int, chains: Iterable[tuple[View, ...]]) -> list[Tensor]:
+    """Tensors made in the branch that say where views look."""
+    own = {node.id for node in recorder.new[start:]}
+    found = [leaf for chain in chains for view in chain for leaf in leaves(view.attrs) if isinstance(leaf, Tensor)]
+    return list({id(leaf): leaf for leaf in found if leaf.shown.value.node in own}.values())
 
 
 def _is_of(own: set[str], recorder: Recorder, leaf: Any) -> bool:

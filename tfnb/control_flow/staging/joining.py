@@ -6,7 +6,7 @@ A name that one branch leaves as it was, or gives a view of something, shares th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -42,7 +42,7 @@ from tfnb.recording.aliases import Way, share, share_by
 from tfnb.recording.loop import DISAGREE
 from tfnb.recording.regions import Region, bound_outside, now
 from tfnb.recording.tensor import Base
-from tfnb.recording.views import View
+from tfnb.recording.views import View, renewed_chain
 
 _LONG = 40  # operations of a size; what has more is a tensor
 
@@ -57,6 +57,7 @@ class After:
     elements: dict[int, list[Spec | None]]  # of names with arrays that did not know theirs before
     homes: dict[tuple[int, int], Home]  # (name, leaf) -> what it looks at, and how
     made: dict[Base, list[tuple[Way, Value | None]]]  # homes made here; ways to others, outputs that say where
+    places: dict[int, tuple[Tensor, Value | None]]  # by id: tensors that say where views look, and outputs
 
 
 class Join:
@@ -70,7 +71,7 @@ class Join:
         self.columns: list[tuple[Value | None, Value | None]] = []
         self.labels: list[str] = []
         self.loose: set[int] = set()  # columns whose axis 0 may be of another size in each branch
-        self.tests: dict[tuple[bool, Value], Callable[[list[Any]], Any]] = {}  # of whether memory is shared
+        self.tests: dict[tuple[bool, Value], Callable[[list[Any]], Any]] = {}  # of whether memory is shared, and where
         self.firsts: dict[tuple[bool, Base], tuple[Tensor, tuple[View, ...]]] = {}  # of what a branch made
 
     @cached_property
@@ -146,13 +147,21 @@ class Join:
             (side, after, *after.homes[place, at]) for side, after in self.sides.items() if (place, at) in after.homes
         ]
         asked = {side: self._tested(side, after.made.get(base, ())) for side, after, base, _ in homes}
+        places = {
+            at: self._tested_by(side, value)
+            for side, after in self.sides.items() for at, (_, value) in after.places.items()
+        }  # fmt: skip
 
         def made(results: list[Any]) -> Any:
+            def placed(chain: tuple[View, ...]) -> tuple[View, ...]:
+                return renewed_chain(chain, lambda leaf: places[id(leaf)](results) if id(leaf) in places else leaf)
+
             found = result(results)
             for side, _, base, chain in homes:
-                self._share(found, base, chain, side)
+                self._share(found, base, placed(chain), side)
                 for way, test in asked[side]:
-                    self._share_by(found, chain, way, side, None if test is None else partial(test, results))
+                    there = replace(way, chain=placed(way.chain))
+                    self._share_by(found, placed(chain), there, side, None if test is None else partial(test, results))
             return found
 
         return made
@@ -162,11 +171,15 @@ class Join:
 
     def _tested(self, side: bool, ways: Iterable[tuple[Way, Value | None]]) -> list[tuple[Way, Any]]:
         """The ways with what picks the results that say where those are."""
-        for _, value in ways:
-            if value is not None and (side, value) not in self.tests:
-                column = (value, None) if side else (None, value)
-                self.tests[side, value] = self._column(column, f"whether names share memory in `{self.st.what}`")
-        return [(way, None if value is None else self.tests[side, value]) for way, value in ways]
+        return [(way, None if value is None else self._tested_by(side, value)) for way, value in ways]
+
+    def _tested_by(self, side: bool, value: Value | None) -> Callable[[list[Any]], Any]:
+        """What picks the result that stands for a value of this side."""
+        assert value is not None  # a tensor, and no step
+        if (side, value) not in self.tests:
+            column = (value, None) if side else (None, value)
+            self.tests[side, value] = self._column(column, f"whether names share memory in `{self.st.what}`")
+        return self.tests[side, value]
 
     def _known(self, side: bool, leaf: Any) -> bool | None:
         """The truth that a leaf has on this side by the test alone: of what says whether a function has returned."""
