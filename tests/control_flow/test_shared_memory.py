@@ -260,3 +260,24 @@ return u, v, w, prev, cur
 """
     _, refused = compared(body, FED[0], FED)
     assert refused == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*became the constant", "ignore:.*Python took the")
+def test_a_loop_writes_what_is_shared_by_way_of_a_tensor_that_nobody_names_any_more() -> None:
+    body = """
+m, v, a, c, t = x * 1, x.sum(0), x.sum(), x.max(), 0
+while not x.sum() > 99 and t < 3:
+    t += 1
+    if x.sum() > -99:
+        v = m[0]
+    else:
+        c = v[0]
+        v.fill_(0.5)
+    a = c
+part = m[0, 1:]
+for row in x:
+    part *= 0.5
+return m, v, a, c
+"""
+    _, refused = compared(body, FED[0], FED)
+    assert refused == 0

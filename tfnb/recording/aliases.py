@@ -82,7 +82,8 @@ def _link(
     # not by a place that only the branch or loop knows
     is_sure = is_sure and all(_is_known(rec, leaf) for view in chain for leaf in leaves(view.attrs))
     rec.changes(mine, base)
-    mine.links = (*_living(mine), Link(lambda: base, chain, False, test, outcome, is_sure))
+    kept = rec._wrap(base.entry, base)  # a handle, for branches and loops know of what somebody holds
+    mine.links = (*_living(mine), Link(lambda: kept._family, chain, False, test, outcome, is_sure))
     base.links = (*_living(base), Link(weakref.ref(mine), chain, True, test, outcome, is_sure))
 
 
