@@ -168,6 +168,42 @@ def test_a_loop_variable_may_grow_along_a_declared_axis() -> None:
     assert rows.sample.shape == (5, 2)
 
 
+@pytest.mark.parametrize("loop", [
+    lambda xs: tfnb.map_fn(lambda t: t[0] * t[1], xs),
+    lambda xs: tfnb.scan(lambda c, t: (c + t[0] * t[1], c), 0.0, xs, reverse=True)[0],
+    lambda xs: tfnb.fold(lambda c, t: c * t[0] + t[1], 0.0, xs),
+])  # fmt: skip
+def test_what_a_loop_goes_over_has_one_length(loop: Callable[[Any], Any]) -> None:
+    one, three, five = torch.ones(1), torch.ones(3), torch.ones(5)
+    for xs in ((three, five), (five, three)):
+        with pytest.raises(ShapeError, match="tensors of one length"):
+            loop(xs)
+        with pytest.raises(ShapeError, match=r"tensors of one length.*\n  at test_loops\.py"), tfnb.record():
+            loop(tuple(map(tfnb.placeholder, xs)))
+    with tfnb.record():
+        x, y = tfnb.placeholder(three, name="x"), tfnb.placeholder(three, name="y")
+        found = loop((x, y))
+    torch.testing.assert_close(tfnb.run(found, {x: one, y: one}), loop((one, one)))
+    with pytest.raises(ShapeError, match="Cannot feed"):
+        tfnb.run(found, {x: three, y: five})
+    with pytest.warns(UserWarning, match="became the constant 3"), tfnb.record():
+        x = tfnb.placeholder(three, name="x")
+        found = loop((x, three))
+    with pytest.raises(ShapeError, match="Cannot feed"):
+        tfnb.run(found, {x: five})
+
+
+@pytest.mark.parametrize("options", [{"compile": "off"}, {"compile": "now"}, {"executor": "dataflow"}])
+def test_a_run_looks_whether_rows_that_data_picked_are_as_many(options: dict[str, Any]) -> None:
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.tensor([1.0, 2.0, 3.0]), name="x")
+        found = tfnb.map_fn(lambda t: t[0] * t[1], (x[x > 0], x))
+    session = tfnb.Session(g, **options)
+    assert session.run(found, {x: torch.tensor([4.0, 2.0])}).tolist() == [16.0, 4.0]
+    with pytest.raises(BranchChanged, match="map_fn goes over the rows of tensors of one length"):
+        session.run(found, {x: torch.tensor([1.0, -2.0, 3.0])})
+
+
 def endless(**how: Any) -> tuple[tfnb.Variable, Any, Any]:
     """A loop that goes on where x is above 0, what it and a line below it count, x, and all of it as a fetch."""
     steps = tfnb.Variable(torch.zeros(()), name="steps")

@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from tfnb.control_flow.arrays import arrays, filled, has_blanks, is_array
@@ -338,7 +339,7 @@ def _over_rows(
 ) -> tuple[Any, Any]:
     recorder = recorder_if_open()
     if recorder is None:
-        return _plain_scan(fn, init, xs, reverse)
+        return _plain_scan(fn, init, xs, reverse, what)
     return _scan(recorder, fn, init, xs, reverse, what, swap)
 
 
@@ -350,6 +351,7 @@ def _scan(
     if not rows or any(not spec_of(row).shape for row in rows):
         given = ", ".join(str(spec_of(row)) for row in rows) or "none"
         raise InvalidArgument(f"{what} goes over the rows of tensors, and was given {given}{recorder.tape.at()}")
+    _same_length(recorder, rows, what)
     specs = [replace(spec_of(row), shape=spec_of(row).shape[1:]) for row in rows]
     init = _known_elements(
         recorder, lambda carry, *row: fn(carry, tree_unflatten(list(row), row_form))[0], init, specs, what
@@ -375,8 +377,29 @@ def _scan(
     return tree_unflatten(found.carried, form), tree_unflatten(found.rows, forms[-1])
 
 
-def _plain_scan(fn: Callable[..., Any], init: Any, xs: Any, reverse: bool) -> tuple[Any, Any]:
+def _same_length(recorder: Recorder, rows: Sequence[Tensor], what: str) -> None:
+    """Raises ShapeError for tensors of several lengths; where only a run knows those, it looks."""
+    for row in rows[1:]:
+        same: Any = rows[0].shape[0] == row.shape[0]
+        known = same if isinstance(same, bool) else recorder.symbols.truth(same)
+        if known is False:
+            given = " and ".join(str(spec_of(each)) for each in (rows[0], row))
+            raise ShapeError(_LENGTHS.format(what=what, given=given) + recorder.tape.at())
+        if free_unbacked_symbols(same):
+            lengths = (torch.ops.aten.scalar_tensor(each.shape[0], dtype=torch.int64) for each in (rows[0], row))
+            raises = _LENGTHS.format(what=what, given="others")
+            recorder.branch(torch.eq(*lengths), True, is_check=True, raises=raises)
+        elif not isinstance(same, bool):
+            recorder.symbols.decided(same)
+
+
+_LENGTHS = "{what} goes over the rows of tensors of one length, and was given {given}"
+
+
+def _plain_scan(fn: Callable[..., Any], init: Any, xs: Any, reverse: bool, what: str) -> tuple[Any, Any]:
     sequences, row_form = flat(tree_map(_tensor, xs))
+    if len({len(rows) for rows in sequences}) > 1:
+        raise ShapeError(_LENGTHS.format(what=what, given=" and ".join(str(Spec.of(rows)) for rows in sequences)))
     order = range(len(sequences[0]))
     carry, made, form = tree_map(_tensor, init), [], None
     for at in reversed(order) if reverse else order:
