@@ -157,6 +157,8 @@ def held(node: Node, value: torch.Tensor) -> None:
         "line": source.line if source else None,
     }  # fmt: skip
     raises, at = node.attrs.get("raises"), f"{source or node.name}{node.attrs.get('asked', '')}"
+    if lacks := node.attrs.get("lacks"):
+        raise BranchChanged(f"{lacks}\n  at {at}", **where)
     if state := node.attrs.get("state"):
         raise BranchChanged(
             f"the branch at {at} was recorded with {outcome}, and with what {state} holds now it is "

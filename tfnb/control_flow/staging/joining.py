@@ -32,7 +32,7 @@ from tfnb.control_flow.staging.statement import (
     status,
     tensor_of,
 )
-from tfnb.control_flow.staging.unset import Absent, Sometimes, Undefined, UndefinedReturnValue, guarded
+from tfnb.control_flow.staging.unset import Absent, Sometimes, Undefined, UndefinedReturnValue, guarded, no_value
 from tfnb.control_flow.structure import SIZES, spec_of, truth
 from tfnb.errors import InvalidArgument
 from tfnb.graph import Spec, Value, Variable
@@ -261,7 +261,8 @@ class Join:
         st, after = self.st, self.sides[side]
         name, value = st.names[place], after.values[place]
         line = st.place
-        absent = Absent(name, f"it is set in one branch of {line} only")
+        why = f"it is set in one branch of {line} only"
+        absent = Absent(name, why)
         leaves, form = tree_flatten(value)
         is_returned = any(isinstance(s.values[place], UndefinedReturnValue) for s in self.sides.values())
         if isinstance(value, Undefined):
@@ -286,7 +287,7 @@ class Join:
                 return whole
             if self.taken is not side:
                 return absent
-            return Sometimes(name, guarded(st.recorder, whole, self.predicate, side))
+            return Sometimes(name, guarded(st.recorder, whole, self.predicate, side, no_value(name, why)))
 
         return made
 

@@ -36,7 +36,7 @@ from tfnb.control_flow.staging.statement import (
     status,
     tensor_of,
 )
-from tfnb.control_flow.staging.unset import Absent, Sometimes, Undefined, UndefinedReturnValue, guarded
+from tfnb.control_flow.staging.unset import Absent, Sometimes, Undefined, UndefinedReturnValue, guarded, no_value
 from tfnb.control_flow.structure import SIZES, sample_truth, spec_of, truth
 from tfnb.errors import InvalidArgument, TfnbError
 from tfnb.graph import Spec, Variable
@@ -372,12 +372,12 @@ class Stage:
         for place, old in enumerate(self.before):
             if not isinstance(old, Undefined) or isinstance(old, (Sometimes, UndefinedReturnValue)):
                 continue
-            name = st.names[place]
+            name, why = st.names[place], f"it is first set in the loop of {st.place}"
             if place in self.forms and some is not False:
                 whole = values[place]
-                values[place] = Sometimes(name, guarded(st.recorder, whole, turns, True))
+                values[place] = Sometimes(name, guarded(st.recorder, whole, turns, True, no_value(name, why)))
             elif place in self.late:
-                values[place] = Absent(name, f"it is first set in the loop of {st.place}")
+                values[place] = Absent(name, why)
         st.set(tuple(values))
 
 

@@ -86,7 +86,7 @@ class scope:
         if sample_truth(recorder, returned) is False:
             recorder.branch(returned, False)
             return None
-        return guarded(recorder, value, returned, True)()
+        return guarded(recorder, value, returned, True, f"{name} returned for the samples, and returns nothing here")()
 
 
 def _asked(test: Any) -> Any:

@@ -49,7 +49,12 @@ class Absent(Undefined):
         self.why = why
 
     def read(self) -> Any:
-        raise InvalidArgument(f"`{self.symbol_name}` has no value here: {self.why}; give it one before")
+        raise InvalidArgument(no_value(self.symbol_name, self.why))
+
+
+def no_value(name: str, why: str) -> str:
+    """What is said of a name that is read, and was not set."""
+    return f"`{name}` has no value here: {why}; give it one before"
 
 
 class Sometimes(Undefined):
@@ -64,9 +69,10 @@ class Sometimes(Undefined):
         return self._make()
 
 
-def guarded(recorder: Recorder, item: Any, test: Tensor, outcome: bool) -> Callable[[], Any]:
+def guarded(recorder: Recorder, item: Any, test: Tensor, outcome: bool, lacks: str) -> Callable[[], Any]:
     """The tensors of ``item``, which a run can have only where ``test`` has this truth.
 
+    lacks: what is said to a run that has not.
     They are recorded when it is called, once, and once in each branch or loop that reads them alone.
     """
     source = source_line(recorder)  # the statement's, wherever the name is read
@@ -84,7 +90,7 @@ def guarded(recorder: Recorder, item: Any, test: Tensor, outcome: bool) -> Calla
         try:
             guard = tape.append(
                 "tfnb.guard", "guard", (), inputs=(recorder._entry(test).value,),
-                attrs={"value": Ref(0), "outcome": outcome}, scope=recorder.scopes.current(), tags=frozenset({NAMED}),
+                attrs={"value": Ref(0), "outcome": outcome, "lacks": lacks}, scope=recorder.scopes.current(), tags=frozenset({NAMED}),
             )  # fmt: skip
             leaves, form = tree_flatten(item)
             with tape.marked(control=(*tape.marks.control, guard.node)):
