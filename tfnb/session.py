@@ -105,7 +105,7 @@ class Session:
         if executor not in EXECUTORS:
             raise InvalidArgument(f"executor is one of {', '.join(map(repr, EXECUTORS))}, not {executor!r}")
         self._executor = executor
-        if memory_budget is not None and not (isinstance(memory_budget, int) and memory_budget > 0):
+        if memory_budget is not None and not (type(memory_budget) is int and memory_budget > 0):
             raise InvalidArgument(f"memory_budget is a number of bytes, not {memory_budget!r}")
         self.memory_budget = memory_budget
         self.graph = graph if isinstance(graph, Graph) else graph_named(graph)

@@ -388,7 +388,7 @@ def _same_length(recorder: Recorder, rows: Sequence[Tensor], what: str) -> None:
         if free_unbacked_symbols(same):
             lengths = (torch.ops.aten.scalar_tensor(each.shape[0], dtype=torch.int64) for each in (rows[0], row))
             raises = _LENGTHS.format(what=what, given="others")
-            recorder.branch(torch.eq(*lengths), True, is_check=True, raises=raises)
+            recorder.branch(truth(recorder, torch.eq(*lengths), what), True, is_check=True, raises=raises)
         elif not isinstance(same, bool):
             recorder.symbols.decided(same)
 

@@ -90,7 +90,8 @@ def guarded(recorder: Recorder, item: Any, test: Tensor, outcome: bool, lacks: s
         try:
             guard = tape.append(
                 "tfnb.guard", "guard", (), inputs=(recorder._entry(test).value,),
-                attrs={"value": Ref(0), "outcome": outcome, "lacks": lacks}, scope=recorder.scopes.current(), tags=frozenset({NAMED}),
+                attrs={"value": Ref(0), "outcome": outcome, "lacks": lacks}, scope=recorder.scopes.current(),
+                tags=frozenset({NAMED}),
             )  # fmt: skip
             leaves, form = tree_flatten(item)
             with tape.marked(control=(*tape.marks.control, guard.node)):
