@@ -227,7 +227,7 @@ def test_a_flag_that_the_recording_writes_is_said(ask: Any, dtype: torch.dtype) 
 def test_what_a_package_asks_is_said_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = """
         def scaled(x):
-            rows = len(x)
+            rows = int(x.shape[0])
             if x.sum() > 0:
                 x = x / rows
             return x + int(x.max())
@@ -240,7 +240,7 @@ def test_what_a_package_asks_is_said_with_its_line(tmp_path: Path, monkeypatch: 
         y = package.scaled(x)
     said = [str(each.message) for each in caught]
     fixed, branch = (next(text for text in said if word in text) for word in ("the constant 3", "True branch"))
-    assert "y = package.scaled(x) (asked in asking_package.py line 3: rows = len(x)):" in fixed
+    assert "y = package.scaled(x) (asked in asking_package.py line 3: rows = int(x.shape[0])):" in fixed
     assert "(asked in asking_package.py line 4: if x.sum() > 0:)" in branch
     assert any("(asked in asking_package.py line 6: return x + int(x.max()))" in note for note in graph.notes)
     with pytest.raises(BranchChanged, match=r"asked in asking_package.py line 4"):

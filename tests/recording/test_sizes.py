@@ -70,7 +70,10 @@ ASKED: dict[str, tuple[Function, Any]] = {
     "ceil": (lambda x: x[: -(-x.shape[0] // 2)].sum(0), set()),
     "int": (lambda x: x * int(x.shape[0]), ALL),
     "float": (lambda x: x * float(x.shape[0]), ALL),
-    "len": (lambda x: x * len(x), ALL),
+    "len": (lambda x: x * len(x), set()),
+    "turns by len": (lambda x: sum(x * i for i in range(len(x))), ALL),
+    "numbers up to len": (lambda x: x.T @ torch.arange(len(x)).to(x), set()),
+    "len in two parts": (lambda x: x * sum(divmod(len(x), 2)), set()),
     "einsum of three": (lambda x: torch.einsum("bi,ij,jk->bk", x, _SQUARE, _SQUARE), set()),
     "einsum of four in one list": (lambda x: torch.einsum("bi,ij,jk,bk->b", [x, _SQUARE, _SQUARE, x]), set()),
     "einsum by numbers": (lambda x: torch.einsum(x, [0, 1], _SQUARE, [1, 2], x, [3, 2], [0]), set()),
@@ -250,7 +253,7 @@ OF_DATA: dict[str, tuple[Function, set[str]]] = {
     "all counted": (lambda x: x.sum() if x[x > 0].numel() + x[x <= 0].numel() == x.numel() else x * 2, set()),
     "share": (lambda x: x.sum() * (x[x > 0].shape[0] + 1) / (x[x <= 0].shape[0] + 1), set()),
     "int": (lambda x: x.sum() * int(x[x > 0].shape[0]), {"negative", "positive", "one"}),
-    "len": (lambda x: x.sum() * len(x[x > 0]), {"negative", "positive", "one"}),
+    "len": (lambda x: x.sum() * len(x[x > 0]), set()),
     "range": (lambda x: sum(x.sum() * i for i in range(x[x > 0].shape[0])), {"negative", "positive", "one"}),
     "rows": (lambda x: sum(row.sum() * 2 for row in x[x > 0]), {"negative", "positive", "one"}),
     "unique": (lambda x: x.sum() * 2 if x.sign().unique().numel() == 2 else x.sum(), {"negative", "positive"}),
@@ -343,3 +346,15 @@ def test_the_product_of_sizes_varies_as_they_do() -> None:
         batch = torch.randn(rows, width, 2)
         found = tfnb.run([mean, each], {x: batch})
         torch.testing.assert_close(found, [batch.mean(), batch.flatten(1).mean(1)])
+
+
+def test_a_size_is_written_with_a_width_as_that_of_the_sample() -> None:
+    with warnings.catch_warnings(), tfnb.record():
+        warnings.simplefilter("error")
+        x = tfnb.placeholder(torch.ones(4, 3))
+        assert f"{x.shape[0]:3d} rows, {1 / len(x):.2f} each, {len(x.unbind(1)):d}" == "  4 rows, 0.25 each, 3"
+        y = x.sum() / len(x)
+    assert len is original and tfnb.run(y, {x: torch.ones(7, 3)}) == 3
+
+
+original = len

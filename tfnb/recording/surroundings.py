@@ -3,18 +3,20 @@
 Caches of autocast and of parametrisations would carry plain casts of parameters into a recording, cut off from them,
 and recorded ones out of it. TorchScript's optimising executor would fix sizes that vary. What `torch.compile` gave runs
 as the code it was given: a recording sees torch's calls, not what a compiler makes of them. What is read from a file is
-a plain tensor. A size that is looked up in a table says that it cannot be; the one function of torch that broadcasts
-numbers alone (`torch.distributions.kl_divergence` calls it) takes sizes that vary, and so does `torch.Size.numel`.
+a plain tensor. A size that is looked up in a table says that it cannot be. `len` of recorded tensors, `Size.numel` and
+the one function of torch that broadcasts numbers alone (`torch.distributions.kl_divergence` calls it) give and take
+sizes that vary.
 """
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 import gc
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tfnb.graph import current
 from tfnb.recording.shared import Shared, swapped
+from tfnb.recording.tensor import Tensor
 
 
 @contextmanager
@@ -35,6 +38,8 @@ def surroundings() -> Iterator[None]:
         stack.enter_context(_sizes_without_hash())
         stack.enter_context(_broadcast_sizes())
         stack.enter_context(_multiplied_sizes())
+        stack.enter_context(_lengths())
+        stack.enter_context(_plain_numbers())
         yield
 
 
@@ -140,8 +145,35 @@ def _put(members: dict[str, Any], numel: Callable[[torch.Size], Any]) -> None:
     ctypes.pythonapi.PyType_Modified(ctypes.py_object(torch.Size))  # whose look-ups are cached
 
 
+_builtin = builtins.len
+
+
+def varying_len(obj: Any, /) -> int:
+    """``len`` while something is recorded: of a recorded tensor it is a size, which may vary."""
+    return obj.shape[0] if type(obj) is Tensor and obj.dim() else _builtin(obj)
+
+
+def _written(original: Callable[[Any, str], str]) -> Callable[[Any, str], str]:
+    def write(number: Any, spec: str) -> str:
+        """As the sample's number where a width or precision is asked for, which the name of a size has not."""
+        return format(number.node.hint, spec) if spec and number.node.has_hint() else original(number, spec)
+
+    return write
+
+
+def _numbers() -> AbstractContextManager[None]:
+    """What Python's numbers have and torch's sizes have not."""
+    return swapped(
+        (torch.SymInt, "__divmod__", lambda a, b: (a // b, a % b)),
+        (torch.SymInt, "__rdivmod__", lambda b, a: (a // b, a % b)),
+        *((kind, "__format__", _written(kind.__format__)) for kind in (torch.SymInt, torch.SymFloat)),
+    )
+
+
 _plain_code = Shared(_uncompiled)
 _plain_files = Shared(lambda: swapped((torch._utils, "_rebuild_tensor", _unrecorded(torch._utils._rebuild_tensor))))
 _sizes_without_hash = Shared(lambda: swapped((torch.SymInt, "__hash__", _no_key(torch.SymInt.__hash__))))
 _broadcast_sizes = Shared(lambda: swapped((torch._C, "_infer_size", _broadcast(torch._C._infer_size))))
 _multiplied_sizes = Shared(_symbolic_numel)
+_lengths = Shared(lambda: swapped((builtins, "len", varying_len)))
+_plain_numbers = Shared(_numbers)
