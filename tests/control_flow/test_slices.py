@@ -203,7 +203,14 @@ def writes_rows(x: Any) -> Any:
     return out
 
 
-@pytest.mark.parametrize("program", [reads_rows, writes_rows])
+def reads_neighbours(x: Any) -> Any:
+    h = torch.zeros(x.shape[0], 4, dtype=x.dtype)
+    for t in range(1, x.shape[1] - 1):
+        h = torch.tanh(x[:, t] * x[:, t - 1] + h * x[:, t + 1])
+    return h
+
+
+@pytest.mark.parametrize("program", [reads_rows, writes_rows, reads_neighbours])
 def test_rows_by_a_loops_number_take_memory_by_the_row(program: Callable[[Any], Any]) -> None:
     """Values and gradients, without a tensor of all rows in each turn."""
     turns, width = 200, 8

@@ -19,6 +19,7 @@ import torch
 
 from tfnb.errors import NoGradient
 from tfnb.gradients.slices import IndexedSlices
+from tfnb.gradients.sums import plus
 from tfnb.gradients.table import COMPLEX, RULES, Cotangents, Forward, Rule
 from tfnb.gradients.walker import Walk
 from tfnb.graph import Dim, Guard, Node, Ref, Spec, Subgraph, Value, ops
@@ -419,8 +420,7 @@ class _Back:
             loop = Loop(
                 self.recorder, start, [f"gradient {i}" for i in range(len(start))], given,
                 rows=[part.spec(part.part.outputs[i]) for i, _ in rows], limit=n.outs[count],  # type: ignore[arg-type]
-                reverse=not n.attrs["reverse"], what="while",
-                swap=n.attrs.get("swap_memory"),
+                reverse=not n.attrs["reverse"], what="while", swap=n.attrs.get("swap_memory"),
                 parallel=n.attrs["parallel_iterations"], saver=_Saved(n, self.node, part, self.xs),
                 specs=[*(part.spec(part.part.outputs[i]) for i in self.carried), *totals],
                 results=[*(_spec(n.inputs[n.places("init")[i]]) for i in self.carried), *totals],
@@ -455,7 +455,7 @@ class _Back:
             dx = found[at + i]
             if isinstance(dx, IndexedSlices):
                 raise _Rows(i)
-            added.append(total if dx is None else total + dx)
+            added.append(total if dx is None else plus(self.recorder, total, dx))
         wanted = [*self.carried, *(count + i for i in self.sequences)]
         own = [_zeros(self.recorder.tensor(part.part.inputs[i])) if (dx := found[i]) is None else dx for i in wanted]
         slices = [found[at + i].canonical() for i in self.rows]

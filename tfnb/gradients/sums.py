@@ -1,0 +1,34 @@
+"""Sums of cotangents that a loop's gradient carries from turn to turn. Imports recording."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from tfnb.graph import Node, Value
+from tfnb.recording import Recorder, Tensor
+
+
+def plus(recorder: Recorder, total: torch.Tensor, dx: Any) -> torch.Tensor:
+    """``total + dx``; rows that a turn read at several places are added one after the other.
+
+    So `tfnb.passes.simplify` adds each to the rows that there are: to add them to each other takes a whole tensor.
+    """
+    parts = list(_summands(recorder, dx.shown.value)) if isinstance(dx, Tensor) else []
+    if len(parts) < 2 or not any(recorder.node(part.node).op == "aten.index_add.default" for part in parts):
+        return total + dx
+    for part in parts:
+        total = total + recorder.tensor(part)
+    return total
+
+
+def _summands(recorder: Recorder, value: Value) -> Iterator[Value]:
+    """What a value is the sum of; itself where it is none."""
+    node: Node = recorder.node(value.node)
+    if node.op == "aten.add.Tensor" and "alpha" not in node.attrs and len(node.inputs) == 2:
+        for each in node.inputs:
+            yield from _summands(recorder, each)
+    else:
+        yield value
