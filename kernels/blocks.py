@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import repeat
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from tfnb.kernels.tier import Tier
 
-_ALIGN = 64
 T = TypeVar("T")
 HERE, AWAY, COMING = "here", "away", "coming"
 
@@ -42,8 +41,8 @@ class Block:
         self.first, self.turns, self.state, self.gone = first, len(rows[0]), state, False
         self.where, self.pinned = HERE, False  # pinned: a loop takes its rows now
         self.device = rows[0][0].device
-        self.moved: list[tuple[_Layout, torch.Tensor]] = []  # the columns, if they are in the second tier
-        self.back: list[torch.Tensor] = []  # memory for the columns that come back
+        self.moved: list[_Moved] = []  # the columns, if they are in the second tier
+        self.back: list[torch.Tensor] = []  # memory for what comes back
         self.leaving: Future[None] | None = None
         self.coming: Future[None] | None = None
         self.ready: Any = None
@@ -54,24 +53,23 @@ class Block:
             self.ready = torch.accelerator.current_stream(self.device).record_event()
 
     def move(self, tier: Tier) -> None:
-        """Copy to the second tier; in the thread that copies. Raises OSError where there is no memory."""
+        """Copy to the second tier; in the thread that copies. Raises OSError where there is no memory.
+
+        In few calls: each is code that the turns since the last block have driven from the core's caches.
+        """
         kinds: dict[Any, list[int]] = {}  # columns of one kind are copied together
         for column, rows in enumerate(self.rows):
             kind = (rows[0].shape, rows[0].stride(), rows[0].dtype) if self.alike else column
             kinds.setdefault(kind, []).append(column)
-        sizes = [sum(self.each[column] for column in columns) for columns in kinds.values()]
-        spans = [-(-size // _ALIGN) * _ALIGN for size in sizes]
-        whole, at = tier.take(max(sum(spans), _ALIGN), self.device), 0
-        moved: dict[int, tuple[_Layout, torch.Tensor]] = {}
-        with torch.no_grad(), _stream(self.device, self.ready):
-            for columns, size, span in zip(kinds.values(), sizes, spans, strict=True):
-                layout = (_Alike if self.alike else _Layout)(self.rows[columns[0]])
-                memory = whole[at : at + size].view(layout.dtype)
-                layout.put([row for column in columns for row in self.rows[column]], memory)
-                parts = memory.view(len(columns), -1).unbind(0) if size else [memory] * len(columns)
-                moved |= {column: (layout, part) for column, part in zip(columns, parts, strict=True)}
-                at += span
-        self.moved = [moved[column] for column in range(len(self.rows))]
+        moved = []
+        with _stream(self.device, self.ready):
+            for columns in kinds.values():
+                rows = [row for column in columns for row in self.rows[column]]
+                layout = (_Alike if self.alike else _Layout)(rows)
+                memory = tier.take(layout.count, layout.dtype, self.device)
+                layout.put(rows, memory)
+                moved.append(_Moved(layout, columns, memory))
+        self.moved = moved
 
     def left(self) -> None:
         """What `move` copied is held here no more."""
@@ -79,13 +77,13 @@ class Block:
 
     def memory_here(self) -> None:
         """Take the memory that `bring` fills."""
-        self.back = [torch.empty_like(memory, device=self.device) for _, memory in self.moved]
+        self.back = [torch.empty_like(moved.memory, device=self.device) for moved in self.moved]
         self.mark()  # kernels that used this memory for something else may still run
 
     def bring(self) -> None:
         """Copy from the second tier; in the thread that copies."""
         with torch.no_grad(), _stream(self.device, self.ready):
-            torch._foreach_copy_(self.back, [memory for _, memory in self.moved], non_blocking=True)
+            torch._foreach_copy_(self.back, [moved.memory for moved in self.moved], non_blocking=True)
 
     def arrived(self) -> None:
         """What `bring` copied is used from here on."""
@@ -98,10 +96,14 @@ class Block:
 
     def lent(self) -> None:
         """The rows are taken where they lie in the second tier, which the CPU can read."""
-        self._lie(memory for _, memory in self.moved)
+        self._lie(moved.memory for moved in self.moved)
 
     def _lie(self, memories: Iterable[torch.Tensor]) -> None:
-        self.rows = [layout.rows(memory) for (layout, _), memory in zip(self.moved, memories, strict=True)]
+        self.rows = [[] for _ in self.each]
+        for moved, memory in zip(self.moved, memories, strict=True):
+            rows = moved.layout.rows(memory)
+            for place, column in enumerate(moved.columns):
+                self.rows[column] = [*rows[place * self.turns : (place + 1) * self.turns]]
 
     def taken(self, column: int, *, back: bool, last: bool) -> Iterator[torch.Tensor]:
         """A column's rows; back: the last turn's first. last: nobody takes them again, so they go one by one."""
@@ -131,12 +133,13 @@ def emptied(rows: list[T]) -> list[T]:
     return found
 
 
-@contextmanager
-def _stream(device: torch.device, ready: Any) -> Iterator[None]:
+def _stream(device: torch.device, ready: Any) -> AbstractContextManager[None]:
     """A stream of one's own behind what is ready then, waited for at the end."""
-    if device.type == "cpu":
-        yield
-        return
+    return nullcontext() if device.type == "cpu" else _behind(device, ready)
+
+
+@contextmanager
+def _behind(device: torch.device, ready: Any) -> Iterator[None]:
     stream = torch.Stream(device)
     stream.wait_event(ready)
     with stream:
@@ -145,47 +148,61 @@ def _stream(device: torch.device, ready: Any) -> Iterator[None]:
 
 
 class _Layout:
-    """How rows of a column lie in the second tier: one after the other, with the order of axes that they had."""
+    """How rows lie in the second tier: one after the other, with the order of axes that they had."""
 
     def __init__(self, rows: Sequence[torch.Tensor]) -> None:
-        first = rows[0]
+        self._order(rows[0])
+        self.shapes = [row.shape for row in self.laid(rows)]
+        self.count = sum(map(prod, self.shapes))
+
+    def _order(self, first: torch.Tensor) -> None:
         strides = first.stride()
-        order = sorted(range(first.dim()), key=lambda axis: -strides[axis])
+        order = sorted(range(len(strides)), key=lambda axis: -strides[axis])
         self.order = None if order == sorted(order) else order
         self.places = tuple(order.index(axis) for axis in range(len(order)))
         self.dtype = first.dtype
-        self.shapes = [row.shape for row in self.laid(rows)]
 
-    def laid(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def laid(self, rows: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The rows with the axes as they lie."""
-        return [*rows] if self.order is None else [row.permute(self.order) for row in rows]
+        return rows if self.order is None else [row.permute(self.order) for row in rows]
 
     def put(self, rows: Sequence[torch.Tensor], memory: torch.Tensor) -> None:
-        """Copy rows of this layout, of one or more columns."""
+        """Copy these rows, or others of their layout."""
         memory.copy_(torch.cat([row.reshape(-1) for row in self.laid(rows)]), non_blocking=True)
 
-    def rows(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        """Those of a column, in memory that it came back to."""
+    def rows(self, memory: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The rows, in memory that they came back to."""
         parts = memory.split([prod(shape) for shape in self.shapes])
-        return self.placed(part.view(shape) for part, shape in zip(parts, self.shapes, strict=True))
+        return self.placed([part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)])
 
-    def placed(self, rows: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    def placed(self, rows: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Rows as they lie, with the axes as they were."""
-        return [*rows] if self.order is None else [row.permute(self.places) for row in rows]
+        return rows if self.order is None else [row.permute(self.places) for row in rows]
 
 
 class _Alike(_Layout):
     """Rows of one shape."""
 
     def __init__(self, rows: Sequence[torch.Tensor]) -> None:
-        super().__init__(rows[:1])
-        self.turns = len(rows)
+        first = rows[0]
+        self._order(first)
+        shape = first.shape if self.order is None else [first.shape[axis] for axis in self.order]
+        self.whole = (len(rows), *shape)
+        self.count = prod(self.whole)
 
     def put(self, rows: Sequence[torch.Tensor], memory: torch.Tensor) -> None:
-        if rows[0].device.type == "cpu":
-            torch.stack(self.laid(rows), out=memory.view(len(rows), *self.shapes[0]))
+        if rows[0].is_cpu:
+            torch.stack(self.laid(rows), out=memory.view(self.whole))  # type: ignore[call-overload]
         else:
             super().put(rows, memory)
 
-    def rows(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        return self.placed(memory.view(self.turns, *self.shapes[0]).unbind(0))
+    def rows(self, memory: torch.Tensor) -> Sequence[torch.Tensor]:
+        return self.placed(memory.view(self.whole).unbind(0))
+
+
+class _Moved(NamedTuple):
+    """Columns of one kind in the second tier, one after the other."""
+
+    layout: _Layout
+    columns: Sequence[int]
+    memory: torch.Tensor

@@ -14,6 +14,7 @@ import weakref
 
 import torch
 
+_ALIGN = 64
 _FIRST, _LARGEST = 32 << 20, 1 << 30  # bytes of the first file, and of later ones at most
 
 
@@ -35,13 +36,16 @@ class Tier:
         self._rest = memoryview(b"")  # of the last file
         self._bytes = 0  # of all files
 
-    def take(self, bytes: int, device: torch.device) -> torch.Tensor:
-        """So many bytes, for rows of a device. Raises OSError where there are none."""
+    def take(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory of so many elements, for rows of a device. Raises OSError where there is none."""
         if device.type != "cpu":
-            return torch.empty(bytes, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(count, dtype=dtype, pin_memory=True)
+        if not count:
+            return torch.empty(0, dtype=dtype)
         if self._process != os.getpid():  # after a fork the files are the parent's
             self._process = os.getpid()
             self._begin()
+        bytes = -(-count * dtype.itemsize // _ALIGN) * _ALIGN
         free = self._free.setdefault(bytes, [])
         try:
             piece = free.pop()
@@ -49,7 +53,7 @@ class Tier:
             piece = self._piece(bytes)
         held = piece[:]  # lives as long as the storage of what is made of it
         weakref.finalize(held, free.append, piece).atexit = False
-        return torch.frombuffer(held, dtype=torch.uint8)
+        return torch.frombuffer(held, dtype=dtype, count=count)
 
     def _piece(self, bytes: int) -> memoryview:
         with self._lock:

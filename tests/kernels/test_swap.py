@@ -117,13 +117,13 @@ def test_the_other_thread_copies_as_soon_as_a_tier_is_slow(monkeypatch: pytest.M
 )
 def test_memory_that_somebody_holds_is_not_used_again(held: Callable[[torch.Tensor], Any]) -> None:
     tier = Tier()
-    memory = tier.take(96, CPU)
+    memory = tier.take(96, torch.uint8, CPU)
     first, rows = memory.data_ptr(), memory.view(torch.float32).view(4, 3, 2).unbind(0)
     somebody = held(rows[2])
     del memory, rows
-    assert tier.take(96, CPU).data_ptr() != first  # one more piece, which is free again
+    assert tier.take(96, torch.uint8, CPU).data_ptr() != first  # one more piece, which is free again
     del somebody
-    assert first in [memory.data_ptr() for memory in [tier.take(96, CPU), tier.take(96, CPU)]]
+    assert first in [memory.data_ptr() for memory in [tier.take(96, torch.uint8, CPU), tier.take(96, torch.uint8, CPU)]]
 
 
 def test_what_a_run_moved_out_is_free_at_its_end_and_not_when_the_collector_comes() -> None:
@@ -145,7 +145,7 @@ def open_files() -> int:
 
 def test_pieces_of_a_tier_share_few_files_and_do_not_overlap() -> None:
     before, tier = open_files(), Tier()
-    pieces = [tier.take(1 << 20, CPU) for _ in range(100)]
+    pieces = [tier.take(1 << 20, torch.uint8, CPU) for _ in range(100)]
     assert open_files() - before < 6
     for number, piece in enumerate(pieces):
         piece.fill_(number)
@@ -154,7 +154,7 @@ def test_pieces_of_a_tier_share_few_files_and_do_not_overlap() -> None:
 
 def test_a_forked_process_takes_files_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     tier = Tier()
-    kept, free = tier.take(64, CPU).fill_(1), tier.take(64, CPU).data_ptr()
+    kept, free = tier.take(64, torch.uint8, CPU).fill_(1), tier.take(64, torch.uint8, CPU).data_ptr()
     monkeypatch.setattr(os, "getpid", lambda: -1)
-    assert tier.take(64, CPU).fill_(2).data_ptr() not in (kept.data_ptr(), free)
+    assert tier.take(64, torch.uint8, CPU).fill_(2).data_ptr() not in (kept.data_ptr(), free)
     assert kept.eq(1).all()
