@@ -61,7 +61,7 @@ class Link:
     def after(self, rec: Recorder, mine: torch.Tensor, old: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
         """What the other one, which held ``old``, holds once this one has become ``mine``."""
         with torch.enable_grad():
-            new = _looked(self.chain, mine) if self.is_seen else put(rec, self.chain, old, mine)
+            new = looked(self.chain, mine) if self.is_seen else put(rec, self.chain, old, mine)
             return fitting(old, torch.where(where, new, old))
 
 
@@ -204,7 +204,8 @@ def _lose(rec: Recorder, base: Base) -> None:
     """Nobody may look at it any more. Raises Unsupported inside of a region for what is of outside of it."""
     why = (
         f"a tensor is used that shares memory, in some runs, with one that was written{rec.tape.at()}\n  a loop or "
-        "branch gave one what the other held, or appended it twice: keep a clone() of it, or write into a clone()"
+        "branch gave one what the other held (`v = u`, `v = u[0]`), or appended it twice: give it a copy there "
+        "(`v = u.clone()`), or make another tensor in place of the write (`u = u + 1`, and not `u += 1`)"
     )
     if rec.inside and base in rec.inside[-1].entries:
         raise Unsupported(why)
@@ -242,7 +243,8 @@ def _is_known(rec: Recorder, leaf: Any) -> bool:
     return not isinstance(leaf, torch.SymInt) or bool(leaf.node.expr.is_number)
 
 
-def _looked(chain: tuple[View, ...], base: torch.Tensor) -> torch.Tensor:
+def looked(chain: tuple[View, ...], base: torch.Tensor) -> torch.Tensor:
+    """What the views show of the base."""
     for view in chain:
         base = view.apply(base)
     return base

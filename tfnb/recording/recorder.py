@@ -24,6 +24,7 @@ from tfnb.graph import Graph, Guard, Node, Owner, Ref, Source, Spec, Value, Vari
 from tfnb.graph.node import leaves
 from tfnb.graph.variable import updated
 from tfnb.recording import higher_order
+from tfnb.recording.aliases import STRAIGHT, looked
 from tfnb.recording.answers import ANSWERS, SIZES, answer, item, settle_size
 from tfnb.recording.call import record_call
 from tfnb.recording.commit import Derivative
@@ -455,10 +456,8 @@ class Recorder(TorchDispatchMode):
         if entry.lost:
             raise Unsupported(f"{entry.lost}{self.tape.at()}")
         if tensor._chain:
-            with self.on():
-                look: torch.Tensor = self._wrap(entry, base)
-                for view in tensor._chain:
-                    look = view.apply(look)
+            with self.on(), self.tape.marked(tags=self.tape.marks.tags - STRAIGHT):  # of a write that takes it
+                look = looked(tensor._chain, self._wrap(entry, base))
             entry = self._entry(look)
         self.changes(tensor)
         tensor._entry, tensor._seen = entry, base.version

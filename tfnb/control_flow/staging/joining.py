@@ -111,7 +111,7 @@ class Join:
         if form != their_form:
             mixed = [v for v in (*leaves, *theirs) if isinstance(v, torch.Tensor)]
             if then is None or other is None or not mixed or form.is_leaf() or their_form.is_leaf():
-                raise CannotStage(f"{label} is {kind(then)} in one branch and {kind(other)} in the other")
+                raise CannotStage(_unlike(label, then, other))
             raise InvalidArgument(
                 f"{label} is of another structure in each branch: {kind(then)} of {len(leaves)} values and "
                 f"{kind(other)} of {len(theirs)}\n  {self.st.place}{self.st.recorder.tape.at()}", details=DISAGREE,
@@ -131,7 +131,7 @@ class Join:
         if known is not None and known is self._known(False, b):
             return lambda _: known
         if not is_value(a) or not is_value(b):
-            raise CannotStage(f"{label} is {kind(a)} in one branch and {kind(b)} in the other")
+            raise CannotStage(_unlike(label, a, b))
         if isinstance(self.test, torch.SymBool) and (size := _size_of(self.test, a, b)) is not None:
             return lambda _: size
         dtype = self._dtype(a, b, label)
@@ -313,6 +313,16 @@ class Join:
             return True
         recorder = self.st.recorder
         return bound_outside(recorder, spec_inside(recorder, after.region, output))
+
+
+def _unlike(label: str, a: Any, b: Any) -> str:
+    """Why what the branches give is not one value of the graph."""
+    text = f"{label} is {kind(a)} in one branch and {kind(b)} in the other"
+    if a is None or b is None:
+        text += (
+            "; for each run to decide, begin with a tensor like that, and a truth value that says whether it was set"
+        )
+    return text
 
 
 def _size_of(test: torch.SymBool, a: Any, b: Any) -> Any:

@@ -38,7 +38,7 @@ from tfnb.control_flow.staging.statement import (
 )
 from tfnb.control_flow.staging.unset import Absent, Sometimes, Undefined, UndefinedReturnValue, guarded, no_value
 from tfnb.control_flow.structure import SIZES, sample_truth, spec_of, truth
-from tfnb.errors import InvalidArgument, TfnbError
+from tfnb.errors import BranchChanged, InvalidArgument, TfnbError
 from tfnb.graph import Spec, Variable
 from tfnb.recording import Recorder, Tensor
 from tfnb.recording.aliases import Test, linked, overlap
@@ -62,6 +62,9 @@ def staged_loop(st: Statement, stage: Callable[[], None], first: Callable[[], No
         st.tried(first)
     note_python(st, why)
     return False
+
+
+_OTHER_WAYS = "a test in it that stays Python does not go the same way in all of its turns"
 
 
 class _Again(Exception):
@@ -106,7 +109,8 @@ class Stage:
                         if isinstance(error, TfnbError) and st.place not in error.message:
                             error.message += f"\n  {st.place}: `{st.what}`"
                         raise
-                    raise CannotStage(reason(error)) from error
+                    why = _OTHER_WAYS if isinstance(error, BranchChanged) else reason(error)
+                    raise CannotStage(why) from error
 
     def _attempt(self, test: Any, body: Any, xs: Sequence[Tensor], limit: Any, first: Any, step: Any) -> None:
         st, recorder = self.st, self.recorder
