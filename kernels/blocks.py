@@ -192,7 +192,7 @@ class _Alike(_Layout):
 
     def put(self, rows: Sequence[torch.Tensor], memory: torch.Tensor) -> None:
         if rows[0].is_cpu:
-            torch.stack(self.laid(rows), out=memory.view(self.whole))  # type: ignore[call-overload]
+            torch.stack([*self.laid(rows)], out=memory.view(self.whole))
         else:
             super().put(rows, memory)
 

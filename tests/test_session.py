@@ -72,6 +72,23 @@ def test_bad_feeds_say_what_is_wrong(small: tfnb.Graph, feeds: dict, error: type
     assert all(word in str(info.value) for word in words), str(info.value)
 
 
+@pytest.mark.parametrize("first", ["x", "y"])
+def test_a_feed_may_be_of_a_size_that_another_one_tells(first: str) -> None:
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.zeros(2, 3), name="x")
+        y = torch.cat([x, x])
+        total = y.sum() + x.sum()
+    session = tfnb.Session(graph)
+    for rows, fits in ((8, True), (7, False), (8, True)):
+        feeds = {x: torch.ones(4, 3), y: torch.ones(rows, 3)}
+        feeds = feeds if first == "x" else dict(reversed(feeds.items()))
+        if fits:
+            assert session.run(total, feeds) == 36
+        else:
+            with pytest.raises(ShapeError, match=r"Cannot feed value of shape \(7, 3\) .* \(2\*B, 3\)"):
+                session.run(total, feeds)
+
+
 def test_fetches_of_what_is_not_there() -> None:
     with tfnb.record("here") as here:
         a = tfnb.placeholder(torch.ones(2), name="a")
