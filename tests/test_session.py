@@ -63,6 +63,8 @@ def test_only_what_the_fetch_needs_is_run(small: tfnb.Graph) -> None:
     ({"a": torch.ones(2, 2), "b": torch.ones(2)}, ShapeError, ["(2, 2)", "a", "(B,)"]),
     ({"a": torch.ones(2).double(), "b": torch.ones(2)}, FeedError, ["float64", "float32[B]"]),
     ({"a": torch.ones(2), "b": "text"}, FeedError, ["str", "b"]),
+    ({"a": torch.ones(2).to_sparse(), "b": torch.ones(2)}, FeedError, ["sparse_coo tensor for a", "to_dense()"]),
+    ({"a": torch.ones(2), "b": torch.ones(2).to_mkldnn()}, FeedError, ["mkldnn tensor for b", "float32[B]"]),
     ({"a": torch.ones(2), "b": torch.ones(2), "zz": 1}, NotFound, ["zz"]),
     ({"a": torch.ones(2), "b": torch.ones(2), 7: 1}, FeedError, ["7"]),
 ])  # fmt: skip
@@ -70,6 +72,12 @@ def test_bad_feeds_say_what_is_wrong(small: tfnb.Graph, feeds: dict, error: type
     with pytest.raises(error) as info:
         tfnb.Session(small).run("f", feeds)
     assert all(word in str(info.value) for word in words), str(info.value)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_feed_is_no_tensor_of_a_shape(small: tfnb.Graph) -> None:
+    with pytest.raises(FeedError, match=r"nested tensor for a.*to_padded_tensor"):
+        tfnb.Session(small).run("f", {"a": torch.nested.nested_tensor([torch.ones(2)]), "b": torch.ones(2)})
 
 
 @pytest.mark.parametrize("first", ["x", "y"])

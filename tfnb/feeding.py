@@ -23,6 +23,7 @@ from tfnb.recording.report import user_level
 
 Shapes = tuple[torch.Size, ...]
 Fed = tuple[list[torch.Tensor], Shapes]
+_STRIDED = torch.strided
 MOST_FITTING = 64  # shapes of a signature that are known to fit
 
 
@@ -44,8 +45,8 @@ class _Row:
     def tensor(self, value: Any) -> torch.Tensor:
         """The value as a tensor that may still have a shape that does not fit."""
         if (
-            type(value) is torch.Tensor and value.dtype is self.dtype and value.is_cpu
-            and value.is_contiguous() and not value.requires_grad
+            type(value) is torch.Tensor and value.dtype is self.dtype and value.is_cpu and value.layout is _STRIDED
+            and not value.is_nested and value.is_contiguous() and not value.requires_grad
         ):  # fmt: skip
             return value
         return converted(value, self.spec, self.name, self.source)
@@ -145,6 +146,13 @@ def converted(value: Any, spec: Spec, name: str, source: Any) -> torch.Tensor:
     """The value as a tensor of the spec's dtype and device, laid out in memory as it was while recording: in rows."""
     if isinstance(value, torch.Tensor):
         tensor = current.plain(value)
+        if tensor.layout is not _STRIDED or tensor.is_nested:
+            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.").strip("_")
+            hint = "torch.nested.to_padded_tensor" if tensor.is_nested else ".to_dense()"
+            raise FeedError(
+                f"cannot feed a {kind} tensor for {name}, which is {spec}: make it dense with {hint}{_at(source)}",
+                node=name,
+            )
         here = tensor.is_cpu if spec.device == "cpu" else spec.is_on(tensor.device)
         if here and tensor.dtype is spec.dtype and not tensor.requires_grad and not tensor.is_conj():
             return tensor.contiguous()
