@@ -457,27 +457,3 @@ def test_a_buffer_that_a_branch_takes_is_written_where_it_was_taken() -> None:
     session = tfnb.Session(graph)
     assert session.run([y, step], {x: torch.ones(3)})[0] == 1.5 and net.seen == 1.5
     assert session.run([y, step], {x: -torch.ones(3)})[0] == -5 and net.seen == 1.5
-
-
-def test_a_view_that_a_branch_takes_with_grad_mode_off_passes_no_gradient_and_its_tensor_does() -> None:
-    body = """
-m = x * 1
-v = x.sum(0)
-with torch.no_grad():
-    if x.sum() > -99:
-        v = m[0]
-        m.t()[2].neg_()
-        v += 1
-return v, m
-"""
-    program = function(body)
-    with tfnb.record():
-        x = tfnb.placeholder(FED[0].double(), name="x")
-        v, m = tfnb.autograph(program)(x)
-        of_view = tfnb.gradients(v.square().sum(), [x], unconnected="zero")
-        of_all = tfnb.gradients(m.square().sum(), [x])
-    leaf = FED[3].double().requires_grad_()
-    want, whole = program(leaf)
-    (slope,) = torch.autograd.grad(whole.square().sum(), leaf)
-    found = tfnb.run([v, m, *of_view, *of_all], {x: leaf.detach()})
-    torch.testing.assert_close(found, [want.detach(), whole.detach(), torch.zeros_like(leaf), slope])

@@ -96,7 +96,8 @@ def overlap(rec: Recorder, tensor: Tensor) -> None:
 def copy_of(rec: Recorder, tensor: torch.Tensor) -> Tensor:
     """A node of its own, for what is below a guard, with the memory of the tensor."""
     handle = rec.handle(tensor)
-    found = rec.handle(tensor.clone())
+    with torch.enable_grad():  # in Python it is the tensor
+        found = rec.handle(tensor.clone())
     share(rec, found, handle._family, handle._chain, _always)
     return found
 

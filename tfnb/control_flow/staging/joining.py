@@ -315,10 +315,14 @@ class Join:
         return bound_outside(recorder, spec_inside(recorder, after.region, output))
 
 
+def _is_tensor(item: Any) -> bool:
+    return isinstance(item, torch.Tensor) and not is_number(item)
+
+
 def _unlike(label: str, a: Any, b: Any) -> str:
     """Why what the branches give is not one value of the graph."""
     text = f"{label} is {kind(a)} in one branch and {kind(b)} in the other"
-    if a is None or b is None:
+    if (a is None and _is_tensor(b)) or (b is None and _is_tensor(a)):
         text += (
             "; for each run to decide, begin with a tensor like that, and a truth value that says whether it was set"
         )
