@@ -358,3 +358,15 @@ def test_a_size_is_written_with_a_width_as_that_of_the_sample() -> None:
 
 
 original = len
+
+
+@pytest.mark.filterwarnings("ignore:.*branch of a recorded value", "ignore:.*left the graph")
+@pytest.mark.parametrize("function", [
+    lambda x, u: x + len(u), lambda x, u: sum((x * v.item() for v in u), x), lambda x, u: x * u.shape[0] * 2,
+], ids=["len", "rows", "size"])  # fmt: skip
+def test_a_size_that_only_data_of_the_cell_show_is_known_where_only_it_is_used(function: Any) -> None:
+    with tfnb.record():
+        x = tfnb.placeholder(torch.ones(4, 2))
+        y = function(x, torch.unique(torch.tensor([1.0, 2.0, 2.0])))
+    batch = torch.randn(3, 2)
+    torch.testing.assert_close(tfnb.run(y, {x: batch}), function(batch, torch.tensor([1.0, 2.0])))

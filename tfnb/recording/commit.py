@@ -25,7 +25,7 @@ _SOURCES = ("tfnb.placeholder", "tfnb.read", "tfnb.assign", "tfnb.group", "tfnb.
 
 
 def drop_unreachable_data(nodes: Iterable[Node], live: set[int]) -> list[Node]:
-    """Without the nodes made of constants and factories alone that no kept node and no live handle uses.
+    """Without the nodes made of constants and factories alone that no kept node, by a size either, or live handle uses.
 
     A placeholder's sample is often cut out of a data set in the cell itself; the data set must not stay in the graph.
     """
@@ -36,12 +36,14 @@ def drop_unreachable_data(nodes: Iterable[Node], live: set[int]) -> list[Node]:
         earlier = any(v.node not in known or v.node in real for v in node.inputs)
         if node.op in _SOURCES or earlier or node.id in live or uses_queues(node):
             real.add(node.id)
+    shown = {symbol: node.id for node in reversed(nodes) for spec in node.outputs for symbol in spec.symbols}
     needed: set[int] = set()
     for node in reversed(nodes):
         if node.id in real or node.id in needed:
             needed.add(node.id)
             needed.update(v.node for v in node.inputs)
             needed.update(node.control)
+            needed.update(shown[symbol] for symbol in node.symbols if symbol in shown)
     return [node for node in nodes if node.id in needed]
 
 
