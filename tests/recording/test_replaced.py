@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import tfnb
-from tfnb.errors import InvalidArgument
+from tfnb.errors import InvalidArgument, Unsupported
 
 Function = Callable[[Any], Any]
 FACTORIZATIONS: dict[str, Function] = {
@@ -89,3 +89,12 @@ def test_a_cell_given_other_sizes_is_refused_as_in_torch() -> None:
     cell = nn.GRUCell(5, 7)
     with tfnb.record(), pytest.raises(RuntimeError, match="doesn't match hidden0 batch size"):
         cell(tfnb.placeholder(torch.randn(4, 5), shape=(4, 5)), torch.randn(1, 7))
+
+
+@pytest.mark.parametrize("made_before", [True, False])
+def test_points_of_a_sequence_of_its_own_are_refused_with_the_line(made_before: bool) -> None:
+    engine = torch.quasirandom.SobolEngine(3, scramble=True, seed=1)
+    with tfnb.record(), pytest.raises(Unsupported, match=r"SobolEngine(.|\n)*feed them(.|\n)*test_replaced\.py line"):
+        (engine if made_before else torch.quasirandom.SobolEngine(3)).draw(4)
+    drawn = engine.draw(4)
+    assert torch.equal(drawn, torch.quasirandom.SobolEngine(3, scramble=True, seed=1).draw(4))

@@ -271,12 +271,22 @@ def _zeros(rec: Any, size: Any, **options: Any) -> Any:
     return torch.zeros(size, **options)
 
 
-def _linearized(rec: Any, *args: Any) -> Any:
-    """What forward mode calls by itself; in the transforms of torch.func torch does not come here."""
-    raise Unsupported(
-        "torch.func.linearize and torch.autograd.forward_ad are not recorded: use torch.func.jvp, or tfnb.jvp"
-        f"{rec.tape.at()}"
-    )
+def _refused(why: str) -> Any:
+    def refuse(rec: Any, *args: Any, **options: Any) -> Any:
+        raise Unsupported(f"{why}{rec.tape.at()}")
+
+    return refuse
+
+
+_SEQUENCE = ("draw", "ff_", "initialize_state_", "scramble_")
+# what forward mode calls by itself; in the transforms of torch.func torch does not come here
+_linearized = _refused(
+    "torch.func.linearize and torch.autograd.forward_ad are not recorded: use torch.func.jvp, or tfnb.jvp"
+)
+_sequence = _refused(
+    "torch.quasirandom.SobolEngine goes along a sequence of its own, which is not recorded: draw its points before the "
+    "recording, and feed them; what a package draws at its first call and keeps is there after one call before it"
+)
 
 
 def _padded(rec: Any, x: Any, mask: Any, mask_check: bool = True) -> bool:
@@ -371,6 +381,7 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     aten.is_same_size.default: _is_same_size,
     aten._efficientzerotensor.default: _zeros,
     aten._fw_primal.default: _linearized,
+    **{getattr(aten, f"_sobol_engine_{name}").default: _sequence for name in _SEQUENCE},
     aten._nested_tensor_from_mask_left_aligned.default: _padded,
     aten._to_copy.default: _number,
     aten.max_pool1d.default: _max_pool1d,
