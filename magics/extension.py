@@ -5,6 +5,7 @@ May import IPython and this room.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -12,7 +13,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import display
 
 import tfnb
-from tfnb.errors import DeadlockError, TfnbError
+from tfnb.errors import DeadlockError, TfnbError, name_cells
 from tfnb.magics.complete import completer
 from tfnb.magics.frames import shorten
 from tfnb.magics.magics import TfnbMagics
@@ -26,6 +27,7 @@ SHOWN = (
 SHORT = (TfnbError, KeyboardInterrupt)  # what is shown without frames of tfnb
 
 _loaded: dict[int, TfnbMagics] = {}
+_named: dict[int, Callable[[], None]] = {}  # what takes back that cells have names in messages
 
 
 def load(shell: InteractiveShell) -> None:
@@ -35,6 +37,7 @@ def load(shell: InteractiveShell) -> None:
     magics = _loaded[id(shell)] = TfnbMagics(shell=shell)
     shell.register_magics(magics)
     magics.watch.attach()
+    _named[id(shell)] = name_cells(lambda filename: (shell.compile.format_code_name(filename) or ("", None))[1])
     shell.events.register("post_run_cell", magics.lives.follow)
     for name in NAMES:
         shell.set_hook("complete_command", completer(magics, name), str_key=f"%{name}")
@@ -52,6 +55,7 @@ def unload(shell: InteractiveShell) -> None:
     if magics is None:
         return
     magics.watch.detach()
+    _named.pop(id(shell))()
     shell.events.unregister("post_run_cell", magics.lives.follow)
     for name in NAMES:
         for kind in ("line", "cell"):

@@ -1,4 +1,4 @@
-"""The one family of errors.
+"""The one family of errors, and what files are called in their texts.
 
 Every error is a :class:`TfnbError` *and* the builtin a user would expect, carries a ``code``, and names
 where it happened: node, op, cell, line, device, step, the inputs, and other nodes involved.
@@ -7,6 +7,7 @@ Imports nothing of tfnb.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 
@@ -222,3 +223,24 @@ class Internal(TfnbError):
     """A broken invariant: a bug in tfnb."""
 
     code = "INTERNAL"
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
+
+_names: list[Callable[[str], str | None]] = []
+
+
+def name_cells(by: Callable[[str], str | None]) -> Callable[[], None]:
+    """``by`` knows what a front end calls the file of a cell (``In[3]``); gives what takes that back."""
+    _names.append(by)
+    return lambda: _names.remove(by)
+
+
+def file_label(filename: str) -> str:
+    """What a file is called in messages.
+
+    >>> file_label("/home/me/train.py")
+    'train.py'
+    """
+    known = next((label for by in _names if (label := by(filename))), None)
+    return known or filename.replace("\\", "/").rpartition("/")[2]

@@ -111,6 +111,30 @@ def test_an_error_in_a_function_of_another_cell_shows_its_lines(notebook: Any) -
     assert ran.frames[-2:] == [f"Cell In[{at - 1}], line 3", f"Cell In[{at - 2}], line 3, in helper()"]
 
 
+@pytest.mark.parametrize("options", ["compile='off'", "compile='now'", "executor='dataflow'"])
+def test_a_run_that_fails_in_a_function_of_another_cell_shows_its_line(notebook: Any, options: str) -> None:
+    notebook.ok(
+        "def rows(v, at):\n    total = v.sum() * 0\n    for i in at:\n        total = total + v[i]\n    return total"
+    )
+    notebook.ok(
+        "%%tfgraph g\nx = tfnb.placeholder(torch.ones(3), name='x')\n"
+        "at = tfnb.placeholder(torch.tensor([0, 1]), name='at')\ny = rows(x, at)"
+    )  # fmt: skip
+    ran = notebook.run(f"tfnb.Session('g', {options}).run(y, {{x: torch.ones(3), at: [0, 7]}})")
+    here = notebook.count
+    assert f"  at In[{here - 2}] line 4:  y = rows(x, at)\n  in In[{here - 3}] line 4: total = total + v[i]" in ran.out
+    assert "inputs as recorded: float32[B]" in ran.out and ran.error.line == 4
+
+
+def test_a_block_in_a_cell_has_the_name_of_the_cell_while_the_extension_is_loaded(notebook: Any) -> None:
+    block = "with tfnb.record() as g:\n    x = tfnb.placeholder(torch.ones(3))\ng.nodes[0].source.label"
+    assert notebook.ok(block).result == f"In[{notebook.count - 1}]"
+    notebook.ok("%unload_ext tfnb")
+    assert not notebook.ok(block).result.startswith("In[")
+    notebook.ok("%load_ext tfnb")
+    assert notebook.ok(block).result == f"In[{notebook.count - 1}]"
+
+
 RERUN = (
     "x = tfnb.placeholder(torch.ones(3, 2), name='x')\n"
     "s = torch.zeros(2)\n"

@@ -15,6 +15,8 @@ from tfnb.execution.quick import Quick, parts
 from tfnb.execution.running import Deadline, Stop
 from tfnb.execution.watch import Code, Look
 from tfnb.graph import Node, Spec
+from tfnb.recording.report import line_of
+from tfnb.recording.workspace import workspace
 
 
 def explained(program: Any, error: Exception, tensors: Iterable[torch.Tensor | None]) -> TfnbError:
@@ -32,14 +34,29 @@ def explained(program: Any, error: Exception, tensors: Iterable[torch.Tensor | N
     node = failing_node(program, error)
     if node is None:
         return kind(f"the run failed: {reason}\n  fed: {fed or 'nothing'}")
-    specs = tuple(str(by_id[v.node].outputs[v.index]) for v in node.inputs if v.node in by_id)
-    where = f"\n  at {node.source}" if node.source else ""
+    known = by_id | _inside(program)
+    specs = tuple(str(known[v.node].outputs[v.index]) for v in node.inputs if v.node in known)
+    where = f"\n  at {node.source}{_asked(program, node)}" if node.source else ""
     return kind(
         f"{node.op} failed: {reason}\n"
         f"  node {node.name}, inputs as recorded: {', '.join(specs) or 'none'}\n  fed: {fed or 'nothing'}{where}",
         node=node.name, op=node.op, cell=node.source.label if node.source else None,
         line=node.source.line if node.source else None, inputs=specs,
     )  # fmt: skip
+
+
+def _inside(program: Any) -> dict[int, Node]:
+    """The nodes of all loops, branches and regions."""
+    codes = (code for inner in program.inner for code in _codes(inner) if isinstance(code, Program))
+    return {
+        id_: node for code in codes for graph in (code.whole, code.graph) for id_, node in graph.contents.by_id.items()
+    }
+
+
+def _asked(program: Any, node: Node) -> str:
+    """The line of a function that the user's line called, with which a node was recorded."""
+    at = workspace(program.whole).asked.get(node.id)
+    return "" if at is None else f"\n  in {line_of(*at)}"
 
 
 def _is_out_of_memory(error: Exception) -> bool:

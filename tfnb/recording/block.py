@@ -19,7 +19,7 @@ import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound
+from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound, file_label
 from tfnb.graph import Contents, Graph, Node, Owner, Source, Value, current
 from tfnb.graph.collector import uncollected
 from tfnb.graph.graph import new_id
@@ -104,7 +104,7 @@ def record(graph: Graph | str | None = None, *, device: Any = None, lazy: bool =
     named = isinstance(graph, str)
     target = graph if isinstance(graph, Graph) else Graph(graph or "graph")
     target.ensure_open()
-    label = _file_label(frame.f_code.co_filename)
+    label = file_label(frame.f_code.co_filename)
     owner = _owner(target, f"block:{label}:{frame.f_lineno}:{len(target.owners)}")
 
     def names() -> Mapping[str, Any]:
@@ -151,7 +151,7 @@ def reopen(graph: Graph) -> Iterator[Recorder]:
         yield recording
         return
     frame = _caller()
-    label = _file_label(frame.f_code.co_filename)
+    label = file_label(frame.f_code.co_filename)
     owner = _owner(graph, f"block:{label}:{frame.f_lineno}:{len(graph.owners)}")
 
     with _opened(graph, owner, _lines(frame, label), dict, frame, None, False, append=True) as recorder:
@@ -174,10 +174,6 @@ def _caller() -> FrameType:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("tfnb", "contextlib"):
         frame = frame.f_back
     return frame
-
-
-def _file_label(filename: str) -> str:
-    return filename.replace("\\", "/").rpartition("/")[2]
 
 
 def _owner(graph: Graph, key: str) -> Owner:

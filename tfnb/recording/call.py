@@ -19,7 +19,7 @@ from tfnb.kernels.random import seeded
 from tfnb.recording.custom_ops import lacks_shapes, shapes
 from tfnb.recording.interpret import stream_seed
 from tfnb.recording.ops import Facts, Op, bind, kernel, op_name
-from tfnb.recording.report import dense, explained
+from tfnb.recording.report import asked_at, dense, explained
 from tfnb.recording.samples import conjugating, physical
 from tfnb.recording.scopes import clean
 from tfnb.recording.shape_rules import SHAPES
@@ -55,6 +55,8 @@ def record_call(rec: Recorder, func: Op, own: Facts, args: Any, kwargs: Any) -> 
     )  # fmt: skip
     if override is not None:
         rec.space.rules[value.node] = override
+    if (at := asked_at(rec.new[-1].source, rec.stop)) is not None:
+        rec.space.asked[value.node] = at
     waits = rec.samples_wait and not sized_by_data(func)
     samples: Sequence[torch.Tensor | None] = (None,) * len(flat)
     if not waits and not rec.lazy:

@@ -12,7 +12,7 @@ from types import FrameType
 import torch
 from torch._subclasses import fake_tensor
 
-from tfnb.errors import FeedError, InvalidArgument, ShapeError, StaleNode, Unsupported
+from tfnb.errors import FeedError, InvalidArgument, ShapeError, StaleNode, Unsupported, file_label
 from tfnb.graph import Node, Source, Variable
 from tfnb.recording.ops import Op, op_name
 
@@ -57,17 +57,28 @@ def dense(tensor: torch.Tensor, at: Callable[[], str]) -> torch.Tensor:
     return tensor
 
 
-def asked_in(source: Source | None, stop: FrameType | None) -> str:
-    """Where a package asked what the user's line led to, as the end of a text; empty where that line itself asked."""
+def asked_at(source: Source | None, stop: FrameType | None) -> tuple[str, int] | None:
+    """File and line of a function that the user's line led to; None where that line itself asked."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame is not stop:
         file, line = frame.f_code.co_filename, frame.f_lineno
         if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _PLUMBING:
             text = linecache.getline(file, line).strip()
             is_own = source is None or (source.line == line and source.text == text)
-            return "" if is_own or not text else f" (asked in {Path(file).name} line {line}: {text})"
+            return None if is_own or not text else (file, line)
         frame = frame.f_back
-    return ""
+    return None
+
+
+def asked_in(source: Source | None, stop: FrameType | None) -> str:
+    """The same as the end of a text; empty for None."""
+    at = asked_at(source, stop)
+    return "" if at is None else f" (asked in {line_of(*at)})"
+
+
+def line_of(file: str, line: int) -> str:
+    """A line of a file or cell, for messages."""
+    return f"{file_label(file)} line {line}: {linecache.getline(file, line).strip()}"
 
 
 def user_level(stop: FrameType | None) -> int:

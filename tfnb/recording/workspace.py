@@ -35,6 +35,7 @@ class Workspace:
         self.live = WeakIdKeyDictionary()  # recorded tensors of finished recordings that somebody still holds
         self.outside: dict[int, Met] = {}  # memory of plain tensors that recordings met, by storage
         self.rules: dict[int, Callable[..., Any]] = {}  # nodes with a gradient rule of their own
+        self.asked: dict[int, tuple[str, int]] = {}  # nodes of a function that the user's line called: where in it
         self.derivatives: tuple[Derivative, ...] = ()
 
     @property
@@ -73,8 +74,9 @@ class Workspace:
         for table in (self.fakes, self._apart):
             for value in [v for v in table if v.node in ids]:
                 del table[value]
-        for node_id in ids & self.rules.keys():
-            del self.rules[node_id]
+        for node_id in ids:
+            self.rules.pop(node_id, None)
+            self.asked.pop(node_id, None)
         self.samples.forget(self.samples.of(ids))
 
     def sample(self, value: Value) -> torch.Tensor | None:

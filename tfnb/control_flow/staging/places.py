@@ -11,6 +11,7 @@ from types import FrameType
 
 import torch
 
+from tfnb.errors import file_label
 from tfnb.graph import Source
 from tfnb.recording import Recorder
 
@@ -37,7 +38,7 @@ def source_line(recorder: Recorder) -> Source | None:
     text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
     if here is not None and (here.line, here.text) == (frame.f_lineno, text):
         return here
-    return Source(Path(frame.f_code.co_filename).name, frame.f_lineno, text)
+    return Source(file_label(frame.f_code.co_filename), frame.f_lineno, text)
 
 
 def is_foreign(filename: str) -> bool:
