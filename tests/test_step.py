@@ -136,3 +136,14 @@ def test_an_op_that_fails_after_a_feed_is_dropped_says_so() -> None:
         step.fetch(first, {x: torch.ones(3)})
         with pytest.raises(InvalidArgument, match=r"failed: .*\n.*node .*\n.*fed: i: int64"):
             step.fetch(second, {i: torch.tensor(7)})
+
+
+def test_a_feed_that_is_memory_which_the_step_writes_is_read_before() -> None:
+    first, second = (tfnb.Variable(torch.tensor([1.0, 2.0]), name=name, trainable=False) for name in "ab")
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.zeros(2), shape=(2,))
+        one, other = first.assign_add(x), second.assign_add(x)
+    with tfnb.Session(graph).step([one, other], [x]) as step:
+        step.fetch(one, {x: first.storage})
+        step.fetch(other)
+    assert (first.value().tolist(), second.value().tolist()) == ([2.0, 4.0], [2.0, 4.0])

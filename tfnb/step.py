@@ -65,6 +65,7 @@ class Step:
             given.update(self._feeder.take(place, value, symbols))
         self._symbols = symbols
         self._fed |= places
+        given = self._program.apart(given, self._storages)  # before the commit writes
         self._known.update({self._inputs[i]: tensor for i, tensor in given.items()})
 
     def fetch(self, fetches: Any, feed_dict: Mapping[Any, Any] | None = None) -> Any:

@@ -76,7 +76,7 @@ class Program:
         if copied is not None:
             seen, read = copied.count, list(map(copied.copies.get, self.variables, storages))
         if self.late:
-            feeds = self._apart(feeds, storages)
+            feeds = self.apart(dict(enumerate(feeds)), storages).values()
         out = (forward or self.forward)(*feeds, *read, run)  # nothing requires grad: grad mode does not matter
         fetched, rest = list(out[: self.n_fetches]), out[self.n_fetches :]
         if not self.writes:
@@ -113,10 +113,12 @@ class Program:
         owner = self.node_of.get(node.name) if node.op == "call_function" else None
         return owner is not None and owner.op.startswith("aten.") and facts(overload(owner.op)).is_view
 
-    def _apart(self, feeds: Iterable[torch.Tensor], storages: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """The feeds; those of which the commit would have read what it had written over are copies."""
-        kept, memory = list(feeds), {storage.untyped_storage().data_ptr() for storage in storages}
-        for place in self.late:
+    def apart(
+        self, feeds: Mapping[int, torch.Tensor], storages: Iterable[torch.Tensor]
+    ) -> dict[int, torch.Tensor]:  # fmt: skip
+        """Feeds, by place; those of which the commit would have read what it had written over are copies."""
+        kept, memory = dict(feeds), {storage.untyped_storage().data_ptr() for storage in storages}
+        for place in kept.keys() & set(self.late):
             if kept[place].untyped_storage().data_ptr() in memory:
                 kept[place] = kept[place].clone()
         return kept
