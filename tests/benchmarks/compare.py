@@ -3,7 +3,8 @@
 Each library runs in a process of its own on the same processors, from the same weights and data. The losses and what
 the weights moved are compared first; a library that differs is not timed. Then the libraries take turns, block by
 block. TFNB_PEERS names the interpreter that has TensorFlow and JAX (`make bench-peers` makes one); what is absent is
-named with the reason. The first table is `rows.py`; results go to compare.json and compare.md.
+named with the reason. A row of ours that misses a target is profiled after it was timed. The first table is `rows.py`;
+results go to compare.json and compare.md.
 """
 
 from __future__ import annotations
@@ -160,6 +161,7 @@ def compare(row: Row, libraries: tuple[str, ...], how: How) -> dict[str, Result]
                 colds(row, peers, results, file, how)
             else:
                 take_turns(peers, results, how)
+            explain(row, peers, results)
         finally:
             for peer in peers.values():
                 peer.close()
@@ -199,6 +201,14 @@ def take_turns(peers: dict[str, Peer], results: dict[str, Result], how: How) -> 
     for library, peer in peers.items():
         answer = peer.ask("peak")
         results[library].peak, results[library].note = answer["peak"], answer["note"]
+
+
+def explain(row: Row, peers: dict[str, Peer], results: dict[str, Result]) -> None:
+    """Profiles of our own where a target was missed."""
+    for library, peer in peers.items():
+        of = report.missed(row, library, results)
+        if of:
+            results[library].profile = peer.ask("profile", of=of)["lines"]
 
 
 def main(argv: list[str]) -> None:

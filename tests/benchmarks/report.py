@@ -44,6 +44,14 @@ def fastest(results: dict[str, Result]) -> float | None:
     return min((time for time in times if time is not None), default=None)
 
 
+def missed(row: Row, library: str, results: dict[str, Result]) -> list[str]:
+    """What a library of ours did not keep: "time", "first", "peak"."""
+    if library not in OURS or not results[library].samples:
+        return []
+    targets = [t for t in _asked(row, library) if verdict(t, results[library], results).endswith("MISS")]
+    return list(dict.fromkeys("first" if row.cold else target.what for target in targets))
+
+
 def verdict(target: Target, result: Result, results: dict[str, Result]) -> str:
     """One target: what was asked, what was found."""
     got = measured(result, target.what)
@@ -110,6 +118,15 @@ def markdown_rows(row: Row, results: dict[str, Result]) -> str:
     return "\n".join(lines)
 
 
+def profiles(table: dict[str, dict[str, Result]]) -> list[str]:
+    """A line for each target that was missed: where the time goes, under a profiler."""
+    found = [
+        f"- {name}, {library}: {line}" for name, row in table.items() for library, result in row.items()
+        for line in result.profile
+    ]  # fmt: skip
+    return ["", "Where it goes in the rows that miss a target, as profilers see it:", "", *found] if found else []
+
+
 def write(facts: dict[str, Any], table: dict[str, dict[str, Result]], folder: Path) -> None:
     """compare.json with every sample, compare.md to read."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -119,4 +136,5 @@ def write(facts: dict[str, Any], table: dict[str, dict[str, Result]], folder: Pa
     lines = [f"- {key}: {value}" for key, value in facts.items()] + [f"- versions: {'; '.join(versions)}", ""]
     lines += ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
     lines += [markdown_rows(ROWS[name], results) for name, results in table.items()]
+    lines += profiles(table)
     (folder / "compare.md").write_text("\n".join(lines) + "\n")

@@ -150,3 +150,4 @@ class Result:
     version: str = ""
     note: str = ""
     absent: str = ""  # why there are no samples
+    profile: list[str] = field(default_factory=list)  # where time and memory go, if a target was missed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -46,6 +47,17 @@ def test_a_small_run_compares_and_writes_both_files(tmp_path: Path, capsys: pyte
             assert len(result["samples"]) == 5 and min(result["samples"]) > 0, result["absent"]
         elif not result["samples"]:
             assert "make bench-peers" in result["absent"] and "not timed: no " in table
+
+
+def test_a_row_that_misses_is_shown_with_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    never = tuple(Target(what, 1e-9, "torch_eager") for what in ("time", "first", "peak"))
+    monkeypatch.setitem(ROWS, "mlp-1", replace(ROWS["mlp-1"], targets=never))
+    compare.main(["--quick", "--rows", "mlp-1", "--libraries", "torch_eager", "tfnb_off", "--out", str(tmp_path)])
+    lines = [line for line in (tmp_path / "compare.md").read_text().splitlines() if line.startswith("- mlp-1")]
+    assert len(lines) == 3 and all("tfnb_off" in line for line in lines)
+    step, first, made = lines
+    assert "outside of torch's ops" in step and "aten::addmm" in step and "in 2 calls" in step
+    assert "tfnb/recording" in first and "aten::" in made and "MiB" in made
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

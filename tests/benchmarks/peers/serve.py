@@ -2,7 +2,8 @@
 
 MODULE is a file of this folder with ``version()`` and ``build(task, weights, data)``, which gives a `Step`. Requests:
 {"do": "start", task}: build and run the first step; "advance": run steps; "state": where the weights moved (or the
-gradients); "settle": run steps until their code no longer changes; "block": time some steps; "peak": memory.
+gradients); "settle": run steps until their code no longer changes; "block": time some steps; "peak": memory;
+"profile": where the time goes.
 An error is answered as {"error": text}.
 """
 
@@ -127,6 +128,17 @@ class Worker:
             import torch  # the only libraries that are asked to use another device have it
 
             torch.accelerator.synchronize()
+
+    def profile(self, of: list[str]) -> dict[str, Any]:
+        """Where time and memory go, of a library on torch."""
+        from tests.benchmarks.peers import profiles  # imports torch
+
+        def begin() -> None:
+            step = self.library.build(self.task, *arrays(self.task["file"]))
+            step.wait(step.run())
+
+        ways = {"time": lambda: profiles.step(self.step.run), "peak": lambda: profiles.peak(self.step.run)}
+        return {"lines": [ways[what]() if what in ways else profiles.first(begin) for what in of]}
 
     def peak(self) -> dict[str, Any]:
         peak = max(self.highest, resident("VmHWM")) - self.memory
