@@ -108,3 +108,17 @@ def test_passes_of_what_is_not_there() -> None:
     graph = recorded(lambda x: x.relu())
     with pytest.raises(tfnb.errors.NotFound, match="no node 'loss'"):
         tfnb.Session(graph).passes("loss")
+
+
+def test_a_node_that_gives_more_values_than_its_namesake_is_gone_and_drawn() -> None:
+    graphs = []
+    for count in (3, 1):
+        with tfnb.record() as graph:
+            x = tfnb.placeholder(torch.ones(3), shape=(3,))
+            found = tfnb.while_loop(lambda *v: v[0].sum() < 9, lambda *v: tuple(each + 1 for each in v), (x,) * count)
+            found[-1].exp() if count == 3 else found[-1].sin()
+        graphs.append(graph)
+    for before, after in (graphs, graphs[::-1]):
+        found = before.diff(after)
+        assert "<svg" in found._repr_html_()
+        assert "tfnb.while" in [node.op for node in found.removed]

@@ -66,10 +66,13 @@ class Difference(str):
 
 
 def _same(before: Contents, after: Contents) -> dict[int, int]:
+    """By id, else by name; what gives another number of values is another node."""
     found = {node.id: node.id for node in before.nodes if node.id in after.by_id}
     for node in before.nodes:
         twin = after.by_name.get(node.name)
-        if node.id not in found and twin is not None and twin.id not in before.by_id:
+        if node.id in found or twin is None or twin.id in before.by_id:
+            continue
+        if len(twin.outputs) == len(node.outputs):
             found[node.id] = twin.id
     return found
 
