@@ -14,7 +14,7 @@ import torch
 
 from tfnb.control_flow.staging.branching import chosen
 from tfnb.control_flow.staging.elements import backwards, expanded, grown, length, plain
-from tfnb.control_flow.staging.looping import Stage
+from tfnb.control_flow.staging.looping import Stage, Turns
 from tfnb.control_flow.staging.statement import Statement, as_number, recorder_for, status
 from tfnb.control_flow.structure import sample_truth
 from tfnb.recording import Recorder, Tensor
@@ -54,7 +54,7 @@ class Range:
                 start, step = start + (turns - 1) * step, -step
             limit = turns.clamp(min=0)
             entered = sample_truth(st.recorder, limit) is not False
-            Stage(st, by_size=by_size, entered=entered).record(more, body, limit=limit, first=start, step=step)
+            Stage(st, by_size=by_size, entered=entered).record(Turns(more, body, (), limit, start, step))
 
     def parted(self, recorder: Recorder) -> tuple[Any, Range] | None:
         """The first number and the range of the others, with a guard that there is one; None where there is not."""
@@ -109,7 +109,7 @@ class Rows:
 
     def stage(self, st: Statement, more: Any, body: Callable[[Any], None]) -> None:
         Stage(st, by_size=True, entered=True).record(
-            more, lambda index, *rows: body(self.shape(index, *rows)), xs=self.tensors, first=0
+            Turns(more, lambda index, *rows: body(self.shape(index, *rows)), self.tensors, first=0)
         )
 
 

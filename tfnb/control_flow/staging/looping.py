@@ -5,7 +5,9 @@ What the names hold is what is carried from turn to turn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,12 +73,29 @@ class _Again(Exception):
     """The loop is recorded again, knowing more about its variables."""
 
 
+@dataclass(frozen=True)
+class Turns:
+    """``while test(): body()``, at most ``limit`` times.
+
+    With ``first``, the body gets an index, which grows by ``step``; with ``xs``, a row of each.
+    """
+
+    test: Callable[[], Any] | None
+    body: Callable[..., None]
+    xs: Sequence[Tensor] = ()
+    limit: Any = None
+    first: Any = None
+    step: Any = 1
+
+
 class Stage:
     """One loop to be staged: which names it carries, as which tensors.
 
     by_size: only sizes decide how often it turns, so Python can run it for those of the samples. entered: whether the
-    samples take a turn.
+    samples take a turn. memory: what the last recorded turn says of shared memory.
     """
+
+    memory: Memory
 
     def __init__(self, st: Statement, *, by_size: bool, entered: bool) -> None:
         self.st, self.recorder, self.by_size, self.entered = st, st.recorder, by_size, entered
@@ -90,16 +109,13 @@ class Stage:
         self.growth = Growth(status.made if status.depth else None)
         self.calls = 0
 
-    def record(
-        self, test: Callable[[], Any] | None, body: Callable[..., None], *, xs: Sequence[Tensor] = (),
-        limit: Any = None, first: Any = None, step: Any = 1,
-    ) -> None:  # fmt: skip
-        """``while test(): body()``; with ``first``, the body gets an index; with ``xs``, a row of each."""
+    def record(self, turns: Turns) -> None:
+        """Record the loop, as often as it takes to know what its variables are."""
         st = self.st
         with st.staging():
             while True:
                 try:
-                    return self._attempt(test, body, xs, limit, first, step)
+                    return _Attempt(self, turns).record()
                 except _Again:
                     st.set(self.before)
                 except BeginsAsNone:
@@ -112,81 +128,7 @@ class Stage:
                     why = _OTHER_WAYS if isinstance(error, BranchChanged) else reason(error)
                     raise CannotStage(why) from error
 
-    def _attempt(self, test: Any, body: Any, xs: Sequence[Tensor], limit: Any, first: Any, step: Any) -> None:
-        st, recorder = self.st, self.recorder
-        self._plan()
-        start = [*([] if first is None else [tensor_of(recorder, first)]), *self.start]
-        labels = [*([] if first is None else ["the index"]), *self.labels]
-        head, last = (0 if first is None else 1), len(start)
-        zeros = [self._zeros(spec) for specs in self.places.values() for spec in specs]
-        start += (tensor_of(recorder, each) for each in zeros)
-        labels += ["a place"] * len(zeros)
-
-        def condition(*carried: Any) -> list[Any]:
-            assert test is not None
-            self._set(carried[head:last])
-            with st.body(True):
-                found = test()
-            self._set_back()
-            return [truth(recorder, found, f"the condition of `{st.what}`")]
-
-        def turn(*given: Any) -> list[Any]:
-            carried, rows = given[head:last], given[len(start) :]
-            values_before, first_node = [tensor._entry.value for tensor in carried], len(recorder.new)
-            versions = {tensor._family: tensor._family.version for tensor in recorder.live}
-            if head and type(first) is type(step) is int and first >= 0 < step:
-                recorder.naturals.add(given[0]._entry.value)
-            self._set(carried)
-            with st.body(self.calls > 0), self.growth.turn():
-                self.calls += 1
-                body(*([given[0]] if head else []), *rows)
-                values = st.get()
-            written = {base for base, version in versions.items() if base.version != version}
-            if any(map(_is_written, rows)) or any(stack._family in written for stack in xs):
-                raise CannotStage("its body writes into the rows that it takes")
-            written |= {tensor._family for tensor in carried if _is_written(tensor)}
-            self._set(carried)
-            st.all_carried()
-            after = self._leaves(values, carried)
-            self._set_back()
-            stacks = {row._family: stack for row, stack in zip(rows, xs, strict=True)}
-            self.memory = Memory(recorder, carried, self.homes, stacks, whole=test is None)
-            read = {value for node in recorder.new[first_node:] for value in node.inputs} if test is None else None
-            self.memory.check(written, self.labels, None if read is None else [v in read for v in values_before])
-            if self.growth.is_new or self._finds_places():
-                raise _Again
-            mine = [place for at in self.places for place in self.memory.places[at]]
-            return [
-                *([given[0] + step] if head else []),
-                *after,
-                *mine,
-                *self.growth.rows(recorder, written, self.memory),
-            ]
-
-        specs = invariants(recorder, start, [*start[:head], *self.first.values(), *zeros])
-        loop = Loop(
-            recorder, start, labels, xs, specs=specs, limit=limit, what=st.what.split()[0], entered=self.entered
-        )  # fmt: skip
-        result = loop.record(None if test is None else condition, turn)
-        carried, turns = result.carried[head:last], result.turns
-
-        def taken() -> torch.Tensor:
-            return turns > 0
-
-        self._finish(carried, result.carried[last:], turns, taken)
-
-        def share(rows: Any, homes: Sequence[Home | None], is_some: bool) -> None:
-            for number, home in enumerate(homes):
-                if home is not None:
-                    at = None if is_some else number
-                    self.memory.share_rows(recorder, rows, home, at, len(homes), carried, self._before(), taken)
-            if self.memory.meets(homes):
-                overlap(recorder, rows)
-
-        if self.growth.lists:
-            self.growth.finish(result.rows, st.place, share)
-
-    def _plan(self) -> None:
+    def plan(self) -> None:
         """What is carried: names that hold tensors and numbers, and those of which the body told what they will be."""
         self.start: list[Tensor] = []
         self.first: dict[int, Any] = {}  # what the carried names hold in the first turn
@@ -203,7 +145,7 @@ class Stage:
                 if known is None:
                     continue
                 form, specs = known
-                value = tree_unflatten([self._zeros(spec) for spec in specs], form)
+                value = tree_unflatten([self.zeros(spec) for spec in specs], form)
             if place in self.elements:
                 value = known_elements(self.recorder, value, self.elements[place], self.st.what)
             leaves, form = tree_flatten(value)
@@ -221,7 +163,8 @@ class Stage:
                 self.start.append(tensor_of(self.recorder, leaf))
                 self.labels.append(part_of(name, path))
 
-    def _zeros(self, spec: Spec) -> torch.Tensor:
+    def zeros(self, spec: Spec) -> torch.Tensor:
+        """Zeros of a spec, as large as the samples' sizes say."""
         sizes = spec.sizes(self.recorder.symbols.bindings(spec.shape))
         return torch.zeros(sizes, dtype=spec.dtype, device=spec.device)
 
@@ -232,7 +175,7 @@ class Stage:
             if place in self.forms else old for place, old in enumerate(self.before)
         )  # fmt: skip
 
-    def _set(self, carried: Sequence[Any]) -> None:
+    def set(self, carried: Sequence[Any]) -> None:
         """The names for one turn; a late one has no value before the body gives it one."""
         values = self._values(carried)
         self.st.copies = list(_containers(values))
@@ -241,11 +184,12 @@ class Stage:
             for value, old in zip(values, self.before, strict=True)
         ))  # fmt: skip
 
-    def _set_back(self) -> None:
+    def set_back(self) -> None:
+        """The names as they were before the loop."""
         self.st.set(self.before)
 
-    def _leaves(self, values: tuple[Any, ...], carried: Sequence[Any]) -> list[Any]:
-        """The carried leaves after one turn."""
+    def leaves(self, values: tuple[Any, ...], carried: Sequence[Any]) -> list[Any]:
+        """The carried leaves after one turn; raises _Again where they are not those that were planned."""
         found: list[Any] = []
         self.homes: list[Home | None] = []  # of each leaf: what it looks at after the turn, and how
         given = iter(carried)
@@ -354,22 +298,37 @@ class Stage:
             found.append(tensor_of(self.recorder, leaf))
         return found
 
-    def _finds_places(self) -> bool:
+    def finds_places(self) -> bool:
         """Whether the turn looked at something by other places of its own than those that are carried."""
         found = {at: list(map(self._spec, places)) for at, places in self.memory.places.items()}
         found = {at: specs for at, specs in found.items() if all(bound_outside(self.recorder, spec) for spec in specs)}
         before, self.places = self.places, found
         return before != found
 
+    def made_places(self) -> list[Any]:
+        """The turn's own places, of those that are carried."""
+        return [place for at in self.places for place in self.memory.places[at]]
+
+    def share(
+        self, carried: Sequence[Tensor], taken: Test, rows: Any, homes: Sequence[Home | None], is_some: bool
+    ) -> None:
+        """What the loop appended shares memory with what it lies in."""
+        for number, home in enumerate(homes):
+            if home is not None:
+                at = None if is_some else number
+                self.memory.share_rows(self.recorder, rows, home, at, len(homes), carried, self._before(), taken)
+        if self.memory.meets(homes):
+            overlap(self.recorder, rows)
+
     def _before(self) -> list[Any]:
         """What is carried, as it was before the loop."""
         return [leaf for place in self.forms for leaf in tree_flatten(self.first[place])[0]]
 
-    def _finish(self, carried: Sequence[Any], places: Sequence[Tensor], turns: Tensor, taken: Test) -> None:
+    def finish(self, carried: Sequence[Any], places: Sequence[Tensor], turns: Tensor, taken: Test) -> None:
+        """Give the names what the loop leaves them."""
         values = list(self._values(carried))
         before = self._before()
-        made = [place for at in self.places for place in self.memory.places[at]]
-        places_by_id = dict(zip(map(id, made), places, strict=True))
+        places_by_id = dict(zip(map(id, self.made_places()), places, strict=True))
         self.memory.share(self.recorder, carried, before, turns, taken, places_by_id)
         some = sample_truth(self.recorder, turns)
         st = self.st
@@ -383,6 +342,87 @@ class Stage:
             elif place in self.late:
                 values[place] = Absent(name, why)
         st.set(tuple(values))
+
+
+class _Attempt:
+    """One recording of a loop, with what is known of its variables by then.
+
+    head, last: among the carried values, those of the names are between them, behind the index and before the places.
+    """
+
+    def __init__(self, stage: Stage, turns: Turns) -> None:
+        self.stage, self.turns, self.st, self.recorder = stage, turns, stage.st, stage.recorder
+        stage.plan()
+        index = [] if turns.first is None else [tensor_of(self.recorder, turns.first)]
+        zeros = [stage.zeros(spec) for specs in stage.places.values() for spec in specs]
+        self.head, self.last = len(index), len(index) + len(stage.start)
+        self.start = [*index, *stage.start, *(tensor_of(self.recorder, each) for each in zeros)]
+        self.labels = [*["the index"] * len(index), *stage.labels, *["a place"] * len(zeros)]
+        self.specs = invariants(self.recorder, self.start, [*index, *stage.first.values(), *zeros])
+
+    def record(self) -> None:
+        """Record it and set the names to what the loop gives; raises _Again where the body told something new."""
+        stage, turns = self.stage, self.turns
+        loop = Loop(
+            self.recorder, self.start, self.labels, turns.xs, specs=self.specs, limit=turns.limit,
+            what=self.st.what.split()[0], entered=stage.entered,
+        )  # fmt: skip
+        result = loop.record(None if turns.test is None else self._condition, self._turn)
+        carried, count = result.carried[self.head : self.last], result.turns
+
+        def taken() -> torch.Tensor:
+            return count > 0
+
+        stage.finish(carried, result.carried[self.last :], count, taken)
+        if stage.growth.lists:
+            stage.growth.finish(result.rows, self.st.place, partial(stage.share, carried, taken))
+
+    def _condition(self, *carried: Any) -> list[Any]:
+        assert self.turns.test is not None
+        self.stage.set(carried[self.head : self.last])
+        with self.st.body(True):
+            found = self.turns.test()
+        self.stage.set_back()
+        return [truth(self.recorder, found, f"the condition of `{self.st.what}`")]
+
+    def _turn(self, *given: Any) -> list[Any]:
+        stage, recorder = self.stage, self.recorder
+        carried, rows = given[self.head : self.last], given[len(self.start) :]
+        values_before, first_node = [tensor._entry.value for tensor in carried], len(recorder.new)
+        versions = {tensor._family: tensor._family.version for tensor in recorder.live}
+        values = self._taken(given, carried, rows)
+        written = self._written(versions, carried, rows)
+        stage.set(carried)
+        self.st.all_carried()
+        after = stage.leaves(values, carried)
+        stage.set_back()
+        is_whole = self.turns.test is None
+        stacks = {row._family: stack for row, stack in zip(rows, self.turns.xs, strict=True)}
+        stage.memory = Memory(recorder, carried, stage.homes, stacks, whole=is_whole)
+        read = {value for node in recorder.new[first_node:] for value in node.inputs} if is_whole else set()
+        stage.memory.check(written, stage.labels, [value in read for value in values_before] if is_whole else None)
+        if stage.growth.is_new or stage.finds_places():
+            raise _Again
+        index = [place + self.turns.step for place in given[: self.head]]
+        return [*index, *after, *stage.made_places(), *stage.growth.rows(recorder, written, stage.memory)]
+
+    def _taken(self, given: Sequence[Any], carried: Sequence[Any], rows: Sequence[Any]) -> tuple[Any, ...]:
+        """What the names hold after the body ran once."""
+        stage, turns = self.stage, self.turns
+        if self.head and type(turns.first) is type(turns.step) is int and turns.first >= 0 < turns.step:
+            self.recorder.naturals.add(given[0]._entry.value)
+        stage.set(carried)
+        with self.st.body(stage.calls > 0), stage.growth.turn():
+            stage.calls += 1
+            turns.body(*given[: self.head], *rows)
+            return self.st.get()
+
+    def _written(self, versions: Mapping[Any, int], carried: Sequence[Tensor], rows: Sequence[Tensor]) -> set[Any]:
+        """The tensors that the turn wrote into."""
+        written = {base for base, version in versions.items() if base.version != version}
+        if any(map(_is_written, rows)) or any(stack._family in written for stack in self.turns.xs):
+            raise CannotStage("its body writes into the rows that it takes")
+        return written | {tensor._family for tensor in carried if _is_written(tensor)}
 
 
 def _containers(item: Any) -> Iterator[Any]:

@@ -22,7 +22,7 @@ from tfnb.control_flow.staging.elements import item as item_of
 from tfnb.control_flow.staging.elements import part as part_of
 from tfnb.control_flow.staging.iteration import turns_of
 from tfnb.control_flow.staging.lists import append_to
-from tfnb.control_flow.staging.looping import Stage, staged_loop
+from tfnb.control_flow.staging.looping import Stage, Turns, staged_loop
 from tfnb.control_flow.staging.places import user_frame
 from tfnb.control_flow.staging.statement import (
     BeginsAsNone,
@@ -145,7 +145,7 @@ def while_stmt(
 
 
 def _turns(stage: Callable[[], Stage], test: Callable[[], Any], body: Callable[[], None]) -> None:
-    stage().record(test, body)
+    stage().record(Turns(test, body))
 
 
 def for_stmt(
