@@ -155,7 +155,7 @@ def _names(part: Part, names: dict[str, Any]) -> Iterator[None]:
             if type(names[name]) is Undefined and name in before:
                 names[name] = before[name]
     for name, value in list(names.items()):
-        if isinstance(value, Sometimes):
+        if isinstance(value, Sometimes) and value.is_there:
             names[name] = value.read()
 
 

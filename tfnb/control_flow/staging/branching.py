@@ -32,7 +32,7 @@ from tfnb.control_flow.staging.statement import (
     status,
     tensor_of,
 )
-from tfnb.control_flow.staging.unset import Sometimes, Undefined
+from tfnb.control_flow.staging.unset import Undefined
 from tfnb.control_flow.structure import SIZES, sample_truth, truth
 from tfnb.errors import TfnbError
 from tfnb.graph import Dim, Spec, Variable
@@ -259,9 +259,6 @@ def _branch(
             calls += 1
             way()
             values = st.get()
-        values = tuple(
-            v.read() if isinstance(v, Sometimes) and v is not old else v for v, old in zip(values, before, strict=True)
-        )
         outputs: dict[tuple[int, int], int] = {}
         homes: dict[tuple[int, int], Home] = {}
         tensors: list[Tensor] = []

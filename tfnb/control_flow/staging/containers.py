@@ -103,7 +103,7 @@ class attribute:
 
     @value.setter
     def value(self, new: Any) -> None:
-        old, new = self.value, new.read() if isinstance(new, Sometimes) else new
+        old, new = self.value, new.read() if isinstance(new, Sometimes) and new.is_there else new
         if status.depth:  # the body around the statement that carries it
             status.attributes.append((self.owner, self.name, old))
         if isinstance(new, Undefined):

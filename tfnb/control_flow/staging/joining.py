@@ -32,7 +32,7 @@ from tfnb.control_flow.staging.statement import (
     status,
     tensor_of,
 )
-from tfnb.control_flow.staging.unset import Absent, Sometimes, Undefined, UndefinedReturnValue, guarded, no_value
+from tfnb.control_flow.staging.unset import Absent, Sometimes, Undefined, UndefinedReturnValue
 from tfnb.control_flow.structure import SIZES, spec_of, truth
 from tfnb.errors import InvalidArgument
 from tfnb.graph import Spec, Value, Variable
@@ -99,8 +99,10 @@ class Join:
         name, before = self.st.names[place], self.before[place]
         if then is other:
             return lambda _: then
-        if isinstance(then, Undefined) or isinstance(other, Undefined):
-            return self._one_sided(place, not isinstance(then, Undefined), before)
+        if not _has_value(then) or not _has_value(other):
+            return self._one_sided(place, _has_value(then), before)
+        if isinstance(then, Sometimes) or isinstance(other, Sometimes):
+            then, other = self._sometimes(name, then), self._sometimes(name, other)
         if name in status.foreign and not status.depth and (then is before) is not (other is before):
             side = other is before
             if not self._as_before(place, side, before):
@@ -123,6 +125,12 @@ class Join:
             parts.append(self._leaf(place, at, a, b, part_of(label, path)))
             self.loose.update(range(count, len(self.columns)) if varies else ())
         return lambda results: tree_unflatten([part(results) for part in parts], form)
+
+    def _sometimes(self, name: str, value: Any) -> Sometimes:
+        """A value as that of a name which some runs set."""
+        why = f"it is not set in every branch of {self.st.place}"
+        item, is_set = (value.item, value.is_set) if isinstance(value, Sometimes) else (value, True)
+        return Sometimes(name, item, is_set, self.st.recorder, why)
 
     def _leaf(self, place: int, at: int, a: Any, b: Any, label: str) -> Callable[[list[Any]], Any]:
         if a is b or (type(a) is type(b) and not isinstance(a, torch.Tensor) and same(a, b)):
@@ -262,19 +270,16 @@ class Join:
         name, value = st.names[place], after.values[place]
         line = st.place
         why = f"it is set in one branch of {line} only"
-        absent = Absent(name, why)
         leaves, form = tree_flatten(value)
         is_returned = any(isinstance(s.values[place], UndefinedReturnValue) for s in self.sides.values())
-        if isinstance(value, Undefined):
+        if not _has_value(value):
             return lambda _: value
         if not all(map(is_value, leaves)) or not all(self._fits(after, place, at) for at in range(len(leaves))):
             if is_returned:
                 raise CannotStage(f"it returns {kind(value)}, and goes on in the other branch")
-            return lambda _: (
-                absent
-                if self.taken is not side
-                else Absent(name, f"it is {kind(value)} in one branch of {line} and has no value in the other")
-            )
+            if self.taken is side:
+                why = f"it is {kind(value)} in one branch of {line} and has no value in the other"
+            return lambda _: Absent(name, why)
         parts = []
         for at, leaf in enumerate(leaves):
             value_at = self._value(side, place, at, leaf, None)
@@ -285,9 +290,10 @@ class Join:
             whole = tree_unflatten([part(results) for part in parts], form)
             if is_returned:
                 return whole
-            if self.taken is not side:
-                return absent
-            return Sometimes(name, guarded(st.recorder, whole, self.predicate, side, no_value(name, why)))
+            here = self.predicate if side else torch.logical_not(self.predicate)
+            if isinstance(whole, Sometimes):  # in a branch or loop of the branch
+                whole, here = whole.item, torch.logical_and(here, whole.is_set)
+            return Sometimes(name, whole, here, st.recorder, why)
 
         return made
 
@@ -313,6 +319,11 @@ class Join:
             return True
         recorder = self.st.recorder
         return bound_outside(recorder, spec_inside(recorder, after.region, output))
+
+
+def _has_value(item: Any) -> bool:
+    """Whether a name holds something, in some runs at least."""
+    return not isinstance(item, Undefined) or isinstance(item, Sometimes)
 
 
 def _is_tensor(item: Any) -> bool:

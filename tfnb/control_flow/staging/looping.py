@@ -38,8 +38,8 @@ from tfnb.control_flow.staging.statement import (
     status,
     tensor_of,
 )
-from tfnb.control_flow.staging.unset import Absent, Sometimes, Undefined, UndefinedReturnValue, guarded, no_value
-from tfnb.control_flow.structure import SIZES, sample_truth, spec_of, truth
+from tfnb.control_flow.staging.unset import Absent, Sometimes, Undefined, UndefinedReturnValue
+from tfnb.control_flow.structure import SIZES, spec_of, truth
 from tfnb.errors import BranchChanged, InvalidArgument, TfnbError
 from tfnb.graph import Spec, Variable
 from tfnb.recording import Recorder, Tensor
@@ -138,9 +138,7 @@ class Stage:
         for place, value in enumerate(self.before):
             if place in self.stay:
                 continue
-            if isinstance(value, Sometimes):
-                value = value.read()
-            if isinstance(value, Undefined):
+            if isinstance(value, Undefined) and not isinstance(value, Sometimes):
                 known = self.late.get(place)
                 if known is None:
                     continue
@@ -192,17 +190,20 @@ class Stage:
         """The carried leaves after one turn; raises _Again where they are not those that were planned."""
         found: list[Any] = []
         self.homes: list[Home | None] = []  # of each leaf: what it looks at after the turn, and how
+        self.unsure: set[int] = set()  # leaves that may be what the turn began with
         given = iter(carried)
         again = False
         for place, (value, old) in enumerate(zip(values, self.before, strict=True)):
-            if isinstance(value, Sometimes):
-                value = value.read()
             if place not in self.forms:
                 again |= self._new(place, value, old)
                 continue
             form, count = self.forms[place]
             mine = [next(given) for _ in range(count)]
-            if isinstance(value, Undefined):
+            mine_is_left = isinstance(value, Sometimes)  # where the turn does not set the name
+            homes = [home_of(self.recorder, leaf) for leaf in tree_flatten(value)[0]]
+            if isinstance(before := tree_unflatten(mine, form), Sometimes):
+                value = self._kept(value, before)
+            if isinstance(value, Undefined) and not isinstance(value, Sometimes):
                 found += mine  # a late one that this turn did not reach
                 self.homes += [None] * len(mine)
                 continue
@@ -211,10 +212,29 @@ class Stage:
                 again = True
                 continue
             found += self._carried(place, value, form, mine)
-            self.homes += (home_of(self.recorder, leaf) for leaf in tree_flatten(value)[0])
+            self.unsure |= set(range(len(self.homes), len(self.homes) + len(mine))) if mine_is_left else set()
+            self.homes += [*homes, *[None] * (len(mine) - len(homes))]
         if again or any(isinstance(leaf, torch.dtype) for leaf in found):
             raise _Again
         return found
+
+    def _kept(self, value: Any, before: Sometimes) -> Any:
+        """What a name holds after a turn that set it, or set it in some runs: else it is what the turn began with."""
+        if isinstance(value, Undefined) and not isinstance(value, Sometimes):
+            return value
+        name, recorder = before.symbol_name, self.recorder
+        if not isinstance(value, Sometimes):
+            return Sometimes(name, value, True, recorder, before.why)
+        if value.is_set is before.is_set:
+            return value
+
+        def chosen(new: Any, old: Tensor) -> Any:
+            new = tensor_of(recorder, new)
+            return torch.where(value.is_set, new, old) if spec_of(new).shape == spec_of(old).shape else new
+
+        (news, form), olds = tree_flatten(value.item), tree_flatten(before.item)[0]
+        item = tree_unflatten(list(map(chosen, news, olds)), form) if len(news) == len(olds) else value.item
+        return Sometimes(name, item, torch.logical_or(value.is_set, before.is_set), recorder, before.why)
 
     def _stays(self, place: int, value: Any, mine: Sequence[Tensor]) -> bool:
         """Whether a name still holds the tensors that the turn was given: then they are those of outside."""
@@ -330,15 +350,15 @@ class Stage:
         before = self._before()
         places_by_id = dict(zip(map(id, self.made_places()), places, strict=True))
         self.memory.share(self.recorder, carried, before, turns, taken, places_by_id)
-        some = sample_truth(self.recorder, turns)
         st = self.st
         for place, old in enumerate(self.before):
             if not isinstance(old, Undefined) or isinstance(old, (Sometimes, UndefinedReturnValue)):
                 continue
             name, why = st.names[place], f"it is first set in the loop of {st.place}"
-            if place in self.forms and some is not False:
-                whole = values[place]
-                values[place] = Sometimes(name, guarded(st.recorder, whole, turns, True, no_value(name, why)))
+            if place in self.forms and isinstance(whole := values[place], Sometimes):
+                values[place] = Sometimes(name, whole.item, whole.is_set, st.recorder, why)
+            elif place in self.forms:
+                values[place] = Sometimes(name, values[place], taken(), st.recorder, why)
             elif place in self.late:
                 values[place] = Absent(name, why)
         st.set(tuple(values))
@@ -398,7 +418,7 @@ class _Attempt:
         stage.set_back()
         is_whole = self.turns.test is None
         stacks = {row._family: stack for row, stack in zip(rows, self.turns.xs, strict=True)}
-        stage.memory = Memory(recorder, carried, stage.homes, stacks, whole=is_whole)
+        stage.memory = Memory(recorder, carried, stage.homes, stage.unsure, stacks, whole=is_whole)
         read = {value for node in recorder.new[first_node:] for value in node.inputs} if is_whole else set()
         stage.memory.check(written, stage.labels, [value in read for value in values_before] if is_whole else None)
         if stage.growth.is_new or stage.finds_places():

@@ -40,15 +40,15 @@ def ways_of_made(recorder: Recorder, homes: Iterable[Home]) -> dict[Base, list[W
 class Memory:
     """What the names of a loop look at after one turn.
 
-    carried: what the turn was given. homes: what they look at. stacks: of the rows that it was given, what has them.
-    whole: whether the turns take all of those.
+    carried: what the turn was given. homes: what they look at; unsure: which may be of an earlier turn instead. stacks:
+    of the rows that it was given, what has them. whole: whether the turns take all of those.
     """
 
     def __init__(
-        self, recorder: Recorder, carried: Sequence[Tensor], homes: Sequence[Home | None],
+        self, recorder: Recorder, carried: Sequence[Tensor], homes: Sequence[Home | None], unsure: Collection[int],
         stacks: Mapping[Base, Tensor], *, whole: bool,
     ) -> None:  # fmt: skip
-        self.homes, self.stacks, self.whole, self.outer = homes, stacks, whole, outer(recorder)
+        self.homes, self.unsure, self.stacks, self.whole, self.outer = homes, unsure, stacks, whole, outer(recorder)
         self.given = {tensor._family: place for place, tensor in enumerate(carried)}
         self.is_written = [tensor._family.version != 0 for tensor in carried]
         self.families = [set() if home is None else set(linked(home[0])) for home in homes]
@@ -116,6 +116,7 @@ class Memory:
         for place, (home, result) in enumerate(zip(self.homes, carried, strict=True)):
             if home is None:
                 continue
+            is_sure = place not in self.unsure
             base, chain = home[0], renewed_chain(home[1], lambda leaf: places.get(id(leaf), leaf))
             kept = {self.given[each] for each in self.families[place] if each in self.given}
             if (mine := was[place]) is not None and place not in kept:
@@ -124,13 +125,13 @@ class Memory:
                 if (old := was[at]) is not None:
                     share(recorder, result, *old, taken, is_sure=False)
             if base in self.outer and base not in self.given:  # which has links of its own to others
-                share(recorder, result, base, chain, taken)
+                share(recorder, result, base, chain, taken, is_sure=is_sure)
                 continue
             for each in self.families[place]:
                 if each in self.stacks:
                     stack = self.stacks[each]
                     looks = (*stack._chain, RowOfSome.at(-1 if self.whole else turns - 1), *chain)
-                    share(recorder, result, stack._family, looks, taken, is_sure=each is base)
+                    share(recorder, result, stack._family, looks, taken, is_sure=is_sure and each is base)
                 elif each in self.outer and each not in self.given:
                     share(recorder, result, each, chain, taken, is_sure=False)
             if base in self.given:
@@ -141,7 +142,8 @@ class Memory:
                 continue
             first = carried[firsts[base]]
             is_whole = not self.homes[firsts[base]][1]  # type: ignore[index]
-            share(recorder, result, first._family, chain, taken, is_sure=is_whole)
+            is_sure &= is_whole and firsts[base] not in self.unsure
+            share(recorder, result, first._family, chain, taken, is_sure=is_sure)
 
     def _share_with_others(self, recorder: Recorder, carried: Sequence[Tensor], place: int, taken: Test) -> None:
         """A name that holds what a branch of the turn gave, and those that may hold what that branch gave as well."""

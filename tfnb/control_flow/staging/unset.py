@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import GetAttrKey, register_pytree_node, tree_flatten, tree_unflatten
 
 from tfnb.control_flow.staging.places import source_line
+from tfnb.control_flow.structure import sample_truth
 from tfnb.errors import InvalidArgument
 from tfnb.graph import Ref
 from tfnb.graph.ops import NAMED
@@ -58,15 +60,56 @@ def no_value(name: str, why: str) -> str:
 
 
 class Sometimes(Undefined):
-    """A name that a staged statement assigned on the samples' way, and not on every way: a run must agree."""
+    """A name that a staged statement assigns in some runs.
 
-    def __init__(self, symbol_name: str, make: Callable[[], Any]) -> None:
+    item: what it holds there; is_set: a recorded truth value that says where. Branches and loops carry it as they carry
+    a tuple of both.
+    """
+
+    def __init__(self, symbol_name: str, item: Any, is_set: Any, recorder: Recorder, why: str) -> None:
         super().__init__(symbol_name)
-        self._make = make
+        self.item, self.is_set, self.recorder, self.why = item, is_set, recorder, why
+        self._read = guarded(recorder, item, is_set, True, no_value(symbol_name, why))
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the samples may have it."""
+        return sample_truth(self.recorder, self.is_set) is not False
 
     def read(self) -> Any:
-        """The value, with a guard that the run went the same way."""
-        return self._make()
+        """The value, with a guard that the run assigned it; raises InvalidArgument where the samples did not."""
+        if not self.is_there:
+            raise InvalidArgument(no_value(self.symbol_name, self.why))
+        return self._read()
+
+
+@dataclass(frozen=True)
+class _Named:
+    """What is no tensor of a `Sometimes`."""
+
+    symbol_name: str
+    recorder: Recorder
+    why: str = field(compare=False)
+
+
+def _parts(some: Sometimes) -> tuple[list[Any], _Named]:
+    return [some.item, some.is_set], _Named(some.symbol_name, some.recorder, some.why)
+
+
+def _whole(parts: Iterable[Any], named: _Named) -> Sometimes:
+    item, is_set = parts
+    return Sometimes(named.symbol_name, item, is_set, named.recorder, named.why)
+
+
+register_pytree_node(
+    Sometimes,
+    _parts,
+    _whole,
+    flatten_with_keys_fn=lambda some: (
+        [(GetAttrKey("item"), some.item), (GetAttrKey("is_set"), some.is_set)],
+        _parts(some)[1],
+    ),
+)
 
 
 def guarded(recorder: Recorder, item: Any, test: Tensor, outcome: bool, lacks: str) -> Callable[[], Any]:
