@@ -13,8 +13,11 @@ from typing import Any
 
 from tfnb.graph import Contents, Node, Ref, Subgraph, Value
 from tfnb.graph.node import leaves
-from tfnb.graph.ops import COND, REGIONS
+from tfnb.graph.ops import COND, NAMED, REGIONS
 
+_TESTS = frozenset(
+    {"aten.gt.Scalar", "aten.logical_and.default", "aten.logical_not.default"}
+)  # of whether a name was set
 ARGUMENT = "tfnb.argument"
 
 Path = tuple[int, ...]
@@ -54,18 +57,25 @@ def opened(
 
 
 def _unread(contents: Contents, keep: Collection[int]) -> set[int]:
-    """What only keeps names that a loop or branch was the first to set: a guard that it did, and copies behind that."""
-    taken = {value.node for node in contents.nodes for value in node.inputs}
+    """What only keeps names that a loop or branch was the first to set: a guard that it did, its test, and copies."""
+    takers: dict[int, set[int]] = {}
     behind: dict[int, list[Node]] = {}
     for node in contents.nodes:
+        for value in node.inputs:
+            takers.setdefault(value.node, set()).add(node.id)
         for before in node.control:
             behind.setdefault(before, []).append(node)
     found: set[int] = set()
-    for guard, copies in ((node, behind.get(node.id, [])) for node in contents.nodes if node.op == "tfnb.guard"):
+    for guard in (node for node in contents.nodes if node.op == "tfnb.guard" and NAMED in node.tags):
+        copies = behind.get(guard.id, [])
         ids = {guard.id, *(copy.id for copy in copies)}
-        ends = not any(copy.id in taken or copy.id in behind for copy in copies)
-        if ends and ids.isdisjoint(keep) and all(_is_name(copy, guard, contents) for copy in copies):
+        ends = not any(copy.id in takers or copy.id in behind for copy in copies)
+        if ends and ids.isdisjoint(keep):
             found |= ids
+    for node in reversed(contents.nodes):
+        mine = takers.get(node.id, set())
+        if mine and mine <= found and len(node.outputs) == 1 and node.op in _TESTS and node.id not in keep:
+            found.add(node.id)
     return found
 
 
@@ -73,15 +83,6 @@ def _without_unused(nodes: Sequence[Node], taken: Collection[int]) -> Iterator[N
     """Without constants, zeros and the like that were ``taken``, but only as what a loop is given and does not use."""
     used = {value.node for node in nodes for value in node.inputs}
     return (n for n in nodes if n.inputs or n.op == "tfnb.placeholder" or n.id in used or n.id not in taken)
-
-
-def _is_name(copy: Node, guard: Node, contents: Contents) -> bool:
-    """Whether a node behind a guard is a copy of what a loop or branch gives, and the guard is of that very one."""
-    region = contents.by_id.get(copy.inputs[0].node) if copy.op == "aten.clone.default" else None
-    if region is None or region.op not in REGIONS:
-        return False
-    test = guard.inputs[0]
-    return test.node == region.id or (region.op == COND and test == region.inputs[0])
 
 
 class _Opening:
