@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 import os
 import random
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 
 import tfnb
 from tests.control_flow.random_sources import source
+from tests.control_flow.written import module
 from tfnb.errors import BranchChanged, ShapeError
 
 F64 = torch.float64
@@ -20,11 +20,7 @@ PROGRAMS = int(os.environ.get("TFNB_GRAPHS", "0"))  # more than the quick tests 
 
 
 def written(seed: int) -> Any:
-    text, name = source(seed), f"<program {seed}>"
-    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-    space: dict[str, Any] = {"torch": torch}
-    exec(compile(text, name, "exec"), space)
-    return space["program"]
+    return module(source(seed), f"<program {seed}>")["program"]
 
 
 def is_float(item: Any) -> bool:

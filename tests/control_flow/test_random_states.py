@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 import os
 import random
 from typing import Any
@@ -14,6 +13,7 @@ from torch import nn
 import tfnb
 from tests.control_flow.random_programs import python_loop
 from tests.control_flow.random_states import PlainArray, PlainNet, PlainVariable, put, source, through
+from tests.control_flow.written import module
 from tfnb.errors import BranchChanged, InvalidArgument, ShapeError
 
 F64 = torch.float64
@@ -37,10 +37,7 @@ class Net(nn.Module):
 
 def written(seed: int, *, plain: bool) -> Any:
     text, name = source(seed, plain=plain), f"<state {seed} {plain}>"
-    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-    space: dict[str, Any] = {"torch": torch, "through": through, "put": put}
-    exec(compile(text, name, "exec"), space)
-    return space["program"]
+    return module(text, name, through=through, put=put)["program"]
 
 
 class Pair:

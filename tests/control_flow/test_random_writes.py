@@ -6,7 +6,6 @@ Where nobody can say which names share memory a write is refused, with what to w
 from __future__ import annotations
 
 import functools
-import linecache
 import os
 import random
 from typing import Any
@@ -17,6 +16,7 @@ from torch import nn
 
 import tfnb
 from tests.control_flow.random_writes import source
+from tests.control_flow.written import module
 from tfnb.errors import BranchChanged, ShapeError, TfnbError, Unsupported
 
 F64 = torch.float64
@@ -45,11 +45,7 @@ class Net(nn.Module):
 
 
 def written(seed: int) -> Any:
-    text, name = source(seed), f"<writes {seed}>"
-    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-    space: dict[str, Any] = {"torch": torch}
-    exec(compile(text, name, "exec"), space)
-    return space["program"]
+    return module(source(seed), f"<writes {seed}>")["program"]
 
 
 def python(program: Any, x: torch.Tensor, n: int) -> tuple[Any, list[torch.Tensor]] | None:

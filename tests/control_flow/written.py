@@ -20,12 +20,16 @@ Sizes = (torch.SymInt, torch.SymFloat, torch.SymBool)
 def function(body: str, **names: Any) -> Callable[..., Any]:
     """``def f(x)`` with this body, whose source is there, and what it finds around it."""
     source = "def f(x):\n" + textwrap.indent(body.strip("\n"), "    ") + "\n"
-    name = f"<written {next(_numbers)}>"
-    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    space: dict[str, Any] = {"torch": torch, "nn": torch.nn, "tfnb": tfnb, **names}
-    exec(compile(source, name, "exec"), space)
-    found: Callable[..., Any] = space["f"]
+    found: Callable[..., Any] = module(source, f"<written {next(_numbers)}>", nn=torch.nn, tfnb=tfnb, **names)["f"]
     return found
+
+
+def module(source: str, name: str, **names: Any) -> dict[str, Any]:
+    """What a file of this name and text holds after it ran; its lines are there for whoever asks for them."""
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    space: dict[str, Any] = {"torch": torch, **names}
+    exec(compile(source, name, "exec"), space)
+    return space
 
 
 def blocks(text: str) -> list[tuple[str, str]]:
