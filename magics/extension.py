@@ -20,8 +20,8 @@ from tfnb.magics.magics import TfnbMagics
 
 NAMES = ("tfgraph", "tfrun", "tfprof", "tfdiff", "tfgrad", "tfcluster", "tfvars", "tfbudget", "tfsave", "tfload")
 SHOWN = (
-    "tfnb.graph.graph.Graph", "tfnb.graph.variable.Variable", "tfnb.recording.tensor.Tensor", "tfnb.fitting.RunResult",
-    "tfnb.execution.trace.Trace", "tfnb.magics.table.Table",
+    "tfnb.graph.graph.Graph", "tfnb.graph.variable.Variable", "tfnb.recording.values.tensor.Tensor",
+    "tfnb.fitting.RunResult", "tfnb.execution.tracing.trace.Trace", "tfnb.magics.table.Table",
 )  # fmt: skip
 
 SHORT = (TfnbError, KeyboardInterrupt)  # what is shown without frames of tfnb

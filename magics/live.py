@@ -82,7 +82,7 @@ class Lives:
 def fetched(graph: Any, name: str) -> dict[str, str]:
     """A node's value now: the variables as they are, the placeholders as they were while recording."""
     session = tfnb.session.default_session(graph)
-    space = tfnb.recording.workspace.workspace(graph)
+    space = tfnb.recording.values.workspace.workspace(graph)
     samples = {node.name: space.sample(node.value()) for node in graph.placeholders}
     value = session.run(name, {key: sample for key, sample in samples.items() if sample is not None})
     if value is None:

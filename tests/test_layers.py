@@ -47,18 +47,18 @@ LATE = {
     ("tfnb/graph/graph.py", "tfnb.view"): "a repr asks view",
     ("tfnb/graph/difference.py", "tfnb.view"): "a repr asks view",
     ("tfnb/passes/pipeline.py", "tfnb.view"): "a repr asks view",
-    ("tfnb/execution/trace.py", "tfnb.view"): "a repr asks view",
+    ("tfnb/execution/tracing/trace.py", "tfnb.view"): "a repr asks view",
     ("tfnb/recording/habits.py", "tfnb.gradients.eager"): "backward() in a cell asks gradients",
     ("tfnb/recording/habits.py", "tfnb.train.from_torch"): "optimizer.step() in a cell asks train",
-    ("tfnb/recording/higher_order.py", "tfnb.control_flow"): "torch.cond in a cell asks control_flow",
-    ("tfnb/recording/tensor.py", "tfnb.session"): ".eval asks the default session",
+    ("tfnb/recording/overrides/higher_order.py", "tfnb.control_flow"): "torch.cond in a cell asks control_flow",
+    ("tfnb/recording/values/tensor.py", "tfnb.session"): ".eval asks the default session",
     ("tfnb/control_flow/staging/source.py", "tfnb.control_flow.staging.malting"): "malt takes time to load",
     ("tfnb/gradients/slices.py", "tfnb.session"): ".eval asks the default session",
     ("tfnb/datasets.py", "sklearn"): "optional extra [data]",
-    ("tfnb/execution/native.py", "tfnb.execution.cpp"): "inductor takes seconds to load",
-    ("tfnb/execution/compiler.py", "torch"): "inductor takes seconds to load",
-    ("tfnb/execution/compiler.py", "torch._inductor"): "inductor takes seconds to load",
-    ("tfnb/execution/compiler.py", "torch._dynamo.convert_frame"): "inductor takes seconds to load",
+    ("tfnb/execution/tiers/compiled_loops.py", "tfnb.execution.tiers.cpp"): "inductor takes seconds to load",
+    ("tfnb/execution/tiers/inductor.py", "torch"): "inductor takes seconds to load",
+    ("tfnb/execution/tiers/inductor.py", "torch._inductor"): "inductor takes seconds to load",
+    ("tfnb/execution/tiers/inductor.py", "torch._dynamo.convert_frame"): "inductor takes seconds to load",
 }
 
 # Package -> rooms that may import it.
@@ -151,8 +151,14 @@ def test_rooms_of_the_table_have_no_cycle() -> None:
             assert name not in reachable(lower), f"{name} and {lower} import each other"
 
 
-@pytest.mark.parametrize("folder", ["execution", "recording"])
-def test_the_guide_of_a_large_room_names_every_module(folder: str) -> None:
-    text = ast.get_docstring(ast.parse((ROOT / "tfnb" / folder / "__init__.py").read_text())) or ""
-    modules = {path.stem for path in (ROOT / "tfnb" / folder).glob("*.py")} - {"__init__"}
-    assert set(re.findall(r"`(\w+)`", text)) == modules
+GUIDED = ("tfnb.recording.", "tfnb.execution.")
+
+
+@pytest.mark.parametrize(
+    "folder", sorted({path.parent for path in sources() if module_of(path).startswith(GUIDED)}), ids=str
+)
+def test_the_guide_of_a_folder_names_every_module(folder: Path) -> None:
+    text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    assert len(modules) <= 20, "a folder of this size wants floors"
+    assert modules <= set(re.findall(r"`(\w+)`", text)), "the guide says where everything is"

@@ -19,7 +19,7 @@ import torch
 from tfnb.errors import FeedError, ShapeError
 from tfnb.graph import Dim, Graph, Guard, Node, Spec, Value, current
 from tfnb.graph.spec import dtype_name
-from tfnb.recording.report import user_level
+from tfnb.recording.marks.notes import user_level
 
 Shapes = tuple[torch.Size, ...]
 Fed = tuple[list[torch.Tensor], Shapes]

@@ -23,11 +23,12 @@ from tfnb.errors import (
     TfnbError,
     Unimplemented,
 )  # fmt: skip
-from tfnb.execution import Budget, Clocked, Program, Run, Trace, Tracer, profiling, tiers
-from tfnb.execution.dataflow import EXECUTORS, Dataflow, lowered
+from tfnb.execution import Budget, Clocked, Program, Run, Trace, Tracer, profiling
+from tfnb.execution.dataflow.executor import EXECUTORS, Dataflow, lowered
 from tfnb.execution.explain import check_timeout, deadline, explained
 from tfnb.execution.planned import Planned
 from tfnb.execution.running import Running
+from tfnb.execution.tiers import tiered as tiers
 from tfnb.feeding import Fed, Feeder, Shapes
 from tfnb.gradients import IndexedSlices
 from tfnb.graph import Graph, Node, Value, Variable

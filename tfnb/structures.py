@@ -14,8 +14,8 @@ from tfnb.gradients import IndexedSlices
 from tfnb.graph import Graph, Node, Value, Variable
 from tfnb.recording import Operation, Tensor
 from tfnb.recording import graph as graph_named
-from tfnb.recording.tensor import missing
-from tfnb.recording.variables import known
+from tfnb.recording.values.tensor import missing
+from tfnb.recording.values.variables import known
 
 
 def parts_of(keys: Sequence[Any]) -> tuple[Any, ...]:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 import tfnb
-from tfnb.execution.compiler import obstacle
+from tfnb.execution.tiers.inductor import obstacle
 
 TURNS, COMPILED_TURNS = 20_000, 20_000_000
 SAMPLES = 3  # of each loop in a round

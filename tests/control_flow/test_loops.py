@@ -16,7 +16,7 @@ import torch
 import tfnb
 from tests.control_flow.random_programs import python_branch, python_loop
 from tfnb.errors import BranchChanged, DeadlineExceeded, InvalidArgument, ShapeError
-from tfnb.execution import tiers
+from tfnb.execution.tiers import tiered as tiers
 
 
 def halvings(x: torch.Tensor, loop: Callable[..., Any]) -> Any:

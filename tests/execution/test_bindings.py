@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tfnb.execution.bindings import QUICK, max_pool2d
+from tfnb.execution.lowering.bindings import QUICK, max_pool2d
 
 aten = torch.ops.aten
 

@@ -15,8 +15,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import tfnb
-from tfnb.execution import captured, compiler, lower, tiers
-from tfnb.execution.captured import MOST, TRIES, WARM
+from tfnb.execution import lower
+from tfnb.execution.tiers import captured_steps as captured
+from tfnb.execution.tiers import inductor as compiler
+from tfnb.execution.tiers import tiered as tiers
+from tfnb.execution.tiers.captured_steps import MOST, TRIES, WARM
 from tfnb.structures import value_of
 
 

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from tfnb.execution import clocks
+from tfnb.execution.tracing import clocks
 
 
 class Noted:

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 import tfnb
 from tests.benchmarks import compare
 from tfnb.errors import FailedPrecondition, ResourceExhausted
-from tfnb.execution.captured import WARM
-from tfnb.execution.clocks import counter
+from tfnb.execution.tiers.captured_steps import WARM
+from tfnb.execution.tracing.clocks import counter
 from tfnb.kernels import random
 
 pytestmark = [

@@ -13,8 +13,8 @@ import torch
 import tfnb
 from tests.control_flow.random_programs import program, python_branch, python_loop
 from tfnb.errors import DeadlineExceeded, InvalidArgument, Unimplemented
-from tfnb.execution.dataflow import Dataflow
-from tfnb.execution.machine import Machine
+from tfnb.execution.dataflow.executor import Dataflow
+from tfnb.execution.dataflow.machine import Machine
 
 GRAPHS = int(os.environ.get("TFNB_GRAPHS", "0"))  # more random graphs than the quick tests run: 5000
 

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import tfnb
-from tfnb.execution import compiler, lower
-from tfnb.execution import groups as grouping
-from tfnb.execution.groups import Layouts, function, groups, with_kernels
+from tfnb.execution import lower
+from tfnb.execution.tiers import inductor as compiler
+from tfnb.execution.tiers import node_groups as grouping
+from tfnb.execution.tiers.node_groups import Layouts, function, groups, with_kernels
 from tfnb.graph import Value
 
 

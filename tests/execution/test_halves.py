@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import tfnb
-from tfnb.execution import compiler, lower
-from tfnb.execution.halves import halves
+from tfnb.execution import lower
+from tfnb.execution.tiers import inductor as compiler
+from tfnb.execution.tiers.graph_split import halves
 
 
 class Words(nn.Module):

@@ -13,8 +13,8 @@ import tfnb
 from tests.view import models
 from tfnb.errors import FailedPrecondition, InvalidArgument
 from tfnb.execution import Trace
-from tfnb.execution.kernels import kernels
-from tfnb.execution.trace import Event
+from tfnb.execution.tracing.kernel_events import kernels
+from tfnb.execution.tracing.trace import Event
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*profiler")
 

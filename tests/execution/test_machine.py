@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tfnb.execution.machine import (
+from tfnb.execution.dataflow.machine import (
     CALL,
     EMPTY,
     ENTER,

@@ -10,7 +10,7 @@ from torch import nn
 import tfnb
 from tfnb.errors import InvalidArgument
 from tfnb.execution import Clocked, lower
-from tfnb.execution.parts import MOST
+from tfnb.execution.tracing.probes import MOST
 
 
 class Net(nn.Module):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import tfnb
 from tfnb.execution import lower
-from tfnb.execution.regions import Loop
+from tfnb.execution.lowering.control_flow_code import Loop
 
 BATCH, WIDTH = 4, 8
 

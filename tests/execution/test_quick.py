@@ -10,7 +10,7 @@ import torch
 
 import tfnb
 from tfnb.execution import lower
-from tfnb.execution.quick import parts, quick
+from tfnb.execution.tiers.scalarize import parts, quick
 
 LAST = 2**63 - 1
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx
 
-from tfnb.execution.scalars import HIGH, LOW, Number, expression, literal, of, wrapped
+from tfnb.execution.tiers.scalar_ops import HIGH, LOW, Number, expression, literal, of, wrapped
 from tfnb.graph.ops import overload
 
 WHOLE = [LOW, LOW + 1, -(2**32), -65, -8, -1, 0, 1, 2, 7, 64, 2**31, 2**53 + 1, HIGH - 1, HIGH]

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 import tfnb
 from tfnb.errors import InvalidArgument
-from tfnb.execution import compiler, tiers
+from tfnb.execution.tiers import inductor as compiler
+from tfnb.execution.tiers import tiered as tiers
 
 
 @pytest.fixture

@@ -9,8 +9,9 @@ import torch
 
 import tfnb
 from tfnb.errors import InvalidArgument
-from tfnb.execution import Trace, watch
-from tfnb.execution.turns import Seen, Turns, seen
+from tfnb.execution import Trace
+from tfnb.execution.tracing import loop_trace as watch
+from tfnb.execution.tracing.iterations import Seen, Turns, seen
 
 
 def traced(graph: tfnb.Graph, fetches: object, feeds: dict[object, object]) -> tuple[Trace, object]:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 import tfnb
 from tfnb.graph import Graph
 from tfnb.kernels.random import seeded
-from tfnb.recording.interpret import stream_seed
+from tfnb.recording.values.interpret import stream_seed
 
 Function = Callable[..., Any]
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 import tfnb
-from tfnb.recording.examples import Examples, Fresh
-from tfnb.recording.symbols import Symbols
+from tfnb.recording.shapes.shape_examples import Examples, Fresh
+from tfnb.recording.shapes.symbols import Symbols
 
 aten = torch.ops.aten
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import tfnb
 from tfnb.errors import FailedPrecondition, ShapeError, StaleNode
-from tfnb.recording.workspace import workspace
+from tfnb.recording.values.workspace import workspace
 
 
 def ops(graph: tfnb.Graph) -> list[str]:

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 import tfnb
 from tfnb.errors import InvalidArgument
 from tfnb.graph import Value
-from tfnb.recording.samples import Samples
-from tfnb.recording.workspace import workspace
+from tfnb.recording.values.samples import Samples
+from tfnb.recording.values.workspace import workspace
 
 CALLS: list[str] = []
 

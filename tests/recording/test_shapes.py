@@ -10,8 +10,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tfnb
-from tfnb.recording.shape_rules import SHAPES
-from tfnb.recording.workspace import workspace
+from tfnb.recording.shapes.shape_rules import SHAPES
+from tfnb.recording.values.workspace import workspace
 
 aten = torch.ops.aten
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tfnb
 from tfnb.errors import Unsupported
-from tfnb.recording.shared import Shared, swapped
+from tfnb.recording.marks.while_recording import Shared, swapped
 
 
 class Sign(torch.autograd.Function):

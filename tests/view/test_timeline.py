@@ -17,7 +17,7 @@ from tests.view.browser import browser, needs_browser
 from tests.view.test_escape import NASTY, Page, graph
 from tfnb.errors import InvalidArgument
 from tfnb.execution import Trace
-from tfnb.execution.trace import Event
+from tfnb.execution.tracing.trace import Event
 from tfnb.graph import Graph
 from tfnb.view import Drawing, graph_html, trace_html
 

@@ -15,7 +15,7 @@ import tfnb
 from tests.view.browser import browser, needs_browser
 from tests.view.loops import END, FED, HOME, LEFT, RIGHT, TITLED, Loops, nested, traced, while_with_a_branch
 from tfnb.execution import Trace
-from tfnb.execution.turns import Seen, Turns
+from tfnb.execution.tracing.iterations import Seen, Turns
 from tfnb.view import Drawing, graph_html, trace_html, turns
 
 # -- what a page holds ------------------------------------------------------------------------------------------------

@@ -13,9 +13,7 @@ from tfnb.control_flow.structure import flat, form_text, recorder_if_open, sampl
 from tfnb.errors import InvalidArgument, ShapeError
 from tfnb.graph import Ref, Spec, Value, ops
 from tfnb.recording import Operation, Recorder
-from tfnb.recording.calls import Unfinished
-from tfnb.recording.loop import DISAGREE
-from tfnb.recording.regions import (
+from tfnb.recording.subgraphs.capture import (
     Region,
     append,
     bound_outside,
@@ -25,8 +23,10 @@ from tfnb.recording.regions import (
     same_shape,
     subgraph,
 )
-from tfnb.recording.tensor import Base
-from tfnb.recording.writes import write_back
+from tfnb.recording.subgraphs.loop_node import DISAGREE
+from tfnb.recording.subgraphs.recursive_calls import Unfinished
+from tfnb.recording.values.tensor import Base
+from tfnb.recording.writes.in_place_calls import write_back
 
 
 def cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], *operands: Any) -> Any:

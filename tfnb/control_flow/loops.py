@@ -30,8 +30,8 @@ from tfnb.control_flow.structure import (
 from tfnb.errors import InvalidArgument, ShapeError, TfnbError
 from tfnb.graph import Spec, Variable
 from tfnb.recording import Recorder, Tensor
-from tfnb.recording.loop import Loop
-from tfnb.recording.regions import Given, attempt, bound_outside, record_region
+from tfnb.recording.subgraphs.capture import Given, attempt, bound_outside, record_region
+from tfnb.recording.subgraphs.loop_node import Loop
 
 
 def while_loop(

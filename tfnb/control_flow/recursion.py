@@ -16,9 +16,9 @@ from tfnb.control_flow.structure import flat, recorder_if_open, spec_of, tensors
 from tfnb.errors import InvalidArgument
 from tfnb.graph import Variable
 from tfnb.recording import Recorder, Tensor
-from tfnb.recording.calls import Again, Definition, opened
-from tfnb.recording.regions import attempt
-from tfnb.recording.scopes import clean
+from tfnb.recording.marks.scopes import clean
+from tfnb.recording.subgraphs.capture import attempt
+from tfnb.recording.subgraphs.recursive_calls import Again, Definition, opened
 
 LIMIT = 1000
 

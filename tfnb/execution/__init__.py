@@ -1,23 +1,18 @@
 """Running: a graph lowered to one generated function, computed and then committed.
 
-The way of a step: `lower` makes a `program`, the generated function (with `bindings` and `calls` in it; of loops and
-branches it is `regions`, `in_place`, `passing` and, for what turns can share, `products`; of updates `fused`), `quick`
-writes it once more with the numbers of `scalars` inside, `tiers` chooses between it and compiled code, `captured`
-launches either whole (by `cuda_graphs`), `running` lets others stop it, `commit` writes, `explain` names the line of
-what failed.
-Compiling: `compiler`, `groups` and `halves` for steps; `native`, `cpp` and `arithmetic` for loops.
-Dataflow: `plan` and `flow_calls` make what `machine` runs, `dataflow` carries it out on a `pool`.
-Memory and other threads: `planned`, `heap`; `stale`. Clocks: `clocks`, `trace`, `tracer`, `parts`, `kernels`, `watch`,
-`turns`.
+`lowering` makes a program, `tiers` chooses the code that runs it, `running` lets others stop it, `commit` writes
+(with `re_execution` where another step wrote in between), `explain` names the line of what failed. `planned` keeps to
+a memory budget, `heap` primes the allocator. `dataflow` is the machine for queues and overlapping loops, `tracing`
+watches.
 """
 
 from tfnb.execution.commit import Pending
-from tfnb.execution.kernels import profiling
-from tfnb.execution.lower import lower
-from tfnb.execution.parts import Clocked, Run
+from tfnb.execution.lowering.lower import lower
+from tfnb.execution.lowering.program import Program
 from tfnb.execution.planned import Budget
-from tfnb.execution.program import Program
-from tfnb.execution.trace import Trace
-from tfnb.execution.tracer import Tracer
+from tfnb.execution.tracing.kernel_events import profiling
+from tfnb.execution.tracing.probes import Clocked, Run
+from tfnb.execution.tracing.trace import Trace
+from tfnb.execution.tracing.tracer import Tracer
 
 __all__ = ["Budget", "Clocked", "Pending", "Program", "Run", "Trace", "Tracer", "lower", "profiling"]

@@ -9,14 +9,14 @@ import torch
 from torch import fx
 
 from tfnb.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, TfnbError
-from tfnb.execution.native import Native
-from tfnb.execution.program import Program
-from tfnb.execution.quick import Quick, parts
+from tfnb.execution.lowering.program import Program
 from tfnb.execution.running import Deadline, Stop
-from tfnb.execution.watch import Code, Look
+from tfnb.execution.tiers.compiled_loops import Native
+from tfnb.execution.tiers.scalarize import Quick, parts
+from tfnb.execution.tracing.loop_trace import Code, Look
 from tfnb.graph import Node, Spec
-from tfnb.recording.report import line_of
-from tfnb.recording.workspace import workspace
+from tfnb.recording.marks.notes import line_of
+from tfnb.recording.values.workspace import workspace
 
 
 def explained(program: Any, error: Exception, tensors: Iterable[torch.Tensor | None]) -> TfnbError:

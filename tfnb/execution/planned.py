@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from tfnb.execution.lower import lower
-from tfnb.execution.program import Program
+from tfnb.execution.lowering.lower import lower
+from tfnb.execution.lowering.program import Program
 from tfnb.kernels import room
 from tfnb.kernels.room import Swapped
 from tfnb.kernels.tier import Tier

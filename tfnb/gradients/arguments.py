@@ -11,7 +11,7 @@ from tfnb.errors import InvalidArgument, ShapeError
 from tfnb.gradients.slices import IndexedSlices
 from tfnb.graph import Graph, Variable
 from tfnb.recording import Tensor, constant, variable
-from tfnb.recording.variables import known
+from tfnb.recording.values.variables import known
 
 
 def differentiable(ys: Sequence[Any], xs: Sequence[Any]) -> tuple[Graph, list[Tensor | Variable]]:

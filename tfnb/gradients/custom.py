@@ -14,9 +14,9 @@ from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound, UnknownOp
 from tfnb.gradients.table import RuleFunction, ops_of
 from tfnb.graph import Variable, current
 from tfnb.recording import Recorder
+from tfnb.recording.marks.scopes import clean
 from tfnb.recording.ops import facts, resolve
-from tfnb.recording.own_gradient import OwnRule, attach, floats, written_at
-from tfnb.recording.scopes import clean
+from tfnb.recording.subgraphs.own_gradient import OwnRule, attach, floats, written_at
 
 
 def custom_gradient(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,8 +18,8 @@ from tfnb.gradients.walker import Walk, differentiate
 from tfnb.graph import Variable
 from tfnb.recording import Recorder, Tensor
 from tfnb.recording.habits import Habits
-from tfnb.recording.own_gradient import FILLS
-from tfnb.recording.tape import FROZEN
+from tfnb.recording.marks.tape import FROZEN
+from tfnb.recording.subgraphs.own_gradient import FILLS
 
 _filling: ContextVar[bool] = ContextVar("filling", default=False)  # whether a `backward` is under way
 

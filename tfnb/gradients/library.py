@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves
 from tfnb.errors import InvalidArgument
 from tfnb.gradients.table import Rule, gives_one
 from tfnb.recording import Tensor
-from tfnb.recording.functions import Context, run_backward
 from tfnb.recording.ops import facts, resolve
-from tfnb.recording.own_gradient import OwnRule, written_at
+from tfnb.recording.overrides.autograd_function import Context, run_backward
+from tfnb.recording.subgraphs.own_gradient import OwnRule, written_at
 
 _AUTOGRAD = re.compile(r"^Autograd\w*(?:\[alias\])?: registered at", re.MULTILINE)
 _AUTOGRAD_KEYS = (torch._C.DispatchKey.AutogradCPU, torch._C.DispatchKey.AutogradCUDA,

@@ -24,7 +24,7 @@ from tfnb.graph import Graph, Spec, Variable, current
 from tfnb.graph.spec import flows, is_static
 from tfnb.kernels import slices as _ops  # noqa: F401  defines torch.ops.tfnb
 from tfnb.recording import Recorder, Tensor
-from tfnb.recording.report import user_level
+from tfnb.recording.marks.notes import user_level
 
 DENSIFIED = frozenset({"densified"})  # tag of a node that makes slices dense
 MANY = 100_000_000  # elements; a larger densification warns

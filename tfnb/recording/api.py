@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tfnb.errors import FailedPrecondition, InvalidArgument, ShapeError
 from tfnb.graph import Spec, Value, Variable, current
 from tfnb.graph.spec import Size, device_name
-from tfnb.recording.recorder import Recorder
-from tfnb.recording.report import dense
-from tfnb.recording.symbols import Symbols
-from tfnb.recording.tensor import Operation, Tensor
+from tfnb.recording.dispatch.recorder import Recorder
+from tfnb.recording.marks.notes import dense
+from tfnb.recording.shapes.symbols import Symbols
+from tfnb.recording.values.tensor import Operation, Tensor
 
 
 def _recorder(what: str) -> Recorder:

@@ -26,14 +26,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tfnb.errors import FailedPrecondition, InvalidArgument, ShapeError, Unsupported
 from tfnb.graph import Node, Value, Variable, current
-from tfnb.recording.shared import Shared, swapped
-from tfnb.recording.tape import FROZEN
-from tfnb.recording.tensor import Tensor
-from tfnb.recording.variables import known
-from tfnb.recording.writes import rebind, take_data
+from tfnb.recording.marks.tape import FROZEN
+from tfnb.recording.marks.while_recording import Shared, swapped
+from tfnb.recording.values.tensor import Tensor
+from tfnb.recording.values.variables import known
+from tfnb.recording.writes.in_place_calls import rebind, take_data
 
 if TYPE_CHECKING:
-    from tfnb.recording.recorder import Recorder
+    from tfnb.recording.dispatch.recorder import Recorder
 
 
 class Habits(TorchFunctionMode):

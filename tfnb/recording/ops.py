@@ -112,7 +112,7 @@ def facts(op: Op) -> Facts:
         returns_written=tuple(written(r) for r in schema.returns),
         is_view=is_view and not writes,
         is_reshaping=torch.Tag.inplace_view in op.tags,
-        # kept whole only where it draws no dropout: see tfnb.recording.replaced
+        # kept whole only where it draws no dropout: see tfnb.recording.overrides.op_overrides
         is_random=torch.Tag.nondeterministic_seeded in op.tags and op not in WHOLE,
         decomposes=op not in WHOLE and op._can_decompose() and not _is_leaf(op),
     )

@@ -14,7 +14,7 @@ from tfnb.graph import Dim, Ref, Spec, Variable, current, ops
 from tfnb.graph.queue import Queue
 from tfnb.graph.spec import Size
 from tfnb.recording import Operation, Recorder, Tensor
-from tfnb.recording.effects import effect
+from tfnb.recording.values.effects import effect
 from tfnb.state.fifo import Attempt, Fifo, Kind
 from tfnb.state.waits import WAITS, Waiter
 

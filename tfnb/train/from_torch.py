@@ -19,7 +19,7 @@ from tfnb.gradients import IndexedSlices
 from tfnb.gradients.rules.index import without_padding
 from tfnb.graph import Variable, current
 from tfnb.recording import Operation, Recorder, Tensor, variable
-from tfnb.recording.variables import known
+from tfnb.recording.values.variables import known
 from tfnb.train.optimizer import Optimizer, buffer_writes
 from tfnb.train.rules import SGD, Adagrad, Adam, AdamW, Borrowed, Factored, RMSProp
 

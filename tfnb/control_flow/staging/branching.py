@@ -38,11 +38,11 @@ from tfnb.errors import TfnbError
 from tfnb.graph import Dim, Spec, Variable
 from tfnb.graph.node import leaves
 from tfnb.recording import Recorder, Tensor
-from tfnb.recording.aliases import copy_of
-from tfnb.recording.calls import Unfinished
-from tfnb.recording.loop import DISAGREE
-from tfnb.recording.regions import axes, record_region
-from tfnb.recording.views import View
+from tfnb.recording.subgraphs.capture import axes, record_region
+from tfnb.recording.subgraphs.loop_node import DISAGREE
+from tfnb.recording.subgraphs.recursive_calls import Unfinished
+from tfnb.recording.values.views import View
+from tfnb.recording.writes.aliases import copy_of
 
 _PACKAGE = str(Path(__file__).parents[2])
 

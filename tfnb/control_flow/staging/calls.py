@@ -31,7 +31,7 @@ from tfnb.control_flow.staging.source import bound, function_code, worth
 from tfnb.control_flow.staging.statement import status
 from tfnb.control_flow.staging.trees import HIDDEN, NotConvertible
 from tfnb.control_flow.structure import recorder_if_open
-from tfnb.recording.surroundings import varying_len
+from tfnb.recording.torch_patches import varying_len
 
 OPERATORS = SimpleNamespace()  # what converted code calls, by `HIDDEN`: `operators` has them
 

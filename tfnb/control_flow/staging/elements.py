@@ -20,7 +20,7 @@ from tfnb.control_flow.staging.places import user_frame
 from tfnb.control_flow.staging.statement import CannotStage, is_number, is_value, tensor_of
 from tfnb.control_flow.structure import recorder_if_open
 from tfnb.graph import Variable
-from tfnb.recording.aliases import linked, overlap, share
+from tfnb.recording.writes.aliases import linked, overlap, share
 
 
 def grown(items: Any) -> bool:

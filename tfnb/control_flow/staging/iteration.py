@@ -18,7 +18,7 @@ from tfnb.control_flow.staging.looping import Stage, Turns
 from tfnb.control_flow.staging.statement import Statement, as_number, recorder_for, status
 from tfnb.control_flow.structure import sample_truth
 from tfnb.recording import Recorder, Tensor
-from tfnb.recording.surroundings import varying_len
+from tfnb.recording.torch_patches import varying_len
 
 
 class Range:

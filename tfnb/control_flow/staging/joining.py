@@ -38,11 +38,11 @@ from tfnb.errors import InvalidArgument
 from tfnb.graph import Spec, Value, Variable
 from tfnb.graph.spec import sized_if
 from tfnb.recording import Tensor
-from tfnb.recording.aliases import Way, share, share_by
-from tfnb.recording.loop import DISAGREE
-from tfnb.recording.regions import Region, bound_outside, now
-from tfnb.recording.tensor import Base
-from tfnb.recording.views import View, renewed_chain
+from tfnb.recording.subgraphs.capture import Region, bound_outside, now
+from tfnb.recording.subgraphs.loop_node import DISAGREE
+from tfnb.recording.values.tensor import Base
+from tfnb.recording.values.views import View, renewed_chain
+from tfnb.recording.writes.aliases import Way, share, share_by
 
 _LONG = 40  # operations of a size; what has more is a tensor
 

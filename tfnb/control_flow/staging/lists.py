@@ -31,8 +31,8 @@ from tfnb.control_flow.staging.unset import Undefined, UndefinedReturnValue
 from tfnb.control_flow.structure import spec_of
 from tfnb.errors import Unsupported
 from tfnb.recording import Recorder
-from tfnb.recording.aliases import linked
-from tfnb.recording.tensor import Base
+from tfnb.recording.values.tensor import Base
+from tfnb.recording.writes.aliases import linked
 
 _ROOMS = 8  # how often a turn may append to a list where branches do
 

@@ -43,9 +43,9 @@ from tfnb.control_flow.structure import SIZES, spec_of, truth
 from tfnb.errors import BranchChanged, InvalidArgument, TfnbError
 from tfnb.graph import Spec, Variable
 from tfnb.recording import Recorder, Tensor
-from tfnb.recording.aliases import Test, linked, overlap
-from tfnb.recording.loop import DISAGREE, Loop
-from tfnb.recording.regions import bound_outside, now
+from tfnb.recording.subgraphs.capture import bound_outside, now
+from tfnb.recording.subgraphs.loop_node import DISAGREE, Loop
+from tfnb.recording.writes.aliases import Test, linked, overlap
 
 
 def staged_loop(st: Statement, stage: Callable[[], None], first: Callable[[], None], *, peels: bool = False) -> bool:

@@ -1,7 +1,7 @@
 """Names of a staged loop that hold the same memory: as of each other, of tensors of outside, of what they held before.
 
 Each name is a value of its own in the loop. What writes into one of several that share memory cannot be staged; what is
-written after the loop is passed on to all, see `tfnb.recording.aliases`.
+written after the loop is passed on to all, see `tfnb.recording.writes.aliases`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 from tfnb.control_flow.staging.statement import CannotStage, is_number
 from tfnb.graph.node import leaves
 from tfnb.recording import Recorder, Tensor
-from tfnb.recording.aliases import Test, Way, linked, outer, share, ways
-from tfnb.recording.tensor import Base
-from tfnb.recording.views import RowOfSome, View, renewed_chain
+from tfnb.recording.values.tensor import Base
+from tfnb.recording.values.views import RowOfSome, View, renewed_chain
+from tfnb.recording.writes.aliases import Test, Way, linked, outer, share, ways
 
 Home = tuple[Base, tuple[View, ...]]
 

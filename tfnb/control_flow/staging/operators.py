@@ -39,7 +39,7 @@ from tfnb.control_flow.staging.statement import (
 from tfnb.control_flow.staging.unset import Absent, Undefined, UndefinedReturnValue, guarded
 from tfnb.control_flow.structure import recorder_if_open, sample_truth
 from tfnb.recording import Recorder, Tensor
-from tfnb.recording.regions import _Before
+from tfnb.recording.subgraphs.capture import _Before
 
 State = Callable[[], tuple[Any, ...]]
 

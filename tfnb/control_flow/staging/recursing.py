@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_unflatten
 from tfnb.control_flow.recursion import Call, Function
 from tfnb.control_flow.staging.statement import as_number, status, tensor_of
 from tfnb.control_flow.structure import recorder_if_open
-from tfnb.recording.calls import Again
-from tfnb.recording.regions import attempt
+from tfnb.recording.subgraphs.capture import attempt
+from tfnb.recording.subgraphs.recursive_calls import Again
 
 _DEEP = 16  # calls in branches of each other that differ by numbers: from here on those are tensors
 _named: WeakKeyDictionary[CodeType, bool] = WeakKeyDictionary()

@@ -22,7 +22,7 @@ from tfnb.control_flow.structure import SIZES, of_size, recorder_if_open, spec_o
 from tfnb.errors import TfnbError
 from tfnb.graph import Variable
 from tfnb.recording import Recorder, Tensor
-from tfnb.recording.regions import _Before
+from tfnb.recording.subgraphs.capture import _Before
 
 NUMBERS = (bool, int, float, complex)
 

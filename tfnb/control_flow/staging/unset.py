@@ -15,7 +15,7 @@ from tfnb.errors import InvalidArgument
 from tfnb.graph import Ref
 from tfnb.graph.ops import NAMED
 from tfnb.recording import Recorder, Tensor
-from tfnb.recording.aliases import copy_of
+from tfnb.recording.writes.aliases import copy_of
 
 MISSING = object()
 

@@ -18,8 +18,8 @@ from tfnb.gradients.walker import Walk
 from tfnb.graph import Node, Recursion, Value, ops
 from tfnb.graph.graph import new_id
 from tfnb.recording import Recorder
-from tfnb.recording.calls import Definition, opened
-from tfnb.recording.own_gradient import open_recorder
+from tfnb.recording.subgraphs.own_gradient import open_recorder
+from tfnb.recording.subgraphs.recursive_calls import Definition, opened
 
 
 def _call(n: Forward, dys: Cotangents) -> list[torch.Tensor | None]:

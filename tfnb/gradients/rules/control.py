@@ -28,9 +28,18 @@ from tfnb.graph.graph import new_id
 from tfnb.graph.spec import Size
 from tfnb.graph.subgraph import row_places
 from tfnb.recording import Recorder, Tensor
-from tfnb.recording.loop import Loop, Sequences, gathered
-from tfnb.recording.own_gradient import open_recorder
-from tfnb.recording.regions import AGAIN, Inner, Region, append, bound_outside, captures, record_region, subgraph
+from tfnb.recording.subgraphs.capture import (
+    AGAIN,
+    Inner,
+    Region,
+    append,
+    bound_outside,
+    captures,
+    record_region,
+    subgraph,
+)
+from tfnb.recording.subgraphs.loop_node import Loop, Sequences, gathered
+from tfnb.recording.subgraphs.own_gradient import open_recorder
 
 Optional = Sequence[torch.Tensor | None]
 

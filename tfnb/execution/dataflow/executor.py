@@ -1,0 +1,295 @@
+"""Steps run by the dataflow machine: loops overlap their iterations, and what waits holds no thread.
+
+The thread of the step does what is cheap and all decisions; what takes long goes to a `Pool`; what waits for a queue
+comes back as an event. Semantics S-125, S-134, S-136, S-137.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from tfnb.control_flow import frames
+from tfnb.errors import InvalidArgument, ShapeError, TfnbError
+from tfnb.execution import heap
+from tfnb.execution.commit import Pending, commit
+from tfnb.execution.dataflow.machine import Dead, Machine, Step
+from tfnb.execution.dataflow.pool import Lanes
+from tfnb.execution.dataflow.templates import Plan, Planner
+from tfnb.execution.lowering.lower import lower
+from tfnb.execution.lowering.program import Program
+from tfnb.execution.re_execution import Stale
+from tfnb.execution.running import Stop
+from tfnb.graph import Dim, Graph, Node, Spec, Value, Variable, ops
+from tfnb.graph.subgraph import uses_queues
+from tfnb.graph.writing import WRITERS, Cut
+from tfnb.passes import LAST, feed_symbols, optimize, prune
+from tfnb.passes.rewrite import Pass
+from tfnb.recording.values.workspace import unburden
+from tfnb.state.fifo import Attempt, Fifo
+from tfnb.state.queues import check_element, fifo
+from tfnb.state.waits import WAITS, Waiter
+
+POLL = 0.1  # seconds between looks at whether the step was stopped
+
+
+class Borrowed:
+    """Memory that is not the step's own: that of Variables and constants."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._at = {tensor.untyped_storage().data_ptr() for tensor in tensors} - {0}
+
+    def own(self, value: Any) -> Any:
+        """The value in memory of the step's own."""
+        is_borrowed = isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in self._at
+        return value.clone() if is_borrowed else value
+
+
+class Driver:
+    """One step: the thread that runs it does what the machine has ready, and waits for tasks and queues."""
+
+    def __init__(self, plan: Plan, borrowed: Borrowed, graph: str) -> None:
+        self.plan, self.borrowed, self.graph = plan, borrowed, graph
+        self.machine = Machine(plan.root, plan.results, self._submit)
+        self.waiter = Waiter(attempts=lambda: self.machine.waits, later=self._later)
+        self.inbox = self.waiter.inbox
+        self.lanes = Lanes(self.inbox)
+
+    def drive(self, start: Sequence[tuple[Any, Any]]) -> list[Any]:
+        """The results. The first error ends all work, takes back what waits, and is raised."""
+        machine = self.machine
+        try:
+            machine.feed(start)
+            machine.run()
+            while not machine.is_over:
+                self._advance()
+                machine.run()
+        except BaseException as error:
+            if isinstance(error, Stop):
+                error.waits = [described(attempt) for attempt in machine.waits]
+                error.node = self._at()
+            self._abandon()
+            raise
+        return machine.results
+
+    def _advance(self) -> None:
+        """Hand out tasks, and wait until one of them or a queue has something for the machine."""
+        machine, lanes, inbox = self.machine, self.lanes, self.inbox
+        for task in machine.tasks:
+            lanes.add(task)
+        machine.tasks.clear()
+        alone = lanes.only() if not machine.waits else None
+        if alone is not None:  # nothing else to do: not worth a thread
+            machine.finish(alone, alone.step.call(*alone.args))  # type: ignore[misc]
+            return
+        lanes.start()
+        event = None
+        while event is None:
+            event = self._next()
+        self._take(event)
+        while not inbox.empty():
+            self._take(inbox.get_nowait())
+
+    def _next(self) -> Any:
+        """What comes in next; None after a while, so that the step can be stopped."""
+        if not self.lanes.running:
+            return WAITS.next(self.waiter)
+        try:
+            return self.inbox.get(timeout=POLL)
+        except queue.Empty:
+            return None
+
+    def _take(self, event: Any) -> None:
+        if isinstance(event, Attempt):
+            task = self.machine.waits.pop(event)
+            if event.error is not None:
+                raise _placed(event.error, task.step.op.node)
+            self.machine.finish(task, _outputs(event, task.step.op.node))
+            return
+        task, outputs, error = event
+        self.lanes.ended(task)
+        if error is not None:
+            raise error
+        self.machine.finish(task, outputs)
+
+    def _submit(self, step: Step, args: list[Any]) -> Attempt:
+        """Begin an operation on a queue, in its turn."""
+        node = step.op.node
+        attrs = node.attrs
+        *given, before = args
+        held = fifo(attrs["queue"])
+        element = tuple(self.borrowed.own(given[ref.input]) for ref in attrs.get("element", ()))
+        if node.op == ops.ENQUEUE:
+            check_element(attrs["queue"], element)
+        attempt = Attempt(
+            held, node.op.partition(".")[2], self.inbox.put, element=element,
+            cancel_pending=attrs.get("cancel_pending_enqueues", False), what=self._name(node),
+        )  # fmt: skip
+        held.submit(attempt, before)
+        return attempt
+
+    def _name(self, node: Node) -> str:
+        return f"{node.name} of graph {self.graph}" + (f" ({node.source})" if node.source else "")
+
+    def _later(self) -> list[tuple[str, str, list[str]]]:
+        """What has not run yet and uses a queue: and what waits before it."""
+        behind: dict[Step, list[str]] = {}
+        for attempt, task in self.machine.waits.items():
+            for step in _reached(task.step):
+                behind.setdefault(step, []).append(attempt.what)
+        waiting = {task.step for task in self.machine.waits.values()}
+        return [
+            (self._name(step.op.node), step.op.node.attrs["queue"].name, behind.get(step, []))
+            for step in self.plan.waits if step not in waiting and step in behind
+        ]  # fmt: skip
+
+    def _at(self) -> Node | None:
+        """What the step is busy with: a task in a thread, else what the machine did last."""
+        step = next((task.step for task in self.lanes.running), self.machine.at)
+        return None if step is None or step.op is None else step.op.node
+
+    def _abandon(self) -> None:
+        """Leave nothing behind: no attempt in a queue, no task that runs."""
+        queues: dict[Fifo, list[Attempt]] = {}
+        for attempt in self.machine.waits:
+            queues.setdefault(attempt.fifo, []).append(attempt)
+        for held, attempts in queues.items():
+            held.withdraw(attempts)
+        self.lanes.drop()
+
+
+def described(attempt: Attempt) -> str:
+    """What waits, for what and how long, for messages."""
+    held = attempt.fifo
+    state = f"{held.size} of {held.capacity} elements, {'closed' if held.closed else 'open'}"
+    return (
+        f"{attempt.what}: {attempt.kind} on queue {held.name} ({state}), for {time.monotonic() - attempt.since:.1f} s"
+    )
+
+
+def _outputs(attempt: Attempt, node: Node) -> tuple[Any, ...]:
+    """What a node that used a queue gives, and that it is done."""
+    if attempt.kind == "size":
+        return torch.tensor(attempt.result), None
+    if attempt.kind != "dequeue":
+        return (None,)
+    assert isinstance(attempt.result, tuple)
+    for tensor, spec in zip(attempt.result, node.outputs, strict=True):
+        fits = tensor.dim() == len(spec.shape) and all(
+            isinstance(size, Dim) or size == found for size, found in zip(spec.shape, tensor.shape, strict=True)
+        )
+        if not fits:
+            text = f"{node.name} was recorded for {spec}, and took an element of shape {list(tensor.shape)}"
+            raise _placed(ShapeError(text), node)
+    return (*attempt.result, None)
+
+
+def _placed(error: TfnbError, node: Node) -> TfnbError:
+    """The error, with the node and its line."""
+    source = node.source
+    return type(error)(
+        f"{error}\n  node {node.name}" + (f" at {source}" if source else ""), node=node.name, op=node.op,
+        cell=source.label if source else None, line=source.line if source else None, details=error.details,
+    )  # fmt: skip
+
+
+def _reached(step: Step) -> set[Step]:
+    """The steps that come after one."""
+    found: set[Step] = set()
+    stack = [step]
+    while stack:
+        for edges in stack.pop().outs:
+            for target, _ in edges:
+                if target not in found:
+                    found.add(target)
+                    stack.append(target)
+    return found
+
+
+class Dataflow:
+    """A graph lowered for the machine, for one choice of fetches and feeds: what a session asks of a `Program`."""
+
+    def __init__(
+        self, graph: Graph, fetches: Iterable[Value], feeds: Iterable[Value], *, native: Callable[[Node], bool]
+    ) -> None:
+        self.whole, self.fetches, self.feeds = graph, tuple(fetches), tuple(feeds)
+        heap.settle()
+        unburden(graph)
+        self.stale = Stale(graph, self.fetches, self.feeds, fuses=False)
+        wanted = (*self.fetches, *self.stale.operands)
+        # no pass that counts on an order: regions have their own
+        self.graph = optimize(graph, wanted, self.feeds, last=())
+        by_id = graph.contents.by_id
+        symbols = {
+            s: (value, by_id[value.node].outputs[value.index])
+            for s, (value, _) in feed_symbols(graph.contents, self.feeds).items()
+        }
+        flow = frames.lower(self.graph.contents, self.feeds, symbols, native=native)
+
+        def spec(value: Value) -> Spec:
+            return by_id[value.node].outputs[value.index]
+
+        planner = Planner(flow, spec, graph.seed)
+        ports = [
+            (flow.ports[value], ()) if by_id[value.node].outputs else (None, flow.done[value.node]) for value in wanted
+        ]
+        self.plan = planner.plan(ports, [flow.ports[value] for value in self.feeds])
+        self.variables: tuple[Variable, ...] = tuple(dict.fromkeys((*self.plan.storages, *self.plan.writes)))
+        self.writes: tuple[Variable, ...] = self.plan.writes
+        self.inner: tuple[Program, ...] = tuple(self.plan.programs)
+        self.forward = None  # there is no one function
+
+    def compute(
+        self, feeds: Iterable[torch.Tensor], storages: Sequence[torch.Tensor], run: int = 0, forward: Any = None,
+        cut: Cut | None = None,
+    ) -> tuple[list[torch.Tensor | None], Pending]:  # fmt: skip
+        """Fetched values, and the writes of the step; no Variable is written. Queues are used on the way."""
+        plan, fed = self.plan, list(feeds)
+        cut = WRITERS.cut(self.stale.private) if cut is None else cut
+        live = dict(zip(self.variables, storages, strict=True))
+        stored = live | {variable: copy for variable, copy in cut.copies.items() if variable in live}
+        start = [*zip(plan.feeds, fed, strict=True), *plan.given, (plan.run, run)]
+        start += [(edges, stored[variable]) for variable, edges in plan.storages.items()]
+        borrowed = Borrowed([*stored.values(), *(value for _, value in plan.given)])
+        found = Driver(plan, borrowed, self.whole.name).drive(start)
+        self._ensure_live(found)
+        results = [borrowed.own(value) for value in found]
+        targets = [live[variable] for variable in self.writes]
+        count = len(self.fetches)
+        fetched, operands = results[:count], results[count : count + len(self.stale.operands)]
+        again = self.stale.call(self.writes, self.variables, storages, operands, fetched)
+        return fetched, Pending(targets, results[count + len(operands) :], [], cut.count, again)
+
+    @staticmethod
+    def commit(pending: Pending) -> None:
+        """Write everything; see `tfnb.execution.commit`."""
+        commit(pending)
+
+    def _ensure_live(self, results: Sequence[Any]) -> None:
+        """Raise InvalidArgument for a fetch of a branch that was not taken (semantics S-127)."""
+        for value, found in zip(self.fetches, results, strict=False):
+            if isinstance(found, Dead):
+                node, switch = self.whole.contents.by_id[value.node], found.op.op
+                at = "" if switch is None or switch.node is None else f" of {switch.node.name}"
+                raise InvalidArgument(
+                    f"fetch {node.name} was not computed: it is in a branch{at} that was not taken; the predicate "
+                    f"was {found.pred}", node=node.name, op=node.op,
+                )  # fmt: skip
+
+
+EXECUTORS = ("auto", "dataflow")
+
+
+def lowered(
+    graph: Graph, fetches: Sequence[Value], feeds: Sequence[Value], executor: str, last: Sequence[Pass] = LAST
+) -> Program | Dataflow:
+    """The graph lowered for ``executor``: as one function, unless it uses queues or all loops shall overlap."""
+    if executor == "dataflow":
+        return Dataflow(graph, fetches, feeds, native=lambda node: False)
+    if any(map(uses_queues, prune(graph, fetches, feeds).nodes)):
+        return Dataflow(graph, fetches, feeds, native=lambda node: not uses_queues(node))
+    return lower(graph, fetches, feeds, last)

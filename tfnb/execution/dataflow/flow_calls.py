@@ -1,0 +1,138 @@
+"""What the control ops of the dataflow form compute: turns, their numbers, rows in and stacked rows out, checks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tfnb.control_flow import frames
+from tfnb.control_flow.frames import Op
+from tfnb.graph import Node, Spec
+from tfnb.graph.node import map_leaves
+from tfnb.graph.spec import Dim
+from tfnb.graph.subgraph import row_places
+from tfnb.kernels.control import gathered
+from tfnb.kernels.random import mix
+from tfnb.kernels.rows import row_at
+from tfnb.recording.values.interpret import absent, held, sizes_hold
+
+Sizes = Callable[[Sequence[torch.Tensor]], dict[str, int]]
+
+
+def sizes_of(specs: Sequence[Spec]) -> Sizes:
+    """What reads sizes off values of these specs."""
+    found: dict[str, tuple[int, int]] = {}
+    for place, spec in enumerate(specs):
+        for axis, size in enumerate(spec.shape):
+            if isinstance(size, Dim) and size.is_symbol:
+                found.setdefault(size.expr, (place, axis))
+    return lambda values: {symbol: values[place].shape[axis] for symbol, (place, axis) in found.items()}
+
+
+def _start(op: Op, sizes: Sizes) -> Callable[..., Any]:
+    given = (op.part,)
+    return lambda: given
+
+
+def _below(op: Op, sizes: Sizes) -> Callable[..., Any]:
+    limit = math.inf if op.part is None else op.part
+    return lambda turns, *limits: (turns < limit and all(turns < int(most) for most in limits),)
+
+
+def _mix(op: Op, sizes: Sizes) -> Callable[..., Any]:
+    fixed = [] if op.part is None else [op.part]
+
+    def number(run: int, turn: int, *limits: Any) -> tuple[int]:
+        most = min([*fixed, *map(int, limits)], default=None)
+        return (mix(run, turn if most is None else most - 1 - turn),)
+
+    return number
+
+
+def _rows(op: Op, sizes: Sizes) -> Callable[..., Any]:
+    return lambda *x: (row_at(x if len(x) > 1 else x[0]), len(x[-1]))
+
+
+def _row(op: Op, sizes: Sizes) -> Callable[..., Any]:
+    reverse = node_of(op).attrs["reverse"]
+    return lambda turn, row: (row(-1 - turn if reverse else turn),)
+
+
+def _stack(op: Op, sizes: Sizes) -> Callable[..., Any]:
+    attrs = node_of(op).attrs
+    spec = node_of(op).outputs[row_places(attrs)[op.part][0]]
+    shape = attrs["rows"][op.part]
+
+    def stack(last: Any, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        made = []
+        while last is not None:
+            last, value = last
+            made.append(value)
+        return gathered(
+            made if attrs["reverse"] else made[::-1], (_numbers(shape, sizes(values)), spec.dtype, spec.device)
+        )
+
+    return stack
+
+
+def _absent(op: Op, sizes: Sizes) -> Callable[..., Any]:
+    spec, shape = node_of(op).outputs[op.part], node_of(op).attrs["shapes"][op.part]
+    return lambda *values: (absent(spec, _numbers(shape, sizes(values))),)
+
+
+def _check(op: Op, sizes: Sizes) -> Callable[..., Any]:
+    def check(*values: torch.Tensor) -> tuple[Any, ...]:
+        for guard in op.part:
+            sizes_hold(guard, sizes(values))
+        return (None,)
+
+    return check
+
+
+def _numbers(shape: Any, symbols: Mapping[str, int]) -> Any:
+    return map_leaves(lambda leaf: leaf.evaluate(symbols) if isinstance(leaf, Dim) else leaf, shape)
+
+
+CALLS: dict[str, Callable[[Op, Sizes], Callable[..., Any]]] = {
+    frames.START: _start,
+    frames.COUNT: lambda op, sizes: lambda turns: (turns + 1,),
+    frames.TURNS: lambda op, sizes: lambda turns: (torch.tensor(turns),),
+    frames.MIX: _mix,
+    frames.PUSH: lambda op, sizes: lambda before, value: ((before, value),),
+    frames.BELOW: _below,
+    frames.ROWS: _rows,
+    frames.ROW: _row,
+    frames.STACK: _stack,
+    frames.ABSENT: _absent,
+    frames.SIZES: _check,
+}
+"""What makes the call of an op of the dataflow form: of its inputs, then of the values that tell sizes."""
+
+
+def guarding(node: Node) -> Callable[..., Any]:
+    """The call of a guard: it raises where the value is another than while recording."""
+
+    def guard(value: torch.Tensor) -> tuple[None]:
+        held(node, value)
+        return (None,)
+
+    return guard
+
+
+def nothing() -> tuple[None]:
+    """The call of an op that others only wait for."""
+    return (None,)
+
+
+def ended(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The call of a region that others wait for; what they wait for is its last output."""
+    return lambda *args: (*forward(*args), None)
+
+
+def node_of(op: Op) -> Node:
+    """The node that an op computes, of an op that computes one."""
+    assert op.node is not None
+    return op.node

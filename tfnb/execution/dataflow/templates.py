@@ -1,0 +1,389 @@
+"""From the dataflow form to the machine's templates: what nobody takes is dropped, nodes become generated code.
+
+Nodes that wait for the same ports become one region, a generated function, so that no node waits for more than its own
+inputs. What takes long (products, convolutions, ops of other libraries) is a region of its own, and goes to a pool.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tfnb.control_flow import frames
+from tfnb.control_flow.frames import Flow, Op, Port
+from tfnb.errors import InvalidArgument
+from tfnb.execution.dataflow.flow_calls import CALLS, ended, guarding, node_of, nothing, sizes_of
+from tfnb.execution.dataflow.machine import (
+    CALL,
+    EMPTY,
+    ENTER,
+    EXIT,
+    MERGE,
+    NEXT,
+    SINK,
+    SWITCH,
+    TRUTH,
+    WAIT,
+    WORK,
+    Step,
+    Template,
+)  # fmt: skip
+from tfnb.execution.lowering.lower import subprogram
+from tfnb.execution.lowering.program import Program
+from tfnb.graph import Contents, Node, Spec, Subgraph, Value, ops
+from tfnb.graph.contents import unique
+from tfnb.graph.graph import new_id
+from tfnb.graph.subgraph import is_guarding, lasts
+
+LONG = 2**21  # multiplications that are worth a thread of their own
+_NOMINAL = 32  # taken for a size that only a run knows
+_OURS = frozenset({"aten", "prims", "tfnb", "tfnb_pure"})  # what other libraries' ops take, nobody knows
+_CONTROL = {
+    frames.SWITCH: SWITCH, frames.MERGE: MERGE, frames.ENTER: ENTER, frames.EXIT: EXIT, frames.NEXT: NEXT,
+    frames.TRUTH: TRUTH, frames.LOOPCOND: TRUTH,
+}  # fmt: skip
+_APART = frozenset({"tfnb.read", "tfnb.assign", "tfnb.constant", "tfnb.group", "tfnb.placeholder", "tfnb.guard"})
+
+Edges = list[tuple[Step, int]]
+
+
+@dataclass(slots=True)
+class Plan:
+    """What a machine runs: the template of the root frame, and where what it starts with goes."""
+
+    root: Template
+    feeds: list[Edges]
+    storages: dict[Any, Edges]  # by Variable
+    given: list[tuple[Edges, Any]]  # constants
+    run: Edges  # the number of the run
+    results: int
+    writes: tuple[Any, ...]  # Variables: what is written to them are the last results
+    programs: list[Program]
+    waits: list[Step]  # what may wait
+
+
+class Planner:
+    """One plan under construction. spec: of the root's values, fed ones included."""
+
+    def __init__(self, flow: Flow, spec: Callable[[Value], Spec], seed: int) -> None:
+        self.flow, self.root_spec, self.seed = flow, spec, seed
+        self.templates = [Template(frame.parallel) for frame in flow.frames]
+        self.edges: dict[Port, Edges] = {}
+        self.makers: dict[Port, tuple[Step, int]] = {}  # who gives a port, as which output
+        self.programs: list[Program] = []
+        self.same: dict[Port, Port] = {}  # ports whose value is another port's
+        self.stored: dict[Port, Any] = {}  # reads of what is stored
+        self.written: dict[Any, Port] = {}
+        self._state()
+        self.specs = dict(self._known())
+
+    def plan(self, fetches: Sequence[tuple[Port | None, Sequence[Port]]], feeds: Sequence[Port]) -> Plan:
+        """The plan for fetches, each a value or ports that just have to be there."""
+        wanted = [*fetches, *((port, ()) for port in self.written.values())]
+        ends = {self.real(p) for port, after in wanted for p in (port, *after) if p is not None}
+        kept = self._kept(ends)
+        regions = self._regions(kept)
+        member = {number: place for place, members in enumerate(regions) for number in members}
+        taken: dict[int, dict[Port, None]] = {}  # of each op, what is taken outside of its region
+        for number in kept:
+            for port in self.sources(self.flow.ops[number]):
+                if number not in member or member.get(port.op) != member[number]:
+                    taken.setdefault(port.op, {})[port] = None
+        for end in ends:
+            taken.setdefault(end.op, {})[end] = None
+        for members in regions:
+            self._region(members, [port for number in members for port in taken.get(number, ())])
+        for number in kept:
+            if number not in member:
+                self._op(number)
+        for place, (fetch, after) in enumerate(wanted):
+            sink = self._step(SINK, 0, None, [] if fetch is None else [fetch], after)
+            sink.number = place
+        return self._sealed(len(wanted), feeds)
+
+    def _sealed(self, results: int, feeds: Sequence[Port]) -> Plan:
+        for port, edges in self.edges.items():
+            if port in self.makers:
+                step, index = self.makers[port]
+                step.outs += [[] for _ in range(index + 1 - len(step.outs))]
+                step.outs[index] = edges
+        for template in self.templates:
+            template.seal()
+        _rank(self.templates)
+        storages: dict[Any, Edges] = {}
+        for port, variable in self.stored.items():
+            storages.setdefault(variable, []).extend(self.edges.get(port, ()))
+        constants = [
+            (self.edges[Port(number)], op.node.attrs["value"]) for number, op in enumerate(self.flow.ops)
+            if op.node is not None and op.node.op == "tfnb.constant" and Port(number) in self.edges
+        ]  # fmt: skip
+        run = next(Port(number) for number, op in enumerate(self.flow.ops) if op.kind == frames.RUN)
+        return Plan(
+            self.templates[0], [self.edges.get(port, []) for port in feeds], storages, constants,
+            self.edges.get(run, []), results, tuple(self.written), self.programs,
+            [step for template in self.templates for step in template.steps if step.kind == WAIT],
+        )  # fmt: skip
+
+    # -- what is there, and what is needed --------------------------------------------------------------------
+
+    def real(self, port: Port) -> Port:
+        """The port that has the value of this one."""
+        return self.same.get(port, port)
+
+    def _state(self) -> None:
+        """Reads and writes of Variables, in program order, stand for other ports."""
+        for number, op in enumerate(self.flow.ops):
+            kind, port = op.node.op if op.node is not None and op.kind == frames.NODE else "", Port(number)
+            if kind == "tfnb.assign":
+                self.same[port] = self.same[Port(number, 1)] = self.real(op.inputs[0])
+                self.written[node_of(op).attrs["variable"]] = port
+            elif kind == "tfnb.read" and (before := self.written.get(node_of(op).attrs["variable"])) is not None:
+                self.same[port] = self.real(before)
+            elif kind == "tfnb.read":
+                self.stored[port] = node_of(op).attrs["variable"]
+
+    def sources(self, op: Op) -> list[Port]:
+        """The ports that an op waits for when it runs."""
+        inputs = op.inputs
+        if op.kind == frames.NODE and node_of(op).op == ops.WITH_GRADIENT:
+            inputs = tuple(op.inputs[ref.input] for ref in node_of(op).attrs["values"])
+        return [self.real(port) for port in replace(op, inputs=inputs).sources]
+
+    def _kept(self, wanted: Iterable[Port]) -> list[int]:
+        """Ops that lead to what is wanted or use a queue, and what loops and branches that run check inside."""
+        checks: dict[tuple[int, int], list[int]] = {}  # by the node that holds them, and where that stands
+        for number, op in enumerate(self.flow.ops):
+            scope = self.flow.scopes[op.scope]
+            if scope.node is not None and _checks(op):
+                checks.setdefault((scope.parent, scope.node.id), []).append(number)
+        stack = [*(port.op for port in wanted), *(n for n, op in enumerate(self.flow.ops) if _uses_queue(op))]
+        kept: set[int] = set()
+        while stack:
+            number = stack.pop()
+            if number not in kept:
+                kept.add(number)
+                op = self.flow.ops[number]
+                stack.extend(port.op for port in self.sources(op))
+                stack.extend(() if op.node is None else checks.pop((op.scope, op.node.id), ()))
+        return sorted(kept)
+
+    def _known(self) -> Iterator[tuple[tuple[int, Value], Spec]]:
+        """The specs of the values of each scope."""
+        for number, scope in enumerate(self.flow.scopes):
+            yield from (((number, node.value()), node.outputs[0]) for node in scope.placeholders)
+        for op in self.flow.ops:
+            if op.node is not None:
+                yield from (((op.scope, op.node.value(i)), spec) for i, spec in enumerate(op.node.outputs))
+
+    def _spec(self, op: Op, value: Value) -> Spec:
+        return self.specs.get((op.scope, value)) or self.root_spec(value)
+
+    # -- regions ----------------------------------------------------------------------------------------------
+
+    def _regions(self, kept: Sequence[int]) -> list[list[int]]:
+        """Nodes that become one function: they wait for the same ports, in one scope and on one device.
+
+        A value that comes from another device, or from an op that takes long, is waited for by itself.
+        """
+        bits: dict[Port, int] = {}
+        waits: dict[int, int] = {}  # of each node that is in a larger region: a bit for each port
+        groups: dict[Any, list[int]] = {}
+        for number in kept:
+            op = self.flow.ops[number]
+            if op.kind != frames.NODE or node_of(op).op in _APART or _uses_queue(op):
+                continue
+            if self._takes_long(op):
+                groups[number] = [number]
+                continue
+            mask = 0
+            for port in self.sources(op):
+                joins = port.op in waits and node_of(self.flow.ops[port.op]).device == node_of(op).device
+                mask |= waits[port.op] if joins else 1 << bits.setdefault(port, len(bits))
+            waits[number] = mask
+            groups.setdefault((op.scope, node_of(op).device, mask), []).append(number)
+        return list(groups.values())
+
+    def _takes_long(self, op: Op) -> bool:
+        node = node_of(op)
+        if node.op in ops.REGIONS or (node.op.count(".") > 1 and node.op.partition(".")[0] not in _OURS):
+            return True
+        return work(node, [self._spec(op, value) for value in node.inputs]) > LONG
+
+    def _region(self, members: Sequence[int], taken: Sequence[Port]) -> None:
+        """The step that computes some nodes with generated code."""
+        found = [self.flow.ops[number] for number in members]
+        first, ids = found[0], {node_of(op).id for op in found}
+        given: dict[Port, Node] = {}
+
+        def value(port: Port, spec: Spec) -> Value:
+            if port.op in members:
+                return node_of(self.flow.ops[port.op]).value(port.index)
+            if port not in given:
+                name = f"input_{len(given)}"
+                given[port] = Node(id=new_id(), name=name, op="tfnb.placeholder", outputs=(spec,))
+            return given[port].value()
+
+        nodes, after = [], []
+        for op in found:
+            node = node_of(op)
+            inputs = [value(self.real(p), self._spec(op, v)) for p, v in zip(op.inputs, node.inputs, strict=True)]
+            for spec, port in op.sizes:
+                value(self.real(port), spec)
+            after += [port for port in op.after if port.op not in members]
+            nodes.append(replace(node, inputs=tuple(inputs), control=tuple(i for i in node.control if i in ids)))
+        ends = [port for port in taken if self._is_end(port)]
+        outs = [port for port in taken if port not in ends]
+        subgraph = Subgraph(
+            Contents((*given.values(), *_distinct(nodes))), tuple(node.value() for node in given.values()),
+            tuple(node_of(self.flow.ops[port.op]).value(port.index) for port in outs),
+        )  # fmt: skip
+        program = subprogram(subgraph, [v for v in subgraph.outputs if v is not None], self.seed)
+        self.programs.append(program)
+        kind = WORK if len(members) == 1 and self._takes_long(first) else CALL
+        run = next((op.run for op in found if op.run is not None), None)
+        forward = program.forward if not ends else ended(program.forward)
+        step = self._step(kind, first.frame, forward, [*given, *([] if run is None else [run])], after)
+        if run is None:
+            self._preset(step, 0)
+        step.op, step.lane = first, node_of(first).device
+        self.makers.update({port: (step, index) for index, port in enumerate(outs)})
+        self.makers.update({port: (step, len(outs)) for port in ends})
+
+    def _is_end(self, port: Port) -> bool:
+        """Whether a port tells that a node is done, and has no value."""
+        return port.index >= len(node_of(self.flow.ops[port.op]).outputs)
+
+    # -- steps ------------------------------------------------------------------------------------------------
+
+    def _step(
+        self, kind: int, frame: int, call: Callable[..., Any] | None, inputs: Sequence[Port], after: Sequence[Port] = ()
+    ) -> Step:
+        """A new step that takes these ports."""
+        template = self.templates[frame]
+        step = Step(kind, template, call)
+        step.base, step.count = len(template.slots), len(inputs)
+        step.stop = step.base + step.count
+        step.waits = len(after) + (0 if kind == MERGE else step.count)
+        template.slots += [EMPTY if kind == MERGE else None] * step.count
+        for slot, port in enumerate(inputs, step.base):
+            self.edges.setdefault(self.real(port), []).append((step, slot))
+        for port in after:
+            self.edges.setdefault(self.real(port), []).append((step, -1))
+        return step
+
+    def _preset(self, step: Step, value: Any) -> None:
+        """A last argument of the step's call that is always the same."""
+        step.frame.slots.append(value)
+        step.stop += 1
+
+    def _op(self, number: int) -> None:
+        """The step of an op that is in no region; none for what is given or stands for another port."""
+        op = self.flow.ops[number]
+        node = op.node
+        inputs, after = list(op.inputs), list(op.after)
+        if op.kind in _CONTROL:
+            frame = self.flow.frames[op.frame].parent if op.kind == frames.ENTER else op.frame
+            step = self._step(_CONTROL[op.kind], frame, None, inputs, after)
+            if op.kind == frames.ENTER:
+                step.inner, step.constant = self.templates[op.frame], op.part[1]
+                step.inner.enters += 1
+            outs = 2 if op.kind == frames.SWITCH else 1
+            step.outs = [[] for _ in range(outs)]
+        elif op.kind == frames.NODE:
+            assert node is not None
+            if node.op == "tfnb.placeholder":
+                raise _unfed(node)
+            if node.op in ("tfnb.read", "tfnb.assign", "tfnb.constant"):
+                return
+            if "queue" in node.attrs:
+                step, outs = self._step(WAIT, op.frame, None, inputs, after), len(node.outputs) + 2
+                step.outs = [[] for _ in range(outs)]
+            elif node.op == "tfnb.guard":
+                step, outs = self._step(CALL, op.frame, guarding(node), inputs, after), 1
+            else:
+                step, outs = self._step(CALL, op.frame, nothing, [], [*inputs, *after]), 1
+        elif op.kind in (frames.FEED, frames.RUN):
+            return
+        else:
+            sizes = [port for _, port in op.sizes]
+            call = CALLS[op.kind](op, sizes_of([spec for spec, _ in op.sizes]))
+            step, outs = self._step(CALL, op.frame, call, [*inputs, *sizes], after), 2
+        step.op = op
+        for index in range(outs):
+            self.makers[Port(number, index)] = step, index
+
+
+# -- facts of ops -----------------------------------------------------------------------------------------------------
+
+
+def work(node: Node, inputs: Sequence[Spec]) -> float:
+    """About how many multiplications and additions a node takes."""
+    made = float(sum(_count(spec.shape) for spec in node.outputs))
+    name = node.op.split(".")[1] if node.op.count(".") > 1 else ""
+    if not inputs or not any(part in name for part in _PRODUCTS):
+        return made
+    inner = max(inputs, key=lambda spec: len(spec.shape)).shape if "conv" not in name else inputs[1].shape
+    return made * _count(inner[1:] if "conv" in name else inner[-1:])
+
+
+_PRODUCTS = ("mm", "matmul", "conv", "attention", "linear", "lstm", "gru", "recurrent")
+
+
+def _count(shape: Sequence[Any]) -> int:
+    return math.prod(size if isinstance(size, int) else _NOMINAL for size in shape)
+
+
+def _checks(op: Op) -> bool:
+    """Whether an op looks at what its whole scope relies on, or is of a loop or branches that do."""
+    if op.kind in (frames.EXIT, frames.TRUTH):
+        return op.node is not None and is_guarding(op.node)
+    return op.kind == frames.SIZES or (op.kind == frames.NODE and lasts(node_of(op)))
+
+
+def _uses_queue(op: Op) -> bool:
+    return op.kind == frames.NODE and "queue" in node_of(op).attrs
+
+
+def _distinct(nodes: Sequence[Node]) -> list[Node]:
+    """The nodes with a name each, and none like an input's."""
+    taken: set[str] = set()
+    found = []
+    for node in nodes:
+        name = unique(node.name, taken)
+        taken.add(name)
+        found.append(replace(node, name=name))
+    return found
+
+
+def _unfed(node: Node) -> InvalidArgument:
+    where = f", recorded at {node.source}" if node.source else ""
+    return InvalidArgument(
+        f"placeholder {node.name} ({node.outputs[0]}) must be fed{where}; add it to the feed_dict",
+        node=node.name,
+        op=node.op,
+    )
+
+
+def _rank(templates: Iterable[Template]) -> None:
+    """The length of the longest way from each step to the end of its iteration, in steps that go to the pool."""
+    for template in templates:
+        left = {step: 0 for step in template.steps}
+        inside = {
+            s: [t for edges in s.outs for t, _ in edges if t.frame is template]
+            for s in template.steps
+            if s.kind != NEXT
+        }
+        for targets in inside.values():
+            for target in targets:
+                left[target] += 1
+        order = [step for step in template.steps if not left[step]]
+        for step in order:  # grows while it is read
+            for target in inside.get(step, ()):
+                left[target] -= 1
+                if not left[target]:
+                    order.append(target)
+        for step in reversed(order):
+            behind = max((target.rank for target in inside.get(step, ())), default=0.0)
+            step.rank = behind + (1.0 if step.kind == WORK else 0.001)

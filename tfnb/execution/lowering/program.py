@@ -1,0 +1,196 @@
+"""What a graph is lowered to: a generated function that computes, and what the commit writes then.
+
+Made by `tfnb.execution.lowering.lower`. What may fail of a commit is looked at before it: rows that are not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from tfnb.execution.commit import Pending, Update, commit
+from tfnb.execution.lowering.fused_updates import IN_PLACE
+from tfnb.execution.re_execution import Stale
+from tfnb.graph import Graph, Node, Spec, Value, Variable
+from tfnb.graph.ops import overload
+from tfnb.graph.writing import WRITERS, Cut
+from tfnb.kernels.places import outside
+from tfnb.recording.ops import facts
+
+
+@dataclass(slots=True, eq=False)
+class Program:
+    """A lowered graph for one choice of fetches and feeds.
+
+    ``compute(feeds, storages, run)`` takes one tensor for each of ``feeds`` and one storage for each of ``variables``
+    and returns the fetched values and what is to be written; ``commit`` writes it.
+    """
+
+    graph: Graph  # pruned
+    whole: Graph  # what it was lowered from
+    fetches: tuple[Value, ...]
+    feeds: tuple[Value, ...]
+    variables: tuple[Variable, ...]
+    writes: tuple[Variable, ...]
+    module: fx.GraphModule
+    node_of: dict[str, Node]  # generated name -> node, for errors
+    n_fetches: int
+    copies: tuple[int, ...]  # places in `variables` of the plainly written ones
+    updates: tuple[tuple[str, dict[str, Any], tuple[int, ...]], ...]  # in-place op, settings, row lengths
+    within: tuple[tuple[int, int, Node], ...]  # numbers of rows that the commit writes, by place; of how many; whose
+    inner: tuple[Program, ...]  # of the subgraphs that loops and branches run
+    written: tuple[int, ...]  # of a loop's body: places of the carried values that it writes in place
+    donated: Mapping[fx.Node, Donation]  # what writes into its first argument
+    stale: Stale | None  # what the commit computes again after another step's; None in loops and branches
+    private: frozenset[Variable]  # read from a copy
+    specs: Mapping[str, Spec]  # generated name -> what its value is
+    forward: Callable[..., tuple[Any, ...]] = field(init=False)
+    quick: Any = field(
+        init=False, default=None
+    )  # the same by `tfnb.execution.tiers.scalarize`, where a session runs that
+    late: tuple[int, ...] = field(init=False)  # places of feeds that the commit takes as they are, or as views
+
+    def __post_init__(self) -> None:
+        self.late = self._late() if self.writes else ()
+        self.module.__dict__.update(self.module.named_buffers())  # constants, found without a call of __getattr__
+        self.forward = self.module.forward
+
+    @property
+    def reads(self) -> tuple[Variable, ...]:
+        """Variables whose storage the program needs."""
+        return self.variables
+
+    def compute(
+        self, feeds: Iterable[torch.Tensor], storages: list[torch.Tensor], run: int = 0,
+        forward: Callable[..., tuple[Any, ...]] | None = None, cut: Cut | None = None,
+    ) -> tuple[list[torch.Tensor | None], Pending]:  # fmt: skip
+        """Fetched values, and the writes of the step; nothing is written.
+
+        forward: other code that computes what the generated ``self.forward`` does. cut: what to read in place of the
+        storages.
+        """
+        seen, read = WRITERS.count, storages
+        copied = WRITERS.cut(self.private) if cut is None and self.private else cut
+        if copied is not None:
+            seen, read = copied.count, list(map(copied.copies.get, self.variables, storages))
+        if self.late:
+            feeds = self.apart(dict(enumerate(feeds)), storages).values()
+        out = (forward or self.forward)(*feeds, *read, run)  # nothing requires grad: grad mode does not matter
+        fetched, rest = list(out[: self.n_fetches]), out[self.n_fetches :]
+        if not self.writes:
+            return fetched, _NOTHING
+        for place, count, node in self.within:
+            _ensure_there(node, count, rest[place])
+        targets = [storages[place] for place in self.copies]
+        values = list(rest[: len(targets)])
+        at, updates = len(targets), []
+        for op, kwargs, lengths in self.updates:
+            rows = []
+            for length in lengths:
+                row = rest[at : at + length]
+                if row[1] is not None:  # else it is of a branch that was not taken
+                    rows.append(row)
+                at += length
+            if rows:
+                updates.append(Update(IN_PLACE[op], rows, kwargs))
+        if read is not storages:
+            values = _stored(updates, values, dict(zip(map(id, read), storages, strict=True)))
+        return fetched, Pending(targets, values, updates, seen, self._again(storages, rest[at:], fetched))
+
+    def _late(self) -> tuple[int, ...]:
+        inputs = self.module.graph.find_nodes(op="placeholder")[: len(self.feeds)]
+        returned: Any = self.module.graph.output_node().args[0]
+        found = set()
+        for node in returned[self.n_fetches :]:
+            while isinstance(node, fx.Node) and self._is_view(node):
+                node = node.args[0]
+            found.add(node)
+        return tuple(place for place, node in enumerate(inputs) if node in found)
+
+    def _is_view(self, node: fx.Node) -> bool:
+        owner = self.node_of.get(node.name) if node.op == "call_function" else None
+        return owner is not None and owner.op.startswith("aten.") and facts(overload(owner.op)).is_view
+
+    def apart(
+        self, feeds: Mapping[int, torch.Tensor], storages: Iterable[torch.Tensor]
+    ) -> dict[int, torch.Tensor]:  # fmt: skip
+        """Feeds, by place; those of which the commit would have read what it had written over are copies."""
+        kept, memory = dict(feeds), {storage.untyped_storage().data_ptr() for storage in storages}
+        for place in kept.keys() & set(self.late):
+            if kept[place].untyped_storage().data_ptr() in memory:
+                kept[place] = kept[place].clone()
+        return kept
+
+    def _again(
+        self, storages: Sequence[torch.Tensor], operands: Sequence[torch.Tensor], fetched: list[torch.Tensor | None]
+    ) -> Callable[[Pending], None] | None:
+        if self.stale is None or not self.copies:
+            return None
+        return self.stale.call(
+            [self.variables[place] for place in self.copies], self.variables, storages, operands, fetched
+        )
+
+    @staticmethod
+    def commit(pending: Pending) -> None:
+        """Write everything; see `tfnb.execution.commit`."""
+        commit(pending)
+
+    @property
+    def code(self) -> str:
+        """The generated Python."""
+        return self.module.code
+
+    def undonated(self) -> Program:
+        """The same in code of the same names that writes into nothing, so that its nodes may run in another order."""
+        if not self.donated:
+            return self
+        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        returned: Any = graph.graph_copy(self.module.graph, copies)
+        for node, donation in self.donated.items():
+            copies[node].target = donation.target
+            copies[node].kwargs = donation.kwargs(copies[node])
+        graph.output(returned)
+        return replace(self, module=fx.GraphModule(self.module, graph), donated={})
+
+
+@dataclass(frozen=True, slots=True)
+class Donation:
+    """A call that writes into its first argument: what it is without that, and the argument that says where."""
+
+    target: Callable[..., Any]
+    out: str | None
+
+    def kwargs(self, node: fx.Node) -> dict[str, Any]:
+        """The keyword arguments of the call without it."""
+        return {name: value for name, value in node.kwargs.items() if name != self.out}
+
+
+_NOTHING = Pending([], [], [])
+
+
+def _stored(updates: list[Update], values: list[Any], storages: Mapping[int, torch.Tensor]) -> list[Any]:
+    """Copies that the step read are no place to write: updates get the storages, by the id of a copy.
+
+    A value that is what an update writes is read after it: that of another Variable which takes it over.
+    """
+    updated: dict[int, torch.Tensor] = {}
+    for update in updates:
+        for row in update.rows:
+            updated.update((id(x), storages[id(x)]) for x in row if id(x) in storages)
+        update.rows = [tuple([updated.get(id(x), x) for x in row]) for row in update.rows]
+    return [updated.get(id(value), value) for value in values]
+
+
+def _ensure_there(node: Node, count: int, rows: Any) -> None:
+    """Raise IndexError for a row that a commit could not write: it may not fail."""
+    bad = outside(count, rows)
+    if bad is not None:
+        name = node.op.split(".")[1]
+        axis = node.attrs["dim"]
+        error = IndexError(f"{name}_(): index {bad} is out of bounds for dimension {axis} with size {count}")
+        error.node = node  # type: ignore[attr-defined]
+        raise error

@@ -1,0 +1,189 @@
+"""Generated torch.fx code through inductor: one function for one choice of sizes.
+
+Compiles what `lower` generated, without the writes: forward and backward of a step together, which a
+compiler of the model alone does not see. Uses torch._inductor (tried with torch 2.13), loaded when first used: it takes
+seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tfnb.errors import Unimplemented
+from tfnb.execution.lowering.checked_calls import Branch, Drawing
+from tfnb.execution.lowering.control_flow_code import Call, Cond
+from tfnb.execution.lowering.program import Program
+from tfnb.execution.tiers.compiled_loops import Native, Permit, native
+from tfnb.execution.tiers.graph_split import halves
+from tfnb.execution.tiers.node_groups import Kernel, Layouts, function, groups, with_kernels
+from tfnb.kernels.random import drawing_op
+
+MOST_NODES = 1500  # that are compiled as a whole; compiling takes a minute for so many
+Forward = Callable[..., tuple[Any, ...]]
+
+
+@cache
+def obstacle() -> str | None:
+    """Why nothing can be compiled on this machine; None where it can."""
+    from torch._inductor import cpp_builder  # listed exception: inductor takes seconds to load
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except Exception as error:  # its class is not public
+        return f"no C++ compiler: {str(error).strip().splitlines()[0]}"
+    return None
+
+
+def compiled(program: Program, args: Sequence[Any]) -> Forward:
+    """``program.forward`` for arguments of these very sizes; raises Unimplemented or what inductor raises.
+
+    ``args`` are as in a run: feeds, storages, the run's number. The result takes the same and raises for others.
+    """
+    permit = Permit()
+    program = native(program.undonated(), permit)
+    calls = [node for node in program.module.graph.nodes if node.op == "call_function"]
+    between = any(isinstance(node.target, (Branch, Call, Cond, Native)) for node in calls)  # decides what runs next
+    in_parts = between or len(calls) > MOST_NODES
+    forward = _in_groups(program, args, permit) if in_parts else _as_far_as_possible(program, args)
+    forward(*args)  # the first call loads what was compiled
+    permit.open = False
+    return forward
+
+
+def _as_far_as_possible(program: Program, args: Sequence[Any]) -> Forward:
+    """As a whole, or what comes before sizes that data decide; in groups where inductor does not take that."""
+    try:
+        parts = halves(program)
+        if parts is None:
+            return _as_a_whole(program, args)
+        first, rest = _as_a_whole(replace(program, module=parts[0]), args), parts[1].forward
+        return lambda *given: rest(*first(*given))
+    except Exception as error:
+        try:
+            return _in_groups(program, args, Permit())
+        except Exception:
+            raise error from None
+
+
+def _as_a_whole(program: Program, args: Sequence[Any]) -> Forward:
+    graph, slots = _pure(program)
+    draws = any(node.op == "placeholder" and node.name == "run" for node in graph.nodes)
+    examples = (*args[:-1], torch.tensor(args[-1], device="cpu")) if draws else tuple(args[:-1])
+    kernel = _kernel(fx.GraphModule(program.module, graph), examples)
+    if not draws and slots == [(True, place) for place in range(len(slots))]:
+        return lambda *given: tuple(kernel([*given[:-1]]))
+
+    def forward(*given: Any) -> tuple[Any, ...]:
+        outs = kernel([*given[:-1], torch.tensor(given[-1], device="cpu")] if draws else [*given[:-1]])
+        return tuple([outs[place] if made else given[place] for made, place in slots])
+
+    return forward
+
+
+def _in_groups(program: Program, args: Sequence[Any], permit: Permit) -> Forward:
+    """Its loops, and groups of its nodes."""
+    layouts = Layouts(program.module)
+    with torch.no_grad():
+        layouts.run(*args)
+    found = groups(program, layouts.of)
+    if not (found or permit.compiled):
+        loops = "".join(f"; a loop has {why}" for why in permit.refused)
+        raise Unimplemented(f"it has no groups of pointwise nodes that are worth a kernel{loops}")
+    kernels: dict[Hashable, Kernel] = {}
+    for group in found:
+        if group.key not in kernels:
+            with FakeTensorMode():
+                examples = [layouts.of[node].empty() for node in group.inputs]
+                kernels[group.key] = _kernel(function(program, layouts.of, group), examples)
+    return with_kernels(program, [(group, kernels[group.key]) for group in found]).forward
+
+
+def _kernel(module: fx.GraphModule, examples: Sequence[Any]) -> Kernel:
+    """What inductor makes of a function of tensors, which takes them in a list."""
+    from torch import _inductor  # listed exception: inductor takes seconds to load
+    from torch._dynamo.convert_frame import compile_lock
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    here = all(example.is_cpu for example in examples if isinstance(example, torch.Tensor))
+    # Channels last is what the session chose or not; inductor would lay all weights out anew in each step on the CPU.
+    settings: dict[str, Any] = {"compile_threads": 1} | ({"layout_optimization": False} if here else {})
+    with compile_lock, torch.no_grad(), _inductor.config.patch(settings):
+        traced = make_fx(
+            module, _with_factors(select_decomp_table()), tracing_mode="fake", _allow_non_fake_inputs=True
+        )(*examples)
+        made = compile_fx_inner(traced, list(examples))
+    return getattr(made, "current_callable", None) or made  # without what inductor does around a call
+
+
+def _sum(x: torch.Tensor, y: torch.Tensor, *, alpha: Any = 1) -> torch.Tensor:
+    return x + y * alpha
+
+
+def _difference(x: torch.Tensor, y: torch.Tensor, *, alpha: Any = 1) -> torch.Tensor:
+    return x - y * alpha
+
+
+def _product(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1) -> torch.Tensor:
+    product = a @ b * alpha
+    return x * beta + product if beta else product  # torch does not look at x then: it may be NaN
+
+
+# Inductor's patterns see the operands of these and not their factors, which they drop without a word
+# (pytorch issues 167313, 196577; torch 2.13): they become multiplications of their own.
+FACTORS: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.add.Tensor: _sum,
+    torch.ops.aten.sub.Tensor: _difference,
+    torch.ops.aten.addmm.default: _product,
+    torch.ops.aten.baddbmm.default: _product,
+}
+
+
+def _with_factors(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
+    """The decompositions with those of `FACTORS`, for calls that give a factor which is not one."""
+
+    def chosen(mine: Callable[..., Any], theirs: Callable[..., Any] | None) -> Callable[..., Any]:
+        def decomposed(*args: Any, **kwargs: Any) -> Any:
+            if any(kwargs.get(factor, 1) != 1 for factor in ("alpha", "beta")):
+                return mine(*args, **kwargs)
+            return NotImplemented if theirs is None else theirs(*args, **kwargs)
+
+        return decomposed
+
+    return {**table, **{op: chosen(mine, table.get(op)) for op, mine in FACTORS.items()}}
+
+
+def _pure(program: Program) -> tuple[fx.Graph, list[tuple[bool, int]]]:
+    """The program's graph with named random ops, returning only what it computes.
+
+    The slots say where each of the program's outputs comes from: (True, place among the new outputs) or (False, place
+    among the arguments).
+    """
+    graph, old = fx.Graph(), program.module.graph
+    nodes: dict[fx.Node, fx.Node] = {}
+    returned: Any = graph.graph_copy(old, nodes)  # a tuple, as lowering made it
+    arguments = {node: place for place, node in enumerate(graph.find_nodes(op="placeholder"))}
+    run = next(node for node in arguments if node.name == "run")
+    for node in list(graph.nodes):
+        if isinstance(node.target, Drawing):
+            node.args = (run, list(node.target.place), *node.args[1:])
+            node.target = drawing_op(node.target.op)
+    results: dict[fx.Node, int] = {}
+    slots = []
+    for item in returned:
+        if item in arguments:
+            slots.append((False, arguments[item]))
+        else:
+            slots.append((True, results.setdefault(item, len(results))))
+    graph.output(tuple(results))
+    if not run.users:
+        graph.erase_node(run)
+    return graph, slots

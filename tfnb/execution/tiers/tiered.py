@@ -1,0 +1,321 @@
+"""Which code a step runs: generated torch.fx code at once, compiled code where that turns out faster.
+
+A choice of feed sizes that has used two seconds of computing is compiled in a background thread, and compared there
+with generated code. It is swapped in between steps: both take turns until it is clear which one is faster. Computing
+writes nothing, so that code that fails is dropped and the step computed again. On CUDA either is captured and launched
+whole (`tfnb.execution.tiers.captured_steps`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import statistics
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+
+from tfnb.errors import DeadlineExceeded, InvalidArgument
+from tfnb.execution.lowering.program import Program
+from tfnb.execution.running import Running, Stop
+from tfnb.execution.tiers.captured_steps import Captured, Captures, device_of
+from tfnb.execution.tiers.inductor import Forward, compiled, obstacle
+from tfnb.execution.tiers.scalarize import quick
+from tfnb.execution.tracing.clocks import counter
+from tfnb.execution.tracing.loop_trace import devices, wait
+from tfnb.graph.collector import frozen
+
+Mode = Literal["auto", "off", "now"]
+MODES = ("auto", "off", "now")
+WORTH_COMPILING = 2.0  # seconds of computing with the same sizes
+MOST = 2  # sizes compiled for one program
+TURNS = 10  # timed steps of each kind
+CLEAR_TURNS = 3  # that are enough where one is always twice as fast
+CLEAR = 0.8  # of the pairs of steps agree on which kind is faster
+MOST_TURNS = 40  # then what there is decides
+TURN = 0.05  # seconds; Python raises nothing in a thread that waits for longer
+MOST_COPIED = 1 << 30  # bytes of what a step reads
+LONGEST_COMPARED = 5.0  # seconds of a step that compiled code is compared with
+
+_LOG = logging.getLogger(__name__)
+
+
+def mode(wanted: str) -> Mode:
+    """What ``compile=`` means: for ``"auto"`` the environment's TFNB_COMPILE counts, if it is set."""
+    found = os.environ.get("TFNB_COMPILE", wanted) if wanted == "auto" else wanted
+    if found not in MODES:
+        raise InvalidArgument(f"compile is one of {', '.join(map(repr, MODES))}, not {found!r}")
+    return found  # type: ignore[return-value]
+
+
+class Tiers:
+    """The code of one program, by the sizes of its feeds."""
+
+    def __init__(self, program: Any, mode: Mode) -> None:
+        self.program, self.mode = program, mode
+        if isinstance(program, Program) and program.quick is None:
+            program.quick = quick(program)
+        self._generated = generated(program)
+        self._sizes: dict[tuple[torch.Size, ...], Sizes] = {}
+        self._captures = None if mode == "off" else Captures.of(program)
+
+    def forward(self, shapes: tuple[torch.Size, ...]) -> Forward:
+        """What computes the step for feeds of these shapes."""
+        if self.mode == "off":
+            return self._generated
+        found = self._sizes.get(shapes)
+        if found is None:
+            mode = self.mode if len(self._sizes) < MOST else "off"
+            found = self._sizes[shapes] = Sizes(self.program, mode, self._captures)
+        return found.forward
+
+    def status(self) -> list[str]:
+        """A line for each choice of sizes: which code runs and why."""
+        names = [self.program.whole.contents.by_id[value.node].name for value in self.program.feeds]
+        return [
+            ", ".join(f"{name} {list(shape)}" for name, shape in zip(names, key, strict=True)) + f": {sizes.status}"
+            for key, sizes in self._sizes.items()
+        ]
+
+
+class Sizes:
+    """One choice of sizes: ``forward`` is what runs now, replaced as the state changes."""
+
+    def __init__(self, program: Program, mode: Mode, captures: Captures | None = None) -> None:
+        self.program, self._mode, self._captures = program, mode, captures
+        self.generated = self._captured(generated(program))
+        self.forward: Forward = {"auto": self._counted, "off": self.generated, "now": self._now}[mode]
+        self.code = "generated code"
+        self._clock = counter(device_of(program))
+        self._code: Forward = self.generated  # what the compiler made, and how it runs:
+        self._fast: Forward = self.generated
+        self._times: dict[str, list[float]] = {"generated": [], "compiled": []}
+        self._job: threading.Event | None = None  # that of "now", for which steps wait
+        self._busy: list[torch.device] | None = None  # devices that go on when a call of them has returned
+
+    @property
+    def status(self) -> str:
+        """Which code runs and why."""
+        runs = self._fast if self.forward == self._guarded else self.generated
+        return f"{self.code}, {runs.status}" if isinstance(runs, Captured) else self.code
+
+    def _captured(self, forward: Forward, *, compiled: bool = False) -> Forward:
+        captures = self._captures
+        return forward if captures is None else Captured(self.program, forward, captures, compiled=compiled)
+
+    def _counted(self, *args: Any) -> tuple[Any, ...]:
+        outs = self._clock.of(self.generated, *args)
+        if self._clock.total > WORTH_COMPILING:
+            self.forward = self.generated
+            self.code = "generated code; compiling"
+            WORKER.submit(self, args)
+        return outs
+
+    def _now(self, *args: Any) -> tuple[Any, ...]:
+        """Wait for the compiler; an interrupt or a deadline ends the waiting, and the next run finds what it made."""
+        if self._job is None:
+            self._job = WORKER.submit(self, args)
+        start = time.monotonic()
+        try:
+            while not self._job.wait(TURN):
+                pass
+        except Stop as stop:
+            stop.waits = (f"the compiler (compile='now'), for {time.monotonic() - start:.1f} s",)
+            raise
+        return self.forward(*args)
+
+    def compile(self, args: Sequence[Any]) -> None:
+        """What the worker does: build, compare with generated code, and decide where that can be done at once."""
+        start = time.perf_counter()
+        try:
+            why = obstacle()
+            if why is not None:
+                return self.drop(why)
+            with frozen():
+                self._code = compiled(self.program, args)
+        except BaseException as error:  # inductor raises anything; generated code goes on
+            return self.drop(_words(error))
+        self.code = f"compiled in {time.perf_counter() - start:.1f} s, not compared yet"
+        copies = copied(args)
+        if copies is None:
+            self.forward = self._compared
+            return
+        self._compare(copies)
+        if self.forward == self._in_turns and not self.program.variables:
+            self._time_once(args)
+
+    def _compared(self, *args: Any) -> tuple[Any, ...]:
+        """A step that compares first, where copies would take too much memory."""
+        self._compare(args)
+        return self.forward(*args)
+
+    def _compare(self, args: Sequence[Any]) -> None:
+        try:
+            why = difference(generated(self.program), self._code, args)
+        except Exception as error:
+            return self.drop(_words(error))
+        if why is not None:
+            return self.drop(f"compiled code differs: {why}")
+        self._fast = self._captured(self._code, compiled=True)
+        if self._mode == "now":
+            self._keep("compiled")
+        else:
+            self.forward = self._in_turns
+
+    def _time_once(self, args: Sequence[Any]) -> None:
+        """Decide at once, with the step that was the reason to compile: no other step writes what it reads.
+
+        A loop may take a thousand times as long in the next step as in this one.
+        """
+        fast = self._seconds(self._guarded, args)[1]
+        if 2 * fast < self._clock.last and self.forward == self._in_turns:
+            self._keep(f"compiled: {fast * 1e6:.0f} instead of {self._clock.last * 1e6:.0f} us")
+
+    def _seconds(self, forward: Forward, args: Sequence[Any]) -> tuple[tuple[Any, ...], float]:
+        """What it gives, and how long that took, on devices that go on when a call has returned too."""
+        if self._busy is None:
+            self._busy = [device for device in devices(args) if device.type not in ("cpu", "meta")]
+        wait(self._busy)
+        start = time.perf_counter()
+        outs = forward(*args)
+        wait(self._busy)
+        return outs, time.perf_counter() - start
+
+    def drop(self, why: str) -> None:
+        """Stay with generated code."""
+        _release(self._fast)
+        self._fast, self.forward = self.generated, self.generated
+        self.code = f"generated code ({why})"
+        _LOG.info("compiled code dropped: %s", why)
+
+    def _in_turns(self, *args: Any) -> tuple[Any, ...]:
+        """Generated and compiled code take turns, timed."""
+        kind = min(self._times, key=lambda kind: len(self._times[kind]))
+        outs, seconds = self._seconds(self.generated if kind == "generated" else self._guarded, args)
+        self._times[kind].append(seconds)
+        found = verdict(*self._times.values())
+        if found is not None and self.forward == self._in_turns:
+            slow = statistics.median(self._times["generated"]) * 1e6
+            if found < 1:
+                self._keep(f"compiled: {found * slow:.0f} instead of {slow:.0f} us")
+            else:
+                self.drop(f"compiled code is not faster: {found * slow:.0f} against {slow:.0f} us")
+        return outs
+
+    def _keep(self, status: str) -> None:
+        _release(self.generated)
+        self.forward, self.code = self._guarded, status
+
+    def _guarded(self, *args: Any) -> tuple[Any, ...]:
+        try:
+            return self._fast(*args)
+        except Exception as error:  # other strides, another device: nothing was written, so compute it again
+            self.drop(f"compiled code failed: {type(error).__name__}")
+            return self.generated(*args)
+
+
+def generated(program: Any) -> Forward:
+    """The generated code that runs: with numbers inside, where that is quicker."""
+    found = getattr(program, "quick", None)
+    return program.forward if found is None else found.forward  # type: ignore[no-any-return]
+
+
+def _release(forward: Forward) -> None:
+    """Other code runs from here on: what a capture of this one holds is free for it."""
+    if isinstance(forward, Captured) and forward.captures.is_mine:
+        forward.release()
+
+
+def copied(args: Sequence[Any]) -> list[Any] | None:
+    """Copies, for a thread beside others that write what a step reads; None where there is too much to copy."""
+    size = sum(arg.nbytes for arg in args if isinstance(arg, torch.Tensor))
+    return None if size > MOST_COPIED else [arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args]
+
+
+def difference(generated: Forward, compiled: Forward, args: Sequence[Any]) -> str | None:
+    """What compiled code computes differently, in a few words; None where it agrees or that would take too long."""
+    try:
+        wanted = Running().compute(generated, *args, until=(LONGEST_COMPARED, lambda _: DeadlineExceeded("")))
+    except DeadlineExceeded:
+        return None
+    found = compiled(*args)
+    try:
+        torch.testing.assert_close(found, _tensors(wanted, found), rtol=1e-3, atol=1e-4, equal_nan=True)
+    except AssertionError as error:
+        return _first_line(error)
+    return None
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {_first_line(error)}"
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), "")
+
+
+def _tensors(outs: Sequence[Any], like: Sequence[Any]) -> tuple[Any, ...]:
+    """Outputs with a tensor for each number, as the other code gives it."""
+    return tuple(
+        out if out is None or isinstance(out, torch.Tensor) else torch.full_like(other, out)
+        for out, other in zip(outs, like, strict=True)
+    )
+
+
+def verdict(generated: Sequence[float], compiled: Sequence[float]) -> float | None:
+    """What compiled code takes of the time of generated code; None as long as that is not clear.
+
+    Steps are compared in pairs, one right after the other, so that a machine which gets slower or faster in the
+    meantime, or stumbles, decides nothing.
+
+    >>> verdict([1, 1, 1, 5, 5, 5, 5, 5, 5, 5], [1.1, 1.1, 1.1, 5.5, 5.5, 5.5, 5.5, 5.5, 5.5, 9])
+    1.1
+    """
+    ratios = [b / a for a, b in zip(generated, compiled, strict=False)]
+    count, faster = len(ratios), sum(ratio < 1 for ratio in ratios)
+    if count >= CLEAR_TURNS and (2 * max(compiled) < min(generated) or 2 * max(generated) < min(compiled)):
+        return statistics.median(ratios)
+    clear = count >= TURNS and max(faster, count - faster) >= CLEAR * count
+    return statistics.median(ratios) if clear or count >= MOST_TURNS else None
+
+
+class Worker:
+    """A daemon thread that compiles one thing after the other.
+
+    Nothing is compiled in a thread of the user's: an interrupt between two of inductor's imports leaves it half loaded
+    for the rest of the process.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[tuple[weakref.ref[Sizes], Sequence[Any], threading.Event]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def submit(self, sizes: Sizes, args: Sequence[Any]) -> threading.Event:
+        """Compile for these arguments, some time; the event is set afterwards."""
+        done = threading.Event()
+        self._jobs.put((weakref.ref(sizes), args, done))
+        with self._lock:
+            if self._thread is None or not self._thread.is_alive():  # a forked process has none
+                self._thread = threading.Thread(target=self._work, name="tfnb-compiler", daemon=True)
+                self._thread.start()
+        return done
+
+    def _work(self) -> None:
+        while True:
+            reference, args, done = self._jobs.get()
+            sizes = reference()
+            try:
+                if sizes is not None:
+                    sizes.compile(args)
+            finally:
+                done.set()
+            del sizes, args
+
+
+WORKER = Worker()

@@ -1,0 +1,83 @@
+"""The events of ``torch.profiler`` from around a traced run: kernels on accelerators, or else torch's own calls."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tfnb.errors import FailedPrecondition
+from tfnb.execution.tracing.trace import Event
+
+_ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+_CALL = "cpu_op"
+
+
+@dataclass(slots=True)
+class Profile:
+    """What ``torch.profiler`` wrote, as JSON; empty until the block ends."""
+
+    found: dict[str, Any] = field(default_factory=dict)
+
+
+@contextmanager
+def profiling(wanted: bool) -> Iterator[Profile]:
+    """``torch.profiler`` around the block, for whatever devices there are. Raises FailedPrecondition inside another."""
+    made = Profile()
+    if not wanted:
+        yield made
+        return
+    if torch.autograd._profiler_enabled():
+        raise FailedPrecondition(
+            "trace='kernels' starts torch.profiler, which is running already: use trace=True in its block, and "
+            "trace.save(path, profile=...) with the file that it exports"
+        )
+    with torch.profiler.profile(activities=torch.profiler.supported_activities()) as profile:
+        yield made
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "torch.json"
+        profile.export_chrome_trace(str(path))
+        made.found = json.loads(path.read_text())
+
+
+def kernels(found: Mapping[str, Any], began: int, events: tuple[Event, ...]) -> tuple[Event, ...]:
+    """What ran on accelerators, or without one the outermost calls of torch, each with the node in whose time it began.
+
+    found: as `Profile.found`. began: of the traced run, in nanoseconds.
+    """
+    all_of_it = [event for event in found.get("traceEvents", ()) if event.get("ph") == "X"]
+    chosen = [event for event in all_of_it if event.get("cat") in _ON_DEVICE]
+    if not chosen:
+        chosen = _outermost([event for event in all_of_it if event.get("cat") == _CALL])
+    base = found.get("baseTimeNanoseconds", began)
+    starts = [event.start for event in events]
+    made = []
+    for event in chosen:
+        start = (round(1000 * float(event["ts"])) + base - began) * 1e-9
+        place = bisect_right(starts, start) - 1
+        if place < 0 or start > events[place].end:  # of the moments between two nodes
+            continue
+        around, args = events[place], event.get("args", {})
+        on_device = event["cat"] in _ON_DEVICE
+        device = around.device if not on_device or ":" in around.device else f"{around.device}:{args.get('device', 0)}"
+        thread = f"stream {args.get('stream', event['tid'])}" if on_device else "torch"
+        end = start + 1e-6 * float(event["dur"])
+        made.append(Event(around.node, start, end, 0, device, thread, around.part, kernel=str(event["name"])))
+    return tuple(made)
+
+
+def _outermost(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Calls that no other call of their thread made."""
+    found, ends = [], dict[Any, float]()
+    for call in sorted(calls, key=lambda call: (float(call["ts"]), -float(call["dur"]))):
+        if float(call["ts"]) >= ends.get(call["tid"], float("-inf")):
+            found.append(call)
+            ends[call["tid"]] = float(call["ts"]) + float(call["dur"])
+    return found

@@ -1,0 +1,267 @@
+"""What a traced run did: when each node ran, what it made, and how much memory the step held at each moment.
+
+Tables by node, op, line and scope, and a file for trace viewers. The drawing of it is the view's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path as File
+from typing import Any, Literal
+
+from tfnb.errors import InvalidArgument
+from tfnb.execution.tracing.iterations import Amount, Note, Path, Turn, Turns
+from tfnb.graph import Graph, Node, Value
+from tfnb.graph.files import replace_file
+from tfnb.graph.ops import REGIONS
+
+By = Literal["node", "op", "line", "scope"]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that ran: a node, or with ``node`` None a part of the step. Times are seconds from its start."""
+
+    node: Node | None
+    start: float
+    end: float
+    bytes: int  # of the outputs, a view's too; of the commit: what was written
+    device: str
+    thread: str
+    part: str = "commit"  # what ran where there is no node: a scope, or the commit
+    path: Path = ()  # of a node in a loop or branch
+    depth: int = 0  # loops around it
+    kernel: str = ""  # torch's name of what ran, where its profiler saw it
+    turn: Turn | None = None  # of the innermost loop around it
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end - self.start
+
+    @property
+    def name(self) -> str:
+        """The node's name, as in a drawing, or torch's of the kernel."""
+        return self.kernel or self.node.name if self.node else self.part
+
+    @property
+    def op(self) -> str:
+        """The op's qualified name."""
+        return self.node.op if self.node else self.part
+
+    @property
+    def line(self) -> str:
+        """Cell and line: ``In[3]:4``."""
+        source = self.node.source if self.node else None
+        return f"{source.label}:{source.line}" if source else ""
+
+    @property
+    def code(self) -> str:
+        """What the user wrote there."""
+        return self.node.source.text.strip() if self.node and self.node.source else ""
+
+    @property
+    def scope(self) -> str:
+        """The path of modules, name scopes and passes, without the torch function at its end."""
+        return "/".join(self.node.scope[:-1]) if self.node else self.part
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of `Trace.table`; ``share`` is of the whole step, ``bytes`` the sum of the outputs."""
+
+    name: str
+    detail: str
+    seconds: float
+    share: float
+    bytes: int
+    calls: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What a traced run did: ``events`` in order, and the ``live`` bytes of the step as (seconds, bytes) steps.
+
+    ``seconds`` is the wall time of computing and committing, ``began`` its start in nanoseconds of the system's clock.
+    ``taken`` has the sides that branches took, by the id of their node, also of branches in loops. ``inside`` has what
+    nodes in loops and branches took, which is part of the events, ``once`` when those ran that are in branches but in
+    no loop, and ``turns`` single turns of each loop.
+    With ``trace="kernels"`` ``profile`` is what ``torch.profiler`` wrote, and ``kernels`` are those of accelerators, or
+    where there are none torch's calls.
+
+    >>> import tfnb, torch
+    >>> with tfnb.record() as g:
+    ...     x = tfnb.placeholder(torch.zeros(2, 3))
+    ...     y = (x + 1).exp()
+    >>> session = tfnb.Session(g)
+    >>> values = session.run(y, {x: torch.zeros(4, 3)}, trace=True)
+    >>> [(event.op, event.bytes) for event in session.trace.events], session.trace.peak
+    ([('aten.add.Tensor', 48), ('aten.exp.default', 48)], 96)
+    """
+
+    graph: Graph
+    fetches: tuple[Value, ...]
+    events: tuple[Event, ...]
+    live: tuple[tuple[float, int], ...]
+    seconds: float
+    began: int
+    rows: int = 10  # of the tables that are shown
+    colours: str = "time"  # or "bytes": what the drawing is coloured by
+    taken: Mapping[int, frozenset[bool]] = field(default_factory=dict)
+    inside: Mapping[Path, Amount] = field(default_factory=dict)
+    once: Mapping[Path, Note] = field(default_factory=dict)
+    turns: tuple[Turns, ...] = ()
+    kernels: tuple[Event, ...] = ()
+    profile: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def fetched(self) -> frozenset[int]:
+        """Ids of the nodes that were fetched."""
+        return frozenset(value.node for value in self.fetches)
+
+    @property
+    def title(self) -> str:
+        """Names of what was fetched."""
+        contents = self.graph.contents
+        names = {value: name for name, value in contents.aliases.items()}
+        known = {v: names.get(v) or contents.by_id[v.node].name for v in self.fetches if v.node in contents.by_id}
+        return ", ".join(known.get(value, "?") for value in dict.fromkeys(self.fetches))
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that the step held at once."""
+        return max((count for _, count in self.live), default=0)
+
+    def table(self, top: int | None = None, *, by: By = "node") -> tuple[Row, ...]:
+        """The ``top`` rows that took longest: by node, op, line of a cell, or scope. Raises InvalidArgument."""
+        if by not in _GROUPS:
+            raise InvalidArgument(f"a trace has tables by {', '.join(_GROUPS)}, not by {by!r}")
+        groups: dict[tuple[str, str], list[tuple[Event, int]]] = {}
+        for event, calls in self._amounts():
+            groups.setdefault(_GROUPS[by](event), []).append((event, calls))
+        rows = [self._row(name, detail, found) for (name, detail), found in groups.items()]
+        return tuple(sorted(rows, key=lambda row: -row.seconds)[:top])
+
+    def _row(self, name: str, detail: str, found: list[tuple[Event, int]]) -> Row:
+        seconds = sum(event.seconds for event, _ in found)
+        size, calls = sum(event.bytes for event, _ in found), sum(calls for _, calls in found)
+        return Row(name, detail, seconds, seconds / self.seconds if self.seconds else 0.0, size, calls)
+
+    def _amounts(self) -> Iterator[tuple[Event, int]]:
+        """The events without what ran inside of them, then that; how often each."""
+        inner: dict[int, float] = {}
+        for path, amount in self.inside.items():
+            inner[path[0]] = inner.get(path[0], 0.0) + amount.seconds
+        for event in self.events:
+            took = inner.pop(event.node.id, 0.0) if event.node else 0.0  # what copies its results comes later
+            yield replace(event, end=max(event.start, event.end - took)) if took else event, 1
+        for path, amount in self.inside.items():
+            yield Event(amount.node, 0.0, amount.seconds, amount.bytes, "", "", path=path), amount.calls
+
+    @property
+    def spans(self) -> tuple[Event, ...]:
+        """The events, those of nodes in branches and in the turns of loops that were kept, and kernels."""
+        around = {event.node.id: event for event in reversed(self.events) if event.node}
+        once = ((None, 1, path, note) for path, note in self.once.items())
+        kept = ((t, loop.depth, *item) for loop in self.turns for t in loop.kept for item in t.notes.items())
+        found = list(self.events)
+        for turn, depth, path, note in (*once, *kept):
+            amount, event = self.inside.get(path), around.get(path[0])
+            if amount is not None and event is not None and amount.node.op not in REGIONS:
+                end, where = note.start + note.seconds, (event.device, event.thread)
+                inner = Event(amount.node, note.start, end, note.bytes, *where, path=path, depth=depth, turn=turn)
+                found.append(inner)
+        return (*found, *self.kernels)
+
+    def save(self, path: str | File, *, profile: str | File | None = None) -> File:
+        """Write a trace file that Perfetto and ``chrome://tracing`` open; returns its path.
+
+        What ``torch.profiler`` saw of a run with ``trace="kernels"`` is in it, too. profile: a file of its
+        ``export_chrome_trace`` from around this run, to be written beside it. Raises CheckpointWriteError where the
+        file cannot be written; one that was there is unchanged then.
+        """
+        found: dict[str, Any] = json.loads(File(profile).read_text()) if profile is not None else dict(self.profile)
+        base = found.setdefault("baseTimeNanoseconds", self.began)
+        found["traceEvents"] = [*found.get("traceEvents", ()), *self._chrome((self.began - base) / 1000)]
+        text = json.dumps(found)
+        replace_file(File(path), lambda draft: draft.write_text(text))
+        return File(path)
+
+    def _chrome(self, shift: float) -> Iterator[dict[str, Any]]:
+        """Chrome's events; its unit is the microsecond."""
+        pid = os.getpid()
+        lanes = {lane: place for place, lane in enumerate(self.lanes, 1)}
+        yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_name", "args": {"name": f"tfnb {self.graph.name}"}}
+        for (thread, device), tid in lanes.items():
+            yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": f"{thread}, {device}"}}
+        for event in (span for span in self.spans if not span.kernel):
+            args = {
+                "node": event.node.id if event.node else None, "op": event.op, "bytes": event.bytes,
+                "line": str(event.node.source or "") if event.node else "", "scope": event.scope,
+            }  # fmt: skip
+            yield {
+                "ph": "X", "pid": pid, "tid": lanes[event.thread, event.device], "name": event.name, "cat": "tfnb",
+                "ts": shift + 1e6 * event.start, "dur": 1e6 * event.seconds, "args": args,
+            }  # fmt: skip
+        around = {event.node.id: (event.thread, event.device) for event in self.events if event.node}
+        for turns in self.turns:
+            tid = lanes.get(around.get(turns.path[0], ("", "")), 0)
+            for turn in turns.kept:
+                yield {
+                    "ph": "X", "pid": pid, "tid": tid, "name": f"turn {turn.number + 1}", "cat": "tfnb",
+                    "ts": shift + 1e6 * turn.start, "dur": 1e6 * (turn.end - turn.start), "args": {},
+                }  # fmt: skip
+        for number, (producer, consumer) in enumerate(self._flows()):
+            flow = {"pid": pid, "name": "dataflow", "cat": "tfnb", "id": number, "args": {}}
+            tids = [lanes[event.thread, event.device] for event in (producer, consumer)]
+            middle = (producer.start + producer.end) / 2  # an arrow starts inside the bar that it belongs to
+            yield {**flow, "ph": "s", "tid": tids[0], "ts": shift + 1e6 * middle}
+            yield {**flow, "ph": "f", "bp": "e", "tid": tids[1], "ts": shift + 1e6 * consumer.start}
+        for at, count in self.live:
+            yield {
+                "ph": "C", "pid": pid, "tid": 0, "name": "live bytes", "ts": shift + 1e6 * at, "args": {"bytes": count}
+            }  # fmt: skip
+
+    def _flows(self) -> Iterator[tuple[Event, Event]]:
+        """Events of which the second takes a value of the first."""
+        made: dict[int, Event] = {}
+        for event in self.events:
+            if event.node is not None:
+                sources = dict.fromkeys(value.node for value in event.node.inputs)
+                yield from ((made[source], event) for source in sources if source in made)
+                made[event.node.id] = event
+
+    @property
+    def lanes(self) -> tuple[tuple[str, str], ...]:
+        """Each thread and device that something ran on, in order of first use."""
+        return tuple(dict.fromkeys((event.thread, event.device) for event in (*self.events, *self.kernels)))
+
+    def __repr__(self) -> str:
+        rows = self.table(self.rows)
+        wide = max((len(row.name) for row in rows), default=0)
+        lines = [
+            f"{1e3 * row.seconds:10.3f} ms {100 * row.share:5.1f} % {row.bytes:>13,} bytes  "
+            f"{row.name:{wide}}  {row.detail}"
+            for row in rows
+        ]
+        head = (
+            f"<Trace of {self.title} in graph {self.graph.name}: {len(self.events)} events in "
+            f"{1e3 * self.seconds:.3f} ms, at most {self.peak:,} bytes>"
+        )
+        return "\n".join([head, *map(str.rstrip, lines)])
+
+    def _repr_html_(self) -> str:
+        from tfnb.view import trace_html
+
+        return trace_html(self, by=self.colours)
+
+
+_GROUPS: dict[str, Callable[[Event], tuple[str, str]]] = {
+    "node": lambda event: (event.name, f"{event.op}  {event.line}".rstrip() if event.node else ""),
+    "op": lambda event: (event.op, ""),
+    "line": lambda event: (event.line or event.name, event.code),
+    "scope": lambda event: (event.scope or "no scope", ""),
+}

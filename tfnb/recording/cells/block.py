@@ -1,0 +1,379 @@
+"""Opening and closing a recording: `record`, `record_cell`, `reopen`, and the graphs by name.
+
+All or nothing: contents are swapped in only when the block ended without an exception.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from types import FrameType
+from typing import Any
+
+import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound, file_label
+from tfnb.graph import Contents, Graph, Node, Owner, Source, Value, current
+from tfnb.graph.collector import uncollected
+from tfnb.graph.graph import new_id
+from tfnb.recording.cells.held_interrupts import at_user_lines
+from tfnb.recording.cells.new_contents import drop_unreachable_data, replaced, substitute, unified_guards
+from tfnb.recording.cells.replay_log import Rewound, past
+from tfnb.recording.dispatch.module_hooks import follow_modules
+from tfnb.recording.dispatch.recorder import Recorder
+from tfnb.recording.habits import recorded_steps
+from tfnb.recording.marks.scopes import Functions, clean
+from tfnb.recording.marks.while_recording import Shared, swapped
+from tfnb.recording.overrides.autograd_function import own_functions
+from tfnb.recording.overrides.function_overrides import FUNCTIONS
+from tfnb.recording.overrides.packed_sequences import packed_layers
+from tfnb.recording.overrides.rng_state import own_streams
+from tfnb.recording.subgraphs.recompute import checkpoints
+from tfnb.recording.torch_patches import surroundings
+from tfnb.recording.values.tensor import Base, Operation, Tensor
+
+_UNUSED = "it holds data that nothing recorded uses, which is not kept: use .sample, or make it a tfnb.constant"
+_graphs: dict[str, Graph] = {}
+_lock = threading.Lock()
+
+Where = Callable[[], Source | None]
+
+
+def graph(name: str | None = None) -> Graph:
+    """The graph of this name; without a name, the open recording's or the last one named.
+
+    Raises NotFound for an unknown name.
+
+    >>> with record("shown"):
+    ...     graph().name
+    'shown'
+    """
+    if name is None:
+        recording = current.recording()
+        if recording is not None:
+            return recording.graph
+        if not _graphs:
+            raise NotFound("no graph yet: record one with %%tfgraph NAME or `with tfnb.record(NAME):`")
+        return list(_graphs.values())[-1]
+    if name not in _graphs:
+        raise NotFound(f"no graph named {name!r}; there are: {', '.join(_graphs) or 'none'}")
+    return _graphs[name]
+
+
+def graphs() -> dict[str, Graph]:
+    """All named graphs, by name.
+
+    >>> with record("listed") as g:
+    ...     pass
+    >>> graphs()["listed"] is g
+    True
+    """
+    return dict(_graphs)
+
+
+def forget(name: str) -> None:
+    """Take a name off the list of graphs; the object stays valid."""
+    graph(name)
+    del _graphs[name]
+
+
+@contextmanager
+def record(graph: Graph | str | None = None, *, device: Any = None, lazy: bool = False) -> Iterator[Graph]:
+    """Record the block into a graph: ordinary torch code, run at once on samples.
+
+    graph: None for a new unnamed graph, a name for a new graph of that name, a Graph to append to. device: where
+    factories and placeholders go. lazy: shapes only, no values. Raises whatever the block raises, with the graph
+    unchanged.
+
+    >>> from tfnb.recording import placeholder
+    >>> with record() as g:
+    ...     x = placeholder(torch.ones(4, 3), name="x")
+    ...     y = (x * 2).sum(1)
+    >>> print(y.spec, [n.op for n in g.nodes])
+    float32[B] ['tfnb.placeholder', 'aten.mul.Tensor', 'aten.sum.dim_IntList']
+    """
+    __tracebackhide__ = True
+    frame = sys._getframe(2)
+    named = isinstance(graph, str)
+    target = graph if isinstance(graph, Graph) else Graph(graph or "graph")
+    target.ensure_open()
+    label = file_label(frame.f_code.co_filename)
+    owner = _owner(target, f"block:{label}:{frame.f_lineno}:{len(target.owners)}")
+
+    def names() -> Mapping[str, Any]:
+        return {**frame.f_globals, **frame.f_locals}
+
+    with _opened(target, owner, _lines(frame, label), names, frame, device, lazy, append=True, listed=named):
+        yield target
+
+
+@contextmanager
+def record_cell(
+    name: str | None, *, owner: str, label: str, filename: str, namespace: Mapping[str, Any], device: Any = None,
+    lazy: bool = False, append: bool = False,
+) -> Iterator[Graph]:  # fmt: skip
+    """Record a notebook cell: the nodes that ``owner`` recorded before are replaced when the cell succeeds.
+
+    filename: what the cell was compiled as; its frames are the user's. namespace: where its names land.
+    """
+    __tracebackhide__ = True
+    target = _graphs.get(name or "graph") or Graph(name or "graph")
+    target.ensure_open()
+    stop = sys._getframe(2)
+
+    def where() -> Source | None:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename != filename:
+            frame = frame.f_back
+        if frame is None:
+            return Source(label, 1)
+        return Source(label, frame.f_lineno, linecache.getline(filename, frame.f_lineno).strip())
+
+    key = f"{owner}+{new_id()}" if append else owner
+    with _opened(
+        target, _owner(target, key), where, lambda: namespace, stop, device, lazy, append=append, listed=True
+    ):  # fmt: skip
+        yield target
+
+
+@contextmanager
+def reopen(graph: Graph) -> Iterator[Recorder]:
+    """The open recording of ``graph``, or a new one that appends to it."""
+    recording = current.recording()
+    if isinstance(recording, Recorder) and recording.graph is graph:
+        yield recording
+        return
+    frame = _caller()
+    label = file_label(frame.f_code.co_filename)
+    owner = _owner(graph, f"block:{label}:{frame.f_lineno}:{len(graph.owners)}")
+
+    with _opened(graph, owner, _lines(frame, label), dict, frame, None, False, append=True) as recorder:
+        yield recorder
+
+
+def _lines(frame: FrameType, label: str) -> Where:
+    """Where a frame is whenever it is asked; the same object for the same line."""
+
+    @cache
+    def at(line: int) -> Source:
+        return Source(label, line, linecache.getline(frame.f_code.co_filename, line, frame.f_globals).strip())
+
+    return lambda: at(frame.f_lineno)
+
+
+def _caller() -> FrameType:
+    """The nearest frame outside tfnb and the standard library's context managers."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("tfnb", "contextlib"):
+        frame = frame.f_back
+    return frame
+
+
+def _owner(graph: Graph, key: str) -> Owner:
+    if key not in graph.owners:
+        graph.owners.append(key)
+    return Owner(key, graph.owners.index(key))
+
+
+@contextmanager
+def _opened(
+    graph: Graph, owner: Owner, where: Where, names: Callable[[], Mapping[str, Any]], stop: FrameType, device: Any,
+    lazy: bool, *, append: bool, listed: bool = False,
+) -> Iterator[Recorder]:  # fmt: skip
+    """An open recording, and its commit. listed: the graph takes its name."""
+    __tracebackhide__ = True
+    _check_device(device)
+    with at_user_lines() as interrupts:
+        before = graph.contents
+        kept = tuple(n for n in before.nodes if append or n.owner is None or n.owner.key != owner.key)
+        recorder = Recorder(graph, owner, where=where, kept=kept, names=names, stop=stop, lazy=lazy)
+        recorder.default_device = device
+        rewound = past(graph).rewind(owner, before, graph.owners)
+        recorder.below = rewound.below
+        try:
+            with ExitStack() as stack:
+                _enter(stack, recorder, device)
+                yield recorder
+                recorder.settle()
+            with uncollected():
+                _commit(recorder, before, names(), rewound, interrupts.check, append=append)
+        except BaseException:
+            recorder.journal.undo()
+            rewound.undo()
+            recorder.space.forget({node.id for node in recorder.new})
+            graph.stale.update((node.id, _failed(node)) for node in recorder.new)
+            raise
+        if listed:
+            with _lock:
+                _graphs.pop(graph.name, None)
+                _graphs[graph.name] = graph
+
+
+def _check_device(device: Any) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch asserts where it was built without CUDA
+        raise InvalidArgument(f"device {device!r} is not available here: {str(error).splitlines()[0]}") from None
+
+
+def _enter(stack: ExitStack, recorder: Recorder, device: Any) -> None:
+    """Everything that holds inside a block, undone in reverse order whatever happens."""
+    stack.enter_context(_disable_current_modes())  # a nested recording belongs to the inner owner only
+    stack.enter_context(surroundings())
+    stack.enter_context(own_streams(recorder))
+    stack.enter_context(_pushed(recorder))
+    stack.enter_context(_listening(recorder))
+    stack.enter_context(packed_layers())
+    stack.enter_context(follow_modules())
+    stack.enter_context(_born_parameters())
+    stack.enter_context(own_functions())
+    stack.enter_context(checkpoints())
+    stack.enter_context(enable_python_dispatcher())
+    stack.enter_context(torch._C._AutoDispatchBelowAutograd())
+    stack.enter_context(recorder)
+    if device is not None:
+        stack.enter_context(torch.device(device))
+    stack.enter_context(Functions(recorder.scopes, FUNCTIONS))
+    stack.enter_context(recorded_steps())
+    stack.enter_context(recorder.habits)
+
+
+@contextmanager
+def _pushed(recorder: Recorder) -> Iterator[None]:
+    current.stack.open.append(recorder)
+    try:
+        yield
+    finally:
+        top = current.stack.open.pop()
+        if top is not recorder:
+            raise FailedPrecondition(
+                f"recordings were left out of order: {top.graph.name} is still open inside {recorder.graph.name}"
+            )
+
+
+@contextmanager
+def _listening(recorder: Recorder) -> Iterator[None]:
+    before, recorder.symbols.listener = recorder.symbols.listener, recorder
+    try:
+        yield
+    finally:
+        recorder.symbols.listener = before
+
+
+_NEW = torch.nn.Parameter.__new__
+
+
+def _new_parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+    """A Parameter made inside a recording holds plain values: what was drawn becomes its Variable's initial value."""
+    recorder = current.recording()
+    if not isinstance(recorder, Recorder):
+        return _NEW(cls, data, requires_grad)
+    with _disable_current_modes():
+        plain = data.sample.detach().clone() if isinstance(data, Tensor) else data
+        parameter = _NEW(cls, plain, requires_grad)
+    recorder.born[parameter] = True
+    return parameter
+
+
+_born_parameters = Shared(lambda: swapped((torch.nn.Parameter, "__new__", staticmethod(_new_parameter))))
+
+
+def _commit(
+    recorder: Recorder, before: Contents, names: Mapping[str, Any], rewound: Rewound, ready: Callable[[], None], *,
+    append: bool,
+) -> None:  # fmt: skip
+    """Turn what was recorded into the graph's new contents. ready: the last that may raise."""
+    aliases = _assigned_names(recorder, names)
+    held = (*recorder.live, *recorder.space.live)
+    live = {t.shown.value.node for t in held} | {v.node for v in aliases.values()}
+    nodes = drop_unreachable_data(recorder.new, live - _captured(recorder))
+    nodes = [recorder.outside.own(node) for node in nodes]
+    sizes = _unified(recorder)
+    if sizes:
+        nodes = [substitute(node, sizes) for node in nodes]
+    guards = unified_guards(recorder.new_guards, sizes)
+    space = recorder.space
+    changed = [(thing, old) for thing, old in recorder.journal if isinstance(thing, Base) or thing in space.live]
+    change = replaced(
+        before, nodes, guards, aliases, recorder.owner, append=append, derivatives=space.derivatives,
+        opaque=space.rules, written=rewound.moved(), hidden=rewound.hidden(changed),
+    )  # fmt: skip
+    rewound.check(change.contents)
+    if recorder.graph.contents is not before:
+        raise FailedPrecondition(f"graph {recorder.graph.name} was changed by another thread during this recording")
+    ready()
+    unused = {n.id for n in recorder.new} - {n.id for n in nodes}
+    recorder.graph.commit(change.contents, removed=[*change.gone.items(), *((at, _UNUSED) for at in unused)])
+    recorder.graph.notes = tuple(recorder.notes)
+    space.derivatives = (*change.derivatives, *recorder.derivatives)
+    space.forget(set(change.gone) | unused)
+    rewound.adopt(recorder.live, space.live, change.moved)
+    rewound.replay(changed, held, recorder.graph.stale)
+    space.live.update(recorder.live)
+    recorder.outside.remember()
+    past(recorder.graph).renew(change.relinked, space.symbols.renewed)
+    space.renew(change.relinked)
+    space.samples.settle(live)
+
+
+def _failed(node: Node) -> str:
+    label = node.source.label if node.source else "its recording"
+    return f"{label} failed, and what it had recorded was taken back: run it again without the error"
+
+
+def _captured(recorder: Recorder) -> set[int]:
+    """Constants that stand for plain tensors: a name that holds one keeps no node."""
+    return {node.id for node in recorder.new if node.op == "tfnb.constant"} - recorder.wanted
+
+
+def _assigned_names(recorder: Recorder, names: Mapping[str, Any]) -> dict[str, Value]:
+    """Name nodes by the Python names they were assigned to; further outputs become aliases."""
+    mine = {node.id for node in recorder.new}
+    aliases: dict[str, Value] = {}
+    done: set[int] = set()
+    for name, value in list(names.items()):
+        if not isinstance(value, (Tensor, Operation)) or value.graph is not recorder.graph or name.startswith("_"):
+            continue
+        at = (value._feed or value.shown.value) if isinstance(value, Tensor) else value.value
+        if at.node not in mine:
+            continue
+        if at.index or at.node in done:
+            aliases[name] = at
+        elif at.node not in recorder.tape.named:
+            done.add(at.node)
+            recorder.rename(at.node, clean(name))
+    taken = {node.name for node in recorder.nodes}
+    return {name: at for name, at in aliases.items() if name not in taken}
+
+
+def _unified(recorder: Recorder) -> dict[str, int | str]:
+    """Symbols made in this recording that became a number or another symbol."""
+    own = {s for n in recorder.new if n.op == "tfnb.placeholder" for spec in n.outputs for s in spec.symbols}
+    sizes: dict[str, int | str] = {}
+    for letter in own:
+        now = recorder.symbols.size(recorder.symbols.get(letter))
+        if isinstance(now, int):
+            sizes[letter] = now
+            _warn_fixed(recorder, letter, now)
+        elif now.is_symbol and now.expr != letter:
+            sizes[letter] = now.expr
+    return sizes
+
+
+def _warn_fixed(recorder: Recorder, letter: str, size: int) -> None:
+    found = next((s for text, _, s in recorder.equalities if letter in text.replace("(", " ").split()), None)
+    at = next((s for text, _, s in recorder.equalities if letter in text), found)
+    warnings.warn(
+        f"size {letter} became the constant {size}{f' at {at}' if at else ''}: the graph takes only feeds of that size",
+        stacklevel=2,
+    )
+
+
+__all__ = ["InvalidArgument", "forget", "graph", "graphs", "record", "record_cell", "reopen"]

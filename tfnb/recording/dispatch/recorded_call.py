@@ -1,0 +1,178 @@
+"""One op as one node: its arguments as attrs, as fakes and as samples, its shapes, its sample.
+
+The samples of gradients and updates wait until somebody looks: most are never looked at, and a run computes them.
+Stateless: what is kept lies with the recorder and its workspace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tfnb.graph import Node, Ref, Spec, Value
+from tfnb.graph.spec import numbered
+from tfnb.kernels.random import seeded
+from tfnb.recording.marks.notes import asked_at, dense, explained
+from tfnb.recording.marks.scopes import clean
+from tfnb.recording.ops import Facts, Op, bind, kernel, op_name
+from tfnb.recording.shapes.custom_op_shapes import lacks_shapes, shapes
+from tfnb.recording.shapes.shape_cache import sized_by_data
+from tfnb.recording.shapes.shape_rules import SHAPES
+from tfnb.recording.values.interpret import stream_seed
+from tfnb.recording.values.samples import conjugating, physical
+from tfnb.recording.values.tensor import Base, Entry, Tensor
+from tfnb.recording.values.views import View
+
+if TYPE_CHECKING:
+    from tfnb.recording.dispatch.recorder import Recorder
+
+aten = torch.ops.aten
+_ABSENT = Spec(torch.bool, (0,))  # stands for an output that the op leaves out, as its mask says
+
+
+def record_call(rec: Recorder, func: Op, own: Facts, args: Any, kwargs: Any) -> Any:
+    """Record one op: node, fake result, sample result."""
+    __tracebackhide__ = True
+    inputs: list[Entry] = []
+    fake = rec.space.apart if sized_by_data(func) else attrgetter("fake")
+    attr_args, fake_args = _arguments(rec, list(args), inputs, fake)
+    attr_kwargs, fake_kwargs = _arguments(rec, kwargs, inputs, fake)
+    fakes = _fake_call(rec, func, fake_args, fake_kwargs, inputs)
+    flat = fakes if isinstance(fakes, (list, tuple)) else (fakes,)
+    if not all(f is None or isinstance(f, torch.Tensor) for f in flat) or all(f is None for f in flat):
+        return fakes  # sizes and other numbers: symbolic already
+    override = rec.override(func)
+    specs = tuple(_ABSENT if f is None else rec.space.shapes.spec(f) for f in flat)
+    value = rec.tape.append(
+        op_name(func), _leaf_name(rec, func), specs,
+        inputs=tuple(entry.value for entry in inputs), attrs=bind(func, tuple(attr_args), attr_kwargs),
+        scope=rec.scopes.current(), is_random=own.is_random,
+        tags=frozenset() if override is None else frozenset({"override"}),
+    )  # fmt: skip
+    if override is not None:
+        rec.space.rules[value.node] = override
+    if (at := asked_at(rec.new[-1].source, rec.stop)) is not None:
+        rec.space.asked[value.node] = at
+    waits = rec.samples_wait and not sized_by_data(func)
+    samples: Sequence[torch.Tensor | None] = (None,) * len(flat)
+    if not waits and not rec.lazy:
+        try:
+            samples = _sample_call(rec, func, (args, kwargs), inputs, rec.new[-1]) or samples
+        except Exception as error:
+            if rec.entered:
+                rec.tape.drop_last()
+                raise _failed(rec, func, error, inputs) from error
+            rec.space.samples.lacks(value.node)  # what the test around it keeps from failing: it has a shape
+    base, chain, attrs = _viewed(rec, func, own, args, kwargs)
+    wrapped: list[Tensor | None] = []
+    for index, (fake, sample) in enumerate(zip(flat, samples, strict=True)):
+        if fake is None:
+            wrapped.append(None)
+            continue
+        entry = Entry(Value(value.node, index), fake, sample, rec.space.awaited if waits else None)
+        rec.space.fakes[entry.value] = fake
+        rec.space.samples.keep(entry.value, sample)
+        if sample is not None:
+            rec.symbols.observe(fake, sample)
+        view = () if base is None else (*chain, View(func, attrs, index, torch.is_grad_enabled()))
+        wrapped.append(rec._wrap(entry, base, view))
+    if isinstance(fakes, (list, tuple)):
+        return type(fakes)(wrapped) if type(fakes) in (list, tuple) else tuple(wrapped)
+    return wrapped[0]
+
+
+def _arguments(rec: Recorder, tree: Any, inputs: list[Entry], fake: Callable[[Entry], torch.Tensor]) -> tuple[Any, Any]:
+    """An argument tree twice: as attrs (Ref, Dim), and on fakes. Tensors are added to ``inputs``."""
+    if isinstance(tree, torch.Tensor):
+        entry = rec._entry(tree)
+        inputs.append(entry)
+        return Ref(len(inputs) - 1), fake(entry)
+    if isinstance(tree, (list, tuple)):
+        parts = [_arguments(rec, item, inputs, fake) for item in tree]
+        kind = list if isinstance(tree, list) else tuple
+        return kind(attr for attr, _ in parts), kind(item for _, item in parts)
+    if isinstance(tree, dict):
+        named = {key: _arguments(rec, item, inputs, fake) for key, item in tree.items()}
+        return {key: attr for key, (attr, _) in named.items()}, {key: item for key, (_, item) in named.items()}
+    if isinstance(tree, torch.Generator):
+        rec.streams_differ("generator=")
+        return None, None
+    if isinstance(tree, torch.device):
+        tree = numbered(tree)  # a run may have another current device
+    return rec.symbols.leaf(tree), tree
+
+
+def _on_samples(rec: Recorder, tree: Any, samples: Iterator[torch.Tensor | None]) -> Any:
+    """An argument tree on samples: those of its tensors in turn."""
+    if isinstance(tree, torch.Tensor):
+        return next(samples)
+    if isinstance(tree, (list, tuple)):
+        kind = list if isinstance(tree, list) else tuple
+        return kind([_on_samples(rec, item, samples) for item in tree])
+    if isinstance(tree, dict):
+        return {key: _on_samples(rec, item, samples) for key, item in tree.items()}
+    return None if isinstance(tree, torch.Generator) else rec.symbols.concrete(tree)
+
+
+def _fake_call(rec: Recorder, func: Op, args: Any, kwargs: Any, inputs: list[Entry]) -> Any:
+    __tracebackhide__ = True
+    try:
+        if lacks_shapes(func):
+            with rec.symbols.kernel():
+                return shapes(rec, func, args, kwargs, inputs)
+        fakes = rec.space.shapes.call(func, args, kwargs, SHAPES.get(func, func))
+        return dense(fakes, rec.tape.at) if isinstance(fakes, torch.Tensor) else fakes
+    except Exception as error:
+        raise _failed(rec, func, error, inputs) from error
+
+
+def _sample_call(
+    rec: Recorder, func: Op, called: tuple[Any, Any], inputs: list[Entry], node: Node
+) -> tuple[torch.Tensor | None, ...] | None:
+    """What the op gives on samples; None where an input has none."""
+    known = [entry.sample for entry in inputs]
+    if any(sample is None for sample in known):
+        rec.space.samples.lacks(node.id)
+        return None
+    args, kwargs = _on_samples(rec, called, iter(known))
+    if node.stream is None:
+        dtypes = (*(spec.dtype for spec in node.outputs), *(entry.fake.dtype for entry in inputs))
+        with conjugating(any(dtype.is_complex for dtype in dtypes)):
+            out = kernel(func)(*args, **kwargs)
+    else:
+        seed = stream_seed(node, rec.graph.seed, 0)
+        out = seeded(func, seed, torch.device(node.outputs[0].device), args, kwargs)
+    return tuple(map(physical, out)) if isinstance(out, (list, tuple)) else (physical(out),)
+
+
+def _viewed(
+    rec: Recorder, func: Op, own: Facts, args: Any, kwargs: Any
+) -> tuple[Base | None, tuple[View, ...], dict[str, Any]]:
+    """For a view op: the base it looks at, the chain so far, and its arguments without the viewed tensor."""
+    if not own.is_view:
+        return None, (), {}
+    source = args[0] if args else kwargs["self"]
+    named = bind(func, tuple(args), kwargs)
+    attrs = {name: arg for name, arg in named.items() if arg is not source}
+    handle = rec.handle(source)
+    return handle._family, handle._chain, attrs
+
+
+def _leaf_name(rec: Recorder, func: Op) -> str:
+    return _joined(tuple(rec.scopes.path), rec.scopes.function, func._schema.name)
+
+
+@lru_cache(maxsize=4096)
+def _joined(path: tuple[str, ...], function: str | None, name: str) -> str:
+    own = clean(name.partition("::")[2].strip("_"))
+    leaf = [own] if function in (None, own) else [str(function), own]
+    return "/".join([*map(clean, path), *leaf])
+
+
+def _failed(rec: Recorder, func: Op, error: Exception, inputs: list[Entry]) -> Exception:
+    described = ((rec.tape.by_id[e.value.node].name, str(rec.space.shapes.spec(e.fake))) for e in inputs)
+    return explained(func, error, described, rec.where(), rec.symbols.readable)

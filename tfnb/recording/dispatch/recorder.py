@@ -1,0 +1,501 @@
+"""The recorder: a dispatch mode that runs each ATen call at once on samples and appends a node.
+
+It sees every call of the block, also those without a recorded tensor (views of parameters, factories, random draws).
+Composites are taken apart here; writes become their out-of-place twins; everything else is one node. Nothing outside
+the recording changes: variables, modules, user tensors and torch's random state stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+
+import sympy
+import torch
+from torch._ops import HigherOrderOperator
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from tfnb.errors import GraphFormatError, ShapeError, StaleNode, Unsupported
+from tfnb.graph import Graph, Guard, Node, Owner, Ref, Source, Spec, Value, Variable
+from tfnb.graph.node import leaves
+from tfnb.graph.variable import updated
+from tfnb.recording.cells.new_contents import Derivative
+from tfnb.recording.dispatch.recorded_call import record_call
+from tfnb.recording.habits import Habits
+from tfnb.recording.marks.notes import asked_in, warn_of_branch, warn_of_written, written_by_hand
+from tfnb.recording.marks.scopes import Scopes, clean
+from tfnb.recording.marks.tape import Tape
+from tfnb.recording.ops import Op, facts, op_name
+from tfnb.recording.overrides import higher_order
+from tfnb.recording.overrides.constructors import constructing, fixed
+from tfnb.recording.overrides.op_overrides import PHYSICAL, REPLACED
+from tfnb.recording.overrides.python_answers import ANSWERS, SIZES, answer, item, settle_size
+from tfnb.recording.values.outside_tensors import Outside
+from tfnb.recording.values.samples import physical
+from tfnb.recording.values.tensor import Base, Entry, Operation, Tensor, missing
+from tfnb.recording.values.variables import held, known, variable
+from tfnb.recording.values.views import View
+from tfnb.recording.values.workspace import workspace
+from tfnb.recording.writes.aliases import STRAIGHT, looked
+from tfnb.recording.writes.in_place_calls import VIEWS_OR_COPIES, note_copy, record_write
+from tfnb.recording.writes.undo_log import Journal, restore, state
+
+aten = torch.ops.aten
+_STATE = (torch.nn.Parameter, torch.nn.Buffer)
+_COMPUTED_BY_RUNS = frozenset({"gradient", "update"})
+
+
+class Recorder(TorchDispatchMode):
+    """One open recording of one owner into one graph."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the handler is never traced, and the guard costs more than a dispatch
+
+    def __init__(
+        self, graph: Graph, owner: Owner, *, where: Callable[[], Source | None], kept: tuple[Node, ...],
+        names: Callable[[], Mapping[str, Any]], stop: FrameType | None = None, lazy: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.graph, self.owner, self.lazy = graph, owner, lazy
+        self.space = workspace(graph)
+        self.symbols = self.space.symbols
+        self.where = where
+        self.scopes = Scopes(names)
+        self.tape = Tape(owner, where, kept)
+        self.new_guards: list[Guard] = []
+        self.equalities: list[tuple[str, sympy.Eq, str]] = []
+        self.notes: list[str] = []
+        self.wanted: set[int] = set()  # constants that the user asked for
+        self.born = WeakIdKeyDictionary()  # parameters and buffers made in this recording
+        self.journal = Journal()
+        self.derivatives: list[Derivative] = []
+        self.by_hand: dict[Variable, Source | None] = {}  # written in place: where it was last
+        self.asked: dict[Variable, Source | None] = {}  # its value was taken as a Python number or truth: where
+        self._elsewhere = WeakIdKeyDictionary()  # views of variables, as they looked before this recording
+        self.below: Container[str] = ()  # owners whose blocks follow the one that is recorded
+        self.live = WeakIdKeyDictionary()  # every recorded tensor that somebody still holds
+        self.outside = Outside(self)
+        self._reads: dict[Variable, Base] = {}
+        self._warned: set[Any] = set()
+        self.stop = stop
+        self.default_device: Any = None
+        self.packings: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by the tensor of their batch sizes
+        self.regions = 0  # of values that are computed again for the backward pass
+        self.refuse: Callable[[str], None] | None = None  # asked about each value that leaves the graph
+        self.overrides: Mapping[str, Callable[..., Any]] = {}  # gradient rules of the ops recorded now
+        self.inside: list[Any] = []  # of the loops, branches and functions that are being recorded: what was before
+        self.naturals: set[Value] = set()  # counters of loops, which are never negative
+        self.entered = True  # whether the samples get to what is recorded now
+        self.stands: dict[Variable, list[Value]] = {}  # values that Variables are given inside of loops
+        self.calls: dict[
+            Any, Any
+        ] = {}  # functions that are being recorded: see `tfnb.recording.subgraphs.recursive_calls`
+        self.letters: set[str] = set()  # symbols declared in this recording
+        self.habits = Habits(self)
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Record what runs inside, also from within a dispatch handler; harmless where it is on already."""
+        if _get_current_dispatch_mode() is self:
+            yield
+        else:
+            with self:
+                yield
+
+    @property
+    def samples_wait(self) -> bool:
+        """Whether the samples of what is recorded now are computed when somebody looks: gradients and updates."""
+        return not self.tape.marks.tags.isdisjoint(_COMPUTED_BY_RUNS)
+
+    def changes(self, *things: Tensor | Base) -> None:
+        """Said before a handle or base changes: those of earlier recordings are put back should this one fail."""
+        for thing in things:
+            if thing not in self.live if isinstance(thing, Tensor) else self.tape.is_earlier(thing.entry.value):
+                self.journal.note(thing)
+
+    def settle(self) -> None:
+        """At the end of the block: views of what it wrote show the new values, also those of cells above."""
+        for tensor, before in self._elsewhere.items():
+            if not tensor._family.version:
+                restore(tensor, before)
+        for tensor in (*self.live, *self.space.live):
+            base, node = tensor._family, self.tape.by_id.get(tensor.shown.value.node)
+            is_inside = node is None and tensor in self.live  # last looked at in a loop or branch, which has the node
+            is_here = is_inside or (node is not None and (node.owner is None or node.owner.key not in self.below))
+            is_old = tensor._seen != base.version and not base.entry.lost
+            if is_here and is_old and not self.tape.is_earlier(base.entry.value):
+                self._refresh(tensor)
+        grouped = {v.node for node in self.new if node.op == "tfnb.group" for v in node.inputs}
+        left = {v: at for v, at in self.by_hand.items() if self._read_base(v).entry.value.node not in grouped}
+        self.notes += written_by_hand(left)
+        warn_of_written(self.asked, self.new)
+
+    def look(self, tensor: Tensor) -> Entry:
+        """What a recorded tensor means at this place of the program."""
+        with _disable_current_modes():
+            return self._entry(tensor)
+
+    # -- what the rooms above use -----------------------------------------------------------------------------
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """All nodes so far, earlier owners' first."""
+        return self.tape.nodes
+
+    @property
+    def new(self) -> list[Node]:
+        """The nodes of this recording."""
+        return self.tape.new
+
+    def node(self, node_id: int) -> Node:
+        """A node of the graph or of this recording."""
+        return self.tape.by_id[node_id]
+
+    def rename(self, node_id: int, name: str) -> str:
+        """Give a node of this recording another name (made unique); returns it."""
+        return self.tape.rename(node_id, name)
+
+    def tensor(self, value: Value) -> Tensor:
+        """A recorded tensor of an existing value."""
+        return self._wrap(self._entry_of_value(value))
+
+    def _entry_of_value(self, value: Value) -> Entry:
+        node = self.tape.by_id.get(value.node)
+        if node is None:
+            raise missing(self.graph, value, "a tensor is")
+        fake = self.space.fakes.get(value)
+        if fake is None:
+            fake = self.space.fakes[value] = self.symbols.fake(node.outputs[value.index])
+        return Entry(value, fake, self.space.samples.known(value), self.space.awaited)
+
+    def read(self, var: Variable) -> Tensor:
+        """The variable's value at this place of the program."""
+        return self._wrap(self._read_base(var).entry)
+
+    def _read_base(self, var: Variable) -> Base:
+        base = self._reads.get(var)
+        if base is None:
+            with _disable_current_modes():
+                sample = physical(var.storage) if var.home is None or not self.lazy else None
+                fake = self.space.shapes.like(var.storage)
+            value = self.tape.append("tfnb.read", clean(var.name), (var.spec,), attrs={"variable": var})
+            base = Base(Entry(value, fake, sample), variable=var)
+            base.written = lambda entry: self._assigned(var, entry, frozenset())
+            self.space.fakes[value] = fake
+            self.space.samples.read(value, var, sample)
+            self._reads[var] = base
+        return base
+
+    def write(self, var: Variable, kind: str, *args: Any) -> Tensor:
+        """Record a write; returns the value after it."""
+        with self.scopes.name_scope(clean(var.name)), self.on():
+            new = updated(self.read(var), kind, *(self._as_tensor(a) for a in args))
+        base = self._read_base(var)
+        base.write(self._entry(self._fitting(var, new)))
+        return self._wrap(base.entry)
+
+    def assign(self, var: Variable, tensor: torch.Tensor, *, tags: frozenset[str] = frozenset()) -> Tensor:
+        """Record a plain assignment. Tagged ``step`` it is a step to be run: later reads neither pull nor show it.
+
+        In a loop or branch a step is a write like others: what follows there takes the new value.
+        """
+        entry = self._entry(self._fitting(var, tensor))
+        if "step" not in tags or self.inside:  # in a loop or branch it is the function's doing, like any write
+            base = self._read_base(var)
+            base.become(self._assigned(var, entry, tags))
+            return self._wrap(base.entry)
+        self._reads.pop(var, None)
+        return self._wrap(self._assigned(var, entry, tags))
+
+    def _assigned(self, var: Variable, entry: Entry, tags: frozenset[str]) -> Entry:
+        value = self.tape.append(
+            "tfnb.assign", f"{clean(var.name)}/assign", (var.spec,), inputs=(entry.value,),
+            attrs={"variable": var, "value": Ref(0)}, tags=tags, scope=self.scopes.current(),
+        )  # fmt: skip
+        self.space.fakes[value] = entry.fake
+        return entry.of(value)
+
+    def _fitting(self, var: Variable, new: Any) -> torch.Tensor:
+        new = self._as_tensor(new)
+        spec = self.space.shapes.spec(self._entry(new).fake)
+        if spec.dtype != var.spec.dtype or spec.shape != tuple(var.spec.shape):
+            raise ShapeError(f"cannot assign {spec} to variable {var.name}, which is {var.spec}{self.tape.at()}")
+        return new
+
+    def _as_tensor(self, value: Any) -> torch.Tensor:
+        if isinstance(value, Variable):
+            return self.read(value)
+        if isinstance(value, torch.Tensor):
+            return value
+        with _disable_current_modes():
+            return torch.as_tensor(value)
+
+    def group(
+        self, values: tuple[Value, ...], name: str | None = None, *, tags: frozenset[str] = frozenset()
+    ) -> Operation:
+        """An Operation that runs all of ``values``."""
+        attrs = {"values": tuple(map(Ref, range(len(values))))}
+        value = self.tape.append(
+            "tfnb.group", "group", (), inputs=values, attrs=attrs, tags=tags, scope=self.scopes.current(),
+            chosen=name,
+        )  # fmt: skip
+        return Operation(self.graph, value)
+
+    def constant(self, tensor: torch.Tensor, name: str | None = None) -> Entry:
+        """A node that holds ``tensor``."""
+        tensor = physical(tensor)
+        value = self.tape.append(
+            "tfnb.constant", "constant", (self.space.shapes.spec(tensor),), attrs={"value": tensor},
+            chosen=name,
+        )  # fmt: skip
+        fake = self.space.fakes[value] = self.space.shapes.like(tensor)
+        self.space.samples.root(value, tensor)
+        return Entry(value, fake, None if self.lazy else tensor)
+
+    def placeholder(self, spec: Spec, sample: torch.Tensor | None, name: str | None) -> Tensor:
+        """A node that must be fed."""
+        value = self.tape.append("tfnb.placeholder", "placeholder", (spec,), chosen=name)
+        fake, sample = self.symbols.fake(spec), physical(sample)
+        self.space.fakes[value] = fake
+        self.space.samples.root(value, sample)
+        tensor = self._wrap(Entry(value, fake, sample))
+        tensor._feed = value
+        return tensor
+
+    @contextmanager
+    def scope(self, name: str | None) -> Iterator[str]:
+        """A name scope: ``"a"`` fresh, ``"a/"`` re-entered, ``None`` the root."""
+        with self.scopes.name_scope(name) as path:
+            yield path
+
+    @contextmanager
+    def tagged(self, tags: frozenset[str], forward: int | None = None) -> Iterator[None]:
+        """Nodes recorded inside carry the tags and the forward node's id."""
+        with self.tape.marked(tags=self.tape.marks.tags | tags, forward=forward):
+            yield
+
+    @contextmanager
+    def after(self, ids: tuple[int, ...] | None) -> Iterator[None]:
+        """Control dependencies: nodes recorded inside run after ``ids``, and reads inside are fresh."""
+        before, self._reads = self._reads, {}
+        try:
+            with self.tape.marked(control=() if ids is None else (*self.tape.marks.control, *ids)):
+                yield
+        finally:
+            self._reads = before
+
+    @contextmanager
+    def placed(self, device: str | None) -> Iterator[None]:
+        """Nodes recorded inside request this device."""
+        with self.tape.marked(device=device):
+            yield
+
+    # -- what leaves the graph --------------------------------------------------------------------------------
+
+    def escaped(self, value: Any, how: str) -> None:
+        """A value was read while recording: the number is a constant of the graph."""
+        if self.refuse is not None:
+            self.refuse(how)
+        source = self.where()
+        where = f"{source.label} line {source.line} `{how}`" if source else how
+        asked = asked_in(source, self.stop)
+        note = f"{where} took the sample's value, so what Python makes of it is the same in every run{asked}"
+        if note not in self.notes:
+            self.notes.append(note)
+
+    def streams_differ(self, what: str) -> None:
+        """Note that recorded draws do not come from torch's generators."""
+        self.note(f"{what} does not reach recorded draws: a graph's random nodes have seeded streams of their own")
+
+    def note(self, text: str) -> None:
+        """Something to be said once about this line."""
+        source = self.where()
+        note = f"{f'{source.label} line {source.line}' if source else 'recording'}: {text}"
+        if note not in self.notes:
+            self.notes.append(note)
+
+    def guard(self, tensor: torch.Tensor, outcome: bool, raises: str | None = None) -> None:
+        """Every later node runs only where ``tensor`` has this truth; ``raises``: what Python would raise elsewhere."""
+        value = self._entry(tensor).value
+        state = self.tape.state_behind(value)
+        said = {"state": state} if state and raises is None else {} if raises is None else {"raises": raises}
+        if asked := asked_in(self.where(), self.stop):
+            said["asked"] = asked
+        guard = self.tape.append(
+            "tfnb.guard", "guard", (), inputs=(value,), attrs={"value": Ref(0), "outcome": outcome, **said},
+            scope=self.scopes.current(),
+        )  # fmt: skip
+        self.tape.marks = replace(self.tape.marks, control=(*self.tape.marks.control, guard.node))
+
+    def branch(
+        self, tensor: Tensor, outcome: bool, *, is_check: bool = False, raises: str | None = None,
+        is_state: bool = False,
+    ) -> None:  # fmt: skip
+        """Python took a branch on a recorded value: guard every later node by the outcome, and warn once a line.
+
+        is_check: the other branch only raises, so there is nothing else that the graph could hold; raises: what.
+        is_state: it is what a buffer holds, which no feed decides about.
+        """
+        source = self.where()
+        entry = self._entry(tensor)
+        self.guard(tensor, outcome, raises)
+        key = ("branch", source and source.line)
+        if not is_check and not is_state and key not in self._warned and not self.tape.is_fixed(entry.value):
+            self._warned.add(key)
+            warn_of_branch(source, outcome, self.stop)
+
+    def heard(self, text: str, expr: Any, *, by_torch: bool = False) -> None:
+        """A relation between sizes that this recording now relies on; one of torch's checks, only in its own line."""
+        source = self.where()
+        if isinstance(expr, sympy.Eq):
+            self.equalities.append((text, expr, f"{source or ''}{asked_in(source, self.stop)}"))
+        guard = Guard(text, source, self.owner, is_local=by_torch)
+        if all(not other.covers(guard) for other in self.new_guards):
+            self.new_guards.append(guard)
+
+    def settled(self, expr: Any) -> Any:
+        """What Python asks of a size that only data tell: the samples' answer, and a guard that a run agrees."""
+        return settle_size(self, expr)
+
+    # -- the dispatch mode --------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        __tracebackhide__ = True
+        if isinstance(func, HigherOrderOperator):
+            return higher_order.call(self, func, args, kwargs or {})
+        with self.symbols.inside():
+            try:
+                return self._dispatched(func, args, kwargs or {})
+            except GraphFormatError as error:
+                raise Unsupported(f"{op_name(func)}: {error}{self.tape.at()}", op=op_name(func)) from error
+
+    def _dispatched(self, func: Op, args: Any, kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        if func in SIZES:
+            return [int(size) for size in SIZES[func](args[0])]
+        own = facts(func)
+        if func is aten._local_scalar_dense.default:
+            return item(self, args[0])
+        if func in ANSWERS:
+            return answer(self, func, args, kwargs)
+        is_first = not any(isinstance(leaf, Tensor) for leaf in leaves((args, kwargs)))
+        if is_first and constructing(self, own, args):
+            made = func(*fixed(args), **fixed(kwargs))
+            if isinstance(made, torch.Tensor):
+                self.born[made] = True
+            return made
+        if func in (aten.lift_fresh.default, aten.lift.default):
+            return args[0] if isinstance(args[0], Tensor) else self._wrap(self._entry(args[0]))
+        if self.override(func) is not None:
+            return record_call(self, func, own, args, kwargs)  # whole, so that its rule sees its arguments
+        if func in REPLACED:
+            with self.on():
+                result = REPLACED[func](self, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if own.decomposes:
+            with self.on():
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                if func in VIEWS_OR_COPIES:
+                    note_copy(self, args[0] if args else kwargs["self"], result)
+                return result
+        if own.writes:
+            return record_write(self, func, own, args, kwargs)
+        return record_call(self, PHYSICAL.get(func, func), own, args, kwargs)
+
+    def is_unused(self, tensor: torch.Tensor) -> bool:
+        """Whether this is a parameter or buffer made in this recording that nothing recorded has used yet."""
+        return tensor in self.born and known(tensor) is None
+
+    def override(self, func: Op) -> Callable[..., Any] | None:
+        """The gradient that the user gave this op here; what gradient rules record keeps the usual one."""
+        if not self.overrides or "gradient" in self.tape.marks.tags:
+            return None
+        return self.overrides.get(op_name(func))
+
+    def _of_here(self, tensor: Tensor) -> Tensor:
+        """A view of a variable that an earlier recording made looks at what the variable is in this one."""
+        var = tensor._family.variable
+        if var is not None and tensor._chain and self.tape.is_earlier(tensor._family.entry.value):
+            self._elsewhere.setdefault(tensor, state(tensor))
+            self.changes(tensor)
+            tensor._family, tensor._seen = self._read_base(var), -1
+        return tensor
+
+    # -- tensors to entries -----------------------------------------------------------------------------------------
+
+    def _entry(self, tensor: torch.Tensor) -> Entry:
+        """The current entry of any tensor met while recording."""
+        tensor = self.handle(tensor)
+        if tensor._seen != tensor._family.version:
+            self._refresh(tensor)
+        entry = tensor._entry
+        if entry.value.node not in self.tape.by_id:
+            own = self.graph.contents.by_id.get(entry.value.node)
+            if own is not None:  # the block that this recording replaces
+                raise StaleNode(
+                    f"a tensor used{self.tape.at()} is not in graph {self.graph.name} any more: node {own.name} is of "
+                    "an earlier run of this cell, which this run replaces: first run the cell that the name had its "
+                    "value from, or give the result another name"
+                )
+            raise missing(self.graph, entry.value, f"a tensor used{self.tape.at()} is")
+        if entry.find is None and not self.lazy:
+            entry.find = self.space.awaited
+        return entry
+
+    def _refresh(self, tensor: Tensor) -> None:
+        """A view whose base was written: look again."""
+        base = tensor._family
+        entry = base.entry
+        if entry.lost:
+            raise Unsupported(f"{entry.lost}{self.tape.at()}")
+        if tensor._chain:
+            with self.on(), self.tape.marked(tags=self.tape.marks.tags - STRAIGHT):  # of a write that takes it
+                look = looked(tensor._chain, self._wrap(entry, base))
+            entry = self._entry(look)
+        self.changes(tensor)
+        tensor._entry, tensor._seen = entry, base.version
+
+    def handle(self, tensor: torch.Tensor) -> Tensor:
+        """The recorded tensor that stands for any tensor met while recording."""
+        if isinstance(tensor, Tensor):
+            return self._of_here(tensor) if tensor._space is self.space else self.outside.handle(tensor.sample)
+        return self.outside.handle(tensor)
+
+    def home(self, tensor: torch.Tensor) -> Base:
+        """What the aliases of a tensor share."""
+        return self.handle(tensor)._family
+
+    def fresh(self, tensor: torch.Tensor) -> Tensor:
+        """The value of ``tensor`` in memory of its own."""
+        return self._wrap(self._entry(tensor))
+
+    def variable_of(self, tensor: torch.Tensor) -> Variable | None:
+        """The Variable of a Parameter, buffer or leaf; None for other tensors."""
+        var = known(tensor)
+        if var is not None and var in self._reads:
+            return var
+        is_leaf = isinstance(tensor, _STATE) or (tensor.requires_grad and tensor.is_leaf)
+        if var is None and not is_leaf and not self.scopes.places(tensor):
+            self.scopes.look_for_buffer(tensor)
+        places = self.scopes.places(tensor)
+        if var is None and not is_leaf and not places:
+            return None
+        if var is not None and var.name != "Variable" and not places:
+            return var
+        name = self.scopes.label(tensor, self.tape.labels)
+        return held(tensor, places, name) if places else variable(tensor, name=name)
+
+    def _wrap(self, entry: Entry, base: Base | None = None, chain: tuple[View, ...] = ()) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            tensor = Tensor(entry, self.space, base, chain)
+        self.live[tensor] = True
+        return tensor

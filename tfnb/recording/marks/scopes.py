@@ -1,0 +1,185 @@
+"""Which module and which torch function a node belongs to. Display only: nodes never depend on it.
+
+Modules are followed by `tfnb.recording.dispatch.module_hooks`, functions by a TorchFunctionMode.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_SHORT = 64  # items; a longer list or dict of the program's holds data
+_BAD = re.compile(r"[^A-Za-z0-9_.]+")
+
+
+@lru_cache(maxsize=4096)
+def clean(name: str) -> str:
+    """A string as a legal part of a node name."""
+    part = _BAD.sub("_", name).strip("_")
+    return part if part and (part[0].isalnum() or part[0] == ".") else f"n{part}"
+
+
+class Label(NamedTuple):
+    """Where a parameter or buffer was seen."""
+
+    tensor: torch.Tensor
+    path: str
+    root: str
+    places: list[tuple[torch.nn.Module, str]]
+
+
+class _Open(NamedTuple):
+    """A module whose forward runs: how deep the path was, names of the modules inside, its own buffers."""
+
+    module: torch.nn.Module
+    depth: int
+    names: dict[int, str]
+    buffers: dict[str, torch.Tensor | None]
+
+
+class Scopes:
+    """The stack of open scopes of one recording: name scopes, modules, then the torch function."""
+
+    def __init__(self, names: Callable[[], Mapping[str, Any]]) -> None:
+        self._names = names  # of the user's program
+        self.path: list[str] = []
+        self.function: str | None = None
+        self.paused = 0
+        self.labels: dict[int, Label] = {}  # by the id of a parameter or buffer
+        self._modules: list[_Open] = []
+        self._opened: dict[tuple[str, ...], int] = {}
+
+    def current(self) -> tuple[str, ...]:
+        """Scope of a node recorded now."""
+        return (*self.path, self.function) if self.function else tuple(self.path)
+
+    @contextmanager
+    def name_scope(self, name: str | None) -> Iterator[str]:
+        """``"a"`` opens a fresh ``a``, ``a_1``; ``"a/"`` re-enters; ``None`` returns to the root."""
+        before, function = self.path, self.function
+        if name is None:
+            self.path = []
+        elif name.endswith("/"):
+            self.path = name.strip("/").split("/")
+        else:
+            key = (*before, name)
+            count = self._opened.get(key, 0)
+            self._opened[key] = count + 1
+            self.path = [*before, f"{name}_{count}" if count else name]
+        self.function = None
+        try:
+            yield "/".join(self.path)
+        finally:
+            self.path, self.function = before, function
+
+    # -- modules --------------------------------------------------------------------------------------------
+
+    def enter(self, module: torch.nn.Module) -> None:
+        """A module's forward begins."""
+        names = self._modules[-1].names if self._modules else {}
+        before = len(self.path)
+        path = names.get(id(module))
+        if path is None:
+            path = self.python_name(module) or type(module).__name__
+            names = {id(child): child_path for child_path, child in module.named_modules()}
+            self._label(module, "" if not self._modules else f"{path}.", path)
+            self.path = [*self.path, path]
+        else:
+            inner = {id(child): child_path for child_path, child in module.named_modules() if child is not module}
+            self.path = [*self.path, *path.split(".")]
+            names = inner
+        self._modules.append(_Open(module, before, names, dict(module._buffers)))
+
+    @property
+    def module(self) -> torch.nn.Module | None:
+        """The module whose forward runs."""
+        return self._modules[-1].module if self._modules else None
+
+    def exit(self, module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+        """A module's forward ends, also by an exception; returns the buffers that it had before."""
+        while self._modules:
+            top = self._modules.pop()
+            self.path = self.path[: top.depth]
+            if top.module is module:
+                return top.buffers
+        return dict(module._buffers)
+
+    def _label(self, root: torch.nn.Module, prefix: str, root_name: str) -> None:
+        for path, module in root.named_modules(prefix=prefix.rstrip(".")):
+            for attribute, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is None:
+                    continue
+                label = self.labels.get(id(tensor))
+                if label is None or label.tensor is not tensor:
+                    full = f"{path}.{attribute}" if path else attribute
+                    label = self.labels[id(tensor)] = Label(tensor, full, root_name, [])
+                if (module, attribute) not in label.places:
+                    label.places.append((module, attribute))
+
+    def python_name(self, target: Any) -> str | None:
+        """What the user's program calls an object."""
+        found = [n for n, v in self._names().items() if v is target and not n.startswith("_")]
+        return found[0] if found else None
+
+    def look_for_buffer(self, tensor: torch.Tensor) -> None:
+        """A tensor met before its module was called may be a buffer of a module that the program has a name for."""
+        for name, value in list(self._names().items()):
+            for module in _modules_of(value):
+                if any(tensor is buffer for buffer in module.buffers()):
+                    self._label(module, "", name)
+                    return
+
+    def places(self, tensor: torch.Tensor | None) -> list[tuple[torch.nn.Module, str]]:
+        """The modules seen so far that hold this tensor, and under which names."""
+        found = self.labels.get(id(tensor))
+        return found.places if found is not None and found.tensor is tensor else []
+
+    def label(self, tensor: torch.Tensor, taken: Collection[str]) -> str | None:
+        """The module path of a parameter or buffer (with the root module's name if that is taken), or a Python name."""
+        found = self.labels.get(id(tensor))
+        if found is None or found.tensor is not tensor:
+            return self.python_name(tensor)
+        return f"{found.root}.{found.path}" if found.path in taken else found.path
+
+
+def _modules_of(value: Any) -> list[torch.nn.Module]:
+    """A module, or those in a short list or dict, or those that an object has as attributes."""
+    if isinstance(value, torch.nn.Module):
+        return [value]
+    if isinstance(value, list | tuple):
+        found: Iterable[Any] = value if len(value) < _SHORT else ()
+    elif isinstance(value, dict | type | ModuleType):
+        found = list(value.values()) if isinstance(value, dict) and len(value) < _SHORT else ()
+    else:
+        found = list(getattr(value, "__dict__", {}).values())
+    return [item for item in found if isinstance(item, torch.nn.Module)]
+
+
+class Functions(TorchFunctionMode):
+    """Names the outermost torch function that is being called; ``calls`` may hold another to call in its place."""
+
+    def __init__(self, scopes: Scopes, calls: Mapping[Any, Callable[..., Any]]) -> None:
+        super().__init__()
+        self._scopes, self._calls = scopes, calls
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        __tracebackhide__ = True
+        scopes = self._scopes
+        call = self._calls.get(func, func)
+        if scopes.function is not None:
+            return call(*args, **(kwargs or {}))
+        name = (getattr(func, "__name__", "") or "op").partition(".")[0]
+        if name == "__get__":  # a property such as x.T or x.shape
+            name = getattr(getattr(func, "__self__", None), "__name__", name)
+        scopes.function = clean(name.strip("_"))
+        try:
+            return call(*args, **(kwargs or {}))
+        finally:
+            scopes.function = None

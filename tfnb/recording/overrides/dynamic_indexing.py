@@ -1,0 +1,186 @@
+"""``x[i]`` and ``x[i:j]`` where ``i`` is one recorded number or truth value, or a size: torch would read it, and fix
+what it picks.
+
+Each run picks. What is picked is a view as in torch: writes to it reach ``x``, and writes to ``x`` reach it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+
+from tfnb.graph import Value, current
+from tfnb.graph.node import Ref
+from tfnb.kernels import spans  # noqa: F401  defines torch.ops.tfnb
+from tfnb.recording.values.tensor import Tensor
+from tfnb.recording.values.views import View
+
+_MASKS = (torch.bool, torch.uint8)
+_WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64)
+_END = torch.iinfo(torch.int64).max  # of a slice that names none
+
+ops = torch.ops.tfnb
+
+
+def _get_item(x: Any, index: Any) -> Any:
+    """``x[index]``."""
+    return torch.Tensor.__getitem__(*_looked(x, index))
+
+
+def _set_item(x: Any, index: Any, value: Any) -> None:
+    """``x[index] = value``."""
+    torch.Tensor.__setitem__(*_looked(x, index), value)
+
+
+def _looked(x: Any, index: Any) -> tuple[Any, Any]:
+    """``x`` and ``index`` with each recorded number or size as row 0 of the one row that it picks, each slice by
+    recorded numbers as all of the rows that it picks, and each truth value as a mask of one element over an axis of its
+    own."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    rec: Any = current.recording()
+    if rec is None or not any(_is_single(i) or _is_slice(i) for i in items) or _is_functorch(x):
+        return x, index
+    taken = [_axes(item) for item in items]
+    rest = x.dim() - sum(taken)
+    for place, item in enumerate(items):
+        axis = sum(taken[:place]) + (rest if any(other is ... for other in items[:place]) else 0)
+        if _is_slice(item):
+            x, items[place] = _rows(rec, x, axis, _span(rec, item, x.shape[axis])), slice(None)
+        elif _is_single(item):
+            if _is_truth(item):
+                x, items[place], taken[place] = x.unsqueeze(axis), item.reshape(1), 1
+            else:
+                x, items[place] = _rows(rec, x, axis, _row(rec, item, x.shape[axis])), 0
+    return x, tuple(items)
+
+
+def _is_functorch(x: Any) -> bool:
+    return torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+def _is_whole(item: Any) -> bool:
+    return isinstance(item, Tensor) and item.dim() == 0 and item.dtype in _WHOLE
+
+
+def _is_single(item: Any) -> bool:
+    return isinstance(item, torch.SymInt) or _is_whole(item) or _is_truth(item)
+
+
+def _is_truth(item: Any) -> bool:
+    return isinstance(item, Tensor) and item.dim() == 0 and item.dtype in _MASKS
+
+
+def _is_slice(item: Any) -> bool:
+    """Of what recorded numbers say; a step that is one is read, as torch does."""
+    return isinstance(item, slice) and (_is_whole(item.start) or _is_whole(item.stop)) and not _is_whole(item.step)
+
+
+def _axes(item: Any) -> int:
+    """How many axes an item of an index takes."""
+    if item is None or item is ... or isinstance(item, bool):
+        return 0
+    is_mask = isinstance(item, torch.Tensor) and item.dtype in _MASKS
+    return item.dim() if is_mask else 1
+
+
+def _number(item: Any) -> Any:
+    """A number or size as a tensor."""
+    return item if isinstance(item, torch.Tensor) else torch.ops.aten.scalar_tensor(item, dtype=torch.int64)
+
+
+def _row(rec: Any, item: Any, size: Any) -> Any:
+    """Where a number is in an axis of so many rows: one below 0 counts from the end."""
+    number = _number(item)
+    found = number if _said(rec, item).is_nonnegative else torch.where(number < 0, number + size, number)
+    return found.reshape(1).long()
+
+
+def _rows(rec: Any, x: Any, axis: int, rows: Any) -> Tensor:
+    """These rows, as a view."""
+    rows = rows.to(x.device)
+    view = View(torch.ops.aten.index_select.default, {"dim": axis, "index": rows}, 0, torch.is_grad_enabled())
+    handle = rec.handle(x)
+    entry = rec._entry(view.apply(handle))
+    return rec._wrap(entry, handle._family, (*handle._chain, view))
+
+
+# -- slices and ranges ----------------------------------------------------------------------------------------------
+
+
+def _span(rec: Any, item: slice, size: Any) -> Any:
+    """The rows that a slice picks of so many. ``[t:t + 1]`` is one row; the end of ``x`` may cut longer ones short."""
+    start = 0 if item.start is None else item.start
+    stop = _END if item.stop is None else item.stop
+    if item.step in (None, 1) and sympy.expand(_said(rec, stop) - _said(rec, start)) == 1:
+        if _said(rec, start).is_nonnegative:
+            return _row(rec, start, size)
+        return ops.index_single(_number(start), size)
+    return ops.index_span(_number(start), _number(stop), 1 if item.step is None else item.step, size)
+
+
+def _said(rec: Any, number: Any) -> sympy.Expr:
+    """A number in terms of recorded ones that are no sum or product."""
+    if isinstance(number, Tensor):
+        return _of_value(rec, rec._entry(number).value)
+    return number.node.expr if isinstance(number, torch.SymInt) else sympy.Integer(number)
+
+
+_DEEP = 8  # sums of sums that are looked through
+_ARITHMETIC: dict[str, Callable[..., sympy.Expr]] = {
+    "aten.add.Tensor": operator.add, "aten.sub.Tensor": operator.sub, "aten.mul.Tensor": operator.mul,
+}  # fmt: skip
+
+
+def _of_value(rec: Any, value: Value, deep: int = _DEEP) -> sympy.Expr:
+    node = rec.tape.by_id.get(value.node)
+    how = None if node is None else _ARITHMETIC.get(node.op)
+    terms = {} if node is None else node.attrs
+    known = terms.keys() == {"self", "other"} and all(isinstance(t, Ref) or type(t) is int for t in terms.values())
+    if how is None or not known or not deep:
+        natural = True if value in rec.naturals else None
+        return sympy.Symbol(f"v{value.node}_{value.index}", integer=True, nonnegative=natural)
+    return how(*(_of_value(rec, node.inputs[t.input], deep - 1) if isinstance(t, Ref) else t for t in terms.values()))
+
+
+def _select(x: Any, dim: int, index: Any) -> Any:
+    """torch.select of a recorded number."""
+    rec: Any = current.recording()
+    if rec is None or not _is_whole(index) or _is_functorch(x):
+        return torch.select(x, dim, index)
+    return torch.select(_rows(rec, x, dim % x.dim(), _row(rec, index, x.shape[dim])), dim, 0)
+
+
+def _narrow(x: Any, dim: int, start: Any, length: Any) -> Any:
+    """torch.narrow from a recorded number on."""
+    rec: Any = current.recording()
+    if rec is None or not _is_whole(start) or _is_functorch(x):
+        return torch.narrow(x, dim, start, length)
+    rows = _row(rec, start, x.shape[dim]) + torch.arange(length, device=start.device)
+    return _rows(rec, x, dim % x.dim(), rows)
+
+
+def _arange(*args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
+    """torch.arange of recorded numbers."""
+    words = ("start", "end", "step")
+    named = {word: kwargs.pop(word) for word in words if word in kwargs}
+    given = dict(zip(words if len(args) > 1 else ("end",), args, strict=False)) | named
+    whole = all(
+        type(number) is int or isinstance(number, torch.SymInt) or _is_whole(number) for number in given.values()
+    )
+    if current.recording() is None or kwargs.keys() - {"device"} or not (whole and any(map(_is_whole, given.values()))):
+        return torch.arange(*args, **{"dtype": dtype, **named, **kwargs})
+    numbers = (_number(given.get(word, usual)) for word, usual in zip(words, (0, None, 1), strict=True))
+    return ops.index_range(*numbers).to(kwargs.get("device"), dtype or torch.int64)
+
+
+FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.__getitem__: _get_item,
+    torch.Tensor.__setitem__: _set_item,
+    **dict.fromkeys((torch.select, torch.Tensor.select), _select),
+    **dict.fromkeys((torch.narrow, torch.Tensor.narrow), _narrow),
+    torch.arange: _arange,
+}

@@ -1,0 +1,187 @@
+"""Packed sequences: the lengths are data, so which steps a batch has is left to each run.
+
+A recurrent layer goes over all steps of the padded batch, and only the steps that a row has are kept; backwards, each
+row starts at its own end. What was packed is remembered by the tensor of its batch sizes, which a ``PackedSequence``
+hands on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+
+from tfnb.errors import Unsupported
+from tfnb.graph import current
+from tfnb.kernels import recurrent  # noqa: F401  defines torch.ops.tfnb
+from tfnb.recording.marks.while_recording import Shared, swapped
+from tfnb.recording.values.tensor import Tensor
+
+aten, tfnb = torch.ops.aten, torch.ops.tfnb
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where the rows of packed data stand in the padded batch [T, B], and back."""
+
+    lengths: torch.Tensor  # [B]
+    inside: torch.Tensor  # [T, B]: whether the row has that step
+    times: torch.Tensor  # of each row of the data
+    rows: torch.Tensor
+    places: torch.Tensor  # [T, B] of the data's rows; 0 outside
+
+    def pad(self, data: Any, value: float = 0.0) -> Any:
+        """[T, B, ...] of the data, ``value`` outside."""
+        inside = self.inside.view(*self.inside.shape, *[1] * (data.dim() - 1))
+        return torch.where(inside, data[self.places], value)
+
+    def long(self, steps: int) -> Packing:
+        """The same rows in a batch of so many steps."""
+        time = torch.arange(steps)
+        at = time.clamp_max(self.inside.shape[0] - 1)
+        return replace(self, inside=time.unsqueeze(1) < self.lengths, places=self.places[at])
+
+    def pack(self, padded: Any) -> Any:
+        """The data's rows of [T, B, ...]."""
+        return padded[self.times, self.rows]
+
+    def last(self, padded: Any) -> Any:
+        """[B, ...]: what stands at the last step of each row."""
+        return padded[self.lengths - 1, torch.arange(self.lengths.shape[0])]
+
+    def backwards(self, padded: Any) -> Any:
+        """Each row's own steps in reverse."""
+        time = torch.arange(self.inside.shape[0]).unsqueeze(1)
+        return padded[torch.where(self.inside, self.lengths - 1 - time, time), torch.arange(self.lengths.shape[0])]
+
+
+def pack(rec: Any, x: Any, lengths: Any, batch_first: bool) -> Any:
+    """`torch._pack_padded_sequence`: rows of the data by step, and how many rows have each step."""
+    x = x.transpose(0, 1) if batch_first else x
+    steps = x.shape[0]
+    fits = (lengths > 0).all() & (lengths <= steps).all() & (lengths.cummin(0).values == lengths).all()
+    rec.guard(fits, True)
+    inside = torch.arange(steps).unsqueeze(1) < lengths
+    times, rows = inside.nonzero().unbind(1)
+    sizes = inside.sum(1)
+    places = torch.where(inside, (sizes.cumsum(0) - sizes).unsqueeze(1) + torch.arange(x.shape[1]), 0)
+    batch_sizes = sizes[sizes > 0]
+    rec.packings[batch_sizes] = Packing(lengths, inside, times, rows, places)
+    return x[times, rows], batch_sizes
+
+
+def pad(data: Any, batch_sizes: Any, batch_first: bool, value: float, total: Any) -> Any:
+    """`torch._pad_packed_sequence`: as many steps as the longest row has, or ``total``."""
+    rec: Any = current.recording()
+    if not isinstance(batch_sizes, Tensor):
+        return torch._pad_packed_sequence(data, batch_sizes, batch_first, value, total)
+    packing = _packing(rec, batch_sizes)
+    if isinstance(total, torch.SymInt):  # the longest row's: in the run
+        padded = packing.pad(data, value)[torch.arange(batch_sizes.shape[0])]
+    else:
+        rec.guard((packing.lengths <= total).all(), True)
+        padded = packing.long(total).pad(data, value)
+    return padded.transpose(0, 1) if batch_first else padded, packing.lengths
+
+
+Cell = Callable[[Any, list[Any], list[Any]], tuple[Any, ...]]  # (gates, first states, weights) -> states at all steps
+
+
+def layers(biases: int, cell: Cell, *, several: bool = False) -> Callable[..., Any]:
+    """The row of one kind of net; ``biases`` says how many of the two are part of the gates."""
+
+    def row(
+        rec: Any, data: Any, batch_sizes: Any, hx: Any, params: Any, has_biases: bool, num_layers: int,
+        dropout: float, train: bool, both: bool,
+    ) -> Any:  # fmt: skip
+        packing, ways, firsts = _packing(rec, batch_sizes), 1 + both, hx if several else [hx]
+        per = 4 if has_biases else 2
+        if len(params) != per * ways * num_layers:
+            raise Unsupported(f"proj_size over packed sequences is not recorded{rec.tape.at()}")
+        lasts: list[Any] = []
+        for k in range(num_layers * ways):
+            back, own = k % ways, params[k * per : (k + 1) * per]
+            if not back:
+                data = torch.dropout(data, dropout, True) if dropout and train and k else data
+                padded, outs = packing.pad(data), []
+            bias = None if not has_biases else own[2] if biases == 1 else own[2] + own[3]
+            gates = nn.functional.linear(packing.backwards(padded) if back else padded, own[0], bias)
+            states = cell(gates, [first[k] for first in firsts], own)
+            outs.append(packing.backwards(states[0]) if back else states[0])
+            lasts.append([packing.last(state) for state in states])
+            if back == ways - 1:
+                data = packing.pack(torch.cat(outs, -1) if both else outs[0])
+        return (data, *map(torch.stack, zip(*lasts, strict=True)))
+
+    return row
+
+
+def _lstm(gates: Any, first: list[Any], own: list[Any]) -> tuple[Any, ...]:
+    return tuple(tfnb.lstm_layer(gates, *first, own[1])[:2])
+
+
+def _gru(gates: Any, first: list[Any], own: list[Any]) -> tuple[Any, ...]:
+    bias = own[3] if len(own) == 4 else own[1].new_zeros([own[1].shape[0]])
+    return (tfnb.gru_layer(gates, first[0], own[1], bias)[0],)
+
+
+def _rnn(tanh: bool) -> Cell:
+    return lambda gates, first, own: (tfnb.rnn_layer(gates, first[0], own[1], tanh),)
+
+
+PACKED: dict[Any, Callable[..., Any]] = {
+    aten._pack_padded_sequence.default: pack,
+    aten.lstm.data: layers(2, _lstm, several=True),
+    aten.gru.data: layers(1, _gru),
+    aten.rnn_tanh.data: layers(2, _rnn(True)),
+    aten.rnn_relu.data: layers(2, _rnn(False)),
+}
+
+
+FUNCTIONS: dict[Any, Callable[..., Any]] = {torch._pad_packed_sequence: pad}  # its last argument must be a number
+
+
+def _packing(rec: Any, batch_sizes: Any) -> Packing:
+    if batch_sizes not in rec.packings:
+        raise Unsupported(
+            "a packed sequence whose batch sizes were not made by pack_padded_sequence in this recording: pack it "
+            f"there, from the padded batch and its lengths{rec.tape.at()}"
+        )
+    return rec.packings[batch_sizes]
+
+
+def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A recurrent layer's forward, over a recorded packed sequence with its first state.
+
+    torch's forward would make a number of the rows to make and to check that state: it is made here, and the check
+    is the ops'.
+    """
+
+    def forward(self: nn.RNNBase, input: Any, hx: Any = None) -> Any:
+        rec: Any = current.recording()
+        is_packed = rec is not None and isinstance(input, PackedSequence) and isinstance(input.batch_sizes, Tensor)
+        if not is_packed or input.batch_sizes not in rec.packings:
+            return original(self, input, hx)
+        vars(self)["check_forward_args"] = lambda *unused: None
+        try:
+            return original(self, input, _first_state(self, input, rec) if hx is None else hx)
+        finally:
+            del vars(self)["check_forward_args"]
+
+    return forward
+
+
+def _first_state(module: nn.RNNBase, sequence: PackedSequence, rec: Any) -> Any:
+    rows = rec.packings[sequence.batch_sizes].lengths.shape[0]
+    count, data = module.num_layers * (1 + module.bidirectional), sequence.data
+    hx = data.new_zeros([count, rows, module.proj_size or module.hidden_size])
+    return (hx, data.new_zeros([count, rows, module.hidden_size])) if isinstance(module, nn.LSTM) else hx
+
+
+packed_layers = Shared(
+    lambda: swapped(*((kind, "forward", _forward(kind.forward)) for kind in (nn.LSTM, nn.GRU, nn.RNN)))
+)

@@ -1,0 +1,69 @@
+"""Shapes of custom ops that came without a fake implementation.
+
+The op's own Python code is tried on fake tensors, which gives sizes that vary as the inputs' do. Where that code is no
+torch code, the sample's sizes serve, if no input has a varying axis. Uses private names of torch (tried with torch
+2.11 and 2.13).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch._library.utils import has_fake_kernel
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
+
+from tfnb.errors import Unsupported
+from tfnb.graph.pure import on_copies, original
+from tfnb.recording.ops import Op, op_name, resolve
+from tfnb.recording.values.tensor import Entry
+
+_PYTHON = re.compile(r"^(CPU|CUDA|CompositeExplicitAutograd)(?:\[alias\])?: registered at \S+\.py:\d+", re.MULTILINE)
+
+
+@lru_cache(maxsize=4096)
+def lacks_shapes(op: Op) -> bool:
+    """Whether this is a custom op for which torch cannot tell the shape of the result."""
+    source = original(op_name(op))
+    if source is not None:
+        return lacks_shapes(resolve(source))
+    return op.namespace not in ("aten", "prims") and not has_fake_kernel(op)
+
+
+def shapes(recorder: Any, op: Op, args: Any, kwargs: Any, inputs: Sequence[Entry]) -> Any:
+    """What ``op`` returns for fakes, as fakes; raises Unsupported where that cannot be known."""
+    error: Exception | None = None
+    for kernel in _kernels(op):
+        try:
+            return kernel(*args, **kwargs)
+        except Exception as found:  # not torch code, or code that needs values
+            error = found
+    samples = {id(entry.fake): entry.sample for entry in inputs}
+    varies = any(isinstance(size, torch.SymInt) for entry in inputs for size in entry.fake.shape)
+    if varies or any(sample is None for sample in samples.values()):
+        what = "inputs whose size varies" if varies else "inputs without samples"
+        raise Unsupported(
+            f"{op_name(op)} has no fake implementation, and its code does not run on shapes alone: for {what} the "
+            f"shape of its result is not known{recorder.tape.at()}; give it one with torch.library.register_fake, or "
+            "the placeholders samples and a fixed shape=", op=op_name(op),
+        ) from error  # fmt: skip
+
+    def sample(x: Any) -> Any:
+        return samples.get(id(x), x)
+
+    with _disable_current_modes(), torch.no_grad():
+        result = op(*tree_map(sample, args), **tree_map(sample, kwargs))
+    return tree_map(lambda x: recorder.symbols.fake_like(x) if isinstance(x, torch.Tensor) else x, result)
+
+
+def _kernels(op: Op) -> list[Callable[..., Any]]:
+    """The op's own code, where it is Python."""
+    source = original(op_name(op))
+    if source is not None:
+        return [on_copies(resolve(source), kernel) for kernel in _kernels(resolve(source))]
+    keys = _PYTHON.findall(torch._C._dispatch_dump(op._name))
+    return [partial(op._op_dk, getattr(torch._C.DispatchKey, key)) for key in keys]

@@ -1,0 +1,489 @@
+"""Loops and branches while recording: what a function records is cut out of the tape and becomes a subgraph.
+
+The function runs under the ordinary recorder. What it takes from outside becomes an input; reads of variables,
+constants and, in a loop, what is the same in each turn stay outside, but for what could fail where there is no turn.
+A tensor or variable of outside that it writes gets its value back, and the new one is an output: the caller writes it
+after the loop or branch.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tfnb.errors import InvalidArgument, TfnbError
+from tfnb.graph import Contents, Dim, Guard, Node, Ref, Spec, Subgraph, Value, Variable
+from tfnb.graph.contents import Names
+from tfnb.graph.graph import new_id
+from tfnb.graph.spec import Size
+from tfnb.graph.subgraph import is_guarding, uses_queues
+from tfnb.recording.dispatch.recorder import Recorder
+from tfnb.recording.marks.scopes import clean
+from tfnb.recording.subgraphs.own_gradient import sealed
+from tfnb.recording.subgraphs.recompute import may_fail, repeats
+from tfnb.recording.values.interpret import evaluate
+from tfnb.recording.values.tensor import Base, Entry, Tensor
+
+Function = Callable[..., Sequence[Any]]  # of recorded tensors, to tensors
+AGAIN = "again"  # tag of a forward node's copy that gives more
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a function gets: a spec, a name, and a sample if there is one."""
+
+    spec: Spec
+    name: str
+    sample: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Inner:
+    """Values inside of a subgraph, for what computes its gradient.
+
+    Those of ``nodes`` are another one in each call, although they are not recorded there; ``same`` has those that are
+    values of outside.
+    """
+
+    nodes: set[int]
+    same: dict[Value, Value]
+
+
+@dataclass(slots=True)
+class Region:
+    """What one call of a function recorded: nodes, the placeholders of what it got, and what it returned."""
+
+    nodes: list[Node]
+    inputs: tuple[Value, ...]
+    outputs: list[Value | None]
+    written: dict[Base, Value]  # tensors and variables of outside, and what was written to them
+    guards: list[Guard]
+    moved: list[Node]  # repeat nodes of the forward subgraph, and belong there
+    stepped: set[Variable]  # those that an optimizer's step wrote
+    buffers: set[Variable]  # those of which the write belongs to the step of a loss
+    undo: Callable[[], None]  # as if the call had not been; only while nothing else was recorded since
+
+    @property
+    def ids(self) -> set[int]:
+        """Of the nodes."""
+        return {node.id for node in self.nodes}
+
+
+def record_region(
+    recorder: Recorder, function: Function, given: Sequence[Given], *, scope: str, turns: bool,
+    held: Sequence[Base] = (), inner: Inner | None = None, where: tuple[torch.SymBool, bool] | None = None,
+    entered: bool = True,
+) -> Region:  # fmt: skip
+    """Record a call of ``function`` as a region.
+
+    scope: the path of the scope that it is recorded in. turns: whether it runs many times: what is the same each time
+    is then left outside. held: tensors and variables of outside that mean the last of ``given`` inside; what they mean
+    at the end are the last outputs. inner: of a subgraph that is differentiated. where: a relation between sizes and
+    its outcome, in a branch that it decides: what is asked of sizes there is asked only where the branch is taken.
+    entered: whether the samples get there; an op that fails on those that do not has a shape and no sample.
+    """
+    while True:
+        before = _Before(recorder)
+        try:
+            recorder.inside.append(before)
+            with (
+                recorder.tape.marked(control=()),
+                recorder.scope(f"{scope}/"),
+                _sealed(recorder, turns),
+                _at(recorder, where),
+                _reached(recorder, entered),
+            ):
+                tensors = [_placeholder(recorder, item) for item in given]
+                inputs = tuple(tensor._entry.value for tensor in tensors)  # before any is written in place
+                for base, tensor in zip(held, tensors[len(tensors) - len(held) :], strict=True):
+                    base.become(tensor._entry)
+                    if base.variable is not None:
+                        recorder.stands.setdefault(base.variable, []).append(tensor._entry.value)
+                before.start()
+                found = function(*tensors[: len(tensors) - len(held)])
+                outputs = [recorder._entry(recorder._as_tensor(item)).value for item in found]
+                outputs += [base.entry.value for base in held]
+        except BaseException:
+            before.undo()
+            raise
+        finally:
+            recorder.inside.pop()
+        late = before.met_and_written()
+        if not late:
+            return before.cut(inputs, outputs, turns=turns, inner=inner or Inner(set(), {}), local=where is not None)
+        before.undo()
+        for meet in late:
+            meet()
+
+
+def attempt(recorder: Recorder) -> Callable[[], None]:
+    """What takes back everything that is recorded from here on."""
+    return _Before(recorder).undo
+
+
+@contextmanager
+def _at(recorder: Recorder, where: tuple[torch.SymBool, bool] | None) -> Iterator[None]:
+    """Inside a branch that sizes decide; without values, where the samples are of other sizes."""
+    if where is None:
+        yield
+        return
+    lazy = recorder.lazy
+    with recorder.symbols.branch(*where) as fits:
+        recorder.lazy = lazy or not fits
+        try:
+            yield
+        finally:
+            recorder.lazy = lazy
+
+
+@contextmanager
+def _reached(recorder: Recorder, entered: bool) -> Iterator[None]:
+    """Inside of what the samples enter, or do not."""
+    before, recorder.entered = recorder.entered, recorder.entered and entered
+    try:
+        yield
+    finally:
+        recorder.entered = before
+
+
+def _sealed(recorder: Recorder, turns: bool) -> Any:
+    """Inside a loop, a value that Python reads would be a constant in every turn."""
+
+    def refuse(how: str) -> None:
+        raise InvalidArgument(
+            f"{how} inside a loop would give the value of the first turn in every turn: keep it a tensor, or read it "
+            f"before the loop{recorder.tape.at()}"
+        )
+
+    return sealed(recorder, refuse) if turns else nullcontext()
+
+
+def _placeholder(recorder: Recorder, given: Given) -> Tensor:
+    value = recorder.tape.append("tfnb.placeholder", clean(given.name), (given.spec,))
+    fake = recorder.space.fakes[value] = recorder.symbols.fake(given.spec)
+    recorder.space.samples.root(value, given.sample)
+    return recorder._wrap(Entry(value, fake, given.sample))
+
+
+class _Before:
+    """The state of a recording before a function is called, to be had back."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.at, self.streams, self.marks = len(recorder.new), recorder.tape._streams, recorder.tape.marks
+        self.live = list(recorder.live)
+        self.reads = dict(recorder._reads)
+        self.handles, self.memory = dict(recorder.outside._handles), dict(recorder.outside._memory)
+        self.guards = len(recorder.new_guards)
+        bases = [*(tensor._family for tensor in self.live), *self.reads.values()]
+        self.entries = {base: base.entry for base in bases}
+        self.versions: dict[Base, int] = {}
+
+    def start(self) -> None:
+        """Said when the function is called: what is written from here on is the function's doing."""
+        self.versions = {base: base.version for base in self.entries}
+
+    def undo(self) -> None:
+        """Everything as it was, but what the function did outside of the recording."""
+        recorder = self.recorder
+        cut = recorder.tape.cut(self.at, self.streams)
+        recorder.tape.marks = self.marks  # a guard among what is cut marked all that followed
+        recorder._reads = self.reads
+        recorder.outside._handles, recorder.outside._memory = self.handles, self.memory
+        del recorder.new_guards[self.guards :]
+        self._restore({node.id for node in cut})
+        recorder.space.release(cut)
+
+    def met_and_written(self) -> list[Callable[[], Any]]:
+        """Calls that meet the tensors and variables that the function met first, and wrote."""
+        recorder = self.recorder
+        late: list[Callable[[], Any]] = []
+        for var, base in recorder._reads.items():
+            if base not in self.entries and base.version:
+                late.append(partial(recorder._read_base, var))
+        for tensor, handle in recorder.outside._memory.values():
+            if handle._family not in self.entries and handle._family.version and not late:
+                late.append(partial(recorder.handle, tensor))
+        return late
+
+    def cut(
+        self, inputs: tuple[Value, ...], outputs: list[Value], *, turns: bool, inner: Inner, local: bool
+    ) -> Region:  # fmt: skip
+        """The region, out of the tape."""
+        recorder = self.recorder
+        written = {base: base.entry.value for base, version in self.versions.items() if base.version != version}
+        made = recorder.tape.cut(self.at)
+        inside, same, moved = _parted(recorder, made, {v.node for v in inputs}, turns=turns, inner=inner)
+        resolved = [same.get(v, v) for v in outputs]
+        final = {base: same.get(v, v) for base, v in written.items()}
+        nodes = _needed(recorder, inside, [*resolved, *final.values()])
+        guards = self._inner_guards(local)
+        gone = {node.id for node in made if node.id not in recorder.tape.by_id}
+        self._restore(gone)
+        recorder.space.release(node for node in made if node.id in gone)
+        assigned = [node for node in made if node.op == "tfnb.assign"]
+        steps, buffers = ({n.attrs["variable"] for n in assigned if tag in n.tags} for tag in ("step", "buffer"))
+        return Region(nodes, inputs, list(resolved), final, guards, moved, steps, buffers, self.undo)
+
+    def _inner_guards(self, local: bool) -> list[Guard]:
+        """Relations between sizes that exist, or are asked, inside only."""
+        recorder = self.recorder
+        new = recorder.new_guards[self.guards :]
+        if local:
+            del recorder.new_guards[self.guards :]
+            return [replace(guard, is_local=False) for guard in new]
+        outer = _bound(recorder.tape.nodes) if new else set()
+        recorder.new_guards[self.guards :] = [  # their lines are not those of the node that holds the region
+            replace(guard, is_local=False) for guard in new if outer.issuperset(guard.symbols)
+        ]
+        return [guard for guard in new if not outer.issuperset(guard.symbols)]
+
+    def _restore(self, gone: set[int]) -> None:
+        """Handles and what they look at mean again what they did; those of nodes that are gone are dropped."""
+        recorder = self.recorder
+        for base, entry in self.entries.items():
+            if base.entry is not entry:
+                base.become(entry)
+        kept = {id(tensor) for tensor in self.live} | {id(h) for _, h in recorder.outside._handles.values()}
+        for tensor in list(recorder.live):
+            if tensor._entry.value.node in gone:
+                if id(tensor) in kept:
+                    tensor._seen = -1  # looks again when it is next used
+                else:
+                    del recorder.live[tensor]
+
+
+def _parted(
+    recorder: Recorder, made: Sequence[Node], inputs: set[int], *, turns: bool, inner: Inner
+) -> tuple[list[Node], dict[Value, Value], list[Node]]:
+    """The nodes that stay inside; others go back to the tape. Writes of variables are the values that they write.
+
+    Copies of forward nodes, which take and give local values, are told apart.
+    """
+    same = dict(inner.same)
+    moved: dict[int, Node] = {}
+    inside: dict[int, Node] = {}
+    outer: set[str] | None = None
+    for node in made:
+        if node.op == "tfnb.assign" and "no_grad" not in node.tags:
+            same[node.value()] = same.get(node.inputs[0], node.inputs[0])
+            continue
+        if node.op == "tfnb.assign":  # a node stays, which keeps gradients from what it wrote
+            node = replace(node, op="aten.alias.default", attrs={"self": Ref(0)}, tags=frozenset({"no_grad"}))
+        if node.op == "tfnb.group":
+            continue
+        if node.op == "tfnb.placeholder" and node.id not in inputs:
+            raise InvalidArgument(f"a placeholder inside a loop or branch cannot be fed\n  at {node.source}")
+        if any(v in same for v in node.inputs):
+            node = replace(node, inputs=tuple(same.get(v, v) for v in node.inputs))
+        node = replace(node, control=tuple(i for i in node.control if i in inside))
+        bound = any(v.node in inside for v in node.inputs) or bool(node.control)
+        fixed = not any(v.node in inner.nodes or v.node in moved for v in node.inputs)
+        if node.op in ("tfnb.read", "tfnb.constant"):
+            recorder.tape.put(replace(node, control=()))  # a guard inside is none of what is outside
+        elif AGAIN in node.tags and not bound and not fixed and not node.attrs.get("recompute"):
+            moved[node.id] = node
+        elif turns and not bound and fixed and (repeats(node) or AGAIN in node.tags) and not may_fail(node):
+            symbols = {s for spec in node.outputs for s in spec.symbols} | set(node.symbols)
+            if symbols and outer is None:
+                outer = _bound(recorder.tape.nodes)
+            if symbols and not (outer or set()).issuperset(symbols):
+                inside[node.id] = node
+            else:
+                recorder.tape.put(node)
+        else:
+            inside[node.id] = node
+    return list(inside.values()), same, list(moved.values())
+
+
+def _needed(recorder: Recorder, nodes: Sequence[Node], outputs: Iterable[Value]) -> list[Node]:
+    """The nodes that the outputs need; placeholders, guards of branches and what uses a queue stay."""
+    wanted = {v.node for v in outputs}
+    kept = []
+    for node in reversed(nodes):
+        if node.id in wanted or node.op == "tfnb.placeholder" or is_guarding(node) or uses_queues(node):
+            kept.append(node)
+            wanted.update(v.node for v in node.inputs)
+            wanted.update(node.control)
+            if node.symbols:
+                wanted.update(_tellers(recorder, nodes, node.symbols))
+    return kept[::-1]
+
+
+def _tellers(recorder: Recorder, nodes: Sequence[Node], symbols: Iterable[str]) -> Iterator[int]:
+    """The nodes of a region that first have these sizes, as far as nobody outside has them."""
+    inner = {symbol: next((n.id for n in nodes if symbol in axes(n.outputs)), None) for symbol in symbols}
+    outer = _bound(recorder.tape.nodes) if any(inner.values()) else set()
+    yield from (at for symbol, at in inner.items() if at is not None and symbol not in outer)
+
+
+def now(recorder: Recorder, spec: Spec) -> tuple[Size, ...]:
+    """The shape, as far as sizes turned out to be a number or another size since."""
+    symbols = recorder.symbols
+    return tuple(
+        symbols.size(size.evaluate(symbols.bindings([size]))) if isinstance(size, Dim) else size for size in spec.shape
+    )
+
+
+def same_shape(recorder: Recorder, a: Spec, b: Spec) -> bool:
+    """Whether the shapes are the same; sizes that merely are so for the samples are from here on, as by a guard."""
+    symbols = recorder.symbols
+    pairs = [(x, y) for x, y in zip(now(recorder, a), now(recorder, b), strict=False) if x != y]
+    if len(a.shape) != len(b.shape) or not (bound_outside(recorder, a) and bound_outside(recorder, b)):
+        return not pairs and len(a.shape) == len(b.shape)
+    known = symbols.bindings([size for pair in pairs for size in pair])
+    relations = [operator.eq(*(s.evaluate(known) if isinstance(s, Dim) else s for s in pair)) for pair in pairs]
+    if any(isinstance(each, bool) or free_unbacked_symbols(each) or not symbols.truth(each) for each in relations):
+        return False
+    return all(map(symbols.decided, relations))
+
+
+def bound_outside(recorder: Recorder, spec: Spec) -> bool:
+    """Whether the sizes are those of values that are recorded here, and not those of values inside of something."""
+    return not spec.symbols or _bound(recorder.tape.nodes).issuperset(spec.symbols)
+
+
+def _bound(nodes: Iterable[Node]) -> set[str]:
+    """Symbols that some value has as an axis."""
+    return axes(spec for node in nodes for spec in node.outputs)
+
+
+def axes(specs: Iterable[Spec]) -> set[str]:
+    """Symbols that are an axis of one of the specs."""
+    return {size.expr for spec in specs for size in spec.shape if isinstance(size, Dim) and size.is_symbol}
+
+
+# -- from regions to a node -----------------------------------------------------------------------------------
+
+
+def captures(
+    recorder: Recorder, regions: Iterable[Region], sized: Callable[[Value, str], Value] | None = None
+) -> list[Value]:  # fmt: skip
+    """Values of outside that the regions take, and those that tell the sizes which they use.
+
+    sized: what is taken for a value of which only a size matters, the symbol.
+    """
+    found: dict[Value, None] = {}
+    for region in regions:
+        ids, taken = region.ids, [v for node in region.nodes for v in node.inputs]
+        found.update(dict.fromkeys(v for v in [*taken, *filter(None, region.outputs)] if v.node not in ids))
+    for region in regions:
+        bound = axes(recorder.node(v.node).outputs[v.index] for v in found)
+        wanted: set[str] = set()
+        for node in region.nodes:  # a size that its own arguments say is not known by its output
+            wanted |= set(node.symbols) - bound
+            bound |= _bound([node])
+        used = {s for node in region.nodes for spec in node.outputs for s in spec.symbols}
+        used |= {s for guard in region.guards for s in guard.symbols}
+        for symbol in sorted(wanted | (used - bound)):
+            binder = _binder(recorder, symbol)
+            found[binder if sized is None else sized(binder, symbol)] = None
+    given = [_bound(node for node in region.nodes if node.op == "tfnb.placeholder") for region in regions]
+    while missing := _untold(recorder, found) - given[0].intersection(*given[1:]):
+        for symbol in sorted(missing):
+            binder = _binder(recorder, symbol)
+            found[binder if sized is None else sized(binder, symbol)] = None
+    return list(found)
+
+
+def _untold(recorder: Recorder, values: Iterable[Value]) -> set[str]:
+    """Symbols in sizes of the values of which none is an axis: `x[-1:]` does not tell how long `x` is."""
+    specs = [recorder.node(v.node).outputs[v.index] for v in values]
+    return {symbol for spec in specs for symbol in spec.symbols} - axes(specs)
+
+
+def _binder(recorder: Recorder, symbol: str) -> Value:
+    """The first value of outside with an axis of this size."""
+    for node in recorder.tape.by_id.values():
+        for index, spec in enumerate(node.outputs):
+            if any(isinstance(size, Dim) and size.expr == symbol for size in spec.shape):
+                return node.value(index)
+    raise InvalidArgument(f"a loop or branch uses the size {symbol}, which no value has{recorder.tape.at()}")
+
+
+def subgraph(
+    recorder: Recorder, region: Region, captured: Sequence[Value], outputs: Sequence[Value | None]
+) -> Subgraph:
+    """A region as a function of what it was given and then of the captured values."""
+    names = Names()
+    inside: dict[Value, Value] = {}
+    inputs = []
+    for value in captured:
+        outer = recorder.node(value.node)
+        name = names.fresh(outer.name.rpartition("/")[2])
+        node = Node(id=new_id(), name=name, op="tfnb.placeholder", outputs=(outer.outputs[value.index],))
+        inputs.append(node)
+        inside[value] = node.value()
+    nodes = []
+    for node in region.nodes:
+        nodes.append(replace(node, name=names.fresh(node.name), inputs=tuple(inside.get(v, v) for v in node.inputs)))
+    firsts = [node for node in nodes if node.op == "tfnb.placeholder"]
+    rest = [node for node in nodes if node.op != "tfnb.placeholder"]
+    contents = Contents((*firsts, *inputs, *rest), tuple(region.guards))
+    results = tuple(None if v is None else inside.get(v, v) for v in outputs)
+    return Subgraph(contents, (*region.inputs, *(node.value() for node in inputs)), results)
+
+
+def append(
+    recorder: Recorder, op: str, inputs: Sequence[Value], attrs: Mapping[str, Any], outputs: Sequence[Spec],
+    tags: frozenset[str] = frozenset(), draws: bool = False, stream: int | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """Record a node that holds subgraphs; its samples are computed on those of its inputs.
+
+    Guards inside of it hold for all that follows, as one that stands here does.
+
+    draws: it gets a number among the random nodes; ``stream``: this one.
+    """
+    tape, space = recorder.tape, recorder.space
+    entries = [recorder._entry_of_value(v) for v in inputs]
+    name = "/".join([*map(clean, recorder.scopes.path), op.partition(".")[2]])
+    scope = recorder.scopes.current()
+    parts = (part for part in attrs.values() if isinstance(part, Subgraph))
+    with torch.set_grad_enabled(torch.is_grad_enabled() or any(map(_conducts, parts))):
+        value = tape.append(op, name, tuple(outputs), inputs=tuple(inputs), attrs=attrs, scope=scope, tags=tags,
+                            is_random=draws and stream is None)  # fmt: skip
+    if stream is not None:
+        tape.new[-1] = tape.by_id[value.node] = replace(tape.new[-1], stream=stream)
+    node = tape.new[-1]
+    samples: Sequence[torch.Tensor | None] = [None] * len(outputs)
+    if not (recorder.lazy or uses_queues(node)) and all(entry.sample is not None for entry in entries):
+        try:
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                samples = evaluate(
+                    node, [entry.sample for entry in entries], recorder.symbols.number, recorder.graph.seed
+                )
+        except BaseException as error:
+            tape.drop_last()
+            if isinstance(error, TfnbError) or not isinstance(error, Exception):
+                raise
+            what = f"{op.removeprefix('tfnb.')} failed for the samples: {str(error) or type(error).__name__}{tape.at()}"
+            raise InvalidArgument(what, op=op) from error
+    tensors = []
+    for index, (spec, sample) in enumerate(zip(outputs, samples, strict=True)):
+        at = Value(value.node, index)
+        fake = space.fakes[at] = recorder.symbols.fake(spec)
+        space.samples.keep(at, sample)
+        if sample is not None:
+            recorder.symbols.observe(fake, sample)
+        tensors.append(recorder._wrap(Entry(at, fake, sample)))
+    if is_guarding(node):
+        tape.marks = replace(tape.marks, control=(*tape.marks.control, node.id))
+    return tensors
+
+
+def _conducts(part: Subgraph) -> bool:
+    """Whether a gradient passes, also with grad mode off around it: what is handed through is what it was."""
+    reached = {value.node for value in part.inputs}
+    for node in part.contents.nodes:
+        ways = node.inputs if "no_grad" not in node.tags else node.inputs[: "in_place" in node.tags]
+        if any(value.node in reached for value in ways):
+            reached.add(node.id)
+    return any(value is not None and value.node in reached for value in part.outputs)

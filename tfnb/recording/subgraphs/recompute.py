@@ -1,0 +1,183 @@
+"""Regions whose values are computed again for the backward pass: `recompute`, and torch.utils.checkpoint.
+
+A region is recorded once, and its nodes carry the tag ``recompute:PATH`` (outer regions first). Where a gradient rule
+asks for a value of a region, it gets a copy of the nodes that compute it, from what enters the region; copies carry the
+tag ``recomputed``, and a pass that merges duplicates must leave them. Draws, reads of Variables and writes are kept.
+Uses private names of torch.utils.checkpoint (tried with torch 2.11 and 2.13).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import wraps
+from itertools import takewhile
+from typing import Any
+
+import torch.utils.checkpoint
+
+from tfnb.graph import Node, Value, current
+from tfnb.graph.ops import WITH_GRADIENT
+from tfnb.recording.dispatch.recorder import Recorder
+from tfnb.recording.marks.while_recording import Shared, swapped
+
+RECOMPUTED = "recomputed"
+_TAG = "recompute:"
+
+Path = tuple[str, ...]
+
+
+def recompute(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn``, with its values computed again in the backward pass instead of kept for it.
+
+    In a recording the nodes of a call form a region: gradients through it copy the nodes that they need, from the
+    tensors that enter the region. Values, draws and gradients are those of ``fn``. Regions may be nested, and the
+    gradients differentiated again. Outside a recording it is `torch.utils.checkpoint.checkpoint`.
+
+    >>> import torch, tfnb
+    >>> with tfnb.record() as g:
+    ...     x = tfnb.placeholder(torch.ones(3))
+    ...     dx, = tfnb.gradients(tfnb.recompute(lambda x: x.exp().sin())(x).sum(), [x])
+    >>> [node.op for node in g.select(tag="recomputed")]
+    ['aten.exp.default']
+    """
+
+    @wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        recorder = current.recording()
+        if not isinstance(recorder, Recorder):
+            return torch.utils.checkpoint.checkpoint(fn, *args, use_reentrant=False, **kwargs)
+        with region(recorder):
+            return fn(*args, **kwargs)
+
+    return call
+
+
+@contextmanager
+def region(recorder: Recorder) -> Iterator[None]:
+    """What is recorded inside is a region, inside of the regions that are open."""
+    outer = region_of_tags(recorder.tape.marks.tags)
+    recorder.regions += 1
+    path = (*outer, f"{recorder.owner.index}.{recorder.regions}")
+    tags = frozenset(t for t in recorder.tape.marks.tags if not t.startswith(_TAG))
+    with recorder.tape.marked(tags=tags | {_TAG + "/".join(path)}):
+        yield
+
+
+def region_of_tags(tags: frozenset[str]) -> Path:
+    """The path of regions that a node with these tags stands in; empty outside."""
+    found = next((tag for tag in tags if tag.startswith(_TAG)), None)
+    return tuple(found.removeprefix(_TAG).split("/")) if found else ()
+
+
+class Copies:
+    """The copies of regions' nodes that one backward pass has made.
+
+    A value is had ``deep`` regions deep: 0 is the value itself, 1 its copy made from what enters the outermost region
+    it stands in, 2 the copy made from what enters the region inside of that one, and so on.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self._made: dict[tuple[int, int], int] = {}  # (node, deep) -> its copy
+
+    def seen(self, value: Value, by: Path) -> Value:
+        """``value`` as a rule of a node in the regions ``by`` sees it."""
+        deep = self._deep(value, by)
+        return value if deep == 0 else self._copied(value, deep)
+
+    def _deep(self, value: Value, by: Path) -> int:
+        node = self.recorder.node(value.node)
+        if not by or not repeats(node):
+            return 0
+        pairs = zip(by, region_of_tags(node.tags), strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    def _copied(self, value: Value, deep: int) -> Value:
+        needed: set[tuple[int, int]] = set()
+        stack = [(value.node, deep)]
+        while stack:
+            item = stack.pop()
+            if item in needed or item in self._made:
+                continue
+            needed.add(item)
+            stack.extend((v.node, d) for v, d in self._inputs(item) if d)
+        for item in sorted(needed):  # in a region, ids rise in program order
+            self._made[item] = self._copy(item)
+        return Value(self._made[value.node, deep], value.index)
+
+    def _inputs(self, item: tuple[int, int]) -> list[tuple[Value, int]]:
+        node = self.recorder.node(item[0])
+        by = region_of_tags(node.tags)[: item[1]]
+        return [(v, self._deep(v, by)) for v in node.inputs]
+
+    def _copy(self, item: tuple[int, int]) -> int:
+        recorder, node = self.recorder, self.recorder.node(item[0])
+        inputs = tuple(v if d == 0 else Value(self._made[v.node, d], v.index) for v, d in self._inputs(item))
+        tags = frozenset(t for t in node.tags if not t.startswith(_TAG)) | {RECOMPUTED}
+        name = f"{node.name}_again"
+        scope = recorder.scopes.current()
+        with recorder.placed(node.device):
+            copy = recorder.tape.append(
+                node.op, name, node.outputs, inputs=inputs, attrs=node.attrs, tags=tags, scope=scope
+            ).node
+        for index in range(len(node.outputs)):
+            entry = recorder._entry_of_value(node.value(index))
+            recorder.space.fakes[Value(copy, index)] = entry.fake
+            recorder.space.samples.keep(Value(copy, index), entry.known())
+        if node.id in recorder.space.rules:
+            recorder.space.rules[copy] = recorder.space.rules[node.id]
+        return copy
+
+
+def repeats(node: Node) -> bool:
+    """Whether running the node a second time gives the same values and does nothing else."""
+    is_op = node.op.count(".") > 1 or node.op == WITH_GRADIENT
+    return is_op and node.stream is None and "update" not in node.tags
+
+
+# What looks at values before it computes: places in another tensor, matrices of full rank, classes.
+_LOOKS = re.compile(
+    r"_?(index|gather|scatter|take|put|embedding|linalg|cholesky|lu_|inverse|multinomial|nll_loss|ctc_loss|bincount"
+    r"|repeat_interleave|assert|segment|histc|histogram|array)"
+)
+_DIVIDES = re.compile(r"div|floor_divide|remainder|fmod|pow")
+
+
+def may_fail(node: Node) -> bool:
+    """Whether the node can fail on the values that it is given, so that a test or a loop may keep it from running."""
+    namespace, _, name = node.op.partition(".")
+    if namespace not in ("aten", "prims", "tfnb"):
+        return True
+    whole = not any(spec.dtype.is_floating_point or spec.dtype.is_complex for spec in node.outputs)
+    return bool(_LOOKS.match(name) or (whole and _DIVIDES.match(name)))
+
+
+# -- torch.utils.checkpoint ---------------------------------------------------------------------------------------
+
+
+def _reentrant(recorder: Recorder, function: Any, preserve: bool, *args: Any) -> Any:
+    with region(recorder):
+        return function(*args)
+
+
+CHECKPOINTS: dict[Any, Callable[..., Any]] = {torch.utils.checkpoint.CheckpointFunction: _reentrant}
+
+
+_GENERATOR = "_checkpoint_without_reentrant_generator"
+_ORIGINAL = getattr(torch.utils.checkpoint, _GENERATOR)
+
+
+def _generator(fn: Any, preserve: bool = True, context_fn: Any = None, *args: Any, **kwargs: Any) -> Iterator[None]:
+    recorder = current.recording()
+    if not isinstance(recorder, Recorder):
+        yield from _ORIGINAL(fn, preserve, context_fn, *args, **kwargs)
+        return
+    context = context_fn()[0] if context_fn is not None else nullcontext()
+    with context, region(recorder):
+        yield
+
+
+# What ``checkpoint(use_reentrant=False)`` runs is a region.
+checkpoints = Shared(lambda: swapped((torch.utils.checkpoint, _GENERATOR, _generator)))

@@ -1,0 +1,459 @@
+"""The recorded tensor: a torch.Tensor that holds a graph value, a fake tensor with symbolic sizes, and a sample.
+
+Inside a recording every op on it is recorded. Outside, ops give plain tensors computed on the sample.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import weakref
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
+
+from tfnb.errors import FailedPrecondition, InvalidArgument, StaleNode, TfnbError, Unsupported
+from tfnb.graph import Graph, Node, Spec, Value, Variable, current
+from tfnb.graph.subgraph import path_to
+from tfnb.recording.values.checks import is_check
+from tfnb.recording.values.layout_queries import FORMATS, contiguous
+from tfnb.recording.values.views import View, renewed_chain
+from tfnb.recording.values.workspace import Workspace
+
+_versions = itertools.count(1)
+
+
+class Entry:
+    """A graph value with its fake tensor and its sample (None where there is none).
+
+    find: computes a sample that nobody has asked for yet. lost: why nobody knows any more what the tensor holds.
+    """
+
+    __slots__ = ("_sample", "fake", "find", "lost", "value")
+
+    def __init__(
+        self, value: Value, fake: torch.Tensor, sample: torch.Tensor | None,
+        find: Callable[[Value], torch.Tensor | None] | None = None, lost: str = "",
+    ) -> None:  # fmt: skip
+        self.value, self.fake, self._sample, self.find, self.lost = value, fake, sample, find, lost
+
+    @property
+    def sample(self) -> torch.Tensor | None:
+        """The sample; computed now if it waited for this."""
+        if self._sample is None and self.find is not None:
+            self._sample = self.find(self.value)
+        return self._sample
+
+    @sample.setter
+    def sample(self, sample: torch.Tensor | None) -> None:
+        self._sample = sample
+
+    @property
+    def waits(self) -> bool:
+        """Whether the sample is computed when somebody asks for it."""
+        return self._sample is None and self.find is not None
+
+    def known(self) -> torch.Tensor | None:
+        """The sample as far as it has been computed."""
+        return self._sample
+
+    def light(self, fake: torch.Tensor | None = None) -> Entry:
+        """The same without the sample, which is found again; ``fake``: with other sizes."""
+        return Entry(self.value, self.fake if fake is None else fake, None, self.find, self.lost)
+
+    def of(self, value: Value) -> Entry:
+        """The entry of another value that is equal to this one."""
+        return Entry(value, self.fake, self._sample, self.find)
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Base:
+    """What a family of aliases looks at: the current entry, raised by each write.
+
+    ``version`` is 0 before the first write and then never twice the same, also where a write is taken back.
+    ``written`` is called with the new entry when the base is a Variable.
+    """
+
+    entry: Entry
+    version: int = 0
+    written: Callable[[Entry], Entry] | None = None
+    variable: Variable | None = None
+    frozen: str = ""  # why nothing may be written here
+    twins: tuple[weakref.ref[Base], ...] = ()  # others that stand for the same memory, through ``.data = ...``
+    copies: tuple[tuple[weakref.ref[Base], Callable[[], Any]], ...] = ()  # others, where sizes make a copy a view
+    links: tuple[Any, ...] = ()  # others of the same memory in some runs: `aliases.Link`
+    overlaps: bool = False  # in some runs, places of it are the same memory as others of it
+
+    def write(self, entry: Entry) -> None:
+        """Replace the entry; aliases notice by the version."""
+        self.become(self.written(entry) if self.written else entry)
+
+    def become(self, entry: Entry) -> None:
+        """Look at another entry, as if nothing had been written."""
+        self.entry = entry
+        self.version = next(_versions)
+
+
+class Tensor(torch.Tensor):
+    """A recorded tensor. ``.sample`` is its plain value while recording, ``.value`` its place in ``.graph``."""
+
+    __module__ = "torch.tfnb"  # opt_einsum, autoray and others look there for the library that a tensor is of
+
+    _entry: Entry
+    _family: Base
+    _chain: tuple[View, ...]
+    _seen: int
+    _feed: Value | None
+    _space: Workspace
+    _graph: Graph
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch documents
+
+    @staticmethod
+    def __new__(
+        cls, entry: Entry, space: Workspace, base: Base | None = None, chain: tuple[View, ...] = (),
+        seen: int | None = None,
+    ) -> Tensor:  # fmt: skip
+        fake, known = entry.fake, entry.known()
+        memory = fake if known is None else known  # without the bytes torch multiplies symbols, which takes 0.1 ms
+        with space.symbols.laying():
+            self = torch.Tensor._make_wrapper_subclass(
+                cls, fake.shape, strides=fake.stride(), storage_offset=fake.storage_offset(), dtype=fake.dtype,
+                device=fake.device, layout=fake.layout, requires_grad=False,
+                storage_size=memory.untyped_storage().nbytes(),
+            )  # fmt: skip
+        torch._C._set_throw_on_mutable_data_ptr(self)  # whatever would read or write its memory in C++
+        self._entry = entry
+        self._family = base or Base(entry)
+        self._chain = chain
+        self._seen = self._family.version if seen is None else seen
+        self._feed = None
+        self._space = space
+        self._graph = space.graph
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    # -- where it stands in the graph -----------------------------------------------------------------------
+
+    @property
+    def graph(self) -> Graph:
+        """The graph it was recorded into."""
+        return self._graph
+
+    @property
+    def shown(self) -> Entry:
+        """The entry that it had when it was last looked at."""
+        return self._entry if self._chain else self._family.entry
+
+    @property
+    def entry(self) -> Entry:
+        """The entry of what it means now: a view of what was written since looks again."""
+        if self._family.entry.lost:
+            raise Unsupported(self._family.entry.lost)
+        is_current = self._seen == self._family.version
+        if not self._chain or (is_current and self._family.variable is None):
+            return self.shown
+        recording = next((r for r in reversed(current.stack.open) if r.graph is self._graph), None)
+        if recording is None and is_current:
+            return self.shown
+        if recording is None:
+            node = _node(self._graph, self._family.entry.value)
+            where = node.source.label if node.source else "a cell"
+            raise StaleNode(
+                f"this is a view of {node.name}, which {where} wrote before the cell of this view was run again; run "
+                f"{where} again"
+            )
+        return recording.look(self)
+
+    @property
+    def value(self) -> Value:
+        """(node id, output index); after an in-place write, of the new value."""
+        return self.entry.value
+
+    @property
+    def feed_value(self) -> Value:
+        """The Value a feed under this key replaces: a placeholder written in place stays its own key."""
+        return self._feed or self.value
+
+    @property
+    def node(self) -> Node:
+        """The node that produces it; raises StaleNode if its cell was run again."""
+        return _node(self._graph, self.value)
+
+    @property
+    def index(self) -> int:  # type: ignore[override]
+        """Which output of the node."""
+        return self.value.index
+
+    @property
+    def spec(self) -> Spec:
+        """dtype, symbolic shape, device."""
+        return self._space.symbols.spec(self._entry.fake)
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """``node`` or ``node:index``, or the Python name that a further output was assigned to."""
+        value = self.value
+        if not value.index:
+            return self.node.name
+        aliases = self._graph.contents.aliases
+        return next((name for name, at in aliases.items() if at == value), f"{self.node.name}:{value.index}")
+
+    @property
+    def sample(self) -> torch.Tensor:
+        """The plain value while recording; raises InvalidArgument where there is none."""
+        entry = self.entry
+        found = entry.sample
+        if found is None:
+            found = self._space.sample(entry.value)
+        if found is None:
+            raise InvalidArgument(
+                f"{self._describe()} has no value while recording: it depends on a placeholder without a sample. "
+                "Give tfnb.placeholder a sample, or use the value in a run",
+            )
+        return found
+
+    def look_as(self, other: Tensor) -> None:
+        """Become another handle of what ``other`` looks at, with its shape and strides."""
+        self._entry, self._family, self._chain, self._seen = other._entry, other._family, other._chain, other._seen
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+            self.data = other  # sizes and strides; torch asks whether the two fit, also where there is no sample
+
+    def look_as_before(self, entry: Entry, family: Base, chain: tuple[View, ...], seen: int) -> None:
+        """Become again what this was."""
+        with self._space.symbols.quiet():
+            if self._entry.fake is not entry.fake:
+                self.look_as(Tensor(entry, self._space, family, chain, seen))
+        self._entry, self._family, self._chain, self._seen = entry, family, chain, seen
+
+    def renew(self, ids: Container[int], renewed: Callable[[Any], Any]) -> None:
+        """If a node of ``ids`` computes it: its sample is to be computed again, and its sizes are ``renewed``."""
+        before, base = self._entry, self._family.entry
+        if base.value.node in ids:
+            self._family.entry = base.light(renewed(base.fake))
+        if before.value.node not in ids:
+            return
+        self._entry = before.light(renewed(before.fake)) if self._chain else self._family.entry
+        if self._entry.fake is not before.fake:
+            chain = renewed_chain(self._chain, renewed)
+            with self._space.symbols.quiet():
+                self.look_as(Tensor(self._entry, self._space, self._family, chain, self._seen))
+
+    def eval(self, feed_dict: Any = None) -> torch.Tensor:
+        """The value in the default session of its graph."""
+        from tfnb.session import run  # listed exception: .eval asks the session
+
+        return run(self, feed_dict)
+
+    def _describe(self) -> str:
+        try:
+            return f"{self.name}: {self.spec}"
+        except StaleNode:
+            return str(self.spec)
+
+    # -- behaviour ------------------------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Outside a recording: a plain result on the samples, no node."""
+        __tracebackhide__ = True
+        args, kwargs = tree_map(lambda x: x.sample if isinstance(x, Tensor) else x, (args, kwargs or {}))
+        args, kwargs = tree_map(lambda x: x.node.hint if isinstance(x, torch.SymInt) else x, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        try:
+            shown = f"sample {torch.Tensor.__repr__(self.sample)}"
+        except (InvalidArgument, Unsupported):
+            shown = "no sample"
+        return f"<{self._describe()}, {shown}>"
+
+    def __format__(self, spec: str) -> str:
+        return self.sample.__format__(spec) if self.dim() == 0 else format(repr(self), spec)
+
+    def _escaped(self, how: str) -> torch.Tensor:
+        """The sample, leaving the graph: an open recording notes the line."""
+        recording = current.recording()
+        if recording is not None:
+            recording.escaped(self, how)
+        return self.sample
+
+    def __bool__(self) -> bool:
+        __tracebackhide__ = True
+        recording = current.recording()
+        outcome = bool(self.sample)
+        if recording is not None:
+            checks = is_check(sys._getframe(1), outcome)
+            recording.branch(self, outcome, is_check=checks, raises="" if checks else None)
+        return outcome
+
+    def item(self) -> Any:
+        return self._escaped("item()").item()
+
+    def __float__(self) -> float:
+        return float(self._escaped("float()"))
+
+    def __int__(self) -> int:
+        return int(self._escaped("int()"))
+
+    def __index__(self) -> int:
+        return self._escaped("index").__index__()
+
+    def tolist(self) -> Any:
+        return self._escaped("tolist()").tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self._escaped("numpy()").numpy(force=force)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        return self._escaped("numpy()").__array__(dtype)
+
+    def is_contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+        """Whether its memory has this format: decided by the sizes, and a run must agree where they vary."""
+        sizes, strides = self.shape, self.stride()
+        if memory_format not in FORMATS or not any(isinstance(n, torch.SymInt) for n in (*sizes, *strides)):
+            return super().is_contiguous(memory_format=memory_format)
+        return bool(contiguous(self._space.symbols.env, sizes, strides, memory_format))
+
+    def dim_order(self, **options: Any) -> tuple[int, ...]:
+        if any(isinstance(n, torch.SymInt) for n in self.shape):
+            raise Unsupported(f"dim_order() of {self._describe()}, whose sizes vary: decide by stride() instead{_at()}")
+        return super().dim_order(**options)
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Bytes of its elements; torch's own wants numbers for the sizes."""
+        return self.numel() * self.element_size()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Outside of a recording the sample's; inside, its bytes would be those of the sample in every run."""
+        if current.recording() is None:
+            return self.sample.untyped_storage()
+        raise FailedPrecondition(
+            f"a recorded tensor has no memory of its own: use .nbytes or .numel(), or .sample.untyped_storage(){_at()}"
+        )
+
+    def data_ptr(self) -> int:
+        raise FailedPrecondition(
+            "a recorded tensor has no memory of its own: make the function that asks for data_ptr() a "
+            f"torch.library.custom_op, or use .sample{_at()}"
+        )
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """Inside its recording: the gradients of this loss become the ``.grad`` of what it depends on."""
+        recording = current.recording()
+        if recording is None or recording.graph is not self._graph:
+            raise Unsupported(
+                f"backward() of {self._describe()} outside of its recording: call it inside, or use "
+                "tfnb.gradients(loss, variables), which also works outside"
+            )
+        super().backward(*args, **kwargs)
+
+    def apply_(self, function: Any) -> Any:
+        raise Unsupported(f"apply_() calls Python for each element of a sample: use torch calls{_at()}")
+
+    def map_(self, *args: Any) -> Any:
+        raise Unsupported(f"map_() calls Python for each element of a sample: use torch calls{_at()}")
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._apart("__dlpack__()").__dlpack__(**options)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._apart("pickle").__reduce_ex__(protocol)
+
+    def _apart(self, how: str) -> torch.Tensor:
+        """The sample in memory of its own, leaving the graph."""
+        with _disable_current_modes():
+            return self._escaped(how).detach().clone()
+
+    def __copy__(self) -> torch.Tensor:
+        """Another handle of the same memory, cut off from what it was computed from, as in torch."""
+        copy = self.detach()
+        return copy.requires_grad_() if self.requires_grad else copy
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        if current.recording() is None:
+            return self.sample.detach().clone()
+        if self.requires_grad and not self.is_leaf:
+            raise FailedPrecondition(
+                f"deepcopy() takes tensors that the program made itself, as in torch, and {self._describe()} was "
+                f"computed from what requires a gradient: use .detach().clone(){_at()}"
+            )
+        copy = self.detach().clone()
+        return copy.requires_grad_() if self.requires_grad else copy
+
+    __hash__ = torch.Tensor.__hash__
+
+
+class Operation:
+    """A node without an output (minimize, group): something to run, with result None."""
+
+    def __init__(self, graph: Graph, value: Value) -> None:
+        self.graph, self.value = graph, value
+
+    @property
+    def node(self) -> Node:
+        """The node; raises StaleNode if its cell was run again."""
+        return _node(self.graph, self.value)
+
+    @property
+    def name(self) -> str:
+        """The node's name."""
+        return self.node.name
+
+    def run(self, feed_dict: Any = None) -> None:
+        """Run it in the default session of its graph."""
+        from tfnb.session import run  # listed exception: .eval asks the session
+
+        run(self, feed_dict)
+
+    def __repr__(self) -> str:
+        return f"<Operation {self.name}>"
+
+
+def _at() -> str:
+    """Where the open recording stands, as the end of an error text."""
+    recording = current.recording()
+    return "" if recording is None else recording.tape.at()
+
+
+def _node(graph: Graph, value: Value) -> Node:
+    """The node of a handle, in the graph or in the open recording of it; raises StaleNode."""
+    node = graph.contents.by_id.get(value.node)
+    recording = current.recording()
+    if node is None and recording is not None and recording.graph is graph:
+        try:
+            node = recording.node(value.node)
+        except KeyError:  # a handle of a recording that failed
+            node = None
+    if node is None:
+        raise missing(graph, value, "this is")
+    return node
+
+
+_OPEN = "its recording is not finished"
+
+
+def missing(graph: Graph, value: Value, asked: str) -> TfnbError:
+    """The error for a handle whose node is not in its graph: it is gone, or inside of a branch or loop."""
+    recording = current.recording()
+    if recording is not None and recording.graph is graph:
+        nodes, is_open = recording.tape.by_id, value.node in recording.tape.by_id
+    else:
+        nodes, is_open = graph.contents.by_id, False
+    if is_open or value.node in graph.stale:
+        return StaleNode(f"{asked} not in graph {graph.name} any more: {graph.stale.get(value.node, _OPEN)}")
+    places = path_to(nodes.values(), value.node)
+    if places is None:
+        where = "inside of a branch, loop or function of the graph, and no result of it"
+    else:
+        where = f"{places[0]}, inside of {' in '.join(places[1:])}"
+    return InvalidArgument(f"{asked} {where}: only a run that goes there has it, or many of it: return it from there")

@@ -1,0 +1,278 @@
+"""Writes while recording: an op that writes in place becomes its out-of-place twin, and its target means the result.
+
+A write to a view is put back into the base it looks at, so every alias sees it; see `tfnb.recording.values.views` and
+`aliases`. What an alias sees follows torch, also where gradients are concerned: a write made with grad mode off, or
+through ``detach()`` or ``.data``, leaves the path of gradients through its target as it was.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from tfnb.errors import Unsupported
+from tfnb.graph import Variable
+from tfnb.graph.node import leaves
+from tfnb.recording.ops import Facts, Op, facts, op_name, twin, unbind
+from tfnb.recording.values.layout_queries import contiguous
+from tfnb.recording.values.tensor import Base, Entry, Tensor
+from tfnb.recording.writes.aliases import STRAIGHT, fitting, pass_on, put
+
+if TYPE_CHECKING:
+    from tfnb.recording.dispatch.recorder import Recorder
+    from tfnb.recording.subgraphs.capture import Region
+
+aten = torch.ops.aten
+_RESIZES: dict[Op, str] = {aten.resize_.default: "size", aten.resize_as_.default: "the_template"}
+VIEWS_OR_COPIES = frozenset({
+    aten.reshape.default, aten.reshape_as.default, aten.contiguous.default, aten.ravel.default,
+    aten.flatten.using_ints,
+})  # fmt: skip
+# autograd has no formula for these, and leaves the path of gradients through their target as it was
+_UNSEEN = frozenset({
+    aten.logical_and_.default, aten.logical_not_.default, aten.logical_or_.default, aten.logical_xor_.default,
+})  # fmt: skip
+
+
+def record_write(rec: Recorder, func: Op, own: Facts, args: Any, kwargs: Any) -> Any:
+    """Record the twin of ``func``, then rebind what it writes; returns what ``func`` would."""
+    named = dict(zip(own.names, args, strict=False)) | kwargs
+    other = twin(func)
+    if other is None:
+        raise _refused(rec, func, "writes in place and has no out-of-place form: use an out-of-place call")
+    with rec.on(), torch.set_grad_enabled(torch.is_grad_enabled() and func not in _UNSEEN):
+        if own.is_reshaping:
+            return _look_again(rec, func, other, own, named)
+        targets = [named[name] for name in own.writes]
+        rest: list[torch.Tensor] = []
+        if len(targets) == 1 and isinstance(targets[0], (list, tuple)):
+            _write_lists(rec, other, own, named, list(targets[0]))
+        else:
+            rest = _write(rec, func, other, own, named, targets)
+    more = iter(rest)
+    returned = tuple(named[name] if name is not None else next(more, None) for name in own.returns_written)
+    return returned[0] if len(returned) == 1 else (returned or None)
+
+
+def _write(
+    rec: Recorder, func: Op, other: Op, own: Facts, named: Mapping[str, Any], targets: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """One call that writes ``targets``; returns what it computes besides."""
+    given = own.defaults | dict(named)  # the twin may have other defaults, or none
+    passed = {name: given[name] for name in facts(other).names if name in given}
+    first = next((leaf for leaf in leaves(passed) if isinstance(leaf, torch.Tensor)), None)
+    off = not torch.is_grad_enabled()
+    direct = len(targets) == 1 and first is targets[0]  # the result's gradient passes through the target as it is
+    with rec.tagged(STRAIGHT if off and direct else frozenset(), rec.tape.marks.forward):
+        results = _called(other, passed)
+    if any(isinstance(result, (list, tuple)) for result in results):
+        raise _refused(rec, func, "writes lists of tensors beside others: use calls that return what they compute")
+    for target, result in zip(targets, results[: len(targets)], strict=True):
+        resized = result.dim() != target.dim() and any(a.is_out for a in func._schema.arguments)
+        if resized or not (direct or _broadcasts(result, target)):
+            _grow(rec, func, target, result)
+            continue
+        if off and not (direct and result.dtype == target.dtype):
+            with rec.tagged(STRAIGHT, rec.tape.marks.forward):
+                result = aten.copy(target, result)
+        rebind(rec, target, fitting(target, result))
+    return results[len(targets) :]
+
+
+def _called(op: Op, named: Mapping[str, Any]) -> list[torch.Tensor]:
+    args, kwargs = unbind(op, dict(named))
+    results = op(*args, **kwargs)
+    return list(results) if isinstance(results, (list, tuple)) else [results]
+
+
+def _write_lists(rec: Recorder, other: Op, own: Facts, named: Mapping[str, Any], targets: list[torch.Tensor]) -> None:
+    """A foreach call: one entry after another, as torch does it, where an entry is an alias of something else."""
+    given = own.defaults | dict(named)
+    passed = {name: given[name] for name in facts(other).names if name in given}
+    homes = [id(rec.home(leaf)) for leaf in leaves(passed) if isinstance(leaf, torch.Tensor)]
+    off = not torch.is_grad_enabled()
+    turns = [targets]
+    if off or len(set(homes)) < len(homes):
+        turns = [[target] for target in targets]
+    for at, turn in enumerate(turns):
+        part = passed if turn is targets else {k: _entry_of(v, at, len(targets)) for k, v in passed.items()}
+        with rec.tagged(STRAIGHT if off else frozenset(), rec.tape.marks.forward):
+            results = _called(other, part)
+        for target, result in zip(turn, results, strict=True):
+            rebind(rec, target, fitting(target, result))
+
+
+def _entry_of(argument: Any, at: int, count: int) -> Any:
+    """The ``at``-th of an argument that has one entry for each target."""
+    return [argument[at]] if isinstance(argument, (list, tuple)) and len(argument) == count else argument
+
+
+def _look_again(rec: Recorder, func: Op, other: Op, own: Facts, named: Mapping[str, Any]) -> torch.Tensor:
+    """A call that changes the shape of its target and no value: the handle looks through one more view."""
+    target = named[own.writes[0]]
+    resizes = func in _RESIZES
+    if not (facts(other).is_view or resizes):
+        raise _refused(rec, func, "gives a tensor other memory, which is not recorded: use a new tensor")
+    if not isinstance(target, Tensor) or target._space is not rec.space:
+        raise _refused(rec, func, "changes the shape of a tensor made outside of the recording: use a view of it")
+    look = rec.handle(_resized(rec, func, target, named) if resizes else _called(other, named)[0])
+    rec.changes(target)
+    target.look_as(look)
+    return target
+
+
+def _resized(rec: Recorder, func: Op, target: Tensor, named: Mapping[str, Any]) -> torch.Tensor:
+    """What ``resize_`` makes of its target: other sizes on the memory that it has."""
+    sizes = named[_RESIZES[func]]
+    sizes = sizes.shape if isinstance(sizes, torch.Tensor) else sizes
+    if len(sizes) == target.dim() and all(map(statically_known_true, map(operator.eq, sizes, target.shape))):
+        return target
+    offset = target.storage_offset()
+    fits = statically_known_true(offset + math.prod(sizes) <= rec.home(target).entry.fake.numel())
+    if not fits or named.get("memory_format") not in (None, torch.contiguous_format, torch.preserve_format):
+        shapes = rec.symbols.readable(f"{list(target.shape)} to {list(sizes)}")
+        raise _refused(rec, func, f"from {shapes} gives a tensor other memory, which is not recorded: use a new tensor")
+    strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
+    return aten.as_strided(target, sizes, strides, offset)
+
+
+def _grow(rec: Recorder, func: Op, target: torch.Tensor, result: torch.Tensor) -> None:
+    """An ``out=`` without elements takes the shape of the result."""
+    grows = result.dtype == target.dtype and statically_known_true(target.numel() == 0)
+    if not (grows and isinstance(target, Tensor) and target._space is rec.space and not target._chain):
+        shapes = f"{list(target.shape)} {target.dtype} to {list(result.shape)} {result.dtype}"
+        raise _refused(rec, func, f"would change its out= from {shapes}: give it a tensor that fits")
+    fresh = rec.fresh(result)
+    rec.changes(target)
+    target.look_as(fresh)
+
+
+def _broadcasts(result: torch.Tensor, target: torch.Tensor) -> bool:
+    """Whether ``result`` has the shape of ``target``, or can be written into all of it."""
+    if result.dim() != target.dim() and result.numel() != target.numel():
+        return False
+    return all(
+        statically_known_true(a == b) or a == b
+        for a, b in zip(reversed(result.shape), reversed(target.shape), strict=False)
+    )
+
+
+def rebind(rec: Recorder, target: torch.Tensor, new: torch.Tensor) -> None:
+    """What ``target`` (a recorded tensor, a view, a parameter, a buffer) means from here on: ``new``."""
+    handle = rec.handle(target)
+    base, chain = handle._family, handle._chain
+    if base.frozen:
+        raise Unsupported(f"a write to {base.frozen}{rec.tape.at()}")
+    if any(twin() is not None for twin in base.twins):
+        raise Unsupported(
+            f"a write to a tensor that shares memory with another by .data = ...: give .data a clone(){rec.tape.at()}"
+        )
+    for other, is_view in base.copies:
+        if other() is not None:  # somebody would see the write where the copy is a view
+            rec.symbols.decided(is_view())
+    entry = rec._entry(put(rec, chain, rec._wrap(base.entry, base), new))
+    new_entry = rec._entry(new) if chain else None
+    rec.changes(handle)
+    _become(rec, base, entry)
+    handle._entry = new_entry or base.entry
+    handle._seen = base.version
+    if base.links or base.overlaps:
+        pass_on(rec, base, lambda rec, other, new: _become(rec, other, rec._entry(new)))
+
+
+def _become(rec: Recorder, base: Base, entry: Entry) -> None:
+    """A tensor, or the Variable that it is the value of, holds this from here on."""
+    if base.frozen:
+        raise Unsupported(f"a write to {base.frozen}{rec.tape.at()}")
+    var = base.variable if base.variable is not None and rec._reads.get(base.variable) is base else None
+    if base.written is not None and var is None:
+        raise Unsupported(f"a write through a view of a variable of an earlier recording{rec.tape.at()}")
+    if var is None:
+        rec.outside.lost_write(base)
+    elif var.trainable and rec.scopes.module is None:
+        rec.by_hand[var] = rec.where()
+    in_module = var is not None and var.held is not None and bool(rec.scopes.places(var.held.tensor()))
+    rec.changes(base)
+    tags = frozenset({"buffer"} if in_module else ())  # it belongs to the step of a loss
+    with torch.enable_grad(), rec.tagged(tags, rec.tape.marks.forward):
+        base.write(entry)
+
+
+def write_back(
+    recorder: Recorder, bases: Sequence[Base], tensors: Sequence[Tensor], regions: Iterable[Region]
+) -> None:  # fmt: skip
+    """What a loop or branch left of tensors and variables of outside becomes their value.
+
+    Where it took an optimizer's step, whoever runs the write of a trained Variable runs those of its slots.
+    """
+    regions = list(regions)
+    stepped = set[Variable]().union(*(region.stepped for region in regions))
+    buffers = set[Variable]().union(*(region.buffers for region in regions))
+    slots: list[int] = []
+
+    def is_trained(pair: tuple[Base, Tensor]) -> bool:
+        var = pair[0].variable
+        return var in stepped and var is not None and var.trainable
+
+    for base, tensor in sorted(zip(bases, tensors, strict=True), key=is_trained):
+        recorder.changes(base)
+        after = slots if is_trained((base, tensor)) else ()
+        tags = recorder.tape.marks.tags | ({"buffer"} if base.variable in buffers else set())
+        control = (*recorder.tape.marks.control, *after)
+        with torch.enable_grad(), recorder.tape.marked(control=control, tags=tags):  # what was written says what passes
+            base.write(tensor._entry)
+        if base.variable in stepped and not after:
+            slots.append(base.entry.value.node)
+
+
+def note_copy(rec: Recorder, source: torch.Tensor, result: Any) -> None:
+    """Remember what was copied here and is a view where the sizes of a run allow it: a write would show in both."""
+    if not isinstance(source, Tensor) or not isinstance(result, Tensor):
+        return
+    base, other = source._family, result._family
+    if base is other or not any(isinstance(size, torch.SymInt) for size in source.shape):
+        return
+    sizes, strides, env = source.shape, source.stride(), rec.symbols.env
+
+    def is_view() -> Any:
+        return contiguous(env, sizes, strides, torch.contiguous_format)
+
+    rec.changes(base, other)
+    base.copies += ((weakref.ref(other), is_view),)
+    other.copies += ((weakref.ref(base), is_view),)
+
+
+def take_data(rec: Recorder, target: torch.Tensor, new: torch.Tensor) -> None:
+    """``target.data = new``: the memory of ``new``, while gradients pass to what ``target`` was; aliases of it stay."""
+    base, other = rec.home(target), rec.home(new)
+    if base is other and all(view.op is aten.detach.default for view in rec.handle(new)._chain):
+        return
+    rec.changes(base, other)
+    if isinstance(target, Tensor):
+        with torch.no_grad(), rec.tagged(STRAIGHT, rec.tape.marks.forward):
+            look = rec.fresh(aten.copy(target, new))
+        rec.changes(target)
+        target.look_as(look)
+        base = look._family
+    elif any(view._family is base and view is not new for view in list(rec.live) if view._chain):
+        raise Unsupported(
+            f".data = ... would part a Parameter from a view of it: use copy_(), or make the view later{rec.tape.at()}"
+        )
+    else:
+        with torch.no_grad():
+            target.copy_(new)
+    base.twins += (weakref.ref(other),)
+    other.twins += (weakref.ref(base),)
+
+
+def _refused(rec: Recorder, func: Op, why: str) -> Unsupported:
+    return Unsupported(f"{op_name(func)} {why}{rec.tape.at()}", op=op_name(func))
+
+
+__all__ = ["rebind", "record_write", "take_data", "write_back"]
