@@ -1,8 +1,8 @@
-"""Structured control flow as plain dataflow, and back: Switch, Merge, Enter, Exit, NextIteration, LoopCond.
+"""Structured control flow as plain dataflow: Switch, Merge, Enter, Exit, NextIteration, LoopCond.
 
 "Dynamic Control Flow in Large-Scale Machine Learning" (EuroSys'18) §4, semantics S-126 to S-133. A loop is a cycle,
 which program order cannot hold, so the form is a list of ops that name each other's outputs by number. `lower` is a
-pure function from nodes to that form and `structured` its inverse. Imports graph only.
+pure function from nodes to that form. Imports graph only.
 
 A scope is a subgraph at its place in the program. A frame holds the iterations of a loop. What stands in a scope runs
 where the scope's ``pivot`` is live: an op that takes nothing which depends on it gets the pivot as a control input.
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from tfnb.graph import Contents, Guard, Node, Ref, Spec, Subgraph, Value, ops
+from tfnb.graph import Contents, Node, Ref, Spec, Subgraph, Value, ops
 from tfnb.graph.node import leaves
 from tfnb.graph.spec import Dim
 from tfnb.graph.subgraph import row_places, subgraphs
@@ -64,14 +64,11 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """A subgraph (``part`` of ``node``) in the scope ``parent``; the root is the graph itself."""
+    """A subgraph of ``node`` in the scope ``parent``; the root is the graph itself."""
 
     parent: int
-    part: str
     node: Node | None
     placeholders: tuple[Node, ...]
-    guards: tuple[Guard, ...]
-    inputs: Mapping[Port, Value]  # what stands for each placeholder, in the order of the subgraph's inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +128,7 @@ class _Lowering:
         self.native = native
         self.ops: list[Op] = []
         self.frames = [Frame(-1, None, 1)]
-        self.scopes = [Scope(-1, "", None, (), contents.guards, {})]
+        self.scopes = [Scope(-1, None, ())]
         self.root = _Place(0, 0, contents, {})
         for value in feeds:
             self.root.ports[value] = Port(self.emit(self.root, FEED, part=value))
@@ -205,8 +202,7 @@ class _Lowering:
         bound = {pivot, *given, *(tokens or {}).values()} - set(free)
         place = _Place(len(self.scopes), frame, contents, ports, pivot, run, bound, dict(tokens or {}))
         place.symbols = _bound(contents)
-        named = dict(zip(given, subgraph.inputs, strict=True))
-        self.scopes.append(Scope(outer.number, part, node, contents.placeholders, contents.guards, named))
+        self.scopes.append(Scope(outer.number, node, contents.placeholders))
         known = {symbol for symbol, (value, _) in place.symbols.items() if value in ports}
         checks = tuple(guard for guard in contents.guards if known.issuperset(guard.symbols))
         if checks:  # what is asked of sizes that only data tell is a node
