@@ -457,3 +457,88 @@ def test_a_buffer_that_a_branch_takes_is_written_where_it_was_taken() -> None:
     session = tfnb.Session(graph)
     assert session.run([y, step], {x: torch.ones(3)})[0] == 1.5 and net.seen == 1.5
     assert session.run([y, step], {x: -torch.ones(3)})[0] == -5 and net.seen == 1.5
+
+
+def by_cond(x: torch.Tensor, write: Any) -> torch.Tensor:
+    return tfnb.cond(x.sum() > 1, lambda: write() * 2, lambda: x * 3)
+
+
+def by_while(x: torch.Tensor, write: Any) -> torch.Tensor:
+    return tfnb.while_loop(lambda i, s: i < 3, lambda i, s: (i + 1, s + write()), (torch.tensor(0), x))[1]
+
+
+def by_scan(x: torch.Tensor, write: Any) -> torch.Tensor:
+    return tfnb.scan(lambda s, row: (s + write() * row, row), x, torch.arange(1.0, 4.0))[0]
+
+
+def by_staged_if(x: torch.Tensor, write: Any) -> torch.Tensor:
+    y = x
+    if x.sum() > 1:
+        y = write() * 2
+    return y
+
+
+def by_staged_while(x: torch.Tensor, write: Any) -> torch.Tensor:
+    y = x
+    while y.sum() < 40:
+        y = y + write().abs() + 1
+    return y
+
+
+def by_nested(x: torch.Tensor, write: Any) -> torch.Tensor:
+    y = x
+    for i in range(3):
+        while y.sum() < 10 * i:
+            if x.sum() > 1:
+                y = y + write().abs()
+            y = y + 1
+    return y
+
+
+def add(held: torch.Tensor, x: torch.Tensor) -> None:
+    held.add_(x)
+
+
+def put_one(held: torch.Tensor, x: torch.Tensor) -> None:
+    held[1] = x[0] * 2
+
+
+def copy(held: torch.Tensor, x: torch.Tensor) -> None:
+    held.copy_(x * held.clone())
+
+
+def by_view(held: torch.Tensor, x: torch.Tensor) -> None:
+    held[1:].sub_(x[1:] / 2)
+
+
+@pytest.mark.parametrize(
+    ("write", "is_known"), [(add, False), (add, True), (put_one, False), (copy, True), (by_view, False)]
+)
+@pytest.mark.parametrize("way", [by_cond, by_while, by_scan, by_staged_if, by_staged_while, by_nested])
+def test_a_plain_tensor_of_outside_is_written_as_it_is_outside_of_control_flow(
+    way: Any, write: Any, is_known: bool
+) -> None:  # fmt: skip
+    """Each run starts from what it held, and the tensor itself stays as it is."""
+
+    def program(x: torch.Tensor, held: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        def written() -> torch.Tensor:
+            write(held, x)
+            return held.clone() * x
+
+        before = held.sum() if is_known else torch.zeros(())
+        y = way(x, written)
+        return y, held * 1, y.sum() + (held * held).sum() + before
+
+    outside = torch.tensor([0.5, 1.0, 2.0])
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.tensor([1.0, 2.0, -0.5]), shape=[3], name="x")
+        y, after, loss = tfnb.autograph(program)(x, outside)
+        (dx,) = tfnb.gradients(loss, [x])
+    assert any("does not write into a plain tensor of outside" in note for note in graph.notes)
+    for fed in ([1.0, 2.0, -0.5], [0.2, 0.1, 0.3], [3.0, 1.0, 0.5]) * 2:
+        plain, held = torch.tensor(fed, requires_grad=True), outside.clone()
+        wanted = program(plain, held)
+        found = tfnb.run([y, after, loss, dx], {x: torch.tensor(fed)})
+        torch.testing.assert_close(found[:3], [t.detach() for t in wanted])
+        torch.testing.assert_close(found[3], torch.autograd.grad(wanted[2], plain)[0])
+    assert outside.tolist() == [0.5, 1.0, 2.0]

@@ -54,7 +54,7 @@ class Outside:
         var = self._rec.variable_of(tensor)
         if var is not None:
             base = self._rec._read_base(var)
-            handle = Tensor(base.entry, self._rec.space, base)
+            handle = self._rec._wrap(base.entry, base)
         else:
             seen = self._seen_memory(tensor)
             handle = self._constant_of(tensor) if seen is None else seen
@@ -68,7 +68,7 @@ class Outside:
         self._constants.setdefault(_storage(tensor), entry)
         if entry.sample is not None and _storage(entry.sample) == _storage(tensor):
             self._borrowed[entry.value.node] = entry
-        return Tensor(entry, self._rec.space)
+        return self._rec._wrap(entry)
 
     def _seen_memory(self, tensor: torch.Tensor) -> Tensor | None:
         """A plain tensor that shares memory with one met before: a view of that, so that writes to either show."""
