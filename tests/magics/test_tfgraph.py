@@ -268,9 +268,9 @@ def test_same_cell_same_bytes(notebook):
 
 
 def test_notes_are_shown_once(notebook):
-    ran = notebook.ok(f"%%tfgraph g --no-show\n{X}\nn = x.sum().item()")
+    ran = notebook.ok(f"%%tfgraph g --no-show\n{X}\nn = x.sum().tolist()")
     notes = [bundle["text/plain"] for bundle in ran.shown]
-    assert len(notes) == 1 and "line 3 `item()` took the sample's value" in notes[0]
+    assert len(notes) == 1 and "line 3 `tolist()` took the sample's value" in notes[0]
 
 
 def test_reprs_can_be_switched_to_text(notebook):

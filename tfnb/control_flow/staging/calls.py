@@ -26,6 +26,7 @@ from tfnb.control_flow.staging.iteration import BUILTINS
 from tfnb.control_flow.staging.lists import append_to
 from tfnb.control_flow.staging.parsing import tree_of
 from tfnb.control_flow.staging.places import is_foreign, is_of_package
+from tfnb.control_flow.staging.python_numbers import given, item_of
 from tfnb.control_flow.staging.recursing import Recursing, names_itself
 from tfnb.control_flow.staging.source import bound, function_code, worth
 from tfnb.control_flow.staging.statement import status
@@ -51,9 +52,11 @@ def fn(function: Any) -> Any:
     if kind is FunctionType:
         found = _function(function)
         if found is function and is_of_package(function.__code__.co_filename):
-            return functools.partial(_of_elements, function)
+            return functools.partial(_of_package, function)
         return _named(function, found)
     if kind is MethodType:
+        if (found := item_of(function, function.__self__)) is not None:
+            return found
         if status.depth:
             refuse_draw(function.__self__)
         inner = fn(function.__func__)
@@ -74,6 +77,8 @@ def fn(function: Any) -> Any:
 
 def _builtin(function: Any) -> Any:
     owner, name = function.__self__, function.__name__
+    if (found := item_of(function, owner)) is not None:
+        return found
     if status.depth:
         refuse_draw(owner)
     if isinstance(owner, CONTAINERS):
@@ -124,6 +129,13 @@ def _of_list(function: Any, *args: Any, **kwargs: Any) -> Any:
 def _of_elements(function: Any, *args: Any, **kwargs: Any) -> Any:
     """A function of a package, which goes over the lists that it is given."""
     return function(*map(plain, args), **{name: plain(arg) for name, arg in kwargs.items()})
+
+
+def _of_package(function: FunctionType, *args: Any, **kwargs: Any) -> Any:
+    """The same of an installed package, which gets numbers that staged code took; torch can do with tensors."""
+    if function.__module__.partition(".")[0] not in ("torch", "tfnb"):
+        args, kwargs = tuple(map(given, args)), {name: given(arg) for name, arg in kwargs.items()}
+    return _of_elements(function, *args, **kwargs)
 
 
 def _noted(kind: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ import torch
 from tfnb.control_flow.staging.branching import chosen
 from tfnb.control_flow.staging.elements import backwards, expanded, grown, length, plain
 from tfnb.control_flow.staging.looping import Stage, Turns
+from tfnb.control_flow.staging.python_numbers import NUMBERS, shown
 from tfnb.control_flow.staging.statement import Statement, as_number, recorder_for, status
 from tfnb.control_flow.structure import sample_truth
 from tfnb.recording import Recorder, Tensor
@@ -191,7 +192,7 @@ def _len(item: Any) -> Any:
 
 def _print(*args: Any, **options: Any) -> None:
     if not status.quiet:
-        print(*args, **options)  # noqa: T201  the user's
+        print(*map(shown, args), **options)  # noqa: T201  the user's
 
 
 def _given(item: Any) -> Any:
@@ -264,8 +265,8 @@ def _reversed(items: Any) -> Any:
     return backwards(items) if grown(items) else reversed(items)
 
 
-def _bool(*args: Any) -> bool:
-    return bool(_len(args[0])) if args and grown(args[0]) else bool(*args)
+def _bool(*args: Any) -> Any:
+    return bool(_len(args[0])) if args and grown(args[0]) else NUMBERS[bool](*args)
 
 
 _GO_OVER: tuple[Any, ...] = (
@@ -273,6 +274,7 @@ _GO_OVER: tuple[Any, ...] = (
     itertools.pairwise, itertools.accumulate, itertools.product, itertools.combinations, functools.reduce,
 )  # fmt: skip
 BUILTINS: dict[Any, Callable[..., Any]] = {
+    **NUMBERS,
     range: _range, enumerate: _enumerate, zip: _zip, len: _len, varying_len: _len, print: _print, reversed: _reversed,
     bool: _bool, **{each: _over(each) for each in _GO_OVER},
     any: _joined(any, torch.logical_or), all: _joined(all, torch.logical_and),

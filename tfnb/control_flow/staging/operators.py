@@ -24,6 +24,7 @@ from tfnb.control_flow.staging.iteration import turns_of
 from tfnb.control_flow.staging.lists import append_to
 from tfnb.control_flow.staging.looping import Stage, Turns, staged_loop
 from tfnb.control_flow.staging.places import user_frame
+from tfnb.control_flow.staging.python_numbers import needed
 from tfnb.control_flow.staging.statement import (
     BeginsAsNone,
     CannotStage,
@@ -318,12 +319,14 @@ def _nameless(recorder: Recorder) -> Statement:
 
 def item(owner: Any, index: Any) -> Any:
     """``owner[index]``."""
-    return item_of(owner, index) if grown(owner) else owner[index]
+    if grown(owner):
+        return item_of(owner, index)
+    return owner[needed(index) if type(owner) in (list, tuple, str, range) else index]
 
 
 def part(owner: Any, start: Any, stop: Any, step: Any) -> Any:
     """``owner[start:stop:step]``."""
-    span = slice(start, stop, step)
+    span = slice(*map(needed, (start, stop, step))) if type(owner) in (list, tuple, str) else slice(start, stop, step)
     return part_of(owner, span) if grown(owner) else owner[span]
 
 

@@ -33,7 +33,15 @@ from tfnb.recording.ops import Op, facts, op_name
 from tfnb.recording.overrides import higher_order
 from tfnb.recording.overrides.constructors import constructing, fixed
 from tfnb.recording.overrides.op_overrides import PHYSICAL, REPLACED
-from tfnb.recording.overrides.python_answers import ANSWERS, SIZES, answer, item, settle_size
+from tfnb.recording.overrides.python_answers import (
+    ANSWERS,
+    SIZES,
+    answer,
+    guard_number,
+    item,
+    settle_size,
+    stands_for_number,
+)
 from tfnb.recording.values.outside_tensors import Outside
 from tfnb.recording.values.samples import physical
 from tfnb.recording.values.tensor import Base, Entry, Operation, Tensor, missing
@@ -92,6 +100,7 @@ class Recorder(TorchDispatchMode):
         self.overrides: Mapping[str, Callable[..., Any]] = {}  # gradient rules of the ops recorded now
         self.inside: list[Any] = []  # of the loops, branches and functions that are being recorded: what was before
         self.naturals: set[Value] = set()  # counters of loops, which are never negative
+        self.numbers: set[Value] = set()  # that staged code took of tensors as Python numbers
         self.entered = True  # whether the samples get to what is recorded now
         self.stands: dict[Variable, list[Value]] = {}  # values that Variables are given inside of loops
         self.calls: dict[
@@ -300,11 +309,14 @@ class Recorder(TorchDispatchMode):
     # -- what leaves the graph --------------------------------------------------------------------------------
 
     def escaped(self, value: Any, how: str) -> None:
-        """A value was read while recording: the number is a constant of the graph."""
+        """A value was read while recording: the number is a constant of the graph, with a guard in staged code."""
         if self.refuse is not None:
             self.refuse(how)
         source = self.where()
         where = f"{source.label} line {source.line} `{how}`" if source else how
+        if isinstance(value, Tensor) and stands_for_number(self, self._entry(value).value):
+            guard_number(self, value)
+            where += " needs the number itself: a run must have the sample's, and"
         asked = asked_in(source, self.stop)
         note = f"{where} took the sample's value, so what Python makes of it is the same in every run{asked}"
         if note not in self.notes:

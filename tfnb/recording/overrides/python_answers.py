@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tfnb.errors import InvalidArgument, ShapeError
+from tfnb.graph import Value
 from tfnb.recording.ops import Op, op_name
 from tfnb.recording.shapes.symbols import is_relation
 from tfnb.recording.values.tensor import Tensor
@@ -46,6 +47,21 @@ def item(rec: Recorder, tensor: torch.Tensor) -> Any:
     if isinstance(tensor, Tensor):
         return tensor.sample.item()
     return (tensor if entry.sample is None else entry.sample).item()
+
+
+def stands_for_number(rec: Recorder, value: Value) -> bool:
+    """Whether it is a Python number that staged code took of a tensor, or computed from such numbers alone."""
+    node = rec.tape.by_id.get(value.node) if rec.numbers and value not in rec.numbers else None
+    if node is not None and node.inputs and all(stands_for_number(rec, v) for v in node.inputs):
+        rec.numbers.add(value)
+    return value in rec.numbers
+
+
+def guard_number(rec: Recorder, tensor: Tensor) -> None:
+    """From here on, a run must have the sample's number."""
+    number = tensor.sample.item()
+    with rec.on(), torch.no_grad():
+        rec.branch(tensor.isnan() if number != number else tensor == number, True, is_check=True)
 
 
 def answer(rec: Recorder, func: Op, args: Any, kwargs: Any) -> bool:

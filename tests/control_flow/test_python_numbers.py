@@ -1,0 +1,153 @@
+"""Python numbers taken of recorded values in staged code: each run has its own, or stops where Python needed it."""
+
+from __future__ import annotations
+
+import linecache
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import tfnb
+from tests.control_flow.written import blocks, compared
+from tfnb.errors import BranchChanged
+
+FED = [
+    torch.tensor([[0.5, 1.25]]),
+    torch.tensor([[3.0, 1.5]]),
+    torch.tensor([[-4.75, 1.0]]),
+    torch.tensor([[9.0, 0.0]]),
+]
+
+STAGED = """
+# item of a tensor
+if x.sum().item() > 2:
+    return x * 2
+return x - 1
+
+# item of one element, in arithmetic
+n = x[0, 0].item()
+k = 2 * n + 1
+if k > 3 and not n > 8:
+    k += x[0, 1].item()
+return k, x * n
+
+# float and int
+a, b = float(x[0, 0]), int(x[0, 0])
+a += 0.5
+return a, b, b // 2 if b > 1 else b - 1
+
+# bool
+seen = bool(x[0, 0] > 1)
+if seen:
+    return x + 1
+return x
+
+# a while
+n, count = x.sum().item(), 0
+while n > 1:
+    n = n / 2
+    count += 1
+return n, count
+
+# in a function
+def large(y):
+    return y.sum().item() > 2
+return x * 3 if large(x) else x
+
+# how often a range goes on
+total = x.sum() * 0
+for i in range(int(x[0, 0])):
+    total = total + i
+return total
+
+# rounded
+return round(x[0, 0].item()), round(float(x[0, 1]), 1), round(x.sum().item() * 2, 1)
+
+# written below
+y = x.clone()
+n = y[0, 0].item()
+y += 1
+return n, y
+
+# said
+n = x.sum().item()
+assert f"{n:.1f}" != ""
+return n
+
+# a parameter
+n = weight.item()
+return x * 2 if n > 0 else x * 3
+"""
+
+NEEDED = """
+# an element of a list
+return x * [1.0, 2.0, 3.0][int(x[0, 1])]
+
+# an element of a list, by a tensor
+return x * [1.0, 2.0, 3.0][x.argmax()]
+
+# part of a list
+return x * sum([1.0, 2.0, 3.0][: int(x[0, 1])])
+
+# a size
+return torch.ones(int(x[0, 1]) + 1) * x.sum()
+
+# a function of Python
+return x * math.exp(x[0, 1].item())
+
+# a function of a package
+return x * float(np.linalg.norm(x[0, 1].item()))
+
+# a number of torch
+return torch.full((2,), x[0, 1].item()) + x
+"""
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("name", "body"), blocks(STAGED), ids=[name for name, _ in blocks(STAGED)])
+def test_a_number_of_a_recorded_value_is_each_runs_own(name: str, body: str) -> None:
+    notes, refused = compared(body, FED[0], FED, weight=torch.nn.Parameter(torch.ones(())))
+    assert refused == 0
+    assert not any("stays Python" in note or "a run must have" in note for note in notes), notes
+
+
+@pytest.mark.parametrize(("name", "body"), blocks(NEEDED), ids=[name for name, _ in blocks(NEEDED)])
+def test_a_number_that_python_needs_is_guarded(name: str, body: str) -> None:
+    notes, refused = compared(body, FED[0], FED, (BranchChanged,), math=math, np=np)
+    assert 0 < refused < len(FED)
+    assert any("a run must have the sample" in note for note in notes), notes
+
+
+def test_the_guard_names_its_line() -> None:
+    source = "def f(x):\n    n = int(x.sum())\n    return x * [1.0, 2.0, 3.0][n]\n"
+    linecache.cache["<guarded>"] = (len(source), None, source.splitlines(keepends=True), "<guarded>")
+    names: dict[str, object] = {}
+    exec(compile(source, "<guarded>", "exec"), names)
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.ones(()), name="x")
+        y = tfnb.autograph(names["f"])(x)  # type: ignore[type-var]
+    assert tfnb.run(y, {x: 1.5}) == 3
+    with pytest.raises(BranchChanged, match=r"line 3"):
+        tfnb.run(y, {x: 2.0})
+    assert any("line 3" in note for note in graph.notes)
+
+
+def test_outside_of_staged_code_the_samples_number_is_taken_and_noted() -> None:
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.ones(3), name="x")
+        y = x * x.sum().item()
+    assert tfnb.run(y, {x: torch.zeros(3) + 2}).tolist() == [6.0] * 3
+    (note,) = graph.notes
+    assert "took the sample's value" in note
+
+
+def test_gradients_do_not_pass_through_a_number() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return (x * x.sum().item()).sum()
+
+    with tfnb.record():
+        x = tfnb.placeholder(torch.ones(2), shape=(2,), name="x")
+        (dx,) = tfnb.gradients(tfnb.autograph(f)(x), [x])
+    assert tfnb.run(dx, {x: torch.tensor([1.0, 4.0])}).tolist() == [5.0, 5.0]

@@ -1,0 +1,99 @@
+"""Python numbers of recorded values: 0-d tensors that each run has its own of. Semantics S-20.
+
+Where Python itself needs the number (the place in a list, an argument of a package), the recording takes the sample's
+and keeps a guard that a run has the same one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tfnb.control_flow.staging.statement import as_number, is_number, status
+from tfnb.control_flow.structure import recorder_if_open
+from tfnb.recording import Recorder, Tensor
+from tfnb.recording.overrides.python_answers import stands_for_number
+
+
+def _recorded(item: Any) -> tuple[Recorder, Tensor] | None:
+    """The open recording and the tensor in it, if it is one number that another run may have another one of."""
+    recorder = None if status.off or not isinstance(item, torch.Tensor) else recorder_if_open()
+    if recorder is None or item.numel() != 1:
+        return None
+    is_here = isinstance(item, Tensor) and item.graph is recorder.graph
+    if not is_here and (isinstance(item, Tensor) or recorder.variable_of(item) is None):
+        return None
+    handle = recorder.handle(item)
+    return None if recorder.tape.is_fixed(recorder._entry(handle).value) else (recorder, handle)
+
+
+def _number(recorder: Recorder, tensor: Tensor, dtype: torch.dtype) -> Any:
+    found = recorder.handle(tensor.detach().reshape(()).to(dtype, copy=True))
+    recorder.numbers.add(recorder._entry(found).value)
+    return as_number(found)
+
+
+def _kind(tensor: Tensor, kind: type | None) -> torch.dtype:
+    """The dtype of a Python number of this kind, which is by default the one that the tensor has."""
+    if kind is int or (kind is None and not tensor.is_floating_point() and not tensor.is_complex()):
+        return torch.bool if kind is None and tensor.dtype == torch.bool else torch.int64
+    if kind is bool:
+        return torch.bool
+    return tensor.dtype if tensor.is_floating_point() or tensor.is_complex() else torch.get_default_dtype()
+
+
+def _taken(function: Callable[..., Any], kind: type | None) -> Callable[..., Any]:
+    """``float`` and the like, which leave a recorded value in the graph."""
+
+    def number(*args: Any, **kwargs: Any) -> Any:
+        found = _recorded(args[0]) if len(args) == 1 and not kwargs else None
+        return function(*args, **kwargs) if found is None else _number(*found, _kind(found[1], kind))
+
+    return number
+
+
+def item_of(function: Any, owner: Any) -> Callable[..., Any] | None:
+    """What to call in place of the method ``item`` of a recorded tensor; None for any other method."""
+    if getattr(function, "__name__", "") != "item" or _recorded(owner) is None:
+        return None
+    return functools.partial(_taken(lambda _: function(), None), owner)
+
+
+def _round(number: Any, digits: int | None = None) -> Any:
+    found = _recorded(number)
+    if found is None:
+        return round(number, digits)
+    recorder, tensor = found
+    rounded = tensor.detach() if tensor.dtype == torch.int64 else torch.round(tensor.detach(), decimals=digits or 0)
+    return _number(recorder, recorder.handle(rounded), torch.int64 if digits is None else rounded.dtype)
+
+
+def needed(item: Any) -> Any:
+    """The sample's number in place of a recorded one; a run must have the same."""
+    found = _recorded(item)
+    if found is None:
+        return item
+    recorder, tensor = found
+    recorder.numbers.add(recorder._entry(tensor).value)
+    return tensor.item()
+
+
+def given(item: Any) -> Any:
+    """What a function of a package gets: the number itself where staged code took one."""
+    found = _recorded(item)
+    if found is None or not stands_for_number(found[0], found[0]._entry(found[1]).value):
+        return item
+    return needed(item)
+
+
+def shown(item: Any) -> Any:
+    """What is printed: of a number that of the sample."""
+    return item.sample.item() if is_number(item) and not status.depth else item
+
+
+NUMBERS: dict[Any, Callable[..., Any]] = {
+    **{kind: _taken(kind, kind) for kind in (float, int, bool)}, round: _round,
+}  # fmt: skip
