@@ -23,7 +23,7 @@ from tfnb.errors import (
     TfnbError,
     Unimplemented,
 )  # fmt: skip
-from tfnb.execution import Budget, Clocked, Program, Run, Trace, Tracer, profiling
+from tfnb.execution import TRACERS, Budget, Program, Trace, Tracer, profiling
 from tfnb.execution.dataflow.executor import EXECUTORS, Dataflow, lowered
 from tfnb.execution.explain import check_timeout, deadline, explained
 from tfnb.execution.planned import Planned
@@ -56,7 +56,6 @@ class _Prepared:
     trailing: tuple[Variable, ...]  # variables fetched as such: their value after the step
     version: int
     nodes: tuple[Node, ...]
-    clocked: Clocked | None = None  # made for the first run that asks for it
     budget: Budget | None = None
 
     def code(self, shapes: Shapes) -> tuple[Any, Callable[..., Any]]:
@@ -115,12 +114,12 @@ class Session:
         self._runs = itertools.count()
         self._running: set[Running] = set()
         self._closed = False
-        self._trace: Trace | Run | None = None  # of the last traced run
+        self._trace: Trace | Tracer | None = None  # of the last traced run
 
     @property
     def trace(self) -> Trace | None:
         """What the last traced run did."""
-        if isinstance(self._trace, Run):  # made of its clocks when somebody looks
+        if isinstance(self._trace, Tracer):  # made of its times when somebody looks
             self._trace = self._trace.trace()
         return self._trace
 
@@ -289,24 +288,23 @@ class Session:
     def _traced(
         self, prepared: _Prepared, fed: Fed, timeout: float | None, how: bool | str, cut: Cut | None
     ) -> list[Any]:
-        """`_execute` with clocks."""
+        """`_execute` with a tracer."""
         __tracebackhide__ = True
         if self.cluster is not None:
             raise Unimplemented("a traced run runs here only: close the cluster, or run without trace=True")
-        if how not in (True, "parts", "kernels"):
+        if how not in TRACERS:
             raise InvalidArgument(f"trace is True, 'parts' or 'kernels', not {how!r}")
         tensors, shapes = fed
         program, _ = prepared.code(shapes)
         if isinstance(program, Dataflow):
             raise Unimplemented("a traced run is generated code, without queues: run without trace=True")
-        if how == "parts":
-            prepared.clocked = Clocked.of(program, prepared.clocked)
         with profiling(how == "kernels") as profile:
-            tracer = Run(prepared.clocked) if prepared.clocked and how == "parts" else Tracer(program)
+            tracer = TRACERS[how](program)
             results, pending = self._stoppable(program, timeout, self._compute, program, tensors, tracer.forward, cut)
             tracer.commit(pending)
-        made = tracer if isinstance(tracer, Run) else tracer.trace(results, profile.found)
-        self._trace = self.graph.attached["trace"] = made  # live drawings of the graph look there
+        tracer.end(results, profile.found)
+        self._trace = tracer if tracer.by_parts else tracer.trace()
+        self.graph.attached["trace"] = self._trace  # live drawings of the graph look there
         return results
 
     def _stoppable(self, program: Program, timeout: float | None, call: Callable[..., Any], *args: Any) -> Any:

@@ -9,8 +9,8 @@ from torch import nn
 
 import tfnb
 from tfnb.errors import InvalidArgument
-from tfnb.execution import Clocked, lower
-from tfnb.execution.tracing.probes import MOST
+from tfnb.execution import lower
+from tfnb.execution.tracing.probes import MOST, parts
 
 
 class Net(nn.Module):
@@ -79,8 +79,7 @@ def test_parts_have_eight_nodes_or_more() -> None:
         for place in range(64):
             with tfnb.name_scope(f"turn{place}"):
                 x = (x + place).exp().log()
-    clocked = Clocked(lower(graph, [x.value], [graph.placeholders[0].value()]))
-    sizes = [len(part.nodes) for part in clocked.parts]
+    sizes = [len(part.nodes) for part in parts(lower(graph, [x.value], [graph.placeholders[0].value()]))]
     assert set(sizes[:-1]) == {9} and sum(sizes) == 3 * 64
 
 

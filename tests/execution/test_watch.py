@@ -10,8 +10,8 @@ import torch
 import tfnb
 from tfnb.errors import InvalidArgument
 from tfnb.execution import Trace
-from tfnb.execution.tracing import loop_trace as watch
-from tfnb.execution.tracing.iterations import Seen, Turns, seen
+from tfnb.execution.tracing import everything as watch
+from tfnb.execution.tracing.iterations import LoopTrace, Seen, seen
 
 
 def traced(graph: tfnb.Graph, fetches: object, feeds: dict[object, object]) -> tuple[Trace, object]:
@@ -21,7 +21,7 @@ def traced(graph: tfnb.Graph, fetches: object, feeds: dict[object, object]) -> t
     return session.trace, result
 
 
-def of_op(turns: Turns, trace: Trace, op: str) -> list[list[tuple[float, ...]]]:
+def of_op(turns: LoopTrace, trace: Trace, op: str) -> list[list[tuple[float, ...]]]:
     """The numbers that nodes of an op had, turn by turn."""
     named = {path for path, amount in trace.inside.items() if amount.node.op.startswith(op)}
     return [[note.values[0].numbers for path, note in turn.notes.items() if path in named] for turn in turns.kept]
@@ -46,7 +46,7 @@ def test_values_and_sides_of_every_turn_are_those_of_python(collatz) -> None:
     while m != 1:
         expected.append((m, m % 2 == 0))
         m = m // 2 if m % 2 == 0 else 3 * m + 1
-    (turns,) = trace.turns
+    (turns,) = trace.loops
     assert (turns.total, turns.runs, turns.every, found.item()) == (len(expected), 1, 1, len(expected))
     assert [turn.number for turn in turns.kept] == list(range(len(expected)))
     assert [list(turn.sides.values()) for turn in turns.kept] == [[side] for _, side in expected]
@@ -70,7 +70,7 @@ def test_what_runs_inside_is_part_of_the_loop_and_counted(collatz) -> None:
     spans = [span for span in trace.spans if span.depth]
     assert {span.depth for span in spans} == {1} and len(spans) == sum(
         not math.isnan(note.seconds) and trace.inside[path].node.op != "tfnb.cond"
-        for turn in trace.turns[0].kept for path, note in turn.notes.items()
+        for turn in trace.loops[0].kept for path, note in turn.notes.items()
     )  # fmt: skip
     assert all(loop.start <= span.start <= span.end <= loop.end for span in spans)
 
@@ -81,7 +81,7 @@ def test_turns_of_a_loop_in_a_loop_know_the_turn_around_them() -> None:
         y = tfnb.map_fn(lambda v: tfnb.while_loop(lambda a: a < 4, lambda a: a * 2, v), x)
     trace, result = traced(graph, y, {x: torch.tensor([1.0, 5.0, 3.0, 0.5])})
     assert result.tolist() == [4.0, 5.0, 6.0, 4.0]
-    outer, inner = trace.turns
+    outer, inner = trace.loops
     assert (outer.total, inner.total, inner.runs, inner.around, outer.depth, inner.depth) == (4, 6, 4, outer.path, 1, 2)
     assert [(turn.around.number, turn.number) for turn in inner.kept] == [
         (0, 0),
@@ -111,10 +111,10 @@ def test_of_very_many_turns_every_nth_is_kept(monkeypatch: pytest.MonkeyPatch) -
             (0, 0),
         )[1]
     trace, result = traced(graph, y, {n: 300})
-    outer, inner = trace.turns
+    outer, inner = trace.loops
     assert result.item() == 3000 and (outer.total, inner.total, inner.runs) == (300, 1500, 300)
-    assert sum(len(turn.notes) for turns in trace.turns for turn in turns.kept) <= 200
-    for turns in trace.turns:
+    assert sum(len(turn.notes) for turns in trace.loops for turn in turns.kept) <= 200
+    for turns in trace.loops:
         assert turns.every > 1 and turns.every & (turns.every - 1) == 0
         assert turns.kept and all(turn.number % turns.every == 0 for turn in turns.kept)
     assert [turn.number for turn in outer.kept] == list(range(0, 300, outer.every))
@@ -171,7 +171,7 @@ def test_branches_in_a_function_that_calls_itself_have_no_turns() -> None:
         n = tfnb.placeholder(torch.tensor(3.0), name="n")
         y = tfnb.while_loop(lambda k, m: k < 2, lambda k, m: (k + 1, fall(m) + k), (0, n))[1]
     trace, result = traced(graph, y, {n: 5.0})
-    assert result.item() == 1.0 and [turns.total for turns in trace.turns] == [2]
+    assert result.item() == 1.0 and [turns.total for turns in trace.loops] == [2]
     assert all(len(path) == 2 for path in trace.inside)
 
 

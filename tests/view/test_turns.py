@@ -15,7 +15,7 @@ import tfnb
 from tests.view.browser import browser, needs_browser
 from tests.view.loops import END, FED, HOME, LEFT, RIGHT, TITLED, Loops, nested, traced, while_with_a_branch
 from tfnb.execution import Trace
-from tfnb.execution.tracing.iterations import Seen, Turns
+from tfnb.execution.tracing.iterations import LoopTrace, Seen
 from tfnb.view import Drawing, graph_html, trace_html, turns
 
 # -- what a page holds ------------------------------------------------------------------------------------------------
@@ -46,15 +46,15 @@ def test_only_a_traced_loop_has_a_slider() -> None:
     html = trace_html(traced((graph, x, y), FED))
     assert html.count('class="tfnb-turns"') == 1
     none = traced((graph, x, y), FED * 0)  # no turn at all
-    assert none.turns[0].total == 0 and 'class="turns"' not in trace_html(none)
+    assert none.loops[0].total == 0 and 'class="turns"' not in trace_html(none)
 
 
 def test_every_nth_turn_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = traced(while_with_a_branch(), FED * 64)
-    (loop,) = trace.turns
-    few = Turns(loop.path, None, [turn for turn in loop.kept if turn.number % 4 == 0], 4, loop.total, 1)
+    (loop,) = trace.loops
+    few = LoopTrace(loop.path, None, [turn for turn in loop.kept if turn.number % 4 == 0], 4, loop.total, 1)
     found = re.findall(r'class="tfnb-turns">(.*?)</script>', trace_html(Trace(
-        trace.graph, trace.fetches, trace.events, trace.live, trace.seconds, 0, inside=trace.inside, turns=(few,)
+        trace.graph, trace.fetches, trace.events, trace.live, trace.seconds, 0, inside=trace.inside, loops=(few,)
     )))  # fmt: skip
     (data,) = map(json.loads, found)
     assert data["loops"][0]["every"] == 4 and [n for n, _ in data["loops"][0]["turns"]] == [0, 4, 8]

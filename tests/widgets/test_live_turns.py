@@ -214,9 +214,9 @@ def test_the_timeline_follows_the_turn_and_leads_to_it(driver: Any, tmp_path: Pa
     pale = "[...document.querySelectorAll('.tfnb-timeline [data-turn]')].map(b => [b.dataset.turn, b.matches('.pale')])"
     assert not any(is_pale for _, is_pale in page.js(f"return {pale}"))
     page.slide(outer, HOME, RIGHT)
-    loops = [turns.depth for turns in graph.attached["trace"].turns]
+    loops = [turns.depth for turns in graph.attached["trace"].loops]
     first, second = loops.index(1), loops.index(2)
-    inside = {at for at, turn in enumerate(graph.attached["trace"].turns[second].kept) if turn.around.number == 0}
+    inside = {at for at, turn in enumerate(graph.attached["trace"].loops[second].kept) if turn.around.number == 0}
     for name, is_pale in page.js(f"return {pale}"):
         loop, turn = map(int, name.split())
         assert is_pale == ((turn != 0) if loop == first else turn not in inside), name

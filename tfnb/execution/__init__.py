@@ -10,9 +10,12 @@ from tfnb.execution.commit import Pending
 from tfnb.execution.lowering.lower import lower
 from tfnb.execution.lowering.program import Program
 from tfnb.execution.planned import Budget
+from tfnb.execution.tracing.everything import Everything
 from tfnb.execution.tracing.kernel_events import profiling
-from tfnb.execution.tracing.probes import Clocked, Run
 from tfnb.execution.tracing.trace import Trace
-from tfnb.execution.tracing.tracer import Tracer
+from tfnb.execution.tracing.tracer import Times, Tracer
 
-__all__ = ["Budget", "Clocked", "Pending", "Program", "Run", "Trace", "Tracer", "lower", "profiling"]
+__all__ = ["TRACERS", "Budget", "Pending", "Program", "Trace", "Tracer", "lower", "profiling"]
+
+TRACERS: dict[object, type[Tracer]] = {True: Everything, "kernels": Everything, "parts": Times}
+"""What ``trace=`` of a run keeps."""

@@ -6,14 +6,13 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import fx
 
 from tfnb.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, TfnbError
 from tfnb.execution.lowering.program import Program
 from tfnb.execution.running import Deadline, Stop
 from tfnb.execution.tiers.compiled_loops import Native
 from tfnb.execution.tiers.scalarize import Quick, parts
-from tfnb.execution.tracing.loop_trace import Code, Look
+from tfnb.execution.tracing.probes import Probe, Probed
 from tfnb.graph import Node, Spec
 from tfnb.recording.marks.notes import line_of
 from tfnb.recording.values.workspace import workspace
@@ -102,14 +101,12 @@ def failing_node(program: Any, error: BaseException) -> Node | None:
     programs = {type(p.module).forward.__code__: p for p in _codes(program)}
     while trace is not None:
         frame = trace.tb_frame
-        if isinstance(at := frame.f_locals.get("n"), fx.Node):
-            found = program.node_of.get(at.name) or found  # an interpreter's, node by node, or between two of them
-        elif frame.f_code in programs:
+        if frame.f_code in programs:
             found = _at_line(programs[frame.f_code], trace.tb_lineno) or found
         elif isinstance(loop := frame.f_locals.get("self"), Native):
             found = loop.loop.node  # in C++, or in Python whose loops are compiled
-        elif isinstance(look := frame.f_locals.get("look"), Look):
-            found = _at_line(look.program, trace.tb_lineno) or found  # a traced run's, in a loop or branch
+        elif isinstance(probe := frame.f_locals.get("probe"), Probe):  # a traced run's
+            found = _at_line(probe.code, trace.tb_lineno) or found
         trace = trace.tb_next
     return found
 
@@ -123,7 +120,7 @@ def _codes(program: Any) -> Iterator[Program | Quick]:
         yield from _codes(inner)
 
 
-def _at_line(program: Program | Quick | Code, line: int) -> Node | None:
+def _at_line(program: Program | Quick | Probed, line: int) -> Node | None:
     text = program.code.splitlines()
     if not 0 < line <= len(text):
         return None

@@ -58,7 +58,7 @@ class Drawing:
         self.colours: Heat | Marks | None = None if marks is None else Marks(marks, inside.paths)
         if trace is not None:
             self.colours = heat(trace, by, inside.lit, inside.paths)
-        self.turned = Turned(trace, inside, self.wiring) if trace is not None and trace.turns else None
+        self.turned = Turned(trace, inside, self.wiring) if trace is not None and trace.loops else None
         self.painter = Painter(self.wiring, red, inside.dead.union(grey), self.colours, self.turned)
         self.opened = self._opened(min(boxes, MOST), red or (marks if marks and len(marks) <= MARKED else ()))
 

@@ -32,7 +32,7 @@ def timeline(trace: Any, keys: Mapping[tuple[int, ...], str]) -> str:
     """Bars, curve and tables; ``keys`` are the boxes of the drawing, by the nodes' paths."""
     spans = trace.spans
     events = sorted(spans, key=lambda event: -event.seconds)[:BARS]
-    turns = {id(turn): f"{loop} {at}" for loop, found in enumerate(trace.turns) for at, turn in enumerate(found.kept)}
+    turns = {id(turn): f"{loop} {at}" for loop, found in enumerate(trace.loops) for at, turn in enumerate(found.kept)}
     left_out = len(spans) - len(events)
     note = f"; the {left_out:,} shortest of {len(spans):,} bars are left out" if left_out else ""
     head = (
@@ -75,7 +75,7 @@ def _tone(event: Any) -> str:
 def _links(event: Any, keys: Mapping[tuple[int, ...], str], turns: Mapping[int, str]) -> str:
     """Which box of the drawing a bar is of, and which turn of which loop: see ``timeline.js`` of `tfnb.widgets`."""
     key = keys.get(event.path or (event.node.id,)) if event.node else None
-    turn = turns.get(id(event.turn))
+    turn = turns.get(id(event.iteration))
     words = [f' data-box="{key}" data-node="{xml(event.name)}"' if key else "", f' data-turn="{turn}"' if turn else ""]
     return "".join(words)
 

@@ -46,7 +46,7 @@ def spec(seen: Any) -> str:
 
 def history(trace: Any, path: tuple[int, ...], most: int = 200) -> str:
     """The values of a node inside in each turn that was kept, a line each; without turns, how often it ran."""
-    rows = [(turn, note) for turns in trace.turns for turn in turns.kept if (note := turn.notes.get(path))]
+    rows = [(turn, note) for turns in trace.loops for turn in turns.kept if (note := turn.notes.get(path))]
     if not rows:
         amount = trace.inside.get(path)
         return f"{amount.calls:,} times; values are kept of turns" if amount else "not run in the last traced run"
@@ -63,7 +63,7 @@ class Turned:
     """What the loops of a traced run did in single turns, by the boxes of one drawing."""
 
     def __init__(self, trace: Any, opened: Opened, wiring: Wiring) -> None:
-        self.loops = tuple(trace.turns)
+        self.loops = tuple(trace.loops)
         self.wiring, self.sides = wiring, opened.sides
         self.calls = {path: amount.calls for path, amount in trace.inside.items()}
         self.paths = opened.paths

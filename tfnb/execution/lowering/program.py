@@ -52,6 +52,7 @@ class Program:
     quick: Any = field(
         init=False, default=None
     )  # the same by `tfnb.execution.tiers.scalarize`, where a session runs that
+    probed: dict[bool, Any] = field(init=False, default_factory=dict)  # the code with probes, by `tracing`
     late: tuple[int, ...] = field(init=False)  # places of feeds that the commit takes as they are, or as views
 
     def __post_init__(self) -> None:

@@ -27,7 +27,7 @@ from tfnb.execution.tiers.captured_steps import Captured, Captures, device_of
 from tfnb.execution.tiers.inductor import Forward, compiled, obstacle
 from tfnb.execution.tiers.scalarize import quick
 from tfnb.execution.tracing.clocks import counter
-from tfnb.execution.tracing.loop_trace import devices, wait
+from tfnb.execution.tracing.live_memory import devices, wait
 from tfnb.graph.collector import frozen
 
 Mode = Literal["auto", "off", "now"]

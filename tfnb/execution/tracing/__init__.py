@@ -1,5 +1,6 @@
-"""Runs that are watched: clocks, traces, values of iterations.
+"""Watching a run: one tracer, generated code with probes; what it keeps is an argument.
 
-`clocks`, `trace` (what a run did), `tracer` (node by node), `probes` (few clocks), `loop_trace` and `iterations`
-(inside of loops), `kernel_events`.
+`probes` makes the code, `tracer` runs it and keeps the times of parts, `everything` keeps nodes, memory and iterations.
+`trace` is what a run did, `iterations` the part of it inside of loops, `live_memory` counts bytes, `clocks` seconds,
+`kernel_events` reads torch's profiler.
 """

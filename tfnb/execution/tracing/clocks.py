@@ -68,6 +68,24 @@ def moment(device: torch.device) -> Any:
     return event
 
 
+class Clock:
+    """Seconds since it was made, without those that are taken back."""
+
+    def __init__(self, *, true: bool = False) -> None:
+        self._true, self._zero = true, time.perf_counter_ns()
+
+    def now(self) -> float:
+        """Seconds since the start."""
+        return (time.perf_counter_ns() - self._zero) * 1e-9
+
+    def back(self, to: float) -> float:
+        """Now it is this time again; a ``true`` clock, which is compared with others, goes on. What it is now."""
+        if self._true:
+            return self.now()
+        self._zero = time.perf_counter_ns() - round(to * 1e9)
+        return to
+
+
 _COUNTERS: dict[str, Callable[[torch.device], Counter]] = {"cpu": Host, "meta": Host}
 
 

@@ -1,4 +1,4 @@
-"""What a traced run saw inside of loops and branches: amounts of each node, and the values of single turns in brief.
+"""What a traced run saw inside of loops and branches: amounts of each node, values of iterations.
 
 A place inside is a path: the ids of the loops and branches around a node, from the outside in, then its own.
 """
@@ -58,9 +58,9 @@ def seen(value: torch.Tensor) -> Seen:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A node in one turn: when, how long without what ran inside of it, its bytes, and the first of its outputs.
+    """A node in one iteration: when, how long without the nodes inside of it, its bytes, its first outputs.
 
-    What goes into a turn took no time: NaN.
+    The inputs of an iteration took no time: NaN.
     """
 
     start: float
@@ -70,11 +70,11 @@ class Note:
 
 
 @dataclass(slots=True, eq=False)
-class Turn:
-    """One turn of a loop, the first is 0; ``around`` is that of the loop around it. ``sides``: which branches took."""
+class Iteration:
+    """One iteration of a loop, the first is 0; ``around``: of the loop around it; ``sides`` of branches."""
 
     number: int
-    around: Turn | None
+    around: Iteration | None
     start: float
     end: float = 0.0
     notes: dict[Path, Note] = field(default_factory=dict)
@@ -82,33 +82,33 @@ class Turn:
 
 
 @dataclass(slots=True)
-class Turns:
-    """The turns of a loop in one step: how many, in how many runs of it, and those that were kept: every n-th."""
+class LoopTrace:
+    """A loop in one step: how many iterations, in how many runs of it, and those that were kept: every n-th."""
 
     path: Path
     around: Path | None  # of the loop around it
-    kept: list[Turn] = field(default_factory=list)
+    kept: list[Iteration] = field(default_factory=list)
     every: int = 1
     total: int = 0
     runs: int = 0
 
     @property
     def depth(self) -> int:
-        """How many loops are around a turn's nodes."""
-        turn, depth = next(iter(self.kept), None), 0
-        while turn is not None:
-            turn, depth = turn.around, depth + 1
+        """How many loops are around the nodes of an iteration."""
+        iteration, depth = next(iter(self.kept), None), 0
+        while iteration is not None:
+            iteration, depth = iteration.around, depth + 1
         return depth
 
     @property
     def each(self) -> float:
-        """Turns kept of a run, about."""
-        return len(self.kept) / max(1, len({turn.around for turn in self.kept}))
+        """LoopTrace kept of a run, about."""
+        return len(self.kept) / max(1, len({iteration.around for iteration in self.kept}))
 
 
 @dataclass(slots=True)
 class Amount:
-    """What a node inside took and made in all turns of a step, without what ran inside of it."""
+    """What a node inside took and made in all iterations of a step, without what ran inside of it."""
 
     node: Node
     seconds: float = 0.0
@@ -116,30 +116,30 @@ class Amount:
     calls: int = 0
 
 
-class KeptTurns:
-    """The turns of all loops of a step, of which every n-th is kept where there are too many ``notes``."""
+class LoopTraces:
+    """All loops of a step; where there are too many ``notes``, every n-th iteration is kept."""
 
     def __init__(self, most: int) -> None:
         self.most, self.notes = most, 0
-        self.loops: dict[Path, Turns] = {}
+        self.loops: dict[Path, LoopTrace] = {}
 
-    def add(self, turns: Turns, turn: Turn, running: Iterable[Turn]) -> None:
-        """Keep one that is done, if it is still one of the n-th; ``running`` are the turns around it."""
-        if turn.number % turns.every:
+    def add(self, loop: LoopTrace, iteration: Iteration, running: Iterable[Iteration]) -> None:
+        """Keep an iteration that is done, if it is still one of the n-th; ``running`` are the iterations around it."""
+        if iteration.number % loop.every:
             return
-        turns.kept.append(turn)
-        self.notes += len(turn.notes)
+        loop.kept.append(iteration)
+        self.notes += len(iteration.notes)
         while self.notes > self.most:
-            longest = max(self.loops.values(), key=lambda loop: (loop.each, len(loop.path)))
+            longest = max(self.loops.values(), key=lambda each: (each.each, len(each.path)))
             if longest.each <= 1:
                 return
             longest.every *= 2
             self.settle(running)
 
-    def settle(self, running: Iterable[Turn] = ()) -> None:
-        """Leave out what is no n-th turn, and turns within those."""
-        stay: set[Turn | None] = {None, *running}
-        for turns in self.loops.values():  # a loop comes after the one around it
-            turns.kept = [t for t in turns.kept if t.number % turns.every == 0 and t.around in stay]
-            stay.update(turns.kept)
-        self.notes = sum(len(turn.notes) for turns in self.loops.values() for turn in turns.kept)
+    def settle(self, running: Iterable[Iteration] = ()) -> None:
+        """Leave out what is no n-th iteration, and iterations within those."""
+        stay: set[Iteration | None] = {None, *running}
+        for loop in self.loops.values():  # a loop comes after the one around it
+            loop.kept = [one for one in loop.kept if one.number % loop.every == 0 and one.around in stay]
+            stay.update(loop.kept)
+        self.notes = sum(len(one.notes) for loop in self.loops.values() for one in loop.kept)

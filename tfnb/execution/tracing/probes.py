@@ -1,13 +1,11 @@
-"""Running with few clocks: generated code in parts, by the scopes of its nodes, with a look at the clock between them.
+"""Generated code with probes: a call of what watches the run after each call of the code, or after each part of it.
 
-At most one look for eight nodes, so that it costs next to nothing and may stay on; `tracer` looks at
-every node. On an accelerator its own events are recorded, and read when the trace is. Bytes are predicted.
+A part is a run of nodes of one scope, at least eight of them, so that probes between parts cost next to nothing.
 """
 
 from __future__ import annotations
 
-import threading
-import time
+import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,15 +14,23 @@ from typing import Any
 import torch
 from torch import fx
 
-from tfnb.execution.commit import Pending
 from tfnb.execution.lowering.program import Program
-from tfnb.execution.tiers.captured_steps import device_of
-from tfnb.execution.tracing.clocks import moment
-from tfnb.execution.tracing.trace import Event, Trace
+from tfnb.graph import Graph, Node
 from tfnb.passes import Memory, feed_symbols
 
-NODES_A_LOOK = 8
+FEWEST = 8  # nodes of a part
 MOST = 64  # parts, about
+
+
+class Probe:
+    """What a probe calls: ``probe(place, value)`` after call number ``place`` of the code; ``code`` for errors."""
+
+    __slots__ = ()
+    code: Probed
+
+    def probe(self, place: int, value: Any) -> None:
+        """A call of the code gave this."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +44,7 @@ class Part:
 def parts(program: Program) -> list[Part]:
     """The parts of a program: a new one begins where the scope changes, if the one before has enough nodes."""
     calls = [node for node in program.module.graph.nodes if node.op == "call_function"]
-    enough = max(NODES_A_LOOK, len(calls) // MOST)
+    enough = max(FEWEST, len(calls) // MOST)
     found: list[tuple[list[tuple[str, ...]], list[fx.Node]]] = []
     scope: tuple[str, ...] = ()
     for call in calls:
@@ -51,28 +57,57 @@ def parts(program: Program) -> list[Part]:
     return [Part("/".join(Counter(scopes).most_common(1)[0][0]) or "no scope", tuple(n)) for scopes, n in found]
 
 
-class Clocked:
-    """The code of one program with a look at the clock after each part."""
+class Probed:
+    """The code of a program with probes, whose first argument is a `Probe`.
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
-        self.parts = parts(program)
-        self.device = device_of(program)
-        self.is_cpu, self.fed = self.device.type == "cpu", len(program.feeds)
-        after = {part.nodes[-1]: part for part in self.parts}
-        graph = fx.Graph()
-        clock = graph.placeholder("clock")
-        new: dict[fx.Node, Any] = {}
+    by_parts: a probe after each of its ``parts``, else after each call. ``nodes``: for each probe the recorded node
+    that made the value; ``owned``: whether the value is that of the node, not a copy or a size of it; ``dead``: the
+    probes whose values were used for the last time.
+    """
+
+    def __init__(self, program: Program, *, by_parts: bool) -> None:
+        self.program, self.inputs = program, [value.node for value in program.feeds]
+        self.parts = parts(program) if by_parts else []
+        self.nodes: list[Node | None] = []
+        self.owned: list[bool] = []
+        self.dead: list[tuple[int, ...]] = []
+        ends = {part.nodes[-1] for part in self.parts}
+        graph, new, places = fx.Graph(), dict[fx.Node, Any](), dict[fx.Node, int]()
+        probe = graph.placeholder("probe")
+        last_uses = {} if by_parts else fx.Interpreter(program.module).user_to_last_uses
         for node in program.module.graph.nodes:
             new[node] = graph.node_copy(node, new.__getitem__)
-            if node in after:
-                graph.call_function(_look, (clock,))
-        self.forward: Callable[..., tuple[Any, ...]] = fx.GraphModule(program.module, graph).forward
+            if node in ends or (node.op == "call_function" and not by_parts):
+                place = places[node] = len(self.nodes)
+                self.nodes.append(self._maker(node))
+                self.owned.append(node.name in program.node_of)
+                unused = [] if node.users else [node]
+                self.dead.append(tuple(places[n] for n in (*last_uses.get(node, ()), *unused) if n in places))
+                graph.call_method("probe", (probe, place, new[node]))
+        module = fx.GraphModule(program.module, graph)
+        module.__dict__.update(module.named_buffers())  # constants, found without a call of __getattr__
+        self.constants = tuple(module.buffers())
+        self.forward: Callable[..., tuple[Any, ...]] = module.forward
+        self.code = module.code
+        self.node_of = {copy.name: program.node_of[n.name] for n, copy in new.items() if n.name in program.node_of}
 
     @classmethod
-    def of(cls, program: Program, before: Clocked | None) -> Clocked:
-        """That of a program, or the one before if it is of the same."""
-        return before if before is not None and before.program is program else cls(program)
+    def of(cls, program: Program, *, by_parts: bool = False) -> Probed:
+        """That of a program, made once."""
+        if by_parts not in program.probed:
+            program.probed[by_parts] = cls(program, by_parts=by_parts)
+        found: Probed = program.probed[by_parts]
+        return found
+
+    def _maker(self, at: fx.Node) -> Node | None:
+        """The recorded node of a call; a copy or size belongs to the node whose value it takes, an item to nobody."""
+        known = self.program.node_of
+        if at.target is operator.getitem:
+            return None
+        found: fx.Node | None = at
+        while found is not None and found.name not in known:
+            found = next(iter(found.all_input_nodes), None)
+        return None if found is None else recorded(known[found.name], self.program.whole)
 
     def predicted(self, shapes: Sequence[torch.Size]) -> tuple[list[int], list[int]]:
         """Bytes that each part makes, and that are held after it, for feeds of these shapes."""
@@ -94,58 +129,10 @@ class Clocked:
         return made, held
 
 
-def _look(clock: Callable[[], None]) -> None:
-    clock()
-
-
-class Run:
-    """One step of clocked code; `forward` and `commit` stand in for the program's."""
-
-    def __init__(self, clocked: Clocked) -> None:
-        self.clocked = clocked
-        self.thread = threading.get_ident()
-        self.looks: list[Any] = []
-
-    def forward(self, *args: Any) -> tuple[Any, ...]:
-        """What the generated code gives for these feeds, storages and run number."""
-        clocked, note = self.clocked, self.looks.append
-        read = time.perf_counter_ns if clocked.is_cpu else self._event
-        self.shapes = [feed.shape for feed in args[: clocked.fed]]
-        self.began = time.time_ns()
-        note(read())
-        try:
-            return clocked.forward(lambda: note(read()), *args)
-        except Exception:  # nothing was written: the lines of the program's own code tell the node
-            return self.clocked.program.forward(*args)
-
-    def _event(self) -> Any:
-        return moment(self.clocked.device)
-
-    def commit(self, pending: Pending) -> None:
-        """Write everything, as a part of its own."""
-        self.clocked.program.commit(pending)
-        self.looks.append(time.perf_counter_ns() if self.clocked.is_cpu else self._event())
-
-    def seconds(self) -> list[float]:
-        """When each look was, from the first one."""
-        if self.clocked.is_cpu:
-            return [1e-9 * (look - self.looks[0]) for look in self.looks]
-        torch.accelerator.synchronize(self.clocked.device)
-        return [1e-3 * self.looks[0].elapsed_time(look) for look in self.looks]
-
-    def trace(self) -> Trace:
-        """What was seen."""
-        program, at = self.clocked.program, self.seconds()
-        thread = next((t.name for t in threading.enumerate() if t.ident == self.thread), str(self.thread))
-        made, held = self.clocked.predicted(self.shapes)
-        names = [part.name for part in self.clocked.parts]
-        if program.writes:
-            names.append("commit")
-            made.append(sum(variable.storage.untyped_storage().nbytes() for variable in program.writes))
-        events = [
-            Event(None, start, end, size, str(self.clocked.device), thread, name)
-            for name, start, end, size in zip(names, at[:-1], at[1:], made, strict=False)
-        ]
-        live = [(0.0, 0), *zip(at[1:], held, strict=False)]
-        end = at[len(names)]
-        return Trace(program.whole, program.fetches, tuple(events), tuple(live), end, self.began)
+def recorded(node: Node, whole: Graph) -> Node:
+    """The node of a graph that a node of a pass came from, and is named after: ``conv`` of ``conv.layout7``."""
+    contents, name = whole.contents, node.name
+    while node.id not in contents.by_id and name:
+        name = name.rpartition(".")[0]
+        node = contents.by_name.get(name, node)
+    return node

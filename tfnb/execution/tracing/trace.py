@@ -13,7 +13,7 @@ from pathlib import Path as File
 from typing import Any, Literal
 
 from tfnb.errors import InvalidArgument
-from tfnb.execution.tracing.iterations import Amount, Note, Path, Turn, Turns
+from tfnb.execution.tracing.iterations import Amount, Iteration, LoopTrace, Note, Path
 from tfnb.graph import Graph, Node, Value
 from tfnb.graph.files import replace_file
 from tfnb.graph.ops import REGIONS
@@ -35,7 +35,7 @@ class Event:
     path: Path = ()  # of a node in a loop or branch
     depth: int = 0  # loops around it
     kernel: str = ""  # torch's name of what ran, where its profiler saw it
-    turn: Turn | None = None  # of the innermost loop around it
+    iteration: Iteration | None = None  # of the innermost loop around it
 
     @property
     def seconds(self) -> float:
@@ -88,7 +88,7 @@ class Trace:
     ``seconds`` is the wall time of computing and committing, ``began`` its start in nanoseconds of the system's clock.
     ``taken`` has the sides that branches took, by the id of their node, also of branches in loops. ``inside`` has what
     nodes in loops and branches took, which is part of the events, ``once`` when those ran that are in branches but in
-    no loop, and ``turns`` single turns of each loop.
+    no loop, and ``loops`` the iterations of each loop.
     With ``trace="kernels"`` ``profile`` is what ``torch.profiler`` wrote, and ``kernels`` are those of accelerators, or
     where there are none torch's calls.
 
@@ -113,7 +113,7 @@ class Trace:
     taken: Mapping[int, frozenset[bool]] = field(default_factory=dict)
     inside: Mapping[Path, Amount] = field(default_factory=dict)
     once: Mapping[Path, Note] = field(default_factory=dict)
-    turns: tuple[Turns, ...] = ()
+    loops: tuple[LoopTrace, ...] = ()
     kernels: tuple[Event, ...] = ()
     profile: Mapping[str, Any] = field(default_factory=dict)
 
@@ -163,16 +163,16 @@ class Trace:
 
     @property
     def spans(self) -> tuple[Event, ...]:
-        """The events, those of nodes in branches and in the turns of loops that were kept, and kernels."""
+        """The events, those of nodes in branches and in the iterations of loops that were kept, and kernels."""
         around = {event.node.id: event for event in reversed(self.events) if event.node}
         once = ((None, 1, path, note) for path, note in self.once.items())
-        kept = ((t, loop.depth, *item) for loop in self.turns for t in loop.kept for item in t.notes.items())
+        kept = ((one, loop.depth, *item) for loop in self.loops for one in loop.kept for item in one.notes.items())
         found = list(self.events)
-        for turn, depth, path, note in (*once, *kept):
+        for one, depth, path, note in (*once, *kept):
             amount, event = self.inside.get(path), around.get(path[0])
             if amount is not None and event is not None and amount.node.op not in REGIONS:
                 end, where = note.start + note.seconds, (event.device, event.thread)
-                inner = Event(amount.node, note.start, end, note.bytes, *where, path=path, depth=depth, turn=turn)
+                inner = Event(amount.node, note.start, end, note.bytes, *where, path=path, depth=depth, iteration=one)
                 found.append(inner)
         return (*found, *self.kernels)
 
@@ -207,19 +207,20 @@ class Trace:
                 "ts": shift + 1e6 * event.start, "dur": 1e6 * event.seconds, "args": args,
             }  # fmt: skip
         around = {event.node.id: (event.thread, event.device) for event in self.events if event.node}
-        for turns in self.turns:
-            tid = lanes.get(around.get(turns.path[0], ("", "")), 0)
-            for turn in turns.kept:
+        for loop in self.loops:
+            tid = lanes.get(around.get(loop.path[0], ("", "")), 0)
+            for one in loop.kept:
                 yield {
-                    "ph": "X", "pid": pid, "tid": tid, "name": f"turn {turn.number + 1}", "cat": "tfnb",
-                    "ts": shift + 1e6 * turn.start, "dur": 1e6 * (turn.end - turn.start), "args": {},
+                    "ph": "X", "pid": pid, "tid": tid, "name": f"iteration {one.number + 1}", "cat": "tfnb",
+                    "ts": shift + 1e6 * one.start, "dur": 1e6 * (one.end - one.start), "args": {},
                 }  # fmt: skip
         for number, (producer, consumer) in enumerate(self._flows()):
             flow = {"pid": pid, "name": "dataflow", "cat": "tfnb", "id": number, "args": {}}
             tids = [lanes[event.thread, event.device] for event in (producer, consumer)]
-            middle = (producer.start + producer.end) / 2  # an arrow starts inside the bar that it belongs to
+            middle = (producer.start + producer.end) / 2  # an arrow starts and ends inside of bars
+            early = consumer.start + consumer.seconds / 8
             yield {**flow, "ph": "s", "tid": tids[0], "ts": shift + 1e6 * middle}
-            yield {**flow, "ph": "f", "bp": "e", "tid": tids[1], "ts": shift + 1e6 * consumer.start}
+            yield {**flow, "ph": "f", "bp": "e", "tid": tids[1], "ts": shift + 1e6 * early}
         for at, count in self.live:
             yield {
                 "ph": "C", "pid": pid, "tid": 0, "name": "live bytes", "ts": shift + 1e6 * at, "args": {"bytes": count}
