@@ -8,6 +8,7 @@ seconds.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -23,6 +24,7 @@ from tfnb.execution.lowering.program import Program
 from tfnb.execution.tiers.compiled_loops import Native, Permit, native
 from tfnb.execution.tiers.graph_split import halves
 from tfnb.execution.tiers.node_groups import Kernel, Layouts, function, groups, with_kernels
+from tfnb.execution.tiers.operand_checks import OperandChecks, OperandRefused, raising
 from tfnb.kernels.random import drawing_op
 
 MOST_NODES = 1500  # that are compiled as a whole; compiling takes a minute for so many
@@ -52,7 +54,8 @@ def compiled(program: Program, args: Sequence[Any]) -> Forward:
     between = any(isinstance(node.target, (Branch, Call, Cond, Native)) for node in calls)  # decides what runs next
     in_parts = between or len(calls) > MOST_NODES
     forward = _in_groups(program, args, permit) if in_parts else _as_far_as_possible(program, args)
-    forward(*args)  # the first call loads what was compiled
+    with suppress(OperandRefused):  # the first call loads what was compiled
+        forward(*args)
     permit.open = False
     return forward
 
@@ -117,11 +120,17 @@ def _kernel(module: fx.GraphModule, examples: Sequence[Any]) -> Kernel:
     # Channels last is what the session chose or not; inductor would lay all weights out anew in each step on the CPU.
     settings: dict[str, Any] = {"compile_threads": 1} | ({"layout_optimization": False} if here else {})
     with compile_lock, torch.no_grad(), _inductor.config.patch(settings):
-        traced = make_fx(
-            module, _with_factors(select_decomp_table()), tracing_mode="fake", _allow_non_fake_inputs=True
-        )(*examples)
+        checks, table = OperandChecks(), _with_factors(select_decomp_table())
+
+        def function(*args: Any) -> Any:
+            outs, flag = module(*args), checks.flag()
+            return outs if flag is None else (*outs, flag)
+
+        table = checks.over(table) if here else table
+        traced = make_fx(function, table, tracing_mode="fake", _allow_non_fake_inputs=True)(*examples)
         made = compile_fx_inner(traced, list(examples))
-    return getattr(made, "current_callable", None) or made  # without what inductor does around a call
+    kernel = getattr(made, "current_callable", None) or made  # without what inductor does around a call
+    return raising(kernel) if checks.changed else kernel
 
 
 def _sum(x: torch.Tensor, y: torch.Tensor, *, alpha: Any = 1) -> torch.Tensor:

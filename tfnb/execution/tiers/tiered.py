@@ -25,6 +25,7 @@ from tfnb.execution.lowering.program import Program
 from tfnb.execution.running import Running, Stop
 from tfnb.execution.tiers.captured_steps import Captured, Captures, device_of
 from tfnb.execution.tiers.inductor import Forward, compiled, obstacle
+from tfnb.execution.tiers.operand_checks import OperandRefused
 from tfnb.execution.tiers.scalarize import quick
 from tfnb.execution.tracing.clocks import counter
 from tfnb.execution.tracing.live_memory import devices, wait
@@ -214,6 +215,8 @@ class Sizes:
     def _guarded(self, *args: Any) -> tuple[Any, ...]:
         try:
             return self._fast(*args)
+        except OperandRefused:  # as a rule these arguments are wrong, which generated code says with the line
+            return self.generated(*args)
         except Exception as error:  # other strides, another device: nothing was written, so compute it again
             self.drop(f"compiled code failed: {type(error).__name__}")
             return self.generated(*args)
