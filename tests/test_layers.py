@@ -27,6 +27,7 @@ BELOW = {
     "cluster": "execution placement",
     "control_flow": "recording",
     "train": "gradients state",
+    "eager": "train",
     "feeding": "recording",
     "structures": "gradients feeding",
     "session": "cluster step structures control_flow",
@@ -48,8 +49,10 @@ LATE = {
     ("tfnb/graph/difference.py", "tfnb.view"): "a repr asks view",
     ("tfnb/passes/pipeline.py", "tfnb.view"): "a repr asks view",
     ("tfnb/execution/tracing/trace.py", "tfnb.view"): "a repr asks view",
-    ("tfnb/recording/habits.py", "tfnb.gradients.eager"): "backward() in a cell asks gradients",
-    ("tfnb/recording/habits.py", "tfnb.train.from_torch"): "optimizer.step() in a cell asks train",
+    (
+        "tfnb/recording/cells/block.py",
+        "tfnb.eager",
+    ): "the one place that composes: it registers what recordings open with",
     ("tfnb/recording/overrides/higher_order.py", "tfnb.control_flow"): "torch.cond in a cell asks control_flow",
     ("tfnb/recording/values/tensor.py", "tfnb.session"): ".eval asks the default session",
     ("tfnb/control_flow/staging/source.py", "tfnb.control_flow.staging.malting"): "malt takes time to load",
@@ -151,7 +154,7 @@ def test_rooms_of_the_table_have_no_cycle() -> None:
             assert name not in reachable(lower), f"{name} and {lower} import each other"
 
 
-GUIDED = ("tfnb.recording.", "tfnb.execution.")
+GUIDED = ("tfnb.recording.", "tfnb.execution.", "tfnb.eager.")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from torch import nn
 
 import tfnb
 from tfnb.errors import FailedPrecondition, InvalidArgument, ShapeError, Unsupported
+from tfnb.graph import current
 
 DATA = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 OTHER = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
@@ -333,11 +334,26 @@ def test_mistakes_name_what_and_where(program: Any, error: type[Exception], text
         program(network(), tfnb.placeholder(DATA))
 
 
-def test_backward_outside_says_what_to_use() -> None:
+@pytest.mark.parametrize("derived", [
+    lambda loss: loss, lambda loss: loss * 2, lambda loss: torch.log(loss.square() + 1).sum(),
+])  # fmt: skip
+@pytest.mark.parametrize("call", [
+    torch.Tensor.backward, torch.autograd.backward, lambda y: torch.autograd.grad(y, network()[0].weight),
+])  # fmt: skip
+def test_backward_outside_says_what_to_write(derived: Any, call: Any) -> None:
     with tfnb.record():
         loss = network()(tfnb.placeholder(DATA)).sum()
-    with pytest.raises(Unsupported, match=r"tfnb\.gradients"):
-        loss.backward()
+    with pytest.raises(Unsupported, match=r"test_backward\.py line.* loss: .*gradients\(loss, variables\)"):
+        call(derived(loss))
+
+
+def test_torchs_own_error_stays_where_no_recorded_tensor_was_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(current.stack, "used_outside", lambda: None)
+    with tfnb.record():
+        tfnb.placeholder(DATA)
+    with pytest.raises(RuntimeError, match="does not require grad") as caught:
+        DATA.sum().backward()
+    assert not isinstance(caught.value, Unsupported)
 
 
 def test_a_parameter_without_axes_or_without_elements_has_a_gradient() -> None:

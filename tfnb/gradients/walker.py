@@ -123,7 +123,7 @@ def differentiate(
         stop = {s.value for s in stops if isinstance(s, Tensor)}
         walk = Walk(recorder, [v for group in targets for v in group], stop)
         walk.scope = scope
-        walk.hooks = {value: list(hooks.values()) for value, hooks in recorder.habits.hooks.items()}
+        walk.hooks = {value: list(hooks.values()) for value, hooks in recorder.autograd.hooks.items()}
         if rows:  # a hook takes a tensor
             tables = [v for x, v in zip(xs, targets, strict=True) if isinstance(x, Variable) and not x.hooks]
             walk.tables.update(v for group in tables for v in group if v not in walk.hooks)

@@ -6,9 +6,21 @@ Only the stack: what a recording does is `tfnb.recording`'s. Everything that dif
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+
+
+class Autograd(Protocol):
+    """The gradients and hooks of an open recording, which `tfnb.eager` keeps."""
+
+    hooks: Mapping[Any, Mapping[int, Callable[..., Any]]]  # by value
+
+    def grad(self, tensor: Any) -> torch.Tensor | None: ...
+
+    def set_grad(self, tensor: Any, grad: torch.Tensor | None = None) -> None: ...
 
 
 class Recording(Protocol):
@@ -29,7 +41,7 @@ class Recording(Protocol):
     def write(self, variable: Any, kind: str, *args: Any) -> torch.Tensor: ...
 
     @property
-    def habits(self) -> Any: ...
+    def autograd(self) -> Autograd: ...
 
     def escaped(self, value: Any, how: str) -> None: ...
 
@@ -39,9 +51,12 @@ class Recording(Protocol):
 class _Stack(threading.local):
     def __init__(self) -> None:
         self.open: list[Recording] = []
+        self.used_outside: Callable[[], Any] = lambda: None  # the last recorded tensor in an op outside, while it lives
 
 
 stack = _Stack()
+extensions: list[Callable[[Any], AbstractContextManager[None]]] = []
+"""What every recording opens with: registered by the rooms above, called with the recorder."""
 
 
 def recording() -> Recording | None:

@@ -198,14 +198,14 @@ class Variable:
     def grad(self) -> torch.Tensor | None:
         """Inside a recording: the gradient that ``backward`` recorded so far."""
         recording = current.recording()
-        return None if recording is None else recording.habits.grad(self)
+        return None if recording is None else recording.autograd.grad(self)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         recording = current.recording()
         if recording is None:
             raise FailedPrecondition(f"the .grad of variable {self.name} is set inside a recording only")
-        recording.habits.set_grad(self, value)
+        recording.autograd.set_grad(self, value)
 
     @property
     def dtype(self) -> torch.dtype:

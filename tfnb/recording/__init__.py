@@ -2,8 +2,8 @@
 
 The way of a call: `cells` opens a recording, whose recorder in `dispatch` sees each op. It looks in `overrides`, asks
 `shapes` for the shape, makes a tensor of `values`, and puts the node on the tape of `marks`. `writes` knows calls in
-place, `subgraphs` loops and branches. `ops` has facts about operators, `habits` what autograd's users call. `api` is
-what a user calls; `torch_patches` is what changes in torch meanwhile.
+place, `subgraphs` loops and branches. `ops` has facts about operators. `api` is what a user calls;
+`torch_patches` is what changes in torch meanwhile.
 """
 
 from tfnb.recording.api import constant, control_dependencies, device, group, name_scope, placeholder

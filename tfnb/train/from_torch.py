@@ -125,7 +125,7 @@ class FromTorch(Optimizer):
             raise FailedPrecondition(f"from_torch({self._label}).step() works inside a recording, after backward()")
         pairs = []
         for parameter, _ in self._places():
-            grad = recorder.habits.grad(recorder.habits.holder(parameter))
+            grad = recorder.autograd.grad(parameter)
             if isinstance(parameter, Tensor) and grad is not None:
                 raise Unsupported(
                     f"{self._label}.step(): {parameter.name} was recorded, it is no Parameter that lives on from "

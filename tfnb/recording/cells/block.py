@@ -28,7 +28,6 @@ from tfnb.recording.cells.new_contents import drop_unreachable_data, replaced, s
 from tfnb.recording.cells.replay_log import Rewound, past
 from tfnb.recording.dispatch.module_hooks import follow_modules
 from tfnb.recording.dispatch.recorder import Recorder
-from tfnb.recording.habits import recorded_steps
 from tfnb.recording.marks.scopes import Functions, clean
 from tfnb.recording.marks.while_recording import Shared, swapped
 from tfnb.recording.overrides.autograd_function import own_functions
@@ -241,8 +240,10 @@ def _enter(stack: ExitStack, recorder: Recorder, device: Any) -> None:
     if device is not None:
         stack.enter_context(torch.device(device))
     stack.enter_context(Functions(recorder.scopes, FUNCTIONS))
-    stack.enter_context(recorded_steps())
-    stack.enter_context(recorder.habits)
+    import tfnb.eager  # noqa: F401 - listed exception: it registers what every recording opens with
+
+    for extension in current.extensions:
+        stack.enter_context(extension(recorder))
 
 
 @contextmanager

@@ -21,11 +21,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tfnb.errors import GraphFormatError, ShapeError, StaleNode, Unsupported
 from tfnb.graph import Graph, Guard, Node, Owner, Ref, Source, Spec, Value, Variable
+from tfnb.graph.current import Autograd
 from tfnb.graph.node import leaves
 from tfnb.graph.variable import updated
 from tfnb.recording.cells.new_contents import Derivative
 from tfnb.recording.dispatch.recorded_call import record_call
-from tfnb.recording.habits import Habits
 from tfnb.recording.marks.notes import asked_in, warn_of_branch, warn_of_written, written_by_hand
 from tfnb.recording.marks.scopes import Scopes, clean
 from tfnb.recording.marks.tape import Tape
@@ -107,7 +107,7 @@ class Recorder(TorchDispatchMode):
             Any, Any
         ] = {}  # functions that are being recorded: see `tfnb.recording.subgraphs.recursive_calls`
         self.letters: set[str] = set()  # symbols declared in this recording
-        self.habits = Habits(self)
+        self.autograd: Autograd  # given by an extension: `tfnb.graph.current`
 
     @contextmanager
     def on(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from tfnb.errors import Unsupported
 from tfnb.graph import current
 from tfnb.recording.overrides import dynamic_indexing as picked
-from tfnb.recording.overrides import higher_order
+from tfnb.recording.overrides import higher_order, plain_tensors
 from tfnb.recording.overrides import packed_sequences as packed
 from tfnb.recording.overrides import vmap_functions as batched
 
@@ -145,4 +145,5 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **packed.FUNCTIONS,
     **batched.FUNCTIONS,
     **higher_order.FUNCTIONS,
+    **plain_tensors.FUNCTIONS,
 }

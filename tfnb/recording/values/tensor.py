@@ -214,7 +214,7 @@ class Tensor(torch.Tensor):
             found = self._space.sample(entry.value)
         if found is None:
             raise InvalidArgument(
-                f"{self._describe()} has no value while recording: it depends on a placeholder without a sample. "
+                f"{self.described()} has no value while recording: it depends on a placeholder without a sample. "
                 "Give tfnb.placeholder a sample, or use the value in a run",
             )
         return found
@@ -251,7 +251,7 @@ class Tensor(torch.Tensor):
 
         return run(self, feed_dict)
 
-    def _describe(self) -> str:
+    def described(self) -> str:
         try:
             return f"{self.name}: {self.spec}"
         except StaleNode:
@@ -265,7 +265,14 @@ class Tensor(torch.Tensor):
     ) -> Any:
         """Outside a recording: a plain result on the samples, no node."""
         __tracebackhide__ = True
-        args, kwargs = tree_map(lambda x: x.sample if isinstance(x, Tensor) else x, (args, kwargs or {}))
+
+        def sample(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            current.stack.used_outside = weakref.ref(x)
+            return x.sample
+
+        args, kwargs = tree_map(sample, (args, kwargs or {}))
         args, kwargs = tree_map(lambda x: x.node.hint if isinstance(x, torch.SymInt) else x, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -274,7 +281,7 @@ class Tensor(torch.Tensor):
             shown = f"sample {torch.Tensor.__repr__(self.sample)}"
         except (InvalidArgument, Unsupported):
             shown = "no sample"
-        return f"<{self._describe()}, {shown}>"
+        return f"<{self.described()}, {shown}>"
 
     def __format__(self, spec: str) -> str:
         return self.sample.__format__(spec) if self.dim() == 0 else format(repr(self), spec)
@@ -325,7 +332,7 @@ class Tensor(torch.Tensor):
 
     def dim_order(self, **options: Any) -> tuple[int, ...]:
         if any(isinstance(n, torch.SymInt) for n in self.shape):
-            raise Unsupported(f"dim_order() of {self._describe()}, whose sizes vary: decide by stride() instead{_at()}")
+            raise Unsupported(f"dim_order() of {self.described()}, whose sizes vary: decide by stride() instead{_at()}")
         return super().dim_order(**options)
 
     @property
@@ -346,16 +353,6 @@ class Tensor(torch.Tensor):
             "a recorded tensor has no memory of its own: make the function that asks for data_ptr() a "
             f"torch.library.custom_op, or use .sample{_at()}"
         )
-
-    def backward(self, *args: Any, **kwargs: Any) -> None:
-        """Inside its recording: the gradients of this loss become the ``.grad`` of what it depends on."""
-        recording = current.recording()
-        if recording is None or recording.graph is not self._graph:
-            raise Unsupported(
-                f"backward() of {self._describe()} outside of its recording: call it inside, or use "
-                "tfnb.gradients(loss, variables), which also works outside"
-            )
-        super().backward(*args, **kwargs)
 
     def apply_(self, function: Any) -> Any:
         raise Unsupported(f"apply_() calls Python for each element of a sample: use torch calls{_at()}")
@@ -384,7 +381,7 @@ class Tensor(torch.Tensor):
             return self.sample.detach().clone()
         if self.requires_grad and not self.is_leaf:
             raise FailedPrecondition(
-                f"deepcopy() takes tensors that the program made itself, as in torch, and {self._describe()} was "
+                f"deepcopy() takes tensors that the program made itself, as in torch, and {self.described()} was "
                 f"computed from what requires a gradient: use .detach().clone(){_at()}"
             )
         copy = self.detach().clone()

@@ -13,26 +13,36 @@ from typing import Any
 
 import torch
 
-from tfnb.errors import FailedPrecondition, InvalidArgument, ShapeError
-from tfnb.gradients.walker import Walk, differentiate
+from tfnb.eager.state import Autograd
+from tfnb.errors import FailedPrecondition, InvalidArgument, ShapeError, Unsupported
+from tfnb.gradients.walker import differentiate
 from tfnb.graph import Variable
 from tfnb.recording import Recorder, Tensor
-from tfnb.recording.habits import Habits
-from tfnb.recording.marks.tape import FROZEN
 from tfnb.recording.subgraphs.own_gradient import FILLS
 
 _filling: ContextVar[bool] = ContextVar("filling", default=False)  # whether a `backward` is under way
 
 
-def backward(habits: Habits, tensors: Any, grads: Any, *, create_graph: bool, inputs: Any = None) -> None:
+def tensor_backward(
+    state: Autograd, tensor: Any, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False,
+    inputs: Any = None,
+) -> None:  # fmt: skip
+    """``tensor.backward()``."""
+    autograd_backward(state, tensor, gradient, create_graph=create_graph, inputs=inputs)
+
+
+def autograd_backward(
+    state: Autograd, tensors: Any, grad_tensors: Any = None, retain_graph: Any = None, create_graph: bool = False,
+    grad_variables: Any = None, inputs: Any = None,
+) -> None:  # fmt: skip
     """Add d sum(tensors * grads) / d leaf to the ``.grad`` of every leaf, or of ``inputs`` only.
 
     Raises FailedPrecondition if no leaf is connected, ShapeError for a loss without ``grads`` that is no scalar.
     """
-    recorder = habits.recorder
+    recorder = state.recorder
     ys = _outputs(recorder, tensors)
-    seeds = _seeds(recorder, ys, grads)
-    leaves = habits.leaves() if inputs is None else _chosen(habits, inputs)
+    seeds = _seeds(recorder, ys, grad_variables if grad_tensors is None else grad_tensors)
+    leaves = state.leaves() if inputs is None else _chosen(state, inputs)
     with _under_way() as within:
         found = _gradients(recorder, ys, [x for _, x in leaves], seeds, create_graph) if leaves else []
     if recorder.refuse is not None and not within and _reached(leaves, found):
@@ -45,7 +55,7 @@ def backward(habits: Habits, tensors: Any, grads: Any, *, create_graph: bool, in
         )
     for (holder, _), dx in zip(leaves, found, strict=True):
         if dx is not None:
-            habits.accumulate(holder, dx, keep_graph=create_graph)
+            state.accumulate(holder, dx, keep_graph=create_graph)
             for hook in holder.after_hooks if isinstance(holder, Variable) else ():
                 hook()
 
@@ -64,44 +74,37 @@ def _reached(leaves: Any, found: Any) -> bool:
     return any(isinstance(holder, Variable) and dx is not None for (holder, _), dx in zip(leaves, found, strict=True))
 
 
-def grad(
-    habits: Habits, outputs: Any, inputs: Any, grad_outputs: Any, *, create_graph: bool, allow_unused: bool | None,
-    materialize: bool,
+def autograd_grad(
+    state: Autograd, outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: Any = None,
+    create_graph: bool = False, only_inputs: bool = True, allow_unused: bool | None = None,
+    is_grads_batched: bool = False, materialize_grads: bool = False,
 ) -> Any:  # fmt: skip
     """d sum(outputs * grad_outputs) / d input for each of ``inputs``: a tuple, or a dict where inputs is one.
 
-    Raises FailedPrecondition for an input that no output depends on, unless ``allow_unused`` or ``materialize``.
+    Raises FailedPrecondition for an input that no output depends on, unless unused ones are allowed.
     """
-    if materialize and allow_unused is False:
+    if is_grads_batched:
+        raise Unsupported(
+            f"torch.autograd.grad(is_grads_batched=True) is not recorded: call it once for each row of grad_outputs"
+            f"{state.recorder.tape.at()}"
+        )
+    if materialize_grads and allow_unused is False:
         raise InvalidArgument(
             "torch.autograd.grad: materialize_grads=True needs allow_unused=True, or nothing, not False"
         )
-    recorder = habits.recorder
+    recorder = state.recorder
     ys = _outputs(recorder, outputs)
-    xs = [x for _, x in _chosen(habits, inputs)]
+    xs = [x for _, x in _chosen(state, inputs)]
     found = _gradients(recorder, ys, xs, _seeds(recorder, ys, grad_outputs), create_graph)
     unused = [x for x, dx in zip(xs, found, strict=True) if dx is None]
-    if unused and not allow_unused and not materialize:
+    if unused and not allow_unused and not materialize_grads:
         raise FailedPrecondition(
             f"torch.autograd.grad of {', '.join(y.name for y in ys)}: no path from {_names(unused)}; "
             f"allow_unused=True gives None for it, materialize_grads=True zeros{recorder.tape.at()}"
         )
-    if materialize:
+    if materialize_grads:
         found = [torch.zeros_like(x) if dx is None else dx for x, dx in zip(xs, found, strict=True)]
     return dict(zip(inputs, found, strict=True)) if isinstance(inputs, dict) else tuple(found)
-
-
-def connected(recorder: Recorder, tensor: Tensor) -> bool:
-    """Whether a leaf (trainable Variable, recorded tensor that requires a gradient) has a path to ``tensor``."""
-    leaves = [x for _, x in recorder.habits.leaves() if x is not tensor]
-    reads = {id(x) for x in leaves if isinstance(x, Variable)}
-    targets = {x.value for x in leaves if isinstance(x, Tensor)}
-    nodes = recorder.nodes
-    live = (n for n in nodes if n.op == "tfnb.read" and FROZEN not in n.tags)
-    targets |= {n.value() for n in live if id(n.attrs["variable"]) in reads}
-    walk = Walk(recorder, targets)
-    walk.reach(nodes)
-    return tensor.value in walk.reached
 
 
 # -- arguments ------------------------------------------------------------------------------------------------------
@@ -138,19 +141,19 @@ def _seeds(recorder: Recorder, ys: Sequence[Tensor], grads: Any) -> list[Any]:
     return seeds
 
 
-def _chosen(habits: Habits, inputs: Any) -> list[tuple[Any, Any]]:
+def _chosen(state: Autograd, inputs: Any) -> list[tuple[Any, Any]]:
     """(holder, x) for each of the inputs that the user named."""
     found = []
     for x in _listed(inputs):
-        holder = habits.holder(x)
+        holder = state.holder(x)
         if not isinstance(holder, Variable | Tensor):
             raise InvalidArgument(
                 f"a gradient is taken with respect to a Parameter, Variable or recorded tensor, not a plain "
-                f"{type(x).__name__}{habits.recorder.tape.at()}"
+                f"{type(x).__name__}{state.recorder.tape.at()}"
             )
-        found.append((holder, habits.source(holder)))
+        found.append((holder, state.source(holder)))
     if not found:
-        raise InvalidArgument(f"no input to differentiate with respect to{habits.recorder.tape.at()}")
+        raise InvalidArgument(f"no input to differentiate with respect to{state.recorder.tape.at()}")
     return found
 
 

@@ -1,0 +1,127 @@
+"""A torch function mode that answers autograd's functions and attributes from the state of the recording."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from tfnb.eager.backward import autograd_backward, autograd_grad, tensor_backward
+from tfnb.eager.outside import explained
+from tfnb.eager.state import Autograd, flag
+from tfnb.eager.steps import recorded_steps
+from tfnb.errors import Unsupported
+from tfnb.graph import Node, current
+from tfnb.recording import Recorder, Tensor
+from tfnb.recording.values.variables import known
+
+
+@contextmanager
+def facade(recorder: Recorder) -> Iterator[None]:
+    """Inside, torch's autograd and optimizers are recorded."""
+    explained()
+    recorder.autograd = Autograd(recorder)
+    with recorded_steps(), Calls(recorder.autograd):
+        yield
+
+
+class Calls(TorchFunctionMode):
+    """Calls of one recording, each by the row of its function."""
+
+    def __init__(self, state: Autograd) -> None:
+        super().__init__()
+        self.state = state
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        __tracebackhide__ = True
+        row = PASSES.get(func) or (OF_RECORDED if args and isinstance(args[0], Tensor) else OF_PLAIN).get(func)
+        mine = current.recording() is self.state.recorder
+        if row is None or not mine or _is_of_func(args):
+            return func(*args, **(kwargs or {}))
+        with self if func in PASSES else nullcontext():  # hooks are called inside, with the same state
+            return row(self.state, *args, **(kwargs or {}))
+
+
+def _is_of_func(args: Any) -> bool:
+    """Whether torch.func calls: it has an autograd of its own, in which its wrapped tensors stand."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    return torch._C._are_functorch_transforms_active() or any(
+        wrapped(t) for t in tree_leaves(args) if isinstance(t, torch.Tensor)
+    )
+
+
+class GradFn:
+    """The node of a tensor, where torch would show the function of its backward pass."""
+
+    def __init__(self, node: Node, at: str) -> None:
+        self.node, self._at = node, at
+
+    def name(self) -> str:
+        """The op that was called."""
+        return self.node.op
+
+    def __repr__(self) -> str:
+        return f"<grad_fn of {self.node.name}: {self.node.op}>"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise Unsupported(
+            f"grad_fn.{name} is not recorded, the backward pass is nodes of the graph: use Tensor.register_hook for a "
+            f"gradient, graph.nodes to look around{self._at}"
+        )
+
+
+def _grad_fn(state: Autograd, tensor: Tensor) -> GradFn | None:
+    return None if state.is_leaf(tensor) else GradFn(tensor.node, state.recorder.tape.at())
+
+
+def _after_accumulation(state: Autograd, tensor: Tensor, hook: Callable[..., Any]) -> Any:
+    raise Unsupported(
+        "register_post_accumulate_grad_hook on a recorded tensor is not recorded: use register_hook, or read "
+        f".grad after backward(){state.recorder.tape.at()}"
+    )
+
+
+def _freeze(state: Autograd, tensor: torch.Tensor, requires_grad: bool = True) -> Any:
+    """``requires_grad_`` of a plain tensor."""
+    var = None if flag(tensor) == requires_grad else known(tensor)
+    if var is not None:
+        state.reread(var, thawed=requires_grad)
+    return tensor.requires_grad_(requires_grad)
+
+
+_OF_ANY: Mapping[Any, Callable[..., Any]] = {
+    torch.Tensor.grad.__get__: Autograd.grad,  # type: ignore[union-attr]
+    torch.Tensor.grad.__set__: Autograd.set_grad,  # type: ignore[union-attr]
+    torch.Tensor.grad.__delete__: Autograd.set_grad,  # type: ignore[union-attr]
+}
+OF_PLAIN: Mapping[Any, Callable[..., Any]] = {
+    **_OF_ANY,
+    torch.Tensor.requires_grad.__set__: _freeze,  # type: ignore[attr-defined]
+    torch.Tensor.requires_grad_: _freeze,
+}
+"""Of a Parameter or another tensor of outside; other calls are torch's."""
+
+OF_RECORDED: Mapping[Any, Callable[..., Any]] = {
+    **_OF_ANY,
+    torch.Tensor.requires_grad.__get__: Autograd.requires_grad,  # type: ignore[attr-defined]
+    torch.Tensor.requires_grad.__set__: Autograd.mark,  # type: ignore[attr-defined]
+    torch.Tensor.requires_grad_: Autograd.mark,
+    torch.Tensor.is_leaf.__get__: Autograd.is_leaf,  # type: ignore[attr-defined]
+    torch.Tensor.grad_fn.__get__: _grad_fn,  # type: ignore[attr-defined,union-attr]
+    torch.Tensor.retain_grad: Autograd.retain,
+    torch.Tensor.retains_grad.__get__: Autograd.is_retained,  # type: ignore[attr-defined]
+    torch.Tensor.register_hook: Autograd.register_hook,
+    torch.Tensor.register_post_accumulate_grad_hook: _after_accumulation,
+}
+PASSES: Mapping[Any, Callable[..., Any]] = {
+    torch.Tensor.backward: tensor_backward,
+    torch.autograd.backward: autograd_backward,
+    torch.autograd.grad: autograd_grad,
+}
+"""Backward passes, of whatever they are called with."""

@@ -1,0 +1,45 @@
+"""The error of a backward pass outside of the recording, from a value that was derived from a recorded one there.
+
+Ops on a recorded tensor outside of its recording give plain tensors of its sample, of which torch knows no history.
+torch's own error says so in its words, at the end of its own frames; this one says what to write.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from tfnb.errors import Unsupported, file_label
+from tfnb.graph import current
+from tfnb.recording import Tensor
+
+
+@cache
+def explained() -> None:
+    """From here on, torch's engine raises Unsupported where a loss was derived outside of a recording."""
+    engine = torch.autograd._engine_run_backward
+
+    def run(outputs: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        used = next((y for y in outputs if isinstance(y, Tensor)), current.stack.used_outside())
+        if used is None or current.recording() is not None or all(getattr(y, "requires_grad", True) for y in outputs):
+            return engine(outputs, *args, **kwargs)
+        raise Unsupported(
+            f"backward() of what requires no gradient{_at()}. Outside of its recording {used.described()} is a sample, "
+            "and what is computed from it there a plain tensor without a history. Compute the loss inside of the "
+            "recording and call backward() there, or give a recorded loss to tfnb.gradients(loss, variables)"
+        )
+
+    torch.autograd._engine_run_backward = run
+
+
+def _at() -> str:
+    """The line that called torch."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("tfnb", "torch"):
+        frame = frame.f_back
+    return f", {file_label(frame.f_code.co_filename)} line {frame.f_lineno}"

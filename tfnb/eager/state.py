@@ -1,0 +1,186 @@
+"""The autograd state of one recording: gradients by their holder, what is retained, hooks by value.
+
+A recording starts with every ``.grad`` None. The real ``.grad`` of a Parameter is neither read nor written.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from tfnb.errors import FailedPrecondition, InvalidArgument, ShapeError, Unsupported
+from tfnb.gradients.walker import Walk
+from tfnb.graph import Value, Variable
+from tfnb.recording import Recorder, Tensor
+from tfnb.recording.marks.tape import FROZEN
+from tfnb.recording.values.variables import known
+from tfnb.recording.writes.in_place_calls import rebind
+
+
+class Autograd:
+    """What torch's autograd would know of the tensors of one recording."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.hooks: dict[Value, OrderedDict[int, Callable[..., Any]]] = {}
+        self._grads = WeakIdKeyDictionary()  # Variable, recorded tensor or plain tensor -> its gradient
+        self._retained = WeakIdKeyDictionary()
+
+    # -- gradients and their holders ----------------------------------------------------------------------------
+
+    def holder(self, tensor: Any) -> Any:
+        """What a gradient belongs to: the Variable of a Parameter, else the tensor object."""
+        if isinstance(tensor, Tensor | Variable):
+            return tensor
+        var = self.recorder.variable_of(tensor)
+        return tensor if var is None else var  # a Variable has a length, which decides its truth
+
+    def grad(self, tensor: Any) -> torch.Tensor | None:
+        """The gradient so far of a Variable or tensor."""
+        var = None if isinstance(tensor, Tensor | Variable) else known(tensor)
+        return self._grads.get(tensor if var is None else var)
+
+    def set_grad(self, tensor: Any, grad: torch.Tensor | None = None) -> None:
+        """Replace the gradient; raises ShapeError or InvalidArgument for one that does not fit."""
+        holder, at = self.holder(tensor), self.recorder.tape.at
+        if grad is None:
+            self._grads.pop(holder, None)
+            return
+        if not isinstance(grad, torch.Tensor):
+            raise InvalidArgument(f"a .grad is a tensor or None, not {type(grad).__name__}{at()}")
+        if tuple(grad.shape) != tuple(holder.shape):
+            found, wanted = getattr(grad, "spec", list(grad.shape)), getattr(holder, "spec", list(holder.shape))
+            raise ShapeError(f"a .grad of shape {found} was assigned to a tensor of {wanted}{at()}")
+        if grad.dtype != holder.dtype:
+            raise InvalidArgument(f"a .grad of {grad.dtype} was assigned to a tensor of {holder.dtype}{at()}")
+        self._grads[holder] = grad
+
+    def accumulate(self, holder: Any, grad: torch.Tensor, *, keep_graph: bool) -> None:
+        """Add to the gradient as torch does: in place, unless the sum is to be differentiated again."""
+        before = self._grads.get(holder)
+        if before is None:
+            self._grads[holder] = grad
+        elif keep_graph:
+            self._grads[holder] = before + grad
+        else:
+            with torch.no_grad():
+                before.add_(grad)
+
+    def leaves(self) -> list[tuple[Any, Any]]:
+        """(holder, Variable or recorded tensor) of everything whose ``.grad`` a backward pass may fill."""
+        read = (node.attrs["variable"] for node in self.recorder.nodes if node.op == "tfnb.read")
+        found: list[tuple[Any, Any]] = [(v, v) for v in dict.fromkeys(read) if v.trainable]
+        marked = (t for t in list(self.recorder.live) if flag(t) or t in self._retained)
+        return found + [(tensor, self.source(tensor)) for tensor in marked]
+
+    def source(self, holder: Any) -> Any:
+        """The Variable or recorded tensor whose gradient a holder's ``.grad`` is."""
+        if isinstance(holder, Variable):
+            return holder
+        return self.recorder.tensor(self._born(holder.value) if flag(holder) else holder.value)
+
+    def _born(self, value: Value) -> Value:
+        """The value of a leaf before what was written into it with grad mode off."""
+        node = self.recorder.node(value.node)
+        while {"no_grad", "in_place"} <= node.tags:
+            value = node.inputs[0]
+            node = self.recorder.node(value.node)
+        return value
+
+    # -- what autograd would know of a recorded tensor ------------------------------------------------------------
+
+    def requires_grad(self, tensor: Tensor) -> bool:
+        """Whether a leaf (trainable Variable, recorded tensor that requires a gradient) has a path to ``tensor``."""
+        if flag(tensor):
+            return True
+        if tensor.graph is not self.recorder.graph:
+            return False
+        leaves = [x for _, x in self.leaves() if x is not tensor]
+        reads = {id(x) for x in leaves if isinstance(x, Variable)}
+        nodes = self.recorder.nodes
+        live = (n for n in nodes if n.op == "tfnb.read" and FROZEN not in n.tags)
+        targets = {x.value for x in leaves if isinstance(x, Tensor)}
+        walk = Walk(self.recorder, targets | {n.value() for n in live if id(n.attrs["variable"]) in reads})
+        walk.reach(nodes)
+        return tensor.value in walk.reached
+
+    def is_leaf(self, tensor: Tensor) -> bool:
+        """Whether nothing that requires a gradient was computed into this tensor."""
+        return flag(tensor) or not self.requires_grad(tensor)
+
+    def mark(self, tensor: Tensor, requires_grad: bool = True) -> Tensor:
+        """``requires_grad_`` of a recorded tensor: a leaf from here on."""
+        if not requires_grad:
+            _set_flag(tensor, False)
+        elif not self.requires_grad(tensor):
+            if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
+                raise InvalidArgument(
+                    f"only floating-point and complex tensors can require gradients: {tensor.name} is {tensor.spec}"
+                    f"{self.recorder.tape.at()}"
+                )
+            if any(tensor.value in node.inputs for node in self.recorder.nodes):  # earlier uses are no part of it
+                rebind(self.recorder, tensor, torch.ops.aten.alias(tensor))
+            _set_flag(tensor, True)
+        return tensor
+
+    def reread(self, var: Variable, *, thawed: bool) -> None:
+        """Freeze or train a variable from here on: what is computed from it now stands apart from what was.
+
+        What was computed while it was frozen has no path to it.
+        """
+        rec = self.recorder
+        base = rec._reads.get(var)
+        if base is None or rec.tape.is_earlier(base.entry.value):
+            return
+        if base.version:  # written here: one value for all that follows
+            used = (node for node in rec.new if base.entry.value in node.inputs and "no_grad" not in node.tags)
+            if thawed and any(used):
+                raise Unsupported(
+                    f"requires_grad of {var.name} is set after it was written and used in this recording: set it before"
+                    f"{rec.tape.at()}"
+                )
+            return
+        if thawed:
+            rec.tape.tag(base.entry.value.node, FROZEN)
+        del rec._reads[var]
+
+    def retain(self, tensor: Tensor) -> None:
+        """``retain_grad``: the gradient of an inner value is kept in its ``.grad``."""
+        self._wanted(tensor, "retain_grad()")
+        if not flag(tensor):
+            self._retained[tensor] = True
+
+    def is_retained(self, tensor: Tensor) -> bool:
+        """Whether ``retain_grad`` was called."""
+        return tensor in self._retained
+
+    def register_hook(self, tensor: Tensor, hook: Callable[..., Any]) -> RemovableHandle:
+        """``hook`` is called with the gradient of this value by every backward pass recorded later."""
+        self._wanted(tensor, "a gradient hook")
+        hooks = self.hooks.setdefault(tensor.value, OrderedDict())
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        return handle
+
+    def _wanted(self, tensor: Tensor, what: str) -> None:
+        if not self.requires_grad(tensor):
+            raise FailedPrecondition(
+                f"{what} of {tensor.name}, which does not depend on anything that requires a gradient"
+                f"{self.recorder.tape.at()}"
+            )
+
+
+def flag(tensor: torch.Tensor) -> bool:
+    """The tensor's own mark, set by ``requires_grad_`` and by ``torch.randn(3, requires_grad=True)``."""
+    with torch._C.DisableTorchFunction():
+        return tensor.requires_grad
+
+
+def _set_flag(tensor: torch.Tensor, wanted: bool) -> None:
+    with torch._C.DisableTorchFunction():
+        tensor.requires_grad = wanted
