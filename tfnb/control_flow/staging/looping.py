@@ -43,7 +43,7 @@ from tfnb.control_flow.structure import SIZES, spec_of, truth
 from tfnb.errors import BranchChanged, InvalidArgument, TfnbError
 from tfnb.graph import Spec, Variable
 from tfnb.recording import Recorder, Tensor
-from tfnb.recording.subgraphs.capture import bound_outside, now
+from tfnb.recording.subgraphs.capture import bound_around, now
 from tfnb.recording.subgraphs.loop_node import DISAGREE, Loop
 from tfnb.recording.writes.aliases import Test, linked, overlap
 
@@ -101,11 +101,11 @@ class Stage:
         self.st, self.recorder, self.by_size, self.entered = st, st.recorder, by_size, entered
         self.before = st.get()
         self.dtypes: dict[tuple[int, int], torch.dtype] = {}  # of numbers that the body makes into something else
-        self.late: dict[int, tuple[TreeSpec, list[Spec]] | None] = {}  # names that the body gives their first value
+        self.late: set[int] = set()  # names that the body gives a first value
         self.elements: dict[int, list[Spec | None]] = {}  # of arrays that know theirs by the body only
         self.stay: set[int] = set()  # names that hold after a turn what they held, which the body may have written into
         self.rebound: set[int] = set()  # names of which that was not so after all
-        self.places: dict[int, list[Spec]] = {}  # of carried leaves that look at something by places of the turn's own
+        self.places: list[Tensor] = []  # of the turn's own, by which leaves look at something
         self.growth = Growth(status.made if status.depth else None)
         self.calls = 0
 
@@ -129,7 +129,7 @@ class Stage:
                     raise CannotStage(why) from error
 
     def plan(self) -> None:
-        """What is carried: names that hold tensors and numbers, and those of which the body told what they will be."""
+        """What is carried: names that hold tensors and numbers."""
         self.start: list[Tensor] = []
         self.first: dict[int, Any] = {}  # what the carried names hold in the first turn
         self.labels: list[str] = []
@@ -139,11 +139,7 @@ class Stage:
             if place in self.stay:
                 continue
             if isinstance(value, Undefined) and not isinstance(value, Sometimes):
-                known = self.late.get(place)
-                if known is None:
-                    continue
-                form, specs = known
-                value = tree_unflatten([self.zeros(spec) for spec in specs], form)
+                continue
             if place in self.elements:
                 value = known_elements(self.recorder, value, self.elements[place], self.st.what)
             leaves, form = tree_flatten(value)
@@ -161,30 +157,30 @@ class Stage:
                 self.start.append(tensor_of(self.recorder, leaf))
                 self.labels.append(part_of(name, path))
 
-    def zeros(self, spec: Spec) -> torch.Tensor:
-        """Zeros of a spec, as large as the samples' sizes say."""
-        sizes = spec.sizes(self.recorder.symbols.bindings(spec.shape))
-        return torch.zeros(sizes, dtype=spec.dtype, device=spec.device)
-
-    def _values(self, carried: Sequence[Any]) -> tuple[Any, ...]:
-        leaves = iter(as_number(leaf) if number else leaf for leaf, number in zip(carried, self.numbers, strict=True))
-        return tuple(
-            tree_unflatten([next(leaves) for _ in range(self.forms[place][1])], self.forms[place][0])
-            if place in self.forms else old for place, old in enumerate(self.before)
-        )  # fmt: skip
+    def _values(self, carried: Sequence[Any], *, is_after: bool = False) -> tuple[Any, ...]:
+        leaves = iter(as_number(leaf) if number else leaf for leaf, number in zip(carried, self.numbers, strict=False))
+        found = list(self.before)
+        for place, (form, count) in self.forms.items():
+            if is_after or place not in self.late:
+                found[place] = tree_unflatten([next(leaves) for _ in range(count)], form)
+        return tuple(found)
 
     def set(self, carried: Sequence[Any]) -> None:
         """The names for one turn; a late one has no value before the body gives it one."""
         values = self._values(carried)
         self.st.copies = list(_containers(values))
-        self.st.set(tuple(
-            old if isinstance(old, Undefined) and not isinstance(old, (Sometimes, UndefinedReturnValue)) else value
-            for value, old in zip(values, self.before, strict=True)
-        ))  # fmt: skip
+        self.st.set(values)
 
     def set_back(self) -> None:
         """The names as they were before the loop."""
         self.st.set(self.before)
+
+    def forget_late(self) -> None:
+        """Before a turn: names that the body gives a first value are not carried yet."""
+        for place in self.late & self.forms.keys():
+            del self.forms[place]
+        del self.numbers[len(self.start) :], self.labels[len(self.start) :]
+        self.late.clear()
 
     def leaves(self, values: tuple[Any, ...], carried: Sequence[Any]) -> list[Any]:
         """The carried leaves after one turn; raises _Again where they are not those that were planned."""
@@ -193,8 +189,9 @@ class Stage:
         self.unsure: set[int] = set()  # leaves that may be what the turn began with
         given = iter(carried)
         again = False
+        planned = dict(self.forms)
         for place, (value, old) in enumerate(zip(values, self.before, strict=True)):
-            if place not in self.forms:
+            if place not in planned:
                 again |= self._new(place, value, old)
                 continue
             form, count = self.forms[place]
@@ -203,10 +200,6 @@ class Stage:
             homes = [home_of(self.recorder, leaf) for leaf in tree_flatten(value)[0]]
             if isinstance(before := tree_unflatten(mine, form), Sometimes):
                 value = self._kept(value, before)
-            if isinstance(value, Undefined) and not isinstance(value, Sometimes):
-                found += mine  # a late one that this turn did not reach
-                self.homes += [None] * len(mine)
-                continue
             if place not in self.rebound and self._stays(place, value, mine):
                 self.stay.add(place)
                 again = True
@@ -217,6 +210,41 @@ class Stage:
         if again or any(isinstance(leaf, torch.dtype) for leaf in found):
             raise _Again
         return found
+
+    def late_leaves(self, values: Sequence[Any], loop: Loop) -> tuple[list[Tensor], list[Tensor]]:
+        """Names to which a turn gave a first value are carried as well: what it began with, and what it leaves."""
+        given, left = list[Tensor](), list[Tensor]()
+        for place in sorted(self.late):
+            value = values[place]
+            leaves, form = tree_flatten(value)
+            if not all(map(is_value, leaves)):
+                continue
+            specs = [self._spec(leaf) for leaf in leaves]
+            if not all(bound_around(self.recorder, spec) for spec in specs):
+                continue
+            name = self.st.label(self.st.names[place])
+            mine = [loop.carry(spec, name) for spec in specs]
+            if isinstance(value, Sometimes):
+                self.unsure |= set(range(len(self.homes), len(self.homes) + len(leaves)))
+                value = self._kept(value, tree_unflatten(mine, form))
+            self.forms[place] = form, len(leaves)
+            self.numbers += [False] * len(leaves)
+            self.labels += [name] * len(leaves)
+            self.homes += [home_of(self.recorder, leaf) for leaf in leaves]
+            given += mine
+            left += [tensor_of(self.recorder, leaf) for leaf in tree_flatten(value)[0]]
+        return given, left
+
+    def made_places(self, loop: Loop) -> list[Tensor]:
+        """Places of the turn's own by which it looked at something: those of the last turn are carried out of it."""
+        self.places = []
+        for places in self.memory.places.values():
+            specs = list(map(self._spec, places))
+            if all(bound_around(self.recorder, spec) for spec in specs):
+                self.places += places
+                for spec in specs:
+                    loop.carry(spec, "a place")
+        return [tensor_of(self.recorder, place) for place in self.places]
 
     def _kept(self, value: Any, before: Sometimes) -> Any:
         """What a name holds after a turn that set it, or set it in some runs: else it is what the turn began with."""
@@ -259,18 +287,10 @@ class Stage:
         if not isinstance(old, Undefined):
             error = BeginsAsNone if None in tree_flatten(old)[0] else CannotStage
             raise error(f"{name} is {kind(old)} before the loop and {kind(value)} after a turn")
-        leaves, form = tree_flatten(value)
-        if place in self.late or not all(map(is_value, leaves)):
-            if isinstance(old, UndefinedReturnValue):
-                raise CannotStage(f"it returns {kind(value)} inside of the loop")
-            self.late.setdefault(place, None)
-            return False
-        specs = [self._spec(leaf) for leaf in leaves]
-        if not all(bound_outside(self.recorder, spec) for spec in specs):
-            self.late[place] = None
-            return False
-        self.late[place] = form, specs
-        return True
+        if isinstance(old, UndefinedReturnValue) and not all(map(is_value, tree_flatten(value)[0])):
+            raise CannotStage(f"it returns {kind(value)} inside of the loop")
+        self.late.add(place)
+        return False
 
     def _spec(self, leaf: Any) -> Spec:
         tensor = tensor_of(self.recorder, leaf)
@@ -318,17 +338,6 @@ class Stage:
             found.append(tensor_of(self.recorder, leaf))
         return found
 
-    def finds_places(self) -> bool:
-        """Whether the turn looked at something by other places of its own than those that are carried."""
-        found = {at: list(map(self._spec, places)) for at, places in self.memory.places.items()}
-        found = {at: specs for at, specs in found.items() if all(bound_outside(self.recorder, spec) for spec in specs)}
-        before, self.places = self.places, found
-        return before != found
-
-    def made_places(self) -> list[Any]:
-        """The turn's own places, of those that are carried."""
-        return [place for at in self.places for place in self.memory.places[at]]
-
     def share(
         self, carried: Sequence[Tensor], taken: Test, rows: Any, homes: Sequence[Home | None], is_some: bool
     ) -> None:
@@ -341,14 +350,15 @@ class Stage:
             overlap(self.recorder, rows)
 
     def _before(self) -> list[Any]:
-        """What is carried, as it was before the loop."""
-        return [leaf for place in self.forms for leaf in tree_flatten(self.first[place])[0]]
+        """What is carried, as it was before the loop; None for what got its first value there."""
+        known = [leaf for place in self.first for leaf in tree_flatten(self.first[place])[0]]
+        return [*known, *[None] * (len(self.numbers) - len(known))]
 
     def finish(self, carried: Sequence[Any], places: Sequence[Tensor], turns: Tensor, taken: Test) -> None:
         """Give the names what the loop leaves them."""
-        values = list(self._values(carried))
+        values = list(self._values(carried, is_after=True))
         before = self._before()
-        places_by_id = dict(zip(map(id, self.made_places()), places, strict=True))
+        places_by_id = dict(zip(map(id, self.places), places, strict=True))
         self.memory.share(self.recorder, carried, before, turns, taken, places_by_id)
         st = self.st
         for place, old in enumerate(self.before):
@@ -367,39 +377,38 @@ class Stage:
 class _Attempt:
     """One recording of a loop, with what is known of its variables by then.
 
-    head, last: among the carried values, those of the names are between them, behind the index and before the places.
+    head: among the carried values, those of the names are behind the index and before the places.
     """
 
     def __init__(self, stage: Stage, turns: Turns) -> None:
         self.stage, self.turns, self.st, self.recorder = stage, turns, stage.st, stage.recorder
         stage.plan()
         index = [] if turns.first is None else [tensor_of(self.recorder, turns.first)]
-        zeros = [stage.zeros(spec) for specs in stage.places.values() for spec in specs]
-        self.head, self.last = len(index), len(index) + len(stage.start)
-        self.start = [*index, *stage.start, *(tensor_of(self.recorder, each) for each in zeros)]
-        self.labels = [*["the index"] * len(index), *stage.labels, *["a place"] * len(zeros)]
-        self.specs = invariants(self.recorder, self.start, [*index, *stage.first.values(), *zeros])
+        self.head, self.start = len(index), [*index, *stage.start]
+        self.labels = [*["the index"] * len(index), *stage.labels]
+        self.specs = invariants(self.recorder, self.start, [*index, *stage.first.values()])
 
     def record(self) -> None:
         """Record it and set the names to what the loop gives; raises _Again where the body told something new."""
         stage, turns = self.stage, self.turns
-        loop = Loop(
+        loop = self.loop = Loop(
             self.recorder, self.start, self.labels, turns.xs, specs=self.specs, limit=turns.limit,
             what=self.st.what.split()[0], entered=stage.entered,
         )  # fmt: skip
         result = loop.record(None if turns.test is None else self._condition, self._turn)
-        carried, count = result.carried[self.head : self.last], result.turns
+        last = self.head + len(stage.numbers)
+        carried, count = result.carried[self.head : last], result.turns
 
         def taken() -> torch.Tensor:
             return count > 0
 
-        stage.finish(carried, result.carried[self.last :], count, taken)
+        stage.finish(carried, result.carried[last:], count, taken)
         if stage.growth.lists:
             stage.growth.finish(result.rows, self.st.place, partial(stage.share, carried, taken))
 
     def _condition(self, *carried: Any) -> list[Any]:
         assert self.turns.test is not None
-        self.stage.set(carried[self.head : self.last])
+        self.stage.set(carried[self.head : len(self.start)])
         with self.st.body(True):
             found = self.turns.test()
         self.stage.set_back()
@@ -407,24 +416,28 @@ class _Attempt:
 
     def _turn(self, *given: Any) -> list[Any]:
         stage, recorder = self.stage, self.recorder
-        carried, rows = given[self.head : self.last], given[len(self.start) :]
+        carried, rows = given[self.head : len(self.start)], given[len(self.start) :]
         values_before, first_node = [tensor._entry.value for tensor in carried], len(recorder.new)
+        stage.forget_late()
         versions = {tensor._family: tensor._family.version for tensor in recorder.live}
         values = self._taken(given, carried, rows)
         written = self._written(versions, carried, rows)
         stage.set(carried)
         self.st.all_carried()
         after = stage.leaves(values, carried)
+        late, left = stage.late_leaves(values, self.loop)
+        values_before += [tensor._entry.value for tensor in late]
         stage.set_back()
         is_whole = self.turns.test is None
         stacks = {row._family: stack for row, stack in zip(rows, self.turns.xs, strict=True)}
-        stage.memory = Memory(recorder, carried, stage.homes, stage.unsure, stacks, whole=is_whole)
+        stage.memory = Memory(recorder, [*carried, *late], stage.homes, stage.unsure, stacks, whole=is_whole)
         read = {value for node in recorder.new[first_node:] for value in node.inputs} if is_whole else set()
         stage.memory.check(written, stage.labels, [value in read for value in values_before] if is_whole else None)
-        if stage.growth.is_new or stage.finds_places():
+        if stage.growth.is_new:
             raise _Again
         index = [place + self.turns.step for place in given[: self.head]]
-        return [*index, *after, *stage.made_places(), *stage.growth.rows(recorder, written, stage.memory)]
+        places = stage.made_places(self.loop)
+        return [*index, *after, *left, *places, *stage.growth.rows(recorder, written, stage.memory)]
 
     def _taken(self, given: Sequence[Any], carried: Sequence[Any], rows: Sequence[Any]) -> tuple[Any, ...]:
         """What the names hold after the body ran once."""

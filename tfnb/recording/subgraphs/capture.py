@@ -80,7 +80,7 @@ class Region:
 def record_region(
     recorder: Recorder, function: Function, given: Sequence[Given], *, scope: str, turns: bool,
     held: Sequence[Base] = (), inner: Inner | None = None, where: tuple[torch.SymBool, bool] | None = None,
-    entered: bool = True,
+    entered: bool = True, added: list[Value] | None = None,
 ) -> Region:  # fmt: skip
     """Record a call of ``function`` as a region.
 
@@ -88,9 +88,12 @@ def record_region(
     is then left outside. held: tensors and variables of outside that mean the last of ``given`` inside; what they mean
     at the end are the last outputs. inner: of a subgraph that is differentiated. where: a relation between sizes and
     its outcome, in a branch that it decides: what is asked of sizes there is asked only where the branch is taken.
-    entered: whether the samples get there; an op that fails on those that do not has a shape and no sample.
+    entered: whether the samples get there; an op that fails on those that do not has a shape and no sample. added: the
+    function puts further inputs here while it runs, see `added_input`; they are the last ones of the region.
     """
+    added = [] if added is None else added
     while True:
+        added.clear()
         before = _Before(recorder)
         try:
             recorder.inside.append(before)
@@ -118,10 +121,18 @@ def record_region(
             recorder.inside.pop()
         late = before.met_and_written()
         if not late:
+            inputs = (*inputs, *added)
             return before.cut(inputs, outputs, turns=turns, inner=inner or Inner(set(), {}), local=where is not None)
         before.undo()
         for meet in late:
             meet()
+
+
+def added_input(recorder: Recorder, given: Given, added: list[Value]) -> Tensor:
+    """One more input of the region that is being recorded, which turned out to be needed."""
+    tensor = _placeholder(recorder, given)
+    added.append(tensor._entry.value)
+    return tensor
 
 
 def attempt(recorder: Recorder) -> Callable[[], None]:
@@ -349,6 +360,12 @@ def same_shape(recorder: Recorder, a: Spec, b: Spec) -> bool:
 def bound_outside(recorder: Recorder, spec: Spec) -> bool:
     """Whether the sizes are those of values that are recorded here, and not those of values inside of something."""
     return not spec.symbols or _bound(recorder.tape.nodes).issuperset(spec.symbols)
+
+
+def bound_around(recorder: Recorder, spec: Spec) -> bool:
+    """The same for what is recorded around the region that is being recorded."""
+    around = len(recorder.tape.kept) + recorder.inside[-1].at
+    return not spec.symbols or _bound(recorder.tape.nodes[:around]).issuperset(spec.symbols)
 
 
 def _bound(nodes: Iterable[Node]) -> set[str]:

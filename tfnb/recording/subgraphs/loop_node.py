@@ -18,6 +18,7 @@ from tfnb.recording.subgraphs.capture import (
     Given,
     Inner,
     Region,
+    added_input,
     append,
     bound_outside,
     captures,
@@ -90,7 +91,9 @@ class Loop:
     swap: bool | None = None
     entered: bool = True
     held: list[Base] = field(default_factory=list)  # what the body writes of outside: carried as well
+    late: list[Given] = field(default_factory=list)  # what the body asked to carry while it was recorded
     path: str = ""
+    _late_inputs: list[Value] = field(default_factory=list)
 
     def record(self, cond: Function | None, body: Function) -> Result:
         """The loop of ``body(*carried, *one row of each of xs)``, which returns the next carried values, then rows.
@@ -100,13 +103,25 @@ class Loop:
         with self.recorder.scope(self.what) as self.path:
             return self._recorded(cond, body)
 
+    def carry(self, spec: Spec, name: str) -> Tensor:
+        """Called by the body: one more carried value, which is zeros before the first turn; what the turn begins with.
+
+        The body returns what the turn leaves of it behind the other carried values.
+        """
+        self.late.append(Given(spec, name))
+        return added_input(self.recorder, self.late[-1], self._late_inputs)
+
     def _recorded(self, cond: Function | None, body: Function) -> Result:
-        recorder, count = self.recorder, len(self.init)
+        recorder = self.recorder
         entries = [recorder._entry(tensor) for tensor in self.init]
         sequences = list(map(self._sequence, self.xs))
         inner = list(self.specs or map(self._spec, entries))
         given = [self._given(e, spec, name) for e, spec, name in zip(entries, inner, self.names, strict=True)]
         region = self._body(body, given, [self._row(e, i) for i, e in enumerate(sequences)])
+        given += self.late
+        entries += [recorder._entry(zeros(recorder, each.spec)) for each in self.late]
+        inner += [each.spec for each in self.late]
+        count = len(entries)
         test = None if cond is None else self._test(cond, given)
         written = [base.entry for base in self.held]
         before = [e.value for e in (*entries, *written)]
@@ -150,9 +165,14 @@ class Loop:
         """The body; what it writes of outside is carried behind the other carried values."""
         while True:
             kept = self._kept()
+
+            def turn(*tensors: Tensor) -> Sequence[Any]:
+                self.late.clear()
+                return body(*tensors)
+
             region = record_region(
-                self.recorder, body, [*given, *rows, *kept], scope=self.path, turns=True, held=self.held,
-                inner=None if self.saver is None else self.saver.inner, entered=self.entered,
+                self.recorder, turn, [*given, *rows, *kept], scope=self.path, turns=True, held=self.held,
+                inner=None if self.saver is None else self.saver.inner, entered=self.entered, added=self._late_inputs,
             )  # fmt: skip
             if self.saver is not None:
                 self.saver.adopt(region.moved)
@@ -161,9 +181,12 @@ class Loop:
                 break
             region.undo()
             self.held += more
-        count, at = len(given), len(given) + len(rows)
-        region.inputs = (*region.inputs[:count], *region.inputs[at:], *region.inputs[count:at])
-        last = len(region.outputs) - len(self.held)
+        first, at = len(given), len(given) + len(rows)
+        late = len(region.inputs) - len(self.late)
+        region.inputs = (
+            *region.inputs[:first], *region.inputs[late:], *region.inputs[at:late], *region.inputs[first:at],
+        )  # fmt: skip
+        count, last = first + len(self.late), len(region.outputs) - len(self.held)
         region.outputs = [*region.outputs[:count], *region.outputs[last:], *region.outputs[count:last]]
         return region
 
@@ -231,7 +254,11 @@ class Loop:
     def _check(self, inner: Sequence[Spec], before: Sequence[Value], region: Region) -> None:
         """Each carried value leaves the body as it came, and every row has the same shape."""
         recorder, at = self.recorder, self.recorder.tape.at()
-        names = [*self.names, *(f"a tensor written inside ({base.entry.value})" for base in self.held)]
+        names = [
+            *self.names,
+            *(each.name for each in self.late),
+            *(f"a tensor written inside ({base.entry.value})" for base in self.held),
+        ]
         for name, spec, value, out in zip(names, inner, before, region.outputs, strict=False):
             found = self._inside(region, out)
             if found.dtype != spec.dtype:
@@ -256,6 +283,12 @@ class Loop:
 
 def _axes(spec: Spec, axes: Sequence[int]) -> Spec:
     return replace(spec, shape=tuple(spec.shape[axis] for axis in axes))
+
+
+def zeros(recorder: Recorder, spec: Spec) -> torch.Tensor:
+    """Recorded zeros of a spec."""
+    sizes = spec.sizes(recorder.symbols.bindings(spec.shape))
+    return recorder.fresh(torch.zeros(sizes, dtype=spec.dtype, device=spec.device))
 
 
 def gathered(loop: Loop, row: Spec, shape: tuple[Size, ...] | int, turns: Size) -> list[Spec]:
