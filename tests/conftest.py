@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import hypothesis
@@ -24,7 +25,9 @@ hypothesis.settings.load_profile("long" if os.environ.get("TFNB_FUZZ") else "sho
 
 
 def pytest_configure() -> None:
-    """Processes that run tests side by side share the cores."""
+    """Ctrl-C works, also where the parent ignores it (nohup, some CI); processes side by side share the cores."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # processes that tests start inherit no "ignored"
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:
         torch.set_num_threads(max(1, torch.get_num_threads() // workers))

@@ -163,7 +163,7 @@ def test_other_expressions_are_no_bare_symbol(expr: str) -> None:
 
 
 def test_rename_replaces_symbols_by_names_and_numbers() -> None:
-    assert Dim("s0*2 + s1").rename({"s0": "B", "s1": 4}) == Dim("B * 2 + 4")
+    assert Dim("s0*2 + s1").rename({"s0": "B", "s1": 4}) == Dim("B*2 + 4")
 
 
 def test_dims_are_equal_by_text_and_hash() -> None:

@@ -11,6 +11,7 @@ import ast
 import keyword
 import math
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
@@ -52,6 +53,7 @@ _CALLS: dict[str, Callable[..., Any]] = {
     "_sym_sqrt": torch.sym_sqrt,
     "sqrt": torch.sym_sqrt,  # as torch 2.11 writes it
 }
+_NAME = re.compile(r"\b[^\W\d]\w*")
 LENGTH_CAP, DEPTH_CAP, POWER_CAP = 4000, 100, 64  # characters, nesting, exponent: a file may hold anything
 
 
@@ -188,11 +190,7 @@ class Dim:
 
     def rename(self, names: Mapping[str, int | str]) -> Dim:
         """The expression with symbols replaced by other symbols or numbers."""
-        tree = ast.parse(self.expr, mode="eval")
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Name) and node.id in names:
-                node.id = str(names[node.id])
-        return Dim(ast.unparse(tree.body))
+        return Dim(_NAME.sub(lambda found: str(names.get(found[0], found[0])), self.expr))
 
     def __str__(self) -> str:
         return self.expr

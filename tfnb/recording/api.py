@@ -112,7 +112,10 @@ def _size(axis: Any, sample: torch.Tensor | None, place: int, symbols: Symbols, 
                 )
             return symbols.size(symbols.get(axis))
     size = symbols.fresh(axis, hint, taken)
-    recorder.letters.add(str(symbols.size(size)))
+    letter = str(symbols.size(size))
+    recorder.letters.add(letter)
+    if axis is not None:
+        recorder.chosen.add(letter)
     return symbols.size(size)
 
 

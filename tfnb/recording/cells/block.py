@@ -24,8 +24,9 @@ from tfnb.graph import Contents, Graph, Node, Owner, Source, Value, current
 from tfnb.graph.collector import uncollected
 from tfnb.graph.graph import new_id
 from tfnb.recording.cells.held_interrupts import at_user_lines
-from tfnb.recording.cells.new_contents import drop_unreachable_data, replaced, substitute, unified_guards
+from tfnb.recording.cells.new_contents import drop_unreachable_data, replaced
 from tfnb.recording.cells.replay_log import Rewound, past
+from tfnb.recording.cells.size_letters import substitute, unified_guards
 from tfnb.recording.dispatch.module_hooks import follow_modules
 from tfnb.recording.dispatch.recorder import Recorder
 from tfnb.recording.marks.scopes import Functions, clean
@@ -304,7 +305,7 @@ def _commit(
     changed = [(thing, old) for thing, old in recorder.journal if isinstance(thing, Base) or thing in space.live]
     change = replaced(
         before, nodes, guards, aliases, recorder.owner, append=append, derivatives=space.derivatives,
-        opaque=space.rules, written=rewound.moved(), hidden=rewound.hidden(changed),
+        opaque=space.rules, written=rewound.moved(), hidden=rewound.hidden(changed), live=live, chosen=recorder.chosen,
     )  # fmt: skip
     rewound.check(change.contents)
     if recorder.graph.contents is not before:
@@ -313,6 +314,7 @@ def _commit(
     unused = {n.id for n in recorder.new} - {n.id for n in nodes}
     recorder.graph.commit(change.contents, removed=[*change.gone.items(), *((at, _UNUSED) for at in unused)])
     recorder.graph.notes = tuple(recorder.notes)
+    space.symbols.relabel(recorder.letters, sizes, change.letters.block, change.letters.below)
     space.derivatives = (*change.derivatives, *recorder.derivatives)
     space.forget(set(change.gone) | unused)
     rewound.adopt(recorder.live, space.live, change.moved)
@@ -355,17 +357,23 @@ def _assigned_names(recorder: Recorder, names: Mapping[str, Any]) -> dict[str, V
 
 
 def _unified(recorder: Recorder) -> dict[str, int | str]:
-    """Symbols made in this recording that became a number or another symbol."""
-    own = {s for n in recorder.new if n.op == "tfnb.placeholder" for spec in n.outputs for s in spec.symbols}
+    """Symbols made in this recording that became a number or another symbol: that of another cell, else the first."""
+    placeholders = (node for node in recorder.nodes if node.op == "tfnb.placeholder")
+    letters = dict.fromkeys(s for node in placeholders for s in node.outputs[0].symbols)
+    own = [letter for letter in letters if letter in recorder.letters]
+    now = {letter: recorder.symbols.size(recorder.symbols.get(letter)) for letter in letters}
+    first: dict[Any, str] = {}  # size -> the letter that stays
+    for letter in sorted(letters, key=lambda each: (each in own, each not in recorder.chosen)):
+        first.setdefault(now[letter], letter)
     sizes: dict[str, int | str] = {}
     for letter in own:
-        now = recorder.symbols.size(recorder.symbols.get(letter))
-        if isinstance(now, int):
-            sizes[letter] = now
-            _warn_fixed(recorder, letter, now)
-        elif now.is_symbol and now.expr != letter:
-            sizes[letter] = now.expr
-    return sizes
+        size = now[letter]
+        if isinstance(size, int):
+            sizes[letter] = size
+            _warn_fixed(recorder, letter, size)
+        elif size.is_symbol:
+            sizes[letter] = first[size] if size.expr in own else size.expr
+    return {letter: size for letter, size in sizes.items() if size != letter}
 
 
 def _warn_fixed(recorder: Recorder, letter: str, size: int) -> None:

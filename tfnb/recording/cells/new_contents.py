@@ -1,13 +1,13 @@
 """From a finished recording to new graph contents: pure functions.
 
-Sizes that turned out equal are unified, nodes of nothing but captured data that nobody can reach are dropped, the
-owner's earlier nodes are replaced in place, and consumers in other cells are re-linked by name or become stale. So do
+Nodes of nothing but captured data that nobody can reach are dropped. The owner's earlier nodes are replaced in place,
+with the letters of sizes that they had. Consumers in other cells are re-linked by name or become stale. So do
 derivatives of what is not the same any more: a gradient stands on every node between, not only on those it uses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from tfnb.errors import StaleNode
-from tfnb.graph import Contents, Guard, Node, Owner, Spec, Value, Variable
-from tfnb.graph.node import leaves, map_leaves
-from tfnb.graph.spec import Dim
-from tfnb.graph.subgraph import map_nodes, uses_queues
+from tfnb.graph import Contents, Guard, Node, Owner, Value, Variable
+from tfnb.graph.node import leaves
+from tfnb.graph.subgraph import uses_queues
+from tfnb.recording.cells.size_letters import Letters, matched, substitute, unified_guards
 
 _NOTHING: Mapping[Any, Any] = MappingProxyType({})
 _SOURCES = ("tfnb.placeholder", "tfnb.read", "tfnb.assign", "tfnb.group", "tfnb.guard")
@@ -45,36 +45,6 @@ def drop_unreachable_data(nodes: Iterable[Node], live: set[int]) -> list[Node]:
             needed.update(node.control)
             needed.update(shown[symbol] for symbol in node.symbols if symbol in shown)
     return [node for node in nodes if node.id in needed]
-
-
-def substitute(node: Node, sizes: Mapping[str, int | str]) -> Node:
-    """The node with symbols replaced: by a number where a size became fixed, by a letter where two became one."""
-    return map_nodes(lambda inner: _substituted(inner, sizes), node, guards=lambda each: unified_guards(each, sizes))
-
-
-def _substituted(node: Node, sizes: Mapping[str, int | str]) -> Node:
-
-    def dim(leaf: Any) -> Any:
-        if not isinstance(leaf, Dim) or not set(leaf.symbols) & set(sizes):
-            return leaf
-        names = {s: sizes.get(s, s) for s in leaf.symbols}
-        if all(isinstance(v, int) for v in names.values()):
-            return leaf.evaluate(names)
-        return leaf.rename(names)
-
-    outputs = tuple(Spec(s.dtype, tuple(dim(d) for d in s.shape), s.device) for s in node.outputs)
-    return replace(node, outputs=outputs, attrs=map_leaves(dim, node.attrs) if node.symbols else node.attrs)
-
-
-def unified_guards(guards: Iterable[Guard], sizes: Mapping[str, int | str]) -> list[Guard]:
-    """The guards over the symbols that remain; those that became trivial are gone."""
-    kept = []
-    for guard in guards:
-        relation = Dim(guard.expr).rename(sizes) if set(guard.symbols) & set(sizes) else Dim(guard.expr)
-        left, equal, right = relation.expr.partition(" == ")
-        if relation.symbols and not (equal and left == right):
-            kept.append(replace(guard, expr=relation.expr))
-    return kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +81,8 @@ class Derivative:
 class Replacement:
     """New contents, the nodes that are gone and why, the values that took the place of others.
 
-    relinked: nodes of others that compute from such a value. derivatives: those that still hold.
+    relinked: nodes of others that compute from such a value or have a size of the block. derivatives: those that still
+    hold. letters: those of sizes that changed.
     """
 
     contents: Contents
@@ -119,29 +90,34 @@ class Replacement:
     moved: Mapping[Value, Value]
     relinked: frozenset[int]
     derivatives: tuple[Derivative, ...]
+    letters: Letters
 
 
 def replaced(
     old: Contents, new: list[Node], guards: list[Guard], aliases: Mapping[str, Value], owner: Owner, *, append: bool,
     derivatives: Iterable[Derivative] = (), opaque: Container[int] = (), written: Mapping[Value, Value] = _NOTHING,
-    hidden: Container[Value] = (),
+    hidden: Container[Value] = (), live: Container[int] = (), chosen: Collection[str] = (),
 ) -> Replacement:  # fmt: skip
     """Contents with ``owner``'s block replaced by ``new``.
 
     The block keeps its place in program order unless it uses nodes recorded later. derivatives: what was differentiated
     before. opaque: nodes that count as changed whenever their cell runs again. written: what the earlier run left in a
-    tensor that it wrote -> what this one leaves there. hidden: what tensors were that only this one writes. Raises
-    StaleNode for a block that uses what is computed from its own earlier run.
+    tensor that it wrote -> what this one leaves there. hidden: what tensors were that only this one writes. live: nodes
+    that somebody holds. chosen: letters of sizes that the user gave. Raises StaleNode for a block that uses what is
+    computed from its own earlier run.
     """
     mine = [] if append else [n for n in old.nodes if n.owner is not None and n.owner.key == owner.key]
     gone = {n.id: _replaced_text(n) for n in mine}
     others = [n for n in old.nodes if n.id not in gone]
+    letters = matched(mine, new, old, others, chosen) if mine else Letters()
+    new, guards = _lettered(new, letters.block), unified_guards(guards, letters.block)
+    mine, others = _lettered(mine, letters.below), _lettered(others, letters.below)
     place = _place(old, others, mine, new)
     before, after = others[:place], others[place:]
     _refuse_circles(before, gone, old)
     moved = _relinked(mine, new)
     same = _same(mine, new, moved, opaque)
-    specs = {Value(n.id, i): spec for n in (*old.nodes, *new) for i, spec in enumerate(n.outputs)}
+    specs = {Value(n.id, i): spec for n in (*others, *mine, *new) for i, spec in enumerate(n.outputs)}
     moved |= {a: b for a, b in written.items() if specs.get(a) is not None and specs.get(a) == specs.get(b)}
     gone |= {
         n.id: _dropped_text(n, f"{_label(new[0])} now writes to what it uses")
@@ -160,11 +136,40 @@ def replaced(
             del kept_by[derivative]
             changed = f"what it differentiates was changed when {_label(mine[0])} ran again"
             gone |= {n.id: _dropped_text(n, changed) for n in after if n.id in derivative.nodes}
+    gone |= _left_behind(after, gone, old, live)
+    nodes = tuple(n for n in nodes if n.id not in gone)
+    lost = {owner.key, *_owners(old.nodes)} - _owners(nodes)
+    kept_guards = unified_guards(
+        (g for g in old.guards if append or g.owner is None or g.owner.key not in {owner.key, *lost}), letters.below
+    )
     ids = {n.id for n in nodes}
-    kept_guards = [g for g in old.guards if append or g.owner is None or g.owner.key != owner.key]
     kept_aliases = {k: v for k, v in old.aliases.items() if v.node in ids}
     contents = Contents(nodes, (*kept_guards, *guards), {**kept_aliases, **aliases})
-    return Replacement(contents, gone, moved, _downstream(after, {v.node for v in moved.values()}), tuple(kept_by))
+    relinked = _downstream(after, {v.node for v in moved.values()}, _symbols(mine))
+    return Replacement(contents, gone, moved, relinked, tuple(kept_by), letters)
+
+
+def _lettered(nodes: Sequence[Node], letters: Mapping[str, str]) -> list[Node]:
+    return [substitute(node, letters) for node in nodes] if letters else list(nodes)
+
+
+def _owners(nodes: Iterable[Node]) -> set[str]:
+    return {node.owner.key for node in nodes if node.owner is not None}
+
+
+def _symbols(nodes: Iterable[Node]) -> set[str]:
+    return {symbol for node in nodes for spec in node.outputs for symbol in spec.symbols}
+
+
+def _left_behind(after: Iterable[Node], gone: Mapping[int, str], old: Contents, live: Container[int]) -> dict[int, str]:
+    """Nodes that were there for dropped ones alone, such as reads of variables, with the reason of one of those."""
+    left: dict[int, str] = {}
+    for node in reversed(list(after)):
+        users = [at for i in range(len(node.outputs)) for at in old.consumers.get(Value(node.id, i), ())]
+        is_kept = node.id in live or node.op in ("tfnb.placeholder", "tfnb.assign") or uses_queues(node)
+        if users and not is_kept and all(at in gone or at in left for at in users):
+            left[node.id] = gone.get(users[0]) or left[users[0]]
+    return left
 
 
 def _refuse_circles(before: list[Node], gone: Container[int], old: Contents) -> None:
@@ -213,11 +218,11 @@ def _wrong(
     ]
 
 
-def _downstream(nodes: list[Node], ids: set[int]) -> frozenset[int]:
-    """The nodes that compute from values of ``ids``."""
+def _downstream(nodes: list[Node], ids: set[int], symbols: set[str]) -> frozenset[int]:
+    """The nodes that compute from values of ``ids``, or have a size of ``symbols``."""
     found: set[int] = set()
     for node in nodes:
-        if any(v.node in ids or v.node in found for v in node.inputs):
+        if any(v.node in ids or v.node in found for v in node.inputs) or symbols.intersection(node.symbols):
             found.add(node.id)
     return frozenset(found)
 

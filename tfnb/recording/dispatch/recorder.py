@@ -107,6 +107,7 @@ class Recorder(TorchDispatchMode):
             Any, Any
         ] = {}  # functions that are being recorded: see `tfnb.recording.subgraphs.recursive_calls`
         self.letters: set[str] = set()  # symbols declared in this recording
+        self.chosen: set[str] = set()  # those of them that the user named
         self.autograd: Autograd  # given by an extension: `tfnb.graph.current`
 
     @contextmanager

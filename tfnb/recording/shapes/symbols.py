@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -273,6 +273,28 @@ class Symbols:
             return int(size)
         supposed = size.node.expr.xreplace(self._observed) if self.env.supposed else None
         return int(supposed) if supposed is not None and supposed.is_number else size.node.hint
+
+    def relabel(
+        self, own: Container[str], sizes: Mapping[str, int | str], block: Mapping[str, str], below: Mapping[str, str]
+    ) -> None:  # fmt: skip
+        """Give the symbols of a recording that is over their letters in the graph.
+
+        own: letters of the recording. sizes: those letters -> what they are. block: those letters -> what they are
+        called now. below: letters of other cells -> what they are called now.
+        """
+        if not (sizes or block or below):
+            return
+        letters = {one: other for one, other in sizes.items() if isinstance(other, str)}
+        letters = {**block, **{one: block.get(other, other) for one, other in letters.items()}}
+        values = {other: self._values[one] for one, other in letters.items()}
+        for symbol, letter in self._letters.items():
+            if letter not in own or self._values[letter].node._expr != symbol:
+                self._letters[symbol] = below.get(letter, letter)
+        for letter, value in values.items():
+            if value.node.expr.is_symbol:
+                self._letters[value.node.expr] = letter
+        self._values.update(values)
+        self._texts.clear()
 
     # -- translating ---------------------------------------------------------------------------------------
 
