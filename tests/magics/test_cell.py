@@ -163,6 +163,7 @@ def test_recording_never_outlives_the_cell(cells, error):
 
 def test_a_deadlock_is_drawn(cells):
     cells.run("import torch, tfnb\nwaiting = tfnb.FIFOQueue(2, torch.float32, (), name='waiting')")
-    ran = cells.run("waiting.dequeue()")
+    cells.run("%%tfgraph g\nx = waiting.dequeue(sample=torch.tensor(0.0))\nput = waiting.enqueue(x)")
+    ran = cells.run("tfnb.run([x, put])")
     assert isinstance(ran.error, DeadlockError) and "nothing can make progress" in ran.out
     assert ran.drawings and "waiting" in ran.drawings[0] and 'class="edge"' in ran.drawings[0]

@@ -67,6 +67,7 @@ class Fifo:
         self.closed = False
         self.elements: deque[tuple[torch.Tensor, ...]] = deque()
         self.lines: dict[str, OrderedDict[Attempt, None]] = {"enqueue": OrderedDict(), "dequeue": OrderedDict()}
+        self.past: dict[str, set[str]] = {kind: set() for kind in _LINE}  # who did what so far
         self._lock = threading.Lock()
         self._placing: deque[Attempt] = deque()
         self._over: list[Attempt] = []  # to be told
@@ -160,6 +161,8 @@ class Fifo:
         if attempt.is_over:
             return
         attempt.result, attempt.error, attempt.is_over = result, error, True
+        if error is None:
+            self.past[attempt.kind].add(attempt.what or "a call")
         if attempt.line in self.lines:
             self.lines[attempt.line].pop(attempt, None)
         self._over.append(attempt)

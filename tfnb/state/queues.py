@@ -16,7 +16,7 @@ from tfnb.graph.spec import Size
 from tfnb.recording import Operation, Recorder, Tensor
 from tfnb.recording.values.effects import effect
 from tfnb.state.fifo import Attempt, Fifo, Kind
-from tfnb.state.waits import WAITS, Waiter
+from tfnb.state.waits import WAITS, Runner
 
 Shape = tuple[int | None, ...]
 
@@ -126,12 +126,14 @@ class FIFOQueue(Queue):
     # -- at once ----------------------------------------------------------------------------------------------
 
     def _act(self, kind: Kind, timeout: float | None, **more: Any) -> Any:
-        waiter = Waiter()
         queue = fifo(self)
-        attempt = Attempt(queue, kind, waiter.inbox.put, **more)
+        runner = Runner(attempts=lambda: [attempt])
+        attempt = Attempt(queue, kind, runner.inbox.put, **more)
         queue.submit(attempt)
         try:
-            WAITS.wait(waiter, [attempt], timeout)
+            if not attempt.is_over:
+                with WAITS.running(runner):
+                    WAITS.wait(runner, attempt, timeout)
         except BaseException:
             queue.withdraw([attempt])
             raise

@@ -1,48 +1,83 @@
-"""Who waits for what, in this process; and whether anybody is left who could end it. Semantics S-67.
+"""Who waits for whom among the steps and calls of this process that use queues. Semantics S-67.
 
-A deadlock is declared only where it is sure: every thread that could run a user's code waits here, or waits for such a
-thread to end. A thread that runs user code, or the main thread at a prompt, may still put or take an element.
+A deadlock is declared only where every producer of what is waited for is ours, and waits itself: an operation that a
+running step would still do behind a wait. What nobody here would serve may come from the user's other threads: a wait
+for that goes on to its deadline, with a notice after two seconds.
 """
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures.thread
-import functools
-import inspect
-import itertools
 import queue
-import sys
-import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import CodeType, FrameType
 from typing import Any
 
 from tfnb.errors import DeadlockError, TfnbError
-from tfnb.state.fifo import Attempt
+from tfnb.recording.marks.notes import user_level
+from tfnb.state.fifo import Attempt, Fifo
 
-POLL = 0.1  # seconds between looks at whether anything changed
-_PACKAGE = str(Path(__file__).parents[1])
-_LOOP = asyncio.BaseEventLoop.run_forever.__code__
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+POLL = 0.1  # seconds between looks at whether the step was stopped
+LOOK = 1.0  # seconds between looks at who waits for whom
+NOTICE = 2.0  # seconds until a notice
+
+_WANTS = {"dequeue": "an element", "enqueue": "room", "close": "the enqueues before it", "size": "its turn"}
+_PRODUCER = {"dequeue": "enqueue", "enqueue": "dequeue", "close": "dequeue"}  # of what an operation waits for
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Operation:
+    """An operation on a queue that waits there, or that a runner would still do ``behind`` attempts that wait."""
+
+    what: str
+    kind: str
+    fifo: Fifo
+    behind: Collection[Attempt] = ()
+    attempt: Attempt | None = None
+
+    @property
+    def stands(self) -> bool:
+        """Whether it waits in its queue."""
+        return self.attempt is not None and self.attempt.is_placed
 
 
 @dataclass(eq=False, slots=True)
-class Waiter:
-    """A thread that waits for the end of ``attempts``; each comes into the ``inbox``.
+class Runner:
+    """A step that uses queues, or a call of one, while it runs; the ends of its attempts come into the ``inbox``.
 
-    later: what it would still do to queues, for the wait-for graph: what, to which, and what that waits for.
+    may: what it does to queues in all. attempts: those that wait; later: what it would do behind them. Other threads
+    ask for both while it waits.
     """
 
-    inbox: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
+    may: Collection[tuple[Fifo, str]] = ()
     attempts: Callable[[], Iterable[Attempt]] = tuple
-    later: Callable[[], Iterable[tuple[str, str, Sequence[str]]]] = tuple
-    thread: threading.Thread = field(default_factory=threading.current_thread)
+    later: Callable[[], Iterable[Operation]] = tuple
+    name: str = field(default_factory=lambda: f"thread {threading.current_thread().name}")
+    inbox: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
+    since: float | None = None  # when it began to wait
+    looked: float = 0.0
+    noticed: bool = False
     deadlock: TfnbError | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it waits, and nothing of that has ended."""
+        return self.since is not None and not any(attempt.is_over for attempt in self.attempts())
+
+    def operations(self) -> Iterator[Operation]:
+        """Those that are not over."""
+        waiting = [attempt for attempt in self.attempts() if not attempt.is_over]
+        before: dict[Attempt, list[Attempt]] = {}
+        for attempt in waiting:
+            for follower in tuple(attempt.followers):
+                before.setdefault(follower, []).append(attempt)
+        for attempt in waiting:
+            what = attempt.what or f"{attempt.kind} by {self.name}"
+            yield Operation(what, attempt.kind, attempt.fifo, before.get(attempt, ()), attempt)
+        yield from self.later()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,154 +96,123 @@ class WaitGraph:
 
 
 class Waits:
-    """The waiters of this process."""
+    """The runners of this process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiters: dict[Waiter, None] = {}
+        self._runners: dict[Runner, None] = {}
 
-    def wait(self, waiter: Waiter, attempts: Sequence[Attempt], timeout: float | None) -> None:
-        """Wait until the attempts are over, or ``timeout`` seconds; raises DeadlockError where nobody can end it."""
-        waiter.attempts = lambda: [attempt for attempt in attempts if not attempt.is_over]
-        end = None if timeout is None else time.monotonic() + timeout
-        while waiter.attempts():
-            left = None if end is None else end - time.monotonic()
-            if left is not None and left <= 0:
-                return
-            self.next(waiter, left)
-
-    def next(self, waiter: Waiter, timeout: float | None = None) -> Any:
-        """What comes into the inbox next; None after POLL seconds, or ``timeout``. Raises DeadlockError."""
-        pause = POLL if timeout is None else min(POLL, max(timeout, 0.0))
-        try:
-            return waiter.inbox.get_nowait()
-        except queue.Empty:
-            pass
+    @contextmanager
+    def running(self, runner: Runner) -> Iterator[None]:
+        """A runner runs."""
         with self._lock:
-            self._waiters[waiter] = None
+            self._runners[runner] = None
         try:
-            try:
-                return waiter.inbox.get(timeout=pause / 10)
-            except queue.Empty:
-                self.look()
-            return waiter.inbox.get(timeout=pause)
-        except queue.Empty:
-            return None
+            yield
         finally:
             with self._lock:
-                self._waiters.pop(waiter, None)
-            if waiter.deadlock is not None:
-                raise waiter.deadlock
+                del self._runners[runner]
+
+    def wait(self, runner: Runner, attempt: Attempt, timeout: float | None) -> None:
+        """Wait until an attempt is over, or ``timeout`` seconds; raises DeadlockError."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while not attempt.is_over:
+            left = POLL if end is None else end - time.monotonic()
+            if left <= 0:
+                return
+            self.next(runner, left)
+
+    def next(self, runner: Runner, most: float = POLL) -> Any:
+        """What comes into the inbox next; None after a while. Raises DeadlockError, and warns of a long wait."""
+        now = time.monotonic()
+        if runner.since is None:
+            with self._lock:
+                runner.since = runner.looked = now
+        try:
+            event = runner.inbox.get(timeout=min(POLL, most))
+        except queue.Empty:
+            event = None
+        if runner.deadlock is not None:
+            raise runner.deadlock
+        if event is not None:
+            with self._lock:
+                runner.since, runner.noticed = None, False
+            return event
+        if now - runner.looked >= LOOK:
+            runner.looked = now
+            self.look()
+        if now - runner.since >= NOTICE and not runner.noticed:
+            runner.noticed = True
+            graph = wait_graph(runner.operations())
+            warnings.warn(f"still waiting:\n{graph}", stacklevel=user_level(None))
+        return None
 
     def look(self) -> None:
-        """Where nothing can make progress, tell all who wait."""
+        """Tell the runners of which something waits that nobody can end."""
         with self._lock:
-            waiters = [waiter for waiter in self._waiters if waiter.deadlock is None]
-            if not waiters or any(not waiter.inbox.empty() for waiter in waiters):
+            idle = [runner for runner in self._runners if runner.is_idle]
+            free = {may for runner in self._runners if runner not in idle for may in runner.may}
+            found = stuck([operation for runner in idle for operation in runner.operations()], free)
+            if not found or not all(runner.is_idle for runner in idle):
                 return
-            if any(could_act(thread, {waiter.thread for waiter in waiters}) for thread in threading.enumerate()):
-                return
-            if any(not waiter.inbox.empty() for waiter in waiters):
-                return
-            graph = wait_graph(waiters)
-            for waiter in waiters:
-                waiter.deadlock = DeadlockError(f"nothing can make progress:\n{graph}", details=graph)
-                waiter.inbox.put(None)
+            graph = wait_graph(found)
+            attempts = {operation.attempt for operation in found if operation.stands}
+            for runner in idle:
+                if not attempts.isdisjoint(runner.attempts()):
+                    runner.deadlock = DeadlockError(f"nothing can make progress:\n{graph}", details=graph)
+                    runner.inbox.put(None)
 
 
 WAITS = Waits()
 
 
-def wait_graph(waiters: Sequence[Waiter]) -> WaitGraph:
-    """Who waits for which queue, and who would serve it."""
-    edges: dict[tuple[str, str], None] = {}
-    queues: dict[str, set[str]] = {}
-    for waiter in waiters:
-        for attempt in waiter.attempts():
-            held = attempt.fifo
-            wanted = {"dequeue": "an element", "enqueue": "room", "close": "the enqueues before it"}.get(
-                attempt.kind, ""
-            )
-            place = (
-                f"queue {held.name} ({held.size} of {held.capacity} elements, {'closed' if held.closed else 'open'})"
-            )
-            who = attempt.what or f"{attempt.kind} by thread {waiter.thread.name}"
-            edges[who, f"{wanted} of {place}"] = None
-            queues.setdefault(held.name, set()).add(f"{wanted} of {place}")
-    for waiter in waiters:
-        for what, name, behind in waiter.later():
-            if name in queues:
-                edges.update({(place, what): None for place in queues[name]})
-                edges.update({(what, other): None for other in behind})
-    served = {a for a, _ in edges}
-    for places in queues.values():
-        edges.update({(place, "nobody: nothing that runs would serve it"): None for place in places - served})
-    return WaitGraph(tuple(edges))
+def stuck(operations: Iterable[Operation], free: Collection[tuple[Fifo, str]] = ()) -> list[Operation]:
+    """Operations that nobody can end: those that wait for a producer stand before all that would produce it.
 
-
-# -- threads ----------------------------------------------------------------------------------------------------------
-
-
-def could_act(thread: threading.Thread, waiting: set[threading.Thread]) -> bool:
-    """Whether a thread may still run code that uses a queue."""
-    if thread in waiting or not thread.is_alive():
-        return False
-    frames = _frames(thread)
-    if _joins(frames, waiting):
-        return False
-    is_user = thread is threading.main_thread() or any(_is_user_file(f.f_code.co_filename) for f in frames)
-    return is_user or _is_of_user(thread) or _works(thread, frames) or _has_user_tasks(frames)
-
-
-def _frames(thread: threading.Thread) -> list[FrameType]:
-    """What a thread does now, the innermost call first."""
-    frame, found = sys._current_frames().get(thread.ident or 0), []
-    while frame is not None:
-        found.append(frame)
-        frame = frame.f_back
+    free: what runners do that do not wait. Whoever used a queue before and is not among the operations may do it again.
+    What has no producer here is not stuck: it may come from anywhere.
+    """
+    everyone = found = list(operations)
+    while len(left := _blocked(found, everyone, free)) < len(found):
+        found = left
     return found
 
 
-def _joins(frames: Sequence[FrameType], waiting: set[threading.Thread]) -> bool:
-    """Whether a thread does nothing but wait, without a deadline, for the end of one that waits."""
-    for frame in itertools.takewhile(lambda frame: frame.f_code.co_filename == threading.__file__, frames):
-        if frame.f_code is threading.Thread.join.__code__:
-            return frame.f_locals.get("timeout") is None and frame.f_locals.get("self") in waiting
-    return False
+def _blocked(
+    found: Sequence[Operation], everyone: Iterable[Operation], free: Collection[tuple[Fifo, str]]
+) -> list[Operation]:
+    """Those of ``found`` that only others of ``found`` could let go on."""
+    kept, attempts = set(found), {one.attempt for one in found}
+    open_ = {(one.fifo, one.kind) for one in everyone if one not in kept}.union(free)
+    behind: dict[tuple[Fifo, str], set[str]] = {}  # who would do what to which queue, and cannot
+    for one in found:
+        if not one.stands:
+            behind.setdefault((one.fifo, one.kind), set()).add(one.what)
+
+    def is_blocked(one: Operation) -> bool:
+        if not one.stands:
+            return bool(one.behind) and attempts.issuperset(one.behind)
+        fifo, producer = one.fifo, _PRODUCER[one.kind]
+        here = behind.get((fifo, producer), set())
+        return bool(here) and open_.isdisjoint([(fifo, producer), (fifo, "close")]) and here >= fifo.past[producer]
+
+    return [one for one in found if is_blocked(one)]
 
 
-def _is_of_user(thread: threading.Thread) -> bool:
-    """Whether a thread was started to run a user's function, or one of ours for the user."""
-    run: Any = getattr(thread, "function", None) or getattr(thread, "_target", None) or type(thread).run
-    while isinstance(run, functools.partial):
-        run = run.func
-    if not hasattr(run, "__code__") and not hasattr(run, "__func__"):
-        run = type(run).__call__
-    code = getattr(getattr(run, "__func__", run), "__code__", None)
-    is_ours = code is not None and code.co_filename.startswith(_PACKAGE) and not thread.name.startswith("tfnb")
-    return code is not None and (is_ours or _is_user_file(code.co_filename))
-
-
-def _works(thread: threading.Thread, frames: Sequence[FrameType]) -> bool:
-    """Whether a thread of an executor has something to do: what comes after that, nobody knows."""
-    codes = (frame.f_code for frame in frames)
-    is_busy = any(code.co_filename == concurrent.futures.thread.__file__ and code.co_name == "run" for code in codes)
-    return is_busy and not thread.name.startswith("tfnb")
-
-
-def _has_user_tasks(frames: Sequence[FrameType]) -> bool:
-    """Whether a thread runs an event loop in which a user's coroutine is not over."""
-    loops = (frame.f_locals.get("self") for frame in frames if frame.f_code is _LOOP)
-    tasks = (task for loop in loops if loop is not None for task in asyncio.all_tasks(loop))
-    return any(_is_user_file(code.co_filename) for task in tasks for code in _awaited(task.get_coro()))
-
-
-def _awaited(item: Any) -> Iterator[CodeType]:
-    """The code of a coroutine, and of what it awaits."""
-    while inspect.iscoroutine(item):
-        yield item.cr_code
-        item = item.cr_await
-
-
-def _is_user_file(name: str) -> bool:
-    return not (name.startswith(("<frozen", _PACKAGE, *_LIBRARIES)) or "site-packages" in name)
+def wait_graph(operations: Iterable[Operation]) -> WaitGraph:
+    """Who waits for which queue, and who would serve it."""
+    edges: dict[tuple[str, str], None] = {}
+    everyone = list(operations)
+    named = {operation.attempt: operation.what for operation in everyone}
+    for operation in everyone:
+        held = operation.fifo
+        if not operation.stands:
+            edges.update({(operation.what, named[attempt]): None for attempt in operation.behind if attempt in named})
+            continue
+        state = f"({held.size} of {held.capacity} elements, {'closed' if held.closed else 'open'})"
+        place = f"{_WANTS[operation.kind]} of queue {held.name} {state}"
+        edges[operation.what, place] = None
+        producer = _PRODUCER[operation.kind]
+        serve = [o.what for o in everyone if not o.stands and o.fifo is held and o.kind == producer]
+        edges.update({(place, what): None for what in serve or ["nobody in a run or call that is at work now"]})
+    return WaitGraph(tuple(edges))

@@ -30,11 +30,9 @@ from tfnb.graph.writing import WRITERS, Cut
 from tfnb.passes import LAST, feed_symbols, optimize, prune
 from tfnb.passes.rewrite import Pass
 from tfnb.recording.values.workspace import unburden
-from tfnb.state.fifo import Attempt, Fifo
+from tfnb.state.fifo import Attempt, Fifo, Kind
 from tfnb.state.queues import check_element, fifo
-from tfnb.state.waits import WAITS, Waiter
-
-POLL = 0.1  # seconds between looks at whether the step was stopped
+from tfnb.state.waits import POLL, WAITS, Operation, Runner
 
 
 class Borrowed:
@@ -55,19 +53,21 @@ class Driver:
     def __init__(self, plan: Plan, borrowed: Borrowed, graph: str) -> None:
         self.plan, self.borrowed, self.graph = plan, borrowed, graph
         self.machine = Machine(plan.root, plan.results, self._submit)
-        self.waiter = Waiter(attempts=lambda: self.machine.waits, later=self._later)
-        self.inbox = self.waiter.inbox
+        may = {(fifo(node.attrs["queue"]), _kind(node)) for node in (step.op.node for step in plan.waits)}
+        self.runner = Runner(may, lambda: list(self.machine.waits), self._later)
+        self.inbox = self.runner.inbox
         self.lanes = Lanes(self.inbox)
 
     def drive(self, start: Sequence[tuple[Any, Any]]) -> list[Any]:
         """The results. The first error ends all work, takes back what waits, and is raised."""
         machine = self.machine
         try:
-            machine.feed(start)
-            machine.run()
-            while not machine.is_over:
-                self._advance()
+            with WAITS.running(self.runner):
+                machine.feed(start)
                 machine.run()
+                while not machine.is_over:
+                    self._advance()
+                    machine.run()
         except BaseException as error:
             if isinstance(error, Stop):
                 error.waits = [described(attempt) for attempt in machine.waits]
@@ -97,7 +97,7 @@ class Driver:
     def _next(self) -> Any:
         """What comes in next; None after a while, so that the step can be stopped."""
         if not self.lanes.running:
-            return WAITS.next(self.waiter)
+            return WAITS.next(self.runner)
         try:
             return self.inbox.get(timeout=POLL)
         except queue.Empty:
@@ -126,7 +126,7 @@ class Driver:
         if node.op == ops.ENQUEUE:
             check_element(attrs["queue"], element)
         attempt = Attempt(
-            held, node.op.partition(".")[2], self.inbox.put, element=element,
+            held, _kind(node), self.inbox.put, element=element,
             cancel_pending=attrs.get("cancel_pending_enqueues", False), what=self._name(node),
         )  # fmt: skip
         held.submit(attempt, before)
@@ -135,16 +135,18 @@ class Driver:
     def _name(self, node: Node) -> str:
         return f"{node.name} of graph {self.graph}" + (f" ({node.source})" if node.source else "")
 
-    def _later(self) -> list[tuple[str, str, list[str]]]:
-        """What has not run yet and uses a queue: and what waits before it."""
-        behind: dict[Step, list[str]] = {}
+    def _later(self) -> list[Operation]:
+        """What has not run yet and uses a queue, and the attempts that wait before it."""
+        behind: dict[Step, list[Attempt]] = {}
+        reached: dict[Step, set[Step]] = {}
         for attempt, task in self.machine.waits.items():
-            for step in _reached(task.step):
-                behind.setdefault(step, []).append(attempt.what)
-        waiting = {task.step for task in self.machine.waits.values()}
+            if task.step not in reached:
+                reached[task.step] = _reached(task.step)
+            for step in reached[task.step]:
+                behind.setdefault(step, []).append(attempt)
         return [
-            (self._name(step.op.node), step.op.node.attrs["queue"].name, behind.get(step, []))
-            for step in self.plan.waits if step not in waiting and step in behind
+            Operation(self._name(node), _kind(node), fifo(node.attrs["queue"]), behind[step])
+            for step in self.plan.waits if step in behind and (node := step.op.node)
         ]  # fmt: skip
 
     def _at(self) -> Node | None:
@@ -160,6 +162,12 @@ class Driver:
         for held, attempts in queues.items():
             held.withdraw(attempts)
         self.lanes.drop()
+
+
+def _kind(node: Node) -> Kind:
+    """What a node does to its queue."""
+    kind: Kind = node.op.partition(".")[2]
+    return kind
 
 
 def described(attempt: Attempt) -> str:
