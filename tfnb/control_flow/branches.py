@@ -22,11 +22,11 @@ from tfnb.recording.subgraphs.capture import (
     record_region,
     same_shape,
     subgraph,
+    write_back,
 )
 from tfnb.recording.subgraphs.loop_node import DISAGREE
 from tfnb.recording.subgraphs.recursive_calls import Unfinished
 from tfnb.recording.values.tensor import Base
-from tfnb.recording.writes.in_place_calls import write_back
 
 
 def cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], *operands: Any) -> Any:

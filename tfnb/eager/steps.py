@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tfnb.errors import Unsupported
 from tfnb.graph import current
 from tfnb.recording.marks.while_recording import Shared, swapped
+from tfnb.recording.values.recording import open_recording
 from tfnb.train.from_torch import from_torch
 
 
@@ -51,7 +52,7 @@ def _refused(
     label = f"{owner.__name__}.{name}".removesuffix(".__enter__")
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        recorder: Any = current.recording()
+        recorder = open_recording()
         if recorder is not None and not (args and but(args[0])):
             raise Unsupported(f"{label}{why}{recorder.tape.at()}")
         return original(*args, **kwargs)

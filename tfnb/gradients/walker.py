@@ -41,10 +41,10 @@ from tfnb.graph.node import map_leaves
 from tfnb.graph.ops import WITH_GRADIENT
 from tfnb.graph.spec import flows, is_static
 from tfnb.recording import Recorder, Tensor, reopen
-from tfnb.recording.cells.new_contents import Derivative
 from tfnb.recording.marks.tape import FROZEN
 from tfnb.recording.ops import resolve, unbind
 from tfnb.recording.subgraphs.recompute import Copies, region_of_tags
+from tfnb.recording.values.workspace import Derivative
 
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
 _GRADIENT = frozenset({"gradient"})

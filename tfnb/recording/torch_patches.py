@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tfnb.graph import current
 from tfnb.recording.marks.while_recording import Shared, swapped
+from tfnb.recording.values.recording import open_recording
 from tfnb.recording.values.tensor import Tensor
 
 
@@ -101,7 +102,7 @@ def _no_key(original: Callable[[torch.SymInt], int]) -> Callable[[torch.SymInt],
         try:
             return original(size)
         except TypeError as error:
-            rec: Any = current.recording()
+            rec = open_recording()
             if rec is None:
                 raise
             raise TypeError(

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from tfnb.errors import StaleNode
-from tfnb.graph import Contents, Guard, Node, Owner, Value, Variable
+from tfnb.graph import Contents, Guard, Node, Owner, Value
 from tfnb.graph.node import leaves
 from tfnb.graph.subgraph import uses_queues
 from tfnb.recording.cells.size_letters import Letters, matched, substitute, unified_guards
+from tfnb.recording.values.workspace import Derivative
 
 _NOTHING: Mapping[Any, Any] = MappingProxyType({})
 _SOURCES = ("tfnb.placeholder", "tfnb.read", "tfnb.assign", "tfnb.group", "tfnb.guard")
@@ -45,36 +46,6 @@ def drop_unreachable_data(nodes: Iterable[Node], live: set[int]) -> list[Node]:
             needed.update(node.control)
             needed.update(shown[symbol] for symbol in node.symbols if symbol in shown)
     return [node for node in nodes if node.id in needed]
-
-
-@dataclass(frozen=True, slots=True)
-class Derivative:
-    """What `gradients` recorded: right for as long as ``ys`` depend on ``xs`` by the same nodes."""
-
-    nodes: frozenset[int]
-    ys: tuple[Value, ...]
-    xs: tuple[Value | Variable, ...]
-
-    def ways(self, nodes: Sequence[Node]) -> frozenset[int]:
-        """The nodes by which ``ys`` depend on ``xs``."""
-        reached = {x.node for x in self.xs if isinstance(x, Value)}
-        between: set[int] = set()
-        for node in nodes:
-            if any(v.node in reached for v in node.inputs):
-                reached.add(node.id)
-                between.add(node.id)
-            elif node.op == "tfnb.read" and any(node.attrs["variable"] is x for x in self.xs):
-                reached.add(node.id)
-        needed = {y.node for y in self.ys}
-        for node in reversed(nodes):
-            if node.id in needed:
-                needed.update(v.node for v in node.inputs)
-        return frozenset(between & needed)
-
-    def moved(self, moved: Mapping[Value, Value]) -> Derivative:
-        """The same one of the values that took the place of others."""
-        xs = tuple(moved.get(x, x) if isinstance(x, Value) else x for x in self.xs)
-        return replace(self, ys=tuple(moved.get(y, y) for y in self.ys), xs=xs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,18 +12,19 @@ from torch.nn.modules import module as nn_module
 from tfnb.errors import Unsupported
 from tfnb.graph import current
 from tfnb.recording.marks.while_recording import Shared
+from tfnb.recording.values.recording import Recording, open_recording
 from tfnb.recording.writes.in_place_calls import rebind
 
 
 def _before(module: torch.nn.Module, args: Any) -> None:
-    recording: Any = current.recording()
+    recording = open_recording()
     if recording is not None:
         _refuse_backward_hooks(module, recording)
         recording.scopes.enter(module)
 
 
 def _after(module: torch.nn.Module, args: Any, output: Any) -> None:
-    recording: Any = current.recording()
+    recording = open_recording()
     if recording is not None:
         _put_back(module, recording.scopes.exit(module), recording)
 
@@ -44,7 +45,7 @@ def _hooks() -> Iterator[None]:
 follow_modules = Shared(_hooks)
 
 
-def _refuse_backward_hooks(module: torch.nn.Module, recording: Any) -> None:
+def _refuse_backward_hooks(module: torch.nn.Module, recording: Recording) -> None:
     """They hang on the engine of autograd, which a recording has not; they must not be passed over in silence."""
     everywhere = nn_module._global_backward_hooks or nn_module._global_backward_pre_hooks
     if torch.is_grad_enabled() and (everywhere or module._backward_hooks or module._backward_pre_hooks):
@@ -54,7 +55,7 @@ def _refuse_backward_hooks(module: torch.nn.Module, recording: Any) -> None:
         )
 
 
-def _put_back(module: torch.nn.Module, before: dict[str, torch.Tensor | None], recording: Any) -> None:
+def _put_back(module: torch.nn.Module, before: dict[str, torch.Tensor | None], recording: Recording) -> None:
     """``self.buffer = value`` in a forward is a write: recorded, and the module has its own tensor again."""
     for name, now in module._buffers.items():
         old = before.get(name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -23,18 +23,16 @@ from tfnb.recording.shapes.custom_op_shapes import lacks_shapes, shapes
 from tfnb.recording.shapes.shape_cache import sized_by_data
 from tfnb.recording.shapes.shape_rules import SHAPES
 from tfnb.recording.values.interpret import stream_seed
+from tfnb.recording.values.recording import Recording
 from tfnb.recording.values.samples import conjugating, physical
 from tfnb.recording.values.tensor import Base, Entry, Tensor
 from tfnb.recording.values.views import View
-
-if TYPE_CHECKING:
-    from tfnb.recording.dispatch.recorder import Recorder
 
 aten = torch.ops.aten
 _ABSENT = Spec(torch.bool, (0,))  # stands for an output that the op leaves out, as its mask says
 
 
-def record_call(rec: Recorder, func: Op, own: Facts, args: Any, kwargs: Any) -> Any:
+def record_call(rec: Recording, func: Op, own: Facts, args: Any, kwargs: Any) -> Any:
     """Record one op: node, fake result, sample result."""
     __tracebackhide__ = True
     inputs: list[Entry] = []
@@ -85,7 +83,9 @@ def record_call(rec: Recorder, func: Op, own: Facts, args: Any, kwargs: Any) -> 
     return wrapped[0]
 
 
-def _arguments(rec: Recorder, tree: Any, inputs: list[Entry], fake: Callable[[Entry], torch.Tensor]) -> tuple[Any, Any]:
+def _arguments(
+    rec: Recording, tree: Any, inputs: list[Entry], fake: Callable[[Entry], torch.Tensor]
+) -> tuple[Any, Any]:
     """An argument tree twice: as attrs (Ref, Dim), and on fakes. Tensors are added to ``inputs``."""
     if isinstance(tree, torch.Tensor):
         entry = rec._entry(tree)
@@ -106,7 +106,7 @@ def _arguments(rec: Recorder, tree: Any, inputs: list[Entry], fake: Callable[[En
     return rec.symbols.leaf(tree), tree
 
 
-def _on_samples(rec: Recorder, tree: Any, samples: Iterator[torch.Tensor | None]) -> Any:
+def _on_samples(rec: Recording, tree: Any, samples: Iterator[torch.Tensor | None]) -> Any:
     """An argument tree on samples: those of its tensors in turn."""
     if isinstance(tree, torch.Tensor):
         return next(samples)
@@ -118,12 +118,12 @@ def _on_samples(rec: Recorder, tree: Any, samples: Iterator[torch.Tensor | None]
     return None if isinstance(tree, torch.Generator) else rec.symbols.concrete(tree)
 
 
-def _fake_call(rec: Recorder, func: Op, args: Any, kwargs: Any, inputs: list[Entry]) -> Any:
+def _fake_call(rec: Recording, func: Op, args: Any, kwargs: Any, inputs: list[Entry]) -> Any:
     __tracebackhide__ = True
     try:
         if lacks_shapes(func):
             with rec.symbols.kernel():
-                return shapes(rec, func, args, kwargs, inputs)
+                return shapes(rec.symbols, func, args, kwargs, inputs, rec.tape.at)
         fakes = rec.space.shapes.call(func, args, kwargs, SHAPES.get(func, func))
         return dense(fakes, rec.tape.at) if isinstance(fakes, torch.Tensor) else fakes
     except Exception as error:
@@ -131,7 +131,7 @@ def _fake_call(rec: Recorder, func: Op, args: Any, kwargs: Any, inputs: list[Ent
 
 
 def _sample_call(
-    rec: Recorder, func: Op, called: tuple[Any, Any], inputs: list[Entry], node: Node
+    rec: Recording, func: Op, called: tuple[Any, Any], inputs: list[Entry], node: Node
 ) -> tuple[torch.Tensor | None, ...] | None:
     """What the op gives on samples; None where an input has none."""
     known = [entry.sample for entry in inputs]
@@ -150,7 +150,7 @@ def _sample_call(
 
 
 def _viewed(
-    rec: Recorder, func: Op, own: Facts, args: Any, kwargs: Any
+    rec: Recording, func: Op, own: Facts, args: Any, kwargs: Any
 ) -> tuple[Base | None, tuple[View, ...], dict[str, Any]]:
     """For a view op: the base it looks at, the chain so far, and its arguments without the viewed tensor."""
     if not own.is_view:
@@ -162,7 +162,7 @@ def _viewed(
     return handle._family, handle._chain, attrs
 
 
-def _leaf_name(rec: Recorder, func: Op) -> str:
+def _leaf_name(rec: Recording, func: Op) -> str:
     return _joined(tuple(rec.scopes.path), rec.scopes.function, func._schema.name)
 
 
@@ -173,6 +173,6 @@ def _joined(path: tuple[str, ...], function: str | None, name: str) -> str:
     return "/".join([*map(clean, path), *leaf])
 
 
-def _failed(rec: Recorder, func: Op, error: Exception, inputs: list[Entry]) -> Exception:
+def _failed(rec: Recording, func: Op, error: Exception, inputs: list[Entry]) -> Exception:
     described = ((rec.tape.by_id[e.value.node].name, str(rec.space.shapes.spec(e.fake))) for e in inputs)
     return explained(func, error, described, rec.where(), rec.symbols.readable)

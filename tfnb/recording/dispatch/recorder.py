@@ -24,7 +24,6 @@ from tfnb.graph import Graph, Guard, Node, Owner, Ref, Source, Spec, Value, Vari
 from tfnb.graph.current import Autograd
 from tfnb.graph.node import leaves
 from tfnb.graph.variable import updated
-from tfnb.recording.cells.new_contents import Derivative
 from tfnb.recording.dispatch.recorded_call import record_call
 from tfnb.recording.marks.notes import asked_in, warn_of_branch, warn_of_written, written_by_hand
 from tfnb.recording.marks.scopes import Scopes, clean
@@ -47,7 +46,7 @@ from tfnb.recording.values.samples import physical
 from tfnb.recording.values.tensor import Base, Entry, Operation, Tensor, missing
 from tfnb.recording.values.variables import held, known, variable
 from tfnb.recording.values.views import View
-from tfnb.recording.values.workspace import workspace
+from tfnb.recording.values.workspace import Derivative, workspace
 from tfnb.recording.writes.aliases import STRAIGHT, looked
 from tfnb.recording.writes.in_place_calls import VIEWS_OR_COPIES, note_copy, record_write
 from tfnb.recording.writes.undo_log import Journal, restore, state

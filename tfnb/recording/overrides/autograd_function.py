@@ -14,8 +14,7 @@ import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from tfnb.errors import InvalidArgument, NoGradient, StaleNode, Unsupported
-from tfnb.graph import Variable, current
-from tfnb.recording.dispatch.recorder import Recorder
+from tfnb.graph import Variable
 from tfnb.recording.marks.scopes import clean
 from tfnb.recording.marks.while_recording import Shared, swapped
 from tfnb.recording.subgraphs.own_gradient import (
@@ -29,6 +28,7 @@ from tfnb.recording.subgraphs.own_gradient import (
     written_at,
 )
 from tfnb.recording.subgraphs.recompute import CHECKPOINTS
+from tfnb.recording.values.recording import Recording, open_recording
 from tfnb.recording.values.tensor import Tensor
 from tfnb.recording.writes.in_place_calls import rebind
 
@@ -54,7 +54,7 @@ class Context(FunctionCtx):
         """What ``save_for_backward`` was given."""
         return tuple(self.to_save)
 
-    def settle(self, recorder: Recorder) -> None:
+    def settle(self, recorder: Recording) -> None:
         """After forward: what was saved stays what it is now."""
         self.to_save = tuple(kept(recorder, t) if isinstance(t, torch.Tensor) else t for t in self.to_save)
         for name, value in vars(self).items():
@@ -63,8 +63,8 @@ class Context(FunctionCtx):
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    recorder = current.recording()
-    if not isinstance(recorder, Recorder) or not issubclass(cls, torch.autograd.Function):
+    recorder = open_recording()
+    if recorder is None or not issubclass(cls, torch.autograd.Function):
         return super(_Base, cls).apply(*args, **kwargs)
     if cls in CHECKPOINTS:
         return CHECKPOINTS[cls](recorder, *args)
@@ -76,7 +76,7 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
 own_functions = Shared(lambda: swapped((_Base, "apply", classmethod(_apply))))
 
 
-def _record(recorder: Recorder, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _record(recorder: Recording, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One call of a Function: its results, with its own gradient."""
     with_context = cls.setup_context is not torch.autograd.Function.setup_context
     if kwargs:
@@ -113,7 +113,7 @@ def _record(recorder: Recorder, cls: Any, args: tuple[Any, ...], kwargs: dict[st
     return tuple(outs) if isinstance(result, tuple) else outs if isinstance(result, list) else outs[0]
 
 
-def _conducts(recorder: Recorder, value: Any) -> bool:
+def _conducts(recorder: Recording, value: Any) -> bool:
     """Whether a gradient may be wanted for an argument: recorded, or the tensor of a Variable."""
     return floats(value) and (isinstance(value, Tensor) or recorder.variable_of(value) is not None)
 

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import sys
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
 from tfnb.recording.ops import Facts
-
-if TYPE_CHECKING:
-    from tfnb.recording.dispatch.recorder import Recorder
+from tfnb.recording.values.recording import Recording
 
 _CONSTRUCTORS = frozenset({"__init__", "reset_parameters", "_reset_parameters", "initialize_parameters"})
 _CONVERTERS = frozenset({"_apply"})  # of a module just made: .double(), .to(...)
 
 
-def constructing(rec: Recorder, own: Facts, args: Any) -> bool:
+def constructing(rec: Recording, own: Facts, args: Any) -> bool:
     """Whether the call that is dispatched only makes initial values: it runs for real and leaves no node."""
     mine = bool(args) and isinstance(args[0], torch.Tensor) and rec.is_unused(args[0])
     if own.writes and mine and isinstance(args[0], torch.nn.Parameter):

@@ -16,6 +16,7 @@ import torch
 from tfnb.graph import Value, current
 from tfnb.graph.node import Ref
 from tfnb.kernels import spans  # noqa: F401  defines torch.ops.tfnb
+from tfnb.recording.values.recording import Recording, open_recording
 from tfnb.recording.values.tensor import Tensor
 from tfnb.recording.values.views import View
 
@@ -41,7 +42,7 @@ def _looked(x: Any, index: Any) -> tuple[Any, Any]:
     recorded numbers as all of the rows that it picks, and each truth value as a mask of one element over an axis of its
     own."""
     items = list(index) if isinstance(index, tuple) else [index]
-    rec: Any = current.recording()
+    rec = open_recording()
     if rec is None or not any(_is_single(i) or _is_slice(i) for i in items) or _is_functorch(x):
         return x, index
     taken = [_axes(item) for item in items]
@@ -92,14 +93,14 @@ def _number(item: Any) -> Any:
     return item if isinstance(item, torch.Tensor) else torch.ops.aten.scalar_tensor(item, dtype=torch.int64)
 
 
-def _row(rec: Any, item: Any, size: Any) -> Any:
+def _row(rec: Recording, item: Any, size: Any) -> Any:
     """Where a number is in an axis of so many rows: one below 0 counts from the end."""
     number = _number(item)
     found = number if _said(rec, item).is_nonnegative else torch.where(number < 0, number + size, number)
     return found.reshape(1).long()
 
 
-def _rows(rec: Any, x: Any, axis: int, rows: Any) -> Tensor:
+def _rows(rec: Recording, x: Any, axis: int, rows: Any) -> Tensor:
     """These rows, as a view."""
     rows = rows.to(x.device)
     view = View(torch.ops.aten.index_select.default, {"dim": axis, "index": rows}, 0, torch.is_grad_enabled())
@@ -111,7 +112,7 @@ def _rows(rec: Any, x: Any, axis: int, rows: Any) -> Tensor:
 # -- slices and ranges ----------------------------------------------------------------------------------------------
 
 
-def _span(rec: Any, item: slice, size: Any) -> Any:
+def _span(rec: Recording, item: slice, size: Any) -> Any:
     """The rows that a slice picks of so many. ``[t:t + 1]`` is one row; the end of ``x`` may cut longer ones short."""
     start = 0 if item.start is None else item.start
     stop = _END if item.stop is None else item.stop
@@ -122,7 +123,7 @@ def _span(rec: Any, item: slice, size: Any) -> Any:
     return ops.index_span(_number(start), _number(stop), 1 if item.step is None else item.step, size)
 
 
-def _said(rec: Any, number: Any) -> sympy.Expr:
+def _said(rec: Recording, number: Any) -> sympy.Expr:
     """A number in terms of recorded ones that are no sum or product."""
     if isinstance(number, Tensor):
         return _of_value(rec, rec._entry(number).value)
@@ -135,7 +136,7 @@ _ARITHMETIC: dict[str, Callable[..., sympy.Expr]] = {
 }  # fmt: skip
 
 
-def _of_value(rec: Any, value: Value, deep: int = _DEEP) -> sympy.Expr:
+def _of_value(rec: Recording, value: Value, deep: int = _DEEP) -> sympy.Expr:
     node = rec.tape.by_id.get(value.node)
     how = None if node is None else _ARITHMETIC.get(node.op)
     terms = {} if node is None else node.attrs
@@ -148,7 +149,7 @@ def _of_value(rec: Any, value: Value, deep: int = _DEEP) -> sympy.Expr:
 
 def _select(x: Any, dim: int, index: Any) -> Any:
     """torch.select of a recorded number."""
-    rec: Any = current.recording()
+    rec = open_recording()
     if rec is None or not _is_whole(index) or _is_functorch(x):
         return torch.select(x, dim, index)
     return torch.select(_rows(rec, x, dim % x.dim(), _row(rec, index, x.shape[dim])), dim, 0)
@@ -156,7 +157,7 @@ def _select(x: Any, dim: int, index: Any) -> Any:
 
 def _narrow(x: Any, dim: int, start: Any, length: Any) -> Any:
     """torch.narrow from a recorded number on."""
-    rec: Any = current.recording()
+    rec = open_recording()
     if rec is None or not _is_whole(start) or _is_functorch(x):
         return torch.narrow(x, dim, start, length)
     rows = _row(rec, start, x.shape[dim]) + torch.arange(length, device=start.device)

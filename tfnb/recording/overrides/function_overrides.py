@@ -14,11 +14,11 @@ from torch.backends import opt_einsum
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tfnb.errors import Unsupported
-from tfnb.graph import current
 from tfnb.recording.overrides import dynamic_indexing as picked
 from tfnb.recording.overrides import higher_order, plain_tensors
 from tfnb.recording.overrides import packed_sequences as packed
 from tfnb.recording.overrides import vmap_functions as batched
+from tfnb.recording.values.recording import open_recording
 
 aten = torch.ops.aten
 
@@ -92,7 +92,7 @@ def _einsum(equation: str, *operands: Any) -> Any:
     """The order of the products that is best for the sizes of the samples: to ask for it, torch would fix them."""
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = tuple(operands[0])
-    rec: Any = current.recording()
+    rec = open_recording()
     varies = any(isinstance(size, torch.SymInt) for x in operands for size in x.shape)
     if rec is None or not varies or len(operands) < 3 or not opt_einsum.is_available() or not opt_einsum.enabled:
         return torch.einsum(equation, *operands)
@@ -109,7 +109,7 @@ def _of_strides(original: Any) -> Callable[..., Any]:
     """A question about memory that torch answers by the sample, where sizes vary: refused."""
 
     def call(x: Any, *args: Any) -> Any:
-        rec: Any = current.recording()
+        rec = open_recording()
         if rec is not None and any(isinstance(size, torch.SymInt) for size in x.shape):
             raise Unsupported(
                 f"{original} of a tensor whose sizes vary: decide by is_contiguous() or stride(){rec.tape.at()}"

@@ -13,6 +13,7 @@ import torch
 from torch._C import DispatchKey
 
 from tfnb.errors import Unsupported
+from tfnb.recording.values.recording import Recording
 
 Function = Callable[..., Any]
 
@@ -55,7 +56,7 @@ FUNCTIONS = {
 _PLAIN = frozenset({"flex_attention"})  # torch computes it by tensor code
 
 
-def call(rec: Any, op: Any, args: Any, kwargs: Any) -> Any:
+def call(rec: Recording, op: Any, args: Any, kwargs: Any) -> Any:
     """Record a call of another operator that calls functions. Raises Unsupported where it has no form in a graph."""
     plain = op.py_kernels.get(DispatchKey.CompositeExplicitAutograd) if op.name() in _PLAIN else None
     if plain is None:

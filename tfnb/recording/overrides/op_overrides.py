@@ -16,6 +16,7 @@ import torch
 from tfnb.errors import InvalidArgument, Unsupported
 from tfnb.recording.overrides import packed_sequences as packed
 from tfnb.recording.overrides import recurrent_cells as cells
+from tfnb.recording.values.recording import Recording
 from tfnb.recording.writes import as_strided as strided
 from tfnb.recording.writes.in_place_calls import rebind
 
@@ -23,7 +24,7 @@ aten = torch.ops.aten
 
 
 def _batch_norm(
-    rec: Any,
+    rec: Recording,
     x: Any,
     w: Any,
     b: Any,
@@ -56,21 +57,23 @@ def _batches(module: Any) -> Any:
     return module.num_batches_tracked if cumulative else None
 
 
-def _batch_norm_with_update(rec: Any, x: Any, w: Any, b: Any, mean: Any, var: Any, momentum: float, eps: float) -> Any:
+def _batch_norm_with_update(
+    rec: Recording, x: Any, w: Any, b: Any, mean: Any, var: Any, momentum: float, eps: float
+) -> Any:
     found = aten._batch_norm_with_update_functional(x, w, b, mean, var, momentum, eps)
     rebind(rec, mean, found[4])
     rebind(rec, var, found[5])
     return found[:4]
 
 
-def _rrelu(rec: Any, x: Any, noise: Any, *args: Any, **kwargs: Any) -> Any:
+def _rrelu(rec: Recording, x: Any, noise: Any, *args: Any, **kwargs: Any) -> Any:
     out, drawn = aten.rrelu_with_noise_functional(x, noise, *args, **kwargs)
     rebind(rec, noise, drawn)
     return out
 
 
 def _native_batch_norm(
-    rec: Any, x: Any, w: Any, b: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
+    rec: Recording, x: Any, w: Any, b: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
 ) -> Any:
     if not training:
         return aten._native_batch_norm_legit_no_training(x, w, b, mean, var, momentum, eps)
@@ -82,7 +85,7 @@ def _native_batch_norm(
     return tuple(outs)
 
 
-def _linear(rec: Any, x: Any, weight: Any, bias: Any = None) -> Any:
+def _linear(rec: Recording, x: Any, weight: Any, bias: Any = None) -> Any:
     """One matrix product over all leading axes: with symbolic sizes torch would expand the weight over the batch."""
     if x.dim() < 2:
         return NotImplemented
@@ -91,13 +94,13 @@ def _linear(rec: Any, x: Any, weight: Any, bias: Any = None) -> Any:
     return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1])
 
 
-def _matmul(rec: Any, a: Any, b: Any) -> Any:
+def _matmul(rec: Recording, a: Any, b: Any) -> Any:
     if a.dim() < 3 or b.dim() != 2:
         return NotImplemented
     return a.flatten(0, -2).mm(b).view(*a.shape[:-1], b.shape[-1])
 
 
-def _kron(rec: Any, a: Any, b: Any) -> Any:
+def _kron(rec: Recording, a: Any, b: Any) -> Any:
     """The product of all pairs: torch's own composite wants numbers for the sizes."""
     rank = max(a.dim(), b.dim())
     left, right = ([1] * (rank - t.dim()) + list(t.shape) for t in (a, b))
@@ -105,12 +108,12 @@ def _kron(rec: Any, a: Any, b: Any) -> Any:
     return pairs.reshape([i * j for i, j in zip(left, right, strict=True)])
 
 
-def _cdist(rec: Any, x1: Any, x2: Any, p: float = 2.0, compute_mode: Any = None) -> Any:
+def _cdist(rec: Recording, x1: Any, x2: Any, p: float = 2.0, compute_mode: Any = None) -> Any:
     """One kernel, which chooses by the number of rows in each run; the composite would choose while recording."""
     return aten._cdist_forward(x1, x2, p, compute_mode)
 
 
-def _diff(rec: Any, x: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
+def _diff(rec: Recording, x: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
     """Differences of neighbours: an axis too short for that many becomes empty in the run, not while recording."""
     parts = [part for part in (prepend, x, append) if part is not None] if n else [x]
     out, dim = parts[0] if len(parts) == 1 else torch.cat(parts, dim), dim % max(x.dim(), 1)
@@ -120,7 +123,7 @@ def _diff(rec: Any, x: Any, n: int = 1, dim: int = -1, prepend: Any = None, appe
     return out.clone() if n == 0 else out
 
 
-def _fill_diagonal(rec: Any, x: Any, value: Any, wrap: bool = False) -> Any:
+def _fill_diagonal(rec: Recording, x: Any, value: Any, wrap: bool = False) -> Any:
     """A write to the diagonal; torch looks at the numbers of rows and columns to write by one stride."""
     if x.dim() != 2 or wrap or not any(isinstance(size, torch.SymInt) for size in x.shape):
         return NotImplemented
@@ -128,7 +131,7 @@ def _fill_diagonal(rec: Any, x: Any, value: Any, wrap: bool = False) -> Any:
     return x
 
 
-def _multi_dot(rec: Any, tensors: Any) -> Any:
+def _multi_dot(rec: Recording, tensors: Any) -> Any:
     """Products in the order that is cheapest for the sizes of the samples, without fixing them."""
     first, last = tensors[0].dim() == 1, tensors[-1].dim() == 1
     ts = list(tensors)
@@ -150,7 +153,7 @@ def _multi_dot(rec: Any, tensors: Any) -> Any:
     return out.squeeze(0) if first else out
 
 
-def _cov(rec: Any, x: Any, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Any:
+def _cov(rec: Recording, x: Any, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Any:
     """Covariances of rows: torch's own composite wants numbers, and looks at the divisor's value."""
     rows = x.reshape(1, -1) if x.dim() < 2 else x
     given = [w for w in (fweights, aweights) if w is not None]
@@ -164,7 +167,7 @@ def _cov(rec: Any, x: Any, *, correction: int = 1, fweights: Any = None, aweight
     return (centred @ (centred * weights).mH / (total - lost).clamp_min(0)).squeeze()
 
 
-def _combinations(rec: Any, x: Any, r: int = 2, with_replacement: bool = False) -> Any:
+def _combinations(rec: Recording, x: Any, r: int = 2, with_replacement: bool = False) -> Any:
     if r < 1:
         return NotImplemented
     grids = torch.meshgrid(*[torch.arange(x.shape[0], device=x.device)] * r, indexing="ij")
@@ -174,7 +177,7 @@ def _combinations(rec: Any, x: Any, r: int = 2, with_replacement: bool = False) 
     return x[kept.nonzero()]
 
 
-def _take_along_dim(rec: Any, x: Any, indices: Any, dim: Any = None) -> Any:
+def _take_along_dim(rec: Recording, x: Any, indices: Any, dim: Any = None) -> Any:
     if dim is None:
         return x.reshape(-1).gather(0, indices.reshape(-1))
     dim = dim % max(x.dim(), 1)
@@ -183,7 +186,9 @@ def _take_along_dim(rec: Any, x: Any, indices: Any, dim: Any = None) -> Any:
     return x.expand(own).gather(dim, indices.expand(picked).remainder(x.shape[dim]))
 
 
-def _matrix_norm(rec: Any, a: Any, ord: Any, dim: Any = (-2, -1), keepdim: bool = False, *, dtype: Any = None) -> Any:
+def _matrix_norm(
+    rec: Recording, a: Any, ord: Any, dim: Any = (-2, -1), keepdim: bool = False, *, dtype: Any = None
+) -> Any:
     """The largest (smallest) sum of a column or row; the other norms are made of singular values."""
     is_empty = any(isinstance(size, int) and size == 0 for size in a.shape)  # that of an empty matrix is 0
     if abs(ord) not in (1, math.inf) or is_empty:
@@ -194,12 +199,12 @@ def _matrix_norm(rec: Any, a: Any, ord: Any, dim: Any = (-2, -1), keepdim: bool 
     return out if keepdim else out.squeeze((summed, compared))
 
 
-def _max_pool1d(rec: Any, *args: Any, **kwargs: Any) -> Any:
+def _max_pool1d(rec: Recording, *args: Any, **kwargs: Any) -> Any:
     """Without the composite's check of the output's size, which wants a number."""
     return aten.max_pool1d_with_indices(*args, **kwargs)[0]
 
 
-def _unbind(rec: Any, x: Any, dim: int = 0) -> Any:
+def _unbind(rec: Recording, x: Any, dim: int = 0) -> Any:
     """As many outputs as rows: the size is fixed by this line, whatever the shape rule of unbind concludes."""
     count = int(x.shape[dim])
     if _is_of_data(x.shape[dim]):
@@ -207,7 +212,7 @@ def _unbind(rec: Any, x: Any, dim: int = 0) -> Any:
     return NotImplemented
 
 
-def _one_hot(rec: Any, x: Any, num_classes: int = -1) -> Any:
+def _one_hot(rec: Recording, x: Any, num_classes: int = -1) -> Any:
     """The kernel of torch's composite, which refuses other classes in each run. How many it finds by itself is decided
     by this line, and a run must agree."""
     if torch._C._functorch.is_functorch_wrapped_tensor(x):
@@ -232,7 +237,7 @@ def _is_of_data(size: Any) -> bool:
     return isinstance(size, torch.SymInt) and size.node.hint is None
 
 
-def _squeeze(rec: Any, x: Any, dim: Any = None) -> Any:
+def _squeeze(rec: Recording, x: Any, dim: Any = None) -> Any:
     """The rank of the result: whether an axis has one row is decided by this line, and a run must agree."""
     asked = range(x.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
     axes = [axis % x.dim() for axis in asked] if x.dim() else []
@@ -249,7 +254,7 @@ def _squeeze(rec: Any, x: Any, dim: Any = None) -> Any:
     return x.squeeze(rest) if rest else x
 
 
-def _has_one_row(rec: Any, x: Any, axis: int) -> bool:
+def _has_one_row(rec: Recording, x: Any, axis: int) -> bool:
     """Of an axis whose length only data tell: whether the sample has one row, and a guard that a run agrees."""
     size = x.shape[axis]
     seen = rec.symbols.concrete(size)
@@ -263,18 +268,18 @@ def _has_one_row(rec: Any, x: Any, axis: int) -> bool:
     return one
 
 
-def _is_same_size(rec: Any, a: Any, b: Any) -> bool:
+def _is_same_size(rec: Recording, a: Any, b: Any) -> bool:
     """Decided by this line: the kernel's own answer would be nobody's."""
     return a.dim() == b.dim() and all(rec.symbols.decided(m == n) for m, n in zip(a.shape, b.shape, strict=True))
 
 
-def _zeros(rec: Any, size: Any, **options: Any) -> Any:
+def _zeros(rec: Recording, size: Any, **options: Any) -> Any:
     """Forward mode's zeros without memory: kernels that torch calls past its own handling of them would read it."""
     return torch.zeros(size, **options)
 
 
 def _refused(why: str) -> Any:
-    def refuse(rec: Any, *args: Any, **options: Any) -> Any:
+    def refuse(rec: Recording, *args: Any, **options: Any) -> Any:
         raise Unsupported(f"{why}{rec.tape.at()}")
 
     return refuse
@@ -291,19 +296,19 @@ _sequence = _refused(
 )
 
 
-def _padded(rec: Any, x: Any, mask: Any, mask_check: bool = True) -> bool:
+def _padded(rec: Recording, x: Any, mask: Any, mask_check: bool = True) -> bool:
     """Whether a transformer may leave out its padding: that would depend on the mask, so it never does."""
     return False
 
 
-def _number(rec: Any, x: Any, **options: Any) -> Any:
+def _number(rec: Recording, x: Any, **options: Any) -> Any:
     """vmap makes a tensor of a varying size in this way."""
     if not isinstance(x, torch.SymInt):
         return NotImplemented
     return torch.scalar_tensor(x, **options)  # type: ignore[arg-type]  # torch's stubs know no symbolic sizes
 
 
-def _attention(rec: Any, *args: Any, **kwargs: Any) -> Any:
+def _attention(rec: Recording, *args: Any, **kwargs: Any) -> Any:
     """Attention stays whole, but its dropout must be drawn by a node of its own."""
     dropout = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
     if not dropout:
@@ -311,7 +316,7 @@ def _attention(rec: Any, *args: Any, **kwargs: Any) -> Any:
     return aten._scaled_dot_product_attention_math(*args, **kwargs)[0]
 
 
-def _dropout(rec: Any, x: Any, p: float, train: bool) -> Any:
+def _dropout(rec: Recording, x: Any, p: float, train: bool) -> Any:
     """Where nothing is dropped torch gives back the very tensor, whatever a device's kernel does."""
     return NotImplemented if train and p else x
 
@@ -323,8 +328,8 @@ def _recurrent(op: Any) -> Callable[..., Any]:
     """
 
     def row(
-        rec: Any, x: Any, hx: Any, params: Any, biases: bool, layers: int, dropout: float, train: bool, both: bool,
-        batch_first: bool,
+        rec: Recording, x: Any, hx: Any, params: Any, biases: bool, layers: int, dropout: float, train: bool,
+        both: bool, batch_first: bool,
     ) -> Any:  # fmt: skip
         if not (dropout and train and layers > 1):
             return NotImplemented
@@ -344,19 +349,19 @@ def _recurrent(op: Any) -> Callable[..., Any]:
 def _checked(op: Any, count: int) -> Callable[..., Any]:
     """A factorization as the op that checks itself: torch's separate check gives no value that a run would need."""
 
-    def row(rec: Any, *args: Any, **kwargs: Any) -> Any:
+    def row(rec: Recording, *args: Any, **kwargs: Any) -> Any:
         found = op(*args, **kwargs, check_errors=True)
         return found[:count] if count > 1 else found[0]
 
     return row
 
 
-def _tensorinv(rec: Any, x: Any, ind: int = 2) -> Any:
+def _tensorinv(rec: Recording, x: Any, ind: int = 2) -> Any:
     rows, columns = x.shape[:ind], x.shape[ind:]
     return torch.linalg.inv(x.reshape(math.prod(columns), -1)).reshape(*columns, *rows)
 
 
-def _ctc_loss(rec: Any, x: Any, targets: Any, steps: Any, lengths: Any, *args: Any) -> Any:
+def _ctc_loss(rec: Recording, x: Any, targets: Any, steps: Any, lengths: Any, *args: Any) -> Any:
     """Of lengths that Python knows: torch's composite writes them into memory that a recorded tensor has not."""
     return aten.ctc_loss.Tensor(x, targets, torch.tensor(steps), torch.tensor(lengths), *args)
 

@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from tfnb.errors import Unsupported
-from tfnb.graph import current
 from tfnb.kernels import recurrent  # noqa: F401  defines torch.ops.tfnb
 from tfnb.recording.marks.while_recording import Shared, swapped
+from tfnb.recording.values.recording import Recording, inner_recording, open_recording
 from tfnb.recording.values.tensor import Tensor
 
 aten, tfnb = torch.ops.aten, torch.ops.tfnb
@@ -59,7 +59,7 @@ class Packing:
         return padded[torch.where(self.inside, self.lengths - 1 - time, time), torch.arange(self.lengths.shape[0])]
 
 
-def pack(rec: Any, x: Any, lengths: Any, batch_first: bool) -> Any:
+def pack(rec: Recording, x: Any, lengths: Any, batch_first: bool) -> Any:
     """`torch._pack_padded_sequence`: rows of the data by step, and how many rows have each step."""
     x = x.transpose(0, 1) if batch_first else x
     steps = x.shape[0]
@@ -76,7 +76,7 @@ def pack(rec: Any, x: Any, lengths: Any, batch_first: bool) -> Any:
 
 def pad(data: Any, batch_sizes: Any, batch_first: bool, value: float, total: Any) -> Any:
     """`torch._pad_packed_sequence`: as many steps as the longest row has, or ``total``."""
-    rec: Any = current.recording()
+    rec = inner_recording()
     if not isinstance(batch_sizes, Tensor):
         return torch._pad_packed_sequence(data, batch_sizes, batch_first, value, total)
     packing = _packing(rec, batch_sizes)
@@ -95,7 +95,7 @@ def layers(biases: int, cell: Cell, *, several: bool = False) -> Callable[..., A
     """The row of one kind of net; ``biases`` says how many of the two are part of the gates."""
 
     def row(
-        rec: Any, data: Any, batch_sizes: Any, hx: Any, params: Any, has_biases: bool, num_layers: int,
+        rec: Recording, data: Any, batch_sizes: Any, hx: Any, params: Any, has_biases: bool, num_layers: int,
         dropout: float, train: bool, both: bool,
     ) -> Any:  # fmt: skip
         packing, ways, firsts = _packing(rec, batch_sizes), 1 + both, hx if several else [hx]
@@ -145,7 +145,7 @@ PACKED: dict[Any, Callable[..., Any]] = {
 FUNCTIONS: dict[Any, Callable[..., Any]] = {torch._pad_packed_sequence: pad}  # its last argument must be a number
 
 
-def _packing(rec: Any, batch_sizes: Any) -> Packing:
+def _packing(rec: Recording, batch_sizes: Any) -> Packing:
     if batch_sizes not in rec.packings:
         raise Unsupported(
             "a packed sequence whose batch sizes were not made by pack_padded_sequence in this recording: pack it "
@@ -162,7 +162,7 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def forward(self: nn.RNNBase, input: Any, hx: Any = None) -> Any:
-        rec: Any = current.recording()
+        rec = open_recording()
         is_packed = rec is not None and isinstance(input, PackedSequence) and isinstance(input.batch_sizes, Tensor)
         if not is_packed or input.batch_sizes not in rec.packings:
             return original(self, input, hx)
@@ -175,7 +175,7 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _first_state(module: nn.RNNBase, sequence: PackedSequence, rec: Any) -> Any:
+def _first_state(module: nn.RNNBase, sequence: PackedSequence, rec: Recording) -> Any:
     rows = rec.packings[sequence.batch_sizes].lengths.shape[0]
     count, data = module.num_layers * (1 + module.bidirectional), sequence.data
     hx = data.new_zeros([count, rows, module.proj_size or module.hidden_size])

@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tfnb.errors import Unsupported
-from tfnb.graph import current
+from tfnb.recording.values.recording import inner_recording
 from tfnb.recording.values.tensor import Tensor
 from tfnb.recording.writes.in_place_calls import take_data
 
@@ -19,7 +19,7 @@ _set: Callable[..., None] = torch.Tensor.data.__set__  # type: ignore[attr-defin
 
 def _set_data(tensor: Any, new: Any) -> None:
     """``x.data = new``: other memory, which gradients do not see. Modules made here are converted for real."""
-    rec: Any = current.recording()
+    rec = inner_recording()
     is_initial = is_lazy(tensor) or rec.is_unused(tensor)
     if not isinstance(new, torch.Tensor) or (is_initial and not isinstance(new, Tensor)):
         _set(tensor, new)
@@ -38,7 +38,7 @@ def _array(original: Callable[..., Any]) -> Callable[..., Any]:
     """The memory of a plain tensor as an array; torch would ask for a detached handle, and get a recorded one."""
 
     def to_numpy(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        rec: Any = current.recording()
+        rec = inner_recording()
         with _disable_current_modes():
             return original(rec.outside.written(tensor), *args, **kwargs)
 
@@ -47,7 +47,7 @@ def _array(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _deepcopy(tensor: Any, memo: Any) -> Any:
     """A copy of a tensor of outside is a tensor of its own, with the values that it has here."""
-    rec: Any = current.recording()
+    rec = inner_recording()
     if isinstance(tensor, Tensor | torch.nn.Parameter):
         return torch.Tensor.__deepcopy__(tensor, memo)
     with _disable_current_modes():

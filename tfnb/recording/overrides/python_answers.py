@@ -7,7 +7,7 @@ be another one stops.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,10 +15,8 @@ from tfnb.errors import InvalidArgument, ShapeError
 from tfnb.graph import Value
 from tfnb.recording.ops import Op, op_name
 from tfnb.recording.shapes.symbols import is_relation
+from tfnb.recording.values.recording import Recording
 from tfnb.recording.values.tensor import Tensor
-
-if TYPE_CHECKING:
-    from tfnb.recording.dispatch.recorder import Recorder
 
 aten = torch.ops.aten
 
@@ -31,7 +29,7 @@ SIZES: dict[Op, Callable[[torch.Tensor], Any]] = {
 ANSWERS: dict[Op, Callable[..., Any]] = {aten.equal.default: torch.eq, aten.allclose.default: torch.isclose}
 
 
-def item(rec: Recorder, tensor: torch.Tensor) -> Any:
+def item(rec: Recording, tensor: torch.Tensor) -> Any:
     """``.item()`` from inside torch: the sample's number; a truth is what TorchScript, or a kernel, decides by."""
     entry = rec._entry(tensor)
     if not rec.tape.is_fixed(entry.value):
@@ -49,7 +47,7 @@ def item(rec: Recorder, tensor: torch.Tensor) -> Any:
     return (tensor if entry.sample is None else entry.sample).item()
 
 
-def stands_for_number(rec: Recorder, value: Value) -> bool:
+def stands_for_number(rec: Recording, value: Value) -> bool:
     """Whether it is a Python number that staged code took of a tensor, or computed from such numbers alone."""
     node = rec.tape.by_id.get(value.node) if rec.numbers and value not in rec.numbers else None
     if node is not None and node.inputs and all(stands_for_number(rec, v) for v in node.inputs):
@@ -57,14 +55,14 @@ def stands_for_number(rec: Recorder, value: Value) -> bool:
     return value in rec.numbers
 
 
-def guard_number(rec: Recorder, tensor: Tensor) -> None:
+def guard_number(rec: Recording, tensor: Tensor) -> None:
     """From here on, a run must have the sample's number."""
     number = tensor.sample.item()
     with rec.on(), torch.no_grad():
         rec.branch(tensor.isnan() if number != number else tensor == number, True, is_check=True)
 
 
-def answer(rec: Recorder, func: Op, args: Any, kwargs: Any) -> bool:
+def answer(rec: Recording, func: Op, args: Any, kwargs: Any) -> bool:
     """What a comparison of `ANSWERS` gives for the samples, and a guard that it stays so."""
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
     if not any(isinstance(t, Tensor) for t in tensors):
@@ -81,7 +79,7 @@ def answer(rec: Recorder, func: Op, args: Any, kwargs: Any) -> bool:
     return outcome
 
 
-def settle_size(rec: Recorder, expr: Any) -> Any:
+def settle_size(rec: Recording, expr: Any) -> Any:
     """What Python asks of a size that only data tell: the samples' answer, and a guard that a run agrees."""
     found = rec.symbols.seen(expr, bool if is_relation(expr) else int)
     if found is None:

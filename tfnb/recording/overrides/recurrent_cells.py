@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from tfnb.recording.values.recording import Recording
+
 aten = torch.ops.aten
 
 
@@ -25,7 +27,7 @@ def _products(x: Any, h: Any, w_ih: Any, w_hh: Any, b_ih: Any, b_hh: Any) -> tup
     return F.linear(x, w_ih, b_ih), F.linear(h, w_hh, b_hh)
 
 
-def _lstm(rec: Any, x: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
+def _lstm(rec: Recording, x: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
     h, c = hx
     if not _fits(x, h, c):
         return NotImplemented
@@ -35,7 +37,7 @@ def _lstm(rec: Any, x: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_h
     return o.sigmoid() * c.tanh(), c
 
 
-def _gru(rec: Any, x: Any, h: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
+def _gru(rec: Recording, x: Any, h: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
     if not _fits(x, h):
         return NotImplemented
     (xr, xz, xn), (hr, hz, hn) = (part.chunk(3, 1) for part in _products(x, h, w_ih, w_hh, b_ih, b_hh))
@@ -45,7 +47,7 @@ def _gru(rec: Any, x: Any, h: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh:
 
 
 def _rnn(function: Callable[[Any], Any]) -> Callable[..., Any]:
-    def row(rec: Any, x: Any, h: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
+    def row(rec: Recording, x: Any, h: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
         if not _fits(x, h):
             return NotImplemented
         of_x, of_h = _products(x, h, w_ih, w_hh, b_ih, b_hh)

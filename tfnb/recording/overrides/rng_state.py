@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tfnb.graph import current
 from tfnb.recording.marks.while_recording import Shared, swapped
+from tfnb.recording.values.recording import Recording, open_recording
 
 _OWN = torch.random.default_generator
 _before = WeakIdKeyDictionary()  # recorder -> the state of torch's generator, once something changed it
@@ -22,7 +22,7 @@ _start = WeakIdKeyDictionary()  # recorder -> that state and its seed when the r
 
 
 @contextmanager
-def own_streams(recorder: Any) -> Iterator[None]:
+def own_streams(recorder: Recording) -> Iterator[None]:
     """For one recording: what it does to torch's random state is undone."""
     _start[recorder] = _OWN.get_state(), _OWN.initial_seed()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
@@ -40,14 +40,14 @@ def own_streams(recorder: Any) -> Iterator[None]:
 
 def _changing(what: str) -> None:
     """Said before torch's generators change."""
-    recorder: Any = current.recording()
+    recorder = open_recording()
     if recorder is not None:
         _look_at_seed(recorder)
         recorder.streams_differ(what)
         _before.setdefault(recorder, _OWN.get_state())
 
 
-def _look_at_seed(recorder: Any) -> None:
+def _look_at_seed(recorder: Recording) -> None:
     """The generator's own methods cannot be followed: what they did is seen afterwards."""
     state, seed = _start[recorder]
     if recorder not in _before and _OWN.initial_seed() != seed:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch._library.utils import has_fake_kernel
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from tfnb.errors import Unsupported
 from tfnb.graph.pure import on_copies, original
 from tfnb.recording.ops import Op, op_name, resolve
-from tfnb.recording.values.tensor import Entry
+from tfnb.recording.shapes.symbols import Symbols
 
 _PYTHON = re.compile(r"^(CPU|CUDA|CompositeExplicitAutograd)(?:\[alias\])?: registered at \S+\.py:\d+", re.MULTILINE)
 
@@ -34,8 +34,18 @@ def lacks_shapes(op: Op) -> bool:
     return op.namespace not in ("aten", "prims") and not has_fake_kernel(op)
 
 
-def shapes(recorder: Any, op: Op, args: Any, kwargs: Any, inputs: Sequence[Entry]) -> Any:
-    """What ``op`` returns for fakes, as fakes; raises Unsupported where that cannot be known."""
+class Sampled(Protocol):
+    """A fake tensor and its sample, if there is one."""
+
+    @property
+    def fake(self) -> torch.Tensor: ...
+
+    @property
+    def sample(self) -> torch.Tensor | None: ...
+
+
+def shapes(symbols: Symbols, op: Op, args: Any, kwargs: Any, inputs: Sequence[Sampled], at: Callable[[], str]) -> Any:
+    """What ``op`` returns for fakes, as fakes; raises Unsupported where that cannot be known. at: the user's line."""
     error: Exception | None = None
     for kernel in _kernels(op):
         try:
@@ -48,7 +58,7 @@ def shapes(recorder: Any, op: Op, args: Any, kwargs: Any, inputs: Sequence[Entry
         what = "inputs whose size varies" if varies else "inputs without samples"
         raise Unsupported(
             f"{op_name(op)} has no fake implementation, and its code does not run on shapes alone: for {what} the "
-            f"shape of its result is not known{recorder.tape.at()}; give it one with torch.library.register_fake, or "
+            f"shape of its result is not known{at()}; give it one with torch.library.register_fake, or "
             "the placeholders samples and a fixed shape=", op=op_name(op),
         ) from error  # fmt: skip
 
@@ -57,7 +67,7 @@ def shapes(recorder: Any, op: Op, args: Any, kwargs: Any, inputs: Sequence[Entry
 
     with _disable_current_modes(), torch.no_grad():
         result = op(*tree_map(sample, args), **tree_map(sample, kwargs))
-    return tree_map(lambda x: recorder.symbols.fake_like(x) if isinstance(x, torch.Tensor) else x, result)
+    return tree_map(lambda x: symbols.fake_like(x) if isinstance(x, torch.Tensor) else x, result)
 
 
 def _kernels(op: Op) -> list[Callable[..., Any]]:

@@ -25,11 +25,11 @@ from tfnb.graph.contents import Names
 from tfnb.graph.graph import new_id
 from tfnb.graph.spec import Size
 from tfnb.graph.subgraph import is_guarding, uses_queues
-from tfnb.recording.dispatch.recorder import Recorder
 from tfnb.recording.marks.scopes import clean
 from tfnb.recording.subgraphs.own_gradient import sealed
 from tfnb.recording.subgraphs.recompute import may_fail, repeats
 from tfnb.recording.values.interpret import evaluate
+from tfnb.recording.values.recording import Recording
 from tfnb.recording.values.tensor import Base, Entry, Tensor
 
 Function = Callable[..., Sequence[Any]]  # of recorded tensors, to tensors
@@ -78,7 +78,7 @@ class Region:
 
 
 def record_region(
-    recorder: Recorder, function: Function, given: Sequence[Given], *, scope: str, turns: bool,
+    recorder: Recording, function: Function, given: Sequence[Given], *, scope: str, turns: bool,
     held: Sequence[Base] = (), inner: Inner | None = None, where: tuple[torch.SymBool, bool] | None = None,
     entered: bool = True, added: list[Value] | None = None,
 ) -> Region:  # fmt: skip
@@ -128,20 +128,20 @@ def record_region(
             meet()
 
 
-def added_input(recorder: Recorder, given: Given, added: list[Value]) -> Tensor:
+def added_input(recorder: Recording, given: Given, added: list[Value]) -> Tensor:
     """One more input of the region that is being recorded, which turned out to be needed."""
     tensor = _placeholder(recorder, given)
     added.append(tensor._entry.value)
     return tensor
 
 
-def attempt(recorder: Recorder) -> Callable[[], None]:
+def attempt(recorder: Recording) -> Callable[[], None]:
     """What takes back everything that is recorded from here on."""
     return _Before(recorder).undo
 
 
 @contextmanager
-def _at(recorder: Recorder, where: tuple[torch.SymBool, bool] | None) -> Iterator[None]:
+def _at(recorder: Recording, where: tuple[torch.SymBool, bool] | None) -> Iterator[None]:
     """Inside a branch that sizes decide; without values, where the samples are of other sizes."""
     if where is None:
         yield
@@ -156,7 +156,7 @@ def _at(recorder: Recorder, where: tuple[torch.SymBool, bool] | None) -> Iterato
 
 
 @contextmanager
-def _reached(recorder: Recorder, entered: bool) -> Iterator[None]:
+def _reached(recorder: Recording, entered: bool) -> Iterator[None]:
     """Inside of what the samples enter, or do not."""
     before, recorder.entered = recorder.entered, recorder.entered and entered
     try:
@@ -165,7 +165,7 @@ def _reached(recorder: Recorder, entered: bool) -> Iterator[None]:
         recorder.entered = before
 
 
-def _sealed(recorder: Recorder, turns: bool) -> Any:
+def _sealed(recorder: Recording, turns: bool) -> Any:
     """Inside a loop, a value that Python reads would be a constant in every turn."""
 
     def refuse(how: str) -> None:
@@ -177,7 +177,7 @@ def _sealed(recorder: Recorder, turns: bool) -> Any:
     return sealed(recorder, refuse) if turns else nullcontext()
 
 
-def _placeholder(recorder: Recorder, given: Given) -> Tensor:
+def _placeholder(recorder: Recording, given: Given) -> Tensor:
     value = recorder.tape.append("tfnb.placeholder", clean(given.name), (given.spec,))
     fake = recorder.space.fakes[value] = recorder.symbols.fake(given.spec)
     recorder.space.samples.root(value, given.sample)
@@ -187,7 +187,7 @@ def _placeholder(recorder: Recorder, given: Given) -> Tensor:
 class _Before:
     """The state of a recording before a function is called, to be had back."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recording) -> None:
         self.recorder = recorder
         self.at, self.streams, self.marks = len(recorder.new), recorder.tape._streams, recorder.tape.marks
         self.live = list(recorder.live)
@@ -273,7 +273,7 @@ class _Before:
 
 
 def _parted(
-    recorder: Recorder, made: Sequence[Node], inputs: set[int], *, turns: bool, inner: Inner
+    recorder: Recording, made: Sequence[Node], inputs: set[int], *, turns: bool, inner: Inner
 ) -> tuple[list[Node], dict[Value, Value], list[Node]]:
     """The nodes that stay inside; others go back to the tape. Writes of variables are the values that they write.
 
@@ -315,7 +315,7 @@ def _parted(
     return list(inside.values()), same, list(moved.values())
 
 
-def _needed(recorder: Recorder, nodes: Sequence[Node], outputs: Iterable[Value]) -> list[Node]:
+def _needed(recorder: Recording, nodes: Sequence[Node], outputs: Iterable[Value]) -> list[Node]:
     """The nodes that the outputs need; placeholders, guards of branches and what uses a queue stay."""
     wanted = {v.node for v in outputs}
     kept = []
@@ -329,14 +329,14 @@ def _needed(recorder: Recorder, nodes: Sequence[Node], outputs: Iterable[Value])
     return kept[::-1]
 
 
-def _tellers(recorder: Recorder, nodes: Sequence[Node], symbols: Iterable[str]) -> Iterator[int]:
+def _tellers(recorder: Recording, nodes: Sequence[Node], symbols: Iterable[str]) -> Iterator[int]:
     """The nodes of a region that first have these sizes, as far as nobody outside has them."""
     inner = {symbol: next((n.id for n in nodes if symbol in axes(n.outputs)), None) for symbol in symbols}
     outer = _bound(recorder.tape.nodes) if any(inner.values()) else set()
     yield from (at for symbol, at in inner.items() if at is not None and symbol not in outer)
 
 
-def now(recorder: Recorder, spec: Spec) -> tuple[Size, ...]:
+def now(recorder: Recording, spec: Spec) -> tuple[Size, ...]:
     """The shape, as far as sizes turned out to be a number or another size since."""
     symbols = recorder.symbols
     return tuple(
@@ -344,7 +344,7 @@ def now(recorder: Recorder, spec: Spec) -> tuple[Size, ...]:
     )
 
 
-def same_shape(recorder: Recorder, a: Spec, b: Spec) -> bool:
+def same_shape(recorder: Recording, a: Spec, b: Spec) -> bool:
     """Whether the shapes are the same; sizes that merely are so for the samples are from here on, as by a guard."""
     symbols = recorder.symbols
     pairs = [(x, y) for x, y in zip(now(recorder, a), now(recorder, b), strict=False) if x != y]
@@ -357,12 +357,12 @@ def same_shape(recorder: Recorder, a: Spec, b: Spec) -> bool:
     return all(map(symbols.decided, relations))
 
 
-def bound_outside(recorder: Recorder, spec: Spec) -> bool:
+def bound_outside(recorder: Recording, spec: Spec) -> bool:
     """Whether the sizes are those of values that are recorded here, and not those of values inside of something."""
     return not spec.symbols or _bound(recorder.tape.nodes).issuperset(spec.symbols)
 
 
-def bound_around(recorder: Recorder, spec: Spec) -> bool:
+def bound_around(recorder: Recording, spec: Spec) -> bool:
     """The same for what is recorded around the region that is being recorded."""
     around = len(recorder.tape.kept) + recorder.inside[-1].at
     return not spec.symbols or _bound(recorder.tape.nodes[:around]).issuperset(spec.symbols)
@@ -382,7 +382,7 @@ def axes(specs: Iterable[Spec]) -> set[str]:
 
 
 def captures(
-    recorder: Recorder, regions: Iterable[Region], sized: Callable[[Value, str], Value] | None = None
+    recorder: Recording, regions: Iterable[Region], sized: Callable[[Value, str], Value] | None = None
 ) -> list[Value]:  # fmt: skip
     """Values of outside that the regions take, and those that tell the sizes which they use.
 
@@ -411,13 +411,13 @@ def captures(
     return list(found)
 
 
-def _untold(recorder: Recorder, values: Iterable[Value]) -> set[str]:
+def _untold(recorder: Recording, values: Iterable[Value]) -> set[str]:
     """Symbols in sizes of the values of which none is an axis: `x[-1:]` does not tell how long `x` is."""
     specs = [recorder.node(v.node).outputs[v.index] for v in values]
     return {symbol for spec in specs for symbol in spec.symbols} - axes(specs)
 
 
-def _binder(recorder: Recorder, symbol: str) -> Value:
+def _binder(recorder: Recording, symbol: str) -> Value:
     """The first value of outside with an axis of this size."""
     for node in recorder.tape.by_id.values():
         for index, spec in enumerate(node.outputs):
@@ -427,7 +427,7 @@ def _binder(recorder: Recorder, symbol: str) -> Value:
 
 
 def subgraph(
-    recorder: Recorder, region: Region, captured: Sequence[Value], outputs: Sequence[Value | None]
+    recorder: Recording, region: Region, captured: Sequence[Value], outputs: Sequence[Value | None]
 ) -> Subgraph:
     """A region as a function of what it was given and then of the captured values."""
     names = Names()
@@ -450,7 +450,7 @@ def subgraph(
 
 
 def append(
-    recorder: Recorder, op: str, inputs: Sequence[Value], attrs: Mapping[str, Any], outputs: Sequence[Spec],
+    recorder: Recording, op: str, inputs: Sequence[Value], attrs: Mapping[str, Any], outputs: Sequence[Spec],
     tags: frozenset[str] = frozenset(), draws: bool = False, stream: int | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """Record a node that holds subgraphs; its samples are computed on those of its inputs.
@@ -504,3 +504,30 @@ def _conducts(part: Subgraph) -> bool:
         if any(value.node in reached for value in ways):
             reached.add(node.id)
     return any(value is not None and value.node in reached for value in part.outputs)
+
+
+def write_back(
+    recorder: Recording, bases: Sequence[Base], tensors: Sequence[Tensor], regions: Iterable[Region]
+) -> None:  # fmt: skip
+    """What a loop or branch left of tensors and variables of outside becomes their value.
+
+    Where it took an optimizer's step, whoever runs the write of a trained Variable runs those of its slots.
+    """
+    regions = list(regions)
+    stepped = set[Variable]().union(*(region.stepped for region in regions))
+    buffers = set[Variable]().union(*(region.buffers for region in regions))
+    slots: list[int] = []
+
+    def is_trained(pair: tuple[Base, Tensor]) -> bool:
+        var = pair[0].variable
+        return var in stepped and var is not None and var.trainable
+
+    for base, tensor in sorted(zip(bases, tensors, strict=True), key=is_trained):
+        recorder.changes(base)
+        after = slots if is_trained((base, tensor)) else ()
+        tags = recorder.tape.marks.tags | ({"buffer"} if base.variable in buffers else set())
+        control = (*recorder.tape.marks.control, *after)
+        with torch.enable_grad(), recorder.tape.marked(control=control, tags=tags):  # what was written says what passes
+            base.write(tensor._entry)
+        if base.variable in stepped and not after:
+            slots.append(base.entry.value.node)

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tfnb.errors import InvalidArgument, ShapeError, Unsupported
 from tfnb.graph import Dim, Node, Ref, Spec, Value, ops
 from tfnb.graph.spec import Size
-from tfnb.recording.dispatch.recorder import Recorder
 from tfnb.recording.subgraphs.capture import (
     Function,
     Given,
@@ -25,9 +24,10 @@ from tfnb.recording.subgraphs.capture import (
     record_region,
     same_shape,
     subgraph,
+    write_back,
 )  # fmt: skip
+from tfnb.recording.values.recording import Recording
 from tfnb.recording.values.tensor import Base, Entry, Tensor
-from tfnb.recording.writes.in_place_calls import write_back
 
 DISAGREE = "branches or turns disagree"  # details of such an error
 
@@ -74,7 +74,7 @@ class Loop:
     turn.
     """
 
-    recorder: Recorder
+    recorder: Recording
     init: Sequence[Tensor]
     names: Sequence[str]
     xs: Sequences = ()
@@ -285,7 +285,7 @@ def _axes(spec: Spec, axes: Sequence[int]) -> Spec:
     return replace(spec, shape=tuple(spec.shape[axis] for axis in axes))
 
 
-def zeros(recorder: Recorder, spec: Spec) -> torch.Tensor:
+def zeros(recorder: Recording, spec: Spec) -> torch.Tensor:
     """Recorded zeros of a spec."""
     sizes = spec.sizes(recorder.symbols.bindings(spec.shape))
     return recorder.fresh(torch.zeros(sizes, dtype=spec.dtype, device=spec.device))

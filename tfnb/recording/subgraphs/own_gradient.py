@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from tfnb.graph import Ref, Value, current
+from tfnb.graph import Ref, Value
 from tfnb.graph.ops import WITH_GRADIENT
 from tfnb.graph.spec import flows
-from tfnb.recording.dispatch.recorder import Recorder
+from tfnb.recording.values.recording import Recording, open_recording
 from tfnb.recording.values.tensor import Base, Entry, Tensor
 
 FILLS = "backward()"  # how a rule hands gradients to Parameters that are no arguments of it
@@ -35,7 +35,7 @@ class OwnRule:
 
 
 def attach(
-    recorder: Recorder, outs: Sequence[Any], values: Sequence[Entry], args: Sequence[Entry], rule: OwnRule, name: str
+    recorder: Recording, outs: Sequence[Any], values: Sequence[Entry], args: Sequence[Entry], rule: OwnRule, name: str
 ) -> list[Tensor]:
     """Give ``values`` the gradient ``rule``, which has one entry per arg; returns what stands for them from here on.
 
@@ -59,7 +59,7 @@ def attach(
     return results
 
 
-def _renewed(recorder: Recorder, out: Any, entry: Entry) -> Tensor:
+def _renewed(recorder: Recording, out: Any, entry: Entry) -> Tensor:
     if not isinstance(out, Tensor) or out._space is not recorder.space:
         return recorder._wrap(entry)
     recorder.changes(out)
@@ -67,7 +67,7 @@ def _renewed(recorder: Recorder, out: Any, entry: Entry) -> Tensor:
     return out
 
 
-def kept(recorder: Recorder, tensor: Any) -> Any:
+def kept(recorder: Recording, tensor: Any) -> Any:
     """A handle of what ``tensor`` is now, whatever is written to it later; captured data stays plain."""
     if not isinstance(tensor, Tensor) and recorder.variable_of(tensor) is None:
         return tensor
@@ -81,15 +81,15 @@ def floats(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and flows(value.dtype)
 
 
-def open_recorder() -> Recorder:
+def open_recorder() -> Recording:
     """The recorder that a rule runs under."""
-    recorder = current.recording()
-    assert isinstance(recorder, Recorder)
+    recorder = open_recording()
+    assert recorder is not None
     return recorder
 
 
 @contextmanager
-def sealed(recorder: Recorder, refuse: Callable[[str], None]) -> Iterator[None]:
+def sealed(recorder: Recording, refuse: Callable[[str], None]) -> Iterator[None]:
     """Inside, ``refuse(how)`` is asked about each value that leaves the graph."""
     before, recorder.refuse = recorder.refuse, refuse
     try:

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch.utils.checkpoint
 
-from tfnb.graph import Node, Value, current
+from tfnb.graph import Node, Value
 from tfnb.graph.ops import WITH_GRADIENT
-from tfnb.recording.dispatch.recorder import Recorder
 from tfnb.recording.marks.while_recording import Shared, swapped
+from tfnb.recording.values.recording import Recording, open_recording
 
 RECOMPUTED = "recomputed"
 _TAG = "recompute:"
@@ -45,8 +45,8 @@ def recompute(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
-        recorder = current.recording()
-        if not isinstance(recorder, Recorder):
+        recorder = open_recording()
+        if recorder is None:
             return torch.utils.checkpoint.checkpoint(fn, *args, use_reentrant=False, **kwargs)
         with region(recorder):
             return fn(*args, **kwargs)
@@ -55,7 +55,7 @@ def recompute(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def region(recorder: Recorder) -> Iterator[None]:
+def region(recorder: Recording) -> Iterator[None]:
     """What is recorded inside is a region, inside of the regions that are open."""
     outer = region_of_tags(recorder.tape.marks.tags)
     recorder.regions += 1
@@ -78,7 +78,7 @@ class Copies:
     it stands in, 2 the copy made from what enters the region inside of that one, and so on.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recording) -> None:
         self.recorder = recorder
         self._made: dict[tuple[int, int], int] = {}  # (node, deep) -> its copy
 
@@ -157,7 +157,7 @@ def may_fail(node: Node) -> bool:
 # -- torch.utils.checkpoint ---------------------------------------------------------------------------------------
 
 
-def _reentrant(recorder: Recorder, function: Any, preserve: bool, *args: Any) -> Any:
+def _reentrant(recorder: Recording, function: Any, preserve: bool, *args: Any) -> Any:
     with region(recorder):
         return function(*args)
 
@@ -170,8 +170,8 @@ _ORIGINAL = getattr(torch.utils.checkpoint, _GENERATOR)
 
 
 def _generator(fn: Any, preserve: bool = True, context_fn: Any = None, *args: Any, **kwargs: Any) -> Iterator[None]:
-    recorder = current.recording()
-    if not isinstance(recorder, Recorder):
+    recorder = open_recording()
+    if recorder is None:
         yield from _ORIGINAL(fn, preserve, context_fn, *args, **kwargs)
         return
     context = context_fn()[0] if context_fn is not None else nullcontext()

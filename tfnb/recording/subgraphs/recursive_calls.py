@@ -15,7 +15,6 @@ from typing import Any
 from tfnb.errors import InvalidArgument, Unsupported
 from tfnb.graph import Dim, Recursion, Ref, Spec, Value, ops
 from tfnb.graph.spec import Size
-from tfnb.recording.dispatch.recorder import Recorder
 from tfnb.recording.subgraphs.capture import (
     Given,
     Region,
@@ -26,6 +25,7 @@ from tfnb.recording.subgraphs.capture import (
     record_region,
     subgraph,
 )
+from tfnb.recording.values.recording import Recording
 from tfnb.recording.values.tensor import Tensor
 
 Shape = tuple[Size | None, ...]  # None: another size in each call
@@ -55,7 +55,7 @@ class Definition:
     """
 
     def __init__(
-        self, recorder: Recorder, name: str, limit: int, specs: Sequence[Spec], results: Sequence[Spec] | None = None,
+        self, recorder: Recording, name: str, limit: int, specs: Sequence[Spec], results: Sequence[Spec] | None = None,
         names: Sequence[str] | None = None,
     ) -> None:  # fmt: skip
         self.recorder, self.function = recorder, Recursion(name, limit)
@@ -214,7 +214,7 @@ def _common(shape: Shape, other: Shape) -> Shape:
 
 
 @contextmanager
-def opened(recorder: Recorder, key: Hashable, definition: Definition | None) -> Iterator[None]:
+def opened(recorder: Recording, key: Hashable, definition: Definition | None) -> Iterator[None]:
     """Calls inside that have the key are calls of the definition; None: they raise `Again`."""
     recorder.calls[key] = definition
     try:

@@ -2,5 +2,6 @@
 
 `tensor` is what the user holds, `variables` finds parameters, `outside_tensors` constants. `samples` keeps or
 computes samples (`interpret`), `workspace` is what recordings of one graph share, `effects` are operations on queues.
-`views` and `layout_queries` know about memory, `checks` about Python branches that only raise.
+`views` and `layout_queries` know about memory, `checks` about Python branches that only raise. `recording` is the open
+recording as the folders below `dispatch` see it.
 """

@@ -8,7 +8,6 @@ that still holds what it held when it was met.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -17,10 +16,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tfnb.errors import InvalidArgument, Unsupported
 from tfnb.graph import Node
 from tfnb.recording.marks.notes import dense
+from tfnb.recording.values.recording import Recording
 from tfnb.recording.values.tensor import Base, Entry, Tensor
-
-if TYPE_CHECKING:
-    from tfnb.recording.dispatch.recorder import Recorder
 
 aten = torch.ops.aten
 BIG_CONSTANT = 1 << 20  # bytes; larger captured tensors are announced, and copied only if they stay in the graph
@@ -39,7 +36,7 @@ class Met:
 class Outside:
     """What stands in one recording for the plain tensors that it met."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recording) -> None:
         self._rec = recorder
         self._borrowed: dict[int, Entry] = {}  # constants that still share the memory of what was captured
         self._handles: dict[int, tuple[torch.Tensor, Tensor]] = {}  # of plain tensors met, by id

@@ -6,20 +6,50 @@ What is kept of the samples, and how others are computed, is `tfnb.recording.val
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tfnb.graph import Graph, Node, Value, current
+from tfnb.graph import Graph, Node, Value, Variable, current
 from tfnb.recording.shapes.shape_cache import Shapes
 from tfnb.recording.shapes.symbols import Symbols
 from tfnb.recording.values.samples import Samples
 
 if TYPE_CHECKING:
-    from tfnb.recording.cells.new_contents import Derivative
     from tfnb.recording.values.outside_tensors import Met
+
+
+@dataclass(frozen=True, slots=True)
+class Derivative:
+    """What `gradients` recorded: right for as long as ``ys`` depend on ``xs`` by the same nodes."""
+
+    nodes: frozenset[int]
+    ys: tuple[Value, ...]
+    xs: tuple[Value | Variable, ...]
+
+    def ways(self, nodes: Sequence[Node]) -> frozenset[int]:
+        """The nodes by which ``ys`` depend on ``xs``."""
+        reached = {x.node for x in self.xs if isinstance(x, Value)}
+        between: set[int] = set()
+        for node in nodes:
+            if any(v.node in reached for v in node.inputs):
+                reached.add(node.id)
+                between.add(node.id)
+            elif node.op == "tfnb.read" and any(node.attrs["variable"] is x for x in self.xs):
+                reached.add(node.id)
+        needed = {y.node for y in self.ys}
+        for node in reversed(nodes):
+            if node.id in needed:
+                needed.update(v.node for v in node.inputs)
+        return frozenset(between & needed)
+
+    def moved(self, moved: Mapping[Value, Value]) -> Derivative:
+        """The same one of the values that took the place of others."""
+        xs = tuple(moved.get(x, x) if isinstance(x, Value) else x for x in self.xs)
+        return replace(self, ys=tuple(moved.get(y, y) for y in self.ys), xs=xs)
 
 
 class Workspace:

@@ -11,7 +11,7 @@ import operator
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -19,11 +19,9 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from tfnb.errors import Unsupported
 from tfnb.graph.node import leaves
 from tfnb.recording.ops import op_name
+from tfnb.recording.values.recording import Recording
 from tfnb.recording.values.tensor import Base, Tensor
 from tfnb.recording.values.views import View
-
-if TYPE_CHECKING:
-    from tfnb.recording.dispatch.recorder import Recorder
 
 aten = torch.ops.aten
 STRAIGHT = frozenset({"in_place"})  # with grad mode off: gradients pass to what was there before
@@ -58,7 +56,7 @@ class Link:
         test = self.test().reshape(()).to(torch.bool)
         return test if self.outcome else test.logical_not()
 
-    def after(self, rec: Recorder, mine: torch.Tensor, old: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    def after(self, rec: Recording, mine: torch.Tensor, old: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
         """What the other one, which held ``old``, holds once this one has become ``mine``."""
         with torch.enable_grad():
             new = looked(self.chain, mine) if self.is_seen else put(rec, self.chain, old, mine)
@@ -66,7 +64,7 @@ class Link:
 
 
 def share(
-    rec: Recorder, result: Tensor, base: Base, chain: tuple[View, ...], test: Test | None, outcome: bool = True, *,
+    rec: Recording, result: Tensor, base: Base, chain: tuple[View, ...], test: Test | None, outcome: bool = True, *,
     is_sure: bool = True,
 ) -> None:  # fmt: skip
     """``result`` looks at ``base`` by the chain where the test has this outcome, or else in some of those runs."""
@@ -74,7 +72,7 @@ def share(
 
 
 def _link(
-    rec: Recorder, mine: Base, base: Base, chain: tuple[View, ...], test: Test | None, outcome: bool = True,
+    rec: Recording, mine: Base, base: Base, chain: tuple[View, ...], test: Test | None, outcome: bool = True,
     is_sure: bool = True,
 ) -> None:  # fmt: skip
     if mine is base:
@@ -87,13 +85,13 @@ def _link(
     base.links = (*_living(base), Link(weakref.ref(mine), chain, True, test, outcome, is_sure))
 
 
-def overlap(rec: Recorder, tensor: Tensor) -> None:
+def overlap(rec: Recording, tensor: Tensor) -> None:
     """Places of the tensor may be the same memory: nobody may look at it any more below a write."""
     rec.changes(tensor._family)
     tensor._family.overlaps = True
 
 
-def copy_of(rec: Recorder, tensor: torch.Tensor) -> Tensor:
+def copy_of(rec: Recording, tensor: torch.Tensor) -> Tensor:
     """A node of its own, for what is below a guard, with the memory of the tensor."""
     handle = rec.handle(tensor)
     with torch.enable_grad():  # in Python it is the tensor
@@ -139,12 +137,12 @@ class Way:
         return Way(links, is_known=False)  # two parts of the same, of which nobody knows whether they meet
 
 
-def ways(rec: Recorder, base: Base, ends: Container[Base]) -> Iterator[Way]:
+def ways(rec: Recording, base: Base, ends: Container[Base]) -> Iterator[Way]:
     """All that lead to one of the ends, and over no other end."""
     return _ways(rec, (base,), Way(()), ends)
 
 
-def _ways(rec: Recorder, path: tuple[Base, ...], way: Way, ends: Container[Base]) -> Iterator[Way]:
+def _ways(rec: Recording, path: tuple[Base, ...], way: Way, ends: Container[Base]) -> Iterator[Way]:
     for link in _living(path[-1]):
         other, step = link.other(), way.over(link)
         if other is None or other in path or other.entry.value.node not in rec.tape.by_id:
@@ -156,7 +154,7 @@ def _ways(rec: Recorder, path: tuple[Base, ...], way: Way, ends: Container[Base]
 
 
 def share_by(
-    rec: Recorder, result: Tensor, chain: tuple[View, ...], way: Way, other: Base, looks: tuple[View, ...],
+    rec: Recording, result: Tensor, chain: tuple[View, ...], way: Way, other: Base, looks: tuple[View, ...],
     test: Test | None,
 ) -> None:  # fmt: skip
     """``result`` looks by ``chain`` at where the way began, and ``other`` by ``looks`` at where it leads."""
@@ -168,7 +166,7 @@ def share_by(
         _link(rec, result._family, other, (*way.chain, *chain), test)
 
 
-def pass_on(rec: Recorder, base: Base, become: Callable[[Recorder, Base, torch.Tensor], None]) -> None:
+def pass_on(rec: Recording, base: Base, become: Callable[[Recording, Base, torch.Tensor], None]) -> None:
     """What was written into a tensor is written into those that share its memory, by ``become``."""
     if base.overlaps:
         _lose(rec, base)
@@ -176,8 +174,8 @@ def pass_on(rec: Recorder, base: Base, become: Callable[[Recorder, Base, torch.T
 
 
 def _pass_on(
-    rec: Recorder, path: tuple[Base, ...], asked: Mapping[Test, bool], where: torch.Tensor | None,
-    become: Callable[[Recorder, Base, torch.Tensor], None],
+    rec: Recording, path: tuple[Base, ...], asked: Mapping[Test, bool], where: torch.Tensor | None,
+    become: Callable[[Recording, Base, torch.Tensor], None],
 ) -> None:  # fmt: skip
     """By every way that comes to no tensor twice; where: whether all on the way here share memory.
 
@@ -201,7 +199,7 @@ def _pass_on(
         _pass_on(rec, (*path, other), more, here, become)
 
 
-def _lose(rec: Recorder, base: Base) -> None:
+def _lose(rec: Recording, base: Base) -> None:
     """Nobody may look at it any more. Raises Unsupported inside of a region for what is of outside of it."""
     why = (
         f"a tensor is used that shares memory, in some runs, with one that was written{rec.tape.at()}\n  a loop or "
@@ -227,7 +225,7 @@ def linked(base: Base) -> Iterator[Base]:
         seen.update(left)
 
 
-def outer(rec: Recorder) -> set[Base]:
+def outer(rec: Recording) -> set[Base]:
     """What is of outside of the region that is being recorded, also what that met first."""
     handles = rec.outside._handles.values()
     return {*rec.inside[-1].entries, *rec._reads.values(), *(handle._family for _, handle in handles)}
@@ -237,7 +235,7 @@ def _living(base: Base) -> tuple[Link, ...]:
     return tuple(link for link in base.links if link.other() is not None)
 
 
-def _is_known(rec: Recorder, leaf: Any) -> bool:
+def _is_known(rec: Recording, leaf: Any) -> bool:
     """Whether an argument of a view is there outside of the branch or loop that made the view."""
     if isinstance(leaf, Tensor):
         return leaf.shown.value.node in rec.tape.by_id
@@ -251,7 +249,7 @@ def looked(chain: tuple[View, ...], base: torch.Tensor) -> torch.Tensor:
     return base
 
 
-def put(rec: Recorder, chain: tuple[View, ...], base: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+def put(rec: Recording, chain: tuple[View, ...], base: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """``base`` with ``new`` where the chain of views looks; gradients take the way that the write gave ``new``."""
     steps = [base]
     for view in chain[:-1]:
@@ -261,7 +259,7 @@ def put(rec: Recorder, chain: tuple[View, ...], base: torch.Tensor, new: torch.T
     return fitting(base, new) if chain else new
 
 
-def _put(rec: Recorder, view: View, base: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+def _put(rec: Recording, view: View, base: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     is_unseen = view.op is aten.detach.default or not view.grad  # autograd knows of no way from the base to the view
     try:
         with torch.set_grad_enabled(not is_unseen):

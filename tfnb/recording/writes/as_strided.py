@@ -14,21 +14,22 @@ import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from tfnb.errors import Unsupported
+from tfnb.recording.values.recording import Recording
 
 aten = torch.ops.aten
 
 
-def _as_strided(rec: Any, x: Any, size: Any, stride: Any, storage_offset: Any = None) -> Any:
+def _as_strided(rec: Recording, x: Any, size: Any, stride: Any, storage_offset: Any = None) -> Any:
     offset = x.storage_offset() if storage_offset is None else storage_offset
     memory = _memory(rec, rec.handle(x))
     return NotImplemented if memory is x else aten.as_strided(memory, size, stride, offset)
 
 
-def _as_strided_copy(rec: Any, x: Any, size: Any, stride: Any, storage_offset: Any = None) -> Any:
+def _as_strided_copy(rec: Recording, x: Any, size: Any, stride: Any, storage_offset: Any = None) -> Any:
     return aten.as_strided(x, size, stride, storage_offset).clone()
 
 
-def _as_strided_scatter(rec: Any, x: Any, src: Any, size: Any, stride: Any, storage_offset: Any = None) -> Any:
+def _as_strided_scatter(rec: Recording, x: Any, src: Any, size: Any, stride: Any, storage_offset: Any = None) -> Any:
     """As torch does it: a copy of the same strides, and a write into it."""
     if _rows_are_memory(x):
         return NotImplemented
@@ -40,7 +41,7 @@ def _as_strided_scatter(rec: Any, x: Any, src: Any, size: Any, stride: Any, stor
     return copy
 
 
-def _memory(rec: Any, x: Any) -> Any:
+def _memory(rec: Recording, x: Any) -> Any:
     """All of the memory that x looks at; raises Unsupported where its elements leave out or share places."""
     every = x._family.entry.fake.numel()
     if _rows_are_memory(x) and statically_known_true(x.numel() == every):

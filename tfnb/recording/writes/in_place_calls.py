@@ -10,23 +10,19 @@ from __future__ import annotations
 import math
 import operator
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from tfnb.errors import Unsupported
-from tfnb.graph import Variable
 from tfnb.graph.node import leaves
 from tfnb.recording.ops import Facts, Op, facts, op_name, twin, unbind
 from tfnb.recording.values.layout_queries import contiguous
+from tfnb.recording.values.recording import Recording
 from tfnb.recording.values.tensor import Base, Entry, Tensor
 from tfnb.recording.writes.aliases import STRAIGHT, fitting, pass_on, put
-
-if TYPE_CHECKING:
-    from tfnb.recording.dispatch.recorder import Recorder
-    from tfnb.recording.subgraphs.capture import Region
 
 aten = torch.ops.aten
 _RESIZES: dict[Op, str] = {aten.resize_.default: "size", aten.resize_as_.default: "the_template"}
@@ -40,7 +36,7 @@ _UNSEEN = frozenset({
 })  # fmt: skip
 
 
-def record_write(rec: Recorder, func: Op, own: Facts, args: Any, kwargs: Any) -> Any:
+def record_write(rec: Recording, func: Op, own: Facts, args: Any, kwargs: Any) -> Any:
     """Record the twin of ``func``, then rebind what it writes; returns what ``func`` would."""
     named = dict(zip(own.names, args, strict=False)) | kwargs
     other = twin(func)
@@ -61,7 +57,7 @@ def record_write(rec: Recorder, func: Op, own: Facts, args: Any, kwargs: Any) ->
 
 
 def _write(
-    rec: Recorder, func: Op, other: Op, own: Facts, named: Mapping[str, Any], targets: list[torch.Tensor]
+    rec: Recording, func: Op, other: Op, own: Facts, named: Mapping[str, Any], targets: list[torch.Tensor]
 ) -> list[torch.Tensor]:
     """One call that writes ``targets``; returns what it computes besides."""
     given = own.defaults | dict(named)  # the twin may have other defaults, or none
@@ -91,7 +87,7 @@ def _called(op: Op, named: Mapping[str, Any]) -> list[torch.Tensor]:
     return list(results) if isinstance(results, (list, tuple)) else [results]
 
 
-def _write_lists(rec: Recorder, other: Op, own: Facts, named: Mapping[str, Any], targets: list[torch.Tensor]) -> None:
+def _write_lists(rec: Recording, other: Op, own: Facts, named: Mapping[str, Any], targets: list[torch.Tensor]) -> None:
     """A foreach call: one entry after another, as torch does it, where an entry is an alias of something else."""
     given = own.defaults | dict(named)
     passed = {name: given[name] for name in facts(other).names if name in given}
@@ -113,7 +109,7 @@ def _entry_of(argument: Any, at: int, count: int) -> Any:
     return [argument[at]] if isinstance(argument, (list, tuple)) and len(argument) == count else argument
 
 
-def _look_again(rec: Recorder, func: Op, other: Op, own: Facts, named: Mapping[str, Any]) -> torch.Tensor:
+def _look_again(rec: Recording, func: Op, other: Op, own: Facts, named: Mapping[str, Any]) -> torch.Tensor:
     """A call that changes the shape of its target and no value: the handle looks through one more view."""
     target = named[own.writes[0]]
     resizes = func in _RESIZES
@@ -127,7 +123,7 @@ def _look_again(rec: Recorder, func: Op, other: Op, own: Facts, named: Mapping[s
     return target
 
 
-def _resized(rec: Recorder, func: Op, target: Tensor, named: Mapping[str, Any]) -> torch.Tensor:
+def _resized(rec: Recording, func: Op, target: Tensor, named: Mapping[str, Any]) -> torch.Tensor:
     """What ``resize_`` makes of its target: other sizes on the memory that it has."""
     sizes = named[_RESIZES[func]]
     sizes = sizes.shape if isinstance(sizes, torch.Tensor) else sizes
@@ -142,7 +138,7 @@ def _resized(rec: Recorder, func: Op, target: Tensor, named: Mapping[str, Any]) 
     return aten.as_strided(target, sizes, strides, offset)
 
 
-def _grow(rec: Recorder, func: Op, target: torch.Tensor, result: torch.Tensor) -> None:
+def _grow(rec: Recording, func: Op, target: torch.Tensor, result: torch.Tensor) -> None:
     """An ``out=`` without elements takes the shape of the result."""
     grows = result.dtype == target.dtype and statically_known_true(target.numel() == 0)
     if not (grows and isinstance(target, Tensor) and target._space is rec.space and not target._chain):
@@ -163,7 +159,7 @@ def _broadcasts(result: torch.Tensor, target: torch.Tensor) -> bool:
     )
 
 
-def rebind(rec: Recorder, target: torch.Tensor, new: torch.Tensor) -> None:
+def rebind(rec: Recording, target: torch.Tensor, new: torch.Tensor) -> None:
     """What ``target`` (a recorded tensor, a view, a parameter, a buffer) means from here on: ``new``."""
     handle = rec.handle(target)
     base, chain = handle._family, handle._chain
@@ -186,7 +182,7 @@ def rebind(rec: Recorder, target: torch.Tensor, new: torch.Tensor) -> None:
         pass_on(rec, base, lambda rec, other, new: _become(rec, other, rec._entry(new)))
 
 
-def _become(rec: Recorder, base: Base, entry: Entry) -> None:
+def _become(rec: Recording, base: Base, entry: Entry) -> None:
     """A tensor, or the Variable that it is the value of, holds this from here on."""
     if base.frozen:
         raise Unsupported(f"a write to {base.frozen}{rec.tape.at()}")
@@ -204,34 +200,7 @@ def _become(rec: Recorder, base: Base, entry: Entry) -> None:
         base.write(entry)
 
 
-def write_back(
-    recorder: Recorder, bases: Sequence[Base], tensors: Sequence[Tensor], regions: Iterable[Region]
-) -> None:  # fmt: skip
-    """What a loop or branch left of tensors and variables of outside becomes their value.
-
-    Where it took an optimizer's step, whoever runs the write of a trained Variable runs those of its slots.
-    """
-    regions = list(regions)
-    stepped = set[Variable]().union(*(region.stepped for region in regions))
-    buffers = set[Variable]().union(*(region.buffers for region in regions))
-    slots: list[int] = []
-
-    def is_trained(pair: tuple[Base, Tensor]) -> bool:
-        var = pair[0].variable
-        return var in stepped and var is not None and var.trainable
-
-    for base, tensor in sorted(zip(bases, tensors, strict=True), key=is_trained):
-        recorder.changes(base)
-        after = slots if is_trained((base, tensor)) else ()
-        tags = recorder.tape.marks.tags | ({"buffer"} if base.variable in buffers else set())
-        control = (*recorder.tape.marks.control, *after)
-        with torch.enable_grad(), recorder.tape.marked(control=control, tags=tags):  # what was written says what passes
-            base.write(tensor._entry)
-        if base.variable in stepped and not after:
-            slots.append(base.entry.value.node)
-
-
-def note_copy(rec: Recorder, source: torch.Tensor, result: Any) -> None:
+def note_copy(rec: Recording, source: torch.Tensor, result: Any) -> None:
     """Remember what was copied here and is a view where the sizes of a run allow it: a write would show in both."""
     if not isinstance(source, Tensor) or not isinstance(result, Tensor):
         return
@@ -248,7 +217,7 @@ def note_copy(rec: Recorder, source: torch.Tensor, result: Any) -> None:
     other.copies += ((weakref.ref(base), is_view),)
 
 
-def take_data(rec: Recorder, target: torch.Tensor, new: torch.Tensor) -> None:
+def take_data(rec: Recording, target: torch.Tensor, new: torch.Tensor) -> None:
     """``target.data = new``: the memory of ``new``, while gradients pass to what ``target`` was; aliases of it stay."""
     base, other = rec.home(target), rec.home(new)
     if base is other and all(view.op is aten.detach.default for view in rec.handle(new)._chain):
@@ -271,8 +240,8 @@ def take_data(rec: Recorder, target: torch.Tensor, new: torch.Tensor) -> None:
     other.twins += (weakref.ref(base),)
 
 
-def _refused(rec: Recorder, func: Op, why: str) -> Unsupported:
+def _refused(rec: Recording, func: Op, why: str) -> Unsupported:
     return Unsupported(f"{op_name(func)} {why}{rec.tape.at()}", op=op_name(func))
 
 
-__all__ = ["rebind", "record_write", "take_data", "write_back"]
+__all__ = ["rebind", "record_write", "take_data"]

@@ -1,0 +1,149 @@
+"""The open recording as the folders below the recorder see it: a protocol, which `dispatch.recorder` fulfils."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from tfnb.graph import Graph, Guard, Node, Owner, Source, Value, Variable, current
+
+if TYPE_CHECKING:
+    from tfnb.recording.marks.scopes import Scopes
+    from tfnb.recording.marks.tape import Tape
+    from tfnb.recording.shapes.symbols import Symbols
+    from tfnb.recording.values.outside_tensors import Outside
+    from tfnb.recording.values.tensor import Base, Entry, Tensor
+    from tfnb.recording.values.views import View
+    from tfnb.recording.values.workspace import Workspace
+
+
+class Recording(current.Recording, Protocol):
+    """One open recording of one owner into one graph."""
+
+    graph: Graph
+    owner: Owner
+    lazy: bool  # shapes only
+    space: Workspace
+    symbols: Symbols
+    scopes: Scopes
+    tape: Tape
+    outside: Outside
+    where: Callable[[], Source | None]
+    stop: FrameType | None
+    notes: list[str]
+    new_guards: list[Guard]
+    by_hand: dict[Variable, Source | None]
+    asked: dict[Variable, Source | None]
+    born: WeakIdKeyDictionary
+    live: WeakIdKeyDictionary
+    packings: WeakIdKeyDictionary
+    inside: list[Any]  # of the loops, branches and functions that are being recorded: what was before
+    naturals: set[Value]
+    stands: dict[Variable, list[Value]]
+    calls: dict[Any, Any]
+    entered: bool
+    regions: int
+    refuse: Callable[[str], None] | None
+    overrides: Mapping[str, Callable[..., Any]]
+    _reads: dict[Variable, Base]
+
+    @property
+    def new(self) -> list[Node]:
+        """The nodes of this recording."""
+
+    @property
+    def samples_wait(self) -> bool:
+        """Whether the samples of what is recorded now are computed when somebody looks."""
+
+    # -- tensors ------------------------------------------------------------------------------------------------
+
+    def handle(self, tensor: torch.Tensor) -> Tensor:
+        """The recorded tensor that stands for any tensor met while recording."""
+
+    def home(self, tensor: torch.Tensor) -> Base:
+        """What the aliases of a tensor share."""
+
+    def fresh(self, tensor: torch.Tensor) -> Tensor:
+        """The value of ``tensor`` in memory of its own."""
+
+    def tensor(self, value: Value) -> Tensor:
+        """A recorded tensor of an existing value."""
+
+    def read(self, variable: Variable) -> Tensor:
+        """The variable's value at this place of the program."""
+
+    def variable_of(self, tensor: torch.Tensor) -> Variable | None:
+        """The Variable of a Parameter, buffer or leaf; None for other tensors."""
+
+    def is_unused(self, tensor: torch.Tensor) -> bool:
+        """Whether this is a parameter or buffer made in this recording that nothing recorded has used yet."""
+
+    def constant(self, tensor: torch.Tensor, name: str | None = None) -> Entry:
+        """A node that holds ``tensor``."""
+
+    def look(self, tensor: Tensor) -> Entry:
+        """What a recorded tensor means at this place of the program."""
+
+    def changes(self, *things: Tensor | Base) -> None:
+        """Said before a handle or base changes."""
+
+    def _entry(self, tensor: torch.Tensor) -> Entry: ...
+
+    def _entry_of_value(self, value: Value) -> Entry: ...
+
+    def _wrap(self, entry: Entry, base: Base | None = None, chain: tuple[View, ...] = ()) -> Tensor: ...
+
+    def _read_base(self, var: Variable) -> Base: ...
+
+    def _as_tensor(self, value: Any) -> torch.Tensor: ...
+
+    # -- what nodes recorded inside carry -----------------------------------------------------------------------
+
+    def on(self) -> AbstractContextManager[None]:
+        """Record what runs inside."""
+
+    def scope(self, name: str | None) -> AbstractContextManager[str]:
+        """A name scope."""
+
+    def tagged(self, tags: frozenset[str], forward: int | None = None) -> AbstractContextManager[None]:
+        """Nodes recorded inside carry the tags and the forward node's id."""
+
+    def placed(self, device: str | None) -> AbstractContextManager[None]:
+        """Nodes recorded inside request this device."""
+
+    # -- what leaves the graph ----------------------------------------------------------------------------------
+
+    def note(self, text: str) -> None:
+        """Something to be said once about this line."""
+
+    def streams_differ(self, what: str) -> None:
+        """Note that recorded draws do not come from torch's generators."""
+
+    def guard(self, tensor: torch.Tensor, outcome: bool, raises: str | None = None) -> None:
+        """Every later node runs only where ``tensor`` has this truth."""
+
+    def branch(
+        self, tensor: Tensor, outcome: bool, *, is_check: bool = False, raises: str | None = None,
+        is_state: bool = False,
+    ) -> None:  # fmt: skip
+        """Python took a branch on a recorded value."""
+
+    def override(self, func: Any) -> Callable[..., Any] | None:
+        """The gradient that the user gave this op here."""
+
+
+def open_recording() -> Recording | None:
+    """The innermost open recording of this thread, as this protocol."""
+    return cast("Recording | None", current.recording())
+
+
+def inner_recording() -> Recording:
+    """The same where one is open."""
+    found = open_recording()
+    assert found is not None
+    return found
