@@ -372,7 +372,10 @@ class TfnbMagics(Magics):
             except (ValueError, tfnb.errors.InvalidArgument) as error:
                 raise UsageError(str(error)) from None
         budget = session.memory_budget
-        rows = [(at, plan.peak, budget, plan.again, "; ".join(map(str, plan.choices))) for at, plan in session.plans()]
+        rows = [
+            (at, found.plan.peak, budget, len(found.plan.values), "; ".join(map(str, found.plan.loops)))
+            for at, found in session.plans()
+        ]
         columns = ("feeds", "peak", "budget", "nodes again", "loops")
         return self._out(options, Table(columns, rows or [("any", "", budget, "", "")]))
 

@@ -21,8 +21,9 @@ BELOW = {
     "recording": "graph kernels interrupts",
     "gradients": "recording",
     "passes": "graph",
+    "memory": "passes",
     "state": "recording",
-    "execution": "passes state control_flow",
+    "execution": "memory state control_flow",
     "placement": "passes",
     "cluster": "execution placement",
     "control_flow": "recording",
@@ -154,7 +155,7 @@ def test_rooms_of_the_table_have_no_cycle() -> None:
             assert name not in reachable(lower), f"{name} and {lower} import each other"
 
 
-GUIDED = ("tfnb.recording.", "tfnb.execution.", "tfnb.eager.")
+GUIDED = ("tfnb.recording.", "tfnb.execution.", "tfnb.eager.", "tfnb.passes.", "tfnb.memory.")
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,9 @@ from tfnb.errors import (
     Unimplemented,
 )  # fmt: skip
 from tfnb.execution import TRACERS, Budget, Program, Trace, Tracer, profiling
+from tfnb.execution.budgeted import Planned
 from tfnb.execution.dataflow.executor import EXECUTORS, Dataflow, lowered
 from tfnb.execution.explain import check_timeout, deadline, explained
-from tfnb.execution.planned import Planned
 from tfnb.execution.running import Running
 from tfnb.execution.tiers import tiered as tiers
 from tfnb.feeding import Fed, Feeder, Shapes
@@ -35,6 +35,7 @@ from tfnb.graph import Graph, Node, Value, Variable
 from tfnb.graph.collector import uncollected
 from tfnb.graph.serial import graph_hash
 from tfnb.graph.writing import WRITERS, Cut
+from tfnb.memory import step_passes
 from tfnb.passes import LAYOUTS, Passes, chosen_layout, prune, table
 from tfnb.recording import graph as graph_named
 from tfnb.state import checkpoint
@@ -101,7 +102,7 @@ class Session:
         self, graph: Graph | str | None = None, *, cluster: Any = None, compile: str = "auto",
         executor: str = "auto", layout: str | None = None, memory_budget: int | None = None,
     ) -> None:  # fmt: skip
-        self._mode, self._last = tiers.mode(compile), LAYOUTS[chosen_layout(layout)]
+        self._mode, self._once = tiers.mode(compile), LAYOUTS[chosen_layout(layout)]
         if executor not in EXECUTORS:
             raise InvalidArgument(f"executor is one of {', '.join(map(repr, EXECUTORS))}, not {executor!r}")
         self._executor = executor
@@ -211,7 +212,7 @@ class Session:
         structure(fetches, leaves)
         values = [value_of(self.graph, leaf) for leaf in leaves if variable_of(self.graph, leaf) is None]
         fed = [value for key in feeds for value in fed_by(self.graph, key)]
-        return Passes(tuple(table(self.graph, values, fed, sizes, self._last)))
+        return Passes(tuple(table(self.graph, values, fed, sizes, step_passes(self._once))))
 
     def step(self, fetches: Sequence[Any], feeds: Sequence[Any] = ()) -> Step:
         """One step computed in parts, as a context manager: feed something, fetch something, feed more.
@@ -368,7 +369,7 @@ class Session:
         if old is not None and old.nodes == nodes and old.program.feeds == feeder.values:
             program, compiled, budget = old.program, old.tiers, old.budget  # another cell changed: keep what there is
         else:
-            program = lowered(self.graph, values, feeder.values, self._executor, self._last)
+            program = lowered(self.graph, values, feeder.values, self._executor, step_passes(self._once))
             if isinstance(program, Dataflow) and self.cluster is not None:
                 raise Unimplemented(_HERE_ONLY)
             compiled = tiers.Tiers(program, self._mode if isinstance(program, Program) else "off")
@@ -383,7 +384,7 @@ class Session:
             return None
         if isinstance(program, Dataflow):
             raise Unimplemented("memory_budget needs generated code, without queues and executor='dataflow'")
-        return Budget(program, self.memory_budget, self._last)
+        return Budget(program, self.memory_budget, self._once)
 
     # -- files ----------------------------------------------------------------------------------------------
 

@@ -30,10 +30,10 @@ import torch.nn.functional as F
 
 import tfnb
 from tfnb.errors import ResourceExhausted
-from tfnb.kernels.blocks import Block
-from tfnb.kernels.room import Room
-from tfnb.kernels.swap import Stack
-from tfnb.passes import leaving
+from tfnb.kernels.memory_budget import MemoryBudget
+from tfnb.kernels.offload import RowStack
+from tfnb.kernels.spill_blocks import SpillBlock
+from tfnb.memory import prices
 
 WIDTH, BATCH, FITS = 64, 16, 550
 TARGETS = {"swapped / unlimited": 1.02, "moved / beyond the budget": 1.0, "overlap": 0.8}
@@ -84,8 +84,8 @@ def limits() -> tuple[int, int]:
     step = Step(True, 1 << 40)
     step(8)
     plan = step.session.plans()[0][1]
-    assert plan.swapped is not None
-    return plan.swapped.saved // 8, plan.peak + FITS * (plan.swapped.saved // 8)
+    assert plan.offloaded is not None
+    return plan.offloaded.saved // 8, plan.plan.peak + FITS * (plan.offloaded.saved // 8)
 
 
 def row(turns: int, each: int, budget: int, rounds: int) -> dict[str, Any]:
@@ -101,8 +101,8 @@ def row(turns: int, each: int, budget: int, rounds: int) -> dict[str, Any]:
     assert all(map(torch.equal, *curves)), f"{turns} turns: swapping changes values"
     pairs = [(swapped.timed(turns), unlimited.timed(turns)) for _ in range(rounds)]  # each is the other's neighbour
     plan = swapped.session.plans()[-1][1]
-    assert plan.swapped is not None
-    found["moved"], found["beyond"] = plan.swapped.out, max(0, turns - FITS) * each
+    assert plan.offloaded is not None
+    found["moved"], found["beyond"] = plan.offloaded.out, max(0, turns - FITS) * each
     found["swapped ms/turn"], found["unlimited ms/turn"] = (
         statistics.median(column) for column in zip(*pairs, strict=True)
     )
@@ -134,10 +134,10 @@ def throttled(rate: float) -> Iterator[Lanes]:
 
         return made
 
-    waits = [(Room, "_settle"), (Stack, "_landed")]
+    waits = [(MemoryBudget, "_settle"), (RowStack, "_landed")]
     with (
-        patch.object(Block, "move", noted(Block.move, "out", True)),
-        patch.object(Block, "bring", noted(Block.bring, "back", True)),
+        patch.object(SpillBlock, "move", noted(SpillBlock.move, "out", True)),
+        patch.object(SpillBlock, "bring", noted(SpillBlock.bring, "back", True)),
         patch.object(*waits[0], noted(getattr(*waits[0]), "waiting", False)),
         patch.object(*waits[1], noted(getattr(*waits[1]), "waiting", False)),
     ):
@@ -214,7 +214,7 @@ KINDS: dict[str, tuple[Any, int, int, int]] = {  # the turn, width, batch, turns
     "arithmetic": (arithmetic, 64, 16, 1000), "wide arithmetic": (arithmetic, 512, 64, 150),
     "wide waves": (waves, 512, 64, 150),
 }  # fmt: skip
-WAYS = {"plan": leaving.MOVED["cpu"], "moved": 0.0, "again": 1e12}  # what the plan is told that moving a byte costs
+WAYS = {"plan": prices.MOVED["cpu"], "moved": 0.0, "again": 1e12}  # what the plan is told that moving a byte costs
 
 
 def choice(kind: str, rounds: int) -> dict[str, Any]:
@@ -230,7 +230,7 @@ def choice(kind: str, rounds: int) -> dict[str, Any]:
         found = [loss, *tfnb.gradients(loss, [start])]
 
     def step(budget: int | None, costs: float) -> tuple[Any, Callable[[], Any]]:
-        with patch.object(leaving, "MOVED", {"cpu": costs}):
+        with patch.object(prices, "MOVED", {"cpu": costs}):
             session = tfnb.Session(graph, compile="off", memory_budget=budget)
             call = session.make_callable(found, [xs, start])
             call(*feeds)
@@ -242,17 +242,17 @@ def choice(kind: str, rounds: int) -> dict[str, Any]:
         return 1e3 * (time.perf_counter() - begin)
 
     plan = step(1 << 40, WAYS["plan"])[0].plans()[0][1]
-    budget = plan.peak + plan.swapped.saved * 55 // 100
+    budget = plan.plan.peak + plan.offloaded.saved * 55 // 100
     steps = {way: step(budget, costs) for way, costs in WAYS.items()}
     calls = {"unlimited": step(None, 1.0)[1]} | {way: call for way, (_, call) in steps.items()}
     taken = [{way: timed(call) for way, call in calls.items()} for _ in range(rounds)]
     more = {way: statistics.median(one[way] - one["unlimited"] for one in taken) for way in WAYS}
-    said = steps["plan"][0].plans()[0][1].choices[0]
+    said = steps["plan"][0].plans()[0][1].plan.loops[0]
     return {
         "kind": kind, "unlimited ms": statistics.median(one["unlimited"] for one in taken),
         **{f"{way} ms more": extra for way, extra in more.items()},
-        "bytes out": steps["moved"][0].plans()[0][1].swapped.out, "turns again": said.saved.turns * 45 // 100,
-        "costs": [said.moving, said.computing], "plan says": "again" if said.again else "moved",
+        "bytes out": steps["moved"][0].plans()[0][1].offloaded.out, "turns again": said.rows.turns * 45 // 100,
+        "costs": [said.moving, said.computing], "plan says": "again" if said.fate == "is computed again" else "moved",
         "faster": min(("moved", "again"), key=more.__getitem__),
     }  # fmt: skip
 

@@ -15,6 +15,7 @@ import tfnb
 from tests.programs.checks import in_place
 from tfnb.execution import Program, lower
 from tfnb.graph import Contents
+from tfnb.memory import LAST
 from tfnb.passes import overwriting, stages, table
 from tfnb.recording.ops import facts
 
@@ -157,7 +158,7 @@ def test_the_table_of_passes_shows_what_it_saves() -> None:
     with tfnb.record() as g:
         x = tfnb.placeholder(torch.zeros(LARGE), shape=LARGE)
         y = x.exp().neg().sin()
-    *_, before, after = table(g, [y.value], [x.value])
+    *_, before, after = table(g, [y.value], [x.value], last=LAST)
     assert after.name == "donate" and after.peak == after.bytes == 4 * 64 * 512
     assert before.bytes == 3 * after.bytes and before.peak == 2 * after.peak
 
@@ -166,7 +167,7 @@ def test_the_difference_of_graphs_shows_it_and_a_tag_of_somebody_else_does_nothi
     with tfnb.record() as g:
         x = tfnb.placeholder(torch.zeros(LARGE), shape=LARGE)
         y = x.exp().neg()
-    *_, before, _, after = (run for _, run in stages(g, [y.value], [x.value]))
+    *_, before, _, after = (run for _, run in stages(g, [y.value], [x.value], LAST))
     assert any(line.startswith("+") and "aten.neg(%1) in place" in line for line in before.diff(after).splitlines())
     nodes = tuple(replace(node, tags=frozenset({"in place"})) for node in g.nodes)
     program = lower(g.derive(Contents(nodes)), [y.value], [x.value])

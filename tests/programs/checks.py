@@ -18,7 +18,8 @@ from tests.programs.program import Program, differences, labels, tame, tensors, 
 from tfnb.execution import lower
 from tfnb.graph import Graph, Value
 from tfnb.graph.check import check
-from tfnb.passes import LAST, PIPELINE, donate, order, split
+from tfnb.memory import LAST
+from tfnb.passes import PIPELINE, donate, order, split
 from tfnb.passes.rewrite import Pass
 
 

@@ -1,15 +1,15 @@
 """Running: a graph lowered to one generated function, computed and then committed.
 
 `lowering` makes a program, `tiers` chooses the code that runs it, `running` lets others stop it, `commit` writes
-(with `re_execution` where another step wrote in between), `explain` names the line of what failed. `planned` keeps to
+(with `re_execution` where another step wrote in between), `explain` names the line of what failed. `budgeted` keeps to
 a memory budget, `heap` primes the allocator. `dataflow` is the machine for queues and overlapping loops, `tracing`
 watches.
 """
 
+from tfnb.execution.budgeted import Budget
 from tfnb.execution.commit import Pending
 from tfnb.execution.lowering.lower import lower
 from tfnb.execution.lowering.program import Program
-from tfnb.execution.planned import Budget
 from tfnb.execution.tracing.everything import Everything
 from tfnb.execution.tracing.kernel_events import profiling
 from tfnb.execution.tracing.trace import Trace

@@ -18,7 +18,7 @@ import torch
 from tfnb.graph import Graph, Node, Ref, Value
 from tfnb.graph.spec import is_static
 from tfnb.kernels.optim import SGD, SGD_PRODUCT
-from tfnb.passes.memory import nominal
+from tfnb.passes.liveness import nominal
 from tfnb.passes.rewrite import with_nodes
 
 LEAST = 1 << 18  # bytes of a gradient that is not made; a smaller one costs no more than another kernel

@@ -17,7 +17,7 @@ import torch
 
 from tfnb.graph import Graph, Node, Value
 from tfnb.graph.ops import CALL, IN_PLACE, REGIONS, overload
-from tfnb.passes.memory import Memory, first_operand
+from tfnb.passes.liveness import Memory, first_operand
 from tfnb.passes.rewrite import is_pure, with_nodes
 
 LEAST = 64 << 10  # bytes; to allocate less costs no more than to write it

@@ -12,7 +12,7 @@ import torch
 
 from tfnb.graph import Graph, Node, Ref, Value
 from tfnb.graph.ops import REGIONS
-from tfnb.passes import regions
+from tfnb.passes import region_merging
 from tfnb.passes.rewrite import is_pure, redirected, with_nodes
 
 
@@ -30,9 +30,9 @@ def merge(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Value
         node = redirected(node, same)
         nodes.append(node)
         if node.op in REGIONS and node.id not in fed:
-            place = places.setdefault(regions.key(node), len(nodes) - 1)
+            place = places.setdefault(region_merging.key(node), len(nodes) - 1)
             if place != len(nodes) - 1 and node.id not in fetched:
-                nodes[place], moved = regions.both(nodes[place], node)
+                nodes[place], moved = region_merging.both(nodes[place], node)
                 same.update({node.value(i): nodes[place].value(j) for i, j in moved.items()})
         if node.id in fed or not is_pure(node) or "recomputed" in node.tags:
             continue

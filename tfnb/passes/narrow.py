@@ -16,8 +16,8 @@ import torch
 from tfnb.graph import Graph, Node, Ref, Spec, Value
 from tfnb.graph.graph import new_id
 from tfnb.graph.spec import is_static
-from tfnb.passes.layout import LAID_OUT
-from tfnb.passes.memory import nominal
+from tfnb.passes.liveness import nominal
+from tfnb.passes.memory_format import LAID_OUT
 from tfnb.passes.rewrite import with_nodes
 
 LEAST = 1 << 20  # bytes of indices that are worth two more nodes

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from tfnb.graph import Graph, Node, Value
 from tfnb.graph.graph import new_id
-from tfnb.passes.memory import Memory
+from tfnb.passes.liveness import Memory
 from tfnb.passes.rewrite import is_pure, with_nodes
 
 WORTH_ORDERING = 256 << 10  # bytes; a step that needs less runs in program order

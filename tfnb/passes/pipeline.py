@@ -8,12 +8,10 @@ from dataclasses import dataclass, field
 from tfnb.graph import Contents, Graph, Value
 from tfnb.graph.difference import Difference
 from tfnb.passes.absorb import absorb
-from tfnb.passes.budget import spare
-from tfnb.passes.donate import donate
 from tfnb.passes.fold import fold
 from tfnb.passes.hoist import hoist
-from tfnb.passes.layout import Layout, channels_last
-from tfnb.passes.memory import Memory
+from tfnb.passes.liveness import Memory
+from tfnb.passes.memory_format import Layout, channels_last
 from tfnb.passes.merge import merge
 from tfnb.passes.narrow import narrow
 from tfnb.passes.order import order, split
@@ -24,11 +22,11 @@ from tfnb.passes.sink import sink
 from tfnb.passes.stack import stack
 
 PIPELINE: tuple[Pass, ...] = (fold, simplify, merge)  # between two prunings
-LAST: tuple[Pass, ...] = (sink, hoist, absorb, stack, narrow, split, order, spare, donate)
-"""Once: what a commit does in place, then kernels, order and memory are chosen."""
+ONCE: tuple[Pass, ...] = (sink, hoist, absorb, stack, narrow, split, order)
+"""What a commit does in place, then kernels and order are chosen; memory is planned after that (`tfnb.memory`)."""
 LAYOUTS: Mapping[Layout, tuple[Pass, ...]] = {
-    "torch": LAST,
-    "channels_last": (sink, hoist, absorb, stack, channels_last, *LAST[4:]),
+    "torch": ONCE,
+    "channels_last": (sink, hoist, absorb, stack, channels_last, *ONCE[4:]),
 }
 ROUNDS = 10
 
@@ -82,7 +80,7 @@ class Passes:
 
 def table(
     graph: Graph, fetches: Collection[Value], feeds: Collection[Value], sizes: Mapping[str, int] | None = None,
-    last: Sequence[Pass] = LAST,
+    last: Sequence[Pass] = ONCE,
 ) -> list[Stage]:  # fmt: skip
     """A row for each of `stages` that left something else. sizes: of symbols, by name; 32 for one that is missing."""
     rows: list[Stage] = []
@@ -95,14 +93,14 @@ def table(
     return rows
 
 
-def optimize(graph: Graph, fetches: Collection[Value], feeds: Collection[Value], last: Sequence[Pass] = LAST) -> Graph:
+def optimize(graph: Graph, fetches: Collection[Value], feeds: Collection[Value], last: Sequence[Pass] = ONCE) -> Graph:
     """The graph that computes ``fetches`` from ``feeds`` with the least work; values and writes are the same."""
     *_, (_, found) = stages(graph, fetches, feeds, last)
     return found
 
 
 def stages(
-    graph: Graph, fetches: Collection[Value], feeds: Collection[Value], last: Sequence[Pass] = LAST
+    graph: Graph, fetches: Collection[Value], feeds: Collection[Value], last: Sequence[Pass] = ONCE
 ) -> Iterator[tuple[str, Graph]]:
     """Each pass that changed something and the graph after it, from the first pruning to the last."""
     whole, graph = graph, prune(graph, fetches, feeds)

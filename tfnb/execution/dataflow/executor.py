@@ -27,7 +27,8 @@ from tfnb.execution.running import Stop
 from tfnb.graph import Dim, Graph, Node, Spec, Value, Variable, ops
 from tfnb.graph.subgraph import uses_queues
 from tfnb.graph.writing import WRITERS, Cut
-from tfnb.passes import LAST, feed_symbols, optimize, prune
+from tfnb.memory import LAST
+from tfnb.passes import feed_symbols, optimize, prune
 from tfnb.passes.rewrite import Pass
 from tfnb.recording.values.workspace import unburden
 from tfnb.state.fifo import Attempt, Fifo, Kind

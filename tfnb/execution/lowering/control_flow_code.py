@@ -17,11 +17,11 @@ from tfnb.execution.lowering.pass_through import passed_on
 from tfnb.graph import Node, Ref, Value, ops
 from tfnb.graph.subgraph import row_places
 from tfnb.kernels.control import Again, call, while_loop
+from tfnb.kernels.memory_budget import MemoryBudget, current_budget
+from tfnb.kernels.offload import RowStack
 from tfnb.kernels.random import mix
-from tfnb.kernels.room import Room, room
 from tfnb.kernels.rows import Ahead, Kept, Sums
-from tfnb.kernels.swap import Stack
-from tfnb.passes.saved import of_rows
+from tfnb.memory.loop_rows import of_rows
 from tfnb.recording.values.interpret import absent, number, too_deep
 
 
@@ -96,8 +96,8 @@ class Loop:
         sequences = [*xs, *(self._ahead(product, xs, captures) for product in found.ahead)]
         captures = [*captures, *(init[total.place] for total in found.totals)]
         with self._functions() as (cond, body):
-            space = room() if self.counted else None
-            columns, stacks = self._columns(rows), list[Stack]()
+            space = current_budget() if self.counted else None
+            columns, stacks = self._columns(rows), list[RowStack]()
             if space is not None:
                 again = Again(body, sequences, captures, len(state), (), self.body.written, limit, self.reverse, run,
                               self.draws)  # fmt: skip
@@ -119,8 +119,8 @@ class Loop:
         ]
 
     def _stacks(
-        self, space: Room, columns: list[Any], rows: Any, state: Sequence[torch.Tensor], again: Again
-    ) -> Iterator[Stack]:
+        self, space: MemoryBudget, columns: list[Any], rows: Any, state: Sequence[torch.Tensor], again: Again
+    ) -> Iterator[RowStack]:
         """What takes the kept rows within the room of a run, in place of these columns."""
         lengths = [*(len(x[1] if type(x) is tuple else x) for x in again.xs[:1]), again.limit]
         turns = min([n for n in lengths if n is not None], default=None) if self.cond is None else None
@@ -134,7 +134,7 @@ class Loop:
             ]
             refuse = partial(self._refused, space, places, sum(size or 0 for size in sizes))
             taken = None if held is None else replace(again, rows=[len(state) + place for place in places])
-            stack = Stack(
+            stack = RowStack(
                 space, sizes, turns, leaves, len(loops), refuse, taken, _bytes(state), _bytes(self._held(again, held))
             )
             for place, shape, column in zip(places, shapes, stack.columns, strict=True):
@@ -150,7 +150,7 @@ class Loop:
                 if places and isinstance(ref, Ref) and ref.input in places:
                     yield x
 
-    def _refused(self, space: Room, places: list[int], each: int, turn: int, why: str) -> Exception:
+    def _refused(self, space: MemoryBudget, places: list[int], each: int, turn: int, why: str) -> Exception:
         found = of_rows(self.node, [self.rows[place] for place in places], {})
         return replace(found, bytes=each, known=bool(each)).refused(turn, space.bytes, why)
 

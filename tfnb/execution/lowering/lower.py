@@ -29,8 +29,9 @@ from tfnb.graph.node import map_leaves
 from tfnb.graph.ops import overload
 from tfnb.graph.spec import Dim, Spec
 from tfnb.kernels.places import WRITES as ROWS
-from tfnb.passes import LAID_OUT, LAST, donate, feed_symbols, numbers, optimize, overwriting
-from tfnb.passes.regions import counted_in_runs, kept_rows
+from tfnb.memory import LAST, step_passes
+from tfnb.passes import LAID_OUT, ONCE, feed_symbols, numbers, optimize, overwriting
+from tfnb.passes.region_merging import counted_in_runs, kept_rows
 from tfnb.passes.rewrite import Pass
 from tfnb.recording.ops import facts, kernel, unbind
 from tfnb.recording.values.workspace import unburden
@@ -62,7 +63,7 @@ def subprogram(
     """
     outputs = tuple(outputs)
     whole = Graph("subgraph", subgraph.contents, seed=seed)
-    last = (numbers, *(run for run in LAST if run is not donate), writes_last, donate)
+    last = step_passes((numbers, *ONCE), writes_last)
     pruned = optimize(whole, (*outputs, *subgraph.guards), subgraph.inputs, last)
     lowering = _Lowering(whole, pruned, outputs, subgraph.inputs)
     lowering.calls = {} if calls is None else calls

@@ -1,4 +1,4 @@
-"""Programs of one signature within a memory budget, planned for the sizes of the feeds, which decide what fits."""
+"""Programs of one signature within a memory budget, one plan for the sizes of the feeds, which decide what fits."""
 
 from __future__ import annotations
 
@@ -11,60 +11,52 @@ import torch
 
 from tfnb.execution.lowering.lower import lower
 from tfnb.execution.lowering.program import Program
-from tfnb.kernels import room
-from tfnb.kernels.room import Swapped
-from tfnb.kernels.tier import Tier
-from tfnb.passes import LAST, Memory, donate, feed_symbols
-from tfnb.passes.budget import AGAIN, counted, within
-from tfnb.passes.leaving import Choice, choices
+from tfnb.kernels import memory_budget
+from tfnb.kernels.memory_budget import Offloaded
+from tfnb.kernels.spill_file import SpillFile
+from tfnb.memory import MemoryPlan, memory_plan, step_passes, within, working
+from tfnb.passes import ONCE, feed_symbols
 from tfnb.passes.rewrite import Pass
-from tfnb.passes.saved import working
 
 Sizes = tuple[torch.Size, ...]
 
 
 @dataclass(slots=True, eq=False)
 class Planned:
-    """One choice of feed sizes: what runs, the most bytes that it holds as predicted, nodes that run a second time.
-
-    The peak is without rows that loops keep and whose bytes the run counts: ``room`` is what is left for those,
-    ``choices`` what happens to rows that do not fit, and ``swapped`` what the last run did with them.
-    """
+    """One choice of feed sizes: what runs, its plan, and what the last run did with the rows of loops."""
 
     program: Program
-    peak: int
-    again: int
-    room: int
-    tier: Tier
-    choices: tuple[Choice, ...] = ()
-    swapped: Swapped | None = None
+    plan: MemoryPlan
+    spill: SpillFile
+    offloaded: Offloaded | None = None
 
     def __str__(self) -> str:
-        text, kept = f"at most {self.peak:,} bytes, {self.again} nodes again", self.swapped
+        text = f"at most {self.plan.peak:,} bytes, {len(self.plan.values)} nodes again"
+        kept = self.offloaded
         if kept is not None and kept.saved:
             text += (
                 f"; beside that loops kept {kept.saved:,} bytes, at most {kept.most:,} here, {kept.out:,} moved out, "
                 f"{kept.again:,} computed again"
             )
-        return "; ".join([text, *map(str, self.choices)])
+        return "; ".join([text, *map(str, self.plan.loops)])
 
     def forward(self, *args: Any) -> tuple[Any, ...]:
-        """The program's code, within the room."""
-        again = {choice.saved.node.id: choice.held for choice in self.choices if choice.again}
-        with room.within(self.room, self.tier, again) as found:
+        """The program's code; its loops share what the plan leaves."""
+        again = {found.node.id: found.held for found in self.plan.loops if found.fate == "is computed again"}
+        with memory_budget.within(self.plan.left, self.spill, again) as found:
             try:
                 return self.program.forward(*args)
             finally:
-                self.swapped = found.counts
+                self.offloaded = found.counts
 
 
 class Budget:
     """The programs of one signature that hold at most ``budget`` bytes beside feeds, constants and Variables."""
 
-    def __init__(self, program: Program, budget: int, last: Sequence[Pass] = LAST) -> None:
-        self.first, self.budget, self.last = program, budget, last
+    def __init__(self, program: Program, budget: int, once: Sequence[Pass] = ONCE) -> None:
+        self.first, self.budget, self.once = program, budget, once
         self._found: dict[Sizes, Planned] = {}
-        self._tier = Tier()
+        self._spill = SpillFile()
         self._lock = threading.Lock()
 
     def planned(self, shapes: Sizes) -> Planned:
@@ -86,18 +78,14 @@ class Budget:
         first = self.first
         bound = feed_symbols(first.whole.contents, first.feeds)
         sizes = {name: shapes[first.feeds.index(value)][axis] for name, (value, axis) in bound.items()}
-        for program in dict.fromkeys((first, *(plan.program for plan in self._found.values()))):
+        for program in dict.fromkeys((first, *(found.program for found in self._found.values()))):
             found = self._measured(program, sizes)
-            if found.room >= working(program.graph, program.fetches, sizes):
+            if found.plan.left >= working(program.graph, program.fetches, sizes):
                 return found
-        last = (*(run for run in self.last if run is not donate), within(self.budget, sizes), donate)
+        last = step_passes(self.once, within(self.budget, sizes))
         return self._measured(lower(first.whole, first.fetches, first.feeds, last), sizes)
 
     def _measured(self, program: Program, sizes: Mapping[str, int]) -> Planned:
         fetches = (*program.fetches, *(() if program.stale is None else program.stale.operands))
-        aside = counted(program.graph, fetches, sizes)
-        memory = Memory(program.graph, program.fetches, program.feeds, sizes, aside)
-        recorded, most = program.whole.contents.by_id, memory.peak()
-        again = sum(AGAIN in node.tags and node.id not in recorded for node in program.graph.nodes)
-        chosen = tuple(choices(program.graph, fetches, memory, sizes))
-        return Planned(program, most, again, self.budget - most, self._tier, chosen)
+        plan = memory_plan(program.graph, fetches, program.feeds, sizes, self.budget)
+        return Planned(program, plan, self._spill)

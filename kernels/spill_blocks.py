@@ -1,4 +1,4 @@
-"""Rows of some turns of a loop, as a block that moves to a second tier and back. Knows no graph.
+"""Rows of some turns of a loop, as a block that moves to a spill file and back. Knows no graph.
 
 Where a thread of its own copies, it makes few calls, each for many rows, and neither makes nor frees rows: whatever it
 does in Python holds up the thread that takes turns. That one drops rows once they are gone, and makes them of what came
@@ -16,13 +16,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from tfnb.kernels.tier import Tier
+from tfnb.kernels.spill_file import SpillFile
 
 T = TypeVar("T")
 HERE, AWAY, COMING = "here", "away", "coming"
 
 
-class Block:
+class SpillBlock:
     """The rows of some turns: of each column a list. alike: they have one shape.
 
     first, turns: which turns. state: the carried values before them, to take them again from; None: they move.
@@ -41,7 +41,7 @@ class Block:
         self.first, self.turns, self.state, self.gone = first, len(rows[0]), state, False
         self.where, self.pinned = HERE, False  # pinned: a loop takes its rows now
         self.device = rows[0][0].device
-        self.moved: list[_Moved] = []  # the columns, if they are in the second tier
+        self.moved: list[_Moved] = []  # the columns, if they are in the spill file
         self.back: list[torch.Tensor] = []  # memory for what comes back
         self.leaving: Future[None] | None = None
         self.coming: Future[None] | None = None
@@ -52,8 +52,8 @@ class Block:
         if self.device.type != "cpu":
             self.ready = torch.accelerator.current_stream(self.device).record_event()
 
-    def move(self, tier: Tier) -> None:
-        """Copy to the second tier; in the thread that copies. Raises OSError where there is no memory.
+    def move(self, spill: SpillFile) -> None:
+        """Copy to the spill file; in the thread that copies. Raises OSError where there is no memory.
 
         In few calls: each is code that the turns since the last block have driven from the core's caches.
         """
@@ -66,7 +66,7 @@ class Block:
             for columns in kinds.values():
                 rows = [row for column in columns for row in self.rows[column]]
                 layout = (_Alike if self.alike else _Layout)(rows)
-                memory = tier.take(layout.count, layout.dtype, self.device)
+                memory = spill.take(layout.count, layout.dtype, self.device)
                 layout.put(rows, memory)
                 moved.append(_Moved(layout, columns, memory))
         self.moved = moved
@@ -81,7 +81,7 @@ class Block:
         self.mark()  # kernels that used this memory for something else may still run
 
     def bring(self) -> None:
-        """Copy from the second tier; in the thread that copies."""
+        """Copy from the spill file; in the thread that copies."""
         with torch.no_grad(), _stream(self.device, self.ready):
             torch._foreach_copy_(self.back, [moved.memory for moved in self.moved], non_blocking=True)
 
@@ -95,7 +95,7 @@ class Block:
         self.back = []
 
     def lent(self) -> None:
-        """The rows are taken where they lie in the second tier, which the CPU can read."""
+        """The rows are taken where they lie in the spill file, which the CPU can read."""
         self._lie(moved.memory for moved in self.moved)
 
     def _lie(self, memories: Iterable[torch.Tensor]) -> None:
@@ -148,7 +148,7 @@ def _behind(device: torch.device, ready: Any) -> Iterator[None]:
 
 
 class _Layout:
-    """How rows lie in the second tier: one after the other, with the order of axes that they had."""
+    """How rows lie in the spill file: one after the other, with the order of axes that they had."""
 
     def __init__(self, rows: Sequence[torch.Tensor]) -> None:
         self._order(rows[0])
@@ -201,7 +201,7 @@ class _Alike(_Layout):
 
 
 class _Moved(NamedTuple):
-    """Columns of one kind in the second tier, one after the other."""
+    """Columns of one kind in the spill file, one after the other."""
 
     layout: _Layout
     columns: Sequence[int]

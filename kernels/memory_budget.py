@@ -2,7 +2,7 @@
 
 What leaves is copied in one of two ways. The thread that runs copies small blocks of the CPU itself, as soon as they
 are there: their rows are still in the core's cache, where the next turns find memory to write to, and a loop takes them
-where they lie in the second tier. Larger blocks, those of other devices, and all as soon as a tier turns out to be slow
+where they lie in the spill file. Larger blocks, those of other devices, and all as soon as a file turns out to be slow
 are copied by a thread of its own, and come back ahead of use.
 
 To give a thread Python's lock and get it back takes 0.1 milliseconds and more, the more the busier the machine is, and
@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Protocol
 
-from tfnb.kernels.blocks import AWAY, COMING, Block
-from tfnb.kernels.tier import Tier
+from tfnb.kernels.spill_blocks import AWAY, COMING, SpillBlock
+from tfnb.kernels.spill_file import SpillFile
 
 AT_ONCE = 1 << 20  # bytes that the thread that runs copies at a time, at most: they stay in a core's cache
 RATE, LATE = 5e8, 2e-3  # copies that lag behind so many bytes per second by so many seconds are left to the thread
@@ -32,7 +32,7 @@ STATES = 3  # at most one part of so many of the room is for what is held to tak
 
 
 @dataclass(slots=True)
-class Swapped:
+class Offloaded:
     """Bytes of rows that loops of one run kept: in all, moved out and back, the most held at once, computed again."""
 
     saved: int = 0
@@ -43,30 +43,30 @@ class Swapped:
 
 
 class Leaving(Protocol):
-    """Rows that may move, as `tfnb.kernels.swap.Stack`."""
+    """Rows that may move, as `tfnb.kernels.offload.RowStack`."""
 
-    blocks: list[Block]
+    blocks: list[SpillBlock]
 
     def leave(self) -> bool:
         """The oldest block that is here leaves, or begins to; False where there is none."""
 
 
-class Room:
+class MemoryBudget:
     """So many bytes for the rows of all loops of one run; leaving the block ends the copying.
 
     again: of loops that compute rows again, the inputs that are held for that.
     """
 
-    def __init__(self, bytes: int, tier: Tier, again: Mapping[int, Collection[int]]) -> None:
-        self.bytes, self.held, self.tier, self.again = bytes, 0, tier, again
+    def __init__(self, bytes: int, spill: SpillFile, again: Mapping[int, Collection[int]]) -> None:
+        self.bytes, self.held, self.spill, self.again = bytes, 0, spill, again
         self.states = 0  # bytes that are held to take turns again
-        self.counts = Swapped()
+        self.counts = Offloaded()
         self._stacks: list[Leaving] = []  # those that may move, the oldest first
-        self._leaving: list[Block] = []
+        self._leaving: list[SpillBlock] = []
         self._spent: deque[int] = deque()  # bytes of blocks whose last rows may still be in somebody's hands
         self._thread: ThreadPoolExecutor | None = None
 
-    def __enter__(self) -> Room:
+    def __enter__(self) -> MemoryBudget:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -118,7 +118,7 @@ class Room:
         """Hold less."""
         self.held -= bytes
 
-    def drop(self, block: Block) -> None:
+    def drop(self, block: SpillBlock) -> None:
         """Hold a block's rows no more; those that came back, which share their memory, until `reclaim`."""
         block.dropped()
         if block.moved:
@@ -140,7 +140,7 @@ class Room:
         """Bytes that are on their way out."""
         return sum(block.bytes for block in self._leaving)
 
-    def out(self, block: Block) -> None:
+    def out(self, block: SpillBlock) -> None:
         """Move a block out; it is held until that is done."""
         self.counts.out += block.bytes
         block.where = AWAY
@@ -153,28 +153,28 @@ class Room:
             block.leaving = self._submit(self._move, block)
             self._leaving.append(block)
 
-    def _move(self, block: Block) -> None:
-        """Copy a block to the tier, whose lag this shows: quick copies pay back what slow ones took."""
+    def _move(self, block: SpillBlock) -> None:
+        """Copy a block to the spill file, whose lag this shows: quick copies pay back what slow ones took."""
         start = perf_counter()
-        block.move(self.tier)
-        lag = self.tier.lag + perf_counter() - start - block.bytes / RATE
-        self.tier.lag = min(max(0.0, lag), 2 * LATE)
+        block.move(self.spill)
+        lag = self.spill.lag + perf_counter() - start - block.bytes / RATE
+        self.spill.lag = min(max(0.0, lag), 2 * LATE)
 
-    def back(self, block: Block) -> None:
+    def back(self, block: SpillBlock) -> None:
         """Begin to bring a block back."""
         self.insist(block.bytes)
         self.counts.back += block.bytes
         block.memory_here()
         block.where, block.coming = COMING, self._submit(block.bring)
 
-    def lend(self, block: Block) -> None:
-        """Have a block's rows taken from the second tier."""
+    def lend(self, block: SpillBlock) -> None:
+        """Have a block's rows taken from the spill file."""
         self.counts.back += block.bytes
         block.lent()
 
-    def at_once(self, block: Block) -> bool:
+    def at_once(self, block: SpillBlock) -> bool:
         """Whether the thread that runs copies the block."""
-        return block.bytes <= AT_ONCE and block.device.type == "cpu" and self.tier.lag < LATE
+        return block.bytes <= AT_ONCE and block.device.type == "cpu" and self.spill.lag < LATE
 
     def _submit(self, call: Callable[..., None], *args: Any) -> Future[None]:
         """Call it in the thread that copies."""
@@ -182,7 +182,7 @@ class Room:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="tfnb-swap")
         return self._thread.submit(call, *args)
 
-    def gone(self, block: Block) -> None:
+    def gone(self, block: SpillBlock) -> None:
         """Wait until a block that leaves is gone."""
         while block.leaving is not None:
             self._settle(wait=True)
@@ -204,16 +204,16 @@ class Room:
 _current = threading.local()
 
 
-def room() -> Room | None:
+def current_budget() -> MemoryBudget | None:
     """The room of the run that this thread is in."""
     return getattr(_current, "room", None)
 
 
 @contextmanager
-def within(bytes: int, tier: Tier, again: Mapping[int, Collection[int]]) -> Iterator[Room]:
-    """So much room for the rows of the loops that run inside; ``again``: see `Room`."""
-    before = room()
-    with Room(bytes, tier, again) as found:
+def within(bytes: int, spill: SpillFile, again: Mapping[int, Collection[int]]) -> Iterator[MemoryBudget]:
+    """So much room for the rows of the loops that run inside; ``again``: see `MemoryBudget`."""
+    before = current_budget()
+    with MemoryBudget(bytes, spill, again) as found:
         _current.room = found
         try:
             yield found

@@ -1,4 +1,4 @@
-"""Memory of the second tier: for rows that do not fit where they are computed. Knows no graph.
+"""Spill files: memory for rows that do not fit where they are computed. Knows no graph.
 
 That of the CPU is in files that are mapped into memory and have no name, so nothing is left of them however the run
 ends; that of an accelerator is pinned memory. A piece of a file is free as soon as no tensor is left that lies in it.
@@ -18,7 +18,7 @@ _ALIGN = 64
 _FIRST, _LARGEST = 32 << 20, 1 << 30  # bytes of the first file, and of later ones at most
 
 
-class Tier:
+class SpillFile:
     """Where memory comes from, and goes when it is free, for later runs to use again. Threads may share it.
 
     A file is as large as all before it, so that a process does not run out of open files. lag: seconds by which copies

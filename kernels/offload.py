@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from tfnb.kernels.blocks import AWAY, HERE, Block, emptied
 from tfnb.kernels.control import Again, Function
-from tfnb.kernels.room import AT_ONCE, Room
+from tfnb.kernels.memory_budget import AT_ONCE, MemoryBudget
+from tfnb.kernels.spill_blocks import AWAY, HERE, SpillBlock, emptied
 
 BLOCK = 4 << 20  # bytes that the other thread copies at a time, about
 AHEAD = 2 * BLOCK  # bytes that come before they are needed
@@ -28,8 +28,8 @@ Refuse = Callable[[int, str], Exception]  # of a turn, and why
 
 
 @dataclass
-class Stack:
-    """The rows of one loop that the same loops take: a column each, kept within the room.
+class RowStack:
+    """The rows of one loop that the same loops take: a column each, kept within the budget.
 
     bytes: of one turn, of each column; None where that differs. turns: how many there will be, if that is known.
     leaves: whether blocks may leave. consumers: how many loops take the rows. refuse: the error if there is no room.
@@ -37,7 +37,7 @@ class Stack:
     turns that are taken again.
     """
 
-    room: Room
+    budget: MemoryBudget
     bytes: Sequence[int | None]
     turns: int | None
     leaves: bool
@@ -46,11 +46,11 @@ class Stack:
     again: Again | None = None
     state: int = 0
     held: int = 0
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[SpillBlock] = field(default_factory=list)
     count: int = 0  # of turns, in blocks
     reverse: bool = False
     shapes: list[torch.Size] = field(default_factory=list)  # of the first rows
-    _here: list[Block] = field(default_factory=list)  # those that are not away, the oldest first
+    _here: list[SpillBlock] = field(default_factory=list)  # those that are not away, the oldest first
     _reading: _Reading | None = None
     _over: bool = False  # there is no room for one more turn
 
@@ -64,15 +64,15 @@ class Stack:
         self.few = 1  # turns of a block of those
         self._start: Sequence[torch.Tensor] = ()
         if self.leaves:
-            self.room.add(self)
+            self.budget.add(self)
         self._plan(0 if self.each is None else self.turn)
         self.due = self._granted()
 
     def _plan(self, turn: int) -> None:
         """How many turns leave together and at once, and whether they are taken again. turn: bytes of one, if known."""
-        room, turns = self.room, self.turns
-        span = max(1, room.bytes // (6 * turn)) if turn else 1
-        fits = not turn or (turns is not None and turns * turn <= room.free)
+        budget, turns = self.budget, self.turns
+        span = max(1, budget.bytes // (6 * turn)) if turn else 1
+        fits = not turn or (turns is not None and turns * turn <= budget.free)
         if fits or self.again is None or self.state * 2 > span * turn or not self._held():
             self.again, self.state, self.held = None, 0, 0
             span = max(1, min(BLOCK // turn, span)) if turn else 1
@@ -80,12 +80,12 @@ class Stack:
         if self.again is None and 0 < turn <= AT_ONCE:
             self.few = min(span, AT_ONCE // turn)
         if self.leaves and turns is not None and not fits:
-            beyond = turns * turn + -(-turns // span) * self.state - room.free
+            beyond = turns * turn + -(-turns // span) * self.state - budget.free
             self.beyond = min(turns, -(-beyond // turn))
 
     def _held(self) -> bool:
         """Hold what turns are taken again from, all of them; False where there is no room for it."""
-        return self.room.keep(self.held) and self._tried(self.room.take, self.held)
+        return self.budget.keep(self.held) and self._tried(self.budget.take, self.held)
 
     # -- forward --------------------------------------------------------------------------------------------------
 
@@ -110,8 +110,8 @@ class Stack:
         if self.count < self.beyond:
             left = min(self.few, self.beyond - self.count)
         if not self.leaves and self.turn:
-            left = min(left, self.room.free // self.turn)
-        self._over = left <= 0 or not self._tried(self.room.take, left * self.turn + self.state)
+            left = min(left, self.budget.free // self.turn)
+        self._over = left <= 0 or not self._tried(self.budget.take, left * self.turn + self.state)
         return 1 if self._over else left
 
     def _tried(self, call: Callable[..., T], *args: Any) -> T:
@@ -133,20 +133,20 @@ class Stack:
         self.shapes = self.shapes or [column[0].shape for column in rows]
         if self.each is None:
             each = [sum(row.numel() * row.element_size() for row in column) for column in rows]
-            if not self._tried(self.room.take, sum(each)):
+            if not self._tried(self.budget.take, sum(each)):
                 raise self.refuse(self.count + 1, "")
         else:
             each = [size * turns for size in self.each]
         state = None if self.again is None else self._start
-        block = Block(rows, each, self.each is not None, self.count, state)
+        block = SpillBlock(rows, each, self.each is not None, self.count, state)
         self.blocks.append(block)
         self._here.append(block)
         self.count += turns
-        self.room.counts.saved += block.bytes
+        self.budget.counts.saved += block.bytes
         if self.count <= self.beyond:
             self._tried(self._send, block)
-        elif self.leaves and self.turns is None and self.room.free + self.room.leaving < self.span * self.turn:
-            self._tried(self.room.make_room)  # the next block will need it
+        elif self.leaves and self.turns is None and self.budget.free + self.budget.leaving < self.span * self.turn:
+            self._tried(self.budget.make_room)  # the next block will need it
 
     def leave(self) -> bool:
         """The oldest block that is here leaves, or begins to; False where there is none."""
@@ -156,25 +156,25 @@ class Stack:
             self._send(block)
         return block is not None
 
-    def _send(self, block: Block) -> None:
-        """The block leaves: it is dropped where its rows are in the second tier too, or can be computed again."""
-        room = self.room
+    def _send(self, block: SpillBlock) -> None:
+        """The block leaves: it is dropped where its rows are in the spill file too, or can be computed again."""
+        budget = self.budget
         self._here.remove(block)
         if not block.moved and not block.gone and block.state is not None:
-            block.gone = room.keep(self.state)
+            block.gone = budget.keep(self.state)
             if not block.gone:
                 self._forget(block)
         if block.moved or block.gone:
-            room.drop(block)
+            budget.drop(block)
         else:
-            room.out(block)
+            budget.out(block)
 
-    def _forget(self, block: Block) -> None:
+    def _forget(self, block: SpillBlock) -> None:
         """The block is not computed again from here on."""
         if block.state is not None:
             block.state = None
-            self.room.give(self.state)
-            self.room.states -= self.state if block.gone else 0
+            self.budget.give(self.state)
+            self.budget.states -= self.state if block.gone else 0
             block.gone = False
 
     def end(self, reverse: bool) -> None:
@@ -182,10 +182,10 @@ class Stack:
         self.reverse = reverse
         if self.fresh[0]:
             self._seal(self.fresh)
-            self.room.give(0 if self.each is None else (self.due - len(self.fresh[0])) * self.turn)
+            self.budget.give(0 if self.each is None else (self.due - len(self.fresh[0])) * self.turn)
             self.fresh = []
         elif self.each is not None and not self._over:
-            self.room.give(self.due * self.turn + self.state)
+            self.budget.give(self.due * self.turn + self.state)
         if not self.blocks:
             self._done()
 
@@ -202,64 +202,64 @@ class Stack:
             self._reading = None
         return reading.rows(column)
 
-    def open(self, block: Block) -> None:
+    def open(self, block: SpillBlock) -> None:
         """The block's rows are here from now on."""
         block.pinned = True
         if block.where is AWAY and block.gone:
             self._compute(block)
-        elif block.where is AWAY and self.room.at_once(block):
-            self.room.lend(block)
+        elif block.where is AWAY and self.budget.at_once(block):
+            self.budget.lend(block)
         elif block.where is AWAY:
             self.come(block)
         self._landed(block)
 
-    def _landed(self, block: Block) -> None:
+    def _landed(self, block: SpillBlock) -> None:
         """Wait for a block that is coming."""
         if block.coming is not None:
             block.coming.result()
             block.arrived()
 
-    def _compute(self, block: Block) -> None:
+    def _compute(self, block: SpillBlock) -> None:
         """Take the block's turns again."""
         assert self.again is not None
         assert block.state is not None
-        self._tried(self.room.insist, block.bytes)
-        self.room.counts.again += block.bytes
+        self._tried(self.budget.insist, block.bytes)
+        self.budget.counts.again += block.bytes
         block.rows, block.where = self.again.turns(block.state, block.first, block.turns), HERE
         insort(self._here, block, key=_first)
 
-    def closed(self, block: Block, *, last: bool, end: bool) -> None:
+    def closed(self, block: SpillBlock, *, last: bool, end: bool) -> None:
         """A loop has taken the block's rows, and all with its end; last: no other loop will."""
         block.pinned = False
         if block.where is AWAY:
             block.dropped()
         elif last:
             self._here.remove(block)
-            self.room.drop(block)
+            self.budget.drop(block)
             self._forget(block)
         elif block.moved or block.gone:
             self._here.remove(block)
-            self.room.drop(block)
+            self.budget.drop(block)
         if last and end:
             self._done()
 
     def _done(self) -> None:
         """No turn is taken again."""
-        self.room.give(self.held)
-        self.room.states -= self.held
+        self.budget.give(self.held)
+        self.budget.states -= self.held
         self.again, self.held = None, 0
 
-    def come(self, block: Block) -> None:
+    def come(self, block: SpillBlock) -> None:
         """Begin to bring a block back."""
-        self._tried(self.room.gone, block)
-        self._tried(self.room.back, block)
+        self._tried(self.budget.gone, block)
+        self._tried(self.budget.back, block)
         insort(self._here, block, key=_first)
 
 
 class _Reading:
     """A loop that takes the rows of a stack. back: from the last turn to the first; last: no other loop will."""
 
-    def __init__(self, stack: Stack, *, back: bool, last: bool) -> None:
+    def __init__(self, stack: RowStack, *, back: bool, last: bool) -> None:
         self.stack, self.back, self.last = stack, back, last
         self.blocks = stack.blocks[::-1] if back else stack.blocks[:]
         self.columns, self._opened, self._closed = 0, -1, 0
@@ -279,20 +279,20 @@ class _Reading:
 
     def _open(self, place: int) -> None:
         self._opened = place
-        self.stack.room.reclaim(keep=1)  # not the block before, whose last rows are still in somebody's hands
+        self.stack.budget.reclaim(keep=1)  # not the block before, whose last rows are still in somebody's hands
         self.stack.open(self.blocks[place])
-        room, ahead = self.stack.room, 0
+        budget, ahead = self.stack.budget, 0
         for next in range(place + 1, len(self.blocks)):
             block = self.blocks[next]
             if block.where is AWAY:
-                if block.gone or room.at_once(block) or room.free < block.bytes:
+                if block.gone or budget.at_once(block) or budget.free < block.bytes:
                     return
                 self.stack.come(block)
             ahead += block.bytes
             if ahead > AHEAD:
                 return
 
-    def _close(self, block: Block) -> None:
+    def _close(self, block: SpillBlock) -> None:
         self._closed += 1
         if self._closed % len(self.stack.columns) == 0:
             self.stack.closed(block, last=self.last, end=block is self.blocks[-1])
@@ -301,7 +301,7 @@ class _Reading:
 class _Column:
     """One of a stack's rows, as a column and as a sequence; the last one notices that a block is full."""
 
-    def __init__(self, stack: Stack, place: int) -> None:
+    def __init__(self, stack: RowStack, place: int) -> None:
         self.stack, self.place = stack, place
         self.rows = stack.fresh[place]
         self.put = self._last if place == len(stack.bytes) - 1 else self.rows.append

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 import tfnb
 from tfnb.errors import DeadlineExceeded, ResourceExhausted
-from tfnb.kernels.room import Swapped
-from tfnb.passes import leaving
+from tfnb.kernels.memory_budget import Offloaded
+from tfnb.memory import prices
 
 BATCH, WIDTH = 4, 16
 FITS = 60  # turns that the budget has room for
@@ -70,7 +70,7 @@ class Net:
 def limits(program: Any) -> tuple[int, int]:
     """Bytes that the loop keeps of one turn, and a budget for `FITS` turns."""
     _, plan = Net(program, swap_memory=True).call(4, 1 << 30)
-    return plan.swapped.saved // 4, plan.peak + FITS * (plan.swapped.saved // 4)
+    return plan.offloaded.saved // 4, plan.plan.peak + FITS * (plan.offloaded.saved // 4)
 
 
 @pytest.mark.parametrize("program", [folded, counted])
@@ -82,12 +82,12 @@ def test_what_does_not_fit_moves_out_and_comes_back(program: Any) -> None:
         for a, b in zip(got, want, strict=True):
             assert torch.equal(a, b)
         beyond = max(0, turns - FITS) * each
-        assert plan.swapped.saved == turns * each and plan.swapped.out == plan.swapped.back
-        assert plan.swapped.most <= FITS * each
+        assert plan.offloaded.saved == turns * each and plan.offloaded.out == plan.offloaded.back
+        assert plan.offloaded.most <= FITS * each
         if program is folded:
-            assert plan.swapped.out == beyond
+            assert plan.offloaded.out == beyond
         else:  # what nobody can foresee leaves in blocks
-            assert beyond <= plan.swapped.out <= beyond + 2 * each * (FITS // 4)
+            assert beyond <= plan.offloaded.out <= beyond + 2 * each * (FITS // 4)
 
 
 @pytest.mark.parametrize("program", [folded, counted])
@@ -98,17 +98,17 @@ def test_without_swapping_the_turn_that_does_not_fit_is_refused(program: Any) ->
         Net(program, swap_memory=False).call(FITS + 5, budget)
     text = str(info.value)
     assert f"keeps {each:,} bytes of each turn (" in text and f"leaves {FITS * each:,} bytes" in text
-    assert "tanh" in text and "float32[4, 16]" in text and "test_swap.py line" in text and info.value.node
+    assert "tanh" in text and "float32[4, 16]" in text and "test_loop_rows.py line" in text and info.value.node
 
 
 @pytest.mark.parametrize("program", [folded, counted])
 def test_second_derivatives_take_what_moved_out_twice(program: Any) -> None:
     want, _ = Net(program, order=2).call(90, None)
     _, free = Net(program, order=2, swap_memory=True).call(90, 1 << 30)
-    got, plan = Net(program, order=2, swap_memory=True).call(90, free.peak + free.swapped.saved // 4)
+    got, plan = Net(program, order=2, swap_memory=True).call(90, free.plan.peak + free.offloaded.saved // 4)
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)
-    assert plan.swapped.back > plan.swapped.out > 0
+    assert plan.offloaded.back > plan.offloaded.out > 0
 
 
 def test_rows_whose_shapes_differ_and_strided_ones_move_too() -> None:
@@ -134,7 +134,7 @@ def test_rows_whose_shapes_differ_and_strided_ones_move_too() -> None:
         session = tfnb.Session(g, compile="off", memory_budget=budget)
         results += session.run(found, {xs: values})
     assert torch.equal(*results)
-    assert session.plans()[0][1].swapped.out > 0
+    assert session.plans()[0][1].offloaded.out > 0
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python says which stops it drops
@@ -175,7 +175,7 @@ def test_what_cannot_be_written_is_an_error_with_the_turn_and_the_next_run_works
 def test_a_budget_too_small_for_one_turn_says_so() -> None:
     _, plan = Net(counted, swap_memory=True).call(4, 1 << 30)
     with pytest.raises(ResourceExhausted, match="turn 1 of loop"):
-        Net(counted, swap_memory=True).call(4, plan.peak + 10)
+        Net(counted, swap_memory=True).call(4, plan.plan.peak + 10)
 
 
 def wide(start: Any, xs: Any, **how: Any) -> Any:
@@ -226,7 +226,7 @@ def staged(start: Any, xs: Any) -> Any:
 )
 def test_the_plan_chooses_what_loops_do_that_did_not_ask(program: Any, again: bool | None, monkeypatch: Any) -> None:
     if again:  # to move is as slow as to a disk
-        monkeypatch.setattr(leaving, "MOVED", {"cpu": 100})
+        monkeypatch.setattr(prices, "MOVED", {"cpu": 100})
     wide_rows, turns = torch.randn(40, 64, 64) * 0.1, 40
     with tfnb.record() as g:
         xs = tfnb.placeholder(wide_rows[:3], shape=("T", 64, 64))
@@ -239,16 +239,16 @@ def test_the_plan_chooses_what_loops_do_that_did_not_ask(program: Any, again: bo
         want, free = tfnb.Session(g, compile="off"), tfnb.Session(g, compile="off", memory_budget=1 << 40)
         results = [session.run(found, feeds) for session in (want, free)]
         plan = free.plans()[0][1]
-        assert plan.swapped.out == plan.swapped.again == 0
-        room = plan.swapped.saved // 3
-        tight = tfnb.Session(g, compile="off", memory_budget=plan.peak + room)
+        assert plan.offloaded.out == plan.offloaded.again == 0
+        room = plan.offloaded.saved // 3
+        tight = tfnb.Session(g, compile="off", memory_budget=plan.plan.peak + room)
         results.append(tight.run(found, feeds))
         for other in results[1:]:
             assert all(map(torch.equal, other, results[0]))
-        kept = tight.plans()[0][1].swapped
+        kept = tight.plans()[0][1].offloaded
         assert kept.out + kept.again > 0 and kept.most <= room
         if again and len(found) == 2:
-            assert kept.again >= plan.swapped.saved - room - plan.swapped.saved // turns and not kept.out
+            assert kept.again >= plan.offloaded.saved - room - plan.offloaded.saved // turns and not kept.out
             assert "is computed again" in tight.status()[0]
         if again is False:
             assert kept.out and not kept.again and "moves out" in tight.status()[0]
@@ -257,7 +257,7 @@ def test_the_plan_chooses_what_loops_do_that_did_not_ask(program: Any, again: bo
 def test_without_a_budget_nothing_moves() -> None:
     assert Net(folded, swap_memory=True).call(5, None)[1] is None
     _, plan = Net(folded, swap_memory=True).call(5, 1 << 30)
-    assert plan.swapped == Swapped(plan.swapped.saved, 0, 0, plan.swapped.saved)
+    assert plan.offloaded == Offloaded(plan.offloaded.saved, 0, 0, plan.offloaded.saved)
 
 
 @pytest.mark.parametrize("program", [folded, counted])
@@ -265,5 +265,6 @@ def test_what_will_be_kept_is_said_before_a_run(program: Any) -> None:
     net = Net(program, swap_memory=True)
     _, plan = net.call(7, 1 << 30)
     (note,) = [note for note in net.graph.notes if "keeps" in note]
-    assert note.startswith("test_swap.py line") and f"keeps {plan.swapped.saved // 7:,} bytes of each turn" in note
-    assert (f", {3 * plan.swapped.saved // 7:,} of the sample's 3 turns" in note) is (program is folded)
+    each = plan.offloaded.saved // 7
+    assert note.startswith("test_loop_rows.py line") and f"keeps {each:,} bytes of each turn" in note
+    assert (f", {3 * each:,} of the sample's 3 turns" in note) is (program is folded)

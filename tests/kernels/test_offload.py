@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from tfnb.kernels import room as rooms
-from tfnb.kernels.blocks import Block
-from tfnb.kernels.room import Room
-from tfnb.kernels.swap import Stack
-from tfnb.kernels.tier import Tier
+from tfnb.kernels import memory_budget
+from tfnb.kernels.memory_budget import MemoryBudget
+from tfnb.kernels.offload import RowStack
+from tfnb.kernels.spill_blocks import SpillBlock
+from tfnb.kernels.spill_file import SpillFile
 
 TURNS, FITS = 40, 12
 CPU = torch.device("cpu")
@@ -28,12 +28,12 @@ def refuse(turn: int, why: str) -> Exception:
 
 
 def took(
-    tier: Tier, made: list[list[torch.Tensor]], *, reverse: bool, each: Callable[[int, tuple[Any, ...]], None]
+    spill: SpillFile, made: list[list[torch.Tensor]], *, reverse: bool, each: Callable[[int, tuple[Any, ...]], None]
 ) -> Any:
-    """Keep rows in a room for `FITS` turns, and take them again; what was moved."""
+    """Keep rows within a budget for `FITS` turns, and take them again; what was moved."""
     sizes = [column[0].numel() * column[0].element_size() for column in made]
-    with Room(FITS * sum(sizes), tier, {}) as room:
-        stack = Stack(room, sizes, TURNS, True, 1, refuse)
+    with MemoryBudget(FITS * sum(sizes), spill, {}) as budget:
+        stack = RowStack(budget, sizes, TURNS, True, 1, refuse)
         for turn in range(TURNS):
             for column, rows in zip(stack.columns, made, strict=True):
                 column.put(rows[turn].clone())
@@ -41,9 +41,9 @@ def took(
             column.end(False)
         for turn, rows in enumerate(zip(*(column.taken(reverse) for column in stack.columns), strict=True)):
             each(TURNS - 1 - turn if reverse else turn, rows)
-            assert room.held <= room.bytes
-    assert room.held == 0
-    return room.counts
+            assert budget.held <= budget.bytes
+    assert budget.held == 0
+    return budget.counts
 
 
 def columns() -> list[list[torch.Tensor]]:
@@ -60,9 +60,9 @@ def columns() -> list[list[torch.Tensor]]:
 def test_rows_come_back_as_they_were_also_those_that_somebody_holds(
     reverse: bool, at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rooms, "AT_ONCE", rooms.AT_ONCE if at_once else 0)
-    monkeypatch.setattr(rooms, "LATE", 1e9)  # whatever else the machine does
-    tier, held = Tier(), []
+    monkeypatch.setattr(memory_budget, "AT_ONCE", memory_budget.AT_ONCE if at_once else 0)
+    monkeypatch.setattr(memory_budget, "LATE", 1e9)  # whatever else the machine does
+    spill, held = SpillFile(), []
     for _ in range(3):  # the later ones use memory of the first
         made = columns()
 
@@ -75,7 +75,7 @@ def test_rows_come_back_as_they_were_also_those_that_somebody_holds(
             elif turn % 3 == 1:
                 held.append((rows[3][1:3], made[3][turn][1:3]))
 
-        counts = took(tier, made, reverse=reverse, each=each)
+        counts = took(spill, made, reverse=reverse, each=each)
         beyond = (TURNS - FITS) * counts.saved // TURNS
         assert counts.out == counts.back
         assert counts.out == beyond if reverse or at_once else counts.out > beyond
@@ -85,20 +85,20 @@ def test_rows_come_back_as_they_were_also_those_that_somebody_holds(
 
 def test_the_other_thread_copies_as_soon_as_a_tier_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     moved: list[str] = []
-    move = Block.move
+    move = SpillBlock.move
 
-    def slow(self: Block, tier: Tier) -> None:
+    def slow(self: SpillBlock, spill: SpillFile) -> None:
         moved.append(threading.current_thread().name)
-        time.sleep(rooms.LATE / 2)
-        move(self, tier)
+        time.sleep(memory_budget.LATE / 2)
+        move(self, spill)
 
-    monkeypatch.setattr(Block, "move", slow)
+    monkeypatch.setattr(SpillBlock, "move", slow)
     made = [[torch.randn(4) for _ in range(TURNS)]]
 
     def each(turn: int, rows: tuple[Any, ...]) -> None:
         assert torch.equal(rows[0], made[0][turn])
 
-    counts = took(Tier(), made, reverse=True, each=each)
+    counts = took(SpillFile(), made, reverse=True, each=each)
     assert counts.out == counts.back > 0
     assert any(name.startswith("tfnb-swap") for name in moved) and not moved[0].startswith("tfnb-swap")
 
@@ -116,24 +116,25 @@ def test_the_other_thread_copies_as_soon_as_a_tier_is_slow(monkeypatch: pytest.M
     ],
 )
 def test_memory_that_somebody_holds_is_not_used_again(held: Callable[[torch.Tensor], Any]) -> None:
-    tier = Tier()
-    memory = tier.take(96, torch.uint8, CPU)
+    spill = SpillFile()
+    memory = spill.take(96, torch.uint8, CPU)
     first, rows = memory.data_ptr(), memory.view(torch.float32).view(4, 3, 2).unbind(0)
     somebody = held(rows[2])
     del memory, rows
-    assert tier.take(96, torch.uint8, CPU).data_ptr() != first  # one more piece, which is free again
+    assert spill.take(96, torch.uint8, CPU).data_ptr() != first  # one more piece, which is free again
     del somebody
-    assert first in [memory.data_ptr() for memory in [tier.take(96, torch.uint8, CPU), tier.take(96, torch.uint8, CPU)]]
+    both = [spill.take(96, torch.uint8, CPU) for _ in range(2)]
+    assert first in [memory.data_ptr() for memory in both]
 
 
 def test_what_a_run_moved_out_is_free_at_its_end_and_not_when_the_collector_comes() -> None:
-    tier, made = Tier(), [[torch.randn(64) for _ in range(TURNS)]]
+    spill, made = SpillFile(), [[torch.randn(64) for _ in range(TURNS)]]
     gc.disable()
     try:
         left = []
         for _ in range(3):
-            took(tier, made, reverse=True, each=lambda *_: None)
-            left.append(len(tier._rest))
+            took(spill, made, reverse=True, each=lambda *_: None)
+            left.append(len(spill._rest))
     finally:
         gc.enable()
     assert left[0] == left[1] == left[2]
@@ -144,8 +145,8 @@ def open_files() -> int:
 
 
 def test_pieces_of_a_tier_share_few_files_and_do_not_overlap() -> None:
-    before, tier = open_files(), Tier()
-    pieces = [tier.take(1 << 20, torch.uint8, CPU) for _ in range(100)]
+    before, spill = open_files(), SpillFile()
+    pieces = [spill.take(1 << 20, torch.uint8, CPU) for _ in range(100)]
     assert open_files() - before < 6
     for number, piece in enumerate(pieces):
         piece.fill_(number)
@@ -153,8 +154,8 @@ def test_pieces_of_a_tier_share_few_files_and_do_not_overlap() -> None:
 
 
 def test_a_forked_process_takes_files_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    tier = Tier()
-    kept, free = tier.take(64, torch.uint8, CPU).fill_(1), tier.take(64, torch.uint8, CPU).data_ptr()
+    spill = SpillFile()
+    kept, free = spill.take(64, torch.uint8, CPU).fill_(1), spill.take(64, torch.uint8, CPU).data_ptr()
     monkeypatch.setattr(os, "getpid", lambda: -1)
-    assert tier.take(64, torch.uint8, CPU).fill_(2).data_ptr() not in (kept.data_ptr(), free)
+    assert spill.take(64, torch.uint8, CPU).fill_(2).data_ptr() not in (kept.data_ptr(), free)
     assert kept.eq(1).all()

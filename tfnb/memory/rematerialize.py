@@ -1,4 +1,4 @@
-"""Recomputing: values that would live across the peak are dropped and computed again after it.
+"""Rematerialization: values of straight code that would live across the peak are dropped and computed again after it.
 
 Without a budget, those that cost next to nothing: `spare`. Under one (semantics S-188 and S-190) a fixed sequence of
 plans, each with a lower peak than the one before: where the most is held, the values that are taken again later are
@@ -16,13 +16,12 @@ from tfnb.errors import ResourceExhausted
 from tfnb.graph import Graph, Node, Value
 from tfnb.graph.graph import new_id
 from tfnb.graph.ops import WITH_GRADIENT
-from tfnb.passes.cost import cost
-from tfnb.passes.memory import Memory
-from tfnb.passes.regions import counted_in_runs, kept_rows
-from tfnb.passes.rewrite import Pass, with_nodes
-from tfnb.passes.saved import saved, working
+from tfnb.memory.loop_rows import kept_by_loops
+from tfnb.memory.prices import cost, repeats
+from tfnb.passes.liveness import Memory
+from tfnb.passes.rewrite import with_nodes
 
-AGAIN = "recomputed"  # tag of copies; merging leaves them
+AGAIN = "rematerialized"  # tag of copies
 AT_ONCE = 32  # a plan drops at least this fraction of the peak more than the one before
 SMALL = 16  # what a copy takes is kept for it, if it is smaller than the dropped value by this factor
 CHEAP = frozenset(f"aten.{name}" for name in (
@@ -52,46 +51,12 @@ def spare(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Value
     return with_nodes(graph, found.nodes) if most - found.peak >= most / GAIN else graph
 
 
-def within(budget: int, sizes: Mapping[str, int] | None = None) -> Pass:
-    """The pass that keeps the predicted peak at or below ``budget`` bytes, for these sizes of symbols.
-
-    Where loops keep rows beside it, the peak leaves room for some turns of those, if there is such a plan.
-    It raises ResourceExhausted where no plan fits, with the smallest budget for which one does.
-    """
-
-    def recompute(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Value] = ()) -> Graph:
-        lowest: int | None = None
-        fits: Plan | None = None
-        rows = working(graph, fetches, sizes or {})
-        for plan in plans(graph, fetches, feeds, sizes):
-            if plan.peak <= budget:
-                fits = plan
-            if plan.peak <= budget - rows:
-                break
-            lowest = plan.peak
-        if fits is not None:
-            return fits.graph
-        _refuse_rows(graph, fetches, sizes or {}, budget, lowest or 0)
-        aside = counted(graph, fetches, sizes)
-        raise _infeasible(graph, Memory(graph, fetches, feeds, sizes, aside), budget, lowest or 0)
-
-    return recompute
-
-
-def counted(graph: Graph, fetches: Collection[Value], sizes: Mapping[str, int] | None) -> set[Value]:
-    """Rows that only loops take, and whose bytes the run counts: no part of a plan."""
-    return counted_in_runs(graph.contents, kept_rows(graph.contents, fetches), sizes or {})
-
-
-def _refuse_rows(graph: Graph, fetches: Collection[Value], sizes: Mapping[str, int], budget: int, lowest: int) -> None:
-    """Raise ResourceExhausted for a loop whose rows, of which the feeds tell the number, are what does not fit."""
-    for found in saved(graph, fetches, sizes):
-        if not found.leaves and found.turns is not None and found.turns * found.bytes > lowest - budget:
-            left = budget - lowest + found.turns * found.bytes
-            raise found.refused(left // found.bytes + 1, left)
-
-
-def _infeasible(graph: Graph, memory: Memory, budget: int, lowest: int) -> ResourceExhausted:
+def infeasible(
+    graph: Graph, fetches: Collection[Value], feeds: Collection[Value], sizes: Mapping[str, int] | None,
+    budget: int, lowest: int,
+) -> ResourceExhausted:  # fmt: skip
+    """The error of a step that no plan fits into the budget."""
+    memory = Memory(graph, fetches, feeds, sizes, kept_by_loops(graph, fetches, sizes or {}))
     working = [sum(memory.size[owner] for owner in touched) for touched in memory.touched]
     place = max(range(len(working)), key=working.__getitem__)
     node = graph.nodes[place]
@@ -104,27 +69,19 @@ def _infeasible(graph: Graph, memory: Memory, budget: int, lowest: int) -> Resou
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """A graph that computes the same, and its predicted peak."""
-
-    graph: Graph
-    peak: int
-
-
 def plans(
     graph: Graph, fetches: Collection[Value], feeds: Collection[Value], sizes: Mapping[str, int] | None = None
-) -> Iterator[Plan]:
-    """The graph itself, and then graphs of lower and lower peaks."""
+) -> Iterator[tuple[int, Graph]]:
+    """The graph itself, and then graphs of lower and lower predicted peaks, each with its peak."""
     dropping = _Dropping(graph, fetches, feeds, sizes or {})
     found = dropping.tried({})
-    yield Plan(graph, found.peak)
+    yield found.peak, graph
     while True:
         better = dropping.lower(found)
         if better is None:
             return
         found = better
-        yield Plan(with_nodes(graph, found.nodes), found.peak)
+        yield found.peak, with_nodes(graph, found.nodes)
 
 
 @dataclass(slots=True)
@@ -145,7 +102,7 @@ class _Dropping:
         self, graph: Graph, fetches: Collection[Value], feeds: Collection[Value], sizes: Mapping[str, int]
     ) -> None:
         self.graph, self.fetches, self.feeds, self.sizes = graph, fetches, feeds, sizes
-        self.aside = counted(graph, fetches, sizes)
+        self.aside = kept_by_loops(graph, fetches, sizes)
         self.memory = Memory(graph, fetches, feeds, sizes, self.aside)
         self.last = self.memory.last()
         self.position = graph.contents.position
@@ -310,9 +267,3 @@ class _Copying:
             self.copies[node.id] = replace(node, id=number, name=name, tags=tags, control=())
             self._put(self.copies[node.id], place - 1, again)
             self.copies[node.id] = self.nodes[-1]
-
-
-def repeats(node: Node) -> bool:
-    """Whether running the node a second time gives the same bits and does nothing else."""
-    ours = node.op.startswith(("aten.", "tfnb.")) and node.op.count(".") > 1
-    return (ours or node.op == WITH_GRADIENT) and "update" not in node.tags

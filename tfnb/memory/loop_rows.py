@@ -10,12 +10,12 @@ from tfnb.errors import ResourceExhausted
 from tfnb.graph import Graph, Node, Value
 from tfnb.graph.ops import WHILE
 from tfnb.graph.subgraph import row_places
-from tfnb.passes.memory import nominal
-from tfnb.passes.regions import kept_rows
+from tfnb.passes.liveness import nominal
+from tfnb.passes.region_merging import counted_in_runs, kept_rows
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class LoopRows:
     """The rows of one loop that only loops take.
 
     names: of the values, with their specs. bytes: of one turn. turns: None where only a run knows. leaves: they may, if
@@ -58,7 +58,7 @@ class Saved:
         )  # fmt: skip
 
 
-def saved(graph: Graph, fetches: Collection[Value], sizes: Mapping[str, int]) -> Iterator[Saved]:
+def loop_rows(graph: Graph, fetches: Collection[Value], sizes: Mapping[str, int]) -> Iterator[LoopRows]:
     """Of each loop, what it keeps; ``sizes``: of symbols."""
     kept = kept_rows(graph.contents, fetches)
     for node in graph.nodes:
@@ -71,13 +71,18 @@ def saved(graph: Graph, fetches: Collection[Value], sizes: Mapping[str, int]) ->
             yield of_rows(node, rows, sizes)
 
 
+def kept_by_loops(graph: Graph, fetches: Collection[Value], sizes: Mapping[str, int]) -> set[Value]:
+    """Rows that only loops take, and whose bytes the run counts: no part of a predicted peak."""
+    return counted_in_runs(graph.contents, kept_rows(graph.contents, fetches), sizes)
+
+
 def working(graph: Graph, fetches: Collection[Value], sizes: Mapping[str, int]) -> int:
     """Bytes that loops whose rows may leave had better have for them: two turns of each."""
-    found = (row for row in saved(graph, fetches, sizes) if row.leaves and row.known)
+    found = (row for row in loop_rows(graph, fetches, sizes) if row.leaves and row.known)
     return sum(row.bytes * min(2, 2 if row.turns is None else row.turns) for row in found)
 
 
-def of_rows(node: Node, rows: Collection[int], sizes: Mapping[str, int]) -> Saved:
+def of_rows(node: Node, rows: Collection[int], sizes: Mapping[str, int]) -> LoopRows:
     """Some rows of a loop, by their places among its rows."""
     body, first = node.attrs["body"], len(node.attrs["init"])
     values = [body.outputs[first + row] for row in rows]
@@ -86,7 +91,7 @@ def of_rows(node: Node, rows: Collection[int], sizes: Mapping[str, int]) -> Save
     turns = count if isinstance(count, int) else None
     if not isinstance(count, int) and all(symbol in sizes for symbol in count.symbols):
         turns = int(count.evaluate(dict(sizes)))
-    return Saved(
+    return LoopRows(
         node, tuple(f"{body.contents.by_id[v.node].name} {spec}" for v, spec in zip(values, specs, strict=True)),
         sum(prod(nominal(spec, sizes)) * spec.dtype.itemsize for spec in specs), turns,
         node.attrs.get("swap_memory") is not False, all(s in sizes for spec in specs for s in spec.symbols),

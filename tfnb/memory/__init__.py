@@ -1,0 +1,14 @@
+"""Memory: one plan of what a step keeps, computes again, or moves out, on a byte budget.
+
+`memory_plan`: the plan (`MemoryPlan`), one `Decision` for each value or loop that does not stay. `rematerialize`: the
+search in straight code. `loop_rows`: what loops keep of each iteration. `prices`: what computing and moving cost, in
+one unit. The plan knows predicted bytes only; `tfnb.kernels.memory_budget` and the files beside it carry it out.
+"""
+
+from tfnb.memory.loop_rows import LoopRows, of_rows, working
+from tfnb.memory.memory_plan import LAST, Decision, MemoryPlan, memory_plan, step_passes, within
+from tfnb.memory.rematerialize import spare
+
+__all__ = [
+    "LAST", "Decision", "LoopRows", "MemoryPlan", "memory_plan", "of_rows", "spare", "step_passes", "within", "working",
+]  # fmt: skip
