@@ -137,10 +137,16 @@ def _left_behind(after: Iterable[Node], gone: Mapping[int, str], old: Contents, 
     left: dict[int, str] = {}
     for node in reversed(list(after)):
         users = [at for i in range(len(node.outputs)) for at in old.consumers.get(Value(node.id, i), ())]
-        is_kept = node.id in live or node.op in ("tfnb.placeholder", "tfnb.assign") or uses_queues(node)
-        if users and not is_kept and all(at in gone or at in left for at in users):
+        is_held = node.id in live and node.op != "tfnb.read"  # a recording holds reads until the collector comes
+        is_kept = is_held or node.op in ("tfnb.placeholder", "tfnb.assign") or uses_queues(node)
+        if users and not is_kept and all(_is_gone_too(old.by_id[at], node, gone, left) for at in users):
             left[node.id] = gone.get(users[0]) or left[users[0]]
     return left
+
+
+def _is_gone_too(user: Node, node: Node, gone: Container[int], left: Container[int]) -> bool:
+    """Whether a node of the same cell was dropped."""
+    return user.owner == node.owner and (user.id in gone or user.id in left)
 
 
 def _refuse_circles(before: list[Node], gone: Container[int], old: Contents) -> None:
