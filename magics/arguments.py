@@ -58,19 +58,32 @@ def existing(path: Path) -> Path:
 
 
 def words(line: str) -> list[str]:
-    """A line's words; brackets that close further on hold what is between them together.
+    """A line's words; brackets that close further on hold what is between them together, and so do quotes.
+
+    A word in quotes is what is between them, as in a shell. Quotes within a word are Python's.
 
     >>> words("loss -f x=torch.tensor([1.0, -2.0]) -q")
     ['loss', '-f', 'x=torch.tensor([1.0, -2.0])', '-q']
+    >>> words("'my net' -f x=data['x']")
+    ['my net', '-f', "x=data['x']"]
     """
     found: list[str] = []
-    rest = arg_split(line)
+    try:
+        rest = arg_split(line, strict=True)
+    except ValueError as error:
+        raise UsageError(f"{line.strip()}: {str(error).lower()}") from None
     while rest:
         ends = (end for end in range(1, len(rest) + 1) if _closed(" ".join(rest[:end])))
         end = next(ends, 1)
-        found.append(" ".join(rest[:end]))
+        found.append(_unquoted(" ".join(rest[:end])))
         rest = rest[end:]
     return found
+
+
+def _unquoted(word: str) -> str:
+    quote = word[:1]
+    is_quoted = quote in ("'", '"') and len(word) > 1 and word.endswith(quote) and quote not in word[1:-1]
+    return word[1:-1] if is_quoted else word
 
 
 def _closed(text: str) -> bool:

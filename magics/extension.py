@@ -5,7 +5,7 @@ May import IPython and this room.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -20,9 +20,11 @@ from tfnb.magics.magics import TfnbMagics
 
 NAMES = ("tfgraph", "tfrun", "tfprof", "tfdiff", "tfgrad", "tfcluster", "tfvars", "tfbudget", "tfsave", "tfload")
 SHOWN = (
-    "tfnb.graph.graph.Graph", "tfnb.graph.variable.Variable", "tfnb.recording.values.tensor.Tensor",
+    "tfnb.graph.graph.Graph", "tfnb.graph.variable.Variable", "torch.tfnb.Tensor",  # what torch thinks its module is
     "tfnb.fitting.RunResult", "tfnb.execution.tracing.trace.Trace", "tfnb.magics.table.Table",
 )  # fmt: skip
+
+PICTURES = ("tfnb.graph.graph.Graph",)  # those of them that have an SVG, too
 
 SHORT = (TfnbError, KeyboardInterrupt)  # what is shown without frames of tfnb
 
@@ -43,7 +45,7 @@ def load(shell: InteractiveShell) -> None:
         shell.set_hook("complete_command", completer(magics, name), str_key=f"%{name}")
         shell.set_hook("complete_command", completer(magics, name), str_key=f"%%{name}")
     for name in SHOWN:
-        for formatter, function in _formatters(shell, magics):
+        for formatter, function in _formatters(shell, magics, name):
             formatter.for_type_by_name(*name.rsplit(".", 1), function)
     if not shell.custom_exceptions:  # somebody else's handler stays
         shell.set_custom_exc(SHORT, _show_short)
@@ -62,16 +64,19 @@ def unload(shell: InteractiveShell) -> None:
             shell.magics_manager.magics[kind].pop(name, None)
             shell.strdispatchers["complete_command"].strs.pop({"line": "%", "cell": "%%"}[kind] + name, None)
     for name in SHOWN:
-        for formatter, _ in _formatters(shell, magics):
+        for formatter, _ in _formatters(shell, magics, name):
             _forget(formatter, name)
     if shell.custom_exceptions == SHORT:
         shell.set_custom_exc((), None)
 
 
-def _formatters(shell: InteractiveShell, magics: TfnbMagics) -> tuple[tuple[Any, Any], ...]:
-    """Who shows our objects: text from the bundle, HTML only where it is wanted."""
+def _formatters(shell: InteractiveShell, magics: TfnbMagics, name: str) -> Iterator[tuple[Any, Any]]:
+    """Who shows our objects: text from the bundle, HTML and pictures only where they are wanted."""
     shown: Any = shell.display_formatter
-    return (shown.mimebundle_formatter, _text), (shown.formatters["text/html"], magics.html)
+    yield shown.mimebundle_formatter, _text
+    yield shown.formatters["text/html"], magics.html
+    if name in PICTURES:
+        yield shown.formatters["image/svg+xml"], magics.svg
 
 
 def _text(shown: Any, include: Any = None, exclude: Any = None) -> dict[str, str]:

@@ -31,20 +31,20 @@ class LiveDrawing:
         inside = self.drawing.contents.by_name.get(name)
         if name in self.graph or inside is None:
             return fetched(self.graph, name)
-        if not isinstance(self.shown, tfnb.execution.Trace):
+        if not _is_trace(self.shown):
             return {"preview": "inside of a loop or branch: %tfrun --profile (trace=True) shows its values"}
         return {"preview": tfnb.view.turns.history(self.shown, self.drawing.path(inside.id))}
 
     def follow(self) -> None:
         """Show the last traced run of the graph, if it is another one than before."""
         trace = self.graph.attached.get("trace")
-        if trace is not self.shown and isinstance(trace, tfnb.execution.Trace):
+        if trace is not self.shown and _is_trace(trace):
             self.shown = trace
             self.show(trace)
 
     def with_run(self) -> LiveDrawing:
         """Itself, with the last traced run, if what that fetched is in the graph still."""
-        if isinstance(self.shown, tfnb.execution.Trace) and self.shown.fetched <= self.graph.contents.by_id.keys():
+        if _is_trace(self.shown) and self.shown.fetched <= self.graph.contents.by_id.keys():
             self.show(self.shown)
         return self
 
@@ -77,6 +77,11 @@ class Lives:
         """A cell ran: show the traced run that it made, if any."""
         for live in tuple(self._of.values()):
             live.follow()
+
+
+def _is_trace(found: Any) -> bool:
+    """Whether this is a traced run; before the first run there is none, and its room is not loaded."""
+    return found is not None and isinstance(found, tfnb.execution.Trace)
 
 
 def fetched(graph: Any, name: str) -> dict[str, str]:

@@ -17,6 +17,7 @@ from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, magics_class
 from IPython.core.magic_arguments import argument
+from IPython.display import display
 from traitlets import Bool, Enum
 
 import tfnb
@@ -135,8 +136,7 @@ class TfnbMagics(Magics):
         wanted = self.display != "none" if options.show is None else options.show
         if silent or options.quiet or not wanted:
             return
-        html, text = tfnb.view.graph_html(graph, cell=cell), tfnb.view.text_tree(graph, cell=cell)
-        self.watch.show(self._plain({"text/html": html, "text/plain": text}))
+        self.watch.show(self._plain(tfnb.view.graph_bundle(graph, cell=cell)))
         if getattr(options, "live", False) or self.display == "live":
             self.watch.show(_bundle(self.lives.make(graph, cell, self.watch.owner("")).widget))
 
@@ -162,6 +162,8 @@ class TfnbMagics(Magics):
         elif verb == "export":
             return exported(graph, file)
         elif options.live:
+            if not options.quiet:  # what a saved notebook shows; the widget below hides it
+                display(self._plain(tfnb.view.graph_bundle(graph)), raw=True)
             return self._out(options, self.lives.make(graph).with_run().widget)
         return self._out(options, None if verb == "rm" else graph)
 
@@ -471,8 +473,18 @@ class TfnbMagics(Magics):
 
     def html(self, shown: Any) -> str | None:
         """The HTML of one of tfnb's objects; none where ``%config TfnbMagics.repr = 'text'`` is set."""
-        html = getattr(shown, "_repr_html_", None)
-        return html() if html is not None and self.repr == "html" else None
+        if self.repr != "html":
+            return None
+        match shown:
+            case tfnb.Tensor():
+                return tfnb.view.tensor_html(shown)
+            case tfnb.Variable():
+                return tfnb.view.variable_html(shown)
+        return shown._repr_html_()
+
+    def svg(self, shown: Any) -> str | None:
+        """The picture of one of tfnb's graphs, for where HTML is cleaned of it; none as for `html`."""
+        return shown._repr_svg_() if self.repr == "html" else None
 
 
 def _axis(name: str, size: int) -> int | str:

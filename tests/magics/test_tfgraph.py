@@ -253,6 +253,22 @@ def test_live_widget_stands_below_its_static_twin(notebook):
     assert f'data-tfnb="{LiveDrawing(tfnb.graph("g"), f"In[{notebook.count - 1}]").widget.twin}"' in static["text/html"]
 
 
+def test_live_line_works_before_the_first_run_and_below_a_static_twin(notebook):
+    notebook.ok(f"%%tfgraph g --no-show\n{X}\ny = x * 2")
+    ran = notebook.ok("%tfgraph g --live")
+    (static,) = (bundle for bundle in ran.shown if "text/html" in bundle)
+    assert f'data-tfnb="{ran.result.twin}"' in static["text/html"]
+    assert not notebook.ok("%tfgraph g --live -q -o live").shown and notebook.names["live"].twin == ran.result.twin
+
+
+@pytest.mark.parametrize("node", ["add", "y"])
+def test_a_click_before_the_first_run_says_what_to_do(notebook, node):
+    notebook.ok("%%tfgraph g --no-show\nx = tfnb.placeholder(torch.tensor(3.))\nwhile x > 1:\n    x = x - 1\ny = x + 1")
+    live = LiveDrawing(tfnb.graph("g"), None)
+    inner = next(name for name in live.drawing.contents.by_name if name not in tfnb.graph("g"))
+    assert "%tfrun --profile" in live.fetch(inner)["preview"] and "2" in live.fetch("y")["preview"]
+
+
 def test_click_fetches_the_value_of_now(notebook):
     notebook.ok(f"%%tfgraph g --no-show\n{X}\nv = tfnb.Variable(torch.ones(3), name='v')\ny = x + v")
     assert "[2., 2., 2.]" in fetched(tfnb.graph("g"), "y")["preview"]
@@ -281,6 +297,51 @@ def test_reprs_can_be_switched_to_text(notebook):
     notebook.ok("%config TfnbMagics.repr = 'text'")
     assert set(shell.display_formatter.format(graph)[0]) == {"text/plain"}
     notebook.ok("%config TfnbMagics.repr = 'html'")
+
+
+def test_outputs_carry_a_picture_for_where_html_is_cleaned(notebook):
+    (shown,) = notebook.ok(f"%%tfgraph g\n{X}\ny = x * 2").shown
+    assert shown["image/svg+xml"].startswith("<svg") and shown["image/svg+xml"] in shown["text/html"]
+    formats = notebook.shell.display_formatter.format(tfnb.graph("g"))[0]
+    assert {"image/svg+xml", "text/html", "text/plain"} <= formats.keys()
+    assert formats.keys() == tfnb.graph("g")._repr_mimebundle_().keys()
+
+
+@pytest.mark.parametrize("name, words", [("y", "sample"), ("v", "trainable"), ("tfnb.graph('g')", "tfnb-page")])
+def test_objects_are_shown_as_html(notebook, name, words):
+    notebook.ok(f"%%tfgraph g --no-show\n{X}\nv = tfnb.Variable(torch.ones(3), name='v')\ny = x + v")
+    shown = notebook.shell.display_formatter.format(notebook.ok(name).result)[0]
+    assert words in shown["text/html"] and shown["text/plain"]
+
+
+@pytest.mark.parametrize("name", ["my net", "net", "a b c"])
+@pytest.mark.parametrize("quote", ["'", '"'])
+def test_a_graph_name_in_quotes_is_what_is_between_them(notebook, name, quote):
+    notebook.ok(f"%%tfgraph {quote}{name}{quote} --no-show\n{X}")
+    assert list(tfnb.graphs()) == [name]
+    assert notebook.ok(f"%tfgraph {quote}{name}{quote}").result is tfnb.graph(name)
+
+
+FAILING = {
+    "an error": "%%tfgraph h\ny = x + 1\n1 / 0",
+    "no Python": "%%tfgraph h\nx +",
+    "an unknown option": "%%tfgraph h --nope\ny = x + 1",
+    "an unknown name": "%%tfgraph h -i nothing\ny = x + 1",
+    "an open quote": '%%tfgraph "h\ny = x + 1',
+    "two names": "%%tfgraph h k\ny = x + 1",
+    "no gradient": "%tfgrad -g other z",
+    "an unknown cell": "%tfgraph other rm In[99]",
+    "an unknown folder": "%tfgraph other export nowhere/g.svg",
+}
+
+
+@pytest.mark.parametrize("cell", FAILING)
+def test_a_failing_magic_leaves_the_current_graph(notebook, cell):
+    notebook.ok("%%tfgraph other --no-show\nz = tfnb.constant(torch.arange(3)) + 1")
+    notebook.ok(f"%%tfgraph g --no-show\n{X}")
+    ran = notebook.run(FAILING[cell])
+    assert ran.error is not None or "UsageError" in ran.err
+    assert tfnb.graph().name == "g" and list(tfnb.graphs()) == ["other", "g"]
 
 
 # -- the line form ----------------------------------------------------------------------------

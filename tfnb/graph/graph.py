@@ -183,11 +183,12 @@ class Graph:
         return f"<Graph {self.name}: {len(self.nodes)} nodes, {len(self.variables)} variables, version {self.version}>"
 
     def _repr_html_(self) -> str:
-        from tfnb.view import graph_html  # listed exception: a repr asks view
+        return self._repr_mimebundle_()["text/html"]
 
-        return graph_html(self)
+    def _repr_svg_(self) -> str | None:
+        return self._repr_mimebundle_().get("image/svg+xml")
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        from tfnb.view import text_tree  # listed exception: a repr asks view
+        from tfnb.view import graph_bundle  # listed exception: a repr asks view
 
-        return {"text/html": self._repr_html_(), "text/plain": text_tree(self)}
+        return graph_bundle(self)

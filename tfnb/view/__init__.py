@@ -1,11 +1,20 @@
 """Graph -> SVG, HTML, DOT, JSON and text, for reprs, files and widgets."""
 
 from tfnb.view.drawing import Drawing
-from tfnb.view.export import difference_html, graph_dot, graph_html, graph_json, graph_svg, timeline_of, trace_html
+from tfnb.view.export import (
+    difference_html,
+    graph_bundle,
+    graph_dot,
+    graph_html,
+    graph_json,
+    graph_svg,
+    timeline_of,
+    trace_html,
+)
 from tfnb.view.listing import text_tree
-from tfnb.view.reprs import tensor_html, tensor_text, variable_html, variable_text
+from tfnb.view.reprs import tensor_html, variable_html
 
 __all__ = [
-    "Drawing", "difference_html", "graph_dot", "graph_html", "graph_json", "graph_svg", "tensor_html", "tensor_text",
-    "text_tree", "timeline_of", "trace_html", "variable_html", "variable_text",
+    "Drawing", "difference_html", "graph_bundle", "graph_dot", "graph_html", "graph_json", "graph_svg", "tensor_html",
+    "text_tree", "timeline_of", "trace_html", "variable_html",
 ]  # fmt: skip

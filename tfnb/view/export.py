@@ -9,6 +9,7 @@ same bytes in every process.
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import Any
 
 import graphviz
@@ -19,6 +20,7 @@ from tfnb.view import facts, page
 from tfnb.view.box import Box, Key, key_name
 from tfnb.view.drawing import Drawing
 from tfnb.view.escape import dot as quoted
+from tfnb.view.layout import LayoutFailed
 from tfnb.view.listing import text_tree
 from tfnb.view.marks import marks, union
 from tfnb.view.style import LIGHT
@@ -30,6 +32,15 @@ def graph_html(graph: Graph, **options: Any) -> str:
     drawing = Drawing(graph, **options)
     below = timeline_of(options.get("trace"), drawing)
     return page.html(drawing, lambda: text_tree(graph, cell=options.get("cell")), below=below)
+
+
+def graph_bundle(graph: Graph, *, cell: str | None = None) -> dict[str, str]:
+    """What a cell shows of a graph: HTML, the picture alone for where HTML is cleaned of it, and text."""
+    drawing, text = Drawing(graph, cell=cell), text_tree(graph, cell=cell)
+    shown = {"text/html": page.html(drawing, lambda: text), "text/plain": text}
+    with suppress(LayoutFailed):
+        shown["image/svg+xml"] = drawing.svg
+    return shown
 
 
 def timeline_of(trace: Any, drawing: Drawing) -> str:

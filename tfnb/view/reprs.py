@@ -1,4 +1,4 @@
-"""Small reprs: the same facts as HTML, in a ``details`` element without script, and as text.
+"""Small reprs as HTML, in a ``details`` element without script.
 
 Takes anything that looks like a recorded tensor (``name spec node sample``) or a Variable; reads no remote value.
 """
@@ -12,12 +12,13 @@ import torch
 
 from tfnb.graph import Variable
 from tfnb.view import facts
-from tfnb.view.escape import visible, xml
+from tfnb.view.escape import xml
 from tfnb.view.style import LIGHT
 
 Facts = list[tuple[str, str]]
 
 _BARS = 24
+FEW = 4  # numbers that a closed repr shows
 _TABLE = 'style="border-collapse:collapse;font:12px Menlo,Consolas,monospace;margin:4px 0"'
 _CELL = 'style="text-align:left;padding:1px 12px 1px 0;vertical-align:top"'
 
@@ -26,13 +27,8 @@ def tensor_html(tensor: Any) -> str:
     """A recorded tensor: spec, where it comes from, and its sample."""
     sample = tensor.sample
     badge = '<span style="background:#e8ecf2;color:#3d4d66;border-radius:8px;padding:0 7px">sample</span> '
-    shown = badge + _histogram(sample) if isinstance(sample, torch.Tensor) else ""
+    shown = badge + _glance(sample) if isinstance(sample, torch.Tensor) else ""
     return _details(f"{tensor.name}  {tensor.spec}", tensor_facts(tensor), shown)
-
-
-def tensor_text(tensor: Any) -> str:
-    """The same facts as text."""
-    return _text(f"{tensor.name}  {tensor.spec}", tensor_facts(tensor))
 
 
 def tensor_facts(tensor: Any) -> Facts:
@@ -49,11 +45,6 @@ def tensor_facts(tensor: Any) -> Facts:
 def variable_html(variable: Variable) -> str:
     """A Variable: spec, home, and its value if that is here."""
     return _details(f"{variable.name}  {variable.spec}", variable_facts(variable), "")
-
-
-def variable_text(variable: Variable) -> str:
-    """The same facts as text."""
-    return _text(f"{variable.name}  {variable.spec}", variable_facts(variable))
 
 
 def variable_facts(variable: Variable) -> Facts:
@@ -98,8 +89,9 @@ def _details(title: str, found: Facts, extra: str) -> str:
     return f"<details><summary><code>{xml(title)}</code> {extra}</summary><table {_TABLE}>{rows}</table></details>"
 
 
-def _text(title: str, found: Facts) -> str:
-    return "\n".join([visible(title), *(f"  {name}: {visible(text)}" for name, text in found)])
+def _glance(sample: torch.Tensor) -> str:
+    """Few numbers as they are, many as a histogram."""
+    return f"<code>{xml(_numbers(sample))}</code>" if sample.numel() <= FEW else _histogram(sample)
 
 
 def _histogram(tensor: torch.Tensor) -> str:
