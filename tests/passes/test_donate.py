@@ -15,9 +15,9 @@ import tfnb
 from tests.programs.checks import in_place
 from tfnb.execution import Program, lower
 from tfnb.graph import Contents
+from tfnb.graph.op_facts import facts
 from tfnb.memory import LAST
 from tfnb.passes import overwriting, stages, table
-from tfnb.recording.ops import facts
 
 LARGE = (64, 512)  # float32: 128 KiB
 

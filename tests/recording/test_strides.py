@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import tfnb
-from tfnb.recording.ops import facts, kernel
+from tfnb.graph.op_facts import facts, kernel
 
 QUICK = [
     "linalg.det", "nn.functional.embedding_bag", "nn.functional.fractional_max_pool2d",

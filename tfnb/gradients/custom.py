@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound, UnknownOp, Unsupported
 from tfnb.gradients.table import RuleFunction, ops_of
 from tfnb.graph import Variable, current
+from tfnb.graph.op_facts import facts_of
 from tfnb.recording import Recorder
 from tfnb.recording.marks.scopes import clean
-from tfnb.recording.ops import facts, resolve
 from tfnb.recording.subgraphs.own_gradient import OwnRule, attach, floats, written_at
 
 
@@ -165,7 +165,7 @@ def _overridable(op: Any, recorder: Recorder) -> tuple[str, ...]:
         raise NotFound(f"gradient_override: {error}{recorder.tape.at()}", op=str(op)) from error
     if set(names) & _WRITES_BUFFERS:
         raise InvalidArgument(f"gradient_override: {op} writes running statistics; override what it is made of")
-    pure = tuple(name for name in names if not facts(resolve(name)).writes)
+    pure = tuple(name for name in names if not facts_of(name).writes)
     if not pure:
         raise InvalidArgument(f"gradient_override: {op} writes in place; override the op without the underscore")
     return pure

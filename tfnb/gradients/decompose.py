@@ -15,7 +15,7 @@ from torch._decomp import decomposition_table
 from tfnb.errors import UnknownOp
 from tfnb.gradients.library import autograd_kernel
 from tfnb.gradients.table import COMPOSITES
-from tfnb.recording.ops import resolve
+from tfnb.graph.ops import overload
 
 _LISTS = "aten._foreach_"
 _ONE: dict[str, Callable[..., Any]] = {  # what a call on lists is for one member, where the torch function differs
@@ -37,19 +37,19 @@ def decomposition(op: str) -> Callable[..., Any] | None:
 @lru_cache(maxsize=1024)
 def _torchs(op: str) -> Callable[..., Any] | None:
     try:
-        overload = resolve(op)
+        which = overload(op)
     except UnknownOp:
         return None
-    if overload in decomposition_table:
-        return decomposition_table[overload]
-    return overload.decompose if overload._can_decompose() else autograd_kernel(op)
+    if which in decomposition_table:
+        return decomposition_table[which]
+    return which.decompose if which._can_decompose() else autograd_kernel(op)
 
 
 def _of_members(op: str) -> Callable[..., Any] | None:
     """A call on lists of tensors as the call on each member; what is no list goes to every one."""
-    name, _, overload = op.removeprefix(_LISTS).partition(".")
+    name, _, kind = op.removeprefix(_LISTS).partition(".")
     one = _ONE.get(name) or getattr(torch, name, None)
-    if one is None or (overload == "Tensor" and name.startswith("addc")):
+    if one is None or (kind == "Tensor" and name.startswith("addc")):
         return None  # one tensor that holds a number for each member
 
     def members(*args: Any, **kwargs: Any) -> list[Any]:

@@ -18,8 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 from tfnb.errors import InvalidArgument
 from tfnb.gradients.table import Rule, gives_one
+from tfnb.graph.op_facts import facts
+from tfnb.graph.ops import overload
 from tfnb.recording import Tensor
-from tfnb.recording.ops import facts, resolve
 from tfnb.recording.overrides.autograd_function import Context, run_backward
 from tfnb.recording.subgraphs.own_gradient import OwnRule, written_at
 
@@ -37,18 +38,18 @@ def library_rule(op: str) -> Rule | None:
     backward, setup = found._backward_fn, found._setup_context_fn
 
     def rule(n: Any, dys: Any) -> dict[str, Any]:
-        overload = resolve(op)
-        names = facts(overload).names
-        positional, keywords = names[: facts(overload).positional], names[facts(overload).positional :]
+        which = overload(op)
+        names = facts(which).names
+        positional, keywords = names[: facts(which).positional], names[facts(which).positional :]
         args = tuple(n[name] for name in positional)
-        ctx = Context(overload)
+        ctx = Context(which)
         ctx.needs_input_grad = tuple(_needed(n, name) for name in positional)
         if setup is not None:
             more = {"keyword_only_inputs": {name: n[name] for name in keywords}} if keywords else {}
-            setup(ctx=ctx, inputs=args, output=_result(overload, n), **more)
+            setup(ctx=ctx, inputs=args, output=_result(which, n), **more)
         outs = [*n.outs] if not gives_one(op) else [n.out]
         grads = _cotangents(ctx, outs, [dys] if gives_one(op) else dys)
-        result = run_backward(backward, f"the custom op {op}", "backward", ctx, _grouped(overload, grads))
+        result = run_backward(backward, f"the custom op {op}", "backward", ctx, _grouped(which, grads))
         entries = list(result) if isinstance(result, tuple) else [result]
         if len(entries) != len(positional):
             raise InvalidArgument(
@@ -64,14 +65,10 @@ def library_rule(op: str) -> Rule | None:
 def autograd_kernel(op: str) -> Callable[..., Any] | None:
     """The op as its library's Autograd kernel computes it, or None where it has no such kernel of its own."""
     space, _, rest = op.partition(".")
-    overload = resolve(op)
-    if (
-        space in ("aten", "prims", "tfnb")
-        or f"{space}::{rest.rpartition('.')[0]}" in OPDEFS
-        or facts(overload).is_random
-    ):
+    which = overload(op)
+    if space in ("aten", "prims", "tfnb") or f"{space}::{rest.rpartition('.')[0]}" in OPDEFS or facts(which).is_random:
         return None
-    if not _AUTOGRAD.search(torch._C._dispatch_dump(overload._name)):
+    if not _AUTOGRAD.search(torch._C._dispatch_dump(which._name)):
         return None
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -79,7 +76,7 @@ def autograd_kernel(op: str) -> Callable[..., Any] | None:
         for key in _AUTOGRAD_KEYS:
             excluded = excluded - torch._C.DispatchKeySet(key)
         with _requiring((args, kwargs)), torch._C._ForceDispatchKeyGuard(included, excluded):
-            return overload(*args, **kwargs)
+            return which(*args, **kwargs)
 
     return call
 

@@ -17,8 +17,8 @@ import torch
 
 from tfnb.errors import UnknownOp
 from tfnb.graph.node import Ref, Value, leaves, map_leaves
-from tfnb.graph.ops import CALL, REGIONS, WITH_GRADIENT, dispatched
-from tfnb.recording.ops import facts, resolve
+from tfnb.graph.op_facts import facts_of
+from tfnb.graph.ops import CALL, REGIONS, WITH_GRADIENT, dispatched, overload
 
 Cotangent = torch.Tensor | Callable[[], torch.Tensor] | None
 RuleFunction = Callable[["Forward", Any], Any]
@@ -76,7 +76,7 @@ class Forward:
     @cached_property
     def defaults(self) -> Mapping[str, Any]:
         """Arguments that have a default."""
-        return facts(resolve(self.op)).defaults if self.op.count(".") > 1 else {}
+        return facts_of(self.op).defaults
 
     @property
     def args(self) -> dict[str, Any]:
@@ -242,7 +242,7 @@ def gives_one(op: str) -> bool:
     """Whether the op returns one tensor, and not several or a list of them."""
     if op.count(".") < 2:
         return op not in (WITH_GRADIENT, CALL, *REGIONS)
-    returns = resolve(op)._schema.returns
+    returns = overload(op)._schema.returns
     return len(returns) == 1 and str(returns[0].type) == "Tensor"
 
 
@@ -287,4 +287,4 @@ def ops_of(op: Any) -> tuple[str, ...]:
 def _named(name: str) -> tuple[str, ...]:
     space, _, base = name.partition(".")
     packet = getattr(getattr(torch.ops, space), base, None) if "." not in base else None
-    return (str(resolve(name if "." in base else f"{name}.default")),) if packet is None else ops_of(packet)
+    return (str(overload(name if "." in base else f"{name}.default")),) if packet is None else ops_of(packet)

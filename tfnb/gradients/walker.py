@@ -38,11 +38,11 @@ from tfnb.gradients.table import (
 from tfnb.graph import Dim, Node, Spec, Value, Variable
 from tfnb.graph.collector import uncollected
 from tfnb.graph.node import map_leaves
-from tfnb.graph.ops import WITH_GRADIENT
+from tfnb.graph.op_facts import unbind
+from tfnb.graph.ops import WITH_GRADIENT, overload
 from tfnb.graph.spec import flows, is_static
 from tfnb.recording import Recorder, Tensor, reopen
 from tfnb.recording.marks.tape import FROZEN
-from tfnb.recording.ops import resolve, unbind
 from tfnb.recording.subgraphs.recompute import Copies, region_of_tags
 from tfnb.recording.values.workspace import Derivative
 
@@ -362,7 +362,7 @@ class Walk:
                              cell=node.source.label if node.source else None,
                              line=node.source.line if node.source else None)  # fmt: skip
         n = self._forward(node, [True] * len(node.inputs))
-        args, kwargs = unbind(resolve(node.op), {name: n[name] for name in node.attrs})
+        args, kwargs = unbind(overload(node.op), {name: n[name] for name in node.attrs})
         start = len(self.recorder.new)
         with torch.enable_grad():  # these nodes are walked below, also where the result is not to be differentiated
             outs = function(*args, **kwargs)

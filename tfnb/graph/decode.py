@@ -21,7 +21,7 @@ from tfnb.errors import GraphCycleError, GraphFormatError, InvalidArgument, Unkn
 from tfnb.graph.check import check
 from tfnb.graph.contents import Contents, Guard
 from tfnb.graph.node import Node, Owner, Ref, Source, Value
-from tfnb.graph.ops import admit
+from tfnb.graph.op_facts import admit
 from tfnb.graph.queue import Queue
 from tfnb.graph.spec import Dim, Spec, numbered
 from tfnb.graph.subgraph import Recursion, Subgraph

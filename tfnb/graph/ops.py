@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import tfnb.kernels  # noqa: F401 - registers our ops, which a file may name
-from tfnb.errors import UnknownOp, UntrustedOp
+from tfnb.errors import UnknownOp
 from tfnb.graph.pure import original, pure
 
 WITH_GRADIENT = "tfnb.with_gradient"  # the identity of its values, with a gradient of its own
@@ -31,7 +31,6 @@ STRUCTURAL = REGIONS | QUEUES | {
     "tfnb.placeholder", "tfnb.constant", "tfnb.read", "tfnb.assign", "tfnb.group", "tfnb.guard", WITH_GRADIENT, CALL,
 }  # fmt: skip
 TRUSTED = frozenset({"aten", "prims", "tfnb"})  # namespaces that only compute
-UNTRUSTED = frozenset({"aten.from_file", "aten._print", "aten.set_data"})
 _PART = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
@@ -61,17 +60,3 @@ def overload(op: str) -> torch._ops.OpOverload:
         cure = f"torch {torch.__version__} does not have it" if space in ("aten", "prims") else cure
         raise UnknownOp(f"unknown op {op} of namespace {space}: {cure}", op=op) from error
     return found
-
-
-def admit(op: str, *, trusted: bool) -> None:
-    """Check that a file may name ``op``; raises UnknownOp or UntrustedOp."""
-    if op in STRUCTURAL:
-        return
-    overload(op)
-    space, name, _ = op.split(".")
-    if not trusted and (space not in TRUSTED or f"{space}.{name}" in UNTRUSTED):
-        raise UntrustedOp(
-            f"op {op} of namespace {space} may run code or read files, and the graph comes from a file; "
-            "load it with trusted=True if you trust its origin",
-            op=op,
-        )

@@ -13,23 +13,17 @@ from typing import Any
 import torch
 
 from tfnb.graph import Contents, Graph, Node, Value
-from tfnb.graph.ops import overload
+from tfnb.graph.op_facts import facts_of, ops_of, written_in_place
 from tfnb.kernels.arrays import write_into
 from tfnb.passes.rewrite import with_nodes
-from tfnb.recording.ops import facts
 
 aten = torch.ops.aten
 
 WRITES: Mapping[str, tuple[Callable[..., Any], int]] = {
     "tfnb.array_write.default": (write_into, 2),
-    "aten.index_add.default": (aten.index_add_.default, 1),
-    "aten.index_copy.default": (aten.index_copy_.default, 1),
-    "aten.index_fill.int_Scalar": (aten.index_fill_.int_Scalar, 1),
+    **{op: (written_in_place(op), 1) for op in ops_of("writes_rows")},
 }
 """Of an op that returns its first inputs with something written into them: its twin that writes there, and how many."""
-
-
-_SAME = frozenset({"aten._unsafe_view.default", "aten._reshape_alias.default"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +100,6 @@ def _written(node: Node, value: Value) -> int | None:
 
 def _reads(node: Node, body: Contents, before: Node | None = None) -> bool:
     """Whether the node takes nothing but numbers from its inputs, and that in time."""
-    if node.op.count(".") < 2 or node.op in _SAME or facts(overload(node.op)).is_view:
+    if node.op.count(".") < 2 or facts_of(node.op).shares_memory:
         return False
     return before is None or body.position[node.id] < body.position[before.id]

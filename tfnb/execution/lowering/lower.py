@@ -26,6 +26,7 @@ from tfnb.execution.re_execution import Stale
 from tfnb.graph import Graph, Guard, Node, Recursion, Ref, Subgraph, Value, Variable, ops
 from tfnb.graph.collector import uncollected
 from tfnb.graph.node import map_leaves
+from tfnb.graph.op_facts import facts, kernel, unbind
 from tfnb.graph.ops import overload
 from tfnb.graph.spec import Dim, Spec
 from tfnb.kernels.places import WRITES as ROWS
@@ -33,11 +34,9 @@ from tfnb.memory import LAST, step_passes
 from tfnb.passes import LAID_OUT, ONCE, feed_symbols, numbers, optimize, overwriting
 from tfnb.passes.region_merging import counted_in_runs, kept_rows
 from tfnb.passes.rewrite import Pass
-from tfnb.recording.ops import facts, kernel, unbind
 from tfnb.recording.values.workspace import unburden
 
 aten = torch.ops.aten
-_SAME_MEMORY = (aten._unsafe_view.default, aten._reshape_alias.default)
 
 
 def lower(graph: Graph, fetches: Iterable[Value], feeds: Iterable[Value], last: Sequence[Pass] = LAST) -> Program:
@@ -229,7 +228,7 @@ class _Lowering:
         if ops.IN_PLACE in node.tags:
             self._donate(out, node)
         self._note(out, node)
-        aliased = bool(node.inputs) and node.inputs[0] in self.borrowed and (facts(op).is_view or op in _SAME_MEMORY)
+        aliased = bool(node.inputs) and node.inputs[0] in self.borrowed and facts(op).shares_memory
         several = len(op._schema.returns) > 1 or str(op._schema.returns[0].type).startswith("List")
         for index in range(len(node.outputs)):
             value = Value(node.id, index)

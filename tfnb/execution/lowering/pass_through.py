@@ -6,11 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tfnb.graph import Node, Ref, Value
-from tfnb.graph.ops import CALL, REGIONS, overload
+from tfnb.graph.op_facts import facts_of
+from tfnb.graph.ops import overload
 from tfnb.kernels.optim import FUSED
-
-_PASS_ON = REGIONS | {CALL, "aten._unsafe_view.default", "aten._reshape_alias.default", "aten.lift.default",
-                      "aten.pin_memory.default"}  # fmt: skip
 
 
 def passed_on(node: Node, places: Sequence[int], programs: Iterable[Any]) -> Mapping[int, tuple[Value, ...]]:
@@ -43,7 +41,7 @@ def _is_new(node: Node) -> bool:
     """Whether an op's outputs are memory of their own."""
     if node.op in FUSED:
         return True
-    if not node.op.startswith("aten.") or node.op in _PASS_ON:
+    if not node.op.startswith("aten.") or facts_of(node.op).shares_memory:
         return False
     schema = overload(node.op)._schema
     return not schema.is_mutable and all(each.alias_info is None for each in schema.returns)

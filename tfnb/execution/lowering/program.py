@@ -16,10 +16,9 @@ from tfnb.execution.commit import Pending, Update, commit
 from tfnb.execution.lowering.fused_updates import IN_PLACE
 from tfnb.execution.re_execution import Stale
 from tfnb.graph import Graph, Node, Spec, Value, Variable
-from tfnb.graph.ops import overload
+from tfnb.graph.op_facts import facts_of
 from tfnb.graph.writing import WRITERS, Cut
 from tfnb.kernels.places import outside
-from tfnb.recording.ops import facts
 
 
 @dataclass(slots=True, eq=False)
@@ -114,7 +113,7 @@ class Program:
 
     def _is_view(self, node: fx.Node) -> bool:
         owner = self.node_of.get(node.name) if node.op == "call_function" else None
-        return owner is not None and owner.op.startswith("aten.") and facts(overload(owner.op)).is_view
+        return owner is not None and facts_of(owner.op).is_view
 
     def apart(
         self, feeds: Mapping[int, torch.Tensor], storages: Iterable[torch.Tensor]

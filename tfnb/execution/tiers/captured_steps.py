@@ -22,6 +22,7 @@ from tfnb.execution.lowering.control_flow_code import Call, Cond, Loop
 from tfnb.execution.lowering.program import Program
 from tfnb.execution.tiers.cuda_graphs import CudaGraphs
 from tfnb.execution.tiers.graph_split import behind
+from tfnb.graph.op_facts import facts_of
 
 WARM = 3  # steps of a choice of sizes before it is captured: by then libraries have chosen their kernels
 MOST = 8  # captures of one program that are kept; the one that was launched the longest ago goes
@@ -56,13 +57,6 @@ DEVICES: dict[str, Callable[[torch.device], Device]] = {"cuda": CudaGraphs}
 """By kind of device; on others nothing is captured."""
 
 _DECIDES = (Branch, Relation, Call, Cond, Loop)
-_READS = frozenset({
-    "aten._ctc_loss.Tensor", "aten._linalg_check_errors.default", "aten._linalg_eigh.default",
-    "aten._linalg_svd.default",
-    "tfnb.array_parts.default", "tfnb.array_read.default", "tfnb.array_write.default",
-    "aten.equal.default", "aten.linalg_eig.default", "aten.linalg_lstsq.default", "aten.multinomial.default",
-})  # fmt: skip
-_BY_MASK = frozenset({"aten.index_put.default", "aten._unsafe_index_put.default"})
 
 
 def device_of(program: Program) -> torch.device:
@@ -99,8 +93,9 @@ def _on_host(program: Program, node: Any, device: str) -> str | None:
     for value, spec in zip(node.inputs, given, strict=False):
         if spec.device != device and (spec.shape or by_id[value.node].op != "tfnb.constant"):
             return f"takes {by_id[value.node].name} from {spec.device}"
-    masked = node.op in _BY_MASK and any(spec.dtype in (torch.bool, torch.uint8) for spec in given[1:])
-    reads = node.op in _READS or masked or node.attrs.get("check_errors")
+    own = facts_of(node.op)
+    masked = own.reads_mask and any(spec.dtype in (torch.bool, torch.uint8) for spec in given[1:])
+    reads = own.reads_host or masked or node.attrs.get("check_errors")
     return "reads on the host" if reads else None
 
 

@@ -20,9 +20,9 @@ from tfnb.errors import Unimplemented
 from tfnb.execution.tiers.cpp_ops import Code, Layout, lowering, shape_of, strides_of
 from tfnb.graph import Dim, Graph, Node, Ref, Subgraph, Value, ops
 from tfnb.graph.node import map_leaves
+from tfnb.graph.op_facts import kernel, unbind
 from tfnb.graph.ops import overload
 from tfnb.passes import optimize
-from tfnb.recording.ops import kernel, unbind
 from tfnb.recording.values.interpret import sizes_hold
 
 MOST_NODES = 1000

@@ -30,7 +30,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from tfnb.errors import Unimplemented
 from tfnb.graph import Ref
 from tfnb.graph.node import map_leaves
-from tfnb.recording.ops import facts
+from tfnb.graph.op_facts import facts
 
 LARGEST = 4096  # elements of a value inside: arrays on the stack
 MOST_SUMMED = 256  # elements, added one after the other

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from tfnb.execution.lowering.bindings import QUICK
 from tfnb.execution.lowering.program import Program
+from tfnb.graph.op_facts import facts, kernel
 from tfnb.graph.ops import overload
-from tfnb.recording.ops import facts, kernel
 
 aten = torch.ops.aten
 LARGEST = 1024  # nodes of a group: a compiler takes a second for a few hundred

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tfnb.errors import FailedPrecondition
-from tfnb.graph import Contents, Graph, Node, Owner, Value
-from tfnb.recording.ops import facts, resolve
+from tfnb.graph import Contents, Graph, Owner, Value
+from tfnb.graph.op_facts import facts_of
 from tfnb.recording.values.tensor import Base, Tensor
 from tfnb.recording.writes.undo_log import BASE, Journal, State, Thing, differs, light, renewed, restore, state
 
@@ -98,7 +98,7 @@ class Rewound:
         before = {id(thing) for thing, tail in self._tails if self._mine(tail)}
         hidden = {_value(old) for thing, old in changed if id(thing) not in before and _is_write(thing, old)}
         for node in self._contents.nodes if hidden else ():
-            if node.inputs and node.inputs[0] in hidden and _is_view(node):
+            if node.inputs and node.inputs[0] in hidden and facts_of(node.op).is_view:
                 hidden.update(Value(node.id, index) for index in range(len(node.outputs)))
         return frozenset(hidden)
 
@@ -178,7 +178,3 @@ def _value(held: State) -> Value:
 def _is_write(thing: Thing, old: State) -> bool:
     """Whether something was written or reshaped; a view that only looks again is found by what it looks at."""
     return differs(thing, old) and (isinstance(thing, Base) or (thing._family, thing._chain) != old[1:3])
-
-
-def _is_view(node: Node) -> bool:
-    return not node.op.startswith("tfnb.") and facts(resolve(node.op)).is_view

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from tfnb.graph import Node, Ref, Spec, Value
+from tfnb.graph.op_facts import Facts, Op, bind, kernel, op_name
 from tfnb.graph.spec import numbered
 from tfnb.kernels.random import seeded
 from tfnb.recording.marks.notes import asked_at, dense, explained
 from tfnb.recording.marks.scopes import clean
-from tfnb.recording.ops import Facts, Op, bind, kernel, op_name
 from tfnb.recording.shapes.custom_op_shapes import lacks_shapes, shapes
 from tfnb.recording.shapes.shape_cache import sized_by_data
 from tfnb.recording.shapes.shape_rules import SHAPES

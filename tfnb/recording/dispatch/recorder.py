@@ -23,12 +23,12 @@ from tfnb.errors import GraphFormatError, ShapeError, StaleNode, Unsupported
 from tfnb.graph import Graph, Guard, Node, Owner, Ref, Source, Spec, Value, Variable
 from tfnb.graph.current import Autograd
 from tfnb.graph.node import leaves
+from tfnb.graph.op_facts import Op, facts, op_name
 from tfnb.graph.variable import updated
 from tfnb.recording.dispatch.recorded_call import record_call
 from tfnb.recording.marks.notes import asked_in, warn_of_branch, warn_of_written, written_by_hand
 from tfnb.recording.marks.scopes import Scopes, clean
 from tfnb.recording.marks.tape import Tape
-from tfnb.recording.ops import Op, facts, op_name
 from tfnb.recording.overrides import higher_order
 from tfnb.recording.overrides.constructors import constructing, fixed
 from tfnb.recording.overrides.op_overrides import PHYSICAL, REPLACED
@@ -48,7 +48,7 @@ from tfnb.recording.values.variables import held, known, variable
 from tfnb.recording.values.views import View
 from tfnb.recording.values.workspace import Derivative, workspace
 from tfnb.recording.writes.aliases import STRAIGHT, looked
-from tfnb.recording.writes.in_place_calls import VIEWS_OR_COPIES, note_copy, record_write
+from tfnb.recording.writes.in_place_calls import note_copy, record_write
 from tfnb.recording.writes.undo_log import Journal, restore, state
 
 aten = torch.ops.aten
@@ -416,7 +416,7 @@ class Recorder(TorchDispatchMode):
             with self.on():
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
-                if func in VIEWS_OR_COPIES:
+                if own.view_or_copy:
                     note_copy(self, args[0] if args else kwargs["self"], result)
                 return result
         if own.writes:

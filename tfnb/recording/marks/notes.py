@@ -14,7 +14,7 @@ from torch._subclasses import fake_tensor
 
 from tfnb.errors import FeedError, InvalidArgument, ShapeError, StaleNode, Unsupported, file_label
 from tfnb.graph import Node, Source, Variable
-from tfnb.recording.ops import Op, op_name
+from tfnb.graph.op_facts import Op, op_name
 
 _PLUMBING = frozenset({"tfnb", "torch", "sympy", "functools", "contextlib"})
 _HERE = str(Path(__file__).parent.parent)  # the package

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from tfnb.recording.ops import Facts
+from tfnb.graph.op_facts import Facts
 from tfnb.recording.values.recording import Recording
 
 _CONSTRUCTORS = frozenset({"__init__", "reset_parameters", "_reset_parameters", "initialize_parameters"})

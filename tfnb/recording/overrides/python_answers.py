@@ -13,7 +13,7 @@ import torch
 
 from tfnb.errors import InvalidArgument, ShapeError
 from tfnb.graph import Value
-from tfnb.recording.ops import Op, op_name
+from tfnb.graph.op_facts import Op, op_name
 from tfnb.recording.shapes.symbols import is_relation
 from tfnb.recording.values.recording import Recording
 from tfnb.recording.values.tensor import Tensor

@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from tfnb.errors import Unsupported
+from tfnb.graph.op_facts import Op, op_name
+from tfnb.graph.ops import overload
 from tfnb.graph.pure import on_copies, original
-from tfnb.recording.ops import Op, op_name, resolve
 from tfnb.recording.shapes.symbols import Symbols
 
 _PYTHON = re.compile(r"^(CPU|CUDA|CompositeExplicitAutograd)(?:\[alias\])?: registered at \S+\.py:\d+", re.MULTILINE)
@@ -30,7 +31,7 @@ def lacks_shapes(op: Op) -> bool:
     """Whether this is a custom op for which torch cannot tell the shape of the result."""
     source = original(op_name(op))
     if source is not None:
-        return lacks_shapes(resolve(source))
+        return lacks_shapes(overload(source))
     return op.namespace not in ("aten", "prims") and not has_fake_kernel(op)
 
 
@@ -74,6 +75,6 @@ def _kernels(op: Op) -> list[Callable[..., Any]]:
     """The op's own code, where it is Python."""
     source = original(op_name(op))
     if source is not None:
-        return [on_copies(resolve(source), kernel) for kernel in _kernels(resolve(source))]
+        return [on_copies(overload(source), kernel) for kernel in _kernels(overload(source))]
     keys = _PYTHON.findall(torch._C._dispatch_dump(op._name))
     return [partial(op._op_dk, getattr(torch._C.DispatchKey, key)) for key in keys]

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tfnb.graph import Spec
 from tfnb.graph.node import leaves
-from tfnb.recording.ops import Op, facts
+from tfnb.graph.op_facts import Op, facts
 from tfnb.recording.shapes.shape_examples import Examples, Fresh
 from tfnb.recording.shapes.symbols import Symbols
 

@@ -8,7 +8,6 @@ Uses private names of torch.utils.checkpoint (tried with torch 2.11 and 2.13).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import wraps
@@ -18,6 +17,7 @@ from typing import Any
 import torch.utils.checkpoint
 
 from tfnb.graph import Node, Value
+from tfnb.graph.op_facts import facts_of
 from tfnb.graph.ops import WITH_GRADIENT
 from tfnb.recording.marks.while_recording import Shared, swapped
 from tfnb.recording.values.recording import Recording, open_recording
@@ -137,21 +137,11 @@ def repeats(node: Node) -> bool:
     return is_op and node.stream is None and "update" not in node.tags
 
 
-# What looks at values before it computes: places in another tensor, matrices of full rank, classes.
-_LOOKS = re.compile(
-    r"_?(index|gather|scatter|take|put|embedding|linalg|cholesky|lu_|inverse|multinomial|nll_loss|ctc_loss|bincount"
-    r"|repeat_interleave|assert|segment|histc|histogram|array)"
-)
-_DIVIDES = re.compile(r"div|floor_divide|remainder|fmod|pow")
-
-
 def may_fail(node: Node) -> bool:
     """Whether the node can fail on the values that it is given, so that a test or a loop may keep it from running."""
-    namespace, _, name = node.op.partition(".")
-    if namespace not in ("aten", "prims", "tfnb"):
-        return True
+    own = facts_of(node.op)
     whole = not any(spec.dtype.is_floating_point or spec.dtype.is_complex for spec in node.outputs)
-    return bool(_LOOKS.match(name) or (whole and _DIVIDES.match(name)))
+    return own.may_fail or (whole and own.may_fail_on_integers)
 
 
 # -- torch.utils.checkpoint ---------------------------------------------------------------------------------------

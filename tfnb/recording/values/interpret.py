@@ -13,10 +13,11 @@ import torch
 from tfnb.errors import BranchChanged, CheckFailed, ResourceExhausted, ShapeError
 from tfnb.graph import Dim, Guard, Node, Ref, Spec, Subgraph, Value, ops
 from tfnb.graph.node import map_leaves
+from tfnb.graph.op_facts import kernel, unbind
+from tfnb.graph.ops import overload
 from tfnb.graph.subgraph import row_places
 from tfnb.kernels.control import call, while_loop
 from tfnb.kernels.random import mix, seeded
-from tfnb.recording.ops import kernel, resolve, unbind
 
 Sizes = Callable[[Dim], Any]
 
@@ -56,7 +57,7 @@ def evaluate(node: Node, inputs: Sequence[Any], size: Sizes, seed: int, run: int
 
 
 def _call(node: Node, attrs: Mapping[str, Any], seed: int, run: int) -> Any:
-    op = resolve(node.op)
+    op = overload(node.op)
     args, kwargs = unbind(op, dict(attrs))
     if node.stream is None:
         return kernel(op)(*args, **kwargs)

@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from tfnb.errors import Unsupported
 from tfnb.graph.node import map_leaves
-from tfnb.recording.ops import Op, facts, op_name
+from tfnb.graph.op_facts import Op, facts, op_name
 
 aten = torch.ops.aten
 

@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from tfnb.errors import Unsupported
 from tfnb.graph.node import leaves
-from tfnb.recording.ops import op_name
+from tfnb.graph.op_facts import op_name
 from tfnb.recording.values.recording import Recording
 from tfnb.recording.values.tensor import Base, Tensor
 from tfnb.recording.values.views import View

@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from tfnb.errors import Unsupported
 from tfnb.graph.node import leaves
-from tfnb.recording.ops import Facts, Op, facts, op_name, twin, unbind
+from tfnb.graph.op_facts import Facts, Op, facts, op_name, twin, unbind
 from tfnb.recording.values.layout_queries import contiguous
 from tfnb.recording.values.recording import Recording
 from tfnb.recording.values.tensor import Base, Entry, Tensor
@@ -26,14 +26,6 @@ from tfnb.recording.writes.aliases import STRAIGHT, fitting, pass_on, put
 
 aten = torch.ops.aten
 _RESIZES: dict[Op, str] = {aten.resize_.default: "size", aten.resize_as_.default: "the_template"}
-VIEWS_OR_COPIES = frozenset({
-    aten.reshape.default, aten.reshape_as.default, aten.contiguous.default, aten.ravel.default,
-    aten.flatten.using_ints,
-})  # fmt: skip
-# autograd has no formula for these, and leaves the path of gradients through their target as it was
-_UNSEEN = frozenset({
-    aten.logical_and_.default, aten.logical_not_.default, aten.logical_or_.default, aten.logical_xor_.default,
-})  # fmt: skip
 
 
 def record_write(rec: Recording, func: Op, own: Facts, args: Any, kwargs: Any) -> Any:
@@ -42,7 +34,7 @@ def record_write(rec: Recording, func: Op, own: Facts, args: Any, kwargs: Any) -
     other = twin(func)
     if other is None:
         raise _refused(rec, func, "writes in place and has no out-of-place form: use an out-of-place call")
-    with rec.on(), torch.set_grad_enabled(torch.is_grad_enabled() and func not in _UNSEEN):
+    with rec.on(), torch.set_grad_enabled(torch.is_grad_enabled() and not own.without_path):
         if own.is_reshaping:
             return _look_again(rec, func, other, own, named)
         targets = [named[name] for name in own.writes]
