@@ -6,6 +6,7 @@ May import IPython and this room.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from threading import Thread
 from types import TracebackType
 from typing import Any
 
@@ -49,6 +50,14 @@ def load(shell: InteractiveShell) -> None:
             formatter.for_type_by_name(*name.rsplit(".", 1), function)
     if not shell.custom_exceptions:  # somebody else's handler stays
         shell.set_custom_exc(SHORT, _show_short)
+    Thread(target=_import_torch, name="tfnb-imports", daemon=True).start()
+
+
+def _import_torch() -> None:
+    """torch and what recordings need of it load while the user reads on: the first one would wait for them."""
+    from tfnb.recording.shapes.fakes import imported  # listed exception: torch takes seconds to load
+
+    imported()
 
 
 def unload(shell: InteractiveShell) -> None:

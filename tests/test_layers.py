@@ -58,6 +58,7 @@ LATE = {
     ("tfnb/recording/values/tensor.py", "tfnb.session"): ".eval asks the default session",
     ("tfnb/control_flow/staging/source.py", "tfnb.control_flow.staging.malting"): "malt takes time to load",
     ("tfnb/gradients/slices.py", "tfnb.session"): ".eval asks the default session",
+    ("magics/extension.py", "tfnb.recording.shapes.fakes"): "torch loads in the background",
     ("tfnb/datasets.py", "sklearn"): "optional extra [data]",
     ("tfnb/execution/tiers/compiled_loops.py", "tfnb.execution.tiers.cpp"): "inductor takes seconds to load",
     ("tfnb/execution/tiers/inductor.py", "torch"): "inductor takes seconds to load",

@@ -2,8 +2,8 @@
 
 `state` is the autograd state of one recording: gradients, hooks, what requires a gradient. `calls` sees torch's
 functions (``.grad``, ``requires_grad_``, ``register_hook``, ``backward``) and answers them from that state. `backward`
-is ``torch.autograd.backward`` and ``grad`` over symbolic gradients. `steps` records ``optimizer.step()``, and refuses
-what would happen once while recording. `outside` is the error of a ``backward()`` outside of the recording.
+is ``torch.autograd.backward`` and ``grad`` over symbolic gradients. `steps` records ``optimizer.step()``.
+`outside` is the error of a ``backward()`` outside of the recording.
 
 Recording does not know this room: importing it registers `calls.facade` with `tfnb.graph.current.extensions`, which
 holds what every recording opens with.

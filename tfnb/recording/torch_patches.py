@@ -1,51 +1,206 @@
-"""What of torch holds state beside the tensors, put aside for the time of a recording.
+"""All that a recording patches in torch, in one table, with the reason for each.
 
-Caches of autocast and of parametrisations would carry plain casts of parameters into a recording, cut off from them,
-and recorded ones out of it. TorchScript's optimising executor would fix sizes that vary. What `torch.compile` gave runs
-as the code it was given: a recording sees torch's calls, not what a compiler makes of them. What is read from a file is
-a plain tensor. A size that is looked up in a table says that it cannot be. `len` of recorded tensors, `Size.numel` and
-the one function of torch that broadcasts numbers alone (`torch.distributions.kl_divergence` calls it) give and take
-sizes that vary.
+The patches are there while any thread records. A replacement asks `open_recording()`, which is of its own thread,
+and does as torch does where that is None. What torch offers hooks for is no patch: forward hooks of modules
+(`dispatch.module_hooks`) and the hook before an optimizer's step. `surroundings` also puts aside what torch keeps
+beside the tensors: caches of autocast and of parametrisations, TorchScript's optimising executor, compiled code.
 """
 
 from __future__ import annotations
 
-import builtins
-import ctypes
-import gc
-import math
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import chain
+from types import MethodType
+from typing import Any, NamedTuple
 
 import torch
+import torch.utils.checkpoint
+from torch.autograd import graph
 from torch.nn.utils import parametrize
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tfnb.graph import current
+from tfnb.errors import Unsupported
 from tfnb.recording.marks.while_recording import Shared, swapped
+from tfnb.recording.overrides.autograd_function import recorded_apply
+from tfnb.recording.overrides.rng_state import Followed
+from tfnb.recording.overrides.table import module_rows
+from tfnb.recording.subgraphs.recompute import checkpoint_generator
 from tfnb.recording.values.recording import open_recording
 from tfnb.recording.values.tensor import Tensor
+
+Original = Callable[..., Any]
+
+
+class Patch(NamedTuple):
+    """One row: attributes of one or more owners, what makes a replacement of each original, and why."""
+
+    owners: Callable[[], list[Any]]
+    names: tuple[str, ...]
+    make: Callable[[Any], Any]
+    why: str
+
+
+def _new_parameter(original: Original) -> Any:
+    def new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+        rec = open_recording()
+        if rec is None:
+            return original(cls, data, requires_grad)
+        with _disable_current_modes():
+            plain = data.sample.detach().clone() if isinstance(data, Tensor) else data
+            parameter = original(cls, plain, requires_grad)
+        rec.born[parameter] = True
+        return parameter
+
+    return staticmethod(new)
+
+
+def _call_module(original: Original) -> Any:
+    def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        rec = open_recording()
+        rows = () if rec is None or "forward" in self.__dict__ else module_rows(type(self))
+        forward = next((found for row in rows if (found := row(rec, self)) is not NotImplemented), None)
+        if forward is None:
+            return original(self, *args, **kwargs)
+        self.__dict__["forward"] = MethodType(forward, self)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            self.__dict__.pop("forward", None)
+
+    return call
+
+
+def _call_compiled(original: Original) -> Any:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self, *args, **kwargs) if open_recording() is None else self._orig_mod(*args, **kwargs)
+
+    return call
+
+
+def _unrecorded(original: Original) -> Any:
+    def call(*args: Any) -> Any:
+        with _disable_current_modes() if open_recording() is not None else nullcontext():
+            return original(*args)
+
+    return call
+
+
+def _refused(why: str, but: Callable[[Any], bool] = lambda first: False) -> Callable[[Original], Any]:
+    """A call that is an error inside a recording. ``but``: of which first argument it is not."""
+
+    def make(original: Original) -> Any:
+        is_method = "." in original.__qualname__
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            rec = open_recording()
+            if rec is not None and not (args and but(args[0])):
+                called = type(args[0]).__qualname__ if is_method else original.__module__
+                label = f"{called}.{original.__name__}".removesuffix(".__enter__")
+                raise Unsupported(f"{label}{why}{rec.tape.at()}")
+            return original(*args, **kwargs)
+
+        return call
+
+    return make
+
+
+def _is_new(scheduler: Any) -> bool:
+    """Whether a scheduler is being made: constructors step, too."""
+    return "_last_lr" not in scheduler.__dict__ or getattr(scheduler, "_is_initial", False)
+
+
+def _is_off(scaler: Any) -> bool:
+    return not scaler.is_enabled()
+
+
+def _keeps(hooks: Any) -> bool:
+    """Where a value would be kept is the run's affair."""
+    return isinstance(hooks, graph.save_on_cpu)
+
+
+_SCHEDULER = (
+    "() inside a recording would change the rate once, while recording: call it outside, between runs; a recorded "
+    "optimizer.step() reads the rate at each run"
+)
+_SCALER = (
+    "() inside a recording would decide once, while recording, which steps are taken: use bfloat16, which needs no "
+    "scaling, or GradScaler(enabled=False), or scale the loss by a number of your own"
+)
+_PACKING = (
+    " are not called for what is recorded: use tfnb.recompute or torch.utils.checkpoint to save memory, or a "
+    "torch.autograd.Function"
+)
+_GROUP = " is not recorded: use Tensor.register_hook, or read .grad after backward()"
+
+
+def _schedulers(kind: type[Any] = LRScheduler) -> list[type[Any]]:
+    own = [kind] if "step" in vars(kind) else []
+    return [*own, *chain.from_iterable(map(_schedulers, kind.__subclasses__()))]
+
+
+def _compiled_modules() -> list[Any]:
+    return [torch._dynamo.eval_frame.OptimizedModule]  # which the first Symbols imported
+
+
+def _one(owner: Any) -> Callable[[], list[Any]]:
+    return lambda: [owner]
+
+
+PATCHES = (
+    Patch(_one(torch.nn.Parameter), ("__new__",), _new_parameter,
+          "a Parameter made inside holds plain values: what was drawn becomes its Variable's initial value"),
+    Patch(_one(torch.nn.Module), ("__call__",), _call_module,
+          "AutoGraph converts a module's forward for the time of a call; a recurrent layer takes packed sequences"),
+    Patch(_one(torch.autograd.function._SingleLevelFunction), ("apply",), recorded_apply,
+          "a Function's own backward is its gradient. A program may hold `Function.apply` from long before, which "
+          "calls the `apply` of its base: so that one is shadowed"),
+    Patch(_one(torch.utils.checkpoint), ("_checkpoint_without_reentrant_generator",), checkpoint_generator,
+          "what checkpoint(use_reentrant=False) runs is computed again by the backward pass of a run"),
+    Patch(_compiled_modules, ("__call__",), _call_compiled,
+          "a compiled module is the module: a recording sees torch's calls, not what a compiler makes of them"),
+    Patch(_one(torch._utils), ("_rebuild_tensor",), _unrecorded, "what is read from a file is a plain tensor"),
+    Patch(_one(torch.random), ("default_generator",), Followed,
+          "seeds given inside are noted with their line, since recorded draws have streams of their own"),
+    Patch(_schedulers, ("step",), _refused(_SCHEDULER, _is_new), "a scheduler's step is Python: it would happen once"),
+    Patch(_one(torch.amp.GradScaler), ("scale", "unscale_", "step", "update"), _refused(_SCALER, _is_off),
+          "a scaler decides in Python whether a step is taken"),
+    Patch(_one(graph.saved_tensors_hooks), ("__enter__",), _refused(_PACKING, _keeps),
+          "what a backward pass needs are values of the graph, which nothing packs"),
+    Patch(_one(graph), ("register_multi_grad_hook",), _refused(_GROUP),
+          "its hook hangs on the engine of autograd, which a recording has not"),
+)  # fmt: skip
+
+
+@contextmanager
+def _made() -> Iterator[None]:
+    changes = [
+        (owner, name, patch.make(getattr(owner, name, None)))
+        for patch in PATCHES
+        for owner in patch.owners()
+        for name in patch.names
+    ]
+    with swapped(*changes), torch.compiler.set_stance("force_eager"), torch.jit.optimized_execution(False):
+        yield
+
+
+_patches = Shared(_made)
 
 
 @contextmanager
 def surroundings() -> Iterator[None]:
-    """Inside: empty caches, plain TorchScript, and nothing compiled."""
+    """Inside: the patches of the table, empty caches, plain TorchScript, and nothing compiled."""
     with ExitStack() as stack:
         stack.enter_context(_without_caches())
-        stack.enter_context(_plain_code())
-        stack.enter_context(_plain_files())
-        stack.enter_context(_sizes_without_hash())
-        stack.enter_context(_broadcast_sizes())
-        stack.enter_context(_multiplied_sizes())
-        stack.enter_context(_lengths())
-        stack.enter_context(_plain_numbers())
+        stack.enter_context(_patches())
         yield
 
 
 @contextmanager
 def _without_caches() -> Iterator[None]:
+    """They would carry plain casts of parameters into a recording, cut off from them, and recorded ones out of it."""
     cached = dict(parametrize._cache)
     parametrize._cache.clear()
     torch.clear_autocast_cache()
@@ -55,126 +210,3 @@ def _without_caches() -> Iterator[None]:
         parametrize._cache.clear()
         parametrize._cache.update(cached)
         torch.clear_autocast_cache()
-
-
-@contextmanager
-def _uncompiled() -> Iterator[None]:
-    """Compiled code runs eagerly, also what is compiled inside. The compiler takes seconds to load, so only if used."""
-    original: Callable[..., Any] = torch.compile
-
-    def compile(*args: Any, **kwargs: Any) -> Any:
-        torch.compile = original  # type: ignore[assignment]
-        compiled = original(*args, **kwargs)
-        stack.enter_context(_eagerly())
-        return compiled
-
-    with ExitStack() as stack:
-        stack.enter_context(torch.jit.optimized_execution(False))
-        is_loaded = "torch._dynamo.eval_frame" in sys.modules
-        stack.enter_context(_eagerly() if is_loaded else swapped((torch, "compile", compile)))
-        yield
-
-
-@contextmanager
-def _eagerly() -> Iterator[None]:
-    """What was compiled runs as it was written; a compiled module is the module."""
-    kind = sys.modules["torch._dynamo.eval_frame"].OptimizedModule
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._orig_mod(*args, **kwargs)
-
-    with swapped((kind, "__call__", call)), torch.compiler.set_stance("force_eager"):
-        yield
-
-
-def _unrecorded(original: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any) -> Any:
-        with _disable_current_modes() if current.recording() is not None else nullcontext():
-            return original(*args)
-
-    return call
-
-
-def _no_key(original: Callable[[torch.SymInt], int]) -> Callable[[torch.SymInt], int]:
-    """Packages that keep a table by shapes (einops) go another way where a size has no hash, so it has none here."""
-
-    def of(size: torch.SymInt) -> int:
-        try:
-            return original(size)
-        except TypeError as error:
-            rec = open_recording()
-            if rec is None:
-                raise
-            raise TypeError(
-                f"a size that varies is no key of a table ({error}): with int(size) it is the sample's, and fixed, "
-                f"and shape= of the placeholder gives it a number from the start{rec.tape.at()}"
-            ) from None
-
-    return of
-
-
-def _broadcast(original: Callable[[Any, Any], torch.Size]) -> Callable[[Any, Any], torch.Size]:
-    def call(a: Any, b: Any) -> torch.Size:
-        varies = any(isinstance(size, torch.SymInt) for size in (*a, *b))
-        return torch.broadcast_shapes(a, b) if varies else original(a, b)
-
-    return call
-
-
-@contextmanager
-def _symbolic_numel() -> Iterator[None]:
-    """``x.shape.numel()`` is the product of sizes, also where they vary: torch's own method fixes them.
-
-    A class of C takes no attributes, so this one goes into the dict behind them.
-    """
-    (members,) = gc.get_referents(torch.Size.__dict__)
-    original = members["numel"]
-
-    def numel(sizes: torch.Size) -> Any:
-        """Number of elements of a tensor of this shape."""
-        return math.prod(sizes) if any(isinstance(size, torch.SymInt) for size in sizes) else original(sizes)
-
-    try:
-        _put(members, numel)
-        yield
-    finally:
-        _put(members, original)
-
-
-def _put(members: dict[str, Any], numel: Callable[[torch.Size], Any]) -> None:
-    members["numel"] = numel
-    ctypes.pythonapi.PyType_Modified(ctypes.py_object(torch.Size))  # whose look-ups are cached
-
-
-_builtin = builtins.len
-
-
-def varying_len(obj: Any, /) -> int:
-    """``len`` while something is recorded: of a recorded tensor it is a size, which may vary."""
-    return obj.shape[0] if type(obj) is Tensor and obj.dim() else _builtin(obj)
-
-
-def _written(original: Callable[[Any, str], str]) -> Callable[[Any, str], str]:
-    def write(number: Any, spec: str) -> str:
-        """As the sample's number where a width or precision is asked for, which the name of a size has not."""
-        return format(number.node.hint, spec) if spec and number.node.has_hint() else original(number, spec)
-
-    return write
-
-
-def _numbers() -> AbstractContextManager[None]:
-    """What Python's numbers have and torch's sizes have not."""
-    return swapped(
-        (torch.SymInt, "__divmod__", lambda a, b: (a // b, a % b)),
-        (torch.SymInt, "__rdivmod__", lambda b, a: (a // b, a % b)),
-        *((kind, "__format__", _written(kind.__format__)) for kind in (torch.SymInt, torch.SymFloat)),
-    )
-
-
-_plain_code = Shared(_uncompiled)
-_plain_files = Shared(lambda: swapped((torch._utils, "_rebuild_tensor", _unrecorded(torch._utils._rebuild_tensor))))
-_sizes_without_hash = Shared(lambda: swapped((torch.SymInt, "__hash__", _no_key(torch.SymInt.__hash__))))
-_broadcast_sizes = Shared(lambda: swapped((torch._C, "_infer_size", _broadcast(torch._C._infer_size))))
-_multiplied_sizes = Shared(_symbolic_numel)
-_lengths = Shared(lambda: swapped((builtins, "len", varying_len)))
-_plain_numbers = Shared(_numbers)

@@ -6,7 +6,7 @@ import ast
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +19,7 @@ from tfnb.control_flow.staging.statement import status
 from tfnb.control_flow.staging.unset import Sometimes, Undefined
 from tfnb.control_flow.structure import recorder_if_open
 from tfnb.recording import Tensor
-from tfnb.recording.marks.while_recording import Shared, swapped
+from tfnb.recording.overrides.table import Stage, override
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -84,32 +84,19 @@ def converting() -> Iterator[None]:
     """Inside, the forward methods of the user's modules are converted too."""
     status.active += 1
     try:
-        with _modules():
-            yield
+        yield
     finally:
         status.active -= 1
 
 
-_CALL = torch.nn.Module.__call__
-
-
-def _call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """A module whose forward is converted for the time of the call."""
-    __tracebackhide__ = True
-    if not status.active or status.off or recorder_if_open() is None or "forward" in self.__dict__:
-        return _CALL(self, *args, **kwargs)
-    written = getattr(type(self), "forward", None)
-    forward = fn(written) if isinstance(written, FunctionType) else written
-    if forward is written or forward is None:
-        return _CALL(self, *args, **kwargs)
-    self.__dict__["forward"] = MethodType(forward, self)
-    try:
-        return _CALL(self, *args, **kwargs)
-    finally:
-        self.__dict__.pop("forward", None)
-
-
-_modules = Shared(lambda: swapped((torch.nn.Module, "__call__", _call)))
+@override(Stage.MODULE, torch.nn.Module)
+def _forward(rec: Any, module: torch.nn.Module) -> Any:
+    """A module's forward, converted."""
+    written = getattr(type(module), "forward", None)
+    if not status.active or status.off or not isinstance(written, FunctionType):
+        return NotImplemented
+    forward = fn(written)
+    return NotImplemented if forward is written else forward
 
 
 class Cell:

@@ -32,7 +32,6 @@ from tfnb.control_flow.staging.source import bound, function_code, worth
 from tfnb.control_flow.staging.statement import status
 from tfnb.control_flow.staging.trees import HIDDEN, NotConvertible
 from tfnb.control_flow.structure import recorder_if_open
-from tfnb.recording.torch_patches import varying_len
 
 OPERATORS = SimpleNamespace()  # what converted code calls, by `HIDDEN`: `operators` has them
 
@@ -47,8 +46,6 @@ def fn(function: Any) -> Any:
     kind = type(function)
     if status.depth and (found := changing(function)) is not None:
         return found
-    if function is varying_len:  # what is `len` while something is recorded
-        return BUILTINS[varying_len]
     if kind is FunctionType:
         found = _function(function)
         if found is function and is_of_package(function.__code__.co_filename):

@@ -19,7 +19,6 @@ from tfnb.control_flow.staging.python_numbers import NUMBERS, shown
 from tfnb.control_flow.staging.statement import Statement, as_number, recorder_for, status
 from tfnb.control_flow.structure import sample_truth
 from tfnb.recording import Recorder, Tensor
-from tfnb.recording.torch_patches import varying_len
 
 
 class Range:
@@ -275,7 +274,7 @@ _GO_OVER: tuple[Any, ...] = (
 )  # fmt: skip
 BUILTINS: dict[Any, Callable[..., Any]] = {
     **NUMBERS,
-    range: _range, enumerate: _enumerate, zip: _zip, len: _len, varying_len: _len, print: _print, reversed: _reversed,
+    range: _range, enumerate: _enumerate, zip: _zip, len: _len, print: _print, reversed: _reversed,
     bool: _bool, **{each: _over(each) for each in _GO_OVER},
     any: _joined(any, torch.logical_or), all: _joined(all, torch.logical_and),
     max: _best("max", operator.gt, max, torch.sym_max), min: _best("min", operator.lt, min, torch.sym_min),

@@ -23,19 +23,15 @@ from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound, file_labe
 from tfnb.graph import Contents, Graph, Node, Owner, Source, Value, current
 from tfnb.graph.collector import uncollected
 from tfnb.graph.graph import new_id
-from tfnb.recording.cells.held_interrupts import at_user_lines
 from tfnb.recording.cells.new_contents import drop_unreachable_data, replaced
 from tfnb.recording.cells.replay_log import Rewound, past
 from tfnb.recording.cells.size_letters import substitute, unified_guards
 from tfnb.recording.dispatch.module_hooks import follow_modules
 from tfnb.recording.dispatch.recorder import Recorder
+from tfnb.recording.marks.held_interrupts import at_user_lines, raise_held
 from tfnb.recording.marks.scopes import Functions, clean
-from tfnb.recording.marks.while_recording import Shared, swapped
-from tfnb.recording.overrides.autograd_function import own_functions
 from tfnb.recording.overrides.function_overrides import FUNCTIONS
-from tfnb.recording.overrides.packed_sequences import packed_layers
 from tfnb.recording.overrides.rng_state import own_streams
-from tfnb.recording.subgraphs.recompute import checkpoints
 from tfnb.recording.torch_patches import surroundings
 from tfnb.recording.values.tensor import Base, Operation, Tensor
 
@@ -190,7 +186,7 @@ def _opened(
     """An open recording, and its commit. listed: the graph takes its name."""
     __tracebackhide__ = True
     _check_device(device)
-    with at_user_lines() as interrupts:
+    with at_user_lines():
         before = graph.contents
         kept = tuple(n for n in before.nodes if append or n.owner is None or n.owner.key != owner.key)
         recorder = Recorder(graph, owner, where=where, kept=kept, names=names, stop=stop, lazy=lazy)
@@ -203,7 +199,7 @@ def _opened(
                 yield recorder
                 recorder.settle()
             with uncollected():
-                _commit(recorder, before, names(), rewound, interrupts.check, append=append)
+                _commit(recorder, before, names(), rewound, raise_held, append=append)
         except BaseException:
             recorder.journal.undo()
             rewound.undo()
@@ -230,11 +226,7 @@ def _enter(stack: ExitStack, recorder: Recorder, device: Any) -> None:
     stack.enter_context(own_streams(recorder))
     stack.enter_context(_pushed(recorder))
     stack.enter_context(_listening(recorder))
-    stack.enter_context(packed_layers())
     stack.enter_context(follow_modules())
-    stack.enter_context(_born_parameters())
-    stack.enter_context(own_functions())
-    stack.enter_context(checkpoints())
     stack.enter_context(enable_python_dispatcher())
     stack.enter_context(torch._C._AutoDispatchBelowAutograd())
     stack.enter_context(recorder)
@@ -267,24 +259,6 @@ def _listening(recorder: Recorder) -> Iterator[None]:
         yield
     finally:
         recorder.symbols.listener = before
-
-
-_NEW = torch.nn.Parameter.__new__
-
-
-def _new_parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
-    """A Parameter made inside a recording holds plain values: what was drawn becomes its Variable's initial value."""
-    recorder = current.recording()
-    if not isinstance(recorder, Recorder):
-        return _NEW(cls, data, requires_grad)
-    with _disable_current_modes():
-        plain = data.sample.detach().clone() if isinstance(data, Tensor) else data
-        parameter = _NEW(cls, plain, requires_grad)
-    recorder.born[parameter] = True
-    return parameter
-
-
-_born_parameters = Shared(lambda: swapped((torch.nn.Parameter, "__new__", staticmethod(_new_parameter))))
 
 
 def _commit(

@@ -26,6 +26,7 @@ from tfnb.graph.node import leaves
 from tfnb.graph.op_facts import Op, facts, op_name
 from tfnb.graph.variable import updated
 from tfnb.recording.dispatch.recorded_call import record_call
+from tfnb.recording.marks.held_interrupts import raise_held
 from tfnb.recording.marks.notes import asked_in, warn_of_branch, warn_of_written, written_by_hand
 from tfnb.recording.marks.scopes import Scopes, clean
 from tfnb.recording.marks.tape import Tape
@@ -384,9 +385,11 @@ class Recorder(TorchDispatchMode):
             return higher_order.call(self, func, args, kwargs or {})
         with self.symbols.inside():
             try:
-                return self._dispatched(func, args, kwargs or {})
+                result = self._dispatched(func, args, kwargs or {})
             except GraphFormatError as error:
                 raise Unsupported(f"{op_name(func)}: {error}{self.tape.at()}", op=op_name(func)) from error
+        raise_held()
+        return result
 
     def _dispatched(self, func: Op, args: Any, kwargs: Any) -> Any:
         __tracebackhide__ = True

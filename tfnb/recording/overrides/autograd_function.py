@@ -16,7 +16,6 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from tfnb.errors import InvalidArgument, NoGradient, StaleNode, Unsupported
 from tfnb.graph import Variable
 from tfnb.recording.marks.scopes import clean
-from tfnb.recording.marks.while_recording import Shared, swapped
 from tfnb.recording.subgraphs.own_gradient import (
     FILLS,
     OwnRule,
@@ -62,6 +61,11 @@ class Context(FunctionCtx):
                 setattr(self, name, kept(recorder, value))
 
 
+def recorded_apply(original: Any) -> Any:
+    """`Function.apply` while something is recorded."""
+    return classmethod(_apply)
+
+
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     recorder = open_recording()
     if recorder is None or not issubclass(cls, torch.autograd.Function):
@@ -69,11 +73,6 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if cls in CHECKPOINTS:
         return CHECKPOINTS[cls](recorder, *args)
     return _record(recorder, cls, args, kwargs)
-
-
-# ``Function.apply`` calls the ``apply`` of its base class, and that one is shadowed, because a program may hold a
-# Function's own (``relu = MyRelu.apply``) from long before.
-own_functions = Shared(lambda: swapped((_Base, "apply", classmethod(_apply))))
 
 
 def _record(recorder: Recording, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -17,8 +17,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from tfnb.errors import Unsupported
 from tfnb.kernels import recurrent  # noqa: F401  defines torch.ops.tfnb
-from tfnb.recording.marks.while_recording import Shared, swapped
-from tfnb.recording.values.recording import Recording, inner_recording, open_recording
+from tfnb.recording.overrides.table import Stage, override
+from tfnb.recording.values.recording import Recording, inner_recording
 from tfnb.recording.values.tensor import Tensor
 
 aten, tfnb = torch.ops.aten, torch.ops.tfnb
@@ -154,16 +154,22 @@ def _packing(rec: Recording, batch_sizes: Any) -> Packing:
     return rec.packings[batch_sizes]
 
 
-def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A recurrent layer's forward, over a recorded packed sequence with its first state.
+_FORWARD = (nn.LSTM.forward, nn.GRU.forward, nn.RNN.forward)
+
+
+@override(Stage.MODULE, nn.RNNBase)
+def _layer(rec: Recording, module: nn.RNNBase) -> Any:
+    """The forward of a recurrent layer, over a recorded packed sequence with its first state.
 
     torch's forward would make a number of the rows to make and to check that state: it is made here, and the check
     is the ops'.
     """
+    original = type(module).forward
+    if original not in _FORWARD:
+        return NotImplemented
 
     def forward(self: nn.RNNBase, input: Any, hx: Any = None) -> Any:
-        rec = open_recording()
-        is_packed = rec is not None and isinstance(input, PackedSequence) and isinstance(input.batch_sizes, Tensor)
+        is_packed = isinstance(input, PackedSequence) and isinstance(input.batch_sizes, Tensor)
         if not is_packed or input.batch_sizes not in rec.packings:
             return original(self, input, hx)
         vars(self)["check_forward_args"] = lambda *unused: None
@@ -180,8 +186,3 @@ def _first_state(module: nn.RNNBase, sequence: PackedSequence, rec: Recording) -
     count, data = module.num_layers * (1 + module.bidirectional), sequence.data
     hx = data.new_zeros([count, rows, module.proj_size or module.hidden_size])
     return (hx, data.new_zeros([count, rows, module.hidden_size])) if isinstance(module, nn.LSTM) else hx
-
-
-packed_layers = Shared(
-    lambda: swapped(*((kind, "forward", _forward(kind.forward)) for kind in (nn.LSTM, nn.GRU, nn.RNN)))
-)

@@ -6,87 +6,72 @@ line, since recorded draws do not see it, and undone at the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tfnb.recording.marks.while_recording import Shared, swapped
 from tfnb.recording.values.recording import Recording, open_recording
 
 _OWN = torch.random.default_generator
-_before = WeakIdKeyDictionary()  # recorder -> the state of torch's generator, once something changed it
-_start = WeakIdKeyDictionary()  # recorder -> that state and its seed when the recording began
+_before = WeakIdKeyDictionary()  # recorder -> the states of torch's generators, once something changed them
+_start = WeakIdKeyDictionary()  # recorder -> those states and their seeds when the recording began
+
+
+def _generators() -> list[torch.Generator]:
+    """The processor's first."""
+    return [_OWN, *(torch.cuda.default_generators if torch.cuda.is_initialized() else ())]
 
 
 @contextmanager
 def own_streams(recorder: Recording) -> Iterator[None]:
     """For one recording: what it does to torch's random state is undone."""
-    _start[recorder] = _OWN.get_state(), _OWN.initial_seed()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    others = [(i, torch.cuda.get_rng_state(i)) for i in devices]
-    with _followed():
-        try:
-            yield
-        finally:
-            _look_at_seed(recorder)
-            if recorder in _before:
-                _OWN.set_state(_before.pop(recorder))
-                for i, state in others:
-                    torch.cuda.set_rng_state(state, i)
+    _start[recorder] = [(each.get_state(), each.initial_seed()) for each in _generators()]
+    try:
+        yield
+    finally:
+        _look_at_seeds(recorder)
+        for generator, state in zip(_generators(), _before.pop(recorder, ()), strict=False):
+            generator.set_state(state)
 
 
 def _changing(what: str) -> None:
     """Said before torch's generators change."""
     recorder = open_recording()
     if recorder is not None:
-        _look_at_seed(recorder)
+        _look_at_seeds(recorder)
         recorder.streams_differ(what)
-        _before.setdefault(recorder, _OWN.get_state())
+        _before.setdefault(recorder, [each.get_state() for each in _generators()])
 
 
-def _look_at_seed(recorder: Recording) -> None:
-    """The generator's own methods cannot be followed: what they did is seen afterwards."""
-    state, seed = _start[recorder]
-    if recorder not in _before and _OWN.initial_seed() != seed:
-        recorder.streams_differ("a seed given to torch.default_generator")
-        _before[recorder] = state
+def _look_at_seeds(recorder: Recording) -> None:
+    """What the methods of a generator did is seen afterwards: they cannot be followed."""
+    start = _start[recorder]
+    differ = any(each.initial_seed() != seed for each, (_, seed) in zip(_generators(), start, strict=False))
+    if recorder not in _before and differ:
+        recorder.streams_differ("a seed given to a generator of torch")
+        _before[recorder] = [state for state, _ in start]
 
 
-class _Followed:
-    """torch's generator as the functions of torch.random see it."""
+class Followed:
+    """torch's generator as the functions of torch.random see it while something is recorded."""
+
+    def __init__(self, original: torch.Generator) -> None:
+        self._original = original
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(_OWN, name)
+        return getattr(self._original, name)
 
     def manual_seed(self, seed: int) -> Any:
         _changing("torch.manual_seed")
-        return _OWN.manual_seed(seed)
+        return self._original.manual_seed(seed)
 
     def seed(self) -> int:
         _changing("torch.seed")
-        return _OWN.seed()
+        return self._original.seed()
 
     def set_state(self, state: Any) -> Any:
         _changing("torch.set_rng_state")
-        return _OWN.set_state(state)
-
-
-def _following(original: Callable[..., Any]) -> Callable[..., Any]:
-    def seed(*args: Any) -> Any:
-        _changing("torch.manual_seed")
-        return original(*args)
-
-    return seed
-
-
-def _patches() -> AbstractContextManager[None]:
-    cuda = [(torch.cuda, name, _following(getattr(torch.cuda, name))) for name in ("manual_seed", "manual_seed_all")]
-    return swapped((torch.random, "default_generator", _Followed()), *cuda)
-
-
-_followed = Shared(_patches)
-
-__all__ = ["own_streams"]
+        return self._original.set_state(state)

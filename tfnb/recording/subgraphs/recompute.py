@@ -19,7 +19,6 @@ import torch.utils.checkpoint
 from tfnb.graph import Node, Value
 from tfnb.graph.op_facts import facts_of
 from tfnb.graph.ops import WITH_GRADIENT
-from tfnb.recording.marks.while_recording import Shared, swapped
 from tfnb.recording.values.recording import Recording, open_recording
 
 RECOMPUTED = "recomputed"
@@ -155,19 +154,16 @@ def _reentrant(recorder: Recording, function: Any, preserve: bool, *args: Any) -
 CHECKPOINTS: dict[Any, Callable[..., Any]] = {torch.utils.checkpoint.CheckpointFunction: _reentrant}
 
 
-_GENERATOR = "_checkpoint_without_reentrant_generator"
-_ORIGINAL = getattr(torch.utils.checkpoint, _GENERATOR)
+def checkpoint_generator(original: Callable[..., Iterator[None]]) -> Callable[..., Iterator[None]]:
+    """What ``checkpoint(use_reentrant=False)`` runs, as a region while something is recorded."""
 
+    def generator(fn: Any, preserve: bool = True, context_fn: Any = None, *args: Any, **kwargs: Any) -> Iterator[None]:
+        recorder = open_recording()
+        if recorder is None:
+            yield from original(fn, preserve, context_fn, *args, **kwargs)
+            return
+        context = context_fn()[0] if context_fn is not None else nullcontext()
+        with context, region(recorder):
+            yield
 
-def _generator(fn: Any, preserve: bool = True, context_fn: Any = None, *args: Any, **kwargs: Any) -> Iterator[None]:
-    recorder = open_recording()
-    if recorder is None:
-        yield from _ORIGINAL(fn, preserve, context_fn, *args, **kwargs)
-        return
-    context = context_fn()[0] if context_fn is not None else nullcontext()
-    with context, region(recorder):
-        yield
-
-
-# What ``checkpoint(use_reentrant=False)`` runs is a region.
-checkpoints = Shared(lambda: swapped((torch.utils.checkpoint, _GENERATOR, _generator)))
+    return generator

@@ -18,6 +18,7 @@ from tfnb.graph.ops import overload
 from tfnb.graph.subgraph import row_places
 from tfnb.kernels.control import call, while_loop
 from tfnb.kernels.random import mix, seeded
+from tfnb.recording.marks.held_interrupts import raise_held
 
 Sizes = Callable[[Dim], Any]
 
@@ -29,6 +30,7 @@ def stream_seed(node: Node, graph_seed: int, run: int) -> int:
 
 def evaluate(node: Node, inputs: Sequence[Any], size: Sizes, seed: int, run: int = 0) -> tuple[torch.Tensor, ...]:
     """The outputs of one node on plain tensors; ``size`` gives the number that a symbolic argument is."""
+    raise_held()
 
     def argument(leaf: Any) -> Any:
         if isinstance(leaf, Ref):

@@ -298,7 +298,7 @@ class Tensor(torch.Tensor):
         recording = current.recording()
         outcome = bool(self.sample)
         if recording is not None:
-            checks = is_check(sys._getframe(1), outcome)
+            checks = is_check(sys._getframe(1))
             recording.branch(self, outcome, is_check=checks, raises="" if checks else None)
         return outcome
 

@@ -1,17 +1,18 @@
-"""Ctrl-C in a recording: raised in the user's code, never in the middle of what records.
+"""Ctrl-C in a recording: raised where an op has ended, never in the middle of what records.
 
 Torch calls the recorder from C++, and Python calls it where a dead tensor is cleaned up: what is raised there is lost,
-or becomes a TypeError of the operator. So an interrupt that comes there waits for the line below which it came: that
-frame is traced, and its next instruction raises (tried with Python 3.11). A recording without an interrupt pays
-nothing for that. A second interrupt counts at once, wherever it comes.
+or becomes a TypeError of the operator. So an interrupt that comes there is held, and `raise_held` raises it when the
+op ends, or the next one, or the recording. In the user's own code it is raised at once. A second interrupt counts at
+once, wherever it comes.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 from enum import Enum
 from types import FrameType
-from typing import Any, Self
+from typing import Self
 
 from tfnb.interrupts import handled
 
@@ -19,7 +20,7 @@ from tfnb.interrupts import handled
 class _Kind(Enum):
     LANDS = "an interrupt is raised there: the user's code, and rooms of tfnb whose work may end anywhere"
     PASSES = "as its caller"
-    WAITS = "an interrupt waits until the caller that it lands in goes on"
+    WAITS = "an interrupt waits until the op of the caller that it lands in ends"
 
 
 _ROOMS = {"recording": _Kind.WAITS, "graph": _Kind.WAITS, "interrupts": _Kind.WAITS, "kernels": _Kind.PASSES}
@@ -44,10 +45,6 @@ class at_user_lines:
 
     def __init__(self) -> None:
         self._handled = handled(self.on)
-        self._number = 0  # of the signal that waits
-        self._lands: FrameType | None = None  # where it is raised
-        self._traced: tuple[Any, bool] = (None, False)  # how that frame was traced before
-        self._tracer: Any = None  # of the thread, before
         self._is_open = False
 
     def __enter__(self) -> Self:
@@ -58,54 +55,38 @@ class at_user_lines:
     def __exit__(self, *exc: object) -> None:
         self._handled.__exit__()
         self._is_open = False
-        try:
-            self.check()
-        finally:
-            if self._tracer is not None and sys.gettrace() is None:
-                sys.settrace(self._tracer)  # Python drops the one that raised
-
-    def check(self) -> None:
-        """Raise an interrupt that waits."""
-        if self._lands is not None:
-            self._raise(self._number, self._lands)
+        raise_held()
 
     def on(self, number: int, frame: FrameType | None) -> None:
         """The handler. A program that put it aside may set it again after the recording: then it passes on."""
-        lands = _landing(frame) if self._is_open and self._lands is None else None
+        lands = _landing(frame) if self._is_open and not _held else None
         if lands is None:
-            self._raise(number, frame)
+            self.call(number, frame)
         else:
-            self._wait(number, lands)
+            _held.append((self, number, lands))
 
-    def _wait(self, number: int, lands: FrameType) -> None:
-        self._number, self._lands = number, lands
-        self._traced, self._tracer = (lands.f_trace, lands.f_trace_opcodes), sys.gettrace()
-        lands.f_trace, lands.f_trace_opcodes = self._landed, True
-        sys.settrace(self._called)
-
-    def _landed(self, frame: FrameType, event: str, arg: Any) -> None:
-        self._raise(self._number, frame)
-
-    def _called(self, frame: FrameType, event: str, arg: Any) -> None:
-        """A function of the user's that is called before the line goes on: the body of a branch."""
-        if _kind(frame) is _Kind.LANDS and self._lands is not None:
-            self._raise(self._number, frame)
-
-    def _raise(self, number: int, frame: FrameType | None) -> None:
-        if self._lands is not None:
-            self._lands.f_trace, self._lands.f_trace_opcodes = self._traced
-            self._lands = None
-            sys.settrace(self._tracer)
+    def call(self, number: int, frame: FrameType | None) -> None:
+        """Call the handler of the program, which raises KeyboardInterrupt if it is Python's."""
+        _held.clear()
         before = self._handled.before
         while isinstance(outer := getattr(before, "__self__", None), at_user_lines):
             before = outer._handled.before
         if before is not None:
             before(number, frame)
-        self._tracer = None
+
+
+_held: list[tuple[at_user_lines, int, FrameType]] = []  # the interrupt that waits: only the main thread gets any
+
+
+def raise_held() -> None:
+    """Raise an interrupt that waits."""
+    if _held and threading.current_thread() is threading.main_thread():
+        held, number, frame = _held[0]
+        held.call(number, frame)
 
 
 def _landing(frame: FrameType | None) -> FrameType | None:
-    """The frame that an interrupt of ``frame`` waits for; None where it may be raised at once."""
+    """The frame whose op an interrupt of ``frame`` waits for; None where it may be raised at once."""
     waits = False
     while frame is not None:
         kind = _kind(frame)
