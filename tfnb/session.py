@@ -7,6 +7,7 @@ the Variables, not to the session. The default session of a graph is behind `run
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
@@ -27,14 +28,14 @@ from tfnb.execution import TRACERS, Budget, Program, Trace, Tracer, profiling
 from tfnb.execution.budgeted import Planned
 from tfnb.execution.dataflow.executor import EXECUTORS, Dataflow, lowered
 from tfnb.execution.explain import check_timeout, deadline, explained
-from tfnb.execution.running import Running
+from tfnb.execution.running import Running, Stop
 from tfnb.execution.tiers import tiered as tiers
 from tfnb.feeding import Fed, Feeder, Shapes
 from tfnb.gradients import IndexedSlices
 from tfnb.graph import Graph, Node, Value, Variable
 from tfnb.graph.collector import uncollected
 from tfnb.graph.serial import graph_hash
-from tfnb.graph.writing import WRITERS, Cut
+from tfnb.graph.variable_locks import LOCKS, Cut, Hold, ensure_unchanged, versions
 from tfnb.memory import step_passes
 from tfnb.passes import LAYOUTS, Passes, chosen_layout, prune, table
 from tfnb.recording import graph as graph_named
@@ -145,10 +146,11 @@ class Session:
         fetches: tensors, Variables, Operations, names, or any nesting of list, tuple, dict, namedtuple of them.
         feed_dict: values for placeholders or any other tensor of the graph. timeout in seconds. trace: compute node by
         node with a clock, with ``"kernels"`` inside ``torch.profiler``, or with ``"parts"`` look at the clock between
-        parts only, at hardly any cost; ``self.trace`` then tells what took how long. isolation: while other threads
-        write Variables a step may read some before and some after a write; with ``"snapshot"`` it reads all as they
-        are at one moment, from copies. Raises FeedError, ShapeError, InvalidArgument for a missing feed, StaleNode;
-        variables are then as they were.
+        parts only, at hardly any cost; ``self.trace`` then tells what took how long. isolation: a step holds
+        the locks of its Variables until it is over, so steps of other threads that write them wait; with
+        ``"snapshot"`` it reads copies of one moment, and nobody waits. Raises FeedError, ShapeError, InvalidArgument
+        for a missing feed, StaleNode, and Aborted where a step that uses queues, or a snapshot, would write after
+        another step wrote what it read; variables are then as they were.
         """
         __tracebackhide__ = True
         if timeout is not None:
@@ -274,7 +276,7 @@ class Session:
             raise InvalidArgument(f"isolation is None or 'snapshot', not {isolation!r}")
         if self.cluster is not None:
             raise Unimplemented("isolation='snapshot' is of steps that run here: close the cluster")
-        return WRITERS.cut((*prepared.program.variables, *prepared.trailing))
+        return LOCKS.cut((*prepared.program.variables, *prepared.trailing))
 
     def _execute(self, prepared: _Prepared, fed: Fed, timeout: float | None, cut: Cut | None = None) -> list[Any]:
         __tracebackhide__ = True
@@ -282,9 +284,25 @@ class Session:
         if self.cluster is not None:
             return self._stoppable(prepared.program, None, self._on_cluster, prepared.program, tensors, timeout)
         program, forward = prepared.code(shapes)
-        results, pending = self._stoppable(program, timeout, self._compute, program, tensors, forward, cut)
-        program.commit(pending)
-        return results
+        return self._step(program, tensors, timeout, forward, program.commit, cut)
+
+    def _step(
+        self, program: Program, tensors: list[torch.Tensor], timeout: float | None, forward: Callable[..., Any],
+        commit: Callable[[Any], None], cut: Cut | None,
+    ) -> list[Any]:  # fmt: skip
+        """Compute, then commit, with the locks of the Variables."""
+        __tracebackhide__ = True
+        if program.access is None:
+            return self._stoppable(program, timeout, self._compute, program, tensors, forward)[0]  # type: ignore[no-any-return]
+        hold = Hold(program.access)
+        try:
+            with hold.token:
+                compute = self._locked if cut is None and not program.waits else self._aside
+                results, pending = self._stoppable(program, timeout, compute, hold, program, tensors, forward, cut)
+                commit(pending)
+        finally:
+            hold.leave()
+        return results  # type: ignore[no-any-return]
 
     def _traced(
         self, prepared: _Prepared, fed: Fed, timeout: float | None, how: bool | str, cut: Cut | None
@@ -301,8 +319,7 @@ class Session:
             raise Unimplemented("a traced run is generated code, without queues: run without trace=True")
         with profiling(how == "kernels") as profile:
             tracer = TRACERS[how](program)
-            results, pending = self._stoppable(program, timeout, self._compute, program, tensors, tracer.forward, cut)
-            tracer.commit(pending)
+            results = self._step(program, tensors, timeout, tracer.forward, tracer.commit, cut)
         tracer.end(results, profile.found)
         self._trace = tracer if tracer.by_parts else tracer.trace()
         self.graph.attached["trace"] = self._trace  # live drawings of the graph look there
@@ -319,8 +336,26 @@ class Session:
         finally:
             self._running.discard(running)
 
+    def _locked(self, hold: Hold, *args: Any) -> Any:
+        """`_compute` with the locks, which the step keeps until it committed."""
+        __tracebackhide__ = True
+        _take(hold)
+        return self._compute(*args)
+
+    def _aside(
+        self, hold: Hold, program: Program, tensors: list[torch.Tensor], forward: Callable[..., Any], cut: Cut | None
+    ) -> Any:
+        """`_compute` of a step that waits inside, or reads copies: the locks come after it, if nobody wrote since."""
+        __tracebackhide__ = True
+        seen = versions(program.variables) if cut is None else {v: cut.versions[v] for v in program.variables}
+        found = self._compute(program, tensors, forward, cut)
+        if program.writes:
+            _take(hold)
+            ensure_unchanged(seen)
+        return found
+
     def _compute(
-        self, program: Program, tensors: list[torch.Tensor], forward: Callable[..., Any], cut: Cut | None
+        self, program: Program, tensors: list[torch.Tensor], forward: Callable[..., Any], cut: Cut | None = None
     ) -> Any:
         __tracebackhide__ = True
         storages = [variable.storage for variable in program.variables]
@@ -391,8 +426,9 @@ class Session:
     def save(self, path: str | Path) -> None:
         """Write the graph's variables to one safetensors file."""
         contents = self.graph.contents
-        with nullcontext() if self.cluster is not None else WRITERS.lock:  # no step of another thread in between
-            values = {label: variable.value() for label, variable in contents.variables.items()}
+        variables = contents.variables
+        with nullcontext() if self.cluster is not None else LOCKS.read(*variables.values()):  # no step in between
+            values = {label: variable.value() for label, variable in variables.items()}
         checkpoint.save(path, values, {"graph": self.graph.name, "graph_hash": graph_hash(contents)})
 
     def restore(self, path: str | Path, *, strict: bool = True, mapping: Mapping[str, str] | None = None) -> Session:
@@ -404,7 +440,7 @@ class Session:
         tensors, _ = checkpoint.load(path)
         labels = self.graph.contents.variables
         specs = {label: variable.spec for label, variable in labels.items()}
-        with nullcontext() if self.cluster is not None else WRITERS.lock:
+        with nullcontext() if self.cluster is not None else LOCKS.write(*labels.values()):
             for label, tensor in checkpoint.match(tensors, specs, strict=strict, mapping=mapping).items():
                 labels[label].set(tensor)
         return self
@@ -438,6 +474,17 @@ class Session:
 
 
 # -- the default session -------------------------------------------------------------------------------------------
+
+
+def _take(hold: Hold) -> None:
+    """Wait for the locks; the error of a deadline says for which."""
+    start = time.monotonic()
+    try:
+        LOCKS.take(hold)
+    except Stop as stop:
+        names = ", ".join(variable.name for variable in hold.access.variables)
+        stop.waits = (f"Variables that other steps use ({names}), for {time.monotonic() - start:.1f} s",)
+        raise
 
 
 def default_session(graph: Graph) -> Session:

@@ -1,7 +1,7 @@
 """A step computed in parts (TensorFlow's partial run): semantics S-58, S-59.
 
 The generated program's nodes are computed when a fetch first needs them and kept as long as somebody may still ask.
-Nothing is written before the last fetch.
+Nothing is written before the last fetch, which raises Aborted if another step wrote what this one read: S-57.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tfnb.errors import InvalidArgument, TfnbError
 from tfnb.execution import Program
 from tfnb.execution.explain import explained
 from tfnb.feeding import Feeder
-from tfnb.graph.writing import WRITERS
+from tfnb.graph.variable_locks import LOCKS, ensure_unchanged, versions
 
 
 class Step:
@@ -37,12 +37,10 @@ class Step:
         inputs = program.module.graph.find_nodes(op="placeholder")
         self._inputs = inputs[: len(program.feeds)]
         self._results: Any = program.module.graph.output_node().args[0]  # a tuple, as lowering made it
-        cut = WRITERS.cut(program.private)
-        self._seen = cut.count
+        self._seen = versions(program.variables)
         self._storages = [variable.storage for variable in program.variables]
         rest = inputs[len(program.feeds) :]
-        reads = map(cut.copies.get, program.variables, self._storages)
-        self._known: dict[fx.Node, Any] = dict(zip(rest, [*reads, run], strict=True))
+        self._known: dict[fx.Node, Any] = dict(zip(rest, [*self._storages, run], strict=True))
         self._ran: set[fx.Node] = set()  # also those whose values were dropped
         self._interpreter = fx.Interpreter(program.module, garbage_collect_values=False)
         recorded = {program.node_of[n.name].id: n for n in program.module.graph.nodes if n.name in program.node_of}
@@ -143,9 +141,11 @@ class Step:
             return (*fetched, *(self._value(result) for result in self._results[program.n_fetches :]))
 
         _, pending = program.compute([], self._storages, 0, rest)
-        pending.seen = self._seen
-        program.commit(pending)
         self._end("step is finished: everything was fetched")
+        if program.access is not None and program.writes:
+            with LOCKS.held(program.access):
+                ensure_unchanged(self._seen)
+                program.commit(pending)
 
     def _forget(self) -> None:
         """Drop values that nothing left to compute takes."""

@@ -2,8 +2,7 @@
 
 A list call (a fused kernel, a foreach copy) has no Python between its writes. Where there are several, SIGINT is
 held back until they are done: in generated code with many in-place writes, Ctrl-C leaves a mixed state nearly always.
-Steps of several threads write one after the other. Where another one wrote since a step read, new values that depend on
-old ones are computed again from what is stored now, before the first write, so that no update is lost.
+Whoever commits holds the locks of the Variables (`tfnb.graph.variable_locks`).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tfnb.graph.writing import WRITERS
+from tfnb.graph import Variable
 from tfnb.interrupts import no_interrupt
 
 
@@ -31,24 +30,20 @@ class Update:
 class Pending:
     """What a computed step will write.
 
-    seen: the count of writes before the step read its first Variable. again: puts values in the place of those that
-    depend on what another step overwrote. values: tensors, and numbers for tensors of one element.
+    values: tensors, and numbers for tensors of one element. variables: all that are written, also by updates.
     """
 
     targets: list[torch.Tensor]
     values: list[Any]
     updates: list[Update]
-    seen: int = 0
-    again: Callable[[Pending], None] | None = None
+    variables: tuple[Variable, ...] = ()
 
 
 def commit(pending: Pending) -> None:
     """Write everything."""
     if not pending.updates and not pending.targets:
         return
-    with no_interrupt(), WRITERS.lock:
-        if pending.again is not None and pending.seen != WRITERS.count:
-            pending.again(pending)
+    with no_interrupt():
         try:
             for update in pending.updates:
                 update.kernel(update.rows, **update.settings)
@@ -58,7 +53,8 @@ def commit(pending: Pending) -> None:
             for target, number in numbers:
                 target.fill_(number)
         finally:
-            WRITERS.count += 1
+            for variable in pending.variables:
+                variable.version += 1
 
 
 def _changed(

@@ -20,7 +20,7 @@ from tfnb.errors import FailedPrecondition, InvalidArgument, ShapeError
 from tfnb.graph import current
 from tfnb.graph.held import Held
 from tfnb.graph.spec import Spec, flows
-from tfnb.graph.writing import WRITERS
+from tfnb.graph.variable_locks import LOCKS
 
 _serial = itertools.count()
 
@@ -112,6 +112,7 @@ class Variable:
         self.held: Held | None = None
         self._fitting: torch.Tensor | None = None  # what was held when it was last looked at
         self.key = f"v{next(_serial)}"
+        self.version = 0  # counts writes
         self.name = name
         self._trainable = trainable
         self._leads = False
@@ -187,12 +188,15 @@ class Variable:
         """Write the local storage, wherever the value lives; raises ShapeError for another shape or dtype."""
         if tuple(value.shape) != tuple(self.spec.shape) or value.dtype != self.spec.dtype:
             raise ShapeError(f"cannot assign {Spec.of(value)} to variable {self.name}, which is {self.spec}")
-        with torch.no_grad(), WRITERS.one():
-            if not self.initialized:
-                owned = torch.empty(self.shape, dtype=self.dtype, device=self.spec.device).copy_(value)
-                self._storage = lambda: owned
-            else:
-                self.storage.copy_(value)
+        with torch.no_grad(), LOCKS.write(self):
+            try:
+                if not self.initialized:
+                    owned = torch.empty(self.shape, dtype=self.dtype, device=self.spec.device).copy_(value)
+                    self._storage = lambda: owned
+                else:
+                    self.storage.copy_(value)
+            finally:
+                self.version += 1
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -226,7 +230,7 @@ class Variable:
         with _disable_current_modes():
             if self.home is not None:
                 return self.home.value(self)
-            with WRITERS.lock:  # not one that is half written
+            with LOCKS.read(self):  # not one that is half written
                 return self.storage.clone()
 
     def set(self, value: torch.Tensor) -> None:
@@ -260,7 +264,7 @@ class Variable:
             return recording.write(self, kind, *args)
         *indices, value = args
         operands = [*(self._rows(i) for i in indices), self._operand(value)]
-        with WRITERS.lock if self.home is None else nullcontext():
+        with LOCKS.write(self) if self.home is None else nullcontext():
             old = operands[-1] if kind == "assign" else self.value()  # an uninitialised variable may be assigned
             new = updated(old, kind, *operands)
             self.set(new)

@@ -2,12 +2,11 @@
 
 `pipeline` has their order. `prune` keeps what a run needs. Until nothing changes: `fold` constants, `simplify` by a
 table, `merge` equal nodes (`region_merging`: loops and branches). Once, what a commit does in place: `absorb`, `sink`,
-`hoist`, `again`. Once, kernels and order: `stack` products, `memory_format`, `narrow`, `order`, `numbers`, `donate`.
+`hoist`. Once, kernels and order: `stack` products, `memory_format`, `narrow`, `order`, `numbers`, `donate`.
 What passes share: `rewrite`, `resolve` (the state that nodes see), `liveness` (which values are held when).
 """
 
 from tfnb.passes.absorb import absorb
-from tfnb.passes.again import again
 from tfnb.passes.donate import donate, overwriting
 from tfnb.passes.fold import fold
 from tfnb.passes.hoist import hoist
@@ -24,8 +23,7 @@ from tfnb.passes.sink import sink
 from tfnb.passes.stack import stack
 
 __all__ = [
-    "LAID_OUT", "LAYOUTS", "ONCE", "PIPELINE", "Memory", "Passes", "Stage", "absorb", "again", "channels_last",
-    "chosen_layout",
+    "LAID_OUT", "LAYOUTS", "ONCE", "PIPELINE", "Memory", "Passes", "Stage", "absorb", "channels_last", "chosen_layout",
     "donate", "feed_symbols", "fold", "hoist", "merge", "narrow", "numbers", "optimize", "order", "overwriting", "peak",
     "prune", "simplify", "sink", "split", "stack", "stages", "table", "with_fed",
 ]  # fmt: skip

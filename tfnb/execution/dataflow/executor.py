@@ -22,11 +22,10 @@ from tfnb.execution.dataflow.pool import Lanes
 from tfnb.execution.dataflow.templates import Plan, Planner
 from tfnb.execution.lowering.lower import lower
 from tfnb.execution.lowering.program import Program
-from tfnb.execution.re_execution import Stale
 from tfnb.execution.running import Stop
 from tfnb.graph import Dim, Graph, Node, Spec, Value, Variable, ops
 from tfnb.graph.subgraph import uses_queues
-from tfnb.graph.writing import WRITERS, Cut
+from tfnb.graph.variable_locks import Access, Cut
 from tfnb.memory import LAST
 from tfnb.passes import feed_symbols, optimize, prune
 from tfnb.passes.rewrite import Pass
@@ -228,10 +227,8 @@ class Dataflow:
         self.whole, self.fetches, self.feeds = graph, tuple(fetches), tuple(feeds)
         heap.settle()
         unburden(graph)
-        self.stale = Stale(graph, self.fetches, self.feeds, fuses=False)
-        wanted = (*self.fetches, *self.stale.operands)
         # no pass that counts on an order: regions have their own
-        self.graph = optimize(graph, wanted, self.feeds, last=())
+        self.graph = optimize(graph, self.fetches, self.feeds, last=())
         by_id = graph.contents.by_id
         symbols = {
             s: (value, by_id[value.node].outputs[value.index])
@@ -244,12 +241,15 @@ class Dataflow:
 
         planner = Planner(flow, spec, graph.seed)
         ports = [
-            (flow.ports[value], ()) if by_id[value.node].outputs else (None, flow.done[value.node]) for value in wanted
+            (flow.ports[value], ()) if by_id[value.node].outputs else (None, flow.done[value.node])
+            for value in self.fetches
         ]
         self.plan = planner.plan(ports, [flow.ports[value] for value in self.feeds])
         self.variables: tuple[Variable, ...] = tuple(dict.fromkeys((*self.plan.storages, *self.plan.writes)))
         self.writes: tuple[Variable, ...] = self.plan.writes
         self.inner: tuple[Program, ...] = tuple(self.plan.programs)
+        self.access = Access(self.variables, self.writes) if self.variables else None
+        self.waits = any(map(uses_queues, self.graph.nodes))  # for what other steps do
         self.forward = None  # there is no one function
 
     def compute(
@@ -258,9 +258,9 @@ class Dataflow:
     ) -> tuple[list[torch.Tensor | None], Pending]:  # fmt: skip
         """Fetched values, and the writes of the step; no Variable is written. Queues are used on the way."""
         plan, fed = self.plan, list(feeds)
-        cut = WRITERS.cut(self.stale.private) if cut is None else cut
         live = dict(zip(self.variables, storages, strict=True))
-        stored = live | {variable: copy for variable, copy in cut.copies.items() if variable in live}
+        copies = {} if cut is None else cut.copies
+        stored = live | {variable: copy for variable, copy in copies.items() if variable in live}
         start = [*zip(plan.feeds, fed, strict=True), *plan.given, (plan.run, run)]
         start += [(edges, stored[variable]) for variable, edges in plan.storages.items()]
         borrowed = Borrowed([*stored.values(), *(value for _, value in plan.given)])
@@ -269,9 +269,7 @@ class Dataflow:
         results = [borrowed.own(value) for value in found]
         targets = [live[variable] for variable in self.writes]
         count = len(self.fetches)
-        fetched, operands = results[:count], results[count : count + len(self.stale.operands)]
-        again = self.stale.call(self.writes, self.variables, storages, operands, fetched)
-        return fetched, Pending(targets, results[count + len(operands) :], [], cut.count, again)
+        return results[:count], Pending(targets, results[count:], [], self.writes)
 
     @staticmethod
     def commit(pending: Pending) -> None:

@@ -22,7 +22,6 @@ from tfnb.execution.lowering.control_flow_code import REGIONS, Call
 from tfnb.execution.lowering.fused_updates import in_place_updates, settings, written
 from tfnb.execution.lowering.loop_in_place import NOTHING, WRITES, in_place, writes_last
 from tfnb.execution.lowering.program import Donation, Program
-from tfnb.execution.re_execution import Stale
 from tfnb.graph import Graph, Guard, Node, Recursion, Ref, Subgraph, Value, Variable, ops
 from tfnb.graph.collector import uncollected
 from tfnb.graph.node import map_leaves
@@ -48,9 +47,7 @@ def lower(graph: Graph, fetches: Iterable[Value], feeds: Iterable[Value], last: 
     heap.settle()
     unburden(graph)
     with uncollected():
-        stale = Stale(graph, fetches, feeds, fuses=True)
-        optimized = optimize(graph, (*fetches, *stale.operands), feeds, last)
-        return _Lowering(graph, optimized, fetches, feeds, stale).program()
+        return _Lowering(graph, optimize(graph, fetches, feeds, last), fetches, feeds).program()
 
 
 def subprogram(
@@ -75,11 +72,9 @@ class _Lowering:
     """One lowering: an fx graph under construction and where each value stands in it."""
 
     def __init__(
-        self, graph: Graph, pruned: Graph, fetches: tuple[Value, ...], feeds: tuple[Value, ...],
-        stale: Stale | None = None,
+        self, graph: Graph, pruned: Graph, fetches: tuple[Value, ...], feeds: tuple[Value, ...]
     ) -> None:  # fmt: skip
         self.whole, self.graph, self.fetches, self.feeds = graph, pruned, fetches, feeds
-        self.stale, self.operands = stale, () if stale is None else stale.operands
         self.fx = fx.Graph()
         self.tracer = fx.proxy.GraphAppendingTracer(self.fx)
         self.root = torch.nn.Module()
@@ -92,7 +87,7 @@ class _Lowering:
         self.needed_symbols = {s for node in pruned.nodes for s in node.symbols}
         self.node_of: dict[str, Node] = {}
         self.donated: dict[fx.Node, Donation] = {}
-        self.kept_rows = kept_rows(pruned.contents, (*fetches, *self.operands))
+        self.kept_rows = kept_rows(pruned.contents, fetches)
         self.counted = counted_in_runs(pruned.contents, self.kept_rows, feed_symbols(graph.contents, feeds))
         self.inner: list[Any] = []
         self.in_place = NOTHING
@@ -113,7 +108,7 @@ class _Lowering:
         for guard in checks:  # what is asked of sizes that only data tell is a node
             if self.symbols.keys() >= set(guard.symbols):
                 self.fx.call_function(Relation(guard), tuple(self.symbols[s].node for s in guard.symbols))
-        fused = in_place_updates(self.graph, (*self.fetches, *self.operands), self.feeds)
+        fused = in_place_updates(self.graph, self.fetches, self.feeds)
         for node in contents.nodes:
             if node.id not in fused:
                 self._emit(node)
@@ -250,8 +245,7 @@ class _Lowering:
         """A loop or branches: one call, for the outputs that somebody takes."""
         kind, names = REGIONS[node.op]
         values = [node.value(index) for index in range(len(node.outputs))]
-        fetched = {*self.fetches, *self.operands}
-        taken = {v.index for v in values if v in self.graph.contents.consumers or v in fetched}
+        taken = {v.index for v in values if v in self.graph.contents.consumers or v in self.fetches}
         taken.update(self._tellers(node, taken))
         more = (self.kept_rows, self.counted, self._is_zero) if node.op == ops.WHILE else ()
         call = kind(node, self._subprogram, taken, *more)
@@ -346,8 +340,6 @@ class _Lowering:
                 if node.op in ROWS:
                     within.append((len(out) - len(self.fetches) + 1, _rows(node), node))
                 out += inputs
-        private = frozenset[Variable]() if self.stale is None else self.stale.private
-        out += map(self._fetched, self.operands)
         self.fx.output(tuple(out))
         assigned = [n.attrs["variable"] for n in self.graph.nodes if n.op == "tfnb.assign"]
         return Program(
@@ -356,8 +348,8 @@ class _Lowering:
             n_fetches=len(self.fetches), copies=tuple(place[v] for v in self.written),
             updates=tuple((op, kwargs, tuple(lengths)) for op, kwargs, lengths in groups.values()),
             within=tuple(within),
-            inner=tuple(self.inner), written=self.in_place.places, donated=self.donated, stale=self.stale,
-            private=private, specs=self._specs(),
+            inner=tuple(self.inner), written=self.in_place.places, donated=self.donated,
+            specs=self._specs(),
         )  # fmt: skip
 
     def _specs(self) -> dict[str, Spec]:

@@ -5,19 +5,18 @@ Made by `tfnb.execution.lowering.lower`. What may fail of a commit is looked at 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
 from tfnb.execution.commit import Pending, Update, commit
 from tfnb.execution.lowering.fused_updates import IN_PLACE
-from tfnb.execution.re_execution import Stale
 from tfnb.graph import Graph, Node, Spec, Value, Variable
 from tfnb.graph.op_facts import facts_of
-from tfnb.graph.writing import WRITERS, Cut
+from tfnb.graph.variable_locks import Access, Cut
 from tfnb.kernels.places import outside
 
 
@@ -28,6 +27,8 @@ class Program:
     ``compute(feeds, storages, run)`` takes one tensor for each of ``feeds`` and one storage for each of ``variables``
     and returns the fetched values and what is to be written; ``commit`` writes it.
     """
+
+    waits: ClassVar[bool] = False  # for what other steps do
 
     graph: Graph  # pruned
     whole: Graph  # what it was lowered from
@@ -44,18 +45,18 @@ class Program:
     inner: tuple[Program, ...]  # of the subgraphs that loops and branches run
     written: tuple[int, ...]  # of a loop's body: places of the carried values that it writes in place
     donated: Mapping[fx.Node, Donation]  # what writes into its first argument
-    stale: Stale | None  # what the commit computes again after another step's; None in loops and branches
-    private: frozenset[Variable]  # read from a copy
     specs: Mapping[str, Spec]  # generated name -> what its value is
     forward: Callable[..., tuple[Any, ...]] = field(init=False)
     quick: Any = field(
         init=False, default=None
     )  # the same by `tfnb.execution.tiers.scalarize`, where a session runs that
     probed: dict[bool, Any] = field(init=False, default_factory=dict)  # the code with probes, by `tracing`
+    access: Access | None = field(init=False)  # None of a program without Variables
     late: tuple[int, ...] = field(init=False)  # places of feeds that the commit takes as they are, or as views
 
     def __post_init__(self) -> None:
         self.late = self._late() if self.writes else ()
+        self.access = Access(self.variables, self.writes) if self.variables else None
         self.module.__dict__.update(self.module.named_buffers())  # constants, found without a call of __getattr__
         self.forward = self.module.forward
 
@@ -73,10 +74,7 @@ class Program:
         forward: other code that computes what the generated ``self.forward`` does. cut: what to read in place of the
         storages.
         """
-        seen, read = WRITERS.count, storages
-        copied = WRITERS.cut(self.private) if cut is None and self.private else cut
-        if copied is not None:
-            seen, read = copied.count, list(map(copied.copies.get, self.variables, storages))
+        read = storages if cut is None else list(map(cut.copies.get, self.variables, storages))
         if self.late:
             feeds = self.apart(dict(enumerate(feeds)), storages).values()
         out = (forward or self.forward)(*feeds, *read, run)  # nothing requires grad: grad mode does not matter
@@ -99,7 +97,7 @@ class Program:
                 updates.append(Update(IN_PLACE[op], rows, kwargs))
         if read is not storages:
             values = _stored(updates, values, dict(zip(map(id, read), storages, strict=True)))
-        return fetched, Pending(targets, values, updates, seen, self._again(storages, rest[at:], fetched))
+        return fetched, Pending(targets, values, updates, self.writes)
 
     def _late(self) -> tuple[int, ...]:
         inputs = self.module.graph.find_nodes(op="placeholder")[: len(self.feeds)]
@@ -124,15 +122,6 @@ class Program:
             if kept[place].untyped_storage().data_ptr() in memory:
                 kept[place] = kept[place].clone()
         return kept
-
-    def _again(
-        self, storages: Sequence[torch.Tensor], operands: Sequence[torch.Tensor], fetched: list[torch.Tensor | None]
-    ) -> Callable[[Pending], None] | None:
-        if self.stale is None or not self.copies:
-            return None
-        return self.stale.call(
-            [self.variables[place] for place in self.copies], self.variables, storages, operands, fetched
-        )
 
     @staticmethod
     def commit(pending: Pending) -> None:

@@ -262,11 +262,8 @@ class Captured:
         return [at for at, node in enumerate(tensors) if any(user.op != "output" for user in node.users)]
 
     def _is_copied(self, at: int) -> bool:
-        """Whether it is copied for each launch: feeds, what a step reads from a copy, what moved too often."""
-        of_feeds = len(self.program.feeds)
-        return (
-            at < of_feeds or self.program.variables[at - of_feeds] in self.program.private or self._moves[at] >= MOVES
-        )
+        """Whether it is copied for each launch: feeds, and what moved too often."""
+        return at < len(self.program.feeds) or self._moves[at] >= MOVES
 
     def _with_generators(self) -> tuple[Forward, tuple[Seeded, ...]]:
         """The code with a generator for each random op."""

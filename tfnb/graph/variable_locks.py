@@ -1,0 +1,168 @@
+"""Reader/writer locks of Variables: who may read and write them, step by step.
+
+A step asks for all that it reads and writes at once, and waits for the steps before it that conflict: those that write
+what it uses, or use what it writes. Steps wait only for earlier ones, so they cannot wait for each other, and steps of
+different models never wait. What a thread does inside of its own step (a hook, a finalizer) is part of that step.
+
+A hold ends with the block of its token, a lock of C: no interrupt can come between the end of the block and the
+release. Whoever waits looks again every `TURN`, so a missed wake-up costs no more than that.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from tfnb.errors import Aborted
+
+TURN = 0.05  # seconds; Python raises nothing in a thread that waits for longer
+
+
+class Stored(Protocol):
+    """A Variable. ``version`` counts its writes."""
+
+    key: str
+    name: str
+    version: int
+
+    @property
+    def storage(self) -> torch.Tensor: ...
+
+
+class Access:
+    """What a step reads and what it writes."""
+
+    __slots__ = ("used", "variables", "written")
+
+    def __init__(self, variables: Iterable[Stored], written: Iterable[Stored] = ()) -> None:
+        self.variables = tuple(variables)
+        self.written = frozenset(variable.key for variable in written)
+        self.used = frozenset(variable.key for variable in self.variables) | self.written
+
+    def conflicts(self, other: Access) -> bool:
+        """Whether one of the two writes what the other one uses."""
+        return not (self.written.isdisjoint(other.used) and other.written.isdisjoint(self.used))
+
+    def names(self, other: Access) -> str:
+        """Of its Variables those that the other one uses."""
+        return ", ".join(variable.name for variable in self.variables if variable.key in other.used)
+
+
+class Hold:
+    """One step's locks, from `Locks.take` until the block of ``token`` is left; then `leave` wakes who waits."""
+
+    __slots__ = ("access", "is_granted", "thread", "token", "waiters")
+
+    def __init__(self, access: Access) -> None:
+        self.access, self.thread, self.token = access, threading.get_ident(), threading.Lock()
+        self.is_granted = False
+        self.waiters: list[threading.Event] = []
+
+    def leave(self) -> None:
+        """After the block."""
+        self.access = NOTHING
+        for event in self.waiters:
+            event.set()
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Copies of Variables, all of one moment, and how often each had been written by then."""
+
+    versions: Mapping[Any, int]
+    copies: Mapping[Any, torch.Tensor]
+
+
+class Locks:
+    """The locks of all Variables of the process."""
+
+    def __init__(self) -> None:
+        self._mutex = threading.RLock()  # a finalizer may ask inside of it
+        self._holds: list[Hold] = []  # in the order in which they asked
+        self._waiting: dict[int, Hold] = {}  # by thread
+
+    def take(self, hold: Hold) -> None:
+        """Wait until the Variables are free; inside of the block of ``hold.token``."""
+        with self._mutex:
+            earlier = [other for other in self._holds if other.token.locked()]
+            self._holds = [*earlier, hold]
+        if earlier:
+            self._wait(hold, earlier)
+        hold.is_granted = True
+
+    def _wait(self, hold: Hold, earlier: list[Hold]) -> None:
+        is_nested = any(other.thread == hold.thread for other in earlier)  # those that wait may wait for this thread
+        for other in earlier:
+            if other.thread == hold.thread or not (other.is_granted or not is_nested):
+                continue
+            if not other.access.conflicts(hold.access):
+                continue
+            freed = threading.Event()
+            other.waiters.append(freed)
+            self._waiting[hold.thread] = other
+            try:
+                while other.token.locked():
+                    if is_nested and self._comes_back(other, hold.thread):
+                        raise Aborted(
+                            f"a step holds {hold.access.names(other.access)} and waits for what this step holds: run "
+                            "it again"
+                        )
+                    freed.wait(TURN)
+            finally:
+                del self._waiting[hold.thread]
+
+    def _comes_back(self, hold: Hold | None, thread: int) -> bool:
+        """Whether the thread that has a hold waits, through others, for this one."""
+        seen = set[int]()
+        while hold is not None and hold.thread not in seen:
+            seen.add(hold.thread)
+            hold = self._waiting.get(hold.thread)
+        return thread in seen
+
+    @contextmanager
+    def held(self, access: Access) -> Iterator[None]:
+        """A block that has these locks."""
+        hold = Hold(access)
+        try:
+            with hold.token:
+                self.take(hold)
+                yield
+        finally:
+            hold.leave()
+
+    def read(self, *variables: Stored) -> Any:
+        """A block in which nobody else writes these Variables."""
+        return self.held(Access(variables))
+
+    def write(self, *variables: Stored) -> Any:
+        """A block in which nobody else reads or writes these Variables."""
+        return self.held(Access(variables, variables))
+
+    def cut(self, variables: Iterable[Stored]) -> Cut:
+        """Copies of what these Variables hold here, all of one moment."""
+        found = tuple(variables)
+        with self.read(*found):
+            return Cut(versions(found), {variable: variable.storage.clone() for variable in found})
+
+
+def versions(variables: Iterable[Stored]) -> dict[Any, int]:
+    """How often each was written so far."""
+    return {variable: variable.version for variable in variables}
+
+
+def ensure_unchanged(seen: Mapping[Any, int]) -> None:
+    """Raise Aborted if one of these Variables was written since; with their locks held."""
+    written = [variable.name for variable, version in seen.items() if variable.version != version]
+    if written:
+        raise Aborted(
+            f"another step wrote {', '.join(written)} after this step read it; nothing was written: run this step again"
+        )
+
+
+NOTHING = Access(())
+LOCKS = Locks()
