@@ -201,10 +201,26 @@ def test_terminal_shows_one_line_after_a_while(monkeypatch):
     assert screen.text == ""
     monkeypatch.setattr(fitting, "SHOWN_AFTER", 0.0)
     monkeypatch.setattr(fitting, "SHOWN_EVERY", 0.0)
-    tfnb.fit(value, {x: X[:, 0]}, steps=3, watch={"count": value})
+    result = tfnb.fit(value, {x: X[:, 0]}, steps=3, watch={"count": value})
     lines = screen.text.split("\r")
-    assert lines[2].startswith("graph: step 2/3 ") and "count 5" in lines[2] and "s left" in lines[2]
-    assert lines[-1].startswith("graph: 3 steps in ") and lines[-1].endswith("\n")
+    assert lines[2].startswith("graph: step 2/3 ") and "count 4.36" in lines[2] and "s left" in lines[2]
+    assert lines[-1].startswith(f"graph: {result.summary}") and lines[-1].endswith("\n")
+    assert f"count {result.history[-1]['count']:.4g}" in lines[-1]  # one number, wherever it is shown
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_the_panel_and_the_result_say_the_same_numbers(monkeypatch, epochs):
+    shown = []
+
+    class Panel(fitting._Panel):
+        def finish(self, text, metrics, curve):
+            shown.append((text, dict(metrics), list(curve)))
+
+    monkeypatch.setattr(fitting, "_front", Panel)
+    x, y, loss, step = recorded(network())
+    result = tfnb.fit(step, {x: X, y: Y}, epochs=epochs, watch={"loss": loss})
+    assert shown == [(result.summary, {"loss": result.history[-1]["loss"]}, result.curve)]
+    assert result.summary == repr(result).split("\n")[0]
 
 
 def test_without_a_terminal_progress_is_logged(monkeypatch, caplog):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import logging
-import math
 import sys
 import time
 import warnings
@@ -32,9 +31,11 @@ from tfnb.session import Session, default_session
 from tfnb.structures import graph_of, value_of
 from tfnb.train.batches import Batch, Batches, batches, name_of
 from tfnb.train.metrics import Metrics
+from tfnb.widgets.curve import number, svg
 
 log = logging.getLogger("tfnb.fit")
 
+Curve = Sequence[Mapping[str, float]]  # of `Metrics`
 Taken = Generator[tuple[Batch, Sequence[torch.Tensor]], None, None]
 
 MODES = ("sync", "async")
@@ -58,20 +59,29 @@ class RunResult:
     seconds: float
     curve: list[dict[str, Any]] = field(default_factory=list)
 
+    @property
+    def summary(self) -> str:
+        """How many steps in how many seconds."""
+        rate = f", {number(self.steps / self.seconds)} steps/s" if self.seconds else ""
+        return f"{self.steps} steps in {self.seconds:.2f} s{rate}"
+
     def __repr__(self) -> str:
-        rate = f", {_number(self.steps / self.seconds)} steps/s" if self.seconds else ""
-        lines = [f"{self.steps} steps in {self.seconds:.2f} s{rate}"]
-        lines += ["  " + "  ".join(f"{k} {_number(v)}" for k, v in entry.items()) for entry in self.history[-10:]]
+        lines = [self.summary]
+        lines += ["  " + "  ".join(f"{k} {number(v)}" for k, v in entry.items()) for entry in self.history[-10:]]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         heads = "".join(f"<th>{escape(name)}</th>" for name in (self.history[-1] if self.history else {}))
-        cells = ("".join(f"<td>{_number(value)}</td>" for value in entry.values()) for entry in self.history[-10:])
+        cells = ("".join(f"<td>{number(value)}</td>" for value in entry.values()) for entry in self.history[-10:])
         rows = "".join(f"<tr>{row}</tr>" for row in cells)
         names = [name for name in (self.curve[-1] if self.curve else {}) if name not in ("epoch", "step")]
-        curves = "".join(_curve_svg(name, [(p["step"], p[name]) for p in self.curve]) for name in names)
-        first = escape(repr(self).split("\n")[0])
-        return f"<div>{first}</div>{curves}<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
+        curves = "".join(
+            f"<figure>{svg(name, [(p['step'], p[name]) for p in self.curve])}<figcaption>{escape(name)}</figcaption>"
+            "</figure>"
+            for name in names
+        )
+        table = f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
+        return f"<div>{escape(self.summary)}</div>{curves}{table}"
 
 
 def fit(
@@ -207,7 +217,7 @@ class _Run:
         __tracebackhide__ = True
         self._read()
         if seconds >= SHOWN_AFTER:
-            self._front.update(self.step, self._metrics.latest(), self.step / seconds)
+            self._front.update(self.step, self._metrics.means(), self.step / seconds, self._metrics.curve())
         if self.timeout is not None and self._cluster is None and seconds > self.timeout:
             raise DeadlineExceeded(
                 f"fit did not end within {self.timeout} s; variables are at step {self.step}", step=self.step
@@ -230,15 +240,19 @@ class _Run:
             self._metrics.end_epoch(self._epoch, self.step)
         self._read()
         seconds = time.perf_counter() - self._start
-        self._front.finish(f"{self.step} steps in {seconds:.1f} s")
-        return RunResult(self.step, self._metrics.history, seconds, self._metrics.curve())
+        result = RunResult(self.step, self._metrics.history, seconds, self._metrics.curve())
+        self._finish(result.summary)
+        return result
+
+    def _finish(self, text: str) -> None:
+        self._front.finish(text, self._metrics.means(), self._metrics.curve())
 
     def stopped(self) -> str:
         """The end by an interrupt; says where the variables are."""
         step = self._applied()
         place = f"{step} or {step + 1}" if self.is_inside else str(step)
         text = f"stopped at step {step}; variables are at step {place}"
-        self._front.finish(text)
+        self._finish(text)
         return text
 
     def _applied(self) -> int:
@@ -247,7 +261,7 @@ class _Run:
 
     def failed(self, error: BaseException) -> None:
         """The end by an error, which learns its step."""
-        self._front.finish(f"failed after step {self.step}: {type(error).__name__}")
+        self._finish(f"failed after step {self.step}: {type(error).__name__}")
         if self.is_inside:
             error.add_note(f"in step {self.step + 1} of fit; variables are at step {self.step}")
             if isinstance(error, TfnbError) and error.step is None:
@@ -338,14 +352,14 @@ class _Log:
         self._total, self._label = total, label
         self._next = 0.0
 
-    def update(self, step: int, metrics: Mapping[str, float], rate: float) -> None:
+    def update(self, step: int, metrics: Mapping[str, float], rate: float, curve: Curve) -> None:
         """A line, if the last one is some time ago."""
         now = time.monotonic()
         if now >= self._next:
             self._next = now + LOGGED_EVERY
             log.info("%s", _line(self._label, step, self._total, metrics, rate))
 
-    def finish(self, text: str) -> None:
+    def finish(self, text: str, metrics: Mapping[str, float], curve: Curve) -> None:
         """The last line."""
         log.info("%s: %s", self._label, text)
 
@@ -357,16 +371,16 @@ class _Panel:
         self._total, self._label = total, label
         self._panel: Any = None
 
-    def update(self, step: int, metrics: Mapping[str, float], rate: float) -> None:
+    def update(self, step: int, metrics: Mapping[str, float], rate: float, curve: Curve) -> None:
         """Show it, or renew it."""
         if self._panel is None:
             self._panel = widgets.ProgressPanel(self._total, self._label)
-        self._panel.update(step, metrics, rate)
+        self._panel.update(step, metrics, rate, curve)
 
-    def finish(self, text: str) -> None:
+    def finish(self, text: str, metrics: Mapping[str, float], curve: Curve) -> None:
         """The final state, which a saved notebook keeps."""
         if self._panel is not None:
-            self._panel.finish(text)
+            self._panel.finish(text, metrics, curve)
 
 
 def _front(total: int | None, label: str) -> _Panel | _Log:
@@ -379,30 +393,8 @@ def _front(total: int | None, label: str) -> _Panel | _Log:
 
 def _line(label: str, step: int, total: int | None, metrics: Mapping[str, float], rate: float) -> str:
     """``digits: step 312/1000  50.1/s  loss 0.123  13 s left``."""
-    parts = [f"{label}: step {step}/{total}" if total else f"{label}: step {step}", f"{_number(rate)}/s"]
-    parts += [f"{name} {_number(value)}" for name, value in metrics.items()]
+    parts = [f"{label}: step {step}/{total}" if total else f"{label}: step {step}", f"{number(rate)}/s"]
+    parts += [f"{name} {number(value)}" for name, value in metrics.items()]
     if total and rate:
         parts.append(f"{(total - step) / rate:.0f} s left")
     return "  ".join(parts)
-
-
-def _number(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _curve_svg(name: str, points: Sequence[tuple[int, float]]) -> str:
-    """A small line chart of one watched value."""
-    points = [(step, value) for step, value in points if math.isfinite(value)]
-    if len(points) < 2:
-        return ""
-    low, high = min(v for _, v in points), max(v for _, v in points)
-    first, last = points[0][0], points[-1][0]
-    line = " ".join(
-        f"{300 * (step - first) / (last - first):.1f},{60 - 60 * (value - low) / ((high - low) or 1):.1f}"
-        for step, value in points
-    )
-    return (
-        f'<figure style="margin:4px 0"><svg width="300" height="64" viewBox="-1 -2 302 64" role="img">'
-        f'<title>{escape(name)}</title><polyline points="{line}" fill="none" stroke="currentColor"/></svg>'
-        f"<figcaption>{escape(name)}: {_number(points[0][1])} to {_number(points[-1][1])}</figcaption></figure>"
-    )

@@ -6,9 +6,8 @@ that a carriage return rewrites.
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any, Protocol, TextIO
 
@@ -16,13 +15,13 @@ import ipywidgets
 from IPython import get_ipython
 from IPython.display import HTML, display
 
-POINTS = 240  # points of a curve; older ones are thinned out
+from tfnb.widgets import curve as chart
+from tfnb.widgets.curve import number
 
-_INK = "#5b8def"
 _FONT = "font:13px Helvetica,Arial,sans-serif"
 _CELL = 'style="text-align:left;padding:2px 14px 2px 0;vertical-align:middle;border:0"'
 
-Point = tuple[int, float]
+Curve = Sequence[Mapping[str, float]]  # ``step`` and the metrics there
 
 
 class ProgressPanel:
@@ -44,19 +43,24 @@ class ProgressPanel:
         self.total, self.label = total, label
         self.step, self.rate = 0, 0.0
         self.metrics: dict[str, float] = {}
-        self.curves: dict[str, Curve] = {}
+        self.curve: Curve = ()
         self._front: _Front = _Notebook(self) if stream is None and _in_notebook() else _Line(stream or sys.stdout)
 
-    def update(self, step: int, metrics: Mapping[str, float] | None = None, rate: float = 0.0) -> None:
-        """Show step, metrics (name -> number) and rate (steps per second)."""
+    def update(
+        self, step: int, metrics: Mapping[str, float] | None = None, rate: float = 0.0, curve: Curve = ()
+    ) -> None:  # fmt: skip
+        """Show step, metrics (name -> number), rate (steps per second) and how the metrics went."""
         self.step, self.rate = step, rate
-        for name, value in (metrics or {}).items():
-            self.metrics[name] = float(value)
-            self.curves.setdefault(name, Curve()).add(step, float(value))
+        self._take(metrics, curve)
         self._front.show(self)
 
-    def finish(self, text: str = "") -> None:
+    def _take(self, metrics: Mapping[str, float] | None, curve: Curve) -> None:
+        self.metrics |= {name: float(value) for name, value in (metrics or {}).items()}
+        self.curve = curve or self.curve
+
+    def finish(self, text: str = "", metrics: Mapping[str, float] | None = None, curve: Curve = ()) -> None:
         """Leave the final state, with ``text``, as static output that a saved notebook keeps."""
+        self._take(metrics, curve)
         self._front.finish(self, f"{self.label}: {text}" if text else self.status())
 
     def status(self) -> str:
@@ -75,51 +79,11 @@ class ProgressPanel:
     def table(self) -> str:
         """The metrics and their curves, as HTML."""
         rows = "".join(
-            f"<tr><th {_CELL}>{escape(name)}</th><td {_CELL}>{number(self.metrics[name])}</td>"
-            f"<td {_CELL}>{curve.svg(name)}</td></tr>"
-            for name, curve in self.curves.items()
+            f"<tr><th {_CELL}>{escape(name)}</th><td {_CELL}>{number(value)}</td>"
+            f"<td {_CELL}>{chart.svg(name, [(int(p['step']), p[name]) for p in self.curve])}</td></tr>"
+            for name, value in self.metrics.items()
         )
         return f'<table style="border-collapse:collapse;{_FONT}">{rows}</table>' if rows else ""
-
-
-class Curve:
-    """The course of one value, thinned to `POINTS` points."""
-
-    def __init__(self) -> None:
-        self.points: list[Point] = []
-        self._every, self._seen = 1, 0
-
-    def add(self, step: int, value: float) -> None:
-        """Take a value; one that is not finite is not drawn."""
-        if self._seen % self._every == 0 and math.isfinite(value):
-            self.points.append((step, value))
-        self._seen += 1
-        if len(self.points) > POINTS:
-            self.points = self.points[::2]
-            self._every *= 2
-
-    def svg(self, name: str, wide: int = 240, high: int = 40) -> str:
-        """A line chart with its range beside it."""
-        if len(self.points) < 2:
-            return ""
-        places = list(_scaled(self.points, wide - 8, high - 8))
-        line = " ".join(f"{x + 4:.1f},{y + 4:.1f}" for x, y in places)
-        x, y = places[-1]
-        values = [value for _, value in self.points]
-        span = f"{number(min(values))} to {number(max(values))}"
-        return (
-            f'<svg width="{wide}" height="{high}" viewBox="0 0 {wide} {high}" role="img">'
-            f"<title>{escape(name)}: {span}</title>"
-            f'<polyline points="{line}" fill="none" stroke="{_INK}" stroke-width="1.6" stroke-linejoin="round"/>'
-            f'<circle cx="{x + 4:.1f}" cy="{y + 4:.1f}" r="2.6" fill="{_INK}"/></svg>'
-        )
-
-
-def _scaled(points: Sequence[Point], wide: float, high: float) -> Iterator[tuple[float, float]]:
-    low, top = min(value for _, value in points), max(value for _, value in points)
-    first, last = points[0][0], points[-1][0]
-    for step, value in points:
-        yield wide * (step - first) / ((last - first) or 1), high * (1 - (value - low) / ((top - low) or 1))
 
 
 # -- where it is shown ----------------------------------------------------------------------------------------
@@ -178,15 +142,6 @@ class _Line:
 
 def _in_notebook() -> bool:
     return hasattr(get_ipython(), "kernel")
-
-
-def number(value: float) -> str:
-    """A number in at most four digits.
-
-    >>> number(0.123456), number(50.0)
-    ('0.1235', '50')
-    """
-    return f"{value:.4g}"
 
 
 def duration(seconds: float) -> str:

@@ -49,4 +49,4 @@ def test_nothing_watched_costs_nothing():
     metrics = Metrics([])
     metrics.add(1, 1, ())
     metrics.end_epoch(1, 1)
-    assert (metrics.history, metrics.curve(), metrics.latest()) == ([{"epoch": 1, "step": 1}], [], {})
+    assert (metrics.history, metrics.curve(), metrics.means()) == ([{"epoch": 1, "step": 1}], [], {})

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import io
-import math
 import re
 from typing import Any
 
 import pytest
 
 from tfnb.widgets import ProgressPanel, progress
-from tfnb.widgets.progress import Curve
+
+FALLING = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}]
 
 
 def test_a_terminal_gets_one_line_that_is_rewritten() -> None:
@@ -32,27 +32,17 @@ def test_without_a_total_or_rate_nothing_is_promised() -> None:
     assert panel.status() == "run: step 7"
 
 
-def test_a_curve_keeps_few_points_of_many() -> None:
-    curve = Curve()
-    for step in range(10_000):
-        curve.add(step, math.sin(step / 100))
-    assert len(curve.points) <= progress.POINTS
-    assert curve.points[0][0] == 0 and curve.points[-1][0] > 9_000
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_value_that_is_not_finite_is_shown_but_not_drawn(value: float) -> None:
     panel = ProgressPanel(10, "run", stream=io.StringIO())
-    for step, number in enumerate([1.0, value, 2.0]):
-        panel.update(step, {"loss": number})
-    assert len(panel.curves["loss"].points) == 2
+    panel.update(3, {"loss": value}, curve=[{"step": step, "loss": x} for step, x in enumerate([1.0, value, 2.0])])
+    assert str(value) in panel.table() and "<polyline" in panel.table()
     assert not re.search("points=.[^>]*(nan|inf)", panel.table())
 
 
 def test_names_are_text() -> None:
     panel = ProgressPanel(10, "<run>", stream=io.StringIO())
-    panel.update(1, {"<script>": 1.0})
-    panel.update(2, {"<script>": 2.0})
+    panel.update(2, {"<script>": 2.0}, curve=[{"step": 1, "<script>": 1.0}, {"step": 2, "<script>": 2.0}])
     assert "<script>" not in panel.table() and "&lt;script&gt;" in panel.table()
 
 
@@ -86,7 +76,7 @@ def test_a_notebook_gets_one_display_renewed_in_place(notebook: tuple[list[Any],
     panel = ProgressPanel(100, "digits <x>")
     assert shown == []
     for step in (10, 20, 30):
-        panel.update(step, {"loss": 1 / step}, rate=5.0)
+        panel.update(step, {"loss": 1 / step}, rate=5.0, curve=FALLING)
     (box,) = shown
     bar, status = box.children[0].children
     assert (bar.value, bar.max) == (30, 100)
@@ -98,10 +88,14 @@ def test_the_final_state_is_static(notebook: tuple[list[Any], Place]) -> None:
     shown, place = notebook
     panel = ProgressPanel(100, "digits")
     panel.update(50, {"loss": 0.5})
-    panel.update(100, {"loss": 0.25})
-    panel.finish("100 steps in 2 s")
+    panel.finish("100 steps in 2 s", {"loss": 0.25}, FALLING)
     (final,) = place.updates
-    assert "digits: 100 steps in 2 s" in final.data and "<polyline" in final.data and "<script" not in final.data
+    assert (
+        "digits: 100 steps in 2 s" in final.data
+        and "0.25" in final.data
+        and "<polyline" in final.data
+        and "<script" not in final.data
+    )
     assert shown[0].comm is None  # the widgets are gone
 
 

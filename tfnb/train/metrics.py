@@ -40,7 +40,6 @@ class Metrics:
         self.history: list[dict[str, Any]] = []
         self.bad: list[Bad] = []
         self._fresh: list[tuple[int, int, Sequence[torch.Tensor]]] = []  # step, rows, values
-        self._last = [math.nan] * len(self.names)
         self._sums = [0.0] * len(self.names)
         self._rows = 0
         self._windows: list[tuple[int, int, list[float]]] = []  # last step, steps, sums
@@ -63,19 +62,22 @@ class Metrics:
         columns = [[float(x) for x in numbers[place :: len(self.names)]] for place in range(len(self.names))]
         self._rows += sum(rows)
         self._sums = [s + sum(map(mul, c, rows)) for s, c in zip(self._sums, columns, strict=True)]
-        self._last = [column[-1] for column in columns]
         self._note_bad(steps, columns)
         self._extend_windows(steps, columns)
 
-    def latest(self) -> dict[str, float]:
-        """The values of the newest step that was read."""
-        return dict(zip(self.names, self._last, strict=True))
+    def means(self) -> dict[str, float]:
+        """The means over the epoch so far, or over the last one where the next has not begun."""
+        if not self._rows and self.history:
+            return {name: self.history[-1][name] for name in self.names}
+        return dict(zip(self.names, self._over_rows(), strict=True))
+
+    def _over_rows(self) -> list[float]:
+        return [total / self._rows if self._rows else math.nan for total in self._sums]
 
     def end_epoch(self, epoch: int, step: int) -> None:
         """Add the means over the epoch that ends with ``step`` to the history."""
         self.read()
-        means = [total / self._rows if self._rows else math.nan for total in self._sums]
-        self.history.append({"epoch": epoch, "step": step, **dict(zip(self.names, means, strict=True))})
+        self.history.append({"epoch": epoch, "step": step, **dict(zip(self.names, self._over_rows(), strict=True))})
         self._sums, self._rows = [0.0] * len(self.names), 0
 
     def curve(self) -> list[dict[str, Any]]:
