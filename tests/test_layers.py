@@ -43,6 +43,11 @@ BELOW = {
     "magics": "fitting session view widgets gradients cluster __init__",
 }
 
+# Floors of a room, from the ground up: each may import those before it.
+FLOORS = {
+    "recording": "ops marks shapes values torch_patches writes subgraphs overrides dispatch cells api",
+}
+
 # Imports inside functions: (file, module) and why.
 LATE = {
     ("tfnb/__init__.py", "tfnb.magics"): "%load_ext: to import tfnb loads no IPython",
@@ -91,6 +96,12 @@ def room(module: str) -> str:
     return (*module.split("."), "__init__")[1]
 
 
+def floor(module: str) -> str | None:
+    """``values`` for ``tfnb.recording.values.tensor``; None for the room itself, and in rooms without floors."""
+    parts = module.split(".")
+    return parts[2] if len(parts) > 2 and parts[1] in FLOORS else None
+
+
 def module_of(path: Path) -> str:
     """The installed name of a file."""
     parts = path.relative_to(ROOT).with_suffix("").parts
@@ -132,7 +143,7 @@ def test_imports_point_down(path: Path) -> None:
     for module, line, late in imports(path):
         name = str(path.relative_to(ROOT))
         top = module.split(".")[0]
-        listed = any(file == name and f"{module}.".startswith(f"{target}.") for file, target in LATE)
+        listed = late and any(file == name and f"{module}.".startswith(f"{target}.") for file, target in LATE)
         assert not late or listed, f"{name}:{line} imports {module} inside a function; list it in LATE or move it"
         assert top not in ("kernels", "magics", "widgets"), f"{name}:{line}: write tfnb.{module}"
         assert here in ONLY_IN.get(top, {here}), f"{name}:{line}: {top} belongs to {', '.join(ONLY_IN[top])}"
@@ -140,6 +151,25 @@ def test_imports_point_down(path: Path) -> None:
             target = room(module)
             target = target if target in BELOW else "__init__"  # `from tfnb import record`
             assert target in allowed, f"{name}:{line}: {here} may not import {module}"
+
+
+@pytest.mark.parametrize("path", [path for path in sources() if floor(module_of(path))], ids=lambda path: path.stem)
+def test_imports_inside_of_a_room_point_down(path: Path) -> None:
+    here = module_of(path)
+    floors = FLOORS[room(here)].split()
+    for module, line, late in imports(path):
+        if late or room(module) != room(here) or not module.startswith("tfnb."):
+            continue
+        target = floor(module)
+        where = f"{path.relative_to(ROOT)}:{line} imports {module}"
+        assert target in floors, f"{where}: name the folder that it is in"
+        assert floors.index(target) <= floors.index(str(floor(here))), f"{where}, which is on a higher floor"
+
+
+def test_floors_of_the_table_exist() -> None:
+    for name, floors in FLOORS.items():
+        found = {path.stem for path in (ROOT / "tfnb" / name).iterdir() if path.suffix == ".py" or path.is_dir()}
+        assert set(floors.split()) == {each for each in found if not each.startswith("__")}
 
 
 def test_rooms_and_late_imports_of_the_tables_exist() -> None:

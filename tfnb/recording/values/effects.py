@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from tfnb.graph import Spec, Value, ops
-from tfnb.recording.dispatch.recorder import Recorder
 from tfnb.recording.marks.scopes import clean
+from tfnb.recording.values.recording import Recording
 from tfnb.recording.values.samples import physical
 from tfnb.recording.values.tensor import Entry, Operation, Tensor
 
 
 def effect(
-    recorder: Recorder, op: str, queue: Any, *, inputs: Sequence[Value] = (), attrs: Mapping[str, Any] | None = None,
+    recorder: Recording, op: str, queue: Any, *, inputs: Sequence[Value] = (), attrs: Mapping[str, Any] | None = None,
     outputs: Sequence[Spec] = (), samples: Sequence[torch.Tensor | None] = (),
 ) -> list[Tensor] | Operation:  # fmt: skip
     """Record an operation on ``queue``: its outputs, or an Operation if it has none."""
