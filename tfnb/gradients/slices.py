@@ -25,6 +25,7 @@ from tfnb.graph.spec import flows, is_static
 from tfnb.kernels import slices as _ops  # noqa: F401  defines torch.ops.tfnb
 from tfnb.recording import Recorder, Tensor
 from tfnb.recording.marks.notes import user_level
+from tfnb.recording.values.recording import Recording
 
 DENSIFIED = frozenset({"densified"})  # tag of a node that makes slices dense
 MANY = 100_000_000  # elements; a larger densification warns
@@ -207,7 +208,7 @@ def _densifying(g: IndexedSlices, why: str = "") -> AbstractContextManager[None]
 
 
 @contextmanager
-def densifying(name: str, spec: Spec, why: str, recorder: Recorder | None) -> Iterator[None]:
+def densifying(name: str, spec: Spec, why: str, recorder: Recording | None) -> Iterator[None]:
     """What is recorded inside makes the gradient ``name`` dense: it is tagged and noted, and large ones warn."""
     count = math.prod(spec.shape) if is_static(spec.shape) else None  # None: as many rows as a batch looks up
     size = "some rows" if count is None else f"{count * spec.dtype.itemsize} bytes"

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from tfnb.graph import Node, Value
-from tfnb.recording import Recorder, Tensor
+from tfnb.recording import Tensor
+from tfnb.recording.values.recording import Recording
 
 
-def plus(recorder: Recorder, total: torch.Tensor, dx: Any) -> torch.Tensor:
+def plus(recorder: Recording, total: torch.Tensor, dx: Any) -> torch.Tensor:
     """``total + dx``; rows that a turn read at several places are added one after the other.
 
     So `tfnb.passes.simplify` adds each to the rows that there are: to add them to each other takes a whole tensor.
@@ -24,7 +25,7 @@ def plus(recorder: Recorder, total: torch.Tensor, dx: Any) -> torch.Tensor:
     return total
 
 
-def _summands(recorder: Recorder, value: Value) -> Iterator[Value]:
+def _summands(recorder: Recording, value: Value) -> Iterator[Value]:
     """What a value is the sum of; itself where it is none."""
     node: Node = recorder.node(value.node)
     if node.op == "aten.add.Tensor" and "alpha" not in node.attrs and len(node.inputs) == 2:

@@ -41,9 +41,10 @@ from tfnb.graph.node import map_leaves
 from tfnb.graph.op_facts import unbind
 from tfnb.graph.ops import WITH_GRADIENT, overload
 from tfnb.graph.spec import flows, is_static
-from tfnb.recording import Recorder, Tensor, reopen
+from tfnb.recording import Tensor, reopen
 from tfnb.recording.marks.tape import FROZEN
 from tfnb.recording.subgraphs.recompute import Copies, region_of_tags
+from tfnb.recording.values.recording import Recording
 from tfnb.recording.values.workspace import Derivative
 
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
@@ -104,7 +105,7 @@ def stop_gradient(x: Any) -> torch.Tensor:
 
 
 def differentiate(
-    recorder: Recorder, ys: list[Any], xs: list[Any], grad_ys: Any = None, stops: Iterable[Any] = (),
+    recorder: Recording, ys: list[Any], xs: list[Any], grad_ys: Any = None, stops: Iterable[Any] = (),
     unconnected: str = "none", *, rows: bool = False,
 ) -> list[Any]:  # fmt: skip
     """`gradients` in an open recording, in the grad mode that holds; ``rows``: those of tables may be row-sparse."""
@@ -136,7 +137,7 @@ def differentiate(
     return results
 
 
-def _values(x: Tensor | Variable, reads: Mapping[Variable, list[Value]], recorder: Recorder) -> list[Value]:
+def _values(x: Tensor | Variable, reads: Mapping[Variable, list[Value]], recorder: Recording) -> list[Value]:
     """The graph values that ``x`` means: of a Variable, every read of it, and what a loop's body is given as it."""
     if isinstance(x, Tensor):
         x.node  # noqa: B018  raises StaleNode for a tensor that is gone
@@ -165,7 +166,7 @@ def _result(
 class Walk:
     """One backward pass over nodes in program order, towards the values ``targets``."""
 
-    def __init__(self, recorder: Recorder, targets: Iterable[Value], stop: Iterable[Value] = ()) -> None:
+    def __init__(self, recorder: Recording, targets: Iterable[Value], stop: Iterable[Value] = ()) -> None:
         self.recorder = recorder
         self.stop = frozenset(stop)
         self.reached: set[Value] = set(targets)

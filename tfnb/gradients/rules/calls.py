@@ -17,9 +17,9 @@ from tfnb.gradients.table import COMPLEX, RULES, Cotangents, Forward, Rule
 from tfnb.gradients.walker import Walk
 from tfnb.graph import Node, Recursion, Value, ops
 from tfnb.graph.graph import new_id
-from tfnb.recording import Recorder
 from tfnb.recording.subgraphs.own_gradient import open_recorder
 from tfnb.recording.subgraphs.recursive_calls import Definition, opened
+from tfnb.recording.values.recording import Recording
 
 
 def _call(n: Forward, dys: Cotangents) -> list[torch.Tensor | None]:
@@ -67,7 +67,7 @@ def _entries(active: Sequence[bool], of: Definition, args: Sequence[Any], node: 
     return [next(found) if wanted else None for wanted in active]
 
 
-def _again(recorder: Recorder, nodes: Sequence[Node], same: dict[Value, Value]) -> list[Node]:
+def _again(recorder: Recording, nodes: Sequence[Node], same: dict[Value, Value]) -> list[Node]:
     """The nodes once more, on the values in ``same``, which gets theirs."""
     made = []
     ids: Mapping[int, int] = {node.id: new_id() for node in nodes}

@@ -27,7 +27,7 @@ from tfnb.graph.contents import unique
 from tfnb.graph.graph import new_id
 from tfnb.graph.spec import Size
 from tfnb.graph.subgraph import row_places
-from tfnb.recording import Recorder, Tensor
+from tfnb.recording import Tensor
 from tfnb.recording.subgraphs.capture import (
     AGAIN,
     Inner,
@@ -40,6 +40,7 @@ from tfnb.recording.subgraphs.capture import (
 )
 from tfnb.recording.subgraphs.loop_node import Loop, Sequences, gathered
 from tfnb.recording.subgraphs.own_gradient import open_recorder
+from tfnb.recording.values.recording import Recording
 
 Optional = Sequence[torch.Tensor | None]
 
@@ -52,7 +53,7 @@ class Part:
     """
 
     def __init__(
-        self, recorder: Recorder, part: Subgraph, known: Sequence[Tensor | None], active: Sequence[bool]
+        self, recorder: Recording, part: Subgraph, known: Sequence[Tensor | None], active: Sequence[bool]
     ) -> None:
         self.recorder, self.part, self.active = recorder, part, active
         self.known = {v: t for v, t in zip(part.inputs, known, strict=True) if t is not None}
@@ -133,7 +134,7 @@ class Part:
             self.recorder.space.release(nodes)
 
 
-def _again(recorder: Recorder, node: Node, inputs: Any, attrs: Any, outputs: Sequence[Spec]) -> list[Tensor]:
+def _again(recorder: Recording, node: Node, inputs: Any, attrs: Any, outputs: Sequence[Spec]) -> list[Tensor]:
     """A copy of a forward node with other attrs and outputs."""
     with recorder.tape.marked(control=node.control, device=node.device):
         values = [recorder._entry(t).value for t in inputs]
@@ -201,7 +202,7 @@ def _branches(n: Forward, dys: Cotangents, forms: Mapping[int, bool], path: str)
     return entries
 
 
-def _of_lengths(recorder: Recorder, dy: Any, part: Part, output: Value | None) -> Any:
+def _of_lengths(recorder: Recording, dy: Any, part: Part, output: Value | None) -> Any:
     """A cotangent with the sizes of this branch, where each has its own: as rows of it, which are all there are.
 
     To say that the sizes are equal would say it of the other branch too.
@@ -217,7 +218,7 @@ def _of_lengths(recorder: Recorder, dy: Any, part: Part, output: Value | None) -
     return dy
 
 
-def _all_hold(recorder: Recorder, guards: Sequence[Guard]) -> tuple[torch.SymBool, bool] | None:
+def _all_hold(recorder: Recording, guards: Sequence[Guard]) -> tuple[torch.SymBool, bool] | None:
     """That these relations between sizes are so, which the samples need not have; None where they do not vary."""
     relations = [Dim(guard.expr) for guard in guards]
     found = [relation.evaluate(recorder.symbols.bindings([relation])) for relation in relations]
@@ -248,7 +249,7 @@ def _no_indices(of: torch.Tensor) -> torch.Tensor:
     return torch.zeros(0, dtype=torch.int64, device=of.device)
 
 
-def _output_specs(recorder: Recorder, spec: Spec, is_rows: bool | None) -> tuple[Spec, ...]:
+def _output_specs(recorder: Recording, spec: Spec, is_rows: bool | None) -> tuple[Spec, ...]:
     if not is_rows:
         return (spec,)
     count = Loop(recorder, (), ()).fresh()  # as many as the branch that is taken looks up
@@ -275,7 +276,7 @@ def _branch_values(n: Forward, node: Node, parts: Sequence[Part], captured: Sequ
     return {v: recorder._entry(t).value for v, t in zip(values, found, strict=True)}
 
 
-def _known(recorder: Recorder, spec: Spec, other: Callable[[], Size]) -> tuple[Size, ...]:
+def _known(recorder: Recording, spec: Spec, other: Callable[[], Size]) -> tuple[Size, ...]:
     """The shape, with something else for sizes that are only known inside."""
     return tuple(size if bound_outside(recorder, replace(spec, shape=(size,))) else other() for size in spec.shape)
 

@@ -348,7 +348,7 @@ class Recorder(TorchDispatchMode):
         self.tape.marks = replace(self.tape.marks, control=(*self.tape.marks.control, guard.node))
 
     def branch(
-        self, tensor: Tensor, outcome: bool, *, is_check: bool = False, raises: str | None = None,
+        self, tensor: torch.Tensor, outcome: bool, *, is_check: bool = False, raises: str | None = None,
         is_state: bool = False,
     ) -> None:  # fmt: skip
         """Python took a branch on a recorded value: guard every later node by the outcome, and warn once a line.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tfnb.recording.values.outside_tensors import Outside
     from tfnb.recording.values.tensor import Base, Entry, Tensor
     from tfnb.recording.values.views import View
-    from tfnb.recording.values.workspace import Workspace
+    from tfnb.recording.values.workspace import Derivative, Workspace
 
 
 class Recording(current.Recording, Protocol):
@@ -37,6 +37,7 @@ class Recording(current.Recording, Protocol):
     stop: FrameType | None
     notes: list[str]
     new_guards: list[Guard]
+    derivatives: list[Derivative]
     by_hand: dict[Variable, Source | None]
     asked: dict[Variable, Source | None]
     born: WeakIdKeyDictionary
@@ -44,6 +45,7 @@ class Recording(current.Recording, Protocol):
     packings: WeakIdKeyDictionary
     inside: list[Any]  # of the loops, branches and functions that are being recorded: what was before
     naturals: set[Value]
+    numbers: set[Value]
     stands: dict[Variable, list[Value]]
     calls: dict[Any, Any]
     entered: bool
@@ -51,6 +53,10 @@ class Recording(current.Recording, Protocol):
     refuse: Callable[[str], None] | None
     overrides: Mapping[str, Callable[..., Any]]
     _reads: dict[Variable, Base]
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """All nodes so far, earlier owners' first."""
 
     @property
     def new(self) -> list[Node]:
@@ -128,7 +134,7 @@ class Recording(current.Recording, Protocol):
         """Every later node runs only where ``tensor`` has this truth."""
 
     def branch(
-        self, tensor: Tensor, outcome: bool, *, is_check: bool = False, raises: str | None = None,
+        self, tensor: torch.Tensor, outcome: bool, *, is_check: bool = False, raises: str | None = None,
         is_state: bool = False,
     ) -> None:  # fmt: skip
         """Python took a branch on a recorded value."""
