@@ -45,7 +45,7 @@ BELOW = {
 
 # Floors of a room, from the ground up: each may import those before it.
 FLOORS = {
-    "recording": "marks shapes values torch_patches writes subgraphs overrides dispatch cells api",
+    "recording": "marks shapes values writes subgraphs overrides dispatch torch_patches cells api",
 }
 
 # Imports inside functions: (file, module) and why.
