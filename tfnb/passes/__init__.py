@@ -1,15 +1,16 @@
 """Passes: functions from Graph to Graph, and what they ask of a graph.
 
 `pipeline` has their order. `prune` keeps what a run needs. Until nothing changes: `fold` constants, `simplify` by a
-table, `merge` equal nodes (`region_merging`: loops and branches). Once, what a commit does in place: `absorb`, `sink`,
-`hoist`. Once, kernels and order: `stack` products, `memory_format`, `narrow`, `order`, `numbers`, `donate`.
-What passes share: `rewrite`, `resolve` (the state that nodes see), `liveness` (which values are held when).
+table, `merge` equal nodes (`region_merging`: loops and branches). Once, what a commit does in place:
+`conditional_updates`, `in_place_commit`. Once, kernels and order: `stack` products, `memory_format`, `narrow`, `order`,
+`numbers`, `donate`. What passes share: `rewrite`, `resolve` (the state that nodes see), `liveness` (which values are
+held when).
 """
 
-from tfnb.passes.absorb import absorb
+from tfnb.passes.conditional_updates import conditional_updates
 from tfnb.passes.donate import donate, overwriting
 from tfnb.passes.fold import fold
-from tfnb.passes.hoist import hoist
+from tfnb.passes.in_place_commit import absorb
 from tfnb.passes.liveness import Memory, peak
 from tfnb.passes.memory_format import LAID_OUT, channels_last, chosen_layout
 from tfnb.passes.merge import merge
@@ -19,11 +20,10 @@ from tfnb.passes.order import order, split
 from tfnb.passes.pipeline import LAYOUTS, ONCE, PIPELINE, Passes, Stage, optimize, stages, table, with_fed
 from tfnb.passes.prune import feed_symbols, prune
 from tfnb.passes.simplify import simplify
-from tfnb.passes.sink import sink
 from tfnb.passes.stack import stack
 
 __all__ = [
-    "LAID_OUT", "LAYOUTS", "ONCE", "PIPELINE", "Memory", "Passes", "Stage", "absorb", "channels_last", "chosen_layout",
-    "donate", "feed_symbols", "fold", "hoist", "merge", "narrow", "numbers", "optimize", "order", "overwriting", "peak",
-    "prune", "simplify", "sink", "split", "stack", "stages", "table", "with_fed",
+    "LAID_OUT", "LAYOUTS", "ONCE", "PIPELINE", "Memory", "Passes", "Stage", "absorb", "channels_last",
+    "chosen_layout", "conditional_updates", "donate", "feed_symbols", "fold", "merge", "narrow", "numbers",
+    "optimize", "order", "overwriting", "peak", "prune", "simplify", "split", "stack", "stages", "table", "with_fed",
 ]  # fmt: skip

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from tfnb.graph import Contents, Graph, Value
 from tfnb.graph.difference import Difference
-from tfnb.passes.absorb import absorb
+from tfnb.passes.conditional_updates import conditional_updates
 from tfnb.passes.fold import fold
-from tfnb.passes.hoist import hoist
+from tfnb.passes.in_place_commit import absorb
 from tfnb.passes.liveness import Memory
 from tfnb.passes.memory_format import Layout, channels_last
 from tfnb.passes.merge import merge
@@ -18,15 +18,14 @@ from tfnb.passes.order import order, split
 from tfnb.passes.prune import prune
 from tfnb.passes.rewrite import Pass
 from tfnb.passes.simplify import simplify
-from tfnb.passes.sink import sink
 from tfnb.passes.stack import stack
 
 PIPELINE: tuple[Pass, ...] = (fold, simplify, merge)  # between two prunings
-ONCE: tuple[Pass, ...] = (sink, hoist, absorb, stack, narrow, split, order)
+ONCE: tuple[Pass, ...] = (conditional_updates, absorb, stack, narrow, split, order)
 """What a commit does in place, then kernels and order are chosen; memory is planned after that (`tfnb.memory`)."""
 LAYOUTS: Mapping[Layout, tuple[Pass, ...]] = {
     "torch": ONCE,
-    "channels_last": (sink, hoist, absorb, stack, channels_last, *ONCE[4:]),
+    "channels_last": (conditional_updates, absorb, stack, channels_last, *ONCE[3:]),
 }
 ROUNDS = 10
 

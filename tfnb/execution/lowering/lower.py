@@ -19,7 +19,6 @@ from tfnb.execution import heap
 from tfnb.execution.lowering.bindings import QUICK, WRITING
 from tfnb.execution.lowering.checked_calls import Branch, Drawing, Relation
 from tfnb.execution.lowering.control_flow_code import REGIONS, Call
-from tfnb.execution.lowering.fused_updates import in_place_updates, settings, written
 from tfnb.execution.lowering.loop_in_place import NOTHING, WRITES, in_place, writes_last
 from tfnb.execution.lowering.program import Donation, Program
 from tfnb.graph import Graph, Guard, Node, Recursion, Ref, Subgraph, Value, Variable, ops
@@ -28,9 +27,10 @@ from tfnb.graph.node import map_leaves
 from tfnb.graph.op_facts import facts, kernel, unbind
 from tfnb.graph.ops import overload
 from tfnb.graph.spec import Dim, Spec
-from tfnb.kernels.places import WRITES as ROWS
+from tfnb.kernels.row_writes import WRITES as ROWS
 from tfnb.memory import LAST, step_passes
 from tfnb.passes import LAID_OUT, ONCE, feed_symbols, numbers, optimize, overwriting
+from tfnb.passes.in_place_commit import in_place_updates, settings, written
 from tfnb.passes.region_merging import counted_in_runs, kept_rows
 from tfnb.passes.rewrite import Pass
 from tfnb.recording.values.workspace import unburden

@@ -13,11 +13,11 @@ import torch
 from torch import fx
 
 from tfnb.execution.commit import Pending, Update, commit
-from tfnb.execution.lowering.fused_updates import IN_PLACE
 from tfnb.graph import Graph, Node, Spec, Value, Variable
 from tfnb.graph.op_facts import facts_of
 from tfnb.graph.variable_locks import Access, Cut
-from tfnb.kernels.places import outside
+from tfnb.kernels.row_writes import outside
+from tfnb.passes.in_place_commit import IN_PLACE
 
 
 @dataclass(slots=True, eq=False)

@@ -20,7 +20,7 @@ from tfnb.execution.lowering.control_flow_code import Cond
 from tfnb.execution.lowering.program import Program
 from tfnb.execution.tiers.scalar_ops import BESIDE, Number, expression, literal, of
 from tfnb.graph import Node, Spec
-from tfnb.kernels.places import NUMBERS
+from tfnb.kernels.row_writes import NUMBERS
 
 CALL, TAKEN, GIVEN, MADE, PASSED = 1.5, 0.35, 0.2, 1.3, 0.3
 """Microseconds, about: a call of torch; a number out of a tensor, or out of a branch; a tensor of one; a number into a

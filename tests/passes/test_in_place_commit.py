@@ -1,7 +1,8 @@
-"""Steps of SGD take the factors of large gradients: the same step as torch's, and the gradients are not made."""
+"""What commits do in place: rows of tables, and steps of SGD that take the factors of large gradients."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 import tfnb
+from tfnb.errors import InvalidArgument
 from tfnb.execution import lower
 from tfnb.passes import peak
 
@@ -121,3 +123,51 @@ def test_a_fed_tensor_may_be_memory_that_the_step_writes() -> None:
     assert _updates(graph, [step], [x]) == ["tfnb.sgd_product.default"]
     tfnb.run(step, {x: weight.data[:4]})
     torch.testing.assert_close(weight.detach(), before - 0.1 * before[:4].sum(0), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("write", ["scatter_update", "scatter_add", "scatter_sub"])
+@pytest.mark.parametrize("rows", [[2], [3, 0], []])
+def test_rows_written_at_the_commit_are_torchs(write: str, rows: list[int]) -> None:
+    table = tfnb.Variable(torch.randn(4, 3), name="table")
+    more = torch.randn(len(rows), 3)
+    with tfnb.record() as graph:
+        at, values = tfnb.placeholder(torch.tensor([1, 2])), tfnb.placeholder(torch.ones(2, 3))
+        step = tfnb.group(getattr(table, write)(at, values * 2))
+    wanted = table.value()
+    index = torch.tensor(rows, dtype=torch.int64)
+    if write == "scatter_update":
+        wanted.index_copy_(0, index, more * 2)
+    else:
+        wanted.index_add_(0, index, more * 2, alpha=1 if write == "scatter_add" else -1)
+    if rows:
+        tfnb.Session(graph, compile="off").run(step, {at: index, values: more})
+        assert torch.equal(table.value(), wanted)
+
+
+@pytest.mark.parametrize("bad", [4, -1])
+@pytest.mark.parametrize("many", [False, True])
+def test_a_row_that_is_not_there_is_an_error_before_anything_is_written(bad: int, many: bool) -> None:
+    table = tfnb.Variable(torch.zeros(4), name="table", trainable=False)
+    count = tfnb.Variable(torch.tensor(0), name="count", trainable=False)
+    with tfnb.record() as graph:
+        at = tfnb.placeholder(torch.tensor(1), shape=())
+        rows = torch.stack([at, at * 0]) if many else (at + 0).reshape(1)
+        write = table.scatter_update(rows, torch.ones(2 if many else 1))  # the line
+        step = tfnb.group(write, count.assign_add(torch.tensor(1)))
+    session = tfnb.Session(graph, compile="off")
+    with pytest.raises(InvalidArgument, match=rf"index {bad} is out of bounds[\s\S]*# the line"):
+        session.run(step, {at: torch.tensor(bad)})
+    assert not table.value().any() and count.value() == 0
+    session.run(step, {at: torch.tensor(3)})
+    assert table.value()[3] == 1 and count.value() == 1
+
+
+def test_rows_that_several_threads_write_are_all_there() -> None:
+    table = tfnb.Variable(torch.zeros(400, dtype=torch.int64), name="table", trainable=False)
+    with tfnb.record() as graph:
+        slot = tfnb.placeholder(torch.tensor(0), shape=())
+        step = tfnb.group(table.scatter_update(slot.reshape(1), (slot * 2 + 1).reshape(1)))
+    call = tfnb.Session(graph, compile="off").make_callable(step, [slot])
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda i: call(torch.tensor(i)), range(400)))
+    assert torch.equal(table.value(), torch.arange(400) * 2 + 1)

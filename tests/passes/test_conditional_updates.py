@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 import tfnb
-from tfnb.errors import InvalidArgument
 from tfnb.execution import lower
 from tfnb.graph.ops import HOISTED
-from tfnb.passes import hoist, sink
+from tfnb.passes import conditional_updates
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "adam": lambda: tfnb.train.Adam(0.01),
@@ -157,7 +156,7 @@ def test_an_update_whose_new_value_is_used_stays_in_its_branch() -> None:
 
         doubled, done = step(flag)
     values = [doubled.value, done.value]
-    assert hoist(graph, values, [flag.value]) is graph
+    assert conditional_updates(graph, values, [flag.value]) is graph
     for taken in (True, False):
         session, before = tfnb.Session(graph, compile="off"), w.value()
         got = session.run([doubled, done], {flag: torch.tensor(taken)})[0]
@@ -198,55 +197,6 @@ def test_a_written_row_is_all_that_is_written() -> None:
     program = lower(graph, [f.value for f in fetches], [f.value for f in feeds])
     assert program.copies == () and [op for op, _, _ in program.updates] == ["aten.index_copy.default"]
     assert "index_copy" not in program.code and "index_copy" in program.inner[0].code
-    pruned = sink(graph, [f.value for f in fetches], [f.value for f in feeds])
-    assert pruned is not graph and sink(pruned, [f.value for f in fetches], [f.value for f in feeds]) is pruned
-
-
-@pytest.mark.parametrize("write", ["scatter_update", "scatter_add", "scatter_sub"])
-@pytest.mark.parametrize("rows", [[2], [3, 0], []])
-def test_rows_written_at_the_commit_are_torchs(write: str, rows: list[int]) -> None:
-    table = tfnb.Variable(torch.randn(4, 3), name="table")
-    more = torch.randn(len(rows), 3)
-    with tfnb.record() as graph:
-        at, values = tfnb.placeholder(torch.tensor([1, 2])), tfnb.placeholder(torch.ones(2, 3))
-        step = tfnb.group(getattr(table, write)(at, values * 2))
-    wanted = table.value()
-    index = torch.tensor(rows, dtype=torch.int64)
-    if write == "scatter_update":
-        wanted.index_copy_(0, index, more * 2)
-    else:
-        wanted.index_add_(0, index, more * 2, alpha=1 if write == "scatter_add" else -1)
-    if rows:
-        tfnb.Session(graph, compile="off").run(step, {at: index, values: more})
-        assert torch.equal(table.value(), wanted)
-
-
-@pytest.mark.parametrize("bad", [4, -1])
-@pytest.mark.parametrize("many", [False, True])
-def test_a_row_that_is_not_there_is_an_error_before_anything_is_written(bad: int, many: bool) -> None:
-    table = tfnb.Variable(torch.zeros(4), name="table", trainable=False)
-    count = tfnb.Variable(torch.tensor(0), name="count", trainable=False)
-    with tfnb.record() as graph:
-        at = tfnb.placeholder(torch.tensor(1), shape=())
-        rows = torch.stack([at, at * 0]) if many else (at + 0).reshape(1)
-        write = table.scatter_update(rows, torch.ones(2 if many else 1))  # the line
-        step = tfnb.group(write, count.assign_add(torch.tensor(1)))
-    session = tfnb.Session(graph, compile="off")
-    with pytest.raises(InvalidArgument, match=rf"index {bad} is out of bounds[\s\S]*# the line"):
-        session.run(step, {at: torch.tensor(bad)})
-    assert not table.value().any() and count.value() == 0
-    session.run(step, {at: torch.tensor(3)})
-    assert table.value()[3] == 1 and count.value() == 1
-
-
-def test_rows_that_several_threads_write_are_all_there() -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
-    table = tfnb.Variable(torch.zeros(400, dtype=torch.int64), name="table", trainable=False)
-    with tfnb.record() as graph:
-        slot = tfnb.placeholder(torch.tensor(0), shape=())
-        step = tfnb.group(table.scatter_update(slot.reshape(1), (slot * 2 + 1).reshape(1)))
-    call = tfnb.Session(graph, compile="off").make_callable(step, [slot])
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda i: call(torch.tensor(i)), range(400)))
-    assert torch.equal(table.value(), torch.arange(400) * 2 + 1)
+    once = conditional_updates(graph, [f.value for f in fetches], [f.value for f in feeds])
+    assert once is not graph
+    assert conditional_updates(once, [f.value for f in fetches], [f.value for f in feeds]) is once
