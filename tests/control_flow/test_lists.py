@@ -78,13 +78,6 @@ for row in x:
 outs.append(x[0] * 7)
 return torch.stack(outs), torch.cat(outs, -1), len(outs) * x.sum()
 
-# twice in a turn
-outs = []
-for row in x:
-    outs.append(row + 1)
-    outs.append(row - 1)
-return torch.stack(outs)
-
 # in some turns
 a = []
 for row in x:
@@ -113,82 +106,6 @@ for row in x:
     else:
         a.append(-2 * row)
 return torch.stack(a), len(a)
-
-# of what a turn made and wrote
-a, h = [], x[0] * 0
-for row in x:
-    h = h * 0.5 + row
-    h *= 2
-    a.append(h)
-    h = h.tanh()
-return torch.stack(a), h
-
-# the last element is what a name holds, which is written below
-a, b, h = [], [], x[0] * 0
-for row in x:
-    h = h * 0.5 + row
-    a.append(h)
-    b.append((h, -row))
-h += 1
-return torch.stack(a), torch.stack([p for p, _ in b]), h
-
-# the same in a branch and in a loop
-a, h = [], x[0] * 0
-for row in x:
-    h = h * 0.5 + row
-    a.append(h)
-if x.sum() > 1:
-    h *= 2
-for row in x:
-    h += row
-return torch.stack(a)
-
-# two elements of a turn, of which names hold the last ones
-a, h, k = [], x[0] * 0, x[0] * 1
-for row in x:
-    h = h * 0.5 + row
-    k = h * 2
-    a.append(h)
-    a.append(k)
-h += 1
-k += 3
-return torch.stack(a), h, k
-
-# the first element is what a name held before
-a, h = [], x[0] * 1
-first = h
-for row in x:
-    a.append(h)
-    h = h + row
-first += 1
-h *= 2
-return torch.stack(a), h
-
-# an element is written
-a, h = [], x[0] * 0
-for row in x:
-    h = h * 0.5 + row
-    a.append(h)
-last = a[-1]
-last += 1
-return torch.stack(a), h
-
-# of rows that are written below
-a, y = [], x * 1
-for row in y:
-    a.append(row)
-y += 1
-return torch.stack(a)
-
-# below a break
-a, h = [], x[0] * 0
-for row in x:
-    h = h * 0.5 + row
-    a.append(h)
-    if h.sum() > 1:
-        break
-h += 1
-return torch.stack(a), h
 
 # after a break
 a, h = [], x[0] * 0
@@ -294,6 +211,24 @@ for row in x:
     h["a"].append(row)
 return torch.stack(h["a"])
 
+# slices
+ys = []
+for row in x:
+    ys.append(row * 2)
+return torch.stack(ys[:2]), len(ys[1:]), torch.stack(ys[: len(ys) // 2 + 1]), len(ys[len(ys) // 2 :]) * x
+
+# numbered, and together
+ys, zs = [], []
+for row in x:
+    ys.append(row * 2)
+    zs.append((row.sum(), x[0]))
+s, t = x.new_zeros(3), x.new_zeros(3)
+for i, y in enumerate(ys, 1):
+    s = s + y * i
+for i, (row, y, (total, _)) in enumerate(zip(x, ys, zs)):
+    t = t * 0.5 + y * total + row * i
+return s, t
+
 # from behind
 outs, later = [], []
 for row in x:
@@ -316,52 +251,45 @@ for row in x:
     s = s + len(acc)
 return s
 
-# read in the loop
-a = [x[0]]
-for row in x:
-    a.append(a[-1] + row)
-return a[-1]
-
-# asked in the loop
-a = []
-s = x.new_zeros(())
-for row in x:
-    if a:
-        s = s + 1
-    a.append(row)
-return s
-
-# a tensor that turns write into, which all elements are
-a, h = [], x[0] * 0
-for row in x:
-    h += row
-    a.append(h)
-return torch.stack(a)
-
-# a tensor that the next turn writes into
-a, h = [], x[0] * 0
-for row in x:
-    h *= 2
-    h = h + row
-    a.append(h)
-return torch.stack(a)
-
-# its last element is written in a loop that gives the name another value
-a, h = [], x[0] * 0
-for row in x:
-    h = h + row
-    a.append(h)
-for row in x:
-    h += row
-    h = h * 2
-return torch.stack(a), h
-
 # a loop in a loop, from outside of both
 outs = []
 for row in x:
     for j in range(x.shape[0]):
         outs.append(row * j)
 return torch.stack(outs)
+
+# twice in a turn
+outs = []
+for row in x:
+    outs.append(row + 1)
+    outs.append(row - 1)
+return torch.stack(outs)
+
+# an element is set
+outs = []
+for row in x:
+    outs.append(row + 1)
+outs[0] = x[0] * 5
+return torch.stack(outs)
+
+# the last one goes
+outs = []
+for row in x:
+    outs.append(row + 1)
+return outs.pop(), len(outs)
+
+# unpacked
+outs = []
+for row in x:
+    outs.append(row + 1)
+first, *rest = outs
+return first + len(rest)
+
+# are there none
+outs = []
+for row in x:
+    outs.append(row)
+return x * (1 if outs == [] else 2)
 
 # a comprehension over it, of python
 outs = []
@@ -443,6 +371,43 @@ def test_code_that_is_not_staged_cannot_take_such_a_list(take: Any, error: type,
 
     with tfnb.record(), pytest.raises(error, match=words):
         tfnb.autograph(f)(tfnb.placeholder(torch.ones(3, 2), name="x"))
+
+
+READ = """
+# an element
+a = [x[0]]
+for row in x:
+    a.append(a[-1] + row)
+return a[-1]
+
+# whether there are any
+a, s = [], x.new_zeros(())
+for row in x:
+    if a:
+        s = s + 1
+    a.append(row)
+return s
+
+# how many there are
+a, s = [], x.new_zeros(())
+for row in x:
+    s = s + len(a)
+    a.append(row)
+return s
+
+# all of them
+a = [x[0]]
+for row in x:
+    a.append(torch.stack(a).sum(0) + row)
+return a[-1]
+"""
+
+
+@pytest.mark.parametrize(("name", "body"), blocks(READ), ids=[name for name, _ in blocks(READ)])
+def test_a_loop_that_reads_a_list_that_it_appends_to_is_told_to_use_an_array(name: str, body: str) -> None:
+    with pytest.raises(Unsupported, match=r"reads a list(.*\n)*.*tfnb.TensorArray.*a.write\(i") as found:
+        compared(body, FED[0], FED)
+    assert "line" in str(found.value)
 
 
 @pytest.mark.parametrize("executor", ["auto", "dataflow"])

@@ -5,7 +5,7 @@ What the names hold before and after is what the branch takes and gives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from traceback import walk_tb
@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_flatten
 
 from tfnb.control_flow.arrays import arrays, has_blanks
 from tfnb.control_flow.loops import known_elements
-from tfnb.control_flow.staging.joining import After, Join
-from tfnb.control_flow.staging.memory import Home, home_of, ways_of_made
+from tfnb.control_flow.staging.alias_analysis import Bases, bases_of
+from tfnb.control_flow.staging.phi import After, Phi
 from tfnb.control_flow.staging.statement import (
     CallsItself,
     CannotStage,
@@ -36,13 +36,11 @@ from tfnb.control_flow.staging.unset import Undefined
 from tfnb.control_flow.structure import SIZES, sample_truth, truth
 from tfnb.errors import TfnbError
 from tfnb.graph import Dim, Spec, Variable
-from tfnb.graph.node import leaves
 from tfnb.recording import Recorder, Tensor
 from tfnb.recording.subgraphs.capture import axes, record_region
 from tfnb.recording.subgraphs.loop_node import DISAGREE
 from tfnb.recording.subgraphs.recursive_calls import Unfinished
-from tfnb.recording.values.views import View
-from tfnb.recording.writes.aliases import copy_of
+from tfnb.recording.writes.aliases import REFUSED, copy_of
 
 _PACKAGE = str(Path(__file__).parents[2])
 
@@ -90,7 +88,7 @@ def below_guard(recorder: Recorder, value: Any, old: Any, earlier: Container[int
     """A name's value after a branch or loop that Python took: a value from before the guard is one of after it."""
     if value is old or not isinstance(value, Tensor) or value.shown.value.node not in earlier:
         return value
-    return copy_of(recorder, value)
+    return copy_of(recorder, value, "a branch or loop that Python took gave one name what another one holds")
 
 
 def chosen(
@@ -162,10 +160,10 @@ def stage_if(
             if dtypes:
                 undo(after)
                 after = both(before)
-            values = Join(st, test, taken, before, after[True], after[False]).values(wanted)
+            values = Phi(st, test, taken, before, after[True], after[False]).values(wanted)
         except BaseException as error:
             undo(after)
-            if by_size and isinstance(error, TfnbError):
+            if by_size and isinstance(error, TfnbError) and error.details != REFUSED:
                 raise CannotStage(reason(error)) from error
             raise
     st.set(values)
@@ -234,7 +232,8 @@ def _inside(st: Statement, by_size: bool) -> Iterator[None]:
 
 def _disagrees(error: Exception, by_size: bool) -> bool:
     """Whether branches do not fit each other: an error, where Python could not take the one that is meant."""
-    return getattr(error, "details", None) == DISAGREE and not by_size
+    details = getattr(error, "details", None)
+    return details == REFUSED or (details == DISAGREE and not by_size)
 
 
 def undo(after: dict[bool, After]) -> None:
@@ -260,7 +259,7 @@ def _branch(
             way()
             values = st.get()
         outputs: dict[tuple[int, int], int] = {}
-        homes: dict[tuple[int, int], Home] = {}
+        bases: dict[tuple[int, int], Bases] = {}
         tensors: list[Tensor] = []
         own = axes(spec for node in recorder.new[start:] for spec in node.outputs)
         for place, value in enumerate(values[:wanted]):
@@ -269,36 +268,20 @@ def _branch(
                 is_given = isinstance(leaf, Tensor) or (changed and isinstance(leaf, (torch.Tensor, Variable)))
                 if is_given or _is_of(own, recorder, leaf):
                     outputs[place, leaf_place] = len(tensors)
-                    if (home := home_of(recorder, leaf)) is not None:
-                        homes[place, leaf_place] = home
+                    bases[place, leaf_place] = bases_of(recorder, leaf)
                     tensors.append(of_dtype(tensor_of(recorder, leaf), dtypes.get((place, leaf_place))))
-        made = ways_of_made(recorder, homes.values())
-        tensors += [tensor_of(recorder, way.where()) for ways in made.values() for way in ways if way.is_known]
-        chains = [*(chain for _, chain in homes.values()), *(way.chain for ways in made.values() for way in ways)]
-        places = _places(recorder, start, chains)
-        tensors += places
         blank = [place for place in range(wanted) if has_blanks(before[place]) and not has_blanks(values[place])]
         elements = {place: [array.spec for array in arrays(values[place])] for place in blank}
-        found[:] = [values, outputs, elements, homes, made, places]
+        found[:] = [values, outputs, elements, bases]
         st.set(before)
         st.all_carried()
         return tensors
 
     region = record_region(recorder, call, [], scope=scope, turns=False, where=where, entered=entered)
     st.set(before)
-    values, outputs, elements, homes, made, places = found
+    values, outputs, elements, bases = found
     named = {at: region.outputs[place] for at, place in outputs.items()}
-    tests = iter(region.outputs[len(outputs) :])
-    tested = {base: [(way, next(tests) if way.is_known else None) for way in ways] for base, ways in made.items()}
-    placed = {id(leaf): (leaf, next(tests)) for leaf in places}
-    return After(region, values, named, elements, homes, tested, placed)
-
-
-def _places(recorder: Recorder, start: int, chains: Iterable[tuple[View, ...]]) -> list[Tensor]:
-    """Tensors made in the branch that say where views look."""
-    own = {node.id for node in recorder.new[start:]}
-    found = [leaf for chain in chains for view in chain for leaf in leaves(view.attrs) if isinstance(leaf, Tensor)]
-    return list({id(leaf): leaf for leaf in found if leaf.shown.value.node in own}.values())
+    return After(region, values, named, elements, bases)
 
 
 def _is_of(own: set[str], recorder: Recorder, leaf: Any) -> bool:

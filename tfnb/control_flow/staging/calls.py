@@ -21,16 +21,15 @@ from tfnb.control_flow.staging.containers import (
     refuse_change,
     refuse_draw,
 )
-from tfnb.control_flow.staging.elements import METHODS, cat, gone_over, grown, plain, stack
 from tfnb.control_flow.staging.iteration import BUILTINS
-from tfnb.control_flow.staging.lists import append_to
+from tfnb.control_flow.staging.lists import append_to, cat, grown, plain, stack
 from tfnb.control_flow.staging.parsing import tree_of
-from tfnb.control_flow.staging.places import is_foreign, is_of_package
 from tfnb.control_flow.staging.python_numbers import given, item_of
 from tfnb.control_flow.staging.recursing import Recursing, names_itself
 from tfnb.control_flow.staging.source import bound, function_code, worth
 from tfnb.control_flow.staging.statement import status
 from tfnb.control_flow.staging.trees import HIDDEN, NotConvertible
+from tfnb.control_flow.staging.user_frames import is_foreign, is_of_package
 from tfnb.control_flow.structure import recorder_if_open
 
 OPERATORS = SimpleNamespace()  # what converted code calls, by `HIDDEN`: `operators` has them
@@ -94,9 +93,7 @@ def _of_container(function: Any, owner: Any, name: str) -> Any:
     if name not in ("append", "extend", "copy", "clear") and grown(owner):
         if status.depth:
             refuse_change(owner, f"{name}()")
-        if name in METHODS:
-            return functools.partial(METHODS[name], owner)
-        owner[:] = gone_over(owner)
+        owner[:] = plain(owner)
     if not status.depth or name not in CHANGES:
         return function
     if name == "append" and type(owner) is list and not is_own(owner):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tfnb.control_flow.staging.elements import Written, grown
+from tfnb.control_flow.staging.lists import grown, plain
 from tfnb.control_flow.staging.statement import CannotStage, Slot, status
 from tfnb.control_flow.staging.unset import MISSING, Sometimes, Undefined
 
@@ -39,7 +39,7 @@ def changed(owner: Any, name: str | None = None) -> Any:
     if isinstance(owner, torch.Tensor):
         return owner
     if name is None and grown(owner) and (not status.depth or is_own(owner)):
-        return Written(owner)
+        owner[:] = plain(owner)
     if not status.depth:
         return owner
     if name is None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tfnb.control_flow.staging.branching import chosen
-from tfnb.control_flow.staging.elements import backwards, expanded, grown, length, plain
+from tfnb.control_flow.staging.lists import backwards, expanded, grown, length, plain
 from tfnb.control_flow.staging.looping import Stage, Turns
 from tfnb.control_flow.staging.python_numbers import NUMBERS, shown
 from tfnb.control_flow.staging.statement import Statement, as_number, recorder_for, status

@@ -1,22 +1,22 @@
-"""Lists that a loop of the graph appends to: behind them stand tensors with a row for each turn.
+"""Lists that a loop of the graph appends to: after the loop they are stacked tensors, with a row for each element.
 
-The list stays the object that it is. While the loop's body is recorded it holds a `Growing`, which nobody may look at;
-after the loop it holds an `Appended`, of which `elements` says what converted code may do with it.
+While the body of the loop is recorded the list holds a `Growing`: to read it there is an error, which says to use a
+TensorArray. After the loop it holds an `Appended`. ``torch.stack``, ``torch.cat``, ``len``, ``for``, ``[i]`` and
+``[a:b]`` of it are part of the graph; all else gets the elements of the samples, with a guard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from tfnb.control_flow.staging.memory import Home, Memory, home_of
+from tfnb.control_flow.staging.alias_analysis import Bases, bases_of
 from tfnb.control_flow.staging.statement import (
     CannotStage,
     Slot,
@@ -28,23 +28,30 @@ from tfnb.control_flow.staging.statement import (
     tensor_of,
 )
 from tfnb.control_flow.staging.unset import Undefined, UndefinedReturnValue
-from tfnb.control_flow.structure import spec_of
+from tfnb.control_flow.staging.user_frames import user_frame
+from tfnb.control_flow.structure import recorder_if_open
 from tfnb.errors import Unsupported
 from tfnb.recording import Recorder
-from tfnb.recording.values.tensor import Base
-from tfnb.recording.writes.aliases import linked
-
-_ROOMS = 8  # how often a turn may append to a list where branches do
+from tfnb.recording.writes.aliases import REFUSED
 
 
 class Growing:
     """What a list holds while the body of a loop that appends to it is recorded."""
 
     def __getattr__(self, name: str) -> Any:
-        raise CannotStage("a list that it appends to is read inside of it")
+        raise _is_read()
 
     def __iter__(self) -> Iterator[Any]:
-        raise CannotStage("a list that it appends to is read inside of it")
+        raise _is_read()
+
+
+def _is_read() -> Unsupported:
+    recorder = recorder_if_open()
+    return Unsupported(
+        f"a loop reads a list that it appends to{'' if recorder is None else recorder.tape.at()}\n  use a "
+        "tfnb.TensorArray in place of the list: `a = tfnb.TensorArray(n)` before the loop, `a = a.write(i, value)` and "
+        "`a.read(i - 1)` inside of it, `a.stack()` after it", details=REFUSED,
+    )  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -58,8 +65,8 @@ class Appended:
 
     def __getattr__(self, name: str) -> Any:
         raise Unsupported(
-            f"a list that the loop of {self.place} appends to has as many elements as a run has turns: code that is "
-            "not staged cannot take it; torch.stack, torch.cat, len, for, [i] and [a:b] of staged code can"
+            f"a list that the loop of {self.place} appends to has as many elements as a run has iterations: code that "
+            "is not staged cannot take it; torch.stack, torch.cat, len, for, [i] and [a:b] of staged code can"
         )
 
     @property
@@ -77,69 +84,54 @@ class Appended:
         return self.one([rows[index] for rows in self.leaves])
 
 
+# -- while the loop is recorded ---------------------------------------------------------------------------------------
+
+
 @dataclass
 class Growth:
-    """What the body of one loop appends to lists of outside; it stands in a body that made these containers, if any."""
+    """What the body of one loop appends to lists of outside; it stands in a body that made these containers, if any.
+
+    rooms: of each list, what an iteration appends and whether it does; it may do so once, in a branch or not.
+    """
 
     around: list[Any] | None
     depth: int = 0
     level: int = 0  # where `status.bodies` has the body
     lists: list[list[Any]] = field(default_factory=list)
-    values: list[list[Any]] = field(default_factory=list)  # of each list: what one turn appends
-    known: int = 0  # lists that are marked already
-    chosen: dict[int, int] = field(default_factory=dict)  # lists to which branches append: how often a turn may do so
-    rooms: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # of those: what each appends, and whether
+    rooms: list[dict[str, Any]] = field(default_factory=list)
 
     @contextmanager
     def turn(self) -> Iterator[None]:
         """Around the body: lists that it appends to cannot be looked at."""
-        self.depth, self.known, self.level = status.depth, len(self.lists), len(status.bodies) - 1
-        self.values = [[] for _ in self.lists]
-        for each in self.lists:
+        self.depth, self.level = status.depth, len(status.bodies) - 1
+        marked = list(self.lists)
+        for each in marked:
             each.append(Growing())
-        self.rooms = {
-            place: [{"is kept": False, "row": UndefinedReturnValue()} for _ in range(count)]
-            for place, count in self.chosen.items()
-        }
-        status.made += chain(*self.rooms.values())  # branches carry what they set there
+        self.rooms = [{"is kept": False, "row": UndefinedReturnValue()} for _ in marked]
+        status.made += self.rooms  # branches carry what they set there
         outer, status.growth = status.growth, self
         try:
             yield
         finally:
             status.growth = outer
-            for each in self.lists[: self.known]:
+            for each in marked:
                 del each[-1]
 
     def add(self, owner: list[Any], value: Any) -> None:
         """One element; a list that is met for the first time is marked when the body is recorded again."""
-        place = self._place(owner)
-        if place not in self.chosen:
-            self.values[place].append(value)
-        elif (room := self._room(place)) is not None:
-            room.update({"is kept": True, "row": value})
-
-    def add_in_branch(self, owner: list[Any], value: Any) -> None:
-        """The same in a branch of the body: an element in some turns."""
-        if any(owner is each for made in status.bodies[self.level :] for each in made):
+        if status.depth > self.depth and any(owner is each for made in status.bodies[self.level :] for each in made):
             raise CannotStage("append() in a list that was made outside of it")
-        room = self._room(self._place(owner))
-        if room is None:
+        place = self._place(owner)
+        if place >= len(self.rooms):
             return
+        room = self.rooms[place]
+        if room["is kept"] is not False:
+            raise CannotStage("append() is called more than once in an iteration: append one tensor, or use two lists")
         for key, new in (("is kept", True), ("row", value)):
             slot = Slot(room, key, is_item=True)
-            if not slot.is_settled:
+            if status.depth > self.depth and not slot.is_settled:
                 status.met.append((slot, slot.value))
             slot.value = new
-
-    def _room(self, place: int) -> dict[str, Any] | None:
-        """The first one that nothing was put into on this way; there is one when the body is recorded again."""
-        rooms = self.rooms.get(place, [])
-        found = next((room for room in rooms if room["is kept"] is False), None)
-        if found is None and len(rooms) == _ROOMS:
-            raise CannotStage(f"append() is called more than {_ROOMS} times in a turn, in branches")
-        if found is None:
-            self.chosen[place] = len(rooms) + 1
-        return found
 
     def _place(self, owner: list[Any]) -> int:
         found = next((i for i, each in enumerate(self.lists) if each is owner), None)
@@ -148,75 +140,128 @@ class Growth:
         if self.around is not None and all(owner is not other for other in self.around):
             raise CannotStage("append() in a loop inside of another, to a list that was made outside of both")
         self.lists.append(owner)
-        self.values.append([])
         return len(self.lists) - 1
 
     @property
     def is_new(self) -> bool:
         """Whether the body has to be recorded again, with its lists marked."""
-        few = any(len(self.rooms.get(place, ())) < count for place, count in self.chosen.items())
-        return few or self.known < len(self.lists)
+        return len(self.rooms) < len(self.lists)
 
-    def rows(self, recorder: Recorder, written: Collection[Base], memory: Memory) -> list[torch.Tensor]:
-        """What a turn gives for all lists: their elements, leaf by leaf. written: what is of before the turn."""
-        self.forms: list[tuple[TreeSpec, list[bool], int]] = []
-        self.homes: list[list[list[Home | None]]] = []  # of each list and leaf: what those of one turn look at
+    def rows(self, recorder: Recorder, check: Callable[[Bases], None]) -> list[torch.Tensor]:
+        """What an iteration gives for all lists: their elements, leaf by leaf. check: raises for what loops write."""
+        self.forms: list[tuple[TreeSpec, list[bool], bool]] = []  # and whether each iteration appends
+        self.bases: list[list[Bases]] = []  # of each list and leaf
         found: list[torch.Tensor] = []
-        for place, values in enumerate(self.values):
-            if place in self.chosen:
-                values = [room["row"] for room in self.rooms[place]]
-            if not values or any(isinstance(value, Undefined) for value in values):
-                raise CannotStage("append() is called in some of its turns only")
-            flat = [tree_flatten(value) for value in values]
-            leaves, form = flat[0]
-            if any(other != form for _, other in flat) or not leaves:
-                raise CannotStage("append() is called with elements of several structures")
-            for leaf in (leaf for leaves, _ in flat for leaf in leaves):
+        for room in self.rooms:
+            if room["is kept"] is False or isinstance(room["row"], Undefined):
+                raise CannotStage("append() is called in some of its iterations only")
+            leaves, form = tree_flatten(room["row"])
+            for leaf in leaves:
                 if not is_value(leaf):
                     raise CannotStage(f"append() is called with {kind(leaf)}")
             numbers = [is_number(leaf) or not isinstance(leaf, torch.Tensor) for leaf in leaves]
-            self.forms.append((form, numbers, len(values)))
-            self.homes.append([[home_of(recorder, row[at]) for row, _ in flat] for at in range(len(leaves))])
-            for home in (home for column in self.homes[-1] for home in column if home is not None):
-                _check(home, written, memory)
-            for column in zip(*(leaves for leaves, _ in flat), strict=True):
-                tensors = [tensor_of(recorder, leaf) for leaf in column]
-                if len({(spec_of(t).dtype, spec_of(t).shape) for t in tensors}) > 1:
-                    raise CannotStage("append() is called with elements of several shapes or dtypes")
-                found.append(tensors[0] if len(tensors) == 1 else torch.stack(tuple(tensors)))
-            if place in self.chosen:
-                kept = [tensor_of(recorder, room["is kept"]) for room in self.rooms[place]]
-                found.append(kept[0] if len(kept) == 1 else torch.stack(tuple(kept)))
+            self.forms.append((form, numbers, room["is kept"] is True))
+            self.bases.append([bases_of(recorder, leaf) for leaf in leaves])
+            for bases in self.bases[-1]:
+                check(bases)
+            found += (tensor_of(recorder, leaf) for leaf in leaves)
+            if room["is kept"] is not True:
+                found.append(tensor_of(recorder, room["is kept"]))
         return found
 
-    def finish(
-        self, rows: Sequence[torch.Tensor], place: str,
-        share: Callable[[torch.Tensor, Sequence[Home | None], bool], None],
-    ) -> None:  # fmt: skip
-        """After the loop: its rows, at the end of the lists. share: says whose memory they are, see `Memory`."""
+    def finish(self, rows: Sequence[torch.Tensor], place: str, share: Callable[[torch.Tensor, Bases], None]) -> None:
+        """After the loop: its rows, at the end of the lists. share: says whose memory they may have."""
         left = iter(rows)
-        for at, (owner, (form, numbers, many)) in enumerate(zip(self.lists, self.forms, strict=True)):
+        for owner, (form, numbers, is_always), bases in zip(self.lists, self.forms, self.bases, strict=True):
             leaves = [next(left) for _ in numbers]
-            if at in self.chosen:
-                is_kept = next(left).flatten()
-                leaves = [(leaf.flatten(0, 1) if many > 1 else leaf)[is_kept] for leaf in leaves]
-            for leaf, homes in zip(leaves, self.homes[at], strict=True):
-                share(leaf, homes, at in self.chosen)
-            if many > 1 and at not in self.chosen:
-                leaves = [leaf.flatten(0, 1) for leaf in leaves]
+            if not is_always:
+                is_kept = next(left)
+                leaves = [leaf[is_kept] for leaf in leaves]
+            for leaf, each in zip(leaves, bases, strict=True):
+                share(leaf, each)
             owner.append(Appended(leaves, form, numbers, place))
-
-
-def _check(home: Home, written: Collection[Base], memory: Memory) -> None:
-    """Raise CannotStage for what turns write into: in Python an element is what they make of it in the end."""
-    families = set(linked(home[0]))
-    if not families.isdisjoint(written) or memory.is_written_later(families):
-        raise CannotStage("append() is called with a tensor that its turns write into: append a clone() of it")
 
 
 def append_to(owner: list[Any]) -> Callable[[Any], None] | None:
     """How to append to a list of outside in a staged body; None where that cannot be."""
-    growth = status.growth
-    if growth is None:
-        return None
-    return partial(growth.add if growth.depth == status.depth else growth.add_in_branch, owner)
+    return None if status.growth is None else partial(status.growth.add, owner)
+
+
+# -- after the loop ---------------------------------------------------------------------------------------------------
+
+
+def grown(items: Any) -> bool:
+    """Whether a list or tuple has elements that a loop appended. Raises Unsupported inside of that loop."""
+    if type(items) not in (list, tuple):
+        return False
+    if any(type(each) is Growing for each in items):
+        raise _is_read()
+    return any(type(each) is Appended for each in items)
+
+
+def length(items: Any) -> Any:
+    """``len(items)``."""
+    return sum(each.count if type(each) is Appended else 1 for each in items)
+
+
+def expanded(items: Any) -> list[Any]:
+    """The elements that there are for the samples; a run must have as many."""
+    found: list[Any] = []
+    for each in items:
+        found += [each.at(i) for i in range(int(each.count))] if type(each) is Appended else [each]
+    return found
+
+
+def plain(items: Any) -> Any:
+    """What Python goes over: of such a list the elements of the samples, with a note."""
+    if not grown(items):
+        return items
+    recorder = recorder_if_open()
+    places = ", ".join(each.place for each in items if type(each) is Appended)
+    note = (
+        f"line {user_frame().f_lineno}: what goes over the list that the loop of {places} appends to stays Python: it "
+        "takes as many elements as there are for the samples"
+    )
+    if recorder is not None and note not in recorder.notes:
+        recorder.notes.append(note)
+    return expanded(items)
+
+
+def stack(tensors: Any, dim: int = 0) -> torch.Tensor:
+    """``torch.stack`` of them."""
+    rows = torch.cat([each.leaves[0] if type(each) is Appended else each[None] for each in tensors])
+    return rows if dim == 0 else rows.movedim(0, dim)
+
+
+def cat(tensors: Any, dim: int = 0) -> torch.Tensor:
+    """``torch.cat`` of them."""
+
+    def joined(rows: torch.Tensor) -> torch.Tensor:
+        at = dim if dim >= 0 else rows.dim() - 1 + dim
+        return rows.movedim(0, at).flatten(at, at + 1)
+
+    return torch.cat([joined(each.leaves[0]) if type(each) is Appended else each for each in tensors], dim)
+
+
+def item(items: Any, index: Any) -> Any:
+    """``items[index]``."""
+    is_place = isinstance(index, (int, torch.SymInt, torch.Tensor)) and not isinstance(index, bool)
+    if len(items) == 1 and is_place:
+        return items[0].at(index)
+    if index in (0, -1):
+        return items[index].at(index) if type(items[index]) is Appended else items[index]
+    return plain(items)[index]
+
+
+def part(items: Any, span: slice) -> Any:
+    """``items[a:b:c]``."""
+    if len(items) > 1 or (isinstance(span.step, int) and span.step < 0):
+        return plain(items)[span]
+    return type(items)([replace(items[0], leaves=[leaf[span] for leaf in items[0].leaves])])
+
+
+def backwards(items: Any) -> Any:
+    """``reversed(items)``."""
+    if len(items) > 1:
+        return reversed(plain(items))
+    return [replace(items[0], leaves=[leaf.flip(0) for leaf in items[0].leaves])]

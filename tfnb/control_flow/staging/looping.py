@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +14,8 @@ from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_wit
 
 from tfnb.control_flow.arrays import arrays, has_blanks
 from tfnb.control_flow.loops import invariants, known_elements
+from tfnb.control_flow.staging.alias_analysis import Bases, LoopAliases, bases_of
 from tfnb.control_flow.staging.lists import Growth
-from tfnb.control_flow.staging.memory import Home, Memory, home_of
-from tfnb.control_flow.staging.places import is_held
 from tfnb.control_flow.staging.statement import (
     NUMBERS,
     BeginsAsNone,
@@ -42,10 +40,10 @@ from tfnb.control_flow.staging.unset import Absent, Sometimes, Undefined, Undefi
 from tfnb.control_flow.structure import SIZES, spec_of, truth
 from tfnb.errors import BranchChanged, InvalidArgument, TfnbError
 from tfnb.graph import Spec, Variable
-from tfnb.recording import Recorder, Tensor
+from tfnb.recording import Tensor
 from tfnb.recording.subgraphs.capture import bound_around, now
 from tfnb.recording.subgraphs.loop_node import DISAGREE, Loop
-from tfnb.recording.writes.aliases import Test, linked, overlap
+from tfnb.recording.writes.aliases import REFUSED, family, lose
 
 
 def staged_loop(st: Statement, stage: Callable[[], None], first: Callable[[], None], *, peels: bool = False) -> bool:
@@ -92,10 +90,10 @@ class Stage:
     """One loop to be staged: which names it carries, as which tensors.
 
     by_size: only sizes decide how often it turns, so Python can run it for those of the samples. entered: whether the
-    samples take a turn. memory: what the last recorded turn says of shared memory.
+    samples take a turn. aliases: what the last recorded turn says of shared memory.
     """
 
-    memory: Memory
+    aliases: LoopAliases
 
     def __init__(self, st: Statement, *, by_size: bool, entered: bool) -> None:
         self.st, self.recorder, self.by_size, self.entered = st, st.recorder, by_size, entered
@@ -105,7 +103,6 @@ class Stage:
         self.elements: dict[int, list[Spec | None]] = {}  # of arrays that know theirs by the body only
         self.stay: set[int] = set()  # names that hold after a turn what they held, which the body may have written into
         self.rebound: set[int] = set()  # names of which that was not so after all
-        self.places: list[Tensor] = []  # of the turn's own, by which leaves look at something
         self.growth = Growth(status.made if status.depth else None)
         self.calls = 0
 
@@ -121,6 +118,8 @@ class Stage:
                 except BeginsAsNone:
                     raise
                 except Exception as error:
+                    if getattr(error, "details", None) == REFUSED:
+                        raise
                     if getattr(error, "details", None) == DISAGREE and not self.by_size:
                         if isinstance(error, TfnbError) and st.place not in error.message:
                             error.message += f"\n  {st.place}: `{st.what}`"
@@ -185,8 +184,8 @@ class Stage:
     def leaves(self, values: tuple[Any, ...], carried: Sequence[Any]) -> list[Any]:
         """The carried leaves after one turn; raises _Again where they are not those that were planned."""
         found: list[Any] = []
-        self.homes: list[Home | None] = []  # of each leaf: what it looks at after the turn, and how
-        self.unsure: set[int] = set()  # leaves that may be what the turn began with
+        self.bases: list[Bases] = []  # of each leaf: what may have its memory after the turn
+        self.lost: list[tuple[Any, str]] = []  # what names held before the loop, which writes into it
         given = iter(carried)
         again = False
         planned = dict(self.forms)
@@ -196,8 +195,7 @@ class Stage:
                 continue
             form, count = self.forms[place]
             mine = [next(given) for _ in range(count)]
-            mine_is_left = isinstance(value, Sometimes)  # where the turn does not set the name
-            homes = [home_of(self.recorder, leaf) for leaf in tree_flatten(value)[0]]
+            bases = self._bases(value, mine)
             if isinstance(before := tree_unflatten(mine, form), Sometimes):
                 value = self._kept(value, before)
             if place not in self.rebound and self._stays(place, value, mine):
@@ -205,8 +203,7 @@ class Stage:
                 again = True
                 continue
             found += self._carried(place, value, form, mine)
-            self.unsure |= set(range(len(self.homes), len(self.homes) + len(mine))) if mine_is_left else set()
-            self.homes += [*homes, *[None] * (len(mine) - len(homes))]
+            self.bases += [*bases, *[Bases()] * (len(mine) - len(bases))]
         if again or any(isinstance(leaf, torch.dtype) for leaf in found):
             raise _Again
         return found
@@ -224,27 +221,23 @@ class Stage:
                 continue
             name = self.st.label(self.st.names[place])
             mine = [loop.carry(spec, name) for spec in specs]
+            bases = self._bases(value, mine)
             if isinstance(value, Sometimes):
-                self.unsure |= set(range(len(self.homes), len(self.homes) + len(leaves)))
                 value = self._kept(value, tree_unflatten(mine, form))
             self.forms[place] = form, len(leaves)
             self.numbers += [False] * len(leaves)
             self.labels += [name] * len(leaves)
-            self.homes += [home_of(self.recorder, leaf) for leaf in leaves]
+            self.bases += bases
             given += mine
             left += [tensor_of(self.recorder, leaf) for leaf in tree_flatten(value)[0]]
         return given, left
 
-    def made_places(self, loop: Loop) -> list[Tensor]:
-        """Places of the turn's own by which it looked at something: those of the last turn are carried out of it."""
-        self.places = []
-        for places in self.memory.places.values():
-            specs = list(map(self._spec, places))
-            if all(bound_around(self.recorder, spec) for spec in specs):
-                self.places += places
-                for spec in specs:
-                    loop.carry(spec, "a place")
-        return [tensor_of(self.recorder, place) for place in self.places]
+    def _bases(self, value: Any, mine: Sequence[Tensor]) -> list[Bases]:
+        """What may have the memory of what a name holds after a turn; mine: what it was given, and may still hold."""
+        found = [bases_of(self.recorder, leaf) for leaf in tree_flatten(value)[0]]
+        if not isinstance(value, Sometimes):
+            return found
+        return [one | bases_of(self.recorder, leaf) for one, leaf in zip(found, mine, strict=False)]
 
     def _kept(self, value: Any, before: Sometimes) -> Any:
         """What a name holds after a turn that set it, or set it in some runs: else it is what the turn began with."""
@@ -269,10 +262,8 @@ class Stage:
         outside = tree_flatten(self.before[place])[0]
         if all(leaf is given for leaf, given in zip(tree_flatten(value)[0], mine, strict=False)):
             return not isinstance(self.before[place], Undefined)
-        for given, outer in zip(mine, outside, strict=False):
-            if _is_written(given) and (_is_shared(self.recorder, outer) or is_held(outer)):
-                name = self.st.label(self.st.names[place])
-                raise CannotStage(f"it writes into what {name} holds before the loop, and then gives it another value")
+        name = self.st.label(self.st.names[place])
+        self.lost += [(outer, name) for given, outer in zip(mine, outside, strict=False) if _is_written(given)]
         return False
 
     def _new(self, place: int, value: Any, old: Any) -> bool:
@@ -338,28 +329,17 @@ class Stage:
             found.append(tensor_of(self.recorder, leaf))
         return found
 
-    def share(
-        self, carried: Sequence[Tensor], taken: Test, rows: Any, homes: Sequence[Home | None], is_some: bool
-    ) -> None:
-        """What the loop appended shares memory with what it lies in."""
-        for number, home in enumerate(homes):
-            if home is not None:
-                at = None if is_some else number
-                self.memory.share_rows(self.recorder, rows, home, at, len(homes), carried, self._before(), taken)
-        if self.memory.meets(homes):
-            overlap(self.recorder, rows)
-
-    def _before(self) -> list[Any]:
-        """What is carried, as it was before the loop; None for what got its first value there."""
+    def before_bases(self) -> list[Bases]:
+        """What may have the memory of what is carried, before the loop; nothing for what gets its first value there."""
         known = [leaf for place in self.first for leaf in tree_flatten(self.first[place])[0]]
-        return [*known, *[None] * (len(self.numbers) - len(known))]
+        return [bases_of(self.recorder, leaf) for leaf in (*known, *[None] * (len(self.numbers) - len(known)))]
 
-    def finish(self, carried: Sequence[Any], places: Sequence[Tensor], turns: Tensor, taken: Test) -> None:
+    def finish(self, carried: Sequence[Any], taken: Callable[[], torch.Tensor]) -> None:
         """Give the names what the loop leaves them."""
         values = list(self._values(carried, is_after=True))
-        before = self._before()
-        places_by_id = dict(zip(map(id, self.places), places, strict=True))
-        self.memory.share(self.recorder, carried, before, turns, taken, places_by_id)
+        for outer, name in self.lost:
+            self._lose(outer, name)
+        self.aliases.share(self.st, carried, self.labels)
         st = self.st
         for place, old in enumerate(self.before):
             if not isinstance(old, Undefined) or isinstance(old, (Sometimes, UndefinedReturnValue)):
@@ -373,11 +353,19 @@ class Stage:
                 values[place] = Absent(name, why)
         st.set(tuple(values))
 
+    def _lose(self, outer: Any, name: str) -> None:
+        """What a name held before a loop that wrote into it: others that hold it would see that in Python."""
+        st = self.st
+        why = f"{st.place}: the `{st.what}` writes into what {name} holds before it, and then gives it another value"
+        if isinstance(outer, (torch.Tensor, Variable)):
+            for base in list(family(self.recorder.handle(outer)._family)):
+                lose(self.recorder, base, why)
+
 
 class _Attempt:
     """One recording of a loop, with what is known of its variables by then.
 
-    head: among the carried values, those of the names are behind the index and before the places.
+    head: among the carried values, those of the names are behind the index.
     """
 
     def __init__(self, stage: Stage, turns: Turns) -> None:
@@ -390,21 +378,18 @@ class _Attempt:
 
     def record(self) -> None:
         """Record it and set the names to what the loop gives; raises _Again where the body told something new."""
-        stage, turns = self.stage, self.turns
+        stage, turns, st = self.stage, self.turns, self.st
         loop = self.loop = Loop(
             self.recorder, self.start, self.labels, turns.xs, specs=self.specs, limit=turns.limit,
             what=self.st.what.split()[0], entered=stage.entered,
         )  # fmt: skip
         result = loop.record(None if turns.test is None else self._condition, self._turn)
-        last = self.head + len(stage.numbers)
-        carried, count = result.carried[self.head : last], result.turns
-
-        def taken() -> torch.Tensor:
-            return count > 0
-
-        stage.finish(carried, result.carried[last:], count, taken)
+        carried, count = result.carried[self.head :], result.turns
+        stage.finish(carried, lambda: count > 0)
         if stage.growth.lists:
-            stage.growth.finish(result.rows, self.st.place, partial(stage.share, carried, taken))
+            stage.growth.finish(
+                result.rows, st.place, lambda rows, bases: stage.aliases.share_elements(st, rows, bases, carried)
+            )
 
     def _condition(self, *carried: Any) -> list[Any]:
         assert self.turns.test is not None
@@ -417,7 +402,6 @@ class _Attempt:
     def _turn(self, *given: Any) -> list[Any]:
         stage, recorder = self.stage, self.recorder
         carried, rows = given[self.head : len(self.start)], given[len(self.start) :]
-        values_before, first_node = [tensor._entry.value for tensor in carried], len(recorder.new)
         stage.forget_late()
         versions = {tensor._family: tensor._family.version for tensor in recorder.live}
         values = self._taken(given, carried, rows)
@@ -426,18 +410,16 @@ class _Attempt:
         self.st.all_carried()
         after = stage.leaves(values, carried)
         late, left = stage.late_leaves(values, self.loop)
-        values_before += [tensor._entry.value for tensor in late]
         stage.set_back()
-        is_whole = self.turns.test is None
         stacks = {row._family: stack for row, stack in zip(rows, self.turns.xs, strict=True)}
-        stage.memory = Memory(recorder, [*carried, *late], stage.homes, stage.unsure, stacks, whole=is_whole)
-        read = {value for node in recorder.new[first_node:] for value in node.inputs} if is_whole else set()
-        stage.memory.check(written, stage.labels, [value in read for value in values_before] if is_whole else None)
+        carried = [*carried, *late]
+        aliases = stage.aliases = LoopAliases(recorder, carried, stage.before_bases(), stage.bases, stacks)
+        aliases.check(self.st, carried, written, stage.labels)
         if stage.growth.is_new:
             raise _Again
         index = [place + self.turns.step for place in given[: self.head]]
-        places = stage.made_places(self.loop)
-        return [*index, *after, *left, *places, *stage.growth.rows(recorder, written, stage.memory)]
+        elements = stage.growth.rows(recorder, lambda bases: aliases.check_element(self.st, bases, carried, written))
+        return [*index, *after, *left, *elements]
 
     def _taken(self, given: Sequence[Any], carried: Sequence[Any], rows: Sequence[Any]) -> tuple[Any, ...]:
         """What the names hold after the body ran once."""
@@ -468,19 +450,6 @@ def _containers(item: Any) -> Iterator[Any]:
 def _is_written(given: Tensor) -> bool:
     """Whether a tensor that a turn was given was written in place."""
     return given._family.version != 0
-
-
-def _is_shared(recorder: Recorder, leaf: Any) -> bool:
-    """Whether others than its name are known to see what is written into a tensor."""
-    if not isinstance(leaf, Tensor):
-        return isinstance(leaf, (torch.Tensor, Variable))
-    base = leaf._family
-    is_linked = any(other is not base for other in linked(base))
-    return (
-        is_linked
-        or base.variable is not None
-        or any(other._family is base and other is not leaf for other in recorder.live)
-    )
 
 
 def _dtype_after(leaf: Any, given: torch.Tensor) -> torch.dtype:

@@ -17,13 +17,11 @@ import torch
 from tfnb.control_flow.staging.branching import below_guard, branched, chosen, taken_by_python
 from tfnb.control_flow.staging.calls import OPERATORS, fn, marked, takes_lists
 from tfnb.control_flow.staging.containers import CONTAINERS, attribute, changed, made, own_method, refuse_change
-from tfnb.control_flow.staging.elements import expanded, gone_over, grown, length, plain
-from tfnb.control_flow.staging.elements import item as item_of
-from tfnb.control_flow.staging.elements import part as part_of
 from tfnb.control_flow.staging.iteration import turns_of
-from tfnb.control_flow.staging.lists import append_to
+from tfnb.control_flow.staging.lists import append_to, expanded, grown, length, plain
+from tfnb.control_flow.staging.lists import item as item_of
+from tfnb.control_flow.staging.lists import part as part_of
 from tfnb.control_flow.staging.looping import Stage, Turns, staged_loop
-from tfnb.control_flow.staging.places import user_frame
 from tfnb.control_flow.staging.python_numbers import needed
 from tfnb.control_flow.staging.statement import (
     BeginsAsNone,
@@ -38,6 +36,7 @@ from tfnb.control_flow.staging.statement import (
     status,
 )
 from tfnb.control_flow.staging.unset import Absent, Undefined, UndefinedReturnValue, guarded
+from tfnb.control_flow.staging.user_frames import user_frame
 from tfnb.control_flow.structure import recorder_if_open, sample_truth
 from tfnb.recording import Recorder, Tensor
 from tfnb.recording.subgraphs.capture import _Before
@@ -280,7 +279,7 @@ def rebinds(*names: str) -> None:
 def items(owner: Any) -> Any:
     """What a comprehension or a ``*`` goes over."""
     if grown(owner):
-        return gone_over(owner)
+        return plain(owner)
     recorder = _staging()
     if recorder is not None and turns_of(owner) is not None:
         note_python(_nameless(recorder), "it is a comprehension, which goes over as many as the samples have")

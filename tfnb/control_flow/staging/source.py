@@ -139,10 +139,10 @@ def with_operators(function: ast.FunctionDef, unsure: Container[str] = ()) -> as
         raise NotConvertible("a generator or async function is in it")
     function = Asserts().visit(Match().visit(function))
     if has_control([n for n in ast.walk(function) if isinstance(n, CONTROL)]):
-        from tfnb.control_flow.staging.malting import malted
+        from tfnb.control_flow.staging.autograph_frontend import with_calls
 
         Walrus().visit(Else().visit(function))
-        function = malted(function)
+        function = with_calls(function)
     return Expressions(unsure).visit(function)
 
 

@@ -16,8 +16,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from tfnb.control_flow.staging.places import user_frame
 from tfnb.control_flow.staging.unset import MISSING, Undefined
+from tfnb.control_flow.staging.user_frames import user_frame
 from tfnb.control_flow.structure import SIZES, of_size, recorder_if_open, spec_of
 from tfnb.errors import TfnbError
 from tfnb.graph import Variable

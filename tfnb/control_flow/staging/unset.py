@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import GetAttrKey, register_pytree_node, tree_flatten, tree_unflatten
 
-from tfnb.control_flow.staging.places import source_line
+from tfnb.control_flow.staging.user_frames import source_line
 from tfnb.control_flow.structure import sample_truth
 from tfnb.errors import InvalidArgument
 from tfnb.graph import Ref

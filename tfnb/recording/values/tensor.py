@@ -85,8 +85,7 @@ class Base:
     frozen: str = ""  # why nothing may be written here
     twins: tuple[weakref.ref[Base], ...] = ()  # others that stand for the same memory, through ``.data = ...``
     copies: tuple[tuple[weakref.ref[Base], Callable[[], Any]], ...] = ()  # others, where sizes make a copy a view
-    links: tuple[Any, ...] = ()  # others of the same memory in some runs: `aliases.Link`
-    overlaps: bool = False  # in some runs, places of it are the same memory as others of it
+    shares: tuple[tuple[weakref.ref[Base], str], ...] = ()  # others of the same memory in some runs, and why
 
     def write(self, entry: Entry) -> None:
         """Replace the entry; aliases notice by the version."""

@@ -42,31 +42,6 @@ class View(NamedTuple):
         return row(base, new, {**defaults, **self.attrs}, self.output)
 
 
-class RowOfSome(View):
-    """One row of a number of rows that only a run knows: where there is none, zeros, and nothing is written."""
-
-    __slots__ = ()
-
-    @classmethod
-    def at(cls, index: int | torch.Tensor) -> RowOfSome:
-        """From behind where the number is one of Python's below 0."""
-        return cls(aten.select.int, {"dim": 0, "index": index})
-
-    def apply(self, base: torch.Tensor) -> torch.Tensor:
-        """The row."""
-        return torch.where(self._mask(base), base, torch.zeros_like(base)).sum(0, dtype=base.dtype)
-
-    def put(self, base: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        """``base`` with ``new`` in this row."""
-        return torch.where(self._mask(base), new, base)
-
-    def _mask(self, base: torch.Tensor) -> torch.Tensor:
-        places = torch.arange(base.shape[0], device=base.device)
-        index = self.attrs["index"]
-        at = base.shape[0] + index if isinstance(index, int) and index < 0 else index
-        return (places == at).view(-1, *[1] * (base.dim() - 1))
-
-
 def renewed_chain(chain: tuple[Any, ...], renew: Callable[[Any], Any]) -> tuple[Any, ...]:
     """The views of a chain with their sizes renewed."""
     return tuple(

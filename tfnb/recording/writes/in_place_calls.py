@@ -22,7 +22,7 @@ from tfnb.graph.op_facts import Facts, Op, facts, op_name, twin, unbind
 from tfnb.recording.values.layout_queries import contiguous
 from tfnb.recording.values.recording import Recording
 from tfnb.recording.values.tensor import Base, Entry, Tensor
-from tfnb.recording.writes.aliases import STRAIGHT, fitting, pass_on, put
+from tfnb.recording.writes.aliases import STRAIGHT, check_write, fitting, put
 
 aten = torch.ops.aten
 _RESIZES: dict[Op, str] = {aten.resize_.default: "size", aten.resize_as_.default: "the_template"}
@@ -161,6 +161,8 @@ def rebind(rec: Recording, target: torch.Tensor, new: torch.Tensor) -> None:
         raise Unsupported(
             f"a write to a tensor that shares memory with another by .data = ...: give .data a clone(){rec.tape.at()}"
         )
+    if base.shares:
+        check_write(rec, base)
     for other, is_view in base.copies:
         if other() is not None:  # somebody would see the write where the copy is a view
             rec.symbols.decided(is_view())
@@ -170,14 +172,10 @@ def rebind(rec: Recording, target: torch.Tensor, new: torch.Tensor) -> None:
     _become(rec, base, entry)
     handle._entry = new_entry or base.entry
     handle._seen = base.version
-    if base.links or base.overlaps:
-        pass_on(rec, base, lambda rec, other, new: _become(rec, other, rec._entry(new)))
 
 
 def _become(rec: Recording, base: Base, entry: Entry) -> None:
     """A tensor, or the Variable that it is the value of, holds this from here on."""
-    if base.frozen:
-        raise Unsupported(f"a write to {base.frozen}{rec.tape.at()}")
     var = base.variable if base.variable is not None and rec._reads.get(base.variable) is base else None
     if base.written is not None and var is None:
         raise Unsupported(f"a write through a view of a variable of an earlier recording{rec.tape.at()}")

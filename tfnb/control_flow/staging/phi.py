@@ -1,13 +1,15 @@
 """What names hold after one of two branches: the outputs of both, as one node.
 
-A name that one branch leaves as it was, or gives a view of something, shares that memory where the branch is taken.
+A name that one branch leaves as it was, or gives a view of something, has that memory where the branch is taken: nobody
+may write into it while others hold that memory, see `alias_analysis`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 
 from tfnb.control_flow.arrays import varying
 from tfnb.control_flow.branches import joined, spec_inside
-from tfnb.control_flow.staging.memory import Home
+from tfnb.control_flow.staging.alias_analysis import Bases, reason_of
 from tfnb.control_flow.staging.statement import (
     NUMBERS,
     CannotStage,
@@ -40,9 +42,7 @@ from tfnb.graph.spec import sized_if
 from tfnb.recording import Tensor
 from tfnb.recording.subgraphs.capture import Region, bound_outside, now
 from tfnb.recording.subgraphs.loop_node import DISAGREE
-from tfnb.recording.values.tensor import Base
-from tfnb.recording.values.views import View, renewed_chain
-from tfnb.recording.writes.aliases import Way, share, share_by
+from tfnb.recording.writes.aliases import may_share
 
 _LONG = 40  # operations of a size; what has more is a tensor
 
@@ -55,12 +55,10 @@ class After:
     values: tuple[Any, ...]
     outputs: dict[tuple[int, int], Value]  # (name, leaf) -> output
     elements: dict[int, list[Spec | None]]  # of names with arrays that did not know theirs before
-    homes: dict[tuple[int, int], Home]  # (name, leaf) -> what it looks at, and how
-    made: dict[Base, list[tuple[Way, Value | None]]]  # homes made here; ways to others, outputs that say where
-    places: dict[int, tuple[Tensor, Value | None]]  # by id: tensors that say where views look, and outputs
+    bases: dict[tuple[int, int], Bases]  # (name, leaf) -> what may have its memory
 
 
-class Join:
+class Phi:
     """What names hold after one of two branches."""
 
     def __init__(
@@ -71,8 +69,7 @@ class Join:
         self.columns: list[tuple[Value | None, Value | None]] = []
         self.labels: list[str] = []
         self.loose: set[int] = set()  # columns whose axis 0 may be of another size in each branch
-        self.tests: dict[tuple[bool, Value], Callable[[list[Any]], Any]] = {}  # of whether memory is shared, and where
-        self.firsts: dict[tuple[bool, Base], tuple[Tensor, tuple[View, ...]]] = {}  # of what a branch made
+        self.made: list[tuple[Tensor, dict[bool, Bases]]] = []  # results, and what may have their memory
 
     @cached_property
     def predicate(self) -> Tensor:
@@ -146,48 +143,25 @@ class Join:
         column = tuple(self._value(side, place, at, v, dtype) for side, v in ((True, a), (False, b)))
         result = self._column(column, label)
         numbers = all(is_number(v) or not isinstance(v, (torch.Tensor, Variable)) for v in (a, b))
-        return (lambda results: as_number(result(results))) if numbers else self._shared(place, at, result)
+        return (lambda results: as_number(result(results))) if numbers else self._shared(place, at, result, label)
 
-    def _shared(self, place: int, at: int, result: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        """The result, which is the memory of another tensor where a branch just gives that."""
-
-        homes = [
-            (side, after, *after.homes[place, at]) for side, after in self.sides.items() if (place, at) in after.homes
-        ]
-        asked = {side: self._tested(side, after.made.get(base, ())) for side, after, base, _ in homes}
-        places = {
-            at: self._tested_by(side, value)
-            for side, after in self.sides.items() for at, (_, value) in after.places.items()
-        }  # fmt: skip
+    def _shared(
+        self, place: int, at: int, result: Callable[[list[Any]], Any], label: str
+    ) -> Callable[[list[Any]], Any]:
+        """The result, which may have the memory of what a branch gives."""
+        bases = {side: after.bases[place, at] for side, after in self.sides.items() if (place, at) in after.bases}
 
         def made(results: list[Any]) -> Any:
-            def placed(chain: tuple[View, ...]) -> tuple[View, ...]:
-                return renewed_chain(chain, lambda leaf: places[id(leaf)](results) if id(leaf) in places else leaf)
-
             found = result(results)
-            for side, _, base, chain in homes:
-                self._share(found, base, placed(chain), side)
-                for way, test in asked[side]:
-                    there = replace(way, chain=placed(way.chain))
-                    self._share_by(found, placed(chain), there, side, None if test is None else partial(test, results))
+            others = [
+                other._family for other, more in self.made
+                if any(mine & more.get(side, frozenset()) for side, mine in bases.items())
+            ]  # fmt: skip
+            may_share(found, [*others, *chain(*bases.values())], reason_of(self.st, label))
+            self.made.append((found, bases))
             return found
 
         return made
-
-    def _test(self) -> torch.Tensor:
-        return self.predicate
-
-    def _tested(self, side: bool, ways: Iterable[tuple[Way, Value | None]]) -> list[tuple[Way, Any]]:
-        """The ways with what picks the results that say where those are."""
-        return [(way, None if value is None else self._tested_by(side, value)) for way, value in ways]
-
-    def _tested_by(self, side: bool, value: Value | None) -> Callable[[list[Any]], Any]:
-        """What picks the result that stands for a value of this side."""
-        assert value is not None  # a tensor, and no step
-        if (side, value) not in self.tests:
-            column = (value, None) if side else (None, value)
-            self.tests[side, value] = self._column(column, f"whether names share memory in `{self.st.what}`")
-        return self.tests[side, value]
 
     def _known(self, side: bool, leaf: Any) -> bool | None:
         """The truth that a leaf has on this side by the test alone: of what says whether a function has returned."""
@@ -201,30 +175,6 @@ class Join:
             return side
         node = recorder.node(tested.node)
         return not side if node.op == "aten.logical_not.default" and node.inputs[0] == value else None
-
-    def _share(self, found: Tensor, base: Base, chain: tuple[View, ...], side: bool) -> None:
-        recorder = self.st.recorder
-        if base not in self.sides[side].made:
-            return share(recorder, found, base, chain, self._test, side)
-        first, views = self.firsts.setdefault((side, base), (found, chain))
-        if first is not found:
-            test = None if views else self._test
-            share(recorder, found, first._family, chain, test, side)
-
-    def _share_by(
-        self, found: Tensor, chain: tuple[View, ...], way: Way, side: bool, test: Callable[[], torch.Tensor] | None
-    ) -> None:  # fmt: skip
-        """Where a branch in the branch, or a loop, gave names the same memory."""
-        other = way.other
-        if other is None:
-            return
-        looks: tuple[View, ...] = ()
-        if other in self.sides[side].made:
-            if (side, other) not in self.firsts:
-                return  # says it itself, later
-            first, looks = self.firsts[side, other]
-            other = first._family
-        share_by(self.st.recorder, found, chain, way, other, looks, test)
 
     def _column(self, column: Any, label: str) -> Callable[[list[Any]], Any]:
         self.columns.append(column)
@@ -284,7 +234,7 @@ class Join:
         for at, leaf in enumerate(leaves):
             value_at = self._value(side, place, at, leaf, None)
             column = self._column((value_at, None) if side else (None, value_at), st.label(name))
-            parts.append(self._shared(place, at, column))
+            parts.append(self._shared(place, at, column, st.label(name)))
 
         def made(results: list[Any]) -> Any:
             whole = tree_unflatten([part(results) for part in parts], form)

@@ -49,20 +49,3 @@ def is_foreign(filename: str) -> bool:
 def is_of_package(filename: str) -> bool:
     """Whether a file is of an installed package."""
     return f"{os.sep}site-packages{os.sep}" in filename
-
-
-def is_held(item: object) -> bool:
-    """Whether a name of the user's code that runs now holds it, or a container or object of such a name."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if not is_foreign(frame.f_code.co_filename) and any(_holds(each, item) for each in frame.f_locals.values()):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _holds(owner: object, item: object) -> bool:
-    if owner is item:
-        return True
-    inner = owner.values() if isinstance(owner, dict) else owner if isinstance(owner, (list, tuple)) else ()
-    return any(each is item for each in (*inner, *getattr(owner, "__dict__", {}).values()))

@@ -35,7 +35,7 @@ from tfnb.control_flow.staging.trees import HIDDEN, NotConvertible  # noqa: E402
 _PLACE = ("lineno", "col_offset", "end_lineno", "end_col_offset")
 
 
-def malted(function: ast.FunctionDef) -> ast.FunctionDef:
+def with_calls(function: ast.FunctionDef) -> ast.FunctionDef:
     """The function with its control flow as calls; raises NotConvertible."""
     names = {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}
     info = transformer.EntityInfo(function.name, "", "", (), dict.fromkeys(names))
