@@ -165,15 +165,6 @@ def new_key(x: Tensor, n: Tensor) -> Tensor:
 
 
 @stays
-def appended_and_set(x: Tensor, n: Tensor) -> Tensor:
-    found = [x[0]]
-    for i in range(n):
-        found.append(x[i])
-        found[0] = found[0] + x[i]
-    return found[0] * len(found)
-
-
-@stays
 def item_of_a_copy(x: Tensor, n: Tensor) -> Tensor:
     """What another name sees of it is the list of before the first turn."""
     pair = [x[0], x[1]]

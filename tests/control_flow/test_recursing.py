@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import tfnb
-from tfnb.control_flow.staging.recursing import names_itself
+from tfnb.control_flow.staging.recursion import names_itself
 
 F64 = torch.float64
 

@@ -4,5 +4,6 @@
 """
 
 from tfnb.control_flow.staging.autograph import Cell, autograph, no_autograph
+from tfnb.control_flow.staging.recursion import function
 
-__all__ = ["Cell", "autograph", "no_autograph"]
+__all__ = ["Cell", "autograph", "function", "no_autograph"]

@@ -88,7 +88,8 @@ def below_guard(recorder: Recorder, value: Any, old: Any, earlier: Container[int
     """A name's value after a branch or loop that Python took: a value from before the guard is one of after it."""
     if value is old or not isinstance(value, Tensor) or value.shown.value.node not in earlier:
         return value
-    return copy_of(recorder, value, "a branch or loop that Python took gave one name what another one holds")
+    why = "a branch or loop that Python took gave one name what another one holds"
+    return copy_of(recorder, value, why, is_held=True)
 
 
 def chosen(

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable
-from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,14 +25,12 @@ from tfnb.control_flow.staging.iteration import BUILTINS
 from tfnb.control_flow.staging.lists import append_to, cat, grown, plain, stack
 from tfnb.control_flow.staging.parsing import tree_of
 from tfnb.control_flow.staging.python_numbers import given, item_of
-from tfnb.control_flow.staging.recursing import Recursing, names_itself
+from tfnb.control_flow.staging.recursion import Recursing, names_itself
 from tfnb.control_flow.staging.source import bound, function_code, worth
-from tfnb.control_flow.staging.statement import status
+from tfnb.control_flow.staging.statement import OPERATORS, status
 from tfnb.control_flow.staging.trees import HIDDEN, NotConvertible
 from tfnb.control_flow.staging.user_frames import is_foreign, is_of_package
 from tfnb.control_flow.structure import recorder_if_open
-
-OPERATORS = SimpleNamespace()  # what converted code calls, by `HIDDEN`: `operators` has them
 
 _MARK = "__tfnb_converted__"
 _factories: WeakKeyDictionary[CodeType, CodeType | None] = WeakKeyDictionary()
@@ -188,11 +186,6 @@ def _content(cell: CellType) -> Any:
         return cell.cell_contents
     except ValueError:
         return None
-
-
-def converted(function: Any) -> Any:
-    """``function`` as converted code calls it; as it is, where none runs."""
-    return fn(function) if status.active else function
 
 
 def marked(function: Any) -> Any:

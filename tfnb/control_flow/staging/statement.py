@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -98,11 +99,12 @@ class _Status(threading.local):
         self.slots: list[Slot] = []  # what the statement of the staged body carries besides names
         self.met: list[tuple[Slot, Any]] = []  # what the staged body sets besides those, and what it was
         self.copies: list[Any] = []  # containers that stand for others in the staged body
-        self.calls: list[Any] = []  # of functions that may call themselves: what `recursing` knows of them
+        self.calls: list[Any] = []  # of functions that may call themselves: what `recursion` knows of them
         self.sized: list[object] = []  # the statements of which sizes decide, and whose branches are being recorded
 
 
 status = _Status()
+OPERATORS = SimpleNamespace()  # what converted code calls, by `HIDDEN`: `operators` has them
 _staged: WeakKeyDictionary[Recorder, dict[str, None]] = WeakKeyDictionary()
 
 

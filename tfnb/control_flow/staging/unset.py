@@ -138,7 +138,10 @@ def guarded(recorder: Recorder, item: Any, test: Tensor, outcome: bool, lacks: s
             )  # fmt: skip
             leaves, form = tree_flatten(item)
             with tape.marked(control=(*tape.marks.control, guard.node)):
-                leaves = [copy_of(recorder, leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+                leaves = [
+                    copy_of(recorder, leaf, f"in some runs {lacks}", is_held=False) if isinstance(leaf, torch.Tensor)
+                    else leaf for leaf in leaves
+                ]  # fmt: skip
             return tree_unflatten(leaves, form)
         finally:
             tape.where = where
