@@ -7,8 +7,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections import namedtuple
+from collections import Counter, namedtuple
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tfnb
+from tfnb import passes
 from tfnb.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -25,6 +27,9 @@ from tfnb.errors import (
     ResourceExhausted,
     ShapeError,
 )
+from tfnb.execution.dataflow.executor import Dataflow
+from tfnb.execution.lowering.lower import lower_step
+from tfnb.passes import StepGraph
 
 Pair = namedtuple("Pair", "left right")
 
@@ -52,7 +57,7 @@ def test_any_nesting_comes_back(small: tfnb.Graph) -> None:
 def test_only_what_the_fetch_needs_is_run(small: tfnb.Graph) -> None:
     session = tfnb.Session(small)
     assert session.run("f", {"c": torch.tensor([1.0, 2.0])}).tolist() == [10, 20]
-    program = next(iter(session._prepared.values())).program
+    program = next(iter(session._prepared.values())).code.program
     assert [n.name for n in program.graph.nodes] == ["f"]
     assert session.run("c", {"c": torch.zeros(2)}).tolist() == [0, 0]
 
@@ -252,11 +257,60 @@ def test_an_error_in_a_step_writes_nothing() -> None:
 def test_unrelated_changes_keep_the_program(small: tfnb.Graph) -> None:
     session = tfnb.Session(small)
     session.run("d", {"a": torch.ones(2)})
-    first = next(iter(session._prepared.values())).program
+    first = next(iter(session._prepared.values())).code.program
     with tfnb.record(small):
         tfnb.placeholder(torch.ones(2), name="other") * 3
     session.run("d", {"a": torch.ones(2)})
-    assert next(iter(session._prepared.values())).program is first
+    assert next(iter(session._prepared.values())).code.program is first
+
+
+class Elsewhere:
+    """Stands for a cluster: it notes the steps, and answers with the names of their nodes."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepGraph] = []
+
+    def run(self, step: StepGraph, tensors: list[torch.Tensor], *, timeout: float | None, run: int) -> list[Any]:
+        self.steps.append(step)
+        return [[node.name for node in step.graph.nodes] for _ in step.fetches]
+
+
+@pytest.fixture
+def counts(small: tfnb.Graph, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often the whole graph is pruned and a step lowered, by whatever module."""
+    found: Counter[str] = Counter()
+
+    def counting(name: str, original: Any) -> Any:
+        def counted(graph: Any, *args: Any, **how: Any) -> Any:
+            found[name] += name != "prune" or graph is small
+            return original(graph, *args, **how)
+
+        return counted
+
+    for name, original in (("prune", passes.prune), ("lower", lower_step), ("dataflow", Dataflow)):
+        for module in [module for key, module in sys.modules.items() if key.startswith("tfnb.")]:
+            for attribute in [key for key, value in vars(module).items() if value is original]:
+                monkeypatch.setattr(module, attribute, counting(name, original))
+    return found
+
+
+def test_a_first_run_prunes_once_and_lowers_once(small: tfnb.Graph, counts: Counter[str]) -> None:
+    with tfnb.Session(small) as session:
+        for _ in range(3):
+            session.run("d", {"a": torch.ones(2)})
+    assert counts == {"prune": 1, "lower": 1}
+
+
+def test_what_runs_on_a_cluster_is_pruned_once_and_not_lowered_here(small: tfnb.Graph, counts: Counter[str]) -> None:
+    cluster = Elsewhere()
+    with tfnb.Session(small, cluster=cluster) as session:
+        for _ in range(3):
+            names = session.run("f", {"c": torch.ones(2)})
+        assert names == ["f"] and len(set(map(id, cluster.steps))) == 1 and session.status() == []
+        assert counts == {"prune": 1}
+        session._cluster = None
+        assert session.run("f", {"c": torch.ones(2)}).tolist() == [10, 10]
+    assert counts == {"prune": 1, "lower": 1}
 
 
 def test_node_count_and_cache_stay_constant_over_many_runs(small: tfnb.Graph) -> None:

@@ -24,53 +24,55 @@ from tfnb.errors import (
     TfnbError,
     Unimplemented,
 )  # fmt: skip
-from tfnb.execution import TRACERS, Budget, Program, Trace, Tracer, profiling
+from tfnb.execution import TRACERS, Program, Trace, Tracer, profiling
 from tfnb.execution.budgeted import Planned
-from tfnb.execution.dataflow.executor import EXECUTORS, Dataflow, lowered
+from tfnb.execution.dataflow.executor import EXECUTORS
 from tfnb.execution.explain import check_timeout, deadline, explained
 from tfnb.execution.running import Running, Stop
+from tfnb.execution.step_code import StepCode
 from tfnb.execution.tiers import tiered as tiers
-from tfnb.feeding import Fed, Feeder, Shapes
+from tfnb.feeding import Fed, Feeder
 from tfnb.gradients import IndexedSlices
-from tfnb.graph import Graph, Node, Value, Variable
+from tfnb.graph import Graph, Value, Variable
 from tfnb.graph.collector import uncollected
 from tfnb.graph.serial import graph_hash
 from tfnb.graph.variable_locks import LOCKS, Cut, Hold, ensure_unchanged, versions
 from tfnb.memory import step_passes
-from tfnb.passes import LAYOUTS, Passes, chosen_layout, prune, table
+from tfnb.passes import LAYOUTS, Passes, StepGraph, chosen_layout, step_graph, table
 from tfnb.recording import graph as graph_named
 from tfnb.state import checkpoint
 from tfnb.step import Step
 from tfnb.structures import fed_by, graph_of, key_of, parts_of, places_of, spread, structure, value_of, variable_of
 
-_HERE_ONLY = "queues and executor='dataflow' run here only: close the cluster"
+_NOT_TOGETHER: Mapping[tuple[str, str], str] = {
+    ("step", "cluster"): "a step in parts runs here only: close the cluster, or run the fetches together",
+    ("step", "memory_budget"): "a step in parts keeps what later fetches may take: use a session without memory_budget",
+    ("step", "queues"): "a step in parts is generated code, without queues; run the fetches together",
+    ("trace", "cluster"): "a traced run runs here only: close the cluster, or run without trace=True",
+    ("trace", "queues"): "a traced run is generated code, without queues: run without trace=True",
+    ("isolation", "cluster"): "isolation='snapshot' is of steps that run here: close the cluster",
+    ("memory_budget", "cluster"): "memory_budget holds for steps that run here: close the cluster",
+    ("memory_budget", "queues"): "memory_budget needs generated code, without queues and executor='dataflow'",
+    ("queues", "cluster"): "queues and executor='dataflow' run here only: close the cluster",
+}
+"""What does not go with what: of an option and a situation, what the error says."""
 
 
 @dataclass(slots=True)
 class _Prepared:
     """One signature, ready to run."""
 
-    program: Any  # a Program, or a Dataflow
-    tiers: tiers.Tiers
+    code: StepCode
     feeder: Feeder
     values: tuple[Value, ...]
     rebuild: Callable[[Sequence[Any]], Any]
     trailing: tuple[Variable, ...]  # variables fetched as such: their value after the step
     version: int
-    nodes: tuple[Node, ...]
-    budget: Budget | None = None
-
-    def code(self, shapes: Shapes) -> tuple[Any, Callable[..., Any]]:
-        """The program for feeds of these shapes, and what computes it."""
-        if self.budget is None:
-            return self.program, self.tiers.forward(shapes)
-        plan = self.budget.planned(shapes)
-        return plan.program, plan.forward
 
     def after(self, cut: Cut | None = None) -> list[torch.Tensor]:
         """The values of the fetched Variables after the step; those that it did not write are of the cut."""
-        copies = {} if cut is None else cut.copies
-        return [v.value() if v in self.program.writes or v not in copies else copies[v] for v in self.trailing]
+        copies, writes = {} if cut is None else cut.copies, self.code.step.writes
+        return [v.value() if v in writes or v not in copies else copies[v] for v in self.trailing]
 
 
 class Session:
@@ -232,23 +234,16 @@ class Session:
         ...     step.fetch(scaled, {b: first})
         tensor([4., 4.])
         """
-        if self.cluster is not None:
-            raise Unimplemented("a step in parts runs here only: close the cluster, or run the fetches together")
         feeds = tuple(feeds)
         prepared = self._prepare(tuple(fetches), feeds)
+        self._ensure_together("step", prepared.code)
         if prepared.trailing:
             names = ", ".join(variable.name for variable in prepared.trailing)
             raise InvalidArgument(f"a step in parts fetches recorded tensors; record {names}.read()")
-        if self.memory_budget is not None:
-            raise Unimplemented(
-                "a step in parts keeps what later fetches may take: use a session without memory_budget"
-            )
-        if isinstance(prepared.program, Dataflow):
-            raise Unimplemented("a step in parts is generated code, without queues; run the fetches together")
         values = {value: place for place, value in enumerate(prepared.values)}
         keys = {fed_by(self.graph, key)[0]: place for place, key in enumerate(feeds)}
         return Step(
-            prepared.program, prepared.feeder, next(self._runs),
+            prepared.code.program, prepared.feeder, next(self._runs),
             fetch=lambda item: values.get(value_of(self.graph, item)),
             feed=lambda key: keys.get(fed_by(self.graph, key)[0]),
         )  # fmt: skip
@@ -261,11 +256,9 @@ class Session:
         if IndexedSlices in map(type, feeds):
             rows = (tuple(spread(zip(feeds, values, strict=True)).values()) for values in rows)
         prepared = self._prepare(fetches, parts_of(feeds))
-        program = prepared.program
-        for variable in program.variables:
-            variable.send()
+        step = self._sent(prepared.code)
         fed = ((prepared.feeder.fed(values)[0], next(self._runs)) for values in rows)
-        with closing(cluster.train(program, cluster.batches(program, fed), mode=mode, timeout=timeout)) as steps:
+        with closing(cluster.train(step, cluster.batches(step, fed), mode=mode, timeout=timeout)) as steps:
             for _, results in steps:
                 self._ensure_open()
                 yield prepared.rebuild([*results, *(variable.value() for variable in prepared.trailing)])
@@ -274,16 +267,15 @@ class Session:
         """Copies of what a step reads, and of the Variables that are fetched with it."""
         if isolation != "snapshot":
             raise InvalidArgument(f"isolation is None or 'snapshot', not {isolation!r}")
-        if self.cluster is not None:
-            raise Unimplemented("isolation='snapshot' is of steps that run here: close the cluster")
-        return LOCKS.cut((*prepared.program.variables, *prepared.trailing))
+        self._ensure_together("isolation", prepared.code)
+        return LOCKS.cut((*prepared.code.program.variables, *prepared.trailing))
 
     def _execute(self, prepared: _Prepared, fed: Fed, timeout: float | None, cut: Cut | None = None) -> list[Any]:
         __tracebackhide__ = True
         tensors, shapes = fed
         if self.cluster is not None:
-            return self._stoppable(prepared.program, None, self._on_cluster, prepared.program, tensors, timeout)
-        program, forward = prepared.code(shapes)
+            return self._stoppable(prepared.code.step, None, self._on_cluster, prepared.code, tensors, timeout)
+        program, forward = prepared.code.at(shapes)
         return self._step(program, tensors, timeout, forward, program.commit, cut)
 
     def _step(
@@ -309,14 +301,11 @@ class Session:
     ) -> list[Any]:
         """`_execute` with a tracer."""
         __tracebackhide__ = True
-        if self.cluster is not None:
-            raise Unimplemented("a traced run runs here only: close the cluster, or run without trace=True")
+        self._ensure_together("trace", prepared.code)
         if how not in TRACERS:
             raise InvalidArgument(f"trace is True, 'parts' or 'kernels', not {how!r}")
         tensors, shapes = fed
-        program, _ = prepared.code(shapes)
-        if isinstance(program, Dataflow):
-            raise Unimplemented("a traced run is generated code, without queues: run without trace=True")
+        program, _ = prepared.code.at(shapes)
         with profiling(how == "kernels") as profile:
             tracer = TRACERS[how](program)
             results = self._step(program, tensors, timeout, tracer.forward, tracer.commit, cut)
@@ -325,7 +314,7 @@ class Session:
         self.graph.attached["trace"] = self._trace  # live drawings of the graph look there
         return results
 
-    def _stoppable(self, program: Program, timeout: float | None, call: Callable[..., Any], *args: Any) -> Any:
+    def _stoppable(self, program: Any, timeout: float | None, call: Callable[..., Any], *args: Any) -> Any:
         """``call(*args)``, which `close` and the deadline end."""
         __tracebackhide__ = True
         running = Running()
@@ -366,14 +355,25 @@ class Session:
         except Exception as error:
             raise explained(program, error, tensors) from error
 
-    def _on_cluster(self, program: Any, tensors: list[torch.Tensor], timeout: float | None) -> list[Any]:
-        if isinstance(program, Dataflow):
-            raise Unimplemented(_HERE_ONLY)
-        if self.memory_budget is not None:
-            raise Unimplemented("memory_budget holds for steps that run here: close the cluster")
-        for variable in program.variables:
+    def _on_cluster(self, code: StepCode, tensors: list[torch.Tensor], timeout: float | None) -> list[Any]:
+        return list(self.cluster.run(self._sent(code), tensors, timeout=timeout, run=next(self._runs)))
+
+    def _sent(self, code: StepCode) -> StepGraph:
+        """The step for the cluster, with what was written here on its way there."""
+        self._ensure_together("memory_budget", code)
+        self._ensure_together("queues", code)
+        for variable in code.step.variables:
             variable.send()
-        return list(self.cluster.run(program, tensors, timeout=timeout, run=next(self._runs)))
+        return code.step
+
+    def _ensure_together(self, option: str, code: StepCode) -> None:
+        """Raise Unimplemented where an option that is asked for does not go with how the step runs."""
+        asked = {"memory_budget": self.memory_budget is not None, "queues": code.is_dataflow}
+        holds = asked | {"cluster": self.cluster is not None}
+        if asked.get(option, True):
+            for (what, situation), text in _NOT_TOGETHER.items():
+                if what == option and holds[situation]:
+                    raise Unimplemented(text)
 
     def _ensure_open(self) -> None:
         if self._closed:
@@ -399,27 +399,22 @@ class Session:
         values = tuple(value_of(self.graph, leaf) for leaf, var in zip(leaves, variables, strict=True) if var is None)
         places = places_of([variable is not None for variable in variables])
         feeder = Feeder(self.graph, [(key, fed_by(self.graph, key)) for key in feed_keys])
-        nodes = prune(self.graph, values, feeder.values).nodes
-        feeder.narrow(nodes)
-        if old is not None and old.nodes == nodes and old.program.feeds == feeder.values:
-            program, compiled, budget = old.program, old.tiers, old.budget  # another cell changed: keep what there is
-        else:
-            program = lowered(self.graph, values, feeder.values, self._executor, step_passes(self._once))
-            if isinstance(program, Dataflow) and self.cluster is not None:
-                raise Unimplemented(_HERE_ONLY)
-            compiled = tiers.Tiers(program, self._mode if isinstance(program, Program) else "off")
-            budget = self._budget(program)
+        step = step_graph(self.graph, values, feeder.values)
+        feeder.narrow(step.graph.nodes)
         return _Prepared(
-            program, compiled, feeder, values, lambda results: rebuild([results[p] for p in places]), trailing, version,
-            nodes, budget=budget,
+            self._code(step, None if old is None else old.code), feeder, values,
+            lambda results: rebuild([results[p] for p in places]), trailing, version,
         )  # fmt: skip
 
-    def _budget(self, program: Program | Dataflow) -> Budget | None:
-        if self.memory_budget is None:
-            return None
-        if isinstance(program, Dataflow):
-            raise Unimplemented("memory_budget needs generated code, without queues and executor='dataflow'")
-        return Budget(program, self.memory_budget, self._once)
+    def _code(self, step: StepGraph, old: StepCode | None) -> StepCode:
+        """What runs a step; where another cell changed, what there is."""
+        if old is not None and old.step.graph.nodes == step.graph.nodes and old.step.feeds == step.feeds:
+            return old
+        code = StepCode(
+            step, executor=self._executor, compile=self._mode, once=self._once, memory_budget=self.memory_budget
+        )
+        self._ensure_together("memory_budget", code)
+        return code
 
     # -- files ----------------------------------------------------------------------------------------------
 
@@ -449,11 +444,14 @@ class Session:
         """For each signature run here and each choice of feed sizes, which code runs and why."""
         if plans := self.plans():
             return [f"{at}: generated code; {plan}" for at, plan in plans]
-        return [line for prepared in self._prepared.values() for line in prepared.tiers.status()]
+        return [line for code in self._codes() for line in code.tiers.status()]
 
     def plans(self) -> list[tuple[str, Planned]]:
         """With a memory budget: names and sizes of the feeds of each signature run here, and what was planned."""
-        return [row for prepared in self._prepared.values() if prepared.budget for row in prepared.budget.plans()]
+        return [row for code in self._codes() if code.budget for row in code.budget.plans()]
+
+    def _codes(self) -> list[StepCode]:
+        return [prepared.code for prepared in self._prepared.values() if prepared.code.is_lowered]
 
     def close(self) -> None:
         """End the session: runs in other threads raise Cancelled and write nothing, later ones FailedPrecondition."""

@@ -23,7 +23,7 @@ def clones(graph: tfnb.Graph, fetches: Any, flag: Any) -> int:
     """Copies in the generated code of a step."""
     session = tfnb.Session(graph, compile="off")
     session.run(fetches, {flag: torch.tensor(False)})
-    return sum(p.program.code.count("aten.clone") for p in session._prepared.values())
+    return sum(p.code.program.code.count("aten.clone") for p in session._prepared.values())
 
 
 def added(flag: Any, v: tfnb.Variable, w: tfnb.Variable) -> Any:

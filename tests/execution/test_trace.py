@@ -219,7 +219,8 @@ def test_what_a_pass_adds_counts_for_the_node_that_it_is_named_after() -> None:
     session.run(y, {x: torch.rand(4, 3, 32, 32)}, trace=True)
     assert session.trace is not None
     recorded = [event for event in session.trace.events if event.node is not None]
-    assert any("layout" in node.name for node in session._prepared[next(iter(session._prepared))].program.graph.nodes)
+    (prepared,) = session._prepared.values()
+    assert any("layout" in node.name for node in prepared.code.program.graph.nodes)
     assert all(event.node.id in g.contents.by_id for event in recorded)
 
 

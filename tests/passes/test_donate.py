@@ -17,7 +17,7 @@ from tfnb.execution import Program, lower
 from tfnb.graph import Contents
 from tfnb.graph.op_facts import facts
 from tfnb.memory import LAST
-from tfnb.passes import overwriting, stages, table
+from tfnb.passes import overwriting, stages, step_graph, table
 
 LARGE = (64, 512)  # float32: 128 KiB
 
@@ -167,7 +167,7 @@ def test_the_difference_of_graphs_shows_it_and_a_tag_of_somebody_else_does_nothi
     with tfnb.record() as g:
         x = tfnb.placeholder(torch.zeros(LARGE), shape=LARGE)
         y = x.exp().neg()
-    *_, before, _, after = (run for _, run in stages(g, [y.value], [x.value], LAST))
+    *_, before, _, after = (run for _, run in stages(step_graph(g, [y.value], [x.value]), LAST))
     assert any(line.startswith("+") and "aten.neg(%1) in place" in line for line in before.diff(after).splitlines())
     nodes = tuple(replace(node, tags=frozenset({"in place"})) for node in g.nodes)
     program = lower(g.derive(Contents(nodes)), [y.value], [x.value])

@@ -15,7 +15,7 @@ from tests.graph.strategies import graphs
 from tfnb.errors import InvalidArgument
 from tfnb.graph import Contents, Graph, Value
 from tfnb.graph.check import check
-from tfnb.passes import PIPELINE, fold, merge, optimize, prune, simplify, stages
+from tfnb.passes import PIPELINE, fold, merge, optimize, prune, simplify, stages, step_graph
 
 
 def all_values(contents: Contents) -> list[Value]:
@@ -170,7 +170,7 @@ def test_large_results_are_not_kept() -> None:
 
 def test_stages_show_what_each_pass_did() -> None:
     g, ys, xs = recorded(lambda x: (x * 1).exp() + (x / 1).exp(), X)
-    told = [(name, len(graph.nodes)) for name, graph in stages(g, ys, xs)]
+    told = [(name, len(graph.nodes)) for name, graph in stages(step_graph(g, ys, xs))]
     assert [name for name, _ in told][:3] == ["prune", "simplify", "merge"] and told[-1] == ("prune", 2)
     assert prune(g, ys, xs) and fold(g) is g and merge(simplify(g)) is not g
 
@@ -185,7 +185,7 @@ def test_passes_that_find_nothing_hand_on_the_graph_that_they_were_given() -> No
         seen.append(given)
         return given
 
-    *_, (_, last) = stages(graph, [y.value], [x.value], (nothing, nothing))
+    *_, (_, last) = stages(step_graph(graph, [y.value], [x.value]), (nothing, nothing))
     assert seen[0] is seen[1] and last.nodes == seen[0].nodes[1:]
 
 

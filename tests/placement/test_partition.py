@@ -12,7 +12,7 @@ from tfnb.cluster.core import mean
 from tfnb.cluster.plan import divide
 from tfnb.execution import lower
 from tfnb.graph import Value
-from tfnb.passes import prune
+from tfnb.passes import step_graph
 from tfnb.placement.partition import split
 from tfnb.placement.shards import pack, together
 
@@ -26,9 +26,9 @@ class Parts:
 
     def __init__(self, graph, fetches, feeds, *, shards=1, workers=1, where=None):
         self.fetches, self.feeds = [as_value(f) for f in fetches], [as_value(f) for f in feeds]
-        pruned = prune(graph, self.fetches, self.feeds)
-        self.shards = where or pack(together(pruned), {}, [0] * shards)
-        self.split = split(graph, self.fetches, self.feeds, self.shards, parallel=workers > 1)
+        step = step_graph(graph, self.fetches, self.feeds)
+        self.shards = where or pack(together(step.graph), {}, [0] * shards)
+        self.split = split(step, self.shards, parallel=workers > 1)
         self.workers = workers
 
     def run(self, tensors, run=0):
@@ -152,7 +152,7 @@ def test_one_worker_is_bitwise_equal():
 
 def test_slots_share_the_shard_of_their_variable():
     g, x, y, _, train, *_ = classifier(lambda loss: tfnb.train.Adam(1e-2).minimize(loss))
-    groups = together(prune(g, [train.value], [x.value, y.value]))
+    groups = together(step_graph(g, [train.value], [x.value, y.value]).graph)
     assert len(groups) == 4 and all(len(group) == 4 for group in groups)
     placed = pack(groups, {groups[0][0].key: 1}, [0, 0])
     assert {placed[v.key] for v in groups[0][1:]} == {1}

@@ -34,8 +34,8 @@ from tfnb.errors import (
     Unavailable,
     Unimplemented,
 )
-from tfnb.execution import Program
 from tfnb.graph import Variable
+from tfnb.passes import StepGraph
 from tfnb.placement.partition import split
 from tfnb.placement.shards import nbytes, pack, together
 
@@ -90,7 +90,7 @@ class Cluster:
         self._homes = [Home(self, shard, member) for shard, member in enumerate(servers)]
         self._shards: dict[str, int] = {}
         self._variables: dict[str, Variable] = {}
-        self._placed: OrderedDict[tuple[int, bool], tuple[Program, Placed]] = OrderedDict()
+        self._placed: OrderedDict[tuple[int, bool], tuple[StepGraph, Placed]] = OrderedDict()
         self._placing = threading.RLock()
         self._pulled = (0, time.monotonic(), 0.0)  # step, when, seconds it took
         self._closed = False
@@ -165,11 +165,11 @@ class Cluster:
     # -- running ----------------------------------------------------------------------------------------------
 
     def run(
-        self, program: Program, tensors: Sequence[torch.Tensor], *, timeout: float | None = None, run: int = 0
+        self, step: StepGraph, tensors: Sequence[torch.Tensor], *, timeout: float | None = None, run: int = 0
     ) -> list[torch.Tensor | None]:
-        """One step on one task: the fetched values of ``program``; ``tensors`` in the order of its feeds."""
+        """One step on one task: the fetched values of ``step``; ``tensors`` in the order of its feeds."""
         self._ensure_open()
-        placed = self._place(program, parallel=False)
+        placed = self._place(step, parallel=False)
         values, _, _ = self._step(placed, Batch(tuple(tensors), run), timeout, "run")
         return _picked(placed.fetched, values[0])
 
@@ -180,12 +180,12 @@ class Cluster:
         return self._do(what, patience, self._engine.run, placed, batch, timeout)
 
     @staticmethod
-    def batches(program: Program, rows: Iterable[tuple[Sequence[torch.Tensor], int]]) -> Iterator[Batch]:
-        """What `train` takes, made of (tensors in the order of the program's feeds, run index)."""
-        return batches(program, rows)
+    def batches(step: StepGraph, rows: Iterable[tuple[Sequence[torch.Tensor], int]]) -> Iterator[Batch]:
+        """What `train` takes, made of (tensors in the order of its feeds, run index)."""
+        return batches(step, rows)
 
     def train(
-        self, program: Program, batches: Iterable[Batch], *, mode: str = "sync", timeout: float | None = None
+        self, step: StepGraph, batches: Iterable[Batch], *, mode: str = "sync", timeout: float | None = None
     ) -> Generator[tuple[int, list[Any]], None, None]:
         """Train data-parallel over the compute tasks; yields (step, fetched values) as batches are applied.
 
@@ -197,7 +197,7 @@ class Cluster:
             raise Unimplemented(f"mode={mode!r}: this version trains with 'sync' and 'async'")
         self._ensure_open()
         end = None if timeout is None else time.monotonic() + timeout
-        steps = self._sync(program, batches, end) if mode == "sync" else self._async(program, batches, end, timeout)
+        steps = self._sync(step, batches, end) if mode == "sync" else self._async(step, batches, end, timeout)
         try:
             for item in steps:
                 yield item
@@ -208,11 +208,11 @@ class Cluster:
                 self._settle()
                 self.pull()
 
-    def _sync(self, program: Program, batches: Iterable[Batch], end: float | None) -> Generator[Any, None, None]:
-        placed = self._place(program, parallel=True)
+    def _sync(self, step: StepGraph, batches: Iterable[Batch], end: float | None) -> Generator[Any, None, None]:
+        placed = self._place(step, parallel=True)
         if placed.why_whole:
             warnings.warn(f"every step runs whole on one task, not in parallel: {placed.why_whole}", stacklevel=4)
-        ways = joins(program)
+        ways = joins(step)
         for batch in batches:
             left = self._left(end)
             values, rows, after = self._step(placed, batch, left, "a training step")
@@ -233,14 +233,14 @@ class Cluster:
         return left
 
     def _async(
-        self, program: Program, batches: Iterable[Batch], end: float | None, timeout: float | None
+        self, step: StepGraph, batches: Iterable[Batch], end: float | None, timeout: float | None
     ) -> Generator[Any, None, None]:
         engine = self._engine
-        placed = self._place(program, parallel=True)
+        placed = self._place(step, parallel=True)
         if placed.why_whole or placed.after:
             why = placed.why_whole or "a watched value shows the state after the step"
             warnings.warn(f"mode='async' takes one step after the other: {why}", stacklevel=4)
-            yield from self._sync(program, batches, end)
+            yield from self._sync(step, batches, end)
             return
         left = self._left(end)
         flow: Flow = self._do("starting to train", SETTLE, engine.flow, placed, left)
@@ -251,8 +251,8 @@ class Cluster:
                 new = list(itertools.islice(source, flow.machine.wants))
                 last = last or len(new) < flow.machine.wants
                 patience = None if end is None else max(0.0, end - time.monotonic()) + SETTLE
-                for step, values in self._do("training", patience, engine.exchange, flow, new, last):
-                    yield step, _picked(placed.fetched, values)
+                for number, values in self._do("training", patience, engine.exchange, flow, new, last):
+                    yield number, _picked(placed.fetched, values)
         finally:
             if flow.end is None and engine.lost is None:
                 self._do("ending the training", SETTLE, engine.finish, flow)
@@ -262,35 +262,35 @@ class Cluster:
 
     # -- variables ----------------------------------------------------------------------------------------------
 
-    def _place(self, program: Program, *, parallel: bool) -> Placed:
-        """The plans of a program, with its variables on the servers."""
+    def _place(self, step: StepGraph, *, parallel: bool) -> Placed:
+        """The plans of a step, with its variables on the servers."""
         with self._placing:
-            known = self._placed.get((id(program), parallel))
+            known = self._placed.get((id(step), parallel))
             if known is None:
-                shards = self._shards | self._new_shards(program)
-                cut = split(program.whole, program.fetches, program.feeds, shards, parallel=parallel)
-                known = (program, place(cut, program, shards))
-                self._placed[id(program), parallel] = known
+                shards = self._shards | self._new_shards(step)
+                cut = split(step, shards, parallel=parallel)
+                known = (step, place(cut, step, shards))
+                self._placed[id(step), parallel] = known
                 while len(self._placed) > KEPT:
                     self._placed.popitem(last=False)
-            self._adopt(program)
+            self._adopt(step)
             return known[1]
 
-    def _new_shards(self, program: Program) -> dict[str, int]:
+    def _new_shards(self, step: StepGraph) -> dict[str, int]:
         loads = [0] * len(self._homes)
         for key, variable in self._variables.items():
             loads[self._shards[key]] += nbytes(variable)
-        return pack(together(program.graph), self._shards, loads)
+        return pack(together(step.graph), self._shards, loads)
 
-    def _adopt(self, program: Program) -> None:
+    def _adopt(self, step: StepGraph) -> None:
         """Move variables that are still at home to their servers, with their current values."""
-        strays = [v for v in program.variables if v.key not in self._variables]
+        strays = [v for v in step.variables if v.key not in self._variables]
         if not strays:
             return
         for variable in strays:
             if variable.home is not None:
                 raise FailedPrecondition(f"variable {variable.name} lives on {variable.home}; close that cluster first")
-        shards = self._shards | self._new_shards(program)
+        shards = self._shards | self._new_shards(step)
         self._do("moving variables to the servers", None, self._move, strays, shards)
 
     async def _move(self, variables: Sequence[Variable], shards: dict[str, int]) -> None:
@@ -438,12 +438,12 @@ def _picked(places: Sequence[int | None], values: Sequence[Any]) -> list[Any]:
     return [None if place is None else values[place] for place in places]
 
 
-def batches(program: Program, rows: Iterable[tuple[Sequence[torch.Tensor], int]]) -> Iterator[Batch]:
+def batches(step: StepGraph, rows: Iterable[tuple[Sequence[torch.Tensor], int]]) -> Iterator[Batch]:
     """Batches of (tensors, run index): every feed with a varying axis 0 of the batch's length is divided."""
-    by_id = program.whole.contents.by_id
+    by_id = step.whole.contents.by_id
     varies = [
         bool(shape) and not isinstance(shape[0], int)
-        for shape in (by_id[value.node].outputs[value.index].shape for value in program.feeds)
+        for shape in (by_id[value.node].outputs[value.index].shape for value in step.feeds)
     ]
     for tensors, run_index in rows:
         lengths = {len(t) for t, free in zip(tensors, varies, strict=True) if free}

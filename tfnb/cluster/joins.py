@@ -12,21 +12,21 @@ from typing import Any, Literal
 import torch
 
 from tfnb.cluster.core import mean
-from tfnb.execution import Program
 from tfnb.graph import Dim, Spec, Value
 from tfnb.graph.spec import flows
+from tfnb.passes import StepGraph
 
 Way = Literal["first", "rows", "mean", "sum"]
 
 
-def joins(program: Program) -> list[Way]:
-    """The way of each fetch of a program."""
-    fed = set(program.feeds)
+def joins(step: StepGraph) -> list[Way]:
+    """The way of each fetch of a step."""
+    fed = set(step.feeds)
     varying: set[int] = set()
-    for node in program.graph.nodes:
+    for node in step.graph.nodes:
         if any(value in fed or value.node in varying for value in node.inputs):
             varying.add(node.id)
-    by_id = program.whole.contents.by_id
+    by_id = step.whole.contents.by_id
 
     def way(value: Value) -> Way:
         outputs = by_id[value.node].outputs
@@ -34,7 +34,7 @@ def joins(program: Program) -> list[Way]:
             return "first"
         return _way(outputs[value.index])
 
-    return [way(value) for value in program.fetches]
+    return [way(value) for value in step.fetches]
 
 
 def _way(spec: Spec) -> Way:

@@ -22,6 +22,7 @@ from tfnb.graph import Graph, Value, Variable
 from tfnb.graph.files import sha256
 from tfnb.graph.graph import new_id
 from tfnb.graph.serial import dumps, loads
+from tfnb.passes import StepGraph
 from tfnb.placement.partition import Server, Split
 
 Meta = Mapping[str, Any]
@@ -57,8 +58,8 @@ class Placed:
 # -- the notebook's side --------------------------------------------------------------------------------------
 
 
-def place(split: Split, program: Program, shards: Mapping[str, int]) -> Placed:
-    """The plans of a split step; ``program`` is the step as it would run here."""
+def place(split: Split, step: StepGraph, shards: Mapping[str, int]) -> Placed:
+    """The plans of a split step; ``step``: the whole of it."""
     servers = {server.shard: _server_plan(server) for server in split.servers}
     wanted = [value for value in split.fetches if value is not None]
     borders = list(dict.fromkeys(b.value for server in split.servers for b in server.borders))
@@ -66,7 +67,7 @@ def place(split: Split, program: Program, shards: Mapping[str, int]) -> Placed:
         {"shard": s.shard, "plan": servers[s.shard].id, "at": [len(wanted) + borders.index(b.value) for b in s.borders]}
         for s in split.servers
     ]
-    writes = tuple(sorted({shards[variable.key] for variable in program.writes}))
+    writes = tuple(sorted({shards[variable.key] for variable in step.writes}))
     about = {"count": len(wanted), "pushes": pushes, "whole": split.why_whole is not None}
     outputs = (*wanted, *borders, *split.checks)
     compute = _plan(split.compute, outputs, split.feeds, {"shards": _homes(split.compute, shards), **about})
@@ -75,9 +76,7 @@ def place(split: Split, program: Program, shards: Mapping[str, int]) -> Placed:
         late = tuple(value for value in split.after_fetches if value is not None)
         facts = {"shards": _homes(split.after, shards), "count": len(late), "pushes": [], "whole": False}
         after = _plan(split.after, late, split.after_feeds, facts)
-    return Placed(
-        compute, servers, _numbered(split.fetches), program.variables, writes, after, after_at, split.why_whole
-    )
+    return Placed(compute, servers, _numbered(split.fetches), step.variables, writes, after, after_at, split.why_whole)
 
 
 def _numbered(values: Iterable[Value | None]) -> tuple[int | None, ...]:

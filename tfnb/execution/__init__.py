@@ -1,8 +1,8 @@
 """Running: a graph lowered to one generated function, computed and then committed.
 
 `lowering` makes a program, `tiers` chooses the code that runs it, `running` lets others stop it, `commit` writes,
-`explain` names the line of what failed. `budgeted` keeps to a memory budget, `heap` primes the allocator. `dataflow` is
-the machine for queues and overlapping loops, `tracing` watches.
+`explain` names the line of what failed. `step_code` is all that computes one step here, `budgeted` keeps to a memory
+budget, `heap` primes the allocator. `dataflow` is the machine for queues and overlapping loops, `tracing` watches.
 """
 
 from tfnb.execution.budgeted import Budget

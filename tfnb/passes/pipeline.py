@@ -15,7 +15,7 @@ from tfnb.passes.memory_format import Layout, channels_last
 from tfnb.passes.merge import merge
 from tfnb.passes.narrow import narrow
 from tfnb.passes.order import order, split
-from tfnb.passes.prune import prune
+from tfnb.passes.prune import StepGraph, prune, step_graph
 from tfnb.passes.rewrite import Pass
 from tfnb.passes.simplify import simplify
 from tfnb.passes.stack import stack
@@ -83,7 +83,7 @@ def table(
 ) -> list[Stage]:  # fmt: skip
     """A row for each of `stages` that left something else. sizes: of symbols, by name; 32 for one that is missing."""
     rows: list[Stage] = []
-    for name, after in stages(graph, fetches, feeds, last):
+    for name, after in stages(step_graph(graph, fetches, feeds), last):
         seen = with_fed(after, graph, feeds)  # the same head for all
         if rows and seen.nodes == rows[-1].graph.nodes:
             continue
@@ -94,15 +94,18 @@ def table(
 
 def optimize(graph: Graph, fetches: Collection[Value], feeds: Collection[Value], last: Sequence[Pass] = ONCE) -> Graph:
     """The graph that computes ``fetches`` from ``feeds`` with the least work; values and writes are the same."""
-    *_, (_, found) = stages(graph, fetches, feeds, last)
+    return optimized(step_graph(graph, fetches, feeds), last)
+
+
+def optimized(step: StepGraph, last: Sequence[Pass] = ONCE) -> Graph:
+    """`optimize` of what is pruned already."""
+    *_, (_, found) = stages(step, last)
     return found
 
 
-def stages(
-    graph: Graph, fetches: Collection[Value], feeds: Collection[Value], last: Sequence[Pass] = ONCE
-) -> Iterator[tuple[str, Graph]]:
-    """Each pass that changed something and the graph after it, from the first pruning to the last."""
-    whole, graph = graph, prune(graph, fetches, feeds)
+def stages(step: StepGraph, last: Sequence[Pass] = ONCE) -> Iterator[tuple[str, Graph]]:
+    """Each pass that changed something and the graph after it; `prune` then drops what nobody needs any more."""
+    whole, graph, fetches, feeds = step.whole, step.graph, step.fetches, step.feeds
     yield "prune", graph
     for _ in range(ROUNDS):
         before, seen = graph.nodes, with_fed(graph, whole, feeds)

@@ -3,11 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from tfnb.graph import Contents, Graph, Node, Ref, Value
+from tfnb.graph import Contents, Graph, Node, Ref, Value, Variable
 from tfnb.graph.ops import WITH_GRADIENT
 from tfnb.graph.spec import Dim
+
+
+@dataclass(frozen=True, eq=False)
+class StepGraph:
+    """The part of a graph that one choice of fetches and feeds needs: what is lowered here, or sent to a cluster."""
+
+    whole: Graph
+    graph: Graph  # pruned
+    fetches: tuple[Value, ...]
+    feeds: tuple[Value, ...]
+
+    @cached_property
+    def variables(self) -> tuple[Variable, ...]:
+        """Those that the step reads or writes."""
+        return tuple(self.graph.contents.variables.values())
+
+    @cached_property
+    def writes(self) -> tuple[Variable, ...]:
+        """Those that it writes."""
+        return tuple(
+            dict.fromkeys(node.attrs["variable"] for node in self.graph.nodes if node.op == "tfnb.assign")
+        )  # fmt: skip
+
+
+def step_graph(graph: Graph, fetches: Iterable[Value], feeds: Iterable[Value]) -> StepGraph:
+    """Prune a graph once, for all that will be done with the result."""
+    fetches, feeds = tuple(fetches), tuple(feeds)
+    return StepGraph(graph, prune(graph, fetches, feeds), fetches, feeds)
 
 
 def prune(graph: Graph, fetches: Iterable[Value], feeds: Iterable[Value]) -> Graph:

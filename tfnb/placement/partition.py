@@ -23,7 +23,7 @@ from tfnb.graph import Contents, Dim, Graph, Node, Ref, Spec, Value, Variable
 from tfnb.graph.contents import unique
 from tfnb.graph.graph import new_id
 from tfnb.graph.ops import STRUCTURAL
-from tfnb.passes import prune
+from tfnb.passes import StepGraph
 from tfnb.passes.resolve import State, resolve
 
 Kind = Literal["grad", "rows", "entries", "value"]
@@ -68,22 +68,19 @@ class Split:
     why_whole: str | None = None
 
 
-def split(
-    graph: Graph, fetches: Sequence[Value], feeds: Sequence[Value], shards: Mapping[str, int], *, parallel: bool
-) -> Split:
-    """Split the step that computes ``fetches`` from ``feeds``; ``shards``: shard of each variable key.
+def split(step: StepGraph, shards: Mapping[str, int], *, parallel: bool) -> Split:
+    """Split a step; ``shards``: shard of each variable key.
 
     ``parallel``: the rows of a batch will be divided over workers, so no single one of them can give a fetch that
     depends on averaged gradients.
     """
-    pruned = prune(graph, fetches, feeds)
-    cut = _Cut(graph, pruned, tuple(fetches), tuple(feeds), shards)
-    late = [value for value in fetches if cut.is_late(value, parallel)]
+    cut = _Cut(step.whole, step.graph, step.fetches, step.feeds, shards)
+    late = [value for value in step.fetches if cut.is_late(value, parallel)]
     if late and not parallel:
         return cut.whole("a fetched value depends on the update")
     mixed = next((value for value in late if cut.after_nodes([value]) is None), None)
     if mixed is not None:
-        name = graph.contents.by_id[mixed.node].name
+        name = step.whole.contents.by_id[mixed.node].name
         return cut.whole(f"{name} depends on averaged gradients, or on state both before and after the step")
     return cut.parts(late)
 

@@ -20,14 +20,14 @@ from tfnb.execution.commit import Pending, commit
 from tfnb.execution.dataflow.machine import Dead, Machine, Step
 from tfnb.execution.dataflow.pool import Lanes
 from tfnb.execution.dataflow.templates import Plan, Planner
-from tfnb.execution.lowering.lower import lower
+from tfnb.execution.lowering.lower import lower_step
 from tfnb.execution.lowering.program import Program
 from tfnb.execution.running import Stop
-from tfnb.graph import Dim, Graph, Node, Spec, Value, Variable, ops
+from tfnb.graph import Dim, Node, Spec, Value, Variable, ops
 from tfnb.graph.subgraph import uses_queues
 from tfnb.graph.variable_locks import Access, Cut
 from tfnb.memory import LAST
-from tfnb.passes import feed_symbols, optimize, prune
+from tfnb.passes import StepGraph, feed_symbols, optimized
 from tfnb.passes.rewrite import Pass
 from tfnb.recording.values.workspace import unburden
 from tfnb.state.fifo import Attempt, Fifo, Kind
@@ -221,14 +221,12 @@ def _reached(step: Step) -> set[Step]:
 class Dataflow:
     """A graph lowered for the machine, for one choice of fetches and feeds: what a session asks of a `Program`."""
 
-    def __init__(
-        self, graph: Graph, fetches: Iterable[Value], feeds: Iterable[Value], *, native: Callable[[Node], bool]
-    ) -> None:
-        self.whole, self.fetches, self.feeds = graph, tuple(fetches), tuple(feeds)
+    def __init__(self, step: StepGraph, *, native: Callable[[Node], bool]) -> None:
+        self.whole, self.fetches, self.feeds = graph, _, _ = step.whole, step.fetches, step.feeds
         heap.settle()
         unburden(graph)
         # no pass that counts on an order: regions have their own
-        self.graph = optimize(graph, self.fetches, self.feeds, last=())
+        self.graph = optimized(step, last=())
         by_id = graph.contents.by_id
         symbols = {
             s: (value, by_id[value.node].outputs[value.index])
@@ -291,12 +289,13 @@ class Dataflow:
 EXECUTORS = ("auto", "dataflow")
 
 
-def lowered(
-    graph: Graph, fetches: Sequence[Value], feeds: Sequence[Value], executor: str, last: Sequence[Pass] = LAST
-) -> Program | Dataflow:
-    """The graph lowered for ``executor``: as one function, unless it uses queues or all loops shall overlap."""
-    if executor == "dataflow":
-        return Dataflow(graph, fetches, feeds, native=lambda node: False)
-    if any(map(uses_queues, prune(graph, fetches, feeds).nodes)):
-        return Dataflow(graph, fetches, feeds, native=lambda node: not uses_queues(node))
-    return lower(graph, fetches, feeds, last)
+def needs_dataflow(step: StepGraph, executor: str) -> bool:
+    """Whether the step uses queues, or all loops shall overlap."""
+    return executor == "dataflow" or any(map(uses_queues, step.graph.nodes))
+
+
+def lowered(step: StepGraph, executor: str, last: Sequence[Pass] = LAST) -> Program | Dataflow:
+    """The step lowered for ``executor``: as one function, unless it needs dataflow."""
+    if needs_dataflow(step, executor):
+        return Dataflow(step, native=lambda node: executor != "dataflow" and not uses_queues(node))
+    return lower_step(step, last)

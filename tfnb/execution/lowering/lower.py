@@ -29,7 +29,7 @@ from tfnb.graph.ops import overload
 from tfnb.graph.spec import Dim, Spec
 from tfnb.kernels.row_writes import WRITES as ROWS
 from tfnb.memory import LAST, step_passes
-from tfnb.passes import LAID_OUT, ONCE, feed_symbols, numbers, optimize, overwriting
+from tfnb.passes import LAID_OUT, ONCE, StepGraph, feed_symbols, numbers, optimize, optimized, overwriting, step_graph
 from tfnb.passes.in_place_commit import in_place_updates, settings, written
 from tfnb.passes.region_merging import counted_in_runs, kept_rows
 from tfnb.passes.rewrite import Pass
@@ -43,11 +43,15 @@ def lower(graph: Graph, fetches: Iterable[Value], feeds: Iterable[Value], last: 
 
     A fetch of a node without outputs gives None. Raises InvalidArgument naming a placeholder that would have to be fed.
     """
-    fetches, feeds = tuple(fetches), tuple(feeds)
+    return lower_step(step_graph(graph, fetches, feeds), last)
+
+
+def lower_step(step: StepGraph, last: Sequence[Pass] = LAST) -> Program:
+    """`lower` of what is pruned already."""
     heap.settle()
-    unburden(graph)
+    unburden(step.whole)
     with uncollected():
-        return _Lowering(graph, optimize(graph, fetches, feeds, last), fetches, feeds).program()
+        return _Lowering(step.whole, optimized(step, last), step.fetches, step.feeds).program()
 
 
 def subprogram(

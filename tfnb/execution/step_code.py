@@ -1,0 +1,56 @@
+"""What computes one step here: lowered, compiled and planned when it first runs here, so never for a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from tfnb.execution.budgeted import Budget
+from tfnb.execution.dataflow.executor import lowered, needs_dataflow
+from tfnb.execution.tiers.tiered import Mode, Tiers
+from tfnb.memory import step_passes
+from tfnb.passes import ONCE, StepGraph
+from tfnb.passes.rewrite import Pass
+
+
+class StepCode:
+    """The code of one pruned step. once: passes that choose kernels; memory_budget: bytes, or None for no limit."""
+
+    def __init__(
+        self, step: StepGraph, *, executor: str = "auto", compile: Mode = "off", once: Sequence[Pass] = ONCE,
+        memory_budget: int | None = None,
+    ) -> None:  # fmt: skip
+        self.step, self.is_dataflow = step, needs_dataflow(step, executor)
+        self._executor, self._compile, self._once, self._memory_budget = executor, compile, once, memory_budget
+
+    @cached_property
+    def program(self) -> Any:
+        """The step, lowered: a `Program`, or a `Dataflow`."""
+        return lowered(self.step, self._executor, step_passes(self._once))
+
+    @cached_property
+    def tiers(self) -> Tiers:
+        """The kinds of code that may run it."""
+        return Tiers(self.program, "off" if self.is_dataflow else self._compile)
+
+    @cached_property
+    def budget(self) -> Budget | None:
+        """Its programs within the memory budget."""
+        if self._memory_budget is None or self.is_dataflow:
+            return None
+        return Budget(self.program, self._memory_budget, self._once)
+
+    def at(self, shapes: tuple[torch.Size, ...]) -> tuple[Any, Callable[..., Any]]:
+        """The program for feeds of these shapes, and what computes it."""
+        if self.budget is None:
+            return self.program, self.tiers.forward(shapes)
+        found = self.budget.planned(shapes)
+        return found.program, found.forward
+
+    @property
+    def is_lowered(self) -> bool:
+        """Whether it ran here."""
+        return "program" in self.__dict__
