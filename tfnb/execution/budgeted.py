@@ -86,5 +86,5 @@ class Budget:
         return self._measured(lower(first.whole, first.fetches, first.feeds, last), sizes)
 
     def _measured(self, program: Program, sizes: Mapping[str, int]) -> Planned:
-        plan = memory_plan(program.graph, program.fetches, program.feeds, sizes, self.budget)
+        plan = memory_plan(program.graph, program.fetches, program.feeds, sizes, self.budget, program.whole)
         return Planned(program, plan, self._spill)

@@ -22,7 +22,7 @@ from tfnb.memory.prices import computing, cost, moving
 from tfnb.memory.rematerialize import AGAIN, infeasible, plans, spare
 from tfnb.passes.donate import donate
 from tfnb.passes.liveness import Memory
-from tfnb.passes.pipeline import ONCE
+from tfnb.passes.pipeline import ONCE, with_fed
 from tfnb.passes.region_merging import kept_rows
 from tfnb.passes.rewrite import Pass
 
@@ -87,12 +87,20 @@ class MemoryPlan:
 
 
 def memory_plan(
-    graph: Graph, fetches: Collection[Value], feeds: Collection[Value], sizes: Mapping[str, int], budget: int
+    graph: Graph,
+    fetches: Collection[Value],
+    feeds: Collection[Value],
+    sizes: Mapping[str, int],
+    budget: int,
+    whole: Graph,
 ) -> MemoryPlan:
-    """The plan that a graph follows, in which `within` put copies, if it runs with feeds of these sizes of symbols."""
+    """The plan that a graph follows, in which `within` put copies, if it runs with feeds of these sizes of symbols.
+
+    whole: what it was pruned from; it has the nodes of what is fed.
+    """
     memory = Memory(graph, fetches, feeds, sizes, kept_by_loops(graph, fetches, sizes))
     peak = memory.peak()
-    decisions = (*_of_values(graph, memory, sizes), *_of_loops(graph, fetches, memory, sizes))
+    decisions = (*_of_values(with_fed(graph, whole, feeds), memory, sizes), *_of_loops(graph, fetches, memory, sizes))
     return MemoryPlan(peak, budget - peak, decisions)
 
 
