@@ -16,6 +16,7 @@ import tfnb
 from tfnb.errors import InvalidArgument
 from tfnb.execution.tiers import inductor as compiler
 from tfnb.execution.tiers import tiered as tiers
+from tfnb.execution.tiers.interface import Request, first
 
 
 @pytest.fixture
@@ -121,15 +122,38 @@ def test_factors_of_sums_and_products_are_in_compiled_code() -> None:
     assert session.status()[0].endswith(": compiled")
 
 
+class Says:
+    """A tier that gives this, or raises it."""
+
+    def __init__(self, found: Any) -> None:
+        self.name, self.found = f"says {found}", found
+
+    def made(self, request: Request) -> Any:
+        if isinstance(self.found, Exception):
+            raise self.found
+        return self.found
+
+
+def test_the_first_tier_that_has_code_is_chosen_and_others_say_why_not() -> None:
+    request = Request(None, max)  # type: ignore[arg-type]
+    none, broken, good = Says("it has no loops"), Says(ValueError("no\nway")), Says(min)
+    assert first([none, broken, good, Says(max)], request) == (min, good.name)
+    assert first([none, broken, none], request) == (None, "it has no loops; ValueError: no")
+
+
 @pytest.mark.parametrize("most", [tiers.MOST_COPIED, 0], ids=["compared with copies", "compared in a step"])
 @pytest.mark.parametrize("mode", ["auto", "now"])
 @pytest.mark.usefixtures("needs_compiler")
 def test_wrong_code_never_runs_a_step(mode: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(program: Any, args: Any) -> Any:
-        return lambda *given: tuple(x + 1 if isinstance(x, torch.Tensor) else x for x in program.forward(*given))
+    class Wrong:
+        name = "compiled"
+
+        def made(self, request: Request) -> Any:
+            forward = request.program.forward
+            return lambda *given: tuple(x + 1 if isinstance(x, torch.Tensor) else x for x in forward(*given))
 
     monkeypatch.setenv("TFNB_COMPILE", mode)
-    monkeypatch.setattr(tiers, "compiled", wrong)
+    monkeypatch.setattr(tiers, "COMPILED", (Wrong(),))
     monkeypatch.setattr(tiers, "MOST_COPIED", most)
     monkeypatch.setattr(tiers, "WORTH_COMPILING", 0.0)
     g, fetches, keys = classifier()

@@ -1,4 +1,4 @@
-"""Which code a step runs: generated, compiled, captured.
+"""Which code a step runs: generated, compiled, captured. Each kind is a tier behind one `interface`.
 
 `tiered` chooses. `scalarize` (table: `scalar_ops`) writes code with Python's numbers, `inductor` compiles steps
 (`node_groups`, `graph_split`, `operand_checks`), `compiled_loops` loops (`cpp`, `cpp_ops`), `captured_steps`

@@ -22,6 +22,7 @@ from tfnb.execution.lowering.control_flow_code import Call, Cond, Loop
 from tfnb.execution.lowering.program import Program
 from tfnb.execution.tiers.cuda_graphs import CudaGraphs
 from tfnb.execution.tiers.graph_split import behind
+from tfnb.execution.tiers.interface import Forward, Request
 from tfnb.graph.op_facts import facts_of
 
 WARM = 3  # steps of a choice of sizes before it is captured: by then libraries have chosen their kernels
@@ -31,7 +32,6 @@ MOVES = 2  # after so many a Variable is copied like a feed: each run reads it s
 FEWEST = 8  # calls that are worth a launch of their own
 
 Outs = tuple[Any, ...]
-Forward = Callable[..., Outs]
 _LOG = logging.getLogger(__name__)
 
 
@@ -100,7 +100,7 @@ def _on_host(program: Program, node: Any, device: str) -> str | None:
 
 
 class Captures:
-    """The captures of one program: at most `MOST`, in one memory, for the thread that came first.
+    """The tier of one program: at most `MOST` captures, in one memory, for the thread that came first.
 
     A launch overwrites the results of the one before, which only the thread that launches has used up by then: steps
     of other threads run as they are.
@@ -111,12 +111,22 @@ class Captures:
         self._thread: int | None = None
         self._kept: OrderedDict[Captured, None] = OrderedDict()
 
+    name = "launched whole"
+
     @classmethod
     def of(cls, program: Program) -> Captures | None:
         """For a program on a device that captures; None for others."""
         device = device_of(program)
         make = DEVICES.get(device.type)
         return None if make is None else cls(make(device), obstacle(program, device))
+
+    def made(self, request: Request) -> Forward | str:
+        """The code of another tier, captured after a few steps."""
+        program, forward = request.program, request.forward
+        compiled = forward not in (program.forward, getattr(program.quick, "forward", None))
+        if compiled and self.why_not is None and _drawings(program.module.graph):
+            return "compiled code draws random numbers"
+        return self.why_not or Captured(program, forward, self, compiled=compiled)
 
     def claim(self) -> bool:
         """Whether this thread may launch: it is the first one that asks."""
@@ -184,10 +194,8 @@ class Captured:
 
     def __init__(self, program: Program, forward: Forward, captures: Captures, *, compiled: bool = False) -> None:
         self.program, self.forward, self.captures = program, forward, captures
-        self.why_not = captures.why_not
+        self.why_not: str | None = None
         self._compiled, self._code = compiled, forward if compiled else program.forward
-        if compiled and _drawings(program.module.graph):
-            self.why_not = self.why_not or "compiled code draws random numbers"
         self._launch: Launch | None = None
         self._steps, self._tries = WARM if compiled else 0, 0
         self._moves: Counter[int] = Counter()

@@ -11,6 +11,7 @@ import copy
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -19,6 +20,7 @@ from torch import fx
 from tfnb.errors import Unimplemented
 from tfnb.execution.lowering.control_flow_code import Cond, Loop
 from tfnb.execution.lowering.program import Program
+from tfnb.execution.tiers.interface import Forward, Request
 from tfnb.recording.values.interpret import number
 
 MOST = 4  # choices of shapes that one loop is compiled for
@@ -33,6 +35,38 @@ class Permit:
     open: bool = True
     compiled: int = 0
     refused: list[str] = field(default_factory=list)
+
+
+@cache
+def obstacle() -> str | None:
+    """Why nothing can be compiled on this machine; None where it can."""
+    from torch._inductor import cpp_builder  # listed exception: inductor takes seconds to load
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except Exception as error:  # its class is not public
+        return f"no C++ compiler: {str(error).strip().splitlines()[0]}"
+    return None
+
+
+class CompiledLoops:
+    """The tier: generated code around loops in C++."""
+
+    name = "compiled"
+
+    def made(self, request: Request) -> Forward | str:
+        """The code whose loops have compiled for these arguments."""
+        if not any(isinstance(node.target, (Loop, Cond)) for node in request.program.module.graph.nodes):
+            return "it has no loops"
+        if why := obstacle():
+            return why
+        permit = Permit()
+        program = native(request.program.undonated(), permit)
+        with torch.no_grad():
+            program.forward(*request.args)
+        permit.open = False
+        why = "; ".join(f"a loop has {why}" for why in permit.refused)
+        return program.forward if permit.compiled else why or "it ran no loops"
 
 
 def native(program: Program, permit: Permit) -> Program:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -21,26 +20,24 @@ from tfnb.errors import Unimplemented
 from tfnb.execution.lowering.checked_calls import Branch, Drawing
 from tfnb.execution.lowering.control_flow_code import Call, Cond
 from tfnb.execution.lowering.program import Program
-from tfnb.execution.tiers.compiled_loops import Native, Permit, native
+from tfnb.execution.tiers.compiled_loops import Native, Permit, native, obstacle
 from tfnb.execution.tiers.graph_split import halves
+from tfnb.execution.tiers.interface import Forward, Request
 from tfnb.execution.tiers.node_groups import Kernel, Layouts, function, groups, with_kernels
 from tfnb.execution.tiers.operand_checks import OperandChecks, OperandRefused, raising
 from tfnb.kernels.random import drawing_op
 
 MOST_NODES = 1500  # that are compiled as a whole; compiling takes a minute for so many
-Forward = Callable[..., tuple[Any, ...]]
 
 
-@cache
-def obstacle() -> str | None:
-    """Why nothing can be compiled on this machine; None where it can."""
-    from torch._inductor import cpp_builder  # listed exception: inductor takes seconds to load
+class Inductor:
+    """The tier: a step in one kernel, or in several where something decides what runs next."""
 
-    try:
-        cpp_builder.get_cpp_compiler()
-    except Exception as error:  # its class is not public
-        return f"no C++ compiler: {str(error).strip().splitlines()[0]}"
-    return None
+    name = "compiled"
+
+    def made(self, request: Request) -> Forward | str:
+        """The code for arguments of these very sizes."""
+        return obstacle() or compiled(request.program, request.args)
 
 
 def compiled(program: Program, args: Sequence[Any]) -> Forward:
@@ -53,7 +50,7 @@ def compiled(program: Program, args: Sequence[Any]) -> Forward:
     calls = [node for node in program.module.graph.nodes if node.op == "call_function"]
     between = any(isinstance(node.target, (Branch, Call, Cond, Native)) for node in calls)  # decides what runs next
     in_parts = between or len(calls) > MOST_NODES
-    forward = _in_groups(program, args, permit) if in_parts else _as_far_as_possible(program, args)
+    forward = _in_groups(program, args) if in_parts else _as_far_as_possible(program, args)
     with suppress(OperandRefused):  # the first call loads what was compiled
         forward(*args)
     permit.open = False
@@ -70,7 +67,7 @@ def _as_far_as_possible(program: Program, args: Sequence[Any]) -> Forward:
         return lambda *given: rest(*first(*given))
     except Exception as error:
         try:
-            return _in_groups(program, args, Permit())
+            return _in_groups(program, args)
         except Exception:
             raise error from None
 
@@ -90,15 +87,14 @@ def _as_a_whole(program: Program, args: Sequence[Any]) -> Forward:
     return forward
 
 
-def _in_groups(program: Program, args: Sequence[Any], permit: Permit) -> Forward:
+def _in_groups(program: Program, args: Sequence[Any]) -> Forward:
     """Its loops, and groups of its nodes."""
     layouts = Layouts(program.module)
     with torch.no_grad():
         layouts.run(*args)
     found = groups(program, layouts.of)
-    if not (found or permit.compiled):
-        loops = "".join(f"; a loop has {why}" for why in permit.refused)
-        raise Unimplemented(f"it has no groups of pointwise nodes that are worth a kernel{loops}")
+    if not found:
+        raise Unimplemented("it has no groups of pointwise nodes that are worth a kernel")
     kernels: dict[Hashable, Kernel] = {}
     for group in found:
         if group.key not in kernels:

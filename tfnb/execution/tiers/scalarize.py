@@ -8,7 +8,7 @@ compilers and clocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import fx
 from tfnb.execution.lowering.checked_calls import Branch
 from tfnb.execution.lowering.control_flow_code import Cond
 from tfnb.execution.lowering.program import Program
+from tfnb.execution.tiers.interface import Forward, Request
 from tfnb.execution.tiers.scalar_ops import BESIDE, Number, expression, literal, of
 from tfnb.graph import Node, Spec
 from tfnb.kernels.row_writes import NUMBERS
@@ -25,8 +26,6 @@ from tfnb.kernels.row_writes import NUMBERS
 CALL, TAKEN, GIVEN, MADE, PASSED = 1.5, 0.35, 0.2, 1.3, 0.3
 """Microseconds, about: a call of torch; a number out of a tensor, or out of a branch; a tensor of one; a number into a
 branch, where it may have to become a tensor."""
-
-Forward = Callable[..., Sequence[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,9 @@ class Quick:
 
     @property
     def forward(self) -> Forward:
-        return self.module.forward
+        """What runs."""
+        found: Forward = self.module.forward
+        return found
 
 
 def quick(program: Program) -> Quick | None:
@@ -59,6 +60,19 @@ def quick(program: Program) -> Quick | None:
             tensors.update([at] if taking else range(at, at + length))
             at += length
     return _Writer(program, (), (), {*range(len(returned))} - tensors, {}).written()
+
+
+class Scalarized:
+    """The tier: generated code with numbers inside."""
+
+    name = "generated code"
+
+    def made(self, request: Request) -> Forward | str:
+        """The code, which the program keeps for the lines of errors."""
+        program = request.program
+        if program.quick is None:
+            program.quick = quick(program)
+        return "nothing in it is one number" if program.quick is None else program.quick.forward
 
 
 class QuickCond:

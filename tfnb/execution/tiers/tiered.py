@@ -1,4 +1,4 @@
-"""Which code a step runs: generated torch.fx code at once, compiled code where that turns out faster.
+"""The chooser of tiers: generated torch.fx code runs at once, compiled code where that turns out faster.
 
 A choice of feed sizes that has used two seconds of computing is compiled in a background thread, and compared there
 with generated code. It is swapped in between steps: both take turns until it is clear which one is faster. Computing
@@ -24,9 +24,11 @@ from tfnb.errors import DeadlineExceeded, InvalidArgument
 from tfnb.execution.lowering.program import Program
 from tfnb.execution.running import Running, Stop
 from tfnb.execution.tiers.captured_steps import Captured, Captures, device_of
-from tfnb.execution.tiers.inductor import Forward, compiled, obstacle
+from tfnb.execution.tiers.compiled_loops import CompiledLoops
+from tfnb.execution.tiers.inductor import Inductor
+from tfnb.execution.tiers.interface import Forward, Request, Tier, first, first_line, words
 from tfnb.execution.tiers.operand_checks import OperandRefused
-from tfnb.execution.tiers.scalarize import quick
+from tfnb.execution.tiers.scalarize import Scalarized
 from tfnb.execution.tracing.clocks import counter
 from tfnb.execution.tracing.live_memory import devices, wait
 from tfnb.graph.collector import frozen
@@ -42,6 +44,10 @@ MOST_TURNS = 40  # then what there is decides
 TURN = 0.05  # seconds; Python raises nothing in a thread that waits for longer
 MOST_COPIED = 1 << 30  # bytes of what a step reads
 LONGEST_COMPARED = 5.0  # seconds of a step that compiled code is compared with
+
+AT_ONCE: tuple[Tier, ...] = (Scalarized(),)
+COMPILED: tuple[Tier, ...] = (Inductor(), CompiledLoops())
+"""Tiers that are asked before the first step, and when steps have taken long. CUDA graphs launch the code of either."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -59,9 +65,9 @@ class Tiers:
 
     def __init__(self, program: Any, mode: Mode) -> None:
         self.program, self.mode = program, mode
-        if isinstance(program, Program) and program.quick is None:
-            program.quick = quick(program)
-        self._generated = generated(program)
+        self._generated: Forward = program.forward
+        if isinstance(program, Program):
+            self._generated = first(AT_ONCE, Request(program, program.forward))[0] or program.forward
         self._sizes: dict[tuple[torch.Size, ...], Sizes] = {}
         self._captures = None if mode == "off" else Captures.of(program)
 
@@ -72,7 +78,7 @@ class Tiers:
         found = self._sizes.get(shapes)
         if found is None:
             mode = self.mode if len(self._sizes) < MOST else "off"
-            found = self._sizes[shapes] = Sizes(self.program, mode, self._captures)
+            found = self._sizes[shapes] = Sizes(self.program, self._generated, mode, self._captures)
         return found.forward
 
     def status(self) -> list[str]:
@@ -87,9 +93,12 @@ class Tiers:
 class Sizes:
     """One choice of sizes: ``forward`` is what runs now, replaced as the state changes."""
 
-    def __init__(self, program: Program, mode: Mode, captures: Captures | None = None) -> None:
+    def __init__(
+        self, program: Program, generated: Forward, mode: Mode, captures: Captures | None = None
+    ) -> None:  # fmt: skip
         self.program, self._mode, self._captures = program, mode, captures
-        self.generated = self._captured(generated(program))
+        self._plain, self._why = generated, dict[Forward, str]()  # why code is not captured
+        self.generated = self._captured(generated)
         self.forward: Forward = {"auto": self._counted, "off": self.generated, "now": self._now}[mode]
         self.code = "generated code"
         self._clock = counter(device_of(program))
@@ -103,11 +112,18 @@ class Sizes:
     def status(self) -> str:
         """Which code runs and why."""
         runs = self._fast if self.forward == self._guarded else self.generated
-        return f"{self.code}, {runs.status}" if isinstance(runs, Captured) else self.code
+        if isinstance(runs, Captured):
+            return f"{self.code}, {runs.status}"
+        return f"{self.code}, not captured: {self._why[runs]}" if runs in self._why else self.code
 
-    def _captured(self, forward: Forward, *, compiled: bool = False) -> Forward:
-        captures = self._captures
-        return forward if captures is None else Captured(self.program, forward, captures, compiled=compiled)
+    def _captured(self, forward: Forward) -> Forward:
+        """Code that is launched whole after a few steps, where that goes."""
+        if self._captures is None:
+            return forward
+        found, why = first([self._captures], Request(self.program, forward))
+        if found is None:
+            self._why[forward] = why
+        return found or forward
 
     def _counted(self, *args: Any) -> tuple[Any, ...]:
         outs = self._clock.of(self.generated, *args)
@@ -134,13 +150,13 @@ class Sizes:
         """What the worker does: build, compare with generated code, and decide where that can be done at once."""
         start = time.perf_counter()
         try:
-            why = obstacle()
-            if why is not None:
-                return self.drop(why)
             with frozen():
-                self._code = compiled(self.program, args)
+                found, why = first(COMPILED, Request(self.program, self._plain, args))
         except BaseException as error:  # inductor raises anything; generated code goes on
-            return self.drop(_words(error))
+            return self.drop(words(error))
+        if found is None:
+            return self.drop(why)
+        self._code = found
         self.code = f"compiled in {time.perf_counter() - start:.1f} s, not compared yet"
         copies = copied(args)
         if copies is None:
@@ -157,12 +173,12 @@ class Sizes:
 
     def _compare(self, args: Sequence[Any]) -> None:
         try:
-            why = difference(generated(self.program), self._code, args)
+            why = difference(self._plain, self._code, args)
         except Exception as error:
-            return self.drop(_words(error))
+            return self.drop(words(error))
         if why is not None:
             return self.drop(f"compiled code differs: {why}")
-        self._fast = self._captured(self._code, compiled=True)
+        self._fast = self._captured(self._code)
         if self._mode == "now":
             self._keep("compiled")
         else:
@@ -222,12 +238,6 @@ class Sizes:
             return self.generated(*args)
 
 
-def generated(program: Any) -> Forward:
-    """The generated code that runs: with numbers inside, where that is quicker."""
-    found = getattr(program, "quick", None)
-    return program.forward if found is None else found.forward  # type: ignore[no-any-return]
-
-
 def _release(forward: Forward) -> None:
     """Other code runs from here on: what a capture of this one holds is free for it."""
     if isinstance(forward, Captured) and forward.captures.is_mine:
@@ -250,16 +260,8 @@ def difference(generated: Forward, compiled: Forward, args: Sequence[Any]) -> st
     try:
         torch.testing.assert_close(found, _tensors(wanted, found), rtol=1e-3, atol=1e-4, equal_nan=True)
     except AssertionError as error:
-        return _first_line(error)
+        return first_line(error)
     return None
-
-
-def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {_first_line(error)}"
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), "")
 
 
 def _tensors(outs: Sequence[Any], like: Sequence[Any]) -> tuple[Any, ...]:

@@ -1,0 +1,64 @@
+"""One interface of all tiers: a tier takes a lowered program, and gives code that computes it or says why not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tfnb.execution.lowering.program import Program
+
+Forward = Callable[..., Sequence[Any]]
+"""Computes a step as ``program.forward`` does: takes feeds, storages and the run's number, and writes nothing."""
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A program to be run some other way. forward: what runs it now; args: as in a run, where code is made for them."""
+
+    program: Program
+    forward: Forward
+    args: Sequence[Any] = ()
+
+
+class Tier(Protocol):
+    """One way to run lowered programs."""
+
+    @property
+    def name(self) -> str:
+        """A word for what runs then."""
+
+    def made(self, request: Request) -> Forward | str:
+        """The code, or in a few words why there is none; it may also raise."""
+
+
+def first(tiers: Iterable[Tier], request: Request) -> tuple[Forward | None, str]:
+    """The code of the first tier that has some, and its name; None, and why no tier has."""
+    why: dict[str, None] = {}
+    for tier in tiers:
+        try:
+            found = tier.made(request)
+        except Exception as error:
+            found = words(error)
+        if not isinstance(found, str):
+            return found, tier.name
+        _LOG.info("%s: %s", tier.name, found)
+        why[found] = None
+    return None, "; ".join(why)
+
+
+def words(error: BaseException) -> str:
+    """An error in one line.
+
+    >>> words(ValueError("no such thing\\nat all"))
+    'ValueError: no such thing'
+    """
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line that an error says."""
+    return next(iter(str(error).strip().splitlines()), "")
