@@ -19,10 +19,6 @@ from tfnb.kernels import recurrent  # noqa: F401  defines torch.ops.tfnb
 from tfnb.kernels.define import op
 
 aten, ops = torch.ops.aten, torch.ops.tfnb
-NETS = {
-    "aten.lstm.input": "lstm", "aten.gru.input": "gru", "aten.rnn_tanh.input": "rnn_tanh",
-    "aten.rnn_relu.input": "rnn_relu",
-}  # fmt: skip
 _LSTM = 2  # oneDNN's mode
 _KEPT = {"lstm": 2, "gru": 1, "rnn_tanh": 0, "rnn_relu": 0}  # tensors that a direction keeps
 

@@ -27,6 +27,10 @@ _SAID: Mapping[str, frozenset[str]] = {fact: frozenset(names.split()) for fact, 
     "whole": """
         aten.lstm.input aten.gru.input aten.rnn_tanh.input aten.rnn_relu.input aten.scaled_dot_product_attention.default
     """,
+    # views that are pieces of a tensor
+    "splits": "aten.split.Tensor aten.split_with_sizes.default aten.chunk.default aten.unbind.int",
+    # recurrent nets, of which a kernel of the same name keeps what the backward pass needs
+    "net": "aten.lstm.input aten.gru.input aten.rnn_tanh.input aten.rnn_relu.input",
     # composites of which the parts say nothing more
     "undivided": "aten.detach.default aten._local_scalar_dense.default",
     # the result may be the memory of the first operand, which the schema does not say
@@ -68,6 +72,8 @@ _SAID: Mapping[str, frozenset[str]] = {fact: frozenset(names.split()) for fact, 
     "pool": """
         aten.max_pool2d_with_indices aten.adaptive_max_pool2d aten.max_pool3d_with_indices aten.adaptive_max_pool3d
     """,
+    # of which AutoGraph makes tests whether a name was set
+    "test_of_name": "aten.gt.Scalar aten.logical_and.default aten.logical_not.default",
     # runs code or reads files
     "untrusted": "aten.from_file aten._print aten.set_data",
 }.items()}  # fmt: skip

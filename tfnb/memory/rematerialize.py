@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from tfnb.errors import ResourceExhausted
 from tfnb.graph import Graph, Node, Value
 from tfnb.graph.graph import new_id
+from tfnb.graph.op_facts import facts_of
 from tfnb.graph.ops import WITH_GRADIENT
 from tfnb.memory.loop_rows import kept_by_loops
 from tfnb.memory.prices import cost, repeats
@@ -24,10 +25,6 @@ from tfnb.passes.rewrite import with_nodes
 AGAIN = "rematerialized"  # tag of copies
 AT_ONCE = 32  # a plan drops at least this fraction of the peak more than the one before
 SMALL = 16  # what a copy takes is kept for it, if it is smaller than the dropped value by this factor
-CHEAP = frozenset(f"aten.{name}" for name in (
-    "native_layer_norm.default", "add.Tensor", "mul.Tensor", "neg.default", "relu.default", "sub.Tensor",
-))  # fmt: skip
-"""Ops that take hardly longer than to read and write their memory."""
 WORTH_SPARING = 8 << 20  # bytes; a step that needs less computes nothing again
 PIECE = 64 << 10  # bytes that are worth a kernel
 SHARE = 64  # all that is computed again costs at most this part of the step
@@ -39,7 +36,7 @@ def spare(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Value
 
     A layer norm before a product, for one: in a transformer a tenth of what lives between forward and backward.
     """
-    if not any(node.op in CHEAP for node in graph.nodes):
+    if not any(facts_of(node.op).cheap for node in graph.nodes):
         return graph
     dropping = _Dropping(graph, fetches, feeds, {})
     curve = dropping.memory.curve()
@@ -139,14 +136,14 @@ class _Dropping:
                 self._banned.update(choice[:1])
 
     def spared(self, at: int) -> dict[Value, int]:
-        """Pieces to drop at a place that costs next to nothing, by ops of `CHEAP` on what is there anyway."""
+        """Pieces to drop at a place that costs next to nothing, by cheap ops on what is there anyway."""
         nodes = self.graph.contents.by_id
         priced: list[tuple[float, int, Value]] = []
         for owner, uses in self.uses.items():
             lives = uses[0] < at < uses[-1] and at not in uses and self.memory.size[owner] >= PIECE
-            if lives and nodes[owner.node].op in CHEAP and self._may_drop(owner, {}):
+            if lives and facts_of(nodes[owner.node].op).cheap and self._may_drop(owner, {}):
                 chain, kept = self._chain(owner, at, {})
-                if not kept and all(nodes[number].op in CHEAP for number in chain):
+                if not kept and all(facts_of(nodes[number].op).cheap for number in chain):
                     priced.append((sum(map(self._cost, chain)), len(priced), owner))
         if not priced:
             return {}

@@ -16,23 +16,12 @@ from typing import cast
 import torch
 
 from tfnb.graph import Graph, Node, Value
+from tfnb.graph.op_facts import facts_of
 from tfnb.graph.ops import CALL, IN_PLACE, REGIONS, overload
 from tfnb.passes.liveness import Memory, first_operand
 from tfnb.passes.rewrite import is_pure, with_nodes
 
 LEAST = 64 << 10  # bytes; to allocate less costs no more than to write it
-_NAMES = """
-    view.default _unsafe_view.default _reshape_alias.default t.default transpose.int permute.default alias.default
-    detach.default unsqueeze.default squeeze.default squeeze.dim squeeze.dims
-"""
-_WHOLE_VIEWS = frozenset(f"aten.{name}" for name in _NAMES.split())
-"""Views of all that lies in a piece of memory, each element once."""
-_PASS_ON = REGIONS | {
-    CALL,
-    "aten.lift.default",
-    "aten.pin_memory.default",
-}  # give what they were given, unsaid in a schema
-
 _ELEMENTWISE = frozenset({"aten.relu.default"})
 """Ops of one elementwise kernel that have only the variant that writes into the first operand."""
 
@@ -45,7 +34,7 @@ def donate(
     last = memory.last()
     whole = _whole(graph, memory)
     seen = {
-        owner for place, node in enumerate(graph.nodes) if not node.op.startswith("aten.") or node.op in _PASS_ON
+        owner for place, node in enumerate(graph.nodes) if not node.op.startswith("aten.") or _passes_on(node)
         for owner in (memory.made if _is_ours(node) else memory.touched)[place]
     }  # fmt: skip
 
@@ -72,7 +61,7 @@ def _whole(graph: Graph, memory: Memory) -> set[Value]:
     """Values that are all of a piece of memory that the step makes."""
     found: set[Value] = set()
     for node in graph.nodes:
-        if node.op not in _WHOLE_VIEWS:
+        if not facts_of(node.op).whole_view:
             found.update(value for index in range(len(node.outputs)) if (value := node.value(index)) in memory.size)
         elif node.inputs[0] in found:
             found.add(node.value())
@@ -81,7 +70,13 @@ def _whole(graph: Graph, memory: Memory) -> set[Value]:
 
 def _is_ours(node: Node) -> bool:
     """Whether it is known what the node does with memory: other libraries' ops, loops and branches may pass it on."""
-    return node.op.startswith(("aten.", "tfnb.")) and node.op not in _PASS_ON
+    return node.op.startswith(("aten.", "tfnb.")) and not _passes_on(node)
+
+
+def _passes_on(node: Node) -> bool:
+    """Whether the node may give what it was given, which no schema says."""
+    own = facts_of(node.op)
+    return node.op in REGIONS or node.op == CALL or (own.unsaid_alias and not own.whole_view)
 
 
 @cache

@@ -10,16 +10,13 @@ import torch
 
 from tfnb.graph import Graph, Node, Ref, Spec, Value
 from tfnb.graph.node import map_leaves
+from tfnb.graph.op_facts import facts_of
 from tfnb.graph.ops import overload
 from tfnb.graph.spec import Dim
 from tfnb.passes.rewrite import is_pure, with_nodes
 
 LARGEST = 10 << 20  # bytes; a larger result is computed in each run and not kept
 WORTH_KEEPING = 64 << 10  # bytes; filling a larger tensor anew costs no more than keeping it
-_SHAPED_LIKE = frozenset(
-    f"aten.{name}.default" for name in ["ones_like", "zeros_like", "full_like", "new_zeros", "new_ones", "new_full"]
-)
-"""Ops that take no values from their input, only its shape."""
 
 
 def fold(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Value] = ()) -> Graph:
@@ -50,12 +47,12 @@ class _Constants:
     def _is_constant(self, node: Node) -> bool:
         if not is_pure(node) or node.control or len(node.outputs) != 1 or node.symbols:
             return False
-        inputs_known = node.op in _SHAPED_LIKE or all(value.node in self.nodes for value in node.inputs)
+        inputs_known = facts_of(node.op).shape_only or all(value.node in self.nodes for value in node.inputs)
         return inputs_known and _bytes(node.outputs[0]) <= LARGEST
 
     def folded(self, node: Node) -> Node:
         """The node as a constant, if it is one and worth it."""
-        makes_from_nothing = not node.inputs or node.op in _SHAPED_LIKE
+        makes_from_nothing = not node.inputs or facts_of(node.op).shape_only
         if node.id not in self.nodes or node.op == "tfnb.constant":
             return node
         if makes_from_nothing and _bytes(node.outputs[0]) > WORTH_KEEPING:
@@ -73,7 +70,7 @@ class _Constants:
     def _computed(self, node: Node) -> torch.Tensor | None:
         """The value, in memory of its own; None where the op fails or gives something else than the spec says."""
         spec = node.outputs[0]
-        if node.op in _SHAPED_LIKE:
+        if facts_of(node.op).shape_only:
             given: list[Any] = [torch.empty(spec.sizes({}), dtype=spec.dtype, device=spec.device)]
         else:
             given = [self._value(self.nodes[value.node]) for value in node.inputs]

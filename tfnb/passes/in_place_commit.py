@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from tfnb.graph import Graph, Node, Ref, Value, Variable
+from tfnb.graph.op_facts import facts_of
 from tfnb.graph.ops import HOISTED
 from tfnb.graph.spec import is_static
 from tfnb.kernels.optim import FUSED, SGD, SGD_PRODUCT
@@ -32,7 +33,6 @@ from tfnb.passes.rewrite import with_nodes
 LEAST = 1 << 18  # bytes of a gradient that is not made; a smaller one costs no more than another kernel
 SMALLER = 2  # the factors, which are held until the commit and are no feeds, are smaller than it by this factor
 _DTYPES = (torch.float32, torch.float64)
-_TURNED = ("aten.t.default", "aten.transpose.int", "aten.view.default", "aten.reshape.default")
 IN_PLACE: dict[str, Callable[..., None]] = {**FUSED, **WRITES}
 """In-place twin of each op, by its qualified name: called with a list of rows, and settings."""
 _TENSORS = frozenset({"w", "grad", "slots", "indices", "rate", "left", "right", "self", "index", "source"})
@@ -163,8 +163,13 @@ def _is_worth(product: Node, count: int, graph: Graph, feeds: Collection[Value])
     return count * specs[0].dtype.itemsize >= LEAST and SMALLER * held <= count
 
 
+def _is_turned(node: Node) -> bool:
+    own = facts_of(node.op)
+    return own.whole_view or own.view_or_copy
+
+
 def _root(value: Value, graph: Graph) -> Value:
     """What a value is a view of: that of a feed holds no memory but the caller's."""
-    while (node := graph.contents.by_id.get(value.node)) is not None and node.op in _TURNED:
+    while (node := graph.contents.by_id.get(value.node)) is not None and _is_turned(node):
         value = node.inputs[0]
     return value

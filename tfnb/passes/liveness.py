@@ -13,12 +13,12 @@ from math import prod
 
 from tfnb.errors import ShapeError
 from tfnb.graph import Graph, Node, Ref, Spec, Value
+from tfnb.graph.op_facts import facts_of
 from tfnb.graph.ops import IN_PLACE, WITH_GRADIENT, overload
 from tfnb.kernels.optim import FUSED
 
 NOMINAL = 32  # taken for a size that only a run knows
 _BORROWED = frozenset({"tfnb.placeholder", "tfnb.constant", "tfnb.read"})
-_RESHAPES = frozenset({"aten.view.default", "aten._unsafe_view.default", "aten._reshape_alias.default"})
 
 
 class Memory:
@@ -136,7 +136,7 @@ def _shared(node: Node, index: int) -> Value | None:
 def _aliased(op: str) -> str | None:
     """The argument that an op returns a view of, or writes and returns."""
     schema = overload(op)._schema
-    if op in _RESHAPES:
+    if facts_of(op).unsaid_alias:
         return schema.arguments[0].name
     sets = {name for r in schema.returns if r.alias_info is not None for name in r.alias_info.after_set}
     for argument in schema.arguments:

@@ -7,7 +7,7 @@ what the pool takes. The numbers are the same.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
 from math import prod
 
@@ -15,26 +15,18 @@ import torch
 
 from tfnb.graph import Graph, Node, Ref, Spec, Value
 from tfnb.graph.graph import new_id
+from tfnb.graph.op_facts import facts_of
 from tfnb.graph.spec import is_static
 from tfnb.passes.liveness import nominal
 from tfnb.passes.memory_format import LAID_OUT
 from tfnb.passes.rewrite import with_nodes
 
 LEAST = 1 << 20  # bytes of indices that are worth two more nodes
-POOLS: Mapping[str, tuple[str, int]] = {
-    f"aten.{name}.default": (f"aten.{backward}.default", axes) for name, backward, axes in (
-        ("max_pool2d_with_indices", "max_pool2d_with_indices_backward", 2),
-        ("adaptive_max_pool2d", "adaptive_max_pool2d_backward", 2),
-        ("max_pool3d_with_indices", "max_pool3d_with_indices_backward", 3),
-        ("adaptive_max_pool3d", "adaptive_max_pool3d_backward", 3),
-    )
-}  # fmt: skip
-"""Of a pool with indices, its backward op, and how many of the last axes they count over."""
 
 
 def narrow(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Value] = ()) -> Graph:
     """Indices of pools that only the backward pass takes are cast after the pool, and back before they are taken."""
-    if not any(node.op in POOLS for node in graph.nodes):
+    if not any(facts_of(node.op).pool for node in graph.nodes):
         return graph
     kept: dict[Value, Node] = {}
     nodes: list[Node] = []
@@ -45,7 +37,7 @@ def narrow(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Valu
                 nodes.append(wide)
                 node = replace(node, inputs=(*node.inputs[:place], wide.value(), *node.inputs[place + 1 :]))
         nodes.append(node)
-        dtype = _dtype(graph, node) if node.op in POOLS and node.value(1) not in fetches else None
+        dtype = _dtype(graph, node) if facts_of(node.op).pool and node.value(1) not in fetches else None
         if dtype is not None:
             kept[node.value(1)] = _cast(node, "narrow", node.value(1), replace(node.outputs[1], dtype=dtype))
             nodes.append(kept[node.value(1)])
@@ -54,7 +46,8 @@ def narrow(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Valu
 
 def _dtype(graph: Graph, node: Node) -> torch.dtype | None:
     """What the indices of this pool fit into, if they are large and only its gradient takes them."""
-    backward, axes = POOLS[node.op]
+    pool = node.op.removesuffix(".default")
+    backward, axes = f"{pool}_backward.default", 3 if "3d" in pool else 2  # its indices count over the last axes
     users = [graph.contents.by_id[i] for i in graph.contents.consumers.get(node.value(1), ())]
     source = graph.contents.by_id.get(node.inputs[0].node)
     image = () if source is None else source.outputs[node.inputs[0].index].shape[-axes:]

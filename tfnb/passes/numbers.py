@@ -14,12 +14,9 @@ import torch
 
 from tfnb.graph import Graph, Node, Ref, Spec, Value
 from tfnb.graph.graph import new_id
+from tfnb.graph.op_facts import facts_of
 from tfnb.passes.rewrite import with_nodes
 
-_TWINS = {f"aten.{name}.Tensor": f"aten.{name}.Tensor" for name in ("add", "sub", "mul", "div")} | {
-    f"aten.{name}.Scalar": f"aten.{name}.Tensor" for name in ("eq", "ge", "gt", "le", "lt", "ne", "rsub")
-}
-"""Of an op whose ``other`` may be a number: the one that takes a tensor."""
 _NUMBERS = {torch.int64: (int,), torch.float32: (int, float), torch.float64: (int, float)}
 """Numbers that do not change the type of a result."""
 
@@ -36,7 +33,7 @@ def numbers(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Val
             if key not in made:
                 made[key] = _constant(value)
             node = replace(
-                node, op=_TWINS[node.op], inputs=(node.inputs[0], made[key].value()),
+                node, op=f"{node.op.rpartition('.')[0]}.Tensor", inputs=(node.inputs[0], made[key].value()),
                 attrs={**node.attrs, "other": Ref(1)},
             )  # fmt: skip
         nodes.append(node)
@@ -45,7 +42,7 @@ def numbers(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Val
 
 def _spec(graph: Graph, node: Node) -> Spec | None:
     """Of the tensor that the node takes beside a number which may be a constant of the same type."""
-    if node.op not in _TWINS or node.attrs["self"] != Ref(0) or len(node.inputs) != 1:
+    if not facts_of(node.op).takes_number or node.attrs["self"] != Ref(0) or len(node.inputs) != 1:
         return None
     source = graph.contents.by_id.get(node.inputs[0].node)
     if source is None:

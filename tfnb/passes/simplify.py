@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tfnb.graph import Graph, Node, Ref, Value
+from tfnb.graph.op_facts import facts_of, ops_of
 from tfnb.graph.ops import overload
-from tfnb.kernels.nets import NETS
 from tfnb.passes.rewrite import redirected, with_nodes
 
-_NETS = [op.removeprefix("aten.") for op in NETS]
+_NETS = [op.removeprefix("aten.") for op in sorted(ops_of("net"))]
 _OPTIONS = ("has_biases", "num_layers", "bidirectional", "batch_first")
 
 
@@ -263,13 +263,10 @@ def _(node: Node, look: Look) -> Node | None:
         if rows is None or rows.op != "aten.index_add.default" or "alpha" in rows.attrs or not look.only_user(value):
             continue
         zeros, index = look.producer(rows.inputs[0]), look.spec(rows.inputs[1])
-        is_zeros = zeros is not None and zeros.op in _ZEROS
+        is_zeros = zeros is not None and facts_of(zeros.op).zeros
         if is_zeros and index.shape in ((), (1,)) and look.spec(other) == node.outputs[0] == rows.outputs[0]:
             return replace(node, op=rows.op, inputs=(other, *rows.inputs[1:]), attrs=rows.attrs)
     return None
-
-
-_ZEROS = frozenset({"aten.new_zeros.default", "aten.zeros.default", "aten.zeros_like.default"})
 
 
 @row("an axis of one with its row replaced by v -> v with that axis", "select_scatter.default")
@@ -315,7 +312,7 @@ def _(node: Node, look: Look) -> Node | None:
         return None
     for other in look.users(node.inputs[0]):
         if other.op == "tfnb.recurrent_net.default" and other.inputs == node.inputs:
-            own = (NETS[node.op], *(node.attrs.get(name) for name in _OPTIONS))
+            own = (node.op.split(".")[1], *(node.attrs.get(name) for name in _OPTIONS))
             if own == tuple(other.attrs.get(name) for name in ("kind", "biases", "layers", "both", "batch_first")):
                 return replace(node, op=other.op, attrs=other.attrs, outputs=other.outputs)
     return None

@@ -13,11 +13,9 @@ from typing import Any
 
 from tfnb.graph import Contents, Node, Ref, Subgraph, Value
 from tfnb.graph.node import leaves
+from tfnb.graph.op_facts import facts_of
 from tfnb.graph.ops import COND, NAMED, REGIONS
 
-_TESTS = frozenset(
-    {"aten.gt.Scalar", "aten.logical_and.default", "aten.logical_not.default"}
-)  # of whether a name was set
 ARGUMENT = "tfnb.argument"
 
 Path = tuple[int, ...]
@@ -74,7 +72,7 @@ def _unread(contents: Contents, keep: Collection[int]) -> set[int]:
             found |= ids
     for node in reversed(contents.nodes):
         mine = takers.get(node.id, set())
-        if mine and mine <= found and len(node.outputs) == 1 and node.op in _TESTS and node.id not in keep:
+        if mine and mine <= found and len(node.outputs) == 1 and facts_of(node.op).test_of_name and node.id not in keep:
             found.add(node.id)
     return found
 

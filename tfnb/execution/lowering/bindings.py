@@ -86,9 +86,8 @@ QUICK: dict[Any, Callable[..., Any]] = {
     },  # torch.fx writes them as `a < b`
 }
 
-_IN_PLACE = "abs_ cos_ exp_ log_ neg_ relu_ rsqrt_ sigmoid_ sin_ sqrt_ tanh_"
 
-WRITING: dict[Any, Callable[..., Any]] = {
-    getattr(aten, name).default: getattr(torch.Tensor, name) for name in _IN_PLACE.split()
-} | {getattr(aten, f"{name}_").Tensor: getattr(torch.Tensor, f"{name}_") for name in ("add", "div", "mul", "sub")}
-"""The same for ops that write into their first argument."""
+def writing(op: Any) -> Callable[..., Any]:
+    """The method of ``torch.Tensor`` for an overload that writes into its first argument, which is quicker to call."""
+    name = op._schema.name.partition("::")[2]
+    return getattr(torch.Tensor, name, op) if op._overloadname in ("default", "Tensor") else op

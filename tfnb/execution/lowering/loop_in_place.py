@@ -1,29 +1,35 @@
 """What a loop's body may write in place: carried values that nothing but the body holds, and nobody looks at after.
 
 A body that puts one row into a carried tensor would copy it in every turn. Where all that follows from the carried
-value is its next one, through ops of `WRITES`, the loop makes a copy once, before the first turn.
+value is its next one, through ops of `writer_of`, the loop makes a copy once, before the first turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tfnb.graph import Contents, Graph, Node, Value
-from tfnb.graph.op_facts import facts_of, ops_of, written_in_place
+from tfnb.graph.op_facts import facts_of, written_in_place
 from tfnb.kernels.arrays import write_into
 from tfnb.passes.rewrite import with_nodes
 
 aten = torch.ops.aten
 
-WRITES: Mapping[str, tuple[Callable[..., Any], int]] = {
-    "tfnb.array_write.default": (write_into, 2),
-    **{op: (written_in_place(op), 1) for op in ops_of("writes_rows")},
-}
-"""Of an op that returns its first inputs with something written into them: its twin that writes there, and how many."""
+
+def writer_of(op: str) -> tuple[Callable[..., Any], int] | None:
+    """Of an op that returns its first inputs with something written into them: its twin that writes, and how many."""
+    if op == "tfnb.array_write.default":
+        return write_into, 2
+    return (written_in_place(op), 1) if facts_of(op).writes_rows else None
+
+
+def _count(node: Node) -> int:
+    found = writer_of(node.op)
+    return found[1] if found else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +49,9 @@ def writes_last(graph: Graph, fetches: Collection[Value] = (), feeds: Collection
     A pass that comes before `donate`, for which the order is final.
     """
     contents, nodes = graph.contents, list(graph.nodes)
-    for writer in [node for node in nodes if node.op in WRITES]:
+    for writer in [node for node in nodes if _count(node)]:
         own = {user for i in range(len(writer.outputs)) for user in contents.consumers.get(writer.value(i), ())}
-        values = writer.inputs[: WRITES[writer.op][1]]
+        values = writer.inputs[: _count(writer)]
         readers = {user for value in values for user in contents.consumers.get(value, ())} - {writer.id}
         here = nodes.index(writer)
         last = max((i for i, node in enumerate(nodes) if node.id in readers), default=here)
@@ -63,7 +69,7 @@ def in_place(body: Contents, inputs: Sequence[Value], outputs: Sequence[Value | 
         whole = {
             place: chain
             for place, chain in found.items()
-            if all((node.id, index) in writes for node, _ in chain for index in range(WRITES[node.op][1]))
+            if all((node.id, index) in writes for node, _ in chain for index in range(_count(node)))
         }
         if len(whole) == len(found):
             return InPlace(frozenset(node for node, _ in writes), tuple(found))
@@ -94,8 +100,7 @@ def _chain(
 
 def _written(node: Node, value: Value) -> int | None:
     """Which of the inputs that the node writes into this is."""
-    count = WRITES[node.op][1] if node.op in WRITES else 0
-    return next((i for i in range(count) if node.inputs[i] == value), None)
+    return next((i for i in range(_count(node)) if node.inputs[i] == value), None)
 
 
 def _reads(node: Node, body: Contents, before: Node | None = None) -> bool:

@@ -16,10 +16,10 @@ from torch import fx
 
 from tfnb.errors import InvalidArgument, Unimplemented
 from tfnb.execution import heap
-from tfnb.execution.lowering.bindings import QUICK, WRITING
+from tfnb.execution.lowering.bindings import QUICK, writing
 from tfnb.execution.lowering.checked_calls import Branch, Drawing, Relation
 from tfnb.execution.lowering.control_flow_code import REGIONS, Call
-from tfnb.execution.lowering.loop_in_place import NOTHING, WRITES, in_place, writes_last
+from tfnb.execution.lowering.loop_in_place import NOTHING, in_place, writer_of, writes_last
 from tfnb.execution.lowering.program import Donation, Program
 from tfnb.graph import Graph, Guard, Node, Recursion, Ref, Subgraph, Value, Variable, ops
 from tfnb.graph.collector import uncollected
@@ -220,7 +220,7 @@ class _Lowering:
         args, kwargs = unbind(op, map_leaves(lambda leaf: self._argument(node, leaf), node.attrs))
         target = QUICK.get(kernel(op), kernel(op)) if node.stream is None else Drawing(node, self.graph.seed)
         if node.id in self.in_place.nodes:
-            target, _ = WRITES[node.op]
+            target, _ = writer_of(node.op) or (target, 0)
         if node.stream is not None:
             args = [self.run, *args]
         out = self.fx.call_function(target, tuple(args), kwargs)
@@ -241,7 +241,7 @@ class _Lowering:
         assert found is not None, node  # the tag was given for it
         op, out = found
         self.donated[at] = Donation(at.target, out)  # type: ignore[arg-type]
-        at.target = WRITING.get(op, op)
+        at.target = writing(op)
         if out is not None:
             at.kwargs = {**at.kwargs, out: at.args[0]}
 

@@ -26,11 +26,15 @@ aten = torch.ops.aten
 LARGEST = 1024  # nodes of a group: a compiler takes a second for a few hundred
 WORTH_A_KERNEL = 8  # calls that a step saves by it
 MOST_KERNELS = 16
-_SPLITS: tuple[Any, ...] = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int)
 _BINDINGS = frozenset(QUICK.values())
 _NO_MEMBERS = (aten.clone.default,)  # makes memory of one's own, which a compiler may think needless
 
 Kernel = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+
+
+def _splits(op: Any) -> bool:
+    """Whether an op gives pieces of a tensor."""
+    return op is not None and facts(op).splits
 
 
 class Layout(NamedTuple):
@@ -121,12 +125,12 @@ class _Finder:
         if node.op != "call_function" or not self._is_plain(node):
             return False
         if node.target is operator.getitem:
-            if self.op.get(node.all_input_nodes[0]) not in _SPLITS:
+            if not _splits(self.op.get(node.all_input_nodes[0])):
                 return False
             self.op[node] = None
             return True
         op = self._overload(node)
-        if op is None or op in _NO_MEMBERS or (op in _SPLITS and node.args[0] in self.op):
+        if op is None or op in _NO_MEMBERS or (_splits(op) and node.args[0] in self.op):
             return False
         if torch.Tag.pointwise in op.tags or facts(op).is_view or op is aten.cat.default:
             self.op[node] = op
@@ -204,7 +208,7 @@ class _Finder:
         inside = set(nodes)
         sources = [s for node in nodes for s in node.all_input_nodes if s not in inside]
         inputs = tuple(s for s in dict.fromkeys(sources) if isinstance(self.layouts[s], Layout))
-        outputs = tuple(n for n in nodes if any(u not in inside for u in n.users) and self.op[n] not in _SPLITS)
+        outputs = tuple(n for n in nodes if any(u not in inside for u in n.users) and not _splits(self.op[n]))
         return [Group(tuple(nodes), inputs, outputs, self._key(nodes, inputs, outputs), saves)]
 
     def _key(self, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> Hashable:

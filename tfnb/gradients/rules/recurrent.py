@@ -12,6 +12,7 @@ import torch
 from torch._decomp import decomposition_table
 
 from tfnb.gradients.table import Cotangents, Forward, composite, nograd, rule
+from tfnb.graph.op_facts import ops_of
 from tfnb.kernels import nets
 
 tfnb = torch.ops.tfnb
@@ -137,7 +138,7 @@ def _of(n: Forward) -> tuple[Any, ...] | None:
     if len(params) != n["num_layers"] * ways * (4 if n["has_biases"] else 2):
         return None
     options = n["has_biases"], n["num_layers"], n["bidirectional"], n["batch_first"]
-    return nets.NETS[n.op], n["input"], hx, list(params), *options
+    return n.op.split(".")[1], n["input"], hx, list(params), *options
 
 
 def _net(n: Forward, dys: Cotangents) -> Any:
@@ -150,7 +151,7 @@ def _net(n: Forward, dys: Cotangents) -> Any:
     return [next(found) if is_needed else None for is_needed in n.needed]
 
 
-rule(*nets.NETS)(_net)
+rule(*sorted(ops_of("net")))(_net)
 
 
 @composite(torch.ops.aten.lstm.input)
