@@ -374,7 +374,7 @@ class TfnbMagics(Magics):
             except (ValueError, tfnb.errors.InvalidArgument) as error:
                 raise UsageError(str(error)) from None
         budget = session.memory_budget
-        rows = [
+        rows: list[tuple[Any, ...]] = [
             (at, found.plan.peak, budget, len(found.plan.values), "; ".join(map(str, found.plan.loops)))
             for at, found in session.plans()
         ]
@@ -421,7 +421,7 @@ class TfnbMagics(Magics):
         argument("--ps", type=int, metavar="N", help="parameter servers"),
         argument("--name", help="state to create or to find again"),
         argument("--insecure", action="store_true", help="allow a plain address that is not on this machine"),
-        argument("--timeout", type=float, default=30, metavar="S", help="seconds to wait for it (30)"),
+        argument("--timeout", type=float, default=120, metavar="S", help="seconds to wait for it (120)"),
         argument("--close", action="store_true", help="bring the values home and leave"),
     )  # fmt: skip
     def tfcluster(self, line: str, cell: str | None = None) -> Any:

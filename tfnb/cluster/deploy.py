@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,11 +39,35 @@ from tfnb.errors import (
 T = TypeVar("T")
 
 EPOCH = 1
+SAID_AFTER = 2.0  # seconds
 _OURS = {"DASK_DISTRIBUTED__COMM__OFFLOAD": "False", "DASK_DISTRIBUTED__COMM__SHARD": "512MiB"}
 _SETTINGS = {"distributed.scheduler.worker-ttl": "30s", "distributed.comm.timeouts.connect": "30s"}
 _SCHEMES = ("tcp", "tls", "ws", "wss", "inproc", "unix", "ucx", "ucxx")
 _LOST = "Worker holding Actor was lost"  # Dask's words
 _ENCRYPTED = ("tls", "wss", "inproc", "unix")
+
+
+class Progress:
+    """Says what is up already, where connecting takes longer than `SAID_AFTER` seconds.
+
+    One thread finds, the one that waits says: a notebook shows it below the cell.
+    """
+
+    def __init__(self) -> None:
+        self._begin = time.monotonic()
+        self._found = self._said = ""
+
+    def found(self, kind: str, up: Sequence[str], total: int) -> None:
+        """So many of ``total`` are up."""
+        names = f": {', '.join(up)}" if up else ""
+        self._found = f"{len(up)} of {total} {kind} are up{names}"
+
+    def say(self) -> None:
+        """Print what was found, if it is news."""
+        if self._found != self._said and time.monotonic() - self._begin >= SAID_AFTER:
+            self._said = self._found
+            sys.stdout.write(f"connect: {self._found}\n")
+            sys.stdout.flush()
 
 
 @dataclass
@@ -52,6 +79,7 @@ class Place:
     dashboard: bool = True
     ps: int | None = None
     workers: int = 1  # to wait for
+    progress: Progress = field(default_factory=Progress)
 
     def close(self) -> None:
         """Close what was made here; harmless if repeated."""
@@ -164,7 +192,7 @@ def _dialled(target: Any, name: str, security: Any, timeout: float, **kwargs: An
     return Place(client, [client.close])
 
 
-def _opened(make: Callable[[], T], timeout: float, what: str) -> T:
+def _opened(make: Callable[[], T], timeout: float, what: str, every: Callable[[], None] | None = None) -> T:
     """What ``make`` makes, in a thread of its own: Ctrl-C is seen at once, and what comes too late is closed."""
     handle: Handle[T] = Handle()
     unwanted = threading.Event()
@@ -181,7 +209,7 @@ def _opened(make: Callable[[], T], timeout: float, what: str) -> T:
 
     threading.Thread(target=work, name="tfnb-connect", daemon=True).start()
     try:
-        return wait(handle, timeout, what)
+        return wait(handle, timeout, what, every)
     except BaseException:
         unwanted.set()
         if handle.task and handle.task[0].exception() is None:  # made between the interrupt and here
@@ -203,17 +231,26 @@ def local(tasks: int, ps: int | None, timeout: float) -> Place:
         raise InvalidArgument(f"connect({tasks}): at least one compute task is needed")
     ps = 1 if ps is None else ps
     begin = time.monotonic()
+    cluster = LocalCluster.__new__(LocalCluster)  # so that its scheduler is seen while workers start
+    progress = Progress()
 
     def make() -> LocalCluster:
         with dask.config.set(_SETTINGS):
-            return LocalCluster(
+            cluster.__init__(  # type: ignore[misc]
                 n_workers=tasks + ps, threads_per_worker=1, processes=True, host="127.0.0.1",
                 dashboard_address="127.0.0.1:0", scheduler_kwargs={"dashboard": False}, silence_logs=logging.ERROR,
                 env=_OURS, preload=["tfnb.cluster.task"],
             )  # fmt: skip
+        return cluster
+
+    def look() -> None:
+        workers = getattr(getattr(cluster, "scheduler", None), "workers", {})
+        progress.found("workers", sorted(str(worker.name) for worker in list(workers.values())), tasks + ps)
+        progress.say()
 
     try:
-        cluster = _opened(make, timeout, f"starting {tasks + ps} worker processes")
+        with _main_not_imported():
+            _opened(make, timeout, f"starting {tasks + ps} worker processes", look)
     except DeadlineExceeded as late:
         raise DeadlineExceeded(f"{late}; a busy machine takes longer: connect(timeout={2 * timeout:g})") from None
     try:
@@ -222,8 +259,25 @@ def local(tasks: int, ps: int | None, timeout: float) -> Place:
         _quietly(cluster)
         raise
     place.closers.insert(0, cluster.close)
-    place.ps, place.workers, place.dashboard = ps, tasks + ps, False
+    place.ps, place.workers, place.dashboard, place.progress = ps, tasks + ps, False, progress
     return place
+
+
+@contextmanager
+def _main_not_imported() -> Iterator[None]:
+    """Processes that start inside do not import the user's script: it would run again in each of them.
+
+    They need nothing of it, and a script that a notebook was made into has no ``if __name__ == "__main__"``.
+    ``multiprocessing`` leaves out a main module whose spec has this name.
+    """
+    main = sys.modules["__main__"]
+    before = main.__spec__
+    parent = f"{before.parent}." if before is not None and before.parent else ""
+    main.__spec__ = ModuleSpec(f"{parent}__main__", None)
+    try:
+        yield
+    finally:
+        main.__spec__ = before
 
 
 # -- tasks on workers -------------------------------------------------------------------------------------------
@@ -243,11 +297,15 @@ def servers_among(workers: int, ps: int | None) -> int:
     return min(ps, workers)
 
 
-async def workers_of(client: Client, least: int, timeout: float) -> dict[str, dict[str, Any]]:
+async def workers_of(
+    client: Client, least: int, timeout: float, progress: Progress | None = None
+) -> dict[str, dict[str, Any]]:  # fmt: skip
     """Address -> facts of every worker, as soon as there are ``least``."""
     end = time.monotonic() + timeout
     while True:
         found = await _identities(client)
+        if progress is not None:
+            progress.found("workers", sorted(str(facts.get("name", addr)) for addr, facts in found.items()), least)
         if len(found) >= least:
             return dict(sorted(found.items(), key=lambda item: (str(item[1].get("name")), item[0])))
         if time.monotonic() > end:
@@ -273,7 +331,7 @@ def submit(client: Client, name: str, addr: str, owner: str) -> Any:
     )  # fmt: skip
 
 
-async def started(client: Client, futures: Mapping[str, Any], end: float) -> None:
+async def started(client: Client, futures: Mapping[str, Any], end: float, progress: Progress) -> None:
     """Wait until every actor stands; raises what its worker raised."""
     while True:
         states = {name: future.status for name, future in futures.items()}
@@ -286,6 +344,7 @@ async def started(client: Client, futures: Mapping[str, Any], end: float) -> Non
                     f"the task {name} did not start: {type(cause).__name__}: {cause}. Every worker needs the same "
                     "tfnb and torch as the notebook"
                 ) from cause
+        progress.found("tasks", [name for name, state in states.items() if state == "finished"], len(states))
         if all(state == "finished" for state in states.values()):
             return
         if time.monotonic() > end:
@@ -328,14 +387,14 @@ class _WorkerGone(Unavailable):
 
 
 async def start(
-    client: Client, link: ClientLink, ps: int | None, workers: int, timeout: float
+    client: Client, link: ClientLink, ps: int | None, workers: int, timeout: float, progress: Progress
 ) -> tuple[list[Member], list[Member], str]:
     """Tasks and servers on the workers of a cluster, and the route to them."""
     end = time.monotonic() + timeout
     while True:
-        addrs = list(await workers_of(client, workers, end - time.monotonic()))
+        addrs = list(await workers_of(client, workers, end - time.monotonic(), progress))
         try:
-            return await _start_on(client, link, addrs, servers_among(len(addrs), ps), end)
+            return await _start_on(client, link, addrs, servers_among(len(addrs), ps), end, progress)
         except _WorkerGone:
             if time.monotonic() > end:
                 raise
@@ -343,13 +402,13 @@ async def start(
 
 
 async def _start_on(
-    client: Client, link: ClientLink, addrs: Sequence[str], count: int, end: float
+    client: Client, link: ClientLink, addrs: Sequence[str], count: int, end: float, progress: Progress
 ) -> tuple[list[Member], list[Member], str]:
     compute = len(addrs) - count if len(addrs) > 1 else 1
     names = {a: f"task:{i}" if i < compute else f"ps:{i - compute}" for i, a in enumerate(addrs)}
     owner = uuid.uuid4().hex[:8]
     futures = {name: submit(client, name, addr, owner) for addr, name in names.items()}
-    await started(client, futures, end)
+    await started(client, futures, end, progress)
     members, route = [], "direct"
     for addr, name in names.items():
         peer = Peer(addr, str(futures[name].key), 0)

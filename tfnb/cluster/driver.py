@@ -48,7 +48,7 @@ KEPT = 64  # placed programs
 
 def connect(
     cluster: Any = None, *, ps: int | None = None, name: str | None = None, security: Any = None,
-    insecure: bool = False, timeout: float = 30.0,
+    insecure: bool = False, timeout: float = 120.0,
 ) -> Cluster:  # fmt: skip
     """Run graphs on a Dask cluster from now on.
 
@@ -56,8 +56,8 @@ def connect(
     scheduler address or file, a Client, a cluster object, or nothing (Dask's default client, else a local cluster).
     Of a given cluster ``ps`` workers become servers (default one in four, at least one), the rest compute. security:
     a `distributed.Security` for tls:// addresses. insecure: allow a plain address on another machine. timeout in
-    seconds for everything. Raises Unavailable naming the address, InvalidArgument, InsecureAddress, VersionMismatch,
-    DeadlineExceeded; nothing is left running then.
+    seconds for everything; after two seconds it says which workers are up. Raises Unavailable naming the address,
+    InvalidArgument, InsecureAddress, VersionMismatch, DeadlineExceeded; nothing is left running then.
     """
     if name is not None:
         raise Unimplemented("connect(name=...): re-attaching to the state of an earlier notebook is not there yet")
@@ -83,8 +83,9 @@ class Cluster:
         self._where = where
         self.client = where.client
         self._link = ClientLink(self.client)
-        handle = self._link.start(start, self.client, self._link, where.ps, where.workers, timeout)
-        tasks, servers, self._route = self._link.wait(handle, timeout + 5, "starting the tasks")
+        progress = where.progress
+        handle = self._link.start(start, self.client, self._link, where.ps, where.workers, timeout, progress)
+        tasks, servers, self._route = self._link.wait(handle, timeout + 5, "starting the tasks", progress.say)
         self._engine = Engine(self._link, tasks, servers, EPOCH)
         self._engine.on_lost = self._lost
         self._homes = [Home(self, shard, member) for shard, member in enumerate(servers)]

@@ -299,9 +299,11 @@ class ClientLink(Link):
         task.add_done_callback(self.begun.discard)
         task.add_done_callback(handle.finish)
 
-    def wait(self, handle: Handle[T], timeout: float | None, what: str) -> T:
+    def wait(
+        self, handle: Handle[T], timeout: float | None, what: str, every: Callable[[], None] | None = None
+    ) -> T:  # fmt: skip
         """The result of what was begun. Raises DeadlineExceeded after ``timeout`` seconds; the work goes on."""
-        return wait(handle, timeout, what)
+        return wait(handle, timeout, what, every)
 
 
 class Handle(Generic[T]):
@@ -324,13 +326,18 @@ class Handle(Generic[T]):
         self.gate.release()
 
 
-def wait(handle: Handle[T], timeout: float | None, what: str) -> T:
-    """The result of a handle, waited for in short turns so that Ctrl-C is seen; DeadlineExceeded after ``timeout``."""
+def wait(handle: Handle[T], timeout: float | None, what: str, every: Callable[[], None] | None = None) -> T:
+    """The result of a handle, waited for in short turns so that Ctrl-C is seen; DeadlineExceeded after ``timeout``.
+
+    every: called in each turn.
+    """
     end = float("inf") if timeout is None else time.monotonic() + timeout
     while not handle.task:
         if time.monotonic() >= end:
             raise DeadlineExceeded(f"{what} did not end within {timeout:.1f} s")
         handle.gate.acquire(timeout=_TURN)
+        if every is not None:
+            every()
     return handle.task[0].result()
 
 

@@ -1,0 +1,72 @@
+"""Starting a cluster of processes: scripts that are not run again, and what is said while it takes long."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tfnb
+from tfnb.cluster import deploy
+from tfnb.magics.magics import TfnbMagics
+
+NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+SCRIPT = """
+import torch, tfnb
+print("begin")
+cluster = tfnb.connect(1)
+with tfnb.record():
+    y = tfnb.placeholder(torch.ones(2), name="x") * 3
+print("got", tfnb.run(y, {"x": torch.ones(3)}).tolist())
+cluster.close()
+"""
+
+
+def ran(folder: Path, *command: str) -> str:
+    """What a command printed; it ends well."""
+    found = subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=400)
+    assert found.returncode == 0, found.stderr[-2000:]
+    return found.stdout
+
+
+def test_a_script_without_a_main_guard_connects_and_runs_once(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    out = ran(tmp_path, "script.py")
+    assert out.count("begin") == 1 and "got [3.0, 3.0, 3.0]" in out
+
+
+@pytest.mark.slow
+def test_the_quickstart_runs_as_a_script(tmp_path: Path) -> None:
+    ran(NOTEBOOKS, "-m", "nbconvert", "--to", "script", "quickstart.ipynb", "--output-dir", str(tmp_path))
+    assert ran(tmp_path, "-m", "IPython", "quickstart.py").count("of the held-out digits are right") == 2
+
+
+def test_the_main_module_is_as_before_whatever_happens() -> None:
+    main = sys.modules["__main__"]
+    before = main.__spec__
+    with pytest.raises(KeyboardInterrupt), deploy._main_not_imported():
+        assert main.__spec__ is not None and main.__spec__.name.endswith("__main__")
+        raise KeyboardInterrupt
+    assert main.__spec__ is before
+
+
+def test_progress_is_said_once_each_and_only_after_a_while(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    progress = deploy.Progress()
+    progress.found("workers", ["0"], 3)
+    progress.say()
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(deploy, "SAID_AFTER", 0.0)
+    for up in ["0"], ["0"], ["0", "2"]:
+        progress.found("workers", up, 3)
+        progress.say()
+    assert capsys.readouterr().out == "connect: 1 of 3 workers are up: 0\nconnect: 2 of 3 workers are up: 0, 2\n"
+
+
+def test_the_default_deadline_is_for_busy_machines() -> None:
+    assert inspect.signature(tfnb.connect).parameters["timeout"].default == 120
+    assert TfnbMagics.tfcluster.parser.parse_args([]).timeout == 120
