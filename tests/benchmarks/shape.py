@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import io
 import statistics
 import tokenize
 from collections import defaultdict
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import torch
+from tests.benchmarks.mechanisms import report
 
 ROOT = Path(__file__).parent.parent.parent
 HEAD = ("folder", "files", "lines", "functions", "median", "p90", "longest", "docstring %", "comment %", "late imports")
@@ -43,43 +40,6 @@ def row(folder: str, files: list[Path]) -> tuple[str, ...]:
     return tuple(map(str, (folder, len(files), lines, len(lengths), median, p90, lengths[-1], *shares, late)))
 
 
-RULES = ("tfnb/gradients/rules", "tfnb/gradients/table.py", "tfnb/recording/overrides")  # said once by op, by design
-
-
-def op_tables(least: int = 3) -> list[tuple[str, str, int]]:
-    """(file, name, members) of each table of a module that has so many ATen ops, but those of rules and overrides."""
-    found = []
-    for path in sorted((*(ROOT / "tfnb").rglob("*.py"), *(ROOT / "kernels").rglob("*.py"))):
-        file = str(path.relative_to(ROOT))
-        if file.startswith(RULES) or path.stem.startswith("__"):
-            continue
-        module = file.removesuffix(".py").replace("/", ".")
-        tables = vars(importlib.import_module(module if module.startswith("tfnb") else f"tfnb.{module}"))
-        for name in _assigned(ast.parse(path.read_text())):
-            ops = _ops(tables.get(name))
-            if ops >= least:
-                found.append((file, name, ops))
-    return found
-
-
-def _assigned(tree: ast.Module) -> list[str]:
-    """The names that a module's own statements assign to."""
-    targets = [t for n in tree.body if isinstance(n, ast.Assign | ast.AnnAssign) for t in getattr(n, "targets", ())]
-    targets += [node.target for node in tree.body if isinstance(node, ast.AnnAssign)]
-    return list(dict.fromkeys(inner.id for t in targets for inner in ast.walk(t) if isinstance(inner, ast.Name)))
-
-
-def _ops(table: Any) -> int:
-    """How many ATen ops are members of a table: as overloads, packets or qualified names, also in its values."""
-    if isinstance(table, str):
-        return table.startswith("aten.")
-    if isinstance(table, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-        return str(table).startswith("aten.")
-    if isinstance(table, Mapping):
-        return max(sum(map(_ops, table)), sum(map(_ops, table.values())))
-    return sum(map(_ops, table)) if isinstance(table, tuple | list | set | frozenset) else 0
-
-
 def main() -> None:
     """Print the table."""
     folders: dict[str, list[Path]] = defaultdict(list)
@@ -90,10 +50,8 @@ def main() -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for cells in rows:
         print("  ".join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))))
-    tables = op_tables()
-    print(f"\ntables of ops outside of rules and overrides: {len(tables)}")
-    for file, name, ops in tables:
-        print(f"  {file} {name}: {ops}")
+    print()
+    print(*report(), sep="\n")
 
 
 if __name__ == "__main__":
