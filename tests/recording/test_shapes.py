@@ -10,10 +10,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tfnb
-from tfnb.recording.shapes.shape_rules import SHAPES
+from tfnb.recording.overrides.table import OVERRIDES, Stage
 from tfnb.recording.values.workspace import workspace
 
 aten = torch.ops.aten
+SHAPES = OVERRIDES[Stage.SHAPE]
 
 
 def test_equal_questions_have_one_answer() -> None:

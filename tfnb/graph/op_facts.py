@@ -183,7 +183,7 @@ def facts(op: Op) -> Facts:
         returns_written=tuple(written(r) for r in schema.returns),
         is_view=is_view and not is_written,
         is_reshaping=torch.Tag.inplace_view in op.tags,
-        # kept whole only where it draws no dropout: see tfnb.recording.overrides.op_overrides
+        # kept whole only where it draws no dropout: see tfnb.recording.overrides.recurrent_cells
         is_random=torch.Tag.nondeterministic_seeded in op.tags and "whole" not in said,
         decomposes=said.isdisjoint(("whole", "undivided")) and op._can_decompose(),
         may_fail=may_fail,

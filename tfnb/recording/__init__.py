@@ -9,6 +9,23 @@ place, `subgraphs` loops and branches. `ops` has facts about operators. `api` is
 from tfnb.recording.api import constant, control_dependencies, device, group, name_scope, placeholder
 from tfnb.recording.cells.block import forget, graph, graphs, record, record_cell, reopen
 from tfnb.recording.dispatch.recorder import Recorder
+from tfnb.recording.overrides import (  # noqa: F401  they fill the table of overrides
+    as_strided,
+    buffer_updates,
+    dynamic_indexing,
+    higher_order,
+    kept_forms,
+    linear_algebra,
+    packed_sequences,
+    plain_tensors,
+    python_answers,
+    recurrent_cells,
+    refused_ops,
+    shape_rules,
+    size_arguments,
+    varying_sizes,
+    vmap_functions,
+)  # fmt: skip
 from tfnb.recording.subgraphs.recompute import recompute
 from tfnb.recording.values.tensor import Operation, Tensor
 from tfnb.recording.values.variables import variable

@@ -169,7 +169,7 @@ def _places(n: Forward, x: torch.Tensor) -> torch.Tensor:
 
 @rule(aten.as_strided.default)
 def _(n: Forward, dy: Any) -> Any:
-    x = n["self"]  # its rows are the memory: see tfnb.recording.writes.as_strided
+    x = n["self"]  # its rows are the memory: see tfnb.recording.overrides.as_strided
     flat = dy.new_zeros([x.numel()]).index_add(0, _places(n, x), dy.reshape(-1))
     return (flat.reshape(x.shape),)
 

@@ -26,11 +26,11 @@ from tfnb.graph.graph import new_id
 from tfnb.recording.cells.new_contents import drop_unreachable_data, replaced
 from tfnb.recording.cells.replay_log import Rewound, past
 from tfnb.recording.cells.size_letters import substitute, unified_guards
+from tfnb.recording.dispatch.function_mode import Functions
 from tfnb.recording.dispatch.module_hooks import follow_modules
 from tfnb.recording.dispatch.recorder import Recorder
 from tfnb.recording.marks.held_interrupts import at_user_lines, raise_held
-from tfnb.recording.marks.scopes import Functions, clean
-from tfnb.recording.overrides.function_overrides import FUNCTIONS
+from tfnb.recording.marks.scopes import clean
 from tfnb.recording.overrides.rng_state import own_streams
 from tfnb.recording.torch_patches import surroundings
 from tfnb.recording.values.tensor import Base, Operation, Tensor
@@ -232,7 +232,7 @@ def _enter(stack: ExitStack, recorder: Recorder, device: Any) -> None:
     stack.enter_context(recorder)
     if device is not None:
         stack.enter_context(torch.device(device))
-    stack.enter_context(Functions(recorder.scopes, FUNCTIONS))
+    stack.enter_context(Functions(recorder))
     import tfnb.eager  # noqa: F401 - listed exception: it registers what every recording opens with
 
     for extension in current.extensions:

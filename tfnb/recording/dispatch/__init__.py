@@ -1,4 +1,5 @@
 """The recorder: one call becomes one node.
 
-`recorder` sees every op, `recorded_call` makes the node, `module_hooks` follows modules.
+`recorder` sees every op, `function_mode` every torch function, `recorded_call` makes the node, `module_hooks` follows
+modules.
 """

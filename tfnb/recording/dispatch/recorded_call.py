@@ -19,9 +19,9 @@ from tfnb.graph.spec import numbered
 from tfnb.kernels.random import seeded
 from tfnb.recording.marks.notes import asked_at, dense, explained
 from tfnb.recording.marks.scopes import clean
+from tfnb.recording.overrides.table import OVERRIDES, Stage
 from tfnb.recording.shapes.custom_op_shapes import lacks_shapes, shapes
 from tfnb.recording.shapes.shape_cache import sized_by_data
-from tfnb.recording.shapes.shape_rules import SHAPES
 from tfnb.recording.values.interpret import stream_seed
 from tfnb.recording.values.recording import Recording
 from tfnb.recording.values.samples import conjugating, physical
@@ -29,6 +29,7 @@ from tfnb.recording.values.tensor import Base, Entry, Tensor
 from tfnb.recording.values.views import View
 
 aten = torch.ops.aten
+_SHAPES = OVERRIDES[Stage.SHAPE]
 _ABSENT = Spec(torch.bool, (0,))  # stands for an output that the op leaves out, as its mask says
 
 
@@ -124,7 +125,7 @@ def _fake_call(rec: Recording, func: Op, args: Any, kwargs: Any, inputs: list[En
         if lacks_shapes(func):
             with rec.symbols.kernel():
                 return shapes(rec.symbols, func, args, kwargs, inputs, rec.tape.at)
-        fakes = rec.space.shapes.call(func, args, kwargs, SHAPES.get(func, func))
+        fakes = rec.space.shapes.call(func, args, kwargs, _SHAPES.get(func, func))
         return dense(fakes, rec.tape.at) if isinstance(fakes, torch.Tensor) else fakes
     except Exception as error:
         raise _failed(rec, func, error, inputs) from error

@@ -32,16 +32,8 @@ from tfnb.recording.marks.scopes import Scopes, clean
 from tfnb.recording.marks.tape import Tape
 from tfnb.recording.overrides import higher_order
 from tfnb.recording.overrides.constructors import constructing, fixed
-from tfnb.recording.overrides.op_overrides import PHYSICAL, REPLACED
-from tfnb.recording.overrides.python_answers import (
-    ANSWERS,
-    SIZES,
-    answer,
-    guard_number,
-    item,
-    settle_size,
-    stands_for_number,
-)
+from tfnb.recording.overrides.python_answers import guard_number, settle_size, stands_for_number
+from tfnb.recording.overrides.table import OVERRIDES, Stage
 from tfnb.recording.values.outside_tensors import Outside
 from tfnb.recording.values.samples import physical
 from tfnb.recording.values.tensor import Base, Entry, Operation, Tensor, missing
@@ -54,6 +46,7 @@ from tfnb.recording.writes.undo_log import Journal, restore, state
 
 aten = torch.ops.aten
 _STATE = (torch.nn.Parameter, torch.nn.Buffer)
+_ANSWERS, _OPS = OVERRIDES[Stage.ANSWER], OVERRIDES[Stage.OP]
 _COMPUTED_BY_RUNS = frozenset({"gradient", "update"})
 
 
@@ -393,26 +386,22 @@ class Recorder(TorchDispatchMode):
 
     def _dispatched(self, func: Op, args: Any, kwargs: Any) -> Any:
         __tracebackhide__ = True
-        if func in SIZES:
-            return [int(size) for size in SIZES[func](args[0])]
+        row = _ANSWERS.get(func)
+        if row is not None:
+            return row(self, *args, **kwargs)
         own = facts(func)
-        if func is aten._local_scalar_dense.default:
-            return item(self, args[0])
-        if func in ANSWERS:
-            return answer(self, func, args, kwargs)
         is_first = not any(isinstance(leaf, Tensor) for leaf in leaves((args, kwargs)))
         if is_first and constructing(self, own, args):
             made = func(*fixed(args), **fixed(kwargs))
             if isinstance(made, torch.Tensor):
                 self.born[made] = True
             return made
-        if func in (aten.lift_fresh.default, aten.lift.default):
-            return args[0] if isinstance(args[0], Tensor) else self._wrap(self._entry(args[0]))
         if self.override(func) is not None:
             return record_call(self, func, own, args, kwargs)  # whole, so that its rule sees its arguments
-        if func in REPLACED:
+        row = _OPS.get(func)
+        if row is not None:
             with self.on():
-                result = REPLACED[func](self, *args, **kwargs)
+                result = row(self, *args, **kwargs)
             if result is not NotImplemented:
                 return result
         if own.decomposes:
@@ -424,7 +413,12 @@ class Recorder(TorchDispatchMode):
                 return result
         if own.writes:
             return record_write(self, func, own, args, kwargs)
-        return record_call(self, PHYSICAL.get(func, func), own, args, kwargs)
+        return record_call(self, func, own, args, kwargs)
+
+    def record_view(self, view: Op, op: Op, x: torch.Tensor) -> Any:
+        """Record ``op``; the result looks at the memory of ``x`` as that of ``view`` would."""
+        with _disable_current_modes():
+            return record_call(self, op, facts(view), (x,), {})
 
     def is_unused(self, tensor: torch.Tensor) -> bool:
         """Whether this is a parameter or buffer made in this recording that nothing recorded has used yet."""

@@ -1,6 +1,6 @@
 """Which module and which torch function a node belongs to. Display only: nodes never depend on it.
 
-Modules are followed by `tfnb.recording.dispatch.module_hooks`, functions by a TorchFunctionMode.
+Modules are followed by `tfnb.recording.dispatch.module_hooks`, functions by `tfnb.recording.dispatch.function_mode`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 _SHORT = 64  # items; a longer list or dict of the program's holds data
 _BAD = re.compile(r"[^A-Za-z0-9_.]+")
@@ -160,26 +159,3 @@ def _modules_of(value: Any) -> list[torch.nn.Module]:
     else:
         found = list(getattr(value, "__dict__", {}).values())
     return [item for item in found if isinstance(item, torch.nn.Module)]
-
-
-class Functions(TorchFunctionMode):
-    """Names the outermost torch function that is being called; ``calls`` may hold another to call in its place."""
-
-    def __init__(self, scopes: Scopes, calls: Mapping[Any, Callable[..., Any]]) -> None:
-        super().__init__()
-        self._scopes, self._calls = scopes, calls
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        __tracebackhide__ = True
-        scopes = self._scopes
-        call = self._calls.get(func, func)
-        if scopes.function is not None:
-            return call(*args, **(kwargs or {}))
-        name = (getattr(func, "__name__", "") or "op").partition(".")[0]
-        if name == "__get__":  # a property such as x.T or x.shape
-            name = getattr(getattr(func, "__self__", None), "__name__", name)
-        scopes.function = clean(name.strip("_"))
-        try:
-            return call(*args, **(kwargs or {}))
-        finally:
-            scopes.function = None

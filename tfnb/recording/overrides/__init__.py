@@ -1,6 +1,13 @@
-"""Calls of torch that are recorded in another way than op by op.
+"""Calls of torch that are recorded in another way than torch makes them: one table, and a file a family that fills it.
 
-`table` is the one table. `op_overrides` by op, `function_overrides` by torch function, with `dynamic_indexing`,
-`packed_sequences`, `vmap_functions`, `higher_order`, `recurrent_cells`, `autograd_function`, `plain_tensors`;
-`python_answers` for what Python asks, `constructors` for code that makes modules, `rng_state` for torch's random state.
+`table` is the table, and says in which order a call looks its rows up.
+
+Functions of torch: `size_arguments` take a number for a size, `dynamic_indexing` for a row; `packed_sequences`,
+`vmap_functions`, `higher_order` (torch.cond and its kin), `plain_tensors` (methods that reach memory). Ops:
+`python_answers` for what Python asks, `buffer_updates` for those that write buffers, `linear_algebra`,
+`recurrent_cells`, `as_strided`, `varying_sizes` for composites that would fix a size, `kept_forms` for what a device
+would choose, `refused_ops`. Shapes: `shape_rules` that torch lacks.
+
+Without rows: `autograd_function` is torch.autograd.Function, `constructors` finds code that makes modules, `rng_state`
+keeps torch's random state.
 """

@@ -13,10 +13,11 @@ from typing import Any
 import sympy
 import torch
 
-from tfnb.graph import Value, current
+from tfnb.graph import Value
 from tfnb.graph.node import Ref
 from tfnb.kernels import spans  # noqa: F401  defines torch.ops.tfnb
-from tfnb.recording.values.recording import Recording, open_recording
+from tfnb.recording.overrides.table import Stage, override
+from tfnb.recording.values.recording import Recording
 from tfnb.recording.values.tensor import Tensor
 from tfnb.recording.values.views import View
 
@@ -27,23 +28,24 @@ _END = torch.iinfo(torch.int64).max  # of a slice that names none
 ops = torch.ops.tfnb
 
 
-def _get_item(x: Any, index: Any) -> Any:
+@override(Stage.FUNCTION, torch.Tensor.__getitem__)
+def _get_item(rec: Recording, x: Any, index: Any) -> Any:
     """``x[index]``."""
-    return torch.Tensor.__getitem__(*_looked(x, index))
+    return torch.Tensor.__getitem__(*_looked(rec, x, index))
 
 
-def _set_item(x: Any, index: Any, value: Any) -> None:
+@override(Stage.FUNCTION, torch.Tensor.__setitem__)
+def _set_item(rec: Recording, x: Any, index: Any, value: Any) -> None:
     """``x[index] = value``."""
-    torch.Tensor.__setitem__(*_looked(x, index), value)
+    torch.Tensor.__setitem__(*_looked(rec, x, index), value)
 
 
-def _looked(x: Any, index: Any) -> tuple[Any, Any]:
+def _looked(rec: Recording, x: Any, index: Any) -> tuple[Any, Any]:
     """``x`` and ``index`` with each recorded number or size as row 0 of the one row that it picks, each slice by
     recorded numbers as all of the rows that it picks, and each truth value as a mask of one element over an axis of its
     own."""
     items = list(index) if isinstance(index, tuple) else [index]
-    rec = open_recording()
-    if rec is None or not any(_is_single(i) or _is_slice(i) for i in items) or _is_functorch(x):
+    if not any(_is_single(i) or _is_slice(i) for i in items) or _is_functorch(x):
         return x, index
     taken = [_axes(item) for item in items]
     rest = x.dim() - sum(taken)
@@ -147,24 +149,25 @@ def _of_value(rec: Recording, value: Value, deep: int = _DEEP) -> sympy.Expr:
     return how(*(_of_value(rec, node.inputs[t.input], deep - 1) if isinstance(t, Ref) else t for t in terms.values()))
 
 
-def _select(x: Any, dim: int, index: Any) -> Any:
+@override(Stage.FUNCTION, torch.select, torch.Tensor.select)
+def _select(rec: Recording, x: Any, dim: int, index: Any) -> Any:
     """torch.select of a recorded number."""
-    rec = open_recording()
-    if rec is None or not _is_whole(index) or _is_functorch(x):
-        return torch.select(x, dim, index)
+    if not _is_whole(index) or _is_functorch(x):
+        return NotImplemented
     return torch.select(_rows(rec, x, dim % x.dim(), _row(rec, index, x.shape[dim])), dim, 0)
 
 
-def _narrow(x: Any, dim: int, start: Any, length: Any) -> Any:
+@override(Stage.FUNCTION, torch.narrow, torch.Tensor.narrow)
+def _narrow(rec: Recording, x: Any, dim: int, start: Any, length: Any) -> Any:
     """torch.narrow from a recorded number on."""
-    rec = open_recording()
-    if rec is None or not _is_whole(start) or _is_functorch(x):
-        return torch.narrow(x, dim, start, length)
+    if not _is_whole(start) or _is_functorch(x):
+        return NotImplemented
     rows = _row(rec, start, x.shape[dim]) + torch.arange(length, device=start.device)
     return _rows(rec, x, dim % x.dim(), rows)
 
 
-def _arange(*args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
+@override(Stage.FUNCTION, torch.arange)
+def _arange(rec: Recording, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
     """torch.arange of recorded numbers."""
     words = ("start", "end", "step")
     named = {word: kwargs.pop(word) for word in words if word in kwargs}
@@ -172,16 +175,7 @@ def _arange(*args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
     whole = all(
         type(number) is int or isinstance(number, torch.SymInt) or _is_whole(number) for number in given.values()
     )
-    if current.recording() is None or kwargs.keys() - {"device"} or not (whole and any(map(_is_whole, given.values()))):
-        return torch.arange(*args, **{"dtype": dtype, **named, **kwargs})
+    if kwargs.keys() - {"device"} or not (whole and any(map(_is_whole, given.values()))):
+        return NotImplemented
     numbers = (_number(given.get(word, usual)) for word, usual in zip(words, (0, None, 1), strict=True))
     return ops.index_range(*numbers).to(kwargs.get("device"), dtype or torch.int64)
-
-
-FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    torch.Tensor.__getitem__: _get_item,
-    torch.Tensor.__setitem__: _set_item,
-    **dict.fromkeys((torch.select, torch.Tensor.select), _select),
-    **dict.fromkeys((torch.narrow, torch.Tensor.narrow), _narrow),
-    torch.arange: _arange,
-}

@@ -13,6 +13,7 @@ import torch
 from torch._C import DispatchKey
 
 from tfnb.errors import Unsupported
+from tfnb.recording.overrides.table import Stage, override
 from tfnb.recording.values.recording import Recording
 
 Function = Callable[..., Any]
@@ -24,17 +25,19 @@ def _flow() -> Any:
     return tfnb.control_flow
 
 
-def _cond(pred: Any, then: Function, other: Function, operands: Sequence[Any] = ()) -> Any:
+def _cond(rec: Recording, pred: Any, then: Function, other: Function, operands: Sequence[Any] = ()) -> Any:
     return _flow().cond(pred, then, other, *operands)
 
 
-def _while(cond: Function, body: Function, carried: Sequence[Any], more: Sequence[Any] = ()) -> Any:
+def _while(rec: Recording, cond: Function, body: Function, carried: Sequence[Any], more: Sequence[Any] = ()) -> Any:
     return _flow().while_loop(
         lambda *state: cond(*state, *more), lambda *state: tuple(body(*state, *more)), tuple(carried)
     )  # fmt: skip
 
 
-def _scan(combine: Function, init: Sequence[Any], xs: Sequence[Any], more: Sequence[Any] = ()) -> list[Any]:
+def _scan(
+    rec: Recording, combine: Function, init: Sequence[Any], xs: Sequence[Any], more: Sequence[Any] = ()
+) -> list[Any]:
     count = len(init)
 
     def turn(carry: Any, rows: Any) -> Any:
@@ -45,14 +48,13 @@ def _scan(combine: Function, init: Sequence[Any], xs: Sequence[Any], more: Seque
     return [*carry, *ys]
 
 
-def _map(function: Function, xs: Sequence[Any], more: Sequence[Any] = ()) -> Any:
+def _map(rec: Recording, function: Function, xs: Sequence[Any], more: Sequence[Any] = ()) -> Any:
     return _flow().map_fn(lambda rows: function(*rows, *more), tuple(xs))
 
 
-_NAMED: dict[str, Function] = {"cond": _cond, "while_loop": _while, "scan": _scan, "map_impl": _map}
-FUNCTIONS = {
-    op: function for name, function in _NAMED.items() if (op := getattr(torch.ops.higher_order, name, None)) is not None
-}
+for _name, _function in {"cond": _cond, "while_loop": _while, "scan": _scan, "map_impl": _map}.items():
+    if hasattr(torch.ops.higher_order, _name):  # not all of them are in every release
+        override(Stage.FUNCTION, getattr(torch.ops.higher_order, _name))(_function)
 _PLAIN = frozenset({"flex_attention"})  # torch computes it by tensor code
 
 

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from tfnb.errors import Unsupported
 from tfnb.kernels import recurrent  # noqa: F401  defines torch.ops.tfnb
 from tfnb.recording.overrides.table import Stage, override
-from tfnb.recording.values.recording import Recording, inner_recording
+from tfnb.recording.values.recording import Recording
 from tfnb.recording.values.tensor import Tensor
 
 aten, tfnb = torch.ops.aten, torch.ops.tfnb
@@ -59,6 +59,7 @@ class Packing:
         return padded[torch.where(self.inside, self.lengths - 1 - time, time), torch.arange(self.lengths.shape[0])]
 
 
+@override(Stage.OP, aten._pack_padded_sequence.default)
 def pack(rec: Recording, x: Any, lengths: Any, batch_first: bool) -> Any:
     """`torch._pack_padded_sequence`: rows of the data by step, and how many rows have each step."""
     x = x.transpose(0, 1) if batch_first else x
@@ -74,11 +75,11 @@ def pack(rec: Recording, x: Any, lengths: Any, batch_first: bool) -> Any:
     return x[times, rows], batch_sizes
 
 
-def pad(data: Any, batch_sizes: Any, batch_first: bool, value: float, total: Any) -> Any:
+@override(Stage.FUNCTION, torch._pad_packed_sequence)
+def pad(rec: Recording, data: Any, batch_sizes: Any, batch_first: bool, value: float, total: Any) -> Any:
     """`torch._pad_packed_sequence`: as many steps as the longest row has, or ``total``."""
-    rec = inner_recording()
     if not isinstance(batch_sizes, Tensor):
-        return torch._pad_packed_sequence(data, batch_sizes, batch_first, value, total)
+        return NotImplemented
     packing = _packing(rec, batch_sizes)
     if isinstance(total, torch.SymInt):  # the longest row's: in the run
         padded = packing.pad(data, value)[torch.arange(batch_sizes.shape[0])]
@@ -133,18 +134,6 @@ def _rnn(tanh: bool) -> Cell:
     return lambda gates, first, own: (tfnb.rnn_layer(gates, first[0], own[1], tanh),)
 
 
-PACKED: dict[Any, Callable[..., Any]] = {
-    aten._pack_padded_sequence.default: pack,
-    aten.lstm.data: layers(2, _lstm, several=True),
-    aten.gru.data: layers(1, _gru),
-    aten.rnn_tanh.data: layers(2, _rnn(True)),
-    aten.rnn_relu.data: layers(2, _rnn(False)),
-}
-
-
-FUNCTIONS: dict[Any, Callable[..., Any]] = {torch._pad_packed_sequence: pad}  # its last argument must be a number
-
-
 def _packing(rec: Recording, batch_sizes: Any) -> Packing:
     if batch_sizes not in rec.packings:
         raise Unsupported(
@@ -186,3 +175,9 @@ def _first_state(module: nn.RNNBase, sequence: PackedSequence, rec: Recording) -
     count, data = module.num_layers * (1 + module.bidirectional), sequence.data
     hx = data.new_zeros([count, rows, module.proj_size or module.hidden_size])
     return (hx, data.new_zeros([count, rows, module.hidden_size])) if isinstance(module, nn.LSTM) else hx
+
+
+override(Stage.OP, aten.lstm.data)(layers(2, _lstm, several=True))
+override(Stage.OP, aten.gru.data)(layers(1, _gru))
+override(Stage.OP, aten.rnn_tanh.data)(layers(2, _rnn(True)))
+override(Stage.OP, aten.rnn_relu.data)(layers(2, _rnn(False)))

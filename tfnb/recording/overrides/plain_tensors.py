@@ -10,16 +10,17 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tfnb.errors import Unsupported
-from tfnb.recording.values.recording import inner_recording
+from tfnb.recording.overrides.table import Stage, override
+from tfnb.recording.values.recording import Recording
 from tfnb.recording.values.tensor import Tensor
 from tfnb.recording.writes.in_place_calls import take_data
 
 _set: Callable[..., None] = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
-def _set_data(tensor: Any, new: Any) -> None:
+@override(Stage.FUNCTION, torch.Tensor.data.__set__)
+def _set_data(rec: Recording, tensor: Any, new: Any) -> None:
     """``x.data = new``: other memory, which gradients do not see. Modules made here are converted for real."""
-    rec = inner_recording()
     is_initial = is_lazy(tensor) or rec.is_unused(tensor)
     if not isinstance(new, torch.Tensor) or (is_initial and not isinstance(new, Tensor)):
         _set(tensor, new)
@@ -37,19 +38,18 @@ def _set_data(tensor: Any, new: Any) -> None:
 def _array(original: Callable[..., Any]) -> Callable[..., Any]:
     """The memory of a plain tensor as an array; torch would ask for a detached handle, and get a recorded one."""
 
-    def to_numpy(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        rec = inner_recording()
+    def to_numpy(rec: Recording, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
             return original(rec.outside.written(tensor), *args, **kwargs)
 
     return to_numpy
 
 
-def _deepcopy(tensor: Any, memo: Any) -> Any:
+@override(Stage.FUNCTION, torch.Tensor.__deepcopy__)
+def _deepcopy(rec: Recording, tensor: Any, memo: Any) -> Any:
     """A copy of a tensor of outside is a tensor of its own, with the values that it has here."""
-    rec = inner_recording()
     if isinstance(tensor, Tensor | torch.nn.Parameter):
-        return torch.Tensor.__deepcopy__(tensor, memo)
+        return NotImplemented
     with _disable_current_modes():
         copy = torch.Tensor.__deepcopy__(tensor, memo)
         written = rec.outside.written(tensor, "deepcopy()")
@@ -59,9 +59,5 @@ def _deepcopy(tensor: Any, memo: Any) -> Any:
     return copy
 
 
-FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
-    torch.Tensor.numpy: _array(torch.Tensor.numpy),
-    torch.Tensor.__array__: _array(torch.Tensor.__array__),
-    torch.Tensor.__deepcopy__: _deepcopy,
-}
+override(Stage.FUNCTION, torch.Tensor.numpy)(_array(torch.Tensor.numpy))
+override(Stage.FUNCTION, torch.Tensor.__array__)(_array(torch.Tensor.__array__))

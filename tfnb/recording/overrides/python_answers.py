@@ -14,21 +14,38 @@ import torch
 from tfnb.errors import InvalidArgument, ShapeError
 from tfnb.graph import Value
 from tfnb.graph.op_facts import Op, op_name
+from tfnb.recording.overrides.table import Stage, override
 from tfnb.recording.shapes.symbols import is_relation
 from tfnb.recording.values.recording import Recording
 from tfnb.recording.values.tensor import Tensor
 
 aten = torch.ops.aten
 
-# Composites in C++ that want numbers: they fix the sizes, which is heard as equalities and warned about.
-SIZES: dict[Op, Callable[[torch.Tensor], Any]] = {
-    aten.size.default: torch.Tensor.size, aten.stride.default: torch.Tensor.stride,
-}  # fmt: skip
 
-# Comparisons that give a Python bool, and what is true of every element where they hold.
-ANSWERS: dict[Op, Callable[..., Any]] = {aten.equal.default: torch.eq, aten.allclose.default: torch.isclose}
+@override(Stage.ANSWER, aten.size.default)
+def _size(rec: Recording, x: Any) -> list[int]:
+    """Of a composite in C++ that wants numbers: it fixes the sizes, which is heard as equalities and warned about."""
+    return [int(size) for size in x.size()]
 
 
+@override(Stage.ANSWER, aten.stride.default)
+def _stride(rec: Recording, x: Any) -> list[int]:
+    return [int(size) for size in x.stride()]
+
+
+@override(Stage.ANSWER, aten.is_same_size.default)
+def _is_same_size(rec: Recording, a: Any, b: Any) -> bool:
+    """Decided by this line: the kernel's own answer would be nobody's."""
+    return a.dim() == b.dim() and all(rec.symbols.decided(m == n) for m, n in zip(a.shape, b.shape, strict=True))
+
+
+@override(Stage.ANSWER, aten._nested_tensor_from_mask_left_aligned.default)
+def _padded(rec: Recording, x: Any, mask: Any, mask_check: bool = True) -> bool:
+    """Whether a transformer may leave out its padding: that would depend on the mask, so it never does."""
+    return False
+
+
+@override(Stage.ANSWER, aten._local_scalar_dense.default)
 def item(rec: Recording, tensor: torch.Tensor) -> Any:
     """``.item()`` from inside torch: the sample's number; a truth is what TorchScript, or a kernel, decides by."""
     entry = rec._entry(tensor)
@@ -62,21 +79,29 @@ def guard_number(rec: Recording, tensor: Tensor) -> None:
         rec.branch(tensor.isnan() if number != number else tensor == number, True, is_check=True)
 
 
-def answer(rec: Recording, func: Op, args: Any, kwargs: Any) -> bool:
-    """What a comparison of `ANSWERS` gives for the samples, and a guard that it stays so."""
-    tensors = [a for a in args if isinstance(a, torch.Tensor)]
-    if not any(isinstance(t, Tensor) for t in tensors):
-        return func(*args, **kwargs)
-    samples = [rec._entry(t).sample for t in tensors]
-    if any(sample is None for sample in samples):
-        raise InvalidArgument(f"{op_name(func)} has no answer without samples{rec.tape.at()}")
-    outcome = bool(func(*samples, *args[len(tensors) :], **kwargs))
-    with rec.on():
-        same = tensors[0].shape == tensors[1].shape
-        check = ANSWERS[func](*args, **kwargs).all() if same else None
-    if check is not None:
-        rec.branch(check, outcome)
-    return outcome
+def _comparison(op: Op, elements: Callable[..., Any]) -> Callable[..., Any]:
+    """The row of a comparison that gives a Python bool; ``elements`` is true of every element where it holds."""
+
+    def row(rec: Recording, *args: Any, **kwargs: Any) -> bool:
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        if not any(isinstance(t, Tensor) for t in tensors):
+            return op(*args, **kwargs)
+        samples = [rec._entry(t).sample for t in tensors]
+        if any(sample is None for sample in samples):
+            raise InvalidArgument(f"{op_name(op)} has no answer without samples{rec.tape.at()}")
+        outcome = bool(op(*samples, *args[len(tensors) :], **kwargs))
+        with rec.on():
+            same = tensors[0].shape == tensors[1].shape
+            check = elements(*args, **kwargs).all() if same else None
+        if check is not None:
+            rec.branch(check, outcome)
+        return outcome
+
+    return row
+
+
+override(Stage.ANSWER, aten.equal.default)(_comparison(aten.equal.default, torch.eq))
+override(Stage.ANSWER, aten.allclose.default)(_comparison(aten.allclose.default, torch.isclose))
 
 
 def settle_size(rec: Recording, expr: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Cells of recurrent layers, in ops that write nothing. Imports torch alone.
+"""Cells of recurrent layers, in ops that write nothing, and layers whose dropout is drawn by nodes.
 
 torch's composites of `nn.LSTMCell`, `GRUCell` and `RNNCell` write into the parts of one product, and to keep the
 strides of a part each write would take a copy. The same functions of the same numbers, in contiguous memory.
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from tfnb.recording.overrides.table import Stage, override
 from tfnb.recording.values.recording import Recording
 
 aten = torch.ops.aten
@@ -27,6 +28,7 @@ def _products(x: Any, h: Any, w_ih: Any, w_hh: Any, b_ih: Any, b_hh: Any) -> tup
     return F.linear(x, w_ih, b_ih), F.linear(h, w_hh, b_hh)
 
 
+@override(Stage.OP, aten.lstm_cell.default)
 def _lstm(rec: Recording, x: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
     h, c = hx
     if not _fits(x, h, c):
@@ -37,6 +39,7 @@ def _lstm(rec: Recording, x: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = Non
     return o.sigmoid() * c.tanh(), c
 
 
+@override(Stage.OP, aten.gru_cell.default)
 def _gru(rec: Recording, x: Any, h: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
     if not _fits(x, h):
         return NotImplemented
@@ -56,9 +59,34 @@ def _rnn(function: Callable[[Any], Any]) -> Callable[..., Any]:
     return row
 
 
-CELLS: dict[Any, Callable[..., Any]] = {
-    aten.lstm_cell.default: _lstm,
-    aten.gru_cell.default: _gru,
-    aten.rnn_tanh_cell.default: _rnn(torch.tanh),
-    aten.rnn_relu_cell.default: _rnn(torch.relu),
-}
+override(Stage.OP, aten.rnn_tanh_cell.default)(_rnn(torch.tanh))
+override(Stage.OP, aten.rnn_relu_cell.default)(_rnn(torch.relu))
+
+
+def _recurrent(op: Any) -> Callable[..., Any]:
+    """Recurrent layers stay whole; those that draw dropout between them are recorded one by one, with the draws.
+
+    torch's own decomposition (2.13) leaves the dropout out.
+    """
+
+    def row(
+        rec: Recording, x: Any, hx: Any, params: Any, biases: bool, layers: int, dropout: float, train: bool,
+        both: bool, batch_first: bool,
+    ) -> Any:  # fmt: skip
+        if not (dropout and train and layers > 1):
+            return NotImplemented
+        several, ways, each = isinstance(hx, (list, tuple)), 1 + both, len(params) // layers
+        finals = []
+        for i in range(layers):
+            start = [h[i * ways : (i + 1) * ways] for h in (hx if several else [hx])]
+            own = params[i * each : (i + 1) * each]
+            x = x if i == 0 else torch.dropout(x, dropout, True)
+            x, *last = op(x, start if several else start[0], own, biases, 1, 0.0, train, both, batch_first)
+            finals.append(last)
+        return (x, *map(torch.cat, zip(*finals, strict=True)))
+
+    return row
+
+
+for _op in (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input):
+    override(Stage.OP, _op)(_recurrent(_op))

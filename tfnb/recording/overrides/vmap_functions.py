@@ -5,13 +5,17 @@ Only where an argument is one of torch.func's wrapped tensors; everything else i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import wraps
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
+
+from tfnb.recording.overrides.table import Stage, override
+from tfnb.recording.values.recording import Recording
+
+_Row = Callable[..., Any]
 
 
 def _is_wrapped(args: Any) -> bool:
@@ -19,15 +23,20 @@ def _is_wrapped(args: Any) -> bool:
     return any(isinstance(leaf, torch.Tensor) and wrapped(leaf) for leaf in tree_leaves(args))
 
 
-def _where_batched(original: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        found = other(*args, **kwargs) if _is_wrapped((args, kwargs)) else NotImplemented
-        return original(*args, **kwargs) if found is NotImplemented else found
+def _batched(*functions: Any) -> Callable[[_Row], _Row]:
+    """Decorator: the row of functions where an argument is wrapped."""
 
-    return call
+    def register(other: _Row) -> _Row:
+        def row(rec: Recording, *args: Any, **kwargs: Any) -> Any:
+            return other(*args, **kwargs) if _is_wrapped((args, kwargs)) else NotImplemented
+
+        override(Stage.FUNCTION, *functions)(row)
+        return other
+
+    return register
 
 
+@_batched(torch.gather, torch.Tensor.gather)
 def _gather(x: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
     if not x.dim() or not index.dim():
         return NotImplemented
@@ -38,6 +47,7 @@ def _gather(x: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
     return x[tuple(places)]
 
 
+@_batched(torch.cat)
 def _cat(tensors: Any, dim: int = 0, **options: Any) -> Any:
     """Of tensors of one shape."""
     first, *others = tensors
@@ -53,6 +63,7 @@ def _same(a: Any, b: Any) -> bool:
     return all(isinstance(m, int) and isinstance(n, int) and m == n for m, n in zip(a, b, strict=True))
 
 
+@_batched(F.embedding)
 def _embedding(index: Any, weight: Any, padding_idx: Any = None, max_norm: Any = None, norm_type: float = 2.0,
                scale_grad_by_freq: bool = False, sparse: bool = False) -> Any:  # fmt: skip
     if padding_idx is not None or max_norm is not None or scale_grad_by_freq:
@@ -60,6 +71,7 @@ def _embedding(index: Any, weight: Any, padding_idx: Any = None, max_norm: Any =
     return weight[index.reshape(-1)].reshape(*index.shape, weight.shape[1])
 
 
+@_batched(F.layer_norm)
 def _layer_norm(x: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
     if x.dtype not in (torch.float32, torch.float64):  # torch computes the statistics of others in float32
         return NotImplemented
@@ -70,6 +82,7 @@ def _layer_norm(x: Any, normalized_shape: Any, weight: Any = None, bias: Any = N
     return out if bias is None else out + bias
 
 
+@_batched(F.nll_loss)
 def _nll_loss(logs: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
               reduce: Any = None, reduction: str = "mean", *, smoothing: float = 0.0) -> Any:  # fmt: skip
     if size_average is not None or reduce is not None:
@@ -89,6 +102,7 @@ def _nll_loss(logs: Any, target: Any, weight: Any = None, size_average: Any = No
     return losses.sum() / share.sum() if reduction == "mean" else losses.sum()
 
 
+@_batched(F.cross_entropy)
 def _cross_entropy(logits: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
                    reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0) -> Any:  # fmt: skip
     if target.is_floating_point():
@@ -97,16 +111,3 @@ def _cross_entropy(logits: Any, target: Any, weight: Any = None, size_average: A
     return _nll_loss(
         logs, target, weight, size_average, ignore_index, reduce, reduction, smoothing=label_smoothing
     )  # fmt: skip
-
-
-_ROWS: Mapping[Any, Callable[..., Any]] = {
-    torch.cat: _cat,
-    torch.gather: _gather,
-    torch.Tensor.gather: _gather,
-    F.cross_entropy: _cross_entropy,
-    F.embedding: _embedding,
-    F.layer_norm: _layer_norm,
-    F.nll_loss: _nll_loss,
-}
-
-FUNCTIONS = {function: _where_batched(function, other) for function, other in _ROWS.items()}

@@ -139,6 +139,9 @@ class Recording(current.Recording, Protocol):
     ) -> None:  # fmt: skip
         """Python took a branch on a recorded value."""
 
+    def record_view(self, view: Any, op: Any, x: torch.Tensor) -> Any:
+        """Record ``op``; the result looks at the memory of ``x`` as that of ``view`` would."""
+
     def override(self, func: Any) -> Callable[..., Any] | None:
         """The gradient that the user gave this op here."""
 

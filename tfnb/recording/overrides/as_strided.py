@@ -1,34 +1,37 @@
 """`as_strided` looks at memory, and values of a graph have none: it is recorded on a value whose rows are the memory.
 
 That is the value which all views of the memory share, its axes in the order in which they lie there. Each row is called
-under the recorder, as those of `tfnb.recording.overrides.op_overrides`.
+under the recorder, as those of `tfnb.recording.overrides`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from tfnb.errors import Unsupported
+from tfnb.recording.overrides.table import Stage, override
 from tfnb.recording.values.recording import Recording
 
 aten = torch.ops.aten
 
 
+@override(Stage.OP, aten.as_strided.default)
 def _as_strided(rec: Recording, x: Any, size: Any, stride: Any, storage_offset: Any = None) -> Any:
     offset = x.storage_offset() if storage_offset is None else storage_offset
     memory = _memory(rec, rec.handle(x))
     return NotImplemented if memory is x else aten.as_strided(memory, size, stride, offset)
 
 
+@override(Stage.OP, aten.as_strided_copy.default)
 def _as_strided_copy(rec: Recording, x: Any, size: Any, stride: Any, storage_offset: Any = None) -> Any:
     return aten.as_strided(x, size, stride, storage_offset).clone()
 
 
+@override(Stage.OP, aten.as_strided_scatter.default)
 def _as_strided_scatter(rec: Recording, x: Any, src: Any, size: Any, stride: Any, storage_offset: Any = None) -> Any:
     """As torch does it: a copy of the same strides, and a write into it."""
     if _rows_are_memory(x):
@@ -63,10 +66,3 @@ def _rows_are_memory(x: Any) -> bool:
         statically_known_true(size == 1) or statically_known_true(step == math.prod(x.shape[after:]))
         for size, step, after in each
     )
-
-
-STRIDED: dict[Any, Callable[..., Any]] = {
-    aten.as_strided.default: _as_strided,
-    aten.as_strided_copy.default: _as_strided_copy,
-    aten.as_strided_scatter.default: _as_strided_scatter,
-}

@@ -19,15 +19,19 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
+from tfnb.recording.overrides.table import Stage, override
+
 aten = torch.ops.aten
 _ALL = (1 << 63) - 1  # how a slice without an end is written
 _LENGTHS = ValueRanges(0, int_oo)  # of an axis that varies
 
 
+@override(Stage.SHAPE, aten.lstm.input)
 def _lstm_shape(x: Any, hx: Any, params: Any, *rest: Any) -> Any:
     return _recurrent_out(x, hx[0], rest), hx[0].clone(), hx[1].clone()
 
 
+@override(Stage.SHAPE, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
 def _rnn_shape(x: Any, hx: Any, params: Any, *rest: Any) -> Any:
     return _recurrent_out(x, hx, rest), hx.clone()
 
@@ -39,6 +43,7 @@ def _recurrent_out(x: Any, hx: Any, rest: Any) -> Any:
     return out.transpose(0, 1) if batch_first else out  # as the kernels lay it out: time first
 
 
+@override(Stage.SHAPE, aten.view.default)
 def _view(x: Any, size: Any) -> Any:
     """torch's rule, in its mode: outside of it torch asks whether a fake tensor is distributed, and loads those."""
     if free_unbacked_symbols([*x.shape, *size]):
@@ -47,15 +52,27 @@ def _view(x: Any, size: Any) -> Any:
         return torch._refs._reshape_view_helper(x, *size, allow_copy=False)
 
 
+@override(Stage.SHAPE, aten._sample_dirichlet.default, aten._dirichlet_grad.default, aten._standard_gamma_grad.default)
 def _like_first(*args: Any, **_: Any) -> Any:
     return torch.empty_like(args[0])
 
 
+@override(
+    Stage.SHAPE,
+    aten.hardshrink_backward.default,
+    aten.softshrink_backward.default,
+    aten.multilabel_margin_loss_backward.default,
+    aten.fractional_max_pool2d_backward.default,
+    aten.fractional_max_pool3d_backward.default,
+    aten._ctc_loss_backward.default,
+    aten._ctc_loss_backward.Tensor,
+)
 def _like_second(*args: Any) -> Any:
     """The gradient of an op by its first argument, which stands behind the cotangent."""
     return torch.empty_like(args[1])
 
 
+@override(Stage.SHAPE, aten.slice.Tensor)
 def _slice(x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
     """At most as many rows as there are in a run: torch's rule compares with the rows of the sample."""
     rows, first = x.shape[dim], 0 if start is None else start
@@ -120,6 +137,7 @@ def _asked(relation: Any) -> bool:
         env.kernel = before
 
 
+@override(Stage.SHAPE, aten.linalg_vector_norm.default)
 def _vector_norm(
     x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
@@ -135,6 +153,7 @@ def _is_of_data(x: Any) -> bool:
     return any(isinstance(n, torch.SymInt) and n.node.hint is None for n in x.shape)
 
 
+@override(Stage.SHAPE, aten.logsumexp.default)
 def _logsumexp(x: Any, dim: Any, keepdim: bool = False) -> Any:
     if not _is_of_data(x):
         return aten.logsumexp.default(x, dim, keepdim)
@@ -148,10 +167,12 @@ def _best_so_far(op: Any) -> Callable[..., Any]:
     return shape
 
 
+@override(Stage.SHAPE, aten.roll.default)
 def _roll(x: Any, shifts: Any, dims: Any = ()) -> Any:
     return torch.empty_like(x) if _is_of_data(x) else aten.roll.default(x, shifts, dims)
 
 
+@override(Stage.SHAPE, aten.copy.default)
 def _copy(x: Any, source: Any, non_blocking: bool = False) -> Any:
     """What has the sizes of ``x``, where only data tell them: torch 2.11 compares them with the source's."""
     if _are_told(x, source):
@@ -164,6 +185,7 @@ def _are_told(*tensors: Any) -> bool:
     return all(not isinstance(n, torch.SymInt) or n.node.hint is not None for x in tensors for n in x.shape)
 
 
+@override(Stage.SHAPE, aten.scaled_dot_product_attention.default)
 def _attention(q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> Any:
     """Over as many places as only data tell: torch's rule chooses a kernel, and asks whether there are any.
 
@@ -175,6 +197,7 @@ def _attention(q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> Any:
     return q.new_empty((*q.shape[:-1], v.shape[-1]))
 
 
+@override(Stage.SHAPE, aten.geqrf.default)
 def _geqrf(a: Any) -> Any:
     return torch.empty_like(a), a.new_empty((*a.shape[:-2], torch.sym_min(a.shape[-2], a.shape[-1])))
 
@@ -187,20 +210,24 @@ def _fractional(spatial: int) -> Callable[..., Any]:
     return shape
 
 
+@override(Stage.SHAPE, aten.histogram.bin_ct)
 def _histogram(x: Any, bins: int, **kwargs: Any) -> Any:
     return x.new_empty(bins), x.new_empty(bins + 1)
 
 
+@override(Stage.SHAPE, aten.histogram.bins_tensor)
 def _histogram_edges(x: Any, bins: Any, **kwargs: Any) -> Any:
     return x.new_empty(bins.shape[0] - 1), torch.empty_like(bins)
 
 
+@override(Stage.SHAPE, aten._grouped_mm.default)
 def _grouped_mm_shape(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
     """One product for each group; torch's own rule takes bfloat16 alone, and its kernels more."""
     groups = offs.shape[:1] if a.dim() == b.dim() == 2 else a.shape[:-2] if b.dim() == 3 else ()
     return a.new_empty([*groups, a.shape[-2], b.shape[-1]], dtype=out_dtype or a.dtype)
 
 
+@override(Stage.SHAPE, aten._ctc_loss.default, aten._ctc_loss.Tensor)
 def _ctc_shape(x: Any, targets: Any, steps: Any, lengths: Any, *rest: Any) -> Any:
     """The loss of each sequence, and the table it was computed with, as wide as the longest target asks."""
     if isinstance(lengths, torch.Tensor):
@@ -212,6 +239,7 @@ def _ctc_shape(x: Any, targets: Any, steps: Any, lengths: Any, *rest: Any) -> An
     return x.new_empty(batch), x.new_empty((*batch, x.shape[0], wide))
 
 
+@override(Stage.SHAPE, aten.linalg_lstsq.default)
 def _lstsq_shape(a: Any, b: Any, rcond: Any = None, *, driver: str | None = None) -> Any:
     """Of a matrix of full rank: else torch leaves out the residuals too, which only the values tell."""
     rows, columns = a.shape[-2:]
@@ -224,6 +252,7 @@ def _lstsq_shape(a: Any, b: Any, rcond: Any = None, *, driver: str | None = None
     return a.new_empty([*lead, columns, *right]), squares, rank, values
 
 
+@override(Stage.SHAPE, aten.expand.default)
 def _expand(x: Any, size: Any, **how: Any) -> Any:
     """An axis of one to any size, one as well: torch's rule asks whether it is one, where sizes may make it so."""
     new = len(size) - x.dim()
@@ -243,6 +272,7 @@ def _is_kept(size: Any) -> bool:
     return isinstance(size, int) and size == -1
 
 
+@override(Stage.SHAPE, aten._unsafe_view.default)
 def _unsafe_view(x: Any, size: Any) -> Any:
     """Of contiguous memory: torch's rule folds one axis after another."""
     plain = isinstance(x.storage_offset(), int) and not x.storage_offset() and x.is_contiguous()
@@ -251,6 +281,7 @@ def _unsafe_view(x: Any, size: Any) -> Any:
     return x.new_empty(size)
 
 
+@override(Stage.SHAPE, aten._native_batch_norm_legit_functional.default)
 def _batch_norm(x: Any, w: Any, b: Any, mean: Any, var: Any, *rest: Any) -> Any:
     """Without computing all of it on shapes, which takes ten times as long."""
     if not _by_channel(x, w, b, mean, var):
@@ -258,6 +289,7 @@ def _batch_norm(x: Any, w: Any, b: Any, mean: Any, var: Any, *rest: Any) -> Any:
     return torch.empty_like(x), *(mean.new_empty(mean.shape) for _ in range(4))
 
 
+@override(Stage.SHAPE, aten.native_batch_norm_backward.default)
 def _batch_norm_backward(
     dy: Any, x: Any, w: Any, mean: Any, var: Any, saved: Any, inverse: Any, train: bool, eps: float, mask: Any
 ) -> Any:
@@ -274,41 +306,7 @@ def _by_channel(x: Any, *others: Any) -> bool:
     )
 
 
-SHAPES: dict[Any, Callable[..., Any]] = {
-    aten._unsafe_view.default: _unsafe_view,
-    aten._native_batch_norm_legit_functional.default: _batch_norm,
-    aten.native_batch_norm_backward.default: _batch_norm_backward,
-    aten.expand.default: _expand,
-    aten.slice.Tensor: _slice,
-    aten.hardshrink_backward.default: _like_second,
-    aten.softshrink_backward.default: _like_second,
-    aten.multilabel_margin_loss_backward.default: _like_second,
-    aten.scaled_dot_product_attention.default: _attention,
-    aten.copy.default: _copy,
-    aten.geqrf.default: _geqrf,
-    aten.linalg_vector_norm.default: _vector_norm,
-    aten.logsumexp.default: _logsumexp,
-    aten.cummax.default: _best_so_far(aten.cummax.default),
-    aten.cummin.default: _best_so_far(aten.cummin.default),
-    aten.roll.default: _roll,
-    aten.fractional_max_pool2d_backward.default: _like_second,
-    aten.fractional_max_pool3d.default: _fractional(3),
-    aten.fractional_max_pool3d_backward.default: _like_second,
-    aten.histogram.bin_ct: _histogram,
-    aten.histogram.bins_tensor: _histogram_edges,
-    aten.lstm.input: _lstm_shape,
-    aten.view.default: _view,
-    aten.gru.input: _rnn_shape,
-    aten.rnn_tanh.input: _rnn_shape,
-    aten.rnn_relu.input: _rnn_shape,
-    aten.relu.default: aten.neg.default,  # the same rule; torch takes a long way round for relu with symbolic sizes
-    aten.linalg_lstsq.default: _lstsq_shape,
-    aten._grouped_mm.default: _grouped_mm_shape,
-    aten._ctc_loss.default: _ctc_shape,
-    aten._ctc_loss.Tensor: _ctc_shape,
-    aten._ctc_loss_backward.default: _like_second,
-    aten._ctc_loss_backward.Tensor: _like_second,
-    aten._sample_dirichlet.default: _like_first,
-    aten._dirichlet_grad.default: _like_first,
-    aten._standard_gamma_grad.default: _like_first,
-}
+override(Stage.SHAPE, aten.cummax.default)(_best_so_far(aten.cummax.default))
+override(Stage.SHAPE, aten.cummin.default)(_best_so_far(aten.cummin.default))
+override(Stage.SHAPE, aten.fractional_max_pool3d.default)(_fractional(3))
+override(Stage.SHAPE, aten.relu.default)(aten.neg.default)

@@ -1,0 +1,79 @@
+"""Ops that write into buffers, as pure ops: what they write is a recorded assignment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tfnb.recording.overrides.table import Stage, override
+from tfnb.recording.values.recording import Recording
+from tfnb.recording.writes.in_place_calls import rebind
+
+aten = torch.ops.aten
+
+
+@override(Stage.OP, aten.batch_norm.default)
+def _batch_norm(
+    rec: Recording,
+    x: Any,
+    w: Any,
+    b: Any,
+    mean: Any,
+    var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn: Any = None,
+) -> Any:
+    """Batch norm as a pure op; the running statistics are written back as recorded assignments."""
+    if x.dim() < 2 or any(isinstance(size, int) and size == 0 for size in x.shape):
+        return NotImplemented  # torch takes what has no elements, its kernels do not
+    if not training:
+        return aten._native_batch_norm_legit_no_training(x, w, b, mean, var, momentum, eps)[0]
+    if mean is None:
+        return aten._native_batch_norm_legit.no_stats(x, w, b, True, momentum, eps)[0]
+    count = _batches(rec.scopes.module)
+    momentum = momentum if count is None else 1.0
+    out, _, _, new_mean, new_var = aten._native_batch_norm_legit_functional(x, w, b, mean, var, True, momentum, eps)
+    for stored, new in ((mean, new_mean), (var, new_var)):
+        rebind(rec, stored, new if count is None else stored + (new - stored) / count)
+    return out
+
+
+def _batches(module: Any) -> Any:
+    """The counter of a batch norm with ``momentum=None``, which keeps the mean of all batches; torch's forward makes a
+    number of it."""
+    cumulative = isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.momentum is None
+    return module.num_batches_tracked if cumulative else None
+
+
+@override(Stage.OP, aten._batch_norm_with_update.default)
+def _batch_norm_with_update(
+    rec: Recording, x: Any, w: Any, b: Any, mean: Any, var: Any, momentum: float, eps: float
+) -> Any:
+    found = aten._batch_norm_with_update_functional(x, w, b, mean, var, momentum, eps)
+    rebind(rec, mean, found[4])
+    rebind(rec, var, found[5])
+    return found[:4]
+
+
+@override(Stage.OP, aten.rrelu_with_noise.default)
+def _rrelu(rec: Recording, x: Any, noise: Any, *args: Any, **kwargs: Any) -> Any:
+    out, drawn = aten.rrelu_with_noise_functional(x, noise, *args, **kwargs)
+    rebind(rec, noise, drawn)
+    return out
+
+
+@override(Stage.OP, aten.native_batch_norm.default, aten._native_batch_norm_legit.default)
+def _native_batch_norm(
+    rec: Recording, x: Any, w: Any, b: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
+) -> Any:
+    if not training:
+        return aten._native_batch_norm_legit_no_training(x, w, b, mean, var, momentum, eps)
+    if mean is None:
+        return aten._native_batch_norm_legit.no_stats(x, w, b, True, momentum, eps)
+    *outs, new_mean, new_var = aten._native_batch_norm_legit_functional(x, w, b, mean, var, True, momentum, eps)
+    rebind(rec, mean, new_mean)
+    rebind(rec, var, new_var)
+    return tuple(outs)

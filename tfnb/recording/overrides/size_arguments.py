@@ -1,0 +1,128 @@
+"""Functions that take a number for a size or a row, and so would fix it before any op is called, or that decide more
+than they need: each is called in the place of torch's own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.backends import opt_einsum
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tfnb.errors import Unsupported
+from tfnb.recording.overrides.table import Stage, override
+from tfnb.recording.values.recording import Recording
+
+aten = torch.ops.aten
+_VARYING = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+@override(Stage.FUNCTION, torch.linspace)
+def _linspace(rec: Recording, start: Any, end: Any, steps: Any, **kwargs: Any) -> Any:
+    if not isinstance(steps, torch.SymInt):
+        return NotImplemented
+    kwargs.setdefault("dtype", torch.get_default_dtype())
+    place = torch.arange(steps, **kwargs)  # type: ignore[call-overload]  # torch's stubs know no symbolic sizes
+    step = (end - start) / torch.sym_max(steps - 1, 1)
+    return torch.where(place < (steps + 1) // 2, start + step * place, end - step * (steps - 1 - place))
+
+
+@override(Stage.FUNCTION, torch.tensor, torch.as_tensor)
+def _tensor(rec: Recording, data: Any, **kwargs: Any) -> Any:
+    """A tensor of numbers, sizes that vary among them, of which torch would make those of the sample."""
+    if not any(isinstance(leaf, _VARYING) for leaf in tree_leaves(data)):
+        return NotImplemented
+    data = tree_map_only(torch.SymBool, bool, data)
+    if not any(isinstance(leaf, _VARYING) for leaf in tree_leaves(data)):
+        return torch.tensor(data, **kwargs)
+    frozen = kwargs.pop("requires_grad", False) is False
+    made = _stacked(data).to(kwargs.get("device"), kwargs.get("dtype"))
+    return made if frozen else made.requires_grad_()
+
+
+def _stacked(data: Any) -> Any:
+    if not isinstance(data, (list, tuple)):
+        return data if isinstance(data, torch.Tensor) else torch.full((), data)
+    members = [_stacked(member) for member in data]
+    dtype = functools.reduce(torch.promote_types, (member.dtype for member in members))
+    return torch.stack([member.to(dtype) for member in members])
+
+
+@override(Stage.FUNCTION, torch.Tensor.new_tensor)
+def _new_tensor(rec: Recording, x: Any, data: Any, **kwargs: Any) -> Any:
+    return _tensor(rec, data, **{"dtype": x.dtype, "device": x.device, **kwargs})
+
+
+@override(Stage.FUNCTION, F.pad)
+def _pad(rec: Recording, x: Any, pad: Any, mode: str = "constant", value: Any = None) -> Any:
+    if mode == "constant" and isinstance(value, (torch.SymInt, torch.SymFloat)):
+        return torch.constant_pad_nd(x, pad, value)  # type: ignore[arg-type]  # F.pad makes a number of it
+    return NotImplemented
+
+
+def _triangle(cut: Callable[..., Any]) -> Callable[..., Any]:
+    """Where a matrix has a triangle; how many places, is left to each run."""
+
+    def indices(rec: Recording, row: Any, col: Any, offset: int = 0, **kwargs: Any) -> Any:
+        if not any(isinstance(size, torch.SymInt) for size in (row, col)):
+            return NotImplemented
+        inside = cut(torch.ones([row, col], dtype=torch.bool, device=kwargs.get("device")), offset)
+        return inside.nonzero().t().to(kwargs.get("dtype", torch.int64))
+
+    return indices
+
+
+@override(Stage.FUNCTION, F.affine_grid)
+def _affine_grid(rec: Recording, theta: Any, size: Any, align_corners: bool | None = None) -> Any:
+    """Asks of each size what torch asks of the least: to find that, it would compare them with one another."""
+    if not any(isinstance(length, torch.SymInt) for length in size):
+        return NotImplemented
+    if any(length <= 0 for length in size):
+        raise ValueError(f"Expected non-zero, positive output size. Got {size}")
+    return torch.affine_grid_generator(theta, size, bool(align_corners))
+
+
+@override(Stage.FUNCTION, torch.einsum)
+def _einsum(rec: Recording, equation: str, *operands: Any) -> Any:
+    """The order of the products that is best for the sizes of the samples: to ask for it, torch would fix them."""
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = tuple(operands[0])
+    varies = any(isinstance(size, torch.SymInt) for x in operands for size in x.shape)
+    if not varies or len(operands) < 3 or not opt_einsum.is_available() or not opt_einsum.enabled:
+        return NotImplemented
+    shapes = [[rec.symbols.concrete(size) or 1 for size in x.shape] for x in operands]
+    path, _ = opt_einsum.get_opt_einsum().contract_path(equation, *shapes, shapes=True, optimize=opt_einsum.strategy)
+    return aten.einsum(equation, operands, path=list(chain.from_iterable(path)))
+
+
+@override(Stage.FUNCTION, aten.is_contiguous, aten.is_contiguous.default, aten.is_contiguous.memory_format)
+def _is_contiguous(rec: Recording, x: Any, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+    return x.is_contiguous(memory_format=memory_format)
+
+
+def _of_strides(op: Any) -> Callable[..., Any]:
+    """A question about memory that torch answers by the sample, where sizes vary: refused."""
+
+    def row(rec: Recording, x: Any, *args: Any) -> Any:
+        if any(isinstance(size, torch.SymInt) for size in x.shape):
+            raise Unsupported(
+                f"{op} of a tensor whose sizes vary: decide by is_contiguous() or stride(){rec.tape.at()}"
+            )
+        return NotImplemented
+
+    return row
+
+
+for _op in (
+    aten.is_non_overlapping_and_dense,
+    aten.is_non_overlapping_and_dense.default,
+    aten.is_strides_like_format,
+    aten.is_strides_like_format.default,
+):
+    override(Stage.FUNCTION, _op)(_of_strides(_op))
+override(Stage.FUNCTION, torch.tril_indices)(_triangle(torch.tril))
+override(Stage.FUNCTION, torch.triu_indices)(_triangle(torch.triu))

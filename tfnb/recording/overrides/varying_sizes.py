@@ -1,0 +1,150 @@
+"""Composites that would fix a size which varies, in ops that do not, or with a guard of the line that decides."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from tfnb.errors import InvalidArgument, Unsupported
+from tfnb.recording.overrides.table import Stage, override
+from tfnb.recording.values.recording import Recording
+
+aten = torch.ops.aten
+
+
+@override(Stage.OP, aten.diff.default)
+def _diff(rec: Recording, x: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
+    """Differences of neighbours: an axis too short for that many becomes empty in the run, not while recording."""
+    parts = [part for part in (prepend, x, append) if part is not None] if n else [x]
+    out, dim = parts[0] if len(parts) == 1 else torch.cat(parts, dim), dim % max(x.dim(), 1)
+    for _ in range(n):
+        later, earlier = aten.slice(out, dim, 1), aten.slice(out, dim, 0, -1)
+        out = torch.logical_xor(later, earlier) if out.dtype is torch.bool else later - earlier
+    return out.clone() if n == 0 else out
+
+
+@override(Stage.OP, aten.fill_diagonal_.default)
+def _fill_diagonal(rec: Recording, x: Any, value: Any, wrap: bool = False) -> Any:
+    """A write to the diagonal; torch looks at the numbers of rows and columns to write by one stride."""
+    if x.dim() != 2 or wrap or not any(isinstance(size, torch.SymInt) for size in x.shape):
+        return NotImplemented
+    x.diagonal().fill_(value)
+    return x
+
+
+@override(Stage.OP, aten.combinations.default)
+def _combinations(rec: Recording, x: Any, r: int = 2, with_replacement: bool = False) -> Any:
+    if r < 1:
+        return NotImplemented
+    grids = torch.meshgrid(*[torch.arange(x.shape[0], device=x.device)] * r, indexing="ij")
+    kept = torch.ones_like(grids[0], dtype=torch.bool)
+    for a, b in pairwise(grids):
+        kept = kept & (a <= b if with_replacement else a < b)
+    return x[kept.nonzero()]
+
+
+@override(Stage.OP, aten.take_along_dim.default)
+def _take_along_dim(rec: Recording, x: Any, indices: Any, dim: Any = None) -> Any:
+    if dim is None:
+        return x.reshape(-1).gather(0, indices.reshape(-1))
+    dim = dim % max(x.dim(), 1)
+    lead = [b if isinstance(a, int) and a == 1 else a for a, b in zip(x.shape, indices.shape, strict=True)]
+    own, picked = ([*lead[:dim], t.shape[dim], *lead[dim + 1 :]] for t in (x, indices))
+    return x.expand(own).gather(dim, indices.expand(picked).remainder(x.shape[dim]))
+
+
+@override(Stage.OP, aten.max_pool1d.default)
+def _max_pool1d(rec: Recording, *args: Any, **kwargs: Any) -> Any:
+    """Without the composite's check of the output's size, which wants a number."""
+    return aten.max_pool1d_with_indices(*args, **kwargs)[0]
+
+
+@override(Stage.OP, aten.unbind.int)
+def _unbind(rec: Recording, x: Any, dim: int = 0) -> Any:
+    """As many outputs as rows: the size is fixed by this line, whatever the shape rule of unbind concludes."""
+    count = int(x.shape[dim])
+    if _is_of_data(x.shape[dim]):
+        return tuple(x.select(dim, i) for i in range(count))
+    return NotImplemented
+
+
+@override(Stage.OP, aten.one_hot.default)
+def _one_hot(rec: Recording, x: Any, num_classes: int = -1) -> Any:
+    """The kernel of torch's composite, which refuses other classes in each run. How many it finds by itself is decided
+    by this line, and a run must agree."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return NotImplemented
+    with rec.tape.marked():
+        if num_classes == -1:
+            found = x.max() + 1
+            sample = rec.look(found).sample
+            if sample is None:
+                raise InvalidArgument(f"F.one_hot without a sample needs num_classes={rec.tape.at()}")
+            num_classes = int(sample)
+            rec.guard(found == num_classes, outcome=True)
+            rec.note(
+                f"F.one_hot found {num_classes} classes, and a run that has more or fewer raises BranchChanged: give "
+                "num_classes="
+            )
+        return x.new_zeros([*x.shape, num_classes]).scatter(-1, x.unsqueeze(-1), 1)
+
+
+def _is_of_data(size: Any) -> bool:
+    """Whether only the data of a run tell a size."""
+    return isinstance(size, torch.SymInt) and size.node.hint is None
+
+
+@override(
+    Stage.OP,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.squeeze_copy.default,
+    aten.squeeze_copy.dim,
+    aten.squeeze_copy.dims,
+)
+def _squeeze(rec: Recording, x: Any, dim: Any = None) -> Any:
+    """The rank of the result: whether an axis has one row is decided by this line, and a run must agree."""
+    asked = range(x.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
+    axes = [axis % x.dim() for axis in asked] if x.dim() else []
+    gone = [axis for axis in axes if _is_of_data(x.shape[axis]) and _has_one_row(rec, x, axis)]
+    if not gone:
+        for axis in axes:
+            if not _is_of_data(x.shape[axis]):
+                rec.symbols.decided(x.shape[axis] == 1)
+        return NotImplemented
+    kept = [axis for axis in axes if not _is_of_data(x.shape[axis])]
+    for axis in sorted(gone, reverse=True):  # torch would keep what it does not know to be one row
+        x = x.select(axis, 0)
+    rest = [axis - sum(other < axis for other in gone) for axis in kept]
+    return x.squeeze(rest) if rest else x
+
+
+def _has_one_row(rec: Recording, x: Any, axis: int) -> bool:
+    """Of an axis whose length only data tell: whether the sample has one row, and a guard that a run agrees."""
+    size = x.shape[axis]
+    seen = rec.symbols.concrete(size)
+    if seen is None:
+        raise Unsupported(
+            f"squeeze of axis {axis}, whose length only the values tell, and there are no samples to decide by: name "
+            f"the axes that always have length one{rec.tape.at()}"
+        )
+    one = bool(seen == 1)
+    rec.guard(torch.scalar_tensor(size, dtype=torch.int64) == 1, outcome=one)  # type: ignore[arg-type]  # torch's stubs know no symbolic sizes
+    return one
+
+
+@override(Stage.OP, aten.ctc_loss.IntList)
+def _ctc_loss(rec: Recording, x: Any, targets: Any, steps: Any, lengths: Any, *args: Any) -> Any:
+    """Of lengths that Python knows: torch's composite writes them into memory that a recorded tensor has not."""
+    return aten.ctc_loss.Tensor(x, targets, torch.tensor(steps), torch.tensor(lengths), *args)
+
+
+@override(Stage.OP, aten._to_copy.default)
+def _number(rec: Recording, x: Any, **options: Any) -> Any:
+    """vmap makes a tensor of a varying size in this way."""
+    if not isinstance(x, torch.SymInt):
+        return NotImplemented
+    return torch.scalar_tensor(x, **options)  # type: ignore[arg-type]  # torch's stubs know no symbolic sizes
