@@ -129,9 +129,18 @@ class Step:
         self._interpreter.env = self._known
         for node in self._program.module.graph.nodes:
             if node in needed:
-                self._known[node] = self._interpreter.run_node(node)
+                self._known[node] = self._run(node)
                 self._ran.add(node)
         return self._known[result]
+
+    def _run(self, node: fx.Node) -> Any:
+        try:
+            return self._interpreter.run_node(node)
+        except TfnbError:
+            raise
+        except Exception as error:
+            error.node = self._program.node_of.get(node.name)  # type: ignore[attr-defined]
+            raise
 
     def _commit(self) -> None:
         program = self._program
