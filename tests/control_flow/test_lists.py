@@ -22,23 +22,6 @@ for row in x:
     s = s + len(acc) * acc[-1]
 return s
 
-# how many there are, and nothing else
-rows = []
-for row in x:
-    rows.append(row)
-return torch.as_tensor(len(rows)) * 2
-
-# how many there are, of a list of a branch
-k = 0
-if x.sum() > 1:
-    rows = []
-    for row in x:
-        if row.sum() > 0:
-            row = row * 2
-        rows.append(row)
-    k += len(rows)
-return k
-
 # stack, cat, len and index
 outs = []
 h = x.new_zeros(3)
@@ -46,21 +29,6 @@ for t in range(x.shape[0]):
     h = torch.tanh(h + x[t])
     outs.append(h)
 return torch.stack(outs), torch.stack(outs, 1), torch.cat(outs), len(outs) * h, outs[-1], outs[0]
-
-# for over it
-rows = []
-for row in x:
-    rows.append(row * 2)
-s = x.new_zeros(())
-for r in rows:
-    s = s + r.sum()
-return torch.stack(rows), s
-
-# structures behind plain ones
-rows = [(x[0], 1.0)]
-for i, row in enumerate(x):
-    rows.append((row * 2, i))
-return rows[0][0]
 
 # structures
 rows = []
@@ -77,13 +45,6 @@ for row in x:
     outs.append(row + 1)
 outs.append(x[0] * 7)
 return torch.stack(outs), torch.cat(outs, -1), len(outs) * x.sum()
-
-# in some turns
-a = []
-for row in x:
-    if row.sum() > 0:
-        a.append(row)
-return torch.stack(a).sum(0) if len(a) else x.new_zeros(3)
 
 # in some turns, by a branch in a branch, and another list
 a, b, s = [], [], x.sum() * 0
@@ -125,21 +86,6 @@ for row in x:
         break
 return torch.stack(a).sum(0) / len(a), torch.stack(a) * torch.arange(len(a))[:, None]
 
-# two lists
-a, b = [], []
-for row in x:
-    a.append(row.sum())
-    b.append(row)
-return torch.stack(a), torch.cat(b)
-
-# left by break
-a = []
-for row in x:
-    a.append(row.sum())
-    if row.sum() > 1:
-        break
-return torch.stack(a)
-
 # a while
 a = []
 s = x.abs().sum()
@@ -168,22 +114,6 @@ for row in x:
     outs.append(torch.stack(acc))
 return torch.stack(outs)
 
-# a loop in a loop
-outs = []
-for row in x:
-    acc = []
-    for j in range(x.shape[0]):
-        acc.append(row * j)
-    outs.append(torch.stack(acc).sum(0))
-return torch.stack(outs)
-
-# another name
-outs = []
-other = outs
-for row in x:
-    outs.append(row)
-return len(other) * x.sum()
-
 # copies
 outs = []
 for row in x:
@@ -204,12 +134,6 @@ c = torch.stack([row + i for i, row in enumerate(x)])
 d = torch.stack([r * q + k for r, q in zip(x, x * 2)], dim=1)
 e = torch.stack([torch.stack([v * k for v in row]) for row in x])
 return a, b, c, d, e, torch.stack([i * r for i, r in enumerate(x, 2)])
-
-# a list of a dict
-h = {"a": []}
-for row in x:
-    h["a"].append(row)
-return torch.stack(h["a"])
 
 # slices
 ys = []
