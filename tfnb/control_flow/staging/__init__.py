@@ -1,6 +1,14 @@
 """AutoGraph: Python's statements on recorded tensors as branches and loops of the graph.
 
-`source` and `cells` turn source into calls of `operators`, which stage what a run decides and leave the rest to Python.
+From source to code: `trees` finds a function's syntax tree and says what is in it. `source` and `cell_parts` turn the
+trees of functions and cells into code. `autograph_frontend` calls the library that makes functions of bodies, and
+`expressions` adds what the library leaves out. `autograph` has the decorator and the cell, `conversion` says which
+function converted code calls.
+
+While it runs: converted code calls `operators`, which leave to Python what no run decides. `statement` is one
+statement and its names. `branching` and `phi` stage branches, `looping` and `alias_analysis` loops; `iterables` is
+what loops go over. `unset` has names that only some runs set, `recursion` functions that call themselves. `lists`,
+`containers` and `python_numbers` treat Python's objects, and `user_frames` finds the user's line.
 """
 
 from tfnb.control_flow.staging.autograph import Cell, autograph, no_autograph

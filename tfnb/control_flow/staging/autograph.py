@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._pytree import tree_leaves
 
-from tfnb.control_flow.staging.calls import fn, marked
-from tfnb.control_flow.staging.cells import Part, cell_parts, cell_text
+from tfnb.control_flow.staging.cell_parts import Part, cell_parts, cell_text
+from tfnb.control_flow.staging.conversion import fn, marked
 from tfnb.control_flow.staging.operators import OPERATORS
 from tfnb.control_flow.staging.statement import status
 from tfnb.control_flow.staging.unset import Sometimes, Undefined

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from tfnb.control_flow.staging.branching import below_guard, branched, chosen, taken_by_python
-from tfnb.control_flow.staging.calls import OPERATORS, fn, marked, takes_lists
 from tfnb.control_flow.staging.containers import CONTAINERS, attribute, changed, made, own_method, refuse_change
-from tfnb.control_flow.staging.iteration import turns_of
+from tfnb.control_flow.staging.conversion import OPERATORS, fn, marked, takes_lists
+from tfnb.control_flow.staging.iterables import turns_of
 from tfnb.control_flow.staging.lists import append_to, expanded, grown, length, plain
 from tfnb.control_flow.staging.lists import item as item_of
 from tfnb.control_flow.staging.lists import part as part_of

@@ -21,14 +21,13 @@ from tfnb.control_flow.staging.containers import (
     refuse_change,
     refuse_draw,
 )
-from tfnb.control_flow.staging.iteration import BUILTINS
+from tfnb.control_flow.staging.iterables import BUILTINS
 from tfnb.control_flow.staging.lists import append_to, cat, grown, plain, stack
-from tfnb.control_flow.staging.parsing import tree_of
 from tfnb.control_flow.staging.python_numbers import given, item_of
 from tfnb.control_flow.staging.recursion import Recursing, names_itself
 from tfnb.control_flow.staging.source import bound, function_code, worth
 from tfnb.control_flow.staging.statement import OPERATORS, status
-from tfnb.control_flow.staging.trees import HIDDEN, NotConvertible
+from tfnb.control_flow.staging.trees import HIDDEN, NotConvertible, tree_of
 from tfnb.control_flow.staging.user_frames import is_foreign, is_of_package
 from tfnb.control_flow.structure import recorder_if_open
 
