@@ -1,6 +1,11 @@
-"""Our own ops: torch.library custom ops with fake implementations. Imports torch only, knows no graph."""
+"""Our own ops: torch.library custom ops with fake implementations. Imports torch only, knows no graph.
 
-from tfnb.kernels import arrays, attention, borrowed, recurrent, slices, spans, strided
+`define` registers an op. One file a family: `arrays`, `attention`, `borrowed`, `control`, `nets`, `optim`, `random`,
+`recurrent`, `rows`, `spans`, `sparse_rows`, `strided`, `row_writes`. What carries out a plan of memory: `memory_budget`
+counts the bytes of one run, `offload` keeps a loop's rows within them, `spill_blocks` move to a `spill_file` and back.
+"""
+
+from tfnb.kernels import arrays, attention, borrowed, recurrent, spans, sparse_rows, strided
 from tfnb.kernels.optim import FUSED
 
-__all__ = ["FUSED", "arrays", "attention", "borrowed", "recurrent", "slices", "spans", "strided"]
+__all__ = ["FUSED", "arrays", "attention", "borrowed", "recurrent", "spans", "sparse_rows", "strided"]

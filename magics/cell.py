@@ -19,7 +19,7 @@ from typing import Any
 from IPython.core.displayhook import DisplayHook
 from IPython.core.interactiveshell import InteractiveShell
 
-from tfnb.magics.frames import shorten
+from tfnb.magics.tracebacks import shorten
 
 _serial = itertools.count(1)
 Converted = Callable[[Sequence[ast.stmt], ast.expr | None, str, int], Any]  # has ``run(names)``

@@ -16,13 +16,13 @@ from IPython.display import display
 import tfnb
 from tfnb.errors import DeadlockError, TfnbError, name_cells
 from tfnb.magics.complete import completer
-from tfnb.magics.frames import shorten
 from tfnb.magics.magics import TfnbMagics
+from tfnb.magics.tracebacks import shorten
 
 NAMES = ("tfgraph", "tfrun", "tfprof", "tfdiff", "tfgrad", "tfcluster", "tfvars", "tfbudget", "tfsave", "tfload")
 SHOWN = (
     "tfnb.graph.graph.Graph", "tfnb.graph.variable.Variable", "torch.tfnb.Tensor",  # what torch thinks its module is
-    "tfnb.fitting.RunResult", "tfnb.execution.tracing.trace.Trace", "tfnb.magics.table.Table",
+    "tfnb.fitting.RunResult", "tfnb.execution.tracing.trace.Trace", "tfnb.magics.text_table.Table",
 )  # fmt: skip
 
 PICTURES = ("tfnb.graph.graph.Graph",)  # those of them that have an SVG, too

@@ -7,7 +7,7 @@ from typing import Any
 
 import tfnb
 from tfnb.magics.watch import BY_TEXT
-from tfnb.widgets.graph import GraphWidget
+from tfnb.widgets.graph_widget import GraphWidget
 
 
 class LiveDrawing:

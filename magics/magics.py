@@ -21,12 +21,12 @@ from IPython.display import display
 from traitlets import Bool, Enum
 
 import tfnb
-from tfnb.magics.arguments import existing, magic, parsed, size
 from tfnb.magics.cell import compiled, place
 from tfnb.magics.complete import VERBS
-from tfnb.magics.export import exported
+from tfnb.magics.export_files import exported
 from tfnb.magics.live import Lives
-from tfnb.magics.table import COLUMNS, Lines, Table, variable_row
+from tfnb.magics.options import existing, magic, parsed, size
+from tfnb.magics.text_table import COLUMNS, Lines, Table, variable_row
 from tfnb.magics.watch import CellWatch, recorded_by, shadowed
 
 

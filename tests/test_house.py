@@ -53,6 +53,20 @@ def folders() -> set[str]:
     return found
 
 
+SAID_TWICE = {"arrays", "calls", "table"}  # what is left of names that stand for two things
+
+
+def test_a_module_name_says_one_thing() -> None:
+    """A family's kernels and its gradient rules have one name; guides do not count."""
+    families = {Path("kernels"), Path("tfnb/gradients/rules")}
+    homes: dict[str, set[Path]] = {}
+    for top in ("tfnb", "kernels", "magics", "widgets"):
+        for path in (ROOT / top).rglob("*.py"):
+            if not path.stem.startswith("__"):
+                homes.setdefault(path.stem, set()).add(path.parent.relative_to(ROOT))
+    assert {name for name, found in homes.items() if len(found) > 1 and not found <= families} <= SAID_TWICE
+
+
 def test_every_package_is_in_the_wheel() -> None:
     assert set(PYPROJECT["tool"]["setuptools"]["packages"]) == folders()
 

@@ -187,7 +187,8 @@ def test_rooms_of_the_table_have_no_cycle() -> None:
             assert name not in reachable(lower), f"{name} and {lower} import each other"
 
 
-GUIDED = ("tfnb.recording.", "tfnb.execution.", "tfnb.eager.", "tfnb.passes.", "tfnb.memory.")
+GUIDED = ("tfnb.recording.", "tfnb.execution.", "tfnb.eager.", "tfnb.passes.", "tfnb.memory.", "tfnb.kernels.",
+          "tfnb.placement.")  # fmt: skip
 
 
 @pytest.mark.parametrize(

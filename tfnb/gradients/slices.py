@@ -22,7 +22,7 @@ import torch
 from tfnb.errors import InvalidArgument, ShapeError
 from tfnb.graph import Graph, Spec, Variable, current
 from tfnb.graph.spec import flows, is_static
-from tfnb.kernels import slices as _ops  # noqa: F401  defines torch.ops.tfnb
+from tfnb.kernels import sparse_rows as _ops  # noqa: F401  defines torch.ops.tfnb
 from tfnb.recording import Recorder, Tensor
 from tfnb.recording.marks.notes import user_level
 from tfnb.recording.values.recording import Recording

@@ -1,4 +1,11 @@
-"""The graph: nodes, specs, variables, contents, text, files, checker."""
+"""The graph: data that every room above works on.
+
+`graph` is a named handle to `contents`: a tuple of `node`s, with `subgraph`s inside. `spec` says what a value is,
+`variable` and `queue` name state. `variable_locks` and `held` belong to Variables. `ops`, `op_facts` and `pure` say
+what torch's operators are. `text` is the readable form; `encode`, `decode` and `serial` the JSON form, `files` writes
+whole files. `check` and `difference` look at contents; `current` is the stack of open recordings; `collector` is
+Python's own.
+"""
 
 from tfnb.graph.contents import Contents, Guard
 from tfnb.graph.graph import Graph

@@ -1,1 +1,5 @@
-"""Which task computes what and holds what: partition, shards, what a step needs of the state."""
+"""Which task computes what and holds what.
+
+`partition` cuts a pruned step into a part for the compute tasks and one for each server; `shards` says which server
+holds a Variable.
+"""

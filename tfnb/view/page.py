@@ -44,7 +44,7 @@ def digest(picture: str) -> str:
 
 
 def live(drawing: Drawing, *, below: str = "") -> dict[str, Any]:
-    """The picture that `tfnb.widgets.graph.GraphWidget` shows of a drawing, with a timeline below; LayoutFailed."""
+    """What `tfnb.widgets.graph_widget.GraphWidget` shows of a drawing, with a timeline below; LayoutFailed."""
     title = f"{drawing.name}  {facts.counts(drawing.contents)}"
     turns = drawing.turned.data if drawing.turned is not None else {}
     return {
