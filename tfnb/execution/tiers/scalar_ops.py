@@ -1,7 +1,6 @@
-"""What torch's ops compute on tensors of one integer or truth value, as arithmetic of Python: a table.
+"""A table: what torch's ops compute on tensors of one integer or truth value, as arithmetic of Python.
 
-Only what is exact: int64, which wraps around where a bound is not known, and bool. Floats are moved, never computed.
-Each row gives the expression for an op, and between which bounds its result lies; None where it is another one's.
+Only what is exact: int64, which wraps around, and bool. Floats are moved, never computed.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -23,8 +22,6 @@ class Number:
 
     made: Any
     dtype: torch.dtype
-    low: int = LOW
-    high: int = HIGH
 
     @property
     def is_whole(self) -> bool:
@@ -36,32 +33,25 @@ def literal(value: Any, dtype: torch.dtype | None = None) -> Number | None:
     """The number that a literal of the code is.
 
     >>> literal(3)
-    Number(made=3, dtype=torch.int64, low=3, high=3)
+    Number(made=3, dtype=torch.int64)
     """
     dtype = dtype or _TYPES.get(type(value))
-    if dtype is None:
-        return None
-    return Number(value, dtype) if isinstance(value, float) else Number(value, dtype, int(value), int(value))
-
-
-def of(made: Any, dtype: torch.dtype) -> Number:
-    """A number of which nothing but the type is known."""
-    return Number(made, dtype, 0, 1) if dtype is torch.bool else Number(made, dtype)
+    return None if dtype is None else Number(value, dtype)
 
 
 _TYPES = {bool: torch.bool, int: torch.int64, float: torch.float32}
-Rule = Callable[[Sequence[Any], Mapping[str, Any], torch.dtype], Number | None]
-RULES: dict[str, Rule] = {}
+Rule = Callable[[Sequence[Any], Mapping[str, Any], torch.dtype], Any]
 
 
 def expression(op: str, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype) -> Number | None:
     """What an op gives, with Numbers and other literals for arguments; None where only torch knows.
 
-    >>> expression("aten.add.Tensor", [of("x", torch.bool), literal(1)], {}, torch.int64)
-    Number(made=(<built-in function add>, ('x', 1)), dtype=torch.int64, low=1, high=2)
+    >>> expression("aten.eq.Tensor", [Number("x", torch.int64), literal(1)], {}, torch.bool)
+    Number(made=(<built-in function eq>, ('x', 1)), dtype=torch.bool)
     """
-    rule = RULES.get(op)
-    return None if rule is None else rule(args, kwargs, dtype)
+    rule = RULES.get(op.removeprefix("aten."))
+    made = None if rule is None else rule(args, kwargs, dtype)
+    return None if made is None else Number(made, dtype)
 
 
 def wrapped(x: int) -> int:
@@ -78,12 +68,9 @@ def picked(which: bool, first: Any, second: Any) -> Any:
     return first if which else second
 
 
-def _rule(*ops: str) -> Callable[[Rule], Rule]:
-    def add(rule: Rule) -> Rule:
-        RULES.update({f"aten.{op}": rule for op in ops})
-        return rule
-
-    return add
+def single(x: int) -> float:
+    """An integer as float32 has it."""
+    return float(x) if -_EXACT <= x <= _EXACT else torch.tensor(x).to(torch.float32).item()
 
 
 def _whole(args: Sequence[Any]) -> bool:
@@ -91,130 +78,88 @@ def _whole(args: Sequence[Any]) -> bool:
     return all([isinstance(x, Number) and x.is_whole for x in args])
 
 
-def _int64(function: Callable[..., int], args: Sequence[Number], ends: Sequence[int]) -> Number:
-    """A result that wraps around, if it may lie outside of int64; ``ends``: the least and greatest are among them."""
-    made = (function, tuple([x.made for x in args]))
-    low, high = min(ends), max(ends)
-    if low >= LOW and high <= HIGH:
-        return Number(made, torch.int64, low, high)
-    return Number((wrapped, (made,)), torch.int64)
+def _call(function: Callable[..., Any], args: Sequence[Number]) -> Any:
+    return function, tuple([x.made for x in args])
 
 
-def _arithmetic(op: str, function: Callable[..., int]) -> None:
-    @_rule(f"{op}.Tensor", f"{op}.Scalar")
-    def _(args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype) -> Number | None:
-        if kwargs or len(args) != 2 or dtype is not torch.int64 or not _whole(args):
+def _integers(function: Callable[..., int], *, wraps: bool = True, truths: bool = True, divides: bool = False) -> Rule:
+    """truths: whether torch takes truth values too; divides: only by a literal above zero, as torch tells of others."""
+
+    def rule(args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype) -> Any:
+        if kwargs or dtype is not torch.int64 or not _whole(args):
             return None
-        if op == "sub" and any(x.dtype is torch.bool for x in args):  # torch takes no truth value from anything
+        if not truths and any(x.dtype is torch.bool for x in args):
             return None
-        a, b = args
-        return _int64(function, args, [function(x, y) for x in (a.low, a.high) for y in (b.low, b.high)])
+        if divides and not (isinstance(args[1].made, int) and args[1].made > 0):
+            return None
+        made = _call(function, args)
+        return (wrapped, (made,)) if wraps else made
+
+    return rule
 
 
-def _comparison(op: str) -> None:
-    function = getattr(operator, op)
-
-    @_rule(f"{op}.Tensor", f"{op}.Scalar")
-    def _(args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype) -> Number | None:
-        return of((function, tuple([x.made for x in args])), torch.bool) if _whole(args) else None
+def _comparison(function: Callable[..., Any]) -> Rule:
+    return lambda args, kwargs, dtype: _call(function, args) if _whole(args) else None
 
 
-def _bits(ops: str, function: Callable[..., int]) -> None:
-    @_rule(*ops.split())
-    def _(args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype) -> Number | None:
-        truths = all([isinstance(x, Number) and x.dtype is torch.bool for x in args])
-        logical = dtype is torch.bool and truths
-        return of((function, tuple([x.made for x in args])), torch.bool) if logical else None
+def _logic(function: Callable[..., Any]) -> Rule:
+    def rule(args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype) -> Any:
+        fits = dtype is torch.bool and all([isinstance(x, Number) and x.dtype is torch.bool for x in args])
+        return _call(function, args) if fits else None
+
+    return rule
 
 
-for _name, _function in (("add", operator.add), ("sub", operator.sub), ("mul", operator.mul)):
-    _arithmetic(_name, _function)
-for _name in ("eq", "ge", "gt", "le", "lt", "ne"):
-    _comparison(_name)
-_bits("bitwise_and.Tensor bitwise_and.Scalar logical_and.default", operator.and_)
-_bits("bitwise_or.Tensor bitwise_or.Scalar logical_or.default", operator.or_)
-_bits("bitwise_xor.Tensor bitwise_xor.Scalar logical_xor.default", operator.xor)
-_bits("bitwise_not.default logical_not.default", operator.not_)
-
-
-@_rule("neg.default")
-def _(args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype) -> Number | None:
-    if dtype is not torch.int64 or not _whole(args):
-        return None
-    return _int64(operator.neg, args, [-args[0].low, -args[0].high])
-
-
-@_rule("floor_divide.default", "floor_divide.Scalar")
-def _(args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype) -> Number | None:
-    if dtype is not torch.int64 or not _whole(args) or args[1].low <= 0:  # by zero torch says so itself
-        return None
-    x, y = args
-    return _int64(operator.floordiv, args, [a // b for a in (x.low, x.high) for b in (y.low, y.high)])
-
-
-@_rule("remainder.Scalar", "remainder.Tensor")
-def _(args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype) -> Number | None:
-    if dtype is not torch.int64 or not _whole(args) or args[1].low <= 0:
-        return None
-    return Number((operator.mod, (args[0].made, args[1].made)), torch.int64, 0, args[1].high - 1)
-
-
-@_rule("clamp.default", "clamp.Tensor")
-def _(args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype) -> Number | None:
+def _clamp(args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype) -> Any:
     x, *bounds = args
     least, most = [*bounds, None, None][:2]
-    given = [bound for bound in (least, most) if bound is not None]
-    if kwargs or dtype is not torch.int64 or not _whole([x, *given]):
+    if kwargs or dtype is not torch.int64 or not _whole([a for a in (x, least, most) if a is not None]):
         return None
-    found = x
-    for function, bound in ((max, least), (min, most)):  # the upper one counts where they cross
-        if bound is not None:
-            made = (function, (found.made, bound.made))
-            found = Number(made, dtype, function(found.low, bound.low), function(found.high, bound.high))
-    return cast(Number, found)
+    made = x.made if least is None else (max, (x.made, least.made))
+    return made if most is None else (min, (made, most.made))  # the upper one counts where they cross
 
 
-@_rule("where.self")
-def _(args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype) -> Number | None:
+def _where(args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype) -> Any:
     if not all([isinstance(x, Number) for x in args]):
         return None
     which, a, b = args
-    if which.dtype is not torch.bool or not a.dtype is b.dtype is dtype:
-        return None
-    made = (picked, (which.made, a.made, b.made))
-    return Number(made, dtype, min(a.low, b.low), max(a.high, b.high))
+    return _call(picked, args) if which.dtype is torch.bool and a.dtype is b.dtype is dtype else None
 
 
-@_rule("_to_copy.default")
-def _(args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype) -> Number | None:
+def _cast(args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype) -> Any:
     if set(kwargs) - {"dtype"} or not _whole(args):
         return None
-    (x,) = args
-    if dtype is x.dtype:
-        return cast(Number, x)
-    if dtype.is_floating_point and not (x.low >= -_EXACT and x.high <= _EXACT):
-        return None
+    if dtype is args[0].dtype:
+        return args[0].made
     function = _CASTS.get(dtype)
-    return None if function is None else Number((function, (x.made,)), dtype, *_cast(x, dtype))
+    return None if function is None else _call(function, args)
+
+
+def _same(args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype) -> Any:
+    return args[0].made if isinstance(args[0], Number) and args[0].dtype is dtype else None
 
 
 _CASTS: dict[torch.dtype, Callable[..., Any]] = {
-    torch.bool: bool, torch.int64: int, torch.float32: float, torch.float64: float,
+    torch.bool: bool, torch.int64: int, torch.float32: single, torch.float64: float,
 }  # fmt: skip
 
-
-def _cast(x: Number, dtype: torch.dtype) -> tuple[int, int]:
-    return (0, 1) if dtype is torch.bool else (x.low, x.high)
-
-
-@_rule(
-    "clone.default", "alias.default", "detach.default", "lift_fresh.default", "view.default", "_unsafe_view.default",
-    "reshape.default", "unsqueeze.default", "squeeze.default",
-)  # fmt: skip
-def _(args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype) -> Number | None:
-    x = args[0]
-    return x if isinstance(x, Number) and x.dtype is dtype else None
-
+RULES: dict[str, Rule] = {
+    **{f"{name}.{kind}": rule for kind in ("Tensor", "Scalar") for name, rule in {
+        "add": _integers(operator.add), "mul": _integers(operator.mul), "sub": _integers(operator.sub, truths=False),
+        "remainder": _integers(operator.mod, wraps=False, divides=True),
+        "bitwise_and": _logic(operator.and_), "bitwise_or": _logic(operator.or_), "bitwise_xor": _logic(operator.xor),
+        **{name: _comparison(getattr(operator, name)) for name in ("eq", "ge", "gt", "le", "lt", "ne")},
+    }.items()},
+    **{f"{name}.default": rule for name, rule in {
+        "logical_and": _logic(operator.and_), "logical_or": _logic(operator.or_), "logical_xor": _logic(operator.xor),
+        "bitwise_not": _logic(operator.not_), "logical_not": _logic(operator.not_), "neg": _integers(operator.neg),
+        "floor_divide": _integers(operator.floordiv, divides=True), "clamp": _clamp, "_to_copy": _cast,
+        **dict.fromkeys((
+            "clone", "alias", "detach", "lift_fresh", "view", "_unsafe_view", "reshape", "unsqueeze", "squeeze",
+        ), _same),
+    }.items()},
+    "floor_divide.Scalar": _integers(operator.floordiv, divides=True), "clamp.Tensor": _clamp, "where.self": _where,
+}  # fmt: skip
 
 BESIDE: dict[str, int] = {f"aten.{name}.Tensor": 0 for name in ("eq", "ge", "gt", "le", "lt", "ne")} | {
     "aten.where.self": 1

@@ -19,13 +19,9 @@ from tfnb.execution.lowering.checked_calls import Branch
 from tfnb.execution.lowering.control_flow_code import Cond
 from tfnb.execution.lowering.program import Program
 from tfnb.execution.tiers.interface import Forward, Request
-from tfnb.execution.tiers.scalar_ops import BESIDE, Number, expression, literal, of
+from tfnb.execution.tiers.scalar_ops import BESIDE, Number, expression, literal
 from tfnb.graph import Node, Spec
 from tfnb.kernels.row_writes import NUMBERS
-
-CALL, TAKEN, GIVEN, MADE, PASSED = 1.5, 0.35, 0.2, 1.3, 0.3
-"""Microseconds, about: a call of torch; a number out of a tensor, or out of a branch; a tensor of one; a number into a
-branch, where it may have to become a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +107,6 @@ class _Writer:
         self.program, self.given, self.wanted, self.free = program, given, wanted, free
         self.old = program.module.graph
         self.returned: Any = self.old.output_node().args[0]
-        self.given_back = self._given_back()
         self.place = {node: place for place, node in enumerate(self.old.find_nodes(op="placeholder"))}
         self.numbers: dict[fx.Node, Number] = {}  # what could be one
         self.sources: set[fx.Node] = set()  # of those the ones that are not computed here
@@ -125,15 +120,7 @@ class _Writer:
         self.inner: list[Quick] = []
         self.changed = False
 
-    def _given_back(self) -> dict[fx.Node, list[int]]:
-        """Places of each node among the results."""
-        found: dict[fx.Node, list[int]] = {}
-        for place, node in enumerate(self.returned):
-            if isinstance(node, fx.Node):
-                found.setdefault(node, []).append(place)
-        return found
-
-    # -- what may be a number, and what shall be ------------------------------------------------------------
+    # -- what is a number -----------------------------------------------------------------------------------
 
     def _look(self) -> None:
         written = {n for place, n in enumerate(self.returned) if place in self.free and isinstance(n, fx.Node)}
@@ -167,7 +154,7 @@ class _Writer:
                 return
             self.results[node] = result
         self.sources.add(node)
-        self.numbers[node] = of(node, spec.dtype)
+        self.numbers[node] = Number(node, spec.dtype)
 
     def _spec(self, node: fx.Node) -> Spec | None:
         spec = self.program.specs.get(node.name)
@@ -190,41 +177,13 @@ class _Writer:
     def _operand(self, arg: Any) -> Any:
         if isinstance(arg, fx.Node):
             found = self.numbers.get(arg)
-            return _NOT if found is None else Number(arg, found.dtype, found.low, found.high)
+            return _NOT if found is None else found if arg in self.known else Number(arg, found.dtype)
         return literal(arg) if isinstance(arg, (bool, int, float)) else arg
 
     def _chosen(self) -> set[fx.Node]:
-        """The nodes that become numbers: of those that hang together, where it saves time."""
-        group: dict[fx.Node, fx.Node] = {}
-
-        def root(node: fx.Node) -> fx.Node:
-            while group.setdefault(node, node) is not node:
-                node = group[node]
-            return node
-
-        computed = [n for n in self.numbers if n.op == "call_function" and n not in self.sources]
-        for node in computed:
-            for source in node.all_input_nodes:
-                if source not in self.known:
-                    group[root(source)] = root(node)
-        saved: dict[fx.Node, float] = {}
-        for node in computed:
-            costs = MADE if self._as_tensor(node) else PASSED if self._passed(node) else 0.0
-            saved[root(node)] = saved.get(root(node), 0.0) + CALL - costs
-        for node in self.sources & group.keys():
-            saved[root(node)] -= 0.0 if self._is_given(node) else GIVEN if node in self.results else TAKEN
-        return {node for node in group if saved[root(node)] > 0}
-
-    def _as_tensor(self, node: fx.Node) -> bool:
-        """Whether something takes the node as a tensor, if all that may be numbers are."""
-        return any(not self._takes_number(user, node) for user in node.users)
-
-    def _takes_number(self, user: fx.Node, node: fx.Node) -> bool:
-        if user.op == "output":
-            return all(place in self.free or place in self.wanted for place in self.given_back.get(node, ()))
-        if isinstance(user.target, Cond):
-            return True
-        return user in self.numbers or isinstance(user.target, Branch) or self._is_beside(user, node)
+        """The nodes that are computed as numbers, and the values that those take."""
+        computed = {n for n in self.numbers if n.op == "call_function" and n not in self.sources}
+        return computed.union(n for node in computed for n in node.all_input_nodes if n in self.sources)
 
     def _is_beside(self, user: fx.Node, node: fx.Node) -> bool:
         """Whether torch takes the node as a number beside a tensor of the same type, to the same effect."""
@@ -236,9 +195,6 @@ class _Writer:
         return node in tensors[BESIDE[owner.op] :] and any(
             spec is not None and spec.dtype is dtype and spec.shape and spec.device == "cpu" for spec in found
         )
-
-    def _passed(self, node: fx.Node) -> bool:
-        return any(isinstance(user.target, Cond) and node in user.args[2] for user in node.users)  # type: ignore[operator]
 
     # -- the code -------------------------------------------------------------------------------------------
 
