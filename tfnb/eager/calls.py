@@ -17,7 +17,10 @@ from tfnb.eager.steps import recorded_steps
 from tfnb.errors import Unsupported
 from tfnb.graph import Node, current
 from tfnb.recording import Recorder, Tensor
+from tfnb.recording.overrides.table import OVERRIDES, Stage, override
 from tfnb.recording.values.variables import known
+
+_ROWS = OVERRIDES[Stage.AUTOGRAD]
 
 
 @contextmanager
@@ -30,7 +33,7 @@ def facade(recorder: Recorder) -> Iterator[None]:
 
 
 class Calls(TorchFunctionMode):
-    """Calls of one recording, each by the row of its function."""
+    """Calls of one recording, each by the row of its function in the table of overrides."""
 
     def __init__(self, state: Autograd) -> None:
         super().__init__()
@@ -38,12 +41,12 @@ class Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         __tracebackhide__ = True
-        row = PASSES.get(func) or (OF_RECORDED if args and isinstance(args[0], Tensor) else OF_PLAIN).get(func)
-        mine = current.recording() is self.state.recorder
-        if row is None or not mine or _is_of_func(args):
-            return func(*args, **(kwargs or {}))
-        with self if func in PASSES else nullcontext():  # hooks are called inside, with the same state
-            return row(self.state, *args, **(kwargs or {}))
+        row, kwargs = _ROWS.get(func), kwargs or {}
+        if row is None or current.recording() is not self.state.recorder or _is_of_func(args):
+            return func(*args, **kwargs)
+        with self if func in _PASSES else nullcontext():  # hooks are called inside, with the same state
+            found = row(self.state, *args, **kwargs)
+        return func(*args, **kwargs) if found is NotImplemented else found
 
 
 def _is_of_func(args: Any) -> bool:
@@ -95,33 +98,34 @@ def _freeze(state: Autograd, tensor: torch.Tensor, requires_grad: bool = True) -
     return tensor.requires_grad_(requires_grad)
 
 
-_OF_ANY: Mapping[Any, Callable[..., Any]] = {
+def _of_kind(recorded: Callable[..., Any], plain: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """The row of a method: of a recorded tensor, and of a Parameter or another plain one."""
+
+    def row(state: Autograd, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        own = recorded if isinstance(tensor, Tensor) else plain
+        return NotImplemented if own is None else own(state, tensor, *args, **kwargs)
+
+    return row
+
+
+_METHODS: Mapping[Any, Callable[..., Any]] = {
     torch.Tensor.grad.__get__: Autograd.grad,  # type: ignore[union-attr]
     torch.Tensor.grad.__set__: Autograd.set_grad,  # type: ignore[union-attr]
     torch.Tensor.grad.__delete__: Autograd.set_grad,  # type: ignore[union-attr]
+    torch.Tensor.requires_grad.__get__: _of_kind(Autograd.requires_grad),  # type: ignore[attr-defined]
+    torch.Tensor.requires_grad.__set__: _of_kind(Autograd.mark, _freeze),  # type: ignore[attr-defined]
+    torch.Tensor.requires_grad_: _of_kind(Autograd.mark, _freeze),
+    torch.Tensor.is_leaf.__get__: _of_kind(Autograd.is_leaf),  # type: ignore[attr-defined]
+    torch.Tensor.grad_fn.__get__: _of_kind(_grad_fn),  # type: ignore[attr-defined,union-attr]
+    torch.Tensor.retain_grad: _of_kind(Autograd.retain),
+    torch.Tensor.retains_grad.__get__: _of_kind(Autograd.is_retained),  # type: ignore[attr-defined]
+    torch.Tensor.register_hook: _of_kind(Autograd.register_hook),
+    torch.Tensor.register_post_accumulate_grad_hook: _of_kind(_after_accumulation),
 }
-OF_PLAIN: Mapping[Any, Callable[..., Any]] = {
-    **_OF_ANY,
-    torch.Tensor.requires_grad.__set__: _freeze,  # type: ignore[attr-defined]
-    torch.Tensor.requires_grad_: _freeze,
-}
-"""Of a Parameter or another tensor of outside; other calls are torch's."""
-
-OF_RECORDED: Mapping[Any, Callable[..., Any]] = {
-    **_OF_ANY,
-    torch.Tensor.requires_grad.__get__: Autograd.requires_grad,  # type: ignore[attr-defined]
-    torch.Tensor.requires_grad.__set__: Autograd.mark,  # type: ignore[attr-defined]
-    torch.Tensor.requires_grad_: Autograd.mark,
-    torch.Tensor.is_leaf.__get__: Autograd.is_leaf,  # type: ignore[attr-defined]
-    torch.Tensor.grad_fn.__get__: _grad_fn,  # type: ignore[attr-defined,union-attr]
-    torch.Tensor.retain_grad: Autograd.retain,
-    torch.Tensor.retains_grad.__get__: Autograd.is_retained,  # type: ignore[attr-defined]
-    torch.Tensor.register_hook: Autograd.register_hook,
-    torch.Tensor.register_post_accumulate_grad_hook: _after_accumulation,
-}
-PASSES: Mapping[Any, Callable[..., Any]] = {
+_PASSES: Mapping[Any, Callable[..., Any]] = {
     torch.Tensor.backward: tensor_backward,
     torch.autograd.backward: autograd_backward,
     torch.autograd.grad: autograd_grad,
 }
-"""Backward passes, of whatever they are called with."""
+for _function, _row in {**_METHODS, **_PASSES}.items():
+    override(Stage.AUTOGRAD, _function)(_row)

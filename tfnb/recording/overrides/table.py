@@ -19,6 +19,7 @@ class Stage(Enum):
     """Where a call meets its row, first to last."""
 
     MODULE = "a call of a module, by its class or a base of it; the row gives the forward to use for this call"
+    AUTOGRAD = "a function or attribute of torch's autograd; the row gets the autograd state in place of the recorder"
     FUNCTION = "a torch function, before torch looks at the arguments: what torch would read as a number is still whole"
     ANSWER = "an op that answers Python: the row gives the samples' answer, with a note or a guard"
     OP = "an op, before it is taken apart; the row calls other ops"
