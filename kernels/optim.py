@@ -273,15 +273,15 @@ def adam(
     weight_decay: float = 0.0,
     amsgrad: bool = False,
     maximize: bool = False,
-    decoupled: bool = False,
+    decoupled_weight_decay: bool = False,
 ) -> None:
     """w -= rate * m / (sqrt(v) + eps), with m, v the running means of g, g*g without their start-up bias.
 
-    Slots: exp_avg, exp_avg_sq, step, with ``amsgrad`` max_exp_avg_sq. ``decoupled`` is AdamW's decay.
+    Slots: exp_avg, exp_avg_sq, step, with ``amsgrad`` max_exp_avg_sq. ``decoupled_weight_decay`` is AdamW's decay.
     """
     exp_avgs, exp_avg_sqs, steps, *maxima = slots
     torch._foreach_add_(steps, 1)
-    fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    fused = torch._fused_adamw_ if decoupled_weight_decay else torch._fused_adam_
     fused(
         ws,
         grads,

@@ -9,7 +9,7 @@ import torch
 
 from tfnb.kernels.borrowed import BORROWED
 from tfnb.kernels.optim import FUSED
-from tfnb.train.rules import Borrowed, Factored
+from tfnb.train.update_rules import Rule, settings_of
 
 SHAPES = [(5, 7), (3,), (), (2, 0), (4, 3, 2)]
 MATRICES = [(5, 7), (3, 3), (2, 8)]
@@ -34,12 +34,10 @@ def values(op: str, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in CASES[op][3]]
 
 
-def rule(op: str) -> Any:
-    kind, slots, arguments, _ = CASES[op]
-    settings = {**kind([torch.nn.Parameter(torch.zeros(2, 2))], **arguments).param_groups[0]}
-    names = arguments.keys() | ({"ns_coefficients", "eps"} if op == "muon" else set())
-    make = Factored if op.startswith("adafactor") else Borrowed
-    made = make(kind.__name__, op, slots, 0.01, **{name: settings[name] for name in names})
+def rule(op: str) -> Rule:
+    kind, _, arguments, _ = CASES[op]
+    group = kind([torch.nn.Parameter(torch.zeros(2, 2))], **arguments).param_groups[0]
+    made = Rule(kind.__name__, 0.01, **settings_of(kind.__name__, group))
     if op.startswith("adafactor"):
         made.settings["eps1"] = 1e-4
     return made

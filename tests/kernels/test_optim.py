@@ -76,7 +76,7 @@ CASES = {
         {"amsgrad": True},
         (*ADAM, "max_exp_avg_sq"),
     ),
-    "adamw": (torch.optim.AdamW, {}, "adam", {"weight_decay": 0.01, "decoupled": True}, ADAM),
+    "adamw": (torch.optim.AdamW, {}, "adam", {"weight_decay": 0.01, "decoupled_weight_decay": True}, ADAM),
 }
 
 

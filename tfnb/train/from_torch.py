@@ -7,7 +7,7 @@ learning rate is read at every run, too, so schedulers work between runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,34 +21,9 @@ from tfnb.graph import Variable, current
 from tfnb.recording import Operation, Recorder, Tensor, variable
 from tfnb.recording.values.variables import known
 from tfnb.train.optimizer import Optimizer, buffer_writes
-from tfnb.train.rules import SGD, Adagrad, Adam, AdamW, Borrowed, Factored, RMSProp
+from tfnb.train.update_rules import OPTIMIZERS, Rule, settings_of
 
-_BORROWED = (
-    (torch.optim.Adadelta, "adadelta", "square_avg acc_delta step", "rho eps weight_decay maximize"),
-    (torch.optim.Adamax, "adamax", "exp_avg exp_inf step", "betas eps weight_decay maximize"),
-    (torch.optim.ASGD, "asgd", "ax mu eta step", "lambd alpha t0 weight_decay maximize"),
-    (torch.optim.Muon, "muon", "momentum_buffer",
-     "weight_decay momentum nesterov ns_coefficients eps ns_steps adjust_lr_fn"),
-    (torch.optim.NAdam, "nadam", "exp_avg exp_avg_sq mu_product step",
-     "betas eps momentum_decay decoupled_weight_decay weight_decay maximize"),
-    (torch.optim.RAdam, "radam", "exp_avg exp_avg_sq step", "betas eps decoupled_weight_decay weight_decay maximize"),
-    (torch.optim.Rprop, "rprop", "prev step_size step", "etas step_sizes maximize"),
-    (torch.optim.SparseAdam, "sparse_adam", "exp_avg exp_avg_sq step", "betas eps maximize"),
-)  # fmt: skip
-
-_TWINS: Mapping[type, tuple[Callable[..., Any], str]] = {
-    torch.optim.SGD: (SGD, "momentum dampening weight_decay nesterov maximize"),
-    torch.optim.Adagrad: (Adagrad, "lr_decay weight_decay initial_accumulator_value eps maximize"),
-    torch.optim.RMSprop: (RMSProp, "alpha eps weight_decay momentum centered maximize"),
-    torch.optim.Adam: (Adam, "betas eps weight_decay amsgrad maximize decoupled_weight_decay"),
-    torch.optim.AdamW: (AdamW, "betas eps weight_decay amsgrad maximize"),
-    torch.optim.Adafactor: (
-        partial(Factored, "Adafactor", "adafactor", "row_var col_var step"), "beta2_decay eps d weight_decay maximize",
-    ),
-    **{kind: (partial(Borrowed, kind.__name__, op, slots), settings) for kind, op, slots, settings in _BORROWED},
-}  # fmt: skip
-"""Of each class what makes its rule, and the settings that go in."""
-
+_CLASSES = {getattr(torch.optim, name) for name in OPTIMIZERS}
 _TWIN = "_tfnb_twin"  # attribute of the torch optimizer: state dicts, copies and pickles leave it out
 
 
@@ -66,7 +41,7 @@ def from_torch(optimizer: torch.optim.Optimizer) -> FromTorch:
     >>> from_torch(torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9))
     from_torch(SGD: SGD(lr=0.1, momentum=0.9, dampening=0.0, weight_decay=0.0, nesterov=False, maximize=False))
     """
-    if type(optimizer) not in _TWINS:
+    if type(optimizer) not in _CLASSES:
         raise Unsupported(f"{_without_twin(type(optimizer))}{_at()}")
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise Unsupported(
@@ -85,7 +60,7 @@ def _without_twin(kind: type) -> str:
             f"{name}: it calls its closure as often as the values tell, each time at other parameters; step it between "
             "runs, with a closure that runs the loss and its gradients"
         )
-    names = ", ".join(kind.__name__ for kind in _TWINS)
+    names = ", ".join(OPTIMIZERS)
     return (
         f"{name}: only {names} of torch.optim themselves, not their subclasses, have one; write its rule as a "
         "tfnb.train.Optimizer"
@@ -156,16 +131,15 @@ class FromTorch(Optimizer):
         mine = {known(parameter) for parameter, _ in self._places()}
         return [v for v in super()._trained(recorder) if v in mine]
 
-    def _rule(self, owner: Variable) -> tuple[torch.Tensor, Any]:
+    def _rule(self, owner: Variable) -> tuple[torch.Tensor, Rule]:
         """The parameter of a variable, and the rule of its group with the hyperparameters of now."""
         for parameter, number in self._places():
             if known(parameter) is owner:
                 return parameter, self._group_rule(number)
         raise FailedPrecondition(f"{owner.name} is no parameter of this {self._label}: add_param_group it{_at()}")
 
-    def _group_rule(self, number: int) -> Any:
-        make, _ = _TWINS[type(self.optimizer)]
-        return make(self.optimizer.param_groups[number]["lr"], **self._settings(number))
+    def _group_rule(self, number: int) -> Rule:
+        return Rule(self._label, self.optimizer.param_groups[number]["lr"], **self._settings(number))
 
     def _rate(self, number: int) -> Variable:
         """The learning rate of a group as a Variable that shows what the group says now."""
@@ -186,8 +160,7 @@ class FromTorch(Optimizer):
 
     def _settings(self, number: int) -> dict[str, Any]:
         """The hyperparameters of a group that a recording takes as numbers."""
-        group = self.optimizer.param_groups[number]
-        return {name: group[name] for name in _TWINS[type(self.optimizer)][1].split() if name in group}
+        return settings_of(self._label, self.optimizer.param_groups[number])
 
     def _hold_to(self, number: int) -> None:
         """Raise FailedPrecondition in a run whose group says another thing than what was recorded of it."""
@@ -201,17 +174,17 @@ class FromTorch(Optimizer):
             "with cycle_momentum=False leave it as it is"
         )
 
-    def _slot(self, rule: Any, parameter: torch.Tensor, name: str, stem: str) -> Variable:
+    def _slot(self, rule: Rule, parameter: torch.Tensor, name: str, stem: str) -> Variable:
         key = parameter, name
         if key not in self._kept:
             self._begin(rule, parameter, set(rule.names(parameter)) - self._first.get(parameter, {}).keys())
-            is_count = isinstance(rule, SGD) and name == "step"
+            is_count = rule.kind == "SGD" and name == "step"
             find = partial(self._count if is_count else self._state, parameter, name)
             with _disable_current_modes():
                 self._kept[key] = Variable.looked_up(find, name=f"{stem}/{name}")
         return self._kept[key]
 
-    def _begin(self, rule: Any, parameter: torch.Tensor, names: Collection[str]) -> None:
+    def _begin(self, rule: Rule, parameter: torch.Tensor, names: Collection[str]) -> None:
         """Make what slots start with, some of it by the learning rate of now."""
         with _disable_current_modes(), torch.no_grad():
             made = rule.initial(parameter.detach())
@@ -225,12 +198,12 @@ class FromTorch(Optimizer):
         if current.recording() is None:  # all of it: torch takes a state with anything in it for a whole one
             rule = self._group_rule(next(i for p, i in self._places() if p is parameter))
             missing = {n for n in rule.names(parameter) if state.get(n) is None}
-            if isinstance(rule, SGD) and "step" in missing:  # which torch has not, and which goes with the buffer
+            if rule.kind == "SGD" and "step" in missing:  # which torch has not, and which goes with the buffer
                 missing.discard("step")
                 self._first[parameter]["step"].zero_()
             self._begin(rule, parameter, missing)
             first = {n: self._first[parameter][n] for n in missing}
-            if isinstance(rule, RMSProp):
+            if rule.kind == "RMSprop":
                 first.setdefault("step", torch.zeros(()))  # torch counts its steps, and uses the number nowhere
             self.optimizer.state[parameter].update(first)
         return self._first[parameter][name]
