@@ -1,6 +1,6 @@
 """The parameter server as a pure machine: ``core.on(request, now) -> Ok | Failed | Refused``.
 
-It holds values (the same store as a local session), applies pushes exactly once, and commits synchronous rounds all
+It holds values in a store, applies pushes exactly once, and commits synchronous rounds all
 or nothing. No Dask, clock, I/O or thread: the task that hosts it calls ``on`` from one thread, in order. Programs
 of registered plans are compiled by the function it is given. Imports torch and the message types.
 

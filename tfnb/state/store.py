@@ -1,4 +1,6 @@
-"""The store: what holds values, here and on a parameter server. Keys to tensors within a byte budget, pure torch.
+"""The store: what holds values on a parameter server. Keys to tensors within a byte budget, pure torch.
+
+A local session does not use it: there a Variable shares its module's storage.
 
 A tensor stays at its address from ``create`` to ``drop``: ``assign`` writes in place, and generated steps write what
 ``get`` returns. The owner calls from one thread; the store has no lock.

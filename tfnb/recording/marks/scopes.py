@@ -1,4 +1,6 @@
-"""Which module and which torch function a node belongs to. Display only: nodes never depend on it.
+"""Which module and which torch function a node belongs to. Drawings and names show it.
+
+Overrides of torch functions are called from here, too: `Functions` sees each call of one before torch does.
 
 Modules are followed by `tfnb.recording.dispatch.module_hooks`, functions by `tfnb.recording.dispatch.function_mode`.
 """
