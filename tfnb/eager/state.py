@@ -17,7 +17,7 @@ from tfnb.errors import FailedPrecondition, InvalidArgument, ShapeError, Unsuppo
 from tfnb.gradients.walker import Walk
 from tfnb.graph import Value, Variable
 from tfnb.recording import Recorder, Tensor
-from tfnb.recording.marks.tape import FROZEN
+from tfnb.recording.values.tape import FROZEN
 from tfnb.recording.values.variables import known
 from tfnb.recording.writes.in_place_calls import rebind
 
@@ -134,7 +134,7 @@ class Autograd:
         What was computed while it was frozen has no path to it.
         """
         rec = self.recorder
-        base = rec._reads.get(var)
+        base = rec.tape.reads.get(var)
         if base is None or rec.tape.is_earlier(base.entry.value):
             return
         if base.version:  # written here: one value for all that follows
@@ -147,7 +147,7 @@ class Autograd:
             return
         if thawed:
             rec.tape.tag(base.entry.value.node, FROZEN)
-        del rec._reads[var]
+        del rec.tape.reads[var]
 
     def retain(self, tensor: Tensor) -> None:
         """``retain_grad``: the gradient of an inner value is kept in its ``.grad``."""

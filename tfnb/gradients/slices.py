@@ -219,8 +219,8 @@ def densifying(name: str, spec: Spec, why: str, recorder: Recording | None) -> I
     if recorder is None:
         yield
         return
-    if count is not None and text not in recorder.notes:
-        recorder.notes.append(text)
+    if count is not None and text not in recorder.tape.notes:
+        recorder.tape.notes.append(text)
     with recorder.tagged(DENSIFIED, recorder.tape.marks.forward):
         yield
 

@@ -42,9 +42,9 @@ from tfnb.graph.op_facts import unbind
 from tfnb.graph.ops import WITH_GRADIENT, overload
 from tfnb.graph.spec import flows, is_static
 from tfnb.recording import Tensor, reopen
-from tfnb.recording.marks.tape import FROZEN
 from tfnb.recording.subgraphs.recompute import Copies, region_of_tags
 from tfnb.recording.values.recording import Recording
+from tfnb.recording.values.tape import FROZEN
 from tfnb.recording.values.workspace import Derivative
 
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
@@ -131,7 +131,7 @@ def differentiate(
         walk.run(nodes, seeds)
         results = [_result(walk, x, group, unconnected) for x, group in zip(xs, targets, strict=True)]
     roots = tuple(x.value if isinstance(x, Tensor) else x for x in xs)
-    recorder.derivatives.append(
+    recorder.tape.derivatives.append(
         Derivative(frozenset(n.id for n in recorder.new[own:]), tuple(value for value, _ in seeds), roots)
     )
     return results
@@ -142,7 +142,7 @@ def _values(x: Tensor | Variable, reads: Mapping[Variable, list[Value]], recorde
     if isinstance(x, Tensor):
         x.node  # noqa: B018  raises StaleNode for a tensor that is gone
         return [x.value] if flows(x.dtype) else []
-    given = [v for v in recorder.stands.get(x, ()) if v.node in recorder.tape.by_id]
+    given = [v for v in recorder.tape.stands.get(x, ()) if v.node in recorder.tape.by_id]
     return reads.get(x, []) + given
 
 

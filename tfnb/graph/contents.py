@@ -130,6 +130,11 @@ class Names:
     def __contains__(self, name: str) -> bool:
         return name in self._taken
 
+    def __copy__(self) -> Names:
+        found = Names(self._taken)
+        found._next = dict(self._next)
+        return found
+
     def fresh(self, name: str) -> str:
         """Take ``name``, or the first of ``name_1``, ``name_2`` ... that is free."""
         found = name

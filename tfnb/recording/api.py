@@ -89,7 +89,7 @@ def _grown(sample: torch.Tensor | None, axes: Any, recorder: Recorder) -> torch.
     for axis, wanted in enumerate(axes):
         if isinstance(wanted, int) or sample.shape[axis] > 1:
             continue
-        recorder.notes.append(f"the sample's axis {axis} has length {sample.shape[axis]}: recorded with 2 rows")
+        recorder.tape.notes.append(f"the sample's axis {axis} has length {sample.shape[axis]}: recorded with 2 rows")
         row = [*sample.shape]
         row[axis] = 2
         sample = sample.expand(row).clone() if sample.shape[axis] else sample.new_zeros(row)
@@ -100,7 +100,9 @@ def _size(axis: Any, sample: torch.Tensor | None, place: int, symbols: Symbols, 
     if isinstance(axis, int):
         return axis
     hint = None if sample is None else sample.shape[place]
-    taken = recorder.letters | {s for n in recorder.nodes if n.op == "tfnb.placeholder" for s in n.outputs[0].symbols}
+    taken = recorder.tape.letters | {
+        s for n in recorder.nodes if n.op == "tfnb.placeholder" for s in n.outputs[0].symbols
+    }
     if isinstance(axis, str):
         if not axis.isidentifier():
             raise InvalidArgument(f"a varying axis is named by an identifier, not {axis!r}{recorder.tape.at()}")
@@ -113,9 +115,9 @@ def _size(axis: Any, sample: torch.Tensor | None, place: int, symbols: Symbols, 
             return symbols.size(symbols.get(axis))
     size = symbols.fresh(axis, hint, taken)
     letter = str(symbols.size(size))
-    recorder.letters.add(letter)
+    recorder.tape.letters.add(letter)
     if axis is not None:
-        recorder.chosen.add(letter)
+        recorder.tape.chosen.add(letter)
     return symbols.size(size)
 
 
@@ -132,7 +134,7 @@ def constant(value: Any, *, name: str | None = None) -> Tensor:
     with _disable_current_modes():
         tensor = torch.as_tensor(current.plain(value)).detach().clone()
     entry = recorder.constant(tensor, name)
-    recorder.wanted.add(entry.value.node)
+    recorder.tape.wanted.add(entry.value.node)
     return recorder._wrap(entry)
 
 

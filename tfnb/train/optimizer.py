@@ -127,7 +127,7 @@ class Optimizer:
         Not a module's buffers, which `parameters()` does not give either, though one may ask for a gradient.
         """
         read = (node.attrs["variable"] for node in recorder.nodes if node.op == "tfnb.read")
-        found = [v for v in dict.fromkeys((*read, *recorder.stands)) if v.trainable]
+        found = [v for v in dict.fromkeys((*read, *recorder.tape.stands)) if v.trainable]
         return [v for v in found if v.held is None or not v.held.is_buffer()]
 
     def _record(self, recorder: Recorder, grad: Any, target: Variable) -> list[Tensor]:

@@ -162,4 +162,4 @@ def _made(code: CodeType, names: dict[str, Any]) -> Callable[[], Any]:
 def _note(why: str) -> None:
     recorder = recorder_if_open()
     if why and recorder is not None:
-        recorder.notes.append(f"{why}: it stays Python")
+        recorder.tape.notes.append(f"{why}: it stays Python")

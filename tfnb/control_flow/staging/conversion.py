@@ -159,7 +159,7 @@ def _factory(code: CodeType) -> CodeType | None:
     except NotConvertible as why:
         recorder = recorder_if_open()
         if recorder is not None:
-            recorder.notes.append(f"{code.co_qualname}, line {code.co_firstlineno}, stays Python: {why}")
+            recorder.tape.notes.append(f"{code.co_qualname}, line {code.co_firstlineno}, stays Python: {why}")
         return None
 
 

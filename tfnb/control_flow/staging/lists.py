@@ -222,8 +222,8 @@ def plain(items: Any) -> Any:
         f"line {user_frame().f_lineno}: what goes over the list that the loop of {places} appends to stays Python: it "
         "takes as many elements as there are for the samples"
     )
-    if recorder is not None and note not in recorder.notes:
-        recorder.notes.append(note)
+    if recorder is not None and note not in recorder.tape.notes:
+        recorder.tape.notes.append(note)
     return expanded(items)
 
 

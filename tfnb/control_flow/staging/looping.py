@@ -41,7 +41,7 @@ from tfnb.control_flow.structure import SIZES, spec_of, truth
 from tfnb.errors import BranchChanged, InvalidArgument, TfnbError
 from tfnb.graph import Spec, Variable
 from tfnb.recording import Tensor
-from tfnb.recording.subgraphs.capture import bound_around, now
+from tfnb.recording.subgraphs.capture import Retry, bound_around, now, retried
 from tfnb.recording.subgraphs.loop_node import DISAGREE, Loop
 from tfnb.recording.writes.aliases import REFUSED, family, lose
 
@@ -65,10 +65,6 @@ def staged_loop(st: Statement, stage: Callable[[], None], first: Callable[[], No
 
 
 _OTHER_WAYS = "a test in it that stays Python does not go the same way in all of its turns"
-
-
-class _Again(Exception):
-    """The loop is recorded again, knowing more about its variables."""
 
 
 @dataclass(frozen=True)
@@ -109,23 +105,25 @@ class Stage:
     def record(self, turns: Turns) -> None:
         """Record the loop, as often as it takes to know what its variables are."""
         st = self.st
+
+        def record() -> None:
+            st.set(self.before)
+            _Attempt(self, turns).record()
+
         with st.staging():
-            while True:
-                try:
-                    return _Attempt(self, turns).record()
-                except _Again:
-                    st.set(self.before)
-                except BeginsAsNone:
+            try:
+                retried(self, record)
+            except BeginsAsNone:
+                raise
+            except Exception as error:
+                if getattr(error, "details", None) == REFUSED:
                     raise
-                except Exception as error:
-                    if getattr(error, "details", None) == REFUSED:
-                        raise
-                    if getattr(error, "details", None) == DISAGREE and not self.by_size:
-                        if isinstance(error, TfnbError) and st.place not in error.message:
-                            error.message += f"\n  {st.place}: `{st.what}`"
-                        raise
-                    why = _OTHER_WAYS if isinstance(error, BranchChanged) else reason(error)
-                    raise CannotStage(why) from error
+                if getattr(error, "details", None) == DISAGREE and not self.by_size:
+                    if isinstance(error, TfnbError) and st.place not in error.message:
+                        error.message += f"\n  {st.place}: `{st.what}`"
+                    raise
+                why = _OTHER_WAYS if isinstance(error, BranchChanged) else reason(error)
+                raise CannotStage(why) from error
 
     def plan(self) -> None:
         """What is carried: names that hold tensors and numbers."""
@@ -182,7 +180,7 @@ class Stage:
         self.late.clear()
 
     def leaves(self, values: tuple[Any, ...], carried: Sequence[Any]) -> list[Any]:
-        """The carried leaves after one turn; raises _Again where they are not those that were planned."""
+        """The carried leaves after one turn; raises Retry where they are not those that were planned."""
         found: list[Any] = []
         self.bases: list[Bases] = []  # of each leaf: what may have its memory after the turn
         self.lost: list[tuple[Any, str]] = []  # what names held before the loop, which writes into it
@@ -205,7 +203,7 @@ class Stage:
             found += self._carried(place, value, form, mine)
             self.bases += [*bases, *[Bases()] * (len(mine) - len(bases))]
         if again or any(isinstance(leaf, torch.dtype) for leaf in found):
-            raise _Again
+            raise Retry(self)
         return found
 
     def late_leaves(self, values: Sequence[Any], loop: Loop) -> tuple[list[Tensor], list[Tensor]]:
@@ -294,7 +292,7 @@ class Stage:
         leaves, got = tree_flatten(value)
         if got != form and place not in self.elements and has_blanks(self.before[place]):
             self.elements[place] = [array.spec for array in arrays(value)]
-            raise _Again
+            raise Retry(self)
         if got != form:
             mixed = not got.is_leaf() and not form.is_leaf()
             if value is None or not mixed:
@@ -377,7 +375,7 @@ class _Attempt:
         self.specs = invariants(self.recorder, self.start, [*index, *stage.first.values()])
 
     def record(self) -> None:
-        """Record it and set the names to what the loop gives; raises _Again where the body told something new."""
+        """Record it and set the names to what the loop gives; raises Retry where the body told something new."""
         stage, turns, st = self.stage, self.turns, self.st
         loop = self.loop = Loop(
             self.recorder, self.start, self.labels, turns.xs, specs=self.specs, limit=turns.limit,
@@ -416,7 +414,7 @@ class _Attempt:
         aliases = stage.aliases = LoopAliases(recorder, carried, stage.before_bases(), stage.bases, stacks)
         aliases.check(self.st, carried, written, stage.labels)
         if stage.growth.is_new:
-            raise _Again
+            raise Retry(stage)
         index = [place + self.turns.step for place in given[: self.head]]
         elements = stage.growth.rows(recorder, lambda bases: aliases.check_element(self.st, bases, carried, written))
         return [*index, *after, *left, *elements]
@@ -425,7 +423,7 @@ class _Attempt:
         """What the names hold after the body ran once."""
         stage, turns = self.stage, self.turns
         if self.head and type(turns.first) is type(turns.step) is int and turns.first >= 0 < turns.step:
-            self.recorder.naturals.add(given[0]._entry.value)
+            self.recorder.tape.naturals.add(given[0]._entry.value)
         stage.set(carried)
         with self.st.body(stage.calls > 0), stage.growth.turn():
             stage.calls += 1

@@ -39,7 +39,7 @@ from tfnb.control_flow.staging.unset import Absent, Undefined, UndefinedReturnVa
 from tfnb.control_flow.staging.user_frames import user_frame
 from tfnb.control_flow.structure import recorder_if_open, sample_truth
 from tfnb.recording import Recorder, Tensor
-from tfnb.recording.subgraphs.capture import _Before
+from tfnb.recording.subgraphs.capture import Savepoint
 
 State = Callable[[], tuple[Any, ...]]
 
@@ -79,8 +79,8 @@ class scope:
             return value
         name = user_frame().f_code.co_name
         note = f"{name} returns nothing in some runs: a run must return where it returned for the samples"
-        if note not in recorder.notes:
-            recorder.notes.append(note)
+        if note not in recorder.tape.notes:
+            recorder.tape.notes.append(note)
         if isinstance(returned, torch.SymBool):
             return value if recorder.symbols.decided(returned) else None
         if sample_truth(recorder, returned) is False:
@@ -118,7 +118,7 @@ def while_stmt(
     tried, first = False, get()
     while True:
         recorder = None if tried else _staging()
-        before = None if recorder is None else _Before(recorder)
+        before = None if recorder is None else Savepoint(recorder)
         found = _asked(test())
         staged = recorder_for(found)
         if staged is None or before is None:

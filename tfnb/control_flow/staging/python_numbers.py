@@ -32,7 +32,7 @@ def _recorded(item: Any) -> tuple[Recorder, Tensor] | None:
 
 def _number(recorder: Recorder, tensor: Tensor, dtype: torch.dtype) -> Any:
     found = recorder.handle(tensor.detach().reshape(()).to(dtype, copy=True))
-    recorder.numbers.add(recorder._entry(found).value)
+    recorder.tape.numbers.add(recorder._entry(found).value)
     return as_number(found)
 
 
@@ -77,7 +77,7 @@ def needed(item: Any) -> Any:
     if found is None:
         return item
     recorder, tensor = found
-    recorder.numbers.add(recorder._entry(tensor).value)
+    recorder.tape.numbers.add(recorder._entry(tensor).value)
     return tensor.item()
 
 

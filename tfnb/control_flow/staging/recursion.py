@@ -25,8 +25,8 @@ from tfnb.errors import InvalidArgument
 from tfnb.graph import Variable
 from tfnb.recording import Recorder, Tensor
 from tfnb.recording.marks.scopes import clean
-from tfnb.recording.subgraphs.capture import attempt
-from tfnb.recording.subgraphs.recursive_calls import Again, Definition, opened
+from tfnb.recording.subgraphs.capture import Retry, retried
+from tfnb.recording.subgraphs.recursive_calls import Definition, opened
 
 LIMIT = 1000
 _DEEP = 16  # calls in branches of each other that differ by numbers: from here on those are tensors
@@ -91,20 +91,21 @@ class Function:
         if recorder is None:
             return self._fn(*args, **kwargs)
         call = Call(self, recorder, args, kwargs)
-        if call.key in recorder.calls:
-            definition = recorder.calls[call.key]
-            if definition is None:
-                raise Again(call.key)
-            return call.recorded(definition)
-        undo = attempt(recorder)
-        try:
-            with opened(recorder, call.key, None), recorder.scope(self._name) as scope:
+        known = recorder.calls.get(call.key)
+        if isinstance(known, Call):
+            known.calls_itself = True
+            raise Retry(known)
+        if known is not None:
+            return call.recorded(known)
+
+        def record() -> Any:
+            if call.calls_itself:
+                return self._recursive(call, scope)
+            with opened(recorder, call.key, call):
                 return self._convert(self._fn)(*args, **kwargs)
-        except Again as again:
-            if again.key != call.key:
-                raise
-            undo()
-        return self._recursive(call, scope)
+
+        with recorder.scope(self._name) as scope:
+            return retried(call, record, recorder)
 
     def _recursive(self, call: Call, scope: str) -> Any:
         recorder = call.recorder
@@ -131,6 +132,8 @@ class Call:
         self.places = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, (torch.Tensor, Variable))]
         kinds = [_kind(self.leaves[i]) for i in self.places]
         fixed = [_fixed(leaf) for i, leaf in enumerate(self.leaves) if i not in self.places]
+        self.calls_itself = False
+        self.numbers: list[int] = []  # places of numbers that are others in each call
         self.key: Hashable = (of._key, _text(self.form), tuple(self.places), tuple(fixed), tuple(kinds))
 
     @cached_property
@@ -190,13 +193,6 @@ class Entered:
     depth: int
 
 
-class _Numbers(BaseException):
-    """A function calls itself with other and other numbers: ``call`` began it, with those in ``places``."""
-
-    def __init__(self, call: Call, places: list[int]) -> None:
-        self.call, self.places = call, places
-
-
 def names_itself(code: CodeType) -> bool:
     """Whether a function has its own name in its code, so that it may call itself."""
     if code not in _named:
@@ -232,28 +228,27 @@ class Recursing(Function):
         if definition is not None:
             return call.recorded(definition)
         mine = [entered for entered in status.calls if entered.call.of is self._of]
-        if any(other.call.key == call.key and other.depth < _depth() for other in mine):
-            raise Again(call.key)
+        same = [entered for entered in mine if entered.call.key == call.key]
+        if any(other.depth < _depth() for other in same):
+            same[-1].call.calls_itself = True
+            raise Retry(same[-1].call)
         if len({entered.depth for entered in mine}) > _DEEP and (places := _numbers(mine[0].call, call)):
-            raise _Numbers(mine[0].call, places)
-        undo = attempt(recorder)
-        try:
+            mine[0].call.numbers = places
+            raise Retry(mine[0].call)
+
+        def record() -> Any:
+            if call.calls_itself:
+                with recorder.scope(self._name) as scope:
+                    return self._recursive(call, scope)
+            if call.numbers:
+                for place in call.numbers:
+                    call.leaves[place] = as_number(tensor_of(recorder, torch.as_tensor(call.leaves[place])))
+                given, named = tree_unflatten(call.leaves, call.form)
+                return self(*given, **named)
             with _entered(call):
                 return self._fn(*args, **kwargs)
-        except Again as again:
-            if again.key != call.key:
-                raise
-            undo()
-            with recorder.scope(self._name) as scope:
-                return self._recursive(call, scope)
-        except _Numbers as numbers:
-            if numbers.call is not call:
-                raise
-            undo()
-            for place in numbers.places:
-                call.leaves[place] = as_number(tensor_of(recorder, torch.as_tensor(call.leaves[place])))
-        args, kwargs = tree_unflatten(call.leaves, call.form)
-        return self(*args, **kwargs)
+
+        return retried(call, record, recorder)
 
 
 def _depth() -> int:

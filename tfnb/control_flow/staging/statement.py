@@ -23,7 +23,7 @@ from tfnb.control_flow.structure import SIZES, of_size, recorder_if_open, spec_o
 from tfnb.errors import TfnbError
 from tfnb.graph import Variable
 from tfnb.recording import Recorder, Tensor
-from tfnb.recording.subgraphs.capture import _Before
+from tfnb.recording.subgraphs.capture import Savepoint
 
 NUMBERS = (bool, int, float, complex)
 
@@ -270,13 +270,13 @@ class Statement:
         """Around an attempt: undone where it fails."""
         before, made = self.get(), (status.depth, status.quiet)
         lines = dict(_staged.get(self.recorder, {}))
-        notes = list(self.recorder.notes)
+        notes = list(self.recorder.tape.notes)
         try:
             yield
         except BaseException:
             self.set(before)
             _staged[self.recorder] = lines
-            self.recorder.notes[:] = notes
+            self.recorder.tape.notes[:] = notes
             status.depth, status.quiet = made
             raise
         if self.is_written:  # and not one that stands for a break or return
@@ -308,7 +308,7 @@ class Statement:
 
     def tried(self, body: Callable[[], Any]) -> None:
         """Raises what ``body`` raises by itself, as if it had not been called: not what its staging raised."""
-        before, recording = self.get(), _Before(self.recorder)
+        before, recording = self.get(), Savepoint(self.recorder)
         try:
             with self.body(True):
                 body()
@@ -340,22 +340,22 @@ def _note_staged(recorder: Recorder, text: str) -> None:
     lines = _staged.setdefault(recorder, {})
     lines[text] = None
     note = "staged: " + ", ".join(sorted(lines, key=lambda line: int(line.split()[1])))
-    others = [n for n in recorder.notes if not n.startswith("staged: ")]
-    recorder.notes[:] = [note, *others]
+    others = [n for n in recorder.tape.notes if not n.startswith("staged: ")]
+    recorder.tape.notes[:] = [note, *others]
 
 
 def note_python(statement: Statement, why: object) -> None:
     """In the margin: a statement that stays Python."""
     note = f"{statement.place}: `{statement.what}` stays Python: {why}"
-    if note not in statement.recorder.notes:
-        statement.recorder.notes.append(note)
+    if note not in statement.recorder.tape.notes:
+        statement.recorder.tape.notes.append(note)
 
 
 def note_peeled(statement: Statement, why: object) -> None:
     """In the margin: a loop whose first turn stands before it."""
     note = f"{statement.place}: every run takes the first turn of the `{statement.what}`, which is by itself: {why}"
-    if note not in statement.recorder.notes:
-        statement.recorder.notes.append(note)
+    if note not in statement.recorder.tape.notes:
+        statement.recorder.tape.notes.append(note)
 
 
 def reason(error: BaseException) -> str:

@@ -32,10 +32,12 @@ from tfnb.recording.subgraphs.capture import (
     AGAIN,
     Inner,
     Region,
+    Retry,
     append,
     bound_outside,
     captures,
     record_region,
+    retried,
     subgraph,
 )
 from tfnb.recording.subgraphs.loop_node import Loop, Sequences, gathered
@@ -144,24 +146,14 @@ def _again(recorder: Recording, node: Node, inputs: Any, attrs: Any, outputs: Se
 # -- branches ---------------------------------------------------------------------------------------------------
 
 
-class _Forms(BaseException):
-    """Operands of a branch, by their places: whether their gradients are rows, and not dense."""
-
-    def __init__(self, forms: dict[int, bool]) -> None:
-        self.forms = forms
-
-
 def _cond(n: Forward, dys: Cotangents) -> list[Any]:
-    recorder, forms = open_recorder(), dict[int, bool]()
+    recorder = open_recorder()
+    forms: dict[int, bool] = {}  # of operands, by their places: whether their gradients are rows, and not dense
     with recorder.scope("cond") as path:
-        while True:
-            try:
-                return _branches(n, dys, forms, path)
-            except _Forms as found:
-                forms |= found.forms
+        return retried(forms, lambda: _branches(n, dys, forms, path))
 
 
-def _branches(n: Forward, dys: Cotangents, forms: Mapping[int, bool], path: str) -> list[Any]:
+def _branches(n: Forward, dys: Cotangents, forms: dict[int, bool], path: str) -> list[Any]:
     recorder, node = open_recorder(), n.outs[0].node  # type: ignore[attr-defined]  # recorded
     operands: list[Any] = list(n.inputs[1:])
     given, active = [dys.given(i) for i in range(len(n.outs))], list(n.needed[1:])
@@ -226,12 +218,13 @@ def _all_hold(recorder: Recording, guards: Sequence[Guard]) -> tuple[torch.SymBo
     return (reduce(and_, asked), True) if asked else None
 
 
-def _check_forms(found: Mapping[int, Any], forms: Mapping[int, bool]) -> None:
+def _check_forms(found: Mapping[int, Any], forms: dict[int, bool]) -> None:
     """Both branches give a gradient in the same form: rows, unless one of them gives a dense tensor."""
     rows = {i: True for i, dx in found.items() if isinstance(dx, IndexedSlices) and i not in forms}
     dense = {i: False for i, dx in found.items() if isinstance(dx, torch.Tensor) and forms.get(i)}
     if rows or dense:
-        raise _Forms(rows | dense)
+        forms |= rows | dense
+        raise Retry(forms)
 
 
 def _outputs(dx: Any, of: Any, is_rows: bool | None) -> tuple[torch.Tensor, ...]:
@@ -354,8 +347,8 @@ class _Saved:
         more = "" if len(known) == len(specs) else f", and {len(specs) - len(known)} more whose sizes a run decides"
         text = f"the gradient of {self.node.name} keeps {sum(known):,} bytes of each turn{total}{more}"
         note = f"{source.label} line {source.line}: {text}" if source else text
-        if note not in self.part.recorder.notes:
-            self.part.recorder.notes.append(note)
+        if note not in self.part.recorder.tape.notes:
+            self.part.recorder.tape.notes.append(note)
 
     def _turns(self) -> Any:
         """The size of the loop's rows, if it has some."""
@@ -413,11 +406,7 @@ class _Back:
 
     def record(self, dys: Cotangents) -> list[Any]:
         """The cotangents of the node's inputs."""
-        while True:
-            try:
-                return self._recorded(dys)
-            except _Rows as rows:
-                self.rows.append(rows.place)
+        return retried(self, lambda: self._recorded(dys))
 
     def _recorded(self, dys: Cotangents) -> list[Any]:
         n, part, count = self.n, self.part, self.count
@@ -464,19 +453,13 @@ class _Back:
         for i, total in zip(shared, sums, strict=True):
             dx = found[at + i]
             if isinstance(dx, IndexedSlices):
-                raise _Rows(i)
+                self.rows.append(i)  # its gradient is the rows of all turns
+                raise Retry(self)
             added.append(total if dx is None else plus(self.recorder, total, dx))
         wanted = [*self.carried, *(count + i for i in self.sequences)]
         own = [_zeros(self.recorder.tensor(part.part.inputs[i])) if (dx := found[i]) is None else dx for i in wanted]
         slices = [found[at + i].canonical() for i in self.rows]
         return [*own[:last], *added, *own[last:], *(x for rows in slices for x in (rows.values, rows.indices))]
-
-
-class _Rows(BaseException):
-    """A capture, by its place, of which each turn uses some rows: its gradient is those of all turns."""
-
-    def __init__(self, place: int) -> None:
-        self.place = place
 
 
 def _all_rows(of: Any, values: torch.Tensor, indices: torch.Tensor) -> IndexedSlices:

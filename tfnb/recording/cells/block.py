@@ -274,12 +274,13 @@ def _commit(
     sizes = _unified(recorder)
     if sizes:
         nodes = [substitute(node, sizes) for node in nodes]
-    guards = unified_guards(recorder.new_guards, sizes)
+    guards = unified_guards(recorder.tape.guards, sizes)
     space = recorder.space
     changed = [(thing, old) for thing, old in recorder.journal if isinstance(thing, Base) or thing in space.live]
     change = replaced(
         before, nodes, guards, aliases, recorder.owner, append=append, derivatives=space.derivatives,
-        opaque=space.rules, written=rewound.moved(), hidden=rewound.hidden(changed), live=live, chosen=recorder.chosen,
+        opaque=space.rules, written=rewound.moved(), hidden=rewound.hidden(changed), live=live,
+        chosen=recorder.tape.chosen,
     )  # fmt: skip
     rewound.check(change.contents)
     if recorder.graph.contents is not before:
@@ -287,9 +288,9 @@ def _commit(
     ready()
     unused = {n.id for n in recorder.new} - {n.id for n in nodes}
     recorder.graph.commit(change.contents, removed=[*change.gone.items(), *((at, _UNUSED) for at in unused)])
-    recorder.graph.notes = tuple(recorder.notes)
-    space.symbols.relabel(recorder.letters, sizes, change.letters.block, change.letters.below)
-    space.derivatives = (*change.derivatives, *recorder.derivatives)
+    recorder.graph.notes = tuple(recorder.tape.notes)
+    space.symbols.relabel(recorder.tape.letters, sizes, change.letters.block, change.letters.below)
+    space.derivatives = (*change.derivatives, *recorder.tape.derivatives)
     space.forget(set(change.gone) | unused)
     rewound.adopt(recorder.live, space.live, change.moved)
     rewound.replay(changed, held, recorder.graph.stale)
@@ -307,7 +308,7 @@ def _failed(node: Node) -> str:
 
 def _captured(recorder: Recorder) -> set[int]:
     """Constants that stand for plain tensors: a name that holds one keeps no node."""
-    return {node.id for node in recorder.new if node.op == "tfnb.constant"} - recorder.wanted
+    return {node.id for node in recorder.new if node.op == "tfnb.constant"} - recorder.tape.wanted
 
 
 def _assigned_names(recorder: Recorder, names: Mapping[str, Any]) -> dict[str, Value]:
@@ -334,10 +335,10 @@ def _unified(recorder: Recorder) -> dict[str, int | str]:
     """Symbols made in this recording that became a number or another symbol: that of another cell, else the first."""
     placeholders = (node for node in recorder.nodes if node.op == "tfnb.placeholder")
     letters = dict.fromkeys(s for node in placeholders for s in node.outputs[0].symbols)
-    own = [letter for letter in letters if letter in recorder.letters]
+    own = [letter for letter in letters if letter in recorder.tape.letters]
     now = {letter: recorder.symbols.size(recorder.symbols.get(letter)) for letter in letters}
     first: dict[Any, str] = {}  # size -> the letter that stays
-    for letter in sorted(letters, key=lambda each: (each in own, each not in recorder.chosen)):
+    for letter in sorted(letters, key=lambda each: (each in own, each not in recorder.tape.chosen)):
         first.setdefault(now[letter], letter)
     sizes: dict[str, int | str] = {}
     for letter in own:
@@ -351,8 +352,8 @@ def _unified(recorder: Recorder) -> dict[str, int | str]:
 
 
 def _warn_fixed(recorder: Recorder, letter: str, size: int) -> None:
-    found = next((s for text, _, s in recorder.equalities if letter in text.replace("(", " ").split()), None)
-    at = next((s for text, _, s in recorder.equalities if letter in text), found)
+    found = next((s for text, _, s in recorder.tape.equalities if letter in text.replace("(", " ").split()), None)
+    at = next((s for text, _, s in recorder.tape.equalities if letter in text), found)
     warnings.warn(
         f"size {letter} became the constant {size}{f' at {at}' if at else ''}: the graph takes only feeds of that size",
         stacklevel=2,

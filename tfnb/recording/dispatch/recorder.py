@@ -29,17 +29,17 @@ from tfnb.recording.dispatch.recorded_call import record_call
 from tfnb.recording.marks.held_interrupts import raise_held
 from tfnb.recording.marks.notes import asked_in, warn_of_branch, warn_of_written, written_by_hand
 from tfnb.recording.marks.scopes import Scopes, clean
-from tfnb.recording.marks.tape import Tape
 from tfnb.recording.overrides import higher_order
 from tfnb.recording.overrides.constructors import constructing, fixed
 from tfnb.recording.overrides.python_answers import guard_number, settle_size, stands_for_number
 from tfnb.recording.overrides.table import OVERRIDES, Stage
 from tfnb.recording.values.outside_tensors import Outside
 from tfnb.recording.values.samples import physical
+from tfnb.recording.values.tape import Tape
 from tfnb.recording.values.tensor import Base, Entry, Operation, Tensor, missing
 from tfnb.recording.values.variables import held, known, variable
 from tfnb.recording.values.views import View
-from tfnb.recording.values.workspace import Derivative, workspace
+from tfnb.recording.values.workspace import workspace
 from tfnb.recording.writes.aliases import STRAIGHT, looked
 from tfnb.recording.writes.in_place_calls import note_copy, record_write
 from tfnb.recording.writes.undo_log import Journal, restore, state
@@ -70,37 +70,21 @@ class Recorder(TorchDispatchMode):
         self.where = where
         self.scopes = Scopes(names)
         self.tape = Tape(owner, where, kept)
-        self.new_guards: list[Guard] = []
-        self.equalities: list[tuple[str, sympy.Eq, str]] = []
-        self.notes: list[str] = []
-        self.wanted: set[int] = set()  # constants that the user asked for
         self.born = WeakIdKeyDictionary()  # parameters and buffers made in this recording
         self.journal = Journal()
-        self.derivatives: list[Derivative] = []
-        self.by_hand: dict[Variable, Source | None] = {}  # written in place: where it was last
-        self.asked: dict[Variable, Source | None] = {}  # its value was taken as a Python number or truth: where
         self._elsewhere = WeakIdKeyDictionary()  # views of variables, as they looked before this recording
         self.below: Container[str] = ()  # owners whose blocks follow the one that is recorded
         self.live = WeakIdKeyDictionary()  # every recorded tensor that somebody still holds
         self.outside = Outside(self)
-        self._reads: dict[Variable, Base] = {}
         self._warned: set[Any] = set()
         self.stop = stop
         self.default_device: Any = None
         self.packings: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by the tensor of their batch sizes
-        self.regions = 0  # of values that are computed again for the backward pass
         self.refuse: Callable[[str], None] | None = None  # asked about each value that leaves the graph
         self.overrides: Mapping[str, Callable[..., Any]] = {}  # gradient rules of the ops recorded now
         self.inside: list[Any] = []  # of the loops, branches and functions that are being recorded: what was before
-        self.naturals: set[Value] = set()  # counters of loops, which are never negative
-        self.numbers: set[Value] = set()  # that staged code took of tensors as Python numbers
         self.entered = True  # whether the samples get to what is recorded now
-        self.stands: dict[Variable, list[Value]] = {}  # values that Variables are given inside of loops
-        self.calls: dict[
-            Any, Any
-        ] = {}  # functions that are being recorded: see `tfnb.recording.subgraphs.recursive_calls`
-        self.letters: set[str] = set()  # symbols declared in this recording
-        self.chosen: set[str] = set()  # those of them that the user named
+        self.calls: dict[Any, Any] = {}  # functions that are being recorded: see `subgraphs.recursive_calls`
         self.autograd: Autograd  # given by an extension: `tfnb.graph.current`
 
     @contextmanager
@@ -136,9 +120,9 @@ class Recorder(TorchDispatchMode):
             if is_here and is_old and not self.tape.is_earlier(base.entry.value):
                 self._refresh(tensor)
         grouped = {v.node for node in self.new if node.op == "tfnb.group" for v in node.inputs}
-        left = {v: at for v, at in self.by_hand.items() if self._read_base(v).entry.value.node not in grouped}
-        self.notes += written_by_hand(left)
-        warn_of_written(self.asked, self.new)
+        left = {v: at for v, at in self.tape.by_hand.items() if self._read_base(v).entry.value.node not in grouped}
+        self.tape.notes += written_by_hand(left)
+        warn_of_written(self.tape.asked, self.new)
 
     def look(self, tensor: Tensor) -> Entry:
         """What a recorded tensor means at this place of the program."""
@@ -183,7 +167,7 @@ class Recorder(TorchDispatchMode):
         return self._wrap(self._read_base(var).entry)
 
     def _read_base(self, var: Variable) -> Base:
-        base = self._reads.get(var)
+        base = self.tape.reads.get(var)
         if base is None:
             with _disable_current_modes():
                 sample = physical(var.storage) if var.home is None or not self.lazy else None
@@ -193,7 +177,7 @@ class Recorder(TorchDispatchMode):
             base.written = lambda entry: self._assigned(var, entry, frozenset())
             self.space.fakes[value] = fake
             self.space.samples.read(value, var, sample)
-            self._reads[var] = base
+            self.tape.reads[var] = base
         return base
 
     def write(self, var: Variable, kind: str, *args: Any) -> Tensor:
@@ -214,7 +198,7 @@ class Recorder(TorchDispatchMode):
             base = self._read_base(var)
             base.become(self._assigned(var, entry, tags))
             return self._wrap(base.entry)
-        self._reads.pop(var, None)
+        self.tape.reads.pop(var, None)
         return self._wrap(self._assigned(var, entry, tags))
 
     def _assigned(self, var: Variable, entry: Entry, tags: frozenset[str]) -> Entry:
@@ -287,12 +271,12 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def after(self, ids: tuple[int, ...] | None) -> Iterator[None]:
         """Control dependencies: nodes recorded inside run after ``ids``, and reads inside are fresh."""
-        before, self._reads = self._reads, {}
+        before, self.tape.reads = self.tape.reads, {}
         try:
             with self.tape.marked(control=() if ids is None else (*self.tape.marks.control, *ids)):
                 yield
         finally:
-            self._reads = before
+            self.tape.reads = before
 
     @contextmanager
     def placed(self, device: str | None) -> Iterator[None]:
@@ -313,8 +297,8 @@ class Recorder(TorchDispatchMode):
             where += " needs the number itself: a run must have the sample's, and"
         asked = asked_in(source, self.stop)
         note = f"{where} took the sample's value, so what Python makes of it is the same in every run{asked}"
-        if note not in self.notes:
-            self.notes.append(note)
+        if note not in self.tape.notes:
+            self.tape.notes.append(note)
 
     def streams_differ(self, what: str) -> None:
         """Note that recorded draws do not come from torch's generators."""
@@ -324,8 +308,8 @@ class Recorder(TorchDispatchMode):
         """Something to be said once about this line."""
         source = self.where()
         note = f"{f'{source.label} line {source.line}' if source else 'recording'}: {text}"
-        if note not in self.notes:
-            self.notes.append(note)
+        if note not in self.tape.notes:
+            self.tape.notes.append(note)
 
     def guard(self, tensor: torch.Tensor, outcome: bool, raises: str | None = None) -> None:
         """Every later node runs only where ``tensor`` has this truth; ``raises``: what Python would raise elsewhere."""
@@ -361,10 +345,10 @@ class Recorder(TorchDispatchMode):
         """A relation between sizes that this recording now relies on; one of torch's checks, only in its own line."""
         source = self.where()
         if isinstance(expr, sympy.Eq):
-            self.equalities.append((text, expr, f"{source or ''}{asked_in(source, self.stop)}"))
+            self.tape.equalities.append((text, expr, f"{source or ''}{asked_in(source, self.stop)}"))
         guard = Guard(text, source, self.owner, is_local=by_torch)
-        if all(not other.covers(guard) for other in self.new_guards):
-            self.new_guards.append(guard)
+        if all(not other.covers(guard) for other in self.tape.guards):
+            self.tape.guards.append(guard)
 
     def settled(self, expr: Any) -> Any:
         """What Python asks of a size that only data tell: the samples' answer, and a guard that a run agrees."""
@@ -490,7 +474,7 @@ class Recorder(TorchDispatchMode):
     def variable_of(self, tensor: torch.Tensor) -> Variable | None:
         """The Variable of a Parameter, buffer or leaf; None for other tensors."""
         var = known(tensor)
-        if var is not None and var in self._reads:
+        if var is not None and var in self.tape.reads:
             return var
         is_leaf = isinstance(tensor, _STATE) or (tensor.requires_grad and tensor.is_leaf)
         if var is None and not is_leaf and not self.scopes.places(tensor):

@@ -1,6 +1,6 @@
-"""What every node carries, and where nodes are kept while a recording goes on: the tape, scopes, notes for the user.
+"""Where a node stands and what the user is told: scopes, notes, what torch changes while a recording goes on.
 
-`tape` owns the nodes of one recording, `scopes` names module paths and torch functions, `notes` words what a user is
+`scopes` names module paths and torch functions, `notes` words what a user is
 told. `while_recording` changes things of torch for as long as any thread records. `held_interrupts` keeps Ctrl-C out
 of half-made nodes.
 """

@@ -144,7 +144,7 @@ def _of_value(rec: Recording, value: Value, deep: int = _DEEP) -> sympy.Expr:
     terms = {} if node is None else node.attrs
     known = terms.keys() == {"self", "other"} and all(isinstance(t, Ref) or type(t) is int for t in terms.values())
     if node is None or how is None or not known or not deep:
-        natural = True if value in rec.naturals else None
+        natural = True if value in rec.tape.naturals else None
         return sympy.Symbol(f"v{value.node}_{value.index}", integer=True, nonnegative=natural)
     return how(*(_of_value(rec, node.inputs[t.input], deep - 1) if isinstance(t, Ref) else t for t in terms.values()))
 

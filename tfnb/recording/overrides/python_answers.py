@@ -52,7 +52,7 @@ def item(rec: Recording, tensor: torch.Tensor) -> Any:
     if not rec.tape.is_fixed(entry.value):
         var = None if isinstance(tensor, Tensor) else rec.variable_of(tensor)
         if var is not None and rec.node(entry.value.node).op == "tfnb.read":  # as it is when the run begins
-            rec.asked.setdefault(var, rec.where())
+            rec.tape.asked.setdefault(var, rec.where())
         if tensor.dtype is torch.bool and (isinstance(tensor, Tensor) or entry.sample is not None):
             outcome = bool(tensor.sample if isinstance(tensor, Tensor) else entry.sample)
             with rec.on():
@@ -66,10 +66,10 @@ def item(rec: Recording, tensor: torch.Tensor) -> Any:
 
 def stands_for_number(rec: Recording, value: Value) -> bool:
     """Whether it is a Python number that staged code took of a tensor, or computed from such numbers alone."""
-    node = rec.tape.by_id.get(value.node) if rec.numbers and value not in rec.numbers else None
+    node = rec.tape.by_id.get(value.node) if rec.tape.numbers and value not in rec.tape.numbers else None
     if node is not None and node.inputs and all(stands_for_number(rec, v) for v in node.inputs):
-        rec.numbers.add(value)
-    return value in rec.numbers
+        rec.tape.numbers.add(value)
+    return value in rec.tape.numbers
 
 
 def guard_number(rec: Recording, tensor: Tensor) -> None:

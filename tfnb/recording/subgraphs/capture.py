@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -33,6 +33,7 @@ from tfnb.recording.values.recording import Recording
 from tfnb.recording.values.tensor import Base, Entry, Tensor
 
 Function = Callable[..., Sequence[Any]]  # of recorded tensors, to tensors
+Result = TypeVar("Result")
 AGAIN = "again"  # tag of a forward node's copy that gives more
 
 
@@ -94,7 +95,7 @@ def record_region(
     added = [] if added is None else added
     while True:
         added.clear()
-        before = _Before(recorder)
+        before = Savepoint(recorder)
         try:
             recorder.inside.append(before)
             with (
@@ -109,7 +110,8 @@ def record_region(
                 for base, tensor in zip(held, tensors[len(tensors) - len(held) :], strict=True):
                     base.become(tensor._entry)
                     if base.variable is not None:
-                        recorder.stands.setdefault(base.variable, []).append(tensor._entry.value)
+                        stands = recorder.tape.stands
+                        stands[base.variable] = (*stands.get(base.variable, ()), tensor._entry.value)
                 before.start()
                 found = function(*tensors[: len(tensors) - len(held)])
                 outputs = [recorder._entry(recorder._as_tensor(item)).value for item in found]
@@ -135,9 +137,32 @@ def added_input(recorder: Recording, given: Given, added: list[Value]) -> Tensor
     return tensor
 
 
+class Retry(BaseException):  # the user's `except Exception` is not meant
+    """What was recorded does not fit: ``of`` knows by now what does, and is recorded again."""
+
+    def __init__(self, of: object) -> None:
+        self.of = of
+
+
+def retried(of: object, record: Callable[[], Result], recorder: Recording | None = None) -> Result:
+    """What ``record`` gives; where it raises `Retry` of this object, it is called again.
+
+    A region that is left by it is undone in any case; with a recorder, so is all else that was recorded since.
+    """
+    while True:
+        before = None if recorder is None else Savepoint(recorder)
+        try:
+            return record()
+        except Retry as retry:
+            if before is not None:
+                before.undo()
+            if retry.of is not of:
+                raise
+
+
 def attempt(recorder: Recording) -> Callable[[], None]:
     """What takes back everything that is recorded from here on."""
-    return _Before(recorder).undo
+    return Savepoint(recorder).undo
 
 
 @contextmanager
@@ -184,17 +209,18 @@ def _placeholder(recorder: Recording, given: Given) -> Tensor:
     return recorder._wrap(Entry(value, fake, given.sample))
 
 
-class _Before:
-    """The state of a recording before a function is called, to be had back."""
+class Savepoint:
+    """A place in a recording to go back to, as often as it takes: by `undo`, or by `cut` with what was recorded since.
+
+    It keeps the tape's state and what recorded tensors look at. What a function does to Python's objects stays done.
+    """
 
     def __init__(self, recorder: Recording) -> None:
         self.recorder = recorder
-        self.at, self.streams, self.marks = len(recorder.new), recorder.tape._streams, recorder.tape.marks
+        self.state = recorder.tape.saved()
+        self.at = len(recorder.new)
         self.live = list(recorder.live)
-        self.reads = dict(recorder._reads)
-        self.handles, self.memory = dict(recorder.outside._handles), dict(recorder.outside._memory)
-        self.guards = len(recorder.new_guards)
-        bases = [*(tensor._family for tensor in self.live), *self.reads.values()]
+        bases = [*(tensor._family for tensor in self.live), *recorder.tape.reads.values()]
         self.entries = {base: base.entry for base in bases}
         self.versions: dict[Base, int] = {}
 
@@ -203,24 +229,19 @@ class _Before:
         self.versions = {base: base.version for base in self.entries}
 
     def undo(self) -> None:
-        """Everything as it was, but what the function did outside of the recording."""
-        recorder = self.recorder
-        cut = recorder.tape.cut(self.at, self.streams)
-        recorder.tape.marks = self.marks  # a guard among what is cut marked all that followed
-        recorder._reads = self.reads
-        recorder.outside._handles, recorder.outside._memory = self.handles, self.memory
-        del recorder.new_guards[self.guards :]
-        self._restore({node.id for node in cut})
-        recorder.space.release(cut)
+        """As if nothing had been recorded since."""
+        gone = self.recorder.tape.put_back(self.state)
+        self._restore({node.id for node in gone})
+        self.recorder.space.release(gone)
 
     def met_and_written(self) -> list[Callable[[], Any]]:
         """Calls that meet the tensors and variables that the function met first, and wrote."""
         recorder = self.recorder
         late: list[Callable[[], Any]] = []
-        for var, base in recorder._reads.items():
+        for var, base in recorder.tape.reads.items():
             if base not in self.entries and base.version:
                 late.append(partial(recorder._read_base, var))
-        for tensor, handle in recorder.outside._memory.values():
+        for tensor, handle in recorder.tape.memory.values():
             if handle._family not in self.entries and handle._family.version and not late:
                 late.append(partial(recorder.handle, tensor))
         return late
@@ -247,12 +268,13 @@ class _Before:
     def _inner_guards(self, local: bool) -> list[Guard]:
         """Relations between sizes that exist, or are asked, inside only."""
         recorder = self.recorder
-        new = recorder.new_guards[self.guards :]
+        start = len(self.state.guards)
+        new = recorder.tape.guards[start:]
         if local:
-            del recorder.new_guards[self.guards :]
+            del recorder.tape.guards[start:]
             return [replace(guard, is_local=False) for guard in new]
         outer = _bound(recorder.tape.nodes) if new else set()
-        recorder.new_guards[self.guards :] = [  # their lines are not those of the node that holds the region
+        recorder.tape.guards[start:] = [  # their lines are not those of the node that holds the region
             replace(guard, is_local=False) for guard in new if outer.issuperset(guard.symbols)
         ]
         return [guard for guard in new if not outer.issuperset(guard.symbols)]
@@ -263,7 +285,7 @@ class _Before:
         for base, entry in self.entries.items():
             if base.entry is not entry:
                 base.become(entry)
-        kept = {id(tensor) for tensor in self.live} | {id(h) for _, h in recorder.outside._handles.values()}
+        kept = {id(tensor) for tensor in self.live} | {id(h) for _, h in recorder.tape.handles.values()}
         for tensor in list(recorder.live):
             if tensor._entry.value.node in gone:
                 if id(tensor) in kept:

@@ -57,8 +57,8 @@ def recompute(fn: Callable[..., Any]) -> Callable[..., Any]:
 def region(recorder: Recording) -> Iterator[None]:
     """What is recorded inside is a region, inside of the regions that are open."""
     outer = region_of_tags(recorder.tape.marks.tags)
-    recorder.regions += 1
-    path = (*outer, f"{recorder.owner.index}.{recorder.regions}")
+    recorder.tape.regions += 1
+    path = (*outer, f"{recorder.owner.index}.{recorder.tape.regions}")
     tags = frozenset(t for t in recorder.tape.marks.tags if not t.startswith(_TAG))
     with recorder.tape.marked(tags=tags | {_TAG + "/".join(path)}):
         yield

@@ -18,11 +18,13 @@ from tfnb.graph.spec import Size
 from tfnb.recording.subgraphs.capture import (
     Given,
     Region,
+    Retry,
     append,
     bound_outside,
     captures,
     now,
     record_region,
+    retried,
     subgraph,
 )
 from tfnb.recording.values.recording import Recording
@@ -34,17 +36,6 @@ _ROUNDS = 12
 
 class Unfinished(BaseException):
     """A call whose result nothing tells yet; a branch takes the word of its other side."""
-
-
-class _Wider(BaseException):
-    """A call that the recorded body does not fit; what it needs was noted."""
-
-
-class Again(BaseException):
-    """A function that was recorded as if it called nothing calls itself: ``key`` says which."""
-
-    def __init__(self, key: Hashable) -> None:
-        self.key = key
 
 
 class Definition:
@@ -91,10 +82,7 @@ class Definition:
         """Record the body until nothing new comes. Raises InvalidArgument where that never happens."""
         for _ in range(_ROUNDS):
             try:
-                region = self._recorded(body, scope)
-            except _Wider:
-                self.generalise()
-                continue
+                region = retried(self, lambda: self._recorded(body, scope))
             except Unfinished:
                 raise InvalidArgument(
                     f"{self.function.name} calls itself on every way through it, so it never ends: let a tfnb.cond "
@@ -197,8 +185,10 @@ class Definition:
         }
 
     def _widen(self, place: int, axis: int) -> None:
+        """A call does not fit what is recorded of the body: this size is another one in each call."""
         self.loose.add((place, axis))
-        raise _Wider
+        self.generalise()
+        raise Retry(self)
 
     def _size(self, size: Size | None, sizes: dict[str, Any]) -> Size:
         symbols = self.recorder.symbols
@@ -214,9 +204,9 @@ def _common(shape: Shape, other: Shape) -> Shape:
 
 
 @contextmanager
-def opened(recorder: Recording, key: Hashable, definition: Definition | None) -> Iterator[None]:
-    """Calls inside that have the key are calls of the definition; None: they raise `Again`."""
-    recorder.calls[key] = definition
+def opened(recorder: Recording, key: Hashable, of: object) -> Iterator[None]:
+    """Calls inside that have the key are told: of this definition, or of the call that is being recorded."""
+    recorder.calls[key] = of
     try:
         yield
     finally:

@@ -17,7 +17,7 @@ from tfnb.errors import InvalidArgument, Unsupported
 from tfnb.graph import Node
 from tfnb.recording.marks.notes import dense
 from tfnb.recording.values.recording import Recording
-from tfnb.recording.values.tensor import Base, Entry, Tensor
+from tfnb.recording.values.tensor import Base, Tensor
 
 aten = torch.ops.aten
 BIG_CONSTANT = 1 << 20  # bytes; larger captured tensors are announced, and copied only if they stay in the graph
@@ -38,14 +38,10 @@ class Outside:
 
     def __init__(self, recorder: Recording) -> None:
         self._rec = recorder
-        self._borrowed: dict[int, Entry] = {}  # constants that still share the memory of what was captured
-        self._handles: dict[int, tuple[torch.Tensor, Tensor]] = {}  # of plain tensors met, by id
-        self._memory: dict[int, tuple[torch.Tensor, Tensor]] = {}  # the first of them, by their storage
-        self._constants: dict[int, Entry] = {}  # what stood for that one first
 
     def handle(self, tensor: torch.Tensor) -> Tensor:
         """The recorded tensor that stands for a plain one: a variable's, a constant's, or a view of one met before."""
-        found = self._handles.get(id(tensor))
+        found = self._rec.tape.handles.get(id(tensor))
         if found is not None:
             return found[1]
         var = self._rec.variable_of(tensor)
@@ -55,21 +51,21 @@ class Outside:
         else:
             seen = self._seen_memory(tensor)
             handle = self._constant_of(tensor) if seen is None else seen
-            self._handles[id(tensor)] = (tensor, handle)
-        self._memory.setdefault(_storage(tensor), (tensor, handle))
+            self._rec.tape.handles[id(tensor)] = (tensor, handle)
+        self._rec.tape.memory.setdefault(_storage(tensor), (tensor, handle))
         return handle
 
     def _constant_of(self, tensor: torch.Tensor) -> Tensor:
         with _disable_current_modes():
             entry = self._rec.constant(self._captured(tensor))
-        self._constants.setdefault(_storage(tensor), entry)
+        self._rec.tape.constants.setdefault(_storage(tensor), entry)
         if entry.sample is not None and _storage(entry.sample) == _storage(tensor):
-            self._borrowed[entry.value.node] = entry
+            self._rec.tape.borrowed[entry.value.node] = entry
         return self._rec._wrap(entry)
 
     def _seen_memory(self, tensor: torch.Tensor) -> Tensor | None:
         """A plain tensor that shares memory with one met before: a view of that, so that writes to either show."""
-        met, base = self._memory.get(_storage(tensor)) or self._met_before(tensor), tensor._base
+        met, base = self._rec.tape.memory.get(_storage(tensor)) or self._met_before(tensor), tensor._base
         if met is None and base is not None and self._rec.variable_of(base) is not None:
             met = base, self.handle(base)
         if met is None:
@@ -102,7 +98,7 @@ class Outside:
             if now.dtype != met.held.dtype or not torch.equal(now, met.held):
                 return None
         handle = self._rec._wrap(base.entry, base)
-        self._handles[id(met.first)] = self._memory[_storage(tensor)] = met.first, handle
+        self._rec.tape.handles[id(met.first)] = self._rec.tape.memory[_storage(tensor)] = met.first, handle
         return met.first, handle
 
     def remember(self) -> None:
@@ -110,9 +106,9 @@ class Outside:
         known = self._rec.space.outside
         for key in [key for key, met in known.items() if met.storage.expired()]:
             del known[key]
-        for key, (tensor, handle) in self._memory.items():
+        for key, (tensor, handle) in self._rec.tape.memory.items():
             base = handle._family
-            entry = self._constants.get(key)
+            entry = self._rec.tape.constants.get(key)
             if entry is not None and entry.sample is not None and base.variable is None:
                 known[key] = Met(StorageWeakRef(tensor.untyped_storage()), _geometry(tensor), entry.sample, base)
 
@@ -128,7 +124,7 @@ class Outside:
 
     def own(self, node: Node) -> Node:
         """A node that stays in the graph: with a copy of the data that the user may still change."""
-        entry = self._borrowed.get(node.id)
+        entry = self._rec.tape.borrowed.get(node.id)
         if entry is None:
             return node
         with _disable_current_modes():
@@ -138,8 +134,7 @@ class Outside:
 
     def lost_write(self, base: Base) -> None:
         """Say once a line that a write into a tensor of outside that is no Variable does not last."""
-        is_first = self._rec.node(base.entry.value.node).op == "tfnb.constant"
-        if not is_first or all(handle._family is not base for _, handle in self._memory.values()):
+        if all(handle._family is not base for _, handle in self._rec.tape.memory.values()):
             return
         self._rec.note(
             "a run does not write into a plain tensor of outside, and starts each time from what it held; make it a "
@@ -148,7 +143,7 @@ class Outside:
 
     def written(self, tensor: torch.Tensor, how: str = "numpy()") -> torch.Tensor:
         """What a tensor that was not recorded holds for the program: its memory, or what this recording wrote to it."""
-        if _storage(tensor) not in self._memory or not self._rec.home(tensor).version:
+        if _storage(tensor) not in self._rec.tape.memory or not self._rec.home(tensor).version:
             return tensor
         self._rec.escaped(tensor, how)
         sample = self._rec._entry(tensor).sample

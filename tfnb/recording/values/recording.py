@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tfnb.graph import Graph, Guard, Node, Owner, Source, Value, Variable, current
+from tfnb.graph import Graph, Node, Owner, Source, Value, Variable, current
 
 if TYPE_CHECKING:
     from tfnb.recording.marks.scopes import Scopes
-    from tfnb.recording.marks.tape import Tape
     from tfnb.recording.shapes.symbols import Symbols
     from tfnb.recording.values.outside_tensors import Outside
+    from tfnb.recording.values.tape import Tape
     from tfnb.recording.values.tensor import Base, Entry, Tensor
     from tfnb.recording.values.views import View
-    from tfnb.recording.values.workspace import Derivative, Workspace
+    from tfnb.recording.values.workspace import Workspace
 
 
 class Recording(current.Recording, Protocol):
@@ -35,24 +35,14 @@ class Recording(current.Recording, Protocol):
     outside: Outside
     where: Callable[[], Source | None]
     stop: FrameType | None
-    notes: list[str]
-    new_guards: list[Guard]
-    derivatives: list[Derivative]
-    by_hand: dict[Variable, Source | None]
-    asked: dict[Variable, Source | None]
     born: WeakIdKeyDictionary
     live: WeakIdKeyDictionary
     packings: WeakIdKeyDictionary
     inside: list[Any]  # of the loops, branches and functions that are being recorded: what was before
-    naturals: set[Value]
-    numbers: set[Value]
-    stands: dict[Variable, list[Value]]
     calls: dict[Any, Any]
     entered: bool
-    regions: int
     refuse: Callable[[str], None] | None
     overrides: Mapping[str, Callable[..., Any]]
-    _reads: dict[Variable, Base]
 
     @property
     def nodes(self) -> tuple[Node, ...]:

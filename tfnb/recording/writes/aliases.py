@@ -82,8 +82,8 @@ def copy_of(rec: Recording, tensor: torch.Tensor, why: str, *, is_held: bool) ->
 
 def outer(rec: Recording) -> set[Base]:
     """What is of outside of the region that is being recorded, also what that met first."""
-    handles = rec.outside._handles.values()
-    return {*rec.inside[-1].entries, *rec._reads.values(), *(handle._family for _, handle in handles)}
+    handles = rec.tape.handles.values()
+    return {*rec.inside[-1].entries, *rec.tape.reads.values(), *(handle._family for _, handle in handles)}
 
 
 def looked(chain: tuple[View, ...], base: torch.Tensor) -> torch.Tensor:

@@ -176,13 +176,13 @@ def rebind(rec: Recording, target: torch.Tensor, new: torch.Tensor) -> None:
 
 def _become(rec: Recording, base: Base, entry: Entry) -> None:
     """A tensor, or the Variable that it is the value of, holds this from here on."""
-    var = base.variable if base.variable is not None and rec._reads.get(base.variable) is base else None
+    var = base.variable if base.variable is not None and rec.tape.reads.get(base.variable) is base else None
     if base.written is not None and var is None:
         raise Unsupported(f"a write through a view of a variable of an earlier recording{rec.tape.at()}")
     if var is None:
         rec.outside.lost_write(base)
     elif var.trainable and rec.scopes.module is None:
-        rec.by_hand[var] = rec.where()
+        rec.tape.by_hand[var] = rec.where()
     in_module = var is not None and var.held is not None and bool(rec.scopes.places(var.held.tensor()))
     rec.changes(base)
     tags = frozenset({"buffer"} if in_module else ())  # it belongs to the step of a loss

@@ -1,6 +1,8 @@
-"""The nodes of one recording, in program order, before they are committed.
+"""The tape: all that one recording changes as it goes on, in one record, before it is committed.
 
-Owns ids, names, random streams, and the marks that every node recorded now gets: control inputs, tags, device.
+Nodes in program order with their names, random streams and marks; what stands for Variables and tensors of outside;
+guards, notes, and what is known of values. `saved` gives a copy, and `put_back` goes back to it: that is how an attempt
+is undone, whatever it did.
 """
 
 from __future__ import annotations
@@ -8,15 +10,21 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from copy import copy
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
 
+import sympy
 import torch
 
 from tfnb.errors import InvalidArgument
-from tfnb.graph import Node, Owner, Source, Spec, Value, ops
+from tfnb.graph import Guard, Node, Owner, Source, Spec, Value, Variable, ops
 from tfnb.graph.contents import Names
 from tfnb.graph.graph import new_id
+
+if TYPE_CHECKING:
+    from tfnb.recording.values.tensor import Base, Entry, Tensor
+    from tfnb.recording.values.workspace import Derivative
 
 _NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*\Z")
 _VARYING = frozenset({"tfnb.placeholder", "tfnb.read", "tfnb.assign", ops.CALL}) | ops.REGIONS | ops.QUEUES
@@ -34,19 +42,59 @@ class Marks:
     device: str | None = None
 
 
-class Tape:
-    """Nodes of earlier owners (``kept``) and the new ones of ``owner``."""
+@dataclass(eq=False)
+class State:
+    """What a tape puts back. Containers are copied when it is saved, so what is in them is not changed in place."""
+
+    new: list[Node]
+    by_id: dict[int, Node]
+    labels: set[str]  # of what was read
+    names: Names
+    named: set[int] = field(default_factory=set)  # nodes that the user named in the call that made them
+    marks: Marks = field(default_factory=Marks)
+    streams: int = 0
+    regions: int = 0  # of values that are computed again for the backward pass
+    # what stands for Variables and for plain tensors of outside
+    reads: dict[Variable, Base] = field(default_factory=dict)
+    handles: dict[int, tuple[torch.Tensor, Tensor]] = field(default_factory=dict)  # of plain tensors met, by id
+    memory: dict[int, tuple[torch.Tensor, Tensor]] = field(default_factory=dict)  # the first of them, by storage
+    constants: dict[int, Entry] = field(default_factory=dict)  # what stood for that one first
+    borrowed: dict[int, Entry] = field(default_factory=dict)  # constants that share memory with what was captured
+    wanted: set[int] = field(default_factory=set)  # constants that the user asked for
+    # what is known of sizes and values
+    guards: list[Guard] = field(default_factory=list)
+    equalities: list[tuple[str, sympy.Eq, str]] = field(default_factory=list)
+    letters: set[str] = field(default_factory=set)  # symbols declared in this recording
+    chosen: set[str] = field(default_factory=set)  # those of them that the user named
+    naturals: set[Value] = field(default_factory=set)  # counters of loops, which are never negative
+    numbers: set[Value] = field(default_factory=set)  # that staged code took of tensors as Python numbers
+    stands: dict[Variable, tuple[Value, ...]] = field(default_factory=dict)  # given to Variables inside of loops
+    # what is said at the end
+    notes: list[str] = field(default_factory=list)
+    derivatives: list[Derivative] = field(default_factory=list)
+    by_hand: dict[Variable, Source | None] = field(default_factory=dict)  # written in place: where it was last
+    asked: dict[Variable, Source | None] = field(default_factory=dict)  # taken as a Python number or truth: where
+
+    def saved(self) -> State:
+        """A copy, to which `put_back` goes back."""
+        return State(**{each.name: copy(getattr(self, each.name)) for each in fields(State)})
+
+    def put_back(self, saved: State) -> list[Node]:
+        """Everything as it was when it was saved; returns the nodes that are gone."""
+        gone = [node for node in self.new if node.id not in saved.by_id]
+        for each in fields(State):
+            setattr(self, each.name, copy(getattr(saved, each.name)))
+        return gone
+
+
+class Tape(State):
+    """Nodes of earlier owners (``kept``) and the new ones of ``owner``, and the rest of the recording's state."""
 
     def __init__(self, owner: Owner, where: Callable[[], Source | None], kept: tuple[Node, ...]) -> None:
+        labels = {node.attrs["variable"].name for node in kept if node.op == "tfnb.read"}
+        super().__init__([], {node.id: node for node in kept}, labels, Names(node.name for node in kept))
         self.owner, self.where, self.kept = owner, where, kept
-        self.new: list[Node] = []
-        self.by_id: dict[int, Node] = {node.id: node for node in kept}
         self._earlier = frozenset(self.by_id)
-        self.named: set[int] = set()  # nodes that the user named in the call that made them
-        self.marks = Marks()
-        self.labels = {node.attrs["variable"].name for node in kept if node.op == "tfnb.read"}  # of what was read
-        self._names = Names(node.name for node in kept)
-        self._streams = 0
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -63,12 +111,12 @@ class Tape:
             self.allow(name := chosen)
         marks, stream = self.marks, None
         if is_random:
-            stream, self._streams = self._streams, self._streams + 1
+            stream, self.streams = self.streams, self.streams + 1
         if not torch.is_grad_enabled():
             tags = tags | {"no_grad"}
         control = marks.control if op not in ("tfnb.placeholder", "tfnb.constant") else ()
         node = Node(
-            id=new_id(), name=self._names.fresh(name), op=op, inputs=inputs, outputs=outputs, attrs=attrs or {},
+            id=new_id(), name=self.names.fresh(name), op=op, inputs=inputs, outputs=outputs, attrs=attrs or {},
             control=control, scope=() if op in _UNSCOPED else scope, source=self.where(), owner=self.owner,
             device=marks.device, tags=tags | marks.tags, stream=stream, forward=marks.forward,
         )  # fmt: skip
@@ -113,29 +161,28 @@ class Tape:
         """Take back the last node: its op failed."""
         node = self.new.pop()
         del self.by_id[node.id]
-        self._names.free(node.name)
+        self.names.free(node.name)
 
-    def cut(self, start: int, streams: int | None = None) -> list[Node]:
-        """Take the nodes from number ``start`` on out of the recording; ``streams``: of draws, before them."""
+    def cut(self, start: int) -> list[Node]:
+        """Take the nodes from number ``start`` on out of the recording."""
         cut = self.new[start:]
         del self.new[start:]
         for node in cut:
             del self.by_id[node.id]
-            self._names.free(node.name)
-        self._streams = self._streams if streams is None else streams
+            self.names.free(node.name)
         return cut
 
     def put(self, node: Node) -> None:
         """Add a node that was cut."""
-        node = replace(node, name=self._names.fresh(node.name))
+        node = replace(node, name=self.names.fresh(node.name))
         self.by_id[node.id] = node
         self.new.append(node)
 
     def rename(self, node_id: int, name: str) -> str:
         """Give a node of this recording another name (made unique); returns it."""
         place, node = next((i, n) for i, n in enumerate(self.new) if n.id == node_id)
-        self._names.free(node.name)
-        name = self._names.fresh(name)
+        self.names.free(node.name)
+        name = self.names.fresh(name)
         self.new[place] = self.by_id[node_id] = replace(node, name=name)
         return name
 
@@ -148,7 +195,7 @@ class Tape:
         """Raise InvalidArgument if a user may not give a node this name: it is not legal, or taken."""
         if not _NAME.match(name):
             raise InvalidArgument(f"{name!r} is not a node name: it must match {_NAME.pattern}{self.at()}")
-        if name in self._names:
+        if name in self.names:
             other = next(n for n in self.nodes if n.name == name)
             raise InvalidArgument(
                 f"the name {name!r} is taken by a node recorded at {other.source or 'another place'}; "
