@@ -45,6 +45,7 @@ class Everything(Tracer):
         self.loops = LoopTraces(NOTES)
         self.profile: Mapping[str, Any] = {}
         self.last = 0.0  # when a probe looked last
+        self.seconds = 0.0  # when the step was over
         self._is_cpu = self.device.type in ("cpu", "meta")
         self._took = begun(self.device)
         self._path: Path = ()
@@ -63,10 +64,12 @@ class Everything(Tracer):
             look = Look(self, self.code, names)
             look.annotate(0)
             look.since = self.resume(self.clock.now())
-            return self.code.forward(look, *args)
+            outs = self.code.forward(look, *args)
+        self.seconds = self.clock.now()
+        return outs
 
     def commit(self, pending: Pending) -> None:
-        """Write everything, as an event of its own."""
+        """Write everything, as an event of its own; of a step without Variables nobody asks for it."""
         storages = [variable.storage for variable in self.program.writes]
         start = self.clock.now()
         super().commit(pending)

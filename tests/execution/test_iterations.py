@@ -1,4 +1,4 @@
-"""What a traced run sees inside of loops and branches: values and sides of single turns, amounts, live bytes."""
+"""What a traced run sees inside of loops and branches: values and sides of single iterations, amounts, live bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import tfnb
 from tfnb.errors import InvalidArgument
 from tfnb.execution import Trace
-from tfnb.execution.tracing import everything as watch
+from tfnb.execution.tracing import everything
 from tfnb.execution.tracing.iterations import LoopTrace, Seen, seen
 
 
@@ -21,10 +21,10 @@ def traced(graph: tfnb.Graph, fetches: object, feeds: dict[object, object]) -> t
     return session.trace, result
 
 
-def of_op(turns: LoopTrace, trace: Trace, op: str) -> list[list[tuple[float, ...]]]:
-    """The numbers that nodes of an op had, turn by turn."""
+def of_op(loop: LoopTrace, trace: Trace, op: str) -> list[list[tuple[float, ...]]]:
+    """The numbers that nodes of an op had, iteration by iteration."""
     named = {path for path, amount in trace.inside.items() if amount.node.op.startswith(op)}
-    return [[note.values[0].numbers for path, note in turn.notes.items() if path in named] for turn in turns.kept]
+    return [[note.values[0].numbers for path, note in one.notes.items() if path in named] for one in loop.kept]
 
 
 @pytest.fixture
@@ -39,22 +39,20 @@ def collatz() -> tuple[tfnb.Graph, object, object]:
     return graph, n, steps
 
 
-def test_values_and_sides_of_every_turn_are_those_of_python(collatz) -> None:
+def test_values_and_sides_of_every_iteration_are_those_of_python(collatz) -> None:
     graph, n, steps = collatz
     trace, found = traced(graph, steps, {n: 7})
     expected, m = [], 7
     while m != 1:
         expected.append((m, m % 2 == 0))
         m = m // 2 if m % 2 == 0 else 3 * m + 1
-    (turns,) = trace.loops
-    assert (turns.total, turns.runs, turns.every, found.item()) == (len(expected), 1, 1, len(expected))
-    assert [turn.number for turn in turns.kept] == list(range(len(expected)))
-    assert [list(turn.sides.values()) for turn in turns.kept] == [[side] for _, side in expected]
-    state = [
-        {note.values[0].numbers for note in turn.notes.values() if math.isnan(note.seconds)} for turn in turns.kept
-    ]
+    (loop,) = trace.loops
+    assert (loop.total, loop.runs, loop.every, found.item()) == (len(expected), 1, 1, len(expected))
+    assert [one.number for one in loop.kept] == list(range(len(expected)))
+    assert [list(one.sides.values()) for one in loop.kept] == [[side] for _, side in expected]
+    state = [{note.values[0].numbers for note in one.notes.values() if math.isnan(note.seconds)} for one in loop.kept]
     assert [(m,) in values for values, (m, _) in zip(state, expected, strict=True)] == [True] * len(expected)
-    halves = [numbers for numbers in of_op(turns, trace, "aten.floor_divide") if numbers]
+    halves = [numbers for numbers in of_op(loop, trace, "aten.floor_divide") if numbers]
     assert halves == [[(m // 2,)] for m, even in expected if even]
 
 
@@ -70,12 +68,12 @@ def test_what_runs_inside_is_part_of_the_loop_and_counted(collatz) -> None:
     spans = [span for span in trace.spans if span.depth]
     assert {span.depth for span in spans} == {1} and len(spans) == sum(
         not math.isnan(note.seconds) and trace.inside[path].node.op != "tfnb.cond"
-        for turn in trace.loops[0].kept for path, note in turn.notes.items()
+        for one in trace.loops[0].kept for path, note in one.notes.items()
     )  # fmt: skip
     assert all(loop.start <= span.start <= span.end <= loop.end for span in spans)
 
 
-def test_turns_of_a_loop_in_a_loop_know_the_turn_around_them() -> None:
+def test_iterations_of_a_loop_in_a_loop_know_the_iteration_around_them() -> None:
     with tfnb.record() as graph:
         x = tfnb.placeholder(torch.ones(3), name="x")
         y = tfnb.map_fn(lambda v: tfnb.while_loop(lambda a: a < 4, lambda a: a * 2, v), x)
@@ -83,7 +81,7 @@ def test_turns_of_a_loop_in_a_loop_know_the_turn_around_them() -> None:
     assert result.tolist() == [4.0, 5.0, 6.0, 4.0]
     outer, inner = trace.loops
     assert (outer.total, inner.total, inner.runs, inner.around, outer.depth, inner.depth) == (4, 6, 4, outer.path, 1, 2)
-    assert [(turn.around.number, turn.number) for turn in inner.kept] == [
+    assert [(one.around.number, one.number) for one in inner.kept] == [
         (0, 0),
         (0, 1),
         (2, 0),
@@ -101,8 +99,8 @@ def test_turns_of_a_loop_in_a_loop_know_the_turn_around_them() -> None:
     ]
 
 
-def test_of_very_many_turns_every_nth_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "NOTES", 200)
+def test_of_very_many_iterations_every_nth_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(everything, "NOTES", 200)
     with tfnb.record() as graph:
         n = tfnb.placeholder(torch.tensor(3), name="n")
         y = tfnb.while_loop(
@@ -113,14 +111,14 @@ def test_of_very_many_turns_every_nth_is_kept(monkeypatch: pytest.MonkeyPatch) -
     trace, result = traced(graph, y, {n: 300})
     outer, inner = trace.loops
     assert result.item() == 3000 and (outer.total, inner.total, inner.runs) == (300, 1500, 300)
-    assert sum(len(turn.notes) for turns in trace.loops for turn in turns.kept) <= 200
-    for turns in trace.loops:
-        assert turns.every > 1 and turns.every & (turns.every - 1) == 0
-        assert turns.kept and all(turn.number % turns.every == 0 for turn in turns.kept)
-    assert [turn.number for turn in outer.kept] == list(range(0, 300, outer.every))
-    assert {turn.around for turn in inner.kept} <= set(outer.kept)
+    assert sum(len(one.notes) for loop in trace.loops for one in loop.kept) <= 200
+    for loop in trace.loops:
+        assert loop.every > 1 and loop.every & (loop.every - 1) == 0
+        assert loop.kept and all(one.number % loop.every == 0 for one in loop.kept)
+    assert [one.number for one in outer.kept] == list(range(0, 300, outer.every))
+    assert {one.around for one in inner.kept} <= set(outer.kept)
     adds = [amount.calls for amount in trace.inside.values() if amount.node.op == "aten.add.Tensor"]
-    assert sorted(adds) == [300, 1500, 1500]  # amounts are of all turns
+    assert sorted(adds) == [300, 1500, 1500]  # amounts are of all iterations
 
 
 def test_live_bytes_in_a_loop_are_those_counted_by_hand() -> None:
@@ -129,7 +127,7 @@ def test_live_bytes_in_a_loop_are_those_counted_by_hand() -> None:
         total, rows = tfnb.scan(lambda c, row: (c + 1, (c + row).exp()), x, tfnb.constant(torch.zeros(3, 256)))
     trace, _ = traced(graph, [total, rows], {x: torch.ones(256)})
     counts = [count // 1024 for _, count in trace.live if count % 1024 < 512]
-    # carried: none (x is given), c + 1 from the first turn on; rows: one more each turn; within: c + row, its exp
+    # carried: none (x is given), c + 1 from the first iteration on; rows: one more each iteration; c + row, its exp
     assert max(counts) == 7, counts  # at the end the next carried one, three rows, and those stacked
     assert counts[-1] == 4  # the result: one carried value, three rows
 
@@ -148,7 +146,7 @@ def test_results_are_those_of_a_plain_run_with_random_draws_and_in_place_writes(
     assert torch.equal(*values)
 
 
-def test_a_turn_that_fails_names_the_line_as_a_plain_run_does() -> None:
+def test_an_iteration_that_fails_names_the_line_as_a_plain_run_does() -> None:
     with tfnb.record() as graph:
         x = tfnb.placeholder(torch.ones(3), name="x")
         i = tfnb.placeholder(torch.tensor(0), name="i")
@@ -162,7 +160,7 @@ def test_a_turn_that_fails_names_the_line_as_a_plain_run_does() -> None:
     assert messages[0] == messages[1] and "y = tfnb.while_loop" in messages[0] and session.trace is None
 
 
-def test_branches_in_a_function_that_calls_itself_have_no_turns() -> None:
+def test_branches_in_a_function_that_calls_itself_have_no_iterations() -> None:
     @tfnb.function
     def fall(n: torch.Tensor) -> torch.Tensor:
         return tfnb.cond(n < 1, lambda: n, lambda: fall(n - 1))
@@ -171,7 +169,7 @@ def test_branches_in_a_function_that_calls_itself_have_no_turns() -> None:
         n = tfnb.placeholder(torch.tensor(3.0), name="n")
         y = tfnb.while_loop(lambda k, m: k < 2, lambda k, m: (k + 1, fall(m) + k), (0, n))[1]
     trace, result = traced(graph, y, {n: 5.0})
-    assert result.item() == 1.0 and [turns.total for turns in trace.loops] == [2]
+    assert result.item() == 1.0 and [loop.total for loop in trace.loops] == [2]
     assert all(len(path) == 2 for path in trace.inside)
 
 
