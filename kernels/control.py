@@ -64,7 +64,7 @@ def _number(run: int, turn: int, limit: int | None, reverse: bool) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
+class Replay:
     """Takes turns of a loop a second time, with the same bits. Its body does nothing but compute.
 
     xs: tensors or `Ahead`. carried: how many values. rows: places of those that are wanted among what the body gives.

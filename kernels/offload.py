@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from tfnb.kernels.control import Again, Function
+from tfnb.kernels.control import Function, Replay
 from tfnb.kernels.memory_budget import AT_ONCE, MemoryBudget
 from tfnb.kernels.spill_blocks import AWAY, HERE, SpillBlock, emptied
 
@@ -43,7 +43,7 @@ class RowStack:
     leaves: bool
     consumers: int
     refuse: Refuse
-    again: Again | None = None
+    again: Replay | None = None
     state: int = 0
     held: int = 0
     blocks: list[SpillBlock] = field(default_factory=list)

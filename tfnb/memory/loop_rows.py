@@ -29,12 +29,6 @@ class LoopRows:
     leaves: bool
     known: bool = True
 
-    def __str__(self) -> str:
-        each = f"{self.bytes:,} bytes" + ("" if self.known else " or more") + " of each turn"
-        total = "" if self.turns is None else f", {self.turns * self.bytes:,} of {self.turns} turns"
-        where = f" ({self.node.source})" if self.node.source else ""
-        return f"loop {self.node.name}{where} keeps {each}{total} for its gradient: {', '.join(self.names)}"
-
     def refused(self, turn: int, room: int, why: str = "") -> ResourceExhausted:
         """The error of a run in which they do not fit from this turn on; ``room``: the bytes that there are for them.
 

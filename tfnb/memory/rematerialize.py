@@ -102,7 +102,6 @@ class _Dropping:
         self.aside = kept_by_loops(graph, fetches, sizes)
         self.memory = Memory(graph, fetches, feeds, sizes, self.aside)
         self.last = self.memory.last()
-        self.position = graph.contents.position
         self.uses: dict[Value, list[int]] = {}
         for place, touched in enumerate(self.memory.touched):
             for owner in touched:

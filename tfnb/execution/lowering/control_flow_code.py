@@ -16,7 +16,7 @@ from tfnb.execution.lowering.loop_products import Product, apart
 from tfnb.execution.lowering.pass_through import passed_on
 from tfnb.graph import Node, Ref, Value, ops
 from tfnb.graph.subgraph import row_places
-from tfnb.kernels.control import Again, call, while_loop
+from tfnb.kernels.control import Replay, call, while_loop
 from tfnb.kernels.memory_budget import MemoryBudget, current_budget
 from tfnb.kernels.offload import RowStack
 from tfnb.kernels.random import mix
@@ -99,7 +99,7 @@ class Loop:
             space = current_budget() if self.counted else None
             columns, stacks = self._columns(rows), list[RowStack]()
             if space is not None:
-                again = Again(body, sequences, captures, len(state), (), self.body.written, limit, self.reverse, run,
+                again = Replay(body, sequences, captures, len(state), (), self.body.written, limit, self.reverse, run,
                               self.draws)  # fmt: skip
                 stacks = list(self._stacks(space, columns, rows, state, again))
             columns += [] if sums is None else sums.columns()
@@ -119,7 +119,7 @@ class Loop:
         ]
 
     def _stacks(
-        self, space: MemoryBudget, columns: list[Any], rows: Any, state: Sequence[torch.Tensor], again: Again
+        self, space: MemoryBudget, columns: list[Any], rows: Any, state: Sequence[torch.Tensor], again: Replay
     ) -> Iterator[RowStack]:
         """What takes the kept rows within the room of a run, in place of these columns."""
         lengths = [*(len(x[1] if type(x) is tuple else x) for x in again.xs[:1]), again.limit]
@@ -142,7 +142,7 @@ class Loop:
                 columns[place] = column
             yield stack
 
-    def _held(self, again: Again, places: Collection[int] | None) -> Iterator[torch.Tensor]:
+    def _held(self, again: Replay, places: Collection[int] | None) -> Iterator[torch.Tensor]:
         """The sequences and captures that stand at these places among the node's inputs."""
         attrs = self.node.attrs
         for tensors, name in ((again.xs, "xs"), (again.captures, "captures")):
