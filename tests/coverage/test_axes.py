@@ -42,7 +42,7 @@ def test_a_frozen_size_or_gradient_is_found() -> None:
 
     assert str(_said(frozen, start)).startswith(WRONG)
     assert str(_said(lambda x: x * int(x.shape[0]), start)).startswith(REFUSED)
-    assert _said(lambda x: x * len(x), start) is None
+    assert str(_said(lambda x: x * len(x), start)).startswith(REFUSED)
     assert _said(lambda x: x.sum() / x.shape[0], start) is None
 
 

@@ -14,7 +14,7 @@ from torch import nn
 import tfnb
 from tests.models.check import Draw, Objective, check
 from tests.models.test_models import floats, ids, inputs, padding
-from tfnb.errors import BranchChanged
+from tfnb.errors import BranchChanged, ShapeError
 
 OFF = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
 
@@ -200,13 +200,14 @@ def test_padding_masks_of_both_sides_and_kinds_run_at_other_batches(
         torch.testing.assert_close(got, want.detach(), rtol=1e-4, atol=1e-6)
 
 
-def test_own_loss_of_clip_takes_any_batch() -> None:
+def test_own_loss_of_clip_asks_for_len_and_says_that_the_batch_is_fixed() -> None:
     model = clip().eval()
     words, images = torch.randint(30, (4, 6)), torch.randn(4, 3, 8, 8)
-    with tfnb.record():
+    said = r"size B became the constant 4 at (.|\n)*asked in(.|\n)*len\(logits\)"
+    with pytest.warns(UserWarning, match=said), tfnb.record():
         tokens, pixels = (tfnb.placeholder(t, shape=("B", *t.shape[1:])) for t in (words, images))
         loss = model(input_ids=tokens, pixel_values=pixels, return_loss=True).loss
-    for rows in (4, 3, 2):
-        want = model(input_ids=words[:rows], pixel_values=images[:rows], return_loss=True).loss
-        found = tfnb.run(loss, {tokens: words[:rows], pixels: images[:rows]})
-        torch.testing.assert_close(found, want.detach())
+    want = model(input_ids=words, pixel_values=images, return_loss=True).loss
+    torch.testing.assert_close(tfnb.run(loss, {tokens: words, pixels: images}), want.detach())
+    with pytest.raises(ShapeError, match=r"shape \(3, 6\)"):
+        tfnb.run(loss, {tokens: words[:3], pixels: images[:3]})
