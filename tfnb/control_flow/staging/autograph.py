@@ -33,8 +33,13 @@ def autograph(function: F) -> F:
     it where they are the user's and have source; torch and installed packages run as they are. A statement that cannot
     be staged stays Python: a guard, and a note of the graph that says why. A cell does all this by itself.
 
-    Raises InvalidArgument or ShapeError for a variable that is of another dtype or shape in each branch, or after a
-    turn of a loop, with its name and line. Outside a recording the function is called as it is.
+    ``x.item()``, ``float(x)``, ``int(x)`` and ``bool(x)`` stay in the graph, as numbers that differ from run to run. A
+    list that a loop appends to is one stacked tensor after the loop.
+
+    Raises InvalidArgument or ShapeError for a variable that is of another dtype or shape in each branch, or after an
+    iteration of a loop, with its name and line. Raises Unsupported for a write into memory that another name may share,
+    as each run decides, and for a loop that reads a list that it appends to. Outside a recording the function is called
+    as it is.
 
     >>> import torch, tfnb
     >>> @tfnb.autograph

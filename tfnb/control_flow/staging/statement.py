@@ -352,8 +352,8 @@ def note_python(statement: Statement, why: object) -> None:
 
 
 def note_peeled(statement: Statement, why: object) -> None:
-    """In the margin: a loop whose first turn stands before it."""
-    note = f"{statement.place}: every run takes the first turn of the `{statement.what}`, which is by itself: {why}"
+    """In the margin: a loop whose first iteration is unrolled."""
+    note = f"{statement.place}: the first iteration of the `{statement.what}` is unrolled and always runs: {why}"
     if note not in statement.recorder.tape.notes:
         statement.recorder.tape.notes.append(note)
 

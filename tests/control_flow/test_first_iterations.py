@@ -1,4 +1,4 @@
-"""Names that are None before a loop: its first turn stands by itself, and the others are a loop of the graph."""
+"""Names that are None before a loop: its first iteration is unrolled, and the others are a loop of the graph."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ FED = [torch.linspace(-1, 2, 3 * n).reshape(n, 3) * (1.0 if n != 2 else -1.0) fo
 @pytest.mark.parametrize(("name", "body"), blocks(PROGRAMS), ids=[name for name, _ in blocks(PROGRAMS)])
 def test_a_name_that_is_none_before_a_loop(name: str, body: str) -> None:
     notes, refused = compared(body, FED[0], FED, (ShapeError,))
-    assert any("every run takes the first turn" in note for note in notes), notes
+    assert any("is unrolled and always runs" in note for note in notes), notes
     assert not any("stays Python" in note for note in notes), notes
     assert refused == (name == "one after the other")  # of the feed with one row: two turns are by themselves
 
