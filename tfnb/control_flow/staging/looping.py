@@ -356,7 +356,7 @@ class Stage:
         st = self.st
         why = f"{st.place}: the `{st.what}` writes into what {name} holds before it, and then gives it another value"
         if isinstance(outer, (torch.Tensor, Variable)):
-            for base in list(family(self.recorder.handle(outer)._family)):
+            for base in list(family(self.recorder.handle(self.recorder._as_tensor(outer))._family)):
                 lose(self.recorder, base, why)
 
 
@@ -410,9 +410,9 @@ class _Attempt:
         late, left = stage.late_leaves(values, self.loop)
         stage.set_back()
         stacks = {row._family: stack for row, stack in zip(rows, self.turns.xs, strict=True)}
-        carried = [*carried, *late]
-        aliases = stage.aliases = LoopAliases(recorder, carried, stage.before_bases(), stage.bases, stacks)
-        aliases.check(self.st, carried, written, stage.labels)
+        tensors = [*carried, *late]
+        aliases = stage.aliases = LoopAliases(recorder, tensors, stage.before_bases(), stage.bases, stacks)
+        aliases.check(self.st, tensors, written, stage.labels)
         if stage.growth.is_new:
             raise Retry(stage)
         index = [place + self.turns.step for place in given[: self.head]]

@@ -52,7 +52,7 @@ def _write(
     rec: Recording, func: Op, other: Op, own: Facts, named: Mapping[str, Any], targets: list[torch.Tensor]
 ) -> list[torch.Tensor]:
     """One call that writes ``targets``; returns what it computes besides."""
-    given = own.defaults | dict(named)  # the twin may have other defaults, or none
+    given = {**own.defaults, **named}  # the twin may have other defaults, or none
     passed = {name: given[name] for name in facts(other).names if name in given}
     first = next((leaf for leaf in leaves(passed) if isinstance(leaf, torch.Tensor)), None)
     off = not torch.is_grad_enabled()
@@ -81,7 +81,7 @@ def _called(op: Op, named: Mapping[str, Any]) -> list[torch.Tensor]:
 
 def _write_lists(rec: Recording, other: Op, own: Facts, named: Mapping[str, Any], targets: list[torch.Tensor]) -> None:
     """A foreach call: one entry after another, as torch does it, where an entry is an alias of something else."""
-    given = own.defaults | dict(named)
+    given = {**own.defaults, **named}
     passed = {name: given[name] for name in facts(other).names if name in given}
     homes = [id(rec.home(leaf)) for leaf in leaves(passed) if isinstance(leaf, torch.Tensor)]
     off = not torch.is_grad_enabled()
