@@ -42,7 +42,9 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "Rprop": (torch.optim.Rprop, {"lr": 0.01}),
     "Rprop maximize": (torch.optim.Rprop, {"etas": (0.6, 1.3), "step_sizes": (1e-5, 0.1), "maximize": True}),
 }
-BORROWED = [name for name, (kind, _) in OPTIMIZERS.items() if kind.__name__.lower() in borrowed.BORROWED]
+BORROWED = [
+    *{kind: name for name, (kind, _) in OPTIMIZERS.items() if kind.__name__.lower() in borrowed.BORROWED}.values()
+]
 
 
 def network() -> nn.Module:

@@ -1,15 +1,15 @@
 """The eager autograd facade: what a user of torch's autograd and optimizers calls inside a recording.
 
-`state` is the autograd state of one recording: gradients, hooks, what requires a gradient. `calls` sees torch's
-functions (``.grad``, ``requires_grad_``, ``register_hook``, ``backward``) and answers them from that state. `backward`
-is ``torch.autograd.backward`` and ``grad`` over symbolic gradients. `steps` records ``optimizer.step()``.
+`state` is the autograd state of one recording: gradients, hooks, what requires a gradient. `autograd_calls` sees
+torch's functions (``.grad``, ``requires_grad_``, ``register_hook``, ``backward``) and answers them from that state.
+`backward` is ``torch.autograd.backward`` and ``grad`` over symbolic gradients. `steps` records ``optimizer.step()``.
 `outside` is the error of a ``backward()`` outside of the recording.
 
-Recording does not know this room: importing it registers `calls.facade` with `tfnb.graph.current.extensions`, which
-holds what every recording opens with.
+Recording does not know this room: importing it registers `autograd_calls.facade` with
+`tfnb.graph.current.extensions`, which holds what every recording opens with.
 """
 
-from tfnb.eager.calls import facade
+from tfnb.eager.autograd_calls import facade
 from tfnb.graph import current
 
 current.extensions.append(facade)

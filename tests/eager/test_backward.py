@@ -1,4 +1,4 @@
-"""The habits of autograd in a recording, line for line as in eager torch, with torch.autograd as the oracle."""
+"""Autograd inside a recording, line for line as in eager torch, with torch.autograd as the oracle."""
 
 from __future__ import annotations
 
