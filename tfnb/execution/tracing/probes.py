@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from tfnb.execution.lowering.program import Program
+from tfnb.execution.tiers.captured_steps import device_of
 from tfnb.graph import Graph, Node
 from tfnb.passes import Memory, feed_symbols
 
@@ -68,6 +69,7 @@ class Probed:
     def __init__(self, program: Program, *, by_parts: bool) -> None:
         self.program, self.inputs = program, [value.node for value in program.feeds]
         self.parts = parts(program) if by_parts else []
+        self.device = device_of(program)
         self.nodes: list[Node | None] = []
         self.owned: list[bool] = []
         self.dead: list[tuple[int, ...]] = []

@@ -16,7 +16,6 @@ import torch
 
 from tfnb.execution.commit import Pending
 from tfnb.execution.lowering.program import Program
-from tfnb.execution.tiers.captured_steps import device_of
 from tfnb.execution.tracing.clocks import moment
 from tfnb.execution.tracing.probes import Probe, Probed
 from tfnb.execution.tracing.trace import Event, Trace
@@ -29,7 +28,7 @@ class Tracer:
 
     def __init__(self, program: Program) -> None:
         self.program, self.code = program, Probed.of(program, by_parts=self.by_parts)
-        self.device, self.thread = device_of(program), threading.current_thread().name
+        self.device, self.thread = self.code.device, threading.current_thread().name
         self.began = time.time_ns()
 
     def forward(self, *args: Any) -> tuple[Any, ...]:
