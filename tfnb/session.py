@@ -35,7 +35,7 @@ from tfnb.feeding import Fed, Feeder
 from tfnb.gradients import IndexedSlices
 from tfnb.graph import Graph, Value, Variable
 from tfnb.graph.collector import uncollected
-from tfnb.graph.serial import graph_hash
+from tfnb.graph.forms.serial import graph_hash
 from tfnb.graph.variable_locks import LOCKS, Cut, Hold, ensure_unchanged, versions
 from tfnb.memory import step_passes
 from tfnb.passes import LAYOUTS, Passes, StepGraph, chosen_layout, step_graph, table

@@ -18,7 +18,11 @@ import torch
 from tfnb.recording.torch_patches import PATCHES
 
 ROOT = Path(__file__).parent.parent.parent
-RULES = ("tfnb/gradients/rules", "tfnb/gradients/table.py", "tfnb/recording/overrides")  # said once by op, by design
+RULES = (
+    "tfnb/gradients/rules",
+    "tfnb/gradients/rule_table.py",
+    "tfnb/recording/overrides",
+)  # said once by op, by design
 MODULES = 20  # a folder that has more wants floors
 
 

@@ -14,7 +14,7 @@ from tests.coverage.known import KNOWN, TORCH_OF_PAGE
 from tests.coverage.page import PAGE, TARGETS, fails, page, totals
 from tests.coverage.sweep import COLUMNS, SAME_TORCH, applies, builds_on, failures, surprises
 from tests.gradients.test_overloads import ROWS
-from tfnb.gradients.table import NOGRAD, RULES
+from tfnb.gradients.rule_table import NOGRAD, RULES
 
 MET_ELSEWHERE = {  # rules that no entry meets, and no row of test_overloads.py
     "aten.as_strided_scatter.default", "aten.native_dropout.default", "tfnb.assign", "tfnb.gru_layer.default",

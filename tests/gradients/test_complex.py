@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 import tfnb
 from tests.gradients.reference import compare
 from tfnb.errors import NoGradient
-from tfnb.gradients.table import COMPLEX
+from tfnb.gradients.rule_table import COMPLEX
 
 SKIPPED = {
     "as_strided_scatter": "torch gives overwritten elements a gradient",

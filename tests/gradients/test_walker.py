@@ -12,8 +12,7 @@ from torch import nn
 
 import tfnb
 from tfnb.errors import InvalidArgument, NoGradient, ShapeError
-from tfnb.gradients import table
-from tfnb.gradients.table import RULES
+from tfnb.gradients.rule_table import RULES, Rule
 
 
 def point(value: Any = 3.0, **kwargs: Any) -> torch.Tensor:
@@ -138,7 +137,7 @@ def test_diamond_calls_each_rule_once(monkeypatch: pytest.MonkeyPatch) -> None:
         calls["add"] += 1
         return rule.function(n, dy)
 
-    monkeypatch.setitem(RULES, "aten.add.Tensor", table.Rule(counted))
+    monkeypatch.setitem(RULES, "aten.add.Tensor", Rule(counted))
     with tfnb.record():
         x = point(1.0)
         y = x

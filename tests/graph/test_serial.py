@@ -27,11 +27,12 @@ from tfnb.errors import (
     UnknownOp,
     UntrustedOp,
 )
-from tfnb.graph import Contents, Dim, Graph, Guard, Node, Owner, Ref, Source, Spec, Value, Variable, decode
+from tfnb.graph import Contents, Dim, Graph, Guard, Node, Owner, Ref, Source, Spec, Value, Variable
+from tfnb.graph.forms import decode
+from tfnb.graph.forms.serial import dumps, graph_hash, loads
+from tfnb.graph.forms.text import text
 from tfnb.graph.graph import new_id
 from tfnb.graph.node import leaves
-from tfnb.graph.serial import dumps, graph_hash, loads
-from tfnb.graph.text import text
 
 ROW = Spec(torch.float32, (3,))
 FIELDS = ("name", "op", "outputs", "scope", "source", "owner", "device", "tags", "stream")

@@ -15,7 +15,7 @@ from hypothesis import given
 from tests.graph.build import Builder, dense
 from tests.graph.strategies import graphs
 from tfnb.graph import Contents, Dim, Graph, Guard, Ref, Source, Spec, Variable
-from tfnb.graph.text import one_line, text
+from tfnb.graph.forms.text import one_line, text
 
 DENSE = """\
 graph net(x: f32[B, 4]) {
@@ -130,7 +130,7 @@ def test_diff_of_equal_graphs_is_empty_and_of_others_names_the_line() -> None:
 
 @pytest.mark.parametrize("seed", ["1", "2"])
 def test_text_does_not_depend_on_the_hash_seed(seed: str) -> None:
-    program = "from tests.graph.build import dense; from tfnb.graph.text import text; print(text('net', dense()))"
+    program = "from tests.graph.build import dense; from tfnb.graph.forms.text import text; print(text('net', dense()))"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, "PYTHONHASHSEED": seed},
         cwd=Path(__file__).parents[2],

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tfnb.gradients import rules  # noqa: F401  what the ops are made of
-from tfnb.gradients.table import COMPOSITES
+from tfnb.gradients.rule_table import COMPOSITES
 from tfnb.kernels import recurrent  # noqa: F401  defines torch.ops.tfnb
 
 ops = torch.ops.tfnb

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tfnb
-from tfnb.recording.overrides.table import OVERRIDES, Stage
+from tfnb.recording.overrides.override_table import OVERRIDES, Stage
 from tfnb.recording.values.workspace import workspace
 
 aten = torch.ops.aten

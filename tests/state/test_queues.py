@@ -25,7 +25,7 @@ from tfnb.errors import (
     QueueClosed,
     ShapeError,
 )  # fmt: skip
-from tfnb.graph.serial import graph_hash
+from tfnb.graph.forms.serial import graph_hash
 from tfnb.state import waits
 from tfnb.state.fifo import Attempt, Fifo
 

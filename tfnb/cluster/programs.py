@@ -20,8 +20,8 @@ from tfnb.execution import Pending, Program, lower
 from tfnb.execution.explain import explained
 from tfnb.graph import Graph, Value, Variable
 from tfnb.graph.files import sha256
+from tfnb.graph.forms.serial import dumps, loads
 from tfnb.graph.graph import new_id
-from tfnb.graph.serial import dumps, loads
 from tfnb.passes import StepGraph
 from tfnb.placement.partition import Server, Split
 

@@ -1,9 +1,13 @@
-"""Control flow in the graph: branches and loops over recorded tensors."""
+"""Control flow in the graph: branches and loops over recorded tensors.
 
-from tfnb.control_flow.arrays import TensorArray
+`branches` has `cond`, `loops` the loops, `tensor_array` the array that they carry; `structure` says how values nest.
+`staging` makes calls of these from a user's `if` and `while`. `frames` lowers loops and branches to dataflow.
+"""
+
 from tfnb.control_flow.branches import cond
 from tfnb.control_flow.loops import fold, map_fn, scan, while_loop
 from tfnb.control_flow.staging import Cell, autograph, function, no_autograph
+from tfnb.control_flow.tensor_array import TensorArray
 
 __all__ = [
     "Cell", "TensorArray", "autograph", "cond", "fold", "function", "map_fn", "no_autograph", "scan", "while_loop",

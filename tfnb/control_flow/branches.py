@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_unflatten
 
-from tfnb.control_flow.arrays import varying
 from tfnb.control_flow.structure import flat, form_text, recorder_if_open, sample_truth, tensors, truth, written_at
+from tfnb.control_flow.tensor_array import varying
 from tfnb.errors import InvalidArgument, ShapeError
 from tfnb.graph import Ref, Spec, Value, ops
 from tfnb.recording import Operation, Recorder

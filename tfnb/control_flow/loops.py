@@ -15,7 +15,6 @@ import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
-from tfnb.control_flow.arrays import arrays, filled, has_blanks, is_array
 from tfnb.control_flow.structure import (
     flat,
     form_text,
@@ -27,6 +26,7 @@ from tfnb.control_flow.structure import (
     truth,
     written_at,
 )
+from tfnb.control_flow.tensor_array import arrays, filled, has_blanks, is_array
 from tfnb.errors import InvalidArgument, ShapeError, TfnbError
 from tfnb.graph import Spec, Variable
 from tfnb.recording import Recorder, Tensor

@@ -17,7 +17,7 @@ from tfnb.eager.steps import recorded_steps
 from tfnb.errors import Unsupported
 from tfnb.graph import Node, current
 from tfnb.recording import Recorder, Tensor
-from tfnb.recording.overrides.table import OVERRIDES, Stage, override
+from tfnb.recording.overrides.override_table import OVERRIDES, Stage, override
 from tfnb.recording.values.variables import known
 
 _ROWS = OVERRIDES[Stage.AUTOGRAD]

@@ -1,11 +1,16 @@
-"""Symbolic gradients: the walker, the table of rules, clipping."""
+"""Symbolic gradients: the walker, the table of rules, clipping.
+
+`walker` walks a graph backwards and calls a rule per node: `rule_table` is the table, `rules` fills it, `library` adds
+what torch.library knows, `decompose` splits an op without a rule. `arguments` checks what the caller gives. `sums` adds
+cotangents of loops, `slices` are row-sparse gradients. `custom` has the user's rules, `forward` jvp, `clip` the norms.
+"""
 
 from tfnb.gradients import rules
 from tfnb.gradients.clip import clip_by_global_norm, clip_by_norm, clip_by_value
 from tfnb.gradients.custom import custom_gradient, gradient_override
 from tfnb.gradients.forward import jvp
+from tfnb.gradients.rule_table import Forward, register_gradient
 from tfnb.gradients.slices import IndexedSlices
-from tfnb.gradients.table import Forward, register_gradient
 from tfnb.gradients.walker import gradients, stop_gradient
 
 __all__ = [

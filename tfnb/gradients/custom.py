@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound, UnknownOp, Unsupported
-from tfnb.gradients.table import RuleFunction, ops_of
+from tfnb.gradients.rule_table import RuleFunction, ops_of
 from tfnb.graph import Variable, current
 from tfnb.graph.op_facts import facts_of
 from tfnb.recording import Recorder

@@ -14,7 +14,7 @@ from torch._decomp import decomposition_table
 
 from tfnb.errors import UnknownOp
 from tfnb.gradients.library import autograd_kernel
-from tfnb.gradients.table import COMPOSITES
+from tfnb.gradients.rule_table import COMPOSITES
 from tfnb.graph.ops import overload
 
 _LISTS = "aten._foreach_"

@@ -17,7 +17,7 @@ from torch._library.custom_ops import OPDEFS
 from torch.utils._pytree import tree_leaves
 
 from tfnb.errors import InvalidArgument
-from tfnb.gradients.table import Rule, gives_one
+from tfnb.gradients.rule_table import Rule, gives_one
 from tfnb.graph.op_facts import facts
 from tfnb.graph.ops import overload
 from tfnb.recording import Tensor

@@ -19,8 +19,7 @@ from tfnb.errors import InvalidArgument, NoGradient, ShapeError
 from tfnb.gradients.arguments import differentiable, entries_of, listed, seed
 from tfnb.gradients.decompose import decomposition
 from tfnb.gradients.library import library_rule
-from tfnb.gradients.slices import IndexedSlices, added, densifying
-from tfnb.gradients.table import (
+from tfnb.gradients.rule_table import (
     COLUMNS,
     COMPLEX,
     COMPOSITES,
@@ -35,6 +34,7 @@ from tfnb.gradients.table import (
     Tensors,
     gives_one,
 )  # fmt: skip
+from tfnb.gradients.slices import IndexedSlices, added, densifying
 from tfnb.graph import Dim, Node, Spec, Value, Variable
 from tfnb.graph.collector import uncollected
 from tfnb.graph.node import map_leaves

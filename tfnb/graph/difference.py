@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from tfnb.graph.contents import Contents
+from tfnb.graph.forms.text import text
 from tfnb.graph.node import Node, Ref, Value
 from tfnb.graph.ops import IN_PLACE
 from tfnb.graph.subgraph import Subgraph
-from tfnb.graph.text import text
 from tfnb.graph.variable import Variable
 
 

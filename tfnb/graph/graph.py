@@ -18,9 +18,9 @@ from tfnb.errors import FailedPrecondition, NotFound
 from tfnb.graph.check import check
 from tfnb.graph.contents import Contents, Guard
 from tfnb.graph.difference import Difference
+from tfnb.graph.forms.serial import read_graph, write_graph
+from tfnb.graph.forms.text import text
 from tfnb.graph.node import Node, Value
-from tfnb.graph.serial import read_graph, write_graph
-from tfnb.graph.text import text
 from tfnb.graph.variable import Variable
 
 _ids = itertools.count(1)

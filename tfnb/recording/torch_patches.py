@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tfnb.errors import Unsupported
 from tfnb.recording.marks.while_recording import Shared, swapped
 from tfnb.recording.overrides.autograd_function import recorded_apply
+from tfnb.recording.overrides.override_table import module_rows
 from tfnb.recording.overrides.rng_state import Followed
-from tfnb.recording.overrides.table import module_rows
 from tfnb.recording.subgraphs.recompute import checkpoint_generator
 from tfnb.recording.values.recording import open_recording
 from tfnb.recording.values.tensor import Tensor

@@ -19,7 +19,7 @@ from tfnb.control_flow.staging.statement import status
 from tfnb.control_flow.staging.unset import Sometimes, Undefined
 from tfnb.control_flow.structure import recorder_if_open
 from tfnb.recording import Tensor
-from tfnb.recording.overrides.table import Stage, override
+from tfnb.recording.overrides.override_table import Stage, override
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten
 
-from tfnb.control_flow.arrays import arrays, has_blanks
 from tfnb.control_flow.loops import known_elements
 from tfnb.control_flow.staging.alias_analysis import Bases, bases_of
 from tfnb.control_flow.staging.phi import After, Phi
@@ -34,6 +33,7 @@ from tfnb.control_flow.staging.statement import (
 )
 from tfnb.control_flow.staging.unset import Undefined
 from tfnb.control_flow.structure import SIZES, sample_truth, truth
+from tfnb.control_flow.tensor_array import arrays, has_blanks
 from tfnb.errors import TfnbError
 from tfnb.graph import Dim, Spec, Variable
 from tfnb.recording import Recorder, Tensor

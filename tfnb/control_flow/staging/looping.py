@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
-from tfnb.control_flow.arrays import arrays, has_blanks
 from tfnb.control_flow.loops import invariants, known_elements
 from tfnb.control_flow.staging.alias_analysis import Bases, LoopAliases, bases_of
 from tfnb.control_flow.staging.lists import Growth
@@ -38,6 +37,7 @@ from tfnb.control_flow.staging.statement import (
 )
 from tfnb.control_flow.staging.unset import Absent, Sometimes, Undefined, UndefinedReturnValue
 from tfnb.control_flow.structure import SIZES, spec_of, truth
+from tfnb.control_flow.tensor_array import arrays, has_blanks
 from tfnb.errors import BranchChanged, InvalidArgument, TfnbError
 from tfnb.graph import Spec, Variable
 from tfnb.recording import Tensor

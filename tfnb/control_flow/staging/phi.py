@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
-from tfnb.control_flow.arrays import varying
 from tfnb.control_flow.branches import joined, spec_inside
 from tfnb.control_flow.staging.alias_analysis import Bases, reason_of
 from tfnb.control_flow.staging.statement import (
@@ -36,6 +35,7 @@ from tfnb.control_flow.staging.statement import (
 )
 from tfnb.control_flow.staging.unset import Absent, Sometimes, Undefined, UndefinedReturnValue
 from tfnb.control_flow.structure import SIZES, spec_of, truth
+from tfnb.control_flow.tensor_array import varying
 from tfnb.errors import InvalidArgument
 from tfnb.graph import Spec, Value, Variable
 from tfnb.graph.spec import sized_if

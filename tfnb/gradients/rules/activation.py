@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tfnb.gradients.table import Forward, composite, conj, partials, rule
+from tfnb.gradients.rule_table import Forward, composite, conj, partials, rule
 
 aten = torch.ops.aten
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tfnb.gradients.table import READS, Forward, lookup, nograd, partials, rule
+from tfnb.gradients.rule_table import READS, Forward, lookup, nograd, partials, rule
 from tfnb.kernels import arrays, spans  # noqa: F401  define torch.ops.tfnb
 
 ops = torch.ops.tfnb

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from tfnb.gradients.rule_table import Forward, composite, nograd, rule
 from tfnb.gradients.rules.shape import turned
-from tfnb.gradients.table import Forward, composite, nograd, rule
 from tfnb.kernels.attention import plain_backward
 
 aten = torch.ops.aten

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from tfnb.gradients.rule_table import COMPLEX, RULES, Cotangents, Forward, Rule
 from tfnb.gradients.slices import IndexedSlices
-from tfnb.gradients.table import COMPLEX, RULES, Cotangents, Forward, Rule
 from tfnb.gradients.walker import Walk
 from tfnb.graph import Node, Recursion, Value, ops
 from tfnb.graph.graph import new_id

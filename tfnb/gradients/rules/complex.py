@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tfnb.gradients.table import COMPLEX, Forward, partials, rule
+from tfnb.gradients.rule_table import COMPLEX, Forward, partials, rule
 
 aten = torch.ops.aten
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from tfnb.errors import NoGradient
+from tfnb.gradients.rule_table import COMPLEX, RULES, Cotangents, Forward, Rule
 from tfnb.gradients.slices import IndexedSlices
 from tfnb.gradients.sums import plus
-from tfnb.gradients.table import COMPLEX, RULES, Cotangents, Forward, Rule
 from tfnb.gradients.walker import Walk
 from tfnb.graph import Dim, Guard, Node, Ref, Spec, Subgraph, Value, ops
 from tfnb.graph.contents import unique

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._decomp import decomposition_table
 
-from tfnb.gradients.table import Forward, composite, partials, rule
+from tfnb.gradients.rule_table import Forward, composite, partials, rule
 from tfnb.gradients.walker import gradients
 
 aten = torch.ops.aten

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from tfnb.gradients.rule_table import Forward, composite, conj, nograd, rule
 from tfnb.gradients.rules.shape import turned
-from tfnb.gradients.table import Forward, composite, conj, nograd, rule
 
 aten = torch.ops.aten
 

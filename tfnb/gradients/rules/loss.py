@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tfnb.gradients.table import Forward, composite, rule
+from tfnb.gradients.rule_table import Forward, composite, rule
 
 aten = torch.ops.aten
 

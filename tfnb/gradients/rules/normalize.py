@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tfnb.gradients.table import Forward, composite, partials, rule
+from tfnb.gradients.rule_table import Forward, composite, partials, rule
 
 aten = torch.ops.aten
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tfnb.gradients.table import Forward, composite, conj, nograd, overloads, partials, rule
+from tfnb.gradients.rule_table import Forward, composite, conj, nograd, overloads, partials, rule
 
 aten = torch.ops.aten
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tfnb.gradients.table import nograd, overloads, partials
+from tfnb.gradients.rule_table import nograd, overloads, partials
 from tfnb.graph.ops import QUEUES
 
 aten = torch.ops.aten

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch._decomp import decomposition_table
 
-from tfnb.gradients.table import Cotangents, Forward, composite, nograd, rule
+from tfnb.gradients.rule_table import Cotangents, Forward, composite, nograd, rule
 from tfnb.graph.op_facts import ops_of
 from tfnb.kernels import nets
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tfnb.gradients.table import Forward, columns, partials, rule
+from tfnb.gradients.rule_table import Forward, columns, partials, rule
 from tfnb.graph import Node, current
 from tfnb.recording import Recorder, Tensor
 

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from tfnb.graph import current
 from tfnb.recording.dispatch.recorder import Recorder
 from tfnb.recording.marks.scopes import clean
-from tfnb.recording.overrides.table import OVERRIDES, Stage
+from tfnb.recording.overrides.override_table import OVERRIDES, Stage
 
 _ROWS = OVERRIDES[Stage.FUNCTION]
 

@@ -19,7 +19,7 @@ from tfnb.graph.spec import numbered
 from tfnb.kernels.random import seeded
 from tfnb.recording.marks.notes import asked_at, dense, explained
 from tfnb.recording.marks.scopes import clean
-from tfnb.recording.overrides.table import OVERRIDES, Stage
+from tfnb.recording.overrides.override_table import OVERRIDES, Stage
 from tfnb.recording.shapes.custom_op_shapes import lacks_shapes, shapes
 from tfnb.recording.shapes.shape_cache import sized_by_data
 from tfnb.recording.values.interpret import stream_seed

@@ -31,8 +31,8 @@ from tfnb.recording.marks.notes import asked_in, warn_of_branch, warn_of_written
 from tfnb.recording.marks.scopes import Scopes, clean
 from tfnb.recording.overrides import higher_order
 from tfnb.recording.overrides.constructors import constructing, fixed
+from tfnb.recording.overrides.override_table import OVERRIDES, Stage
 from tfnb.recording.overrides.python_answers import guard_number, settle_size, stands_for_number
-from tfnb.recording.overrides.table import OVERRIDES, Stage
 from tfnb.recording.values.outside_tensors import Outside
 from tfnb.recording.values.samples import physical
 from tfnb.recording.values.tape import Tape

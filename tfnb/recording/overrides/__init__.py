@@ -1,6 +1,6 @@
 """Calls of torch that are recorded in another way than torch makes them: one table, and a file a family that fills it.
 
-`table` is the table, and says in which order a call looks its rows up.
+`override_table` is the table, and says in which order a call looks its rows up.
 
 Functions of torch: `size_arguments` take a number for a size, `dynamic_indexing` for a row; `packed_sequences`,
 `vmap_functions`, `higher_order` (torch.cond and its kin), `plain_tensors` (methods that reach memory). Ops:

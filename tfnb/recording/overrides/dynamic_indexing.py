@@ -16,7 +16,7 @@ import torch
 from tfnb.graph import Value
 from tfnb.graph.node import Ref
 from tfnb.kernels import spans  # noqa: F401  defines torch.ops.tfnb
-from tfnb.recording.overrides.table import Stage, override
+from tfnb.recording.overrides.override_table import Stage, override
 from tfnb.recording.values.recording import Recording
 from tfnb.recording.values.tensor import Tensor
 from tfnb.recording.values.views import View

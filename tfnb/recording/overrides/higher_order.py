@@ -13,7 +13,7 @@ import torch
 from torch._C import DispatchKey
 
 from tfnb.errors import Unsupported
-from tfnb.recording.overrides.table import Stage, override
+from tfnb.recording.overrides.override_table import Stage, override
 from tfnb.recording.values.recording import Recording
 
 Function = Callable[..., Any]

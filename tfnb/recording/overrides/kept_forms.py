@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tfnb.recording.overrides.table import Stage, override
+from tfnb.recording.overrides.override_table import Stage, override
 from tfnb.recording.values.recording import Recording
 from tfnb.recording.values.tensor import Tensor
 

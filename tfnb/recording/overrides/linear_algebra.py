@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tfnb.recording.overrides.table import Stage, override
+from tfnb.recording.overrides.override_table import Stage, override
 from tfnb.recording.values.recording import Recording
 
 aten = torch.ops.aten

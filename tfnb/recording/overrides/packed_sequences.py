@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from tfnb.errors import Unsupported
 from tfnb.kernels import recurrent  # noqa: F401  defines torch.ops.tfnb
-from tfnb.recording.overrides.table import Stage, override
+from tfnb.recording.overrides.override_table import Stage, override
 from tfnb.recording.values.recording import Recording
 from tfnb.recording.values.tensor import Tensor
 

@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tfnb.errors import Unsupported
-from tfnb.recording.overrides.table import Stage, override
+from tfnb.recording.overrides.override_table import Stage, override
 from tfnb.recording.values.recording import Recording
 from tfnb.recording.values.tensor import Tensor
 from tfnb.recording.writes.in_place_calls import take_data

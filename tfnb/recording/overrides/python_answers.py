@@ -14,7 +14,7 @@ import torch
 from tfnb.errors import InvalidArgument, ShapeError
 from tfnb.graph import Value
 from tfnb.graph.op_facts import Op, op_name
-from tfnb.recording.overrides.table import Stage, override
+from tfnb.recording.overrides.override_table import Stage, override
 from tfnb.recording.shapes.symbols import is_relation
 from tfnb.recording.values.recording import Recording
 from tfnb.recording.values.tensor import Tensor

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tfnb.recording.overrides.table import Stage, override
+from tfnb.recording.overrides.override_table import Stage, override
 from tfnb.recording.values.recording import Recording
 
 aten = torch.ops.aten

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tfnb.errors import Unsupported
-from tfnb.recording.overrides.table import Stage, override
+from tfnb.recording.overrides.override_table import Stage, override
 from tfnb.recording.values.recording import Recording
 
 aten = torch.ops.aten

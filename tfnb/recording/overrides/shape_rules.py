@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
-from tfnb.recording.overrides.table import Stage, override
+from tfnb.recording.overrides.override_table import Stage, override
 
 aten = torch.ops.aten
 _ALL = (1 << 63) - 1  # how a slice without an end is written

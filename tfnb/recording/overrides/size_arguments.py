@@ -14,7 +14,7 @@ from torch.backends import opt_einsum
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tfnb.errors import Unsupported
-from tfnb.recording.overrides.table import Stage, override
+from tfnb.recording.overrides.override_table import Stage, override
 from tfnb.recording.values.recording import Recording
 
 aten = torch.ops.aten

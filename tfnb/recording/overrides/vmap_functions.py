@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from tfnb.recording.overrides.table import Stage, override
+from tfnb.recording.overrides.override_table import Stage, override
 from tfnb.recording.values.recording import Recording
 
 _Row = Callable[..., Any]

@@ -1,7 +1,7 @@
 """The readable form of a graph: one node per line, values named by position, scopes by indentation.
 
 Placeholders stand in the head, and reads of variables where they are used, unless a write comes between. For people
-and golden files; what round-trips is JSON (`tfnb.graph.serial`). Two graphs that differ only in ids have the same
+and golden files; what round-trips is JSON (`tfnb.graph.forms.serial`). Two graphs that differ only in ids have the same
 text, so a unified difference of texts is a difference of graphs. Imports graph and torch's types.
 """
 

@@ -1,4 +1,4 @@
-"""From nodes to JSON objects: what `tfnb.graph.serial` writes. The inverse is `tfnb.graph.decode`."""
+"""From nodes to JSON objects: what `tfnb.graph.forms.serial` writes. The inverse is `tfnb.graph.forms.decode`."""
 
 from __future__ import annotations
 

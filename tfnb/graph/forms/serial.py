@@ -17,9 +17,9 @@ import torch
 
 from tfnb.errors import CheckpointCorrupt, GraphCycleError, GraphFormatError, UnknownOp, UntrustedOp
 from tfnb.graph.contents import Contents
-from tfnb.graph.decode import FILE_CAP, FORMAT, VERSION, build, field, parse
-from tfnb.graph.encode import Writer, variable_json
 from tfnb.graph.files import read_tensors, replace_file, sha256, write_tensors
+from tfnb.graph.forms.decode import FILE_CAP, FORMAT, VERSION, build, field, parse
+from tfnb.graph.forms.encode import Writer, variable_json
 from tfnb.graph.variable import Variable
 
 # -- files --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""From JSON text to nodes: strict parsing and reading of what `tfnb.graph.serial` writes.
+"""From JSON text to nodes: strict parsing and reading of what `tfnb.graph.forms.serial` writes.
 
 Nothing in a file is trusted: sizes over the caps, unknown fields, wrong types and ops that are not admitted are
 errors that name the path inside the file. Recursion is bounded by DEPTH_CAP, checked before parsing.
@@ -309,7 +309,7 @@ class _Reader:
         return tuple(self.node(record, f"{path}[{place}]", place) for place, record in enumerate(records))
 
     def subgraph(self, record: dict[str, Any], path: str) -> Subgraph:
-        """What `tfnb.graph.encode.Writer.subgraph` wrote; its nodes are named by their position inside."""
+        """What `tfnb.graph.forms.encode.Writer.subgraph` wrote; its nodes are named by their position inside."""
         only(record, SUBGRAPH, path)
         inner = copy(self)
         inner.tags = inner._tags()
@@ -321,7 +321,7 @@ class _Reader:
         return Subgraph(Contents(nodes, tuple(guards)), inputs, outputs)
 
     def recursion(self, record: dict[str, Any], path: str) -> Recursion:
-        """What `tfnb.graph.encode.Writer.recursion` wrote; the body may name it."""
+        """What `tfnb.graph.forms.encode.Writer.recursion` wrote; the body may name it."""
         only(record, RECURSION, path)
         number = field(record, "id", int, path)
         if "body" not in record:
