@@ -2,8 +2,8 @@
 
 From source to code: `trees` finds a function's syntax tree and says what is in it. `source` and `cell_parts` turn the
 trees of functions and cells into code. `autograph_frontend` calls the library that makes functions of bodies, and
-`expressions` adds what the library leaves out. `autograph` has the decorator and the cell, `conversion` says which
-function converted code calls.
+`expressions` adds what the library leaves out. `cannot_stage` is how source or a statement is left to Python.
+`autograph` has the decorator and the cell, `conversion` says which function converted code calls.
 
 While it runs: converted code calls `operators`, which leave to Python what no run decides. `statement` is one
 statement and its names. `branching` and `phi` stage branches, `looping` and `alias_analysis` loops; `iterables` is

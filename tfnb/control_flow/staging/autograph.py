@@ -105,7 +105,7 @@ def _forward(rec: Any, module: torch.nn.Module) -> Any:
 
 
 class Cell:
-    """The body of a cell, converted: its statements, and the expression whose value it shows; NotConvertible."""
+    """The body of a cell, converted: its statements, and the expression whose value it shows; CannotStage."""
 
     def __init__(self, body: Sequence[ast.stmt], result: ast.expr | None, filename: str, flags: int = 0) -> None:
         self._parts, self._result = cell_parts(body, result, filename, flags)

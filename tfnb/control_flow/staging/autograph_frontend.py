@@ -30,13 +30,14 @@ from malt.pyct.static_analysis import (  # noqa: E402
     reaching_fndefs,
 )
 
-from tfnb.control_flow.staging.trees import HIDDEN, NotConvertible  # noqa: E402
+from tfnb.control_flow.staging.cannot_stage import CannotStage  # noqa: E402
+from tfnb.control_flow.staging.trees import HIDDEN  # noqa: E402
 
 _PLACE = ("lineno", "col_offset", "end_lineno", "end_col_offset")
 
 
 def with_calls(function: ast.FunctionDef) -> ast.FunctionDef:
-    """The function with its control flow as calls; raises NotConvertible."""
+    """The function with its control flow as calls; raises CannotStage."""
     names = {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}
     info = transformer.EntityInfo(function.name, "", "", (), dict.fromkeys(names))
     context = transformer.Context(info, _Namer(info.namespace), converter.ProgramContext(None))
@@ -63,7 +64,7 @@ def with_calls(function: ast.FunctionDef) -> ast.FunctionDef:
         function = bodies.visit(function)
         function = variables.transform(function, context)
     except (PyCTError, ValueError, NotImplementedError, AssertionError, KeyError, AttributeError) as error:
-        raise NotConvertible(f"AutoGraph cannot convert it ({str(error) or type(error).__name__})") from error
+        raise CannotStage(f"AutoGraph cannot convert it ({str(error) or type(error).__name__})") from error
     _place(function, None)
     function.read = bodies.read  # type: ignore[attr-defined]  # for the parts of a cell
     return function

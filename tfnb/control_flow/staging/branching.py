@@ -16,11 +16,9 @@ from torch.utils._pytree import tree_flatten
 
 from tfnb.control_flow.loops import known_elements
 from tfnb.control_flow.staging.alias_analysis import Bases, bases_of
+from tfnb.control_flow.staging.cannot_stage import CannotStage, Instead
 from tfnb.control_flow.staging.phi import After, Phi
 from tfnb.control_flow.staging.statement import (
-    CallsItself,
-    CannotStage,
-    Carries,
     Statement,
     as_test,
     is_users,
@@ -50,24 +48,21 @@ def branched(
 ) -> None:  # fmt: skip
     """Staged, or else by Python, with a guard."""
     test = as_test(test)
-    outcome: bool | None = None  # where not the samples decide
-    raises: str | None = None
     try:
         return st.carrying(lambda: stage_if(st, test, body, orelse, len(st.slots) + wanted))
-    except OtherSide as side:
-        return body() if side.other else orelse()
-    except Check as check:
-        if not check.is_raise:
-            note_python(st, f"the branch that the sample does not take fails: {check}")
-        is_check, outcome = check.is_raise, not check.side
-        raises = f"{str(check).rstrip(': ')} ({st.place})" if is_check else None
-    except CannotStage as why:
-        if isinstance(why, CallsItself) and why.place in status.sized:
-            raise
-        note_python(st, why)
-        is_check = False
+    except CannotStage as error:
+        why = error
+    if why.instead is Instead.AROUND and why.key in status.sized:
+        raise why
+    if why.instead is Instead.ONE_BRANCH:
+        return body() if why.branch else orelse()
+    is_check = why.instead is Instead.CHECK
+    if not is_check:
+        fails = why.instead is Instead.OTHER_FAILS
+        note_python(st, f"the branch that the sample does not take fails: {why}" if fails else why)
+    raises = f"{str(why).rstrip(': ')} ({st.place})" if is_check else None
     before, earlier = st.get(), set(st.recorder.tape.by_id)
-    outcome = taken_by_python(st.recorder, test, outcome, is_check=is_check, raises=raises)
+    outcome = taken_by_python(st.recorder, test, why.branch, is_check=is_check, raises=raises)
     body() if outcome else orelse()
     if not is_check and isinstance(test, Tensor):
         st.set(tuple(below_guard(st.recorder, v, old, earlier) for v, old in zip(st.get(), before, strict=True)))
@@ -108,22 +103,6 @@ def chosen(
     return slot[0]
 
 
-class OtherSide(Exception):
-    """One side calls a function that is being recorded: so far only the other one tells what it gives."""
-
-    def __init__(self, other: bool) -> None:
-        super().__init__(str(other))
-        self.other = other
-
-
-class Check(Exception):
-    """A way raises that the samples do not get to: by the user's ``raise``, or because something fails there."""
-
-    def __init__(self, error: Exception, side: bool) -> None:
-        super().__init__(reason(error))
-        self.is_raise, self.side = _is_raised(error), side
-
-
 def _is_raised(error: Exception) -> bool:
     """Whether a line of the user's raised it, and no package."""
     if isinstance(error, (CannotStage, TfnbError)):
@@ -135,12 +114,12 @@ def _is_raised(error: Exception) -> bool:
 def stage_if(
     st: Statement, test: Any, body: Callable[[], None], orelse: Callable[[], None], wanted: int
 ) -> None:  # fmt: skip
-    """Both branches into the graph; the first ``wanted`` names are needed afterwards. Raises CannotStage or Check."""
+    """Both branches into the graph; the first ``wanted`` names are needed afterwards. Raises CannotStage."""
     recorder, by_size = st.recorder, isinstance(test, torch.SymBool)
     test = test if by_size else truth(recorder, test, st.what)
     before, taken = st.get(), sample_truth(recorder, test)
     if by_size and st.key in status.sized:
-        raise CallsItself(st.key)
+        raise CannotStage("it leads to a call of its own function", Instead.AROUND, key=st.key)
     with st.staging(), _inside(st, by_size), recorder.scope(st.what.split()[0]) as scope:
         dtypes: dict[tuple[int, int], torch.dtype] = {}
 
@@ -162,9 +141,8 @@ def stage_if(
                 undo(after)
                 after = both(before)
             values = Phi(st, test, taken, before, after[True], after[False]).values(wanted)
-        except BaseException as error:
-            undo(after)
-            if by_size and isinstance(error, TfnbError) and error.details != REFUSED:
+        except TfnbError as error:
+            if by_size and error.details != REFUSED:
                 raise CannotStage(reason(error)) from error
             raise
     st.set(values)
@@ -186,19 +164,16 @@ def _both(
                 quiet=is_other, where=where, entered=taken in (None, side),
             )  # fmt: skip
         except Unfinished:
-            undo(after)
-            raise OtherSide(not side) from None
-        except Carries:
-            undo(after)
-            raise
+            why = "a function that it calls is being recorded"
+            raise CannotStage(why, Instead.ONE_BRANCH, branch=not side) from None
         except Exception as error:
-            undo(after)
             is_here = side is taken and (st.recorder.entered or not _is_raised(error))
             if _disagrees(error, by_size) or (is_here and is_users(error)):
                 raise
             if is_here or isinstance(error, CannotStage):
                 raise CannotStage(reason(error)) from error
-            raise Check(error, side) from error
+            instead = Instead.CHECK if _is_raised(error) else Instead.OTHER_FAILS
+            raise CannotStage(reason(error), instead, branch=not side) from error
     return after
 
 

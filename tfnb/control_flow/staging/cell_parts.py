@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import CodeType
 
+from tfnb.control_flow.staging.cannot_stage import CannotStage
 from tfnb.control_flow.staging.expressions import Plain
 from tfnb.control_flow.staging.source import CELL, FUNCTION, Place, compiled, with_operators, worth
 from tfnb.control_flow.staging.trees import (
     CONTROL,
-    NotConvertible,
     bound_names,
     definition,
     has_control,
@@ -37,7 +37,7 @@ class Part:
 def cell_parts(
     body: Sequence[ast.stmt], result: ast.expr | None, filename: str, flags: int = 0
 ) -> tuple[list[Part], CodeType | None]:
-    """The statements of a cell in order, and its final expression; raises NotConvertible if that cannot be converted.
+    """The statements of a cell in order, and its final expression; raises CannotStage if that cannot be converted.
 
     A factory is, with the namespace as its globals, a function of the operators that gives a function to be called.
     """
@@ -70,7 +70,7 @@ def _defined(tree: ast.stmt) -> ast.AST:
 def _text(line: int, tree: Callable[[], ast.AST]) -> str:
     try:
         return ast.unparse(ast.fix_missing_locations(tree()))
-    except NotConvertible as why:
+    except CannotStage as why:
         return f"# line {line} stays Python: {why}"
 
 
@@ -91,7 +91,7 @@ class _Parts:
                 code, needed = self.code(copy.deepcopy(group))
                 names = frozenset(mine - self.above - needed) if is_control else frozenset()
                 found = Part(code, True, "", names, isinstance(group[0], (ast.For, ast.While)))
-            except NotConvertible as error:
+            except CannotStage as error:
                 why = f"line {group[0].lineno}: {error}"
         self.above |= mine
         if is_control:
@@ -112,7 +112,7 @@ class _Parts:
         """Statements as a function that calls operators."""
         for node in (node for statement in body for node in ast.walk(statement)):
             if isinstance(node, (ast.ImportFrom, ast.Await, ast.AsyncFor, ast.AsyncWith)):
-                raise NotConvertible("imports and await stay as they are")
+                raise CannotStage("imports and await stay as they are")
         names = sorted(bound_names(body))
         inside: list[ast.stmt] = [Plain().visit(statement) for statement in body]
         if names:

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from tfnb.control_flow.staging.cannot_stage import CannotStage
 from tfnb.control_flow.staging.lists import grown, plain
-from tfnb.control_flow.staging.statement import CannotStage, Slot, status
+from tfnb.control_flow.staging.statement import Slot, status
 from tfnb.control_flow.staging.unset import MISSING, Sometimes, Undefined
 
 CONTAINERS = (list, dict, set, bytearray, collections.deque)

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from tfnb.control_flow.staging.cannot_stage import CannotStage
 from tfnb.control_flow.staging.containers import (
     CHANGES,
     CONTAINERS,
@@ -27,7 +28,7 @@ from tfnb.control_flow.staging.python_numbers import given, item_of
 from tfnb.control_flow.staging.recursion import Recursing, names_itself
 from tfnb.control_flow.staging.source import bound, function_code, worth
 from tfnb.control_flow.staging.statement import OPERATORS, status
-from tfnb.control_flow.staging.trees import HIDDEN, NotConvertible, tree_of
+from tfnb.control_flow.staging.trees import HIDDEN, tree_of
 from tfnb.control_flow.staging.user_frames import is_foreign, is_of_package
 from tfnb.control_flow.structure import recorder_if_open
 
@@ -156,7 +157,7 @@ def _factory(code: CodeType) -> CodeType | None:
     try:
         tree = tree_of(code)
         return function_code(code, tree) if worth(tree) else None
-    except NotConvertible as why:
+    except CannotStage as why:
         recorder = recorder_if_open()
         if recorder is not None:
             recorder.tape.notes.append(f"{code.co_qualname}, line {code.co_firstlineno}, stays Python: {why}")

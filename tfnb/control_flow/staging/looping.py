@@ -14,11 +14,10 @@ from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_wit
 
 from tfnb.control_flow.loops import invariants, known_elements
 from tfnb.control_flow.staging.alias_analysis import Bases, LoopAliases, bases_of
+from tfnb.control_flow.staging.cannot_stage import CannotStage, Instead
 from tfnb.control_flow.staging.lists import Growth
 from tfnb.control_flow.staging.statement import (
     NUMBERS,
-    BeginsAsNone,
-    CannotStage,
     Statement,
     as_number,
     empty_of,
@@ -49,14 +48,14 @@ from tfnb.recording.writes.aliases import REFUSED, family, lose
 def staged_loop(st: Statement, stage: Callable[[], None], first: Callable[[], None], *, peels: bool = False) -> bool:
     """Whether a loop could be staged; a user's error in the first turn of the samples is raised.
 
-    peels: the caller can take a turn by itself where BeginsAsNone is raised.
+    peels: the caller can take a turn by itself where CannotStage says so, which is raised then.
     """
     try:
         st.carrying(stage)
         return True
     except CannotStage as error:
         why = error
-    if peels and isinstance(why, BeginsAsNone):
+    if peels and why.instead is Instead.FIRST_ITERATION:
         raise why
     if is_users(why.__cause__ or why):
         st.tried(first)
@@ -113,9 +112,9 @@ class Stage:
         with st.staging():
             try:
                 retried(self, record)
-            except BeginsAsNone:
-                raise
             except Exception as error:
+                if isinstance(error, CannotStage) and error.instead is Instead.FIRST_ITERATION:
+                    raise
                 if getattr(error, "details", None) == REFUSED:
                     raise
                 if getattr(error, "details", None) == DISAGREE and not self.by_size:
@@ -274,8 +273,8 @@ class Stage:
             self.rebound.add(place)
             return True
         if not isinstance(old, Undefined):
-            error = BeginsAsNone if None in tree_flatten(old)[0] else CannotStage
-            raise error(f"{name} is {kind(old)} before the loop and {kind(value)} after a turn")
+            instead = Instead.FIRST_ITERATION if None in tree_flatten(old)[0] else Instead.RUN
+            raise CannotStage(f"{name} is {kind(old)} before the loop and {kind(value)} after a turn", instead)
         if isinstance(old, UndefinedReturnValue) and not all(map(is_value, tree_flatten(value)[0])):
             raise CannotStage(f"it returns {kind(value)} inside of the loop")
         self.late.add(place)

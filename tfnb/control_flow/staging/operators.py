@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from tfnb.control_flow.staging.branching import below_guard, branched, chosen, taken_by_python
+from tfnb.control_flow.staging.cannot_stage import CannotStage
 from tfnb.control_flow.staging.containers import CONTAINERS, attribute, changed, made, own_method, refuse_change
 from tfnb.control_flow.staging.conversion import OPERATORS, fn, marked, takes_lists
 from tfnb.control_flow.staging.iterables import turns_of
@@ -24,8 +25,6 @@ from tfnb.control_flow.staging.lists import part as part_of
 from tfnb.control_flow.staging.looping import Stage, Turns, staged_loop
 from tfnb.control_flow.staging.python_numbers import needed
 from tfnb.control_flow.staging.statement import (
-    BeginsAsNone,
-    CannotStage,
     Statement,
     as_number,
     as_test,
@@ -138,7 +137,7 @@ def while_stmt(
             if staged_loop(st, turns, body if entered else _nothing, peels=entered):
                 return
             tried = True
-        except BeginsAsNone as why:
+        except CannotStage as why:
             note_peeled(st, why)
             taken_by_python(staged, as_test(_asked(test())), True, is_check=True)
             body()
@@ -162,7 +161,7 @@ def for_stmt(
             if staged_loop(st, stage, first, peels=True):
                 return
             break
-        except BeginsAsNone as why:
+        except CannotStage as why:
             parted = turns.parted(recorder)
             if parted is None:
                 note_python(st, why)

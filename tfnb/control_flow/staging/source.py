@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
 
+from tfnb.control_flow.staging.cannot_stage import CannotStage
 from tfnb.control_flow.staging.expressions import Asserts, Else, Expressions, Match, Plain, Walrus, told_names
 from tfnb.control_flow.staging.trees import (
     CONTROL,
     HIDDEN,
-    NotConvertible,
     definition,
     has_control,
     no_arguments,
@@ -33,7 +33,7 @@ _FUTURE = sum(getattr(__future__, name).compiler_flag for name in __future__.all
 
 
 def function_code(code: CodeType, tree: ast.FunctionDef | ast.Lambda) -> CodeType:
-    """The factory of the converted function: takes the operators, has its closure. Raises NotConvertible.
+    """The factory of the converted function: takes the operators, has its closure. Raises CannotStage.
 
     The tree has the lines of the file that ``code`` is of.
     """
@@ -136,7 +136,7 @@ class _OfClass(ast.NodeTransformer):
 def with_operators(function: ast.FunctionDef, unsure: Container[str] = ()) -> ast.FunctionDef:
     """Control flow and expressions as calls of operators. unsure: global names that may have no value."""
     if any(isinstance(n, (ast.Yield, ast.YieldFrom, ast.AsyncFunctionDef)) for n in ast.walk(function)):
-        raise NotConvertible("a generator or async function is in it")
+        raise CannotStage("a generator or async function is in it")
     function = Asserts().visit(Match().visit(function))
     if has_control([n for n in ast.walk(function) if isinstance(n, CONTROL)]):
         from tfnb.control_flow.staging.autograph_frontend import with_calls
@@ -172,7 +172,7 @@ def compiled(function: ast.FunctionDef, place: Place, free: Sequence[str]) -> Co
     try:
         whole = compile(module, place.filename, "exec", place.flags, dont_inherit=True)
     except (SyntaxError, ValueError) as error:
-        raise NotConvertible(str(error)) from None
+        raise CannotStage(str(error)) from None
     code = _inside(_inside(whole, _OUTER), _FACTORY)
     return _renamed(code, function.name, place.name, place.qualname)
 

@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
+from tfnb.control_flow.staging.cannot_stage import CannotStage
 from tfnb.control_flow.staging.unset import MISSING, Undefined
 from tfnb.control_flow.staging.user_frames import user_frame
 from tfnb.control_flow.structure import SIZES, of_size, recorder_if_open, spec_of
@@ -26,22 +26,6 @@ from tfnb.recording import Recorder, Tensor
 from tfnb.recording.subgraphs.capture import Savepoint
 
 NUMBERS = (bool, int, float, complex)
-
-
-class CannotStage(Exception):
-    """A statement that is left to Python, and why."""
-
-
-class BeginsAsNone(CannotStage):
-    """A loop whose first turn gives a value to a name that is None before: that turn is recorded by itself."""
-
-
-class CallsItself(CannotStage):
-    """A branch that sizes decide leads to its own statement again: where that ends, only Python finds out."""
-
-    def __init__(self, place: object) -> None:
-        super().__init__("it leads to a call of its own function")
-        self.place = place
 
 
 class Slot:
@@ -105,7 +89,6 @@ class _Status(threading.local):
 
 status = _Status()
 OPERATORS = SimpleNamespace()  # what converted code calls, by `HIDDEN`: `operators` has them
-_staged: WeakKeyDictionary[Recorder, dict[str, None]] = WeakKeyDictionary()
 
 
 # -- values -------------------------------------------------------------------------------------------------------
@@ -236,7 +219,8 @@ class Statement:
         frame = user_frame()
         name = frame.f_code.co_name
         self.key = frame.f_code, frame.f_lasti
-        self.place = f"line {frame.f_lineno}" + ("" if name == "<module>" else f" of {name}")
+        self.line = frame.f_lineno
+        self.place = f"line {self.line}" + ("" if name == "<module>" else f" of {name}")
         text = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
         self.is_written = all(re.search(rf"(\b|el){word}\b", text) for word in self.what.split())
 
@@ -268,19 +252,16 @@ class Statement:
     @contextmanager
     def staging(self) -> Iterator[None]:
         """Around an attempt: undone where it fails."""
-        before, made = self.get(), (status.depth, status.quiet)
-        lines = dict(_staged.get(self.recorder, {}))
-        notes = list(self.recorder.tape.notes)
+        before, made, recording = self.get(), (status.depth, status.quiet), Savepoint(self.recorder)
         try:
             yield
         except BaseException:
+            recording.undo()
             self.set(before)
-            _staged[self.recorder] = lines
-            self.recorder.tape.notes[:] = notes
             status.depth, status.quiet = made
             raise
         if self.is_written:  # and not one that stands for a break or return
-            _note_staged(self.recorder, f"{self.place} `{self.what}`")
+            self.recorder.tape.staged[f"{self.place} `{self.what}`"] = self.line
 
     def label(self, name: str) -> str:
         """A name as messages have it."""
@@ -334,14 +315,6 @@ class Statement:
             self.met.append(Slot(owner, name, is_item=False))
         if self.met:
             raise Carries(self.met)
-
-
-def _note_staged(recorder: Recorder, text: str) -> None:
-    lines = _staged.setdefault(recorder, {})
-    lines[text] = None
-    note = "staged: " + ", ".join(sorted(lines, key=lambda line: int(line.split()[1])))
-    others = [n for n in recorder.tape.notes if not n.startswith("staged: ")]
-    recorder.tape.notes[:] = [note, *others]
 
 
 def note_python(statement: Statement, why: object) -> None:

@@ -9,15 +9,13 @@ from collections.abc import Iterable, Sequence
 from types import CodeType
 from typing import Any
 
+from tfnb.control_flow.staging.cannot_stage import CannotStage
+
 HIDDEN = "ag__"  # what converted code calls the operators
 CONTROL = (ast.If, ast.While, ast.For)
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 _NAMING = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ExceptHandler, ast.MatchAs, ast.MatchStar)
 _NEVER_TENSORS = frozenset({"isinstance", "issubclass", "hasattr", "callable"})
-
-
-class NotConvertible(Exception):
-    """Source that stays Python, and why."""
 
 
 def bound_names(body: Iterable[ast.AST]) -> set[str]:
@@ -120,15 +118,15 @@ def placed(old: ast.AST, new: Any) -> Any:
 
 
 def tree_of(code: CodeType) -> ast.FunctionDef | ast.Lambda:
-    """The definition that ``code`` was compiled from; raises NotConvertible."""
+    """The definition that ``code`` was compiled from; raises CannotStage."""
     lines = linecache.getlines(code.co_filename)
     if not 0 < code.co_firstlineno <= len(lines):
-        raise NotConvertible("its source is not there")
+        raise CannotStage("its source is not there")
     tree = _parsed(lines, code)
     kind = ast.Lambda if code.co_name == "<lambda>" else ast.FunctionDef
     found: list[Any] = [n for n in ast.walk(tree) if isinstance(n, kind) and _is_of(n, code)]
     if not found:
-        raise NotConvertible("its source is not there, or is another one by now")
+        raise CannotStage("its source is not there, or is another one by now")
     return min(found, key=_length)
 
 
@@ -144,7 +142,7 @@ def _parsed(lines: Sequence[str], code: CodeType) -> ast.AST:
     try:
         return ast.parse("".join(lines))
     except SyntaxError:
-        raise NotConvertible("its source cannot be read by itself") from None
+        raise CannotStage("its source cannot be read by itself") from None
 
 
 def _is_of(node: ast.FunctionDef | ast.Lambda, code: CodeType) -> bool:

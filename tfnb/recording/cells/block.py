@@ -288,7 +288,7 @@ def _commit(
     ready()
     unused = {n.id for n in recorder.new} - {n.id for n in nodes}
     recorder.graph.commit(change.contents, removed=[*change.gone.items(), *((at, _UNUSED) for at in unused)])
-    recorder.graph.notes = tuple(recorder.tape.notes)
+    recorder.graph.notes = recorder.tape.said
     space.symbols.relabel(recorder.tape.letters, sizes, change.letters.block, change.letters.below)
     space.derivatives = (*change.derivatives, *recorder.tape.derivatives)
     space.forget(set(change.gone) | unused)

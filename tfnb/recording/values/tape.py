@@ -71,9 +71,16 @@ class State:
     stands: dict[Variable, tuple[Value, ...]] = field(default_factory=dict)  # given to Variables inside of loops
     # what is said at the end
     notes: list[str] = field(default_factory=list)
+    staged: dict[str, int] = field(default_factory=dict)  # statements of the user's code that are staged: their lines
     derivatives: list[Derivative] = field(default_factory=list)
     by_hand: dict[Variable, Source | None] = field(default_factory=dict)  # written in place: where it was last
     asked: dict[Variable, Source | None] = field(default_factory=dict)  # taken as a Python number or truth: where
+
+    @property
+    def said(self) -> tuple[str, ...]:
+        """The notes; what is staged comes first, in one."""
+        lines = ", ".join(sorted(self.staged, key=self.staged.__getitem__))
+        return (f"staged: {lines}", *self.notes) if lines else tuple(self.notes)
 
     def saved(self) -> State:
         """A copy, to which `put_back` goes back."""
