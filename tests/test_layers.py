@@ -61,7 +61,10 @@ LATE = {
     ): "the one place that composes: it registers what recordings open with",
     ("tfnb/recording/overrides/higher_order.py", "tfnb.control_flow"): "torch.cond in a cell asks control_flow",
     ("tfnb/recording/values/tensor.py", "tfnb.session"): ".eval asks the default session",
-    ("tfnb/control_flow/staging/source.py", "tfnb.control_flow.staging.autograph_frontend"): "malt takes time to load",
+    (
+        "tfnb/control_flow/frontend/source.py",
+        "tfnb.control_flow.frontend.autograph_frontend",
+    ): "malt takes time to load",
     ("tfnb/gradients/slices.py", "tfnb.session"): ".eval asks the default session",
     ("magics/extension.py", "tfnb.recording.shapes.fakes"): "torch loads in the background",
     ("tfnb/datasets.py", "sklearn"): "optional extra [data]",

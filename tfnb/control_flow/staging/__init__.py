@@ -1,8 +1,5 @@
 """AutoGraph: Python's statements on recorded tensors as branches and loops of the graph.
 
-From source to code: `trees` finds a function's syntax tree and says what is in it. `source` and `cell_parts` turn the
-trees of functions and cells into code. `autograph_frontend` calls the library that makes functions of bodies, and
-`expressions` adds what the library leaves out. `cannot_stage` is how source or a statement is left to Python.
 `autograph` has the decorator and the cell, `conversion` says which function converted code calls.
 
 While it runs: converted code calls `operators`, which leave to Python what no run decides. `statement` is one

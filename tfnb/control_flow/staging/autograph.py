@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._pytree import tree_leaves
 
-from tfnb.control_flow.staging.cell_parts import Part, cell_parts, cell_text
+from tfnb.control_flow.frontend.cell_parts import Part, cell_parts, cell_text
 from tfnb.control_flow.staging.conversion import fn, marked
 from tfnb.control_flow.staging.operators import OPERATORS
 from tfnb.control_flow.staging.statement import status

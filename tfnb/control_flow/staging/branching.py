@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten
 
+from tfnb.control_flow.frontend.cannot_stage import CannotStage, Instead
 from tfnb.control_flow.loops import known_elements
 from tfnb.control_flow.staging.alias_analysis import Bases, bases_of
-from tfnb.control_flow.staging.cannot_stage import CannotStage, Instead
 from tfnb.control_flow.staging.phi import After, Phi
 from tfnb.control_flow.staging.statement import (
     Statement,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tfnb.control_flow.staging.cannot_stage import CannotStage
+from tfnb.control_flow.frontend.cannot_stage import CannotStage
 from tfnb.control_flow.staging.lists import grown, plain
 from tfnb.control_flow.staging.statement import Slot, status
 from tfnb.control_flow.staging.unset import MISSING, Sometimes, Undefined

@@ -12,7 +12,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from tfnb.control_flow.staging.cannot_stage import CannotStage
+from tfnb.control_flow.frontend.cannot_stage import CannotStage
+from tfnb.control_flow.frontend.source import bound, function_code, worth
+from tfnb.control_flow.frontend.trees import HIDDEN, tree_of
 from tfnb.control_flow.staging.containers import (
     CHANGES,
     CONTAINERS,
@@ -26,9 +28,7 @@ from tfnb.control_flow.staging.iterables import BUILTINS
 from tfnb.control_flow.staging.lists import append_to, cat, grown, plain, stack
 from tfnb.control_flow.staging.python_numbers import given, item_of
 from tfnb.control_flow.staging.recursion import Recursing, names_itself
-from tfnb.control_flow.staging.source import bound, function_code, worth
 from tfnb.control_flow.staging.statement import OPERATORS, status
-from tfnb.control_flow.staging.trees import HIDDEN, tree_of
 from tfnb.control_flow.staging.user_frames import is_foreign, is_of_package
 from tfnb.control_flow.structure import recorder_if_open
 

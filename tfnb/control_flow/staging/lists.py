@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from tfnb.control_flow.frontend.cannot_stage import CannotStage
 from tfnb.control_flow.staging.alias_analysis import Bases, bases_of
-from tfnb.control_flow.staging.cannot_stage import CannotStage
 from tfnb.control_flow.staging.statement import (
     Slot,
     as_number,

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
+from tfnb.control_flow.frontend.cannot_stage import CannotStage, Instead
 from tfnb.control_flow.loops import invariants, known_elements
 from tfnb.control_flow.staging.alias_analysis import Bases, LoopAliases, bases_of
-from tfnb.control_flow.staging.cannot_stage import CannotStage, Instead
 from tfnb.control_flow.staging.lists import Growth
 from tfnb.control_flow.staging.statement import (
     NUMBERS,

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from tfnb.control_flow.frontend.cannot_stage import CannotStage
 from tfnb.control_flow.staging.branching import below_guard, branched, chosen, taken_by_python
-from tfnb.control_flow.staging.cannot_stage import CannotStage
 from tfnb.control_flow.staging.containers import CONTAINERS, attribute, changed, made, own_method, refuse_change
 from tfnb.control_flow.staging.conversion import OPERATORS, fn, marked, takes_lists
 from tfnb.control_flow.staging.iterables import turns_of

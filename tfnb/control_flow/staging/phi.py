@@ -16,8 +16,8 @@ import torch
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from tfnb.control_flow.branches import joined, spec_inside
+from tfnb.control_flow.frontend.cannot_stage import CannotStage
 from tfnb.control_flow.staging.alias_analysis import Bases, reason_of
-from tfnb.control_flow.staging.cannot_stage import CannotStage
 from tfnb.control_flow.staging.statement import (
     NUMBERS,
     Statement,

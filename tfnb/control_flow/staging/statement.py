@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tfnb.control_flow.staging.cannot_stage import CannotStage
+from tfnb.control_flow.frontend.cannot_stage import CannotStage
 from tfnb.control_flow.staging.unset import MISSING, Undefined
 from tfnb.control_flow.staging.user_frames import user_frame
 from tfnb.control_flow.structure import SIZES, of_size, recorder_if_open, spec_of

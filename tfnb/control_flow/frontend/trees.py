@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from types import CodeType
 from typing import Any
 
-from tfnb.control_flow.staging.cannot_stage import CannotStage
+from tfnb.control_flow.frontend.cannot_stage import CannotStage
 
 HIDDEN = "ag__"  # what converted code calls the operators
 CONTROL = (ast.If, ast.While, ast.For)

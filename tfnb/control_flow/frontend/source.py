@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
 
-from tfnb.control_flow.staging.cannot_stage import CannotStage
-from tfnb.control_flow.staging.expressions import Asserts, Else, Expressions, Match, Plain, Walrus, told_names
-from tfnb.control_flow.staging.trees import (
+from tfnb.control_flow.frontend.cannot_stage import CannotStage
+from tfnb.control_flow.frontend.expressions import Asserts, Else, Expressions, Match, Plain, Walrus, told_names
+from tfnb.control_flow.frontend.trees import (
     CONTROL,
     HIDDEN,
     definition,
@@ -139,7 +139,7 @@ def with_operators(function: ast.FunctionDef, unsure: Container[str] = ()) -> as
         raise CannotStage("a generator or async function is in it")
     function = Asserts().visit(Match().visit(function))
     if has_control([n for n in ast.walk(function) if isinstance(n, CONTROL)]):
-        from tfnb.control_flow.staging.autograph_frontend import with_calls
+        from tfnb.control_flow.frontend.autograph_frontend import with_calls
 
         Walrus().visit(Else().visit(function))
         function = with_calls(function)

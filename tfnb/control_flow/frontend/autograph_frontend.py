@@ -30,8 +30,8 @@ from malt.pyct.static_analysis import (  # noqa: E402
     reaching_fndefs,
 )
 
-from tfnb.control_flow.staging.cannot_stage import CannotStage  # noqa: E402
-from tfnb.control_flow.staging.trees import HIDDEN  # noqa: E402
+from tfnb.control_flow.frontend.cannot_stage import CannotStage  # noqa: E402
+from tfnb.control_flow.frontend.trees import HIDDEN  # noqa: E402
 
 _PLACE = ("lineno", "col_offset", "end_lineno", "end_col_offset")
 

@@ -7,7 +7,7 @@ import copy
 from collections.abc import Container
 from typing import Any
 
-from tfnb.control_flow.staging.trees import HIDDEN, never_tensor, no_arguments, operator_call, placed, thunk, walk
+from tfnb.control_flow.frontend.trees import HIDDEN, never_tensor, no_arguments, operator_call, placed, thunk, walk
 
 # Calls that look at the frame they stand in, or whose answer never is a tensor.
 _AS_WRITTEN = frozenset({

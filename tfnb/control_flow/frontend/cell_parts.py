@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import CodeType
 
-from tfnb.control_flow.staging.cannot_stage import CannotStage
-from tfnb.control_flow.staging.expressions import Plain
-from tfnb.control_flow.staging.source import CELL, FUNCTION, Place, compiled, with_operators, worth
-from tfnb.control_flow.staging.trees import (
+from tfnb.control_flow.frontend.cannot_stage import CannotStage
+from tfnb.control_flow.frontend.expressions import Plain
+from tfnb.control_flow.frontend.source import CELL, FUNCTION, Place, compiled, with_operators, worth
+from tfnb.control_flow.frontend.trees import (
     CONTROL,
     bound_names,
     definition,
