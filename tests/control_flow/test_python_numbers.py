@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tfnb
-from tests.control_flow.written import blocks, compared
+from tests.control_flow.written import blocks, compared, function
 from tfnb.errors import BranchChanged
 
 FED = [
@@ -79,6 +79,10 @@ return n
 # a parameter
 n = weight.item()
 return x * 2 if n > 0 else x * 3
+
+# quotient and remainder
+q, r = divmod(int(x.sum()), 2)
+return q, r, x * q, divmod(7, r + 1)
 """
 
 NEEDED = """
@@ -87,6 +91,9 @@ return x * [1.0, 2.0, 3.0][int(x[0, 1])]
 
 # an element of a list, by a tensor
 return x * [1.0, 2.0, 3.0][x.argmax()]
+
+# a key
+return x * {0: 1.0, 1: 2.0}[int(x[0, 1])]
 
 # part of a list
 return x * sum([1.0, 2.0, 3.0][: int(x[0, 1])])
@@ -120,6 +127,14 @@ def test_a_number_that_python_needs_is_guarded(name: str, body: str) -> None:
     assert any("a run must have the sample" in note for note in notes), notes
 
 
+def test_the_text_of_a_number_is_that_of_the_sample_and_noted() -> None:
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.tensor([2.0, 1.0]), name="x")
+        texts = tfnb.autograph(function("n = int(x.sum())\nreturn str(n), repr(n + 1), f'{n}'"))(x)
+    assert texts == ("3", "4", "3")
+    assert any("took the sample" in note for note in graph.notes)
+
+
 def test_the_guard_names_its_line() -> None:
     source = "def f(x):\n    n = int(x.sum())\n    return x * [1.0, 2.0, 3.0][n]\n"
     linecache.cache["<guarded>"] = (len(source), None, source.splitlines(keepends=True), "<guarded>")
@@ -129,7 +144,7 @@ def test_the_guard_names_its_line() -> None:
         x = tfnb.placeholder(torch.ones(()), name="x")
         y = tfnb.autograph(names["f"])(x)  # type: ignore[type-var]
     assert tfnb.run(y, {x: 1.5}) == 3
-    with pytest.raises(BranchChanged, match=r"line 3"):
+    with pytest.raises(BranchChanged, match=r"(?s)needs this number.*the sample's is 1.*line 3"):
         tfnb.run(y, {x: 2.0})
     assert any("line 3" in note for note in graph.notes)
 

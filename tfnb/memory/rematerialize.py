@@ -59,8 +59,8 @@ def infeasible(
     node = graph.nodes[place]
     where = f", recorded at {node.source}" if node.source else ""
     return ResourceExhausted(
-        f"a memory budget of {budget:,} bytes is too small for this step: node {node.name} alone takes and makes "
-        f"{working[place]:,} bytes{where}; the smallest feasible budget is {lowest:,} bytes",
+        f"a memory budget of {budget:,} bytes is too small for this step: its largest node, {node.name}, takes "
+        f"and makes {working[place]:,} bytes{where}; the smallest feasible budget is {lowest:,} bytes",
         node=node.name, op=node.op,
         cell=node.source.label if node.source else None, line=node.source.line if node.source else None,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from tfnb.control_flow.frontend.trees import HIDDEN, never_tensor, no_arguments,
 # Calls that look at the frame they stand in, or whose answer never is a tensor.
 _AS_WRITTEN = frozenset({
     "super", "locals", "globals", "vars", "dir", "eval", "exec", "breakpoint", "isinstance", "issubclass", "hasattr",
-    "callable", "type", "id", "repr", "str", "format",
+    "callable", "type", "id", "format",
 })  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from tfnb.control_flow.staging.lists import append_to, expanded, grown, length, 
 from tfnb.control_flow.staging.lists import item as item_of
 from tfnb.control_flow.staging.lists import part as part_of
 from tfnb.control_flow.staging.looping import Stage, Turns, staged_loop
-from tfnb.control_flow.staging.python_numbers import needed
+from tfnb.control_flow.staging.python_numbers import given, needed
 from tfnb.control_flow.staging.statement import (
     Statement,
     as_number,
@@ -319,6 +319,8 @@ def item(owner: Any, index: Any) -> Any:
     """``owner[index]``."""
     if grown(owner):
         return item_of(owner, index)
+    if isinstance(owner, dict):  # a tensor may be a key
+        return owner[given(index)]
     return owner[needed(index) if type(owner) in (list, tuple, str, range) else index]
 
 

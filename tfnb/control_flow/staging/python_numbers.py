@@ -94,6 +94,24 @@ def shown(item: Any) -> Any:
     return item.sample.item() if is_number(item) and not status.depth else item
 
 
+def _divmod(a: Any, b: Any) -> Any:
+    return divmod(a, b) if _recorded(a) is None and _recorded(b) is None else (a // b, a % b)
+
+
+def _text(function: Callable[..., str]) -> Callable[..., str]:
+    """``str`` and ``repr``: the text of a recorded number is that of the sample's, as in an f-string."""
+
+    def text(*args: Any, **kwargs: Any) -> str:
+        found = _recorded(args[0]) if len(args) == 1 and not kwargs else None
+        if found is None or not stands_for_number(found[0], found[0]._entry(found[1]).value):
+            return function(*args, **kwargs)
+        found[0].note(f"`{function.__name__}()` took the sample's value, so the text is the same in every run")
+        return function(found[1].sample.item())
+
+    return text
+
+
 NUMBERS: dict[Any, Callable[..., Any]] = {
-    **{kind: _taken(kind, kind) for kind in (float, int, bool)}, round: _round,
+    **{kind: _taken(kind, kind) for kind in (float, int, bool)}, round: _round, divmod: _divmod,
+    str: _text(str), repr: _text(repr),
 }  # fmt: skip

@@ -311,11 +311,18 @@ class Recorder(TorchDispatchMode):
         if note not in self.tape.notes:
             self.tape.notes.append(note)
 
-    def guard(self, tensor: torch.Tensor, outcome: bool, raises: str | None = None) -> None:
-        """Every later node runs only where ``tensor`` has this truth; ``raises``: what Python would raise elsewhere."""
+    def guard(
+        self, tensor: torch.Tensor, outcome: bool, raises: str | None = None, lacks: str | None = None
+    ) -> None:  # fmt: skip
+        """Every later node runs only where ``tensor`` has this truth.
+
+        raises: what Python would raise elsewhere; lacks: what is said to a run where it has not.
+        """
         value = self._entry(tensor).value
         state = self.tape.state_behind(value)
         said = {"state": state} if state and raises is None else {} if raises is None else {"raises": raises}
+        if lacks is not None:
+            said = {"lacks": lacks}
         if asked := asked_in(self.where(), self.stop):
             said["asked"] = asked
         guard = self.tape.append(

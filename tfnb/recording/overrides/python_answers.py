@@ -76,7 +76,11 @@ def guard_number(rec: Recording, tensor: Tensor) -> None:
     """From here on, a run must have the sample's number."""
     number = tensor.sample.item()
     with rec.on(), torch.no_grad():
-        rec.branch(tensor.isnan() if number != number else tensor == number, True, is_check=True)
+        lacks = (
+            f"Python needs this number while recording: the sample's is {number}, and this run has another one; keep "
+            "it in tensors (torch.where, an index of a tensor), or record again with such a sample"
+        )
+        rec.guard(tensor.isnan() if number != number else tensor == number, True, lacks=lacks)
 
 
 def _comparison(op: Op, elements: Callable[..., Any]) -> Callable[..., Any]:

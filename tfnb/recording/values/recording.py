@@ -120,7 +120,9 @@ class Recording(current.Recording, Protocol):
     def streams_differ(self, what: str) -> None:
         """Note that recorded draws do not come from torch's generators."""
 
-    def guard(self, tensor: torch.Tensor, outcome: bool, raises: str | None = None) -> None:
+    def guard(
+        self, tensor: torch.Tensor, outcome: bool, raises: str | None = None, lacks: str | None = None
+    ) -> None:  # fmt: skip
         """Every later node runs only where ``tensor`` has this truth."""
 
     def branch(
