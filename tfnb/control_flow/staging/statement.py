@@ -252,13 +252,12 @@ class Statement:
     @contextmanager
     def staging(self) -> Iterator[None]:
         """Around an attempt: undone where it fails."""
-        before, made, recording = self.get(), (status.depth, status.quiet), Savepoint(self.recorder)
+        before, recording = self.get(), Savepoint(self.recorder)
         try:
             yield
         except BaseException:
             recording.undo()
             self.set(before)
-            status.depth, status.quiet = made
             raise
         if self.is_written:  # and not one that stands for a break or return
             self.recorder.tape.staged[f"{self.place} `{self.what}`"] = self.line
