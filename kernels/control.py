@@ -27,22 +27,23 @@ def while_loop(
     captures: Sequence[torch.Tensor], *, limit: int | None, rows: Sequence[Row | Column], reverse: bool = False,
     run: int = 0, draws: bool = False,
 ) -> list[Any]:  # fmt: skip
-    """The carried values after the last turn, the number of turns (int64, on the CPU), and the rows, stacked or packed.
+    """The carried values after the last iteration, the number of iterations (int64, on the CPU), and the rows, stacked
+    or packed.
 
-    See `tfnb.graph.subgraph` for the meaning. draws: each turn gets a random number of its own. rows: of each what one
-    is, or a column that takes them.
+    See `tfnb.graph.subgraph` for the meaning. draws: each iteration gets a random number of its own. rows: of each what
+    one is, or a column that takes them.
     """
     lengths, sequences = zip(*(rows_of(x, reverse=reverse) for x in xs), strict=True) if xs else ((), ())
     limit = min([*lengths[:1], *([] if limit is None else [limit])], default=None)
     if not (xs or rows or draws):
         return _plain_loop(cond, body, init, captures, limit, run)
     state: Sequence[torch.Tensor] = tuple(init)
-    turns, carried = 0, len(init)
-    given = zip(*sequences) if xs else repeat(())  # noqa: B905  # as many as turns are taken
+    iterations, carried = 0, len(init)
+    given = zip(*sequences) if xs else repeat(())  # noqa: B905  # as many as iterations are taken
     columns = [_Stacked(row) if isinstance(row, tuple) else row for row in rows]
     puts = [column.put for column in columns]
-    while limit is None or turns < limit:
-        number = _number(run, turns, limit, reverse) if draws else run
+    while limit is None or iterations < limit:
+        number = _number(run, iterations, limit, reverse) if draws else run
         if cond is not None and not cond(*state, *captures, number)[0]:
             break
         out = body(*state, *next(given), *captures, number)
@@ -50,22 +51,22 @@ def while_loop(
         for put, value in zip(puts, out[carried:], strict=True):
             put(value)
         del out
-        turns += 1
-    return [*state, _count(turns), *(result for column in columns for result in column.end(reverse))]
+        iterations += 1
+    return [*state, _count(iterations), *(result for column in columns for result in column.end(reverse))]
 
 
-def _count(turns: int) -> torch.Tensor:
-    return torch.tensor(turns, device="cpu")  # wherever factories make their tensors by default
+def _count(iterations: int) -> torch.Tensor:
+    return torch.tensor(iterations, device="cpu")  # wherever factories make their tensors by default
 
 
-def _number(run: int, turn: int, limit: int | None, reverse: bool) -> int:
-    """What the draws of a turn depend on; those of a loop backwards repeat those of the one forwards."""
-    return mix(run, limit - 1 - turn if reverse and limit is not None else turn)
+def _number(run: int, iteration: int, limit: int | None, reverse: bool) -> int:
+    """What the draws of an iteration depend on; those of a loop backwards repeat those of the one forwards."""
+    return mix(run, limit - 1 - iteration if reverse and limit is not None else iteration)
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Takes turns of a loop a second time, with the same bits. Its body does nothing but compute.
+    """Takes iterations of a loop a second time, with the same bits. Its body does nothing but compute.
 
     xs: tensors or `Ahead`. carried: how many values. rows: places of those that are wanted among what the body gives.
     written: places of carried values that the body writes in place.
@@ -83,19 +84,19 @@ class Replay:
     draws: bool
 
     def own(self, state: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The carried values, which no turn changes."""
+        """The carried values, which no iteration changes."""
         return [x.clone() if place in self.written else x for place, x in enumerate(state)]
 
-    def turns(self, state: Sequence[torch.Tensor], first: int, count: int) -> list[list[torch.Tensor]]:
-        """The rows of so many turns, a list for each, from the carried values before the first of them."""
+    def iterations(self, state: Sequence[torch.Tensor], first: int, count: int) -> list[list[torch.Tensor]]:
+        """The rows of so many iterations, a list for each, from the carried values before the first of them."""
         lengths = [len(x) for x in self.xs[:1]]
         limit = min([*lengths, *([] if self.limit is None else [self.limit])], default=None)
         sequences = [rows_from(x, first, reverse=self.reverse) for x in self.xs]
         given = zip(*sequences) if self.xs else repeat(())  # noqa: B905
         found: list[list[torch.Tensor]] = [[] for _ in self.rows]
         state = self.own(state)
-        for turn in range(first, first + count):
-            number = _number(self.run, turn, limit, self.reverse) if self.draws else self.run
+        for iteration in range(first, first + count):
+            number = _number(self.run, iteration, limit, self.reverse) if self.draws else self.run
             out = self.body(*state, *next(given), *self.captures, number)
             state = out[: self.carried]
             for rows, place in zip(found, self.rows, strict=True):
@@ -107,13 +108,13 @@ def _plain_loop(
     cond: Function | None, body: Function, init: Sequence[torch.Tensor], captures: Sequence[torch.Tensor],
     limit: int | None, run: int,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """A loop without rows or draws, which may have very short turns."""
-    state, turns, rest = init, 0, (*captures, run)
+    """A loop without rows or draws, which may have very short iterations."""
+    state, iterations, rest = init, 0, (*captures, run)
     end = None if limit is None else max(limit, 0)
-    while turns != end and (cond is None or cond(*state, *rest)[0]):
+    while iterations != end and (cond is None or cond(*state, *rest)[0]):
         state = body(*state, *rest)
-        turns += 1
-    return [*state, _count(turns)]
+        iterations += 1
+    return [*state, _count(iterations)]
 
 
 class _Stacked:

@@ -1,15 +1,15 @@
 """The bytes that all loops of one run have for their rows, and how blocks of rows move out and back. Knows no graph.
 
 What leaves is copied in one of two ways. The thread that runs copies small blocks of the CPU itself, as soon as they
-are there: their rows are still in the core's cache, where the next turns find memory to write to, and a loop takes them
-where they lie in the spill file. Larger blocks, those of other devices, and all as soon as a file turns out to be slow
-are copied by a thread of its own, and come back ahead of use.
+are there: their rows are still in the core's cache, where the next iterations find memory to write to, and a loop takes
+them where they lie in the spill file. Larger blocks, those of other devices, and all as soon as a file turns out to be
+slow are copied by a thread of its own, and come back ahead of use.
 
 To give a thread Python's lock and get it back takes 0.1 milliseconds and more, the more the busier the machine is, and
-on one core nothing is copied beside anything. `bench_swap.py` (LSTM, 1,000 turns of which 550 fit, 13 MB move; torch
-2.13, one thread, two cores that others used too): against a run without a budget the step took 1.12 times as long with
-the other thread, 1.05 times with copies at once. What is left: half a microsecond for each row's tensor that is made
-again, as much for its copy, and 0.2 milliseconds for each block: code that comes once in forty turns is cold.
+on one core nothing is copied beside anything. `bench_swap.py` (LSTM, 1,000 iterations of which 550 fit, 13 MB move;
+torch 2.13, one thread, two cores that others used too): against a run without a budget the step took 1.12 times as long
+with the other thread, 1.05 times with copies at once. What is left: half a microsecond for each row's tensor that is
+made again, as much for its copy, and 0.2 milliseconds for each block: code that comes once in forty iterations is cold.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tfnb.kernels.spill_file import SpillFile
 
 AT_ONCE = 1 << 20  # bytes that the thread that runs copies at a time, at most: they stay in a core's cache
 RATE, LATE = 5e8, 2e-3  # copies that lag behind so many bytes per second by so many seconds are left to the thread
-STATES = 3  # at most one part of so many of the room is for what is held to take turns again
+STATES = 3  # at most one part of so many of the room is for what is held to run iterations again
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class MemoryBudget:
 
     def __init__(self, bytes: int, spill: SpillFile, again: Mapping[int, Collection[int]]) -> None:
         self.bytes, self.held, self.spill, self.again = bytes, 0, spill, again
-        self.states = 0  # bytes that are held to take turns again
+        self.states = 0  # bytes that are held to run iterations again
         self.counts = Offloaded()
         self._stacks: list[Leaving] = []  # those that may move, the oldest first
         self._leaving: list[SpillBlock] = []
@@ -102,7 +102,7 @@ class MemoryBudget:
         return True
 
     def keep(self, bytes: int) -> bool:
-        """Keep so much of what is held, to take turns again; False where that is too much."""
+        """Keep so much of what is held, to run iterations again; False where that is too much."""
         if (self.states + bytes) * STATES > self.bytes:
             return False
         self.states += bytes

@@ -24,22 +24,23 @@ AHEAD = 2 * BLOCK  # bytes that come before they are needed
 
 T = TypeVar("T")
 _first = attrgetter("first")
-Refuse = Callable[[int, str], Exception]  # of a turn, and why
+Refuse = Callable[[int, str], Exception]  # of an iteration, and why
 
 
 @dataclass
 class RowStack:
     """The rows of one loop that the same loops take: a column each, kept within the budget.
 
-    bytes: of one turn, of each column; None where that differs. turns: how many there will be, if that is known.
+    bytes: of one iteration, of each column; None where that differs. iterations: how many there will be, if that is
+    known.
     leaves: whether blocks may leave. consumers: how many loops take the rows. refuse: the error if there is no room.
-    again: takes turns again; None: blocks move out. state: bytes of the carried values. held: bytes of what is held for
-    turns that are taken again.
+    again: runs iterations again; None: blocks move out. state: bytes of the carried values. held: bytes of what is held
+    for iterations that are taken again.
     """
 
     budget: MemoryBudget
     bytes: Sequence[int | None]
-    turns: int | None
+    iterations: int | None
     leaves: bool
     consumers: int
     refuse: Refuse
@@ -47,71 +48,71 @@ class RowStack:
     state: int = 0
     held: int = 0
     blocks: list[SpillBlock] = field(default_factory=list)
-    count: int = 0  # of turns, in blocks
+    count: int = 0  # of iterations, in blocks
     reverse: bool = False
     shapes: list[torch.Size] = field(default_factory=list)  # of the first rows
     _here: list[SpillBlock] = field(default_factory=list)  # those that are not away, the oldest first
     _reading: _Reading | None = None
-    _over: bool = False  # there is no room for one more turn
+    _over: bool = False  # there is no room for one more iteration
 
     def __post_init__(self) -> None:
         each = [size for size in self.bytes if size is not None]
         self.each = each if len(each) == len(self.bytes) else None
-        self.turn = sum(each)
+        self.iteration = sum(each)
         self.fresh: list[list[torch.Tensor]] = [[] for _ in self.bytes]
         self.columns: list[Any] = [_Column(self, i) for i in range(len(self.bytes))]
-        self.span, self.beyond = 1, 0  # turns of a block; turns that leave as soon as they are there
-        self.few = 1  # turns of a block of those
+        self.span, self.beyond = 1, 0  # iterations of a block; iterations that leave as soon as they are there
+        self.few = 1  # iterations of a block of those
         self._start: Sequence[torch.Tensor] = ()
         if self.leaves:
             self.budget.add(self)
-        self._plan(0 if self.each is None else self.turn)
+        self._plan(0 if self.each is None else self.iteration)
         self.due = self._granted()
 
-    def _plan(self, turn: int) -> None:
-        """How many turns leave together and at once, and whether they are taken again. turn: bytes of one, if known."""
-        budget, turns = self.budget, self.turns
-        span = max(1, budget.bytes // (6 * turn)) if turn else 1
-        fits = not turn or (turns is not None and turns * turn <= budget.free)
-        if fits or self.again is None or self.state * 2 > span * turn or not self._held():
+    def _plan(self, iteration: int) -> None:
+        """How many iterations leave together and at once, and whether they run again. iteration: bytes of one or 0."""
+        budget, iterations = self.budget, self.iterations
+        span = max(1, budget.bytes // (6 * iteration)) if iteration else 1
+        fits = not iteration or (iterations is not None and iterations * iteration <= budget.free)
+        if fits or self.again is None or self.state * 2 > span * iteration or not self._held():
             self.again, self.state, self.held = None, 0, 0
-            span = max(1, min(BLOCK // turn, span)) if turn else 1
+            span = max(1, min(BLOCK // iteration, span)) if iteration else 1
         self.span = self.few = span
-        if self.again is None and 0 < turn <= AT_ONCE:
-            self.few = min(span, AT_ONCE // turn)
-        if self.leaves and turns is not None and not fits:
-            beyond = turns * turn + -(-turns // span) * self.state - budget.free
-            self.beyond = min(turns, -(-beyond // turn))
+        if self.again is None and 0 < iteration <= AT_ONCE:
+            self.few = min(span, AT_ONCE // iteration)
+        if self.leaves and iterations is not None and not fits:
+            beyond = iterations * iteration + -(-iterations // span) * self.state - budget.free
+            self.beyond = min(iterations, -(-beyond // iteration))
 
     def _held(self) -> bool:
-        """Hold what turns are taken again from, all of them; False where there is no room for it."""
+        """Hold what iterations are taken again from, all of them; False where there is no room for it."""
         return self.budget.keep(self.held) and self._tried(self.budget.take, self.held)
 
     # -- forward --------------------------------------------------------------------------------------------------
 
     def watching(self, body: Function) -> Function:
-        """The body of the loop, of whose turns the carried values are kept where a block begins."""
+        """The body of the loop, of whose iterations the carried values are kept where a block begins."""
         again, fresh = self.again, self.fresh[0]
         if again is None:
             return body
 
-        def turn(*args: Any) -> Sequence[torch.Tensor]:
+        def iteration(*args: Any) -> Sequence[torch.Tensor]:
             if not fresh:
                 self._start = again.own(args[: again.carried])
             return body(*args)
 
-        return turn
+        return iteration
 
     def _granted(self) -> int:
-        """For how many more turns there is room, which they hold from now on."""
+        """For how many more iterations there is room, which they hold from now on."""
         if self.each is None:
             return 1
-        left = self.span if self.turns is None else min(self.span, self.turns - self.count)
+        left = self.span if self.iterations is None else min(self.span, self.iterations - self.count)
         if self.count < self.beyond:
             left = min(self.few, self.beyond - self.count)
-        if not self.leaves and self.turn:
-            left = min(left, self.budget.free // self.turn)
-        self._over = left <= 0 or not self._tried(self.budget.take, left * self.turn + self.state)
+        if not self.leaves and self.iteration:
+            left = min(left, self.budget.free // self.iteration)
+        self._over = left <= 0 or not self._tried(self.budget.take, left * self.iteration + self.state)
         return 1 if self._over else left
 
     def _tried(self, call: Callable[..., T], *args: Any) -> T:
@@ -122,30 +123,34 @@ class RowStack:
             raise self.refuse(self.count + 1, str(error)) from error
 
     def full(self) -> None:
-        """The turns that were granted are over: they are a block."""
+        """The iterations that were granted are over: they are a block."""
         if self._over:
             raise self.refuse(self.count + 1, "")
         self._seal([emptied(column) for column in self.fresh])
         self.due = self._granted()
 
     def _seal(self, rows: list[list[torch.Tensor]]) -> None:
-        turns = len(rows[0])
+        iterations = len(rows[0])
         self.shapes = self.shapes or [column[0].shape for column in rows]
         if self.each is None:
             each = [sum(row.numel() * row.element_size() for row in column) for column in rows]
             if not self._tried(self.budget.take, sum(each)):
                 raise self.refuse(self.count + 1, "")
         else:
-            each = [size * turns for size in self.each]
+            each = [size * iterations for size in self.each]
         state = None if self.again is None else self._start
         block = SpillBlock(rows, each, self.each is not None, self.count, state)
         self.blocks.append(block)
         self._here.append(block)
-        self.count += turns
+        self.count += iterations
         self.budget.counts.saved += block.bytes
         if self.count <= self.beyond:
             self._tried(self._send, block)
-        elif self.leaves and self.turns is None and self.budget.free + self.budget.leaving < self.span * self.turn:
+        elif (
+            self.leaves
+            and self.iterations is None
+            and self.budget.free + self.budget.leaving < self.span * self.iteration
+        ):
             self._tried(self.budget.make_room)  # the next block will need it
 
     def leave(self) -> bool:
@@ -182,10 +187,10 @@ class RowStack:
         self.reverse = reverse
         if self.fresh[0]:
             self._seal(self.fresh)
-            self.budget.give(0 if self.each is None else (self.due - len(self.fresh[0])) * self.turn)
+            self.budget.give(0 if self.each is None else (self.due - len(self.fresh[0])) * self.iteration)
             self.fresh = []
         elif self.each is not None and not self._over:
-            self.budget.give(self.due * self.turn + self.state)
+            self.budget.give(self.due * self.iteration + self.state)
         if not self.blocks:
             self._done()
 
@@ -220,12 +225,12 @@ class RowStack:
             block.arrived()
 
     def _compute(self, block: SpillBlock) -> None:
-        """Take the block's turns again."""
+        """Take the block's iterations again."""
         assert self.again is not None
         assert block.state is not None
         self._tried(self.budget.insist, block.bytes)
         self.budget.counts.again += block.bytes
-        block.rows, block.where = self.again.turns(block.state, block.first, block.turns), HERE
+        block.rows, block.where = self.again.iterations(block.state, block.first, block.iterations), HERE
         insort(self._here, block, key=_first)
 
     def closed(self, block: SpillBlock, *, last: bool, end: bool) -> None:
@@ -244,7 +249,7 @@ class RowStack:
             self._done()
 
     def _done(self) -> None:
-        """No turn is taken again."""
+        """No iteration is taken again."""
         self.budget.give(self.held)
         self.budget.states -= self.held
         self.again, self.held = None, 0
@@ -257,7 +262,7 @@ class RowStack:
 
 
 class _Reading:
-    """A loop that takes the rows of a stack. back: from the last turn to the first; last: no other loop will."""
+    """A loop that takes the rows of a stack. back: from the last iteration to the first; last: no other loop will."""
 
     def __init__(self, stack: RowStack, *, back: bool, last: bool) -> None:
         self.stack, self.back, self.last = stack, back, last
@@ -265,7 +270,7 @@ class _Reading:
         self.columns, self._opened, self._closed = 0, -1, 0
 
     def rows(self, column: int) -> Iterator[torch.Tensor]:
-        """Those of one column; all columns are taken turn by turn."""
+        """Those of one column; all columns are taken iteration by iteration."""
         return chain.from_iterable(self._runs(column))
 
     def _runs(self, column: int) -> Iterator[Iterator[torch.Tensor]]:
@@ -273,7 +278,7 @@ class _Reading:
             if place > self._opened:
                 self._open(place)
             rows = block.taken(column, back=self.back, last=self.last)
-            yield islice(rows, block.turns - 1)
+            yield islice(rows, block.iterations - 1)
             self._close(block)  # before the last row: nobody may ask for one more
             yield rows
 
@@ -321,7 +326,7 @@ class _Column:
         return self.stack.count
 
     def size(self, axis: int) -> int:
-        """As of the stacked rows: the number of turns."""
+        """As of the stacked rows: the number of iterations."""
         return self.stack.count if axis == 0 else self.stack.shapes[self.place][axis - 1]
 
     def taken(self, reverse: bool) -> Iterator[torch.Tensor]:

@@ -1,7 +1,8 @@
 """What a loop makes of its rows where it need not stack them, and products of many rows at a time. Knows no graph.
 
-A column takes one value a turn with ``put``; ``end`` gives what comes of them. A sequence has a length and gives its
-rows in order. Sums of products over all turns are taken `TURNS` turns at a time, in the order of the turns.
+A column takes one value an iteration with ``put``; ``end`` gives what comes of them. A sequence has a length and gives
+its rows in order. Sums of products over all iterations are taken `ITERATIONS` iterations at a time, in the order of the
+iterations.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-TURNS = 32  # whose rows are multiplied at a time
+ITERATIONS = 32  # whose rows are multiplied at a time
 FEWEST = 4  # products that are worth a copy of their rows
 
 
@@ -23,10 +24,10 @@ class Column(Protocol):
 
     @property
     def put(self) -> Callable[[torch.Tensor], None]:
-        """Takes a turn's row."""
+        """Takes an iteration's row."""
 
     def end(self, reverse: bool) -> tuple[Any, ...]:
-        """What is there after the last turn; reverse: the last turn's row is the first."""
+        """What is there after the last iteration; reverse: the last iteration's row is the first."""
 
 
 def rows_of(x: Any, *, reverse: bool) -> tuple[int, Iterator[torch.Tensor]]:
@@ -40,23 +41,23 @@ def rows_of(x: Any, *, reverse: bool) -> tuple[int, Iterator[torch.Tensor]]:
     return len(x), (_stacked(x, reverse) if isinstance(x, torch.Tensor) else x.taken(reverse))
 
 
-def rows_from(x: Any, turn: int, *, reverse: bool) -> Iterator[torch.Tensor]:
-    """Those that a loop takes from this turn on, with the same bits; of a tensor or `Ahead`."""
-    first = turn - turn % TURNS
+def rows_from(x: Any, iteration: int, *, reverse: bool) -> Iterator[torch.Tensor]:
+    """Those that a loop takes from this iteration on, with the same bits; of a tensor or `Ahead`."""
+    first = iteration - iteration % ITERATIONS
     rows = _stacked(x, reverse, first) if isinstance(x, torch.Tensor) else x.taken(reverse, first)
-    return islice(rows, turn - first, None)
+    return islice(rows, iteration - first, None)
 
 
 def _stacked(x: torch.Tensor, reverse: bool, first: int = 0) -> Iterator[torch.Tensor]:
-    for some in _turns(len(x), reverse, first):
+    for some in _iterations(len(x), reverse, first):
         rows = x[some].unbind(0)
         yield from rows[::-1] if reverse else rows
 
 
-def _turns(count: int, reverse: bool, first: int = 0) -> Iterator[slice]:
-    """`TURNS` places at a time."""
-    for at in range(first, count, TURNS):
-        yield slice(max(0, count - at - TURNS), count - at) if reverse else slice(at, at + TURNS)
+def _iterations(count: int, reverse: bool, first: int = 0) -> Iterator[slice]:
+    """`ITERATIONS` places at a time."""
+    for at in range(first, count, ITERATIONS):
+        yield slice(max(0, count - at - ITERATIONS), count - at) if reverse else slice(at, at + ITERATIONS)
 
 
 def _packed(flat: torch.Tensor, shapes: torch.Tensor, *, reverse: bool) -> Iterator[torch.Tensor]:
@@ -75,7 +76,7 @@ def row_at(x: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> Callable[[int
 
 
 class Ahead:
-    """The sequence of ``x @ weight``, or ``bias + x @ weight``, for each row x of a tensor: `TURNS` rows at a time."""
+    """The sequence of ``x @ weight``, or ``bias + x @ weight``, for each row x of a tensor; `ITERATIONS` rows each."""
 
     def __init__(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.rows, self.weight, self.bias = rows, weight, bias
@@ -84,8 +85,8 @@ class Ahead:
         return len(self.rows)
 
     def taken(self, reverse: bool, first: int = 0) -> Iterator[torch.Tensor]:
-        """The rows in the order in which a loop takes them; first: of which turn, a multiple of `TURNS`."""
-        for some in _turns(len(self.rows), reverse, first):
+        """The rows in the order in which a loop takes them; first: of which iteration, a multiple of `ITERATIONS`."""
+        for some in _iterations(len(self.rows), reverse, first):
             x = self.rows[some]
             flat = x.flatten(0, 1)
             made = flat @ self.weight if self.bias is None else torch.addmm(self.bias, flat, self.weight)
@@ -94,7 +95,8 @@ class Ahead:
 
 
 class Sums:
-    """Sums over all turns of ``a.t() @ b``, or of ``b.sum(0)``, each added to a total; a and b are among the columns.
+    """Sums over all iterations of ``a.t() @ b``, or of ``b.sum(0)``, each added to a total; a and b are among the
+    columns.
 
     terms: the places of a (None: a plain sum) and b among ``count`` columns. totals: what is there before the loop.
     zero: of each total, whether it is known to be zero. The sums are in memory of their own.
@@ -132,7 +134,7 @@ class Sums:
         return found if self.zero[place] else found.add_(self.totals[place])
 
     def end(self) -> tuple[torch.Tensor, ...]:
-        """The sums after the last turn."""
+        """The sums after the last iteration."""
         if 0 < len(self._rows[0]) < FEWEST and not self._sums:
             each = list(zip(*self._rows, strict=True))
             for rows in each:
@@ -161,7 +163,7 @@ class _Last:
 
     def put(self, value: torch.Tensor) -> None:
         self.rows.append(value)
-        if len(self.rows) == TURNS:
+        if len(self.rows) == ITERATIONS:
             self.sums.add()
 
     def end(self, reverse: bool) -> tuple[Any, ...]:
@@ -169,13 +171,13 @@ class _Last:
 
 
 class Kept:
-    """The rows of a loop that only other loops take: one tensor a turn, as it is. A column, and a sequence.
+    """The rows of a loop that only other loops take: one tensor an iteration, as it is. A column, and a sequence.
 
     pair: they stand for elements and for shapes. once: one loop takes them, so what it took is gone.
     """
 
     def __init__(self, *, pair: bool = False, once: bool = False) -> None:
-        self.rows: list[torch.Tensor] = []  # in the order of the turns
+        self.rows: list[torch.Tensor] = []  # in the order of the iterations
         self.put = self.rows.append
         self.once, self.reverse = once, False
         self._count = 2 if pair else 1

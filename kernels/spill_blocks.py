@@ -1,8 +1,8 @@
-"""Rows of some turns of a loop, as a block that moves to a spill file and back. Knows no graph.
+"""Rows of some iterations of a loop, as a block that moves to a spill file and back. Knows no graph.
 
 Where a thread of its own copies, it makes few calls, each for many rows, and neither makes nor frees rows: whatever it
-does in Python holds up the thread that takes turns. That one drops rows once they are gone, and makes them of what came
-back. An accelerator copies on a stream of its own.
+does in Python holds up the thread that runs iterations. That one drops rows once they are gone, and makes them of what
+came back. An accelerator copies on a stream of its own.
 """
 
 from __future__ import annotations
@@ -23,14 +23,29 @@ HERE, AWAY, COMING = "here", "away", "coming"
 
 
 class SpillBlock:
-    """The rows of some turns: of each column a list. alike: they have one shape.
+    """The rows of some iterations: of each column a list. alike: they have one shape.
 
-    first, turns: which turns. state: the carried values before them, to take them again from; None: they move.
+    first, iterations: which iterations. state: the carried values before them, to take them again from; None: they
+    move.
     """
 
     __slots__ = (
-        "alike", "back", "bytes", "coming", "device", "each", "first", "gone", "leaving", "moved", "pinned", "ready",
-        "rows", "state", "turns", "where",
+        "alike",
+        "back",
+        "bytes",
+        "coming",
+        "device",
+        "each",
+        "first",
+        "gone",
+        "iterations",
+        "leaving",
+        "moved",
+        "pinned",
+        "ready",
+        "rows",
+        "state",
+        "where",
     )  # fmt: skip
 
     def __init__(
@@ -38,7 +53,7 @@ class SpillBlock:
         state: Sequence[torch.Tensor] | None,
     ) -> None:  # fmt: skip
         self.rows, self.each, self.bytes, self.alike = rows, each, sum(each), alike
-        self.first, self.turns, self.state, self.gone = first, len(rows[0]), state, False
+        self.first, self.iterations, self.state, self.gone = first, len(rows[0]), state, False
         self.where, self.pinned = HERE, False  # pinned: a loop takes its rows now
         self.device = rows[0][0].device
         self.moved: list[_Moved] = []  # the columns, if they are in the spill file
@@ -55,7 +70,7 @@ class SpillBlock:
     def move(self, spill: SpillFile) -> None:
         """Copy to the spill file; in the thread that copies. Raises OSError where there is no memory.
 
-        In few calls: each is code that the turns since the last block have driven from the core's caches.
+        In few calls: each is code that the iterations since the last block have driven from the core's caches.
         """
         kinds: dict[Any, list[int]] = {}  # columns of one kind are copied together
         for column, rows in enumerate(self.rows):
@@ -103,10 +118,10 @@ class SpillBlock:
         for moved, memory in zip(self.moved, memories, strict=True):
             rows = moved.layout.rows(memory)
             for place, column in enumerate(moved.columns):
-                self.rows[column] = [*rows[place * self.turns : (place + 1) * self.turns]]
+                self.rows[column] = [*rows[place * self.iterations : (place + 1) * self.iterations]]
 
     def taken(self, column: int, *, back: bool, last: bool) -> Iterator[torch.Tensor]:
-        """A column's rows; back: the last turn's first. last: nobody takes them again, so they go one by one."""
+        """A column's rows; back: the last iteration's first. last: nobody takes them again, so they go one by one."""
         rows = self.rows[column] if last else self.rows[column][:]
         if not back:
             rows.reverse()

@@ -13,7 +13,7 @@ from tfnb.widgets.graph_widget import GraphWidget
 class LiveDrawing:
     """A widget that hides the static drawing of the same cell, unfolds boxes, and fetches values on a click.
 
-    After a traced run of the graph it shows that run: colours, sliders over turns, sides, and a timeline.
+    After a traced run of the graph it shows that run: colours, sliders over iterations, sides, and a timeline.
     """
 
     def __init__(self, graph: Any, cell: str | None) -> None:
@@ -33,7 +33,7 @@ class LiveDrawing:
             return fetched(self.graph, name)
         if not _is_trace(self.shown):
             return {"preview": "inside of a loop or branch: %tfrun --profile (trace=True) shows its values"}
-        return {"preview": tfnb.view.turns.history(self.shown, self.drawing.path(inside.id))}
+        return {"preview": tfnb.view.loop_sliders.history(self.shown, self.drawing.path(inside.id))}
 
     def follow(self) -> None:
         """Show the last traced run of the graph, if it is another one than before."""

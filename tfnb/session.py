@@ -81,7 +81,8 @@ class Session:
     compile: ``"auto"`` compiles steps that take long in the background and keeps what is faster, ``"off"`` never,
     ``"now"`` at the first run of each signature; `status` tells. The environment's TFNB_COMPILE stands for "auto".
     executor: ``"auto"`` runs a step as generated code with native loops, and one that uses queues by dataflow;
-    ``"dataflow"`` overlaps the turns of all loops where their data allow (see ``parallel_iterations`` of `while_loop`).
+    ``"dataflow"`` overlaps the iterations of all loops where their data allow (see ``parallel_iterations`` of
+    `while_loop`).
     layout: ``"torch"`` gives each kernel the memory layout that torch's own loop would, and so the same sums;
     ``"channels_last"`` lets convolutions of images on the CPU run with channels last where that is faster, with other
     last digits (a deep net with batch norm in training mode makes them 2e-3 of its outputs). None: the environment's

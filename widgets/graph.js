@@ -14,7 +14,7 @@ function render({ model, el }) {
     const left = drawing?.left();
     stop();
     el.replaceChildren();
-    const { svg: text, title, legend, turns, timeline } = model.get("picture"), svg = tfnbParse(text);
+    const { svg: text, title, legend, iterations, timeline } = model.get("picture"), svg = tfnbParse(text);
     const root = el.appendChild(document.createElement("div"));
     root.className = "tfnb-page";
     if (!svg) { root.textContent = "This picture could not be read."; return; }
@@ -34,7 +34,7 @@ function render({ model, el }) {
     value.hidden = true;
     drawing = tfnbDrawing(root, { ask, select });
     root.appendChild(value);
-    if (turns?.loops) sliders = tfnbTurns(root, turns, { chosen: model.get("chosen"), changed: slid });
+    if (iterations?.loops) sliders = tfnbIterations(root, iterations, { chosen: model.get("chosen"), changed: slid });
     const below = timeline && tfnbBelow(timeline);
     if (below) { root.appendChild(below); tfnbTimeline(root, drawing, sliders); }
     if (left) drawing.resume(left);

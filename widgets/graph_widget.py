@@ -26,14 +26,14 @@ class GraphWidget(anywidget.AnyWidget):
     """A drawing that unfolds through ``on_face`` and shows values through ``on_fetch``.
 
     picture: ``svg`` and its ``name``; ``title`` and ``legend`` (pairs of a word and ``#rrggbb``), which stand above it;
-    ``turns``, data of the sliders of a traced run (see ``turns.js``), and its ``timeline`` as HTML, which stands below.
-    Another picture replaces it whole; what was unfolded stays so. twin: the ``data-tfnb`` of a static drawing that
-    this one hides while it is shown. text: what a front end without widgets shows. on_fetch(node name) gives
-    ``{"preview": str}``; on_face(key of a box, unfolded) gives SVG. ``selection`` is the name of the node that was
-    clicked, ``chosen`` the turn of each loop, or None for all of them: all views of the widget share both.
+    ``iterations``, data of the sliders of a traced run (see ``loop_sliders.js``), and its ``timeline`` as HTML, which
+    stands below. Another picture replaces it whole; what was unfolded stays so. twin: the ``data-tfnb`` of a static
+    drawing that this one hides while it is shown. text: what a front end without widgets shows. on_fetch(node name)
+    gives ``{"preview": str}``; on_face(key of a box, unfolded) gives SVG. ``selection`` is the name of the node that
+    was clicked, ``chosen`` the iteration of each loop, or None for all of them: all views of the widget share both.
     """
 
-    _esm = _text("markup.js", "drawing.js", "turns.js", "timeline.js", "graph.js")
+    _esm = _text("markup.js", "drawing.js", "loop_sliders.js", "timeline.js", "graph.js")
     _css = _text("drawing.css")
 
     picture: traitlets.Dict[str, Any] = traitlets.Dict().tag(sync=True)

@@ -7,8 +7,8 @@
     root.dataset.on = "1";
     const data = root.querySelector('script[type="application/json"]');
     const drawing = tfnbDrawing(root, { faces: data ? JSON.parse(data.textContent) : {} });
-    const turns = root.querySelector("script.tfnb-turns");
-    const sliders = turns && tfnbTurns(root, JSON.parse(turns.textContent));
+    const iterations = root.querySelector("script.tfnb-iterations");
+    const sliders = iterations && tfnbIterations(root, JSON.parse(iterations.textContent));
     if (root.querySelector(".tfnb-timeline")) tfnbTimeline(root, drawing, sliders);
   }
 })();

@@ -1,10 +1,10 @@
-"""Loops: turns per second of an empty one, and turns that overlap on eight devices (EuroSys'18, figure 12).
+"""Loops: iterations per second of an empty one, and iterations that overlap on eight devices (EuroSys'18, figure 12).
 
 The counting loop runs as generated code, by the dataflow executor, in plain Python over torch scalars, compiled, and
 where their interpreter is given in TensorFlow and JAX. All take turns, and the best round of each counts; generated
 code against Python is the median of rounds. `compiled, two variables` is the loop that JAX runs, whose compiler would
 find the result of the other one without counting. The pipeline has eight
-stages, each on a device of its own and fed by the one before it and by its own last turn; a stage is a sleep, or a
+stages, each on a device of its own and fed by the one before it and by its own last iteration; a stage is a sleep, or a
 product of matrices. Values have to be the same to the last bit whatever `parallel_iterations` is.
 
     python tests/benchmarks/bench_loops.py [--rounds 5] [--peers .venv-peers/bin/python]
@@ -26,12 +26,12 @@ import torch
 import tfnb
 from tfnb.execution.tiers.inductor import obstacle
 
-TURNS, COMPILED_TURNS = 20_000, 20_000_000
+ITERATIONS, COMPILED_ITERATIONS = 20_000, 20_000_000
 SAMPLES = 3  # of each loop in a round
 DEVICES = 8
 PARALLEL = (1, 2, 4, 8, 16, 32)
-TARGETS = {"native / python": 0.8, "frames, turns per second": 20_000, "compiled, turns per second": 10_000_000,
-            "speed-up at 8": 5.0, "32 against 8": 0.95}  # fmt: skip
+TARGETS = {"native / python": 0.8, "frames, iterations per second": 20_000,
+            "compiled, iterations per second": 10_000_000, "speed-up at 8": 5.0, "32 against 8": 0.95}  # fmt: skip
 
 
 @torch.library.custom_op("tfnb_bench::nap", mutates_args=())
@@ -53,7 +53,7 @@ def python_loop(n: torch.Tensor) -> torch.Tensor:
 
 
 def counting() -> dict[str, tuple[Callable[[torch.Tensor], Any], int]]:
-    """Loops of n turns, and how many they shall take."""
+    """Loops of n iterations, and how many they shall take."""
     with tfnb.record() as graph:
         n = tfnb.placeholder(torch.tensor(3), name="n")
         (i,) = tfnb.while_loop(lambda i: i < n, lambda i: (i + 1,), (0,))
@@ -63,29 +63,29 @@ def counting() -> dict[str, tuple[Callable[[torch.Tensor], Any], int]]:
         return tfnb.Session(graph, **options).make_callable(value, [n])
 
     loops = {
-        "python": (python_loop, TURNS), "native": (call(i, compile="off"), TURNS),
-        "frames": (call(i, compile="off", executor="dataflow"), TURNS),
+        "python": (python_loop, ITERATIONS), "native": (call(i, compile="off"), ITERATIONS),
+        "frames": (call(i, compile="off", executor="dataflow"), ITERATIONS),
     }  # fmt: skip
     if obstacle() is None:
-        loops["compiled"] = call(i, compile="now"), COMPILED_TURNS
-        loops["compiled, two variables"] = call(x, compile="now"), COMPILED_TURNS
+        loops["compiled"] = call(i, compile="now"), COMPILED_ITERATIONS
+        loops["compiled, two variables"] = call(x, compile="now"), COMPILED_ITERATIONS
     for name, (loop, _) in loops.items():
         assert loop(torch.tensor(10)) == (10 if "two" not in name else 2 - 2 ** torch.tensor(-9.0)), name
     return loops
 
 
-def turns_per_second(rounds: int, peers: Path) -> tuple[dict[str, Any], float]:
+def iterations_per_second(rounds: int, peers: Path) -> tuple[dict[str, Any], float]:
     """The best of each; and of generated code against Python the median."""
     loops = counting()
     seconds: dict[str, list[float]] = {name: [] for name in loops}
     found: dict[str, Any] = {}
     for _ in range(rounds * SAMPLES):
-        for name, (loop, turns) in loops.items():
-            n = torch.tensor(turns)
+        for name, (loop, iterations) in loops.items():
+            n = torch.tensor(iterations)
             start = time.perf_counter()
             loop(n)
             seconds[name].append(time.perf_counter() - start)
-    found |= {name: turns / min(seconds[name]) for name, (_, turns) in loops.items()}
+    found |= {name: iterations / min(seconds[name]) for name, (_, iterations) in loops.items()}
     against = statistics.median(a / b for a, b in zip(seconds["python"], seconds["native"], strict=True))
     if peers.exists():
         script = Path(__file__).parent / "peers" / "loops.py"
@@ -94,7 +94,7 @@ def turns_per_second(rounds: int, peers: Path) -> tuple[dict[str, Any], float]:
     return found, against
 
 
-def pipeline(kind: str, turns: int, parallel: int) -> Callable[[], list[torch.Tensor]]:
+def pipeline(kind: str, iterations: int, parallel: int) -> Callable[[], list[torch.Tensor]]:
     """The loop over eight devices."""
     size = () if kind == "sleep" else (512, 512)
     weight = torch.eye(*size) if size else torch.zeros(())
@@ -109,13 +109,13 @@ def pipeline(kind: str, turns: int, parallel: int) -> Callable[[], list[torch.Te
             return (i + 1, *new)
 
         start = [torch.zeros(size) for _ in range(DEVICES)]
-        _, *outs = tfnb.while_loop(lambda i, *s: i < turns, body, (0, *start), parallel_iterations=parallel)
+        _, *outs = tfnb.while_loop(lambda i, *s: i < iterations, body, (0, *start), parallel_iterations=parallel)
     return tfnb.Session(graph, executor="dataflow").make_callable(outs)
 
 
-def overlapping(kind: str, turns: int, rounds: int) -> dict[int, float]:
+def overlapping(kind: str, iterations: int, rounds: int) -> dict[int, float]:
     """Seconds for each number of parallel iterations; raises AssertionError if a value differs."""
-    runs = {parallel: pipeline(kind, turns, parallel) for parallel in PARALLEL}
+    runs = {parallel: pipeline(kind, iterations, parallel) for parallel in PARALLEL}
     seconds: dict[int, list[float]] = {parallel: [] for parallel in PARALLEL}
     first = runs[1]()
     for _ in range(rounds):
@@ -131,19 +131,19 @@ def main() -> None:
     """Print both tables; the last line is JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--turns", type=int, default=100, help="of the pipeline")
+    parser.add_argument("--iterations", type=int, default=100, help="of the pipeline")
     parser.add_argument("--peers", type=Path, default=Path(".venv-peers/bin/python"), help="has TensorFlow and JAX")
     parser.add_argument("--kinds", nargs="*", default=["sleep", "matmul"])
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rates, against = turns_per_second(options.rounds, options.peers)
+    rates, against = iterations_per_second(options.rounds, options.peers)
     for name, rate in rates.items():
-        print(f"{name:>32}  {rate:>14,.0f} turns/s" if isinstance(rate, float) else f"{name:>32}  {rate}")
-    result: dict[str, Any] = {"turns": rates, "native / python": against}
+        print(f"{name:>32}  {rate:>14,.0f} iterations/s" if isinstance(rate, float) else f"{name:>32}  {rate}")
+    result: dict[str, Any] = {"iterations": rates, "native / python": against}
     print(f"native / python {against:.2f}, frames / python {rates['frames'] / rates['python']:.2f}")
     for kind in options.kinds:
-        turns = options.turns if kind == "sleep" else options.turns // 10  # no faster than the machine has cores
-        seconds = overlapping(kind, turns, max(1, options.rounds // 2))
+        iterations = options.iterations // (1 if kind == "sleep" else 10)  # no faster than the machine has cores
+        seconds = overlapping(kind, iterations, max(1, options.rounds // 2))
         gains = {parallel: seconds[1] / seconds[parallel] for parallel in PARALLEL}
         result[kind] = gains
         print(f"{kind:>8}: " + "  ".join(f"{parallel}: {gain:.2f}x" for parallel, gain in gains.items()))

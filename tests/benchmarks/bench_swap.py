@@ -1,11 +1,11 @@
-"""An LSTM over longer and longer sequences within a memory budget for 550 turns (EuroSys'18, table 1).
+"""An LSTM over longer and longer sequences within a memory budget for 550 iterations (EuroSys'18, table 1).
 
-Without swapping the first turn that does not fit is refused; with it the step is compared with one without a budget,
-which takes turns with it: same results to the last bit, bytes moved, and the median time of both.
+Without swapping the first iteration that does not fit is refused; with it the step is compared with one without a
+budget, which takes turns with it: same results to the last bit, bytes moved, and the median time of both.
 
---overlap: the part of the copying that holds up no turn, with copies that take as long as they would at so many bytes
-per second (figure 13); --lanes writes what ran when into a file for Perfetto. --choices: for loops of several kinds,
-what it costs to move what does not fit, and to compute it again, and which of them the plan takes.
+--overlap: the part of the copying that holds up no iteration, with copies that take as long as they would at so many
+bytes per second (figure 13); --lanes writes what ran when into a file for Perfetto. --choices: for loops of several
+kinds, what it costs to move what does not fit, and to compute it again, and which of them the plan takes.
 
     python tests/benchmarks/bench_swap.py [--lengths 100 200 500 600 700 900 1000] [--rounds 9]
     python tests/benchmarks/bench_swap.py --overlap [--rate 400e6] [--lanes FILE]
@@ -67,20 +67,20 @@ class Step:
         self.session = tfnb.Session(graph, compile="off", memory_budget=budget)
         self.call = self.session.make_callable(fetches, feeds)
 
-    def __call__(self, turns: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(turns)
-        xs, target = torch.randn(turns, BATCH, WIDTH, generator=generator), torch.ones(BATCH, WIDTH)
+    def __call__(self, iterations: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(iterations)
+        xs, target = torch.randn(iterations, BATCH, WIDTH, generator=generator), torch.ones(BATCH, WIDTH)
         return self.call(xs, torch.zeros(BATCH, WIDTH), target)[0]
 
-    def timed(self, turns: int) -> float:
-        """Milliseconds for each turn."""
+    def timed(self, iterations: int) -> float:
+        """Milliseconds for each iteration."""
         start = time.perf_counter()
-        self(turns)
-        return 1e3 * (time.perf_counter() - start) / turns
+        self(iterations)
+        return 1e3 * (time.perf_counter() - start) / iterations
 
 
 def limits() -> tuple[int, int]:
-    """Bytes that the loop keeps of a turn, and a budget for `FITS` turns."""
+    """Bytes that the loop keeps of an iteration, and a budget for `FITS` iterations."""
     step = Step(True, 1 << 40)
     step(8)
     plan = step.session.plans()[0][1]
@@ -88,22 +88,24 @@ def limits() -> tuple[int, int]:
     return plan.offloaded.saved // 8, plan.plan.peak + FITS * (plan.offloaded.saved // 8)
 
 
-def row(turns: int, each: int, budget: int, rounds: int) -> dict[str, Any]:
+def row(iterations: int, each: int, budget: int, rounds: int) -> dict[str, Any]:
     """What happens at one length."""
-    found: dict[str, Any] = {"turns": turns}
+    found: dict[str, Any] = {"iterations": iterations}
     try:
-        Step(False, budget)(turns)
+        Step(False, budget)(iterations)
         found["off"] = "fits"
     except ResourceExhausted as error:
         found["off"] = str(error).partition(" does not fit")[0] + " is refused"
     swapped, unlimited = Step(True, budget), Step(False, None)
-    curves = [[step(turns) for _ in range(3)] for step in (swapped, unlimited)]
-    assert all(map(torch.equal, *curves)), f"{turns} turns: swapping changes values"
-    pairs = [(swapped.timed(turns), unlimited.timed(turns)) for _ in range(rounds)]  # each is the other's neighbour
+    curves = [[step(iterations) for _ in range(3)] for step in (swapped, unlimited)]
+    assert all(map(torch.equal, *curves)), f"{iterations} iterations: swapping changes values"
+    pairs = [
+        (swapped.timed(iterations), unlimited.timed(iterations)) for _ in range(rounds)
+    ]  # each is the other's neighbour
     plan = swapped.session.plans()[-1][1]
     assert plan.offloaded is not None
-    found["moved"], found["beyond"] = plan.offloaded.out, max(0, turns - FITS) * each
-    found["swapped ms/turn"], found["unlimited ms/turn"] = (
+    found["moved"], found["beyond"] = plan.offloaded.out, max(0, iterations - FITS) * each
+    found["swapped ms/iteration"], found["unlimited ms/iteration"] = (
         statistics.median(column) for column in zip(*pairs, strict=True)
     )
     low, found["ratio"], high = statistics.quantiles([on / off for on, off in pairs], n=4)
@@ -118,9 +120,9 @@ Lanes = dict[str, list[tuple[float, float]]]  # of each lane what ran, from when
 
 @contextmanager
 def throttled(rate: float) -> Iterator[Lanes]:
-    """Copies take as long as at so many bytes per second; gives when they ran, and when a turn waited for one."""
+    """Copies take as long as at so many bytes per second; gives when they ran, and when an iteration waited for one."""
     lanes: Lanes = {"out": [], "back": [], "waiting": []}
-    own = threading.current_thread()  # what this one copies holds up its turns
+    own = threading.current_thread()  # what this one copies holds up its iterations
 
     def noted(call: Callable[..., Any], lane: str, slow: bool) -> Callable[..., Any]:
         def made(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -149,15 +151,15 @@ def seconds(lane: list[tuple[float, float]]) -> float:
     return sum(end - start for start, end in lane)
 
 
-def overlap(turns: int, rate: float, rounds: int, file: str | None) -> dict[str, Any]:
-    """How much of the copying ran beside turns, of a step with throttled copies."""
+def overlap(iterations: int, rate: float, rounds: int, file: str | None) -> dict[str, Any]:
+    """How much of the copying ran beside iterations, of a step with throttled copies."""
     step = Step(True, limits()[1])
-    step(turns)
+    step(iterations)
     ratios, steps = [], []
     for _ in range(rounds):
         with throttled(rate) as lanes:
             start = time.perf_counter()
-            step(turns)
+            step(iterations)
             lanes["step"] = [(start, time.perf_counter())]
         ratios.append(1 - seconds(lanes["waiting"]) / (seconds(lanes["out"]) + seconds(lanes["back"])))
         steps.append(lanes)
@@ -209,7 +211,7 @@ def waves(state: Any, x: Any, weight: Any) -> Any:
     return (torch.sigmoid(h + x[:, : h.shape[1]]) * h).sin(), c
 
 
-KINDS: dict[str, tuple[Any, int, int, int]] = {  # the turn, width, batch, turns
+KINDS: dict[str, tuple[Any, int, int, int]] = {  # the iteration, width, batch, iterations
     "lstm": (lstm, 64, 16, 1000), "wide lstm": (lstm, 256, 32, 200), "products": (products, 256, 32, 200),
     "arithmetic": (arithmetic, 64, 16, 1000), "wide arithmetic": (arithmetic, 512, 64, 150),
     "wide waves": (waves, 512, 64, 150),
@@ -219,14 +221,14 @@ WAYS = {"plan": prices.MOVED["cpu"], "moved": 0.0, "again": 1e12}  # what the pl
 
 def choice(kind: str, rounds: int) -> dict[str, Any]:
     """What it costs to move, and to compute again, what does not fit of one kind of loop; and what the plan says."""
-    turn, width, batch, turns = KINDS[kind]
+    iteration, width, batch, iterations = KINDS[kind]
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(width, 4 * width) / width**0.5)
-    feeds = torch.randn(turns, batch, 4 * width) * 0.1, torch.ones(batch, width) * 0.5
+    feeds = torch.randn(iterations, batch, 4 * width) * 0.1, torch.ones(batch, width) * 0.5
     with tfnb.record() as graph:
         xs = tfnb.placeholder(feeds[0][:3], shape=("T", batch, 4 * width))
         start = tfnb.placeholder(feeds[1], shape=(batch, width))
-        loss = tfnb.fold(lambda state, x: turn(state, x, weight), (start, start), xs)[0].square().mean()
+        loss = tfnb.fold(lambda state, x: iteration(state, x, weight), (start, start), xs)[0].square().mean()
         found = [loss, *tfnb.gradients(loss, [start])]
 
     def step(budget: int | None, costs: float) -> tuple[Any, Callable[[], Any]]:
@@ -251,8 +253,9 @@ def choice(kind: str, rounds: int) -> dict[str, Any]:
     return {
         "kind": kind, "unlimited ms": statistics.median(one["unlimited"] for one in taken),
         **{f"{way} ms more": extra for way, extra in more.items()},
-        "bytes out": steps["moved"][0].plans()[0][1].offloaded.out, "turns again": said.rows.turns * 45 // 100,
-        "costs": [said.moving, said.computing], "plan says": "again" if said.fate == "is computed again" else "moved",
+        "bytes out": steps["moved"][0].plans()[0][1].offloaded.out,
+        "iterations again": said.rows.iterations * 45 // 100, "costs": [said.moving, said.computing],
+        "plan says": "again" if said.fate == "is computed again" else "moved",
         "faster": min(("moved", "again"), key=more.__getitem__),
     }  # fmt: skip
 
@@ -274,8 +277,8 @@ def main() -> None:
         table = [choice(kind, options.rounds) for kind in KINDS]
     else:
         each, budget = limits()
-        print(f"{each:,} bytes a turn, a budget of {budget:,} bytes: {FITS} turns")
-        table = [row(turns, each, budget, options.rounds) for turns in options.lengths]
+        print(f"{each:,} bytes an iteration, a budget of {budget:,} bytes: {FITS} iterations")
+        table = [row(iterations, each, budget, options.rounds) for iterations in options.lengths]
     for found in table:
         print("  ".join(f"{key} {_shown(value)}" for key, value in found.items()))
     print(json.dumps({"bench": "swap", "torch": torch.__version__, "rows": table, "targets": TARGETS}))

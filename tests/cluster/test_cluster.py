@@ -502,13 +502,13 @@ def test_a_graph_with_loops_and_branches_trains_there_as_it_does_here(connect):
             x = tfnb.placeholder(rows[:6], shape=("B", "T", 2))
             y = tfnb.placeholder(labels[:6], shape=("B",))
 
-            def turn(t, h, states):
+            def iteration(t, h, states):
                 h = cell(x[:, t], h)
                 h = tfnb.cond(t % 2 == 0, lambda: h.sin(), lambda: h * 2)
                 return t + 1, h, states.write(t, h)
 
             init = (0, torch.zeros(x.shape[0], 5, dtype=torch.float64), tfnb.TensorArray(4))
-            _, h, states = tfnb.while_loop(lambda t, *_: t < x.shape[1], turn, init)
+            _, h, states = tfnb.while_loop(lambda t, *_: t < x.shape[1], iteration, init)
             loss = F.cross_entropy(head(h + states.stack().mean(0)), y)
             step = tfnb.train.Adam(1e-2).minimize(loss)
         cluster = connect(tasks) if tasks else None

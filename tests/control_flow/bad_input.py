@@ -33,7 +33,7 @@ out = tfnb.map_fn(lambda v: v, x.sum())
 # a fold of another structure: record, InvalidArgument, 1, the body of fold returns
 out = tfnb.fold(lambda total, v: (total, v), x.sum(), x)
 
-# fewer turns than none: record, InvalidArgument, 1, maximum_iterations is at least 0, not -1
+# fewer iterations than none: record, InvalidArgument, 1, maximum_iterations is at least 0, not -1
 out = tfnb.while_loop(lambda v: v.sum() < 9, lambda v: v + 1, x, maximum_iterations=-1)
 
 # branches of cond of another structure: record, InvalidArgument, 1, the branches of cond return different structures
@@ -45,28 +45,28 @@ out = tfnb.cond(x.sum() > 0, lambda: x.long(), lambda: x)
 # branches of cond of another shape: record, ShapeError, 1, float32[] in one branch and float32[B] in the other
 out = tfnb.cond(x.sum() > 0, lambda: x.sum(), lambda: x)
 
-# a variable that changes its dtype: record, InvalidArgument, 2, `n` enters as int64[] and is float32[] after one turn
+# a variable that changes its dtype: record, InvalidArgument, 2, enters as int64[] and is float32[] after one iteration
 n = x.sum().long()
 while n < 9:
     n = n * 1.5 + 1
 out = n
 
-# a variable that changes its shape: record, ShapeError, 2, `v` enters as float32[1] and is float32[2] after one turn
+# a variable that changes its shape: record, ShapeError, 2, enters as float32[1] and is float32[2] after one iteration
 v = x[:1].sum().reshape(1)
 while v.sum() < 9:
     v = torch.cat([v, v])
 out = v
 
-# a variable that changes its structure: record, InvalidArgument, 2, `v` has 1 values before the loop and 2 after a turn
+# a variable that changes its structure: record, InvalidArgument, 2, 1 values before the loop and 2 after an iteration
 v = (x,)
 while v[0].sum() < 9:
     v = (v[0] * 2, v[0])
 out = v[0]
 
-# while_loop that changes a dtype: record, InvalidArgument, 1, enters as int64[] and is float32[] after one turn
+# while_loop that changes a dtype: record, InvalidArgument, 1, enters as int64[] and is float32[] after one iteration
 out, = tfnb.while_loop(lambda n: n < 9, lambda n: (n + 0.5,), (torch.tensor(0),))
 
-# while_loop that changes a shape: record, ShapeError, 1, enters as float32[B] and is float32[2*B] after one turn
+# while_loop that changes a shape: record, ShapeError, 1, enters as float32[B] and is float32[2*B] after one iteration
 out, = tfnb.while_loop(lambda v: v.sum() < 9, lambda v: (torch.cat([v, v]),), (x,))
 
 # while_loop that changes the structure: record, InvalidArgument, 1, the body of while_loop returns (tensor, tensor)

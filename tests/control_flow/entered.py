@@ -184,7 +184,7 @@ def classed(n: Tensor, x: Tensor) -> Tensor:
 
 @case((0,), (3,))
 def remainders(n: Tensor) -> Tensor:
-    """What is the same in each turn stands in the loop where it can fail."""
+    """What is the same in each iteration stands in the loop where it can fail."""
     total = torch.tensor(0)
     for _ in range(n):
         total = total + 10 % n
@@ -192,9 +192,9 @@ def remainders(n: Tensor) -> Tensor:
 
 
 @case((9, [1.0, 2.0, 3.0], 0), (1, [1.0, 2.0, 3.0], 2))
-def looked_up(place: Tensor, x: Tensor, turns: Tensor) -> Tensor:
+def looked_up(place: Tensor, x: Tensor, iterations: Tensor) -> Tensor:
     total = torch.zeros((), dtype=F64)
-    for _ in range(turns):
+    for _ in range(iterations):
         total = total * 2 + x[place]
     return total
 

@@ -41,7 +41,7 @@ def start(seed: int) -> list[torch.Tensor]:
 
 
 def program(seed: int, statements: int = 12) -> Program:
-    """A loop of ``n`` turns or fewer: a function of n and two numbers of each kind to how many it took, and as many."""
+    """A loop of at most ``n`` iterations: a function of n and two numbers of each kind to its count, and as many."""
     rng = random.Random(seed)
     body, which = _block(rng, statements, depth=0), rng.randrange(4, 8)
 
@@ -49,10 +49,10 @@ def program(seed: int, statements: int = 12) -> Program:
         def test(i: Any, *xs: Any) -> Any:
             return (i < n) & (xs[which].abs() < 1e6)
 
-        def turn(i: Any, *xs: Any) -> Any:
+        def iteration(i: Any, *xs: Any) -> Any:
             return (i + 1, *body(list(xs), loop, branch))
 
-        return list(loop(test, turn, (0, *start)))
+        return list(loop(test, iteration, (0, *start)))
 
     return run
 

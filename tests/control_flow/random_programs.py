@@ -83,11 +83,11 @@ def _loop(rng: random.Random, width: int, depth: int) -> Block:
         def test(i: Any, *ys: Any) -> Any:
             return (i < most) & (ys[which].sum() < 2.5) if by_value else i < most
 
-        def turn(i: Any, *ys: Any) -> Any:
+        def iteration(i: Any, *ys: Any) -> Any:
             found = body(list(ys), loop, branch)
             return (i + 1, found[0] + 0.1 * captured, *found[1:])
 
-        _, *left = loop(test, turn, (0, *xs), parallel_iterations=parallel)
+        _, *left = loop(test, iteration, (0, *xs), parallel_iterations=parallel)
         return left
 
     return run

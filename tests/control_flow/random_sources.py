@@ -89,15 +89,15 @@ def _for(rng: random.Random, depth: int) -> list[str]:
 
 
 def _while(rng: random.Random, depth: int) -> list[str]:
-    turns = f"w{depth}"
-    body = [f"{turns} += 1", *_left(rng), *_block(rng, depth + 1)]
-    return [f"{turns} = 0", f"while {_test(rng)} and {turns} < 3:", *_in(body)]
+    iterations = f"w{depth}"
+    body = [f"{iterations} += 1", *_left(rng), *_block(rng, depth + 1)]
+    return [f"{iterations} = 0", f"while {_test(rng)} and {iterations} < 3:", *_in(body)]
 
 
 def _forever(rng: random.Random, depth: int) -> list[str]:
-    turns = f"w{depth}"
-    body = [f"{turns} += 1", f"if {turns} > 3 or {_test(rng)}:", "    break", *_block(rng, depth + 1)]
-    return [f"{turns} = 0", "while True:", *_in(body)]
+    iterations = f"w{depth}"
+    body = [f"{iterations} += 1", f"if {iterations} > 3 or {_test(rng)}:", "    break", *_block(rng, depth + 1)]
+    return [f"{iterations} = 0", "while True:", *_in(body)]
 
 
 def _list(rng: random.Random, depth: int) -> list[str]:
@@ -110,9 +110,9 @@ def _list(rng: random.Random, depth: int) -> list[str]:
 
 
 def _helper(rng: random.Random, number: int) -> list[str]:
-    turn = rng.choice(("for i in range(3):", "while p < 3:"))
+    iteration = rng.choice(("for i in range(3):", "while p < 3:"))
     return [
         f"def helper{number}(p, q):", f"    if p {rng.choice('<>')} q:", "        return p * 0.5 + q",
-        f"    {turn}", "        p = p + 0.75", f"        if p * 0.5 > q + {rng.choice((0, 1))}:",
+        f"    {iteration}", "        p = p + 0.75", f"        if p * 0.5 > q + {rng.choice((0, 1))}:",
         "            return (p - q).tanh()", f"    return {rng.choice(('p', 'q.cos()', 'p * q'))}",
     ]  # fmt: skip

@@ -73,7 +73,7 @@ class _Writer:
     def statement(self, depth: int) -> list[str]:
         kinds: list[Any] = [self.assign, self.write, self.write]
         if depth < 2:
-            kinds += [self.branch, self.branch, self.rows, self.turns, self.call, self.array, self.elements]
+            kinds += [self.branch, self.branch, self.rows, self.iterations, self.call, self.array, self.elements]
         return self.rng.choice(kinds)(depth)
 
     def assign(self, depth: int) -> list[str]:
@@ -130,28 +130,28 @@ class _Writer:
         used = ["a = (a + row).clamp(-9, 9)"] if "row" in over else ["k += i"]
         return [f"for {over}:", *_in([*used, *self.left(), *self.block(depth + 1)])]
 
-    def turns(self, depth: int) -> list[str]:
+    def iterations(self, depth: int) -> list[str]:
         count = self.new("t")
         body = [f"{count} += 1", *self.left(), *self.block(depth + 1)]
         return [f"{count} = 0", f"while {self.test()} and {count} < 3:", *_in(body)]
 
     def call(self, depth: int) -> list[str]:
-        """A loop that is called, with a number of turns at a time."""
-        turn, rng = self.new("turn"), self.rng
+        """A loop that is called, with a number of iterations at a time."""
+        iteration, rng = self.new("iteration"), self.rng
         to, most = self.name(), rng.choice(("n", "3"))
         writes = self.write(depth + 1) + (self.write(depth + 1) if rng.random() < 0.5 else [])
         test = rng.choice(("p.abs() < 8", f"p < {self.read()} + 4"))
         return [
-            f"def {turn}(at, p, k=k, a=a, b=b, c=c):", *_in(writes),
+            f"def {iteration}(at, p, k=k, a=a, b=b, c=c):", *_in(writes),
             f"    return at + 1, (p * 0.5 + {self.read()}).clamp(-9, 9)",
-            f"_, {to} = loop(lambda at, p: (at < {most}) & ({test}), {turn}, (0, {to}), "
+            f"_, {to} = loop(lambda at, p: (at < {most}) & ({test}), {iteration}, (0, {to}), "
             f"parallel_iterations={rng.choice((1, 2, 10))})",
         ]  # fmt: skip
 
     # -- arrays -----------------------------------------------------------------------------------------------
 
     def array(self, depth: int) -> list[str]:
-        """An element written in each turn, and read after it, or in the next one."""
+        """An element written in each iteration, and read after it, or in the next one."""
         rng, name, to = self.rng, self.new("ys"), self.name()
         vector = rng.random() < 0.4
         element = f"({self.value()}).clamp(-9, 9)"

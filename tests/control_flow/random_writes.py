@@ -53,8 +53,8 @@ class _Writer:
         loop = rng.choice(("for i in range(3):", "for j in range(2):", "for z in (p * 0.5, p):"))
         nested = ["for e in p:", "    if e > q:", "        return p - e", "    q = q + 0.25"]
         nested = nested if rng.random() < 0.4 else []
-        turn = [*inner, *(leave if rng.random() < 0.6 else []), *nested]
-        return [f"def helper{number}(p, q):", *_in([loop, *_in(turn), f"return {rng.choice(('p', 'p.tanh()'))}"])]
+        iteration = [*inner, *(leave if rng.random() < 0.6 else []), *nested]
+        return [f"def helper{number}(p, q):", *_in([loop, *_in(iteration), f"return {rng.choice(('p', 'p.tanh()'))}"])]
 
     # -- expressions --------------------------------------------------------------------------------------------------
 
@@ -112,7 +112,16 @@ class _Writer:
     def statement(self, depth: int) -> list[str]:
         kinds = [self.assign, self.write, self.write, self.alias, self.tuples, self.parts]
         if depth < 2:
-            kinds += [self.branch, self.branch, self.rows, self.rows, self.turns, self.function, self.quiet, self.lists]
+            kinds += [
+                self.branch,
+                self.branch,
+                self.rows,
+                self.rows,
+                self.iterations,
+                self.function,
+                self.quiet,
+                self.lists,
+            ]
         return self.rng.choice(kinds)(depth)
 
     def assign(self, depth: int) -> list[str]:
@@ -208,7 +217,7 @@ class _Writer:
         found = [f"for {over}:", *_in([used, *self.left(), *self.block(depth + 1)])]
         return found + (["else:", *_in(self.statement(depth + 1))] if self.rng.random() < 0.2 else [])
 
-    def turns(self, depth: int) -> list[str]:
+    def iterations(self, depth: int) -> list[str]:
         count = self.new("t")
         body = [*self.left(), *self.block(depth + 1)]
         if self.rng.random() < 0.3:  # it ends also where it goes on before its end

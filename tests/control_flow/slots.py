@@ -103,12 +103,12 @@ class Meter:
     """An object that its own methods change."""
 
     def __init__(self) -> None:
-        self.total, self.turns = torch.zeros((), dtype=F64), 0
+        self.total, self.iterations = torch.zeros((), dtype=F64), 0
 
     def add(self, value: Tensor) -> None:
         if value > 0:
             self.total = self.total + value
-        self.turns += 1
+        self.iterations += 1
 
 
 @rows
@@ -116,7 +116,7 @@ def attributes_set_by_a_method(x: Tensor, n: Tensor) -> tuple[Any, ...]:
     meter = Meter()
     for i in range(n):
         meter.add(x[i].sum())
-    return meter.total, meter.turns
+    return meter.total, meter.iterations
 
 
 @rows
@@ -125,7 +125,7 @@ def one_attribute_of_two_objects(x: Tensor, n: Tensor) -> tuple[Any, ...]:
     for i in range(n):
         first.add(x[i, 0])
         second.add(x[i, 1] * 2)
-    return first.total - second.total, first.turns + second.turns
+    return first.total - second.total, first.iterations + second.iterations
 
 
 class Cell(nn.Module):
@@ -166,7 +166,7 @@ def new_key(x: Tensor, n: Tensor) -> Tensor:
 
 @stays
 def item_of_a_copy(x: Tensor, n: Tensor) -> Tensor:
-    """What another name sees of it is the list of before the first turn."""
+    """What another name sees of it is the list of before the first iteration."""
     pair = [x[0], x[1]]
     first = pair
     for _ in range(n):

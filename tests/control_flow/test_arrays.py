@@ -180,7 +180,7 @@ def test_writing_takes_time_by_what_is_written() -> None:
     assert torch.equal(found, torch.full((4096,), 400.0))
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     taken = sum(e.nbytes() for e in events if e.nbytes() > 0)
-    assert taken < 40 * 200 * 4096 * 4, "some arrays, and not one for each turn"
+    assert taken < 40 * 200 * 4096 * 4, "some arrays, and not one for each iteration"
 
 
 # -- elements with several numbers of rows ----------------------------------------------------------------------------

@@ -189,8 +189,8 @@ def unset(x: Any) -> Any:
         ),
         (branch_shapes, ShapeError, ["in one branch and float32[] in the other"]),
         (branch_structures, InvalidArgument, ["`value`", "another structure"]),
-        (loop_shapes, ShapeError, ["`grown` enters as float32[1] and is float32[2] after one turn"]),
-        (loop_dtypes, InvalidArgument, ["`changed` enters as int64[] and is float32[] after one turn"]),
+        (loop_shapes, ShapeError, ["`grown` enters as float32[1] and is float32[2] after one iteration"]),
+        (loop_dtypes, InvalidArgument, ["`changed` enters as int64[] and is float32[] after one iteration"]),
         (unset, InvalidArgument, ["`value` has no value here", "give it one before"]),
     ],
 )
@@ -280,7 +280,7 @@ def test_a_number_that_is_raised_leaves_what_was_equal_to_it() -> None:
     assert [int(v) for v in tfnb.run(list(out), {x: torch.full((2,), 2.25)})] == [5, 4]
 
 
-def test_a_loop_leaves_no_check_of_the_samples_turns() -> None:
+def test_a_loop_leaves_no_check_of_the_samples_iterations() -> None:
     def function(x: Any) -> Any:
         while x.sum() > 1:
             half = x / 2
@@ -338,12 +338,12 @@ def indented(lines: list[str]) -> str:
 def blocks(inner: Any) -> Any:
     bodies = st.lists(inner, min_size=1, max_size=3).map(indented)
     leave = st.builds("if {}:\n    {}".format, tests, st.sampled_from(["break", "continue", "a = a + 1"]))
-    turns = st.tuples(bodies, leave, bodies).map(lambda t: f"{t[0]}\n{indented([t[1]])}\n{t[2]}")
+    iterations = st.tuples(bodies, leave, bodies).map(lambda t: f"{t[0]}\n{indented([t[1]])}\n{t[2]}")
     return st.one_of(
         st.builds("if {}:\n{}".format, tests, bodies),
         st.builds("if {}:\n{}\nelse:\n{}".format, tests, bodies, bodies),
-        st.builds("for i in range(n):\n    k += i\n{}".format, turns),
-        st.builds("for row in x:\n    a = a + row\n{}".format, turns),
+        st.builds("for i in range(n):\n    k += i\n{}".format, iterations),
+        st.builds("for row in x:\n    a = a + row\n{}".format, iterations),
         st.builds("k = 0\nwhile {} and k < 4:\n    k += 1\n{}".format, tests, bodies),
     )
 
@@ -375,10 +375,10 @@ def equals_python(parts: list[str], is_early: bool) -> None:
     program = space["program"]
     out, (x, n), notes = recorded(program, torch.tensor([0.5, -0.25], dtype=F64), torch.tensor(2))
     assert not any("stays Python" in note for note in notes), (notes, source)
-    for fed, turns in (([0.5, 1.0, -2.0], 3), ([-1.0, 0.25], 0), ([3.0], 1)):
+    for fed, iterations in (([0.5, 1.0, -2.0], 3), ([-1.0, 0.25], 0), ([3.0], 1)):
         data = torch.tensor(fed, dtype=F64)
-        wanted = program(data, turns)
-        found = iter(tfnb.run([v for v in out if isinstance(v, torch.Tensor)], {x: data, n: torch.tensor(turns)}))
+        wanted = program(data, iterations)
+        found = iter(tfnb.run([v for v in out if isinstance(v, torch.Tensor)], {x: data, n: torch.tensor(iterations)}))
         got = [next(found) if isinstance(v, torch.Tensor) else v for v in out]
         for a, b in zip(got, wanted, strict=True):
             torch.testing.assert_close(torch.as_tensor(a).to(F64), torch.as_tensor(b).to(F64), rtol=1e-9, atol=1e-9)

@@ -67,10 +67,10 @@ def test_a_shape_that_does_not_fit_fails_wherever_the_samples_go() -> None:
     assert any("stays Python" in note and "fails" in note for note in graph.notes)
 
 
-def means(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+def means(x: torch.Tensor, iterations: torch.Tensor) -> torch.Tensor:
     """K-means of three: its centres are the first rows."""
     centres = x[:3]
-    for _ in range(turns):
+    for _ in range(iterations):
         nearest = torch.cdist(x, centres).argmin(1)
         centres = torch.stack([x[nearest == k].mean(0) for k in range(3)])
     return centres
@@ -83,15 +83,15 @@ def branched(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_loop_variable_of_a_size_that_is_another_in_name_alone_becomes_a_guard() -> None:
-    """Of the first three rows there are ``min(3, B)``, until the first turn makes three."""
-    rows, turns = torch.arange(12.0).reshape(6, 2)[[0, 3, 5, 1, 4]], torch.tensor(2)
+    """Of the first three rows there are ``min(3, B)``, until the first iteration makes three."""
+    rows, iterations = torch.arange(12.0).reshape(6, 2)[[0, 3, 5, 1, 4]], torch.tensor(2)
     with tfnb.record():
-        x, n = tfnb.placeholder(rows[:4]), tfnb.placeholder(turns)
+        x, n = tfnb.placeholder(rows[:4]), tfnb.placeholder(iterations)
         centres = tfnb.autograph(means)(x, n)
     for count in (3, 4, 5):
-        torch.testing.assert_close(tfnb.run(centres, {x: rows[:count], n: turns}), means(rows[:count], turns))
+        torch.testing.assert_close(tfnb.run(centres, {x: rows[:count], n: iterations}), means(rows[:count], iterations))
     with pytest.raises(tfnb.errors.InvalidArgument, match="means"):
-        tfnb.run(centres, {x: rows[:2], n: turns})
+        tfnb.run(centres, {x: rows[:2], n: iterations})
 
 
 def test_a_branch_of_a_size_written_as_a_number_fixes_it() -> None:

@@ -12,7 +12,7 @@ from tests.control_flow.written import blocks, compared
 from tfnb.errors import BranchChanged, FailedPrecondition, ShapeError
 
 PROGRAMS = r"""
-# a state that the first turn makes
+# a state that the first iteration makes
 hidden = None
 for row in x:
     if hidden is None:
@@ -84,10 +84,10 @@ def test_a_name_that_is_none_before_a_loop(name: str, body: str) -> None:
     notes, refused = compared(body, FED[0], FED, (ShapeError,))
     assert any("is unrolled and always runs" in note for note in notes), notes
     assert not any("stays Python" in note for note in notes), notes
-    assert refused == (name == "one after the other")  # of the feed with one row: two turns are by themselves
+    assert refused == (name == "one after the other")  # of the feed with one row: two iterations are by themselves
 
 
-def test_a_run_without_a_turn_is_refused() -> None:
+def test_a_run_without_an_iteration_is_refused() -> None:
     def last(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
         found = None
         for i in range(n):

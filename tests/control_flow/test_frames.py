@@ -60,7 +60,7 @@ def test_a_loop_is_made_of_the_six_ops() -> None:
         n = tfnb.placeholder(torch.tensor(3), name="n")
         tfnb.while_loop(lambda i, y: i < n, lambda i, y: (i + 1, y * 2), (0, 1.0))
     flow = lower(g.contents)
-    going = 3  # i, y and the number of turns
+    going = 3  # i, y and the number of iterations
     kinds = Counter(op.kind for op in flow.ops)
     assert kinds[MERGE] == kinds[SWITCH] == kinds[NEXT] == kinds[EXIT] == going
     assert kinds[ENTER] == going + sum(op.kind == ENTER and op.part[1] for op in flow.ops)  # and constants

@@ -82,7 +82,7 @@ def test_a_branch_gives_the_gradient_of_the_side_it_takes() -> None:
     check(program, [up, tensors(3)[1]], [[down, tensors(3)[1]], [down[:2], up[:2]]], orders=3)
 
 
-def test_loops_in_loops_with_turns_that_the_data_decide() -> None:
+def test_loops_in_loops_with_iterations_that_the_data_decide() -> None:
     def program(loop: Any, branch: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         def body(i: Any, y: Any) -> Any:
             _, inner = loop(
@@ -145,11 +145,11 @@ def test_higher_orders_of_a_branch_that_holds_a_loop_with_rows(last: str, execut
 
 def test_scan_saves_what_its_gradient_needs_once() -> None:
     def cell(w: Any, h: Any, xs: Any) -> Any:
-        def turn(h: Any, x: Any) -> Any:
+        def iteration(h: Any, x: Any) -> Any:
             h = torch.tanh(h @ w + x)
             return h, (h * x).sum(-1)
 
-        last, ys = tfnb.scan(turn, h, xs)
+        last, ys = tfnb.scan(iteration, h, xs)
         return last.sum() + (ys * ys).sum()
 
     values = [torch.randn(shape, dtype=F64) for shape in [(3, 3), (2, 3), (5, 2, 3)]]
@@ -200,7 +200,7 @@ def test_a_module_in_a_branch_in_a_loop_has_autograds_gradients() -> None:
         x = tfnb.placeholder(torch.randn(4, 3, dtype=F64), name="x")
         grads = tfnb.gradients(program(tfnb.while_loop, tfnb.cond, x), [*layer.parameters()])
     for fed in torch.randn(3, 5, 3, dtype=F64):
-        value = program(python_loop, python_branch, fed) + 0 * layer(fed).sum()  # where no turn takes the layer, zeros
+        value = program(python_loop, python_branch, fed) + 0 * layer(fed).sum()  # zeros where no iteration takes it
         torch.testing.assert_close(tfnb.run(grads, {x: fed}), list(torch.autograd.grad(value, [*layer.parameters()])))
 
 
@@ -338,13 +338,13 @@ def test_a_recurrent_net_over_sequences_of_different_lengths() -> None:
     parameters = [*cell.parameters(), *table.parameters()]
 
     def program(ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        def turn(state: Any, row: Any) -> Any:
+        def iteration(state: Any, row: Any) -> Any:
             (h, c), (words, t) = state, row
             new, kept = cell(table(words), (h, c)), (t < lengths)[:, None]
             return tuple(torch.where(kept, a, b) for a, b in zip(new, (h, c), strict=True)), ()
 
         zeros = torch.zeros(2, 4, dtype=F64)
-        (h, _), _ = tfnb.scan(turn, (zeros, zeros), (ids, torch.arange(ids.shape[0])))
+        (h, _), _ = tfnb.scan(iteration, (zeros, zeros), (ids, torch.arange(ids.shape[0])))
         return h.square().sum()
 
     lengths = torch.tensor([5, 3])
@@ -358,7 +358,7 @@ def test_a_recurrent_net_over_sequences_of_different_lengths() -> None:
         torch.testing.assert_close([*got, rows.to_dense()], want)
 
 
-def test_no_turns_and_no_samples() -> None:
+def test_no_iterations_and_no_samples() -> None:
     with tfnb.record():
         xs = tfnb.placeholder(shape=("T", 2), name="xs")
         w = tfnb.placeholder(torch.ones(2), shape=(2,), name="w")
@@ -395,7 +395,7 @@ def test_a_variable_that_shrinks_inside_a_loop_has_a_gradient() -> None:
     check(program, tensors(3), [tensors(5)])
 
 
-def test_a_table_that_a_body_looks_up_gets_the_rows_of_all_turns() -> None:
+def test_a_table_that_a_body_looks_up_gets_the_rows_of_all_iterations() -> None:
     torch.manual_seed(0)
     table = torch.nn.Embedding(50, 3, dtype=F64)
     with tfnb.record() as g:
@@ -464,7 +464,7 @@ def test_draws_of_a_loop_that_is_computed_again_are_the_same_again() -> None:
 
 def test_a_loop_that_is_computed_again_keeps_what_enters_its_pieces() -> None:
     def kept(recompute: bool) -> int:
-        """The most bytes of 64 x 64 tensors that are alive at once in a run of 120 turns."""
+        """The most bytes of 64 x 64 tensors that are alive at once in a run of 120 iterations."""
         with tfnb.record():
             x = tfnb.placeholder(torch.ones(64, 64), shape=(64, 64), name="x")
             n = tfnb.placeholder(torch.tensor(3), name="n")

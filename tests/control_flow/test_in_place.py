@@ -99,7 +99,7 @@ def test_what_a_staged_loop_writes_in_place_is_seen_by_all_names(name: str, body
 
 @pytest.mark.filterwarnings("ignore:.*became the constant", "ignore:.*Python took the")
 @pytest.mark.parametrize(("name", "body"), blocks(PYTHON), ids=[name for name, _ in blocks(PYTHON)])
-def test_what_a_turn_cannot_write_is_left_to_python(name: str, body: str) -> None:
+def test_what_an_iteration_cannot_write_is_left_to_python(name: str, body: str) -> None:
     notes, refused = compared(body, FED[0], FED, (BranchChanged, ShapeError))
     assert any("stays Python" in note and "writes into" in note for note in notes)
     assert 0 < refused < len(FED)

@@ -13,7 +13,7 @@ from tests.control_flow.written import blocks, compared
 from tfnb.errors import BranchChanged, ShapeError, Unsupported
 
 STAGED = """
-# a list of each turn
+# a list of each iteration
 s = x.new_zeros(())
 for row in x:
     acc = []
@@ -46,7 +46,7 @@ for row in x:
 outs.append(x[0] * 7)
 return torch.stack(outs), torch.cat(outs, -1), len(outs) * x.sum()
 
-# in some turns, by a branch in a branch, and another list
+# in some iterations, by a branch in a branch, and another list
 a, b, s = [], [], x.sum() * 0
 for i, row in enumerate(x):
     if row[0] > 0:
@@ -105,7 +105,7 @@ for row in x:
     y = r.step(row)
 return torch.stack(r.seen), y
 
-# a list inside of a turn
+# a list inside of an iteration
 outs = []
 for row in x:
     acc = []
@@ -166,7 +166,7 @@ return torch.stack(later)
 
 # How many there are hangs on values, or Python looks at the list: the elements of the samples, with a guard.
 PYTHON = """
-# in a branch, a list of the turn
+# in a branch, a list of the iteration
 s = x.new_zeros(())
 for row in x:
     acc = []
@@ -182,7 +182,7 @@ for row in x:
         outs.append(row * j)
 return torch.stack(outs)
 
-# twice in a turn
+# twice in an iteration
 outs = []
 for row in x:
     outs.append(row + 1)
@@ -245,7 +245,7 @@ CHANGED = (BranchChanged, ShapeError)
 
 
 @pytest.mark.parametrize(("name", "body"), blocks(STAGED), ids=[name for name, _ in blocks(STAGED)])
-def test_a_list_has_an_element_for_each_turn_of_a_run(name: str, body: str) -> None:
+def test_a_list_has_an_element_for_each_iteration_of_a_run(name: str, body: str) -> None:
     notes, refused = compared(body, FED[0], FED)
     assert not any("stays Python" in note for note in notes), notes
     assert refused == 0
@@ -336,7 +336,7 @@ def test_a_loop_that_reads_a_list_that_it_appends_to_is_told_to_use_an_array(nam
 
 @pytest.mark.parametrize("executor", ["auto", "dataflow"])
 @pytest.mark.parametrize("is_taken", [True, False])
-def test_how_many_turns_a_run_took_is_known_by_a_list_alone(executor: str, is_taken: bool) -> None:
+def test_how_many_iterations_a_run_took_is_known_by_a_list_alone(executor: str, is_taken: bool) -> None:
     def function(n: Any, x: Any) -> Any:
         k = 0
         if x > 0:
@@ -350,7 +350,9 @@ def test_how_many_turns_a_run_took_is_known_by_a_list_alone(executor: str, is_ta
         n, x = tfnb.placeholder(torch.tensor(2), name="n"), tfnb.placeholder(torch.tensor(1.0 if is_taken else -1.0))
         k = tfnb.autograph(function)(n, x)
     session = tfnb.Session(graph, executor=executor)
-    found = [session.run(k, {n: turns, x: value}).tolist() for turns, value in ((5, 1.0), (0, 1.0), (3, -1.0))]
+    found = [
+        session.run(k, {n: iterations, x: value}).tolist() for iterations, value in ((5, 1.0), (0, 1.0), (3, -1.0))
+    ]
     assert found == [5, 0, 0]
 
 

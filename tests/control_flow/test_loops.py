@@ -130,7 +130,7 @@ def test_parameters_and_buffers_of_a_module_work_inside() -> None:
     torch.testing.assert_close(seen, layer[1].running_mean)
 
 
-def test_draws_differ_from_turn_to_turn_and_repeat_with_the_run() -> None:
+def test_draws_differ_from_iteration_to_iteration_and_repeat_with_the_run() -> None:
     with tfnb.record() as g:
         draws, _ = tfnb.scan(lambda c, x: (c + torch.rand(2), torch.rand(2)), torch.zeros(2), torch.zeros(50))
         _, ys = tfnb.scan(lambda c, x: (c, torch.rand(2)), torch.zeros(()), torch.zeros(50))
@@ -326,7 +326,7 @@ def test_a_number_read_inside_a_loop_is_refused() -> None:
     assert [node.op for node in g.nodes] == ["tfnb.placeholder"]
 
 
-def test_an_optimizer_step_inside_a_loop_is_taken_in_every_turn() -> None:
+def test_an_optimizer_step_inside_a_loop_is_taken_in_every_iteration() -> None:
     torch.manual_seed(0)
     layer, twin = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
     twin.load_state_dict(layer.state_dict())
@@ -375,7 +375,7 @@ def test_an_optimizer_step_in_a_branch_is_taken_with_it() -> None:
     assert found == pytest.approx([1, 0.5, 0.5, 0.5 - 0.5 * 1.9])
 
 
-def test_a_run_decides_how_many_turns_there_are_at_most() -> None:
+def test_a_run_decides_how_many_iterations_there_are_at_most() -> None:
     with tfnb.record():
         most = tfnb.placeholder(torch.tensor(3), name="most")
         (y,) = tfnb.while_loop(lambda y: y < 50, lambda y: (y * 2,), (1.0,), maximum_iterations=most)
@@ -400,7 +400,7 @@ def test_a_signal_ends_a_loop_and_variables_stay_at_the_last_step() -> None:
     assert steps.value() == 2
 
 
-def test_a_python_if_inside_is_guarded_in_every_turn() -> None:
+def test_a_python_if_inside_is_guarded_in_every_iteration() -> None:
     def body(n: Any, y: Any) -> Any:
         if y.sum() < 100:
             y = y * 2

@@ -133,8 +133,8 @@ def test_a_float_in_a_program_of_doubles_is_a_double(program: Callable[..., Any]
     with tfnb.record() as graph:
         x, n = tfnb.placeholder(torch.linspace(0, 1, 5, dtype=F64)), tfnb.placeholder(torch.tensor(2))
         out = tfnb.autograph(program)(x, n)
-    for turns in (0, 3, 9):
+    for iterations in (0, 3, 9):
         for row in (torch.linspace(-1, 3, 7, dtype=F64), -torch.ones(2, dtype=F64)):
-            got = tfnb.Session(graph).run(out, {x: row, n: torch.tensor(turns)})
-            for a, b in zip(got, program(row, turns), strict=True):
+            got = tfnb.Session(graph).run(out, {x: row, n: torch.tensor(iterations)})
+            for a, b in zip(got, program(row, iterations), strict=True):
                 torch.testing.assert_close(a, torch.as_tensor(b, dtype=F64), rtol=1e-14, atol=0.0)

@@ -36,11 +36,11 @@ def check(seed: int) -> None:
         found = [item for item in out if isinstance(item, torch.Tensor)]
         (dx,) = tfnb.gradients(sum(o.square() for o in found if is_float(o)), [x], unconnected="zero")
     session = tfnb.Session(graph, executor=random.Random(seed).choice(["auto", "dataflow"]), compile="off")
-    for fed, turns in FEEDS:
+    for fed, iterations in FEEDS:
         leaf = torch.tensor(fed, dtype=F64, requires_grad=True)
-        plain = program(leaf, turns)
+        plain = program(leaf, iterations)
         try:
-            *got, slope = session.run([*found, dx], {x: leaf.detach(), n: torch.tensor(turns)})
+            *got, slope = session.run([*found, dx], {x: leaf.detach(), n: torch.tensor(iterations)})
         except (BranchChanged, ShapeError):
             assert any("stays Python" in note for note in graph.notes), f"seed {seed}"
             continue

@@ -66,13 +66,15 @@ class Pair:
         kept = (self.net.w, self.net.s, self.net.seen, self.net.table)
         return [self.v.value(), self.u.value(), *(item.detach().clone() for item in kept)]
 
-    def python(self, fed: list[float], turns: int) -> tuple[list[Any], list[torch.Tensor], list[torch.Tensor]] | None:
+    def python(
+        self, fed: list[float], iterations: int
+    ) -> tuple[list[Any], list[torch.Tensor], list[torch.Tensor]] | None:
         """Values, gradients and the state after a step; None where the program is wrong for these."""
         v, u = (PlainVariable(item.value().requires_grad_()) for item in (self.v, self.u))
         x, net = torch.tensor(fed, dtype=F64, requires_grad=True), PlainNet(self.net)
         leaves = [x, v.now, u.now, net.w, net.s]
         try:
-            out = self.plain(x, turns, v, u, net, PlainArray, python_loop)
+            out = self.plain(x, iterations, v, u, net, PlainArray, python_loop)
         except LookupError:
             return None
         loss = sum(y.square().sum() for y in out if isinstance(y, torch.Tensor) and y.is_floating_point())
@@ -81,9 +83,9 @@ class Pair:
         trained = zip((v.now, u.now, net.w, net.s), slopes[1:], strict=True)
         return out, slopes, [*((item - RATE * dx).detach() for item, dx in trained), net.seen, net.table]
 
-    def run(self, seed: int, fed: list[float], turns: int) -> list[torch.Tensor]:
+    def run(self, seed: int, fed: list[float], iterations: int) -> list[torch.Tensor]:
         """By `run`, `make_callable` or a step in parts."""
-        feeds = {self.x: torch.tensor(fed, dtype=F64), self.n: torch.tensor(turns)}
+        feeds = {self.x: torch.tensor(fed, dtype=F64), self.n: torch.tensor(iterations)}
         wanted = [*self.found, *self.slopes, self.step]
         if seed % 3 == 1:
             return self.session.make_callable(wanted, list(feeds))(*feeds.values())
@@ -99,10 +101,10 @@ def check(seed: int, **options: Any) -> None:
     pair = Pair(seed, **{"executor": rng.choice(["auto", "dataflow"]), "compile": "off", **options})
     if pair.of_sample is None or any("took the sample" in note for note in pair.graph.notes):
         return
-    for fed, turns in FEEDS:
-        before, expected = pair.state(), pair.python(fed, turns)
+    for fed, iterations in FEEDS:
+        before, expected = pair.state(), pair.python(fed, iterations)
         try:
-            *got, _ = pair.run(seed, fed, turns)
+            *got, _ = pair.run(seed, fed, iterations)
         except (BranchChanged, ShapeError, InvalidArgument) as error:
             torch.testing.assert_close(pair.state(), before, rtol=0, atol=0)
             assert expected is None or isinstance(error, (BranchChanged, ShapeError)), f"seed {seed}: {error}"

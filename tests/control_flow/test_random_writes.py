@@ -90,17 +90,17 @@ def check(seed: int) -> str:
     executor = random.Random(seed).choice(["auto", "dataflow"])
     session = tfnb.Session(graph, executor=executor, compile="off")
     is_python = any("stays Python" in note or "took the sample" in note for note in graph.notes)
-    for fed, turns in FEEDS:
-        run = functools.partial(session.run, fetches, {x: fed.clone(), n: torch.tensor(turns)})
-        _compare(seed, program, net, out, run, fed, turns, is_python=is_python)
+    for fed, iterations in FEEDS:
+        run = functools.partial(session.run, fetches, {x: fed.clone(), n: torch.tensor(iterations)})
+        _compare(seed, program, net, out, run, fed, iterations, is_python=is_python)
     return "Python's" if is_python else "staged"
 
 
 def _compare(
-    seed: int, program: Any, net: Net, out: Any, run: Any, fed: torch.Tensor, turns: int, *, is_python: bool
+    seed: int, program: Any, net: Net, out: Any, run: Any, fed: torch.Tensor, iterations: int, *, is_python: bool
 ) -> None:  # fmt: skip
     """One run beside Python's."""
-    before, plain = net.state(), python(program, fed.clone(), turns)
+    before, plain = net.state(), python(program, fed.clone(), iterations)
     try:
         *got, dx, _ = run()
     except (TfnbError, RuntimeError, IndexError) as error:
@@ -118,7 +118,7 @@ def _compare(
         torch.testing.assert_close(mine.to(F64), theirs.to(F64), rtol=1e-9, atol=1e-10, msg=f"seed {seed}")
     torch.testing.assert_close(net.state(), left, rtol=1e-9, atol=1e-10, msg=f"seed {seed}: buffers")
     _put(net, before)
-    expected = slope(program, fed, turns)
+    expected = slope(program, fed, iterations)
     if expected is not None:
         torch.testing.assert_close(dx, expected, rtol=1e-7, atol=1e-8, msg=f"seed {seed}: gradient")
 

@@ -145,7 +145,7 @@ def _gradients(y: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("executor", ["auto", "dataflow"])
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_slices_by_a_loops_number_are_those_of_each_turn(program: Callable[[Any], Any], executor: str) -> None:
+def test_slices_by_a_loops_number_are_those_of_each_iteration(program: Callable[[Any], Any], executor: str) -> None:
     with warnings.catch_warnings(), tfnb.record() as graph:
         warnings.filterwarnings("error", ".*became the constant")
         warnings.filterwarnings("ignore", ".*Python took the")  # torch 2.11 asks whether two slices have as many rows
@@ -212,13 +212,13 @@ def reads_neighbours(x: Any) -> Any:
 
 @pytest.mark.parametrize("program", [reads_rows, writes_rows, reads_neighbours])
 def test_rows_by_a_loops_number_take_memory_by_the_row(program: Callable[[Any], Any]) -> None:
-    """Values and gradients, without a tensor of all rows in each turn."""
-    turns, width = 200, 8
+    """Values and gradients, without a tensor of all rows in each iteration."""
+    iterations, width = 200, 8
     with tfnb.record() as graph:
         x = tfnb.placeholder(torch.randn(width, 3, 4, dtype=torch.float64), shape=(width, "T", 4))
         y = tfnb.autograph(program)(x)
         (slope,) = tfnb.gradients(y.square().sum(), [x])
-    fed = torch.randn(width, turns, 4, dtype=torch.float64, requires_grad=True)
+    fed = torch.randn(width, iterations, 4, dtype=torch.float64, requires_grad=True)
     want = program(fed)
     (expected,) = torch.autograd.grad(want.square().sum(), fed)
     session = tfnb.Session(graph, compile="off")
@@ -228,7 +228,7 @@ def test_rows_by_a_loops_number_take_memory_by_the_row(program: Callable[[Any], 
     torch.testing.assert_close(got, [want.detach(), expected])
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     taken = sum(e.nbytes() for e in events if e.nbytes() > 0)
-    assert taken < 40 * fed.nbytes, f"{taken / fed.nbytes:.0f} times x, in {turns} turns"
+    assert taken < 40 * fed.nbytes, f"{taken / fed.nbytes:.0f} times x, in {iterations} iterations"
 
 
 @pytest.mark.parametrize("executor", ["auto", "dataflow"])
@@ -312,9 +312,9 @@ def test_a_decoder_writes_token_after_token(executor: str) -> None:
 @pytest.mark.parametrize("executor", ["auto", "dataflow"])
 def test_a_loop_in_a_loop_takes_a_part_of_which_no_axis_tells_how_long_the_whole_is(executor: str) -> None:
     def program(x: Any) -> Any:
-        a, last, turns = x.max(), x[-1:], 0
-        while a < 2 and turns < 3:
-            turns += 1
+        a, last, iterations = x.max(), x[-1:], 0
+        while a < 2 and iterations < 3:
+            iterations += 1
             times = 0
             while a < 1 and times < 3:
                 times += 1

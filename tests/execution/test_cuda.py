@@ -143,11 +143,11 @@ def test_rows_of_a_table_are_updated_as_on_the_cpu() -> None:
 
 
 def newton(x: Any) -> Any:
-    def turn(guess: Any, n: Any) -> Any:
+    def iteration(guess: Any, n: Any) -> Any:
         return (guess + x / guess) / 2, n + 1
 
     zero = x.new_zeros((), dtype=torch.int64)
-    guess, n = tfnb.while_loop(lambda g, n: (g * g - x).abs().max() > 1e-4, turn, (x / 2 + 1, zero))
+    guess, n = tfnb.while_loop(lambda g, n: (g * g - x).abs().max() > 1e-4, iteration, (x / 2 + 1, zero))
     return tfnb.cond(x.sum() > 10, lambda: guess, lambda: -guess) + n
 
 

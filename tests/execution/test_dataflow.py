@@ -127,8 +127,8 @@ def test_a_training_step_is_that_of_generated_code() -> None:
         torch.testing.assert_close(mine, other)
 
 
-def chained_naps(stages: int, turns: int, seconds: float, parallel: int) -> tuple[tfnb.Session, Any]:
-    """A loop of stages on a device each, whose state only they need: a pipeline over its turns."""
+def chained_naps(stages: int, iterations: int, seconds: float, parallel: int) -> tuple[tfnb.Session, Any]:
+    """A loop of stages on a device each, whose state only they need: a pipeline over its iterations."""
     with tfnb.record() as g:
         start = [torch.zeros(()) for _ in range(stages)]
 
@@ -140,11 +140,11 @@ def chained_naps(stages: int, turns: int, seconds: float, parallel: int) -> tupl
                 new.append(x)
             return (i + 1, *new)
 
-        _, *outs = tfnb.while_loop(lambda i, *s: i < turns, body, (0, *start), parallel_iterations=parallel)
+        _, *outs = tfnb.while_loop(lambda i, *s: i < iterations, body, (0, *start), parallel_iterations=parallel)
     return dataflow(g), outs
 
 
-def test_turns_overlap_where_their_data_allow() -> None:
+def test_iterations_overlap_where_their_data_allow() -> None:
     seconds, found = {}, {}
     for parallel in (1, 8):
         session, outs = chained_naps(8, 16, 0.01, parallel)
@@ -153,7 +153,7 @@ def test_turns_overlap_where_their_data_allow() -> None:
         found[parallel] = session.run(outs)
         seconds[parallel] = time.perf_counter() - start
     torch.testing.assert_close(found[1], found[8], rtol=0, atol=0)
-    assert seconds[1] / seconds[8] > 3  # 5.6 for these few turns at best, on an idle machine
+    assert seconds[1] / seconds[8] > 3  # 5.6 for these few iterations at best, on an idle machine
 
 
 def test_both_sides_of_a_step_run_at_a_time() -> None:

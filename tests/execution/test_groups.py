@@ -60,11 +60,11 @@ def unrolled(xs: torch.Tensor, start: torch.Tensor, w: torch.Tensor) -> list[tor
     return [loss, *tfnb.gradients(loss, [start, w])]
 
 
-def test_the_turns_of_an_unrolled_cell_share_two_kernels() -> None:
+def test_the_iterations_of_an_unrolled_cell_share_two_kernels() -> None:
     samples = torch.randn(12, 3, 20), torch.randn(3, 5), torch.randn(5, 20)
     found = same(*program(unrolled, *samples))
     counts = sorted(Counter(group.key for group in found).values())
-    assert counts[-2:] == [11, 11] and sum(counts) <= 25  # the last turn is a little different
+    assert counts[-2:] == [11, 11] and sum(counts) <= 25  # the last iteration is a little different
 
 
 @pytest.mark.parametrize(

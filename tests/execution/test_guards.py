@@ -27,7 +27,7 @@ def pick(x: Any, y: Any) -> Any:
 
 
 def loop(x: Any, loop: Any, branch: Any) -> Any:
-    """Nothing but the number of the turn is computed below the guard."""
+    """Nothing but the number of the iteration is computed below the guard."""
 
     def body(i: Any, y: Any) -> Any:
         z = pick(y - 1, y - 1.5)
@@ -104,11 +104,11 @@ def test_a_run_that_would_go_another_way_is_refused(program: Any, options: dict[
 @pytest.mark.filterwarnings("ignore:.*Python took the")
 @pytest.mark.parametrize("executor", ["auto", "dataflow"])
 def test_a_guard_in_a_loop_in_a_branch_that_gives_nothing_holds_below(executor: str) -> None:
-    def turn(i: Any, y: Any) -> Any:
+    def iteration(i: Any, y: Any) -> Any:
         return i + 1, y * 2 if y.sum() > 0 else y
 
     def then(x: Any) -> Any:
-        tfnb.while_loop(lambda i, y: i < 2, turn, (0, x))
+        tfnb.while_loop(lambda i, y: i < 2, iteration, (0, x))
         return ()
 
     with tfnb.record() as graph:

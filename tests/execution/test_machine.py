@@ -183,7 +183,7 @@ def test_only_so_many_iterations_are_in_flight() -> None:
     assert machine.results == [50, 0] and machine.is_over
 
 
-def test_no_turn_gives_the_initial_values_and_a_loop_that_is_not_reached_gives_dead_ones() -> None:
+def test_no_iteration_gives_the_initial_values_and_a_loop_that_is_not_reached_gives_dead_ones() -> None:
     b = Builder()
     b.fetch(*b.loop([b.value(7)], lambda i: False, (lambda i: i + 1,)))
     switch = b.step(SWITCH, [b.value(3), b.value(False)], outs=2)
@@ -205,19 +205,19 @@ def test_a_loop_in_a_loop(seed: int | None) -> None:
         pred = b.call(lambda i, n: i < n, (merge, 0), limit, frame=frame)
         return merge, (b.step(SWITCH, [(merge, 0), pred], frame=frame, outs=2), 1)
 
-    merge, turn = ring(outer, b.enter(b.value(0), outer), b.enter(b.value(3), outer, constant=True))
-    into = b.step(ENTER, [turn], frame=outer)
-    top = b.step(ENTER, [b.call(lambda i: 2 * i, turn, frame=outer)], frame=outer)
+    merge, iteration = ring(outer, b.enter(b.value(0), outer), b.enter(b.value(3), outer, constant=True))
+    into = b.step(ENTER, [iteration], frame=outer)
+    top = b.step(ENTER, [b.call(lambda i: 2 * i, iteration, frame=outer)], frame=outer)
     into.inner = top.inner = inner
     top.constant = True
     inner.enters = 2
-    merge2, turn2 = ring(inner, (into, 0), (top, 0))
-    back = b.call(lambda i: i + 1, turn2, frame=inner)
+    merge2, iteration2 = ring(inner, (into, 0), (top, 0))
+    back = b.call(lambda i: i + 1, iteration2, frame=inner)
     b.connect((b.step(NEXT, [back], frame=inner), 0), merge2, 1)
-    left = b.step(EXIT, [(turn2[0], 0)], frame=inner)
+    left = b.step(EXIT, [(iteration2[0], 0)], frame=inner)
     b.connect((b.step(NEXT, [b.call(lambda i: i + 1, (left, 0), frame=outer)], frame=outer), 0), merge, 1)
-    b.fetch((b.step(EXIT, [(turn[0], 0)], frame=outer), 0))
-    assert carried_out(b.machine(), seed) == [3]  # 0 -> (no turn) 1 -> (one turn) 2 + 1
+    b.fetch((b.step(EXIT, [(iteration[0], 0)], frame=outer), 0))
+    assert carried_out(b.machine(), seed) == [3]  # 0 -> (no iteration) 1 -> (one iteration) 2 + 1
 
 
 @pytest.mark.parametrize("length", [100_000, pytest.param(1_000_000, marks=pytest.mark.slow)])

@@ -51,13 +51,15 @@ def check_random_numbers(seed: int) -> None:
         xs = [tfnb.placeholder(x) for x in start(seed)]
         outs = block(n, list(xs), tfnb.while_loop, tfnb.cond)
     call, permit = compiled(outs, [n, *xs])
-    for turns in (0, 1, 4, 9, 30):
-        fed = start(seed + turns)
-        want = block(torch.tensor(turns), list(fed), python_loop, python_branch)
-        got = call(torch.tensor(turns), *fed)
-        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6, equal_nan=True, msg=f"seed {seed}, {turns} turns")
+    for iterations in (0, 1, 4, 9, 30):
+        fed = start(seed + iterations)
+        want = block(torch.tensor(iterations), list(fed), python_loop, python_branch)
+        got = call(torch.tensor(iterations), *fed)
+        torch.testing.assert_close(
+            got, want, rtol=1e-6, atol=1e-6, equal_nan=True, msg=f"seed {seed}, {iterations} iterations"
+        )
         exact = [(a, b) for a, b in zip(got, want, strict=True) if not a.is_floating_point()]
-        assert all(torch.equal(a, b) for a, b in exact), f"seed {seed}, {turns} turns"
+        assert all(torch.equal(a, b) for a, b in exact), f"seed {seed}, {iterations} iterations"
     assert permit.compiled == 1, permit.refused
 
 
@@ -157,11 +159,11 @@ def test_other_threads_run_while_a_loop_does() -> None:
     session.run(i, {n: 3, k: 1})
     thread = threading.Thread(target=session.run, args=(i, {n: 300_000_000, k: 1}))
     thread.start()
-    turns = 0
+    iterations = 0
     while thread.is_alive():
         time.sleep(0.001)
-        turns += 1
-    assert turns > 20
+        iterations += 1
+    assert iterations > 20
 
 
 def test_what_generated_code_has_to_say_is_said() -> None:
@@ -197,7 +199,7 @@ def test_rows_and_gradients_are_those_of_generated_code() -> None:
         _, z = tfnb.while_loop(lambda i, z: z.sum() < most, lambda i, z: (i + 1, z * 1.01 + 0.001 * i), (0, back))
         outs = [back, rows, z, *tfnb.gradients((rows * rows).sum() + z.sum(), [xs])]
     generated, made = tfnb.Session(g, compile="off"), tfnb.Session(g, compile="now")
-    for length, limit in ((6, 1e6), (6, -100.0), (6, 9.0)):  # thousands of turns, none, a few
+    for length, limit in ((6, 1e6), (6, -100.0), (6, 9.0)):  # thousands of iterations, none, a few
         fed = {xs: torch.rand(length, 3, dtype=torch.float64), most: torch.tensor(limit, dtype=torch.float64)}
         torch.testing.assert_close(made.run(outs, fed), generated.run(outs, fed), rtol=1e-6, atol=1e-12)
     assert made.status()[0].endswith("compiled")

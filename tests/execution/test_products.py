@@ -1,4 +1,4 @@
-"""Loops whose products are taken for many turns at a time have the bits of the unrolled loop, and autograd's values."""
+"""Loops that take products for many iterations at a time have the bits of the unrolled loop, and autograd's values."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tfnb.execution.lowering.control_flow_code import Loop
 BATCH, WIDTH = 4, 8
 
 
-def data(turns: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+def data(iterations: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     """Rows, two states, and the weights of a cell."""
-    generator = torch.Generator().manual_seed(turns)
+    generator = torch.Generator().manual_seed(iterations)
     states = [(BATCH, WIDTH), (BATCH, WIDTH)]
-    shapes = [(turns, BATCH, WIDTH), *states, (4 * WIDTH, WIDTH), (4 * WIDTH, WIDTH), (4 * WIDTH,)]
+    shapes = [(iterations, BATCH, WIDTH), *states, (4 * WIDTH, WIDTH), (4 * WIDTH, WIDTH), (4 * WIDTH,)]
     return [torch.randn(shape, generator=generator, dtype=dtype) * 0.5 for shape in shapes]
 
 
@@ -46,10 +46,10 @@ def recorded(how: str, values: list[torch.Tensor], **more: Any) -> tuple[Any, li
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("turns", [2, 3, 4, 5, 33, 70])
-def test_a_loop_has_the_bits_of_the_unrolled_one(turns: int, reverse: bool) -> None:
+@pytest.mark.parametrize("iterations", [2, 3, 4, 5, 33, 70])
+def test_a_loop_has_the_bits_of_the_unrolled_one(iterations: int, reverse: bool) -> None:
     """Were one tensor both states, its two gradients could be summed by a product, whose bits the library chooses."""
-    values = data(turns)
+    values = data(iterations)
     got, want = (
         tfnb.Session(g, compile="off").run(fetches, dict(zip(fed, values, strict=True)))
         for g, fetches, fed in (recorded(how, values, reverse=reverse) for how in ("loop", "unrolled"))
@@ -58,9 +58,9 @@ def test_a_loop_has_the_bits_of_the_unrolled_one(turns: int, reverse: bool) -> N
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("turns", [0, 1, 40])
-def test_its_gradients_are_those_of_autograd(turns: int) -> None:
-    values = data(turns, torch.float64)
+@pytest.mark.parametrize("iterations", [0, 1, 40])
+def test_its_gradients_are_those_of_autograd(iterations: int) -> None:
+    values = data(iterations, torch.float64)
     with tfnb.record():
         fed = [tfnb.placeholder(v, shape=("T" if i == 0 else v.shape[0], *v.shape[1:])) for i, v in enumerate(values)]
         loss = lstm("loop", *fed).square().mean()
@@ -80,13 +80,13 @@ def test_what_is_taken_out_of_the_body() -> None:
     g, fetches, fed = recorded("loop", data(5))
     program = lower(g, [f.value for f in fetches], [x.value for x in fed])
     forward, back = (n.target for n in program.module.graph.nodes if isinstance(n.target, Loop))
-    assert len(forward.apart.ahead) == 1 and not forward.apart.totals  # x @ wx is; h @ wh waits for the turn before
+    assert len(forward.apart.ahead) == 1 and not forward.apart.totals  # x @ wx is; h @ wh waits
     assert len(back.apart.totals) == 3 and all(back.zero)  # of wx, wh and the bias
     assert "torch.mm" in back.body.code and back.body.code.count("torch.mm") == 1
     assert all(forward.kept) and len(forward.kept) >= 6  # nobody stacks what only the gradient takes
 
 
-def test_a_sum_that_the_body_looks_at_is_taken_turn_by_turn() -> None:
+def test_a_sum_that_the_body_looks_at_is_taken_iteration_by_iteration() -> None:
     xs, w = torch.randn(40, 3, 4, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)
 
     def looked(total: Any, x: Any) -> Any:

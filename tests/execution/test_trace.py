@@ -298,7 +298,7 @@ def test_parts_have_eight_nodes_or_more() -> None:
     with tfnb.record() as graph:
         x = tfnb.placeholder(torch.ones(3), name="x")
         for place in range(64):
-            with tfnb.name_scope(f"turn{place}"):
+            with tfnb.name_scope(f"iteration{place}"):
                 x = (x + place).exp().log()
     sizes = [len(part.nodes) for part in parts(lower(graph, [x.value], [graph.placeholders[0].value()]))]
     assert set(sizes[:-1]) == {9} and sum(sizes) == 3 * 64

@@ -74,9 +74,9 @@ def test_frozen_weights_have_no_gradient() -> None:
 def test_in_a_loop() -> None:
     net, x = nn.LSTM(3, 3), torch.randn(4, 2, 3)
 
-    def looped(x: torch.Tensor, turns: int) -> torch.Tensor:
+    def looped(x: torch.Tensor, iterations: int) -> torch.Tensor:
         h = x
-        for _ in range(turns):
+        for _ in range(iterations):
             h = net(h)[0] + x
         return h.square().sum()
 
@@ -84,10 +84,10 @@ def test_in_a_loop() -> None:
         fed, count = tfnb.placeholder(x), tfnb.placeholder(torch.tensor(3), shape=())
         _, h = tfnb.while_loop(lambda i, h: i < count, lambda i, h: (i + 1, net(h)[0] + fed), [torch.tensor(0), fed])
         grads = tfnb.gradients(h.square().sum(), [fed, *net.parameters()])
-    for turns in (3, 1, 5):
+    for iterations in (3, 1, 5):
         batch = x.clone().requires_grad_()
-        expected = torch.autograd.grad(looped(batch, turns), [batch, *net.parameters()])
-        found = tfnb.Session(g).run(grads, {fed: x, count: torch.tensor(turns)})
+        expected = torch.autograd.grad(looped(batch, iterations), [batch, *net.parameters()])
+        found = tfnb.Session(g).run(grads, {fed: x, count: torch.tensor(iterations)})
         torch.testing.assert_close(found, list(expected))
 
 

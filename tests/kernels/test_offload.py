@@ -19,28 +19,28 @@ from tfnb.kernels.offload import RowStack
 from tfnb.kernels.spill_blocks import SpillBlock
 from tfnb.kernels.spill_file import SpillFile
 
-TURNS, FITS = 40, 12
+ITERATIONS, FITS = 40, 12
 CPU = torch.device("cpu")
 
 
-def refuse(turn: int, why: str) -> Exception:
-    raise AssertionError(turn, why)
+def refuse(iteration: int, why: str) -> Exception:
+    raise AssertionError(iteration, why)
 
 
 def took(
     spill: SpillFile, made: list[list[torch.Tensor]], *, reverse: bool, each: Callable[[int, tuple[Any, ...]], None]
 ) -> Any:
-    """Keep rows within a budget for `FITS` turns, and take them again; what was moved."""
+    """Keep rows within a budget for `FITS` iterations, and take them again; what was moved."""
     sizes = [column[0].numel() * column[0].element_size() for column in made]
     with MemoryBudget(FITS * sum(sizes), spill, {}) as budget:
-        stack = RowStack(budget, sizes, TURNS, True, 1, refuse)
-        for turn in range(TURNS):
+        stack = RowStack(budget, sizes, ITERATIONS, True, 1, refuse)
+        for iteration in range(ITERATIONS):
             for column, rows in zip(stack.columns, made, strict=True):
-                column.put(rows[turn].clone())
+                column.put(rows[iteration].clone())
         for column in stack.columns:
             column.end(False)
-        for turn, rows in enumerate(zip(*(column.taken(reverse) for column in stack.columns), strict=True)):
-            each(TURNS - 1 - turn if reverse else turn, rows)
+        for iteration, rows in enumerate(zip(*(column.taken(reverse) for column in stack.columns), strict=True)):
+            each(ITERATIONS - 1 - iteration if reverse else iteration, rows)
             assert budget.held <= budget.bytes
     assert budget.held == 0
     return budget.counts
@@ -49,8 +49,8 @@ def took(
 def columns() -> list[list[torch.Tensor]]:
     """Of several kinds: scalars, another order of axes, nothing at all, and twice the same."""
     shapes = [(), (2, 3), (2, 0), (5,), (5,)]
-    made = [[torch.randn(shape) for _ in range(TURNS)] for shape in shapes]
-    made[1] = [torch.randn(3, 2).t() for _ in range(TURNS)]
+    made = [[torch.randn(shape) for _ in range(ITERATIONS)] for shape in shapes]
+    made[1] = [torch.randn(3, 2).t() for _ in range(ITERATIONS)]
     made[0] = [row.double() for row in made[0]]
     return made
 
@@ -66,17 +66,17 @@ def test_rows_come_back_as_they_were_also_those_that_somebody_holds(
     for _ in range(3):  # the later ones use memory of the first
         made = columns()
 
-        def each(turn: int, rows: tuple[Any, ...], made: Any = made) -> None:
+        def each(iteration: int, rows: tuple[Any, ...], made: Any = made) -> None:
             for row, column in zip(rows, made, strict=True):
-                assert torch.equal(row, column[turn]) and row.shape == column[turn].shape
-                assert row.stride() == column[turn].stride()
-            if turn % 3 == 0:
-                held.append((rows[1], made[1][turn]))
-            elif turn % 3 == 1:
-                held.append((rows[3][1:3], made[3][turn][1:3]))
+                assert torch.equal(row, column[iteration]) and row.shape == column[iteration].shape
+                assert row.stride() == column[iteration].stride()
+            if iteration % 3 == 0:
+                held.append((rows[1], made[1][iteration]))
+            elif iteration % 3 == 1:
+                held.append((rows[3][1:3], made[3][iteration][1:3]))
 
         counts = took(spill, made, reverse=reverse, each=each)
-        beyond = (TURNS - FITS) * counts.saved // TURNS
+        beyond = (ITERATIONS - FITS) * counts.saved // ITERATIONS
         assert counts.out == counts.back
         assert counts.out == beyond if reverse or at_once else counts.out > beyond
     for row, want in held:
@@ -93,10 +93,10 @@ def test_the_other_thread_copies_as_soon_as_a_tier_is_slow(monkeypatch: pytest.M
         move(self, spill)
 
     monkeypatch.setattr(SpillBlock, "move", slow)
-    made = [[torch.randn(4) for _ in range(TURNS)]]
+    made = [[torch.randn(4) for _ in range(ITERATIONS)]]
 
-    def each(turn: int, rows: tuple[Any, ...]) -> None:
-        assert torch.equal(rows[0], made[0][turn])
+    def each(iteration: int, rows: tuple[Any, ...]) -> None:
+        assert torch.equal(rows[0], made[0][iteration])
 
     counts = took(SpillFile(), made, reverse=True, each=each)
     assert counts.out == counts.back > 0
@@ -128,7 +128,7 @@ def test_memory_that_somebody_holds_is_not_used_again(held: Callable[[torch.Tens
 
 
 def test_what_a_run_moved_out_is_free_at_its_end_and_not_when_the_collector_comes() -> None:
-    spill, made = SpillFile(), [[torch.randn(64) for _ in range(TURNS)]]
+    spill, made = SpillFile(), [[torch.randn(64) for _ in range(ITERATIONS)]]
     gc.disable()
     try:
         left = []

@@ -555,7 +555,7 @@ else:
     z = t
 out = z
 
-# a name for one turn: staged
+# a name for one iteration: staged
 s = torch.zeros(())
 for i in range(n):
     sq = i * i

@@ -180,7 +180,7 @@ FED = [torch.tensor(rows) for rows in (
     [[4.0, 1.0, 2.0], [-1.0, 2.0, 0.5], [3.0, 0.25, -0.5], [0.5, 0.5, 1.5]],
     [[0.25, -0.125, 0.0625]],
 )]  # fmt: skip
-TURNS = [3, 0, 6, 1]
+ITERATIONS = [3, 0, 6, 1]
 
 
 @pytest.mark.filterwarnings("ignore:.*Python took the", "ignore:.*became the constant")
@@ -193,13 +193,13 @@ def test_a_staged_cell_gives_what_python_gives(notebook: Any, name: str, kind: s
     out = notebook.names["out"]
     if kind == "staged":
         assert not any("stays Python" in note for note in notes), notes
-    for fed, turns in zip(FED[1:], TURNS[1:], strict=True):
-        names = {"x": fed, "n": torch.tensor(turns), "torch": torch, "nn": torch.nn}
+    for fed, iterations in zip(FED[1:], ITERATIONS[1:], strict=True):
+        names = {"x": fed, "n": torch.tensor(iterations), "torch": torch, "nn": torch.nn}
         exec(source, names)
         leaves, form = tree_flatten(out)
         fetched = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         try:
-            found = iter(tfnb.run(fetched, {"x": fed, "n": torch.tensor(turns)}))
+            found = iter(tfnb.run(fetched, {"x": fed, "n": torch.tensor(iterations)}))
         except (BranchChanged, ShapeError, FeedError):
             assert kind == "python"
             continue

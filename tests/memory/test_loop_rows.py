@@ -1,4 +1,4 @@
-"""What loops keep for their gradients, within a memory budget: moved out and back, or refused with the turn."""
+"""What loops keep for their gradients, within a memory budget: moved out and back, or refused with the iteration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tfnb.kernels.memory_budget import Offloaded
 from tfnb.memory import prices
 
 BATCH, WIDTH = 4, 16
-FITS = 60  # turns that the budget has room for
+FITS = 60  # iterations that the budget has room for
 
 
 def cell(state: Any, x: Any, weights: Any) -> Any:
@@ -29,7 +29,7 @@ def cell(state: Any, x: Any, weights: Any) -> Any:
 
 
 def folded(xs: Any, start: Any, weights: Any, **how: Any) -> Any:
-    """The feeds tell how many turns there are."""
+    """The feeds tell how many iterations there are."""
     return tfnb.fold(lambda state, x: cell(state, x, weights), (start, start), xs, **how)[0]
 
 
@@ -37,10 +37,10 @@ def counted(xs: Any, start: Any, weights: Any, **how: Any) -> Any:
     """Only the run knows."""
     last = xs.sum() * 0 + xs.shape[0]
 
-    def turn(i: Any, h: Any, c: Any) -> Any:
+    def iteration(i: Any, h: Any, c: Any) -> Any:
         return (i + 1, *cell((h, c), xs[i], weights))
 
-    return tfnb.while_loop(lambda i, *_: i < last, turn, (torch.tensor(0), start, start), **how)[1]
+    return tfnb.while_loop(lambda i, *_: i < last, iteration, (torch.tensor(0), start, start), **how)[1]
 
 
 class Net:
@@ -58,17 +58,20 @@ class Net:
                 total = sum((g * g).sum() for g in self.found[1:])
                 self.found += tfnb.gradients(total, weights)
 
-    def call(self, turns: int, budget: int | None) -> tuple[list[torch.Tensor], Any]:
+    def call(self, iterations: int, budget: int | None) -> tuple[list[torch.Tensor], Any]:
         """The results, and what was planned."""
-        generator = torch.Generator().manual_seed(turns)
-        feeds = {self.xs: torch.randn(turns, BATCH, WIDTH, generator=generator), self.start: torch.zeros(BATCH, WIDTH)}
+        generator = torch.Generator().manual_seed(iterations)
+        feeds = {
+            self.xs: torch.randn(iterations, BATCH, WIDTH, generator=generator),
+            self.start: torch.zeros(BATCH, WIDTH),
+        }
         session = tfnb.Session(self.graph, compile="off", memory_budget=budget)
         results = session.run(self.found, feeds)
         return results, session.plans()[0][1] if budget else None
 
 
 def limits(program: Any) -> tuple[int, int]:
-    """Bytes that the loop keeps of one turn, and a budget for `FITS` turns."""
+    """Bytes that the loop keeps of one iteration, and a budget for `FITS` iterations."""
     _, plan = Net(program, swap_memory=True).call(4, 1 << 30)
     return plan.offloaded.saved // 4, plan.plan.peak + FITS * (plan.offloaded.saved // 4)
 
@@ -76,13 +79,13 @@ def limits(program: Any) -> tuple[int, int]:
 @pytest.mark.parametrize("program", [folded, counted])
 def test_what_does_not_fit_moves_out_and_comes_back(program: Any) -> None:
     each, budget = limits(program)
-    for turns in (0, 1, FITS - 1, FITS, FITS + 1, 3 * FITS):
-        want, _ = Net(program).call(turns, None)
-        got, plan = Net(program, swap_memory=True).call(turns, budget)
+    for iterations in (0, 1, FITS - 1, FITS, FITS + 1, 3 * FITS):
+        want, _ = Net(program).call(iterations, None)
+        got, plan = Net(program, swap_memory=True).call(iterations, budget)
         for a, b in zip(got, want, strict=True):
             assert torch.equal(a, b)
-        beyond = max(0, turns - FITS) * each
-        assert plan.offloaded.saved == turns * each and plan.offloaded.out == plan.offloaded.back
+        beyond = max(0, iterations - FITS) * each
+        assert plan.offloaded.saved == iterations * each and plan.offloaded.out == plan.offloaded.back
         assert plan.offloaded.most <= FITS * each
         if program is folded:
             assert plan.offloaded.out == beyond
@@ -91,13 +94,13 @@ def test_what_does_not_fit_moves_out_and_comes_back(program: Any) -> None:
 
 
 @pytest.mark.parametrize("program", [folded, counted])
-def test_without_swapping_the_turn_that_does_not_fit_is_refused(program: Any) -> None:
+def test_without_swapping_the_iteration_that_does_not_fit_is_refused(program: Any) -> None:
     each, budget = limits(program)
     Net(program, swap_memory=False).call(FITS, budget)
-    with pytest.raises(ResourceExhausted, match=f"turn {FITS + 1} of loop .*swap_memory=False") as info:
+    with pytest.raises(ResourceExhausted, match=f"iteration {FITS + 1} of loop .*swap_memory=False") as info:
         Net(program, swap_memory=False).call(FITS + 5, budget)
     text = str(info.value)
-    assert f"keeps {each:,} bytes of each turn (" in text and f"leaves {FITS * each:,} bytes" in text
+    assert f"keeps {each:,} bytes of each iteration (" in text and f"leaves {FITS * each:,} bytes" in text
     assert "tanh" in text and "float32[4, 16]" in text and "test_loop_rows.py line" in text and info.value.node
 
 
@@ -114,7 +117,7 @@ def test_second_derivatives_take_what_moved_out_twice(program: Any) -> None:
 def test_rows_whose_shapes_differ_and_strided_ones_move_too() -> None:
     values = torch.randn(12, 3, dtype=torch.float64)
 
-    def turn(total: Any, x: Any) -> Any:
+    def iteration(total: Any, x: Any) -> Any:
         wide = torch.outer(x, total).t()  # strided
         return (wide.sin() @ x.exp() + total).tanh(), None
 
@@ -125,7 +128,7 @@ def test_rows_whose_shapes_differ_and_strided_ones_move_too() -> None:
     for budget in (None, 4000):
         with tfnb.record() as g:
             xs = tfnb.placeholder(values, shape=(12, 3))
-            end = tfnb.scan(lambda t, x: (turn(t, x)[0], ()), xs[0], xs, swap_memory=True)[0]
+            end = tfnb.scan(lambda t, x: (iteration(t, x)[0], ()), xs[0], xs, swap_memory=True)[0]
             grown = tfnb.while_loop(
                 lambda i, kept: i < 9, growing, (torch.tensor(0), xs[:1].sum(1)), shape_invariants=((), (None,)),
                 swap_memory=True,
@@ -152,19 +155,19 @@ def test_an_end_in_the_middle_leaves_nothing_behind() -> None:
     assert "moved out" in session.status()[-1]
 
 
-def test_what_cannot_be_written_is_an_error_with_the_turn_and_the_next_run_works(monkeypatch: Any) -> None:
+def test_what_cannot_be_written_is_an_error_with_the_iteration_and_the_next_run_works(monkeypatch: Any) -> None:
     _, budget = limits(counted)
     net = Net(counted)
     session = tfnb.Session(net.graph, compile="off", memory_budget=budget)
     feeds = {net.xs: torch.randn(3 * FITS, BATCH, WIDTH), net.start: torch.zeros(BATCH, WIDTH)}
     monkeypatch.setattr(tempfile, "tempdir", "/tfnb/nowhere")
-    with pytest.raises(ResourceExhausted, match=r"turn .* moving them out failed: .*nowhere"):
+    with pytest.raises(ResourceExhausted, match=r"iteration .* moving them out failed: .*nowhere"):
         session.run(net.found, feeds)
     monkeypatch.undo()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
     try:
-        with pytest.raises(ResourceExhausted, match=r"turn .* moving them out failed: .*[Ff]ile too large"):
+        with pytest.raises(ResourceExhausted, match=r"iteration .* moving them out failed: .*[Ff]ile too large"):
             session.run(net.found, feeds)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -172,14 +175,14 @@ def test_what_cannot_be_written_is_an_error_with_the_turn_and_the_next_run_works
     assert all(map(torch.equal, got, tfnb.Session(net.graph, compile="off").run(net.found, feeds)))
 
 
-def test_a_budget_too_small_for_one_turn_says_so() -> None:
+def test_a_budget_too_small_for_one_iteration_says_so() -> None:
     _, plan = Net(counted, swap_memory=True).call(4, 1 << 30)
-    with pytest.raises(ResourceExhausted, match="turn 1 of loop"):
+    with pytest.raises(ResourceExhausted, match="iteration 1 of loop"):
         Net(counted, swap_memory=True).call(4, plan.plan.peak + 10)
 
 
 def wide(start: Any, xs: Any, **how: Any) -> Any:
-    """A turn keeps much and computes little; it draws."""
+    """An iteration keeps much and computes little; it draws."""
 
     def cell(h: Any, x: Any) -> Any:
         return (F.dropout(torch.sigmoid(h + x), 0.5) * h).sin()
@@ -193,16 +196,16 @@ def doubled(start: Any, xs: Any) -> Any:
 
 
 def branching(start: Any, xs: Any, **how: Any) -> Any:
-    """Loops and branches in a turn; only the run knows how many turns there are."""
+    """Loops and branches in an iteration; only the run knows how many iterations there are."""
     last = xs.sum() * 0 + xs.shape[0]
 
     def inner(h: Any) -> Any:
         return tfnb.while_loop(lambda j, h: j < 2, lambda j, h: (j + 1, (h * h).sin()), (torch.tensor(0), h))[1]
 
-    def turn(i: Any, h: Any) -> Any:
+    def iteration(i: Any, h: Any) -> Any:
         return i + 1, tfnb.cond((i % 2) > 0, lambda: inner(h + 1), lambda: torch.cos(h) * xs[i])
 
-    return tfnb.while_loop(lambda i, h: i < last, turn, (torch.tensor(0), start), **how)[1]
+    return tfnb.while_loop(lambda i, h: i < last, iteration, (torch.tensor(0), start), **how)[1]
 
 
 @tfnb.autograph
@@ -227,7 +230,7 @@ def staged(start: Any, xs: Any) -> Any:
 def test_the_plan_chooses_what_loops_do_that_did_not_ask(program: Any, again: bool | None, monkeypatch: Any) -> None:
     if again:  # to move is as slow as to a disk
         monkeypatch.setattr(prices, "MOVED", {"cpu": 100})
-    wide_rows, turns = torch.randn(40, 64, 64) * 0.1, 40
+    wide_rows, iterations = torch.randn(40, 64, 64) * 0.1, 40
     with tfnb.record() as g:
         xs = tfnb.placeholder(wide_rows[:3], shape=("T", 64, 64))
         start = tfnb.placeholder(torch.ones(64, 64), shape=(64, 64))
@@ -248,7 +251,7 @@ def test_the_plan_chooses_what_loops_do_that_did_not_ask(program: Any, again: bo
         kept = tight.plans()[0][1].offloaded
         assert kept.out + kept.again > 0 and kept.most <= room
         if again and len(found) == 2:
-            assert kept.again >= plan.offloaded.saved - room - plan.offloaded.saved // turns and not kept.out
+            assert kept.again >= plan.offloaded.saved - room - plan.offloaded.saved // iterations and not kept.out
             assert "is computed again" in tight.status()[0]
         if again is False:
             assert kept.out and not kept.again and "moves out" in tight.status()[0]
@@ -266,5 +269,5 @@ def test_what_will_be_kept_is_said_before_a_run(program: Any) -> None:
     _, plan = net.call(7, 1 << 30)
     (note,) = [note for note in net.graph.notes if "keeps" in note]
     each = plan.offloaded.saved // 7
-    assert note.startswith("test_loop_rows.py line") and f"keeps {each:,} bytes of each turn" in note
-    assert (f", {3 * each:,} of the sample's 3 turns" in note) is (program is folded)
+    assert note.startswith("test_loop_rows.py line") and f"keeps {each:,} bytes of each iteration" in note
+    assert (f", {3 * each:,} of the sample's 3 iterations" in note) is (program is folded)

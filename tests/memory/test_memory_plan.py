@@ -12,13 +12,13 @@ from tfnb.graph import Graph
 from tfnb.memory import MemoryPlan, memory_plan, prices, step_passes, within
 from tfnb.passes import ONCE, optimize, peak
 
-TURNS = 50
+ITERATIONS = 50
 
 
 def both() -> tuple[Graph, list[Any], list[Any]]:
     """Large values of straight code around a loop that keeps rows for its gradient."""
     with tfnb.record() as g:
-        xs = tfnb.placeholder(torch.randn(TURNS, 64), shape=(TURNS, 64))
+        xs = tfnb.placeholder(torch.randn(ITERATIONS, 64), shape=(ITERATIONS, 64))
         start = tfnb.placeholder(torch.randn(64), shape=(64,))
         end = h = tfnb.fold(lambda h, x: (h * x).tanh(), start, xs)
         for _ in range(6):
@@ -38,7 +38,7 @@ def test_values_and_loops_are_rows_of_one_table() -> None:
     free = planned(1 << 40)
     assert free.peak <= peak(optimize(g, *ask, step_passes()), *ask) and not free.values
     (loop,) = free.loops
-    assert loop.rows is not None and loop.rows.turns == TURNS and loop.bytes == loop.rows.bytes
+    assert loop.rows is not None and loop.rows.iterations == ITERATIONS and loop.bytes == loop.rows.bytes
     assert free.decisions == (*free.values, *free.loops) and free.left == (1 << 40) - free.peak
     tight = planned(free.peak - 1)
     assert tight.peak < free.peak and tight.left >= 0

@@ -16,7 +16,7 @@ from tests.graph.build import evaluate
 from tests.graph.strategies import graphs
 from tfnb.graph import Contents, Graph
 from tfnb.graph.check import check
-from tfnb.kernels.rows import FEWEST, TURNS
+from tfnb.kernels.rows import FEWEST, ITERATIONS
 from tfnb.passes import optimize, peak, stack
 
 STEPS = 6
@@ -87,14 +87,14 @@ def test_layers_upon_one_another_are_stacked_each() -> None:
 
 
 def test_a_long_layer_is_stacked_some_steps_at_a_time() -> None:
-    x = torch.randn(2 * TURNS + FEWEST + 1, 2, 32)
+    x = torch.randn(2 * ITERATIONS + FEWEST + 1, 2, 32)
     w = torch.randn(32, 32)
     with tfnb.record() as g:
         fed = tfnb.placeholder(x, shape=tuple(x.shape))
         h = sum((row @ w).tanh() * place for place, row in enumerate(fed))
     values = [h.value], [fed.value]
     found = optimize(g, *values)
-    assert [len(n.inputs) for n in found.nodes if n.op == "aten.cat.default"] == [TURNS, TURNS, FEWEST + 1]
+    assert [len(n.inputs) for n in found.nodes if n.op == "aten.cat.default"] == [ITERATIONS, ITERATIONS, FEWEST + 1]
     everything = len(x) * 2 * 32 * 4  # of the rows of one product
     assert peak(found, *values) < everything
     expected = sum((row @ w).tanh() * place for place, row in enumerate(x))
@@ -102,7 +102,7 @@ def test_a_long_layer_is_stacked_some_steps_at_a_time() -> None:
 
 
 def test_of_large_products_no_more_are_made_at_once_than_come_after_them() -> None:
-    x, w = torch.randn(2 * TURNS, 16, 32), torch.randn(32, 256)
+    x, w = torch.randn(2 * ITERATIONS, 16, 32), torch.randn(32, 256)
     with tfnb.record() as g:
         fed = tfnb.placeholder(x, shape=tuple(x.shape))
         rows = [(row @ w).tanh() for row in fed]  # all are held at the end
@@ -110,7 +110,7 @@ def test_of_large_products_no_more_are_made_at_once_than_come_after_them() -> No
     values = [h.value], [fed.value]
     found = optimize(g, *values)
     made = [len(n.inputs) for n in found.nodes if n.op == "aten.cat.default"]
-    assert made == [TURNS, TURNS // 2, TURNS // 4, FEWEST] and made[-1] == TURNS // 8
+    assert made == [ITERATIONS, ITERATIONS // 2, ITERATIONS // 4, FEWEST] and made[-1] == ITERATIONS // 8
     one = 16 * 256 * 4
     assert peak(found, *values) < (len(x) + FEWEST) * one
     expected = sum((row @ w).tanh() * (row @ w).tanh().sum() for row in x)

@@ -151,7 +151,7 @@ def test_a_later_attempt_stands_in_line_when_the_one_before_does() -> None:
     assert first.is_over and second.is_over and other.is_over and list(queue.elements) == [(1,)]
 
 
-def test_a_long_line_of_turns_needs_no_recursion() -> None:
+def test_a_long_line_of_iterations_needs_no_recursion() -> None:
     queue, told = Fifo("q", 1), []
     before = None
     for number in range(20_000):

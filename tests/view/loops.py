@@ -12,7 +12,7 @@ from tfnb.execution import Trace
 
 
 def while_with_a_branch() -> tuple[tfnb.Graph, Any, Any]:
-    """Halves ``y``, from the second turn on by a product, until it is small."""
+    """Halves ``y``, from the second iteration on by a product, until it is small."""
     with tfnb.record("halves") as graph:
         x = tfnb.placeholder(torch.ones(3, 2), name="x")
         w = torch.nn.Parameter(torch.eye(2))
@@ -58,7 +58,7 @@ class Loops(Page):
         """Outer ones first."""
         depth = "(el) => el.closest('.box').dataset.key.length"
         return list(
-            self.js(f"return [...document.querySelectorAll('.turns')].sort((a, b) => ({depth})(a) - ({depth})(b))")
+            self.js(f"return [...document.querySelectorAll('.iterations')].sort((a, b) => ({depth})(a) - ({depth})(b))")
         )
 
     def slide(self, slider: Any, *keys: str) -> str:

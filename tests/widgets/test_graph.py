@@ -19,7 +19,7 @@ from tfnb.graph import Graph
 from tfnb.view import Drawing, graph_html, page
 from tfnb.widgets import GraphWidget
 
-PICTURE = {"svg": "<svg/>", "name": "", "title": "", "legend": [], "turns": {}, "timeline": ""}
+PICTURE = {"svg": "<svg/>", "name": "", "title": "", "legend": [], "iterations": {}, "timeline": ""}
 
 
 class Sent(GraphWidget):

@@ -50,7 +50,7 @@ class Engine:
         self.on_lost: Callable[[TfnbError], None] = lambda error: None
         self.timings: OrderedDict[str, float] = OrderedDict()
         self._numbers = itertools.count(1)
-        self._turn = asyncio.Lock()  # one step at a time
+        self._iteration = asyncio.Lock()  # one step at a time
         self._queues: set[asyncio.Queue[p.Event]] = set()  # of the machines in progress
         self._told: set[asyncio.Task[Any]] = set()
 
@@ -74,7 +74,7 @@ class Engine:
         self, placed: Placed, batch: Batch, seconds: float | None
     ) -> tuple[list[list[Any]], list[int], list[Any]]:
         """One step. Values of each worker, their rows, and the values seen after the commit."""
-        async with self._turn:
+        async with self._iteration:
             deadline = time.monotonic() + seconds if seconds is not None else float("inf")
             whole = batch.rows is None or placed.why_whole is not None
             machine = p.Step(self._live(), placed.writes, self._numbers, None if whole else batch.rows, deadline)
@@ -105,12 +105,12 @@ class Engine:
 
     async def assign(self, shard: int, key: str, tensor: torch.Tensor) -> None:
         """Write a variable."""
-        async with self._turn:
+        async with self._iteration:
             await self._mutate(shard, "assign", {"keys": [key]}, [tensor])
 
     async def pull(self, wanted: dict[int, list[str]]) -> tuple[dict[str, torch.Tensor], int]:
         """Values by key, all of one step, and that step."""
-        async with self._turn:
+        async with self._iteration:
             step = self.step
             answers = await asyncio.gather(
                 *(self._insist(shard, "pull", {"keys": keys}) for shard, keys in wanted.items())

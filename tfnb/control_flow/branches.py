@@ -117,7 +117,7 @@ def _side(
         plain = [leaf for leaf, step in zip(leaves, steps, strict=True) if step is False]
         return list(tensors(recorder, plain, "a branch of cond"))
 
-    return _Side(record_region(recorder, call, [], scope=scope, turns=False, entered=entered), *kept)
+    return _Side(record_region(recorder, call, [], scope=scope, iterations=False, entered=entered), *kept)
 
 
 def _text(side: _Side) -> str:

@@ -24,8 +24,8 @@ SWITCH, MERGE, ENTER, EXIT, NEXT, LOOPCOND = "switch", "merge", "enter", "exit",
 # Values: a graph node; what is fed; the number of the run; a Python value.
 NODE, FEED, RUN, START = "node", "feed", "run", "start"
 # What branches decide by, and loops count, take and gather.
-TRUTH, COUNT, BELOW, ROWS, ROW, PUSH, STACK, TURNS, MIX, ABSENT, SIZES = (
-    "truth", "count", "below", "rows", "row", "push", "stack", "turns", "mix", "absent", "sizes",
+TRUTH, COUNT, BELOW, ROWS, ROW, PUSH, STACK, ITERATIONS, MIX, ABSENT, SIZES = (
+    "truth", "count", "below", "rows", "row", "push", "stack", "iterations", "mix", "absent", "sizes",
 )  # fmt: skip
 
 
@@ -258,7 +258,7 @@ class _Lowering:
     # -- loops ------------------------------------------------------------------------------------------------
 
     def loop(self, place: _Place, node: Node) -> list[Port]:
-        """A while: carried values, the number of turns, gathered rows and tokens go round."""
+        """A while: carried values, the number of iterations, gathered rows and tokens go round."""
         return _Loop(self, place, node).outputs()
 
 
@@ -294,7 +294,7 @@ class _Loop:
         rows = [(("rows", k), self.start(None)) for k in range(len(attrs["rows"]))]
         queues = _queues(self.node)
         tokens = [(("token", q), self.to.token(place, q)) for q in queues]
-        going = [(("turns", 0), self.start(0)), *carried, *rows, *tokens]
+        going = [(("iterations", 0), self.start(0)), *carried, *rows, *tokens]
         enters = [self.enter(port, part, constant=False) for part, port in going]
         merges = [self.emit(MERGE, (port,), part=part) for port, (part, _) in zip(enters, going, strict=True)]
         self.captures = [self.enter(self.at(ref), ("captures", k)) for k, ref in enumerate(attrs["captures"])]
@@ -323,7 +323,7 @@ class _Loop:
         return self.left(exits, len(carried), queues)
 
     def test(self, merges: Sequence[Port]) -> Port:
-        """Whether there is another turn: the limits first, and only below them the condition."""
+        """Whether there is another iteration: the limits first, and only below them the condition."""
         attrs, carried = self.attrs, len(self.attrs["init"])
         number = None if isinstance(attrs["limit"], Ref) else attrs["limit"]
         below = None
@@ -347,21 +347,21 @@ class _Loop:
             out = Port(self.emit(SWITCH, (out, below), part=("below", -2)).op, 1)
         return self.emit(MERGE, (Port(gate.op, 0), out), part=("test", 0))
 
-    def number(self, turn: Port) -> Port | None:
-        """What the draws of a turn depend on; in a reversed loop the turns count down."""
+    def number(self, iteration: Port) -> Port | None:
+        """What the draws of an iteration depend on; in a reversed loop the iterations count down."""
         if self.run is None:
             return None
         limits = self.limits if self.attrs["reverse"] else ()
         fixed = self.attrs["limit"] if self.attrs["reverse"] and not isinstance(self.attrs["limit"], Ref) else None
-        return self.emit(MIX, (self.run, turn, *limits), part=fixed)
+        return self.emit(MIX, (self.run, iteration, *limits), part=fixed)
 
     def body(self, live: Sequence[Port], carried: int, queues: Sequence[Any]) -> _Place:
-        turn = live[0]
-        rows = [self.emit(ROW, (turn, x), part=k) for k, x in enumerate(self.xs)]
-        run = self.number(turn)
+        iteration = live[0]
+        rows = [self.emit(ROW, (iteration, x), part=k) for k, x in enumerate(self.xs)]
+        run = self.number(iteration)
         return self.to.enclosed(
             self.place, self.node, "body", [*live[1 : carried + 1], *rows, *self.captures], frame=self.frame,
-            pivot=turn, free=self.captures, run=run,
+            pivot=iteration, free=self.captures, run=run,
             tokens=dict(zip(queues, live[len(live) - len(queues) :], strict=True)),
         )  # fmt: skip
 
@@ -380,14 +380,14 @@ class _Loop:
     def left(self, exits: Sequence[Port], carried: int, queues: Sequence[Any]) -> list[Port]:
         """The node's outputs."""
         to, place, node = self.to, self.place, self.node
-        turns = Port(to.emit(place, TURNS, (exits[0],), node=node))
+        iterations = Port(to.emit(place, ITERATIONS, (exits[0],), node=node))
         stacked = []
         for k, at in enumerate(row_places(self.attrs)):
             sizes = to.sizes(place, _symbols(self.attrs["rows"][k]))
             op = to.emit(place, STACK, (exits[1 + carried + k],), node=node, part=k, sizes=sizes)
             stacked += [Port(op, index) for index in range(len(at))]
         place.tokens.update(zip(queues, exits[len(exits) - len(queues) :], strict=True))
-        return [*exits[1 : carried + 1], turns, *stacked]
+        return [*exits[1 : carried + 1], iterations, *stacked]
 
 
 def _is_pair(x: Any) -> bool:

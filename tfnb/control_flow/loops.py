@@ -43,16 +43,17 @@ def while_loop(
 
     init: a list or tuple of loop variables, each a tensor, a number, or nested lists, tuples and dicts of those, or one
     variable alone; body returns the same structure, and so does the loop. maximum_iterations, a number or a tensor with
-    one, ends it after so many turns. shape_invariants: like init, with the shape of each tensor, where None is an axis
-    that may change from turn to turn. back_prop=False: gradients through the loop are an error. parallel_iterations:
-    how many turns may run at a time; the values never depend on it. Both functions may use any tensor and Variable
-    around them; what body writes to those is carried from turn to turn and written when the loop ends; so is an
-    optimizer's step in the body. A body that writes is called more than once while recording. recompute=True: of T
-    turns the gradient keeps what enters some of them, about the root of 2 T, and computes the others again from there,
-    as many at a time; without it, what it needs of every turn. In a session with a ``memory_budget``, what the gradient
-    keeps beyond it is computed again or moves out (of the CPU's memory to a file without a name, of an accelerator's to
-    pinned memory) and comes back ahead of use, whichever costs less as predicted, with the same bits. swap_memory=True:
-    it moves out; swap_memory=False: neither, and a turn that does not fit raises ResourceExhausted.
+    one, ends it after so many iterations. shape_invariants: like init, with the shape of each tensor, where None is an
+    axis that may change from iteration to iteration. back_prop=False: gradients through the loop are an error.
+    parallel_iterations: how many iterations may run at a time; the values never depend on it. Both functions may use
+    any tensor and Variable around them; what body writes to those is carried from iteration to iteration and written
+    when the loop ends; so is an optimizer's step in the body. A body that writes is called more than once while
+    recording. recompute=True: of T iterations the gradient keeps what enters some of them, about the root of 2 T, and
+    computes the others again from there, as many at a time; without it, what it needs of every iteration. In a session
+    with a ``memory_budget``, what the gradient keeps beyond it is computed again or moves out (of the CPU's memory to a
+    file without a name, of an accelerator's to pinned memory) and comes back ahead of use, whichever costs less as
+    predicted, with the same bits. swap_memory=True: it moves out; swap_memory=False: neither, and an iteration that
+    does not fit raises ResourceExhausted.
 
     Raises ShapeError for a loop variable that changes its shape, InvalidArgument for one that changes its dtype or for
     another structure, each with its name and both specs.
@@ -100,21 +101,21 @@ def _while(
     def test(*carried: Any) -> list[Any]:
         return [truth(recorder, cond(*tree_unflatten(list(carried), form)), "the condition of while_loop")]
 
-    def turn(*carried: Any) -> list[Any]:
+    def iteration(*carried: Any) -> list[Any]:
         found = body(*tree_unflatten(list(carried), form))
         return _same_form(recorder, found, form, start, body, "while_loop")
 
     try:
-        result = loop.record(test, turn)
+        result = loop.record(test, iteration)
     except TfnbError:
         if _enters(recorder, test, start, loop.limit):
             raise
-        result = replace(loop, entered=False, held=[]).record(test, turn)
+        result = replace(loop, entered=False, held=[]).record(test, iteration)
     return tree_unflatten(result.carried, form)
 
 
 def _enters(recorder: Recorder, test: Callable[..., list[Tensor]], start: Sequence[Tensor], limit: Any) -> bool:
-    """Whether the samples take a turn."""
+    """Whether the samples take an iteration."""
     undo = attempt(recorder)
     try:
         tests = [test(*start)[0], *([limit > 0] if isinstance(limit, Tensor) else [])]
@@ -127,24 +128,24 @@ def _in_pieces(
     recorder: Recorder, cond: Callable[..., Any], body: Callable[..., Any], init: Any, most: Any, invariants: Any,
     **how: Any,
 ) -> Any:  # fmt: skip
-    """A loop over pieces of 1, 2, 3, ... turns, whose gradient computes a piece again when it comes to it.
+    """A loop over pieces of 1, 2, 3, ... iterations, whose gradient computes a piece again when it comes to it.
 
-    So nobody has to know how many turns there are: m pieces have m (m + 1) / 2 turns, the last one m.
+    So nobody has to know how many iterations there are: m pieces have m (m + 1) / 2 iterations, the last one m.
     """
     init, form = list(init), type(init)
     most = _limit(recorder, most)
 
-    def goes_on(size: Any, turns: Any, *state: Any) -> Any:
+    def goes_on(size: Any, iterations: Any, *state: Any) -> Any:
         found = truth(recorder, cond(*state), "the condition of while_loop")
-        return found if most is None else found & (turns < most)
+        return found if most is None else found & (iterations < most)
 
-    def piece(size: Any, turns: Any, *state: Any) -> Any:
+    def piece(size: Any, iterations: Any, *state: Any) -> Any:
         done, *state = _while(
-            recorder, lambda turn, *state: cond(*state), wraps(body)(lambda turn, *state: (turn + 1, *body(*state))),
+            recorder, lambda count, *state: cond(*state), wraps(body)(lambda count, *state: (count + 1, *body(*state))),
             (torch.tensor(0), *state), shape_invariants=None if invariants is None else ((), *invariants),
-            limit=size if most is None else torch.minimum(size, most - turns), recompute=True, **how,
+            limit=size if most is None else torch.minimum(size, most - iterations), recompute=True, **how,
         )  # fmt: skip
-        return size + 1, turns + done, *state
+        return size + 1, iterations + done, *state
 
     _, _, *end = _while(
         recorder, goes_on, piece, (torch.tensor(1), torch.tensor(0), *init), **how,
@@ -154,7 +155,7 @@ def _in_pieces(
 
 
 def _limit(recorder: Recorder, most: Any) -> int | Tensor | None:
-    """At most so many turns: a number, or a recorded tensor with one."""
+    """At most so many iterations: a number, or a recorded tensor with one."""
     if type(most) is int and most < 0:
         raise InvalidArgument(f"maximum_iterations is at least 0, not {most}{recorder.tape.at()}")
     if most is None or type(most) is int:
@@ -165,10 +166,12 @@ def _limit(recorder: Recorder, most: Any) -> int | Tensor | None:
     return found
 
 
-def _known_elements(recorder: Recorder, turn: Callable[..., Any], init: Any, rows: Sequence[Spec], what: str) -> Any:
+def _known_elements(
+    recorder: Recorder, iteration: Callable[..., Any], init: Any, rows: Sequence[Spec], what: str
+) -> Any:
     """The loop variables, with arrays that know their elements: as one call of the body writes them, which is undone.
 
-    turn: the next loop variables, from those and one row of each sequence.
+    iteration: the next loop variables, from those and one row of each sequence.
     """
     if not has_blanks(init):
         return init
@@ -177,13 +180,13 @@ def _known_elements(recorder: Recorder, turn: Callable[..., Any], init: Any, row
     found: list[Spec | None] = []
 
     def call(*given: Any) -> list[Any]:
-        state = turn(tree_unflatten(list(given[: len(start)]), form), *given[len(start) :])
+        state = iteration(tree_unflatten(list(given[: len(start)]), form), *given[len(start) :])
         found[:] = [array.spec for array in arrays(state)]
         return []
 
     given = [Given(spec_of(t), f"variable_{i}", t.sample) for i, t in enumerate(start)]
     given += [Given(spec, f"row_{i}") for i, spec in enumerate(rows)]
-    record_region(recorder, call, given, scope=what, turns=True).undo()
+    record_region(recorder, call, given, scope=what, iterations=True).undo()
     return known_elements(recorder, init, found, what)
 
 
@@ -200,10 +203,10 @@ def known_elements(recorder: Recorder, items: Any, specs: Sequence[Spec | None],
 
 
 def _plain_while(cond: Callable[..., Any], body: Callable[..., Any], init: Any, most: Any) -> Any:
-    state, turns, most = tree_map(_tensor, init), 0, None if most is None else int(_tensor(most))
-    while (most is None or turns < most) and cond(*state):
+    state, iterations, most = tree_map(_tensor, init), 0, None if most is None else int(_tensor(most))
+    while (most is None or iterations < most) and cond(*state):
         found = body(*state)
-        state, turns = found if isinstance(found, (list, tuple)) else [found], turns + 1
+        state, iterations = found if isinstance(found, (list, tuple)) else [found], iterations + 1
     return type(init)(state)
 
 
@@ -360,7 +363,7 @@ def _scan(
     start = tensors(recorder, start_leaves, what)
     forms: list[TreeSpec] = []
 
-    def turn(*given: Any) -> list[Any]:
+    def iteration(*given: Any) -> list[Any]:
         carry, row = given[: len(start)], given[len(start) :]
         found = fn(tree_unflatten(list(carry), form), tree_unflatten(list(row), row_form))
         if not isinstance(found, tuple) or len(found) != 2:
@@ -373,7 +376,7 @@ def _scan(
     loop = Loop(
         recorder, start, labels, rows, specs=invariants(recorder, start, init), reverse=reverse, what=what, swap=swap
     )  # fmt: skip
-    found = loop.record(None, turn)
+    found = loop.record(None, iteration)
     return tree_unflatten(found.carried, form), tree_unflatten(found.rows, forms[-1])
 
 

@@ -92,7 +92,7 @@ class TensorArray:
 
     @property
     def varying(self) -> list[bool]:
-        """Of each tensor that it is made of, whether its axis 0 may change from turn to turn of a loop."""
+        """Of each tensor that it is made of, whether its axis 0 may change from iteration to iteration of a loop."""
         rows = [] if self._rows is None else [self.dynamic_size or self._spans is not None]
         return [*rows, self.dynamic_size, *([] if self._spans is None else [self.dynamic_size])]
 

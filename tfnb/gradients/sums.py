@@ -1,4 +1,4 @@
-"""Sums of cotangents that a loop's gradient carries from turn to turn. Imports recording."""
+"""Sums of cotangents that a loop's gradient carries from iteration to iteration. Imports recording."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tfnb.recording.values.recording import Recording
 
 
 def plus(recorder: Recording, total: torch.Tensor, dx: Any) -> torch.Tensor:
-    """``total + dx``; rows that a turn read at several places are added one after the other.
+    """``total + dx``; rows that an iteration read at several places are added one after the other.
 
     So `tfnb.passes.simplify` adds each to the rows that there are: to add them to each other takes a whole tensor.
     """

@@ -10,10 +10,10 @@ operands; ``shapes`` has the shape of each output that may be absent, None for o
 ``tfnb.while`` (``init``, ``xs``, ``captures``, ``cond``, ``body``, ``limit``, ``rows``, ``reverse``) runs ``body`` on
 the carried values, one row of each of ``xs``, and the captures, as long as ``cond`` of the carried values and captures
 holds (None: always), at most ``limit`` times, and once for each row of ``xs``. The body gives the next carried values,
-then rows. The node's outputs are the carried values, the number of turns, and the rows stacked; ``rows`` has their
+then rows. The node's outputs are the carried values, the number of iterations, and the rows stacked; ``rows`` has their
 shapes. Where ``rows`` has a rank instead, each row has a shape of its own, and there are two outputs: the elements of
-all of them, and their shapes, [turns, rank]. A pair among ``xs`` is such a sequence. With ``reverse`` the last rows of
-``xs`` and of the result belong to the first turn.
+all of them, and their shapes, [iterations, rank]. A pair among ``xs`` is such a sequence. With ``reverse`` the last
+rows of ``xs`` and of the result belong to the first iteration.
 
 ``tfnb.call`` (``function``, ``args``) gives the outputs of the body of a `Recursion` for its args.
 """

@@ -5,7 +5,7 @@ what it uses, or use what it writes. Steps wait only for earlier ones, so they c
 different models never wait. What a thread does inside of its own step (a hook, a finalizer) is part of that step.
 
 A hold ends with the block of its token, a lock of C: no interrupt can come between the end of the block and the
-release. Whoever waits looks again every `TURN`, so a missed wake-up costs no more than that.
+release. Whoever waits looks again every `ITERATION`, so a missed wake-up costs no more than that.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from tfnb.errors import Aborted
 
-TURN = 0.05  # seconds; Python raises nothing in a thread that waits for longer
+ITERATION = 0.05  # seconds; Python raises nothing in a thread that waits for longer
 
 
 class Stored(Protocol):
@@ -112,7 +112,7 @@ class Locks:
                             f"a step holds {hold.access.names(other.access)} and waits for what this step holds: run "
                             "it again"
                         )
-                    freed.wait(TURN)
+                    freed.wait(ITERATION)
             finally:
                 del self._waiting[hold.thread]
 

@@ -1,4 +1,4 @@
-"""What loops keep of each turn for their gradients, told before a run (semantics S-122)."""
+"""What loops keep of each iteration for their gradients, told before a run (semantics S-122)."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from tfnb.passes.region_merging import counted_in_runs, kept_rows
 class LoopRows:
     """The rows of one loop that only loops take.
 
-    names: of the values, with their specs. bytes: of one turn. turns: None where only a run knows. leaves: they may, if
-    there is no room. known: whether the bytes of a turn are.
+    names: of the values, with their specs. bytes: of one iteration. iterations: None where only a run knows. leaves:
+    they may, if there is no room. known: whether the bytes of an iteration are.
     """
 
     node: Node
     names: tuple[str, ...]
     bytes: int
-    turns: int | None
+    iterations: int | None
     leaves: bool
     known: bool = True
 
-    def refused(self, turn: int, room: int, why: str = "") -> ResourceExhausted:
-        """The error of a run in which they do not fit from this turn on; ``room``: the bytes that there are for them.
+    def refused(self, iteration: int, room: int, why: str = "") -> ResourceExhausted:
+        """The error of a run in which they do not fit from this iteration on; ``room``: the bytes that there are for
+        them.
 
         why: what the system said when they were moved out.
         """
@@ -38,13 +39,15 @@ class LoopRows:
         if why:
             cure = f"moving them out failed: {why}"
         elif self.leaves:
-            cure = "the values of one turn do not fit"
+            cure = "the values of one iteration do not fit"
         else:
             cure = "without swap_memory=False a loop computes them again or moves them out and back"
         return ResourceExhausted(
-            f"turn {turn} of loop {self.node.name} does not fit: for its gradient it keeps {self.bytes:,} bytes"
+            f"iteration {iteration} of loop {self.node.name} does not fit: for its gradient it keeps "
+            + f"{self.bytes:,} bytes"
             + ("" if self.known else " or more")
-            + f" of each turn ({', '.join(self.names)}), and the memory budget leaves {max(room, 0):,} bytes for that; "
+            + f" of each iteration ({', '.join(self.names)}), and the memory budget leaves {max(room, 0):,} bytes "
+            + "for that; "
             + cure
             + (f"\n  at {source}" if source else ""),
             node=self.node.name, op=self.node.op,
@@ -71,9 +74,9 @@ def kept_by_loops(graph: Graph, fetches: Collection[Value], sizes: Mapping[str, 
 
 
 def working(graph: Graph, fetches: Collection[Value], sizes: Mapping[str, int]) -> int:
-    """Bytes that loops whose rows may leave had better have for them: two turns of each."""
+    """Bytes that loops whose rows may leave had better have for them: two iterations of each."""
     found = (row for row in loop_rows(graph, fetches, sizes) if row.leaves and row.known)
-    return sum(row.bytes * min(2, 2 if row.turns is None else row.turns) for row in found)
+    return sum(row.bytes * min(2, 2 if row.iterations is None else row.iterations) for row in found)
 
 
 def of_rows(node: Node, rows: Collection[int], sizes: Mapping[str, int]) -> LoopRows:
@@ -82,11 +85,11 @@ def of_rows(node: Node, rows: Collection[int], sizes: Mapping[str, int]) -> Loop
     values = [body.outputs[first + row] for row in rows]
     specs = [body.contents.by_id[v.node].outputs[v.index] for v in values]
     count = node.outputs[row_places(node.attrs)[min(rows)][-1]].shape[0]
-    turns = count if isinstance(count, int) else None
+    iterations = count if isinstance(count, int) else None
     if not isinstance(count, int) and all(symbol in sizes for symbol in count.symbols):
-        turns = int(count.evaluate(dict(sizes)))
+        iterations = int(count.evaluate(dict(sizes)))
     return LoopRows(
         node, tuple(f"{body.contents.by_id[v.node].name} {spec}" for v, spec in zip(values, specs, strict=True)),
-        sum(prod(nominal(spec, sizes)) * spec.dtype.itemsize for spec in specs), turns,
+        sum(prod(nominal(spec, sizes)) * spec.dtype.itemsize for spec in specs), iterations,
         node.attrs.get("swap_memory") is not False, all(s in sizes for spec in specs for s in spec.symbols),
     )  # fmt: skip

@@ -175,6 +175,6 @@ def within(budget: int, sizes: Mapping[str, int] | None = None) -> Pass:
 def _refuse_rows(graph: Graph, fetches: Collection[Value], sizes: Mapping[str, int], budget: int, lowest: int) -> None:
     """Raise ResourceExhausted for a loop whose rows, of which the feeds tell the number, are what does not fit."""
     for found in loop_rows(graph, fetches, sizes):
-        if not found.leaves and found.turns is not None and found.turns * found.bytes > lowest - budget:
-            left = budget - lowest + found.turns * found.bytes
+        if not found.leaves and found.iterations is not None and found.iterations * found.bytes > lowest - budget:
+            left = budget - lowest + found.iterations * found.bytes
             raise found.refused(left // found.bytes + 1, left)

@@ -252,7 +252,8 @@ def _(node: Node, look: Look) -> Node | None:
 
 @row("a + (zeros with v added to row i) -> a with v added to row i", "add.Tensor")
 def _(node: Node, look: Look) -> Node | None:
-    """The cotangent of ``x[:, i]`` in a loop, which is added to that of earlier turns: x-sized zeros in each otherwise.
+    """The cotangent of ``x[:, i]`` in a loop, which is added to that of earlier iterations: x-sized zeros in each
+    otherwise.
 
     Only of one row: of two that are the same the sum would be rounded in another order.
     """

@@ -8,7 +8,7 @@ An unrolled layer multiplies by one weight at every step. What does not wait for
     c + x @ w                      ->  addmm(c, x, w)                          what is left
 
 The sums are the same numbers in another order, equal within rounding; of a long one so many terms at a time as a loop
-takes turns, in the order in which they come. Rows are copied once, so a product is stacked where its rows are fewer
+runs iterations, in the order in which they come. Rows are copied once, so a product is stacked where its rows are fewer
 than what copying them saves: see `_few`.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 from tfnb.graph import Contents, Graph, Node, Ref, Spec, Value
 from tfnb.graph.graph import new_id
 from tfnb.graph.spec import Dim, Size, flows, is_static
-from tfnb.kernels.rows import FEWEST, TURNS
+from tfnb.kernels.rows import FEWEST, ITERATIONS
 from tfnb.passes.rewrite import is_pure, redirected, with_nodes
 
 ROUNDS = 32  # of stacked layers, one upon the other
@@ -79,8 +79,8 @@ def _cat(like: Node, values: Sequence[Value], specs: Sequence[Spec]) -> Node:
 def _rows_of_one_weight(graph: Graph, fixed: set[int], done: set[int]) -> Graph:
     """x_i @ w -> chunks of [x_1; x_2; ...] @ w, for the x_i that need none of these products.
 
-    So many at a time as a loop takes turns, since all of a product's rows are held until the last one is taken. done:
-    the products made so, which are not stacked again.
+    So many at a time as a loop runs iterations, since all of a product's rows are held until the last one is taken.
+    done: the products made so, which are not stacked again.
     """
     contents = graph.contents
     groups = [some for group in _groups(graph, fixed | done) for some in _at_a_time(group)]
@@ -106,18 +106,18 @@ def _rows_of_one_weight(graph: Graph, fixed: set[int], done: set[int]) -> Graph:
 
 
 def _at_a_time(group: list[Node]) -> Iterator[list[Node]]:
-    """As many as a loop takes turns; of large products no more than come after them.
+    """As many as a loop runs iterations; of large products no more than come after them.
 
     The last ones are held when everything is that the backward pass takes, and what they make is not there before.
     """
     shape, tapers = group[0].outputs[0].shape, False
     if is_static(shape) and shape[0] >= FEWEST:  # a product of fewer rows has other bits than one of many
-        tapers = TURNS * prod(shape) * group[0].outputs[0].dtype.itemsize >= LARGE
+        tapers = ITERATIONS * prod(shape) * group[0].outputs[0].dtype.itemsize >= LARGE
     left = len(group)
     found: list[list[Node]] = []
     while left:
         after = len(group) - left
-        size = min(max(after, 1), TURNS, left) if tapers else (left % TURNS or TURNS)
+        size = min(max(after, 1), ITERATIONS, left) if tapers else (left % ITERATIONS or ITERATIONS)
         found.append(group[left - size : left])
         left -= size
     yield from (some for some in reversed(found) if len(some) >= FEWEST)
@@ -229,7 +229,7 @@ class _Sums:
                 rest.extend(term.value() for term in terms)
             else:
                 terms.sort(key=lambda node: self.contents.position[node.id])
-                stacked += [self._stacked(terms[at : at + TURNS], new) for at in range(0, len(terms), TURNS)]
+                stacked += [self._stacked(terms[at : at + ITERATIONS], new) for at in range(0, len(terms), ITERATIONS)]
         if not stacked:
             yield node
             return

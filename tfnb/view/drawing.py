@@ -19,11 +19,11 @@ from tfnb.view.face import HEAD, Face, Painter, n, times
 from tfnb.view.heat import Heat, heat
 from tfnb.view.inside import opened
 from tfnb.view.level import Drawn, Level, Placed, Ports
+from tfnb.view.loop_sliders import LoopSliders
 from tfnb.view.marks import Marks
 from tfnb.view.measure import SANS
 from tfnb.view.style import HOT_SHEET, PAPER, SHEET
 from tfnb.view.tree import tree
-from tfnb.view.turns import Turned
 from tfnb.view.wiring import Wiring
 
 BOXES = 26  # boxes and frames of the first view, where the graph allows a choice
@@ -38,7 +38,7 @@ class Drawing:
     """Draws one version of a graph; ``cell`` folds other cells, ``failing`` is red, ``grey`` pale.
 
     ``trace`` colours boxes by what a traced run measured: ``by`` is ``"time"`` or ``"bytes"``; sides of branches that
-    it took are lit, others pale, and its loops have sliders over their turns. ``marks`` says which nodes were
+    it took are lit, others pale, and its loops have sliders over their iterations. ``marks`` says which nodes were
     ``"added"``, ``"removed"`` or ``"changed"``: colours for those, the groups around them unfolded.
     """
 
@@ -58,8 +58,8 @@ class Drawing:
         self.colours: Heat | Marks | None = None if marks is None else Marks(marks, inside.paths)
         if trace is not None:
             self.colours = heat(trace, by, inside.lit, inside.paths)
-        self.turned = Turned(trace, inside, self.wiring) if trace is not None and trace.loops else None
-        self.painter = Painter(self.wiring, red, inside.dead.union(grey), self.colours, self.turned)
+        self.sliders = LoopSliders(trace, inside, self.wiring) if trace is not None and trace.loops else None
+        self.painter = Painter(self.wiring, red, inside.dead.union(grey), self.colours, self.sliders)
         self.opened = self._opened(min(boxes, MOST), red or (marks if marks and len(marks) <= MARKED else ()))
 
     def path(self, node: int) -> tuple[int, ...]:

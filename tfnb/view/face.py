@@ -14,10 +14,10 @@ from tfnb.view.box import Box
 from tfnb.view.escape import shorten, xml
 from tfnb.view.heat import Heat
 from tfnb.view.inside import ARGUMENT
+from tfnb.view.loop_sliders import LoopSliders
 from tfnb.view.marks import Marks
 from tfnb.view.measure import width
 from tfnb.view.style import FRAME, LIGHT, MONO, SOFT, WIRE
-from tfnb.view.turns import Turned
 from tfnb.view.wiring import Wiring
 
 PAD, ROW, HEAD = 10, 15, 32
@@ -62,7 +62,7 @@ class Painter:
     failing: frozenset[int] = frozenset()
     grey: frozenset[int] = frozenset()
     colours: Heat | Marks | None = None
-    turned: Turned | None = None
+    sliders: LoopSliders | None = None
 
     def tone(self, box: Box) -> str:
         """The colour of a box: that of its nodes, if they agree."""
@@ -94,7 +94,7 @@ class Painter:
 
     def frame(self, box: Box, inside: str, wide: float, high: float) -> Face:
         """An unfolded group around the drawing of its level, which has that size; the level sits below the title."""
-        row, slider = self._header(box), self.turned.label(box) if self.turned is not None else None
+        row, slider = self._header(box), self.sliders.label(box) if self.sliders is not None else None
         least = _length(row) + 2 * PAD + 13 + (SLIDER if slider else 0)
         wide = max(wide, least)
         tone = self.tone(box)
@@ -128,8 +128,10 @@ class Painter:
         rows.append([Word(text, 10, soft=True) for text in (_variables(box) or self._uses(box))])
         more = self.colours.words(box) if self.colours is not None else ""
         rows.append([Word(more, 10, bold=True, mark="took")] if more else [])
-        turn = self.turned.words(box) if self.turned is not None else []
-        rows.append([Word(turn[0], 10, mono=True, others=tuple(turn[1:]), mark="turn")] if turn else [])
+        iteration = self.sliders.words(box) if self.sliders is not None else []
+        rows.append(
+            [Word(iteration[0], 10, mono=True, others=tuple(iteration[1:]), mark="iteration")] if iteration else []
+        )
         if box.code:
             rows.append([Word(shorten(box.code, TITLE), 10, mono=True, soft=True)])
         return [row for row in rows if row]
@@ -230,12 +232,12 @@ def _text(row: Row, x: float, y: float, *, halo: bool = False) -> str:
 
 
 def _slider(x: float, loop: int, words: str) -> str:
-    """What turns of a loop are chosen with: the thumb on the left means all of them."""
+    """What iterations of a loop are chosen with: the thumb on the left means all of them."""
     track = f'<rect class="track" y="7" width="{n(TRACK)}" height="4" rx="2" fill="{WIRE}"/>'
     grip = f'<rect class="grip" y="-4" width="{n(TRACK)}" height="26" fill="{FRAME}" fill-opacity="0"/>'
     thumb = f'<circle class="thumb" cx="0" cy="9" r="6" fill="{LIGHT["forward"].line}" stroke="{FRAME}"/>'
     text = f'<text class="soft" x="{n(TRACK + 14)}" y="12.5" font-size="10" fill="{SOFT}">{xml(words)}</text>'
-    return f'<g class="turns" data-loop="{loop}" transform="translate({n(x)},7)">{track}{grip}{thumb}{text}</g>'
+    return f'<g class="iterations" data-loop="{loop}" transform="translate({n(x)},7)">{track}{grip}{thumb}{text}</g>'
 
 
 def n(value: float) -> str:

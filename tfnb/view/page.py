@@ -27,10 +27,14 @@ def html(drawing: Drawing, listing: Callable[[], str], *, below: str = "") -> st
         faces = {key: face.replace('"', "'") for key, face in drawing.faces().items()}  # text has no bare quotes
     except LayoutFailed as failure:
         return f'<div class="tfnb-page"><p>{xml(str(failure))}</p><pre>{xml(listing())}</pre>{below}</div>'
-    turns = drawing.turned.data if drawing.turned is not None else {}
-    wanted = {"turns.js": bool(turns), "timeline.js": bool(below)}
+    iterations = drawing.sliders.data if drawing.sliders is not None else {}
+    wanted = {"loop_sliders.js": bool(iterations), "timeline.js": bool(below)}
     scripts = ["markup.js", "drawing.js", *(name for name, has in wanted.items() if has), "static.js"]
-    sliders = f'<script type="application/json" class="tfnb-turns">{json_script(turns)}</script>' if turns else ""
+    sliders = (
+        f'<script type="application/json" class="tfnb-iterations">{json_script(iterations)}</script>'
+        if iterations
+        else ""
+    )
     return (
         f'<div class="tfnb-page" data-tfnb="{digest(picture)}"><style>{asset("drawing.css")}</style>{_bar(drawing)}'
         f'{picture}<script type="application/json">{json_script(faces)}</script>{sliders}{below}'
@@ -46,10 +50,10 @@ def digest(picture: str) -> str:
 def live(drawing: Drawing, *, below: str = "") -> dict[str, Any]:
     """What `tfnb.widgets.graph_widget.GraphWidget` shows of a drawing, with a timeline below; LayoutFailed."""
     title = f"{drawing.name}  {facts.counts(drawing.contents)}"
-    turns = drawing.turned.data if drawing.turned is not None else {}
+    iterations = drawing.sliders.data if drawing.sliders is not None else {}
     return {
-        "svg": drawing.svg, "name": digest(drawing.svg), "title": title, "legend": _legend(drawing), "turns": turns,
-        "timeline": below,
+        "svg": drawing.svg, "name": digest(drawing.svg), "title": title, "legend": _legend(drawing),
+        "iterations": iterations, "timeline": below,
     }  # fmt: skip
 
 

@@ -32,7 +32,11 @@ def timeline(trace: Any, keys: Mapping[tuple[int, ...], str]) -> str:
     """Bars, curve and tables; ``keys`` are the boxes of the drawing, by the nodes' paths."""
     spans = trace.spans
     events = sorted(spans, key=lambda event: -event.seconds)[:BARS]
-    turns = {id(turn): f"{loop} {at}" for loop, found in enumerate(trace.loops) for at, turn in enumerate(found.kept)}
+    iterations = {
+        id(iteration): f"{loop} {at}"
+        for loop, found in enumerate(trace.loops)
+        for at, iteration in enumerate(found.kept)
+    }
     left_out = len(spans) - len(events)
     note = f"; the {left_out:,} shortest of {len(spans):,} bars are left out" if left_out else ""
     head = (
@@ -41,10 +45,10 @@ def timeline(trace: Any, keys: Mapping[tuple[int, ...], str]) -> str:
     )
     tables = "".join(_table(trace, by, title, is_open=by == "node") for by, title in TABLES)
     bar = f'<div class="tfnb-bar"><span>{head}</span></div>'
-    return f'<div class="tfnb-timeline">{bar}{_svg(trace, events, keys, turns)}{tables}</div>'
+    return f'<div class="tfnb-timeline">{bar}{_svg(trace, events, keys, iterations)}{tables}</div>'
 
 
-def _svg(trace: Any, events: Sequence[Any], keys: Mapping[tuple[int, ...], str], turns: Mapping[int, str]) -> str:
+def _svg(trace: Any, events: Sequence[Any], keys: Mapping[tuple[int, ...], str], iterations: Mapping[int, str]) -> str:
     lanes, top = dict[Any, float](), 0.0  # what is in loops has rows of its own below
     for lane in trace.lanes:
         lanes[lane] = top
@@ -56,7 +60,7 @@ def _svg(trace: Any, events: Sequence[Any], keys: Mapping[tuple[int, ...], str],
     by_tone = sorted(events, key=_tone)
     for tone, group in groupby(by_tone, key=_tone):
         paint = LIGHT[tone]
-        bars = "".join(_bar(event, lanes, scale, _links(event, keys, turns), paint) for event in group)
+        bars = "".join(_bar(event, lanes, scale, _links(event, keys, iterations), paint) for event in group)
         parts.append(f'<g class="t-{tone}" fill="{paint.ink}">{bars}</g>')
     parts += [_curve(trace, scale, curve_top), _axis(trace, high)]
     words = f"Timeline of {trace.title}: {duration(trace.seconds)}"
@@ -72,11 +76,14 @@ def _tone(event: Any) -> str:
     return facts.tone(event.node) if event.node else "update"
 
 
-def _links(event: Any, keys: Mapping[tuple[int, ...], str], turns: Mapping[int, str]) -> str:
-    """Which box of the drawing a bar is of, and which turn of which loop: see ``timeline.js`` of `tfnb.widgets`."""
+def _links(event: Any, keys: Mapping[tuple[int, ...], str], iterations: Mapping[int, str]) -> str:
+    """The box of a bar in the drawing, and which iteration of which loop: see ``timeline.js`` of `tfnb.widgets`."""
     key = keys.get(event.path or (event.node.id,)) if event.node else None
-    turn = turns.get(id(event.iteration))
-    words = [f' data-box="{key}" data-node="{xml(event.name)}"' if key else "", f' data-turn="{turn}"' if turn else ""]
+    iteration = iterations.get(id(event.iteration))
+    words = [
+        f' data-box="{key}" data-node="{xml(event.name)}"' if key else "",
+        f' data-iteration="{iteration}"' if iteration else "",
+    ]
     return "".join(words)
 
 

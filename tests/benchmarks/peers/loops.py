@@ -1,4 +1,4 @@
-"""Turns per second of a counting loop in TensorFlow and JAX, as JSON: run by the interpreter that has them."""
+"""Iterations per second of a counting loop in TensorFlow and JAX, as JSON: run by the interpreter that has them."""
 
 from __future__ import annotations
 
@@ -55,18 +55,18 @@ LOOPS = {
 
 
 def main() -> None:
-    """Print turns per second by name; the best of several rounds."""
+    """Print iterations per second by name; the best of several rounds."""
     found: dict[str, float | str] = {}
-    for name, (make, turns) in LOOPS.items():
+    for name, (make, iterations) in LOOPS.items():
         try:
             loop = make()
             loop(10)
             seconds = []
             for _ in range(int(sys.argv[1])):
                 start = time.perf_counter()
-                loop(turns)
+                loop(iterations)
                 seconds.append(time.perf_counter() - start)
-            found[name] = turns / min(seconds)
+            found[name] = iterations / min(seconds)
         except ImportError as error:
             found[name] = str(error)
     print(json.dumps(found))

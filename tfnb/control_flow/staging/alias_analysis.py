@@ -35,8 +35,8 @@ def reason_of(st: Statement, label: str) -> str:
 class LoopAliases:
     """Which names of a loop may hold the same memory.
 
-    carried: what a turn was given. held: the memory that each name had before the loop, and has after the turn. rows:
-    of the rows that the turn was given, what has them.
+    carried: what an iteration was given. held: the memory that each name had before the loop, and has after the
+    iteration. rows: of the rows that the iteration was given, what has them.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class LoopAliases:
         return base in self.rows or base in self.outer
 
     def _reached(self) -> list[set[Base]]:
-        """The memory of outside that each name may hold after some turns."""
+        """The memory of outside that each name may hold after some iterations."""
         found = [self.outside(bases) for bases in self.new]
         for _ in found:  # as often as it takes at most
             for place, kept in enumerate(self.kept):
@@ -68,11 +68,11 @@ class LoopAliases:
         return found
 
     def held(self, place: int) -> set[Base]:
-        """The memory of outside that a name may hold before, between or after turns."""
+        """The memory of outside that a name may hold before, between or after iterations."""
         return self.reached[place] | self.before[place]
 
     def _pairs(self) -> set[tuple[int, int]]:
-        """The names that may hold the same memory between turns."""
+        """The names that may hold the same memory between iterations."""
         places = range(len(self.new))
         found = {(i, j) for i in places for j in places if i != j and self.before[i] & self.before[j]}
         while True:
@@ -89,7 +89,7 @@ class LoopAliases:
         return any(k == m or (k, m) in found for k in self.kept[i] for m in self.kept[j])
 
     def check(self, st: Statement, carried: Sequence[Tensor], written: Collection[Base], labels: Sequence[str]) -> None:
-        """Raises Unsupported where a turn writes into memory that another name may hold."""
+        """Raises Unsupported where an iteration writes into memory that another name may hold."""
         for place, tensor in enumerate(carried):
             others = self.reached[place] or any(place in pair for pair in self.pairs)
             if (others and tensor._family.version != 0) or not self.held(place).isdisjoint(written):
@@ -108,10 +108,10 @@ class LoopAliases:
             others = [results[j]._family for i, j in self.pairs if i == place and j < place]
             may_share(result, [*self.held(place), *others], reason_of(st, labels[place]))
 
-    # -- what turns append to lists -------------------------------------------------------------------------------
+    # -- what iterations append to lists -------------------------------------------------------------------------------
 
     def _later(self, bases: Collection[Base]) -> set[int]:
-        """The names that hold, after this turn or a later one, what these hold now."""
+        """The names that hold, after this iteration or a later one, what these hold now."""
         found, left = set[int](), set(bases)
         while True:
             held = [bases | {base for base, at in self.given.items() if at in kept}
@@ -123,7 +123,7 @@ class LoopAliases:
             left |= {base for base, at in self.given.items() if at in more}
 
     def check_element(self, st: Statement, bases: Bases, carried: Sequence[Tensor], written: Collection[Base]) -> None:
-        """Raises Unsupported for an element that turns write into: in Python it is what they make of it in the end."""
+        """Raises Unsupported for an element that iterations write into: in Python it has what the last one wrote."""
         later = self._later(bases)
         if not bases.isdisjoint(written) or any(carried[at]._family.version for at in later):
             self.refuse(st, "an element that it appends")

@@ -44,11 +44,11 @@ def autograph(function: F) -> F:
     >>> import torch, tfnb
     >>> @tfnb.autograph
     ... def halved(x):
-    ...     turns = 0
+    ...     iterations = 0
     ...     while x > 1:
     ...         x = x / 2
-    ...         turns += 1
-    ...     return turns if x > 0 else -1
+    ...         iterations += 1
+    ...     return iterations if x > 0 else -1
     >>> with tfnb.record():
     ...     x = tfnb.placeholder(torch.tensor(8.0), name="x")
     ...     y = halved(x)

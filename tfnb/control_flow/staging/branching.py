@@ -253,7 +253,7 @@ def _branch(
         st.all_carried()
         return tensors
 
-    region = record_region(recorder, call, [], scope=scope, turns=False, where=where, entered=entered)
+    region = record_region(recorder, call, [], scope=scope, iterations=False, where=where, entered=entered)
     st.set(before)
     values, outputs, elements, bases = found
     named = {at: region.outputs[place] for at, place in outputs.items()}

@@ -168,7 +168,7 @@ def _advanced(items: Any, how: str, *rest: Any) -> None:
 
 
 def refuse_draw(owner: Any) -> None:
-    """Raise CannotStage where Python draws a number, which would be the same in each turn and each run."""
+    """Raise CannotStage where Python draws a number, which would be the same in each iteration and each run."""
     if isinstance(owner, random.Random) or type(owner).__module__.startswith("numpy.random"):
         raise CannotStage(f"a {type(owner).__name__} of Python's draws a number, which is another one each time")
 

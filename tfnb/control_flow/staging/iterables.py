@@ -14,7 +14,7 @@ import torch
 
 from tfnb.control_flow.staging.branching import chosen
 from tfnb.control_flow.staging.lists import backwards, expanded, grown, length, plain
-from tfnb.control_flow.staging.looping import Stage, Turns
+from tfnb.control_flow.staging.looping import Iterations, Stage
 from tfnb.control_flow.staging.python_numbers import NUMBERS, shown
 from tfnb.control_flow.staging.statement import Statement, as_number, recorder_for, status
 from tfnb.control_flow.structure import sample_truth
@@ -48,13 +48,13 @@ class Range:
         )
         with st.staging():
             span = torch.as_tensor(stop - start)
-            turns = span if isinstance(step, int) and step == 1 else torch.div(span + step - _sign(step), step,
+            iterations = span if isinstance(step, int) and step == 1 else torch.div(span + step - _sign(step), step,
                                                                                 rounding_mode="floor")  # fmt: skip
             if self.is_reversed:
-                start, step = start + (turns - 1) * step, -step
-            limit = turns.clamp(min=0)
+                start, step = start + (iterations - 1) * step, -step
+            limit = iterations.clamp(min=0)
             entered = sample_truth(st.recorder, limit) is not False
-            Stage(st, by_size=by_size, entered=entered).record(Turns(more, body, (), limit, start, step))
+            Stage(st, by_size=by_size, entered=entered).record(Iterations(more, body, (), limit, start, step))
 
     def parted(self, recorder: Recorder) -> tuple[Any, Range] | None:
         """The first number and the range of the others, with a guard that there is one; None where there is not."""
@@ -74,7 +74,7 @@ class Range:
 def _of_samples(arg: Any) -> int:
     """The number that it is for the samples; a run must have the same one."""
     recorder = recorder_for(arg) if isinstance(arg, Tensor) and arg.sample is not None else None
-    if recorder is None or recorder.refuse is not None:  # in a loop, it may be another one in each turn
+    if recorder is None or recorder.refuse is not None:  # in a loop, it may be another one in each iteration
         return int(arg)
     recorder.branch(arg == int(arg.sample), True, is_check=True)
     return int(arg.sample)
@@ -109,11 +109,11 @@ class Rows:
 
     def stage(self, st: Statement, more: Any, body: Callable[[Any], None]) -> None:
         Stage(st, by_size=True, entered=True).record(
-            Turns(more, lambda index, *rows: body(self.shape(index, *rows)), self.tensors, first=0)
+            Iterations(more, lambda index, *rows: body(self.shape(index, *rows)), self.tensors, first=0)
         )
 
 
-def turns_of(items: Any) -> Range | Rows | None:
+def iterations_of(items: Any) -> Range | Rows | None:
     """How to stage a loop over these items; None where Python goes over them."""
     if isinstance(items, (Range, Rows)):
         return items
@@ -134,7 +134,7 @@ def _elements(items: Any) -> Rows | None:
 
 def _rows(item: Any) -> Rows | None:
     """What `enumerate` and `zip` may go over together with others."""
-    found = turns_of(item)
+    found = iterations_of(item)
     return found if isinstance(found, Rows) else None
 
 

@@ -101,7 +101,7 @@ class Growth:
     rooms: list[dict[str, Any]] = field(default_factory=list)
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
+    def iteration(self) -> Iterator[None]:
         """Around the body: lists that it appends to cannot be looked at."""
         self.depth, self.level = status.depth, len(status.bodies) - 1
         marked = list(self.lists)

@@ -1,6 +1,6 @@
 """Loops of converted code: test and body are run on the recorder, as `tfnb.while_loop` does.
 
-What the names hold is what is carried from turn to turn.
+What the names hold is what is carried from iteration to iteration.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from tfnb.recording.writes.aliases import REFUSED, family, lose
 
 
 def staged_loop(st: Statement, stage: Callable[[], None], first: Callable[[], None], *, peels: bool = False) -> bool:
-    """Whether a loop could be staged; a user's error in the first turn of the samples is raised.
+    """Whether a loop could be staged; a user's error in the first iteration of the samples is raised.
 
-    peels: the caller can take a turn by itself where CannotStage says so, which is raised then.
+    peels: the caller can take an iteration by itself where CannotStage says so, which is raised then.
     """
     try:
         st.carrying(stage)
@@ -63,11 +63,11 @@ def staged_loop(st: Statement, stage: Callable[[], None], first: Callable[[], No
     return False
 
 
-_OTHER_WAYS = "a test in it that stays Python does not go the same way in all of its turns"
+_OTHER_WAYS = "a test in it that stays Python does not go the same way in all of its iterations"
 
 
 @dataclass(frozen=True)
-class Turns:
+class Iterations:
     """``while test(): body()``, at most ``limit`` times.
 
     With ``first``, the body gets an index, which grows by ``step``; with ``xs``, a row of each.
@@ -84,8 +84,8 @@ class Turns:
 class Stage:
     """One loop to be staged: which names it carries, as which tensors.
 
-    by_size: only sizes decide how often it turns, so Python can run it for those of the samples. entered: whether the
-    samples take a turn. aliases: what the last recorded turn says of shared memory.
+    by_size: only sizes decide how many iterations it takes, so Python can run it for those of the samples. entered:
+    whether the samples take an iteration. aliases: what the last recorded iteration says of shared memory.
     """
 
     aliases: LoopAliases
@@ -96,18 +96,18 @@ class Stage:
         self.dtypes: dict[tuple[int, int], torch.dtype] = {}  # of numbers that the body makes into something else
         self.late: set[int] = set()  # names that the body gives a first value
         self.elements: dict[int, list[Spec | None]] = {}  # of arrays that know theirs by the body only
-        self.stay: set[int] = set()  # names that hold after a turn what they held, which the body may have written into
+        self.stay: set[int] = set()  # names that no iteration rebinds; the body may write into their memory
         self.rebound: set[int] = set()  # names of which that was not so after all
         self.growth = Growth(status.made if status.depth else None)
         self.calls = 0
 
-    def record(self, turns: Turns) -> None:
+    def record(self, iterations: Iterations) -> None:
         """Record the loop, as often as it takes to know what its variables are."""
         st = self.st
 
         def record() -> None:
             st.set(self.before)
-            _Attempt(self, turns).record()
+            _Attempt(self, iterations).record()
 
         with st.staging():
             try:
@@ -127,7 +127,7 @@ class Stage:
     def plan(self) -> None:
         """What is carried: names that hold tensors and numbers."""
         self.start: list[Tensor] = []
-        self.first: dict[int, Any] = {}  # what the carried names hold in the first turn
+        self.first: dict[int, Any] = {}  # what the carried names hold in the first iteration
         self.labels: list[str] = []
         self.numbers: list[bool] = []  # which stand for Python numbers
         self.forms: dict[int, tuple[TreeSpec, int]] = {}
@@ -162,7 +162,7 @@ class Stage:
         return tuple(found)
 
     def set(self, carried: Sequence[Any]) -> None:
-        """The names for one turn; a late one has no value before the body gives it one."""
+        """The names for one iteration; a late one has no value before the body gives it one."""
         values = self._values(carried)
         self.st.copies = list(_containers(values))
         self.st.set(values)
@@ -172,16 +172,16 @@ class Stage:
         self.st.set(self.before)
 
     def forget_late(self) -> None:
-        """Before a turn: names that the body gives a first value are not carried yet."""
+        """Before an iteration: names that the body gives a first value are not carried yet."""
         for place in self.late & self.forms.keys():
             del self.forms[place]
         del self.numbers[len(self.start) :], self.labels[len(self.start) :]
         self.late.clear()
 
     def leaves(self, values: tuple[Any, ...], carried: Sequence[Any]) -> list[Any]:
-        """The carried leaves after one turn; raises Retry where they are not those that were planned."""
+        """The carried leaves after one iteration; raises Retry where they are not those that were planned."""
         found: list[Any] = []
-        self.bases: list[Bases] = []  # of each leaf: what may have its memory after the turn
+        self.bases: list[Bases] = []  # of each leaf: what may have its memory after the iteration
         self.lost: list[tuple[Any, str]] = []  # what names held before the loop, which writes into it
         given = iter(carried)
         again = False
@@ -206,7 +206,7 @@ class Stage:
         return found
 
     def late_leaves(self, values: Sequence[Any], loop: Loop) -> tuple[list[Tensor], list[Tensor]]:
-        """Names to which a turn gave a first value are carried as well: what it began with, and what it leaves."""
+        """Names to which an iteration gave a first value are carried too: what it began with, and what it leaves."""
         given, left = list[Tensor](), list[Tensor]()
         for place in sorted(self.late):
             value = values[place]
@@ -230,14 +230,14 @@ class Stage:
         return given, left
 
     def _bases(self, value: Any, mine: Sequence[Tensor]) -> list[Bases]:
-        """What may have the memory of what a name holds after a turn; mine: what it was given, and may still hold."""
+        """What may have the memory that a name holds after an iteration; mine: what it was given and may still hold."""
         found = [bases_of(self.recorder, leaf) for leaf in tree_flatten(value)[0]]
         if not isinstance(value, Sometimes):
             return found
         return [one | bases_of(self.recorder, leaf) for one, leaf in zip(found, mine, strict=False)]
 
     def _kept(self, value: Any, before: Sometimes) -> Any:
-        """What a name holds after a turn that set it, or set it in some runs: else it is what the turn began with."""
+        """The value of a name after an iteration that set it in all or some runs; else the value that it began with."""
         if isinstance(value, Undefined) and not isinstance(value, Sometimes):
             return value
         name, recorder = before.symbol_name, self.recorder
@@ -255,7 +255,7 @@ class Stage:
         return Sometimes(name, item, torch.logical_or(value.is_set, before.is_set), recorder, before.why)
 
     def _stays(self, place: int, value: Any, mine: Sequence[Tensor]) -> bool:
-        """Whether a name still holds the tensors that the turn was given: then they are those of outside."""
+        """Whether a name still holds the tensors that the iteration was given: then they are those of outside."""
         outside = tree_flatten(self.before[place])[0]
         if all(leaf is given for leaf, given in zip(tree_flatten(value)[0], mine, strict=False)):
             return not isinstance(self.before[place], Undefined)
@@ -274,7 +274,7 @@ class Stage:
             return True
         if not isinstance(old, Undefined):
             instead = Instead.FIRST_ITERATION if None in tree_flatten(old)[0] else Instead.RUN
-            raise CannotStage(f"{name} is {kind(old)} before the loop and {kind(value)} after a turn", instead)
+            raise CannotStage(f"{name} is {kind(old)} before the loop and {kind(value)} after an iteration", instead)
         if isinstance(old, UndefinedReturnValue) and not all(map(is_value, tree_flatten(value)[0])):
             raise CannotStage(f"it returns {kind(value)} inside of the loop")
         self.late.add(place)
@@ -296,17 +296,17 @@ class Stage:
             mixed = not got.is_leaf() and not form.is_leaf()
             if value is None or not mixed:
                 raise CannotStage(
-                    f"{name} is {kind(self.before[place])} before the loop and {kind(value)} after a turn"
+                    f"{name} is {kind(self.before[place])} before the loop and {kind(value)} after an iteration"
                 )
             raise InvalidArgument(
-                f"{name} has {len(mine)} values before the loop and {len(leaves)} after a turn\n  {st.place}"
+                f"{name} has {len(mine)} values before the loop and {len(leaves)} after an iteration\n  {st.place}"
                 f"{self.recorder.tape.at()}", details=DISAGREE,
             )  # fmt: skip
         numbers = tree_flatten(self.first[place])[0]
         found: list[Any] = []
         for at, (leaf, given) in enumerate(zip(leaves, mine, strict=True)):
             if not is_value(leaf):
-                raise CannotStage(f"{name} is a tensor or number before the loop and {kind(leaf)} after a turn")
+                raise CannotStage(f"{name} is a tensor or number before the loop and {kind(leaf)} after an iteration")
             was = numbers[at] if at < len(numbers) else None
             wanted = _dtype_after(leaf, given)
             if isinstance(was, NUMBERS) and wanted != given.dtype:
@@ -319,7 +319,8 @@ class Stage:
             if isinstance(leaf, NUMBERS):
                 if wanted != given.dtype:
                     raise InvalidArgument(
-                        f"{name} is {given.spec} before the loop and the number {leaf!r} after a turn\n  {st.place}"
+                        f"{name} is {given.spec} before the loop and the number {leaf!r} after an iteration"
+                        f"\n  {st.place}"
                         f"{self.recorder.tape.at()}", details=DISAGREE,
                     )  # fmt: skip
                 leaf = torch.as_tensor(leaf, dtype=given.dtype)
@@ -365,23 +366,23 @@ class _Attempt:
     head: among the carried values, those of the names are behind the index.
     """
 
-    def __init__(self, stage: Stage, turns: Turns) -> None:
-        self.stage, self.turns, self.st, self.recorder = stage, turns, stage.st, stage.recorder
+    def __init__(self, stage: Stage, iterations: Iterations) -> None:
+        self.stage, self.iterations, self.st, self.recorder = stage, iterations, stage.st, stage.recorder
         stage.plan()
-        index = [] if turns.first is None else [tensor_of(self.recorder, turns.first)]
+        index = [] if iterations.first is None else [tensor_of(self.recorder, iterations.first)]
         self.head, self.start = len(index), [*index, *stage.start]
         self.labels = [*["the index"] * len(index), *stage.labels]
         self.specs = invariants(self.recorder, self.start, [*index, *stage.first.values()])
 
     def record(self) -> None:
         """Record it and set the names to what the loop gives; raises Retry where the body told something new."""
-        stage, turns, st = self.stage, self.turns, self.st
+        stage, iterations, st = self.stage, self.iterations, self.st
         loop = self.loop = Loop(
-            self.recorder, self.start, self.labels, turns.xs, specs=self.specs, limit=turns.limit,
+            self.recorder, self.start, self.labels, iterations.xs, specs=self.specs, limit=iterations.limit,
             what=self.st.what.split()[0], entered=stage.entered,
         )  # fmt: skip
-        result = loop.record(None if turns.test is None else self._condition, self._turn)
-        carried, count = result.carried[self.head :], result.turns
+        result = loop.record(None if iterations.test is None else self._condition, self._iteration)
+        carried, count = result.carried[self.head :], result.iterations
         stage.finish(carried, lambda: count > 0)
         if stage.growth.lists:
             stage.growth.finish(
@@ -389,14 +390,14 @@ class _Attempt:
             )
 
     def _condition(self, *carried: Any) -> list[Any]:
-        assert self.turns.test is not None
+        assert self.iterations.test is not None
         self.stage.set(carried[self.head : len(self.start)])
         with self.st.body(True):
-            found = self.turns.test()
+            found = self.iterations.test()
         self.stage.set_back()
         return [truth(self.recorder, found, f"the condition of `{self.st.what}`")]
 
-    def _turn(self, *given: Any) -> list[Any]:
+    def _iteration(self, *given: Any) -> list[Any]:
         stage, recorder = self.stage, self.recorder
         carried, rows = given[self.head : len(self.start)], given[len(self.start) :]
         stage.forget_late()
@@ -408,31 +409,35 @@ class _Attempt:
         after = stage.leaves(values, carried)
         late, left = stage.late_leaves(values, self.loop)
         stage.set_back()
-        stacks = {row._family: stack for row, stack in zip(rows, self.turns.xs, strict=True)}
+        stacks = {row._family: stack for row, stack in zip(rows, self.iterations.xs, strict=True)}
         tensors = [*carried, *late]
         aliases = stage.aliases = LoopAliases(recorder, tensors, stage.before_bases(), stage.bases, stacks)
         aliases.check(self.st, tensors, written, stage.labels)
         if stage.growth.is_new:
             raise Retry(stage)
-        index = [place + self.turns.step for place in given[: self.head]]
+        index = [place + self.iterations.step for place in given[: self.head]]
         elements = stage.growth.rows(recorder, lambda bases: aliases.check_element(self.st, bases, carried, written))
         return [*index, *after, *left, *elements]
 
     def _taken(self, given: Sequence[Any], carried: Sequence[Any], rows: Sequence[Any]) -> tuple[Any, ...]:
         """What the names hold after the body ran once."""
-        stage, turns = self.stage, self.turns
-        if self.head and type(turns.first) is type(turns.step) is int and turns.first >= 0 < turns.step:
+        stage, iterations = self.stage, self.iterations
+        if (
+            self.head
+            and type(iterations.first) is type(iterations.step) is int
+            and iterations.first >= 0 < iterations.step
+        ):
             self.recorder.tape.naturals.add(given[0]._entry.value)
         stage.set(carried)
-        with self.st.body(stage.calls > 0), stage.growth.turn():
+        with self.st.body(stage.calls > 0), stage.growth.iteration():
             stage.calls += 1
-            turns.body(*given[: self.head], *rows)
+            iterations.body(*given[: self.head], *rows)
             return self.st.get()
 
     def _written(self, versions: Mapping[Any, int], carried: Sequence[Tensor], rows: Sequence[Tensor]) -> set[Any]:
-        """The tensors that the turn wrote into."""
+        """The tensors that the iteration wrote into."""
         written = {base for base, version in versions.items() if base.version != version}
-        if any(map(_is_written, rows)) or any(stack._family in written for stack in self.turns.xs):
+        if any(map(_is_written, rows)) or any(stack._family in written for stack in self.iterations.xs):
             raise CannotStage("its body writes into the rows that it takes")
         return written | {tensor._family for tensor in carried if _is_written(tensor)}
 
@@ -445,7 +450,7 @@ def _containers(item: Any) -> Iterator[Any]:
 
 
 def _is_written(given: Tensor) -> bool:
-    """Whether a tensor that a turn was given was written in place."""
+    """Whether a tensor that an iteration was given was written in place."""
     return given._family.version != 0
 
 

@@ -18,11 +18,11 @@ from tfnb.control_flow.frontend.cannot_stage import CannotStage
 from tfnb.control_flow.staging.branching import below_guard, branched, chosen, taken_by_python
 from tfnb.control_flow.staging.containers import CONTAINERS, attribute, changed, made, own_method, refuse_change
 from tfnb.control_flow.staging.conversion import OPERATORS, fn, marked, takes_lists
-from tfnb.control_flow.staging.iterables import turns_of
+from tfnb.control_flow.staging.iterables import iterations_of
 from tfnb.control_flow.staging.lists import append_to, expanded, grown, length, plain
 from tfnb.control_flow.staging.lists import item as item_of
 from tfnb.control_flow.staging.lists import part as part_of
-from tfnb.control_flow.staging.looping import Stage, Turns, staged_loop
+from tfnb.control_flow.staging.looping import Iterations, Stage, staged_loop
 from tfnb.control_flow.staging.python_numbers import given, needed
 from tfnb.control_flow.staging.statement import (
     Statement,
@@ -113,7 +113,7 @@ def while_stmt(
     test: Callable[[], Any], body: Callable[[], None], get: State, set_: Callable[[Any], None], names: tuple[str, ...],
     options: Any,
 ) -> None:  # fmt: skip
-    """``while test(): body()``; staged from the turn on that a recorded tensor decides about."""
+    """``while test(): body()``; staged from the iteration on that a recorded tensor decides about."""
     tried, first = False, get()
     while True:
         recorder = None if tried else _staging()
@@ -133,8 +133,8 @@ def while_stmt(
         entered = sample_truth(staged, as_test(found)) is not False
         stage = functools.partial(Stage, st, by_size=not isinstance(found, Tensor), entered=entered)
         try:
-            turns = functools.partial(_turns, stage, test, body)
-            if staged_loop(st, turns, body if entered else _nothing, peels=entered):
+            iterations = functools.partial(_iterations, stage, test, body)
+            if staged_loop(st, iterations, body if entered else _nothing, peels=entered):
                 return
             tried = True
         except CannotStage as why:
@@ -143,8 +143,8 @@ def while_stmt(
             body()
 
 
-def _turns(stage: Callable[[], Stage], test: Callable[[], Any], body: Callable[[], None]) -> None:
-    stage().record(Turns(test, body))
+def _iterations(stage: Callable[[], Stage], test: Callable[[], Any], body: Callable[[], None]) -> None:
+    stage().record(Iterations(test, body))
 
 
 def for_stmt(
@@ -153,27 +153,27 @@ def for_stmt(
 ) -> None:  # fmt: skip
     """``for each in items: body(each)`` as long as ``more()``."""
     recorder = _staging()
-    turns = None if recorder is None else turns_of(items)
-    while recorder is not None and turns is not None:
+    iterations = None if recorder is None else iterations_of(items)
+    while recorder is not None and iterations is not None:
         st = Statement("for", recorder, names, get, set)
         try:
-            stage, first = functools.partial(turns.stage, st, more, body), functools.partial(_first, items, body)
+            stage, first = functools.partial(iterations.stage, st, more, body), functools.partial(_first, items, body)
             if staged_loop(st, stage, first, peels=True):
                 return
             break
         except CannotStage as why:
-            parted = turns.parted(recorder)
+            parted = iterations.parted(recorder)
             if parted is None:
                 note_python(st, why)
                 break
             note_peeled(st, why)
-            each, turns = parted
-            items = turns
+            each, iterations = parted
+            items = iterations
             body(each)
     for each in expanded(items) if grown(items) else items:
         test: Any = True if more is None else more()
         staged = recorder_for(test)
-        if staged is not None:  # a turn before left the loop in some runs
+        if staged is not None:  # an iteration before left the loop in some runs
             st = Statement("for", staged, names, get, set)
             branched(st, test, functools.partial(body, each), _nothing, len(names))
         elif test:
@@ -187,7 +187,7 @@ def _nothing() -> None:
 
 
 def _first(items: Any, body: Callable[[Any], Any]) -> None:
-    """The first turn, if there is one."""
+    """The first iteration, if there is one."""
     for each in items:
         body(each)
         return
@@ -280,7 +280,7 @@ def items(owner: Any) -> Any:
     if grown(owner):
         return plain(owner)
     recorder = _staging()
-    if recorder is not None and turns_of(owner) is not None:
+    if recorder is not None and iterations_of(owner) is not None:
         note_python(_nameless(recorder), "it is a comprehension, which goes over as many as the samples have")
     return owner
 
@@ -295,8 +295,8 @@ def collected(function: Any, owner: Any, made_of: Callable[..., Any], several: b
         return made_of(None, *each) if several else made_of(None, each)
 
     recorder = _staging()
-    turns = turns_of(owner) if recorder is not None and takes_lists(function) else None
-    if recorder is None or turns is None:
+    iterations = iterations_of(owner) if recorder is not None and takes_lists(function) else None
+    if recorder is None or iterations is None:
         return made([element(each) for each in items(owner)])
     found: list[Any] = made([])
 
@@ -306,7 +306,7 @@ def collected(function: Any, owner: Any, made_of: Callable[..., Any], several: b
         add(element(each))
 
     st = _nameless(recorder)
-    if staged_loop(st, lambda: turns.stage(st, None, body), lambda: _first(owner, element)):
+    if staged_loop(st, lambda: iterations.stage(st, None, body), lambda: _first(owner, element)):
         return found
     return made([element(each) for each in (expanded(owner) if grown(owner) else owner)])
 

@@ -1,4 +1,4 @@
-"""What the control ops of the dataflow form compute: turns, their numbers, rows in and stacked rows out, checks."""
+"""What the control ops of the dataflow form compute: iterations, their numbers, rows in and out, checks."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ def _start(op: Op, sizes: Sizes) -> Callable[..., Any]:
 
 def _below(op: Op, sizes: Sizes) -> Callable[..., Any]:
     limit = math.inf if op.part is None else op.part
-    return lambda turns, *limits: (turns < limit and all(turns < int(most) for most in limits),)
+    return lambda iterations, *limits: (iterations < limit and all(iterations < int(most) for most in limits),)
 
 
 def _mix(op: Op, sizes: Sizes) -> Callable[..., Any]:
     fixed = [] if op.part is None else [op.part]
 
-    def number(run: int, turn: int, *limits: Any) -> tuple[int]:
+    def number(run: int, iteration: int, *limits: Any) -> tuple[int]:
         most = min([*fixed, *map(int, limits)], default=None)
-        return (mix(run, turn if most is None else most - 1 - turn),)
+        return (mix(run, iteration if most is None else most - 1 - iteration),)
 
     return number
 
@@ -58,7 +58,7 @@ def _rows(op: Op, sizes: Sizes) -> Callable[..., Any]:
 
 def _row(op: Op, sizes: Sizes) -> Callable[..., Any]:
     reverse = node_of(op).attrs["reverse"]
-    return lambda turn, row: (row(-1 - turn if reverse else turn),)
+    return lambda iteration, row: (row(-1 - iteration if reverse else iteration),)
 
 
 def _stack(op: Op, sizes: Sizes) -> Callable[..., Any]:
@@ -98,8 +98,8 @@ def _numbers(shape: Any, symbols: Mapping[str, int]) -> Any:
 
 CALLS: dict[str, Callable[[Op, Sizes], Callable[..., Any]]] = {
     frames.START: _start,
-    frames.COUNT: lambda op, sizes: lambda turns: (turns + 1,),
-    frames.TURNS: lambda op, sizes: lambda turns: (torch.tensor(turns),),
+    frames.COUNT: lambda op, sizes: lambda iterations: (iterations + 1,),
+    frames.ITERATIONS: lambda op, sizes: lambda iterations: (torch.tensor(iterations),),
     frames.MIX: _mix,
     frames.PUSH: lambda op, sizes: lambda before, value: ((before, value),),
     frames.BELOW: _below,

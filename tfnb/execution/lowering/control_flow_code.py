@@ -64,7 +64,7 @@ class Loop:
         summed = {total.place for total in self.apart.totals}
         self.same: Mapping[int, tuple[Value, ...]] = dict.fromkeys(summed, ())
         self.zero = [zeros(node.inputs[attrs["init"][total.place].input]) for total in self.apart.totals]
-        self.order = [i for i in range(carried) if i not in summed]  # of the carried values, those that turns take
+        self.order = [i for i in range(carried) if i not in summed]  # of the carried values, those that iterations take
         self.body = self._body(lower, carried, wanted)
         self.cond = None if attrs["cond"] is None else lower(attrs["cond"], attrs["cond"].outputs)
         self.inner = (self.body,) if self.cond is None else (self.cond, self.body)
@@ -72,12 +72,15 @@ class Loop:
         self.kinds = [(spec.dtype, spec.device) for spec in firsts]
         self.reverse = attrs["reverse"]
         self.id, found = node.id, self.apart
-        self.changing = len(self.order) + found.sequences + len(found.ahead)  # inputs that differ from turn to turn
+        self.changing = len(self.order) + found.sequences + len(found.ahead)  # inputs that iterations change
         self.draws = attrs["body"].draws or (attrs["cond"] is not None and attrs["cond"].draws)
         self.__name__ = "loop"  # for the generated code
 
     def _body(self, lower: Lower, carried: int, wanted: Sequence[Value]) -> Lowered:
-        """It takes what turns change, rows, products, captures and totals; it gives the first, rows, and summands."""
+        """Inputs of the body: carried values, rows, precomputed products, captures, accumulators.
+
+        Outputs: carried values, rows, terms to accumulate.
+        """
         found = self.apart
         inputs = found.body.inputs
         first = carried + found.sequences
@@ -123,7 +126,7 @@ class Loop:
     ) -> Iterator[RowStack]:
         """What takes the kept rows within the room of a run, in place of these columns."""
         lengths = [*(len(x[1] if type(x) is tuple else x) for x in again.xs[:1]), again.limit]
-        turns = min([n for n in lengths if n is not None], default=None) if self.cond is None else None
+        iterations = min([n for n in lengths if n is not None], default=None) if self.cond is None else None
         leaves, held = self.node.attrs.get("swap_memory") is not False, space.again.get(self.id)
         for loops in dict.fromkeys(filter(None, self.kept)):
             places = [place for place, taken in enumerate(self.kept) if taken == loops]
@@ -135,7 +138,15 @@ class Loop:
             refuse = partial(self._refused, space, places, sum(size or 0 for size in sizes))
             taken = None if held is None else replace(again, rows=[len(state) + place for place in places])
             stack = RowStack(
-                space, sizes, turns, leaves, len(loops), refuse, taken, _bytes(state), _bytes(self._held(again, held))
+                space,
+                sizes,
+                iterations,
+                leaves,
+                len(loops),
+                refuse,
+                taken,
+                _bytes(state),
+                _bytes(self._held(again, held)),
             )
             for place, shape, column in zip(places, shapes, stack.columns, strict=True):
                 column.results *= 2 if isinstance(shape, int) else 1
@@ -150,9 +161,9 @@ class Loop:
                 if places and isinstance(ref, Ref) and ref.input in places:
                     yield x
 
-    def _refused(self, space: MemoryBudget, places: list[int], each: int, turn: int, why: str) -> Exception:
+    def _refused(self, space: MemoryBudget, places: list[int], each: int, iteration: int, why: str) -> Exception:
         found = of_rows(self.node, [self.rows[place] for place in places], {})
-        return replace(found, bytes=each, known=bool(each)).refused(turn, space.bytes, why)
+        return replace(found, bytes=each, known=bool(each)).refused(iteration, space.bytes, why)
 
     def _ahead(self, product: Product, xs: Any, captures: Any) -> Ahead:
         weight = captures[product.weight]

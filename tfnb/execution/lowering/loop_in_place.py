@@ -1,7 +1,7 @@
 """What a loop's body may write in place: carried values that nothing but the body holds, and nobody looks at after.
 
-A body that puts one row into a carried tensor would copy it in every turn. Where all that follows from the carried
-value is its next one, through ops of `writer_of`, the loop makes a copy once, before the first turn.
+A body that puts one row into a carried tensor would copy it in every iteration. Where all that follows from the carried
+value is its next one, through ops of `writer_of`, the loop makes a copy once, before the first iteration.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Products in a loop's body that need not be taken turn by turn: a plan for lowering, which changes no graph.
+"""Products in a loop's body that need not be taken iteration by iteration: a plan for lowering, which changes no graph.
 
-    x_t @ w for each row x_t of a sequence         ->  products of many rows, ahead of their turns
-    total + a_t.t() @ b_t, or total + b_t.sum(0)   ->  one product or sum for many turns, behind them
+    x_t @ w for each row x_t of a sequence         ->  products of many rows, ahead of their iterations
+    total + a_t.t() @ b_t, or total + b_t.sum(0)   ->  one product or sum for many iterations, behind them
 
 The same numbers as what `tfnb.passes.stack` makes of the unrolled loop, in the same order.
 """

@@ -24,7 +24,7 @@ from tfnb.execution.tiers.interface import Forward, Request
 from tfnb.recording.values.interpret import number
 
 MOST = 4  # choices of shapes that one loop is compiled for
-FIRST_ROWS = 1024  # that there is room for when nobody knows how many turns there will be
+FIRST_ROWS = 1024  # that there is room for when nobody knows how many iterations there will be
 _FOREVER = 2**62
 
 
@@ -165,18 +165,18 @@ class _Compiled:
         lengths = [len(x) for x in xs]
         most = min([*lengths, _FOREVER if limit is None else max(limit, 0)])
         last = lengths[0] - 1 if lengths else 0
-        turn, room, made = ctypes.c_int64(0), FIRST_ROWS, list[list[torch.Tensor]]()
+        iteration, room, made = ctypes.c_int64(0), FIRST_ROWS, list[list[torch.Tensor]]()
         while True:
-            first, end = turn.value, min(most, turn.value + room) if self.rows else most
+            first, end = iteration.value, min(most, iteration.value + room) if self.rows else most
             made.append([torch.empty((end - first, *shape), dtype=dtype) for shape, dtype in self.rows])
             given = [tensor.data_ptr() for tensor in (*state, *xs, *captures, *made[-1], *self.constants)]
             data = (ctypes.c_void_p * len(given))(*given)
-            result = self.function(data, ctypes.byref(turn), end, last, look)
+            result = self.function(data, ctypes.byref(iteration), end, last, look)
             if result == self.refused:
                 return None
-            made[-1] = [rows[: turn.value - first] for rows in made[-1]]
-            if result == self.ended or turn.value >= most:
+            made[-1] = [rows[: iteration.value - first] for rows in made[-1]]
+            if result == self.ended or iteration.value >= most:
                 break
             room *= 2
         stacked = [torch.cat(parts) if len(parts) > 1 else parts[0].clone() for parts in zip(*made, strict=True)]
-        return [*state, torch.tensor(turn.value), *(rows.flip(0) if self.reverse else rows for rows in stacked)]
+        return [*state, torch.tensor(iteration.value), *(rows.flip(0) if self.reverse else rows for rows in stacked)]

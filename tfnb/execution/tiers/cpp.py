@@ -28,7 +28,7 @@ from tfnb.recording.values.interpret import sizes_hold
 MOST_NODES = 1000
 
 WENT_ON, ENDED, REFUSED, STOPPED = range(4)
-"""What the function returns: the turns are done; the condition does not hold; a division by zero, an index out of
+"""What the function returns: the iterations are done; the condition does not hold; a division by zero, an index out of
 bounds, another branch than recorded; Python raised something."""
 
 _HEAD = """
@@ -108,14 +108,14 @@ class _Loops(Code):
     def function(
         self, node: Node, init: Sequence[Layout], xs: Sequence[Layout], captures: Sequence[Layout], rows: Sequence[Row]
     ) -> Source:
-        """The whole: the state is read, run from turn ``turn`` to ``end``, and written back."""
+        """The whole: the state is read, run from iteration ``iteration`` to ``end``, and written back."""
         attrs, carried = node.attrs, len(init)
         state = [self.declared(layout.dtype, layout.shape, "s") for layout in init]
         pointers = []
         for (name, room), layout in zip(state, init, strict=True):
             pointers.append(f"static_cast<{DTYPE_TO_CPP[layout.dtype]}*>(data[{self.pointers}])")
             self.store(name, self.argument(Layout(layout.dtype, layout.shape, strides_of(room))))
-        row = "(last - *turn)" if attrs["reverse"] else "*turn"
+        row = "(last - *iteration)" if attrs["reverse"] else "*iteration"
         taken = [self.argument(layout, row) for layout in xs]
         given = [self.argument(layout) for layout in captures]
         outs = [f"data[{self.pointers + place}]" for place in range(len(rows))]
@@ -123,7 +123,7 @@ class _Loops(Code):
         outputs = attrs["body"].outputs
         wanted = [*outputs[:carried], *(outputs[carried + place] for place, _ in rows)]
         self.line("int32_t result = 0;")
-        with self.block("try"), self.block("for (; *turn < end; ++*turn)"):
+        with self.block("try"), self.block("for (; *iteration < end; ++*iteration)"):
             if attrs["cond"] is not None:
                 (goes,) = self.inlined(attrs["cond"], attrs["cond"].outputs, [*_rooms(state), *given])
                 self.leave(goes, f"result = {ENDED}; break;")
@@ -139,8 +139,8 @@ class _Loops(Code):
             self.store(target, room, at="0")
         self.line("return result;")
         code = "\n".join(self.lines).replace("CONSTANTS", str(self.pointers))
-        head = 'extern "C" int32_t loop(void** data, int64_t* turn, int64_t end, int64_t last, void* python) {'
-        start = "  const int64_t first = *turn;\n  Watch watch(python);"
+        head = 'extern "C" int32_t loop(void** data, int64_t* iteration, int64_t end, int64_t last, void* python) {'
+        start = "  const int64_t first = *iteration;\n  Watch watch(python);"
         return Source("\n".join([_HEAD, head, start, code, "}\n"]), self.given)
 
     def row(self, out: str, value: TensorBox, shape: tuple[int, ...]) -> None:
@@ -148,7 +148,7 @@ class _Loops(Code):
         if shape_of(value) != shape:
             raise Unimplemented("a row of another shape")
         count, kind = math.prod(shape_of(value)), DTYPE_TO_CPP[value.get_dtype()]
-        self.store(f"static_cast<{kind}*>({out})", value, at=f"(*turn - first) * {count}")
+        self.store(f"static_cast<{kind}*>({out})", value, at=f"(*iteration - first) * {count}")
 
     def assign(self, state: Sequence[tuple[str, TensorBox]], values: Sequence[TensorBox]) -> None:
         """The state becomes these values, all at once."""
@@ -279,10 +279,10 @@ class _Loops(Code):
             name, room = self.declared(value.get_dtype(), shape_of(value), "s")
             self.store(name, value)
             state.append((name, room))
-        turns, room = self.declared(torch.int64, (), "turns")
+        iterations, room = self.declared(torch.int64, (), "iterations")
         limit = self.limit(attrs["limit"])
-        self.line(f"{turns} = 0;")
-        with self.block(f"for (; {f'{turns} < {limit}' if limit else ''}; ++{turns})"):
+        self.line(f"{iterations} = 0;")
+        with self.block(f"for (; {f'{iterations} < {limit}' if limit else ''}; ++{iterations})"):
             if attrs["cond"] is not None:
                 (goes,) = self.inlined(attrs["cond"], attrs["cond"].outputs, [*_rooms(state), *attrs["captures"]])
                 self.leave(goes, "break;")

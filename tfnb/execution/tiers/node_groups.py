@@ -1,6 +1,6 @@
 """Groups of pointwise nodes in generated code, each of which a compiler can make one kernel.
 
-An unrolled loop computes the same groups at every turn: those with equal keys share one kernel, so that a step of
+An unrolled loop computes the same groups at every iteration: those with equal keys share one kernel, so that a step of
 thousands of nodes costs the compiling of a few. Everything here is about one choice of sizes.
 """
 

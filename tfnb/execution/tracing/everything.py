@@ -26,7 +26,7 @@ from tfnb.execution.tracing.probes import Probe, Probed
 from tfnb.execution.tracing.trace import Event, Trace
 from tfnb.execution.tracing.tracer import Tracer
 from tfnb.graph.collector import frozen
-from tfnb.kernels.rows import TURNS
+from tfnb.kernels.rows import ITERATIONS
 
 NOTES = 16_000  # of nodes in iterations; then only every n-th iteration is kept
 
@@ -260,7 +260,7 @@ class LoopRun:
         self._rows += memory.hold(out[carried:rows], at)
         self._summands += memory.hold(out[rows:], at)
         memory.free([*held, *before], at)
-        if (self.count + 1) % TURNS == 0:
+        if (self.count + 1) % ITERATIONS == 0:
             memory.free(self._summands, at)
             self._summands = []
         self.count += 1

@@ -1,8 +1,8 @@
 """Branches and loops: the gradient of a branch is a branch, that of a loop a loop which goes backwards.
 
 The values that a subgraph's rules ask for are saved by a copy of the forward node that gives them as further outputs:
-of a loop, one row for each turn. The pass that merges duplicates makes one node of both. All of it are ordinary nodes,
-so gradients of gradients are no special case. Semantics S-120, S-121.
+of a loop, one row for each iteration. The pass that merges duplicates makes one node of both. All of it are ordinary
+nodes, so gradients of gradients are no special case. Semantics S-120, S-121.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ Optional = Sequence[torch.Tensor | None]
 class Part:
     """A subgraph of a forward node, which is differentiated.
 
-    known: the tensors of outside that inputs are in every turn; None for others. active: which inputs' cotangents are
-    wanted.
+    known: the tensors of outside that inputs are in every iteration; None for others. active: which inputs' cotangents
+    are wanted.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ def _branches(n: Forward, dys: Cotangents, forms: dict[int, bool], path: str) ->
         with part.named():  # alone, so that no size is told by a value of the other branch
             guards = part.guards()
             where = _all_hold(recorder, guards)
-            region = record_region(recorder, call, [], scope=path, turns=False, inner=part.inner, where=where)
+            region = record_region(recorder, call, [], scope=path, iterations=False, inner=part.inner, where=where)
             part.adopt(region.moved)
             region.guards = list(dict.fromkeys((*guards, *region.guards)))
         return region
@@ -320,18 +320,20 @@ class _Saved:
             specs = [self.part.spec(v) for v in more]
             shapes = [spec.shape if bound_outside(recorder, spec) else len(spec.shape) for spec in specs]
             own = {**attrs, "body": self.part.giving(more), "rows": (*attrs["rows"], *shapes)}
-            turns = self._turns()
+            iterations = self._iterations()
             loop = Loop(recorder, (), ())
-            outs = [s for spec, shape in zip(specs, shapes, strict=True) for s in gathered(loop, spec, shape, turns)]
+            outs = [
+                s for spec, shape in zip(specs, shapes, strict=True) for s in gathered(loop, spec, shape, iterations)
+            ]
             tensors = _again(recorder, self.node, self.n.inputs, own, (*self.node.outputs, *outs))
             places = row_places(own)[len(attrs["rows"]) :]
             rows = [tuple(tensors[p] for p in at) for at in places]
             found = {v: row if len(row) > 1 else row[0] for v, row in zip(more, rows, strict=True)}
             if self.node.forward is None:
-                self._say(specs, turns)
+                self._say(specs, iterations)
         return [self.given[v] if v in self.given else found[v] for v in values]
 
-    def _say(self, specs: Sequence[Spec], turns: Size) -> None:
+    def _say(self, specs: Sequence[Spec], iterations: Size) -> None:
         """Note what is kept, in bytes at the sizes of the samples."""
         symbols, source = self.part.recorder.symbols, self.node.source
 
@@ -342,15 +344,15 @@ class _Saved:
         sizes = [[n for n in row if n is not None] for row in rows]
         pairs = zip(sizes, specs, strict=True)
         known = [prod(row) * spec.dtype.itemsize for row, spec in pairs if len(row) == len(spec.shape)]
-        count = size(turns)
-        total = "" if count is None else f", {count * sum(known):,} of the sample's {count} turns"
+        count = size(iterations)
+        total = "" if count is None else f", {count * sum(known):,} of the sample's {count} iterations"
         more = "" if len(known) == len(specs) else f", and {len(specs) - len(known)} more whose sizes a run decides"
-        text = f"the gradient of {self.node.name} keeps {sum(known):,} bytes of each turn{total}{more}"
+        text = f"the gradient of {self.node.name} keeps {sum(known):,} bytes of each iteration{total}{more}"
         note = f"{source.label} line {source.line}: {text}" if source else text
         if note not in self.part.recorder.tape.notes:
             self.part.recorder.tape.notes.append(note)
 
-    def _turns(self) -> Any:
+    def _iterations(self) -> Any:
         """The size of the loop's rows, if it has some."""
         attrs, node = self.node.attrs, self.node
         if attrs["rows"]:
@@ -361,7 +363,7 @@ class _Saved:
 
 
 class _Back:
-    """The turns of a loop, backwards.
+    """The iterations of a loop, backwards.
 
     Carried are the cotangents of the carried values that matter, and the sums of those of the captures; rows are the
     cotangents of the loop's rows, and then of its sequences.
@@ -385,8 +387,8 @@ class _Back:
         self.rows: list[int] = []  # of the shared ones, those whose cotangents are row-sparse
 
     def _taken(self, place: int, x: Any) -> Any:
-        turns, rows = self.n.outs[self.count], torch.arange(x.shape[0], device=x.device)
-        self.taken[place] = rows >= x.shape[0] - turns if self.n.attrs["reverse"] else rows < turns
+        iterations, rows = self.n.outs[self.count], torch.arange(x.shape[0], device=x.device)
+        self.taken[place] = rows >= x.shape[0] - iterations if self.n.attrs["reverse"] else rows < iterations
         return x[self.taken[place]]
 
     def firsts(self) -> list[int]:
@@ -395,7 +397,7 @@ class _Back:
         return [min(next(places) for _ in (x if isinstance(x, tuple) else (x,))) for x in self.xs]
 
     def _spread(self) -> None:
-        """A carried value matters where it depends on one that does, in this turn or one before."""
+        """A carried value matters where it depends on one that does, in this iteration or one before."""
         part, count = self.part, self.count
         while True:
             reached = part.reached()[:count]
@@ -424,23 +426,25 @@ class _Back:
                 specs=[*(part.spec(part.part.outputs[i]) for i in self.carried), *totals],
                 results=[*(_spec(n.inputs[n.places("init")[i]]) for i in self.carried), *totals],
             )  # fmt: skip
-            result = loop.record(None, lambda *values: self._turn([*self.carried, *(i for i, _ in rows)], values))
+            result = loop.record(None, lambda *values: self._iteration([*self.carried, *(i for i, _ in rows)], values))
         entries: list[Any] = [None] * len(n.inputs)
         inits, kept, firsts = n.places("init"), n.places("captures"), self.firsts()
         places = [*(inits[i] for i in self.carried), *(kept[i] for i in sums)]
         for place, total in zip(places, result.carried, strict=True):
             entries[place] = total
-        found = [self.recorder.tensor(result.turns.node.value(at[0])) for at in row_places(result.turns.node.attrs)]
+        found = [
+            self.recorder.tensor(result.iterations.node.value(at[0])) for at in row_places(result.iterations.node.attrs)
+        ]
         for i, dx in zip(self.sequences, found, strict=False):
-            # of a sequence of which turns took some rows, nothing comes from the others
+            # of a sequence of which iterations took some rows, nothing comes from the others
             entries[firsts[i]] = _zeros(n["xs"][i]).index_put([self.taken[i]], dx) if i in self.taken else dx
         pairs = iter(found[len(self.sequences) :])
         for i in self.rows:
             entries[kept[i]] = _all_rows(self.kept[i], next(pairs), next(pairs))
         return entries
 
-    def _turn(self, outputs: Sequence[int], values: Sequence[Tensor]) -> list[torch.Tensor]:
-        """One turn: the cotangents of its inputs from those of its outputs, and the sums so far."""
+    def _iteration(self, outputs: Sequence[int], values: Sequence[Tensor]) -> list[torch.Tensor]:
+        """One iteration: the cotangents of its inputs from those of its outputs, and the sums so far."""
         part, count = self.part, self.count
         last, at = len(self.carried), self.count + len(self.xs)
         shared = [i for i in self.shared if i not in self.rows]
@@ -453,7 +457,7 @@ class _Back:
         for i, total in zip(shared, sums, strict=True):
             dx = found[at + i]
             if isinstance(dx, IndexedSlices):
-                self.rows.append(i)  # its gradient is the rows of all turns
+                self.rows.append(i)  # its gradient is the rows of all iterations
                 raise Retry(self)
             added.append(total if dx is None else plus(self.recorder, total, dx))
         wanted = [*self.carried, *(count + i for i in self.sequences)]
@@ -463,7 +467,7 @@ class _Back:
 
 
 def _all_rows(of: Any, values: torch.Tensor, indices: torch.Tensor) -> IndexedSlices:
-    """The rows of all turns behind each other."""
+    """The rows of all iterations behind each other."""
     shape = tuple(of.shape)
     return IndexedSlices(values.reshape(-1, *shape[1:]), indices.reshape(-1), shape).called(of.node.name)
 

@@ -57,12 +57,12 @@ def turned(x: torch.Tensor) -> torch.Tensor:
     recorder = current.recording()
     if isinstance(x, Tensor) and isinstance(recorder, Recorder):
         node = recorder.node(x.value.node)
-        if node.op == "aten.t.default" or (node.op == "aten.transpose.int" and _turns_matrices(node)):
+        if node.op == "aten.t.default" or (node.op == "aten.transpose.int" and _iterations_matrices(node)):
             return recorder.tensor(node.inputs[0])
     return x.mT
 
 
-def _turns_matrices(node: Node) -> bool:
+def _iterations_matrices(node: Node) -> bool:
     """Whether the axes that a transposition exchanges are the last two."""
     rank = len(node.outputs[0].shape)
     return {node.attrs["dim0"] % rank, node.attrs["dim1"] % rank} == {rank - 1, rank - 2}

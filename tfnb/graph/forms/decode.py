@@ -175,7 +175,7 @@ def build(
 
 
 class _Reader:
-    """Turns JSON records into nodes, given the tables of the file."""
+    """Iterations JSON records into nodes, given the tables of the file."""
 
     def __init__(
         self, document: dict[str, Any], tensors: Mapping[str, torch.Tensor], new_id: Callable[[], int],

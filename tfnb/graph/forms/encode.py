@@ -29,7 +29,7 @@ def spec_json(spec: Spec) -> dict[str, Any]:
 
 
 class Writer:
-    """Turns nodes into JSON objects and collects what they share: sources, owners, constants."""
+    """Iterations nodes into JSON objects and collects what they share: sources, owners, constants."""
 
     def __init__(self, contents: Contents, *, only: tuple[str, ...] = ()) -> None:
         self.position = contents.position

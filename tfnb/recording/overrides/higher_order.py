@@ -40,11 +40,11 @@ def _scan(
 ) -> list[Any]:
     count = len(init)
 
-    def turn(carry: Any, rows: Any) -> Any:
+    def iteration(carry: Any, rows: Any) -> Any:
         found = combine(*carry, *rows, *more)
         return tuple(found[:count]), tuple(found[count:])
 
-    carry, ys = _flow().scan(turn, tuple(init), tuple(xs))
+    carry, ys = _flow().scan(iteration, tuple(init), tuple(xs))
     return [*carry, *ys]
 
 

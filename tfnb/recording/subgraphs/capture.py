@@ -1,9 +1,9 @@
 """Loops and branches while recording: what a function records is cut out of the tape and becomes a subgraph.
 
 The function runs under the ordinary recorder. What it takes from outside becomes an input; reads of variables,
-constants and, in a loop, what is the same in each turn stay outside, but for what could fail where there is no turn.
-A tensor or variable of outside that it writes gets its value back, and the new one is an output: the caller writes it
-after the loop or branch.
+constants and, in a loop, what is the same in each iteration stay outside, but for what could fail where there is no
+iteration. A tensor or variable of outside that it writes gets its value back, and the new one is an output: the caller
+writes it after the loop or branch.
 """
 
 from __future__ import annotations
@@ -79,16 +79,16 @@ class Region:
 
 
 def record_region(
-    recorder: Recording, function: Function, given: Sequence[Given], *, scope: str, turns: bool,
+    recorder: Recording, function: Function, given: Sequence[Given], *, scope: str, iterations: bool,
     held: Sequence[Base] = (), inner: Inner | None = None, where: tuple[torch.SymBool, bool] | None = None,
     entered: bool = True, added: list[Value] | None = None,
 ) -> Region:  # fmt: skip
     """Record a call of ``function`` as a region.
 
-    scope: the path of the scope that it is recorded in. turns: whether it runs many times: what is the same each time
-    is then left outside. held: tensors and variables of outside that mean the last of ``given`` inside; what they mean
-    at the end are the last outputs. inner: of a subgraph that is differentiated. where: a relation between sizes and
-    its outcome, in a branch that it decides: what is asked of sizes there is asked only where the branch is taken.
+    scope: the path of the scope that it is recorded in. iterations: whether it runs many times: what is the same each
+    time is then left outside. held: tensors and variables of outside that mean the last of ``given`` inside; what they
+    mean at the end are the last outputs. inner: of a subgraph that is differentiated. where: a relation between sizes
+    and its outcome, in a branch that it decides: what is asked of sizes there is asked only where the branch is taken.
     entered: whether the samples get there; an op that fails on those that do not has a shape and no sample. added: the
     function puts further inputs here while it runs, see `added_input`; they are the last ones of the region.
     """
@@ -101,7 +101,7 @@ def record_region(
             with (
                 recorder.tape.marked(control=()),
                 recorder.scope(f"{scope}/"),
-                _sealed(recorder, turns),
+                _sealed(recorder, iterations),
                 _at(recorder, where),
                 _reached(recorder, entered),
             ):
@@ -124,7 +124,9 @@ def record_region(
         late = before.met_and_written()
         if not late:
             inputs = (*inputs, *added)
-            return before.cut(inputs, outputs, turns=turns, inner=inner or Inner(set(), {}), local=where is not None)
+            return before.cut(
+                inputs, outputs, iterations=iterations, inner=inner or Inner(set(), {}), local=where is not None
+            )
         before.undo()
         for meet in late:
             meet()
@@ -190,16 +192,16 @@ def _reached(recorder: Recording, entered: bool) -> Iterator[None]:
         recorder.entered = before
 
 
-def _sealed(recorder: Recording, turns: bool) -> Any:
-    """Inside a loop, a value that Python reads would be a constant in every turn."""
+def _sealed(recorder: Recording, iterations: bool) -> Any:
+    """Inside a loop, a value that Python reads would be a constant in every iteration."""
 
     def refuse(how: str) -> None:
         raise InvalidArgument(
-            f"{how} inside a loop would give the value of the first turn in every turn: keep it a tensor, or read it "
-            f"before the loop{recorder.tape.at()}"
+            f"{how} inside a loop would give the value of the first iteration in every iteration: keep it a tensor, or "
+            f"read it before the loop{recorder.tape.at()}"
         )
 
-    return sealed(recorder, refuse) if turns else nullcontext()
+    return sealed(recorder, refuse) if iterations else nullcontext()
 
 
 def _placeholder(recorder: Recording, given: Given) -> Tensor:
@@ -247,13 +249,13 @@ class Savepoint:
         return late
 
     def cut(
-        self, inputs: tuple[Value, ...], outputs: list[Value], *, turns: bool, inner: Inner, local: bool
+        self, inputs: tuple[Value, ...], outputs: list[Value], *, iterations: bool, inner: Inner, local: bool
     ) -> Region:  # fmt: skip
         """The region, out of the tape."""
         recorder = self.recorder
         written = {base: base.entry.value for base, version in self.versions.items() if base.version != version}
         made = recorder.tape.cut(self.at)
-        inside, same, moved = _parted(recorder, made, {v.node for v in inputs}, turns=turns, inner=inner)
+        inside, same, moved = _parted(recorder, made, {v.node for v in inputs}, iterations=iterations, inner=inner)
         resolved = [same.get(v, v) for v in outputs]
         final = {base: same.get(v, v) for base, v in written.items()}
         nodes = _needed(recorder, inside, [*resolved, *final.values()])
@@ -295,7 +297,7 @@ class Savepoint:
 
 
 def _parted(
-    recorder: Recording, made: Sequence[Node], inputs: set[int], *, turns: bool, inner: Inner
+    recorder: Recording, made: Sequence[Node], inputs: set[int], *, iterations: bool, inner: Inner
 ) -> tuple[list[Node], dict[Value, Value], list[Node]]:
     """The nodes that stay inside; others go back to the tape. Writes of variables are the values that they write.
 
@@ -324,7 +326,7 @@ def _parted(
             recorder.tape.put(replace(node, control=()))  # a guard inside is none of what is outside
         elif AGAIN in node.tags and not bound and not fixed and not node.attrs.get("recompute"):
             moved[node.id] = node
-        elif turns and not bound and fixed and (repeats(node) or AGAIN in node.tags) and not may_fail(node):
+        elif iterations and not bound and fixed and (repeats(node) or AGAIN in node.tags) and not may_fail(node):
             symbols = {s for spec in node.outputs for s in spec.symbols} | set(node.symbols)
             if symbols and outer is None:
                 outer = _bound(recorder.tape.nodes)

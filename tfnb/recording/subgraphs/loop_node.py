@@ -29,15 +29,15 @@ from tfnb.recording.subgraphs.capture import (
 from tfnb.recording.values.recording import Recording
 from tfnb.recording.values.tensor import Base, Entry, Tensor
 
-DISAGREE = "branches or turns disagree"  # details of such an error
+DISAGREE = "branches or iterations disagree"  # details of such an error
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a loop gives: the carried values after the last turn, the number of turns, the stacked rows."""
+    """What a loop gives: the carried values after the last iteration, the number of iterations, the stacked rows."""
 
     carried: list[Tensor]
-    turns: Tensor
+    iterations: Tensor
     rows: list[Tensor]
 
 
@@ -45,7 +45,7 @@ Sequences = Sequence[Tensor | tuple[Tensor, Tensor]]  # stacked rows, or element
 
 
 class Saver(Protocol):
-    """The loop or branch whose values a body asks for: what it has not as an input it gives, one row for each turn."""
+    """The loop or branch whose values a body asks for: what is no input of it it gives, one row for each iteration."""
 
     @property
     def inner(self) -> Inner:
@@ -66,12 +66,13 @@ class Loop:
     """A loop to be recorded with `record`.
 
     names: of the carried values, for messages. specs: of the carried values inside, by default those of ``init``; an
-    axis that is another symbol there may change from turn to turn. rows: specs of a row of each of xs. cond, limit,
+    axis that is another symbol there may change from iteration to iteration. rows: specs of a row of each of xs. cond,
+    limit,
     reverse: see `tfnb.graph.subgraph`. saver: of the loop that this one goes back through. results: specs of the
     carried values after the loop, where they are known although the values change their shapes on the way. recompute:
     the gradient of a loop around this one does not keep what this one makes. swap: whether what is kept
     for gradients moves out of a run's memory; None: as the memory plan chooses. entered: whether the samples take a
-    turn.
+    iteration.
     """
 
     recorder: Recording
@@ -104,9 +105,10 @@ class Loop:
             return self._recorded(cond, body)
 
     def carry(self, spec: Spec, name: str) -> Tensor:
-        """Called by the body: one more carried value, which is zeros before the first turn; what the turn begins with.
+        """Called by the body: one more carried value, which is zeros before the first iteration; what the iteration
+        begins with.
 
-        The body returns what the turn leaves of it behind the other carried values.
+        The body returns what the iteration leaves of it behind the other carried values.
         """
         self.late.append(Given(spec, name))
         return added_input(self.recorder, self.late[-1], self._late_inputs)
@@ -141,8 +143,8 @@ class Loop:
         ]  # fmt: skip
         refs = iter(map(Ref, range(len(inputs))))
         shapes = tuple(spec.shape if bound_outside(recorder, spec) else len(spec.shape) for spec in rows)
-        turns = self._turns(sequences)
-        turns = turns if cond is None else self.fresh()  # it may stop before the last of them
+        iterations = self._iterations(sequences)
+        iterations = iterations if cond is None else self.fresh()  # it may stop before the last of them
         attrs: dict[str, Any] = {
             "init": tuple(next(refs) for _ in before),
             "xs": tuple(tuple(next(refs) for _ in s) if len(s) > 1 else next(refs) for s in sequences),
@@ -154,7 +156,9 @@ class Loop:
         }  # fmt: skip
         outer = [self._outer(spec, value) for spec, value in zip(inner, before, strict=True)]
         outer[: len(self.results)] = self.results
-        stacked = [spec for row, shape in zip(rows, shapes, strict=True) for spec in gathered(self, row, shape, turns)]
+        stacked = [
+            spec for row, shape in zip(rows, shapes, strict=True) for spec in gathered(self, row, shape, iterations)
+        ]
         found = append(recorder, ops.WHILE, inputs, attrs, [*outer, Spec(torch.int64, ()), *stacked])
         write_back(recorder, self.held, found[count : len(inner)], [region])
         return Result(found[:count], found[len(inner)], found[len(inner) + 1 :])
@@ -166,12 +170,12 @@ class Loop:
         while True:
             kept = self._kept()
 
-            def turn(*tensors: Tensor) -> Sequence[Any]:
+            def iteration(*tensors: Tensor) -> Sequence[Any]:
                 self.late.clear()
                 return body(*tensors)
 
             region = record_region(
-                self.recorder, turn, [*given, *rows, *kept], scope=self.path, turns=True, held=self.held,
+                self.recorder, iteration, [*given, *rows, *kept], scope=self.path, iterations=True, held=self.held,
                 inner=None if self.saver is None else self.saver.inner, entered=self.entered, added=self._late_inputs,
             )  # fmt: skip
             if self.saver is not None:
@@ -192,7 +196,7 @@ class Loop:
 
     def _test(self, cond: Function, given: list[Given]) -> Region:
         region = record_region(
-            self.recorder, cond, [*given, *self._kept()], scope=self.path, turns=True, held=self.held
+            self.recorder, cond, [*given, *self._kept()], scope=self.path, iterations=True, held=self.held
         )
         if region.written:
             raise Unsupported(f"the condition of {self.what} writes a tensor of outside{self.recorder.tape.at()}")
@@ -214,7 +218,7 @@ class Loop:
         return (inner or self.recorder.node(value.node)).outputs[value.index]
 
     def _given(self, entry: Entry, spec: Spec, name: str) -> Given:
-        """A carried value in the first turn; without a sample where its size there stands for no other."""
+        """A carried value in the first iteration; without a sample where its size there stands for no other."""
         symbols, sample = self.recorder.symbols, entry.sample
         sizes = [symbols.hint(symbols.get(d.expr)) if isinstance(d, Dim) and d.is_symbol else None for d in spec.shape]
         if sample is not None and any(s not in (None, n) for s, n in zip(sizes, sample.shape, strict=True)):
@@ -232,7 +236,7 @@ class Loop:
             sample = stack[0] if stack is not None and len(stack) else None
         return Given(replace(spec, shape=spec.shape[1:]), f"row_{place}", sample)
 
-    def _turns(self, sequences: Sequence[list[Entry]]) -> Size:
+    def _iterations(self, sequences: Sequence[list[Entry]]) -> Size:
         """The size of the axis along which rows are stacked."""
         lengths = [self._spec(entries[-1]).shape[0] for entries in sequences]
         if len({n for n in lengths if isinstance(n, int)}) > 1:
@@ -263,14 +267,14 @@ class Loop:
             found = self._inside(region, out)
             if found.dtype != spec.dtype:
                 raise InvalidArgument(
-                    f"{self.what}: {name} enters as {spec} and is {found} after one turn{at}", details=DISAGREE
+                    f"{self.what}: {name} enters as {spec} and is {found} after one iteration{at}", details=DISAGREE
                 )
             old = self.recorder.node(value.node).outputs[value.index].shape
             kept = [axis for axis, sizes in enumerate(zip(spec.shape, old, strict=True)) if sizes[0] == sizes[1]]
             if len(found.shape) != len(old) or not same_shape(recorder, _axes(found, kept), _axes(spec, kept)):
                 raise ShapeError(
-                    f"{self.what}: {name} enters as {spec} and is {found} after one turn: keep its shape, or let an "
-                    f"axis vary with shape_invariants of tfnb.while_loop{at}", details=DISAGREE,
+                    f"{self.what}: {name} enters as {spec} and is {found} after one iteration: keep its shape, or let "
+                    f"an axis vary with shape_invariants of tfnb.while_loop{at}", details=DISAGREE,
                 )  # fmt: skip
         own = {s for spec, v in zip(inner, before, strict=True) for s in spec.symbols} - {
             s for v in before for s in self.recorder.node(v.node).outputs[v.index].symbols
@@ -278,7 +282,9 @@ class Loop:
         for place, row in enumerate(region.outputs[len(inner) :] if self.saver is None else ()):
             spec = self._inside(region, row)
             if own & set(spec.symbols) or not bound_outside(self.recorder, spec):
-                raise ShapeError(f"{self.what}: result {place} is {spec}, which may be another shape each turn{at}")
+                raise ShapeError(
+                    f"{self.what}: result {place} is {spec}, which may be another shape each iteration{at}"
+                )
 
 
 def _axes(spec: Spec, axes: Sequence[int]) -> Spec:
@@ -291,8 +297,8 @@ def zeros(recorder: Recording, spec: Spec) -> torch.Tensor:
     return recorder.fresh(torch.zeros(sizes, dtype=spec.dtype, device=spec.device))
 
 
-def gathered(loop: Loop, row: Spec, shape: tuple[Size, ...] | int, turns: Size) -> list[Spec]:
+def gathered(loop: Loop, row: Spec, shape: tuple[Size, ...] | int, iterations: Size) -> list[Spec]:
     """The specs of the outputs for rows of one spec: stacked, or where they differ their elements and shapes."""
     if not isinstance(shape, int):
-        return [replace(row, shape=(turns, *shape))]
-    return [replace(row, shape=(loop.fresh(),)), Spec(torch.int64, (turns, shape))]
+        return [replace(row, shape=(iterations, *shape))]
+    return [replace(row, shape=(loop.fresh(),)), Spec(torch.int64, (iterations, shape))]

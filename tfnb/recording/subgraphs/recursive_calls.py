@@ -102,7 +102,7 @@ class Definition:
         before, recorder.lazy = recorder.lazy, True  # what a call inside gives has no sample yet
         try:
             given = [Given(spec, name) for spec, name in zip(self.specs, self.names, strict=True)]
-            region = record_region(recorder, body, given, scope=scope, turns=False)
+            region = record_region(recorder, body, given, scope=scope, iterations=False)
         finally:
             recorder.lazy = before
         if region.written:

@@ -99,7 +99,7 @@ def too_deep(node: Node, why: RecursionError) -> ResourceExhausted:
 
 
 def number(limit: Any) -> int | None:
-    """A limit of turns as a number."""
+    """A limit of iterations as a number."""
     return int(limit) if isinstance(limit, torch.Tensor) else limit
 
 

@@ -103,8 +103,8 @@ def test_a_traced_run_gives_the_live_drawing_its_slider(page: Live, program: Any
     page.run(y, {x: FED})
     (slider,) = page.sliders()
     fed = FED.double()
-    for turn in (1, 2, 3):
-        assert page.slide(slider, RIGHT) == f"turn {turn} of 3"
+    for iteration in (1, 2, 3):
+        assert page.slide(slider, RIGHT) == f"iteration {iteration} of 3"
         rows = page.card("norm")
         assert f"{fed.norm():.3g}" in rows and any(re.fullmatch(r"[\d.]+ [um]s", row) for row in rows), rows
         fed = fed / 2
@@ -143,21 +143,21 @@ def test_what_was_unfolded_stays_so_and_folding_works(page: Live, program: Any) 
     assert page.box(key).get_attribute("aria-expanded") == "false"
     page.click(key)
     (slider,) = page.sliders()
-    assert page.slide(slider, HOME, RIGHT) == "turn 1 of 3" and f"{FED.norm():.3g}" in page.card("norm")
+    assert page.slide(slider, HOME, RIGHT) == "iteration 1 of 3" and f"{FED.norm():.3g}" in page.card("norm")
 
 
 @needs_browser
-def test_a_second_run_replaces_the_first_and_keeps_the_turn(page: Live, program: Any) -> None:
+def test_a_second_run_replaces_the_first_and_keeps_the_iteration(page: Live, program: Any) -> None:
     _, x, y = program
     page.run(y, {x: FED})
     page.slide(page.sliders()[0], HOME, RIGHT, RIGHT)
     page.run(y, {x: 8 * FED})
     (slider,) = page.sliders()
-    assert slider.get_attribute("aria-valuetext") == "turn 2 of 6" and f"{4 * FED.norm():.3g}" in page.card("norm")
+    assert slider.get_attribute("aria-valuetext") == "iteration 2 of 6" and f"{4 * FED.norm():.3g}" in page.card("norm")
     assert page.js("return document.querySelectorAll('#one .tfnb-timeline').length") == 1
     page.slide(slider, END)
-    page.run(y, {x: FED})  # which has no sixth turn
-    assert page.sliders()[0].get_attribute("aria-valuetext") == "all 3 turns"
+    page.run(y, {x: FED})  # which has no sixth iteration
+    assert page.sliders()[0].get_attribute("aria-valuetext") == "all 3 iterations"
 
 
 @needs_browser
@@ -171,10 +171,10 @@ def test_a_graph_that_grew_is_drawn_with_what_is_new(page: Live, program: Any) -
     assert page.js("return [...document.querySelectorAll('.box')].some(b => /mul/.test(b.textContent))")
     page.unfold()
     (slider,) = page.sliders()
-    assert page.slide(slider, HOME, RIGHT) == "turn 1 of 3" and f"{FED.norm():.3g}" in page.card("norm")
+    assert page.slide(slider, HOME, RIGHT) == "iteration 1 of 3" and f"{FED.norm():.3g}" in page.card("norm")
 
 
-def test_a_click_inside_of_a_loop_tells_the_values_of_its_turns() -> None:
+def test_a_click_inside_of_a_loop_tells_the_values_of_its_iterations() -> None:
     graph, x, y = nested()
     live = LiveDrawing(graph, None)
     inside = next(node.name for node in live.drawing.contents.nodes if node.name.endswith("mul"))
@@ -182,12 +182,12 @@ def test_a_click_inside_of_a_loop_tells_the_values_of_its_turns() -> None:
     tfnb.run(y, {x: torch.tensor([1.0, 5.0, 3.0])}, trace=True)
     live.follow()
     told = live.fetch(inside)["preview"].splitlines()
-    assert told == [f"turn {k} in turn {n}: float32[] {v}" for k, n, v in ((1, 1, 2), (2, 1, 4), (1, 3, 6))]
+    assert told == [f"iteration {k} in iteration {n}: float32[] {v}" for k, n, v in ((1, 1, 2), (2, 1, 4), (1, 3, 6))]
     assert live.fetch("x")["preview"].startswith("float32[B]: ok") and live.widget._value("nothing")["error"]
 
 
 @needs_browser
-def test_views_of_one_widget_share_the_turn(page: Live, program: Any) -> None:
+def test_views_of_one_widget_share_the_iteration(page: Live, program: Any) -> None:
     _, x, y = program
     page.run(y, {x: FED})
     page.slide(page.sliders()[0], HOME, RIGHT, RIGHT)
@@ -195,36 +195,39 @@ def test_views_of_one_widget_share_the_turn(page: Live, program: Any) -> None:
     while page.js("return !!document.querySelector('#two .box[aria-expanded=\"false\"]')"):
         page.js("[...document.querySelectorAll('#two button')].find(b => b.textContent === 'Unfold').click()")
         page.answer()
-    texts = "[...document.querySelectorAll('.turns')].map(s => s.getAttribute('aria-valuetext'))"
-    assert page.js(f"return {texts}") == ["turn 2 of 3"] * 2
+    texts = "[...document.querySelectorAll('.iterations')].map(s => s.getAttribute('aria-valuetext'))"
+    assert page.js(f"return {texts}") == ["iteration 2 of 3"] * 2
     page.slide(page.sliders()[1], RIGHT)
-    assert page.js(f"return {texts}") == ["turn 3 of 3"] * 2
+    assert page.js(f"return {texts}") == ["iteration 3 of 3"] * 2
     page.js("window.cleanup(); document.getElementById('one').replaceChildren()")
     page.slide(page.sliders()[0], HOME)
-    assert page.js(f"return {texts}") == ["all 3 turns"]
+    assert page.js(f"return {texts}") == ["all 3 iterations"]
 
 
 @needs_browser
-def test_the_timeline_follows_the_turn_and_leads_to_it(driver: Any, tmp_path: Path) -> None:
+def test_the_timeline_follows_the_iteration_and_leads_to_it(driver: Any, tmp_path: Path) -> None:
     graph, x, y = nested()
     page = Live(driver, tmp_path, graph)
     page.unfold()
     page.run(y, {x: torch.tensor([1.0, 5.0, 3.0])})
     outer, inner = page.sliders()
-    pale = "[...document.querySelectorAll('.tfnb-timeline [data-turn]')].map(b => [b.dataset.turn, b.matches('.pale')])"
+    bars = "[...document.querySelectorAll('.tfnb-timeline [data-iteration]')]"
+    pale = f"{bars}.map(b => [b.dataset.iteration, b.matches('.pale')])"
     assert not any(is_pale for _, is_pale in page.js(f"return {pale}"))
     page.slide(outer, HOME, RIGHT)
-    loops = [turns.depth for turns in graph.attached["trace"].loops]
+    loops = [iterations.depth for iterations in graph.attached["trace"].loops]
     first, second = loops.index(1), loops.index(2)
-    inside = {at for at, turn in enumerate(graph.attached["trace"].loops[second].kept) if turn.around.number == 0}
+    inside = {
+        at for at, iteration in enumerate(graph.attached["trace"].loops[second].kept) if iteration.around.number == 0
+    }
     for name, is_pale in page.js(f"return {pale}"):
-        loop, turn = map(int, name.split())
-        assert is_pale == ((turn != 0) if loop == first else turn not in inside), name
+        loop, iteration = map(int, name.split())
+        assert is_pale == ((iteration != 0) if loop == first else iteration not in inside), name
     page.slide(outer, HOME)
-    bar = page.js(f"return document.querySelector('.tfnb-timeline [data-turn=\"{second} 2\"][data-node*=mul]')")
+    bar = page.js(f"return document.querySelector('.tfnb-timeline [data-iteration=\"{second} 2\"][data-node*=mul]')")
     page.js("arguments[0].dispatchEvent(new MouseEvent('click', { bubbles: true }))", bar)
-    assert outer.get_attribute("aria-valuetext") == "turn 3 of 3"  # the second element took no turn
-    assert inner.get_attribute("aria-valuetext") == "turn 1 of 1" and "6" in page.card("mul")
+    assert outer.get_attribute("aria-valuetext") == "iteration 3 of 3"  # the second element took no iteration
+    assert inner.get_attribute("aria-valuetext") == "iteration 1 of 1" and "6" in page.card("mul")
     assert page.errors() == []
 
 
@@ -246,9 +249,9 @@ def test_a_cell_run_again_has_one_live_drawing(program: tuple[tfnb.Graph, Any, A
     again = lives.make(graph, None, "cell:1")
     tfnb.run(y, {x: FED}, trace=True)
     lives.follow()
-    sliders = [bool(live.widget.picture["turns"]) for live in (first, other, again)]
+    sliders = [bool(live.widget.picture["iterations"]) for live in (first, other, again)]
     assert sliders == [False, True, True] and first.widget.comm is None
-    assert lives.make(graph).with_run().widget.picture["turns"]
+    assert lives.make(graph).with_run().widget.picture["iterations"]
 
 
 def test_a_run_in_parts_changes_no_live_drawing(program: tuple[tfnb.Graph, Any, Any]) -> None:

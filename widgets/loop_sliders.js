@@ -1,14 +1,14 @@
-// Sliders over the turns of loops: what the nodes inside gave and took in the turn that was chosen.
+// Sliders over the iterations of loops: what the nodes inside gave and took in the iteration that was chosen.
 //
-// data.loops: {around: the loop around it or -1, every, total, turns: [[number, turn of the loop around it], ...]}.
-// data.nodes: key of a box -> [loop, then for each of its turns: turn, two words, tenths of microseconds or -1].
-// data.gives: key of a group -> the node whose values it shows. data.sides: [loop, keys, turns in which it was taken].
+// data.loops: {around: the loop around it or -1, every, total, iterations: [[number, iteration of the loop around it], ...]}.
+// data.nodes: key of a box -> [loop, then for each of its iterations: iteration, two words, tenths of microseconds or -1].
+// data.gives: key of a group -> the node whose values it shows. data.sides: [loop, keys, iterations in which it was taken].
 // options.chosen: where the sliders start; options.changed(chosen) hears of each move of a hand.
-function tfnbTurns(root, data, options = {}) {
+function tfnbIterations(root, data, options = {}) {
   const svg = root.querySelector("svg"), { loops, words } = data;
   const first = new WeakMap();  // what an element said before
-  const chosen = loops.map(() => null);  // a turn of each loop, or null for all of them
-  const followers = [];  // what is told which turns are shown
+  const chosen = loops.map(() => null);  // an iteration of each loop, or null for all of them
+  const followers = [];  // what is told which iterations are shown
   const series = Object.entries(data.nodes).map(([key, [loop, ...flat]]) => {
     const notes = new Map();
     for (let i = 0; i < flat.length; i += 4) notes.set(flat[i], { short: flat[i + 1], long: flat[i + 2], took: flat[i + 3] });
@@ -17,46 +17,46 @@ function tfnbTurns(root, data, options = {}) {
   const byKey = new Map(series.map((one) => [one.key, one]));
   const sides = data.sides.map(([loop, keys, taken]) => ({ loop, keys, taken: new Set(taken) }));
 
-  // ---- which turns ---------------------------------------------------------------------------------------------
+  // ---- which iterations ---------------------------------------------------------------------------------------------
   const around = (loop) => loops[loop].around;
-  function within(loop) {  // the turns among which one of this loop is chosen: those of one turn of the loop around it
-    const { turns } = loops[loop], outer = around(loop);
-    const which = outer < 0 ? -1 : chosen[outer] ?? (turns.length ? turns[0][1] : -1);
-    return turns.map((_, at) => at).filter((at) => turns[at][1] === which);
+  function within(loop) {  // the iterations among which one of this loop is chosen: those of one iteration of the loop around it
+    const { iterations } = loops[loop], outer = around(loop);
+    const which = outer < 0 ? -1 : chosen[outer] ?? (iterations.length ? iterations[0][1] : -1);
+    return iterations.map((_, at) => at).filter((at) => iterations[at][1] === which);
   }
-  function matching(loop) {  // the turns that are shown, or null for all of them
+  function matching(loop) {  // the iterations that are shown, or null for all of them
     if (chosen[loop] !== null) return new Set([chosen[loop]]);
     const outer = around(loop) < 0 ? null : matching(around(loop));
-    return outer && new Set(loops[loop].turns.map((_, at) => at).filter((at) => outer.has(loops[loop].turns[at][1])));
+    return outer && new Set(loops[loop].iterations.map((_, at) => at).filter((at) => outer.has(loops[loop].iterations[at][1])));
   }
   function choose(loop, place) {  // 0: all
-    const outer = around(loop), turns = within(loop);
-    const at = place > 0 && turns.length ? turns[Math.min(place, turns.length) - 1] : null;
-    if (at !== null && outer >= 0 && chosen[outer] === null) pick(outer, loops[loop].turns[at][1]);
+    const outer = around(loop), iterations = within(loop);
+    const at = place > 0 && iterations.length ? iterations[Math.min(place, iterations.length) - 1] : null;
+    if (at !== null && outer >= 0 && chosen[outer] === null) pick(outer, loops[loop].iterations[at][1]);
     pick(loop, at);
     apply();
     options.changed?.([...chosen]);
   }
-  function chooseTurn(loop, at) {  // whatever turns of the loops around it that needs
+  function chooseIteration(loop, at) {  // whatever iterations of the loops around it that needs
     const outer = around(loop);
-    if (outer >= 0) chooseTurn(outer, loops[loop].turns[at][1]);
+    if (outer >= 0) chooseIteration(outer, loops[loop].iterations[at][1]);
     choose(loop, within(loop).indexOf(at) + 1);
   }
-  function set(wanted) {  // as another view of these loops has them; of other loops, all turns
-    const fits = wanted.length === loops.length && loops.every(({ turns, around: outer }, loop) => {
+  function set(wanted) {  // as another view of these loops has them; of other loops, all iterations
+    const fits = wanted.length === loops.length && loops.every(({ iterations, around: outer }, loop) => {
       const at = wanted[loop];
-      return at === null || (turns[at] && (outer < 0 || turns[at][1] === wanted[outer]));
+      return at === null || (iterations[at] && (outer < 0 || iterations[at][1] === wanted[outer]));
     });
     loops.forEach((_, loop) => { chosen[loop] = fits ? wanted[loop] : null; });
     apply();
   }
-  function pick(loop, at) {  // turns of the loops inside keep their number, where there is one
+  function pick(loop, at) {  // iterations of the loops inside keep their number, where there is one
     const inner = loops.map((one, place) => place).filter((place) => around(place) === loop);
-    const numbers = inner.map((place) => (chosen[place] === null ? null : loops[place].turns[chosen[place]][0]));
+    const numbers = inner.map((place) => (chosen[place] === null ? null : loops[place].iterations[chosen[place]][0]));
     chosen[loop] = at;
-    if (at !== null && around(loop) >= 0 && chosen[around(loop)] === null) pick(around(loop), loops[loop].turns[at][1]);
+    if (at !== null && around(loop) >= 0 && chosen[around(loop)] === null) pick(around(loop), loops[loop].iterations[at][1]);
     inner.forEach((place, i) => {
-      const same = at === null || numbers[i] === null ? [] : within(place).filter((turn) => loops[place].turns[turn][0] <= numbers[i]);
+      const same = at === null || numbers[i] === null ? [] : within(place).filter((iteration) => loops[place].iterations[iteration][0] <= numbers[i]);
       pick(place, same.length ? same.pop() : null);
     });
   }
@@ -68,14 +68,14 @@ function tfnbTurns(root, data, options = {}) {
   }
   const plural = (count, noun) => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
   function label(loop) {
-    const { every, total, turns } = loops[loop], among = within(loop), at = chosen[loop];
+    const { every, total, iterations } = loops[loop], among = within(loop), at = chosen[loop];
     const kept = every > 1 ? `, every ${every}th is kept` : "";
     const shown = matching(loop);
-    if (at === null) return `all ${plural(shown && every === 1 ? among.length : total, "turn")}${kept}`;
+    if (at === null) return `all ${plural(shown && every === 1 ? among.length : total, "iteration")}${kept}`;
     const count = around(loop) < 0 ? total : every === 1 ? among.length : null;
-    return `turn ${(turns[at][0] + 1).toLocaleString("en")}${count ? ` of ${count.toLocaleString("en")}` : ""}${kept}`;
+    return `iteration ${(iterations[at][0] + 1).toLocaleString("en")}${count ? ` of ${count.toLocaleString("en")}` : ""}${kept}`;
   }
-  function found(one) {  // the notes of a node in the turns that are shown, or null where all are
+  function found(one) {  // the notes of a node in the iterations that are shown, or null where all are
     const shown = matching(one.loop);
     return shown && [...shown].map((at) => one.notes.get(at)).filter(Boolean);
   }
@@ -93,11 +93,11 @@ function tfnbTurns(root, data, options = {}) {
     if (!first.has(box)) first.set(box, said);
     box.setAttribute("aria-label", lines ? `${said}\n${lines}` : said);
   }
-  function inside(box) {  // the nodes of a box that ran in some turn
+  function inside(box) {  // the nodes of a box that ran in some iteration
     const key = box.getAttribute("data-key");
     return byKey.has(key) ? [byKey.get(key)] : series.filter((one) => one.key.startsWith(`${key}.`));
   }
-  function ran(box, notes) {  // whether anything of a box ran in the turns that are shown; null: nothing is known
+  function ran(box, notes) {  // whether anything of a box ran in the iterations that are shown; null: nothing is known
     const key = box.getAttribute("data-key");
     if (notes.some((list) => list.length)) return true;
     const known = sides.filter(({ keys }) => keys.some((one) => one === key || one.startsWith(`${key}.`)));
@@ -113,16 +113,16 @@ function tfnbTurns(root, data, options = {}) {
     box.classList.toggle("unran", ran(box, notes) === false && notes.length === all.length);
     const face = box.querySelector(":scope > .face"), card = face.querySelector(":scope > .card");
     const own = byKey.get(data.gives[box.getAttribute("data-key")]) || (all.length === 1 ? all[0] : null);
-    const given = own && found(own), turn = face.querySelector(":scope > text.turn");
-    if (!card || !turn && !face.querySelector(":scope > text.took") || !notes.length) {
-      write(turn, null);
+    const given = own && found(own), iteration = face.querySelector(":scope > text.iteration");
+    if (!card || !iteration && !face.querySelector(":scope > text.took") || !notes.length) {
+      write(iteration, null);
       write(face.querySelector(":scope > text.took"), null);
       return tell(box, "");
     }
     const time = notes.length === all.length ? took(notes.flat()) : null;
     const one = given && given.length === 1 ? given[0] : null;
     const times = given ? (one ? words[one.short] : given.length ? plural(given.length, "time") : "not run") : null;
-    write(turn, times);
+    write(iteration, times);
     write(face.querySelector(":scope > text.took"), notes.length === all.length ? (time === null ? "" : duration(time)) : null);
     if (!own) return tell(box, time === null ? "" : duration(time));
     const lines = [one && words[one.long], time !== null && duration(time)].filter(Boolean).join("\n");
@@ -134,11 +134,11 @@ function tfnbTurns(root, data, options = {}) {
     const wide = +slider.querySelector(".track").getAttribute("width");
     slider.querySelector(".thumb").setAttribute("cx", among.length ? (wide * place) / among.length : 0);
     write(slider.querySelector("text"), text);
-    const said = { role: "slider", tabindex: 0, "aria-label": "Turn of the loop", "aria-valuemin": 0, "aria-valuemax": among.length, "aria-valuenow": place, "aria-valuetext": text };
+    const said = { role: "slider", tabindex: 0, "aria-label": "Iteration of the loop", "aria-valuemin": 0, "aria-valuemax": among.length, "aria-valuenow": place, "aria-valuetext": text };
     for (const [name, value] of Object.entries(said)) if (slider.getAttribute(name) !== String(value)) slider.setAttribute(name, value);
   }
   function apply() {
-    svg.querySelectorAll(".turns").forEach(draw);
+    svg.querySelectorAll(".iterations").forEach(draw);
     svg.querySelectorAll(".box").forEach(show);
     followers.forEach((tell) => tell(matching));
   }
@@ -149,7 +149,7 @@ function tfnbTurns(root, data, options = {}) {
 
   // ---- pointer and keys: before the drawing, which would pan or fold -------------------------------------------
   let held = null;
-  const at = (event) => event.target.closest?.(".turns");
+  const at = (event) => event.target.closest?.(".iterations");
   function slide(event) {
     const loop = +held.dataset.loop, track = held.querySelector(".track").getBoundingClientRect();
     choose(loop, Math.round(((event.clientX - track.left) / track.width) * within(loop).length));
@@ -184,5 +184,5 @@ function tfnbTurns(root, data, options = {}) {
     if (changes.some(({ addedNodes }) => [...addedNodes].some((el) => el.classList?.contains("face")))) apply();
   });
   watch.observe(svg, { childList: true, subtree: true });
-  return { chooseTurn, follow, set, stop() { watch.disconnect(); } };
+  return { chooseIteration, follow, set, stop() { watch.disconnect(); } };
 }

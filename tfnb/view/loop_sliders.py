@@ -1,4 +1,4 @@
-"""The turns of the loops of a traced run, for a drawing: words for its boxes, and data for its sliders.
+"""The iterations of the loops of a traced run, for a drawing: words for its boxes, and data for its sliders.
 
 A trace is anything with the fields of `tfnb.execution.Trace`. Imports the words, the boxes and their wiring.
 """
@@ -45,22 +45,32 @@ def spec(seen: Any) -> str:
 
 
 def history(trace: Any, path: tuple[int, ...], most: int = 200) -> str:
-    """The values of a node inside in each turn that was kept, a line each; without turns, how often it ran."""
-    rows = [(turn, note) for turns in trace.loops for turn in turns.kept if (note := turn.notes.get(path))]
+    """The values of a node inside in each iteration that was kept, a line each; without them, how often it ran."""
+    rows = [
+        (iteration, note)
+        for iterations in trace.loops
+        for iteration in iterations.kept
+        if (note := iteration.notes.get(path))
+    ]
     if not rows:
         amount = trace.inside.get(path)
-        return f"{amount.calls:,} times; values are kept of turns" if amount else "not run in the last traced run"
-    lines = [f"{_named(turn)}: " + ", ".join(f"{spec(s)} {value(s)}".rstrip() for s in n.values) for turn, n in rows]
+        return f"{amount.calls:,} times; values are kept of iterations" if amount else "not run in the last traced run"
+    lines = [
+        f"{_named(iteration)}: " + ", ".join(f"{spec(s)} {value(s)}".rstrip() for s in n.values)
+        for iteration, n in rows
+    ]
     return "\n".join([*lines[:most], *([f"… {len(lines) - most:,} more"] if len(lines) > most else [])])
 
 
-def _named(turn: Any) -> str:
-    """``turn 2 in turn 1`` of the loop around it."""
-    return f"turn {turn.number + 1:,}" + (f" in {_named(turn.around)}" if turn.around is not None else "")
+def _named(iteration: Any) -> str:
+    """``iteration 2 in iteration 1`` of the loop around it."""
+    return f"iteration {iteration.number + 1:,}" + (
+        f" in {_named(iteration.around)}" if iteration.around is not None else ""
+    )
 
 
-class Turned:
-    """What the loops of a traced run did in single turns, by the boxes of one drawing."""
+class LoopSliders:
+    """What the loops of a traced run did in single iterations, by the boxes of one drawing."""
 
     def __init__(self, trace: Any, opened: Opened, wiring: Wiring) -> None:
         self.loops = tuple(trace.loops)
@@ -68,10 +78,10 @@ class Turned:
         self.calls = {path: amount.calls for path, amount in trace.inside.items()}
         self.paths = opened.paths
         self.ids = {path: node for node, path in opened.paths.items()}
-        self.notes: dict[int, list[tuple[int, int, Any]]] = {}  # by the drawing's node: loop, turn, note
-        for place, turns in enumerate(self.loops):
-            for at, turn in enumerate(turns.kept):
-                for path, note in turn.notes.items():
+        self.notes: dict[int, list[tuple[int, int, Any]]] = {}  # by the drawing's node: loop, iteration, note
+        for place, iterations in enumerate(self.loops):
+            for at, iteration in enumerate(iterations.kept):
+                for path, note in iteration.notes.items():
                     if path in self.ids:
                         self.notes.setdefault(self.ids[path], []).append((place, at, note))
         self.frames = dict(self._frames())
@@ -79,13 +89,13 @@ class Turned:
     def _frames(self) -> Iterator[tuple[Key, int]]:
         """The boxes that hold a loop and nothing else, or else its body."""
         where, taken = self.wiring.where, set[Key]()
-        for place, turns in enumerate(self.loops):
-            path = turns.path
+        for place, iterations in enumerate(self.loops):
+            path = iterations.path
             inside = [where[node] for node, p in self.paths.items() if p[: len(path)] == path and node in where]
             own = where.get(self.ids.get(path, path[-1]))
             for keys in ([key for key in inside if key != own], [*inside, own] if own else inside):
                 frame = common(keys)
-                if frame and turns.kept and frame not in taken and self.wiring.root.at(frame).children:
+                if frame and iterations.kept and frame not in taken and self.wiring.root.at(frame).children:
                     taken.add(frame)
                     yield frame, place
                     break
@@ -103,7 +113,7 @@ class Turned:
         return results[0][0].id if len(results) == 1 and results[0][0].id in self.notes else None
 
     def words(self, box: Box) -> list[str]:
-        """What stands on the card of a box: of all turns together, then of single ones; nothing outside of loops."""
+        """The words on the card of a box: of all iterations together, then of single ones; none outside of loops."""
         node = self.gives(box) if self.is_inside(box) else None
         if node is None:
             return []
@@ -114,22 +124,22 @@ class Turned:
     def label(self, box: Box) -> tuple[int, str] | None:
         """Number and first words of the slider of an unfolded box, if it has one."""
         place = self.frames.get(box.key)
-        return None if place is None else (place, f"all {facts.plural(self.loops[place].total, 'turn')}")
+        return None if place is None else (place, f"all {facts.plural(self.loops[place].total, 'iteration')}")
 
     @cached_property
     def data(self) -> dict[str, Any]:
-        """What the sliders need: see ``turns.js`` of `tfnb.widgets`."""
+        """What the sliders need: see ``loop_sliders.js`` of `tfnb.widgets`."""
         if not self.frames:
             return {}
         words: dict[str, int] = {}
-        place_of = {turns.path: place for place, turns in enumerate(self.loops)}
-        index = {id(turn): at for turns in self.loops for at, turn in enumerate(turns.kept)}
+        place_of = {iterations.path: place for place, iterations in enumerate(self.loops)}
+        index = {id(iteration): at for iterations in self.loops for at, iteration in enumerate(iterations.kept)}
         loops = [
             {
-                "around": place_of.get(turns.around, -1), "every": turns.every, "total": turns.total,
-                "turns": [[turn.number, index[id(turn.around)] if turn.around else -1] for turn in turns.kept],
+                "around": place_of.get(iterations.around, -1), "every": iterations.every, "total": iterations.total,
+                "iterations": [[one.number, index[id(one.around)] if one.around else -1] for one in iterations.kept],
             }
-            for turns in self.loops
+            for iterations in self.loops
         ]  # fmt: skip
         where = self.wiring.where
         nodes = {key_name(where[n]): list(_packed(self.notes[n], words)) for n in self.notes if n in where}
@@ -140,14 +150,14 @@ class Turned:
         return (box for box in self.wiring.root.walk() if box.children and self.is_inside(box))
 
     def _sides(self) -> Iterator[list[Any]]:
-        """Loop, nodes of a side of a branch, and in which turns it was taken."""
+        """Loop, nodes of a side of a branch, and in which iterations it was taken."""
         ids: Mapping[tuple[Any, bool], tuple[int, ...]] = self.sides
         where = self.wiring.where
-        for place, turns in enumerate(self.loops):
-            for path in dict.fromkeys(path for turn in turns.kept for path in turn.sides):
+        for place, iterations in enumerate(self.loops):
+            for path in dict.fromkeys(path for iteration in iterations.kept for path in iteration.sides):
                 for way in (True, False):
                     keys = [key_name(where[node]) for node in ids.get((path, way), ()) if node in where]
-                    taken = [at for at, turn in enumerate(turns.kept) if turn.sides.get(path) is way]
+                    taken = [at for at, iteration in enumerate(iterations.kept) if iteration.sides.get(path) is way]
                     yield [place, keys, taken]
 
 
@@ -156,7 +166,7 @@ def _short(note: Any) -> str:
 
 
 def _packed(notes: Iterable[tuple[int, int, Any]], words: dict[str, int]) -> Iterator[int]:
-    """The loop, then four numbers a turn: which, its words on a card and in the tooltip, tenths of microseconds."""
+    """The loop, then four numbers an iteration: which, words on a card and in the tooltip, tenths of microseconds."""
     for count, (place, at, note) in enumerate(notes):
         if not count:
             yield place
