@@ -1,6 +1,6 @@
 """The AutoGraph frontend: from source to code that calls operators. It records nothing, and knows no graph.
 
-`trees` finds a function's syntax tree and says what is in it. `source` and `cell_parts` iteration the trees of functions and
+`trees` finds a function's syntax tree and says what is in it. `source` and `cell_parts` turn the trees of functions and
 cells into code. `autograph_frontend` calls the library that makes functions of bodies, and `expressions` adds what the
 library leaves out. `cannot_stage` is how source, or a statement of it, is left to Python.
 """
