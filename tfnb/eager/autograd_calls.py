@@ -27,8 +27,9 @@ _ROWS = OVERRIDES[Stage.AUTOGRAD]
 def facade(recorder: Recorder) -> Iterator[None]:
     """Inside, torch's autograd and optimizers are recorded."""
     explained()
-    recorder.autograd = Autograd(recorder)
-    with recorded_steps(), Calls(recorder.autograd):
+    state = Autograd(recorder)
+    recorder.autograd = state
+    with recorded_steps(), Calls(state):
         yield
 
 

@@ -34,7 +34,7 @@ def explained() -> None:
             "recording and call backward() there, or give a recorded loss to tfnb.gradients(loss, variables)"
         )
 
-    torch.autograd._engine_run_backward = run
+    torch.autograd._engine_run_backward = run  # type: ignore[assignment]
 
 
 def _at() -> str:

@@ -16,7 +16,8 @@ import torch
 class Autograd(Protocol):
     """The gradients and hooks of an open recording, which `tfnb.eager` keeps."""
 
-    hooks: Mapping[Any, Mapping[int, Callable[..., Any]]]  # by value
+    @property
+    def hooks(self) -> Mapping[Any, Mapping[int, Callable[..., Any]]]: ...  # by value
 
     def grad(self, tensor: Any) -> torch.Tensor | None: ...
 

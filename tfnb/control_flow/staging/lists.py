@@ -169,7 +169,7 @@ class Growth:
                 found.append(tensor_of(recorder, room["is kept"]))
         return found
 
-    def finish(self, rows: Sequence[torch.Tensor], place: str, share: Callable[[torch.Tensor, Bases], None]) -> None:
+    def finish(self, rows: Sequence[torch.Tensor], place: str, share: Callable[[Any, Bases], None]) -> None:
         """After the loop: its rows, at the end of the lists. share: says whose memory they may have."""
         left = iter(rows)
         for owner, (form, numbers, is_always), bases in zip(self.lists, self.forms, self.bases, strict=True):

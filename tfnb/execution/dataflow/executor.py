@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -166,8 +166,7 @@ class Driver:
 
 def _kind(node: Node) -> Kind:
     """What a node does to its queue."""
-    kind: Kind = node.op.partition(".")[2]
-    return kind
+    return cast(Kind, node.op.partition(".")[2])
 
 
 def described(attempt: Attempt) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from tfnb.execution.lowering.program import Program
 
-Forward = Callable[..., Sequence[Any]]
+Forward = Callable[..., tuple[Any, ...]]
 """Computes a step as ``program.forward`` does: takes feeds, storages and the run's number, and writes nothing."""
 
 _LOG = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import torch
 from torch._C import DispatchKey
 
 from tfnb.errors import Unsupported
-from tfnb.recording.overrides.override_table import Stage, override
+from tfnb.recording.overrides.override_table import Row, Stage, override
 from tfnb.recording.values.recording import Recording
 
 Function = Callable[..., Any]
@@ -52,7 +52,8 @@ def _map(rec: Recording, function: Function, xs: Sequence[Any], more: Sequence[A
     return _flow().map_fn(lambda rows: function(*rows, *more), tuple(xs))
 
 
-for _name, _function in {"cond": _cond, "while_loop": _while, "scan": _scan, "map_impl": _map}.items():
+_FORMS: dict[str, Row] = {"cond": _cond, "while_loop": _while, "scan": _scan, "map_impl": _map}
+for _name, _function in _FORMS.items():
     if hasattr(torch.ops.higher_order, _name):  # not all of them are in every release
         override(Stage.FUNCTION, getattr(torch.ops.higher_order, _name))(_function)
 _PLAIN = frozenset({"flex_attention"})  # torch computes it by tensor code

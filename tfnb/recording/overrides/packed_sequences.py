@@ -153,7 +153,7 @@ def _layer(rec: Recording, module: nn.RNNBase) -> Any:
     torch's forward would make a number of the rows to make and to check that state: it is made here, and the check
     is the ops'.
     """
-    original = type(module).forward
+    original: Any = type(module).forward
     if original not in _FORWARD:
         return NotImplemented
 

@@ -18,7 +18,7 @@ from tfnb.recording.writes.in_place_calls import take_data
 _set: Callable[..., None] = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
-@override(Stage.FUNCTION, torch.Tensor.data.__set__)
+@override(Stage.FUNCTION, torch.Tensor.data.__set__)  # type: ignore[attr-defined]
 def _set_data(rec: Recording, tensor: Any, new: Any) -> None:
     """``x.data = new``: other memory, which gradients do not see. Modules made here are converted for real."""
     is_initial = is_lazy(tensor) or rec.is_unused(tensor)
