@@ -36,7 +36,7 @@ from tfnb.gradients import IndexedSlices
 from tfnb.graph import Graph, Value, Variable
 from tfnb.graph.collector import uncollected
 from tfnb.graph.forms.serial import graph_hash
-from tfnb.graph.variable_locks import LOCKS, Cut, Hold, ensure_unchanged, versions
+from tfnb.graph.variable_locks import LOCKS, Access, Cut, Hold, ensure_unchanged, versions
 from tfnb.memory import step_passes
 from tfnb.passes import LAYOUTS, Passes, StepGraph, chosen_layout, step_graph, table
 from tfnb.recording import graph as graph_named
@@ -168,8 +168,6 @@ class Session:
             results = self._traced(prepared, fed, timeout, trace, cut)
         else:
             results = self._execute(prepared, fed, timeout, cut)
-        if prepared.trailing:
-            results += prepared.after(cut)
         return prepared.rebuild(results)
 
     def make_callable(self, fetches: Any, feeds: Sequence[Any] = ()) -> Callable[..., Any]:
@@ -189,10 +187,7 @@ class Session:
                 prepared = self._prepare(fetches, feeds)
             if len(values) != len(feeds):
                 raise InvalidArgument(f"this callable takes {len(feeds)} values, got {len(values)}")
-            results = self._execute(prepared, prepared.feeder.fed(values), None)
-            if prepared.trailing:
-                results += prepared.after()
-            return prepared.rebuild(results)
+            return prepared.rebuild(self._execute(prepared, prepared.feeder.fed(values), None))
 
         return call
 
@@ -275,24 +270,30 @@ class Session:
         __tracebackhide__ = True
         tensors, shapes = fed
         if self.cluster is not None:
-            return self._stoppable(prepared.code.step, None, self._on_cluster, prepared.code, tensors, timeout)
+            sent = self._stoppable(prepared.code.step, None, self._on_cluster, prepared.code, tensors, timeout)
+            return [*sent, *prepared.after()]
         program, forward = prepared.code.at(shapes)
-        return self._step(program, tensors, timeout, forward, program.commit, cut)
+        return self._step(prepared, program, tensors, timeout, forward, program.commit, cut)
 
     def _step(
-        self, program: Program, tensors: list[torch.Tensor], timeout: float | None, forward: Callable[..., Any],
-        commit: Callable[[Any], None], cut: Cut | None,
+        self, prepared: _Prepared, program: Program, tensors: list[torch.Tensor], timeout: float | None,
+        forward: Callable[..., Any], commit: Callable[[Any], None], cut: Cut | None,
     ) -> list[Any]:  # fmt: skip
-        """Compute, then commit, with the locks of the Variables."""
+        """Compute, commit, and read the fetched Variables, with the locks of all Variables."""
         __tracebackhide__ = True
-        if program.access is None:
+        access = program.access
+        if prepared.trailing:
+            access = Access((*program.variables, *prepared.trailing), program.writes)
+        if access is None:
             return self._stoppable(program, timeout, self._compute, program, tensors, forward)[0]  # type: ignore[no-any-return]
-        hold = Hold(program.access)
+        hold = Hold(access)
         try:
             with hold.token:
                 compute = self._locked if cut is None and not program.waits else self._aside
                 results, pending = self._stoppable(program, timeout, compute, hold, program, tensors, forward, cut)
                 commit(pending)
+                if prepared.trailing:
+                    results += prepared.after(cut)
         finally:
             hold.leave()
         return results  # type: ignore[no-any-return]
@@ -309,7 +310,7 @@ class Session:
         program, _ = prepared.code.at(shapes)
         with profiling(how == "kernels") as profile:
             tracer = TRACERS[how](program)
-            results = self._step(program, tensors, timeout, tracer.forward, tracer.commit, cut)
+            results = self._step(prepared, program, tensors, timeout, tracer.forward, tracer.commit, cut)
         tracer.end(results, profile.found)
         self._trace = tracer if tracer.by_parts else tracer.trace()
         self.graph.attached["trace"] = self._trace  # live drawings of the graph look there
@@ -339,8 +340,9 @@ class Session:
         __tracebackhide__ = True
         seen = versions(program.variables) if cut is None else {v: cut.versions[v] for v in program.variables}
         found = self._compute(program, tensors, forward, cut)
-        if program.writes:
+        if program.writes or (cut is None and hold.access is not program.access):  # which fetches Variables
             _take(hold)
+        if program.writes:
             ensure_unchanged(seen)
         return found
 

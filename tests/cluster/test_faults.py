@@ -334,7 +334,8 @@ def test_c75_ctrl_c_to_the_process_group_and_no_process_is_left(tmp_path, ending
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     try:
-        pids = [int(n) for n in child.stdout.readline().split()[1:]]
+        said = next(line for line in child.stdout if not line.startswith("connect:"))  # which workers are up
+        pids = [int(n) for n in said.split()[1:]]
         assert len(pids) == 3
         assert child.stdout.readline() == "training\n"
         if ending != "--die":

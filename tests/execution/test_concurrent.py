@@ -431,3 +431,27 @@ def test_a_checkpoint_written_while_training_is_of_one_step(tmp_path: Path) -> N
         done.set()
 
     at_once(train, save)
+
+
+@pytest.mark.parametrize("with_step", [False, True])
+@pytest.mark.parametrize("callable_", [False, True])
+def test_variables_that_are_fetched_are_of_one_moment(with_step: bool, callable_: bool) -> None:
+    v, w = tfnb.Variable(torch.zeros(2000), name="v"), tfnb.Variable(torch.zeros(2000), name="w")
+    with tfnb.record() as g:
+        step = tfnb.group(v.assign_add(torch.ones(2000)), w.assign_add(torch.ones(2000)))
+    session = tfnb.Session(g)
+    fetches = [step, v, w] if with_step else [v, w]
+    fetch = session.make_callable(fetches) if callable_ else lambda: session.run(fetches)
+    torn = []
+
+    def train() -> None:
+        for _ in range(STEPS):
+            session.run(step)
+
+    def look() -> None:
+        for _ in range(STEPS):
+            *_, one, two = fetch()
+            torn.append(not torch.equal(one, two) or len(one.unique()) > 1)
+
+    at_once(train, train, look)
+    assert len(torn) == STEPS and not any(torn)

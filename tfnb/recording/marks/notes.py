@@ -17,7 +17,7 @@ from tfnb.graph import Node, Source, Variable
 from tfnb.graph.op_facts import Op, op_name
 
 _PLUMBING = frozenset({"tfnb", "torch", "sympy", "functools", "contextlib"})
-_HERE = str(Path(__file__).parent.parent)  # the package
+_HERE = str(Path(__file__).parents[2])  # the package
 # What says that torch knows no shape rule, and not that the shapes are wrong.
 _NO_RULE = (
     NotImplementedError, fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException,
