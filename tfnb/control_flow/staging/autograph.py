@@ -18,7 +18,7 @@ from tfnb.control_flow.staging.operators import OPERATORS
 from tfnb.control_flow.staging.statement import status
 from tfnb.control_flow.staging.unset import Sometimes, Undefined
 from tfnb.control_flow.structure import recorder_if_open
-from tfnb.recording import Tensor
+from tfnb.recording import Recorder, Tensor
 from tfnb.recording.overrides.override_table import Stage, override
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -95,7 +95,7 @@ def converting() -> Iterator[None]:
 
 
 @override(Stage.MODULE, torch.nn.Module)
-def _forward(rec: Any, module: torch.nn.Module) -> Any:
+def _forward(rec: Recorder, module: torch.nn.Module) -> Any:
     """A module's forward, converted."""
     written = getattr(type(module), "forward", None)
     if not status.active or status.off or not isinstance(written, FunctionType):
