@@ -151,9 +151,9 @@ class Session:
         node with a clock, with ``"kernels"`` inside ``torch.profiler``, or with ``"parts"`` look at the clock between
         parts only, at hardly any cost; ``self.trace`` then tells what took how long. isolation: a step holds
         the locks of its Variables until it is over, so steps of other threads that write them wait; with
-        ``"snapshot"`` it reads copies of one moment, and nobody waits. Raises FeedError, ShapeError, InvalidArgument
-        for a missing feed, StaleNode, and Aborted where a step that uses queues, or a snapshot, would write after
-        another step wrote what it read; variables are then as they were.
+        ``"snapshot"`` it waits for those that write now, copies, and lets others go on. Raises FeedError, ShapeError,
+        InvalidArgument for a missing feed, StaleNode, and Aborted where a step that uses queues, or a snapshot, would
+        write after another step wrote what it read; variables are then as they were.
         """
         __tracebackhide__ = True
         if timeout is not None:
