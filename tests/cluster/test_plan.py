@@ -68,6 +68,13 @@ def test_several_shards_prepare_before_any_commits():
     assert play(machine, Committed(1, 0), Committed(1, 1)) == [Finish(("a",), (0,))]
 
 
+def test_a_step_of_one_task_has_all_rows():
+    machine = step(tasks=[3, 4], rows=7, whole=True)
+    assert play(machine, Start()) == [Run(1, 3, 0, 0, 7)]
+    assert play(machine, Lost(3)) == [Abort(1), Run(2, 4, 0, 0, 7)]
+    assert play(machine, Done(2, 4, "a"), Committed(2, 0))[-1] == Finish(("a",), (7,))
+
+
 def test_a_step_that_writes_nothing_finishes_without_commit():
     machine = step(tasks=[0], shards=(), rows=None)
     assert play(machine, Start(), Done(1, 0, "a"))[-1] == Finish(("a",), (0,))
@@ -174,7 +181,8 @@ def test_c50_a_step_under_any_events_is_written_once_or_not_at_all(data):  # noq
     """Random answers, losses, retries, interrupts: it ends, and every shard has the same one round or none."""
     shards = data.draw(st.sampled_from([(), (0,), (0, 1), (0, 1, 2)]))
     tasks = list(range(data.draw(st.integers(1, 4))))
-    machine = Step(list(tasks), shards, itertools.count(1), data.draw(st.sampled_from([None, 1, 5, 8])), deadline=50.0)
+    rows, whole = data.draw(st.sampled_from([None, 1, 5, 8])), data.draw(st.booleans())
+    machine = Step(list(tasks), shards, itertools.count(1), rows, whole, deadline=50.0)
     calls: list = []  # instructions without an answer
     committed: dict[int, list] = {shard: [] for shard in shards}
     finished: list[Finish] = []
@@ -210,6 +218,8 @@ def test_c50_a_step_under_any_events_is_written_once_or_not_at_all(data):  # noq
         elif calls:
             call = calls.pop(data.draw(st.integers(0, len(calls) - 1)))
             match call, kind:
+                case Run(number, task, _, start, stop), _ if rows is not None and whole and (start, stop) != (0, rows):
+                    raise AssertionError("a whole step without all of its rows")
                 case Run(number, task), _ if task in dead:
                     pass
                 case Run(number, task), "error":

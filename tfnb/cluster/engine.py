@@ -76,8 +76,8 @@ class Engine:
         """One step. Values of each worker, their rows, and the values seen after the commit."""
         async with self._iteration:
             deadline = time.monotonic() + seconds if seconds is not None else float("inf")
-            whole = batch.rows is None or placed.why_whole is not None
-            machine = p.Step(self._live(), placed.writes, self._numbers, None if whole else batch.rows, deadline)
+            whole = placed.why_whole is not None
+            machine = p.Step(self._live(), placed.writes, self._numbers, batch.rows, whole, deadline)
             end = await self._drive(machine, placed, batch)
             if end.cause is not None:
                 raise self._error(end.cause, seconds)
@@ -93,7 +93,7 @@ class Engine:
     ) -> list[Any]:
         """Fetches of the state after the commit: a read of its own."""
         reading = Placed(after, {}, placed.after_fetched, placed.variables, ())
-        machine = p.Step(self._live(), (), self._numbers, None, deadline)
+        machine = p.Step(self._live(), (), self._numbers, deadline=deadline)
         end = await self._drive(machine, reading, Batch(batch.tensors, batch.run_index))
         if end.cause is not None:
             raise self._error(end.cause, seconds)

@@ -224,14 +224,15 @@ def divide(rows: int, parts: int) -> list[tuple[int, int]]:
 class Step:
     """One step with everything or nothing written.
 
-    ``rows``: rows to divide, or None for a step that one task computes whole. ``shards``: those that the step
-    writes. ``numbers``: fresh round numbers. States: planned, running, preparing, committing, over.
+    ``rows``: rows of the batch, None where it has none. ``whole``: one task computes all of them. ``shards``: those
+    that the step writes. ``numbers``: fresh round numbers. States: planned, running, preparing, committing, over.
     """
 
     tasks: list[int]
     shards: Sequence[int]
     numbers: Iterator[int]
     rows: int | None = None
+    whole: bool = False
     deadline: float = float("inf")
     state: str = "planned"
     number: int = -1
@@ -277,7 +278,8 @@ class Step:
         if not self.tasks:
             return self._stop(TasksLost("no compute task is left"))
         self.state, self.number = "running", next(self.numbers)
-        ranges = [(0, 0)] if self.rows is None else divide(self.rows, len(self.tasks))
+        parts = 1 if self.whole else len(self.tasks)
+        ranges = [(0, 0)] if self.rows is None else divide(self.rows, parts)
         self.ranges = dict(zip(self.tasks, ranges, strict=False))
         self.values = {}
         return [Run(self.number, t, w, *r) for w, (t, r) in enumerate(self.ranges.items())]
