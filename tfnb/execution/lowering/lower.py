@@ -51,7 +51,12 @@ def lower_step(step: StepGraph, last: Sequence[Pass] = LAST) -> Program:
     heap.settle()
     unburden(step.whole)
     with uncollected():
-        return _Lowering(step.whole, optimized(step, last), step.fetches, step.feeds).program()
+        return lower_optimized(step.whole, optimized(step, last), step.fetches, step.feeds)
+
+
+def lower_optimized(whole: Graph, graph: Graph, fetches: tuple[Value, ...], feeds: tuple[Value, ...]) -> Program:
+    """`lower` of what all passes have seen. whole: where the nodes of fetches and feeds are."""
+    return _Lowering(whole, graph, fetches, feeds).program()
 
 
 def subprogram(

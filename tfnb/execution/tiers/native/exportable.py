@@ -1,0 +1,255 @@
+"""A lowered step as a module of plain torch that takes all it needs and writes Variables at its end.
+
+Its inputs are feeds, storages, then `Given`: constants of the graph, and random draws, which are made before the call
+with their own streams. A step *writes* where nothing can fail once the operands are checked; else the module only
+computes, and the commit writes as it does for generated code. What kernels must not take is clamped (`operand_checks`),
+and every write then keeps the old value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tfnb.errors import Unimplemented
+from tfnb.execution.lowering.checked_calls import Branch, Drawing
+from tfnb.execution.lowering.control_flow_code import Call, Cond, Loop
+from tfnb.execution.lowering.program import Program
+from tfnb.execution.tiers.native.request import Operand
+from tfnb.execution.tiers.operand_checks import OperandChecks
+from tfnb.graph import Dim
+from tfnb.kernels.formulas import FORMULAS
+from tfnb.passes import feed_symbols
+
+aten = torch.ops.aten
+SMALL = 1  # elements; a constant of so many stands in the code
+_DECIDES = (Branch, Call, Cond, Loop)
+_BY_SHAPE = frozenset({
+    aten.bernoulli.p, aten.native_dropout.default, aten.rand_like.default, aten.randint_like.default,
+    aten.randint_like.low_dtype, aten.randn_like.default,
+})  # fmt: skip
+"""Random ops that read no value of their operand."""
+
+
+def obstacle(program: Program) -> str | None:
+    """Why a step cannot be one module; None where nothing speaks against it."""
+    known = feed_symbols(program.whole.contents, program.feeds).keys()
+    for node in program.module.graph.nodes:
+        owner = program.node_of.get(node.name)
+        name = node.name if owner is None else owner.name
+        if isinstance(node.target, _DECIDES):
+            return f"{name} decides what runs next"
+        if owner is None:
+            continue
+        if any(
+            str(s) not in known for spec in owner.outputs for d in spec.shape if isinstance(d, Dim) for s in d.symbols
+        ):
+            return f"data decide the sizes of {name}"
+        if isinstance(node.target, Drawing) and not _draws_before(node):
+            return f"{name} draws from values that the step computes"
+        if any(spec.device != "cpu" for spec in owner.outputs):
+            return f"{name} is on {owner.outputs[0].device}"
+    return None
+
+
+def _draws_before(node: fx.Node) -> bool:
+    target: Any = node.target
+    fixed = all(source.op in ("placeholder", "get_attr") for source in node.all_input_nodes)
+    return target.op in _BY_SHAPE or (fixed and len(target.op._schema.returns) == 1)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a step takes beside feeds and storages. draws: calls of the run's number that make the rest."""
+
+    constants: tuple[torch.Tensor, ...]
+    draws: tuple[Callable[[int, Sequence[Any]], torch.Tensor], ...]
+
+    @classmethod
+    def of(cls, program: Program, operands: Iterable[Operand]) -> Given:
+        """That of a program, for operands that lie so."""
+        drawing = [node for node in program.module.graph.nodes if isinstance(node.target, Drawing)]
+        layouts: Mapping[fx.Node, Any] = _Layouts.of(program, operands) if drawing else {}
+        constants = tuple(getattr(program.module, name) for name in _constants(program))
+        return cls(constants, tuple(_draw(program, node, layouts[node]) for node in drawing))
+
+
+def _constants(program: Program) -> list[str]:
+    """The names of constants that are operands."""
+    names = dict.fromkeys(str(node.target) for node in program.module.graph.find_nodes(op="get_attr"))
+    return [name for name in names if getattr(program.module, name).numel() > SMALL]
+
+
+class _Layouts(fx.Interpreter):
+    """Finds the operands of each draw."""
+
+    @classmethod
+    def of(cls, program: Program, operands: Iterable[Operand]) -> dict[fx.Node, Any]:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            found = cls(program.module)
+            found.operands = {}
+            found.run(*[operand.empty() for operand in operands], 0)
+        return found.operands
+
+    operands: dict[fx.Node, Any]
+
+    def run_node(self, n: fx.Node) -> Any:
+        if isinstance(n.target, Drawing):
+            self.operands[n] = self.fetch_args_kwargs_from_env(n)
+            args, kwargs = self.operands[n]
+            return n.target.op(*args[1:], **kwargs)
+        return super().run_node(n)
+
+
+def _draw(program: Program, node: fx.Node, given: Any) -> Callable[[int, Sequence[Any]], torch.Tensor]:
+    place = {n: at for at, n in enumerate(program.module.graph.find_nodes(op="placeholder"))}
+    places = [place.get(arg) if isinstance(arg, fx.Node) else None for arg in node.args]
+    drawing: Any = node.target
+    args, kwargs = given
+    made = [
+        _zeros(arg) if isinstance(arg, FakeTensor) and at is None else arg for arg, at in zip(args, places, strict=True)
+    ]
+
+    def draw(run: int, operands: Sequence[Any]) -> torch.Tensor:
+        taken = [arg if at is None else operands[at] for arg, at in zip(made[1:], places[1:], strict=True)]
+        out = drawing(run, *taken, **kwargs)
+        return out if isinstance(out, torch.Tensor) else out[1]  # of dropout, the mask
+
+    return draw
+
+
+def _zeros(fake: FakeTensor) -> torch.Tensor:
+    return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype).zero_()
+
+
+@dataclass(frozen=True)
+class About:
+    """What a package is. operands: all of them; written: places of those that it writes; flag: its last output.
+
+    fetched: for each output of the program that the call gives (fetches, and of a step that only computes also what is
+    committed) its place among the outputs of the package, or ~place among the operands; None for nothing.
+    """
+
+    operands: tuple[Operand, ...]
+    written: tuple[int, ...]
+    fetched: tuple[int | None, ...]
+    flag: bool
+
+
+def exportable(
+    program: Program, operands: Sequence[Operand], table: Mapping[Any, Callable[..., Any]]
+) -> tuple[fx.GraphModule, list[torch.Tensor], About]:
+    """The module, examples of its operands, and what it gives; raises Unimplemented, or what torch raises.
+
+    table: decompositions of the compiler.
+    """
+    why = obstacle(program)
+    if why is not None:
+        raise Unimplemented(why)
+    graph, places = _pure(program)
+    given = Given.of(program, operands)
+    step = fx.GraphModule(program.module, graph)
+    examples = [operand.empty().zero_() for operand in operands]
+    examples += [*given.constants, *(draw(0, examples) for draw in given.draws)]
+    writes = list(_writes(program)) if _may_write(program) else None
+    shown = places if writes is None else places[: program.n_fetches]
+    results = [place for place in dict.fromkeys(shown) if place is not None and place >= 0]
+    checks = OperandChecks()
+
+    def function(*args: torch.Tensor) -> list[torch.Tensor]:
+        outs = step(*args)
+        new = (
+            _new_values(program, [None if at is None else outs[at] if at >= 0 else args[~at] for at in places])
+            if writes
+            else []
+        )
+        flag = checks.flag()
+        for place, value in zip(writes or (), new, strict=True):
+            value = value.to(args[place].dtype).expand(args[place].shape)
+            args[place].copy_(value if flag is None else torch.where(flag, args[place], value))
+        return [*(outs[place] for place in results), *([] if flag is None else [flag])]
+
+    with torch.no_grad():
+        module = make_fx(function, checks.over(table), tracing_mode="fake", _allow_non_fake_inputs=True)(*examples)
+    fetched = tuple(results.index(place) if place is not None and place >= 0 else place for place in shown)
+    about = About(tuple(map(Operand.of, examples)), tuple(writes or ()), fetched, bool(checks.changed))
+    return module, examples, about
+
+
+def _pure(program: Program) -> tuple[fx.Graph, list[int | None]]:
+    """The program's graph from all operands; for each of its outputs the place among those it computes, or ~operand."""
+    old, graph = program.module.graph, fx.Graph()
+    inputs = old.find_nodes(op="placeholder")[:-1]
+    lifted, draws = _constants(program), [node for node in old.nodes if isinstance(node.target, Drawing)]
+    new: dict[fx.Node, Any] = {node: graph.placeholder(node.name) for node in inputs}
+    named = {name: graph.placeholder(f"given{place}") for place, name in enumerate(lifted)}
+    drawn = {node: graph.placeholder(f"drawn{place}") for place, node in enumerate(draws)}
+    for node in old.nodes:
+        if node.op == "get_attr":
+            value = getattr(program.module, str(node.target))
+            new[node] = named[node.target] if node.target in named else _literal(graph, value)
+        elif node in drawn:
+            new[node] = _dropped(graph, node, new, drawn[node])
+        elif node.op in ("call_function", "call_method"):
+            new[node] = graph.node_copy(node, new.__getitem__)
+    returned: Any = old.output_node().args[0]
+    arguments = {node: place for place, node in enumerate(inputs)}
+    results: dict[fx.Node, int] = {}
+    places = [None if n is None else ~arguments[n] if n in arguments else results.setdefault(new[n], len(results))
+              for n in returned]  # fmt: skip
+    graph.output(tuple(results))
+    return graph, places
+
+
+def _literal(graph: fx.Graph, value: torch.Tensor) -> fx.Node:
+    number = value.item() if value.numel() else 0
+    return graph.call_function(torch.full, (list(value.shape), number), {"dtype": value.dtype})
+
+
+def _dropped(graph: fx.Graph, node: fx.Node, new: Mapping[fx.Node, Any], drawn: fx.Node) -> Any:
+    target: Any = node.target
+    if target.op is not aten.native_dropout.default:
+        return drawn
+    _, x, p, _ = node.args
+    kept = graph.call_function(torch.mul, (new[x], drawn))  # type: ignore[index]
+    return (graph.call_function(torch.mul, (kept, 0.0 if p == 1 else 1 / (1 - p))), drawn)  # type: ignore[operator]
+
+
+# -- writes ---------------------------------------------------------------------------------------------------
+
+
+def _may_write(program: Program) -> bool:
+    """Whether the module writes: no row may turn out missing, and of each update the formula is known."""
+    return bool(program.writes) and not program.within and all(op in FORMULAS for op, _, _ in program.updates)
+
+
+def _rows(program: Program) -> Iterator[tuple[str, dict[str, Any], range]]:
+    """Each update: its op, settings, and the places of its row among the outputs."""
+    at = program.n_fetches + len(program.copies)
+    for op, settings, lengths in program.updates:
+        for length in lengths:
+            yield op, settings, range(at, at + length)
+            at += length
+
+
+def _writes(program: Program) -> Iterator[int]:
+    """The places of the operands that are written, in the order of `_new_values`."""
+    first = len(program.feeds)
+    inputs = {node: place for place, node in enumerate(program.module.graph.find_nodes(op="placeholder"))}
+    returned: Any = program.module.graph.output_node().args[0]
+    yield from (first + place for place in program.copies)
+    for op, settings, row in _rows(program):
+        yield from (inputs[returned[row[at]]] for at in FORMULAS[op].state(len(row), settings))
+
+
+def _new_values(program: Program, outs: Sequence[Any]) -> list[torch.Tensor]:
+    found = list(outs[program.n_fetches : program.n_fetches + len(program.copies)])
+    for op, settings, row in _rows(program):
+        found += FORMULAS[op].new([outs[at] for at in row], **settings)
+    return found

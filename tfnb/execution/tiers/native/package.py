@@ -1,0 +1,91 @@
+"""Packages: what AOTInductor made of a request, in a folder. `build` needs torch and a C++ compiler only.
+
+A folder holds ``step.so`` (the step), ``call.so`` (`call.c`) and ``about.json``. To load one runs its code: only
+folders that this user's tfnb wrote are loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import warnings
+import zipfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import _inductor
+from torch._dynamo.convert_frame import compile_lock
+from torch._inductor import cpp_builder
+from torch._inductor.decomposition import select_decomp_table
+
+from tfnb.errors import Unimplemented
+from tfnb.execution.tiers.native.exportable import About, exportable
+from tfnb.execution.tiers.native.request import NativeRequest, Operand
+
+STEP, CALL, ABOUT = "step.so", "call.so", "about.json"
+
+
+@cache
+def obstacle() -> str | None:
+    """Why nothing can be compiled on this machine; None where it can."""
+    try:
+        cpp_builder.get_cpp_compiler()
+    except Exception as error:  # its class is not public
+        return f"no C++ compiler: {str(error).strip().splitlines()[0]}"
+    return None
+
+
+def build(request: NativeRequest, folder: Path) -> None:
+    """Compile a request into a folder that is there; raises Unimplemented, or what torch raises."""
+    program = request.program().undonated()
+    if len(program.feeds) + len(program.variables) != len(request.operands):
+        raise Unimplemented("the step was read back as another one")
+    settings: dict[str, Any] = {
+        "compile_threads": 1, "cpp.threads": request.threads, "layout_optimization": False,
+        "_post_fusion_custom_pass": _writes_last,
+    }  # fmt: skip
+    with compile_lock, torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module, examples, about = exportable(program, request.operands, select_decomp_table())
+        exported = torch.export.export(module, tuple(examples))
+        made = _inductor.aoti_compile_and_package(
+            exported, package_path=str(folder / "step.pt2"), inductor_configs=settings
+        )
+    with zipfile.ZipFile(made) as package:
+        (library,) = (name for name in package.namelist() if name.endswith(".so"))
+        with package.open(library) as source, (folder / STEP).open("wb") as target:
+            shutil.copyfileobj(source, target)
+    Path(made).unlink()
+    source = Path(__file__).with_name("call.c")
+    compiler = [cpp_builder.get_cpp_compiler(), "-x", "c", "-O2", "-shared", "-fPIC", str(source), "-x", "none"]
+    subprocess.run([*compiler, "-o", str(folder / CALL)], check=True, capture_output=True)
+    (folder / ABOUT).write_text(json.dumps(asdict(about)))
+
+
+def about(folder: Path) -> About:
+    """What a package says of itself."""
+    found = json.loads((folder / ABOUT).read_text())
+    operands = tuple(
+        Operand(dtype, tuple(shape), tuple(stride), device) for dtype, shape, stride, device in found["operands"]
+    )
+    return About(operands, tuple(found["written"]), tuple(found["fetched"]), found["flag"])
+
+
+def _writes_last(nodes: Sequence[Any]) -> list[Any]:
+    """Kernels that write an operand, and what takes what they give, after all others: memory may be lacking before."""
+    late: set[str] = set()
+    order: tuple[list[Any], list[Any]] = [], []
+    for node in nodes:
+        names = node.get_buffer_names()
+        taken = {dependency.name for dependency in node.read_writes.reads} | {d.name for d in node.unmet_dependencies}
+        writes = any(buffer.get_mutations() for part in node.get_nodes() for buffer in part.get_outputs())
+        is_late = writes or not late.isdisjoint(taken)
+        if is_late:
+            late |= names
+        order[is_late].append(node)
+    return [*order[0], *order[1]]

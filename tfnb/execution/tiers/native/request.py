@@ -1,0 +1,113 @@
+"""What the native tier compiles: a step as JSON and tensors, for operands of these very layouts. Code is no part of it.
+
+The graph is the one that was lowered, after all passes, so the process that compiles runs no pass. It stands for the
+same step under any names: `NativeRequest.key` looks at ops, edges and attributes only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from tfnb.errors import Unimplemented
+from tfnb.execution.lowering.lower import lower_optimized
+from tfnb.execution.lowering.program import Program
+from tfnb.graph import Contents, Graph, Node, Value
+from tfnb.graph.forms.serial import graph_hash, read_graph, write_graph
+from tfnb.graph.spec import dtype_name
+
+GRAPH, ABOUT = "graph.json", "request.json"
+
+
+class Operand(NamedTuple):
+    """How one tensor lies in memory: dtype without "torch.", sizes, strides in elements, device."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    device: str
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> Self:
+        """That of a tensor."""
+        return cls(dtype_name(x.dtype), tuple(x.shape), tuple(x.stride()), str(x.device))
+
+    def empty(self) -> torch.Tensor:
+        """A tensor that lies so."""
+        return torch.empty_strided(self.shape, self.stride, dtype=getattr(torch, self.dtype), device=self.device)
+
+
+@dataclass(frozen=True)
+class NativeRequest:
+    """One step to compile. operands: its feeds, then the storages of its Variables; threads: those of its loops."""
+
+    graph: Graph
+    fetches: tuple[tuple[int, int], ...]  # position of the node, and which of its outputs
+    feeds: tuple[tuple[int, int], ...]
+    operands: tuple[Operand, ...]
+    threads: int
+
+    @classmethod
+    def of(cls, program: Program, args: Sequence[Any]) -> Self:
+        """For arguments as in a run: feeds, storages, the run's number."""
+        graph = _closed(program)
+        place = graph.contents.position
+        fetches, feeds = (
+            tuple((place[value.node], value.index) for value in values) for values in (program.fetches, program.feeds)
+        )
+        return cls(graph, fetches, feeds, tuple(map(Operand.of, args[:-1])), torch.get_num_threads())
+
+    def program(self) -> Program:
+        """The step, lowered."""
+        nodes = self.graph.nodes
+        fetches, feeds = (
+            tuple(Value(nodes[place].id, index) for place, index in values) for values in (self.fetches, self.feeds)
+        )
+        return lower_optimized(self.graph, self.graph, fetches, feeds)
+
+    def key(self) -> str:
+        """A sha256 of all that the code depends on, but versions and the machine."""
+        about = json.dumps([self._about(), [sorted(node.tags) for node in self.graph.nodes]])
+        return hashlib.sha256(f"{graph_hash(self.graph.contents)} {about}".encode()).hexdigest()
+
+    def save(self, folder: Path) -> None:
+        """Write it into a folder that is there."""
+        write_graph("step", self.graph.seed, self.graph.contents, folder / GRAPH)
+        (folder / ABOUT).write_text(json.dumps(self._about()))
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """Read what `save` wrote."""
+        _, seed, contents = read_graph(folder / GRAPH, itertools.count().__next__, trusted=True)
+        about = json.loads((folder / ABOUT).read_text())
+        fetches, feeds = (tuple(tuple(value) for value in about[name]) for name in ("fetches", "feeds"))
+        operands = tuple(Operand(dtype, tuple(shape), tuple(stride), device)
+                         for dtype, shape, stride, device in about["operands"])  # fmt: skip
+        return cls(Graph("step", contents, seed=seed), fetches, feeds, operands, about["threads"])
+
+    def _about(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("fetches", "feeds", "operands", "threads")}
+
+
+def _closed(program: Program) -> Graph:
+    """The graph that was lowered, with a placeholder for each value that is fed."""
+    by_id, known = program.whole.contents.by_id, program.graph.contents.by_id
+    fed = dict.fromkeys(value.node for value in program.feeds)
+    if any(len(by_id[node].outputs) != 1 or (node in known and known[node].op != "tfnb.placeholder") for node in fed):
+        raise Unimplemented("a fed value is one of several that a node gives")
+    given = [known.get(node) or _placeholder(by_id[node]) for node in fed]
+    rest = (node for node in program.graph.nodes if node.id not in fed)
+    return program.graph.derive(Contents((*given, *rest)))
+
+
+def _placeholder(node: Node) -> Node:
+    if node.op == "tfnb.placeholder":
+        return node
+    return replace(node, op="tfnb.placeholder", inputs=(), attrs={}, control=(), tags=frozenset(), stream=None)
