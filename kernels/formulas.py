@@ -69,10 +69,15 @@ def adam(
     mean = mean + (grad - mean) * (1 - beta1)
     square = square * beta2 + grad * grad * (1 - beta2)
     count = step.double()
-    size, root = (x.to(w.dtype) for x in (lr / (1 - beta1**count), (1 - beta2**count).sqrt()))
+    size, root = (_once(x.to(w.dtype)) for x in (lr / (1 - beta1**count), (1 - beta2**count).sqrt()))
     largest = [torch.maximum(maximum, square) for maximum in maxima]
     scale = (largest[0] if amsgrad else square).sqrt() / root + eps
     return [w - size * mean / scale, mean, square, step, *largest]
+
+
+def _once(number: Tensor) -> Tensor:
+    """A number that compiled code computes once, and not for each element: inductor keeps what is seen with strides."""
+    return number.as_strided((), ())
 
 
 def _decayed(w: Tensor, grad: Tensor, weight_decay: float, maximize: bool) -> Tensor:

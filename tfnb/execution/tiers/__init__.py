@@ -2,5 +2,5 @@
 
 `tiered` chooses. `scalarize` (table: `scalar_ops`) writes code with Python's numbers, `inductor` compiles steps
 (`node_groups`, `graph_split`, `operand_checks`), `compiled_loops` loops (`cpp`, `cpp_ops`), `captured_steps`
-launches whole steps (`cuda_graphs`).
+launches whole steps (`cuda_graphs`). `native` makes a whole step one call.
 """

@@ -12,6 +12,11 @@ from tfnb.execution.lowering.program import Program
 Forward = Callable[..., tuple[Any, ...]]
 """Computes a step as ``program.forward`` does: takes feeds, storages and the run's number, and writes nothing."""
 
+
+class Unfit(Exception):
+    """Compiled code was given what it was not compiled for, and did nothing."""
+
+
 _LOG = logging.getLogger(__name__)
 
 

@@ -1,20 +1,25 @@
-/* One call of a package: checks of what it is given, then the step. No Python and no torch header: torch's C ABI.
+/* One call of a package: a look at all that it is given, then the step, without Python's lock.
 
-   Feeds come as addresses, for their layouts are checked by who calls; Variables and constants come as tensors that
-   are kept, and are looked at here, since their memory may be changed under a tensor at any time. */
+   By torch's C ABI and a few functions of Python's, so neither one's headers are needed. A handle is a new reference
+   to a tensor; a package takes those that it is given. */
 
 #include <stddef.h>
 #include <stdint.h>
 
 typedef void *H;
+typedef void PyObject;
 
-enum { DONE, REFUSED, UNFIT, FAILED };
+extern PyObject *PyList_New(ptrdiff_t), *PyList_GetItem(PyObject *, ptrdiff_t), *PyLong_FromLong(long);
+extern int PyList_SetItem(PyObject *, ptrdiff_t, PyObject *);
+extern PyObject *PyCapsule_New(void *, const char *, void *);
+extern void *PyCapsule_GetPointer(PyObject *, const char *), *PyEval_SaveThread(void);
+extern void PyEval_RestoreThread(void *);
+
+enum { REFUSED = 1, UNFIT, FAILED };
 
 typedef struct {
     int32_t (*run)(H container, H *inputs, size_t, H *outputs, size_t, H stream, H proxy);
     int32_t (*handle)(H of, H *made);
-    int32_t (*blob)(void *, int64_t, const int64_t *, const int64_t *, int64_t, int32_t, int32_t, int32_t, H *, int32_t,
-                    const uint8_t *, int64_t);
     int32_t (*drop)(H);
     int32_t (*data)(H, void **);
     int32_t (*dim)(H, int64_t *);
@@ -41,58 +46,72 @@ static int fits(const Torch *torch, const Operand *wanted, H tensor, char **data
 {
     int64_t dim, *sizes, *strides;
     int32_t dtype, device;
-    void *found;
     if (torch->dim(tensor, &dim) || torch->sizes(tensor, &sizes) || torch->strides(tensor, &strides) ||
-        torch->dtype(tensor, &dtype) || torch->device(tensor, &device) || torch->data(tensor, &found))
+        torch->dtype(tensor, &dtype) || torch->device(tensor, &device) || torch->data(tensor, (void **)data))
         return 0;
-    if (dim != wanted->dim || dtype != wanted->dtype || device != 0 || (!found && wanted->bytes))
+    if (dim != wanted->dim || dtype != wanted->dtype || device != 0 || (!*data && wanted->bytes))
         return 0;
     for (int64_t axis = 0; axis < dim; axis++)
         if (sizes[axis] != wanted->sizes[axis] || (sizes[axis] > 1 && strides[axis] != wanted->strides[axis]))
             return 0;
-    *data = found;
     return 1;
 }
 
-/* fed: for each operand its address, or NULL; kept: for the others tensors. made: room for the outputs. */
-int32_t tfnb_step(const Step *step, char *const *fed, const H *kept, H *made)
+static int all_fit(const Step *step, const H *inputs)
 {
-    const Torch *torch = step->torch;
     const int64_t n = step->inputs;
-    char *data[n + 1];
-    H inputs[n + 1];
+    char *data[n + 1], *end[n + 1];
     for (int64_t i = 0; i < n; i++) {
-        data[i] = fed[i];
-        if (kept[i] && !fits(torch, &step->operands[i], kept[i], &data[i]))
-            return UNFIT;
+        if (!inputs[i] || !fits(step->torch, &step->operands[i], inputs[i], &data[i]))
+            return 0;
+        end[i] = data[i] + step->operands[i].bytes;
     }
     for (int64_t i = 0; i < n; i++)
         if (step->operands[i].writes)
             for (int64_t j = 0; j < n; j++)
-                if (j != i && data[i] < data[j] + step->operands[j].bytes && data[j] < data[i] + step->operands[i].bytes)
-                    return UNFIT;
-    for (int64_t i = 0; i < n; i++) {
-        const Operand *own = &step->operands[i];
-        int32_t failed = kept[i] ? torch->handle(kept[i], &inputs[i])
-                                 : torch->blob(data[i], own->dim, own->sizes, own->strides, 0, own->dtype, 0, 0, &inputs[i],
-                                               0, NULL, 0);
-        if (failed) {
-            while (i--)
-                torch->drop(inputs[i]);
-            return FAILED;
-        }
-    }
-    if (step->torch->run(step->container, inputs, n, made, step->outputs, NULL, NULL))
+                if (j != i && data[i] < end[j] && data[j] < end[i])
+                    return 0;
+    return 1;
+}
+
+static long called(const Step *step, H *inputs, H *made)
+{
+    char *flag;
+    if (step->torch->run(step->container, inputs, step->inputs, made, step->outputs, NULL, NULL))
         return FAILED;
-    if (step->flag) {
-        char *flag;
-        int32_t refused = torch->data(made[step->outputs - 1], (void **)&flag) || *flag;
-        torch->drop(made[step->outputs - 1]);
-        if (refused) {
-            for (int64_t i = 0; i < step->outputs - 1; i++)
-                torch->drop(made[i]);
-            return REFUSED;
-        }
-    }
-    return DONE;
+    if (!step->flag)
+        return 0;
+    const int64_t last = step->outputs - 1;
+    const int refused = step->torch->data(made[last], (void **)&flag) || *flag;
+    step->torch->drop(made[last]);
+    for (int64_t i = 0; refused && i < last; i++)
+        step->torch->drop(made[i]);
+    return refused ? REFUSED : 0;
+}
+
+/* given: capsules of handles, which are used up, for each place where kept has none. A list of capsules, or a number. */
+PyObject *tfnb_step(const Step *step, const H *kept, PyObject *given)
+{
+    const int64_t n = step->inputs;
+    H inputs[n + 1], made[step->outputs + 1];
+    for (int64_t i = 0, next = 0; i < n; i++)
+        if (!kept[i])
+            inputs[i] = PyCapsule_GetPointer(PyList_GetItem(given, next++), NULL);
+        else if (step->torch->handle(kept[i], &inputs[i]))
+            inputs[i] = NULL;
+    long why = UNFIT;
+    if (all_fit(step, inputs)) {
+        void *thread = PyEval_SaveThread();
+        why = called(step, inputs, made);
+        PyEval_RestoreThread(thread);
+    } else
+        for (int64_t i = 0; i < n; i++)
+            if (inputs[i])
+                step->torch->drop(inputs[i]);
+    if (why)
+        return PyLong_FromLong(why);
+    PyObject *found = PyList_New(step->outputs - step->flag);
+    for (int64_t i = 0; i < step->outputs - step->flag; i++)
+        PyList_SetItem(found, i, PyCapsule_New(made[i], NULL, NULL));
+    return found;
 }

@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import warnings
 import zipfile
-from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch import _inductor
 from torch._dynamo.convert_frame import compile_lock
 from torch._inductor import cpp_builder
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.dependencies import WeakDep
 
 from tfnb.errors import Unimplemented
 from tfnb.execution.tiers.native.exportable import About, exportable
@@ -47,7 +47,7 @@ def build(request: NativeRequest, folder: Path) -> None:
         raise Unimplemented("the step was read back as another one")
     settings: dict[str, Any] = {
         "compile_threads": 1, "cpp.threads": request.threads, "layout_optimization": False,
-        "_post_fusion_custom_pass": _writes_last,
+        "_pre_fusion_custom_pass": _writes_last,
     }  # fmt: skip
     with compile_lock, torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -76,16 +76,31 @@ def about(folder: Path) -> About:
     return About(operands, tuple(found["written"]), tuple(found["fetched"]), found["flag"])
 
 
-def _writes_last(nodes: Sequence[Any]) -> list[Any]:
-    """Kernels that write an operand, and what takes what they give, after all others: memory may be lacking before."""
-    late: set[str] = set()
-    order: tuple[list[Any], list[Any]] = [], []
-    for node in nodes:
-        names = node.get_buffer_names()
-        taken = {dependency.name for dependency in node.read_writes.reads} | {d.name for d in node.unmet_dependencies}
-        writes = any(buffer.get_mutations() for part in node.get_nodes() for buffer in part.get_outputs())
-        is_late = writes or not late.isdisjoint(taken)
-        if is_late:
-            late |= names
-        order[is_late].append(node)
-    return [*order[0], *order[1]]
+def _writes_last(nodes: list[Any]) -> list[Any]:
+    """Let each kernel that writes an operand wait for all that can fail: memory may be lacking, a library may refuse.
+
+    What makes values for such kernels only may become one with them; a pass of inductor's, before it fuses kernels.
+    """
+    writes = {
+        node.get_name() for node in nodes for buffer in node.get_outputs() if buffer.get_mutations()
+    }  # fmt: skip
+    writers = [node for node in nodes if node.get_name() in writes]
+    if not writers:
+        return nodes
+    rest = [node for node in nodes if node.get_name() not in writes]
+    fallible = [node for node in rest if node.is_extern() or node.is_reduction() or not _users(node) <= writes]
+    for writer in writers:
+        known = {dependency.name for dependency in writer.read_writes.reads}
+        for node in fallible:
+            made = node.get_buffer_names()
+            if made and known.isdisjoint(made) and writer.get_name() not in node.ancestors:
+                writer.add_fake_dep(WeakDep(next(iter(made)), mutating_buf=writer.get_name(), is_fake=True))
+    scheduler = nodes[0].scheduler
+    ordered: list[Any] = scheduler.topological_sort_schedule(nodes)
+    scheduler.nodes = ordered
+    scheduler.compute_ancestors()
+    return ordered
+
+
+def _users(node: Any) -> set[str]:
+    return {user.get_name() for buffer in node.get_outputs() for user in buffer.users}

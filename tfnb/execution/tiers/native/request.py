@@ -39,9 +39,14 @@ class Operand(NamedTuple):
         """That of a tensor."""
         return cls(dtype_name(x.dtype), tuple(x.shape), tuple(x.stride()), str(x.device))
 
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype itself."""
+        return getattr(torch, self.dtype)  # type: ignore[no-any-return]
+
     def empty(self) -> torch.Tensor:
         """A tensor that lies so."""
-        return torch.empty_strided(self.shape, self.stride, dtype=getattr(torch, self.dtype), device=self.device)
+        return torch.empty_strided(self.shape, self.stride, dtype=self.torch_dtype, device=self.device)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,116 @@
+"""Calls of a package: what they are given is looked at each time, and Python's lock is free while they run.
+
+A package itself checks nothing: a tensor of another size would be read beyond its end, one with other strides written
+outside of its view, and memory that is given twice changed while it is read. What does not fit is not run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable, Sequence
+from operator import is_
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C import _aoti
+
+from tfnb.execution.tiers.interface import Unfit
+from tfnb.execution.tiers.native.exportable import About, Given
+from tfnb.execution.tiers.native.request import Operand
+from tfnb.execution.tiers.operand_checks import OperandRefused
+
+MODELS = 8  # calls of one package at the same time; one more waits for one of them
+_REFUSED, _UNFIT = 1, 2
+_pointer, _int = ctypes.c_void_p, ctypes.c_int64
+_address = ctypes.pythonapi.PyCapsule_GetPointer
+_address.argtypes, _address.restype = (ctypes.py_object, ctypes.c_char_p), _pointer
+_taken, _handles = _aoti.alloc_tensor_by_stealing_from_void_ptr, _aoti.unsafe_alloc_void_ptrs_from_tensors
+
+
+class _Operand(ctypes.Structure):
+    _fields_ = (("dtype", ctypes.c_int32), ("writes", ctypes.c_int32), ("dim", _int), ("bytes", _int),
+                ("sizes", _pointer), ("strides", _pointer))  # fmt: skip
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (("torch", _pointer), ("container", _pointer), ("inputs", _int), ("outputs", _int), ("flag", _int),
+                ("operands", _pointer))  # fmt: skip
+
+
+_ABI = (
+    "new_tensor_handle", "delete_tensor_object", "get_data_ptr", "get_dim", "get_sizes", "get_strides", "get_dtype",
+    "get_device_type",
+)  # fmt: skip
+"""What `call.c` takes of torch's C ABI, after the function that runs a package."""
+
+
+class _Kept:
+    """Tensors that calls take as they are, as handles; gone with the object."""
+
+    def __init__(self, storages: Sequence[torch.Tensor], more: Sequence[torch.Tensor], feeds: int, count: int,
+                 drop: Callable[..., Any]) -> None:  # fmt: skip
+        self.storages = storages
+        made = [_address(capsule, None) for capsule in _handles([*storages, *more])]
+        self.handles = (_pointer * (count + 1))(*(None,) * feeds, *made)
+        self.where = ctypes.addressof(self.handles)
+        self.is_plain = not any(tensor.is_neg() or tensor.is_conj() for tensor in storages)
+        weakref.finalize(self, _dropped, made, drop)
+
+
+def _dropped(handles: list[int], drop: Callable[..., Any]) -> None:
+    for handle in handles:
+        drop(_pointer(handle))
+
+
+class Package:
+    """A loaded package: ``outputs = package(feeds, storages, run)``, with the run's number.
+
+    Raises Unfit or OperandRefused, and then wrote nothing.
+    """
+
+    def __init__(self, folder: Path, about: About, given: Given) -> None:
+        self.about, self.given = about, given
+        library, caller = ctypes.CDLL(str(folder / "step.so")), ctypes.PyDLL(str(folder / "call.so"))
+        abi = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        functions = [library.AOTInductorModelContainerRun, *(getattr(abi, f"aoti_torch_{name}") for name in _ABI)]
+        self._drop = functions[2]
+        torch_functions = (_pointer * len(functions))(*(ctypes.cast(function, _pointer) for function in functions))
+        container, outputs = _pointer(), ctypes.c_size_t()
+        create = library.AOTInductorModelContainerCreateWithDevice
+        if create(ctypes.byref(container), ctypes.c_size_t(MODELS), b"cpu", None):
+            raise RuntimeError("the package cannot be loaded")
+        weakref.finalize(self, library.AOTInductorModelContainerDelete, container)
+        library.AOTInductorModelContainerGetNumOutputs(container, ctypes.byref(outputs))
+        self._held: list[Any] = [torch_functions]
+        wanted = [self._operand(abi, x, at in about.written) for at, x in enumerate(about.operands)]
+        operands = (_Operand * len(wanted))(*wanted)
+        step = _Step(ctypes.addressof(torch_functions), container, len(wanted), outputs.value, about.flag,
+                     ctypes.addressof(operands))  # fmt: skip
+        self._held += [operands, step]
+        self._step, self._call = ctypes.addressof(step), caller.tfnb_step
+        self._call.argtypes, self._call.restype = (_pointer, _pointer, ctypes.py_object), ctypes.py_object
+        self._kept: _Kept | None = None
+
+    def _operand(self, abi: Any, operand: Operand, writes: bool) -> _Operand:
+        arrays = [(_int * (len(numbers) + 1))(*numbers) for numbers in (operand.shape, operand.stride)]
+        self._held += arrays
+        size = torch.empty_strided(operand.shape, operand.stride, dtype=operand.torch_dtype, device="meta")
+        dtype = getattr(abi, f"aoti_torch_dtype_{operand.dtype}")()
+        return _Operand(dtype, writes, size.dim(), size.untyped_storage().nbytes() if size.numel() else 0,
+                        *map(ctypes.addressof, arrays))  # fmt: skip
+
+    def __call__(self, feeds: Sequence[torch.Tensor], storages: Sequence[torch.Tensor], run: int) -> list[torch.Tensor]:
+        kept = self._kept
+        if kept is None or not all(map(is_, kept.storages, storages)):
+            kept = self._kept = _Kept(
+                [*storages], self.given.constants, len(feeds), len(self.about.operands), self._drop
+            )
+        taken = [*feeds, *(draw(run, (*feeds, *storages)) for draw in self.given.draws)] if self.given.draws else feeds
+        if not kept.is_plain or any([feed.is_neg() for feed in feeds]):
+            raise Unfit
+        found = self._call(self._step, kept.where, _handles(taken))
+        if type(found) is list:
+            return [_taken(capsule) for capsule in found]
+        raise {_REFUSED: OperandRefused, _UNFIT: Unfit}.get(found, RuntimeError)("the compiled step failed")
