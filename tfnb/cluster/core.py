@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from tfnb.cluster.ledger import Ledger
-from tfnb.cluster.messages import Failed, Ok, Refused, Request, failed
+from tfnb.cluster.messages import Failed, Ok, OpId, Refused, Request, failed
 from tfnb.errors import (
     AlreadyExists,
     InvalidArgument,
@@ -120,11 +120,11 @@ class Core:
             "create": self._create, "drop": self._drop, "assign": self._assign, "push": self._push,
             "commit": self._commit,
             "register_shard": self._register, "pull": self._pull, "stage": self._stage,
-            "prepare": self._prepare, "abort": self._abort, "stat": self._stat,
+            "prepare": self._prepare, "abort": self._abort, "stat": self._stat, "applied": self._applied,
         }  # fmt: skip
 
     MUTATIONS = frozenset({"create", "drop", "assign", "push", "commit"})
-    METHODS = MUTATIONS | {"register_shard", "pull", "stage", "prepare", "abort", "stat"}
+    METHODS = MUTATIONS | {"register_shard", "pull", "stage", "prepare", "abort", "stat", "applied"}
 
     def on(self, request: Request, now: float) -> Answer:
         """Answer one request."""
@@ -337,6 +337,11 @@ class Core:
             "applied": self.ledger.applied, "dups": self.ledger.dups,
         })  # fmt: skip
 
+    def _applied(self, request: Request) -> Ok:
+        """Which operations ``seqs`` of ``client`` were applied here."""
+        client, seqs = str(request.meta["client"]), list(map(int, request.meta["seqs"]))
+        return Ok({"applied": [seq for seq in seqs if self.ledger.has(OpId(client, seq))]})
+
     def _ack(self) -> Ok:
         return Ok({"version": self.version, "step": self.step})
 
@@ -419,10 +424,22 @@ MERGES: dict[str, Callable[[Sequence[torch.Tensor], Sequence[float]], torch.Tens
 }
 
 
+GRADIENTS = ("grad", "rows")  # kinds that must be finite
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all entries are finite: one reduction, and exactly where their sum is not.
+
+    >>> is_finite(torch.tensor([3e38, 3e38])), is_finite(torch.tensor([1.0, float("nan")]))
+    (True, False)
+    """
+    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
+
+
 def _check_feeds(program: ServerProgram, tensors: Sequence[torch.Tensor]) -> None:
     _same_number(program.kinds, tensors)
     for kind, tensor in zip(program.kinds, tensors, strict=True):
-        if kind in ("grad", "rows") and not bool(torch.isfinite(tensor).all()):
+        if kind in GRADIENTS and not is_finite(tensor):
             raise NonFiniteGradient(
                 f"a gradient {_spec(tensor)} holds NaN or infinity; the step was dropped on every server"
             )

@@ -40,6 +40,7 @@ T = TypeVar("T")
 
 EPOCH = 1
 SAID_AFTER = 2.0  # seconds
+REPLACED_WITHIN = 60.0  # seconds
 _OURS = {"DASK_DISTRIBUTED__COMM__OFFLOAD": "False", "DASK_DISTRIBUTED__COMM__SHARD": "512MiB"}
 _SETTINGS = {"distributed.scheduler.worker-ttl": "30s", "distributed.comm.timeouts.connect": "30s"}
 _SCHEMES = ("tcp", "tls", "ws", "wss", "inproc", "unix", "ucx", "ucxx")
@@ -399,6 +400,36 @@ async def start(
             if time.monotonic() > end:
                 raise
             await asyncio.sleep(0.1)
+
+
+async def replaced(client: Client, link: ClientLink, member: Member, servers: Sequence[Member]) -> Member:
+    """End a task's process, and start the task in the one that its nanny makes; raises TfnbError where that fails.
+
+    A process without a nanny is left alone: nobody would start another.
+    """
+    end = time.monotonic() + REPLACED_WITHIN
+    facts = (await _identities(client)).get(member.peer.addr, {})
+    if not facts.get("nanny"):
+        raise Unavailable(f"the worker at {member.peer.addr} has no nanny that would start another process")
+    await link.call(member.peer, "quit", epoch=EPOCH, deadline=time.monotonic() + 1.0)
+    addr = await _successor(client, member.peer.addr, facts["name"], end)
+    future = submit(client, member.name, addr, uuid.uuid4().hex[:8])
+    await started(client, {member.name: future}, end, Progress())
+    peer, info = await greet(link, addr, str(future.key), end)
+    fresh = Member(member.name, peer, future, info)
+    await configure(link, [fresh], servers, end)
+    return fresh
+
+
+async def _successor(client: Client, addr: str, name: Any, end: float) -> str:
+    """The address of the process that follows the one at ``addr``, under the same name."""
+    while time.monotonic() < end:
+        found = await _identities(client)
+        for other, facts in found.items():
+            if other != addr and facts.get("name") == name:
+                return other
+        await asyncio.sleep(0.05)
+    raise Unavailable(f"no other process followed the one at {addr} within {REPLACED_WITHIN:g} s")
 
 
 async def _start_on(

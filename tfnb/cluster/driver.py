@@ -19,7 +19,7 @@ import torch
 
 from tfnb.cluster import connected
 from tfnb.cluster.card import Row, Status, size
-from tfnb.cluster.deploy import EPOCH, Place, find, start
+from tfnb.cluster.deploy import EPOCH, Place, find, replaced, start
 from tfnb.cluster.engine import Engine
 from tfnb.cluster.joins import join, joins
 from tfnb.cluster.members import Batch, Flow, Member
@@ -38,6 +38,7 @@ from tfnb.graph import Variable
 from tfnb.passes import StepGraph
 from tfnb.placement.partition import split
 from tfnb.placement.shards import nbytes, pack, together
+from tfnb.recording.marks.notes import user_level
 
 T = TypeVar("T")
 
@@ -88,6 +89,7 @@ class Cluster:
         tasks, servers, self._route = self._link.wait(handle, timeout + 5, "starting the tasks", progress.say)
         self._engine = Engine(self._link, tasks, servers, EPOCH)
         self._engine.on_lost = self._lost
+        self._engine.replace = self._another
         self._homes = [Home(self, shard, member) for shard, member in enumerate(servers)]
         self._shards: dict[str, int] = {}
         self._variables: dict[str, Variable] = {}
@@ -248,9 +250,9 @@ class Cluster:
         source, last = iter(batches), False
         try:
             while flow.end is None:
-                self._left(end)
-                new = list(itertools.islice(source, flow.machine.wants))
-                last = last or len(new) < flow.machine.wants
+                wants = flow.machine.wants
+                new = list(itertools.islice(source, wants))
+                last = last or len(new) < wants
                 patience = None if end is None else max(0.0, end - time.monotonic()) + SETTLE
                 for number, values in self._do("training", patience, engine.exchange, flow, new, last):
                     yield number, _picked(placed.fetched, values)
@@ -341,6 +343,10 @@ class Cluster:
         self._shards.clear()
         self._placed.clear()
 
+    async def _another(self, member: Member) -> Member:
+        """A task in a new process, in the place of one that does not stop computing."""
+        return await replaced(self.client, self._link, member, self._engine.servers)
+
     # -- the end --------------------------------------------------------------------------------------------------
 
     def _lost(self, error: TfnbError) -> None:
@@ -396,6 +402,8 @@ class Cluster:
 
     def _do(self, what: str, timeout: float | None, function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
         """Wait for the event loop to do it; an interrupt or a deadline here ends it there, at a step boundary."""
+        while self._engine.notes:
+            warnings.warn(self._engine.notes.pop(0), stacklevel=user_level(None))
         try:
             return self._link.wait(self._link.start(function, *args), timeout, what)
         except ParameterServerLost as error:

@@ -10,7 +10,8 @@ import asyncio
 import itertools
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import torch
@@ -53,13 +54,18 @@ class Engine:
         self._iteration = asyncio.Lock()  # one step at a time
         self._queues: set[asyncio.Queue[p.Event]] = set()  # of the machines in progress
         self._told: set[asyncio.Task[Any]] = set()
+        self._stopping: dict[Member, asyncio.Task[None]] = {}  # tasks that were told to stop computing
+        self._flow: Flow | None = None  # asynchronous training in progress
+        self.replace: Callable[[Member], Awaitable[Member]] | None = (
+            None  # a new process for a task, where there can be
+        )
+        self.notes: list[str] = []  # for the user, at the next call
 
     # -- what the notebook asks for -------------------------------------------------------------------------
 
     async def interrupt(self) -> None:
         """Ctrl-C: machines in progress stop before their commit, or finish it."""
-        for queue in self._queues:
-            queue.put_nowait(p.Interrupt())
+        self._report(p.Interrupt())
 
     async def settle(self, seconds: float) -> None:
         """`interrupt`, and wait until nothing is in progress any more."""
@@ -77,7 +83,8 @@ class Engine:
         async with self._iteration:
             deadline = time.monotonic() + seconds if seconds is not None else float("inf")
             whole = placed.why_whole is not None
-            machine = p.Step(self._live(), placed.writes, self._numbers, batch.rows, whole, deadline)
+            tasks = await self._idle(deadline)
+            machine = p.Step(tasks, placed.writes, self._numbers, batch.rows, whole, deadline)
             end = await self._drive(machine, placed, batch)
             if end.cause is not None:
                 raise self._error(end.cause, seconds)
@@ -93,7 +100,7 @@ class Engine:
     ) -> list[Any]:
         """Fetches of the state after the commit: a read of its own."""
         reading = Placed(after, {}, placed.after_fetched, placed.variables, ())
-        machine = p.Step(self._live(), (), self._numbers, deadline=deadline)
+        machine = p.Step(await self._idle(deadline), (), self._numbers, deadline=deadline)
         end = await self._drive(machine, reading, Batch(batch.tensors, batch.run_index))
         if end.cause is not None:
             raise self._error(end.cause, seconds)
@@ -110,7 +117,7 @@ class Engine:
 
     async def pull(self, wanted: dict[int, list[str]]) -> tuple[dict[str, torch.Tensor], int]:
         """Values by key, all of one step, and that step."""
-        async with self._iteration:
+        async with self._iteration, self._held():
             step = self.step
             answers = await asyncio.gather(
                 *(self._insist(shard, "pull", {"keys": keys}) for shard, keys in wanted.items())
@@ -137,61 +144,114 @@ class Engine:
         """Begin asynchronous training."""
         deadline = time.monotonic() + seconds if seconds is not None else float("inf")
         queue: asyncio.Queue[p.Event] = asyncio.Queue()
-        flow = Flow(p.Leases(self._live(), self._numbers, deadline), placed, queue)
+        flow = Flow(p.Leases(await self._idle(deadline), placed.writes, self._numbers, deadline), placed, queue)
         self._queues.add(queue)
-        flow.watcher = asyncio.create_task(self._watch(queue))
+        self._flow = flow
+        self._begin(flow, self._attend(flow))
+        self._begin(flow, self._watch(queue))
+        self._feed(flow, p.Start())
         return flow
 
     async def exchange(self, flow: Flow, batches: Sequence[Batch], last: bool) -> list[tuple[int, list[Any]]]:
         """Offer batches; return what was applied meanwhile, as soon as there is news or room for more."""
         for batch in batches:
-            self._carry_flow(flow, flow.machine.on(p.Offer(batch), time.monotonic()))
+            self._feed(flow, p.Offer(batch))
         if last:
-            self._carry_flow(flow, flow.machine.on(p.End(), time.monotonic()))
-        while flow.end is None and not flow.results and not flow.machine.wants:
-            event = await flow.queue.get()
-            self._carry_flow(flow, flow.machine.on(event, time.monotonic()))
-        if flow.end is not None:
-            self._finish_flow(flow)
+            self._feed(flow, p.End())
+        await flow.wait(lambda: bool(flow.results or flow.machine.wants))
         results, flow.results = flow.results, []
         return results
 
-    def _finish_flow(self, flow: Flow) -> None:
-        self._queues.discard(flow.queue)
-        if flow.watcher is not None:
-            flow.watcher.cancel()
-        for task in flow.carried:
-            task.cancel()
-
     async def finish(self, flow: Flow) -> None:
-        """Let every begun batch be applied and begin no more."""
-        self._carry_flow(flow, flow.machine.on(p.Interrupt(), time.monotonic()))
+        """Stop what computes, let begun updates be applied, and begin no more."""
+        self._feed(flow, p.Interrupt())
+        await flow.wait(lambda: False)
+
+    async def _attend(self, flow: Flow) -> None:
+        """Tell the machine what happens, until its end."""
         while flow.end is None:
-            event = await flow.queue.get()
-            self._carry_flow(flow, flow.machine.on(event, time.monotonic()))
-        self._finish_flow(flow)
+            self._feed(flow, await flow.queue.get())
+
+    @asynccontextmanager
+    async def _held(self) -> AsyncIterator[None]:
+        """A block in which asynchronous training stands at a cut: all shards have applied the same batches."""
+        flow = self._flow
+        if flow is None:
+            yield
+            return
+        self._feed(flow, p.Hold())
+        try:
+            await flow.wait(lambda: flow.is_held)
+            yield
+        finally:
+            flow.is_held = False
+            self._feed(flow, p.Resume())
 
     def flow_error(self, flow: Flow, seconds: float | None) -> TfnbError | None:
         """Why asynchronous training ended, if not by the end of its data."""
-        return None if flow.end is None or flow.end.cause is None else self._error(flow.end.cause, seconds)
+        if flow.end is None or flow.end.cause is None:
+            return None
+        error = self._error(flow.end.cause, seconds)
+        if isinstance(flow.end.cause, p.TimedOut):
+            error.message = f"training did not end within {seconds} s; variables are at step {self.step}"
+        for shards in flow.end.torn:
+            names = ", ".join(self.servers[shard].name for shard in shards)
+            error.add_note(f"one more batch was applied on {names} only: no task was left to complete it")
+        return error
 
-    def _carry_flow(self, flow: Flow, instructions: Sequence[p.Instruction]) -> None:
-        for instruction in instructions:
+    def _feed(self, flow: Flow, event: p.Event) -> None:
+        """Tell the machine of asynchronous training, and carry out what it says."""
+        for instruction in flow.machine.on(event, time.monotonic()):
             match instruction:
                 case p.Lease(number, task, batch):
-                    work = self._lease(flow, number, task, batch)
-                    carried = asyncio.create_task(work)
-                    flow.carried.add(carried)
-                    carried.add_done_callback(flow.carried.discard)
+                    self._begin(flow, self._lease(flow, number, task, batch))
+                case p.Revoke(number, task):
+                    self._stop(self.tasks[task], "revoke", number)
+                case p.Count(numbers):
+                    self._begin(flow, self._count(flow, numbers))
+                case p.Held():
+                    flow.is_held = True
                 case p.Report(_, values):
                     self.step += 1
-                    flow.results.append((self.step, _unpacked(values)))
+                    if values is not None:
+                        flow.results.append((self.step, _unpacked(values)))
                 case p.Finish():
-                    flow.end = instruction
+                    self._end(flow, instruction)
+        flow.news.set()
+
+    def _end(self, flow: Flow, end: p.Finish) -> None:
+        flow.end = end
+        self._flow = None
+        self._queues.discard(flow.queue)
+        for task in flow.carried:
+            task.cancel()
+
+    @staticmethod
+    def _begin(flow: Flow, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        flow.carried.add(task)
+        task.add_done_callback(flow.carried.discard)
+
+    async def _count(self, flow: Flow, numbers: Sequence[int]) -> None:
+        """Ask the servers which leases they applied."""
+        shards: dict[int, list[int]] = {}
+        for shard in flow.placed.writes:
+            answer = await self._settled(shard, "applied", {"client": self._leases, "seqs": list(numbers)})
+            if isinstance(answer, p.ShardLost):
+                flow.queue.put_nowait(answer)
+                return
+            for number in answer.meta["applied"] if isinstance(answer, Ok) else ():
+                shards.setdefault(number, []).append(shard)
+        flow.queue.put_nowait(p.Counted(shards))
+
+    @property
+    def _leases(self) -> str:
+        """The client under which leases are applied."""
+        return f"{self.link.client}-leases"
 
     async def _lease(self, flow: Flow, number: int, task: int, batch: Batch) -> None:
         """Compute and push one batch on one task."""
-        about = {"lease": [f"{self.link.client}-leases", number], "rows": batch.rows or 1, "worker": task}
+        about = {"lease": [self._leases, number], "rows": batch.rows or 1, "worker": task}
         event = await self._run_on(number, task, flow.placed, about, list(batch.tensors), batch.run_index)
         flow.queue.put_nowait(event)
 
@@ -209,6 +269,9 @@ class Engine:
                 for instruction in instructions:
                     if isinstance(instruction, p.Finish):
                         return instruction
+                    if isinstance(instruction, p.Abort):  # at once: what is begun here ends with the machine
+                        self._tell(instruction.number)
+                        continue
                     work = asyncio.create_task(self._carry(instruction, placed, batch, queue))
                     carried.add(work)
                     work.add_done_callback(carried.discard)
@@ -236,19 +299,81 @@ class Engine:
             case p.Commit(number, shard, workers):
                 answer = await self._settled(shard, "commit", {"round": number, "workers": list(workers)})
                 queue.put_nowait(_shard_event(p.Committed(number, shard), answer))
-            case p.Abort(number):
-                self._tell(number)
 
     def _tell(self, number: int) -> None:
         """Let everybody forget a round; nobody waits for the answers."""
         deadline = time.monotonic() + GRACE
-        for members, method in ((self.tasks, "cancel"), (self.servers, "abort")):
-            for member in members:
-                if member.alive:
-                    call = self.link.call(member.peer, method, {"round": number}, epoch=self.epoch, deadline=deadline)
-                    told = asyncio.ensure_future(call)
-                    self._told.add(told)
-                    told.add_done_callback(self._told.discard)
+        for member in self.servers:
+            if member.alive:
+                call = self.link.call(member.peer, "abort", {"round": number}, epoch=self.epoch, deadline=deadline)
+                told = asyncio.ensure_future(call)
+                self._told.add(told)
+                told.add_done_callback(self._told.discard)
+        for member in self.tasks:
+            if member.alive:
+                self._stop(member, "cancel", number)
+
+    # -- tasks that stop ------------------------------------------------------------------------------------------
+
+    def _stop(self, member: Member, method: str, number: int) -> None:
+        """Let a task stop what it computes; until it has, it is not idle."""
+        before = self._stopping.get(member)
+        stopping = asyncio.create_task(self._stopped(member, method, number, before))
+        self._stopping[member] = stopping
+
+        def over(task: asyncio.Task[None]) -> None:
+            if self._stopping.get(member) is task:
+                del self._stopping[member]
+
+        stopping.add_done_callback(over)
+
+    async def _stopped(self, member: Member, method: str, number: int, before: asyncio.Task[None] | None) -> None:
+        """Wait until a task has stopped; one that does not in time gets another process, if it holds no variables."""
+        while member.alive:
+            patience = p.patience(member.seconds)
+            deadline = time.monotonic() + patience
+            call = self.link.call(member.peer, method, {"round": number}, epoch=self.epoch, deadline=deadline)
+            if isinstance(await self._unless_dead(member, call), Ok):
+                break
+            if await self.verify(member) and member not in self.servers and self.replace is not None:
+                await self._replaced(member, self.replace, patience)
+        if before is not None:
+            await asyncio.wait({before})
+
+    async def _replaced(self, member: Member, replace: Callable[[Member], Awaitable[Member]], patience: float) -> None:
+        """Another process in the place of a task's."""
+        index = self.tasks.index(member)
+        member.alive = False
+        self._report(p.Lost(index))
+        late = f"{member.name} did not stop computing within {patience:.0f} s"
+        try:
+            self.tasks[index] = await replace(member)
+        except (TfnbError, OSError) as error:
+            self.notes.append(f"{late} and is given up: {error}")
+        else:
+            self.notes.append(f"{late}; its process was replaced")
+            self._report(p.Joined(index))
+
+    def _report(self, event: p.Event) -> None:
+        """Tell every machine in progress."""
+        for queue in self._queues:
+            queue.put_nowait(event)
+
+    async def _idle(self, deadline: float) -> list[int]:
+        """The live tasks, once what they were told to stop has stopped; one that takes long is left out."""
+        if self._stopping:
+            await self._any_stops(min(GRACE, deadline - time.monotonic()), asyncio.ALL_COMPLETED)
+        while not (free := [i for i in self._live() if self.tasks[i] not in self._stopping]) and self._stopping:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                names = ", ".join(member.name for member in self._stopping)
+                raise DeadlineExceeded(f"{names} still computes what was stopped before", step=self.step)
+            await self._any_stops(left, asyncio.FIRST_COMPLETED)
+        return free
+
+    async def _any_stops(self, seconds: float, when: str) -> None:
+        timeout = None if seconds == float("inf") else max(0.0, seconds)
+        await asyncio.wait(set(self._stopping.values()), timeout=timeout, return_when=when)
 
     async def _run_on(
         self, number: int, task: int, placed: Placed, about: dict[str, Any], feeds: list[torch.Tensor], run_index: int
@@ -275,7 +400,10 @@ class Engine:
         member = self.tasks[task]
         match answer:
             case Ok():
+                member.seconds.append(float(answer.meta.get("timings", {}).get("compute", 0.0)))
                 return p.Done(number, task, answer)
+            case Failed(details={"cancelled": int(cancelled)}) if cancelled == number:
+                return p.Revoked(number, task)
             case Failed(details={"missed": True, "shard": int(shard)}):
                 if not await self.verify(self.servers[shard]):
                     return p.ShardLost(shard)

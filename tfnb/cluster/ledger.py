@@ -57,6 +57,11 @@ class Ledger:
         self.dups += 1
         return window.acks[op.seq]
 
+    def has(self, op: OpId) -> bool:
+        """Whether ``op`` was applied, as far back as the window."""
+        window = self.clients.get(op.client)
+        return window is not None and window.has(op.seq)
+
     def is_too_old(self, op: OpId) -> bool:
         """Whether ``op`` lies below the window, where nobody knows any more."""
         window = self.clients.get(op.client)

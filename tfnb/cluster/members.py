@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +25,7 @@ class Member:
     info: dict[str, Any] = field(default_factory=dict)
     alive: bool = True
     plans: set[str] = field(default_factory=set)
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=32))  # that it computed for a step, lately
 
     @property
     def reported(self) -> bool:
@@ -55,5 +58,12 @@ class Flow:
     queue: asyncio.Queue[p.Event]
     results: list[tuple[int, list[Any]]] = field(default_factory=list)
     end: p.Finish | None = None
+    is_held: bool = False
+    news: asyncio.Event = field(default_factory=asyncio.Event)
     carried: set[asyncio.Task[None]] = field(default_factory=set)
-    watcher: asyncio.Task[None] | None = None
+
+    async def wait(self, is_so: Callable[[], bool]) -> None:
+        """Wait until it is so, or asynchronous training is over."""
+        while self.end is None and not is_so():
+            self.news.clear()
+            await self.news.wait()

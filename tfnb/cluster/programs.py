@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
-from tfnb.errors import GraphFormatError, TfnbError
+from tfnb.cluster.core import GRADIENTS, is_finite
+from tfnb.errors import GraphFormatError, NonFiniteGradient, TfnbError
 from tfnb.execution import Pending, Program, lower
 from tfnb.execution.explain import explained
-from tfnb.graph import Graph, Value, Variable
+from tfnb.graph import Graph, Spec, Value, Variable
 from tfnb.graph.files import sha256
 from tfnb.graph.forms.serial import dumps, loads
 from tfnb.graph.graph import new_id
@@ -64,9 +65,13 @@ def place(split: Split, step: StepGraph, shards: Mapping[str, int]) -> Placed:
     wanted = [value for value in split.fetches if value is not None]
     borders = list(dict.fromkeys(b.value for server in split.servers for b in server.borders))
     pushes = [
-        {"shard": s.shard, "plan": servers[s.shard].id, "at": [len(wanted) + borders.index(b.value) for b in s.borders]}
+        {
+            "shard": s.shard, "plan": servers[s.shard].id,
+            "at": [len(wanted) + borders.index(b.value) for b in s.borders],
+            "grads": [b.variable if b.kind in GRADIENTS else None for b in s.borders],
+        }
         for s in split.servers
-    ]
+    ]  # fmt: skip
     writes = tuple(sorted({shards[variable.key] for variable in step.writes}))
     about = {"count": len(wanted), "pushes": pushes, "whole": split.why_whole is not None}
     outputs = (*wanted, *borders, *split.checks)
@@ -168,12 +173,26 @@ class ShardProgram:
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """What a worker sends to one shard: feeds of a server plan, or (``plan`` None) new values of ``keys``."""
+    """What a worker sends to one shard: feeds of a server plan, or (``plan`` None) new values of ``keys``.
+
+    ``grads``: of each tensor that is a gradient the name of its variable, else None.
+    """
 
     shard: int
     plan: str | None
     keys: tuple[str, ...]
     tensors: tuple[torch.Tensor, ...]
+    grads: tuple[str | None, ...] = ()
+
+    def ensure_finite(self, task: str) -> None:
+        """Raise NonFiniteGradient naming the variable, before any server sees anything of the step."""
+        for name, tensor in zip(self.grads, self.tensors, strict=False):
+            if name is not None and not is_finite(tensor):
+                whose = f"variable {name}" if name else "a variable"
+                raise NonFiniteGradient(
+                    f"the gradient of {whose}, {Spec.of(tensor)}, that {task} computed holds NaN or infinity; the step "
+                    "was dropped on every server", node=name or None, task=task,
+                )  # fmt: skip
 
 
 @dataclass
@@ -214,7 +233,7 @@ class ComputeProgram:
             self.program.commit(pending)
             return out, self._whole(storages)
         pushes = [
-            Push(int(to["shard"]), str(to["plan"]), (), tuple(_present(out[i]) for i in to["at"]))
+            Push(int(to["shard"]), str(to["plan"]), (), tuple(_present(out[i]) for i in to["at"]), tuple(to["grads"]))
             for to in self.meta["pushes"]
         ]
         return out[: self.meta["count"]], pushes

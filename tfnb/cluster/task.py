@@ -16,26 +16,27 @@ import secrets
 import signal
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from distributed import get_worker
 
 from tfnb import __version__
 from tfnb.cluster import wire
+from tfnb.cluster.computing import Computing, in_thread
 from tfnb.cluster.core import PLANS, Core, fence
 from tfnb.cluster.messages import Failed, Ok, OpId, Outcome, Peer, Refused, Request, failed
 from tfnb.cluster.programs import ComputeProgram, Push, ShardProgram
 from tfnb.cluster.transport import read_request, worker_link, write_outcome
-from tfnb.errors import InvalidArgument, StepAborted
+from tfnb.errors import InvalidArgument
 from tfnb.state.store import Store
 
-T = TypeVar("T")
 Answer = Ok | Failed | Refused
 
+REVOKED = 1024  # leases taken back that are remembered
 SHARE = 0.6  # of a worker's memory limit that a server may fill; Dask pauses a worker at 0.8
 
 
@@ -72,11 +73,14 @@ class Task:
         self.cache: dict[str, tuple[int, torch.Tensor]] = {}  # key -> version and value, as last pulled
         self.steps: dict[int, asyncio.Task[Answer]] = {}  # round -> what runs for it
         self.floor = 0  # rounds up to here are over
-        self.computing = ThreadPoolExecutor(1, thread_name_prefix="tfnb-compute")
+        self.revoked: deque[int] = deque(maxlen=REVOKED)  # leases that were taken back
+        self.pushing: set[int] = set()  # leases that servers may have applied
+        self.computing = Computing()
         self.applying = ThreadPoolExecutor(1, thread_name_prefix="tfnb-server")
         torch.set_num_threads(threads or worker.state.nthreads)
         self._methods: dict[str, Callable[[Request], Awaitable[Answer]]] = {
             "configure": self._configure, "register": self._register, "run": self._run, "cancel": self._cancel,
+            "revoke": self._revoke, "quit": self._quit,
             **dict.fromkeys(Core.METHODS, self._serve),
         }  # fmt: skip
 
@@ -138,14 +142,16 @@ class Task:
         core = self.core
         if core is None:
             return Refused("protocol", f"{self.name} is no parameter server")
-        return await _in(self.applying, lambda: core.on(request, time.monotonic()))
+        return await in_thread(self.applying, lambda: core.on(request, time.monotonic()))
 
     # -- a compute task ---------------------------------------------------------------------------------------------
 
     async def _register(self, request: Request) -> Answer:
         plan = str(request.meta["plan"])
         if plan not in self.plans:
-            self.plans[plan] = await _in(self.computing, lambda: ComputeProgram(request.meta, request.tensors))
+            self.plans[plan] = await in_thread(
+                self.computing.executor, lambda: ComputeProgram(request.meta, request.tensors)
+            )
             while len(self.plans) > PLANS:
                 self.plans.popitem(last=False)
         return Ok({"plan": plan})
@@ -155,6 +161,8 @@ class Task:
         number = int(request.meta["round"])
         if number <= self.floor:
             return Refused("stale", f"round {number} is over")
+        if number in self.revoked:
+            return self._cancelled(number)
         step = asyncio.ensure_future(self._step(request, number))
         self.steps[number] = step
         try:
@@ -162,16 +170,37 @@ class Task:
         finally:
             step.cancel()
             self.steps.pop(number, None)
-        if step.cancelled():
-            return Failed("Cancelled", f"round {number} was cancelled", {"task": self.name})
-        return step.result()
+            self.pushing.discard(number)
+        return self._cancelled(number) if step.cancelled() else step.result()
+
+    def _cancelled(self, number: int) -> Failed:
+        return Failed("Cancelled", f"round {number} was cancelled", {"task": self.name, "cancelled": number})
 
     async def _cancel(self, request: Request) -> Answer:
-        """End every round up to this one; what has been sent is dropped by the servers."""
+        """End every round up to this one, and answer when the thread has left it; servers drop what was sent."""
         self.floor = max(self.floor, int(request.meta["round"]))
+        floor = self.floor
         for number, step in list(self.steps.items()):
-            if number <= self.floor:
+            if number <= floor:
                 step.cancel()
+        await self.computing.stopped(lambda number: number <= floor)
+        return Ok()
+
+    async def _revoke(self, request: Request) -> Answer:
+        """Take back one lease, unless servers may have applied it: then it goes on to its end."""
+        revoked = int(request.meta["round"])
+        if revoked not in self.pushing:
+            self.revoked.append(revoked)
+            if revoked in self.steps:
+                self.steps[revoked].cancel()
+            await self.computing.stopped(lambda number: number == revoked)
+        return Ok()
+
+    async def _quit(self, request: Request) -> Answer:
+        """End this process at once: what it computes cannot be stopped. Its nanny starts another."""
+        if self.core is not None:
+            return Refused("protocol", f"{self.name} holds variables")
+        os.kill(os.getpid(), signal.SIGKILL)
         return Ok()
 
     async def _step(self, request: Request, number: int) -> Answer:
@@ -185,15 +214,24 @@ class Task:
             values = await self._pull(program, deadline)
             pulled = time.monotonic()
             feeds, run_index = request.tensors, int(meta["run_index"])
-            out, pushes = await _in(self.computing, lambda: program.run(feeds, values, run_index))
+            out, pushes = await self.computing.do(number, lambda: self._computed(program, feeds, values, run_index))
             computed = time.monotonic()
-            await asyncio.gather(*(self._push(push, request, number, deadline) for push in pushes))
+            await self._push_all(pushes, request, number, deadline)
         except _Answered as ended:
             return ended.answer
         except Exception as error:
             return failed(error, self.name)
         timings = {"pull": pulled - begin, "compute": computed - pulled, "push": time.monotonic() - computed}
         return Ok({"some": [value is not None for value in out], "timings": timings}, _tensors(out))
+
+    def _computed(
+        self, program: ComputeProgram, feeds: Sequence[torch.Tensor], values: Mapping[str, torch.Tensor], run_index: int
+    ) -> tuple[list[torch.Tensor | None], list[Push]]:
+        """In the compute thread: the fetches and what goes to the servers, all of it finite."""
+        out, pushes = program.run(feeds, values, run_index)
+        for push in pushes:
+            push.ensure_finite(self.name)
+        return out, pushes
 
     async def _pull(self, program: ComputeProgram, deadline: float) -> dict[str, torch.Tensor]:
         """Values of everything the program reads: one call for each shard, and bytes only for what changed."""
@@ -208,6 +246,17 @@ class Task:
             if old != version:
                 self.cache[key] = (version, next(fresh))
         return {key: self.cache[key][1] for key in keys}
+
+    async def _push_all(self, pushes: Sequence[Push], request: Request, number: int, deadline: float) -> None:
+        """Send every shard its part; the first failure is told when all have answered."""
+        if request.meta.get("lease") is not None:
+            self.pushing.add(number)
+        ends = await asyncio.gather(
+            *(self._push(push, request, number, deadline) for push in pushes), return_exceptions=True
+        )
+        for end in ends:
+            if end is not None:
+                raise end
 
     async def _push(self, push: Push, request: Request, number: int, deadline: float) -> None:
         """Send one shard's part: at once in asynchronous mode, else staged for the round."""
@@ -245,23 +294,6 @@ def _passed_on(answer: Outcome, peer: Peer, shard: int) -> Failed | Refused:
             return Failed("StepAborted", message)
     text = f"server {shard} at {peer.addr}: {type(answer).__name__} {getattr(answer, 'message', '')}"
     return Failed("Unavailable", text, {"shard": shard, "missed": True})
-
-
-async def _in(executor: ThreadPoolExecutor, function: Callable[[], T]) -> T:
-    """The result of ``function`` in a thread; SystemExit and its like arrive as an ordinary error."""
-
-    def guarded() -> tuple[T | None, BaseException | None]:
-        try:
-            return function(), None
-        except BaseException as error:  # asyncio would end the event loop on SystemExit
-            return None, error
-
-    result, error = await asyncio.get_running_loop().run_in_executor(executor, guarded)
-    if error is None:
-        return result  # type: ignore[return-value]
-    if isinstance(error, Exception):
-        raise error
-    raise StepAborted(f"a kernel raised {type(error).__name__}: {error}; nothing was written") from error
 
 
 def _tensors(out: Sequence[Any]) -> list[torch.Tensor]:

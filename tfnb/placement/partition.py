@@ -30,10 +30,11 @@ Kind = Literal["grad", "rows", "entries", "value"]
 
 
 class Border(NamedTuple):
-    """A value of the compute graph that a server needs."""
+    """A value of the compute graph that a server needs. ``variable``: name of what it changes first."""
 
     value: Value
     kind: Kind
+    variable: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,7 @@ class _Cut:
             fed.values,
             tuple(None if v in late or not self._gives(v) else fed.of(self.state.resolved(v)) for v in self.fetches),
             tuple(Value(node.id) for node in nodes if node.op == "tfnb.guard"),
-            tuple(replace(s, borders=tuple(Border(fed.of(b.value), b.kind) for b in s.borders)) for s in servers),
+            tuple(replace(s, borders=tuple(b._replace(value=fed.of(b.value)) for b in s.borders)) for s in servers),
             *self._after(late),
         )
 
@@ -163,7 +164,10 @@ class _Cut:
         attrs = {"values": tuple(map(Ref, range(len(done))))}
         group = Node(id=new_id(), name="apply", op="tfnb.group", inputs=done, attrs=attrs)
         server = self.graph.derive(Contents(_sized((*fed.nodes, *nodes, *assigns, group))))
-        borders = tuple(Border(value, kind) for value, kind in kinds.items())
+        borders = tuple(
+            Border(value, kind, _changed_by(feed, server.contents))
+            for (value, kind), feed in zip(kinds.items(), fed.values, strict=True)
+        )
         return Server(shard, server, fed.values, borders, Value(group.id))
 
     def _closure(self, shard: int, targets: Iterable[Value]) -> tuple[set[int], dict[Value, Kind]]:
@@ -278,6 +282,20 @@ class _Feeds:
         """The node with its inputs taken from the placeholders."""
         inputs = tuple(map(self.of, node.inputs))
         return node if inputs == node.inputs else replace(node, inputs=inputs)
+
+
+def _changed_by(value: Value, contents: Contents) -> str:
+    """The name of the nearest Variable that a value helps to write, a trained one first."""
+    nearest, seen = [value], set[Value]()
+    while nearest:
+        nodes = [contents.by_id[user] for v in nearest for user in contents.consumers.get(v, ())]
+        written = [node.attrs["variable"] for node in nodes if node.op == "tfnb.assign"]
+        if written:
+            return next((v for v in written if v.trainable), written[0]).name
+        seen.update(nearest)
+        given = {Value(node.id, index) for node in nodes for index in range(len(node.outputs))}
+        nearest = [v for v in given if v not in seen]
+    return ""
 
 
 def _sized(nodes: Sequence[Node]) -> tuple[Node, ...]:

@@ -1,0 +1,112 @@
+"""Asynchronous training is counted exactly, and whoever reads the values sees one count on all servers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from contextlib import closing
+
+import pytest
+import torch
+
+import tfnb
+from tfnb.errors import DeadlineExceeded, NonFiniteGradient, WorkerLost
+
+
+class Counters:
+    """One Variable on each of two servers; every batch takes 1 from each."""
+
+    def __init__(self, pause: int = 0) -> None:
+        self.variables = [tfnb.Variable(torch.zeros(200, dtype=torch.float64), name=f"count{i}") for i in range(2)]
+        with tfnb.record("counters"):
+            self.x = tfnb.placeholder(torch.ones(4), name="x")
+            one = self.x.mean().double()
+            for _ in range(pause):
+                one = (
+                    one * torch.ones(300, 300, dtype=torch.float64).matmul(torch.ones(300, 300).double())
+                ).mean() / 300
+            both = [(one.expand(200) * 1.0, self.variables[0]), (one.expand(200) * one, self.variables[1])]
+            self.train = tfnb.train.SGD(1.0).apply_gradients(both)
+
+    def counts(self) -> list[float]:
+        return [-float(v.storage[0]) for v in self.variables]
+
+    def rows(self, count, do=lambda step: None):
+        for step in range(count):
+            do(step)
+            yield {self.x: torch.ones(4)}
+
+
+def served(cluster):
+    """How many batches each server applied."""
+    stats = cluster._do("stat", 5, cluster._engine.stats, 5.0)
+    return [stat["applied"] - 1 for stat in stats.values()]  # one creation
+
+
+def test_a_pull_in_mid_training_sees_one_count(connect):
+    c = Counters()
+    cluster = connect(2)
+    seen, stop = [], threading.Event()
+
+    def pull():
+        while not stop.wait(0.01):
+            step = cluster.pull()
+            seen.append((step, *c.counts()))
+
+    other = threading.Thread(target=pull)
+    try:
+        with_start = iter([other.start])
+        tfnb.fit(
+            c.train, c.rows(150, lambda step: next(with_start, lambda: None)() if step == 5 else None), mode="async"
+        )
+    finally:
+        stop.set()
+        other.join()
+    assert len(seen) > 3 and len({step for step, *_ in seen}) > 2
+    assert all(step == a == b for step, a, b in seen), seen
+    assert c.counts() == [150.0, 150.0] and cluster.step == 150 and {*served(cluster)} == {150}
+
+
+@pytest.mark.parametrize("end", ["deadline", "break", "error", "kill all"])
+def test_the_count_is_what_the_servers_applied(connect, end):
+    c = Counters(pause=5)
+    cluster = connect(2)
+    pids = [member.info["pid"] for member in cluster._engine.tasks]
+
+    def do(step):
+        if step == 21 and end == "kill all":
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+
+    def rows():
+        for step, row in enumerate(c.rows(10_000, do)):
+            if step == 21 and end == "error":
+                row[c.x][0] = float("inf")
+            yield row
+
+    if end == "kill all":
+        with pytest.raises(WorkerLost, match=r"step \d+") as caught:
+            tfnb.fit(c.train, rows(), mode="async")
+        assert f"(step {cluster.step})" in str(caught.value)
+    elif end == "deadline":
+        tfnb.run(c.train, {c.x: torch.ones(4)})
+        with pytest.raises(DeadlineExceeded) as caught:
+            tfnb.fit(c.train, rows(), mode="async", timeout=2)
+        assert f"variables are at step {cluster.step}" in str(caught.value)
+    elif end == "error":
+        with pytest.raises(NonFiniteGradient, match=r"variable count\d, float64\[200\], that task:\d computed"):
+            tfnb.fit(c.train, rows(), mode="async")
+    else:
+        session = tfnb.Session(c.train.graph)
+        with closing(
+            session.train(c.train, (c.x,), (row.values() for row in rows()), mode="async", timeout=None)
+        ) as steps:
+            for taken, _ in enumerate(steps):
+                if taken == 20:
+                    break
+    assert {*served(cluster)} == {cluster.step}
+    assert c.counts() == [cluster.step] * 2
+    time.sleep(0.5)
+    assert {*served(cluster)} == {cluster.step}, "nothing comes later"

@@ -1,0 +1,86 @@
+"""Threads of a task: one call at a time, whose errors arrive whole, and which can be stopped as a step here can.
+
+A stop comes between two kernels (see `tfnb.execution.running`); a kernel finishes first. Whoever waits for a call may
+be cancelled; the call itself goes on until it is stopped or ends, and `Computing.stopped` waits for that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from tfnb.errors import Cancelled, StepAborted
+from tfnb.execution.running import Running
+
+T = TypeVar("T")
+
+
+async def in_thread(executor: ThreadPoolExecutor, function: Callable[[], T]) -> T:
+    """The result of ``function`` in a thread; SystemExit and its like arrive as an ordinary error."""
+
+    def guarded() -> tuple[T | None, BaseException | None]:
+        try:
+            return function(), None
+        except BaseException as error:  # asyncio would end the event loop on SystemExit
+            return None, error
+
+    result, error = await asyncio.get_running_loop().run_in_executor(executor, guarded)
+    if error is None:
+        return result  # type: ignore[return-value]
+    if isinstance(error, Exception):
+        raise error
+    raise StepAborted(f"a kernel raised {type(error).__name__}: {error}; nothing was written") from error
+
+
+class _Call:
+    """One call: waiting for the thread, or running in it."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+        self._running: Running | None = None
+        self._is_unwanted = False
+
+    def run(self) -> Any:
+        """In the thread."""
+        self._running = Running()
+        if self._is_unwanted:  # looked at after `_running` was set, as `stop` does it the other way round
+            raise Cancelled("stopped before it began")
+        return self._running.compute(self._function)
+
+    def stop(self) -> None:
+        """From the event loop."""
+        self._is_unwanted = True
+        if self._running is not None:
+            self._running.stop(lambda _: Cancelled("stopped while it computed"))
+
+
+class Computing:
+    """The compute thread of a task: calls in order, each under the number of its round."""
+
+    def __init__(self) -> None:
+        self.executor = ThreadPoolExecutor(1, thread_name_prefix="tfnb-compute")
+        self._calls: dict[int, tuple[_Call, asyncio.Future[Any]]] = {}
+
+    async def do(self, number: int, function: Callable[[], T]) -> T:
+        """The result of ``function``; raises Cancelled if round ``number`` is stopped."""
+        call = _Call(function)
+        end = asyncio.ensure_future(in_thread(self.executor, call.run))
+        self._calls[number] = call, end
+        end.add_done_callback(lambda end: self._ended(number, end))
+        return await asyncio.shield(end)
+
+    def _ended(self, number: int, end: asyncio.Future[Any]) -> None:
+        if number in self._calls and self._calls[number][1] is end:
+            del self._calls[number]
+        if not end.cancelled():
+            end.exception()  # seen, also if nobody waits any more
+
+    async def stopped(self, is_over: Callable[[int], bool]) -> None:
+        """Stop the rounds that are over, and wait until the thread has left them."""
+        found = [entry for number, entry in self._calls.items() if is_over(number)]
+        for call, _ in found:
+            call.stop()
+        if found:
+            await asyncio.wait([end for _, end in found])
