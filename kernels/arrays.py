@@ -19,8 +19,10 @@ def _fake_unwritten(size: Tensor) -> Tensor:
 
 @op("(Tensor size) -> Tensor", _fake_unwritten)
 def array_unwritten(size: Tensor) -> Tensor:
-    """``written`` of an array of so many rows, as the value of a tensor says."""
-    return torch.zeros(int(size), dtype=torch.bool, device=size.device)
+    """``written`` of an array of so many rows, as the value of a tensor says; raises ValueError for fewer than none."""
+    if (count := int(size)) < 0:
+        raise ValueError(f"a TensorArray has a whole number of elements, not {count}")
+    return torch.zeros(count, dtype=torch.bool, device=size.device)
 
 
 def _fake_write(rows: Tensor, written: Tensor, index: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -81,6 +81,30 @@ out = v
 # a while_loop that never ends: run, DeadlineExceeded, 1, did not end within
 out, = tfnb.while_loop(lambda v: v > -99, lambda v: (v.abs(),), (x.sum(),))
 
+# an array of fewer elements than none: record, InvalidArgument, 1, a TensorArray has a whole number of elements, not -1
+out = tfnb.TensorArray(-1, shape=()).stack()
+
+# an array of half an element: record, InvalidArgument, 1, a TensorArray has a whole number of elements, not 0.5
+out = tfnb.TensorArray(0.5, shape=()).stack()
+
+# an array that a run makes too short: run, InvalidArgument, 1, a TensorArray has a whole number of elements, not -
+out = tfnb.TensorArray((2 - x.sum()).long(), shape=()).stack()
+
+# a list appended to twice: run, BranchChanged, 2, `out.append(-n)` is the second append() to its list
+out, n = [], x.sum()
+while n < 9:
+    out.append(n)
+    out.append(-n)
+    n = n * 2
+out = torch.stack(out)
+
+# a list that shrinks: run, BranchChanged, 2, use a tfnb.TensorArray
+out, n = [x.sum()], x.sum()
+while n < 9:
+    n = n + out.pop()
+    out.append(n)
+out = n
+
 # an element written twice: record, InvalidArgument, 1, element 0 of a TensorArray is written twice
 out = tfnb.TensorArray(3).write(0, x.sum()).write(0, x.sum()).stack()
 

@@ -55,8 +55,7 @@ class TensorArray:
     ) -> None:  # fmt: skip
         self.dynamic_size, self._dtype = dynamic_size, dtype
         self._rows: torch.Tensor | None = None
-        if isinstance(size, Variable):
-            size = size.read()
+        size = _count(size)
         is_tensor = isinstance(size, torch.Tensor)
         self._written = ops.array_unwritten(size) if is_tensor else torch.zeros(size, dtype=torch.bool)
         self._spans: torch.Tensor | None = None
@@ -262,6 +261,18 @@ def _spans(start: Any, length: Any, places: torch.Tensor) -> torch.Tensor:
 def _picked(rows: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     found = rows.index_select(0, numbers.reshape(-1))
     return found if numbers.dim() == 1 else found.unflatten(0, numbers.shape)
+
+
+def _count(size: Any) -> Any:
+    """A number of elements; what a tensor holds is looked at when it is computed."""
+    size = size.read() if isinstance(size, Variable) else size
+    if isinstance(size, torch.Tensor):
+        is_number = size.numel() == 1 and not (size.is_floating_point() or size.is_complex())
+    else:
+        is_number = isinstance(size, torch.SymInt) or (type(size) is int and size >= 0)
+    if not is_number:
+        raise InvalidArgument(f"a TensorArray has a whole number of elements, not {size!r}{_at()}")
+    return size
 
 
 def _index(index: Any, rank: int) -> torch.Tensor:

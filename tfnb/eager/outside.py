@@ -6,16 +6,16 @@ torch's own error says so in its words, at the end of its own frames; this one s
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
-from tfnb.errors import Unsupported, file_label
+from tfnb.errors import Unsupported
 from tfnb.graph import current
-from tfnb.recording import Tensor
+from tfnb.recording.marks.notes import calling_line
+from tfnb.recording.values.outside_calls import recorded_of
 
 
 @cache
@@ -25,21 +25,13 @@ def explained() -> None:
 
     def run(outputs: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        used = next((y for y in outputs if isinstance(y, Tensor)), current.stack.used_outside())
+        used = next((x for y in outputs if (x := recorded_of(y)) is not None), current.stack.used_outside())
         if used is None or current.recording() is not None or all(getattr(y, "requires_grad", True) for y in outputs):
             return engine(outputs, *args, **kwargs)
         raise Unsupported(
-            f"backward() of what requires no gradient{_at()}. Outside of its recording {used.described()} is a sample, "
-            "and what is computed from it there a plain tensor without a history. Compute the loss inside of the "
-            "recording and call backward() there, or give a recorded loss to tfnb.gradients(loss, variables)"
+            f"backward() of what requires no gradient{calling_line()}\n  outside of its recording {used.described()} "
+            "is a sample, and what is computed from it there a plain tensor without a history: compute the loss inside "
+            "of the recording and call backward() there, or give a recorded loss to tfnb.gradients(loss, variables)"
         )
 
     torch.autograd._engine_run_backward = run  # type: ignore[assignment]
-
-
-def _at() -> str:
-    """The line that called torch."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("tfnb", "torch"):
-        frame = frame.f_back
-    return f", {file_label(frame.f_code.co_filename)} line {frame.f_lineno}"

@@ -62,20 +62,22 @@ def branched(
         note_python(st, f"the branch that the sample does not take fails: {why}" if fails else why)
     raises = f"{str(why).rstrip(': ')} ({st.place})" if is_check else None
     before, earlier = st.get(), set(st.recorder.tape.by_id)
-    outcome = taken_by_python(st.recorder, test, why.branch, is_check=is_check, raises=raises)
+    because = f"the `{st.what}` is Python's: {why}"
+    outcome = taken_by_python(st.recorder, test, why.branch, is_check=is_check, raises=raises, because=because)
     body() if outcome else orelse()
     if not is_check and isinstance(test, Tensor):
         st.set(tuple(below_guard(st.recorder, v, old, earlier) for v, old in zip(st.get(), before, strict=True)))
 
 
 def taken_by_python(
-    recorder: Recorder, test: Any, outcome: bool | None, *, is_check: bool, raises: str | None = None
-) -> bool:
+    recorder: Recorder, test: Any, outcome: bool | None, *, is_check: bool = False, raises: str | None = None,
+    because: str | None = None,
+) -> bool:  # fmt: skip
     """The outcome, by default the truth of the sample, on which the recording relies from here."""
     if isinstance(test, torch.SymBool):
         return recorder.symbols.decided(test)
     outcome = bool(test.sample) if outcome is None else outcome
-    recorder.branch(test, outcome, is_check=is_check, raises=raises)
+    recorder.branch(test, outcome, is_check=is_check, raises=raises, because=because)
     return outcome
 
 

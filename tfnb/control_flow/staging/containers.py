@@ -18,6 +18,7 @@ from tfnb.control_flow.frontend.cannot_stage import CannotStage
 from tfnb.control_flow.staging.lists import grown, plain
 from tfnb.control_flow.staging.statement import Slot, status
 from tfnb.control_flow.staging.unset import MISSING, Sometimes, Undefined
+from tfnb.control_flow.staging.user_frames import user_line
 
 CONTAINERS = (list, dict, set, bytearray, collections.deque)
 _PLACES = (list, dict, collections.OrderedDict, collections.defaultdict)  # whose items can be carried
@@ -120,10 +121,17 @@ def is_own(container: Any) -> bool:
     return any(container is other for other in status.made)
 
 
+_INSTEAD = {
+    "list": ": for more than one append() in each iteration of a loop, use a tfnb.TensorArray",
+    "dict": ": set items that it has before, or names",
+}
+
+
 def refuse_change(owner: Any, how: str) -> None:
     """Raise CannotStage where a container of outside would be changed."""
     if not is_own(owner):
-        raise CannotStage(f"{how} in a {type(owner).__name__} that was made outside of it")
+        kind = type(owner).__name__
+        raise CannotStage(f"{how} in a {kind} that was made outside of it, at {user_line()}{_INSTEAD.get(kind, '')}")
 
 
 # -- functions that change what they are given ----------------------------------------------------------------------

@@ -28,7 +28,7 @@ from tfnb.control_flow.staging.statement import (
     tensor_of,
 )
 from tfnb.control_flow.staging.unset import Undefined, UndefinedReturnValue
-from tfnb.control_flow.staging.user_frames import user_frame
+from tfnb.control_flow.staging.user_frames import user_frame, user_line
 from tfnb.control_flow.structure import recorder_if_open
 from tfnb.errors import Unsupported
 from tfnb.recording import Recorder
@@ -120,13 +120,16 @@ class Growth:
     def add(self, owner: list[Any], value: Any) -> None:
         """One element; a list that is met for the first time is marked when the body is recorded again."""
         if status.depth > self.depth and any(owner is each for made in status.bodies[self.level :] for each in made):
-            raise CannotStage("append() in a list that was made outside of it")
+            raise CannotStage(f"append() in a list that was made outside of it, at {user_line()}")
         place = self._place(owner)
         if place >= len(self.rooms):
             return
         room = self.rooms[place]
         if room["is kept"] is not False:
-            raise CannotStage("append() is called more than once in an iteration: append one tensor, or use two lists")
+            raise CannotStage(
+                f"{user_line()} is the second append() to its list in one iteration: append both at once, as one "
+                "tensor (`torch.stack`, and `flatten(0, 1)` after the loop), or use two lists"
+            )
         for key, new in (("is kept", True), ("row", value)):
             slot = Slot(room, key, is_item=True)
             if status.depth > self.depth and not slot.is_settled:
@@ -138,7 +141,10 @@ class Growth:
         if found is not None:
             return found
         if self.around is not None and all(owner is not other for other in self.around):
-            raise CannotStage("append() in a loop inside of another, to a list that was made outside of both")
+            raise CannotStage(
+                f"append() in a loop inside of another, to a list that was made outside of both, at {user_line()}: "
+                "make the list in the outer loop, and append its torch.stack() there"
+            )
         self.lists.append(owner)
         return len(self.lists) - 1
 

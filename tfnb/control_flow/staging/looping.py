@@ -45,14 +45,16 @@ from tfnb.recording.subgraphs.loop_node import DISAGREE, Loop
 from tfnb.recording.writes.aliases import REFUSED, family, lose
 
 
-def staged_loop(st: Statement, stage: Callable[[], None], first: Callable[[], None], *, peels: bool = False) -> bool:
-    """Whether a loop could be staged; a user's error in the first iteration of the samples is raised.
+def staged_loop(
+    st: Statement, stage: Callable[[], None], first: Callable[[], None], *, peels: bool = False
+) -> str | None:
+    """Stage a loop, or say why it is Python's; a user's error in the first iteration of the samples is raised.
 
     peels: the caller can take an iteration by itself where CannotStage says so, which is raised then.
     """
     try:
         st.carrying(stage)
-        return True
+        return None
     except CannotStage as error:
         why = error
     if peels and why.instead is Instead.FIRST_ITERATION:
@@ -60,7 +62,7 @@ def staged_loop(st: Statement, stage: Callable[[], None], first: Callable[[], No
     if is_users(why.__cause__ or why):
         st.tried(first)
     note_python(st, why)
-    return False
+    return f"the `{st.what}` is Python's: {why}"
 
 
 _OTHER_WAYS = "a test in it that stays Python does not go the same way in all of its iterations"

@@ -114,14 +114,14 @@ def while_stmt(
     options: Any,
 ) -> None:  # fmt: skip
     """``while test(): body()``; staged from the iteration on that a recorded tensor decides about."""
-    tried, first = False, get()
+    because, first = None, get()
     while True:
-        recorder = None if tried else _staging()
+        recorder = None if because else _staging()
         before = None if recorder is None else Savepoint(recorder)
         found = _asked(test())
         staged = recorder_for(found)
         if staged is None or before is None:
-            if not found:
+            if not (found if staged is None else taken_by_python(staged, as_test(found), None, because=because)):
                 if staged is not None:  # in other runs the loop goes on
                     earlier = staged.tape.by_id.copy()
                     set_(tuple(below_guard(staged, v, old, earlier) for v, old in zip(get(), first, strict=True)))
@@ -134,9 +134,9 @@ def while_stmt(
         stage = functools.partial(Stage, st, by_size=not isinstance(found, Tensor), entered=entered)
         try:
             iterations = functools.partial(_iterations, stage, test, body)
-            if staged_loop(st, iterations, body if entered else _nothing, peels=entered):
+            because = staged_loop(st, iterations, body if entered else _nothing, peels=entered)
+            if because is None:
                 return
-            tried = True
         except CannotStage as why:
             note_peeled(st, why)
             taken_by_python(staged, as_test(_asked(test())), True, is_check=True)
@@ -158,7 +158,7 @@ def for_stmt(
         st = Statement("for", recorder, names, get, set)
         try:
             stage, first = functools.partial(iterations.stage, st, more, body), functools.partial(_first, items, body)
-            if staged_loop(st, stage, first, peels=True):
+            if staged_loop(st, stage, first, peels=True) is None:
                 return
             break
         except CannotStage as why:
@@ -306,7 +306,7 @@ def collected(function: Any, owner: Any, made_of: Callable[..., Any], several: b
         add(element(each))
 
     st = _nameless(recorder)
-    if staged_loop(st, lambda: iterations.stage(st, None, body), lambda: _first(owner, element)):
+    if staged_loop(st, lambda: iterations.stage(st, None, body), lambda: _first(owner, element)) is None:
         return found
     return made([element(each) for each in (expanded(owner) if grown(owner) else owner)])
 

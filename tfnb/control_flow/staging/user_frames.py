@@ -32,6 +32,12 @@ def user_frame() -> FrameType:
     return frame or sys._getframe(1)
 
 
+def user_line() -> str:
+    """The line of the converted code that called, for messages."""
+    frame = user_frame()
+    return f"line {frame.f_lineno} `{linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()}`"
+
+
 def source_line(recorder: Recorder) -> Source | None:
     """The line of the converted code that called."""
     here, frame = recorder.where(), user_frame()

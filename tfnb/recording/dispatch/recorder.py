@@ -312,11 +312,13 @@ class Recorder(TorchDispatchMode):
             self.tape.notes.append(note)
 
     def guard(
-        self, tensor: torch.Tensor, outcome: bool, raises: str | None = None, lacks: str | None = None
+        self, tensor: torch.Tensor, outcome: bool, raises: str | None = None, lacks: str | None = None,
+        because: str | None = None,
     ) -> None:  # fmt: skip
         """Every later node runs only where ``tensor`` has this truth.
 
-        raises: what Python would raise elsewhere; lacks: what is said to a run where it has not.
+        raises: what Python would raise elsewhere; lacks: what is said to a run where it has not; because: why a
+        staged statement is Python's.
         """
         value = self._entry(tensor).value
         state = self.tape.state_behind(value)
@@ -325,6 +327,8 @@ class Recorder(TorchDispatchMode):
             said = {"lacks": lacks}
         if asked := asked_in(self.where(), self.stop):
             said["asked"] = asked
+        if because is not None:
+            said["because"] = because
         guard = self.tape.append(
             "tfnb.guard", "guard", (), inputs=(value,), attrs={"value": Ref(0), "outcome": outcome, **said},
             scope=self.scopes.current(),
@@ -333,20 +337,21 @@ class Recorder(TorchDispatchMode):
 
     def branch(
         self, tensor: torch.Tensor, outcome: bool, *, is_check: bool = False, raises: str | None = None,
-        is_state: bool = False,
+        is_state: bool = False, because: str | None = None,
     ) -> None:  # fmt: skip
         """Python took a branch on a recorded value: guard every later node by the outcome, and warn once a line.
 
         is_check: the other branch only raises, so there is nothing else that the graph could hold; raises: what.
+        because: why a statement that could have both is Python's.
         is_state: it is what a buffer holds, which no feed decides about.
         """
         source = self.where()
         entry = self._entry(tensor)
-        self.guard(tensor, outcome, raises)
+        self.guard(tensor, outcome, raises, because=because)
         key = ("branch", source and source.line)
         if not is_check and not is_state and key not in self._warned and not self.tape.is_fixed(entry.value):
             self._warned.add(key)
-            warn_of_branch(source, outcome, self.stop)
+            warn_of_branch(source, outcome, self.stop, because)
 
     def heard(self, text: str, expr: Any, *, by_torch: bool = False) -> None:
         """A relation between sizes that this recording now relies on; one of torch's checks, only in its own line."""

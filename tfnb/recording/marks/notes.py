@@ -59,13 +59,23 @@ def dense(tensor: torch.Tensor, at: Callable[[], str]) -> torch.Tensor:
 
 def asked_at(source: Source | None, stop: FrameType | None) -> tuple[str, int] | None:
     """File and line of a function that the user's line led to; None where that line itself asked."""
-    frame: FrameType | None = sys._getframe(1)
+    at = None if source is None else _calling(stop)
+    return None if at is None or source is None or (source.line, source.text) == (at[1], _text(*at)) else at
+
+
+def calling_line() -> str:
+    """The line that calls torch where nothing is recorded, as the end of an error text."""
+    at = _calling(None)
+    return "" if at is None else f"\n  at {line_of(*at)}"
+
+
+def _calling(stop: FrameType | None) -> tuple[str, int] | None:
+    """File and line of the innermost frame below ``stop`` that belongs to no plumbing; None where it has no text."""
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame is not stop:
-        file, line = frame.f_code.co_filename, frame.f_lineno
         if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _PLUMBING:
-            text = linecache.getline(file, line).strip()
-            is_own = source is None or (source.line == line and source.text == text)
-            return None if is_own or not text else (file, line)
+            at = frame.f_code.co_filename, frame.f_lineno
+            return at if _text(*at) else None
         frame = frame.f_back
     return None
 
@@ -78,7 +88,11 @@ def asked_in(source: Source | None, stop: FrameType | None) -> str:
 
 def line_of(file: str, line: int) -> str:
     """A line of a file or cell, for messages."""
-    return f"{file_label(file)} line {line}: {linecache.getline(file, line).strip()}"
+    return f"{file_label(file)} line {line}: {_text(file, line)}"
+
+
+def _text(file: str, line: int) -> str:
+    return linecache.getline(file, line).strip()
 
 
 def user_level(stop: FrameType | None) -> int:
@@ -95,12 +109,15 @@ def user_level(stop: FrameType | None) -> int:
 # -- when Python decides, and at the end ------------------------------------------------------------------------
 
 
-def warn_of_branch(source: Source | None, outcome: bool, stop: FrameType | None) -> None:
-    """Python took a branch on a recorded value."""
+_BOTH = "torch.where and tfnb's staged control flow have both"
+
+
+def warn_of_branch(source: Source | None, outcome: bool, stop: FrameType | None, because: str | None) -> None:
+    """Python took a branch on a recorded value. because: why it is Python's."""
     warnings.warn(
         f"{source or 'recording'}: Python took the {outcome} branch of a recorded value; the graph holds only "
-        "that branch, and a run where it would go the other way raises BranchChanged (torch.where and "
-        f"tfnb's staged control flow have both){asked_in(source, stop)}",
+        "that branch, and a run where it would go the other way raises BranchChanged "
+        f"({because or _BOTH}){asked_in(source, stop)}",
         stacklevel=user_level(stop),
     )
 

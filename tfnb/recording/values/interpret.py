@@ -169,10 +169,10 @@ def held(node: Node, value: torch.Tensor) -> None:
             **where,
         )
     if raises is None:
+        do = node.attrs.get("because") or "use torch.where, stage the branch, or record again with such a sample"
         raise BranchChanged(
-            f"the branch at {at} was recorded with {outcome}, and in this run it is {not outcome}: "
-            "use torch.where, stage the branch, or record again with such a sample", **where,
-        )  # fmt: skip
+            f"the branch at {at} was recorded with {outcome}, and in this run it is {not outcome}: {do}", **where
+        )
     is_assert = raises.startswith("AssertionError") or (
         source is not None and source.text.lstrip().startswith("assert")
     )

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
 
 from tfnb.errors import FailedPrecondition, InvalidArgument, StaleNode, TfnbError, Unsupported
 from tfnb.graph import Graph, Node, Spec, Value, Variable, current
 from tfnb.graph.subgraph import path_to
 from tfnb.recording.values.checks import is_check
 from tfnb.recording.values.layout_queries import FORMATS, contiguous
+from tfnb.recording.values.outside_calls import Recorded
 from tfnb.recording.values.views import View, renewed_chain
 from tfnb.recording.values.workspace import Workspace
 
@@ -97,7 +97,7 @@ class Base:
         self.version = next(_versions)
 
 
-class Tensor(torch.Tensor):
+class Tensor(Recorded):
     """A recorded tensor. ``.sample`` is its plain value while recording, ``.value`` its place in ``.graph``."""
 
     __module__ = "torch.tfnb"  # opt_einsum, autoray and others look there for the library that a tensor is of
@@ -109,8 +109,6 @@ class Tensor(torch.Tensor):
     _feed: Value | None
     _space: Workspace
     _graph: Graph
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch documents
 
     @staticmethod
     def __new__(
@@ -207,16 +205,19 @@ class Tensor(torch.Tensor):
     @property
     def sample(self) -> torch.Tensor:
         """The plain value while recording; raises InvalidArgument where there is none."""
-        entry = self.entry
-        found = entry.sample
-        if found is None:
-            found = self._space.sample(entry.value)
+        found = self.found_sample()
         if found is None:
             raise InvalidArgument(
                 f"{self.described()} has no value while recording: it depends on a placeholder without a sample. "
                 "Give tfnb.placeholder a sample, or use the value in a run",
             )
         return found
+
+    def found_sample(self) -> torch.Tensor | None:
+        """The sample, or None where there is none."""
+        entry = self.entry
+        found = entry.sample
+        return self._space.sample(entry.value) if found is None else found
 
     def look_as(self, other: Tensor) -> None:
         """Become another handle of what ``other`` looks at, with its shape and strides."""
@@ -257,23 +258,6 @@ class Tensor(torch.Tensor):
             return str(self.spec)
 
     # -- behaviour ------------------------------------------------------------------------------------------
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Outside a recording: a plain result on the samples, no node."""
-        __tracebackhide__ = True
-
-        def sample(x: Any) -> Any:
-            if not isinstance(x, Tensor):
-                return x
-            current.stack.used_outside = weakref.ref(x)
-            return x.sample
-
-        args, kwargs = tree_map(sample, (args, kwargs or {}))
-        args, kwargs = tree_map(lambda x: x.node.hint if isinstance(x, torch.SymInt) else x, (args, kwargs))
-        return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         try:
