@@ -163,7 +163,7 @@ class Session:
             feeds = spread(feeds.items())
         prepared = self._prepare(fetches, tuple(feeds))
         fed = prepared.feeder.fed(feeds.values())
-        cut = None if isolation is None else self._cut(prepared, isolation)
+        cut = None if isolation is None else self._cut(prepared, isolation, timeout)
         if trace:
             results = self._traced(prepared, fed, timeout, trace, cut)
         else:
@@ -259,12 +259,12 @@ class Session:
                 self._ensure_open()
                 yield prepared.rebuild([*results, *(variable.value() for variable in prepared.trailing)])
 
-    def _cut(self, prepared: _Prepared, isolation: str) -> Cut:
+    def _cut(self, prepared: _Prepared, isolation: str, timeout: float | None) -> Cut:
         """Copies of what a step reads, and of the Variables that are fetched with it."""
         if isolation != "snapshot":
             raise InvalidArgument(f"isolation is None or 'snapshot', not {isolation!r}")
         self._ensure_together("isolation", prepared.code)
-        return LOCKS.cut((*prepared.code.program.variables, *prepared.trailing))
+        return LOCKS.cut((*prepared.code.program.variables, *prepared.trailing), timeout)
 
     def _execute(self, prepared: _Prepared, fed: Fed, timeout: float | None, cut: Cut | None = None) -> list[Any]:
         __tracebackhide__ = True

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from torch import nn
 
 import tfnb
 from tfnb.errors import Aborted, Cancelled, DeadlineExceeded, InvalidArgument, OutOfRange
+from tfnb.graph import variable_locks
 from tfnb.graph.variable_locks import LOCKS
 from tfnb.state import checkpoint
 
@@ -372,25 +374,53 @@ def _raised(call: Callable[[], object]) -> list[BaseException]:
     return []
 
 
-def test_an_interrupt_while_a_step_waits_or_computes_leaves_no_lock() -> None:
-    session, x, _, after, counter = counter_step()
+@contextmanager
+def long_step(variable: tfnb.Variable) -> Iterator[None]:
+    """Another thread has a step that writes the Variable, for as long as the block takes."""
     held, free = threading.Event(), threading.Event()
 
-    def reads() -> None:
-        with LOCKS.read(counter):
+    def step() -> None:
+        with LOCKS.write(variable):
             held.set()
             free.wait(60)
 
-    reader = threading.Thread(target=reads)
-    reader.start()
+    thread = threading.Thread(target=step, name="trainer")
+    thread.start()
     assert held.wait(30)
-    threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
-    with pytest.raises(KeyboardInterrupt):
-        session.run(after, {x: 1.0})
-    free.set()
-    reader.join(30)
+    try:
+        yield
+    finally:
+        free.set()
+        thread.join(30)
+
+
+def test_an_interrupt_while_something_waits_leaves_no_lock() -> None:
+    session, x, _, after, counter = counter_step()
+    for waits in (lambda: session.run(after, {x: 1.0}), counter.value, lambda: counter.assign(torch.tensor(9.0))):
+        with long_step(counter):
+            threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
+            with pytest.raises(KeyboardInterrupt):
+                waits()
     at_once(lambda: session.run(after, {x: 1.0}, timeout=30))
     assert counter.value() == 1
+
+
+def test_what_waits_for_a_long_step_has_a_deadline_and_says_who_holds_what(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    session, x, _, after, counter = counter_step()
+    text = r"counter did not become free within 0\.2 s: a step of thread trainer uses it"
+    monkeypatch.setattr(variable_locks, "PATIENCE", 0.2)
+    waits = [
+        lambda: counter.value(timeout=0.2), lambda: session.run(after, {x: 1.0}, isolation="snapshot", timeout=0.2),
+        lambda: counter.assign(torch.tensor(9.0)), lambda: session.restore(tmp_path / "saved"),
+    ]  # fmt: skip
+    session.save(tmp_path / "saved")
+    with long_step(counter):
+        for wait in waits:
+            with pytest.raises(DeadlineExceeded, match=text):
+                wait()
+    assert counter.value() == 0
 
 
 def test_threads_that_ask_for_more_inside_of_their_steps_never_wait_for_each_other() -> None:

@@ -222,15 +222,19 @@ class Variable:
             return str(self.home)
         return str(self.storage.device) if self.initialized else self.spec.device
 
-    def value(self) -> torch.Tensor:
-        """A copy of the value, wherever it lives; inside a recording a number of outside, which `read` is not."""
+    def value(self, *, timeout: float | None = None) -> torch.Tensor:
+        """A copy of the value, wherever it lives; inside a recording a number of outside, which `read` is not.
+
+        timeout: seconds to wait for a step of another thread that writes it here, 60 by default. Raises
+        DeadlineExceeded.
+        """
         recording = current.recording()
         if recording is not None:
             recording.escaped(self, "value()")
         with _disable_current_modes():
             if self.home is not None:
                 return self.home.value(self)
-            with LOCKS.read(self):  # not one that is half written
+            with LOCKS.read(self, timeout=timeout):  # not one that is half written
                 return self.storage.clone()
 
     def set(self, value: torch.Tensor) -> None:

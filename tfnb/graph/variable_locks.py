@@ -5,12 +5,14 @@ what it uses, or use what it writes. Steps wait only for earlier ones, so they c
 different models never wait. What a thread does inside of its own step (a hook, a finalizer) is part of that step.
 
 A hold ends with the block of its token, a lock of C: no interrupt can come between the end of the block and the
-release. Whoever waits looks again every `ITERATION`, so a missed wake-up costs no more than that.
+release. Whoever waits looks again every `ITERATION`, so a missed wake-up costs no more than that. Only a step waits as
+long as its run may take; a read or a write beside the steps waits `PATIENCE`.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,9 +20,10 @@ from typing import Any, Protocol
 
 import torch
 
-from tfnb.errors import Aborted
+from tfnb.errors import Aborted, DeadlineExceeded
 
 ITERATION = 0.05  # seconds; Python raises nothing in a thread that waits for longer
+PATIENCE = 60.0  # seconds
 
 
 class Stored(Protocol):
@@ -86,16 +89,17 @@ class Locks:
         self._holds: list[Hold] = []  # in the order in which they asked
         self._waiting: dict[int, Hold] = {}  # by thread
 
-    def take(self, hold: Hold) -> None:
-        """Wait until the Variables are free; inside of the block of ``hold.token``."""
+    def take(self, hold: Hold, timeout: float | None = None) -> None:
+        """Wait until the Variables are free; inside of the block of ``hold.token``. Raises DeadlineExceeded."""
         with self._mutex:
             earlier = [other for other in self._holds if other.token.locked()]
             self._holds = [*earlier, hold]
         if earlier:
-            self._wait(hold, earlier)
+            self._wait(hold, earlier, timeout)
         hold.is_granted = True
 
-    def _wait(self, hold: Hold, earlier: list[Hold]) -> None:
+    def _wait(self, hold: Hold, earlier: list[Hold], timeout: float | None) -> None:
+        end = None if timeout is None else time.monotonic() + timeout
         is_nested = any(other.thread == hold.thread for other in earlier)  # those that wait may wait for this thread
         for other in earlier:
             if other.thread == hold.thread or not (other.is_granted or not is_nested):
@@ -112,6 +116,11 @@ class Locks:
                             f"a step holds {hold.access.names(other.access)} and waits for what this step holds: run "
                             "it again"
                         )
+                    if end is not None and time.monotonic() >= end:
+                        raise DeadlineExceeded(
+                            f"{hold.access.names(other.access)} did not become free within {timeout:g} s: a step of "
+                            f"{_thread(other)} uses it. Nothing was read or written: ask again when that step ended"
+                        )
                     freed.wait(ITERATION)
             finally:
                 del self._waiting[hold.thread]
@@ -125,28 +134,28 @@ class Locks:
         return thread in seen
 
     @contextmanager
-    def held(self, access: Access) -> Iterator[None]:
-        """A block that has these locks."""
+    def held(self, access: Access, timeout: float | None = None) -> Iterator[None]:
+        """A block that has these locks. Raises DeadlineExceeded after so many seconds, by default `PATIENCE`."""
         hold = Hold(access)
         try:
             with hold.token:
-                self.take(hold)
+                self.take(hold, PATIENCE if timeout is None else timeout)
                 yield
         finally:
             hold.leave()
 
-    def read(self, *variables: Stored) -> Any:
+    def read(self, *variables: Stored, timeout: float | None = None) -> Any:
         """A block in which nobody else writes these Variables."""
-        return self.held(Access(variables))
+        return self.held(Access(variables), timeout)
 
     def write(self, *variables: Stored) -> Any:
         """A block in which nobody else reads or writes these Variables."""
         return self.held(Access(variables, variables))
 
-    def cut(self, variables: Iterable[Stored]) -> Cut:
+    def cut(self, variables: Iterable[Stored], timeout: float | None = None) -> Cut:
         """Copies of what these Variables hold here, all of one moment."""
         found = tuple(variables)
-        with self.read(*found):
+        with self.read(*found, timeout=timeout):
             return Cut(versions(found), {variable: variable.storage.clone() for variable in found})
 
 
@@ -162,6 +171,11 @@ def ensure_unchanged(seen: Mapping[Any, int]) -> None:
         raise Aborted(
             f"another step wrote {', '.join(written)} after this step read it; nothing was written: run this step again"
         )
+
+
+def _thread(hold: Hold) -> str:
+    name = next((thread.name for thread in threading.enumerate() if thread.ident == hold.thread), "an ended thread")
+    return f"thread {name}" if hold.thread != threading.get_ident() else "this thread"
 
 
 NOTHING = Access(())
