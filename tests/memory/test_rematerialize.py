@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -51,10 +52,11 @@ def losses(budget: int | None, steps: int = 4) -> tuple[list[torch.Tensor], int]
 
 def smallest(budget: int) -> int:
     """What the error says of a budget that is too small."""
-    with pytest.raises(ResourceExhausted, match=r"takes and makes [\d,]+ bytes.*recorded at") as info:
+    with pytest.raises(ResourceExhausted, match=r"largest node, .* line \d+.*, are [\d,]+ bytes") as info:
         losses(budget)
     assert f"a memory budget of {budget:,} bytes is too small" in str(info.value) and info.value.node
-    return int(str(info.value).rpartition(" is ")[2].split()[0].replace(",", ""))
+    (found,) = re.findall(r"the smallest feasible budget is ([\d,]+) bytes", str(info.value))
+    return int(found.replace(",", ""))
 
 
 def test_a_quarter_of_the_memory_gives_the_same_loss_curve() -> None:
@@ -116,6 +118,23 @@ def test_a_binary_search_finds_the_smallest_budget_that_is_said() -> None:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle + 1, high)
     assert low == said
+
+
+def test_a_budget_that_is_too_small_names_the_node_its_line_and_what_is_enough() -> None:
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.ones(4, 100), name="x")
+        y = (x.exp() @ torch.ones(100, 300)).sum()
+    text = (
+        r"a memory budget of 130,000 bytes is too small for this step: the inputs and outputs of its largest node, "
+        r"matmul/mm \(test_rematerialize.py line \d+:  y = .*\), are 132,800 bytes; the smallest feasible budget is "
+        r"132,800 bytes. Give at least that, or feed fewer rows"
+    )
+    with pytest.raises(ResourceExhausted, match=text) as raised:
+        tfnb.Session(g, memory_budget=130_000).run(y, {x: torch.ones(8, 100)})
+    error = raised.value
+    assert error.node == "matmul/mm" and error.op == "aten.mm.default" and error.line is not None
+    assert tfnb.Session(g, memory_budget=132_800).run(y, {x: torch.ones(8, 100)}) > 0
+    assert tfnb.Session(g, memory_budget=130_000).run(y, {x: torch.ones(5, 100)}) > 0
 
 
 def test_plans_are_made_for_the_sizes_that_are_fed() -> None:

@@ -39,7 +39,7 @@ class LoopRows:
         if why:
             cure = f"moving them out failed: {why}"
         elif self.leaves:
-            cure = "the values of one iteration do not fit"
+            cure = f"a budget that is {self.bytes - max(room, 0):,} bytes larger holds one iteration"
         else:
             cure = "without swap_memory=False a loop computes them again or moves them out and back"
         return ResourceExhausted(

@@ -57,10 +57,11 @@ def infeasible(
     working = [sum(memory.size[owner] for owner in touched) for touched in memory.touched]
     place = max(range(len(working)), key=working.__getitem__)
     node = graph.nodes[place]
-    where = f", recorded at {node.source}" if node.source else ""
+    where = f" ({node.source})" if node.source else ""
     return ResourceExhausted(
-        f"a memory budget of {budget:,} bytes is too small for this step: its largest node, {node.name}, takes "
-        f"and makes {working[place]:,} bytes{where}; the smallest feasible budget is {lowest:,} bytes",
+        f"a memory budget of {budget:,} bytes is too small for this step: the inputs and outputs of its largest node, "
+        f"{node.name}{where}, are {working[place]:,} bytes; the smallest feasible budget is {lowest:,} bytes. Give at "
+        "least that, or feed fewer rows",
         node=node.name, op=node.op,
         cell=node.source.label if node.source else None, line=node.source.line if node.source else None,
     )  # fmt: skip

@@ -19,6 +19,7 @@ from tfnb.control_flow.loops import known_elements
 from tfnb.control_flow.staging.alias_analysis import Bases, bases_of
 from tfnb.control_flow.staging.phi import After, Phi
 from tfnb.control_flow.staging.statement import (
+    EXPRESSION,
     Statement,
     as_test,
     is_users,
@@ -92,7 +93,7 @@ def below_guard(recorder: Recorder, value: Any, old: Any, earlier: Container[int
 def chosen(
     what: str, recorder: Recorder, test: Tensor, body: Callable[[], Any], orelse: Callable[[], Any]
 ) -> Any:  # fmt: skip
-    slot: list[Any] = [Undefined("the expression")]
+    slot: list[Any] = [Undefined(EXPRESSION)]
 
     def hold(values: tuple[Any, ...]) -> None:
         slot[0] = values[0]
@@ -100,7 +101,7 @@ def chosen(
     def put(way: Callable[[], Any]) -> Callable[[], None]:
         return lambda: hold((way(),))
 
-    st = Statement(what, recorder, ("the expression",), lambda: (slot[0],), hold)
+    st = Statement(what, recorder, (EXPRESSION,), lambda: (slot[0],), hold)
     branched(st, test, put(body), put(orelse), 1)
     return slot[0]
 

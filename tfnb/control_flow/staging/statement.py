@@ -26,6 +26,7 @@ from tfnb.recording import Recorder, Tensor
 from tfnb.recording.subgraphs.capture import Savepoint
 
 NUMBERS = (bool, int, float, complex)
+EXPRESSION = "the expression"  # stands among the names for the value of one that has none
 
 
 class Slot:
@@ -264,6 +265,8 @@ class Statement:
 
     def label(self, name: str) -> str:
         """A name as messages have it."""
+        if name == EXPRESSION:
+            return name
         return "the value that is returned" if name.startswith("ag__retval") else f"`{name}`"
 
     @contextmanager
