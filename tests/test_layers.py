@@ -71,6 +71,10 @@ LATE = {
     ("tfnb/datasets.py", "sklearn"): "optional extra [data]",
     ("tfnb/execution/tiers/compiled_loops.py", "tfnb.execution.tiers.cpp"): "inductor takes seconds to load",
     ("tfnb/execution/tiers/compiled_loops.py", "torch._inductor"): "inductor takes seconds to load",
+    (
+        "tfnb/execution/tiers/native/tier.py",
+        "tfnb.execution.tiers.native",
+    ): "inductor takes seconds to load",
     ("tfnb/execution/tiers/inductor.py", "torch"): "inductor takes seconds to load",
     ("tfnb/execution/tiers/inductor.py", "torch._inductor"): "inductor takes seconds to load",
     ("tfnb/execution/tiers/inductor.py", "torch._dynamo.convert_frame"): "inductor takes seconds to load",

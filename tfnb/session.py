@@ -277,21 +277,25 @@ class Session:
 
     def _step(
         self, prepared: _Prepared, program: Program, tensors: list[torch.Tensor], timeout: float | None,
-        forward: Callable[..., Any], commit: Callable[[Any], None], cut: Cut | None,
+        forward: Callable[..., Any], commit: Callable[[Any], bool | None], cut: Cut | None,
     ) -> list[Any]:  # fmt: skip
         """Compute, commit, and read the fetched Variables, with the locks of all Variables."""
         __tracebackhide__ = True
-        access = program.access
+        access, run = program.access, next(self._runs)
         if prepared.trailing:
             access = Access((*program.variables, *prepared.trailing), program.writes)
         if access is None:
-            return self._stoppable(program, timeout, self._compute, program, tensors, forward)[0]  # type: ignore[no-any-return]
+            return self._stoppable(program, timeout, self._compute, program, tensors, forward, run)[0]  # type: ignore[no-any-return]
         hold = Hold(access)
         try:
             with hold.token:
                 compute = self._locked if cut is None and not program.waits else self._aside
-                results, pending = self._stoppable(program, timeout, compute, hold, program, tensors, forward, cut)
-                commit(pending)
+                given = hold, program, tensors, forward, run, cut
+                results, pending = self._stoppable(program, timeout, compute, *given)
+                if commit(pending) is False:  # compiled code does not take these operands
+                    given = program, tensors, program.forward, run, cut
+                    results, pending = self._stoppable(program, timeout, self._compute, *given)
+                    commit(pending)
                 if prepared.trailing:
                     results += prepared.after(cut)
         finally:
@@ -334,12 +338,13 @@ class Session:
         return self._compute(*args)
 
     def _aside(
-        self, hold: Hold, program: Program, tensors: list[torch.Tensor], forward: Callable[..., Any], cut: Cut | None
-    ) -> Any:
+        self, hold: Hold, program: Program, tensors: list[torch.Tensor], forward: Callable[..., Any], run: int,
+        cut: Cut | None,
+    ) -> Any:  # fmt: skip
         """`_compute` of a step that waits inside, or reads copies: the locks come after it, if nobody wrote since."""
         __tracebackhide__ = True
         seen = versions(program.variables) if cut is None else {v: cut.versions[v] for v in program.variables}
-        found = self._compute(program, tensors, forward, cut)
+        found = self._compute(program, tensors, forward, run, cut)
         if program.writes or (cut is None and hold.access is not program.access):  # which fetches Variables
             _take(hold)
         if program.writes:
@@ -347,12 +352,13 @@ class Session:
         return found
 
     def _compute(
-        self, program: Program, tensors: list[torch.Tensor], forward: Callable[..., Any], cut: Cut | None = None
-    ) -> Any:
+        self, program: Program, tensors: list[torch.Tensor], forward: Callable[..., Any], run: int,
+        cut: Cut | None = None,
+    ) -> Any:  # fmt: skip
         __tracebackhide__ = True
         storages = [variable.storage for variable in program.variables]
         try:
-            return program.compute(tensors, storages, next(self._runs), forward, cut)
+            return program.compute(tensors, storages, run, forward, cut)
         except TfnbError:
             raise
         except Exception as error:

@@ -288,7 +288,8 @@ def test_what_waits_for_the_host_is_not_captured_and_says_why(make: Callable[[An
 
 @pytest.mark.skipif(compiler.obstacle() is not None, reason="no C++ compiler")
 @pytest.mark.filterwarnings("ignore")  # inductor's own
-def test_compiled_code_is_captured_too_unless_it_draws() -> None:
+def test_compiled_code_is_captured_too_unless_it_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers, "COMPILED", (compiler.Inductor(),))  # that of devices
     rows = [4] * (WARM + 4)
     got, session = losses("now", rows)
     assert got == pytest.approx(losses("off", rows)[0], rel=1e-5)

@@ -71,15 +71,22 @@ class Program:
     ) -> tuple[list[torch.Tensor | None], Pending]:  # fmt: skip
         """Fetched values, and the writes of the step; nothing is written.
 
-        forward: other code that computes what the generated ``self.forward`` does. cut: what to read in place of the
-        storages.
+        forward: other code that computes what the generated ``self.forward`` does; where it ``writes``, the commit
+        calls it, and the fetched values are there after that. cut: what to read in place of the storages.
         """
+        done = getattr(forward, "done", None)
+        if getattr(forward, "writes", False):
+            if cut is None:
+                return self._whole([*feeds], storages, run, forward, done)
+            forward = done = None  # it would write what others read
         read = storages if cut is None else list(map(cut.copies.get, self.variables, storages))
         if self.late:
             feeds = self.apart(dict(enumerate(feeds)), storages).values()
         out = (forward or self.forward)(*feeds, *read, run)  # nothing requires grad: grad mode does not matter
         fetched, rest = list(out[: self.n_fetches]), out[self.n_fetches :]
         if not self.writes:
+            if done is not None:
+                done()
             return fetched, _NOTHING
         for place, count, node in self.within:
             _ensure_there(node, count, rest[place])
@@ -97,7 +104,20 @@ class Program:
                 updates.append(Update(IN_PLACE[op], rows, kwargs))
         if read is not storages:
             values = _stored(updates, values, dict(zip(map(id, read), storages, strict=True)))
-        return fetched, Pending(targets, values, updates, self.writes)
+        return fetched, Pending(targets, values, updates, self.writes, done=done)
+
+    def _whole(
+        self, feeds: list[torch.Tensor], storages: list[torch.Tensor], run: int, forward: Any, done: Any
+    ) -> tuple[list[torch.Tensor | None], Pending]:
+        fetched: list[torch.Tensor | None] = []
+
+        def call() -> bool:
+            found = forward(*feeds, *storages, run)
+            if found is not None:
+                fetched.extend(found)
+            return found is not None
+
+        return fetched, Pending([], [], [], self.writes, call, done)
 
     def _late(self) -> tuple[int, ...]:
         inputs = self.module.graph.find_nodes(op="placeholder")[: len(self.feeds)]
@@ -123,10 +143,7 @@ class Program:
                 kept[place] = kept[place].clone()
         return kept
 
-    @staticmethod
-    def commit(pending: Pending) -> None:
-        """Write everything; see `tfnb.execution.commit`."""
-        commit(pending)
+    commit = staticmethod(commit)
 
     @property
     def code(self) -> str:

@@ -123,6 +123,8 @@ class Captures:
     def made(self, request: Request) -> Forward | str:
         """The code of another tier, captured after a few steps."""
         program, forward = request.program, request.forward
+        if getattr(forward, "writes", False):
+            return "it is one call already"
         compiled = forward not in (program.forward, getattr(program.quick, "forward", None))
         if compiled and self.why_not is None and _drawings(program.module.graph):
             return "compiled code draws random numbers"

@@ -7,7 +7,7 @@ seconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -21,6 +21,7 @@ from tfnb.execution.lowering.checked_calls import Branch, Drawing
 from tfnb.execution.lowering.control_flow_code import Call, Cond
 from tfnb.execution.lowering.program import Program
 from tfnb.execution.tiers.compiled_loops import Native, Permit, native, obstacle
+from tfnb.execution.tiers.factors import with_factors
 from tfnb.execution.tiers.graph_split import halves
 from tfnb.execution.tiers.interface import Forward, Request
 from tfnb.execution.tiers.node_groups import Kernel, Layouts, function, groups, with_kernels
@@ -116,7 +117,7 @@ def _kernel(module: fx.GraphModule, examples: Sequence[Any]) -> Kernel:
     # Channels last is what the session chose or not; inductor would lay all weights out anew in each step on the CPU.
     settings: dict[str, Any] = {"compile_threads": 1} | ({"layout_optimization": False} if here else {})
     with compile_lock, torch.no_grad(), _inductor.config.patch(settings):
-        checks, table = OperandChecks(), _with_factors(select_decomp_table())
+        checks, table = OperandChecks(), with_factors(select_decomp_table())
 
         def function(*args: Any) -> Any:
             outs, flag = module(*args), checks.flag()
@@ -127,43 +128,6 @@ def _kernel(module: fx.GraphModule, examples: Sequence[Any]) -> Kernel:
         made = compile_fx_inner(traced, list(examples))
     kernel = getattr(made, "current_callable", None) or made  # without what inductor does around a call
     return raising(kernel) if checks.changed else kernel
-
-
-def _sum(x: torch.Tensor, y: torch.Tensor, *, alpha: Any = 1) -> torch.Tensor:
-    return x + y * alpha
-
-
-def _difference(x: torch.Tensor, y: torch.Tensor, *, alpha: Any = 1) -> torch.Tensor:
-    return x - y * alpha
-
-
-def _product(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1) -> torch.Tensor:
-    product = a @ b * alpha
-    return x * beta + product if beta else product  # torch does not look at x then: it may be NaN
-
-
-# Inductor's patterns see the operands of these and not their factors, which they drop without a word
-# (pytorch issues 167313, 196577; torch 2.13): they become multiplications of their own.
-FACTORS: dict[Any, Callable[..., Any]] = {
-    torch.ops.aten.add.Tensor: _sum,
-    torch.ops.aten.sub.Tensor: _difference,
-    torch.ops.aten.addmm.default: _product,
-    torch.ops.aten.baddbmm.default: _product,
-}
-
-
-def _with_factors(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
-    """The decompositions with those of `FACTORS`, for calls that give a factor which is not one."""
-
-    def chosen(mine: Callable[..., Any], theirs: Callable[..., Any] | None) -> Callable[..., Any]:
-        def decomposed(*args: Any, **kwargs: Any) -> Any:
-            if any(kwargs.get(factor, 1) != 1 for factor in ("alpha", "beta")):
-                return mine(*args, **kwargs)
-            return NotImplemented if theirs is None else theirs(*args, **kwargs)
-
-        return decomposed
-
-    return {**table, **{op: chosen(mine, table.get(op)) for op, mine in FACTORS.items()}}
 
 
 def _pure(program: Program) -> tuple[fx.Graph, list[tuple[bool, int]]]:

@@ -1,8 +1,8 @@
 """The chooser of tiers: generated torch.fx code runs at once, compiled code where that turns out faster.
 
 A choice of feed sizes that has used two seconds of computing is compiled in a background thread, and compared there
-with generated code. It is swapped in between steps: both take turns until it is clear which one is faster. Computing
-writes nothing, so that code that fails is dropped and the step computed again. On CUDA either is captured and launched
+with generated code. It is swapped in between steps: both take turns until it is clear which one is faster. Code that
+fails has written nothing; it is dropped and the step computed again. On CUDA either is captured and launched
 whole (`tfnb.execution.tiers.captured_steps`).
 """
 
@@ -15,18 +15,21 @@ import statistics
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 
 from tfnb.errors import DeadlineExceeded, InvalidArgument
+from tfnb.execution.commit import commit
 from tfnb.execution.lowering.program import Program
 from tfnb.execution.running import Running, Stop
 from tfnb.execution.tiers.captured_steps import Captured, Captures, device_of
 from tfnb.execution.tiers.compiled_loops import CompiledLoops
 from tfnb.execution.tiers.inductor import Inductor
-from tfnb.execution.tiers.interface import Forward, Request, Tier, first, first_line, words
+from tfnb.execution.tiers.interface import Forward, Request, Tier, Unfit, first, first_line, words
+from tfnb.execution.tiers.native.tier import Native
 from tfnb.execution.tiers.operand_checks import OperandRefused
 from tfnb.execution.tiers.scalarize import Scalarized
 from tfnb.execution.tracing.clocks import counter
@@ -42,11 +45,12 @@ CLEAR_TURNS = 3  # that are enough where one is always twice as fast
 CLEAR = 0.8  # of the pairs of steps agree on which kind is faster
 MOST_TURNS = 40  # then what there is decides
 TURN = 0.05  # seconds; Python raises nothing in a thread that waits for longer
+MOST_UNFIT = 3  # steps of other layouts, after which they are what is to be expected
 MOST_COPIED = 1 << 30  # bytes of what a step reads
 LONGEST_COMPARED = 5.0  # seconds of a step that compiled code is compared with
 
 AT_ONCE: tuple[Tier, ...] = (Scalarized(),)
-COMPILED: tuple[Tier, ...] = (Inductor(), CompiledLoops())
+COMPILED: tuple[Tier, ...] = (Native(), Inductor(), CompiledLoops())
 """Tiers that are asked before the first step, and when steps have taken long. CUDA graphs launch the code of either."""
 
 _LOG = logging.getLogger(__name__)
@@ -72,14 +76,14 @@ class Tiers:
         self._captures = None if mode == "off" else Captures.of(program)
 
     def forward(self, shapes: tuple[torch.Size, ...]) -> Forward:
-        """What computes the step for feeds of these shapes."""
+        """What computes the next step, for feeds of these shapes."""
         if self.mode == "off":
             return self._generated
         found = self._sizes.get(shapes)
         if found is None:
             mode = self.mode if len(self._sizes) < MOST else "off"
             found = self._sizes[shapes] = Sizes(self.program, self._generated, mode, self._captures)
-        return found.forward
+        return found.forward if found.turns is None else found.turn(found.turns)
 
     def status(self) -> list[str]:
         """A line for each choice of sizes: which code runs and why."""
@@ -91,7 +95,10 @@ class Tiers:
 
 
 class Sizes:
-    """One choice of sizes: ``forward`` is what runs now, replaced as the state changes."""
+    """One choice of sizes: ``forward`` is what runs now, replaced as the state changes.
+
+    turns: seconds of timed steps of generated and of compiled code, while they take turns.
+    """
 
     def __init__(
         self, program: Program, generated: Forward, mode: Mode, captures: Captures | None = None
@@ -101,17 +108,16 @@ class Sizes:
         self.generated = self._captured(generated)
         self.forward: Forward = {"auto": self._counted, "off": self.generated, "now": self._now}[mode]
         self.code = "generated code"
+        self.turns: dict[Forward, list[float]] | None = None
         self._clock = counter(device_of(program))
-        self._code: Forward = self.generated  # what the compiler made, and how it runs:
-        self._fast: Forward = self.generated
-        self._times: dict[str, list[float]] = {"generated": [], "compiled": []}
+        self._fast: Guarded | None = None
         self._job: threading.Event | None = None  # that of "now", for which steps wait
         self._busy: list[torch.device] | None = None  # devices that go on when a call of them has returned
 
     @property
     def status(self) -> str:
         """Which code runs and why."""
-        runs = self._fast if self.forward == self._guarded else self.generated
+        runs = self._fast.code if self._fast is not None and self.forward is self._fast else self.generated
         if isinstance(runs, Captured):
             return f"{self.code}, {runs.status}"
         return f"{self.code}, not captured: {self._why[runs]}" if runs in self._why else self.code
@@ -134,7 +140,7 @@ class Sizes:
         return outs
 
     def _now(self, *args: Any) -> tuple[Any, ...]:
-        """Wait for the compiler; an interrupt or a deadline ends the waiting, and the next run finds what it made."""
+        """Wait for the compiler; an interrupt or a deadline ends the waiting, and later runs find what it made."""
         if self._job is None:
             self._job = WORKER.submit(self, args)
         start = time.monotonic()
@@ -144,98 +150,119 @@ class Sizes:
         except Stop as stop:
             stop.waits = (f"the compiler (compile='now'), for {time.monotonic() - start:.1f} s",)
             raise
-        return self.forward(*args)
+        return self.generated(*args) if getattr(self.forward, "writes", False) else self.forward(*args)
 
     def compile(self, args: Sequence[Any]) -> None:
         """What the worker does: build, compare with generated code, and decide where that can be done at once."""
         start = time.perf_counter()
+        if sum(arg.nbytes for arg in args if isinstance(arg, torch.Tensor)) > MOST_COPIED:
+            return self.drop("compiled code is compared on copies, and the step reads more than 1 GiB")
         try:
             with frozen():
                 found, why = first(COMPILED, Request(self.program, self._plain, args))
+            if found is None:
+                return self.drop(why)
+            self.code = f"compiled in {time.perf_counter() - start:.1f} s, not compared yet"
+            why = difference(self.program, self._plain, found, args)
         except BaseException as error:  # inductor raises anything; generated code goes on
             return self.drop(words(error))
-        if found is None:
-            return self.drop(why)
-        self._code = found
-        self.code = f"compiled in {time.perf_counter() - start:.1f} s, not compared yet"
-        copies = copied(args)
-        if copies is None:
-            self.forward = self._compared
-            return
-        self._compare(copies)
-        if self.forward == self._in_turns and not self.program.variables:
-            self._time_once(args)
-
-    def _compared(self, *args: Any) -> tuple[Any, ...]:
-        """A step that compares first, where copies would take too much memory."""
-        self._compare(args)
-        return self.forward(*args)
-
-    def _compare(self, args: Sequence[Any]) -> None:
-        try:
-            why = difference(self._plain, self._code, args)
-        except Exception as error:
-            return self.drop(words(error))
-        if why is not None:
+        if why:
             return self.drop(f"compiled code differs: {why}")
-        self._fast = self._captured(self._code)
+        self._fast = Guarded(self, self._captured(found))
         if self._mode == "now":
-            self._keep("compiled")
-        else:
-            self.forward = self._in_turns
+            return self._keep("compiled")
+        self.forward, self.turns = self.generated, {self.generated: [], self._fast: []}
+        if not self.program.variables:
+            self._time_once(self._fast, args)
 
-    def _time_once(self, args: Sequence[Any]) -> None:
+    def _time_once(self, fast: Forward, args: Sequence[Any]) -> None:
         """Decide at once, with the step that was the reason to compile: no other step writes what it reads.
 
         A loop may take a thousand times as long in the next step as in this one.
         """
-        fast = self._seconds(self._guarded, args)[1]
-        if 2 * fast < self._clock.last and self.forward == self._in_turns:
-            self._keep(f"compiled: {fast * 1e6:.0f} instead of {self._clock.last * 1e6:.0f} us")
-
-    def _seconds(self, forward: Forward, args: Sequence[Any]) -> tuple[tuple[Any, ...], float]:
-        """What it gives, and how long that took, on devices that go on when a call has returned too."""
-        if self._busy is None:
-            self._busy = [device for device in devices(args) if device.type not in ("cpu", "meta")]
-        wait(self._busy)
+        self.wait(args)
         start = time.perf_counter()
-        outs = forward(*args)
-        wait(self._busy)
-        return outs, time.perf_counter() - start
+        fast(*args)
+        self.wait(args)
+        seconds = time.perf_counter() - start
+        if 2 * seconds < self._clock.last and self.turns is not None:
+            self._keep(f"compiled: {seconds * 1e6:.0f} instead of {self._clock.last * 1e6:.0f} us")
 
     def drop(self, why: str) -> None:
         """Stay with generated code."""
-        _release(self._fast)
-        self._fast, self.forward = self.generated, self.generated
+        if self._fast is not None:
+            _release(self._fast.code)
+        self.forward, self.turns = self.generated, None
         self.code = f"generated code ({why})"
         _LOG.info("compiled code dropped: %s", why)
 
-    def _in_turns(self, *args: Any) -> tuple[Any, ...]:
+    def turn(self, turns: Mapping[Forward, list[float]]) -> Forward:
         """Generated and compiled code take turns, timed."""
-        kind = min(self._times, key=lambda kind: len(self._times[kind]))
-        outs, seconds = self._seconds(self.generated if kind == "generated" else self._guarded, args)
-        self._times[kind].append(seconds)
-        found = verdict(*self._times.values())
-        if found is not None and self.forward == self._in_turns:
-            slow = statistics.median(self._times["generated"]) * 1e6
+        return Turn(self, min(turns, key=lambda code: len(turns[code])))
+
+    def took(self, code: Forward, seconds: float) -> None:
+        """A timed step is over."""
+        turns = self.turns
+        if turns is None:
+            return
+        turns[code].append(seconds)
+        found = verdict(*turns.values())
+        if found is not None:
+            slow = statistics.median(turns[self.generated]) * 1e6
             if found < 1:
                 self._keep(f"compiled: {found * slow:.0f} instead of {slow:.0f} us")
             else:
                 self.drop(f"compiled code is not faster: {found * slow:.0f} against {slow:.0f} us")
-        return outs
+
+    def wait(self, args: Sequence[Any]) -> None:
+        """Until devices that go on when a call has returned are done."""
+        if self._busy is None:
+            self._busy = [device for device in devices(args) if device.type not in ("cpu", "meta")]
+        wait(self._busy)
 
     def _keep(self, status: str) -> None:
+        assert self._fast is not None
         _release(self.generated)
-        self.forward, self.code = self._guarded, status
+        self.forward, self.turns, self.code = self._fast, None, status
 
-    def _guarded(self, *args: Any) -> tuple[Any, ...]:
+
+class Turn:
+    """One timed step."""
+
+    def __init__(self, sizes: Sizes, code: Forward) -> None:
+        self._sizes, self._code, self._start = sizes, code, 0.0
+        self.writes = getattr(code, "writes", False)
+
+    def __call__(self, *args: Any) -> Any:
+        self._sizes.wait(args)
+        self._start = time.perf_counter()
+        return self._code(*args)
+
+    def done(self) -> None:
+        """The step has committed."""
+        self._sizes.wait(())
+        self._sizes.took(self._code, time.perf_counter() - self._start)
+
+
+class Guarded:
+    """Compiled code that gives way to generated code: where it ``writes`` by giving None, and then wrote nothing."""
+
+    def __init__(self, sizes: Sizes, code: Forward) -> None:
+        self._sizes, self.code, self._unfit = sizes, code, 0
+        self.writes: bool = getattr(code, "writes", False)
+
+    def __call__(self, *args: Any) -> Any:
         try:
-            return self._fast(*args)
+            return self.code(*args)
         except OperandRefused:  # as a rule these arguments are wrong, which generated code says with the line
-            return self.generated(*args)
-        except Exception as error:  # other strides, another device: nothing was written, so compute it again
-            self.drop(f"compiled code failed: {type(error).__name__}")
-            return self.generated(*args)
+            pass
+        except Unfit:
+            self._unfit += 1
+            if self._unfit == MOST_UNFIT:
+                self._sizes.drop("what it reads lies in memory another way than when it was compiled")
+        except Exception as error:  # nothing was written, so compute it again
+            self._sizes.drop(f"compiled code failed: {type(error).__name__}")
+        return None if self.writes else self._sizes.generated(*args)
 
 
 def _release(forward: Forward) -> None:
@@ -244,32 +271,43 @@ def _release(forward: Forward) -> None:
         forward.release()
 
 
-def copied(args: Sequence[Any]) -> list[Any] | None:
-    """Copies, for a thread beside others that write what a step reads; None where there is too much to copy."""
-    size = sum(arg.nbytes for arg in args if isinstance(arg, torch.Tensor))
-    return None if size > MOST_COPIED else [arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args]
-
-
-def difference(generated: Forward, compiled: Forward, args: Sequence[Any]) -> str | None:
-    """What compiled code computes differently, in a few words; None where it agrees or that would take too long."""
+def difference(program: Program, generated: Forward, compiled: Forward, args: Sequence[Any]) -> str | None:
+    """What a step of compiled code leaves that differs, in a few words; None where it agrees or takes too long."""
+    args = _copied(args)  # other steps write meanwhile
     try:
-        wanted = Running().compute(generated, *args, until=(LONGEST_COMPARED, lambda _: DeadlineExceeded("")))
+        late = LONGEST_COMPARED, lambda _: DeadlineExceeded("")
+        wanted = Running().compute(_after, program, generated, _copied(args), until=late)
     except DeadlineExceeded:
         return None
-    found = compiled(*args)
     try:
+        found = _after(program, compiled, args)
         torch.testing.assert_close(found, _tensors(wanted, found), rtol=1e-3, atol=1e-4, equal_nan=True)
+    except OperandRefused:  # it would have given way
+        return None
     except AssertionError as error:
         return first_line(error)
     return None
 
 
-def _tensors(outs: Sequence[Any], like: Sequence[Any]) -> tuple[Any, ...]:
+def _after(program: Program, forward: Forward, args: Sequence[Any]) -> list[Any]:
+    """What a step gives, and all that it read, as it leaves it; no Variable knows."""
+    *tensors, run = args
+    feeds, storages = tensors[: len(program.feeds)], tensors[len(program.feeds) :]
+    fetched, pending = program.compute(feeds, storages, run, forward)
+    commit(replace(pending, variables=()))
+    return [*fetched, *storages]
+
+
+def _copied(args: Sequence[Any]) -> list[Any]:
+    return [arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args]
+
+
+def _tensors(outs: Sequence[Any], like: Sequence[Any]) -> list[Any]:
     """Outputs with a tensor for each number, as the other code gives it."""
-    return tuple(
+    return [
         out if out is None or isinstance(out, torch.Tensor) else torch.full_like(other, out)
         for out, other in zip(outs, like, strict=True)
-    )
+    ]
 
 
 def verdict(generated: Sequence[float], compiled: Sequence[float]) -> float | None:

@@ -17,7 +17,8 @@ import torch
 from torch._C import _aoti
 
 from tfnb.execution.tiers.interface import Unfit
-from tfnb.execution.tiers.native.exportable import About, Given
+from tfnb.execution.tiers.native.exportable import Given
+from tfnb.execution.tiers.native.manifest import About
 from tfnb.execution.tiers.native.request import Operand
 from tfnb.execution.tiers.operand_checks import OperandRefused
 

@@ -21,6 +21,7 @@ from tfnb.errors import Unimplemented
 from tfnb.execution.lowering.checked_calls import Branch, Drawing
 from tfnb.execution.lowering.control_flow_code import Call, Cond, Loop
 from tfnb.execution.lowering.program import Program
+from tfnb.execution.tiers.native.manifest import About
 from tfnb.execution.tiers.native.request import Operand
 from tfnb.execution.tiers.operand_checks import OperandChecks
 from tfnb.graph import Dim
@@ -126,20 +127,6 @@ def _draw(program: Program, node: fx.Node, given: Any) -> Callable[[int, Sequenc
 
 def _zeros(fake: FakeTensor) -> torch.Tensor:
     return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype).zero_()
-
-
-@dataclass(frozen=True)
-class About:
-    """What a package is. operands: all of them; written: places of those that it writes; flag: its last output.
-
-    fetched: for each output of the program that the call gives (fetches, and of a step that only computes also what is
-    committed) its place among the outputs of the package, or ~place among the operands; None for nothing.
-    """
-
-    operands: tuple[Operand, ...]
-    written: tuple[int, ...]
-    fetched: tuple[int | None, ...]
-    flag: bool
 
 
 def exportable(

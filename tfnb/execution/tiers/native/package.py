@@ -6,12 +6,10 @@ folders that this user's tfnb wrote are loaded.
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import warnings
 import zipfile
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,10 +22,11 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.dependencies import WeakDep
 
 from tfnb.errors import Unimplemented
-from tfnb.execution.tiers.native.exportable import About, exportable
-from tfnb.execution.tiers.native.request import NativeRequest, Operand
+from tfnb.execution.tiers.factors import with_factors
+from tfnb.execution.tiers.native.exportable import exportable
+from tfnb.execution.tiers.native.request import NativeRequest
 
-STEP, CALL, ABOUT = "step.so", "call.so", "about.json"
+STEP, CALL = "step.so", "call.so"
 
 
 @cache
@@ -51,12 +50,15 @@ def build(request: NativeRequest, folder: Path) -> None:
     }  # fmt: skip
     with compile_lock, torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        module, examples, about = exportable(program, request.operands, select_decomp_table())
+        module, examples, about = exportable(program, request.operands, with_factors(select_decomp_table()))
         exported = torch.export.export(module, tuple(examples))
         made = _inductor.aoti_compile_and_package(
             exported, package_path=str(folder / "step.pt2"), inductor_configs=settings
         )
     with zipfile.ZipFile(made) as package:
+        text = "".join(package.read(name).decode() for name in package.namelist() if name.endswith(".wrapper.cpp"))
+        if "proxy_executor_call_function(" in text.partition("::run_impl(")[2]:
+            raise Unimplemented("an op of it has no form in C")
         (library,) = (name for name in package.namelist() if name.endswith(".so"))
         with package.open(library) as source, (folder / STEP).open("wb") as target:
             shutil.copyfileobj(source, target)
@@ -64,16 +66,12 @@ def build(request: NativeRequest, folder: Path) -> None:
     source = Path(__file__).with_name("call.c")
     compiler = [cpp_builder.get_cpp_compiler(), "-x", "c", "-O2", "-shared", "-fPIC", str(source), "-x", "none"]
     subprocess.run([*compiler, "-o", str(folder / CALL)], check=True, capture_output=True)
-    (folder / ABOUT).write_text(json.dumps(asdict(about)))
+    about.save(folder)
 
 
-def about(folder: Path) -> About:
-    """What a package says of itself."""
-    found = json.loads((folder / ABOUT).read_text())
-    operands = tuple(
-        Operand(dtype, tuple(shape), tuple(stride), device) for dtype, shape, stride, device in found["operands"]
-    )
-    return About(operands, tuple(found["written"]), tuple(found["fetched"]), found["flag"])
+def build_requested(folder: Path) -> None:
+    """`build` of the request that was saved in ``folder / "request"``, beside it."""
+    build(NativeRequest.load(folder / "request"), folder)
 
 
 def _writes_last(nodes: list[Any]) -> list[Any]:
