@@ -7,7 +7,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 
 import hypothesis
@@ -17,6 +19,8 @@ import torch
 from tfnb.graph import current
 
 os.environ.setdefault("TFNB_COMPILE", "off")  # compiled code differs in the last bits; its tests ask for it
+_PACKAGES = None if "TFNB_CACHE_DIR" in os.environ else tempfile.mkdtemp(prefix="tfnb-tests-")
+os.environ.setdefault("TFNB_CACHE_DIR", str(_PACKAGES))  # not the user's; processes that tests start share it
 DEVICES = os.environ.get("TFNB_TEST_DEVICES", "cpu").split(",")
 
 hypothesis.settings.register_profile("short", derandomize=True, deadline=None, max_examples=60, database=None)
@@ -31,6 +35,12 @@ def pytest_configure() -> None:
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:
         torch.set_num_threads(max(1, torch.get_num_threads() // workers))
+
+
+def pytest_unconfigure() -> None:
+    """The packages of this run are gone with it."""
+    if _PACKAGES is not None:
+        shutil.rmtree(_PACKAGES, ignore_errors=True)
 
 
 @pytest.fixture(params=DEVICES)

@@ -1,0 +1,170 @@
+"""Packages on disk are whole or absent, for one user, and no more than fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tfnb.errors import InvalidArgument
+from tfnb.execution.compiling import package_cache
+from tfnb.execution.compiling.package_cache import PackageCache, packages, surroundings
+
+
+def kept(cache: PackageCache, key: str, size: int = 100) -> Path:
+    draft = cache.draft()
+    (draft / "step.so").write_bytes(b"\x7f" * size)
+    (draft / "kernels").mkdir()
+    (draft / "kernels" / "one.so").write_bytes(b"x")
+    return cache.keep(key, draft, {"seconds": 1.5})
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> PackageCache:
+    return PackageCache(tmp_path / "deep" / "packages")
+
+
+def test_a_package_is_found_by_another_process(cache: PackageCache) -> None:
+    at = kept(cache, "a1")
+    program = (
+        "import sys; from pathlib import Path; from tfnb.execution.compiling.package_cache import PackageCache\n"
+        f"cache = PackageCache(Path({str(cache.folder)!r}))\n"
+        "print(cache.find('a1'), cache.find('b2'), cache.facts('a1'))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert ended.stdout.split("\n")[0] == f"{at} None {{'seconds': 1.5}}", ended.stderr
+
+
+def test_files_are_private_to_the_user(cache: PackageCache) -> None:
+    kept(cache, "a1")
+    cache.note("a1", {"us": 12})
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (cache.folder, *cache.folder.glob("**/*"))}
+    assert modes["packages"] == modes["a1"] == 0o700
+    assert modes["entry.json"] == 0o600
+
+
+@pytest.mark.parametrize("name", ["step.so", "kernels/one.so", "entry.json"])
+@pytest.mark.parametrize("how", ["flipped", "truncated", "longer", "absent"])
+def test_damage_is_a_miss_and_the_entry_goes(cache: PackageCache, name: str, how: str) -> None:
+    path = kept(cache, "a1") / name
+    data = path.read_bytes()
+    if how == "absent":
+        path.unlink()
+    else:
+        new = {"flipped": bytes([data[0] ^ 1, *data[1:]]), "truncated": data[:-1], "longer": data + b" "}[how]
+        path.write_bytes(new)
+    assert cache.find("a1") is None
+    assert not (cache.folder / "a1").exists()
+    assert kept(cache, "a1") == cache.find("a1")
+
+
+def test_a_killed_writer_leaves_no_entry(cache: PackageCache) -> None:
+    draft = cache.draft()
+    (draft / "step.so").write_bytes(b"half")
+    os.utime(draft, (time.time() - 2 * package_cache.FORGOTTEN,) * 2)
+    kept(cache, "a1")
+    assert not draft.exists() and cache.find("a1") is not None
+
+
+def test_the_second_of_two_writers_gets_what_the_first_wrote(cache: PackageCache) -> None:
+    first = kept(cache, "a1")
+    assert kept(cache, "a1", size=7) == first
+    assert (first / "step.so").stat().st_size == 100
+    assert [path.name for path in cache.folder.iterdir()] == ["a1"]
+
+
+def test_the_entry_used_longest_ago_goes_first(tmp_path: Path) -> None:
+    cache = PackageCache(tmp_path / "packages", limit=300_000)
+    for age, key in enumerate("abc"):
+        os.utime(kept(cache, key, size=80_000), (1e9 + age, 1e9 + age))
+    assert cache.find("a") is not None  # used now
+    kept(cache, "d", size=100_000)
+    assert {key for key in "abcd" if cache.find(key)} == {"a", "c", "d"}
+
+
+def test_a_package_beyond_the_limit_is_given_and_not_kept(tmp_path: Path) -> None:
+    cache = PackageCache(tmp_path / "packages", limit=1000)
+    small, large = kept(cache, "a", size=10), kept(cache, "b", size=5000)
+    assert (large / "step.so").stat().st_size == 5000
+    assert cache.find("a") == small and cache.find("b") is None
+
+
+def test_facts_are_added(cache: PackageCache) -> None:
+    kept(cache, "a1")
+    cache.note("a1", {"us": 12})
+    cache.note("nothing", {"us": 12})
+    assert cache.facts("a1") == {"seconds": 1.5, "us": 12} and cache.facts("nothing") == {}
+    assert cache.find("a1") is not None
+
+
+def test_clearing_leaves_nothing(cache: PackageCache) -> None:
+    kept(cache, "a1"), kept(cache, "b2")
+    assert cache.clear() == 2
+    assert list(cache.folder.iterdir()) == []
+
+
+def test_a_folder_that_others_can_use_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "packages"
+    folder.mkdir(mode=0o700)
+    assert PackageCache(folder).why is None
+    folder.chmod(0o770)
+    cache = PackageCache(folder)
+    assert cache.why is not None and "others may use" in cache.why
+    at = kept(cache, "a1")
+    assert cache.find("a1") == at and not at.is_relative_to(tmp_path)  # it works, for this process
+    assert list(folder.iterdir()) == []
+
+
+def test_a_folder_behind_a_link_or_one_that_others_can_replace_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    assert "somebody else" in str(PackageCache(tmp_path / "link").why)
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    assert "others may replace folders of" in str(PackageCache(tmp_path / "open" / "packages").why)
+    (tmp_path / "open").chmod(0o1777)  # as /tmp is: others cannot rename what is not theirs
+    assert PackageCache(tmp_path / "open" / "packages").why is None
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
+def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "packages"
+    folder.mkdir(mode=0o700)
+    os.chown(folder, 12345, 12345)
+    assert "somebody else" in str(PackageCache(folder).why)
+
+
+def test_without_a_folder_packages_last_as_long_as_the_process(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    cache = PackageCache(tmp_path / "file" / "packages")
+    assert "Not a directory" in str(cache.why) and "this process only" in repr(cache)
+    assert cache.find("a1") is None
+    assert kept(cache, "a1") == cache.find("a1")
+
+
+def test_folder_and_limit_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TFNB_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TFNB_CACHE_MB", "3")
+    found = packages.__wrapped__()
+    assert (found.folder, found.limit) == (tmp_path / "packages", 3 << 20)
+    monkeypatch.setenv("TFNB_CACHE_MB", "3G")
+    with pytest.raises(InvalidArgument, match="TFNB_CACHE_MB is a number of MiB, not '3G'"):
+        packages.__wrapped__()
+
+
+def test_a_package_is_of_this_code_and_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {surroundings.__wrapped__()}
+    assert found == {surroundings.__wrapped__()}
+    monkeypatch.setenv("CXX", "/bin/true")
+    found.add(surroundings.__wrapped__())
+    monkeypatch.setattr(package_cache, "_processor", lambda: "flags: none")
+    found.add(surroundings.__wrapped__())
+    monkeypatch.setattr("torch.__version__", "1.0")
+    found.add(surroundings.__wrapped__())
+    assert len(found) == 4
+    assert json.dumps(sorted(found)).isascii()

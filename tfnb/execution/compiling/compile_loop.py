@@ -1,0 +1,65 @@
+"""The compiler's process: builds one folder after the other, as it is told over a socket, and ends with its parent.
+
+``python compile_loop.py FD PARENT IDLE``. A message is JSON: what to call, as ``module:function``, and the folder to
+call it with. The answer says how long that took, or in one line why it failed. Imports nothing until it is asked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from importlib import import_module
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+NICE = 10
+LOOKED = 0.5  # seconds between two looks whether the parent is there
+
+
+def serve(pipe: Connection, idle: float) -> None:
+    """Build what is asked for, until nothing was for ``idle`` seconds or the parent hangs up."""
+    pipe.send_bytes(b"{}")
+    while pipe.poll(idle):
+        message = json.loads(pipe.recv_bytes())
+        pipe.send_bytes(json.dumps(built(message["build"], Path(message["folder"]))).encode())
+
+
+def built(build: str, folder: Path) -> dict[str, object]:
+    """Call ``module:function`` with the folder; gives the seconds, or the error in one line."""
+    start = time.perf_counter()
+    try:
+        module, _, name = build.partition(":")
+        getattr(import_module(module), name)(folder)
+    except Exception as error:  # compilers raise anything
+        lines = str(error).strip().splitlines()
+        return {"error": f"{type(error).__name__}: {lines[0] if lines else ''}"}
+    return {"seconds": time.perf_counter() - start}
+
+
+def _end_with(parent: int) -> None:
+    """End this process, and the compilers that it started, when the parent is gone; nobody waits for them then."""
+    while os.getppid() == parent:
+        time.sleep(LOOKED)
+    shutil.rmtree(Path.cwd(), ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)
+
+
+def main(descriptor: int, parent: int, idle: float) -> None:
+    """Run in a process group of its own, in its scratch folder."""
+    os.nice(NICE)
+    os.umask(0o077)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(parent,), name="tfnb-parent", daemon=True).start()
+    try:
+        serve(Connection(descriptor), idle)
+    except (EOFError, OSError):  # the parent hung up
+        return
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))

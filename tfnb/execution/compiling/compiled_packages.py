@@ -1,0 +1,74 @@
+"""The package of a request: out of the cache, or built by the compiler's process and kept."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tfnb.execution.compiling.compiler_process import COMPILER
+from tfnb.execution.compiling.package_cache import cpp_compiler, digest, packages, surroundings
+
+REQUEST = "request"  # folder
+NO_COMPILER = "no C++ compiler: install g++, or set CXX to one"
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """A folder of compiled code. facts: seconds that compiling it took, and what was found out about it since."""
+
+    key: str
+    folder: Path
+    facts: Mapping[str, Any]
+    is_cached: bool
+
+    def note(self, **facts: Any) -> None:
+        """Keep what was found out for those that load it later."""
+        packages().note(self.key, facts)
+
+    def drop(self) -> None:
+        """Take it out of the cache: nobody shall load it again."""
+        packages().drop(self.key)
+
+    @property
+    def cost(self) -> str:
+        """What compiling it cost, in words."""
+        return "from the cache" if self.is_cached else f"compiled in {self.facts['seconds']:.1f} s"
+
+
+def cached(request: str) -> Package | None:
+    """The package of a request, by its digest, if somebody compiled it here before."""
+    key = _key(request)
+    folder = packages().find(key)
+    return None if folder is None else Package(key, folder, packages().facts(key), True)
+
+
+def compiled(request: str, write: Callable[[Path], None], build: str, owner: object) -> Package | str:
+    """`cached`, else what ``build`` makes of a folder in the compiler's process; or why there is none.
+
+    write: puts the request's files into a folder. build: ``module:function``, called with the folder of the package,
+    in which the request is the folder `REQUEST`. owner: who waits.
+    """
+    found = cached(request)
+    if found is not None:
+        return found
+    if cpp_compiler() is None:
+        return NO_COMPILER
+    draft = packages().draft()
+    seconds: float | str = "interrupted"
+    try:
+        (draft / REQUEST).mkdir()
+        write(draft / REQUEST)
+        seconds = COMPILER.build(build, draft, owner)
+    finally:
+        shutil.rmtree(draft if isinstance(seconds, str) else draft / REQUEST, ignore_errors=True)
+    if isinstance(seconds, str):
+        return seconds
+    key, facts = _key(request), {"seconds": seconds}
+    return Package(key, packages().keep(key, draft, facts), facts, False)
+
+
+def _key(request: str) -> str:
+    return digest(f"{surroundings()} {request}".encode())

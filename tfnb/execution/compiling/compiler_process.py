@@ -1,0 +1,158 @@
+"""The process that compiles, seen from the one that runs steps: started when first needed, gone when it is not.
+
+Compiling takes Python's lock for seconds where it runs, and a compiler may take the process with it. So it runs in one
+of its own, which is spawned, never forked. Every wait has a deadline. The process is killed with what it started when
+nobody waits for it any more, at the interpreter's end, or when it takes too long. It ends itself when it has been idle,
+or when this process is no more.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from contextlib import suppress
+from multiprocessing import Pipe
+from pathlib import Path
+
+from tfnb.execution.compiling.package_cache import packages
+
+START, BUILD, END = 60.0, 900.0, 10.0  # seconds: to be there, to compile one step, to be gone after a kill
+IDLE = 60.0  # seconds
+LOG = "log.txt"  # what it and the compilers that it starts print
+NOBODY = "nobody waits for the compiler"
+
+
+class CompilerProcess:
+    """Builds folders, one at a time, in a process of its own."""
+
+    def __init__(self, *, deadline: float = BUILD, idle: float = IDLE) -> None:
+        self.deadline, self.idle = deadline, idle
+        self._owners: weakref.WeakSet[object] = weakref.WeakSet()
+        self._fresh()
+        atexit.register(self.close)
+        os.register_at_fork(after_in_child=self._fresh)
+
+    def _fresh(self) -> None:
+        """As without a process: one that was forked leaves the process of its parent alone."""
+        self._turn, self._lock = threading.Lock(), threading.Lock()
+        self._child: _Child | None = None
+        self._for: object = None  # owner of what is being built
+        self._closed = False
+        self._owners.clear()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, while there is one."""
+        child = self._child
+        return child.process.pid if child is not None and child.process.poll() is None else None
+
+    def build(self, call: str, folder: Path, owner: object) -> float | str:
+        """Let the process call ``module:function`` with ``folder``: the seconds that it took, or why it failed.
+
+        A process that dies in the middle is started once more. An owner that was released gets `NOBODY`.
+        """
+        message, why = json.dumps({"build": call, "folder": str(folder)}).encode(), NOBODY
+        self._owners.add(owner)
+        with self._turn:
+            for _ in range(2):
+                child = self._running(owner)
+                if child is None:
+                    return NOBODY
+                try:
+                    answer = json.loads(child.answer(message, self.deadline))
+                except TimeoutError as error:
+                    child.kill()
+                    return f"the compiler's process {error}"
+                except (EOFError, OSError):
+                    why = f"the compiler's process {child.kill(END)}"
+                else:
+                    return str(answer["error"]) if "error" in answer else float(answer["seconds"])
+                finally:
+                    self._for = None
+        return why if owner in self._owners and not self._closed else NOBODY
+
+    def _running(self, owner: object) -> _Child | None:
+        """The process, which is started if there is none; None for an owner that was released."""
+        with self._lock:
+            if owner not in self._owners or self._closed:
+                return None
+            if self._child is None or self._child.process.poll() is not None:
+                self._end()
+                self._child = _Child(self.idle)
+            self._for = owner
+            return self._child
+
+    def release(self, owner: object) -> None:
+        """An owner waits no more: the process ends if it builds for this one, or if there is no other."""
+        with self._lock:
+            self._owners.discard(owner)
+            if self._for is owner or not self._owners:
+                self._end()
+
+    def close(self) -> None:
+        """End the process for good."""
+        with self._lock:
+            self._closed = True
+            self._end()
+
+    def _end(self) -> None:
+        if self._child is not None:
+            self._child.kill()
+            self._child = None
+
+
+class _Child:
+    """One process, in a group of its own that Ctrl-C does not reach, with a scratch folder for all that it writes."""
+
+    def __init__(self, idle: float) -> None:
+        self.scratch = packages().draft()
+        self.pipe, theirs = Pipe()
+        self._is_ready, self._said = False, ""
+        environment = {
+            **os.environ, "TMPDIR": str(self.scratch), "TORCHINDUCTOR_CACHE_DIR": str(self.scratch / "inductor"),
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # else it starts processes of its own
+        }  # fmt: skip
+        given = (str(theirs.fileno()), str(os.getpid()), str(idle))
+        with theirs, (self.scratch / LOG).open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", Path(__file__).with_name("compile_loop.py"), *given],
+                pass_fds=[theirs.fileno()], start_new_session=True, cwd=self.scratch, env=environment,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            )  # fmt: skip
+
+    def answer(self, message: bytes, deadline: float) -> bytes:
+        """What it answers; raises EOFError or OSError where it is gone, TimeoutError where that takes too long."""
+        if not self._is_ready:
+            self._received(START, "start")
+            self._is_ready = True
+        self.pipe.send_bytes(message)
+        return self._received(deadline, "compile the step")
+
+    def _received(self, seconds: float, what: str) -> bytes:
+        if not self.pipe.poll(seconds):
+            raise TimeoutError(f"did not {what} within {seconds:g} s")
+        return self.pipe.recv_bytes()
+
+    def kill(self, grace: float = 0.0) -> str:
+        """End it and what it started, and remove its scratch folder; says how it ended."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(grace)
+        with suppress(ProcessLookupError, PermissionError):  # the group is gone
+            os.killpg(self.process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(END)
+        with suppress(OSError):
+            self._said = (self.scratch / LOG).read_text(errors="replace").strip().rpartition("\n")[2]
+        shutil.rmtree(self.scratch, ignore_errors=True)
+        code = self.process.returncode or 0
+        return f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended ({code}): {self._said}"
+
+
+COMPILER = CompilerProcess()

@@ -1,0 +1,247 @@
+"""Packages on disk: folders of compiled code under a key, shared by all processes of one user.
+
+A package is code, so only a folder that belongs to this user alone is read. An entry is written beside its place and
+moved there, so it is whole or absent. Its digests are checked before anything of it is used, and one that is damaged is
+removed. The entries that were used longest ago go when there is no room.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import os
+import platform
+import secrets
+import shutil
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from platformdirs import user_cache_path
+
+from tfnb.errors import InvalidArgument
+
+FOLDER, LIMIT = "TFNB_CACHE_DIR", "TFNB_CACHE_MB"  # environment variables
+MOST_MB = 1024
+ENTRY = "entry.json"  # digests of an entry's files, and facts about it
+DRAFT = ".draft-"
+FORGOTTEN = 3600.0  # seconds after which a draft belongs to nobody: its process was killed
+
+
+class PackageCache:
+    """The packages of a folder; where it may not be used they last as long as this process, and ``why`` says why.
+
+    limit: bytes. A package larger than that is given to who made it and not kept.
+
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     packages = PackageCache(Path(folder) / "packages")
+    ...     draft = packages.draft()
+    ...     _ = (draft / "code").write_text("...")
+    ...     kept = packages.keep("a1", draft, {"seconds": 3.5})
+    ...     packages.find("a1") == kept, packages.find("b2"), packages.facts("a1")
+    (True, None, {'seconds': 3.5})
+    """
+
+    def __init__(self, folder: Path, limit: int = MOST_MB << 20) -> None:
+        self.folder, self.limit = folder, limit
+        self.why = refusal(folder)
+        if self.why is not None:
+            self.folder = Path(tempfile.mkdtemp(prefix="tfnb-"))
+            atexit.register(shutil.rmtree, self.folder, ignore_errors=True)
+
+    def find(self, key: str) -> Path | None:
+        """The folder of an entry whose files are what was written; its time of use is now."""
+        at = self.folder / key
+        try:
+            for name, written in _read(at)["files"].items():
+                if digest((at / name).read_bytes()) != written:
+                    raise ValueError(f"{name} is damaged")
+            os.utime(at)
+        except (OSError, ValueError, KeyError, TypeError):  # absent, or damaged
+            self.drop(key)
+            return None
+        return at
+
+    def facts(self, key: str) -> dict[str, Any]:
+        """The facts about an entry; none where there is no entry."""
+        try:
+            return dict(_read(self.folder / key)["facts"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
+
+    def note(self, key: str, facts: Mapping[str, Any]) -> None:
+        """Add facts about an entry, if it is there and can be written."""
+        at = self.folder / key
+        try:
+            entry = _read(at)
+            _write(at, entry["files"], entry["facts"] | facts)
+        except (OSError, ValueError, KeyError, TypeError):
+            return  # a fact that is missing is found out again
+
+    def draft(self) -> Path:
+        """A new folder to write a package into."""
+        return Path(tempfile.mkdtemp(prefix=DRAFT, dir=self.folder))
+
+    def keep(self, key: str, draft: Path, facts: Mapping[str, Any]) -> Path:
+        """Move a draft to its place; gives the folder of the entry, which may be one that another process wrote first.
+
+        What cannot be kept stays a draft, which this process may use.
+        """
+        try:
+            paths = sorted(path for path in draft.rglob("*") if path.is_file())
+            files = {str(path.relative_to(draft)): digest(path.read_bytes()) for path in paths}
+            _write(draft, files, facts)
+            if _bytes(draft) > self.limit:
+                return draft
+            draft.rename(self.folder / key)
+        except OSError:  # there is one already, or no room
+            found = self.find(key)
+            if found is not None:
+                shutil.rmtree(draft, ignore_errors=True)
+            return found or draft
+        self._trim(key)
+        return self.folder / key
+
+    def drop(self, key: str) -> None:
+        """Remove an entry, so that nobody sees a part of it."""
+        grave = self.folder / f"{DRAFT}{key}-{os.getpid()}-{time.monotonic_ns()}"
+        try:
+            (self.folder / key).rename(grave)
+        except OSError:  # another process did, or nobody can
+            return
+        shutil.rmtree(grave, ignore_errors=True)
+
+    def clear(self) -> int:
+        """Remove all entries; gives how many there were."""
+        found = list(self._entries())
+        for at in found:
+            self.drop(at.name)
+        return len(found)
+
+    def _entries(self) -> Iterator[Path]:
+        with os.scandir(self.folder) as found:
+            yield from (Path(each) for each in found if each.is_dir() and not each.name.startswith("."))
+
+    def _trim(self, newest: str) -> None:
+        """Make room: drafts that nobody writes, then the entries used longest ago."""
+        for draft in self.folder.glob(f"{DRAFT}*"):
+            if _used(draft) < time.time() - FORGOTTEN:
+                shutil.rmtree(draft, ignore_errors=True)
+        entries = sorted((at for at in self._entries() if at.name != newest), key=_used)
+        total = sum(map(_bytes, entries)) + _bytes(self.folder / newest)
+        for at in entries:
+            if total <= self.limit:
+                return
+            total -= _bytes(at)
+            self.drop(at.name)
+
+    def __repr__(self) -> str:
+        entries = list(self._entries())
+        size = sum(map(_bytes, entries)) / 2**20
+        where = f"this process only ({self.why})" if self.why else str(self.folder)
+        return f"{len(entries)} packages, {size:,.1f} of {self.limit / 2**20:,.0f} MiB, in {where}"
+
+
+def refusal(folder: Path) -> str | None:
+    """Why packages of a folder are not for this user alone; None where they are. Makes the folder."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.lstat()
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return f"{folder}: {error.strerror}"
+    if not hasattr(os, "getuid"):
+        return None  # Windows: the folder lies in the user's profile
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        return f"{folder} belongs to somebody else"
+    if found.st_mode & 0o077:
+        return f"others may use {folder}: chmod 700"
+    open_to_all = (above for above in folder.resolve().parents if above.stat().st_mode & 0o1002 == 0o002)
+    return next((f"others may replace folders of {above}" for above in open_to_all), None)
+
+
+@cache
+def packages() -> PackageCache:
+    """The user's cache: TFNB_CACHE_DIR, else what the platform has for it; at most TFNB_CACHE_MB."""
+    given = os.environ.get(LIMIT, str(MOST_MB))
+    if not given.isdecimal():
+        raise InvalidArgument(f"{LIMIT} is a number of MiB, not {given!r}")
+    folder = os.environ.get(FOLDER)
+    return PackageCache((Path(folder) if folder else user_cache_path("tfnb")) / "packages", int(given) << 20)
+
+
+@cache
+def surroundings() -> str:
+    """A digest of what a package depends on beside its step: our code, torch, Python, processor and C++ compiler."""
+    found = [*_stamps("tfnb"), *_stamps("tfnb.kernels"), sys.version, platform.platform(), _processor()]
+    compiler = cpp_compiler()
+    return digest(repr([*found, torch.__version__, torch.version.git_version, compiler and _stamp(compiler)]).encode())
+
+
+def cpp_compiler() -> str | None:
+    """The C++ compiler that inductor would call: CXX, else g++."""
+    return shutil.which(os.environ.get("CXX", "g++"))
+
+
+def digest(data: bytes) -> str:
+    """The sha256 of some bytes."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def _stamps(package: str) -> list[tuple[str, int, int]]:
+    """Of each source of a package: a checkout changes without another version."""
+    spec = find_spec(package)
+    assert spec is not None and spec.origin is not None, package  # we are running it
+    walked = os.walk(Path(spec.origin).parent)
+    return sorted(_stamp(f"{at}/{name}") for at, _, names in walked for name in names if name.endswith((".py", ".c")))
+
+
+def _stamp(path: str) -> tuple[str, int, int]:
+    found = os.stat(path)  # noqa: PTH116 (hundreds of them, before the first step)
+    return path, found.st_size, found.st_mtime_ns
+
+
+def _processor() -> str:
+    """Its instructions; where the system does not list them, its name."""
+    try:
+        with Path("/proc/cpuinfo").open() as lines:
+            return next(line for line in lines if line.startswith(("flags", "Features")))
+    except (OSError, StopIteration):
+        return f"{platform.machine()} {platform.processor()}"
+
+
+def _read(at: Path) -> dict[str, Any]:
+    written, _, text = (at / ENTRY).read_text().partition("\n")
+    if digest(text.encode()) != written:
+        raise ValueError(f"{at / ENTRY} is damaged")
+    return dict(json.loads(text))
+
+
+def _write(at: Path, files: Mapping[str, str], facts: Mapping[str, Any]) -> None:
+    text = json.dumps({"files": dict(files), "facts": dict(facts)})
+    new = at / f"{ENTRY}-{secrets.token_hex(4)}"
+    new.touch(mode=0o600)
+    new.write_text(f"{digest(text.encode())}\n{text}")
+    new.replace(at / ENTRY)
+
+
+def _bytes(at: Path) -> int:
+    try:
+        return sum(path.stat().st_size for path in at.rglob("*") if path.is_file())
+    except OSError:  # another process removed it
+        return 0
+
+
+def _used(at: Path) -> float:
+    try:
+        return at.stat().st_mtime
+    except OSError:
+        return 0.0
