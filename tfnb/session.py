@@ -277,7 +277,7 @@ class Session:
 
     def _step(
         self, prepared: _Prepared, program: Program, tensors: list[torch.Tensor], timeout: float | None,
-        forward: Callable[..., Any], commit: Callable[[Any], bool | None], cut: Cut | None,
+        forward: Callable[..., Any], commit: Callable[[Any], None], cut: Cut | None,
     ) -> list[Any]:  # fmt: skip
         """Compute, commit, and read the fetched Variables, with the locks of all Variables."""
         __tracebackhide__ = True
@@ -289,12 +289,15 @@ class Session:
         hold = Hold(access)
         try:
             with hold.token:
-                compute = self._locked if cut is None and not program.waits else self._aside
-                given = hold, program, tensors, forward, run, cut
-                results, pending = self._stoppable(program, timeout, compute, *given)
-                if commit(pending) is False:  # compiled code does not take these operands
-                    given = program, tensors, program.forward, run, cut
-                    results, pending = self._stoppable(program, timeout, self._compute, *given)
+                results = None
+                if getattr(forward, "writes", False):
+                    if cut is None and timeout is None:  # nothing can stop it
+                        results = self._written(hold, program, tensors, forward, run)
+                    forward = program.forward
+                if results is None:
+                    compute = self._locked if cut is None and not program.waits else self._aside
+                    given = hold, program, tensors, forward, run, cut
+                    results, pending = self._stoppable(program, timeout, compute, *given)
                     commit(pending)
                 if prepared.trailing:
                     results += prepared.after(cut)
@@ -331,10 +334,19 @@ class Session:
         finally:
             self._running.discard(running)
 
+    def _written(
+        self, hold: Hold, program: Program, tensors: list[torch.Tensor], forward: Callable[..., Any], run: int
+    ) -> list[Any] | None:
+        """A step in one call of compiled code, with the locks; None where that did nothing."""
+        self._ensure_open()
+        _take(hold)
+        return program.write(tensors, [variable.storage for variable in program.variables], run, forward)
+
     def _locked(self, hold: Hold, *args: Any) -> Any:
         """`_compute` with the locks, which the step keeps until it committed."""
         __tracebackhide__ = True
-        _take(hold)
+        if not hold.is_granted:
+            _take(hold)
         return self._compute(*args)
 
     def _aside(

@@ -31,34 +31,25 @@ class Pending:
     """What a computed step will write.
 
     values: tensors, and numbers for tensors of one element. variables: all that are written, also by updates.
-    whole: of a step that computes while it writes, the call; False where it did neither. done: is called at the end.
+    done: is called at the end.
     """
 
     targets: list[torch.Tensor]
     values: list[Any]
     updates: list[Update]
     variables: tuple[Variable, ...] = ()
-    whole: Callable[[], bool] | None = None
     done: Callable[[], object] | None = None
 
 
-def commit(pending: Pending) -> bool:
-    """Write everything; False where a step that computes here refused what it was given, and wrote nothing."""
-    if pending.whole is None:
+def commit(pending: Pending) -> None:
+    """Write everything."""
+    if pending.updates or pending.targets:
         _write(pending)
-    else:
-        for variable in pending.variables:  # first: an interrupt may come right after the call
-            variable.version += 1
-        if not pending.whole():
-            return False
     if pending.done is not None:
         pending.done()
-    return True
 
 
 def _write(pending: Pending) -> None:
-    if not pending.updates and not pending.targets:
-        return
     with no_interrupt():
         try:
             for update in pending.updates:

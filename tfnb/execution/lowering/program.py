@@ -71,14 +71,10 @@ class Program:
     ) -> tuple[list[torch.Tensor | None], Pending]:  # fmt: skip
         """Fetched values, and the writes of the step; nothing is written.
 
-        forward: other code that computes what the generated ``self.forward`` does; where it ``writes``, the commit
-        calls it, and the fetched values are there after that. cut: what to read in place of the storages.
+        forward: other code that computes what the generated ``self.forward`` does. cut: what to read in place of the
+        storages.
         """
         done = getattr(forward, "done", None)
-        if getattr(forward, "writes", False):
-            if cut is None:
-                return self._whole([*feeds], storages, run, forward, done)
-            forward = done = None  # it would write what others read
         read = storages if cut is None else list(map(cut.copies.get, self.variables, storages))
         if self.late:
             feeds = self.apart(dict(enumerate(feeds)), storages).values()
@@ -106,18 +102,13 @@ class Program:
             values = _stored(updates, values, dict(zip(map(id, read), storages, strict=True)))
         return fetched, Pending(targets, values, updates, self.writes, done=done)
 
-    def _whole(
-        self, feeds: list[torch.Tensor], storages: list[torch.Tensor], run: int, forward: Any, done: Any
-    ) -> tuple[list[torch.Tensor | None], Pending]:
-        fetched: list[torch.Tensor | None] = []
-
-        def call() -> bool:
-            found = forward(*feeds, *storages, run)
-            if found is not None:
-                fetched.extend(found)
-            return found is not None
-
-        return fetched, Pending([], [], [], self.writes, call, done)
+    def write(
+        self, feeds: Iterable[torch.Tensor], storages: list[torch.Tensor], run: int, forward: Callable[..., Any]
+    ) -> list[torch.Tensor | None] | None:
+        """The whole step by code that ``writes``: the fetched values; None where it did nothing."""
+        for variable in self.writes:  # first: an interrupt may come right after the call
+            variable.version += 1
+        return forward(feeds, storages, run)  # type: ignore[no-any-return]
 
     def _late(self) -> tuple[int, ...]:
         inputs = self.module.graph.find_nodes(op="placeholder")[: len(self.feeds)]

@@ -21,7 +21,7 @@ from tfnb.execution.lowering.checked_calls import Branch, Drawing
 from tfnb.execution.lowering.control_flow_code import Call, Cond
 from tfnb.execution.lowering.program import Program
 from tfnb.execution.tiers.compiled_loops import Native, Permit, native, obstacle
-from tfnb.execution.tiers.factors import with_factors
+from tfnb.execution.tiers.decompositions import decompositions
 from tfnb.execution.tiers.graph_split import halves
 from tfnb.execution.tiers.interface import Forward, Request
 from tfnb.execution.tiers.node_groups import Kernel, Layouts, function, groups, with_kernels
@@ -117,7 +117,7 @@ def _kernel(module: fx.GraphModule, examples: Sequence[Any]) -> Kernel:
     # Channels last is what the session chose or not; inductor would lay all weights out anew in each step on the CPU.
     settings: dict[str, Any] = {"compile_threads": 1} | ({"layout_optimization": False} if here else {})
     with compile_lock, torch.no_grad(), _inductor.config.patch(settings):
-        checks, table = OperandChecks(), with_factors(select_decomp_table())
+        checks, table = OperandChecks(), decompositions(select_decomp_table())
 
         def function(*args: Any) -> Any:
             outs, flag = module(*args), checks.flag()

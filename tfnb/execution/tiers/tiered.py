@@ -236,7 +236,10 @@ class Turn:
     def __call__(self, *args: Any) -> Any:
         self._sizes.wait(args)
         self._start = time.perf_counter()
-        return self._code(*args)
+        outs = self._code(*args)
+        if self.writes and outs is not None:
+            self.done()
+        return outs
 
     def done(self) -> None:
         """The step has committed."""
@@ -245,7 +248,7 @@ class Turn:
 
 
 class Guarded:
-    """Compiled code that gives way to generated code: where it ``writes`` by giving None, and then wrote nothing."""
+    """Compiled code that gives way to generated code; one that ``writes`` gives None then, and did nothing."""
 
     def __init__(self, sizes: Sizes, code: Forward) -> None:
         self._sizes, self.code, self._unfit = sizes, code, 0
@@ -293,6 +296,8 @@ def _after(program: Program, forward: Forward, args: Sequence[Any]) -> list[Any]
     """What a step gives, and all that it read, as it leaves it; no Variable knows."""
     *tensors, run = args
     feeds, storages = tensors[: len(program.feeds)], tensors[len(program.feeds) :]
+    if getattr(forward, "writes", False):
+        return [*forward(feeds, storages, run), *storages]
     fetched, pending = program.compute(feeds, storages, run, forward)
     commit(replace(pending, variables=()))
     return [*fetched, *storages]

@@ -22,7 +22,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.dependencies import WeakDep
 
 from tfnb.errors import Unimplemented
-from tfnb.execution.tiers.factors import with_factors
+from tfnb.execution.tiers.decompositions import decompositions
 from tfnb.execution.tiers.native.exportable import exportable
 from tfnb.execution.tiers.native.request import NativeRequest
 
@@ -50,7 +50,7 @@ def build(request: NativeRequest, folder: Path) -> None:
     }  # fmt: skip
     with compile_lock, torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        module, examples, about = exportable(program, request.operands, with_factors(select_decomp_table()))
+        module, examples, about = exportable(program, request.operands, decompositions(select_decomp_table()))
         exported = torch.export.export(module, tuple(examples))
         made = _inductor.aoti_compile_and_package(
             exported, package_path=str(folder / "step.pt2"), inductor_configs=settings

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from tfnb.execution.lowering.program import Program
 from tfnb.execution.tiers.interface import Forward, Request
@@ -45,20 +42,21 @@ def loaded(folder: Path, program: Program) -> NativeStep:
 
 
 class NativeStep:
-    """Computes a step as ``program.forward`` does; where ``writes``, gives the fetches and has written the rest.
+    """Computes a step as ``program.forward`` does.
 
+    One that ``writes`` takes feeds, storages and the run's number as three, gives the fetches and has written the rest.
     Raises Unfit or OperandRefused, and then wrote nothing.
     """
 
     def __init__(self, package: Package, feeds: int) -> None:
         self._package, self._feeds, self._places = package, feeds, package.about.fetched
         self.writes = bool(package.about.written)
-        self._plain = self._places == tuple(range(len(self._places)))
+        self._made = all(place is None or place >= 0 for place in self._places)
 
-    def __call__(self, *args: Any) -> Sequence[Any]:
-        found = self._package(args[: self._feeds], args[self._feeds : -1], args[-1])
-        return found if self._plain else tuple(_at(place, found, args) for place in self._places)
-
-
-def _at(place: int | None, found: Sequence[torch.Tensor], args: Sequence[Any]) -> torch.Tensor | None:
-    return None if place is None else found[place] if place >= 0 else args[~place]  # type: ignore[no-any-return]
+    def __call__(self, *args: Any) -> list[Any]:
+        feeds, storages, run = args if self.writes else (args[: self._feeds], args[self._feeds : -1], args[-1])
+        found = self._package(feeds, storages, run)
+        if self._made:
+            return [None if place is None else found[place] for place in self._places]
+        given = [*feeds, *storages]
+        return [None if at is None else found[at] if at >= 0 else given[~at] for at in self._places]

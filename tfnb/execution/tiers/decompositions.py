@@ -1,4 +1,7 @@
-"""Factors of sums and products, which inductor drops where one of its patterns matches: they become multiplications."""
+"""How ops are taken apart for inductor where it would do it wrongly, or not.
+
+Factors of sums and products, which it drops where one of its patterns matches, become multiplications of their own.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +34,8 @@ FACTORS: dict[Any, Callable[..., Any]] = {
 }
 
 
-def with_factors(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
-    """The decompositions with those of `FACTORS`, for calls that give a factor which is not one."""
+def decompositions(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
+    """Inductor's, with those of `FACTORS` for calls that give a factor which is not one, and that of `_outer`."""
 
     def chosen(mine: Callable[..., Any], theirs: Callable[..., Any] | None) -> Callable[..., Any]:
         def decomposed(*args: Any, **kwargs: Any) -> Any:
@@ -42,4 +45,17 @@ def with_factors(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[
 
         return decomposed
 
-    return {**table, **{op: chosen(mine, table.get(op)) for op, mine in FACTORS.items()}}
+    product = torch.ops.aten.mm.default
+    mine = {op: chosen(mine, table.get(op)) for op, mine in FACTORS.items()}
+    return {**table, **mine, product: _outer(table.get(product))}
+
+
+def _outer(theirs: Callable[..., Any] | None) -> Callable[..., Any]:
+    """The product of one column and one row, by broadcasting: it is made where it is taken, and not before."""
+
+    def decomposed(a: torch.Tensor, b: torch.Tensor) -> Any:
+        if a.shape[1] == 1:
+            return a * b
+        return NotImplemented if theirs is None else theirs(a, b)
+
+    return decomposed
