@@ -41,6 +41,7 @@ from tfnb.memory import step_passes
 from tfnb.passes import LAYOUTS, Passes, StepGraph, chosen_layout, step_graph, table
 from tfnb.recording import graph as graph_named
 from tfnb.state import checkpoint
+from tfnb.state.fifo import give_back
 from tfnb.step import Step
 from tfnb.structures import fed_by, graph_of, key_of, parts_of, places_of, spread, structure, value_of, variable_of
 
@@ -153,7 +154,8 @@ class Session:
         the locks of its Variables until it is over, so steps of other threads that write them wait; with
         ``"snapshot"`` it waits for those that write now, copies, and lets others go on. Raises FeedError, ShapeError,
         InvalidArgument for a missing feed, StaleNode, and Aborted where a step that uses queues, or a snapshot, would
-        write after another step wrote what it read; variables are then as they were.
+        write after another step wrote what it read: run it again. Variables are then as they were, and elements that
+        the step took stand in front of their queues again, unless it put some, too.
         """
         __tracebackhide__ = True
         if timeout is not None:
@@ -357,10 +359,14 @@ class Session:
         __tracebackhide__ = True
         seen = versions(program.variables) if cut is None else {v: cut.versions[v] for v in program.variables}
         found = self._compute(program, tensors, forward, run, cut)
-        if program.writes or (cut is None and hold.access is not program.access):  # which fetches Variables
-            _take(hold)
-        if program.writes:
-            ensure_unchanged(seen)
+        try:
+            if program.writes or (cut is None and hold.access is not program.access):  # which fetches Variables
+                _take(hold)
+            if program.writes:
+                ensure_unchanged(seen)
+        except BaseException:
+            give_back(found[1].queued)
+            raise
         return found
 
     def _compute(

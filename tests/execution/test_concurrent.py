@@ -322,8 +322,7 @@ def test_a_step_that_waits_inside_is_aborted_if_what_it_read_was_written_since()
     total = tfnb.Variable(torch.tensor(0.0), name="total", trainable=False)
     queue = tfnb.FIFOQueue(2, [torch.float32], [()], name="numbers")
     with tfnb.record() as graph:
-        x = tfnb.placeholder(torch.tensor(1.0), name="x", shape=())
-        put, add = queue.enqueue(x), total.assign_add(queue.dequeue()[0])
+        add = total.assign_add(queue.dequeue()[0])
     session, errors = tfnb.Session(graph), []
 
     def learn() -> None:
@@ -338,9 +337,11 @@ def test_a_step_that_waits_inside_is_aborted_if_what_it_read_was_written_since()
         time.sleep(0.01)
     time.sleep(0.2)  # it waits for an element, and holds nothing
     total.assign(torch.tensor(7.0))
-    session.run(put, {x: 1.0})
+    queue.enqueue(torch.tensor(1.0))
+    queue.enqueue(torch.tensor(2.0))
     waiting.join(60)
     assert errors and "another step wrote total" in errors[0] and total.value() == 7
+    assert queue.size() == 2 and session.run(add) == 8 and session.run(add) == 10  # what it took is in front again
 
 
 def test_steps_of_two_models_do_not_wait_for_each_other_and_steps_of_one_model_do() -> None:

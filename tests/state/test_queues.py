@@ -27,7 +27,7 @@ from tfnb.errors import (
 )  # fmt: skip
 from tfnb.graph.forms.serial import graph_hash
 from tfnb.state import waits
-from tfnb.state.fifo import Attempt, Fifo
+from tfnb.state.fifo import Attempt, Fifo, give_back
 
 pytestmark = pytest.mark.filterwarnings("ignore:still waiting")  # on a machine that does much else
 
@@ -136,6 +136,19 @@ def test_random_attempts_end_as_in_a_simple_model(seed: int) -> None:
             assert outcome(attempt) == want
         assert list(queue.elements) == [(n,) for n in model.stored]
         assert all(attempt.is_over for attempt in told) and len(set(told)) == len(told)
+
+
+def test_what_a_step_took_stands_in_front_again_unless_it_put_some() -> None:
+    fifo, done = Fifo("q", 3), list[Attempt]()
+    for word in "abc":
+        fifo.submit(Attempt(fifo, "enqueue", lambda _: None, element=(word,)))  # type: ignore[arg-type]
+    for _ in "ab":
+        fifo.submit(Attempt(fifo, "dequeue", done.append))
+    fifo.submit(Attempt(fifo, "enqueue", done.append, element=("d",)))  # type: ignore[arg-type]
+    give_back(done)
+    assert [word for (word,) in fifo.elements] == ["c", "d"]
+    give_back(done[:2])
+    assert [word for (word,) in fifo.elements] == ["a", "b", "c", "d"]
 
 
 def test_a_later_attempt_stands_in_line_when_the_one_before_does() -> None:

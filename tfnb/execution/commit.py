@@ -7,7 +7,7 @@ Whoever commits holds the locks of the Variables (`tfnb.graph.variable_locks`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 
 from tfnb.graph import Variable
 from tfnb.interrupts import no_interrupt
+from tfnb.state.fifo import Attempt
 
 
 @dataclass(slots=True)
@@ -31,7 +32,7 @@ class Pending:
     """What a computed step will write.
 
     values: tensors, and numbers for tensors of one element. variables: all that are written, also by updates.
-    done: is called at the end.
+    done: is called at the end. queued: what it did to queues.
     """
 
     targets: list[torch.Tensor]
@@ -39,6 +40,7 @@ class Pending:
     updates: list[Update]
     variables: tuple[Variable, ...] = ()
     done: Callable[[], object] | None = None
+    queued: Sequence[Attempt] = ()
 
 
 def commit(pending: Pending) -> None:

@@ -101,6 +101,13 @@ class Fifo:
             over = self._settled()
         _tell(over)
 
+    def give_back(self, elements: Sequence[tuple[torch.Tensor, ...]]) -> None:
+        """Elements that were taken stand in front again, in their order, also where the queue is full by now."""
+        with self._lock:
+            self.elements.extendleft(reversed(elements))
+            over = self._settled()
+        _tell(over)
+
     # -- with the lock held -----------------------------------------------------------------------------------
 
     def _settled(self) -> list[Attempt]:
@@ -168,6 +175,14 @@ class Fifo:
         self._over.append(attempt)
         self._placing.extend(attempt.followers)
         attempt.followers = []
+
+
+def give_back(done: Sequence[Attempt]) -> None:
+    """Undo what a step that wrote nothing took. A step that put elements moved them: those stay where they are now."""
+    if any(attempt.kind == "enqueue" for attempt in done):
+        return
+    for fifo in dict.fromkeys(attempt.fifo for attempt in done):
+        fifo.give_back([a.result for a in done if a.fifo is fifo and isinstance(a.result, tuple)])
 
 
 def _tell(over: Sequence[Attempt]) -> None:

@@ -57,6 +57,7 @@ class Driver:
         self.runner = Runner(may, lambda: list(self.machine.waits), self._later)
         self.inbox = self.runner.inbox
         self.lanes = Lanes(self.inbox)
+        self.ended: list[Attempt] = []  # in the order in which they ended
 
     def drive(self, start: Sequence[tuple[Any, Any]]) -> list[Any]:
         """The results. The first error ends all work, takes back what waits, and is raised."""
@@ -108,6 +109,7 @@ class Driver:
             task = self.machine.waits.pop(event)
             if event.error is not None:
                 raise _placed(event.error, task.step.op.node)
+            self.ended.append(event)
             self.machine.finish(task, _outputs(event, task.step.op.node))
             return
         task, outputs, error = event
@@ -261,12 +263,13 @@ class Dataflow:
         start = [*zip(plan.feeds, fed, strict=True), *plan.given, (plan.run, run)]
         start += [(edges, stored[variable]) for variable, edges in plan.storages.items()]
         borrowed = Borrowed([*stored.values(), *(value for _, value in plan.given)])
-        found = Driver(plan, borrowed, self.whole.name).drive(start)
+        driver = Driver(plan, borrowed, self.whole.name)
+        found = driver.drive(start)
         self._ensure_live(found)
         results = [borrowed.own(value) for value in found]
         targets = [live[variable] for variable in self.writes]
         count = len(self.fetches)
-        return results[:count], Pending(targets, results[count:], [], self.writes)
+        return results[:count], Pending(targets, results[count:], [], self.writes, queued=driver.ended)
 
     @staticmethod
     def commit(pending: Pending) -> None:
