@@ -127,12 +127,17 @@ def test_a_number_that_python_needs_is_guarded(name: str, body: str) -> None:
     assert any("a run must have the sample" in note for note in notes), notes
 
 
-def test_the_text_of_a_number_is_that_of_the_sample_and_noted() -> None:
+@pytest.mark.parametrize(("text", "how"), [
+    ("str(n)", "str()"), ("repr(n)", "repr()"), ("f'{n}'", "format()"), ("format(n, 'd')", "format()"),
+    ("print(n) or '3'", "print()"),
+])  # fmt: skip
+def test_the_text_of_a_number_is_that_of_the_sample_and_noted(text: str, how: str, capsys: Any) -> None:
     with tfnb.record() as graph:
         x = tfnb.placeholder(torch.tensor([2.0, 1.0]), name="x")
-        texts = tfnb.autograph(function("n = int(x.sum())\nreturn str(n), repr(n + 1), f'{n}'"))(x)
-    assert texts == ("3", "4", "3")
-    assert any("took the sample" in note for note in graph.notes)
+        assert tfnb.autograph(function(f"n = int(x.sum())\nreturn {text}"))(x) == "3"
+    assert capsys.readouterr().out.strip() == ("3" if "print" in text else "")
+    (note,) = graph.notes
+    assert f"`{how}` took the sample's value" in note and "line" in note
 
 
 def test_the_guard_names_its_line() -> None:

@@ -90,8 +90,11 @@ def given(item: Any) -> Any:
 
 
 def shown(item: Any) -> Any:
-    """What is printed: of a number that of the sample."""
-    return item.sample.item() if is_number(item) and not status.depth else item
+    """What is printed: of a number that of the sample, with a note."""
+    if not is_number(item) or status.depth:
+        return item
+    found = _recorded(item)
+    return item.sample.item() if found is None else _sampled(*found, "print()")
 
 
 def _divmod(a: Any, b: Any) -> Any:
@@ -105,10 +108,14 @@ def _text(function: Callable[..., str]) -> Callable[..., str]:
         found = _recorded(args[0]) if len(args) == 1 and not kwargs else None
         if found is None or not stands_for_number(found[0], found[0]._entry(found[1]).value):
             return function(*args, **kwargs)
-        found[0].note(f"`{function.__name__}()` took the sample's value, so the text is the same in every run")
-        return function(found[1].sample.item())
+        return function(_sampled(*found, f"{function.__name__}()"))
 
     return text
+
+
+def _sampled(recorder: Recorder, tensor: Tensor, how: str) -> Any:
+    recorder.text_of(how)
+    return tensor.sample.item()
 
 
 NUMBERS: dict[Any, Callable[..., Any]] = {

@@ -300,6 +300,10 @@ class Recorder(TorchDispatchMode):
         if note not in self.tape.notes:
             self.tape.notes.append(note)
 
+    def text_of(self, how: str) -> None:
+        """A value was made into text while recording."""
+        self.note(f"`{how}` took the sample's value, so the text is the same in every run")
+
     def streams_differ(self, what: str) -> None:
         """Note that recorded draws do not come from torch's generators."""
         self.note(f"{what} does not reach recorded draws: a graph's random nodes have seeded streams of their own")

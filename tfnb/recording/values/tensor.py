@@ -267,7 +267,13 @@ class Tensor(Recorded):
         return f"<{self.described()}, {shown}>"
 
     def __format__(self, spec: str) -> str:
-        return self.sample.__format__(spec) if self.dim() == 0 else format(repr(self), spec)
+        if self.dim():
+            return format(repr(self), spec)
+        recording = current.recording()
+        if recording is not None:
+            recording.text_of("format()")
+        with _disable_current_modes():
+            return format(self.sample, spec)
 
     def _escaped(self, how: str) -> torch.Tensor:
         """The sample, leaving the graph: an open recording notes the line."""
