@@ -131,7 +131,9 @@ def test_a_number_that_python_needs_is_guarded(name: str, body: str) -> None:
     ("str(n)", "str()"), ("repr(n)", "repr()"), ("f'{n}'", "format()"), ("format(n, 'd')", "format()"),
     ("print(n) or '3'", "print()"),
 ])  # fmt: skip
-def test_the_text_of_a_number_is_that_of_the_sample_and_noted(text: str, how: str, capsys: Any) -> None:
+def test_the_text_of_a_number_is_that_of_the_sample_and_noted(
+    text: str, how: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with tfnb.record() as graph:
         x = tfnb.placeholder(torch.tensor([2.0, 1.0]), name="x")
         assert tfnb.autograph(function(f"n = int(x.sum())\nreturn {text}"))(x) == "3"
