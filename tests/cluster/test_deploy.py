@@ -15,12 +15,19 @@ from tfnb.magics.magics import TfnbMagics
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 SCRIPT = """
-import torch, tfnb
+import os, signal, time, torch, tfnb
 print("begin")
 cluster = tfnb.connect(1)
 with tfnb.record():
     y = tfnb.placeholder(torch.ones(2), name="x") * 3
 print("got", tfnb.run(y, {"x": torch.ones(3)}).tolist())
+pids = cluster.client.run(os.getpid)
+os.kill(next(iter(pids.values())), signal.SIGKILL)
+end = time.monotonic() + 100
+while not set(cluster.client.run(os.getpid, on_error="ignore").values()) - set(pids.values()):
+    assert time.monotonic() < end
+    time.sleep(0.2)
+print("another worker is there")
 cluster.close()
 """
 
@@ -32,10 +39,10 @@ def ran(folder: Path, *command: str) -> str:
     return found.stdout
 
 
-def test_a_script_without_a_main_guard_connects_and_runs_once(tmp_path: Path) -> None:
+def test_a_script_without_a_main_guard_runs_once_also_when_a_worker_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     out = ran(tmp_path, "script.py")
-    assert out.count("begin") == 1 and "got [3.0, 3.0, 3.0]" in out
+    assert out.count("begin") == 1 and "got [3.0, 3.0, 3.0]" in out and "another worker is there" in out
 
 
 @pytest.mark.slow

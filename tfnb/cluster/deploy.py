@@ -12,16 +12,16 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, TypeVar
 
 import dask
-from distributed import Client, KilledWorker, LocalCluster, Security, default_client
+from distributed import Client, KilledWorker, LocalCluster, Nanny, Security, default_client
 
 from tfnb.cluster.members import Member
 from tfnb.cluster.messages import Failed, Ok, Outcome, Peer, raised
@@ -35,6 +35,7 @@ from tfnb.errors import (
     Unavailable,
     VersionMismatch,
 )  # fmt: skip
+from tfnb.recording.marks.while_recording import Shared, swapped
 
 T = TypeVar("T")
 
@@ -240,7 +241,7 @@ def local(tasks: int, ps: int | None, timeout: float) -> Place:
             cluster.__init__(  # type: ignore[misc]
                 n_workers=tasks + ps, threads_per_worker=1, processes=True, host="127.0.0.1",
                 dashboard_address="127.0.0.1:0", scheduler_kwargs={"dashboard": False}, silence_logs=logging.ERROR,
-                env=_OURS, preload=["tfnb.cluster.task"],
+                env=_OURS, preload=["tfnb.cluster.task"], worker_class=_Starter,
             )  # fmt: skip
         return cluster
 
@@ -250,8 +251,7 @@ def local(tasks: int, ps: int | None, timeout: float) -> Place:
         progress.say()
 
     try:
-        with _main_not_imported():
-            _opened(make, timeout, f"starting {tasks + ps} worker processes", look)
+        _opened(make, timeout, f"starting {tasks + ps} worker processes", look)
     except DeadlineExceeded as late:
         raise DeadlineExceeded(f"{late}; a busy machine takes longer: connect(timeout={2 * timeout:g})") from None
     try:
@@ -264,21 +264,26 @@ def local(tasks: int, ps: int | None, timeout: float) -> Place:
     return place
 
 
-@contextmanager
-def _main_not_imported() -> Iterator[None]:
-    """Processes that start inside do not import the user's script: it would run again in each of them.
-
-    They need nothing of it, and a script that a notebook was made into has no ``if __name__ == "__main__"``.
-    ``multiprocessing`` leaves out a main module whose spec has this name.
-    """
+def _without_main() -> AbstractContextManager[None]:
     main = sys.modules["__main__"]
-    before = main.__spec__
-    parent = f"{before.parent}." if before is not None and before.parent else ""
-    main.__spec__ = ModuleSpec(f"{parent}__main__", None)
-    try:
-        yield
-    finally:
-        main.__spec__ = before
+    parent = f"{main.__spec__.parent}." if main.__spec__ is not None and main.__spec__.parent else ""
+    return swapped((main, "__spec__", ModuleSpec(f"{parent}__main__", None)))
+
+
+_main_not_imported = Shared(_without_main)
+"""Processes that start inside do not import the user's script: it would run again in each of them.
+
+They need nothing of it, and a script that a notebook was made into has no ``if __name__ == "__main__"``.
+``multiprocessing`` leaves out a main module whose spec has this name.
+"""
+
+
+class _Starter(Nanny):
+    """Starts a worker's process, and later another one in the place of one that was lost."""
+
+    async def instantiate(self) -> Any:
+        with _main_not_imported():
+            return await super().instantiate()
 
 
 # -- tasks on workers -------------------------------------------------------------------------------------------
