@@ -386,11 +386,9 @@ class Session:
         return list(self.cluster.run(self._sent(code), tensors, timeout=timeout, run=next(self._runs)))
 
     def _sent(self, code: StepCode) -> StepGraph:
-        """The step for the cluster, with what was written here on its way there."""
+        """The step for the cluster."""
         self._ensure_together("memory_budget", code)
         self._ensure_together("queues", code)
-        for variable in code.step.variables:
-            variable.send()
         return code.step
 
     def _ensure_together(self, option: str, code: StepCode) -> None:
@@ -412,10 +410,18 @@ class Session:
         key = (key_of(fetches), tuple(map(key_of, feed_keys)))
         prepared = self._prepared.get(key)
         if prepared is None or prepared.version != self.graph.version:
+            self._forget()
             with uncollected():
                 prepared = self._resolve(fetches, feed_keys, prepared)
             self._prepared[key] = prepared
         return prepared
+
+    def _forget(self) -> None:
+        """Signatures of nodes that are gone can never run again; their code holds the Variables of then."""
+        nodes = self.graph.contents.by_id
+        for key, old in list(self._prepared.items()):
+            if any(value.node not in nodes for value in old.values):
+                self._prepared.pop(key, None)
 
     def _resolve(self, fetches: Any, feed_keys: tuple[Any, ...], old: _Prepared | None) -> _Prepared:
         version = self.graph.version

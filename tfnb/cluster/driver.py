@@ -11,6 +11,7 @@ import itertools
 import threading
 import time
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ from tfnb.cluster import connected
 from tfnb.cluster.card import Row, Status, size
 from tfnb.cluster.deploy import EPOCH, Place, find, replaced, start
 from tfnb.cluster.engine import Engine
+from tfnb.cluster.holdings import Holdings
 from tfnb.cluster.joins import join, joins
 from tfnb.cluster.members import Batch, Flow, Member
 from tfnb.cluster.programs import Placed, place
@@ -91,9 +93,8 @@ class Cluster:
         self._engine.on_lost = self._lost
         self._engine.replace = self._another
         self._homes = [Home(self, shard, member) for shard, member in enumerate(servers)]
-        self._shards: dict[str, int] = {}
-        self._variables: dict[str, Variable] = {}
-        self._placed: OrderedDict[tuple[int, bool], tuple[StepGraph, Placed]] = OrderedDict()
+        self._held = Holdings()
+        self._placed: OrderedDict[tuple[int, bool], tuple[weakref.ref[StepGraph], Placed]] = OrderedDict()
         self._placing = threading.RLock()
         self._pulled = (0, time.monotonic(), 0.0)  # step, when, seconds it took
         self._closed = False
@@ -132,13 +133,14 @@ class Cluster:
         engine, address = self._engine, scheduler_address(self.client)
         stats: dict[str, dict[str, Any]] = {}
         if not self._closed and engine.lost is None:
+            self._drop_gone()
             stats = self._do("status", 3.0, engine.stats, 2.0)
         rows = [self._row(m, stats.get(m.name, {})) for m in dict.fromkeys((*engine.tasks, *engine.servers))]
         encryption = "encrypted" if parse_address(address)[0] in ("tls", "wss") else "plain"
         facts = (
             ("scheduler", f"{address} ({encryption}, {self._route})"),
             ("compute tasks", str(len(self.tasks))), ("parameter servers", str(len(self.servers))),
-            ("variables on servers", str(len(self._variables))), ("step", str(engine.step)),
+            ("variables on servers", str(len(self._held))), ("step", str(engine.step)),
             ("local values are of step", str(self.pulled_step)), ("epoch", str(engine.epoch)),
             ("dashboard", self.dashboard_link or "off"),
         )  # fmt: skip
@@ -173,14 +175,20 @@ class Cluster:
         """One step on one task: the fetched values of ``step``; ``tensors`` in the order of its feeds."""
         self._ensure_open()
         placed = self._place(step, parallel=False)
-        values, _, _ = self._step(placed, Batch(tuple(tensors), run), timeout, "run")
+        self._send(step.variables)
+        values, _, _ = self._step(step, placed, Batch(tuple(tensors), run), timeout, "run")
         return _picked(placed.fetched, values[0])
 
     def _step(
-        self, placed: Placed, batch: Batch, timeout: float | None, what: str
+        self, step: StepGraph, placed: Placed, batch: Batch, timeout: float | None, what: str
     ) -> tuple[list[list[Any]], list[int], list[Any]]:
         patience = None if timeout is None else timeout + 5
-        return self._do(what, patience, self._engine.run, placed, batch, timeout)
+        before = self._engine.step
+        try:
+            return self._do(what, patience, self._engine.run, placed, batch, timeout)
+        finally:
+            if self._engine.step != before:
+                self._held.stale.update(variable.key for variable in step.writes)
 
     @staticmethod
     def batches(step: StepGraph, rows: Iterable[tuple[Sequence[torch.Tensor], int]]) -> Iterator[Batch]:
@@ -216,9 +224,11 @@ class Cluster:
         if placed.why_whole:
             warnings.warn(f"every step runs whole on one task, not in parallel: {placed.why_whole}", stacklevel=4)
         ways = joins(step)
+        self._send(step.variables)
         for batch in batches:
             left = self._left(end)
-            values, rows, after = self._step(placed, batch, left, "a training step")
+            self._send(step.variables, thorough=False)
+            values, rows, after = self._step(step, placed, batch, left, "a training step")
             parts = [_picked(placed.fetched, part) for part in values]
             joined = [join(way, [part[i] for part in parts], rows) for i, way in enumerate(ways)]
             for i, at in enumerate(placed.after_fetched):
@@ -246,10 +256,13 @@ class Cluster:
             yield from self._sync(step, batches, end)
             return
         left = self._left(end)
+        self._send(step.variables)
         flow: Flow = self._do("starting to train", SETTLE, engine.flow, placed, left)
         source, last = iter(batches), False
         try:
             while flow.end is None:
+                self._held.stale.update(variable.key for variable in step.writes)
+                self._send(step.variables, thorough=False)
                 wants = flow.machine.wants
                 new = list(itertools.islice(source, wants))
                 last = last or len(new) < wants
@@ -268,11 +281,12 @@ class Cluster:
     def _place(self, step: StepGraph, *, parallel: bool) -> Placed:
         """The plans of a step, with its variables on the servers."""
         with self._placing:
+            self._drop_gone()
             known = self._placed.get((id(step), parallel))
-            if known is None:
-                shards = self._shards | self._new_shards(step)
+            if known is None or known[0]() is not step:
+                shards = self._held.shards | self._new_shards(step)
                 cut = split(step, shards, parallel=parallel)
-                known = (step, place(cut, step, shards))
+                known = (weakref.ref(step), place(cut, step, shards))
                 self._placed[id(step), parallel] = known
                 while len(self._placed) > KEPT:
                     self._placed.popitem(last=False)
@@ -281,33 +295,77 @@ class Cluster:
 
     def _new_shards(self, step: StepGraph) -> dict[str, int]:
         loads = [0] * len(self._homes)
-        for key, variable in self._variables.items():
-            loads[self._shards[key]] += nbytes(variable)
-        return pack(together(step.graph), self._shards, loads)
+        for variable in self._held.variables:
+            loads[self._held.shards[variable.key]] += nbytes(variable)
+        return pack(together(step.graph), self._held.shards, loads)
 
     def _adopt(self, step: StepGraph) -> None:
         """Move variables that are still at home to their servers, with their current values."""
-        strays = [v for v in step.variables if v.key not in self._variables]
+        strays = [v for v in step.variables if v not in self._held]
         if not strays:
             return
         for variable in strays:
             if variable.home is not None:
                 raise FailedPrecondition(f"variable {variable.name} lives on {variable.home}; close that cluster first")
-        shards = self._shards | self._new_shards(step)
+        shards = self._held.shards | self._new_shards(step)
         self._do("moving variables to the servers", None, self._move, strays, shards)
 
     async def _move(self, variables: Sequence[Variable], shards: dict[str, int]) -> None:
         for shard, home in enumerate(self._homes):
-            mine = [v for v in variables if shards[v.key] == shard and v.key not in self._variables]
+            mine = [v for v in variables if shards[v.key] == shard and v not in self._held]
             if mine:
                 await self._engine.create(shard, [v.key for v in mine], [v.storage.cpu() for v in mine])
                 for variable in mine:
-                    self._shards[variable.key], self._variables[variable.key] = shard, variable
+                    self._held.adopt(variable, shard)
                     variable.home = home
 
+    def _drop_gone(self) -> None:
+        """Variables that nobody can reach, of a cell that was recorded again, are dropped on the servers too."""
+        gone = self._held.gone()
+        if gone:
+            self._do("dropping variables", None, self._engine.drop, gone)
+
+    def _send(self, variables: Iterable[Variable], *, thorough: bool = True) -> None:
+        """What was written here by other means than a step goes to the servers; raises where that would lose steps."""
+        written = self._held.written(variables, thorough=thorough)
+        for variable in written:
+            if variable.key in self._held.stale and not variable.leads:
+                raise FailedPrecondition(
+                    f"variable {variable.name} was written here, but this storage shows step {self.pulled_step} and "
+                    f"the servers are at step {self._engine.step}: call pull() of the cluster first and write again, "
+                    "or assign to the Variable, which writes there"
+                )
+        if written:
+            self._do("sending what was written here", None, self._sent, written)
+
+    async def _sent(self, variables: Sequence[Variable]) -> None:
+        for shard, mine in self._held.by_shard(variables).items():
+            await self._engine.assign(shard, [v.key for v in mine], [v.storage.cpu() for v in mine])
+            for variable in mine:
+                self._held.same(variable)
+
     def pull(self) -> int:
-        """Refresh the local storages (the modules' parameters) from the servers; returns the step they show."""
+        """Refresh the local storages (the modules' parameters) from the servers; returns the step they show.
+
+        What was written here since the last pull is sent first. Where steps were taken since, the servers' values
+        count, and a warning names the Variable.
+        """
         self._ensure_open()
+        self._drop_gone()
+        self._settle_writes()
+        return self._pull()
+
+    def _settle_writes(self) -> None:
+        written = self._held.written(self._held.variables, thorough=True)
+        for variable in written:
+            if variable.key in self._held.stale and not variable.leads:
+                warnings.warn(
+                    f"what was written here to variable {variable.name} gives way to the servers' value: it is newer",
+                    stacklevel=user_level(None),
+                )
+        self._send(v for v in written if v.leads or v.key not in self._held.stale)
+
+    def _pull(self) -> int:
         begin = time.monotonic()
         step = self._do("pull", None, self._bring_home)
         self._pulled = (step, time.monotonic(), time.monotonic() - begin)
@@ -315,32 +373,31 @@ class Cluster:
 
     async def _bring_home(self) -> int:
         """All values first, then all storages, so that what is here is always of one step."""
-        values, step = await self._values(list(self._variables.values()))
+        variables = self._held.variables
+        values, step = await self._values(variables)
         with torch.no_grad():
-            for key, value in values.items():
-                self._variables[key].storage.copy_(value)
+            for variable in variables:
+                variable.storage.copy_(values[variable.key])
+                self._held.same(variable)
         self._pulled = (step, time.monotonic(), 0.0)
         return step
 
     async def _values(self, variables: Sequence[Variable]) -> tuple[dict[str, torch.Tensor], int]:
-        wanted: dict[int, list[str]] = {}
-        for variable in variables:
-            wanted.setdefault(self._shards[variable.key], []).append(variable.key)
-        return await self._engine.pull(wanted)
+        shards = self._held.by_shard(variables)
+        return await self._engine.pull({shard: [v.key for v in mine] for shard, mine in shards.items()})
 
     def _refresh(self) -> None:
         """A pull now and then while training, for the case that a server is lost; a twentieth of the time at most."""
         _, when, cost = self._pulled
         if time.monotonic() - when > max(REFRESH, 20 * cost):
-            self.pull()
+            self._pull()
 
     def _release(self) -> None:
         """Variables live here again."""
-        for variable in self._variables.values():
+        for variable in self._held.variables:
             if variable.home in self._homes:
                 variable.home = None
-        self._variables.clear()
-        self._shards.clear()
+        self._held.clear()
         self._placed.clear()
 
     async def _another(self, member: Member) -> Member:
@@ -370,6 +427,7 @@ class Cluster:
             return
         try:
             if self._engine.lost is None:
+                self._settle_writes()
                 self._do("close", timeout, self._leave, timeout)
         except Unavailable as error:
             warnings.warn(f"closed without the last values: {error}", stacklevel=2)
@@ -383,7 +441,7 @@ class Cluster:
 
     async def _leave(self, timeout: float) -> None:
         await self._engine.settle(timeout / 2)
-        if self._variables:
+        if len(self._held):
             await self._bring_home()
 
     def __enter__(self) -> Cluster:
@@ -431,13 +489,16 @@ class Home:
 
     def value(self, variable: Variable) -> torch.Tensor:
         """A copy of the value on the server."""
+        if variable.key not in self._cluster._held.stale:
+            self._cluster._send([variable])
         values, _ = self._cluster._do("reading a variable", None, self._cluster._values, [variable])
         return values[variable.key].to(variable.spec.device)
 
     def assign(self, variable: Variable, value: torch.Tensor) -> None:
         """Write the value on the server."""
         cluster = self._cluster
-        cluster._do("assigning a variable", None, cluster._engine.assign, self._shard, variable.key, value.cpu())
+        cluster._do("assigning a variable", None, cluster._engine.assign, self._shard, [variable.key], [value.cpu()])
+        cluster._held.stale.add(variable.key)
 
     def __str__(self) -> str:
         return f"{self._member.name} ({self._member.peer.addr})"

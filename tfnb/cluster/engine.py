@@ -99,7 +99,7 @@ class Engine:
         self, placed: Placed, after: Plan, batch: Batch, deadline: float, seconds: float | None
     ) -> list[Any]:
         """Fetches of the state after the commit: a read of its own."""
-        reading = Placed(after, {}, placed.after_fetched, placed.variables, ())
+        reading = Placed(after, {}, placed.after_fetched, ())
         machine = p.Step(await self._idle(deadline), (), self._numbers, deadline=deadline)
         end = await self._drive(machine, reading, Batch(batch.tensors, batch.run_index))
         if end.cause is not None:
@@ -110,10 +110,23 @@ class Engine:
         """Make variables on a shard."""
         await self._mutate(shard, "create", {"keys": keys}, tensors)
 
-    async def assign(self, shard: int, key: str, tensor: torch.Tensor) -> None:
-        """Write a variable."""
+    async def assign(self, shard: int, keys: list[str], tensors: list[torch.Tensor]) -> None:
+        """Write variables of a shard."""
         async with self._iteration:
-            await self._mutate(shard, "assign", {"keys": [key]}, [tensor])
+            await self._mutate(shard, "assign", {"keys": keys}, tensors)
+
+    async def drop(self, gone: dict[int, list[str]]) -> None:
+        """Forget variables, on the servers and on the tasks that have copies."""
+        async with self._iteration:
+            for shard, keys in gone.items():
+                await self._mutate(shard, "drop", {"keys": keys}, [])
+            deadline, keys = time.monotonic() + GRACE, [key for some in gone.values() for key in some]
+            calls = (
+                self.link.call(member.peer, "forget", {"keys": keys}, epoch=self.epoch, deadline=deadline)
+                for member in self.tasks
+                if member.alive
+            )
+            await asyncio.gather(*calls)
 
     async def pull(self, wanted: dict[int, list[str]]) -> tuple[dict[str, torch.Tensor], int]:
         """Values by key, all of one step, and that step."""

@@ -49,7 +49,6 @@ class Placed:
     compute: Plan
     servers: Mapping[int, Plan]
     fetched: tuple[int | None, ...]
-    variables: tuple[Variable, ...]
     writes: tuple[int, ...]
     after: Plan | None = None
     after_fetched: tuple[int | None, ...] = ()
@@ -81,7 +80,7 @@ def place(split: Split, step: StepGraph, shards: Mapping[str, int]) -> Placed:
         late = tuple(value for value in split.after_fetches if value is not None)
         facts = {"shards": _homes(split.after, shards), "count": len(late), "pushes": [], "whole": False}
         after = _plan(split.after, late, split.after_feeds, facts)
-    return Placed(compute, servers, _numbered(split.fetches), step.variables, writes, after, after_at, split.why_whole)
+    return Placed(compute, servers, _numbered(split.fetches), writes, after, after_at, split.why_whole)
 
 
 def _numbered(values: Iterable[Value | None]) -> tuple[int | None, ...]:

@@ -80,7 +80,7 @@ class Task:
         torch.set_num_threads(threads or worker.state.nthreads)
         self._methods: dict[str, Callable[[Request], Awaitable[Answer]]] = {
             "configure": self._configure, "register": self._register, "run": self._run, "cancel": self._cancel,
-            "revoke": self._revoke, "quit": self._quit,
+            "forget": self._forget, "revoke": self._revoke, "quit": self._quit,
             **dict.fromkeys(Core.METHODS, self._serve),
         }  # fmt: skip
 
@@ -194,6 +194,12 @@ class Task:
             if revoked in self.steps:
                 self.steps[revoked].cancel()
             await self.computing.stopped(lambda number: number == revoked)
+        return Ok()
+
+    async def _forget(self, request: Request) -> Answer:
+        """Drop copies of variables that are no more."""
+        for key in request.meta["keys"]:
+            self.cache.pop(str(key), None)
         return Ok()
 
     async def _quit(self, request: Request) -> Answer:

@@ -89,11 +89,11 @@ class Variable:
     def looked_up(cls, find: Callable[[], torch.Tensor], *, name: str, leads: bool = False) -> Variable:
         """A Variable, not trainable, whose storage is what ``find`` gives each time: always of one shape and dtype.
 
-        leads: the value here counts also while the variable lives elsewhere; see `send`.
+        leads: the value here counts also while the variable lives elsewhere: its owner looks here before each step.
         """
         self = cls.__new__(cls)
         self._bind(find, Spec.of(find()), name, False)
-        self._leads = leads
+        self.leads = leads
         return self
 
     @classmethod
@@ -115,8 +115,7 @@ class Variable:
         self.version = 0  # counts writes
         self.name = name
         self._trainable = trainable
-        self._leads = False
-        self._sent: tuple[Home, torch.Tensor] | None = None
+        self.leads = False
         self.spec = spec
         self.shape = torch.Size(spec.sizes({}))
         self.home: Home | None = None
@@ -245,15 +244,6 @@ class Variable:
         if tuple(value.shape) != tuple(self.spec.shape) or value.dtype != self.spec.dtype:
             raise ShapeError(f"cannot assign {Spec.of(value)} to variable {self.name}, which is {self.spec}")
         self.home.assign(self, value)
-
-    def send(self) -> None:
-        """Before a run elsewhere: a value that leads goes there, if it changed since it was last sent."""
-        if not self._leads or self.home is None:
-            return
-        now = self.storage
-        if self._sent is None or self._sent[0] is not self.home or not torch.equal(self._sent[1], now):
-            self.home.assign(self, now)
-            self._sent = self.home, now.clone()
 
     # -- reads and writes: recorded inside a recording, immediate outside ----------------------------------
 

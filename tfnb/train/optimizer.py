@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from numbers import Real
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -38,7 +39,7 @@ class Optimizer:
 
     def __init__(self, lr: Any) -> None:
         self.lr = _rate(type(self).__name__, lr)
-        self._slots: dict[Variable, dict[str, Variable]] = {}
+        self._slots: WeakKeyDictionary[Variable, dict[str, Variable]] = WeakKeyDictionary()
 
     def initial(self, w: torch.Tensor) -> dict[str, torch.Tensor]:
         """Initial value of each slot of a variable with the value ``w``."""

@@ -1,0 +1,176 @@
+"""Variables on the servers and their storages here: what is gone is dropped there, what is written here is not lost."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import tfnb
+from tests.recording.test_cells import Notebook
+from tfnb.cluster.holdings import Print
+from tfnb.errors import FailedPrecondition
+from tfnb.graph import Variable
+
+CELL = """
+import torch.nn as nn
+torch.manual_seed(0)
+x = tfnb.placeholder(torch.ones(4, 64), name="x")
+model = nn.Linear(64, 256)
+loss = model(x).square().mean()
+train = tfnb.train.Adam(1e-2).minimize(loss)
+"""
+
+
+def stats(cluster):
+    return list(cluster._do("stat", 5, cluster._engine.stats, 5.0).values())
+
+
+@pytest.mark.parametrize("optimizer", ["in the cell", "in another cell"])
+def test_a_cell_recorded_again_leaves_no_variables(connect, optimizer):
+    notebook = Notebook(f"again {optimizer}")
+    cell = CELL
+    if optimizer == "in another cell":
+        notebook.names["adam"] = tfnb.train.Adam(1e-2)
+        cell = CELL.replace("tfnb.train.Adam(1e-2)", "adam")
+    cluster = connect(2)
+
+    def again():
+        notebook.run("1", cell)
+        names = notebook.names
+        for fetch in ("train", "loss"):
+            tfnb.run(names[fetch], {names["x"]: torch.ones(4, 64)})
+        tfnb.fit(names["train"], {names["x"]: torch.ones(8, 64)}, batch_size=4)
+        gc.collect()
+        cluster.status()
+        held = stats(cluster)
+        here = sum(type(o) is Variable for o in gc.get_objects())
+        return sum(s["variables"] for s in held), sum(s["bytes"] for s in held), here
+
+    first = again()
+    assert first[0] == 8
+    for _ in range(3):
+        assert again() == first
+    copies = cluster.client.run(_cached)
+    assert 0 < max(copies.values()) <= 8
+
+
+def _cached(dask_worker):
+    """How many values the compute task of a worker keeps."""
+    return max([len(actor.cache) for actor in dask_worker.state.actors.values()], default=0)
+
+
+def test_a_variable_that_is_dropped_frees_its_storage_and_its_name(connect):
+    v, w = tfnb.Variable(torch.zeros(3), name="v"), tfnb.Variable(torch.ones(3), name="w")
+    with tfnb.record("both"):
+        total = v.read() + w.read()
+    cluster = connect(2)
+    tfnb.run(total)
+    del total, v
+    with tfnb.record("both"):
+        twice = w.read() * 2
+    gc.collect()
+    assert tfnb.run(twice).tolist() == [2, 2, 2]
+    assert sum(s["variables"] for s in stats(cluster)) == 1
+
+
+WRITES = {
+    "in place": lambda m: m.weight.zero_(),
+    "through data": lambda m: m.weight.data.fill_(2.0),
+    "through numpy": lambda m: m.weight.detach().numpy().__setitem__(0, 3.0),
+    "load_state_dict": lambda m: m.load_state_dict({"weight": torch.full((2, 4), 5.0), "bias": torch.ones(2)}),
+    "assigned": lambda m: m.load_state_dict({"weight": torch.full((2, 4), 6.0), "bias": torch.ones(2)}, assign=True),
+    "permuted": lambda m: m.weight.data.copy_(m.weight.data.flip(0)),
+}
+
+
+def model():
+    torch.manual_seed(1)
+    module = nn.Linear(4, 2)
+    with tfnb.record("written"):
+        x = tfnb.placeholder(torch.ones(3, 4), name="x")
+        out = module(x).sum()
+        train = tfnb.train.SGD(0.5).minimize(out)
+    return module, x, out, train
+
+
+def expected(module):
+    with torch.no_grad():
+        return module(torch.ones(3, 4)).sum().item()
+
+
+def write(module, how):
+    with torch.no_grad():
+        WRITES[how](module)
+
+
+def test_a_write_here_is_seen_there_before_the_next_step(connect):
+    module, x, out, train = model()
+    cluster = connect(2)
+    feed = {x: torch.ones(3, 4)}
+    tfnb.run(out, feed)
+    for how in WRITES:
+        write(module, how)
+        assert tfnb.run(out, feed).item() == pytest.approx(expected(module)), how
+        tfnb.fit(train, {x: torch.ones(6, 4)}, batch_size=3)
+        write(module, how)
+        weight = next(v for v in out.graph.variables if v.name.endswith("weight"))
+        assert torch.equal(weight.value(), module.weight.detach()), how
+        module.weight.data.add_(1.0)
+        want = expected(module)
+        cluster.pull()
+        assert expected(module) == pytest.approx(want), "a pull sends first"
+    write(module, "in place")
+    cluster.close()
+    assert module.weight.abs().sum() == 0
+
+
+def test_a_write_over_values_that_are_old_is_refused_with_what_to_do(connect):
+    module, x, _, train = model()
+    cluster = connect(2)
+    feed = {x: torch.ones(3, 4)}
+    tfnb.run(train, feed)
+    tfnb.run(train, feed)
+    write(module, "in place")
+    with pytest.raises(FailedPrecondition, match=r"weight was written here.*shows step 0.*at step 2.*pull\(\)"):
+        tfnb.run(train, feed)
+    with pytest.warns(UserWarning, match="weight gives way to the servers' value"):
+        cluster.pull()
+    assert module.weight.abs().sum() > 0
+    write(module, "in place")
+    tfnb.run(train, feed)
+    cluster.pull()
+    assert torch.allclose(module.weight, torch.full((2, 4), -1.5))
+
+
+def test_fit_notices_a_write_between_two_of_its_steps(connect):
+    module, x, _, train = model()
+    connect(2)
+
+    def rows():
+        for step in range(5):
+            if step == 3:
+                with torch.no_grad():
+                    module.weight.zero_()
+            yield {x: torch.ones(4, 4)}
+
+    with (
+        pytest.warns(UserWarning, match="gives way"),
+        pytest.raises(FailedPrecondition, match="weight was written here"),
+    ):
+        tfnb.fit(train, rows())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (300, 70)])
+def test_a_print_fits_what_it_was_taken_of_only(dtype, shape):
+    value = torch.randn(shape).mul(3).to(dtype)
+    taken = Print.of(value)
+    assert taken.seems(value) and taken.fits(value)
+    if value.numel():
+        value.view(-1)[-1] = value.view(-1)[-1].logical_not() if dtype is torch.bool else value.view(-1)[-1] + 1
+        assert not taken.seems(value) and not taken.fits(value)
+    same = torch.full((3,), float("nan"))
+    assert Print.of(same).fits(same), "a NaN is a value like others"

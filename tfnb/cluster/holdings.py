@@ -1,0 +1,126 @@
+"""Which Variables live on the servers, and how their storages here relate to the values there. Data only, no calls.
+
+Variables are held weakly: one that nobody can reach any more is dropped there too. A storage here is a copy, of the
+last pull. `Holdings.written` finds the ones that were written since by other means than a step (`load_state_dict`,
+``weight.zero_()``); they are to be sent before the next step, unless the servers have newer values than the copy.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from tfnb.graph import Variable
+
+COPIED = 1 << 16  # bytes up to which a copy is kept to compare with; of larger storages two kinds of sums
+_WIDE = 1024  # columns
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class Print:
+    """How a storage looked: where it lies, how often torch saw it written, and its bits or sums of them."""
+
+    place: int
+    version: int
+    bits: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(cls, storage: torch.Tensor) -> Print:
+        """How it looks now."""
+        return cls(storage.data_ptr(), _version(storage), _bits(storage))
+
+    def seems(self, storage: torch.Tensor) -> bool:
+        """Whether it was not written, as far as torch says; what is written through ``.data`` it does not."""
+        return self.place == storage.data_ptr() and self.version == _version(storage)
+
+    def fits(self, storage: torch.Tensor) -> bool:
+        """Whether its bits are the same."""
+        return all(map(torch.equal, self.bits, _bits(storage)))
+
+
+def _version(storage: torch.Tensor) -> int:
+    return 0 if storage.is_inference() else storage._version
+
+
+def _bits(storage: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    real = torch.view_as_real(storage.detach().resolve_conj()) if storage.is_complex() else storage.detach()
+    flat = real.contiguous().view(-1).view(_INTEGERS[real.element_size()])
+    if flat.numel() * flat.element_size() <= COPIED:
+        return (flat.clone(),)
+    whole = flat[: flat.numel() // _WIDE * _WIDE].view(-1, _WIDE)
+    return whole.sum(0), whole.sum(1), flat[whole.numel() :].clone()
+
+
+class Holdings:
+    """The Variables of one cluster.
+
+    ``shards``: shard of each key, also of Variables that are gone and were not dropped yet. ``stale``: keys of which
+    the servers have newer values than the storage here.
+    """
+
+    def __init__(self) -> None:
+        self.shards: dict[str, int] = {}
+        self.stale: set[str] = set()
+        self._variables: weakref.WeakValueDictionary[str, Variable] = weakref.WeakValueDictionary()
+        self._prints: dict[str, Print] = {}
+
+    def __len__(self) -> int:
+        return len(self._variables)
+
+    def __contains__(self, variable: Variable) -> bool:
+        return variable.key in self.shards
+
+    @property
+    def variables(self) -> list[Variable]:
+        """Those that somebody can reach."""
+        return list(self._variables.values())
+
+    def adopt(self, variable: Variable, shard: int) -> None:
+        """It lives there now, with the value that it has here."""
+        self.shards[variable.key], self._variables[variable.key] = shard, variable
+        self.same(variable)
+
+    def same(self, variable: Variable) -> None:
+        """Its storage here shows what the server has."""
+        self._prints[variable.key] = Print.of(variable.storage)
+        self.stale.discard(variable.key)
+
+    def gone(self) -> dict[int, list[str]]:
+        """Keys by shard of Variables that nobody can reach; they count as dropped from here on."""
+        found: dict[int, list[str]] = {}
+        if len(self.shards) != len(self._variables):
+            for key in [key for key in self.shards if key not in self._variables]:
+                found.setdefault(self.shards.pop(key), []).append(key)
+                self._prints.pop(key, None)
+                self.stale.discard(key)
+        return found
+
+    def written(self, variables: Iterable[Variable], *, thorough: bool) -> list[Variable]:
+        """Those whose storages were written here; ``thorough``: found also where torch did not see it."""
+        found = []
+        for variable in variables:
+            seen = self._prints.get(variable.key)
+            if seen is None or self._variables.get(variable.key) is not variable:
+                continue
+            storage = variable.storage
+            if (thorough or not seen.seems(storage)) and not seen.fits(storage):
+                found.append(variable)
+        return found
+
+    def by_shard(self, variables: Iterable[Variable]) -> Mapping[int, list[Variable]]:
+        """Variables by the shard that holds them."""
+        found: dict[int, list[Variable]] = {}
+        for variable in variables:
+            found.setdefault(self.shards[variable.key], []).append(variable)
+        return found
+
+    def clear(self) -> None:
+        """They live here again."""
+        self.shards.clear()
+        self.stale.clear()
+        self._prints.clear()
+        self._variables.clear()
