@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 
-from tfnb.cluster.connected import connected
+from tfnb.cluster.connected import connected, notices
 from tfnb.errors import (
     Cancelled,
     FailedPrecondition,
@@ -39,7 +40,9 @@ from tfnb.graph.forms.serial import graph_hash
 from tfnb.graph.variable_locks import LOCKS, Access, Cut, Hold, ensure_unchanged, versions
 from tfnb.memory import step_passes
 from tfnb.passes import LAYOUTS, Passes, StepGraph, chosen_layout, step_graph, table
+from tfnb.placement.requests import Asked, asked, task_of
 from tfnb.recording import graph as graph_named
+from tfnb.recording.marks.notes import user_level
 from tfnb.state import checkpoint
 from tfnb.state.fifo import give_back
 from tfnb.step import Step
@@ -69,6 +72,7 @@ class _Prepared:
     rebuild: Callable[[Sequence[Any]], Any]
     trailing: tuple[Variable, ...]  # variables fetched as such: their value after the step
     version: int
+    asked: tuple[Asked, ...] = ()  # nodes that ask for a place
 
     def after(self, cut: Cut | None = None) -> list[torch.Tensor]:
         """The values of the fetched Variables after the step; those that it did not write are of the cut."""
@@ -235,6 +239,7 @@ class Session:
         feeds = tuple(feeds)
         prepared = self._prepare(tuple(fetches), feeds)
         self._ensure_together("step", prepared.code)
+        task_of(prepared.asked)
         if prepared.trailing:
             names = ", ".join(variable.name for variable in prepared.trailing)
             raise InvalidArgument(f"a step in parts fetches recorded tensors; record {names}.read()")
@@ -274,6 +279,8 @@ class Session:
         if self.cluster is not None:
             sent = self._stoppable(prepared.code.step, None, self._on_cluster, prepared.code, tensors, timeout)
             return [*sent, *prepared.after()]
+        while notices:
+            warnings.warn(notices.pop(), stacklevel=user_level(None))
         program, forward = prepared.code.at(shapes)
         return self._step(prepared, program, tensors, timeout, forward, program.commit, cut)
 
@@ -283,6 +290,8 @@ class Session:
     ) -> list[Any]:  # fmt: skip
         """Compute, commit, and read the fetched Variables, with the locks of all Variables."""
         __tracebackhide__ = True
+        if prepared.asked:
+            task_of(prepared.asked)
         access, run = program.access, next(self._runs)
         if prepared.trailing:
             access = Access((*program.variables, *prepared.trailing), program.writes)
@@ -436,7 +445,7 @@ class Session:
         feeder.narrow(step.graph.nodes)
         return _Prepared(
             self._code(step, None if old is None else old.code), feeder, values,
-            lambda results: rebuild([results[p] for p in places]), trailing, version,
+            lambda results: rebuild([results[p] for p in places]), trailing, version, asked(step.graph.nodes),
         )  # fmt: skip
 
     def _code(self, step: StepGraph, old: StepCode | None) -> StepCode:

@@ -113,7 +113,12 @@ def value_of(graph: Graph, item: Any, what: str = "fetch") -> Value:
         return graph.value(item)
     if isinstance(item, (Tensor, Operation)):
         if item.graph is not graph:
-            raise FeedError(f"cannot {what} {item.name}: it is in graph {item.graph.name}, not in {graph.name}")
+            here = f"not in {graph.name}"
+            if item.graph.name == graph.name:
+                here = (
+                    "another graph of the same name, recorded before or after this one: take the name of this recording"
+                )
+            raise FeedError(f"cannot {what} {item.name}: it is in graph {item.graph.name}, {here}")
         value = item.feed_value if what == "feed" and isinstance(item, Tensor) else item.value
         if value.node not in graph.contents.by_id:
             raise missing(graph, value, f"cannot {what} a tensor that is")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 _current: list[Any] = []
+notices: list[str] = []  # that a cluster was lost, until a run here has said so
 
 
 def connected() -> Any:
@@ -14,6 +15,7 @@ def connected() -> Any:
 
 def connect(cluster: Any) -> None:
     """Make ``cluster`` the one that runs go to."""
+    notices.clear()
     _current.append(cluster)
 
 

@@ -14,6 +14,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -39,6 +40,7 @@ from tfnb.errors import (
 from tfnb.graph import Variable
 from tfnb.passes import StepGraph
 from tfnb.placement.partition import split
+from tfnb.placement.requests import asked, task_of
 from tfnb.placement.shards import nbytes, pack, together
 from tfnb.recording.marks.notes import user_level
 
@@ -286,7 +288,8 @@ class Cluster:
             if known is None or known[0]() is not step:
                 shards = self._held.shards | self._new_shards(step)
                 cut = split(step, shards, parallel=parallel)
-                known = (weakref.ref(step), place(cut, step, shards))
+                task = task_of(asked(step.graph.nodes), [member.name for member in self._engine.tasks])
+                known = (weakref.ref(step), replace(place(cut, step, shards), task=task))
                 self._placed[id(step), parallel] = known
                 while len(self._placed) > KEPT:
                     self._placed.popitem(last=False)
@@ -416,6 +419,8 @@ class Cluster:
         )
         error.details = {"pulled_step": step, "lost_steps": missing}
         self._release()
+        if connected.connected() is self:
+            connected.notices.append(f"the cluster was lost: runs are here now, with the values of its step {step}")
         connected.disconnect(self)
 
     def close(self, timeout: float = 30.0) -> None:
@@ -433,6 +438,7 @@ class Cluster:
             warnings.warn(f"closed without the last values: {error}", stacklevel=2)
         finally:
             self._closed = True
+            connected.notices.clear()  # whoever closes it knows
             self._release()
             connected.disconnect(self)
             for member in (*self._engine.tasks, *self._engine.servers):

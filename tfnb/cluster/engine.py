@@ -83,7 +83,7 @@ class Engine:
         async with self._iteration:
             deadline = time.monotonic() + seconds if seconds is not None else float("inf")
             whole = placed.why_whole is not None
-            tasks = await self._idle(deadline)
+            tasks = await self._idle(deadline, placed.task)
             machine = p.Step(tasks, placed.writes, self._numbers, batch.rows, whole, deadline)
             end = await self._drive(machine, placed, batch)
             if end.cause is not None:
@@ -99,8 +99,8 @@ class Engine:
         self, placed: Placed, after: Plan, batch: Batch, deadline: float, seconds: float | None
     ) -> list[Any]:
         """Fetches of the state after the commit: a read of its own."""
-        reading = Placed(after, {}, placed.after_fetched, ())
-        machine = p.Step(await self._idle(deadline), (), self._numbers, deadline=deadline)
+        reading = Placed(after, {}, placed.after_fetched, (), task=placed.task)
+        machine = p.Step(await self._idle(deadline, placed.task), (), self._numbers, deadline=deadline)
         end = await self._drive(machine, reading, Batch(batch.tensors, batch.run_index))
         if end.cause is not None:
             raise self._error(end.cause, seconds)
@@ -157,7 +157,9 @@ class Engine:
         """Begin asynchronous training."""
         deadline = time.monotonic() + seconds if seconds is not None else float("inf")
         queue: asyncio.Queue[p.Event] = asyncio.Queue()
-        flow = Flow(p.Leases(await self._idle(deadline), placed.writes, self._numbers, deadline), placed, queue)
+        flow = Flow(
+            p.Leases(await self._idle(deadline, placed.task), placed.writes, self._numbers, deadline), placed, queue
+        )
         self._queues.add(queue)
         self._flow = flow
         self._begin(flow, self._attend(flow))
@@ -372,17 +374,21 @@ class Engine:
         for queue in self._queues:
             queue.put_nowait(event)
 
-    async def _idle(self, deadline: float) -> list[int]:
-        """The live tasks, once what they were told to stop has stopped; one that takes long is left out."""
+    async def _idle(self, deadline: float, only: int | None) -> list[int]:
+        """The live tasks, or the one asked for, once what was to stop has stopped; one that takes long is left out."""
         if self._stopping:
             await self._any_stops(min(GRACE, deadline - time.monotonic()), asyncio.ALL_COMPLETED)
-        while not (free := [i for i in self._live() if self.tasks[i] not in self._stopping]) and self._stopping:
+        while not (free := self._free(only)) and self._stopping:
             left = deadline - time.monotonic()
             if left <= 0:
                 names = ", ".join(member.name for member in self._stopping)
                 raise DeadlineExceeded(f"{names} still computes what was stopped before", step=self.step)
             await self._any_stops(left, asyncio.FIRST_COMPLETED)
         return free
+
+    def _free(self, only: int | None) -> list[int]:
+        free = [index for index in self._live() if self.tasks[index] not in self._stopping]
+        return free if only is None else [index for index in free if index == only]
 
     async def _any_stops(self, seconds: float, when: str) -> None:
         timeout = None if seconds == float("inf") else max(0.0, seconds)

@@ -43,7 +43,8 @@ class Placed:
     """A step placed on the cluster.
 
     ``fetched``: for each fetch its place among what the compute plan returns, or None. ``after``: a plan that gives
-    the fetches at ``after_fetched`` from the state after the step. ``writes``: shards that the step writes.
+    the fetches at ``after_fetched`` from the state after the step. ``writes``: shards that the step writes. ``task``:
+    the one that the graph asks for.
     """
 
     compute: Plan
@@ -53,6 +54,7 @@ class Placed:
     after: Plan | None = None
     after_fetched: tuple[int | None, ...] = ()
     why_whole: str | None = None
+    task: int | None = None
 
 
 # -- the notebook's side --------------------------------------------------------------------------------------

@@ -164,10 +164,7 @@ class _Cut:
         attrs = {"values": tuple(map(Ref, range(len(done))))}
         group = Node(id=new_id(), name="apply", op="tfnb.group", inputs=done, attrs=attrs)
         server = self.graph.derive(Contents(_sized((*fed.nodes, *nodes, *assigns, group))))
-        borders = tuple(
-            Border(value, kind, _changed_by(feed, server.contents))
-            for (value, kind), feed in zip(kinds.items(), fed.values, strict=True)
-        )
+        borders = tuple(Border(value, kind, _changed_by(value, self.pruned.contents)) for value, kind in kinds.items())
         return Server(shard, server, fed.values, borders, Value(group.id))
 
     def _closure(self, shard: int, targets: Iterable[Value]) -> tuple[set[int], dict[Value, Kind]]:

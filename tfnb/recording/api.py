@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tfnb.errors import FailedPrecondition, InvalidArgument, ShapeError
 from tfnb.graph import Spec, Value, Variable, current
+from tfnb.graph.device_request import parse
 from tfnb.graph.spec import Size, device_name
 from tfnb.recording.dispatch.recorder import Recorder
 from tfnb.recording.marks.notes import dense
@@ -154,7 +155,9 @@ def name_scope(name: str | None) -> Iterator[str]:
 
 @contextmanager
 def device(spec: str | None) -> Iterator[None]:
-    """Nodes recorded inside request this device.
+    """Nodes recorded inside request this device: a task of a cluster, a kind of device, or both; None: any.
+
+    A run raises InvalidArgument where it cannot be met. Raises InvalidArgument for what is no device.
 
     >>> import tfnb
     >>> with tfnb.record(), tfnb.device("/job:worker/task:0"):
@@ -162,7 +165,10 @@ def device(spec: str | None) -> Iterator[None]:
     >>> y.node.device
     '/job:worker/task:0'
     """
-    with _recorder("device").placed(spec):
+    recorder = _recorder("device")
+    if spec is not None:
+        parse(spec)
+    with recorder.placed(spec):
         yield
 
 

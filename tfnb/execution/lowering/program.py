@@ -20,7 +20,7 @@ from tfnb.kernels.row_writes import outside
 from tfnb.passes.in_place_commit import IN_PLACE
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Program:
     """A lowered graph for one choice of fetches and feeds.
 

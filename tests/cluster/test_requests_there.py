@@ -1,0 +1,112 @@
+"""Nodes that ask for a task of the cluster, and what errors and warnings of a cluster say."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+
+import tfnb
+from tfnb.errors import FeedError, InvalidArgument, NonFiniteGradient, ParameterServerLost, Unimplemented
+
+
+def asking(*texts):
+    with tfnb.record("asks"):
+        x = tfnb.placeholder(torch.ones(3), name="x")
+        y = x
+        for text in texts:
+            with tfnb.device(text):
+                y = y + 1
+    return x, y
+
+
+def test_a_step_runs_on_the_task_that_it_asks_for(connect):
+    cluster = connect(2)
+    ran = []
+    call = cluster._engine._run_on
+
+    async def run_on(number, task, *args):
+        ran.append(task)
+        return await call(number, task, *args)
+
+    cluster._engine._run_on = run_on
+    for task in (1, 0, 1):
+        x, y = asking(f"task:{task}", "cpu", f"/task:{task}/device:CPU:0")
+        assert tfnb.run(y, {x: torch.ones(3)}).tolist() == [4, 4, 4]
+    assert ran == [1, 0, 1]
+
+
+def test_a_task_that_is_not_there_is_named(connect):
+    connect(2)
+    for text in ("task:99", "cuda:0", "/job:nobody"):
+        x, y = asking(text)
+        with pytest.raises(InvalidArgument, match=f"explicit device specification '{text}' of node y"):
+            tfnb.run(y, {x: torch.ones(3)})
+    x, y = asking("task:7")
+    with pytest.raises(InvalidArgument, match="there are task:0, task:1"):
+        tfnb.run(y, {x: torch.ones(3)})
+    x, y = asking("task:0", "task:1")
+    with pytest.raises(Unimplemented, match=r"'task:1' of node .*one task computes a step"):
+        tfnb.run(y, {x: torch.ones(3)})
+
+
+def test_training_stays_on_the_task_that_the_graph_asks_for(connect, problem):
+    cluster = connect(2)
+    w = tfnb.Variable(torch.zeros(()), name="w")
+    with tfnb.record("pinned"):
+        x = tfnb.placeholder(torch.ones(4), name="x")
+        with tfnb.device("task:1"):
+            loss = (x * w.read()).mean()
+        train = tfnb.train.SGD(1.0).minimize(loss)
+    os.kill(cluster._engine.tasks[0].info["pid"], signal.SIGSTOP)
+    try:
+        for mode in ("sync", "async"):
+            assert tfnb.fit(train, {x: torch.ones(8)}, batch_size=4, mode=mode).steps == 2
+    finally:
+        os.kill(cluster._engine.tasks[0].info["pid"], signal.SIGCONT)
+    assert w.value() == -4
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_a_gradient_that_is_not_finite_names_its_variable_and_worker(connect, clip):
+    first, second = (tfnb.Variable(torch.ones(3), name=name) for name in ("first", "second"))
+    with tfnb.record("bad"):
+        x = tfnb.placeholder(torch.ones(4, 3), name="x")
+        loss = (x * first.read()).mean() + (x * second.read()).sqrt().mean() * 1.0
+        optimizer = tfnb.train.SGD(0.1, momentum=0.9)
+        pairs = optimizer.compute_gradients(loss)
+        if clip:
+            grads, _ = tfnb.clip_by_global_norm([grad for grad, _ in pairs], 1.0)
+            pairs = [(grad, v) for grad, (_, v) in zip(grads, pairs, strict=True)]
+        train = optimizer.apply_gradients(pairs)
+    cluster = connect(2)
+    data = torch.ones(8, 3)
+    data[5, 1] = 0.0  # the derivative of a root at 0
+    text = r"gradient of variable second, float32\[3\], that task:1 computed holds NaN or infinity"
+    with pytest.raises(NonFiniteGradient, match=text) as caught:
+        tfnb.fit(train, {x: data}, batch_size=8, shuffle=False)
+    assert caught.value.task == "task:1" and cluster.step == 0
+    assert first.value().tolist() == second.value().tolist() == [1, 1, 1]
+
+
+def test_a_feed_of_another_graph_of_the_same_name_is_said_as_such():
+    x, _ = asking("cpu")
+    _, y = asking("cpu")
+    with pytest.raises(FeedError, match="in graph asks, another graph of the same name"):
+        tfnb.run(y, {x: torch.ones(3)})
+
+
+def test_after_a_lost_server_the_next_run_says_that_it_is_here(connect, problem):
+    p = problem()
+    cluster = connect(2)
+    feeds = dict(zip(p.feeds, (p.data, p.labels), strict=True))
+    tfnb.run(p.train, feeds)
+    cluster.pull()
+    os.kill(cluster._engine.servers[0].info["pid"], signal.SIGKILL)
+    with pytest.raises(ParameterServerLost):
+        tfnb.run(p.train, feeds)
+    with pytest.warns(UserWarning, match="cluster was lost: runs are here now, with the values of its step 1"):
+        tfnb.run(p.train, feeds)
+    tfnb.run(p.train, feeds)

@@ -1,0 +1,71 @@
+"""What nodes ask for: device strings, and errors that name the constraint where no place meets it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tfnb
+from tfnb.errors import InvalidArgument, Unimplemented
+from tfnb.graph.device_request import Request, parse
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("/job:w/replica:0/task:2/device:CPU:0", Request("w", 0, 2, "cpu", 0)),
+        ("/task:1", Request(task=1)),
+        ("task:1/cpu", Request(task=1, kind="cpu")),
+        ("cuda:3", Request(kind="cuda", index=3)),
+        ("/device:GPU:1", Request(kind="cuda", index=1)),
+        ("ps:1", Request("ps", None, 1)),
+    ],
+)
+def test_parts_of_a_device_string(text, expected):
+    assert parse(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["nonsense", "", "/", "task:x", "task:-1", "device:TPU:0", "cpu:", "job:", "cpu:0/cuda", 3]
+)
+def test_what_is_no_device_is_an_error_that_names_it(text):
+    with tfnb.record(), pytest.raises(InvalidArgument, match=f"device {text!r}"), tfnb.device(text):
+        pass
+
+
+def asking(text):
+    with tfnb.record():
+        x = tfnb.placeholder(torch.ones(3), name="x")
+        with tfnb.device(text):
+            y = (x + 1).exp()
+    return x, y
+
+
+@pytest.mark.parametrize("text", ["task:99", "cuda:0", "/job:nobody/task:0", "replica:1", "meta"])
+def test_a_run_names_the_constraint_that_it_cannot_meet(text):
+    x, y = asking(text)
+    feed = {x: torch.ones(3)}
+    for run in (
+        lambda: tfnb.run(y, feed),
+        lambda: tfnb.Session(y.graph).make_callable(y, [x])(torch.ones(3)),
+        lambda: tfnb.Session(y.graph).run(y, feed, trace=True),
+        lambda: tfnb.Session(y.graph).step([y], [x]),
+    ):
+        with pytest.raises(InvalidArgument, match=f"explicit device specification '{text}' of node add") as caught:
+            run()
+        assert "recorded at" in str(caught.value)
+    assert tfnb.run(x, feed).tolist() == [1, 1, 1], "what asks for nothing runs"
+
+
+@pytest.mark.parametrize(
+    "text", ["cpu", "cpu:3", "/device:CPU:0", "task:0", "/job:localhost/replica:0/task:0/device:CPU:0"]
+)
+def test_what_is_here_is_met(text):
+    x, y = asking(text)
+    assert torch.equal(tfnb.run(y, {x: torch.zeros(3)}), torch.ones(3).exp())
+
+
+def test_servers_are_not_asked_for():
+    x, y = asking("ps:0")
+    with pytest.raises(Unimplemented, match="'ps:0' of node add"):
+        tfnb.run(y, {x: torch.ones(3)})

@@ -1,0 +1,81 @@
+"""Whether the places there are meet what nodes ask for (``tfnb.device``), and which task a step must run on.
+
+Pure; imports the graph. A kind of device is met where the node's values lie on it: tensors say where they are, a
+request moves none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from tfnb.errors import InvalidArgument, Unimplemented
+from tfnb.graph import Node
+from tfnb.graph.device_request import Request, parse
+
+HERE = "this process"
+_JOBS = (None, "worker", "localhost", "task")
+
+
+class Asked(NamedTuple):
+    """A node with a request."""
+
+    node: Node
+    request: Request
+
+
+def asked(nodes: Iterable[Node]) -> tuple[Asked, ...]:
+    """The nodes that ask for a place.
+
+    >>> asked([Node(id=1, name="a", op="tfnb.group")])
+    ()
+    """
+    return tuple(Asked(node, parse(node.device)) for node in nodes if node.device is not None)
+
+
+def task_of(found: Sequence[Asked], tasks: Sequence[str] = (HERE,)) -> int | None:
+    """The one task that all requests name, None where they leave it open.
+
+    ``tasks``: names of those there are. Raises InvalidArgument for a request that none of them meets, and
+    Unimplemented for a step whose nodes name several.
+    """
+    chosen: dict[int, Asked] = {}
+    for each in found:
+        node, request = each
+        if request.job == "ps":
+            raise Unimplemented(_said(each, "parameter servers compute updates only; ask for a task"), node=node.name)
+        if request.job not in _JOBS or request.replica not in (None, 0):
+            raise InvalidArgument(_said(each, f"there are {', '.join(tasks)}"), node=node.name)
+        if request.task is not None and request.task >= len(tasks):
+            raise InvalidArgument(_said(each, f"there are {', '.join(tasks)}"), node=node.name)
+        _ensure_kind(each)
+        if request.task is not None:
+            chosen.setdefault(request.task, each)
+    if len(chosen) > 1:
+        first, other = list(chosen.values())[:2]
+        raise Unimplemented(
+            _said(other, f"node {first.node.name} asks for {first.node.device!r}, and one task computes a step"),
+            node=other.node.name,
+        )
+    return next(iter(chosen), None)
+
+
+def _ensure_kind(each: Asked) -> None:
+    """Raise InvalidArgument where the node's values lie on another device."""
+    node, request = each
+    for spec in node.outputs if request.kind is not None else ():
+        device = torch.device(spec.device)
+        other = request.kind != "cpu" and request.index not in (None, device.index)
+        if device.type != request.kind or other:
+            raise InvalidArgument(
+                _said(each, f"its value lies on {spec.device}; a tensor goes elsewhere with .to(device)"),
+                node=node.name,
+            )
+
+
+def _said(each: Asked, why: str) -> str:
+    node = each.node
+    at = f"\n  recorded at {node.source}" if node.source else ""
+    return f"could not satisfy explicit device specification {node.device!r} of node {node.name}: {why}{at}"
