@@ -504,7 +504,7 @@ class Home:
         """Write the value on the server."""
         cluster = self._cluster
         cluster._do("assigning a variable", None, cluster._engine.assign, self._shard, [variable.key], [value.cpu()])
-        cluster._held.stale.add(variable.key)
+        cluster._held.superseded(variable)
 
     def __str__(self) -> str:
         return f"{self._member.name} ({self._member.peer.addr})"

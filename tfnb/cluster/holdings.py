@@ -89,6 +89,11 @@ class Holdings:
         self._prints[variable.key] = Print.of(variable.storage)
         self.stale.discard(variable.key)
 
+    def superseded(self, variable: Variable) -> None:
+        """A value was written there: whatever stands in its storage here is old."""
+        self.same(variable)
+        self.stale.add(variable.key)
+
     def gone(self) -> dict[int, list[str]]:
         """Keys by shard of Variables that nobody can reach; they count as dropped from here on."""
         found: dict[int, list[str]] = {}
