@@ -12,7 +12,7 @@ BEYOND = "reads memory beyond its argument, which a fed value does not have: ref
 DATA = "the size of the result is read from the data: that of the sample, which a note says"
 LEAVES = "gives a Python value: that of the sample, which a note says, or a guard holds to"
 LINES = "the call means something else at some sizes, and is refused there"
-NUMBERS = "torch's composite asks for numbers: the size is fixed, which is said, and others are refused"
+NUMBERS = "torch's composite or formula asks for numbers: the size is fixed, which is said, and others are refused"
 RESIZED = "may take memory that is not there, at other sizes: refused with the line"
 SPARSE = "sparse layout: a recorded value is a dense tensor"
 TALL = "tall and wide matrices have different formulas: a recording holds for one of them, and refuses the other"
@@ -36,15 +36,14 @@ COMPLEX_VALUES: dict[str, str] = {
 FIRST_ORDER: dict[str, str] = {
     "as_strided_scatter": TORCH,
 }
-SECOND_ORDER: dict[str, str] = {
-    "linalg.norm.subgradients_at_zero": TORCH,
-    "masked.logaddexp": TORCH,
-}
+SECOND_ORDER: dict[str, str] = {}
 VARYING: dict[str, str] = {
+    "block_diag": NUMBERS,
     "cross": LINES,
     "fft.hfft2": NUMBERS,
     "fft.hfftn": NUMBERS,
     "gradient": NUMBERS,
+    "linalg.cond": TALL,
     "linalg.lstsq.grad_oriented": TALL,
     "linalg.lu": TALL,
     "linalg.matrix_norm": NUMBERS,
@@ -55,6 +54,8 @@ VARYING: dict[str, str] = {
     "linalg.pinv.singular": TALL,
     "linalg.qr": TALL,
     "linalg.svd": TALL,
+    "linalg.svdvals": TALL,
+    "lu_unpack": TALL,
     "masked.amax": LINES,
     "masked.amin": LINES,
     "masked.log_softmax": LINES,
@@ -73,6 +74,7 @@ VARYING: dict[str, str] = {
     "nn.functional.linear_cross_entropy.chunked": LINES,
     "nn.functional.linear_cross_entropy.chunked_none": LINES,
     "nn.functional.one_hot": DATA,
+    "norm.nuc": TALL,
     "pca_lowrank": TALL,
     "pinverse": TALL,
     "qr": TALL,

@@ -17,6 +17,7 @@ from torch._library.custom_ops import OPDEFS
 from torch.utils._pytree import tree_leaves
 
 from tfnb.errors import InvalidArgument
+from tfnb.gradients.derived import dispatched_to_autograd
 from tfnb.gradients.rule_table import Rule, gives_one
 from tfnb.graph.op_facts import facts
 from tfnb.graph.ops import overload
@@ -25,8 +26,6 @@ from tfnb.recording.overrides.autograd_function import Context, run_backward
 from tfnb.recording.subgraphs.own_gradient import OwnRule, written_at
 
 _AUTOGRAD = re.compile(r"^Autograd\w*(?:\[alias\])?: registered at", re.MULTILINE)
-_AUTOGRAD_KEYS = (torch._C.DispatchKey.AutogradCPU, torch._C.DispatchKey.AutogradCUDA,
-                  torch._C.DispatchKey.AutogradFunctionality)  # fmt: skip
 
 
 def library_rule(op: str) -> Rule | None:
@@ -72,10 +71,7 @@ def autograd_kernel(op: str) -> Callable[..., Any] | None:
         return None
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-        for key in _AUTOGRAD_KEYS:
-            excluded = excluded - torch._C.DispatchKeySet(key)
-        with _requiring((args, kwargs)), torch._C._ForceDispatchKeyGuard(included, excluded):
+        with _requiring((args, kwargs)), dispatched_to_autograd():
             return which(*args, **kwargs)
 
     return call

@@ -25,12 +25,19 @@ RuleFunction = Callable[["Forward", Any], Any]
 
 
 class Rule:
-    """A rule and for how many of the op's outputs it knows what to do (None: all of them)."""
+    """A rule and for how many of the op's outputs it knows what to do (None: all of them).
 
-    __slots__ = ("function", "outputs")
+    saves: the others are saved for the gradient alone, and carry none.
+    """
 
-    def __init__(self, function: RuleFunction, outputs: int | None = None) -> None:
-        self.function, self.outputs = function, outputs
+    __slots__ = ("function", "outputs", "saves")
+
+    def __init__(self, function: RuleFunction, outputs: int | None = None, *, saves: bool = False) -> None:
+        self.function, self.outputs, self.saves = function, outputs, saves
+
+    def serves(self, dys: Sequence[Any]) -> bool:
+        """Whether it knows what to do with the outputs that have cotangents."""
+        return self.outputs is None or all(dy is None for dy in dys[self.outputs :])
 
     def __str__(self) -> str:
         where = getattr(self.function, "where", None)
@@ -48,7 +55,7 @@ PASSES = {"aten.alias.default", "aten.clone.default", "aten._to_copy.default", "
 """Ops whose output has the rows of their input: a row-sparse cotangent goes through as it is."""
 COLUMNS: dict[str, Callable[..., Any]] = {}  # by op: entries of rows of its output as entries of its input's
 NOGRAD: set[str] = set()
-COMPLEX: set[str] = set()  # ops whose rules hold for complex tensors too
+COMPLEX: set[str] = set()  # ops whose rules hold for complex tensors too; for others autograd's formula serves
 
 
 class Forward:
@@ -145,13 +152,13 @@ class Cotangents(Sequence[torch.Tensor]):
         return max(i for i, dy in enumerate(self._given) if dy is not None)
 
 
-def rule(*ops: Any, outputs: int | None = None) -> Callable[[RuleFunction], RuleFunction]:
+def rule(*ops: Any, outputs: int | None = None, saves: bool = False) -> Callable[[RuleFunction], RuleFunction]:
     """Register a rule for op overloads.
 
     It returns one cotangent per tensor input: a sequence in input order, or a dict by argument name. An entry is a
     tensor, None (no flow) or a function without arguments, called only if the entry is wanted. With ``outputs=k``
-    the rule serves nodes of which only the first k outputs have cotangents (others are decomposed), and k=1 means
-    that it gets one cotangent and not a list.
+    the rule serves nodes of which only the first k outputs have cotangents (for others autograd's formula serves), and
+    k=1 means that it gets one cotangent and not a list. ``saves``: see `Rule`.
 
         @rule(aten.mm.default)
         def _(n, dy):                                # [B, K] @ [K, N] -> [B, N]
@@ -160,7 +167,7 @@ def rule(*ops: Any, outputs: int | None = None) -> Callable[[RuleFunction], Rule
     """
 
     def register(function: RuleFunction) -> RuleFunction:
-        RULES.update({str(op): Rule(function, outputs) for op in ops})
+        RULES.update({str(op): Rule(function, outputs, saves=saves) for op in ops})
         return function
 
     return register
@@ -217,13 +224,6 @@ def columns(op: Any, function: Callable[[Forward, Any], Any]) -> None:
     ``function(n, values)`` makes of the values [n, ...] of the output those of the input.
     """
     COLUMNS[str(op)] = function
-
-
-def conj(x: torch.Tensor) -> torch.Tensor:
-    """The conjugate: of a real tensor that tensor, and no node."""
-    with torch._C.DisableTorchFunction():  # a question that the modes of a recording need not hear
-        is_complex = x.is_complex()
-    return x.conj() if is_complex else x
 
 
 def nograd(*ops: Any) -> None:

@@ -9,7 +9,7 @@ differentiated again. Imports graph and recording.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from tfnb.errors import InvalidArgument, NoGradient, ShapeError
 from tfnb.gradients.arguments import differentiable, entries_of, listed, seed
 from tfnb.gradients.decompose import decomposition
+from tfnb.gradients.derived import derived_rule
 from tfnb.gradients.library import library_rule
 from tfnb.gradients.rule_table import (
     COLUMNS,
@@ -206,7 +207,7 @@ class Walk:
         """Mark every value that depends on the targets through ops that conduct."""
         for node in nodes:
             if any(v in self.reached for v in _ways(node)):
-                outs = (node.value(i) for i, spec in enumerate(node.outputs) if flows(spec.dtype))
+                outs = (node.value(i) for i, spec in enumerate(node.outputs[: _conducting(node)]) if flows(spec.dtype))
                 self.reached.update(v for v in outs if v not in self.stop)
                 if node.inputs[0] in self.tables and node.value() not in self.hooks and self._keeps_rows(node):
                     self.tables.add(node.value())
@@ -246,20 +247,31 @@ class Walk:
         if needed[0]:
             stack.enter_context(self._said(node))
         dys = [dy.to_dense() if isinstance(dy, IndexedSlices) else dy for dy in dys]
-        rule = self._rule(node)
-        if rule is None or (rule.outputs is not None and any(dy is not None for dy in dys[rule.outputs :])):
-            return self._decomposed(node, dys)
-        if node.op in RULES and node.op not in COMPLEX and not _has_own_rule(node) and self._complex(node):
-            raise NoGradient(_refused(node, f"the rule of {node.op} is for real tensors"), node=node.name, op=node.op)
         n = self._forward(node, needed)
-        single = rule.outputs == 1 or gives_one(node.op)
-        result = rule.function(n, dys[0] if single else Cotangents(dys, n.outs))
-        return self._decomposed(node, dys) if result is NotImplemented else _aligned(n, rule, result)
+        for rule in self._rules(node, dys):
+            single = rule.outputs == 1 or gives_one(node.op)
+            result = rule.function(n, dys[0] if single else Cotangents(dys, n.outs))
+            if result is not NotImplemented:
+                return _aligned(n, rule, result)
+        return self._decomposed(node, dys)
 
-    def _rule(self, node: Node) -> Rule | None:
-        """The node's own rule, or its op's."""
-        if not _has_own_rule(node):
-            return RULES.get(node.op) or (None if node.op in COMPOSITES else library_rule(node.op))
+    def _rules(self, node: Node, dys: list[Any]) -> Iterator[Rule]:
+        """The rules to try for a node: its own alone, or its op's, then autograd's formula."""
+        if _has_own_rule(node):
+            yield self._own_rule(node)
+            return
+        found = RULES.get(node.op)
+        if found is not None and found.serves(dys) and (node.op in COMPLEX or not self._complex(node)):
+            yield found
+        elif node.op in COMPOSITES:
+            return
+        elif (library := library_rule(node.op)) is not None:
+            yield library
+        if node.op.startswith("aten."):
+            yield derived_rule(node.op, self.recorder)
+
+    def _own_rule(self, node: Node) -> Rule:
+        """The rule that the user gave the node."""
         own = self.recorder.space.rules.get(node.id)
         if own is None:
             what = f"the gradient {node.attrs.get('rule', 'override')} of {node.op} is a Python function"
@@ -391,7 +403,8 @@ class Walk:
             return dx
         if got.dtype.is_complex and not spec.dtype.is_complex:
             dx = dx.real  # what moves a real input is the real part
-        dims, keep = _broadcast(got.shape, spec.shape, node, self._rule(node), self._hint)
+        rule = self._own_rule(node) if _has_own_rule(node) else RULES.get(node.op)
+        dims, keep = _broadcast(got.shape, spec.shape, node, rule, self._hint)
         if dims:
             dx = dx.sum(dims)
         if keep:
@@ -443,6 +456,12 @@ def _ways(node: Node) -> tuple[Value, ...]:
     if _has_own_rule(node):
         return node.inputs[: len(node.attrs["args"])] if node.op == WITH_GRADIENT else node.inputs
     return () if node.op in NOGRAD or "update" in node.tags else node.inputs
+
+
+def _conducting(node: Node) -> int | None:
+    """How many outputs a gradient may pass: those that are only saved for the gradient carry none, as in torch."""
+    rule = RULES.get(node.op)
+    return rule.outputs if rule is not None and rule.saves else None
 
 
 def _broadcast(

@@ -4,7 +4,6 @@ from tfnb.gradients.rules import activation as activation
 from tfnb.gradients.rules import arrays as arrays
 from tfnb.gradients.rules import attention as attention
 from tfnb.gradients.rules import calls as calls
-from tfnb.gradients.rules import complex as complex
 from tfnb.gradients.rules import control as control
 from tfnb.gradients.rules import convolution as convolution
 from tfnb.gradients.rules import index as index

@@ -43,17 +43,6 @@ def _(n: Forward, dy: Any) -> Any:
     return {"self": kept, "values": lambda: aten.index(dy, indices)}
 
 
-@rule(aten._unsafe_masked_index.default)
-def _(n: Forward, dy: Any) -> Any:
-    zeros = dy.new_zeros(n["self"].shape)
-    return {"self": aten._unsafe_masked_index_put_accumulate(zeros, n["mask"], n["indices"], dy)}
-
-
-@rule(aten._unsafe_masked_index_put_accumulate.default)
-def _(n: Forward, dy: Any) -> Any:
-    return {"self": dy, "values": lambda: aten._unsafe_masked_index(dy, n["mask"], n["indices"], 0)}
-
-
 # -- along one axis --------------------------------------------------------------------------------------------
 
 
@@ -76,119 +65,9 @@ def _one_a_row(n: Forward) -> torch.Tensor | None:
     return index[(slice(None), *[0] * (index.dim() - 1))] if whole and same else None
 
 
-@rule(aten.scatter.src)
-def _(n: Forward, dy: Any) -> Any:
-    return {
-        "self": lambda: dy.scatter(n["dim"], n["index"], 0.0),
-        "src": lambda: _gather_into(dy, n["dim"], n["index"], n["src"]),
-    }
-
-
-def _gather_into(dy: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
-    """dy at the index; src may be longer than the index, the rest of it gets zeros."""
-    found = dy.gather(dim, index)
-    for axis in range(found.dim()):
-        if found.shape[axis] is not src.shape[axis] and not _same(found.shape[axis], src.shape[axis]):
-            pad = [0, 0] * (found.dim() - 1 - axis) + [0, src.shape[axis] - found.shape[axis]]
-            found = aten.constant_pad_nd(found, pad)
-    return found
-
-
 def _same(a: Any, b: Any) -> bool:
     """Whether two sizes are surely the same, without a guard."""
     return str(a) == str(b)
-
-
-partials(aten.scatter.value, lambda n, dy: dy.scatter(n["dim"], n["index"], 0.0), None)
-
-
-@rule(aten.scatter_add.default)
-def _(n: Forward, dy: Any) -> Any:
-    return {"self": dy, "src": lambda: _gather_into(dy, n["dim"], n["index"], n["src"])}
-
-
-@rule(aten.scatter.reduce)
-def _(n: Forward, dy: Any) -> Any:
-    if n["reduce"] == "add":
-        return {"self": dy, "src": lambda: _gather_into(dy, n["dim"], n["index"], n["src"])}
-    # multiply, unique indices
-    factor = torch.ones_like(n["self"]).scatter(n["dim"], n["index"], n["src"], reduce="multiply")
-    return {
-        "self": lambda: dy * factor,
-        "src": lambda: _gather_into(dy * n["self"], n["dim"], n["index"], n["src"]),
-    }
-
-
-@rule(aten.scatter_reduce.two)
-def _(n: Forward, dy: Any) -> Any:
-    x, dim, index, src, kind, own = (n[a] for a in ("self", "dim", "index", "src", "reduce", "include_self"))
-    ones_like_self = torch.ones_like(x) if own else torch.ones_like(x).scatter(dim, index, 0.0)
-
-    def masked(d: torch.Tensor) -> torch.Tensor:
-        return d if own else d.scatter(dim, index, 0.0)
-
-    if kind == "sum":
-        return {"self": lambda: masked(dy), "src": lambda: _gather_into(dy, dim, index, src)}
-    if kind == "mean":
-        count = ones_like_self.scatter_add(dim, index, torch.ones_like(src))
-        share = dy / count.masked_fill(count == 0, 1.0)
-        return {"self": lambda: masked(share), "src": lambda: _gather_into(share, dim, index, src)}
-    if kind == "prod":
-        return _scatter_prod(n, dy, masked)
-    # amax, amin: shared evenly by the winners
-    value = n.out.gather(dim, index)
-    mine, theirs = (x == n.out).to(dy.dtype), (_front(src, index) == value).to(dy.dtype)
-    mine = masked(mine)
-    share = dy / mine.scatter_add(dim, index, theirs).clamp_min(1)
-    return {"self": lambda: share * mine if own else masked(dy),
-            "src": lambda: _gather_pad(share.gather(dim, index) * theirs, src)}  # fmt: skip
-
-
-@composite(aten.index_reduce.default)
-def _(self: Any, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True) -> Any:
-    dim, shape = dim % max(self.dim(), 1), self.shape
-    if self.dim() == 0:
-        self, source = self.reshape(1), source.reshape(1)
-    places = index.reshape([-1] + [1] * (source.dim() - dim - 1)).expand(source.shape)
-    return self.scatter_reduce(dim, places, source, reduce, include_self=include_self).reshape(shape)
-
-
-def _front(src: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """The part of src that the index covers."""
-    for axis in range(src.dim()):
-        if not _same(src.shape[axis], index.shape[axis]):
-            src = src.narrow(axis, 0, index.shape[axis])
-    return src
-
-
-def _gather_pad(found: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
-    for axis in range(found.dim()):
-        if not _same(found.shape[axis], src.shape[axis]):
-            pad = [0, 0] * (found.dim() - 1 - axis) + [0, src.shape[axis] - found.shape[axis]]
-            found = aten.constant_pad_nd(found, pad)
-    return found
-
-
-def _scatter_prod(n: Forward, dy: Any, masked: Any) -> Any:
-    """To each factor the product of the others; the second order holds for at most one zero in a place."""
-    x, dim, index, src, own = (n[a] for a in ("self", "dim", "index", "src", "include_self"))
-    part = _front(src, index)
-    zero = part == 0
-    alone = zero & (torch.zeros_like(x).scatter_add(dim, index, zero.to(x.dtype)).gather(dim, index) == 1)
-
-    def product(start: torch.Tensor, factors: torch.Tensor, own: bool) -> torch.Tensor:
-        return aten.scatter_reduce(start, dim, index, factors, "prod", include_self=own)
-
-    def kept() -> torch.Tensor:
-        start = x.masked_fill(x == 0, 1.0)
-        return dy * (product(start, src, True) / start) if own else masked(dy)
-
-    def factors() -> torch.Tensor:
-        others = (dy * product(x, part.masked_fill(alone, 1.0), own)).gather(dim, index)
-        shared = (dy * n.out).gather(dim, index) / part.masked_fill(zero, 1.0)
-        return _gather_pad(torch.where(alone, others, shared), src)
-
-    return {"self": kept, "src": factors}
 
 
 @rule(aten.index_select.default)
@@ -204,52 +83,7 @@ def _(n: Forward, dy: Any, at: Any) -> Any:
     return None if n["dim"] % n["self"].dim() else (dy, at(n["index"].reshape(-1)))
 
 
-@rule(aten.index_add.default)
-def _(n: Forward, dy: Any) -> Any:
-    def source() -> torch.Tensor:
-        found = _rows(dy, n["dim"], n["index"], n["source"])
-        return found if n["alpha"] == 1 else found * n["alpha"]
-
-    return {"self": dy, "source": source}
-
-
-def _rows(dy: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    if dy.dim() == 0:
-        return dy.expand(source.shape)
-    return dy.index_select(dim, index.reshape(-1)).reshape(source.shape)
-
-
-@rule(aten.index_copy.default)
-def _(n: Forward, dy: Any) -> Any:
-    return {
-        "self": lambda: dy.index_fill(n["dim"], n["index"], 0.0),
-        "source": lambda: _rows(dy, n["dim"], n["index"], n["source"]),
-    }
-
-
-partials(aten.index_fill.int_Scalar, lambda n, dy: dy.index_fill(n["dim"], n["index"], 0.0), None)
-
-
-@rule(aten.index_fill.int_Tensor)
-def _(n: Forward, dy: Any) -> Any:
-    kept = dy.index_fill(n["dim"], n["index"], 0.0)
-    return {"self": kept, "value": lambda: (dy - kept).sum()}  # a row filled twice counts once
-
-
-# -- flat positions and masks ----------------------------------------------------------------------------------
-
-
-@rule(aten.take.default)
-def _(n: Forward, dy: Any) -> Any:
-    return aten.put(dy.new_zeros(n["self"].shape), n["index"], dy, True), None
-
-
-@rule(aten.put.default)
-def _(n: Forward, dy: Any) -> Any:
-    def kept() -> torch.Tensor:
-        return dy if n["accumulate"] else aten.put(dy, n["index"], torch.zeros_like(n["source"]))
-
-    return {"self": kept, "source": lambda: dy.take(n["index"]).reshape(n["source"].shape)}
+# -- masks -----------------------------------------------------------------------------------------------------
 
 
 def _mask_put(dy: torch.Tensor, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -258,20 +92,6 @@ def _mask_put(dy: torch.Tensor, x: torch.Tensor, mask: torch.Tensor) -> torch.Te
 
 
 partials(aten.masked_select.default, lambda n, dy: _mask_put(dy, n["self"], n["mask"]), None)
-
-
-@rule(aten.masked_scatter.default)
-def _(n: Forward, dy: Any) -> Any:
-    source, mask = n["source"], n["mask"]
-
-    def to_source() -> torch.Tensor:
-        # the k-th true of the mask took the k-th element of source
-        order = mask.expand(dy.shape).reshape(-1).cumsum(0) - 1
-        picked = dy.where(mask, 0.0).reshape(-1)
-        flat = dy.new_zeros([source.numel()]).index_add(0, order.clamp_min(0), picked)
-        return flat.reshape(source.shape)
-
-    return {"self": lambda: dy.masked_fill(mask, 0.0), "source": to_source}
 
 
 # -- embeddings ------------------------------------------------------------------------------------------------
@@ -306,18 +126,6 @@ def _frequency(indices: torch.Tensor, index: torch.Tensor, like: torch.Tensor) -
     ordered = indices.reshape(-1).sort().values
     ends = (torch.searchsorted(ordered, index.contiguous(), right=right) for right in (True, False))
     return torch.sub(*ends).to(like.dtype)
-
-
-@rule(aten.embedding_dense_backward.default)
-def _(n: Forward, dd: Any) -> Any:
-    index, padding = n["indices"], n["padding_idx"]
-    found = aten.embedding(dd, index)
-    if n["scale_grad_by_freq"]:
-        counts = torch.zeros([dd.shape[0]], dtype=dd.dtype, device=dd.device)
-        flat = index.reshape(-1)
-        counts = counts.index_add(0, flat, torch.ones_like(flat, dtype=dd.dtype))
-        found = found / counts[index].unsqueeze(-1)
-    return found.masked_fill((index == padding).unsqueeze(-1), 0.0), None
 
 
 @composite(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)

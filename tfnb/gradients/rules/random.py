@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tfnb.gradients.rule_table import nograd, overloads, partials
+from tfnb.gradients.rule_table import nograd, overloads
 from tfnb.graph.ops import QUEUES
 
 aten = torch.ops.aten
@@ -22,9 +22,6 @@ _MADE = (
 
 for _name in (*_DRAWN.split(), *_MADE.split()):
     nograd(*(op for op in overloads(_name) if op is not aten.fill.Tensor))
-
-partials(aten.fill.Tensor, None, lambda n, dy: dy)
-partials(aten._standard_gamma.default, lambda n, dy: dy * aten._standard_gamma_grad(n["self"], n.out))
 
 nograd(
     aten.detach.default, aten.detach_copy.default, aten._local_scalar_dense.default, aten.sym_size.int,

@@ -30,7 +30,7 @@ from tfnb.recording.values.views import View
 
 aten = torch.ops.aten
 _SHAPES = OVERRIDES[Stage.SHAPE]
-_ABSENT = Spec(torch.bool, (0,))  # stands for an output that the op leaves out, as its mask says
+ABSENT = Spec(torch.bool, (0,))  # stands for an output that the op leaves out, as its mask says
 
 
 def record_call(rec: Recording, func: Op, own: Facts, args: Any, kwargs: Any) -> Any:
@@ -45,7 +45,7 @@ def record_call(rec: Recording, func: Op, own: Facts, args: Any, kwargs: Any) ->
     if not all(f is None or isinstance(f, torch.Tensor) for f in flat) or all(f is None for f in flat):
         return fakes  # sizes and other numbers: symbolic already
     override = rec.override(func)
-    specs = tuple(_ABSENT if f is None else rec.space.shapes.spec(f) for f in flat)
+    specs = tuple(ABSENT if f is None else rec.space.shapes.spec(f) for f in flat)
     value = rec.tape.append(
         op_name(func), _leaf_name(rec, func), specs,
         inputs=tuple(entry.value for entry in inputs), attrs=bind(func, tuple(attr_args), attr_kwargs),

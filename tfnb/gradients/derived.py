@@ -1,0 +1,124 @@
+"""Gradients that torch derives itself: autograd's own formula of an ATen op, recorded while it runs.
+
+The op is called once more on stand-ins for the recorded tensors, with autograd on. That computes nothing, since the
+call gives what was recorded. Then autograd runs backward from there, and each ATen call that it makes is recorded. So
+the result can be differentiated again. Complex tensors and sizes that vary are autograd's to handle.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map_only
+
+from tfnb.gradients.rule_table import Cotangents, Forward, Rule, gives_one
+from tfnb.graph.op_facts import unbind
+from tfnb.graph.ops import overload
+from tfnb.graph.spec import flows
+from tfnb.recording.dispatch.recorded_call import ABSENT
+from tfnb.recording.values.recording import Recording
+
+_KEYS = ("AutogradFunctionality", "AutogradOther", "ADInplaceOrView")
+_UNKNOWN = re.compile("not implemented|not differentiable|not support automatic differentiation")
+
+
+def dispatched_to_autograd() -> AbstractContextManager[None]:
+    """Calls inside reach the kernels of autograd, which a recording leaves out."""
+    included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    for key in _KEYS:
+        excluded = excluded - torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    return torch._C._ForceDispatchKeyGuard(included, excluded)  # type: ignore[no-any-return]
+
+
+class StandIn(torch.Tensor):
+    """Has dtype, shape and layout of a recorded tensor, and autograd's records of it."""
+
+    recorded: torch.Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, recorded: torch.Tensor) -> StandIn:
+        made: StandIn = torch.Tensor._make_wrapper_subclass(
+            cls, recorded.shape, strides=recorded.stride(), storage_offset=recorded.storage_offset(),
+            dtype=recorded.dtype, device=recorded.device, layout=recorded.layout,
+        )  # fmt: skip
+        made.recorded = recorded
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise AssertionError(f"{func} was called outside of {Derivation.__name__}")
+
+
+class Derivation(TorchDispatchMode):
+    """Records what autograd calls on stand-ins; the first call of ``op`` gives stand-ins for ``outs``."""
+
+    def __init__(self, recorder: Recording, op: Any, outs: list[Any]) -> None:
+        super().__init__()
+        self.recorder, self.op, self.outs = recorder, op, outs
+        self.grad = torch.is_grad_enabled()
+        self.is_first = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:  # how autograd takes an output that it saved: its gradient flows on
+            return StandIn(args[0].recorded)
+        if func is torch.ops.aten._conj.default and not isinstance(args[0], torch.Tensor):  # a number of the user's
+            return torch.tensor(args[0].conjugate())
+        if func is self.op and self.is_first:
+            self.is_first = False
+            return _grouped(func, [None if out.spec == ABSENT else StandIn(out) for out in self.outs])
+        args, kwargs = tree_map_only(StandIn, lambda x: x.recorded, (args, kwargs or {}))
+        with self.recorder.on(), torch.set_grad_enabled(self.grad):
+            found = func(*args, **kwargs)
+        return tree_map_only(torch.Tensor, StandIn, found)
+
+
+def _grouped(op: Any, outs: list[Any]) -> Any:
+    """Outputs as the op returns them."""
+    if gives_one(str(op)):
+        return outs[0]
+    return outs if str(op._schema.returns[0].type) == "List[Tensor]" else tuple(outs)
+
+
+def derived_rule(op: str, recorder: Recording) -> Rule:
+    """The rule that autograd has for an ATen op; it gives NotImplemented where torch knows no derivative."""
+
+    def rule(n: Forward, dys: Any) -> Any:
+        mode = Derivation(recorder, overload(op), [*n.outs])
+        given = [dys.given(i) for i in range(len(dys))] if isinstance(dys, Cotangents) else [dys]
+        try:
+            with torch._C.DisableTorchFunction(), _disable_current_modes(), mode, dispatched_to_autograd():
+                return _backward(n, given, mode)
+        except RuntimeError as error:
+            if _UNKNOWN.search(str(error)):
+                return NotImplemented
+            raise
+
+    return Rule(rule)
+
+
+def _backward(n: Forward, given: list[Any], mode: Derivation) -> list[Any]:
+    """The cotangents of a node's inputs."""
+    inputs = [StandIn(x) for x in n.inputs]
+    for x, needed in zip(inputs, n.needed, strict=True):
+        x.requires_grad = needed and flows(x.dtype)
+    standing = Forward(n.op, inputs, (), n.attrs, n.needed)
+    args, kwargs = unbind(mode.op, {name: standing[name] for name in n.attrs})
+    with torch.enable_grad():
+        found = mode.op(*args, **kwargs)
+    outs = found if isinstance(found, (list, tuple)) else [found]
+    pairs = [(y, StandIn(dy)) for y, dy in zip(outs, given, strict=True) if dy is not None and y.requires_grad]
+    wanted = [x for x in inputs if x.requires_grad]
+    if not pairs:
+        return [None] * len(inputs)
+    ys, dys = zip(*pairs, strict=True)
+    grads: Iterator[Any] = iter(torch.autograd.grad(ys, wanted, dys, allow_unused=True, create_graph=mode.grad))
+    dxs = [next(grads) if x.requires_grad else None for x in inputs]
+    return [None if dx is None else dx.recorded for dx in dxs]
