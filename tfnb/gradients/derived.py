@@ -24,7 +24,7 @@ from tfnb.recording.dispatch.recorded_call import ABSENT
 from tfnb.recording.values.recording import Recording
 
 _KEYS = ("AutogradFunctionality", "AutogradOther", "ADInplaceOrView")
-_UNKNOWN = re.compile("not implemented|not differentiable|not support automatic differentiation")
+_REFUSED = re.compile("not implemented|not differentiable|not support automatic differentiation|only concrete integers")
 
 
 def dispatched_to_autograd() -> AbstractContextManager[None]:
@@ -88,7 +88,7 @@ def _grouped(op: Any, outs: list[Any]) -> Any:
 
 
 def derived_rule(op: str, recorder: Recording) -> Rule:
-    """The rule that autograd has for an ATen op; it gives NotImplemented where torch knows no derivative."""
+    """The rule that autograd has for an ATen op; it gives NotImplemented where torch has none for these sizes."""
 
     def rule(n: Forward, dys: Any) -> Any:
         mode = Derivation(recorder, overload(op), [*n.outs])
@@ -97,7 +97,7 @@ def derived_rule(op: str, recorder: Recording) -> Rule:
             with torch._C.DisableTorchFunction(), _disable_current_modes(), mode, dispatched_to_autograd():
                 return _backward(n, given, mode)
         except RuntimeError as error:
-            if _UNKNOWN.search(str(error)):
+            if _REFUSED.search(str(error)):
                 return NotImplemented
             raise
 
