@@ -72,6 +72,7 @@ partials(aten.expand.default, lambda n, dy: dy)  # the walker sums what was broa
 # -- parts of a tensor -----------------------------------------------------------------------------------------
 
 partials(aten.select.int, lambda n, dy: aten.select_backward(dy, n["self"].shape, n["dim"], n["index"]))
+partials(aten.select_backward.default, lambda n, dd: dd.select(n["dim"], n["index"]))
 
 
 def _slice(n: Forward, x: torch.Tensor) -> torch.Tensor:
@@ -87,6 +88,7 @@ def _slice_back(n: Forward, dy: torch.Tensor, sizes: Any = None) -> torch.Tensor
 columns(aten.slice.Tensor, lambda n, values: _slice_back(n, values, [values.shape[0], *n["self"].shape[1:]]))
 columns(aten.unsqueeze.default, lambda n, values: values.squeeze(n["dim"]))
 partials(aten.slice.Tensor, _slice_back)
+partials(aten.slice_backward.default, lambda n, dd: _slice(n, dd))
 partials(aten.slice_scatter.default,
          lambda n, dy: aten.slice_scatter(dy, torch.zeros_like(n["src"]), n["dim"], n["start"], n["end"], n["step"]),
          lambda n, dy: _slice(n, dy))  # fmt: skip
