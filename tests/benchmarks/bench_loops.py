@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 import tfnb
-from tfnb.execution.tiers.inductor import obstacle
+from tfnb.execution.tiers.compiled_loops import obstacle
 
 ITERATIONS, COMPILED_ITERATIONS = 20_000, 20_000_000
 SAMPLES = 3  # of each loop in a round

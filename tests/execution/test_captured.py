@@ -17,6 +17,7 @@ from torch.nn import functional as F
 import tfnb
 from tfnb.execution import lower
 from tfnb.execution.tiers import captured_steps as captured
+from tfnb.execution.tiers import compiled_loops
 from tfnb.execution.tiers import inductor as compiler
 from tfnb.execution.tiers import tiered as tiers
 from tfnb.execution.tiers.captured_steps import MOST, TRIES, WARM
@@ -286,7 +287,7 @@ def test_what_waits_for_the_host_is_not_captured_and_says_why(make: Callable[[An
     assert "not captured: " in status and why in status
 
 
-@pytest.mark.skipif(compiler.obstacle() is not None, reason="no C++ compiler")
+@pytest.mark.skipif(compiled_loops.obstacle() is not None, reason="no C++ compiler")
 @pytest.mark.filterwarnings("ignore")  # inductor's own
 def test_compiled_code_is_captured_too_unless_it_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "COMPILED", (compiler.Inductor(),))  # that of devices

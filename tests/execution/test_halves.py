@@ -11,8 +11,8 @@ from torch import nn
 
 import tfnb
 from tfnb.execution import lower
-from tfnb.execution.tiers import inductor as compiler
-from tfnb.execution.tiers.graph_split import halves
+from tfnb.execution.tiers import compiled_loops
+from tfnb.execution.tiers.native.exportable import split
 
 
 class Words(nn.Module):
@@ -34,8 +34,9 @@ def test_a_table_is_updated_behind_the_half_that_is_compiled() -> None:
         loss = model(x)
         step = tfnb.train.Adagrad(0.1).minimize(loss)
     program = lower(graph, [loss.value, step.value], [x.value])
-    parts = halves(program.undonated())
-    assert parts is not None
+    found = split(program.undonated())
+    assert not isinstance(found, str) and found[1] is not None
+    parts = found[0].module, found[1]
     names = [[str(node.target) for node in part.graph.nodes if node.op == "call_function"] for part in parts]
     assert "tfnb.coalesce.default" in names[1] and len(names[1]) < 8 < len(names[0])
     args = [words, *(variable.storage for variable in program.variables), 0]
@@ -48,10 +49,11 @@ def test_code_with_static_sizes_is_one_piece() -> None:
     with tfnb.record() as graph:
         x = tfnb.placeholder(torch.randn(4, 3))
         y = (x * 2).reshape(-1).sum()
-    assert halves(lower(graph, [y.value], [x.value])) is None
+    program = lower(graph, [y.value], [x.value])
+    assert split(program) == (program, None)
 
 
-@pytest.mark.skipif(compiler.obstacle() is not None, reason="nothing can be compiled")
+@pytest.mark.skipif(compiled_loops.obstacle() is not None, reason="nothing can be compiled")
 @pytest.mark.filterwarnings("ignore")
 def test_training_a_table_is_compiled_and_equals_eager() -> None:
     torch.manual_seed(0)

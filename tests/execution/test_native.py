@@ -19,13 +19,13 @@ from tests.control_flow.random_programs import program as vector_program
 from tests.control_flow.random_programs import python_branch, python_loop
 from tfnb.errors import BranchChanged, Cancelled, DeadlineExceeded, InvalidArgument
 from tfnb.execution.lowering.lower import lower
-from tfnb.execution.tiers import inductor as compiler
+from tfnb.execution.tiers import compiled_loops
 from tfnb.execution.tiers import tiered as tiers
 from tfnb.execution.tiers.compiled_loops import Permit, native
 
 GRAPHS = int(os.environ.get("TFNB_GRAPHS", "0"))  # more random loops than the quick tests compile
 pytestmark = [
-    pytest.mark.skipif(compiler.obstacle() is not None, reason="there is no C++ compiler"),
+    pytest.mark.skipif(compiled_loops.obstacle() is not None, reason="there is no C++ compiler"),
     pytest.mark.filterwarnings("ignore"),  # inductor's own
 ]
 

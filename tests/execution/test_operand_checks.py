@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tfnb.execution.tiers import inductor
+from tfnb.execution.tiers import compiled_loops
 
 SCRIPT = """
 import torch, tfnb
@@ -61,7 +61,7 @@ print("done")
 """
 
 
-@pytest.mark.skipif(inductor.obstacle() is not None, reason="there is no C++ compiler")
+@pytest.mark.skipif(compiled_loops.obstacle() is not None, reason="there is no C++ compiler")
 def test_bad_indices_and_divisors_are_errors_and_write_nothing() -> None:
     """In a process of its own, which an exception in a loop of two threads would end."""
     ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300, check=False)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import tfnb
 from tfnb.errors import InvalidArgument
-from tfnb.execution.tiers import inductor as compiler
+from tfnb.execution.tiers import compiled_loops
 from tfnb.execution.tiers import tiered as tiers
 from tfnb.execution.tiers.interface import Request, first
 
@@ -22,8 +22,8 @@ from tfnb.execution.tiers.interface import Request, first
 @pytest.fixture
 def needs_compiler() -> None:
     """Skips where nothing can be compiled."""
-    if compiler.obstacle() is not None:
-        pytest.skip(str(compiler.obstacle()))
+    if compiled_loops.obstacle() is not None:
+        pytest.skip(str(compiled_loops.obstacle()))
 
 
 def classifier() -> tuple[Any, list[Any], list[Any]]:
@@ -101,7 +101,7 @@ def test_what_cannot_be_compiled_says_why_and_runs() -> None:
         y = x + 1 if x.sum() > 0 else x
     session = tfnb.Session(g, compile="now")
     assert torch.equal(session.run(y, {x: torch.ones(4)}), torch.full((4,), 2.0))
-    assert "no groups of pointwise nodes" in session.status()[0]
+    assert "decides what runs next" in session.status()[0]
 
 
 @pytest.mark.usefixtures("needs_compiler")

@@ -1,4 +1,4 @@
-"""Generated code in two halves: what a compiler takes whole, and what comes behind sizes that data decide.
+"""Generated code in two halves: what a compiler takes whole, and what comes behind nodes that it does not take.
 
 Row-sparse gradients end a step so: how many rows there are, only the indices tell. Everything before is static.
 """
@@ -6,7 +6,7 @@ Row-sparse gradients end a step so: how many rows there are, only the indices te
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from torch import fx
 
@@ -15,15 +15,17 @@ from tfnb.execution.lowering.program import Program
 from tfnb.graph import Dim
 from tfnb.passes import feed_symbols
 
+FEWEST = 8  # calls that are worth compiling before others
 
-def halves(program: Program) -> tuple[fx.GraphModule, fx.GraphModule] | None:
-    """The code before such sizes, which takes what the program does, and the rest, which takes what the first gives.
 
-    None where no size depends on data, and where most of the code comes behind one.
+def halves(program: Program, late: Set[fx.Node]) -> tuple[fx.GraphModule, fx.GraphModule] | None:
+    """The code without ``late``, which takes what the program does, and the rest, which takes what the first gives.
+
+    late: nodes with all that depends on them. None where that is most of the code, or little comes before it.
     """
     graph = program.module.graph
-    late = behind(program)
-    if not late or 2 * len(late) > len(graph.nodes):
+    early = sum(node.op == "call_function" for node in graph.nodes if node not in late)
+    if 2 * len(late) > len(graph.nodes) or early < FEWEST:
         return None
     returned: tuple[fx.Node | None, ...] = graph.output_node().args[0]  # type: ignore[assignment]
     sources = [source for node in late for source in node.all_input_nodes]
@@ -46,14 +48,22 @@ def halves(program: Program) -> tuple[fx.GraphModule, fx.GraphModule] | None:
 
 def behind(program: Program) -> set[fx.Node]:
     """Nodes that make a size which no feed shows, and all that depends on them."""
-    known = feed_symbols(program.whole.contents, program.feeds)
-    found: set[fx.Node] = set()
+    known = feed_symbols(program.whole.contents, program.feeds).keys()
+    return dependents(program, (node for node in program.module.graph.nodes if not sizes(program, node) <= known))
+
+
+def sizes(program: Program, node: fx.Node) -> set[str]:
+    """The symbols in the shapes that a call gives."""
+    owner = program.node_of.get(node.name) if node.op == "call_function" else None
+    specs = () if owner is None else owner.outputs
+    return {s for spec in specs for d in spec.shape if isinstance(d, Dim) for s in d.symbols}
+
+
+def dependents(program: Program, nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Nodes, and all that depends on them."""
+    found = set(nodes)
     for node in program.module.graph.nodes:
-        owner = program.node_of.get(node.name) if node.op == "call_function" else None
-        specs = () if owner is None else owner.outputs
-        symbols = {s for spec in specs for d in spec.shape if isinstance(d, Dim) for s in d.symbols}
-        depends = node.op != "output" and not found.isdisjoint(node.all_input_nodes)
-        if depends or not symbols <= known.keys():
+        if node.op != "output" and not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return found
 

@@ -1,4 +1,4 @@
-"""Generated torch.fx code through inductor: one function for one choice of sizes.
+"""Generated torch.fx code through inductor, for devices and for ops that have no form in C.
 
 Compiles what `lower` generated, without the writes: forward and backward of a step together, which a
 compiler of the model alone does not see. Uses torch._inductor (tried with torch 2.13), loaded when first used: it takes
@@ -7,102 +7,41 @@ seconds.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tfnb.errors import Unimplemented
-from tfnb.execution.lowering.checked_calls import Branch, Drawing
-from tfnb.execution.lowering.control_flow_code import Call, Cond
+from tfnb.execution.lowering.checked_calls import Drawing
 from tfnb.execution.lowering.program import Program
-from tfnb.execution.tiers.compiled_loops import Native, Permit, native, obstacle
 from tfnb.execution.tiers.decompositions import decompositions
-from tfnb.execution.tiers.graph_split import halves
 from tfnb.execution.tiers.interface import Forward, Request
-from tfnb.execution.tiers.node_groups import Kernel, Layouts, function, groups, with_kernels
-from tfnb.execution.tiers.operand_checks import OperandChecks, OperandRefused, raising
+from tfnb.execution.tiers.operand_checks import Kernel, OperandChecks, OperandRefused, raising
 from tfnb.kernels.random import drawing_op
-
-MOST_NODES = 1500  # that are compiled as a whole; compiling takes a minute for so many
 
 
 class Inductor:
-    """The tier: a step in one kernel, or in several where something decides what runs next."""
+    """The tier: a step in one kernel."""
 
     name = "compiled"
 
     def made(self, request: Request) -> Forward | str:
-        """The code for arguments of these very sizes."""
-        return obstacle() or compiled(request.program, request.args)
+        """The code for arguments of these very sizes: feeds, storages, the run's number."""
+        program, args = request.program.undonated(), request.args
+        graph, slots = _pure(program)
+        draws = any(node.op == "placeholder" and node.name == "run" for node in graph.nodes)
+        examples = (*args[:-1], torch.tensor(args[-1], device="cpu")) if draws else tuple(args[:-1])
+        kernel = _kernel(fx.GraphModule(program.module, graph), examples)
 
+        def forward(*given: Any) -> tuple[Any, ...]:
+            outs = kernel([*given[:-1], torch.tensor(given[-1], device="cpu")] if draws else [*given[:-1]])
+            return tuple([outs[place] if made else given[place] for made, place in slots])
 
-def compiled(program: Program, args: Sequence[Any]) -> Forward:
-    """``program.forward`` for arguments of these very sizes; raises Unimplemented or what inductor raises.
-
-    ``args`` are as in a run: feeds, storages, the run's number. The result takes the same and raises for others.
-    """
-    permit = Permit()
-    program = native(program.undonated(), permit)
-    calls = [node for node in program.module.graph.nodes if node.op == "call_function"]
-    between = any(isinstance(node.target, (Branch, Call, Cond, Native)) for node in calls)  # decides what runs next
-    in_parts = between or len(calls) > MOST_NODES
-    forward = _in_groups(program, args) if in_parts else _as_far_as_possible(program, args)
-    with suppress(OperandRefused):  # the first call loads what was compiled
-        forward(*args)
-    permit.open = False
-    return forward
-
-
-def _as_far_as_possible(program: Program, args: Sequence[Any]) -> Forward:
-    """As a whole, or what comes before sizes that data decide; in groups where inductor does not take that."""
-    try:
-        parts = halves(program)
-        if parts is None:
-            return _as_a_whole(program, args)
-        first, rest = _as_a_whole(replace(program, module=parts[0]), args), parts[1].forward
-        return lambda *given: rest(*first(*given))
-    except Exception as error:
-        try:
-            return _in_groups(program, args)
-        except Exception:
-            raise error from None
-
-
-def _as_a_whole(program: Program, args: Sequence[Any]) -> Forward:
-    graph, slots = _pure(program)
-    draws = any(node.op == "placeholder" and node.name == "run" for node in graph.nodes)
-    examples = (*args[:-1], torch.tensor(args[-1], device="cpu")) if draws else tuple(args[:-1])
-    kernel = _kernel(fx.GraphModule(program.module, graph), examples)
-    if not draws and slots == [(True, place) for place in range(len(slots))]:
-        return lambda *given: tuple(kernel([*given[:-1]]))
-
-    def forward(*given: Any) -> tuple[Any, ...]:
-        outs = kernel([*given[:-1], torch.tensor(given[-1], device="cpu")] if draws else [*given[:-1]])
-        return tuple([outs[place] if made else given[place] for made, place in slots])
-
-    return forward
-
-
-def _in_groups(program: Program, args: Sequence[Any]) -> Forward:
-    """Its loops, and groups of its nodes."""
-    layouts = Layouts(program.module)
-    with torch.no_grad():
-        layouts.run(*args)
-    found = groups(program, layouts.of)
-    if not found:
-        raise Unimplemented("it has no groups of pointwise nodes that are worth a kernel")
-    kernels: dict[Hashable, Kernel] = {}
-    for group in found:
-        if group.key not in kernels:
-            with FakeTensorMode():
-                examples = [layouts.of[node].empty() for node in group.inputs]
-                kernels[group.key] = _kernel(function(program, layouts.of, group), examples)
-    return with_kernels(program, [(group, kernels[group.key]) for group in found]).forward
+        with suppress(OperandRefused):  # the first call loads what was compiled
+            forward(*args)
+        return forward
 
 
 def _kernel(module: fx.GraphModule, examples: Sequence[Any]) -> Kernel:

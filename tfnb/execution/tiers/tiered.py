@@ -50,7 +50,7 @@ MOST_COPIED = 1 << 30  # bytes of what a step reads
 LONGEST_COMPARED = 5.0  # seconds of a step that compiled code is compared with
 
 AT_ONCE: tuple[Tier, ...] = (Scalarized(),)
-COMPILED: tuple[Tier, ...] = (Native(), Inductor(), CompiledLoops())
+COMPILED: tuple[Tier, ...] = (CompiledLoops(), Native(), Inductor())
 """Tiers that are asked before the first step, and when steps have taken long. CUDA graphs launch the code of either."""
 
 _LOG = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ and every write then keeps the old value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,10 +21,10 @@ from tfnb.errors import Unimplemented
 from tfnb.execution.lowering.checked_calls import Branch, Drawing
 from tfnb.execution.lowering.control_flow_code import Call, Cond, Loop
 from tfnb.execution.lowering.program import Program
+from tfnb.execution.tiers.graph_split import dependents, halves, sizes
 from tfnb.execution.tiers.native.manifest import About
 from tfnb.execution.tiers.native.request import Operand
 from tfnb.execution.tiers.operand_checks import OperandChecks
-from tfnb.graph import Dim
 from tfnb.kernels.formulas import FORMULAS
 from tfnb.passes import feed_symbols
 
@@ -39,23 +39,35 @@ _BY_SHAPE = frozenset({
 
 
 def obstacle(program: Program) -> str | None:
-    """Why a step cannot be one module; None where nothing speaks against it."""
+    """Why nothing of a step can be one module; None where something can."""
+    found = split(program)
+    return found if isinstance(found, str) else None
+
+
+def split(program: Program) -> tuple[Program, fx.GraphModule | None] | str:
+    """The program, or as much of it as comes first and can be one module, and the rest; or why there is none."""
     known = feed_symbols(program.whole.contents, program.feeds).keys()
-    for node in program.module.graph.nodes:
-        owner = program.node_of.get(node.name)
-        name = node.name if owner is None else owner.name
-        if isinstance(node.target, _DECIDES):
-            return f"{name} decides what runs next"
-        if owner is None:
-            continue
-        if any(
-            str(s) not in known for spec in owner.outputs for d in spec.shape if isinstance(d, Dim) for s in d.symbols
-        ):
-            return f"data decide the sizes of {name}"
-        if isinstance(node.target, Drawing) and not _draws_before(node):
-            return f"{name} draws from values that the step computes"
-        if any(spec.device != "cpu" for spec in owner.outputs):
-            return f"{name} is on {owner.outputs[0].device}"
+    unfit = {node: why for node in program.module.graph.nodes if (why := _unfit(program, node, known)) is not None}
+    if any(spec.device != "cpu" for node in program.graph.nodes for spec in node.outputs):
+        return "it is not on the CPU"
+    own = [node for node in program.module.graph.nodes if getattr(node.target, "namespace", "") == "tfnb"]
+    if not unfit:
+        return (program, None) if not own else f"{own[0].name} has no form in C"
+    unfit |= dict.fromkeys(own, "")
+    parts = halves(program, dependents(program, unfit))
+    return next(iter(unfit.values())) if parts is None else (replace(program, module=parts[0]), parts[1])
+
+
+def _unfit(program: Program, node: fx.Node, known: Set[str]) -> str | None:
+    """Why a call can be no part of a module."""
+    owner = program.node_of.get(node.name)
+    name = node.name if owner is None else owner.name
+    if isinstance(node.target, _DECIDES):
+        return f"{name} decides what runs next"
+    if not sizes(program, node) <= known:
+        return f"data decide the sizes of {name}"
+    if isinstance(node.target, Drawing) and not _draws_before(node):
+        return f"{name} draws from values that the step computes"
     return None
 
 
@@ -130,21 +142,22 @@ def _zeros(fake: FakeTensor) -> torch.Tensor:
 
 
 def exportable(
-    program: Program, operands: Sequence[Operand], table: Mapping[Any, Callable[..., Any]]
+    whole: Program, operands: Sequence[Operand], table: Mapping[Any, Callable[..., Any]]
 ) -> tuple[fx.GraphModule, list[torch.Tensor], About]:
     """The module, examples of its operands, and what it gives; raises Unimplemented, or what torch raises.
 
     table: decompositions of the compiler.
     """
-    why = obstacle(program)
-    if why is not None:
-        raise Unimplemented(why)
+    found = split(whole)
+    if isinstance(found, str):
+        raise Unimplemented(found)
+    program, rest = found
     graph, places = _pure(program)
     given = Given.of(program, operands)
     step = fx.GraphModule(program.module, graph)
     examples = [operand.empty().zero_() for operand in operands]
     examples += [*given.constants, *(draw(0, examples) for draw in given.draws)]
-    writes = list(_writes(program)) if _may_write(program) else None
+    writes = list(_writes(program)) if rest is None and _may_write(program) else None
     shown = places if writes is None else places[: program.n_fetches]
     results = [place for place in dict.fromkeys(shown) if place is not None and place >= 0]
     checks = OperandChecks()
@@ -172,7 +185,7 @@ def exportable(
 def _pure(program: Program) -> tuple[fx.Graph, list[int | None]]:
     """The program's graph from all operands; for each of its outputs the place among those it computes, or ~operand."""
     old, graph = program.module.graph, fx.Graph()
-    inputs = old.find_nodes(op="placeholder")[:-1]
+    *inputs, run = old.find_nodes(op="placeholder")
     lifted, draws = _constants(program), [node for node in old.nodes if isinstance(node.target, Drawing)]
     new: dict[fx.Node, Any] = {node: graph.placeholder(node.name) for node in inputs}
     named = {name: graph.placeholder(f"given{place}") for place, name in enumerate(lifted)}
@@ -186,7 +199,7 @@ def _pure(program: Program) -> tuple[fx.Graph, list[int | None]]:
         elif node.op in ("call_function", "call_method"):
             new[node] = graph.node_copy(node, new.__getitem__)
     returned: Any = old.output_node().args[0]
-    arguments = {node: place for place, node in enumerate(inputs)}
+    arguments = {node: place for place, node in enumerate((*inputs, run))}
     results: dict[fx.Node, int] = {}
     places = [None if n is None else ~arguments[n] if n in arguments else results.setdefault(new[n], len(results))
               for n in returned]  # fmt: skip

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tfnb.errors import Unimplemented
 from tfnb.execution.lowering.program import Program
 from tfnb.execution.tiers.interface import Forward, Request
 from tfnb.execution.tiers.native.call import Package
-from tfnb.execution.tiers.native.exportable import Given, obstacle
+from tfnb.execution.tiers.native.exportable import Given, obstacle, split
 from tfnb.execution.tiers.native.manifest import about
 from tfnb.execution.tiers.native.request import NativeRequest
 
@@ -36,27 +38,33 @@ class Native:
 
 def loaded(folder: Path, program: Program) -> NativeStep:
     """The step of a package that was built for this program."""
-    found = about(folder)
+    found, parts = about(folder), split(program)
+    if isinstance(parts, str):
+        raise Unimplemented(parts)
+    first, rest = parts
     operands = found.operands[: len(program.feeds) + len(program.variables)]
-    return NativeStep(Package(folder, found, Given.of(program, operands)), len(program.feeds))
+    package = Package(folder, found, Given.of(first, operands))
+    return NativeStep(package, len(program.feeds), None if rest is None else rest.forward)
 
 
 class NativeStep:
     """Computes a step as ``program.forward`` does.
 
-    One that ``writes`` takes feeds, storages and the run's number as three, gives the fetches and has written the rest.
-    Raises Unfit or OperandRefused, and then wrote nothing.
+    rest: generated code that takes what the package gives, where that is not all. A step that ``writes`` takes feeds,
+    storages and the run's number as three, gives the fetches and has written the rest. Raises Unfit or OperandRefused,
+    and then wrote nothing.
     """
 
-    def __init__(self, package: Package, feeds: int) -> None:
-        self._package, self._feeds, self._places = package, feeds, package.about.fetched
+    def __init__(self, package: Package, feeds: int, rest: Forward | None) -> None:
+        self._rest, self._package, self._feeds, self._places = rest, package, feeds, package.about.fetched
         self.writes = bool(package.about.written)
         self._made = all(place is None or place >= 0 for place in self._places)
 
-    def __call__(self, *args: Any) -> list[Any]:
+    def __call__(self, *args: Any) -> Sequence[Any]:
         feeds, storages, run = args if self.writes else (args[: self._feeds], args[self._feeds : -1], args[-1])
         found = self._package(feeds, storages, run)
-        if self._made:
+        if self._made and self._rest is None:
             return [None if place is None else found[place] for place in self._places]
-        given = [*feeds, *storages]
-        return [None if at is None else found[at] if at >= 0 else given[~at] for at in self._places]
+        given = [*feeds, *storages, run]
+        outs = [None if at is None else found[at] if at >= 0 else given[~at] for at in self._places]
+        return outs if self._rest is None else self._rest(*outs)
