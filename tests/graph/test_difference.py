@@ -11,7 +11,7 @@ from torch import nn
 import tfnb
 from tfnb.graph import Graph
 from tfnb.view import Drawing
-from tfnb.view.marks import marks, union
+from tfnb.view.colours import marks, union
 
 
 def recorded(layers: Any, name: str = "net") -> Graph:

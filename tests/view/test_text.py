@@ -1,15 +1,13 @@
-"""Forms without a picture: the listing, DOT and JSON for files, and small reprs with equal facts."""
+"""Forms without a picture: the listing, DOT for files, and small reprs with equal facts."""
 
 from __future__ import annotations
-
-import json
 
 import torch
 
 import tfnb
 from tests.graph.build import dense
 from tfnb.graph import Graph, Variable
-from tfnb.view import graph_dot, graph_json, tensor_html, text_tree, variable_html
+from tfnb.view import graph_dot, tensor_html, text_tree, variable_html
 from tfnb.view.reprs import health, tensor_facts, variable_facts
 
 LISTING = """\
@@ -30,15 +28,6 @@ def test_dot_has_a_cluster_for_each_unfolded_box(digits: Graph) -> None:
     assert source.startswith("digraph digits {")
     assert "subgraph cluster_n2 {" in source and "id=cluster_n2" in source
     assert "n0 -> n2_0" in source
-
-
-def test_json_holds_nodes_and_boxes(digits: Graph) -> None:
-    data = json.loads(graph_json(digits))
-    nodes = {node["name"]: node for node in data["nodes"]}
-    assert nodes["logits"]["op"] == "aten.addmm.default"
-    assert nodes["logits"]["outputs"] == ["float32[B, 10]"]
-    assert nodes["logits"]["source"]["text"] == "logits = model(x)"
-    assert [box["title"] for box in data["boxes"]][:3] == ["x", "y", "model"]
 
 
 def test_the_repr_of_a_variable_carries_its_facts() -> None:

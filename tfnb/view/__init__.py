@@ -1,4 +1,4 @@
-"""Graph -> SVG, HTML, DOT, JSON and text, for reprs, files and widgets."""
+"""Graph -> SVG, HTML, DOT and text, for reprs, files and widgets."""
 
 from tfnb.view.drawing import Drawing
 from tfnb.view.export import (
@@ -6,7 +6,6 @@ from tfnb.view.export import (
     graph_bundle,
     graph_dot,
     graph_html,
-    graph_json,
     graph_svg,
     timeline_of,
     trace_html,
@@ -15,6 +14,6 @@ from tfnb.view.listing import text_tree
 from tfnb.view.reprs import tensor_html, variable_html
 
 __all__ = [
-    "Drawing", "difference_html", "graph_bundle", "graph_dot", "graph_html", "graph_json", "graph_svg", "tensor_html",
+    "Drawing", "difference_html", "graph_bundle", "graph_dot", "graph_html", "graph_svg", "tensor_html",
     "text_tree", "timeline_of", "trace_html", "variable_html",
 ]  # fmt: skip

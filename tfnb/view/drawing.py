@@ -14,15 +14,13 @@ from typing import Any
 from tfnb.graph import Contents, Graph, Node, Value
 from tfnb.view import facts
 from tfnb.view.box import Box, Key, key_name
+from tfnb.view.colours import Heat, Marks, heat
 from tfnb.view.escape import shorten, xml
 from tfnb.view.face import HEAD, Face, Painter, n, times
-from tfnb.view.heat import Heat, heat
 from tfnb.view.inside import opened
 from tfnb.view.level import Drawn, Level, Placed, Ports
 from tfnb.view.loop_sliders import LoopSliders
-from tfnb.view.marks import Marks
-from tfnb.view.measure import SANS
-from tfnb.view.style import HOT_SHEET, PAPER, SHEET
+from tfnb.view.style import HOT_SHEET, PAPER, SANS, SHEET
 from tfnb.view.tree import tree
 from tfnb.view.wiring import Wiring
 

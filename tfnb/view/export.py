@@ -1,6 +1,6 @@
-"""A graph as a string: HTML for notebooks, SVG, DOT and JSON for files.
+"""A graph as a string: HTML for notebooks, SVG and DOT for files.
 
-Options of all but JSON: ``cell`` (a label such as ``In[3]``) folds other cells to one box each, ``failing`` (a node,
+Options of all: ``cell`` (a label such as ``In[3]``) folds other cells to one box each, ``failing`` (a node,
 its name or id) is drawn red with all that holds it unfolded, ``grey`` (ids) is drawn pale, ``boxes`` is how many to
 show at first, ``trace`` (of a traced run) colours boxes ``by`` ``"time"`` or ``"bytes"``. The same graph gives the
 same bytes in every process.
@@ -8,21 +8,20 @@ same bytes in every process.
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from typing import Any
 
 import graphviz
 
-from tfnb.graph import Graph, Node
+from tfnb.graph import Graph
 from tfnb.graph.difference import Difference
-from tfnb.view import facts, page
+from tfnb.view import page
 from tfnb.view.box import Box, Key, key_name
+from tfnb.view.colours import marks, union
 from tfnb.view.drawing import Drawing
 from tfnb.view.escape import dot as quoted
 from tfnb.view.layout import LayoutFailed
 from tfnb.view.listing import text_tree
-from tfnb.view.marks import marks, union
 from tfnb.view.style import LIGHT
 from tfnb.view.timeline import timeline
 
@@ -99,36 +98,3 @@ def _visible_edges(drawing: Drawing) -> dict[tuple[Key, Key], None]:
 
 def _id(key: Key) -> str:
     return "n" + "_".join(map(str, key))
-
-
-def graph_json(graph: Graph, **options: Any) -> str:
-    """Nodes with all that a tooltip shows, and the tree of boxes, as JSON."""
-    drawing = Drawing(graph, **options)
-    nodes = [_node(node, drawing) for node in graph.nodes]
-    data = {"name": graph.name, "nodes": nodes, "boxes": [_box(box) for box in drawing.root.children]}
-    return json.dumps(data, indent=1)
-
-
-def _node(node: Node, drawing: Drawing) -> dict[str, Any]:
-    contents = drawing.contents
-    source = node.source and {"label": node.source.label, "line": node.source.line, "text": node.source.text}
-    forward = contents.by_id.get(node.forward) if node.forward is not None else None
-    return {
-        "name": node.name,
-        "op": node.op,
-        "inputs": [facts.value_name(value, contents) for value in node.inputs],
-        "outputs": [str(spec) for spec in node.outputs],
-        "arguments": facts.arguments(node, contents),
-        "scope": list(node.scope),
-        "source": source,
-        "device": node.device,
-        "tags": sorted(node.tags),
-        "forward": forward.name if forward else None,
-    }
-
-
-def _box(box: Box) -> dict[str, Any]:
-    if not box.children:
-        return {"key": box.name, "title": box.title, "node": box.node.name}
-    inner = [_box(child) for child in box.children]
-    return {"key": box.name, "kind": box.kind, "title": box.title, "times": box.times, "boxes": inner}

@@ -1,6 +1,6 @@
 """What a box looks like: the card of a node or folded group, and the frame around an unfolded one.
 
-SVG strings in the box's own coordinates, colours as attributes. Sizes come from `measure`, positions from the caller.
+SVG strings in the box's own coordinates, colours as attributes. Sizes come from `style`, positions from the caller.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ from typing import NamedTuple
 
 from tfnb.view import facts
 from tfnb.view.box import Box
+from tfnb.view.colours import Heat, Marks
 from tfnb.view.escape import shorten, xml
-from tfnb.view.heat import Heat
 from tfnb.view.inside import ARGUMENT
 from tfnb.view.loop_sliders import LoopSliders
-from tfnb.view.marks import Marks
-from tfnb.view.measure import width
-from tfnb.view.style import FRAME, LIGHT, MONO, SOFT, WIRE
+from tfnb.view.style import FRAME, LIGHT, MONO, SOFT, WIRE, width
 from tfnb.view.wiring import Wiring
 
 PAD, ROW, HEAD = 10, 15, 32

@@ -11,11 +11,10 @@ from itertools import groupby
 from typing import Any
 
 from tfnb.view import facts
+from tfnb.view.colours import duration
 from tfnb.view.escape import shorten, xml
 from tfnb.view.face import n
-from tfnb.view.heat import duration
-from tfnb.view.measure import SANS, width
-from tfnb.view.style import LIGHT, PAPER, SHEET, SOFT, Tone
+from tfnb.view.style import LIGHT, PAPER, SANS, SHEET, SOFT, Tone, width
 
 WIDE, LEFT = 960.0, 8.0  # pixels: the picture, its margin
 LANE, BAR, CURVE = 40.0, 20.0, 70.0
