@@ -70,11 +70,6 @@ LATE = {
     ("magics/extension.py", "tfnb.recording.shapes.fakes"): "torch loads in the background",
     ("tfnb/datasets.py", "sklearn"): "optional extra [data]",
     ("tfnb/execution/tiers/compiled_loops.py", "tfnb.execution.tiers.cpp"): "inductor takes seconds to load",
-    ("tfnb/execution/tiers/compiled_loops.py", "torch._inductor"): "inductor takes seconds to load",
-    (
-        "tfnb/execution/tiers/native/tier.py",
-        "tfnb.execution.tiers.native",
-    ): "inductor takes seconds to load",
     ("tfnb/execution/tiers/inductor.py", "torch"): "inductor takes seconds to load",
     ("tfnb/execution/tiers/inductor.py", "torch._inductor"): "inductor takes seconds to load",
     ("tfnb/execution/tiers/inductor.py", "torch._dynamo.convert_frame"): "inductor takes seconds to load",

@@ -501,6 +501,8 @@ class Session:
         name = self.graph.name
         for running in tuple(self._running):
             running.stop(lambda _: Cancelled(f"the session of graph {name} was closed during this run"))
+        for prepared in self._prepared.values():
+            prepared.code.close()
         self._prepared.clear()
 
     def __enter__(self) -> Session:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tfnb.execution.compiling.compiled_packages import REQUEST, Package, cached, compiled
+from tfnb.execution.compiling.compiled_packages import REQUEST, PackageFolder, cached, compiled
 from tfnb.execution.compiling.compiler_process import NOBODY, CompilerProcess
 from tfnb.execution.compiling.package_cache import packages
 
@@ -240,7 +240,7 @@ def test_ctrl_c_does_not_reach_it(tmp_path: Path) -> None:
 # -- requests -------------------------------------------------------------------------------------------------
 
 
-def ask(text: str, build: str, owner: Owner) -> Package | str:
+def ask(text: str, build: str, owner: Owner) -> PackageFolder | str:
     return compiled(text, lambda folder: (folder / "text").write_text(text) and None, build, owner)
 
 
@@ -248,11 +248,11 @@ def test_a_request_is_built_once_and_then_found(builds: str) -> None:
     owner = Owner()
     assert cached("one step") is None
     made = ask("one step", f"{builds}:quick", owner)
-    assert isinstance(made, Package) and not made.is_cached and made.cost.startswith("compiled in ")
+    assert isinstance(made, PackageFolder) and not made.is_cached and made.cost.endswith(" s to compile")
     assert (made.folder / "code").read_text() == "one step" and not (made.folder / REQUEST).exists()
     made.note(us=12)
     found = ask("one step", f"{builds}:dies", owner)
-    assert isinstance(found, Package) and found.is_cached and found.cost == "from the cache"
+    assert isinstance(found, PackageFolder) and found.is_cached and found.cost == "from the cache"
     assert found.folder == made.folder and found.facts["us"] == 12
     found.drop()
     assert cached("one step") is None

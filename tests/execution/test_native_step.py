@@ -130,13 +130,13 @@ def test_a_bad_index_in_a_session_is_an_error_with_its_line() -> None:
     session = tfnb.Session(recorded.graph, compile="now")
     session.run(recorded.fetches, recorded.feed())
     session.run(recorded.fetches, recorded.feed())
-    assert session.status()[0].endswith(": compiled")
+    assert ": compiled; " in session.status()[0]
     before = recorded.storages()
     with pytest.raises(TfnbError, match="line"):
         session.run(recorded.fetches, recorded.feed() | {recorded.y: torch.full((ROWS,), 3)})
     assert all(map(torch.equal, recorded.storages(), before))
     session.run(recorded.fetches, recorded.feed())
-    assert session.status()[0].endswith(": compiled")
+    assert ": compiled; " in session.status()[0]
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ good[at["target"]][::3] = -100
 session, plain = tfnb.Session(g, compile="now"), tfnb.Session(g, compile="off")
 torch.testing.assert_close(session.run([loss, *more], good), plain.run([loss, *more], good), rtol=1e-5, atol=1e-5)
 session.run([train, *more], good)
-assert session.status()[0].endswith(": compiled"), session.status()
+assert ": compiled; " in session.status()[0], session.status()
 before = table.weight.detach().clone()
 for name, bad in [
     *((name, 5000) for name in names if name != "divisor"), ("index", -5000), ("divisor", 0),
@@ -55,7 +55,7 @@ for name in ("index", "put"):
     negative = good | {at[name]: -good[at[name]]}
     torch.testing.assert_close(session.run(more, negative), plain.run(more, negative), rtol=1e-5, atol=1e-5)
 session.run([train, *more], good)
-assert session.status()[0].endswith(": compiled"), session.status()
+assert ": compiled; " in session.status()[0], session.status()
 assert not torch.equal(table.weight, before)
 print("done")
 """

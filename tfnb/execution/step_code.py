@@ -50,6 +50,11 @@ class StepCode:
         found = self.budget.planned(shapes)
         return found.program, found.forward
 
+    def close(self) -> None:
+        """Nobody waits for it any more."""
+        if "tiers" in self.__dict__:
+            self.tiers.close()
+
     @property
     def is_lowered(self) -> bool:
         """Whether it ran here."""

@@ -16,7 +16,7 @@ NO_COMPILER = "no C++ compiler: install g++, or set CXX to one"
 
 
 @dataclass(frozen=True, slots=True)
-class Package:
+class PackageFolder:
     """A folder of compiled code. facts: seconds that compiling it took, and what was found out about it since."""
 
     key: str
@@ -35,17 +35,17 @@ class Package:
     @property
     def cost(self) -> str:
         """What compiling it cost, in words."""
-        return "from the cache" if self.is_cached else f"compiled in {self.facts['seconds']:.1f} s"
+        return "from the cache" if self.is_cached else f"{self.facts['seconds']:.1f} s to compile"
 
 
-def cached(request: str) -> Package | None:
+def cached(request: str) -> PackageFolder | None:
     """The package of a request, by its digest, if somebody compiled it here before."""
     key = _key(request)
     folder = packages().find(key)
-    return None if folder is None else Package(key, folder, packages().facts(key), True)
+    return None if folder is None else PackageFolder(key, folder, packages().facts(key), True)
 
 
-def compiled(request: str, write: Callable[[Path], None], build: str, owner: object) -> Package | str:
+def compiled(request: str, write: Callable[[Path], None], build: str, owner: object) -> PackageFolder | str:
     """`cached`, else what ``build`` makes of a folder in the compiler's process; or why there is none.
 
     write: puts the request's files into a folder. build: ``module:function``, called with the folder of the package,
@@ -67,7 +67,7 @@ def compiled(request: str, write: Callable[[Path], None], build: str, owner: obj
     if isinstance(seconds, str):
         return seconds
     key, facts = _key(request), {"seconds": seconds}
-    return Package(key, packages().keep(key, draft, facts), facts, False)
+    return PackageFolder(key, packages().keep(key, draft, facts), facts, False)
 
 
 def _key(request: str) -> str:

@@ -181,7 +181,7 @@ def packages() -> PackageCache:
 @cache
 def surroundings() -> str:
     """A digest of what a package depends on beside its step: our code, torch, Python, processor and C++ compiler."""
-    found = [*_stamps("tfnb"), *_stamps("tfnb.kernels"), sys.version, platform.platform(), _processor()]
+    found = [*_stamps("tfnb"), *_stamps("tfnb.kernels"), sys.version, sys.platform, platform.machine(), _processor()]
     compiler = cpp_compiler()
     return digest(repr([*found, torch.__version__, torch.version.git_version, compiler and _stamp(compiler)]).encode())
 

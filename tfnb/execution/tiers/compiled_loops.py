@@ -11,13 +11,14 @@ import copy
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import fx
 
 from tfnb.errors import Unimplemented
+from tfnb.execution.compiling.compiled_packages import NO_COMPILER
+from tfnb.execution.compiling.package_cache import cpp_compiler
 from tfnb.execution.lowering.control_flow_code import Cond, Loop
 from tfnb.execution.lowering.program import Program
 from tfnb.execution.tiers.interface import Forward, Request
@@ -37,16 +38,9 @@ class Permit:
     refused: list[str] = field(default_factory=list)
 
 
-@cache
 def obstacle() -> str | None:
     """Why nothing can be compiled on this machine; None where it can."""
-    from torch._inductor import cpp_builder  # listed exception: inductor takes seconds to load
-
-    try:
-        cpp_builder.get_cpp_compiler()
-    except Exception as error:  # its class is not public
-        return f"no C++ compiler: {str(error).strip().splitlines()[0]}"
-    return None
+    return NO_COMPILER if cpp_compiler() is None else None
 
 
 class CompiledLoops:

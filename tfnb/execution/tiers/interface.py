@@ -13,6 +13,10 @@ Forward = Callable[..., tuple[Any, ...]]
 """Computes a step as ``program.forward`` does: takes feeds, storages and the run's number, and writes nothing."""
 
 
+class Abandoned(BaseException):
+    """Nobody waits for the code any more: no other tier is asked."""
+
+
 class Unfit(Exception):
     """Compiled code was given what it was not compiled for, and did nothing."""
 
@@ -22,11 +26,15 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A program to be run some other way. forward: what runs it now; args: as in a run, where code is made for them."""
+    """A program to be run some other way.
+
+    forward: what runs it now. args: as in a run, where code is made for them. owner: who waits for the code.
+    """
 
     program: Program
     forward: Forward
     args: Sequence[Any] = ()
+    owner: object = None
 
 
 class Tier(Protocol):

@@ -1,9 +1,9 @@
 """The chooser of tiers: generated torch.fx code runs at once, compiled code where that turns out faster.
 
-A choice of feed sizes that has used two seconds of computing is compiled in a background thread, and compared there
-with generated code. It is swapped in between steps: both take turns until it is clear which one is faster. Code that
-fails has written nothing; it is dropped and the step computed again. On CUDA either is captured and launched
-whole (`tfnb.execution.tiers.captured_steps`).
+A choice of feed sizes that has used two seconds of computing is compiled in the background, and compared with generated
+code. It is swapped in between steps: both take turns until it is clear which one is faster. A package that an earlier
+process compiled and found faster runs from the first step. Code that fails has written nothing; it is dropped and the
+step computed again. On CUDA either is captured and launched whole (`tfnb.execution.tiers.captured_steps`).
 """
 
 from __future__ import annotations
@@ -14,19 +14,23 @@ import queue
 import statistics
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, Literal
 
 import torch
 
 from tfnb.errors import DeadlineExceeded, InvalidArgument
 from tfnb.execution.commit import commit
+from tfnb.execution.compiling.compiled_packages import PackageFolder
+from tfnb.execution.compiling.compiler_process import COMPILER
 from tfnb.execution.lowering.program import Program
 from tfnb.execution.running import Running, Stop
 from tfnb.execution.tiers.captured_steps import Captured, Captures, device_of
-from tfnb.execution.tiers.compiled_loops import CompiledLoops
+from tfnb.execution.tiers.compiled_loops import CompiledLoops, obstacle
 from tfnb.execution.tiers.inductor import Inductor
 from tfnb.execution.tiers.interface import Forward, Request, Tier, Unfit, first, first_line, words
 from tfnb.execution.tiers.native.tier import Native
@@ -35,6 +39,7 @@ from tfnb.execution.tiers.scalarize import Scalarized
 from tfnb.execution.tracing.clocks import counter
 from tfnb.execution.tracing.live_memory import devices, wait
 from tfnb.graph.collector import frozen
+from tfnb.recording.marks.notes import user_level
 
 Mode = Literal["auto", "off", "now"]
 MODES = ("auto", "off", "now")
@@ -49,8 +54,9 @@ MOST_UNFIT = 3  # steps of other layouts, after which they are what is to be exp
 MOST_COPIED = 1 << 30  # bytes of what a step reads
 LONGEST_COMPARED = 5.0  # seconds of a step that compiled code is compared with
 
+NATIVE = Native()
 AT_ONCE: tuple[Tier, ...] = (Scalarized(),)
-COMPILED: tuple[Tier, ...] = (CompiledLoops(), Native(), Inductor())
+COMPILED: tuple[Tier, ...] = (CompiledLoops(), NATIVE, Inductor())
 """Tiers that are asked before the first step, and when steps have taken long. CUDA graphs launch the code of either."""
 
 _LOG = logging.getLogger(__name__)
@@ -62,6 +68,13 @@ def mode(wanted: str) -> Mode:
     if found not in MODES:
         raise InvalidArgument(f"compile is one of {', '.join(map(repr, MODES))}, not {found!r}")
     return found  # type: ignore[return-value]
+
+
+@cache
+def say_once() -> None:
+    """What a user should know when something is to be compiled for the first time."""
+    if (why := obstacle()) is not None:
+        warnings.warn(f"{why}; steps run as generated code", stacklevel=user_level(None) - 1)
 
 
 class Tiers:
@@ -83,7 +96,14 @@ class Tiers:
         if found is None:
             mode = self.mode if len(self._sizes) < MOST else "off"
             found = self._sizes[shapes] = Sizes(self.program, self._generated, mode, self._captures)
+            if mode != "off":
+                found.recall(shapes)
         return found.forward if found.turns is None else found.turn(found.turns)
+
+    def close(self) -> None:
+        """Nobody waits for what is being compiled."""
+        for sizes in self._sizes.values():
+            COMPILER.release(sizes)
 
     def status(self) -> list[str]:
         """A line for each choice of sizes: which code runs and why."""
@@ -111,6 +131,8 @@ class Sizes:
         self.turns: dict[Forward, list[float]] | None = None
         self._clock = counter(device_of(program))
         self._fast: Guarded | None = None
+        self._package: PackageFolder | None = None
+        self.cost = ""  # of compiling
         self._job: threading.Event | None = None  # that of "now", for which steps wait
         self._busy: list[torch.device] | None = None  # devices that go on when a call of them has returned
 
@@ -131,17 +153,38 @@ class Sizes:
             self._why[forward] = why
         return found or forward
 
+    def recall(self, shapes: Sequence[torch.Size]) -> None:
+        """Take what an earlier process compiled, if it found that its code agrees and is faster, or was told to."""
+        if self._captures is not None or not isinstance(self.program, Program):
+            return
+        try:
+            found = NATIVE.recalled(self.program, shapes)
+        except Exception as error:  # it is compiled anew then
+            _LOG.info("a package of the cache was not loaded: %s", words(error))
+            return
+        if found is None or found.package is None:
+            return
+        facts = found.package.facts
+        said = facts.get("status", "")
+        if facts.get("is_faster") or (self._mode == "now" and facts.get("agrees")):
+            self._fast = Guarded(self, self._captured(found))
+            self._keep(f"{said or 'compiled'}; from the cache")
+        elif "is_faster" in facts and self._mode == "auto":
+            self.forward, self.code = self.generated, f"generated code ({said}; measured before)"
+
     def _counted(self, *args: Any) -> tuple[Any, ...]:
         outs = self._clock.of(self.generated, *args)
         if self._clock.total > WORTH_COMPILING:
             self.forward = self.generated
-            self.code = "generated code; compiling"
+            self.code = "generated code; compiling in the background"
+            say_once()
             WORKER.submit(self, args)
         return outs
 
     def _now(self, *args: Any) -> tuple[Any, ...]:
         """Wait for the compiler; an interrupt or a deadline ends the waiting, and later runs find what it made."""
         if self._job is None:
+            say_once()
             self._job = WORKER.submit(self, args)
         start = time.monotonic()
         try:
@@ -159,18 +202,23 @@ class Sizes:
             return self.drop("compiled code is compared on copies, and the step reads more than 1 GiB")
         try:
             with frozen():
-                found, why = first(COMPILED, Request(self.program, self._plain, args))
+                found, why = first(COMPILED, Request(self.program, self._plain, args, self))
             if found is None:
                 return self.drop(why)
-            self.code = f"compiled in {time.perf_counter() - start:.1f} s, not compared yet"
-            why = difference(self.program, self._plain, found, args)
+            self._package = getattr(found, "package", None)
+            cost = f"{time.perf_counter() - start:.1f} s to compile"
+            self.cost = cost if self._package is None else self._package.cost
+            self.code = f"generated code; compiled code is not compared yet ({self.cost})"
+            differs = difference(self.program, self._plain, found, args)
         except BaseException as error:  # inductor raises anything; generated code goes on
             return self.drop(words(error))
-        if why:
-            return self.drop(f"compiled code differs: {why}")
+        if differs:
+            self._note(is_faster=False, status=f"compiled code differs: {differs}")
+            return self.drop(f"compiled code differs: {differs}")
+        self._note(agrees=True)
         self._fast = Guarded(self, self._captured(found))
         if self._mode == "now":
-            return self._keep("compiled")
+            return self._keep(f"compiled; {self.cost}")
         self.forward, self.turns = self.generated, {self.generated: [], self._fast: []}
         if not self.program.variables:
             self._time_once(self._fast, args)
@@ -186,7 +234,7 @@ class Sizes:
         self.wait(args)
         seconds = time.perf_counter() - start
         if 2 * seconds < self._clock.last and self.turns is not None:
-            self._keep(f"compiled: {seconds * 1e6:.0f} instead of {self._clock.last * 1e6:.0f} us")
+            self._decide(f"compiled: {seconds * 1e6:.0f} instead of {self._clock.last * 1e6:.0f} us")
 
     def drop(self, why: str) -> None:
         """Stay with generated code."""
@@ -210,15 +258,26 @@ class Sizes:
         if found is not None:
             slow = statistics.median(turns[self.generated]) * 1e6
             if found < 1:
-                self._keep(f"compiled: {found * slow:.0f} instead of {slow:.0f} us")
+                self._decide(f"compiled: {found * slow:.0f} instead of {slow:.0f} us")
             else:
-                self.drop(f"compiled code is not faster: {found * slow:.0f} against {slow:.0f} us")
+                self.drop(why := f"compiled code is not faster: {found * slow:.0f} against {slow:.0f} us")
+                self._note(is_faster=False, status=why)
 
     def wait(self, args: Sequence[Any]) -> None:
         """Until devices that go on when a call has returned are done."""
         if self._busy is None:
             self._busy = [device for device in devices(args) if device.type not in ("cpu", "meta")]
         wait(self._busy)
+
+    def _decide(self, status: str) -> None:
+        """Compiled code is faster; what it cost is told with it."""
+        self._note(is_faster=True, status=status)
+        self._keep(f"{status}; {self.cost}")
+
+    def _note(self, **facts: Any) -> None:
+        """Keep what was found out for other processes."""
+        if self._package is not None:
+            self._package.note(**facts)
 
     def _keep(self, status: str) -> None:
         assert self._fast is not None

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import warnings
 import zipfile
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.dependencies import WeakDep
 
 from tfnb.errors import Unimplemented
+from tfnb.execution.compiling.compiled_packages import REQUEST
 from tfnb.execution.tiers.decompositions import decompositions
 from tfnb.execution.tiers.native.exportable import exportable
 from tfnb.execution.tiers.native.request import NativeRequest
@@ -29,14 +29,9 @@ from tfnb.execution.tiers.native.request import NativeRequest
 STEP, CALL = "step.so", "call.so"
 
 
-@cache
-def obstacle() -> str | None:
-    """Why nothing can be compiled on this machine; None where it can."""
-    try:
-        cpp_builder.get_cpp_compiler()
-    except Exception as error:  # its class is not public
-        return f"no C++ compiler: {str(error).strip().splitlines()[0]}"
-    return None
+def build_in(folder: Path) -> None:
+    """`build` of the request that lies in the folder: what the compiler's process calls."""
+    build(NativeRequest.load(folder / REQUEST), folder)
 
 
 def build(request: NativeRequest, folder: Path) -> None:

@@ -1,15 +1,18 @@
-"""The native tier: asked by the chooser, it compiles a step and loads the package."""
+"""The native tier: asked by the chooser, it lets a step be compiled in another process and loads the package."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tfnb.errors import Unimplemented
+from tfnb.execution.compiling.compiled_packages import PackageFolder, cached, compiled
+from tfnb.execution.compiling.compiler_process import NOBODY
 from tfnb.execution.lowering.program import Program
-from tfnb.execution.tiers.interface import Forward, Request
+from tfnb.execution.tiers.interface import Abandoned, Forward, Request
 from tfnb.execution.tiers.native.call import Package
 from tfnb.execution.tiers.native.exportable import Given, obstacle, split
 from tfnb.execution.tiers.native.manifest import about
@@ -27,13 +30,33 @@ class Native:
         why = obstacle(program)
         if why is not None:
             return why
-        from tfnb.execution.tiers.native import package  # listed exception: inductor takes seconds to load
+        wanted = NativeRequest.of(program, request.args)
+        package = compiled(wanted.key(), wanted.save, BUILD, request.owner)
+        if package == NOBODY:
+            raise Abandoned(NOBODY)
+        return package if isinstance(package, str) else _opened(package, program)
 
-        if why := package.obstacle():
-            return why
-        with tempfile.TemporaryDirectory(prefix="tfnb-") as folder:  # a library that is loaded needs no file
-            package.build(NativeRequest.of(program, request.args), Path(folder))
-            return loaded(Path(folder), program)
+    def recalled(self, program: Program, shapes: Sequence[torch.Size]) -> NativeStep | None:
+        """The code for feeds of these sizes, one element behind the other, if it lies in the cache."""
+        program = program.undonated()
+        if obstacle(program) is not None:
+            return None
+        by_id = program.whole.contents.by_id
+        specs = [by_id[value.node].outputs[value.index] for value in program.feeds]
+        feeds = [torch.empty(shape, dtype=spec.dtype) for shape, spec in zip(shapes, specs, strict=True)]
+        storages = [variable.storage for variable in program.variables]
+        package = cached(NativeRequest.of(program, (*feeds, *storages, 0)).key())
+        return None if package is None else _opened(package, program)
+
+
+def _opened(package: PackageFolder, program: Program) -> NativeStep:
+    try:
+        step = loaded(package.folder, program)
+    except Exception:
+        package.drop()
+        raise
+    step.package = package
+    return step
 
 
 def loaded(folder: Path, program: Program) -> NativeStep:
@@ -47,6 +70,9 @@ def loaded(folder: Path, program: Program) -> NativeStep:
     return NativeStep(package, len(program.feeds), None if rest is None else rest.forward)
 
 
+BUILD = "tfnb.execution.tiers.native.package:build_in"
+
+
 class NativeStep:
     """Computes a step as ``program.forward`` does.
 
@@ -56,6 +82,7 @@ class NativeStep:
     """
 
     def __init__(self, package: Package, feeds: int, rest: Forward | None) -> None:
+        self.package: PackageFolder | None = None
         self._rest, self._package, self._feeds, self._places = rest, package, feeds, package.about.fetched
         self.writes = bool(package.about.written)
         self._made = all(place is None or place >= 0 for place in self._places)
