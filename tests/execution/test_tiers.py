@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import tfnb
 from tfnb.errors import InvalidArgument
+from tfnb.execution.compiling.package_cache import packages
 from tfnb.execution.tiers import compiled_loops
 from tfnb.execution.tiers import tiered as tiers
 from tfnb.execution.tiers.interface import Request, first
@@ -28,6 +29,12 @@ def needs_compiler() -> None:
     """Skips where nothing can be compiled."""
     if compiled_loops.obstacle() is not None:
         pytest.skip(str(compiled_loops.obstacle()))
+
+
+@pytest.fixture(autouse=True)
+def cold() -> None:
+    """No test finds what another one compiled."""
+    packages().clear()
 
 
 def classifier() -> tuple[Any, list[Any], list[Any]]:
