@@ -263,9 +263,9 @@ class Walk:
         found = RULES.get(node.op)
         if found is not None and found.serves(dys) and (node.op in COMPLEX or not self._complex(node)):
             yield found
-        elif node.op in COMPOSITES:
+        if node.op in COMPOSITES:
             return
-        elif (library := library_rule(node.op)) is not None:
+        if found is None and (library := library_rule(node.op)) is not None:
             yield library
         if node.op.startswith("aten."):
             yield derived_rule(node.op, self.recorder)
