@@ -22,10 +22,10 @@ import tfnb
 def median_ms(step: object, feeds: dict[object, torch.Tensor], steps: int) -> float:
     """Median time of one run of the step, after ten that are not counted."""
     times = []
-    for turn in range(steps + 10):
+    for count in range(steps + 10):
         start = time.perf_counter()
         tfnb.run(step, feeds)
-        if turn >= 10:
+        if count >= 10:
             times.append(time.perf_counter() - start)
     return statistics.median(times) * 1e3
 

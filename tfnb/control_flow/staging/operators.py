@@ -139,7 +139,8 @@ def while_stmt(
                 return
         except CannotStage as why:
             note_peeled(st, why)
-            taken_by_python(staged, as_test(_asked(test())), True, is_check=True)
+            unrolled = f"the first iteration of the `while` always runs: {why}; give it a value before the loop"
+            taken_by_python(staged, as_test(_asked(test())), True, is_check=True, because=unrolled)
             body()
 
 
