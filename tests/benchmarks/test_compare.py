@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.benchmarks import compare
+from tests.benchmarks.peers import tfnb_off, torch_eager
 from tests.benchmarks.peers.nets import LAYERS, shapes
 from tests.benchmarks.peers.programs import parameters
 from tests.benchmarks.report import verdict
@@ -98,4 +99,5 @@ def test_verdicts_say_what_was_asked_and_found() -> None:
 
 def test_every_row_names_libraries_that_exist() -> None:
     there = {path.stem for path in (Path(compare.__file__).parent / "peers").glob("*.py")}
+    there |= {*tfnb_off.VARIANTS, *torch_eager.VARIANTS}
     assert {library for row in ROWS.values() for library in row.libraries} <= there

@@ -1,6 +1,7 @@
-"""One library in a process of its own: `python -m tests.benchmarks.peers.serve MODULE`, JSON lines over the pipes.
+"""One library in a process of its own: `python -m tests.benchmarks.peers.serve LIBRARY`, JSON lines over the pipes.
 
-MODULE is a file of this folder with ``version()`` and ``build(task, weights, data)``, which gives a `Step`. Requests:
+LIBRARY is a file of this folder with ``version()`` and ``build(task, weights, data)``, which gives a `Step`, or a row
+of the ``VARIANTS`` of one, which are further arguments. Requests:
 {"do": "start", task}: build and run the first step; "advance": run steps; "state": where the weights moved (or the
 gradients); "settle": run steps until their code no longer changes; "block": time some steps; "peak": memory;
 "profile": where the time goes.
@@ -68,11 +69,16 @@ def processor() -> float:
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": processor}
 
 
+_VARIED = {"tfnb": "tfnb_off", "torch": "torch_eager"}  # the files that have variants
+
+
 class Worker:
     """The answers."""
 
-    def __init__(self, library: Any) -> None:
-        self.library = library
+    def __init__(self, name: str) -> None:
+        file = _VARIED.get(name.partition("_")[0], name)
+        self.library = importlib.import_module(f"tests.benchmarks.peers.{file}")
+        self.options = getattr(self.library, "VARIANTS", {}).get(name, {})
 
     def start(self, **task: Any) -> dict[str, Any]:
         self.task = task
@@ -81,7 +87,7 @@ class Worker:
         _forget()
         self.clock = CLOCKS[task["clock"]]
         start = self.clock()
-        self.step = self.library.build(task, weights, data)
+        self.step = self.library.build(task, weights, data, **self.options)
         loss = self.step.wait(self.step.run())
         return {"loss": loss, "first": self.clock() - start, "version": self.library.version()}
 
@@ -134,7 +140,7 @@ class Worker:
         from tests.benchmarks.peers import profiles  # imports torch
 
         def begin() -> None:
-            step = self.library.build(self.task, *arrays(self.task["file"]))
+            step = self.library.build(self.task, *arrays(self.task["file"]), **self.options)
             step.wait(step.run())
 
         ways = {"time": lambda: profiles.step(self.step.run), "peak": lambda: profiles.peak(self.step.run)}
@@ -154,7 +160,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print is not an answer
     start = time.perf_counter()
-    worker = Worker(importlib.import_module(f"tests.benchmarks.peers.{sys.argv[1]}"))
+    worker = Worker(sys.argv[1])
     answers.write(json.dumps({"import": time.perf_counter() - start}) + "\n")
     for line in sys.stdin:
         request = json.loads(line)

@@ -1,8 +1,10 @@
-"""tfnb: the recorded graph through generated code. ``null`` programs pass nodes that compute nothing."""
+"""tfnb: the recorded graph through generated code, and variants. ``null`` programs pass nodes that compute nothing."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,12 +12,26 @@ import torch
 from torch import fx
 
 import tfnb
+from tests.benchmarks.peers import torch_ops
 from tests.benchmarks.peers.serve import Step
 from tests.benchmarks.peers.torch_ops import network, tensors
 from tfnb.execution import lower
 from tfnb.graph import Contents, Graph, Node, Ref, Spec, Value
 
 SCALAR = Spec(torch.float32, ())
+
+
+def loop(cell: Callable[..., Any], state: Any, xs: Any, time: int) -> Any:
+    """The program's loop as a loop of the graph, which is unrolled otherwise."""
+    return tfnb.fold(cell, state, xs)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "tfnb_auto": {"compile": "auto"},  # as it is when nothing is said: compiled in the background where that is faster
+    "tfnb_now": {"compile": "now"},  # the whole step compiled at its first run
+    "tfnb_last": {"layout": "channels_last"},  # sums are rounded in another order
+    "tfnb_loop": {"ops": SimpleNamespace(**vars(torch_ops) | {"loop": loop})},
+}
 
 
 def version() -> str:

@@ -1,4 +1,4 @@
-"""PyTorch as users write it: a module, autograd, torch.optim.SGD with its defaults."""
+"""PyTorch as users write it: a module, compiled or not, autograd, torch.optim.SGD with its defaults."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from tests.benchmarks.peers.serve import Step
 from tests.benchmarks.peers.torch_ops import network, tensors
+
+VARIANTS: dict[str, dict[str, Any]] = {"torch_compiled": {"compiled": True}}
 
 
 def version() -> str:
     return f"torch {torch.__version__}"
 
 
-def build(task: dict[str, Any], weights: list[np.ndarray], data: list[np.ndarray]) -> Step:
-    return stepped(task, net := network(task, weights), net, data)
-
-
-def stepped(task: dict[str, Any], net: nn.Module, loss_of: Any, data: list[np.ndarray]) -> Step:
-    """The training step of ``net``; ``loss_of`` is the module or what it was compiled to."""
+def build(
+    task: dict[str, Any], weights: list[np.ndarray], data: list[np.ndarray], compiled: bool = False
+) -> Step:  # fmt: skip
+    net = network(task, weights)
+    loss_of = torch.compile(net) if compiled else net
     torch.set_num_threads(task["threads"])
     batch, parameters = tensors(task, data), list(net.parameters())
     if task["mode"] == "forward":
