@@ -198,6 +198,8 @@ class Sizes:
     def compile(self, args: Sequence[Any]) -> None:
         """What the worker does: build, compare with generated code, and decide where that can be done at once."""
         start = time.perf_counter()
+        if (lacks := obstacle()) is not None:
+            return self.drop(lacks)
         if sum(arg.nbytes for arg in args if isinstance(arg, torch.Tensor)) > MOST_COPIED:
             return self.drop("compiled code is compared on copies, and the step reads more than 1 GiB")
         try:
