@@ -1,8 +1,9 @@
-"""The parameter server as a pure machine: ``core.on(request, now) -> Ok | Failed | Refused``.
+"""The parameter server as a pure machine: ``core.on(event, now) -> effects``.
 
-It holds values in a store, applies pushes exactly once, and commits synchronous rounds all
-or nothing. No Dask, clock, I/O or thread: the task that hosts it calls ``on`` from one thread, in order. Programs
-of registered plans are compiled by the function it is given. Imports torch and the message types.
+It holds values in a store, applies pushes exactly once, and commits synchronous rounds all or nothing. A request may
+have to wait inside: for the values of a later step, an element, a mean of gradients, a token. No Dask, clock, I/O or
+thread: the task that hosts it calls ``on`` from one thread, in order, and carries out the effects. Programs of
+registered plans are compiled by the function it is given. Imports torch, the message types and the state's objects.
 
 A request is answered in this order: fence, ledger, checks and all computing, then one write, then the ack. An error
 before the write leaves the values as they were; one inside the write poisons the core, which then refuses everything.
@@ -14,12 +15,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from tfnb.cluster.ledger import Ledger
+from tfnb.cluster.lines import Lines, Waiting
 from tfnb.cluster.messages import Failed, Ok, OpId, Refused, Request, failed
+from tfnb.cluster.objects import Objects
 from tfnb.errors import (
     AlreadyExists,
     InvalidArgument,
@@ -33,6 +36,36 @@ from tfnb.errors import (
 PLANS = 64  # registered plans that are kept
 
 Answer = Ok | Failed | Refused
+
+
+class Arrived(NamedTuple):
+    """A request came; ``ticket`` is the host's number for the call that waits for its answer."""
+
+    ticket: int
+    request: Request
+
+
+class Tick(NamedTuple):
+    """Time has passed."""
+
+
+class Gone(NamedTuple):
+    """A client is no more: what it waits for is waited for in vain."""
+
+    client: str
+
+
+Event = Arrived | Tick | Gone
+
+
+class Reply(NamedTuple):
+    """Answer the call of this ticket."""
+
+    ticket: int
+    answer: Answer
+
+
+Effect = Reply
 
 
 class Values(Protocol):
@@ -116,6 +149,8 @@ class Core:
         self.plans: OrderedDict[str, ServerProgram] = OrderedDict()
         self.rounds: dict[int, Round] = {}
         self.poisoned: str | None = None
+        self.lines = Lines()
+        self.objects = Objects()
         self._methods: dict[str, Callable[[Request], Ok | Refused]] = {
             "create": self._create, "drop": self._drop, "assign": self._assign, "push": self._push,
             "commit": self._commit,
@@ -123,24 +158,95 @@ class Core:
             "prepare": self._prepare, "abort": self._abort, "stat": self._stat, "applied": self._applied,
         }  # fmt: skip
 
-    MUTATIONS = frozenset({"create", "drop", "assign", "push", "commit"})
+    MUTATIONS = frozenset({"create", "drop", "assign", "push", "commit"}) | Objects.METHODS
     METHODS = MUTATIONS | {"register_shard", "pull", "stage", "prepare", "abort", "stat", "applied"}
 
-    def on(self, request: Request, now: float) -> Answer:
-        """Answer one request."""
-        refused = fence(request, self.epoch, self.incarnation)
-        if refused is not None:
-            return refused
+    def on(self, event: Event, now: float) -> list[Effect]:
+        """The effects of an event, those on requests that waited for it among them."""
+        match event:
+            case Arrived(ticket, request):
+                effects = self._arrived(ticket, request, now)
+            case Gone(client):
+                effects = [Reply(ticket, Refused("fenced", f"{client} is gone")) for ticket in self.lines.gone(client)]
+            case Tick():
+                effects = [Reply(ticket, Refused("again", "it waits still")) for ticket in self.lines.polled(now)]
+                self.objects.expire(now)
+        return [*effects, *self._proceed(now)] if self.lines else effects
+
+    def _arrived(self, ticket: int, request: Request, now: float) -> list[Effect]:
+        """Answer a request, or let it stand in its line."""
+        if request.op in self.lines and self._refused(request) is None:
+            before = self.lines.renew(request.op, ticket, now)
+            return [] if before is None else [Reply(before, Refused("again", "it was asked again"))]
+        line = self._line(request)
+        answer = None if line in self.lines.names else self._answer(request, now)
+        if line in self.lines.names:  # behind those before it, unless it needs no place
+            answer = self._settled(request)
+        if answer is not None:
+            return [Reply(ticket, answer)]
+        self.lines.join(Waiting(request, line, ticket, now))
+        return []
+
+    def _line(self, request: Request) -> str:
+        """Where a request stands that has to wait."""
+        if request.method == "pull" and "step" in request.meta:
+            return f"step:{request.meta['step']}"
+        return self.objects.line(request)
+
+    def _proceed(self, now: float) -> list[Effect]:
+        """Answer those at the heads of their lines that need not wait any more, until nobody proceeds."""
+        effects: list[Effect] = []
         if self.poisoned is not None:
-            return Refused("poisoned", self.poisoned)
-        if request.method in self.MUTATIONS:
-            ack = self.ledger.ack(request.op)
-            if ack is not None:
-                return replace(ack, dup=True)
-            if self.ledger.is_too_old(request.op):
-                return Refused("too-old", f"{request.op} lies below the ledger's window")
+            return [Reply(ticket, Refused("poisoned", self.poisoned)) for ticket in self.lines.all()]
+        proceeds = True
+        while proceeds:
+            proceeds = False
+            for line in self.lines.names:
+                while (head := self.lines.head(line)) is not None:
+                    if head.request.method == "close" and not self.lines.is_first(head):
+                        break
+                    answer = self._answer(head.request, now)
+                    if answer is None:
+                        break
+                    assert head.ticket is not None  # a head has an open call
+                    self.lines.leave(head.request.op)
+                    effects.append(Reply(head.ticket, answer))
+                    proceeds = True
+        return effects
+
+    def _refused(self, request: Request) -> Refused | None:
+        """Why it is not for this core as it is."""
+        refused = fence(request, self.epoch, self.incarnation)
+        if refused is None and self.poisoned is not None:
+            refused = Refused("poisoned", self.poisoned)
+        return refused
+
+    def _settled(self, request: Request) -> Answer | None:
+        """The answer that needs no work: a refusal, or the one that was given before."""
+        refused = self._refused(request)
+        if refused is not None or request.method not in self.MUTATIONS:
+            return refused
+        ack = self.ledger.ack(request.op)
+        if ack is not None:
+            return replace(ack, dup=True)
+        if self.ledger.is_too_old(request.op):
+            return Refused("too-old", f"{request.op} lies below the ledger's window")
+        return None
+
+    def _answer(self, request: Request, now: float) -> Answer | None:
+        """Carry out a request; None where it has to wait."""
+        settled = self._settled(request)
+        if settled is not None:
+            return settled
+        answer: Answer | None
         try:
-            answer = self._methods[request.method](request)
+            if request.method in self.objects.methods:
+                self._afford(_size(request.tensors))
+                answer = self.objects.methods[request.method](request, now)
+            elif request.method == "pull" and int(request.meta.get("step", 0)) > self.step:
+                answer = None
+            else:
+                answer = self._methods[request.method](request)
         except Exception as error:  # every class of error becomes data at this edge; nothing was written
             return failed(error)
         if request.method in self.MUTATIONS and isinstance(answer, Ok):
@@ -191,7 +297,10 @@ class Core:
         return write, tuple(keys)
 
     def _pull(self, request: Request) -> Ok:
-        """Values of ``keys`` that changed after ``since`` (a version for each key; none: all of them)."""
+        """Values of ``keys`` that changed after ``since`` (a version for each key; none: all of them).
+
+        With ``step`` it waits until so many rounds are committed.
+        """
         keys = _keys(request)
         since = request.meta.get("since") or [-1] * len(keys)
         _same_number(keys, since)
@@ -212,8 +321,9 @@ class Core:
 
     @property
     def _used(self) -> int:
-        """Bytes of values, staged parts and published copies."""
-        return self.store.bytes + sum(held.nbytes for held in self.rounds.values()) + _size(self.published.values())
+        """Bytes of values, staged parts, objects and published copies."""
+        held = sum(held.nbytes for held in self.rounds.values()) + self.objects.nbytes
+        return self.store.bytes + held + _size(self.published.values())
 
     # -- plans ----------------------------------------------------------------------------------------------
 
@@ -334,7 +444,7 @@ class Core:
             "version": self.version, "step": self.step, "bytes": self.store.bytes, "staged": staged,
             "published": _size(self.published.values()),
             "budget": self.store.budget, "variables": len(self.versions), "plans": len(self.plans),
-            "applied": self.ledger.applied, "dups": self.ledger.dups,
+            "applied": self.ledger.applied, "dups": self.ledger.dups, "waiting": len(self.lines),
         })  # fmt: skip
 
     def _applied(self, request: Request) -> Ok:

@@ -64,7 +64,8 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Certainly not executed. ``reason``: fenced, stale, too-old, unknown-plan, unknown-task, poisoned, protocol."""
+    """Certainly not executed. ``reason``: fenced, stale, too-old, unknown-plan, unknown-task, poisoned, protocol,
+    again (it waits inside and keeps its place: ask again under the same identity)."""
 
     reason: str
     message: str = ""

@@ -9,6 +9,7 @@ Imports Dask for the worker it lives on; never IPython.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import multiprocessing
 import os
 import platform
@@ -27,7 +28,7 @@ from distributed import get_worker
 from tfnb import __version__
 from tfnb.cluster import wire
 from tfnb.cluster.computing import Computing, in_thread
-from tfnb.cluster.core import PLANS, Core, fence
+from tfnb.cluster.core import PLANS, Arrived, Core, Event, Tick, fence
 from tfnb.cluster.messages import Failed, Ok, OpId, Outcome, Peer, Refused, Request, failed
 from tfnb.cluster.programs import ComputeProgram, Push, ShardProgram
 from tfnb.cluster.transport import read_request, worker_link, write_outcome
@@ -36,6 +37,7 @@ from tfnb.state.store import Store
 
 Answer = Ok | Failed | Refused
 
+TICK = 0.5  # seconds between looks at requests that wait inside of the core
 REVOKED = 1024  # leases taken back that are remembered
 SHARE = 0.6  # of a worker's memory limit that a server may fill; Dask pauses a worker at 0.8
 
@@ -67,6 +69,9 @@ class Task:
         self.incarnation = secrets.randbits(62)
         self.epoch = 0
         self.core: Core | None = None
+        self._tickets = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Answer]] = {}  # ticket -> the call that the core will answer
+        self._clock: asyncio.Future[None] | None = None
         self.servers: list[Peer] = []
         self.link = worker_link(worker, wire.BUDGET)
         self.plans: OrderedDict[str, ComputeProgram] = OrderedDict()
@@ -142,7 +147,32 @@ class Task:
         core = self.core
         if core is None:
             return Refused("protocol", f"{self.name} is no parameter server")
-        return await in_thread(self.applying, lambda: core.on(request, time.monotonic()))
+        ticket = next(self._tickets)
+        answered = self._waiting[ticket] = asyncio.get_running_loop().create_future()
+        try:
+            await self._tell(core, Arrived(ticket, request))
+            if not answered.done():
+                self._keep_time(core)
+            return await answered
+        finally:
+            del self._waiting[ticket]
+
+    async def _tell(self, core: Core, event: Event) -> None:
+        """Let the core see an event, in its thread, and carry out the effects."""
+        for reply in await in_thread(self.applying, lambda: core.on(event, time.monotonic())):
+            waiting = self._waiting.get(reply.ticket)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(reply.answer)
+
+    def _keep_time(self, core: Core) -> None:
+        """While requests wait inside of the core, it is told the time."""
+        if self._clock is None or self._clock.done():
+            self._clock = asyncio.ensure_future(self._ticking(core))
+
+    async def _ticking(self, core: Core) -> None:
+        while core.lines:
+            await asyncio.sleep(TICK)
+            await self._tell(core, Tick())
 
     # -- a compute task ---------------------------------------------------------------------------------------------
 

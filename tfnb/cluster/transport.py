@@ -31,7 +31,9 @@ from distributed.core import send_recv
 from distributed.protocol import to_serialize
 
 from tfnb.cluster import wire
+from tfnb.cluster.lines import POLL
 from tfnb.cluster.messages import Failed, NotSent, Ok, OpId, Outcome, Peer, Refused, Request, Unknown, failed
+from tfnb.cluster.objects import LINES
 from tfnb.errors import DeadlineExceeded, ProtocolError, TfnbError
 
 T = TypeVar("T")
@@ -39,6 +41,7 @@ T = TypeVar("T")
 CONNECT = 3.0  # seconds to reach an address
 SLACK = 0.05  # seconds a call may end after its deadline
 DEADLINES = {"ping": 2.0, "hello": 10.0, "register": 30.0, "register_shard": 30.0, "run": 600.0}
+DEADLINES |= dict.fromkeys(LINES, POLL + 2.0)  # what waits inside of a server answers "again" before that
 BYTES_PER_SECOND = 50e6
 SHORTEST = 5.0  # seconds: a server may stand behind one large update of another caller
 _TURN = 0.05  # seconds the blocking side sleeps between looks
@@ -73,6 +76,8 @@ def retry(outcome: Outcome, attempt: int, now: float, deadline: float, jitter: f
         case Unknown(lost=False):
             seconds = min(1.0, 0.05 * 2**attempt) * (0.5 + jitter)
             return Wait(seconds) if now + seconds < deadline else GiveUp()
+        case Refused("again"):
+            return Wait(0.0) if now < deadline else GiveUp()
         case NotSent() | Unknown():
             return Reread()
     return GiveUp()

@@ -1,1 +1,1 @@
-"""The store of values on a server, and variable files."""
+"""The store of values on a server, queues, accumulators and tokens, and variable files."""
