@@ -16,8 +16,8 @@ from tfnb.graph.device_request import Request, parse
         ("/job:w/replica:0/task:2/device:CPU:0", Request("w", 0, 2, "cpu", 0)),
         ("/task:1", Request(task=1)),
         ("task:1/cpu", Request(task=1, kind="cpu")),
-        ("cuda:3", Request(kind="cuda", index=3)),
-        ("/device:GPU:1", Request(kind="cuda", index=1)),
+        ("cuda:3", Request(kind="cuda", number=3)),
+        ("/device:GPU:1", Request(kind="cuda", number=1)),
         ("ps:1", Request("ps", None, 1)),
     ],
 )

@@ -22,7 +22,7 @@ class Request(NamedTuple):
     replica: int | None = None
     task: int | None = None
     kind: str | None = None
-    index: int | None = None
+    number: int | None = None
 
 
 @lru_cache(maxsize=1024)
@@ -30,9 +30,9 @@ def parse(text: str) -> Request:
     """The fields of a device string. Raises InvalidArgument naming the part that is none.
 
     >>> parse("/job:worker/task:1/device:CPU:0")
-    Request(job='worker', replica=None, task=1, kind='cpu', index=0)
+    Request(job='worker', replica=None, task=1, kind='cpu', number=0)
     >>> parse("ps:1"), parse("cuda").kind
-    (Request(job='ps', replica=None, task=1, kind=None, index=None), 'cuda')
+    (Request(job='ps', replica=None, task=1, kind=None, number=None), 'cuda')
     """
     if not isinstance(text, str):
         raise InvalidArgument(f"device {text!r} is no string; {_FORM}")
@@ -57,5 +57,5 @@ def _part(part: str, text: str) -> dict[str, str | int | None]:
         case "device", typed if typed.partition(":")[0].lower() in KINDS:
             return _part(typed, text)
         case kind, number if kind in KINDS and (number.isdecimal() or part == name):
-            return {"kind": "cuda" if kind == "gpu" else kind, "index": int(number) if number else None}
+            return {"kind": "cuda" if kind == "gpu" else kind, "number": int(number) if number else None}
     raise InvalidArgument(f"device {text[:60]!r}: {part[:60]!r} is no part of a device; {_FORM}")

@@ -67,7 +67,7 @@ def _ensure_kind(each: Asked) -> None:
     node, request = each
     for spec in node.outputs if request.kind is not None else ():
         device = torch.device(spec.device)
-        other = request.kind != "cpu" and request.index not in (None, device.index)
+        other = request.kind != "cpu" and request.number not in (None, device.index)
         if device.type != request.kind or other:
             raise InvalidArgument(
                 _said(each, f"its value lies on {spec.device}; a tensor goes elsewhere with .to(device)"),
