@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from tfnb.execution.lowering.program import Program
 
-Forward = Callable[..., tuple[Any, ...]]
+Forward = Callable[..., Sequence[Any]]
 """Computes a step as ``program.forward`` does: takes feeds, storages and the run's number, and writes nothing."""
 
 

@@ -111,7 +111,7 @@ class Package:
         taken = [*feeds, *(draw(run, (*feeds, *storages)) for draw in self.given.draws)] if self.given.draws else feeds
         if not kept.is_plain or any([feed.is_neg() for feed in feeds]):
             raise Unfit
-        found = self._call(self._step, kept.where, _handles(taken))
+        found = self._call(self._step, kept.where, _handles([*taken]))
         if type(found) is list:
             return [_taken(capsule) for capsule in found]
         raise {_REFUSED: OperandRefused, _UNFIT: Unfit}.get(found, RuntimeError)("the compiled step failed")

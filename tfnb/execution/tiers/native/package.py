@@ -58,8 +58,8 @@ def build(request: NativeRequest, folder: Path) -> None:
         with package.open(library) as source, (folder / STEP).open("wb") as target:
             shutil.copyfileobj(source, target)
     Path(made).unlink()
-    source = Path(__file__).with_name("call.c")
-    compiler = [cpp_builder.get_cpp_compiler(), "-x", "c", "-O2", "-shared", "-fPIC", str(source), "-x", "none"]
+    caller = Path(__file__).with_name("call.c")
+    compiler = [cpp_builder.get_cpp_compiler(), "-x", "c", "-O2", "-shared", "-fPIC", str(caller), "-x", "none"]
     subprocess.run([*compiler, "-o", str(folder / CALL)], check=True, capture_output=True)
     about.save(folder)
 
