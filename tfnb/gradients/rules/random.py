@@ -16,7 +16,7 @@ _DRAWN = (
 )
 _MADE = (
     "arange empty empty_like empty_permuted empty_strided eye fill full full_like linspace logspace new_empty "
-    "new_empty_strided new_full new_ones new_zeros ones ones_like scalar_tensor zeros zeros_like zero "
+    "new_empty_strided new_full new_ones new_zeros ones ones_like scalar_tensor zeros zeros_like zero _foreach_zero "
     "tril_indices triu_indices hann_window hamming_window bartlett_window blackman_window kaiser_window"
 )
 

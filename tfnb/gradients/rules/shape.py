@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tfnb.gradients.rule_table import COMPLEX, Forward, columns, partials, rule
+from tfnb.gradients.rule_table import COMPLEX, Forward, columns, composite, partials, rule
 from tfnb.graph import Node, current
 from tfnb.recording import Recorder, Tensor
 
@@ -152,6 +152,12 @@ def _(n: Forward, dy: Any) -> Any:
 for _op in (aten.split.Tensor, aten.split_with_sizes.default, aten.unsafe_split.Tensor):
     partials(_op, lambda n, dys: torch.cat(list(dys), n["dim"]))
 partials(aten.unbind.int, lambda n, dys: torch.stack(list(dys), n["dim"]))
+
+
+@composite(aten._foreach_copy.default)
+def _(self: Any, src: Any, non_blocking: bool = False) -> Any:
+    return [y.to(x.dtype).expand_as(x) for x, y in zip(self, src, strict=True)]
+
 
 # -- padding ---------------------------------------------------------------------------------------------------
 
