@@ -11,6 +11,7 @@ import pytest
 
 from tfnb import doctor
 from tfnb.__main__ import main
+from tfnb.execution.compiling.package_cache import packages
 
 
 def test_help_lists_the_commands(capsys):
@@ -18,7 +19,7 @@ def test_help_lists_the_commands(capsys):
         main(["--help"])
     assert ended.value.code == 0
     printed = capsys.readouterr().out
-    assert all(word in printed for word in ("lab", "doctor", "demo"))
+    assert all(word in printed for word in ("lab", "doctor", "cache", "demo"))
 
 
 def test_unknown_command_is_refused(capsys):
@@ -51,7 +52,9 @@ def test_unknown_option_is_refused(capsys):
 def test_doctor_finds_everything_here():
     report = doctor()
     assert report.ok, report
-    assert {"python", "torch", "drawing", "cluster"} <= {finding.what for finding in report.findings}
+    assert {"python", "torch", "compiler", "packages", "drawing", "cluster"} <= {
+        finding.what for finding in report.findings
+    }
     assert all(finding.found in report._repr_html_() for finding in report.findings if "'" not in finding.found)
 
 
@@ -61,6 +64,19 @@ def test_doctor_reports_what_fails_and_goes_on(monkeypatch, capsys):
     assert main(["doctor"]) == 1
     printed = capsys.readouterr().out
     assert printed.count("FAILS") == 2 and "ZeroDivisionError" in printed
+
+
+def test_cache_is_shown_and_cleared(capsys):
+    cache = packages()
+    draft = cache.draft()
+    (draft / "step.so").write_bytes(b"x" * 3_000_000)
+    cache.keep("a1", draft, {})
+    assert main(["cache"]) == 0
+    shown = capsys.readouterr().out
+    assert str(cache.folder) in shown and "MiB" in shown and not shown.startswith("0 packages")
+    assert main(["cache", "--clear"]) == 0
+    assert "\n0 packages, 0.0 of" in capsys.readouterr().out
+    assert cache.find("a1") is None
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The command line: ``tfnb lab``, ``tfnb doctor``, ``tfnb demo``. Its output is the terminal."""
+"""The command line: ``tfnb lab``, ``tfnb doctor``, ``tfnb cache``, ``tfnb demo``. Its output is the terminal."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lab = commands.add_parser("lab", help="open JupyterLab on the notebooks; takes JupyterLab's own options too")
     lab.set_defaults(run=_lab)
     commands.add_parser("doctor", help="say what works here").set_defaults(run=_doctor)
+    cache = commands.add_parser("cache", help="the steps that were compiled, as they are kept on disk")
+    cache.add_argument("--clear", action="store_true", help="remove them")
+    cache.set_defaults(run=_cache)
     demo = commands.add_parser("demo", help="the main job on real data, here and on a cluster in processes")
     demo.add_argument("--out", type=Path, default=Path("demo-output"), help="folder of the report")
     demo.set_defaults(run=_demo)
@@ -42,6 +45,14 @@ def _doctor(options: argparse.Namespace) -> int:
     report = import_module("tfnb.doctor").doctor()
     print(report)
     return 0 if report.ok else 1
+
+
+def _cache(options: argparse.Namespace) -> int:
+    packages = import_module("tfnb.execution.compiling.package_cache").packages()
+    if options.clear:
+        print(f"{packages.clear()} packages removed")
+    print(packages)
+    return 0
 
 
 def _demo(options: argparse.Namespace) -> int:

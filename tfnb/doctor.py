@@ -50,7 +50,9 @@ class Report:
 
 def doctor() -> Report:
     """Look at everything that tfnb needs and can use here; takes some seconds, for it starts a cluster and ends it."""
-    checks: dict[str, Callable[[], str]] = {"devices": _devices, "drawing": _drawing, "cluster": _cluster}
+    checks: dict[str, Callable[[], str]] = {
+        "devices": _devices, "compiler": _compiler, "packages": _packages, "drawing": _drawing, "cluster": _cluster,
+    }  # fmt: skip
     packages = (_package(name) for name in PACKAGES.split())
     return Report((_python(), *packages, *map(_extra, EXTRAS), *(_tried(*check) for check in checks.items())))
 
@@ -83,6 +85,15 @@ def _devices() -> str:
     torch = import_module("torch")
     cpu = f"cpu ({os.cpu_count()} cores, {torch.get_num_threads()} torch threads)"
     return ", ".join((cpu, *(f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(torch.cuda.device_count()))))
+
+
+def _compiler() -> str:
+    found = import_module("tfnb.execution.compiling.package_cache").cpp_compiler()
+    return found or "no g++, and no CXX: steps run as generated code"
+
+
+def _packages() -> str:
+    return repr(import_module("tfnb.execution.compiling.package_cache").packages())
 
 
 def _drawing() -> str:
