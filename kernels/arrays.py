@@ -1,8 +1,6 @@
 """Arrays that are written once: rows of one shape, and which of them were written.
 
-``rows`` is [N, ...], ``written`` bool [N]; an ``index`` is one row number, or [n] of them with a value for each. Of an
-array whose elements have several rows each, and not all as many, ``rows`` is int64 [N, 2]: its spans, where an element
-begins among the rows of all, and how many are its own.
+``rows`` is [N, ...], ``written`` bool [N]; an ``index`` is one row number, or [n] of them with a value for each.
 """
 
 from __future__ import annotations
@@ -83,45 +81,6 @@ def array_read(rows: Tensor, written: Tensor, index: Tensor) -> Tensor:
         if not seen[at]:
             raise IndexError(f"element {at} of a TensorArray is read, and was not written")
     return rows[index].clone()
-
-
-def _fake_spans(spans: Tensor) -> Tensor:
-    return spans.new_empty([torch.library.get_ctx().new_dynamic_size()])
-
-
-@op("(Tensor spans) -> Tensor", _fake_spans)
-def array_spans(spans: Tensor) -> Tensor:
-    """The numbers of the rows of spans, one span after the other."""
-    starts, lengths = spans.unbind(1)
-    firsts = lengths.cumsum(0) - lengths
-    return torch.repeat_interleave(starts - firsts, lengths) + torch.arange(int(lengths.sum()), device=spans.device)
-
-
-def _fake_even_spans(spans: Tensor) -> Tensor:
-    return spans.new_empty([spans.shape[0], torch.library.get_ctx().new_dynamic_size()])
-
-
-@op("(Tensor spans) -> Tensor", _fake_even_spans)
-def array_even_spans(spans: Tensor) -> Tensor:
-    """The numbers of the rows of spans, [n, length]; raises IndexError for several lengths."""
-    starts, lengths = spans.unbind(1)
-    found = lengths.unique().tolist()
-    if len(found) > 1:
-        raise IndexError(f"elements of a TensorArray with {found} rows are stacked: concat takes several sizes")
-    return starts[:, None] + torch.arange(found[0] if found else 0, device=spans.device)
-
-
-def _fake_parts(rows: Tensor, lengths: Tensor) -> Tensor:
-    return lengths.new_empty([lengths.shape[0], 2], dtype=torch.int64)
-
-
-@op("(Tensor rows, Tensor lengths) -> Tensor", _fake_parts)
-def array_parts(rows: Tensor, lengths: Tensor) -> Tensor:
-    """The spans of parts of these lengths; raises IndexError where they are not all the rows there are."""
-    lengths = lengths.to(torch.int64)
-    if lengths.sum() != rows.shape[0] or (lengths < 0).any():
-        raise IndexError(f"{rows.shape[0]} rows are split into elements of {lengths.tolist()} rows")
-    return torch.stack([lengths.cumsum(0) - lengths, lengths], 1)
 
 
 def _numbers(index: Tensor, size: int) -> list[int]:

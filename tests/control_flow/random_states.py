@@ -53,7 +53,7 @@ class _Writer:
         one = rng.choice((self.name(), self.read()))
         kind = rng.randrange(5)
         if kind == 0:
-            return f"torch.stack([(row * {one}).tanh() for row in x]).sum()"
+            return f"(x * {one}).tanh().sum()"
         if kind == 1:
             return f"({one} if {self.test()} else {self.read()} * 0.5)"
         return f"({one} {rng.choice('+-*')} {rng.choice((self.name(), self.read(), '0.5', '2.0'))})"
@@ -62,7 +62,7 @@ class _Writer:
         one = self.rng.choice((self.name(), self.name(), self.read()))
         return self.rng.choice(
             (f"{one} < {self.rng.choice((self.name(), self.read(), '1.0', '-1.0'))}", f"not {one} > 0",
-             f"({one} > 0 and {self.name()} < 1)", f"(k % 2 == 0 or {one} < 0)", "x.shape[0] > 2", "n > 2")
+             f"({one} > 0 and {self.name()} < 1)", f"(k % 2 == 0 or {one} < 0)", "n < 2", "n > 2")
         )  # fmt: skip
 
     # -- statements -------------------------------------------------------------------------------------------
@@ -181,8 +181,8 @@ class _Writer:
         kind = rng.randrange(3)
         if kind == 0:
             return [
-                f"{name} = arrays(3, shape=(None,), dtype=torch.float64)", "for i in range(3):",
-                f"    {name} = {name}.write(i, x[x > {self.name()} * 0.1 * i] * {self.read()})",
+                f"{name} = arrays(3)", "for i in range(3):",
+                f"    {name} = {name}.write(i, x * {self.name()} * 0.1 * i * {self.read()})",
                 *_in(self.write(depth + 1) if rng.random() < 0.5 else []),
                 f"{to} = ({name}.concat().sum() + {name}.read({rng.randrange(3)}).sum()).clamp(-9, 9)",
             ]  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import operator
 from typing import Any
 
@@ -28,19 +27,6 @@ def list_of_states(x: Tensor, n: Tensor) -> tuple[Tensor, ...]:
 
 
 @rows
-def states_of_layers(x: Tensor, n: Tensor) -> Tensor:
-    """A loop over layers in a loop over time."""
-    state = [torch.zeros(2, dtype=F64) for _ in range(3)]
-    given = x[0]
-    for t in range(n):
-        given = x[t]
-        for layer in range(3):
-            state[layer] = torch.tanh(given + state[layer] * (layer + 1))
-            given = state[layer]
-    return given + sum(state)
-
-
-@rows
 def dict_of_sums(x: Tensor, n: Tensor) -> tuple[Any, ...]:
     sums = {"up": torch.zeros((), dtype=F64), "down": torch.zeros((), dtype=F64), "count": 0}
     for i in range(n):
@@ -50,15 +36,6 @@ def dict_of_sums(x: Tensor, n: Tensor) -> tuple[Any, ...]:
             sums["down"] = sums["down"] - x[i, 0]
             sums["count"] += 1
     return sums["up"], sums["down"], sums["count"]
-
-
-@rows
-def swapped_items(x: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
-    pair = [x[0], x[1]]
-    while n > 0:
-        pair[0], pair[1] = pair[1] * 2, pair[0]
-        n = n - 1
-    return pair[0], pair[1]
 
 
 @rows
@@ -72,15 +49,6 @@ def two_names_of_one_list(x: Tensor, n: Tensor) -> Tensor:
 
 
 @rows
-def table_in_a_list(x: Tensor, n: Tensor) -> Tensor:
-    grid = [[x[0, 0], x[0, 1]], [x[1, 0], x[1, 1]]]
-    for i in range(n):
-        for row in (0, 1):
-            grid[row][1 - row] = grid[row][row] + grid[1 - row][row] * x[i, row]
-    return grid[0][1] * 3 + grid[1][0]
-
-
-@rows
 def branch_alone(x: Tensor, n: Tensor) -> tuple[Any, ...]:
     found = {"best": x[0], "at": -1}
     if x.sum() > 1:
@@ -88,15 +56,6 @@ def branch_alone(x: Tensor, n: Tensor) -> tuple[Any, ...]:
         if n > 2:
             found["at"] = 1
     return found["best"], found["at"]
-
-
-@rows
-def counted_by_default(x: Tensor, n: Tensor) -> tuple[Any, ...]:
-    seen: Any = collections.defaultdict(int, {"a": 0})
-    for i in range(n):
-        if x[i, 1] > 0:
-            seen["a"] += 1
-    return (seen["a"] + 0 * n,)
 
 
 class Meter:
@@ -117,15 +76,6 @@ def attributes_set_by_a_method(x: Tensor, n: Tensor) -> tuple[Any, ...]:
     for i in range(n):
         meter.add(x[i].sum())
     return meter.total, meter.iterations
-
-
-@rows
-def one_attribute_of_two_objects(x: Tensor, n: Tensor) -> tuple[Any, ...]:
-    first, second = Meter(), Meter()
-    for i in range(n):
-        first.add(x[i, 0])
-        second.add(x[i, 1] * 2)
-    return first.total - second.total, first.iterations + second.iterations
 
 
 class Cell(nn.Module):
@@ -150,13 +100,7 @@ def module_that_keeps_its_state(x: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
     return out, cell.hidden
 
 
-# -- what stays Python, with a guard --------------------------------------------------------------------------------
-
-STAYS: list[Case] = []
-stays = cases(STAYS)((ROWS, 3), (LESS, 4), (ROWS, 0), (LESS, 1))
-
-
-@stays
+@rows
 def new_key(x: Tensor, n: Tensor) -> Tensor:
     found = {}
     for i in range(n):
@@ -164,7 +108,7 @@ def new_key(x: Tensor, n: Tensor) -> Tensor:
     return found.get("last", x.sum(0))
 
 
-@stays
+@rows
 def item_of_a_copy(x: Tensor, n: Tensor) -> Tensor:
     """What another name sees of it is the list of before the first iteration."""
     pair = [x[0], x[1]]
@@ -175,7 +119,7 @@ def item_of_a_copy(x: Tensor, n: Tensor) -> Tensor:
     return pair[0] * 2 + pair[1] + first[0] * 10
 
 
-@stays
+@rows
 def through_the_operator(x: Tensor, n: Tensor) -> Tensor:
     pair = [x[0], x[1]]
     for i in range(n):
@@ -183,7 +127,7 @@ def through_the_operator(x: Tensor, n: Tensor) -> Tensor:
     return pair[0]
 
 
-@stays
+@rows
 def words(x: Tensor, n: Tensor) -> Tensor:
     kind = {"mode": "small"}
     for i in range(n):
@@ -192,7 +136,7 @@ def words(x: Tensor, n: Tensor) -> Tensor:
     return x.sum() if kind["mode"] == "small" else x.sum() * 2
 
 
-@stays
+@rows
 def a_word_as_a_name(x: Tensor, n: Tensor) -> Tensor:
     mode = "small"
     for i in range(n):

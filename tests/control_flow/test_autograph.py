@@ -214,33 +214,6 @@ def test_a_generator_that_fails_behind_what_settles_it_is_not_asked_there() -> N
         tfnb.run(y, {x: -torch.ones(2)})
 
 
-def test_a_name_of_one_branch_is_checked_by_the_run() -> None:
-    def function(x: Any) -> Any:
-        if x.sum() > 0:
-            value = x * 2
-        return value + 1
-
-    y, (x,), _ = recorded(function, torch.ones(3))
-    assert tfnb.run(y, {x: torch.ones(2)}).tolist() == [3.0, 3.0]
-    with pytest.raises(BranchChanged, match=r"`value` has no value here: .* give it one before\n  at .*if x\.sum"):
-        tfnb.run(y, {x: -torch.ones(2)})
-
-
-def test_a_name_that_a_loop_or_its_else_sets_is_that_of_each_run() -> None:
-    def function(x: Any) -> Any:
-        for row in x:
-            if row > 1:
-                found = row * 10
-                break
-        else:
-            found = x.sum()
-        return found
-
-    y, (x,), _ = recorded(function, torch.zeros(3))
-    assert tfnb.run(y, {x: torch.ones(2)}) == 2
-    assert tfnb.run(y, {x: torch.ones(2) * 3}) == 30
-
-
 def test_python_lists_and_attributes_stay_right_and_the_margin_says_why() -> None:
     seen: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""Staged functions that call themselves where a run decides how deep: recursions of the graph, as Python runs them."""
+"""Functions that call themselves where a run decides how deep: recursions of the graph, as Python runs them."""
 
 from __future__ import annotations
 
@@ -10,43 +10,36 @@ import torch
 from torch import nn
 
 import tfnb
-from tfnb.control_flow.staging.recursion import names_itself
+from tfnb.errors import Unsupported
 
 F64 = torch.float64
 
 
+@tfnb.function
 def factorial(n: Any) -> Any:
     if n < 2:
         return torch.ones((), dtype=n.dtype)
     return n * factorial(n - 1)
 
 
+@tfnb.function
 def fibonacci(n: Any) -> Any:
     return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)
 
 
+@tfnb.function
 def divisor(a: Any, b: Any) -> Any:
     if b == 0:
         return a
     return divisor(b, a % b)
 
 
+@tfnb.function
 def power(x: Any, n: Any) -> Any:
     if n == 0:
         return torch.ones_like(x)
     half = power(x, n // 2)
     return half * half * x if n % 2 == 1 else half * half
-
-
-def heap(values: Any, count: Any) -> Any:
-    def visit(i: Any) -> Any:  # called with numbers of Python, of which no two are the same
-        if i >= count:
-            return torch.zeros((), dtype=values.dtype)
-        left = visit(2 * i + 1)
-        right = visit(2 * i + 2)
-        return torch.tanh(values[i] + 0.5 * left - 0.25 * right)
-
-    return visit(0)
 
 
 def four_levels(x: Any) -> Any:
@@ -67,6 +60,7 @@ class Tree(nn.Module):
         super().__init__()
         self.w = nn.Parameter(torch.tensor([0.5, -0.25], dtype=F64))
 
+    @tfnb.function
     def node(self, values: Any, left: Any, right: Any, i: Any) -> Any:
         """The value of the tree at node ``i``."""
         if left[i] < 0:
@@ -92,7 +86,6 @@ PROGRAMS: list[tuple[Callable[..., Any], list[tuple[Any, ...]]]] = [
     (fibonacci, [(number(4.0),), (number(7.0),), (number(0.0),)]),
     (divisor, [(torch.tensor(a), torch.tensor(b)) for a, b in ((12, 18), (7, 5), (9, 0))]),
     (power, [(number(1.5), torch.tensor(5)), (number(2.0), torch.tensor(11)), (number(2.0), torch.tensor(0))]),
-    (heap, [(row(7), torch.tensor(7)), (row(15), torch.tensor(12)), (row(3), torch.tensor(0))]),
     (four_levels, [(row(3),), (row(5) * 9,), (row(2) - 7,)]),
 ]  # fmt: skip
 
@@ -153,7 +146,9 @@ def test_what_ends_by_sizes_is_recorded_in_place() -> None:
     torch.testing.assert_close(tfnb.run(out, {x: row(4) * 3}), folded(row(4) * 3))
 
 
-def test_only_functions_with_their_own_name_may_call_themselves() -> None:
-    assert names_itself(factorial.__code__)
-    assert names_itself(Tree.node.__code__)
-    assert not names_itself(Tree.forward.__code__)
+def test_a_function_that_nobody_marked_is_refused_where_a_run_decides_how_deep() -> None:
+    def unmarked(n: Any) -> Any:
+        return n if n < 2 else unmarked(n - 1) + unmarked(n - 2)
+
+    with tfnb.record(), pytest.raises(Unsupported, match=r"line \d+ of .*unmarked.*marked @tfnb.function"):
+        tfnb.autograph(unmarked)(tfnb.placeholder(number(4.0)))

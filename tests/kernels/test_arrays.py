@@ -10,7 +10,6 @@ import torch
 from tfnb.kernels import arrays
 
 ops = torch.ops.tfnb
-SPANS = torch.tensor([[3, 2], [0, 2], [1, 0]])
 ROWS, WRITTEN = torch.arange(6.0).reshape(3, 2), torch.tensor([True, False, False])
 
 
@@ -24,10 +23,6 @@ ROWS, WRITTEN = torch.arange(6.0).reshape(3, 2), torch.tensor([True, False, Fals
         (ops.array_grown, (ROWS, WRITTEN, torch.tensor([5, 1]))),
         (ops.array_read, (ROWS, WRITTEN, torch.tensor(0))),
         (ops.array_read, (ROWS, WRITTEN, torch.tensor([0, 0]))),
-        (ops.array_spans, (SPANS,)),
-        (ops.array_even_spans, (SPANS[:2],)),
-        (ops.array_even_spans, (SPANS[:0],)),
-        (ops.array_parts, (ROWS, torch.tensor([1, 0, 2]))),
     ],
 )
 def test_array_ops_pass_opcheck(op: Any, args: Any) -> None:

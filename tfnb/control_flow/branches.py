@@ -129,12 +129,12 @@ def _text(side: _Side) -> str:
 
 def joined(
     recorder: Recorder, predicate: Any, regions: tuple[Region, Region], labels: Sequence[str], what: str,
-    loose: Container[int] = (), *, exact: bool = False,
+    loose: Container[int] = (),
 ) -> list[Any]:  # fmt: skip
     """The values of two branches, of which the predicate takes one; what they wrote is written.
 
     An output that is None is absent in that branch. labels: what outputs are called in errors. loose: the outputs whose
-    axis 0 may be of another size in each branch. exact: sizes that are the same for the samples alone do not do.
+    axis 0 may be of another size in each branch.
     """
     written = list(dict.fromkeys(base for region in regions for base in region.written))
     outputs = [[*region.outputs, *(_left(base, region) for base in written)] for region in regions]
@@ -144,7 +144,7 @@ def joined(
     then, other = (subgraph(recorder, r, captured, outs) for r, outs in zip(regions, outputs, strict=True))
     names = [*labels, *(f"a tensor that is written ({base.entry.value})" for base in written)]
     specs = [
-        _agreed(recorder, name, regions, pair, what, is_loose=place in loose, exact=exact)
+        _agreed(recorder, name, regions, pair, what, is_loose=place in loose)
         for place, (name, *pair) in enumerate(zip(names, *outputs, strict=True))
     ]
     absent = [None in pair for pair in zip(*outputs, strict=True)]
@@ -165,7 +165,7 @@ def _left(base: Base, region: Region) -> Value:
 
 def _agreed(
     recorder: Recorder, name: str, regions: tuple[Region, Region], values: Sequence[Value | None], what: str, *,
-    is_loose: bool, exact: bool,
+    is_loose: bool,
 ) -> Spec:  # fmt: skip
     """The spec of an output, which both branches give; raises InvalidArgument or ShapeError."""
     kinds = [spec_inside(recorder, r, v) for r, v in zip(regions, values, strict=True) if v is not None]
@@ -173,7 +173,7 @@ def _agreed(
     fits = a.dtype == b.dtype and a.device == b.device
     if fits and is_loose and now(recorder, a)[1:] == now(recorder, b)[1:]:
         return a if now(recorder, a) == now(recorder, b) and bound_outside(recorder, a) else _any_size(recorder, a)
-    if not fits or (now(recorder, a) != now(recorder, b) if exact else not same_shape(recorder, a, b)):
+    if not fits or not same_shape(recorder, a, b):
         kind = ShapeError if fits else InvalidArgument
         raise kind(f"{name} is {a} in one branch and {b} in the other\n  {what}{recorder.tape.at()}", details=DISAGREE)
     return a

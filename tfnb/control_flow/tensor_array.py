@@ -1,9 +1,7 @@
 """`TensorArray`: an array whose elements are written once, as a value that loops carry and branches return.
 
 It is two tensors, the elements as rows and which of them were written, so that it is nothing special to a graph: a
-write gives another array, gradients are those of the rows. Where elements have several rows each, and not all as many,
-the rows stand in the order in which they were written, and a third tensor, the spans, says which are whose.
-Semantics S-46.
+write gives another array, gradients are those of the rows. Semantics S-46.
 """
 
 from __future__ import annotations
@@ -29,8 +27,7 @@ class TensorArray:
     """``size`` elements of one dtype and shape, each written once and read as often as you like. A value.
 
     size: a number, or a tensor with one. shape, dtype: of an element; those of the first one that is written, where
-    they are not given. ``None`` as the first of ``shape``: elements that may differ in how many rows they have, for
-    `concat`, `read` and `split`. dynamic_size: a write behind the end makes the array longer. A write returns the array
+    they are not given. dynamic_size: a write behind the end makes the array longer. A write returns the array
     with that element, and leaves this one as it was. It is a loop variable and a branch's result like a tensor is.
     Gradients reach what was written, added up over all reads.
 
@@ -58,19 +55,17 @@ class TensorArray:
         size = _count(size)
         is_tensor = isinstance(size, torch.Tensor)
         self._written = ops.array_unwritten(size) if is_tensor else torch.zeros(size, dtype=torch.bool)
-        self._spans: torch.Tensor | None = None
         if shape is not None:
             self._learn(shape, dtype or torch.get_default_dtype(), self._written.device)
 
     def _learn(self, shape: Sequence[Any], dtype: torch.dtype, device: Any) -> None:
         """Nothing is written yet, of elements of this shape."""
-        if None in shape[1:]:
-            raise InvalidArgument(f"only axis 0 of a TensorArray's elements may vary, not {list(shape)}{_at()}")
-        if shape and shape[0] is None:
-            self._rows = torch.zeros([0, *shape[1:]], dtype=dtype, device=device)
-            self._spans = torch.zeros([self._written.shape[0], 2], dtype=torch.int64, device=device)
-        else:
-            self._rows = torch.zeros([self._written.shape[0], *shape], dtype=dtype, device=device)
+        if None in shape:
+            raise InvalidArgument(
+                f"the elements of a TensorArray have one shape, not {list(shape)}: pad them, or carry what grows by "
+                f"tfnb.while_loop with shape_invariants{_at()}"
+            )
+        self._rows = torch.zeros([self._written.shape[0], *shape], dtype=dtype, device=device)
 
     @property
     def is_blank(self) -> bool:
@@ -84,22 +79,17 @@ class TensorArray:
 
     @property
     def element_shape(self) -> tuple[Any, ...] | None:
-        """Of an element, with None for an axis of several sizes; None where nothing says yet."""
-        if self._rows is None:
-            return None
-        return self._rows.shape[1:] if self._spans is None else (None, *self._rows.shape[1:])
+        """Of an element; None where nothing says yet."""
+        return None if self._rows is None else self._rows.shape[1:]
 
     @property
     def varying(self) -> list[bool]:
         """Of each tensor that it is made of, whether its axis 0 may change from iteration to iteration of a loop."""
-        rows = [] if self._rows is None else [self.dynamic_size or self._spans is not None]
-        return [*rows, self.dynamic_size, *([] if self._spans is None else [self.dynamic_size])]
+        return [self.dynamic_size] * (1 if self._rows is None else 2)
 
     @property
     def spec(self) -> Spec | None:
-        """Of an element, in a recording; None where nothing says yet, or elements differ."""
-        if self._spans is not None:
-            return None
+        """Of an element, in a recording; None where nothing says yet."""
         if not isinstance(self._rows, Tensor):
             return None if self._rows is None else Spec.of(self._rows[:0].sum(0))
         rows = spec_of(self._rows)
@@ -113,33 +103,21 @@ class TensorArray:
 
     def write(self, index: Any, value: Any) -> TensorArray:
         """The array with ``value`` as element ``index``."""
-        return self._with(_index(index, 0), value, self._element(value))
+        return self._with(_index(index, 0), self._element(value))
 
     def scatter(self, indices: Any, values: Any) -> TensorArray:
         """The array with the rows of ``values`` as these elements."""
         values = self._element(values)
-        return self._with(_index(indices, 1), values, values, several=True)
+        return self._with(_index(indices, 1), values, several=True)
 
     def unstack(self, values: Any) -> TensorArray:
         """An array of the rows of ``values``, as many as there are."""
         values = self._element(values)
-        written = torch.ones(values.shape[0], dtype=torch.bool, device=values.device)
-        if self._spans is None:
-            return self._like(values, written)
-        self._fits(values.shape[1:])
-        spans = _spans(0, values.shape[1], torch.arange(values.shape[0], device=values.device))
-        return self._like(values.flatten(0, 1), written, spans)
+        return self._like(values, torch.ones(values.shape[0], dtype=torch.bool, device=values.device))
 
-    def split(self, values: Any, lengths: Any) -> TensorArray:
-        """An array of parts of ``values``: what `concat` puts together.
-
-        lengths: how many rows each part has, one number, or a list or tensor of them.
-        """
-        values = self._element(values)
-        if isinstance(lengths, int):
-            return self.unstack(values.unflatten(0, (-1, lengths)))
-        spans = ops.array_parts(values.detach(), _index(lengths, 1))
-        return self._like(values, torch.ones(spans.shape[0], dtype=torch.bool, device=values.device), spans)
+    def split(self, values: Any, length: int) -> TensorArray:
+        """An array of parts of ``values`` with so many rows each: what `concat` puts together."""
+        return self.unstack(self._element(values).unflatten(0, (-1, length)))
 
     def _element(self, value: Any) -> torch.Tensor:
         if isinstance(value, Variable):
@@ -150,16 +128,14 @@ class TensorArray:
             raise InvalidArgument(f"an element of a TensorArray of {self.dtype} is written as {value.dtype}{_at()}")
         return value
 
-    def _with(self, index: torch.Tensor, given: Any, value: torch.Tensor, *, several: bool = False) -> TensorArray:
+    def _with(self, index: torch.Tensor, value: torch.Tensor, *, several: bool = False) -> TensorArray:
         shape = value.shape[1:] if several else value.shape
         if self._rows is None:
             blank = self._like(None, self._written)
             blank._learn(shape, value.dtype, value.device)
-            return blank._with(index, given, value, several=several)
+            return blank._with(index, value, several=several)
         self._fits(shape)
         rows, written = self._rows, self._written
-        if self._spans is not None:
-            return self._behind(rows, self._spans, index, value, several=several)
         if recorder_if_open() is None:
             return self._like(*self._plain(rows, index, value))
         if self.dynamic_size:
@@ -170,24 +146,7 @@ class TensorArray:
         """Raise ShapeError for an element of another shape."""
         mine = self.element_shape or ()
         if len(shape) != len(mine) or _apart(shape, mine):
-            cure = (
-                "" if self._spans is not None or not shape else ": shape=(None, ...) takes several sizes along axis 0"
-            )
-            raise ShapeError(
-                f"an element of shape {list(shape)} is written to a TensorArray of {list(mine)}{cure}{_at()}"
-            )
-
-    def _behind(
-        self, rows: torch.Tensor, spans: torch.Tensor, index: torch.Tensor, value: torch.Tensor, *, several: bool
-    ) -> TensorArray:  # fmt: skip
-        """With elements of any number of rows, which stand behind those that were written before."""
-        written = self._written
-        if self.dynamic_size:
-            spans, written = ops.array_grown(spans, written, index)
-        places = torch.arange(value.shape[0], device=value.device) if several else torch.zeros_like(index)
-        more = _spans(rows.shape[0], value.shape[1 if several else 0], places)
-        spans, written = ops.array_write(spans, written, index, more)
-        return self._like(torch.cat([rows, value.flatten(0, 1) if several else value]), written, spans)
+            raise ShapeError(f"an element of shape {list(shape)} is written to a TensorArray of {list(mine)}{_at()}")
 
     def _plain(self, rows: torch.Tensor, index: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Outside a recording: by ops that autograd knows, after the checks of ours."""
@@ -198,12 +157,10 @@ class TensorArray:
         _, written = ops.array_write(known, written, index, value.detach())
         return rows.index_put((index,), value), written
 
-    def _like(
-        self, rows: torch.Tensor | None, written: torch.Tensor, spans: torch.Tensor | None = None
-    ) -> TensorArray:  # fmt: skip
+    def _like(self, rows: torch.Tensor | None, written: torch.Tensor) -> TensorArray:
         made = TensorArray.__new__(TensorArray)
         made.dynamic_size, made._dtype = self.dynamic_size, self._dtype
-        made._rows, made._written, made._spans = rows, written, spans
+        made._rows, made._written = rows, written
         return made
 
     # -- reading ----------------------------------------------------------------------------------------------
@@ -218,24 +175,17 @@ class TensorArray:
 
     def _read(self, index: torch.Tensor) -> torch.Tensor:
         rows = self._known("read")
-        if self._spans is not None:
-            spans = ops.array_read(self._spans, self._written, index)
-            return _picked(rows, ops.array_even_spans(spans) if index.dim() else ops.array_spans(spans[None]))
         found = ops.array_read(rows if recorder_if_open() else rows.detach(), self._written, index)
         return found if recorder_if_open() else rows[index]
 
     def stack(self) -> torch.Tensor:
-        """All elements, [size, ...]; zeros where none was written. A run raises InvalidArgument for several sizes."""
+        """All elements, [size, ...]; zeros where none was written."""
         rows = self._known("stacked")
-        if self._spans is not None:
-            return _picked(rows, ops.array_even_spans(self._spans))
         return rows + 0 if recorder_if_open() is None else rows.clone()
 
     def concat(self) -> torch.Tensor:
-        """All elements behind each other along their axis 0; one of several sizes that was not written has no rows."""
+        """All elements behind each other along their axis 0."""
         rows = self._known("concatenated")
-        if self._spans is not None:
-            return _picked(rows, ops.array_spans(self._spans))
         if rows.dim() < 2:
             raise ShapeError(f"concat takes elements that have rows, and these are numbers: use stack{_at()}")
         return rows.flatten(0, 1)
@@ -250,17 +200,6 @@ class TensorArray:
                 f"a TensorArray is {how} before anything says what its elements are: write one, or give shape={_at()}"
             )
         return self._rows
-
-
-def _spans(start: Any, length: Any, places: torch.Tensor) -> torch.Tensor:
-    """The spans of elements of one length behind ``start``: the first of them, the second, as places say."""
-    lengths = torch.zeros_like(places) + length
-    return torch.stack([start + places * length, lengths], -1)
-
-
-def _picked(rows: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    found = rows.index_select(0, numbers.reshape(-1))
-    return found if numbers.dim() == 1 else found.unflatten(0, numbers.shape)
 
 
 def _count(size: Any) -> Any:
@@ -296,21 +235,20 @@ def _at() -> str:
 
 
 def _flatten(array: TensorArray) -> tuple[list[Any], Any]:
-    parts = [array._rows, array._written, array._spans]
-    context = (array.dynamic_size, array._dtype if array._rows is None else None, tuple(p is not None for p in parts))
-    return [part for part in parts if part is not None], context
+    rows = [] if array._rows is None else [array._rows]
+    return [*rows, array._written], (array.dynamic_size, None if rows else array._dtype, bool(rows))
 
 
 def _flatten_with_keys(array: TensorArray) -> tuple[list[tuple[Any, Any]], Any]:
     leaves, context = _flatten(array)
-    names = (name for name, there in zip(("elements", "written", "spans"), context[-1], strict=True) if there)
+    names = ("elements", "written") if context[-1] else ("written",)
     return [(MappingKey(name), leaf) for name, leaf in zip(names, leaves, strict=True)], context
 
 
 def _unflatten(leaves: Any, context: Any) -> TensorArray:
     array, left = TensorArray.__new__(TensorArray), iter(leaves)
-    array.dynamic_size, array._dtype, there = context
-    array._rows, array._written, array._spans = (next(left) if each else None for each in there)
+    array.dynamic_size, array._dtype, has_rows = context
+    array._rows, array._written = next(left) if has_rows else None, next(left)
     return array
 
 

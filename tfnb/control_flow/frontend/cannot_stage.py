@@ -10,7 +10,6 @@ class Instead(Enum):
 
     RUN = auto()  # runs it; where it branches, as the samples do
     FIRST_ITERATION = auto()  # runs the first iteration of a loop, which gives a value to a name that is None before
-    AROUND = auto()  # runs the statement around it that has the same key: only Python finds out where that ends
     ONE_BRANCH = auto()  # runs one branch: only that tells so far what a function gives that is being recorded
     CHECK = auto()  # runs one branch with a guard: the other one is a `raise` of the user's
     OTHER_FAILS = auto()  # the same: something fails in the other one
@@ -19,11 +18,9 @@ class Instead(Enum):
 class CannotStage(Exception):
     """Code that is left to Python, and why.
 
-    instead: what Python does. branch: the one that it runs, where that is not said by the samples. key: of a statement.
+    instead: what Python does. branch: the one that it runs, where that is not said by the samples.
     """
 
-    def __init__(
-        self, why: str, instead: Instead = Instead.RUN, *, branch: bool | None = None, key: object = None
-    ) -> None:
+    def __init__(self, why: str, instead: Instead = Instead.RUN, *, branch: bool | None = None) -> None:
         super().__init__(why)
-        self.instead, self.branch, self.key = instead, branch, key
+        self.instead, self.branch = instead, branch

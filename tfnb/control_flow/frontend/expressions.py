@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copy
 from collections.abc import Container
 from typing import Any
 
@@ -14,9 +13,6 @@ _AS_WRITTEN = frozenset({
     "super", "locals", "globals", "vars", "dir", "eval", "exec", "breakpoint", "isinstance", "issubclass", "hasattr",
     "callable", "type", "id", "format",
 })  # fmt: skip
-
-
-_OF_LISTS = frozenset({"stack", "cat", "concat", "concatenate"})
 
 
 class Else(ast.NodeTransformer):
@@ -185,8 +181,6 @@ class Expressions(ast.NodeTransformer):
         if _is_operator(node.func):
             self.generic_visit(node)
             return node
-        if node.args and _is_collection(node):
-            node.args[0] = _collection(node.func, node.args[0])  # type: ignore[arg-type]
         self.generic_visit(node)
         if isinstance(node.func, ast.Name) and node.func.id in _AS_WRITTEN:
             return node
@@ -311,31 +305,6 @@ class _Attributes(ast.NodeTransformer):
             return node
         name = placed(node, ast.Constant(node.attr))
         return placed(node, ast.Attribute(operator_call(node, "attribute", node.value, name), "value", node.ctx))
-
-
-def _is_collection(node: ast.Call) -> bool:
-    """Whether it may be ``torch.stack([... for ... in ...])``."""
-    found = node.args[0]
-    if not isinstance(node.func, ast.Attribute) or node.func.attr not in _OF_LISTS:
-        return False
-    if not isinstance(found, ast.ListComp) or len(found.generators) != 1 or _binds(found):
-        return False
-    (only,) = found.generators
-    targets = only.target.elts if isinstance(only.target, ast.Tuple) else [only.target]
-    return not only.ifs and not only.is_async and all(isinstance(target, ast.Name) for target in targets)
-
-
-def _collection(function: ast.expr, node: ast.ListComp) -> ast.expr:
-    """``[f(x) for x in xs]`` as a call that takes ``xs`` and ``lambda nothing, x: f(x)``."""
-    (only,) = node.generators
-    is_tuple = isinstance(only.target, ast.Tuple)
-    targets: Any = only.target.elts if is_tuple else [only.target]  # type: ignore[attr-defined]
-    args = no_arguments()
-    names = [f"{HIDDEN}nothing", *(target.id for target in targets)]  # the first one as in `thunk`
-    args.args = [placed(node.elt, ast.arg(name, None, None)) for name in names]
-    element: ast.expr = placed(node.elt, ast.Lambda(args, node.elt))
-    several = placed(node, ast.Constant(is_tuple))
-    return operator_call(node, "collected", copy.deepcopy(function), only.iter, element, several)
 
 
 def _is_index(node: ast.expr) -> bool:

@@ -16,7 +16,7 @@ from tfnb.control_flow.frontend.cell_parts import Part, cell_parts, cell_text
 from tfnb.control_flow.staging.conversion import fn, marked
 from tfnb.control_flow.staging.operators import OPERATORS
 from tfnb.control_flow.staging.statement import status
-from tfnb.control_flow.staging.unset import Sometimes, Undefined
+from tfnb.control_flow.staging.unset import FirstSetInLoop, Undefined
 from tfnb.control_flow.structure import recorder_if_open
 from tfnb.recording import Recorder, Tensor
 from tfnb.recording.overrides.override_table import Stage, override
@@ -138,16 +138,14 @@ def _names(part: Part, names: dict[str, Any]) -> Iterator[None]:
     """Around a part: what its names hold of other cells is nothing that its loops begin with."""
     before = {name: names[name] for name in part.names & names.keys() if part.is_loop or _is_stale(names[name])}
     names.update((name, Undefined(name)) for name in before)
-    outer, status.foreign = status.foreign, part.names
     try:
         yield
     finally:
-        status.foreign = outer
-        for name in part.names & names.keys():
-            if type(names[name]) is Undefined and name in before:
+        for name in before.keys() & names.keys():
+            if isinstance(found := names[name], Undefined) and found.why is None:
                 names[name] = before[name]
     for name, value in list(names.items()):
-        if isinstance(value, Sometimes) and value.is_there:
+        if isinstance(value, FirstSetInLoop) and value.is_there:
             names[name] = value.read()
 
 

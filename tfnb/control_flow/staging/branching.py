@@ -5,8 +5,7 @@ What the names hold before and after is what the branch takes and gives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Container
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any
@@ -27,7 +26,6 @@ from tfnb.control_flow.staging.statement import (
     note_python,
     of_dtype,
     reason,
-    status,
     tensor_of,
 )
 from tfnb.control_flow.staging.unset import Undefined
@@ -50,11 +48,9 @@ def branched(
     """Staged, or else by Python, with a guard."""
     test = as_test(test)
     try:
-        return st.carrying(lambda: stage_if(st, test, body, orelse, len(st.slots) + wanted))
+        return stage_if(st, test, body, orelse, wanted)
     except CannotStage as error:
         why = error
-    if why.instead is Instead.AROUND and why.key in status.sized:
-        raise why
     if why.instead is Instead.ONE_BRANCH:
         return body() if why.branch else orelse()
     is_check = why.instead is Instead.CHECK
@@ -118,60 +114,51 @@ def stage_if(
     st: Statement, test: Any, body: Callable[[], None], orelse: Callable[[], None], wanted: int
 ) -> None:  # fmt: skip
     """Both branches into the graph; the first ``wanted`` names are needed afterwards. Raises CannotStage."""
-    recorder, by_size = st.recorder, isinstance(test, torch.SymBool)
-    test = test if by_size else truth(recorder, test, st.what)
+    recorder = st.recorder
+    test = truth(recorder, test, st.what)
     before, taken = st.get(), sample_truth(recorder, test)
-    if by_size and st.key in status.sized:
-        raise CannotStage("it leads to a call of its own function", Instead.AROUND, key=st.key)
-    with st.staging(), _inside(st, by_size), recorder.scope(st.what.split()[0]) as scope:
+    with st.staging(), recorder.scope(st.what.split()[0]) as scope:
         dtypes: dict[tuple[int, int], torch.dtype] = {}
 
         def both(before: tuple[Any, ...]) -> dict[bool, After]:
-            return _both(st, test, taken, {True: body, False: orelse}, before, scope, wanted, dtypes)
+            return _both(st, taken, {True: body, False: orelse}, before, scope, wanted, dtypes)
 
         after = both(before)
-        try:
-            told = _told(after)
-            if told:
-                undo(after)
-                before = tuple(
-                    known_elements(recorder, value, told[place], st.what) if place in told else value
-                    for place, value in enumerate(before)
-                )
-                after = both(before)
-            dtypes.update(_weak(after, wanted))
-            if dtypes:
-                undo(after)
-                after = both(before)
-            values = Phi(st, test, taken, before, after[True], after[False]).values(wanted)
-        except TfnbError as error:
-            if by_size and error.details != REFUSED:
-                raise CannotStage(reason(error)) from error
-            raise
+        told = _told(after)
+        if told:
+            undo(after)
+            before = tuple(
+                known_elements(recorder, value, told[place], st.what) if place in told else value
+                for place, value in enumerate(before)
+            )
+            after = both(before)
+        dtypes.update(_weak(after, wanted))
+        if dtypes:
+            undo(after)
+            after = both(before)
+        values = Phi(st, test, taken, before, after[True], after[False]).values(wanted)
     st.set(values)
 
 
 def _both(
-    st: Statement, test: Any, taken: bool | None, ways: dict[bool, Callable[[], None]], before: tuple[Any, ...],
+    st: Statement, taken: bool | None, ways: dict[bool, Callable[[], None]], before: tuple[Any, ...],
     scope: str, wanted: int, dtypes: dict[tuple[int, int], torch.dtype],
 ) -> dict[bool, After]:  # fmt: skip
     """Both branches, the one that the samples take first."""
-    by_size = isinstance(test, torch.SymBool)
     after: dict[bool, After] = {}
     for side in (True, False) if taken is not False else (False, True):
         try:
-            where = (test, side) if by_size else None
             is_other = side is not (taken is not False)
             after[side] = _branch(
                 st, ways[side], before, scope, wanted, dtypes,
-                quiet=is_other, where=where, entered=taken in (None, side),
+                quiet=is_other, entered=taken in (None, side),
             )  # fmt: skip
         except Unfinished:
             why = "a function that it calls is being recorded"
             raise CannotStage(why, Instead.ONE_BRANCH, branch=not side) from None
         except Exception as error:
             is_here = side is taken and (st.recorder.entered or not _is_raised(error))
-            if _disagrees(error, by_size) or (is_here and is_users(error)):
+            if _disagrees(error) or (is_here and is_users(error)):
                 raise
             if is_here or isinstance(error, CannotStage):
                 raise CannotStage(reason(error)) from error
@@ -198,21 +185,9 @@ def _weak(after: dict[bool, After], wanted: int) -> dict[tuple[int, int], torch.
     return found
 
 
-@contextmanager
-def _inside(st: Statement, by_size: bool) -> Iterator[None]:
-    """Around the branches of a statement of which sizes decide."""
-    before = list(status.sized)
-    status.sized += [st.key] if by_size else []
-    try:
-        yield
-    finally:
-        status.sized = before
-
-
-def _disagrees(error: Exception, by_size: bool) -> bool:
+def _disagrees(error: Exception) -> bool:
     """Whether branches do not fit each other: an error, where Python could not take the one that is meant."""
-    details = getattr(error, "details", None)
-    return details == REFUSED or (details == DISAGREE and not by_size)
+    return getattr(error, "details", None) in (REFUSED, DISAGREE)
 
 
 def undo(after: dict[bool, After]) -> None:
@@ -223,7 +198,7 @@ def undo(after: dict[bool, After]) -> None:
 
 def _branch(
     st: Statement, way: Callable[[], None], before: tuple[Any, ...], scope: str, wanted: int,
-    dtypes: dict[tuple[int, int], torch.dtype], *, quiet: bool, where: tuple[torch.SymBool, bool] | None, entered: bool,
+    dtypes: dict[tuple[int, int], torch.dtype], *, quiet: bool, entered: bool,
 ) -> After:  # fmt: skip
     recorder = st.recorder
     found: list[Any] = []
@@ -253,10 +228,10 @@ def _branch(
         elements = {place: [array.spec for array in arrays(values[place])] for place in blank}
         found[:] = [values, outputs, elements, bases]
         st.set(before)
-        st.all_carried()
+        st.refuse_attributes()
         return tensors
 
-    region = record_region(recorder, call, [], scope=scope, iterations=False, where=where, entered=entered)
+    region = record_region(recorder, call, [], scope=scope, iterations=False, entered=entered)
     st.set(before)
     values, outputs, elements, bases = found
     named = {at: region.outputs[place] for at, place in outputs.items()}

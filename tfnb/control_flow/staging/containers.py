@@ -15,13 +15,12 @@ from typing import Any
 import torch
 
 from tfnb.control_flow.frontend.cannot_stage import CannotStage
-from tfnb.control_flow.staging.lists import grown, plain
-from tfnb.control_flow.staging.statement import Slot, status
-from tfnb.control_flow.staging.unset import MISSING, Sometimes, Undefined
+from tfnb.control_flow.staging.lists import plain
+from tfnb.control_flow.staging.statement import status
+from tfnb.control_flow.staging.unset import MISSING, FirstSetInLoop, Undefined
 from tfnb.control_flow.staging.user_frames import user_line
 
 CONTAINERS = (list, dict, set, bytearray, collections.deque)
-_PLACES = (list, dict, collections.OrderedDict, collections.defaultdict)  # whose items can be carried
 CHANGES = frozenset({
     "append", "extend", "insert", "pop", "remove", "clear", "sort", "reverse", "update", "setdefault", "popitem", "add",
     "discard", "appendleft", "extendleft", "popleft", "rotate", "difference_update", "intersection_update",
@@ -40,51 +39,14 @@ def changed(owner: Any, name: str | None = None) -> Any:
     """An object of which an item, or the attribute ``name``, is about to be set or deleted."""
     if isinstance(owner, torch.Tensor):
         return owner
-    if name is None and grown(owner) and (not status.depth or is_own(owner)):
-        owner[:] = plain(owner)
-    if not status.depth:
-        return owner
     if name is None:
-        return _items_of(owner)
-    else:
+        plain(owner)
+        if status.depth:
+            refuse_change(owner, "an item is set")
+    elif status.depth:
         _refuse_property(owner, name)
         status.attributes.append((owner, name, getattr(owner, name, MISSING)))
     return owner
-
-
-def _items_of(owner: Any) -> Any:
-    """What to set an item of in its place."""
-    if is_own(owner):
-        return owner
-    if type(owner) not in _PLACES or grown(owner) or any(owner is copy for copy in status.copies):
-        refuse_change(owner, "an item is set")
-    return _Items(owner)
-
-
-class _Items:
-    """A list or dict of outside, of which items are set that were there before: those are carried."""
-
-    def __init__(self, owner: Any) -> None:
-        self.owner = owner
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.owner[key]
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        place = key + len(self.owner) if type(key) is int and key < 0 and isinstance(self.owner, list) else key
-        if type(place) not in (int, str, bool) or not _has(self.owner, place):
-            refuse_change(self.owner, f"the item {key!r} is set")
-        slot = Slot(self.owner, place, is_item=True)
-        if not slot.is_settled:
-            status.met.append((slot, slot.value))
-        slot.value = value
-
-    def __delitem__(self, key: Any) -> None:
-        refuse_change(self.owner, f"the item {key!r} is deleted")
-
-
-def _has(owner: Any, key: Any) -> bool:
-    return 0 <= key < len(owner) if isinstance(owner, list) else key in owner
 
 
 def _refuse_property(owner: Any, name: str) -> None:
@@ -105,7 +67,7 @@ class attribute:
 
     @value.setter
     def value(self, new: Any) -> None:
-        old, new = self.value, new.read() if isinstance(new, Sometimes) and new.is_there else new
+        old, new = self.value, new.read() if isinstance(new, FirstSetInLoop) and new.is_there else new
         if status.depth:  # the body around the statement that carries it
             status.attributes.append((self.owner, self.name, old))
         if isinstance(new, Undefined):

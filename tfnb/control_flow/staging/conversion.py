@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable
-from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,7 +27,6 @@ from tfnb.control_flow.staging.containers import (
 from tfnb.control_flow.staging.iterables import BUILTINS
 from tfnb.control_flow.staging.lists import append_to, cat, grown, plain, stack
 from tfnb.control_flow.staging.python_numbers import given, item_of
-from tfnb.control_flow.staging.recursion import Recursing, names_itself
 from tfnb.control_flow.staging.statement import OPERATORS, status
 from tfnb.control_flow.staging.user_frames import is_foreign, is_of_package
 from tfnb.control_flow.structure import recorder_if_open
@@ -47,7 +46,7 @@ def fn(function: Any) -> Any:
         found = _function(function)
         if found is function and is_of_package(function.__code__.co_filename):
             return functools.partial(_of_package, function)
-        return _named(function, found)
+        return found
     if kind is MethodType:
         if (found := item_of(function, function.__self__)) is not None:
             return found
@@ -81,17 +80,13 @@ def _builtin(function: Any) -> Any:
         return _noted(function)
     if function in _OF_LISTS:
         return functools.partial(_of_list, function)
-    if not isinstance(owner, ModuleType):
-        return functools.partial(_of_elements, function)
     return BUILTINS.get(function, function)
 
 
 def _of_container(function: Any, owner: Any, name: str) -> Any:
     """A method of a list, dict or set."""
     if name not in ("append", "extend", "copy", "clear") and grown(owner):
-        if status.depth:
-            refuse_change(owner, f"{name}()")
-        owner[:] = plain(owner)
+        plain(owner)
     if not status.depth or name not in CHANGES:
         return function
     if name == "append" and type(owner) is list and not is_own(owner):
@@ -107,27 +102,17 @@ _OF_LISTS: dict[Any, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-def takes_lists(function: Any) -> bool:
-    """Whether it is a function of torch that takes a list which a loop appended to."""
-    return type(function) is BuiltinMethodType and function in _OF_LISTS
-
-
 def _of_list(function: Any, *args: Any, **kwargs: Any) -> Any:
     """A function of torch, of a list that a loop may have appended to."""
     items = args[0] if args else kwargs.get("tensors")
     return (_OF_LISTS[function] if grown(items) else function)(*args, **kwargs)
 
 
-def _of_elements(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """A function of a package, which goes over the lists that it is given."""
-    return function(*map(plain, args), **{name: plain(arg) for name, arg in kwargs.items()})
-
-
 def _of_package(function: FunctionType, *args: Any, **kwargs: Any) -> Any:
-    """The same of an installed package, which gets numbers that staged code took; torch can do with tensors."""
+    """A function of an installed package, which gets numbers that staged code took; torch can do with tensors."""
     if function.__module__.partition(".")[0] not in ("torch", "tfnb"):
         args, kwargs = tuple(map(given, args)), {name: given(arg) for name, arg in kwargs.items()}
-    return _of_elements(function, *args, **kwargs)
+    return function(*args, **kwargs)
 
 
 def _noted(kind: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,12 +129,6 @@ def _function(function: FunctionType) -> FunctionType:
     if factory is None:
         return _rewrapped(function)
     return marked(bound(factory, function, OPERATORS))
-
-
-def _named(function: FunctionType, found: FunctionType) -> Any:
-    """A converted function that has its own name in it may call itself."""
-    is_converted = found is not function or HIDDEN in function.__code__.co_freevars
-    return Recursing(function, found) if is_converted and names_itself(function.__code__) else found
 
 
 def _factory(code: CodeType) -> CodeType | None:

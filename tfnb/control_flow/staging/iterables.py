@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import functools
 import itertools
 import operator
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 from tfnb.control_flow.staging.branching import chosen
-from tfnb.control_flow.staging.lists import backwards, expanded, grown, length, plain
+from tfnb.control_flow.staging.lists import grown, length, plain
 from tfnb.control_flow.staging.looping import Iterations, Stage
 from tfnb.control_flow.staging.python_numbers import NUMBERS, shown
 from tfnb.control_flow.staging.statement import Statement, as_number, recorder_for, status
@@ -129,7 +128,7 @@ def _elements(items: Any) -> Rows | None:
     if len(items) > 1:
         return None
     (only,) = items
-    return Rows(tuple(only.leaves), lambda index, *rows: only.one(rows), lambda: expanded(items))
+    return Rows(tuple(only.leaves), lambda index, *rows: only.one(rows), lambda: plain(items))
 
 
 def _rows(item: Any) -> Rows | None:
@@ -228,11 +227,6 @@ def _best(
     return best
 
 
-def _over(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of Python that goes over what it is given."""
-    return lambda *args, **options: function(*map(plain, args), **options)
-
-
 def _joined(function: Callable[..., bool], join: Callable[..., Any]) -> Callable[..., Any]:
     """``any`` or ``all``: of a list or generator with recorded truth values, each run looks.
 
@@ -260,22 +254,13 @@ def _joined(function: Callable[..., bool], join: Callable[..., Any]) -> Callable
     return joined
 
 
-def _reversed(items: Any) -> Any:
-    return backwards(items) if grown(items) else reversed(items)
-
-
 def _bool(*args: Any) -> Any:
     return bool(_len(args[0])) if args and grown(args[0]) else NUMBERS[bool](*args)
 
 
-_GO_OVER: tuple[Any, ...] = (
-    sum, sorted, map, filter, set, frozenset, iter, collections.deque, itertools.chain, itertools.islice,
-    itertools.pairwise, itertools.accumulate, itertools.product, itertools.combinations, functools.reduce,
-)  # fmt: skip
 BUILTINS: dict[Any, Callable[..., Any]] = {
     **NUMBERS,
-    range: _range, enumerate: _enumerate, zip: _zip, len: _len, print: _print, reversed: _reversed,
-    bool: _bool, **{each: _over(each) for each in _GO_OVER},
+    range: _range, enumerate: _enumerate, zip: _zip, len: _len, print: _print, bool: _bool,
     any: _joined(any, torch.logical_or), all: _joined(all, torch.logical_and),
     max: _best("max", operator.gt, max, torch.sym_max), min: _best("min", operator.lt, min, torch.sym_min),
 }  # fmt: skip

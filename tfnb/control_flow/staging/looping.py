@@ -5,7 +5,7 @@ What the names hold is what is carried from iteration to iteration.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ from tfnb.control_flow.staging.statement import (
     status,
     tensor_of,
 )
-from tfnb.control_flow.staging.unset import Absent, Sometimes, Undefined, UndefinedReturnValue
+from tfnb.control_flow.staging.unset import FirstSetInLoop, Undefined, UndefinedReturnValue
 from tfnb.control_flow.structure import SIZES, spec_of, truth
 from tfnb.control_flow.tensor_array import arrays, has_blanks
 from tfnb.errors import BranchChanged, InvalidArgument, TfnbError
@@ -53,7 +53,7 @@ def staged_loop(
     peels: the caller can take an iteration by itself where CannotStage says so, which is raised then.
     """
     try:
-        st.carrying(stage)
+        stage()
         return None
     except CannotStage as error:
         why = error
@@ -136,7 +136,7 @@ class Stage:
         for place, value in enumerate(self.before):
             if place in self.stay:
                 continue
-            if isinstance(value, Undefined) and not isinstance(value, Sometimes):
+            if isinstance(value, Undefined):
                 continue
             if place in self.elements:
                 value = known_elements(self.recorder, value, self.elements[place], self.st.what)
@@ -165,9 +165,10 @@ class Stage:
 
     def set(self, carried: Sequence[Any]) -> None:
         """The names for one iteration; a late one has no value before the body gives it one."""
-        values = self._values(carried)
-        self.st.copies = list(_containers(values))
-        self.st.set(values)
+        self.st.set(tuple(
+            Undefined(value.symbol_name, value.why) if isinstance(value, FirstSetInLoop) else value
+            for value in self._values(carried)
+        ))  # fmt: skip
 
     def set_back(self) -> None:
         """The names as they were before the loop."""
@@ -194,9 +195,7 @@ class Stage:
                 continue
             form, count = self.forms[place]
             mine = [next(given) for _ in range(count)]
-            bases = self._bases(value, mine)
-            if isinstance(before := tree_unflatten(mine, form), Sometimes):
-                value = self._kept(value, before)
+            bases = self._bases(value)
             if place not in self.rebound and self._stays(place, value, mine):
                 self.stay.add(place)
                 again = True
@@ -220,41 +219,17 @@ class Stage:
                 continue
             name = self.st.label(self.st.names[place])
             mine = [loop.carry(spec, name) for spec in specs]
-            bases = self._bases(value, mine)
-            if isinstance(value, Sometimes):
-                value = self._kept(value, tree_unflatten(mine, form))
             self.forms[place] = form, len(leaves)
             self.numbers += [False] * len(leaves)
             self.labels += [name] * len(leaves)
-            self.bases += bases
+            self.bases += self._bases(value)
             given += mine
-            left += [tensor_of(self.recorder, leaf) for leaf in tree_flatten(value)[0]]
+            left += [tensor_of(self.recorder, leaf) for leaf in leaves]
         return given, left
 
-    def _bases(self, value: Any, mine: Sequence[Tensor]) -> list[Bases]:
-        """What may have the memory that a name holds after an iteration; mine: what it was given and may still hold."""
-        found = [bases_of(self.recorder, leaf) for leaf in tree_flatten(value)[0]]
-        if not isinstance(value, Sometimes):
-            return found
-        return [one | bases_of(self.recorder, leaf) for one, leaf in zip(found, mine, strict=False)]
-
-    def _kept(self, value: Any, before: Sometimes) -> Any:
-        """The value of a name after an iteration that set it in all or some runs; else the value that it began with."""
-        if isinstance(value, Undefined) and not isinstance(value, Sometimes):
-            return value
-        name, recorder = before.symbol_name, self.recorder
-        if not isinstance(value, Sometimes):
-            return Sometimes(name, value, True, recorder, before.why)
-        if value.is_set is before.is_set:
-            return value
-
-        def chosen(new: Any, old: Tensor) -> Any:
-            new = tensor_of(recorder, new)
-            return torch.where(value.is_set, new, old) if spec_of(new).shape == spec_of(old).shape else new
-
-        (news, form), olds = tree_flatten(value.item), tree_flatten(before.item)[0]
-        item = tree_unflatten(list(map(chosen, news, olds)), form) if len(news) == len(olds) else value.item
-        return Sometimes(name, item, torch.logical_or(value.is_set, before.is_set), recorder, before.why)
+    def _bases(self, value: Any) -> list[Bases]:
+        """What may have the memory that a name holds after an iteration."""
+        return [bases_of(self.recorder, leaf) for leaf in tree_flatten(value)[0]]
 
     def _stays(self, place: int, value: Any, mine: Sequence[Tensor]) -> bool:
         """Whether a name still holds the tensors that the iteration was given: then they are those of outside."""
@@ -342,15 +317,13 @@ class Stage:
         self.aliases.share(self.st, carried, self.labels)
         st = self.st
         for place, old in enumerate(self.before):
-            if not isinstance(old, Undefined) or isinstance(old, (Sometimes, UndefinedReturnValue)):
+            if not isinstance(old, Undefined) or isinstance(old, UndefinedReturnValue):
                 continue
             name, why = st.names[place], f"it is first set in the loop of {st.place}"
-            if place in self.forms and isinstance(whole := values[place], Sometimes):
-                values[place] = Sometimes(name, whole.item, whole.is_set, st.recorder, why)
-            elif place in self.forms:
-                values[place] = Sometimes(name, values[place], taken(), st.recorder, why)
+            if place in self.forms:
+                values[place] = FirstSetInLoop(name, values[place], taken(), st.recorder, why)
             elif place in self.late:
-                values[place] = Absent(name, why)
+                values[place] = Undefined(name, f"{why}, and not in all of its iterations")
         st.set(tuple(values))
 
     def _lose(self, outer: Any, name: str) -> None:
@@ -407,7 +380,7 @@ class _Attempt:
         values = self._taken(given, carried, rows)
         written = self._written(versions, carried, rows)
         stage.set(carried)
-        self.st.all_carried()
+        self.st.refuse_attributes()
         after = stage.leaves(values, carried)
         late, left = stage.late_leaves(values, self.loop)
         stage.set_back()
@@ -442,13 +415,6 @@ class _Attempt:
         if any(map(_is_written, rows)) or any(stack._family in written for stack in self.iterations.xs):
             raise CannotStage("its body writes into the rows that it takes")
         return written | {tensor._family for tensor in carried if _is_written(tensor)}
-
-
-def _containers(item: Any) -> Iterator[Any]:
-    """Lists and dicts, also in others."""
-    for each in item.values() if isinstance(item, dict) else item if isinstance(item, (list, tuple)) else ():
-        yield from (each,) if isinstance(each, (list, dict)) else ()
-        yield from _containers(each)
 
 
 def _is_written(given: Tensor) -> bool:

@@ -17,11 +17,10 @@ import torch
 from tfnb.control_flow.frontend.cannot_stage import CannotStage
 from tfnb.control_flow.staging.branching import below_guard, branched, chosen, taken_by_python
 from tfnb.control_flow.staging.containers import CONTAINERS, attribute, changed, made, own_method, refuse_change
-from tfnb.control_flow.staging.conversion import OPERATORS, fn, marked, takes_lists
+from tfnb.control_flow.staging.conversion import OPERATORS, fn, marked
 from tfnb.control_flow.staging.iterables import iterations_of
-from tfnb.control_flow.staging.lists import append_to, expanded, grown, length, plain
+from tfnb.control_flow.staging.lists import grown, length, plain
 from tfnb.control_flow.staging.lists import item as item_of
-from tfnb.control_flow.staging.lists import part as part_of
 from tfnb.control_flow.staging.looping import Iterations, Stage, staged_loop
 from tfnb.control_flow.staging.python_numbers import given, needed
 from tfnb.control_flow.staging.statement import (
@@ -32,9 +31,10 @@ from tfnb.control_flow.staging.statement import (
     note_peeled,
     note_python,
     recorder_for,
+    recorder_of_sizes,
     status,
 )
-from tfnb.control_flow.staging.unset import Absent, Undefined, UndefinedReturnValue, guarded
+from tfnb.control_flow.staging.unset import Undefined, UndefinedReturnValue, guarded
 from tfnb.control_flow.staging.user_frames import user_frame
 from tfnb.control_flow.structure import recorder_if_open, sample_truth
 from tfnb.recording import Recorder, Tensor
@@ -80,8 +80,6 @@ class scope:
         note = f"{name} returns nothing in some runs: a run must return where it returned for the samples"
         if note not in recorder.tape.notes:
             recorder.tape.notes.append(note)
-        if isinstance(returned, torch.SymBool):
-            return value if recorder.symbols.decided(returned) else None
         if sample_truth(recorder, returned) is False:
             recorder.branch(returned, False)
             return None
@@ -119,7 +117,7 @@ def while_stmt(
         recorder = None if because else _staging()
         before = None if recorder is None else Savepoint(recorder)
         found = _asked(test())
-        staged = recorder_for(found)
+        staged = recorder_for(found) or recorder_of_sizes(found)
         if staged is None or before is None:
             if not (found if staged is None else taken_by_python(staged, as_test(found), None, because=because)):
                 if staged is not None:  # in other runs the loop goes on
@@ -171,7 +169,7 @@ def for_stmt(
             each, iterations = parted
             items = iterations
             body(each)
-    for each in expanded(items) if grown(items) else items:
+    for each in plain(items):
         test: Any = True if more is None else more()
         staged = recorder_for(test)
         if staged is not None:  # an iteration before left the loop in some runs
@@ -278,42 +276,11 @@ def rebinds(*names: str) -> None:
 
 def items(owner: Any) -> Any:
     """What a comprehension or a ``*`` goes over."""
-    if grown(owner):
-        return plain(owner)
     recorder = _staging()
-    if recorder is not None and iterations_of(owner) is not None:
-        note_python(_nameless(recorder), "it is a comprehension, which goes over as many as the samples have")
+    if recorder is not None and iterations_of(plain(owner)) is not None:
+        st = Statement("for", recorder, (), tuple, lambda _: None)
+        note_python(st, "it is a comprehension, which goes over as many as the samples have: write a loop")
     return owner
-
-
-def collected(function: Any, owner: Any, made_of: Callable[..., Any], several: bool) -> Any:
-    """``[made_of(None, each) for each in owner]`` for ``function``, which may take a list that a loop appended to.
-
-    several: each is a tuple of arguments.
-    """
-
-    def element(each: Any) -> Any:
-        return made_of(None, *each) if several else made_of(None, each)
-
-    recorder = _staging()
-    iterations = iterations_of(owner) if recorder is not None and takes_lists(function) else None
-    if recorder is None or iterations is None:
-        return made([element(each) for each in items(owner)])
-    found: list[Any] = made([])
-
-    def body(each: Any) -> None:
-        add = append_to(found)
-        assert add is not None  # the body of the innermost loop
-        add(element(each))
-
-    st = _nameless(recorder)
-    if staged_loop(st, lambda: iterations.stage(st, None, body), lambda: _first(owner, element)) is None:
-        return found
-    return made([element(each) for each in (expanded(owner) if grown(owner) else owner)])
-
-
-def _nameless(recorder: Recorder) -> Statement:
-    return Statement("for", recorder, (), tuple, lambda _: None)
 
 
 def item(owner: Any, index: Any) -> Any:
@@ -327,14 +294,15 @@ def item(owner: Any, index: Any) -> Any:
 
 def part(owner: Any, start: Any, stop: Any, step: Any) -> Any:
     """``owner[start:stop:step]``."""
-    span = slice(*map(needed, (start, stop, step))) if type(owner) in (list, tuple, str) else slice(start, stop, step)
-    return part_of(owner, span) if grown(owner) else owner[span]
+    if type(plain(owner)) in (list, tuple, str):
+        start, stop, step = map(needed, (start, stop, step))
+    return owner[start:stop:step]
 
 
 vars(OPERATORS).update({
     each.__name__: each for each in (
-        Absent, Undefined, UndefinedReturnValue, ld, ldu, scope, if_stmt, while_stmt, for_stmt, if_exp, and_, or_, not_,
-        augmented, item, part, plain, items, collected, made, changed, attribute, rebinds, fn,
+        Undefined, UndefinedReturnValue, ld, ldu, scope, if_stmt, while_stmt, for_stmt, if_exp, and_, or_, not_,
+        augmented, item, part, plain, items, made, changed, attribute, rebinds, fn,
         marked,
     )
 })  # fmt: skip

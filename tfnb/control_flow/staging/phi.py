@@ -30,21 +30,17 @@ from tfnb.control_flow.staging.statement import (
     part_of,
     plain_number,
     same,
-    status,
     tensor_of,
 )
-from tfnb.control_flow.staging.unset import Absent, Sometimes, Undefined, UndefinedReturnValue
-from tfnb.control_flow.structure import SIZES, spec_of, truth
+from tfnb.control_flow.staging.unset import Undefined, UndefinedReturnValue
+from tfnb.control_flow.structure import SIZES, truth
 from tfnb.control_flow.tensor_array import varying
 from tfnb.errors import InvalidArgument
 from tfnb.graph import Spec, Value, Variable
-from tfnb.graph.spec import sized_if
 from tfnb.recording import Tensor
-from tfnb.recording.subgraphs.capture import Region, bound_outside, now
+from tfnb.recording.subgraphs.capture import Region, bound_outside
 from tfnb.recording.subgraphs.loop_node import DISAGREE
 from tfnb.recording.writes.aliases import may_share
-
-_LONG = 40  # operations of a size; what has more is a tensor
 
 
 @dataclass
@@ -85,25 +81,18 @@ class Phi:
         what = f"{st.place}: `{st.what}`"
         regions = (self.sides[True].region, self.sides[False].region)
         if any(r.nodes or r.written for r in regions) or self.columns:
-            exact = isinstance(self.test, torch.SymBool)  # else Python takes the way that the sizes of the samples take
-            results = joined(st.recorder, self.predicate, regions, self.labels, what, self.loose, exact=exact)
+            results = joined(st.recorder, self.predicate, regions, self.labels, what, self.loose)
         else:
             results = []
         return tuple(plan(results) for plan in plans)
 
     def _plan(self, place: int) -> Callable[[list[Any]], Any]:
         then, other = (self.sides[side].values[place] for side in (True, False))
-        name, before = self.st.names[place], self.before[place]
+        name = self.st.names[place]
         if then is other:
             return lambda _: then
-        if not _has_value(then) or not _has_value(other):
-            return self._one_sided(place, _has_value(then), before)
-        if isinstance(then, Sometimes) or isinstance(other, Sometimes):
-            then, other = self._sometimes(name, then), self._sometimes(name, other)
-        if name in status.foreign and not status.depth and (then is before) is not (other is before):
-            side = other is before
-            if not self._as_before(place, side, before):
-                return self._one_sided(place, side, before)
+        if isinstance(then, Undefined) or isinstance(other, Undefined):
+            return self._one_sided(place, isinstance(other, Undefined))
         leaves, form = tree_flatten(then)
         theirs, their_form = tree_flatten(other)
         label = self.st.label(name)
@@ -123,12 +112,6 @@ class Phi:
             self.loose.update(range(count, len(self.columns)) if varies else ())
         return lambda results: tree_unflatten([part(results) for part in parts], form)
 
-    def _sometimes(self, name: str, value: Any) -> Sometimes:
-        """A value as that of a name which some runs set."""
-        why = f"it is not set in every branch of {self.st.place}"
-        item, is_set = (value.item, value.is_set) if isinstance(value, Sometimes) else (value, True)
-        return Sometimes(name, item, is_set, self.st.recorder, why)
-
     def _leaf(self, place: int, at: int, a: Any, b: Any, label: str) -> Callable[[list[Any]], Any]:
         if a is b or (type(a) is type(b) and not isinstance(a, torch.Tensor) and same(a, b)):
             return lambda _: a
@@ -137,8 +120,6 @@ class Phi:
             return lambda _: known
         if not is_value(a) or not is_value(b):
             raise CannotStage(_unlike(label, a, b))
-        if isinstance(self.test, torch.SymBool) and (size := _size_of(self.test, a, b)) is not None:
-            return lambda _: size
         dtype = self._dtype(a, b, label)
         column = tuple(self._value(side, place, at, v, dtype) for side, v in ((True, a), (False, b)))
         result = self._column(column, label)
@@ -214,53 +195,23 @@ class Phi:
         found = tensor_of(recorder, leaf)
         return recorder._entry(found.to(dtype) if isinstance(leaf, SIZES) and dtype is not None else found).value
 
-    def _one_sided(self, place: int, side: bool, before: Any) -> Callable[[list[Any]], Any]:
-        """A name that one branch leaves without a value."""
+    def _one_sided(self, place: int, side: bool) -> Callable[[list[Any]], Any]:
+        """A name that one branch leaves without a value: only what a function returns is carried."""
         st, after = self.st, self.sides[side]
         name, value = st.names[place], after.values[place]
-        line = st.place
-        why = f"it is set in one branch of {line} only"
-        leaves, form = tree_flatten(value)
-        is_returned = any(isinstance(s.values[place], UndefinedReturnValue) for s in self.sides.values())
-        if not _has_value(value):
+        if isinstance(value, Undefined):
             return lambda _: value
+        if not any(isinstance(s.values[place], UndefinedReturnValue) for s in self.sides.values()):
+            return lambda _: Undefined(name, f"it is set in one branch of {st.place} only")
+        leaves, form = tree_flatten(value)
         if not all(map(is_value, leaves)) or not all(self._fits(after, place, at) for at in range(len(leaves))):
-            if is_returned:
-                raise CannotStage(f"it returns {kind(value)}, and goes on in the other branch")
-            if self.taken is side:
-                why = f"it is {kind(value)} in one branch of {line} and has no value in the other"
-            return lambda _: Absent(name, why)
+            raise CannotStage(f"it returns {kind(value)}, and goes on in the other branch")
         parts = []
         for at, leaf in enumerate(leaves):
             value_at = self._value(side, place, at, leaf, None)
             column = self._column((value_at, None) if side else (None, value_at), st.label(name))
             parts.append(self._shared(place, at, column, st.label(name)))
-
-        def made(results: list[Any]) -> Any:
-            whole = tree_unflatten([part(results) for part in parts], form)
-            if is_returned:
-                return whole
-            here = self.predicate if side else torch.logical_not(self.predicate)
-            if isinstance(whole, Sometimes):  # in a branch or loop of the branch
-                whole, here = whole.item, torch.logical_and(here, whole.is_set)
-            return Sometimes(name, whole, here, st.recorder, why)
-
-        return made
-
-    def _as_before(self, place: int, side: bool, before: Any) -> bool:
-        """Whether what a branch gave a name is like what the name held."""
-        after, recorder = self.sides[side], self.st.recorder
-        leaves, form = tree_flatten(after.values[place])
-        olds, old_form = tree_flatten(before)
-        if form != old_form or not all(map(is_value, (*leaves, *olds))):
-            return False
-        for at, (leaf, old) in enumerate(zip(leaves, olds, strict=True)):
-            inside = after.outputs.get((place, at))
-            spec = spec_of(tensor_of(recorder, leaf)) if inside is None else spec_inside(recorder, after.region, inside)
-            was = spec_of(tensor_of(recorder, old))
-            if (spec.dtype, now(recorder, spec)) != (was.dtype, now(recorder, was)):
-                return False
-        return True
+        return lambda results: tree_unflatten([part(results) for part in parts], form)
 
     def _fits(self, after: After, place: int, at: int) -> bool:
         """Whether its sizes are known where the branch was not taken."""
@@ -269,11 +220,6 @@ class Phi:
             return True
         recorder = self.st.recorder
         return bound_outside(recorder, spec_inside(recorder, after.region, output))
-
-
-def _has_value(item: Any) -> bool:
-    """Whether a name holds something, in some runs at least."""
-    return not isinstance(item, Undefined) or isinstance(item, Sometimes)
 
 
 def _is_tensor(item: Any) -> bool:
@@ -288,23 +234,3 @@ def _unlike(label: str, a: Any, b: Any) -> str:
             "; for each run to decide, begin with a tensor like that, and a truth value that says whether it was set"
         )
     return text
-
-
-def _size_of(test: torch.SymBool, a: Any, b: Any) -> Any:
-    """What sizes decide between whole numbers or truth values is a size; None for anything else, or a long one."""
-    if all(type(side) in (int, torch.SymInt) for side in (a, b)):
-        found = sized_if(test, a, b)
-    elif all(type(side) in (bool, torch.SymBool) for side in (a, b)):
-        found = _either(test, a, b)
-    else:
-        return None
-    return found if isinstance(found, bool) or found.node.expr.count_ops() <= _LONG else None
-
-
-def _either(test: torch.SymBool, a: Any, b: Any) -> Any:
-    """``a if test else b`` of truth values."""
-    if isinstance(a, bool):
-        return test | b if a else torch.sym_not(test) & b
-    if isinstance(b, bool):
-        return torch.sym_not(test) | a if b else test & a
-    return (test & a) | (torch.sym_not(test) & b)

@@ -10,62 +10,26 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from tfnb.control_flow.frontend.cannot_stage import CannotStage
 from tfnb.control_flow.staging.unset import MISSING, Undefined
 from tfnb.control_flow.staging.user_frames import user_frame
 from tfnb.control_flow.structure import SIZES, of_size, recorder_if_open, spec_of
-from tfnb.errors import TfnbError
+from tfnb.errors import TfnbError, Unsupported
 from tfnb.graph import Variable
 from tfnb.recording import Recorder, Tensor
 from tfnb.recording.subgraphs.capture import Savepoint
+from tfnb.recording.writes.aliases import REFUSED
 
 NUMBERS = (bool, int, float, complex)
 EXPRESSION = "the expression"  # stands among the names for the value of one that has none
-
-
-class Slot:
-    """A place of an object of outside, an item or an attribute, that a staged body sets: it is carried as a name is."""
-
-    def __init__(self, owner: Any, key: Any, *, is_item: bool) -> None:
-        self.owner, self.key, self.is_item = owner, key, is_item
-        self.name = f"item {key!r} of a {type(owner).__name__}" if is_item else f"{type(owner).__name__}.{key}"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Slot) and self.owner is other.owner and self.key == other.key
-
-    __hash__ = None  # type: ignore[assignment]
-
-    @property
-    def value(self) -> Any:
-        """What stands there."""
-        return self.owner[self.key] if self.is_item else getattr(self.owner, self.key)
-
-    @value.setter
-    def value(self, new: Any) -> None:
-        if new is not self.value:  # nobody hears of what did not change
-            if self.is_item:
-                self.owner[self.key] = new
-            else:
-                setattr(self.owner, self.key, new)
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether the body that is recorded may set it: its object was made there, or the statement carries it."""
-        return any(self.owner is made for made in status.made) or self in status.slots
-
-
-class Carries(BaseException):  # the user's `except Exception` is not meant
-    """A staged body sets places that its statement does not carry yet."""
-
-    def __init__(self, slots: list[Slot]) -> None:
-        super().__init__(", ".join(slot.name for slot in slots))
-        self.slots = slots
+_DEEP = 12  # branches and loops inside of each other
 
 
 class _Status(threading.local):
@@ -76,16 +40,10 @@ class _Status(threading.local):
         self.off = 0  # blocks without staging
         self.depth = 0  # staged bodies
         self.quiet = 0  # bodies that the samples do not take, or that are recorded again
-        self.foreign: frozenset[str] = frozenset()  # names that a cell binds and that hold something of other cells
         self.made: list[Any] = []  # containers made in the staged body
         self.bodies: list[list[Any]] = []  # the same of all staged bodies around, and of this one
         self.growth: Any = None  # of the innermost loop that is being recorded: a `lists.Growth`
         self.attributes: list[tuple[Any, str, Any]] = []  # set in staged bodies, and what they were
-        self.slots: list[Slot] = []  # what the statement of the staged body carries besides names
-        self.met: list[tuple[Slot, Any]] = []  # what the staged body sets besides those, and what it was
-        self.copies: list[Any] = []  # containers that stand for others in the staged body
-        self.calls: list[Any] = []  # of functions that may call themselves: what `recursion` knows of them
-        self.sized: list[object] = []  # the statements of which sizes decide, and whose branches are being recorded
 
 
 status = _Status()
@@ -96,15 +54,22 @@ OPERATORS = SimpleNamespace()  # what converted code calls, by `HIDDEN`: `operat
 
 
 def recorder_for(test: Any) -> Recorder | None:
-    """The open recording, if ``test`` is one truth value of it that another run may have another way."""
-    if not isinstance(test, (Tensor, *SIZES)) or status.off:
-        return None
-    recorder = recorder_if_open()
-    if not isinstance(test, Tensor):
-        return recorder if test.node.expr.free_symbols else None
+    """The open recording, if ``test`` is one truth value of it that data may give another run another way.
+
+    Of the sizes of what is fed Python decides, and a run with sizes that would go another way is refused.
+    """
+    if isinstance(test, SIZES):
+        return recorder_of_sizes(test) if free_unbacked_symbols(test) else None
+    recorder = recorder_if_open() if isinstance(test, Tensor) and not status.off else None
     if recorder is None or test.graph is not recorder.graph or any(size != 1 for size in spec_of(test).shape):
         return None
     return None if recorder.tape.is_fixed(recorder._entry(test).value) else recorder
+
+
+def recorder_of_sizes(test: Any) -> Recorder | None:
+    """The open recording, if ``test`` asks of sizes that vary."""
+    is_open = isinstance(test, SIZES) and not status.off and test.node.expr.free_symbols
+    return recorder_if_open() if is_open else None
 
 
 def as_test(test: Any) -> Any:
@@ -203,52 +168,21 @@ def part_of(label: str, path: str) -> str:
 
 @dataclass
 class Statement:
-    """One statement of converted code: the names that it binds, and how to get and set what they hold.
-
-    What it sets of objects of outside comes before them, as if it were names as well.
-    """
+    """One statement of converted code: the names that it binds, and how to get and set what they hold."""
 
     what: str
     recorder: Recorder
-    bound: tuple[str, ...]
-    read: Callable[[], tuple[Any, ...]]
-    bind: Callable[[Any], None]
-    slots: list[Slot] = field(default_factory=list)
-    copies: list[Any] = field(default_factory=list)  # containers that names hold in the body alone
+    names: tuple[str, ...]
+    get: Callable[[], tuple[Any, ...]]
+    set: Callable[[Any], None]
 
     def __post_init__(self) -> None:
         frame = user_frame()
         name = frame.f_code.co_name
-        self.key = frame.f_code, frame.f_lasti
         self.line = frame.f_lineno
         self.place = f"line {self.line}" + ("" if name == "<module>" else f" of {name}")
         text = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
         self.is_written = all(re.search(rf"(\b|el){word}\b", text) for word in self.what.split())
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """What is carried."""
-        return (*(slot.name for slot in self.slots), *self.bound)
-
-    def get(self) -> tuple[Any, ...]:
-        """What the names hold."""
-        return (*(slot.value for slot in self.slots), *self.read())
-
-    def set(self, values: tuple[Any, ...]) -> None:
-        """Have the names hold these."""
-        for slot, value in zip(self.slots, values, strict=False):
-            slot.value = value
-        self.bind(values[len(self.slots) :])
-
-    def carrying(self, stage: Callable[[], Any]) -> Any:
-        """``stage()``, again whenever it met one more place that has to be carried."""
-        while True:
-            try:
-                return stage()
-            except Carries as met:
-                if status.depth and not all(slot.is_settled for slot in met.slots):  # those of the one around this too
-                    raise
-                self.slots += (slot for slot in met.slots if slot not in self.slots)
 
     @contextmanager
     def staging(self) -> Iterator[None]:
@@ -272,19 +206,21 @@ class Statement:
     @contextmanager
     def body(self, quiet: bool) -> Iterator[None]:
         """Inside of a body: what it does to Python's objects is found out."""
-        at, before = len(status.attributes), (status.made, status.slots, status.met, status.copies)
-        status.made, status.slots, status.met = [], self.slots, []  # of outside are those of the bodies around this one
+        if status.depth >= _DEEP:
+            raise Unsupported(
+                f"{self.place}: the `{self.what}` stands inside of {_DEEP} other branches and loops of recorded "
+                "values: a function that calls itself where such a value decides is marked @tfnb.function",
+                details=REFUSED,
+            )  # fmt: skip
+        at, made = len(status.attributes), status.made
+        status.made = []
         status.bodies.append(status.made)
-        status.copies = [*status.copies, *self.copies]
         status.depth, status.quiet = status.depth + 1, status.quiet + quiet
         try:
             yield
         finally:
             status.depth, status.quiet = status.depth - 1, status.quiet - quiet
-            for slot, old in reversed(status.met):
-                slot.value = old
-            self.met = [slot for slot, _ in status.met]
-            status.made, status.slots, status.met, status.copies = before
+            status.made = made
             status.bodies.pop()
             self.attributes = status.attributes[at:]
             del status.attributes[at:]
@@ -295,28 +231,26 @@ class Statement:
         try:
             with self.body(True):
                 body()
-        except (CannotStage, Carries):
+        except CannotStage:
             pass
         finally:
             recording.undo()
             self.set(before)
 
-    def all_carried(self) -> None:
-        """After the names hold again what they did: raise Carries for what a body set besides them."""
+    def refuse_attributes(self) -> None:
+        """After the names hold again what they did: raise CannotStage for an attribute that the body set besides them.
+
+        All attributes are what they were.
+        """
         first = {(id(owner), name): (owner, name, old) for owner, name, old in reversed(self.attributes)}
         changed = [each for each in first.values() if getattr(each[0], each[1], MISSING) is not each[2]]
-        gone = [owner for owner, name, _ in changed if getattr(owner, name, MISSING) is MISSING]
         for owner, name, old in changed:
             if old is MISSING:
                 delattr(owner, name)
             else:
                 setattr(owner, name, old)
-        for owner, name, old in changed:
-            if any(owner is each for each in gone) or not isinstance(old, (torch.Tensor, *NUMBERS, list, tuple, dict)):
-                raise CannotStage(f"a function called in it sets the attribute {name} of a {type(owner).__name__}")
-            self.met.append(Slot(owner, name, is_item=False))
-        if self.met:
-            raise Carries(self.met)
+        for owner, name, _ in changed:
+            raise CannotStage(f"a function called in it sets the attribute {name} of a {type(owner).__name__}")
 
 
 def note_python(statement: Statement, why: object) -> None:

@@ -1,13 +1,12 @@
-"""Names of converted code without a value, or with one that not every run gives them."""
+"""Names of converted code without a value, or with one that runs have in which a loop takes an iteration."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import GetAttrKey, register_pytree_node, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tfnb.control_flow.staging.user_frames import source_line
 from tfnb.control_flow.structure import sample_truth
@@ -21,13 +20,15 @@ MISSING = object()
 
 
 class Undefined:
-    """What a name holds that was not assigned."""
+    """What a name holds that was not assigned; with ``why``, one that a staged statement did not assign for sure."""
 
-    def __init__(self, symbol_name: str) -> None:
-        self.symbol_name = symbol_name
+    def __init__(self, symbol_name: str, why: str | None = None) -> None:
+        self.symbol_name, self.why = symbol_name, why
 
     def read(self) -> Any:
-        """Raises as Python does."""
+        """Raises as Python does; InvalidArgument where a staged statement is why."""
+        if self.why is not None:
+            raise InvalidArgument(_no_value(self.symbol_name, self.why))
         raise UnboundLocalError(
             f"cannot access local variable {self.symbol_name!r} where it is not associated with a value"
         )
@@ -43,73 +44,24 @@ class UndefinedReturnValue(Undefined):
         super().__init__("the value that is returned")
 
 
-class Absent(Undefined):
-    """A name that a staged statement did not assign on the samples' way through it."""
-
-    def __init__(self, symbol_name: str, why: str) -> None:
-        super().__init__(symbol_name)
-        self.why = why
-
-    def read(self) -> Any:
-        raise InvalidArgument(no_value(self.symbol_name, self.why))
-
-
-def no_value(name: str, why: str) -> str:
-    """What is said of a name that is read, and was not set."""
+def _no_value(name: str, why: str) -> str:
     return f"`{name}` has no value here: {why}; give it one before"
 
 
-class Sometimes(Undefined):
-    """A name that a staged statement assigns in some runs.
+class FirstSetInLoop(Undefined):
+    """A name that a loop gives its first value, after the loop: a run has it that took an iteration.
 
-    item: what it holds there; is_set: a recorded truth value that says where. Branches and loops carry it as they carry
-    a tuple of both.
+    taken: a recorded truth value that says whether the loop took one.
     """
 
-    def __init__(self, symbol_name: str, item: Any, is_set: Any, recorder: Recorder, why: str) -> None:
-        super().__init__(symbol_name)
-        self.item, self.is_set, self.recorder, self.why = item, is_set, recorder, why
-        self._read = guarded(recorder, item, is_set, True, no_value(symbol_name, why))
-
-    @property
-    def is_there(self) -> bool:
-        """Whether the samples may have it."""
-        return sample_truth(self.recorder, self.is_set) is not False
+    def __init__(self, symbol_name: str, item: Any, taken: Tensor, recorder: Recorder, why: str) -> None:
+        super().__init__(symbol_name, why)
+        self._read = guarded(recorder, item, taken, True, _no_value(symbol_name, why))
+        self.is_there = sample_truth(recorder, taken) is not False
 
     def read(self) -> Any:
-        """The value, with a guard that the run assigned it; raises InvalidArgument where the samples did not."""
-        if not self.is_there:
-            raise InvalidArgument(no_value(self.symbol_name, self.why))
-        return self._read()
-
-
-@dataclass(frozen=True)
-class _Named:
-    """What is no tensor of a `Sometimes`."""
-
-    symbol_name: str
-    recorder: Recorder
-    why: str = field(compare=False)
-
-
-def _parts(some: Sometimes) -> tuple[list[Any], _Named]:
-    return [some.item, some.is_set], _Named(some.symbol_name, some.recorder, some.why)
-
-
-def _whole(parts: Iterable[Any], named: _Named) -> Sometimes:
-    item, is_set = parts
-    return Sometimes(named.symbol_name, item, is_set, named.recorder, named.why)
-
-
-register_pytree_node(
-    Sometimes,
-    _parts,
-    _whole,
-    flatten_with_keys_fn=lambda some: (
-        [(GetAttrKey("item"), some.item), (GetAttrKey("is_set"), some.is_set)],
-        _parts(some)[1],
-    ),
-)
+        """The value, with a guard that the run has it; raises InvalidArgument where the samples have not."""
+        return self._read() if self.is_there else super().read()
 
 
 def guarded(recorder: Recorder, item: Any, test: Tensor, outcome: bool, lacks: str) -> Callable[[], Any]:

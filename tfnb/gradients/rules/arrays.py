@@ -15,7 +15,7 @@ from tfnb.kernels import arrays, spans  # noqa: F401  define torch.ops.tfnb
 ops = torch.ops.tfnb
 
 nograd(ops.index_span.default, ops.index_single.default, ops.index_range.default)
-nograd(ops.array_unwritten.default, ops.array_spans.default, ops.array_even_spans.default, ops.array_parts.default)
+nograd(ops.array_unwritten.default)
 
 
 @rule(ops.array_write.default, outputs=1)

@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import reduce
 from math import prod
-from operator import and_
 from typing import Any
 
 import torch
@@ -169,8 +167,7 @@ def _branches(n: Forward, dys: Cotangents, forms: dict[int, bool], path: str) ->
 
         with part.named():  # alone, so that no size is told by a value of the other branch
             guards = part.guards()
-            where = _all_hold(recorder, guards)
-            region = record_region(recorder, call, [], scope=path, iterations=False, inner=part.inner, where=where)
+            region = record_region(recorder, call, [], scope=path, iterations=False, inner=part.inner)
             part.adopt(region.moved)
             region.guards = list(dict.fromkeys((*guards, *region.guards)))
         return region
@@ -208,14 +205,6 @@ def _of_lengths(recorder: Recording, dy: Any, part: Part, output: Value | None) 
             count: Any = wanted.evaluate(recorder.symbols.bindings([wanted])) if isinstance(wanted, Dim) else wanted
             dy = dy.index_select(axis, torch.arange(count, device=dy.device))
     return dy
-
-
-def _all_hold(recorder: Recording, guards: Sequence[Guard]) -> tuple[torch.SymBool, bool] | None:
-    """That these relations between sizes are so, which the samples need not have; None where they do not vary."""
-    relations = [Dim(guard.expr) for guard in guards]
-    found = [relation.evaluate(recorder.symbols.bindings([relation])) for relation in relations]
-    asked = [relation for relation in found if isinstance(relation, torch.SymBool)]
-    return (reduce(and_, asked), True) if asked else None
 
 
 def _check_forms(found: Mapping[int, Any], forms: dict[int, bool]) -> None:

@@ -83,9 +83,6 @@ class _Env(ShapeEnv):
         self._heard, self._settled = heard, settled
         self.kernel = False
         self.depth = 0  # of ops that are being recorded
-        self.scope = 0  # number of the branch that sizes decide and that is being recorded
-        self.scopes = 0
-        self.supposed = False  # whether sizes are there that the samples have not
         self.laying = False  # whether torch lays a tensor out: its answers are properties of that object alone
 
     def _get_stack_summary(self, is_debug: bool = False, framework_loc: Any = None) -> tuple[SLoc, str]:
@@ -99,8 +96,6 @@ class _Env(ShapeEnv):
         if self.laying:
             with self.suppress_guards():
                 return super().evaluate_expr(orig_expr, *args, **kwargs)
-        if self.scope:
-            return self._evaluate_here(orig_expr, *args, **kwargs)
         if self.kernel:
             with self.suppress_guards():
                 result = super().evaluate_expr(orig_expr, *args, **kwargs)
@@ -118,24 +113,6 @@ class _Env(ShapeEnv):
         asked = not self.kernel and not self.depth and len(self.guards) == before
         if asked and not _holds_when_short(orig_expr) and (asker := _asker()):
             self._heard(orig_expr if result else sympy.Not(orig_expr), by_torch=asker.startswith("torch."))
-        return result
-
-    def _evaluate_here(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
-        """In a branch that sizes decide: the answer, of which nobody outside hears, nor this environment."""
-        if self.supposed:
-            args = (None, *args[1:])  # the hint that the sizes of the samples gave
-        known = orig_expr.is_number or self._maybe_evaluate_static(orig_expr) is not None
-        try:
-            with self.suppress_guards():
-                result = super().evaluate_expr(orig_expr, *args, **kwargs)
-        except GuardOnDataDependentSymNode:
-            if self.kernel:
-                raise
-            return self._settled(orig_expr)
-        is_asked = not self.kernel and not self.depth and not _holds_when_short(orig_expr)
-        if is_asked if known else not self.kernel or _is_equality(orig_expr, result):
-            is_truth = isinstance(result, (bool, sympy.logic.boolalg.BooleanAtom))
-            self._heard((orig_expr if result else sympy.Not(orig_expr)) if is_truth else sympy.Eq(orig_expr, result))
         return result
 
 
@@ -178,26 +155,6 @@ def _holds_when_short(expr: Any) -> bool:
         return bound_sympy(expr, dict.fromkeys(sizes, ValueRanges(0, int_oo))).is_singleton()
     truths = {bound_sympy(expr, dict(zip(sizes, piece, strict=True))) for piece in product(_PIECES, repeat=len(sizes))}
     return len(truths) == 1 and truths.pop().is_singleton()
-
-
-def _hints_of(env: ShapeEnv) -> dict[Any, Any]:
-    """The sizes of the samples, as torch keeps them."""
-    return env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val  # torch before 2.12
-
-
-def _sizes_where(expr: Any, outcome: bool, seen: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Sizes for which a relation has this outcome; none if a few tries find none."""
-    sizes = sorted(expr.free_symbols, key=str)
-    if not set(sizes) <= seen.keys() or len(sizes) > _PIECEWISE:
-        return {}
-    numbers = [int(n) for n in (*expr.atoms(sympy.Integer), *(seen[size] for size in sizes))]
-    near = {n + step for n in numbers for step in (-1, 0, 1)} | {2 * n for n in numbers}
-    tries = [*_HINTS[:6], *(h + 1 for h in _HINTS[:6]), *sorted(n for n in near if n >= 2)]
-    for found in product(map(sympy.Integer, tries), repeat=len(sizes)):
-        pairs = dict(zip(sizes, found, strict=True))
-        if bool(expr.xreplace(pairs)) is outcome:
-            return pairs
-    return {}
 
 
 class Listener(Protocol):
@@ -268,11 +225,8 @@ class Symbols:
         return self._values[letter]
 
     def hint(self, size: Any) -> int:
-        """The size that the samples have, or that is supposed for them."""
-        if not isinstance(size, torch.SymInt):
-            return int(size)
-        supposed = size.node.expr.xreplace(self._observed) if self.env.supposed else None
-        return int(supposed) if supposed is not None and supposed.is_number else size.node.hint
+        """The size that the samples have."""
+        return size.node.hint if isinstance(size, torch.SymInt) else int(size)
 
     def relabel(
         self, own: Container[str], sizes: Mapping[str, int | str], block: Mapping[str, str], below: Mapping[str, str]
@@ -373,30 +327,8 @@ class Symbols:
     # -- who asks ------------------------------------------------------------------------------------------
 
     def truth(self, relation: torch.SymBool) -> bool | None:
-        """Whether a relation holds for the sizes of the samples, or for those that are supposed; None if unknown."""
+        """Whether a relation holds for the sizes of the samples; None if unknown."""
         return self.seen(relation.node.expr, bool)
-
-    @contextmanager
-    def branch(self, relation: torch.SymBool, outcome: bool) -> Iterator[bool]:
-        """Inside, what is asked of sizes binds nobody outside: it is a branch where ``relation`` has this outcome.
-
-        Gives whether the sizes of the samples go there; if they do not, sizes that do stand for them, where some are
-        found.
-        """
-        env, values = self.env, _hints_of(self.env)
-        expr = relation.node.expr
-        fits = self.truth(relation) in (outcome, None)
-        other = {} if fits else _sizes_where(expr, outcome, self._observed)
-        before = env.scope, env.supposed, self._observed, {symbol: values[symbol] for symbol in other}
-        env.scopes += 1
-        env.scope, env.supposed = env.scopes, env.supposed or bool(other)
-        self._observed = {**self._observed, **other}
-        values.update(other)
-        try:
-            yield fits
-        finally:
-            env.scope, env.supposed, self._observed, old = before
-            values.update(old)
 
     @contextmanager
     def inside(self) -> Iterator[None]:

@@ -80,17 +80,16 @@ class Region:
 
 def record_region(
     recorder: Recording, function: Function, given: Sequence[Given], *, scope: str, iterations: bool,
-    held: Sequence[Base] = (), inner: Inner | None = None, where: tuple[torch.SymBool, bool] | None = None,
-    entered: bool = True, added: list[Value] | None = None,
+    held: Sequence[Base] = (), inner: Inner | None = None, entered: bool = True,
+    added: list[Value] | None = None,
 ) -> Region:  # fmt: skip
     """Record a call of ``function`` as a region.
 
     scope: the path of the scope that it is recorded in. iterations: whether it runs many times: what is the same each
     time is then left outside. held: tensors and variables of outside that mean the last of ``given`` inside; what they
-    mean at the end are the last outputs. inner: of a subgraph that is differentiated. where: a relation between sizes
-    and its outcome, in a branch that it decides: what is asked of sizes there is asked only where the branch is taken.
-    entered: whether the samples get there; an op that fails on those that do not has a shape and no sample. added: the
-    function puts further inputs here while it runs, see `added_input`; they are the last ones of the region.
+    mean at the end are the last outputs. inner: of a subgraph that is differentiated. entered: whether the samples get
+    there; an op that fails on those that do not has a shape and no sample. added: the function puts further inputs here
+    while it runs, see `added_input`; they are the last ones of the region.
     """
     added = [] if added is None else added
     while True:
@@ -102,7 +101,6 @@ def record_region(
                 recorder.tape.marked(control=()),
                 recorder.scope(f"{scope}/"),
                 _sealed(recorder, iterations),
-                _at(recorder, where),
                 _reached(recorder, entered),
             ):
                 tensors = [_placeholder(recorder, item) for item in given]
@@ -124,9 +122,7 @@ def record_region(
         late = before.met_and_written()
         if not late:
             inputs = (*inputs, *added)
-            return before.cut(
-                inputs, outputs, iterations=iterations, inner=inner or Inner(set(), {}), local=where is not None
-            )
+            return before.cut(inputs, outputs, iterations=iterations, inner=inner or Inner(set(), {}))
         before.undo()
         for meet in late:
             meet()
@@ -165,21 +161,6 @@ def retried(of: object, record: Callable[[], Result], recorder: Recording | None
 def attempt(recorder: Recording) -> Callable[[], None]:
     """What takes back everything that is recorded from here on."""
     return Savepoint(recorder).undo
-
-
-@contextmanager
-def _at(recorder: Recording, where: tuple[torch.SymBool, bool] | None) -> Iterator[None]:
-    """Inside a branch that sizes decide; without values, where the samples are of other sizes."""
-    if where is None:
-        yield
-        return
-    lazy = recorder.lazy
-    with recorder.symbols.branch(*where) as fits:
-        recorder.lazy = lazy or not fits
-        try:
-            yield
-        finally:
-            recorder.lazy = lazy
 
 
 @contextmanager
@@ -248,9 +229,7 @@ class Savepoint:
                 late.append(partial(recorder.handle, tensor))
         return late
 
-    def cut(
-        self, inputs: tuple[Value, ...], outputs: list[Value], *, iterations: bool, inner: Inner, local: bool
-    ) -> Region:  # fmt: skip
+    def cut(self, inputs: tuple[Value, ...], outputs: list[Value], *, iterations: bool, inner: Inner) -> Region:
         """The region, out of the tape."""
         recorder = self.recorder
         written = {base: base.entry.value for base, version in self.versions.items() if base.version != version}
@@ -259,7 +238,7 @@ class Savepoint:
         resolved = [same.get(v, v) for v in outputs]
         final = {base: same.get(v, v) for base, v in written.items()}
         nodes = _needed(recorder, inside, [*resolved, *final.values()])
-        guards = self._inner_guards(local)
+        guards = self._inner_guards()
         gone = {node.id for node in made if node.id not in recorder.tape.by_id}
         self._restore(gone)
         recorder.space.release(node for node in made if node.id in gone)
@@ -267,14 +246,11 @@ class Savepoint:
         steps, buffers = ({n.attrs["variable"] for n in assigned if tag in n.tags} for tag in ("step", "buffer"))
         return Region(nodes, inputs, list(resolved), final, guards, moved, steps, buffers, self.undo)
 
-    def _inner_guards(self, local: bool) -> list[Guard]:
-        """Relations between sizes that exist, or are asked, inside only."""
+    def _inner_guards(self) -> list[Guard]:
+        """Relations between sizes that exist inside only."""
         recorder = self.recorder
         start = len(self.state.guards)
         new = recorder.tape.guards[start:]
-        if local:
-            del recorder.tape.guards[start:]
-            return [replace(guard, is_local=False) for guard in new]
         outer = _bound(recorder.tape.nodes) if new else set()
         recorder.tape.guards[start:] = [  # their lines are not those of the node that holds the region
             replace(guard, is_local=False) for guard in new if outer.issuperset(guard.symbols)
