@@ -85,7 +85,7 @@ def is_own(container: Any) -> bool:
 
 _INSTEAD = {
     "list": ": for more than one append() in each iteration of a loop, use a tfnb.TensorArray",
-    "dict": ": set items that it has before, or names",
+    "dict": ": carry what changes in names",
 }
 
 
