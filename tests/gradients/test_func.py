@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import tfnb
@@ -44,37 +43,6 @@ LABELS = torch.tensor([2, 0])
 WEIGHT = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
 
 
-def per_sample_classes(x: torch.Tensor) -> torch.Tensor:
-    """The gradient of a classifier's weight for each row."""
-
-    def loss(parameters: Any, row: torch.Tensor) -> torch.Tensor:
-        scores = functional_call(LAYER, parameters, (row.unsqueeze(0),))
-        return F.cross_entropy(scores, LABELS[:1] // 2)
-
-    return vmap(grad(loss), in_dims=(None, 0))(dict(LAYER.named_parameters()), x)["weight"]
-
-
-def entropies(row: torch.Tensor) -> torch.Tensor:
-    """Each way to call cross_entropy and nll_loss."""
-    two = torch.stack([row, row * 2])
-    found = [
-        F.cross_entropy(row, LABELS[0]), F.cross_entropy(row[None], LABELS[:1], label_smoothing=0.1),
-        F.cross_entropy(two, LABELS, weight=WEIGHT), F.cross_entropy(two, LABELS, reduction="sum", ignore_index=0),
-        F.cross_entropy(two, LABELS, weight=WEIGHT, label_smoothing=0.2, ignore_index=0),
-        F.cross_entropy(torch.stack([two, two.sin()], -1), LABELS.expand(2, 2)), F.cross_entropy(row, row.softmax(0)),
-        F.nll_loss(two.log_softmax(1), LABELS, reduction="none").sum(), F.nll_loss(row.log_softmax(0), LABELS[1]),
-    ]  # fmt: skip
-    return torch.stack(found)
-
-
-def lookups(row: torch.Tensor) -> torch.Tensor:
-    """What picks and puts together."""
-    two = torch.stack([row, row * 2])
-    at = torch.tensor([[2, 0], [1, 1]])
-    table = F.embedding(at, torch.outer(row, row)).sum((0, 1))
-    return torch.cat([row, row * 3]).sum() + torch.gather(two, 1, at).sin().sum() + two.gather(-2, at * 0).sum() + table
-
-
 def per_sample(x: torch.Tensor) -> torch.Tensor:
     """The gradient of a layer's weight for each row."""
 
@@ -107,11 +75,7 @@ CASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "vmap over numbers": lambda x: vmap(lambda i: x[i].sum() * 2)(torch.arange(3)),
     "vmap of grad": vmap(grad(f)),
     "vmap of jacrev": vmap(jacrev(torch.sin)),
-    "vmap of lookups": vmap(lookups),
-    "vmap of losses": vmap(entropies),
-    "vmap of a norm": vmap(lambda row: F.layer_norm(torch.stack([row, row.exp()]), (3,), WEIGHT, WEIGHT + 1, 1e-3)),
     "per-sample gradients": per_sample,
-    "per-sample gradients of classes": per_sample_classes,
     "functional_call": lambda x: functional_call(LAYER, {"weight": x[:2] * 1.0}, (x,)),
     "grad of a Function": grad(lambda z: Squared.apply(z).sum()),
     "vmap of a Function": vmap(Squared.apply),

@@ -13,7 +13,6 @@ from tfnb.recording.overrides import (  # noqa: F401  they fill the table of ove
     as_strided,
     buffer_updates,
     dynamic_indexing,
-    higher_order,
     kept_forms,
     linear_algebra,
     packed_sequences,
@@ -24,7 +23,6 @@ from tfnb.recording.overrides import (  # noqa: F401  they fill the table of ove
     shape_rules,
     size_arguments,
     varying_sizes,
-    vmap_functions,
 )  # fmt: skip
 from tfnb.recording.subgraphs.recompute import recompute
 from tfnb.recording.values.tensor import Operation, Tensor

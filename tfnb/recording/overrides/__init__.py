@@ -3,11 +3,11 @@
 `override_table` is the table, and says in which order a call looks its rows up.
 
 Functions of torch: `size_arguments` take a number for a size, `dynamic_indexing` for a row; `packed_sequences`,
-`vmap_functions`, `higher_order` (torch.cond and its kin), `plain_tensors` (methods that reach memory). Ops:
+`plain_tensors` (methods that reach memory). Ops:
 `python_answers` for what Python asks, `buffer_updates` for those that write buffers, `linear_algebra`,
 `recurrent_cells`, `as_strided`, `varying_sizes` for composites that would fix a size, `kept_forms` for what a device
 would choose, `refused_ops`. Shapes: `shape_rules` that torch lacks.
 
 Without rows: `autograd_function` is torch.autograd.Function, `constructors` finds code that makes modules, `rng_state`
-keeps torch's random state.
+keeps torch's random state, `higher_order` meets operators that call functions.
 """
