@@ -60,7 +60,6 @@ LATE = {
         "tfnb/recording/cells/block.py",
         "tfnb.eager",
     ): "the one place that composes: it registers what recordings open with",
-    ("tfnb/recording/overrides/higher_order.py", "tfnb.control_flow"): "torch.cond in a cell asks control_flow",
     ("tfnb/recording/values/tensor.py", "tfnb.session"): ".eval asks the default session",
     (
         "tfnb/control_flow/frontend/source.py",

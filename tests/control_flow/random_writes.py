@@ -253,7 +253,7 @@ class _Writer:
         kept = rng.choice((self.vector(), f"{self.vectors()}", "u", "v.clone()"))
         after = rng.choice(
             (f"w = (torch.stack({name}).sum(0) if {name} else u).clamp(-9, 9)",
-             f"a = (sum(y.sum() for y in {name}) + a).clamp(-9, 9)",
+             f"a = ((torch.stack({name}).sum() if {name} else 0) + a).clamp(-9, 9)",
              f"for y in {name}:\n    b = (b * 0.5 + y[0]).clamp(-9, 9)", f"k += len({name})")
         )  # fmt: skip
         body = [*self.left(), f"{name}.append({kept})", *(self.statement(depth + 1) if rng.random() < 0.6 else [])]
