@@ -87,8 +87,8 @@ class scope:
 
 
 def _asked(test: Any) -> Any:
-    """What is asked; of a list that a loop appended to, how many elements it has."""
-    return length(test) if grown(test) else test
+    """What is asked; of a list that a loop appended to, how many elements it has, and of a size that it is not zero."""
+    return as_test(length(test) if grown(test) else test)
 
 
 # -- statements ---------------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def while_stmt(
         found = _asked(test())
         staged = recorder_for(found) or recorder_of_sizes(found)
         if staged is None or before is None:
-            if not (found if staged is None else taken_by_python(staged, as_test(found), None, because=because)):
+            if not (found if staged is None else taken_by_python(staged, found, None, because=because)):
                 if staged is not None:  # in other runs the loop goes on
                     earlier = staged.tape.by_id.copy()
                     set_(tuple(below_guard(staged, v, old, earlier) for v, old in zip(get(), first, strict=True)))
@@ -128,7 +128,7 @@ def while_stmt(
             continue
         before.undo()  # it is recorded again as the condition
         st = Statement("while", staged, names, get, set_)
-        entered = sample_truth(staged, as_test(found)) is not False
+        entered = sample_truth(staged, found) is not False
         stage = functools.partial(Stage, st, by_size=not isinstance(found, Tensor), entered=entered)
         try:
             iterations = functools.partial(_iterations, stage, test, body)
@@ -138,7 +138,7 @@ def while_stmt(
         except CannotStage as why:
             note_peeled(st, why)
             unrolled = f"the first iteration of the `while` always runs: {why}; give it a value before the loop"
-            taken_by_python(staged, as_test(_asked(test())), True, is_check=True, because=unrolled)
+            taken_by_python(staged, _asked(test()), True, is_check=True, because=unrolled)
             body()
 
 
@@ -213,7 +213,7 @@ def and_(first: Any, rest: Callable[[], Any]) -> Any:
     test = _asked(first)
     recorder = recorder_for(test)
     if recorder is None:
-        return first and rest()
+        return rest() if test else first
     return chosen("and", recorder, test, rest, lambda: _like(first))
 
 
@@ -222,7 +222,7 @@ def or_(first: Any, rest: Callable[[], Any]) -> Any:
     test = _asked(first)
     recorder = recorder_for(test)
     if recorder is None:
-        return first or rest()
+        return first if test else rest()
     return chosen("or", recorder, test, lambda: _like(first), rest)
 
 
@@ -231,7 +231,7 @@ def not_(item: Any) -> Any:
     item = _asked(item)
     if recorder_for(item) is None:
         return not item
-    return torch.logical_not(item) if isinstance(item, torch.Tensor) else torch.sym_not(as_test(item))
+    return torch.logical_not(item) if isinstance(item, torch.Tensor) else torch.sym_not(item)
 
 
 _AUGMENTED = {
