@@ -98,7 +98,7 @@ class _Writer:
         return rng.choice(
             (f"{one} < {other}", f"{one} > 0", f"not {one} > 0", f"({one} > 0 and {other} < 1)",
              f"(k % 2 == 0 or {one} < 0)",
-             f"{self.vector()}.sum() > {other}", f"({self.vector()} > 0).any()", "n > 2", "n > 2",
+             f"{self.vector()}.sum() > {other}", f"({self.vector()} > 0).any()", "n < 2", "n > 2",
              f"-1 < {one} < 2",
              f"{one} * 2 > {other}", f"({self.vector()} > {other}).all()", "n % 2 == 0", "k > 1",
              f"({one}).round() != 0")
