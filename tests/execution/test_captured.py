@@ -288,6 +288,7 @@ def test_what_waits_for_the_host_is_not_captured_and_says_why(make: Callable[[An
     assert "not captured: " in status and why in status
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(compiled_loops.obstacle() is not None, reason="no C++ compiler")
 @pytest.mark.filterwarnings("ignore")  # inductor's own
 def test_compiled_code_is_captured_too_unless_it_draws(monkeypatch: pytest.MonkeyPatch) -> None:
