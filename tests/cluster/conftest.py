@@ -65,7 +65,7 @@ def connect(dask: Client) -> Iterator[Callable[..., Cluster]]:
     made: list[Cluster] = []
 
     def connect(tasks: int = 3) -> Cluster:
-        made.append(tfnb.connect(dask, ps=workers(dask, tasks + 1) - tasks, timeout=60))
+        made.append(tfnb.connect(dask, ps=workers(dask, WORKERS) - tasks, timeout=60))
         assert len(made[-1].tasks) == tasks
         return made[-1]
 
