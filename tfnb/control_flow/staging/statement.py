@@ -41,7 +41,6 @@ class _Status(threading.local):
         self.depth = 0  # staged bodies
         self.quiet = 0  # bodies that the samples do not take, or that are recorded again
         self.made: list[Any] = []  # containers made in the staged body
-        self.bodies: list[list[Any]] = []  # the same of all staged bodies around, and of this one
         self.growth: Any = None  # of the innermost loop that is being recorded: a `lists.Growth`
         self.attributes: list[tuple[Any, str, Any]] = []  # set in staged bodies, and what they were
 
@@ -214,14 +213,12 @@ class Statement:
             )  # fmt: skip
         at, made = len(status.attributes), status.made
         status.made = []
-        status.bodies.append(status.made)
         status.depth, status.quiet = status.depth + 1, status.quiet + quiet
         try:
             yield
         finally:
             status.depth, status.quiet = status.depth - 1, status.quiet - quiet
             status.made = made
-            status.bodies.pop()
             self.attributes = status.attributes[at:]
             del status.attributes[at:]
 
