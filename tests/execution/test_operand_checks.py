@@ -34,7 +34,7 @@ with tfnb.record() as g:
 good = {at[name]: torch.randint(1, ROWS, (N,)) for name in names} | {x: torch.randn(N, WIDTH)}
 good[at["target"]][::3] = -100
 session, plain = tfnb.Session(g, compile="now"), tfnb.Session(g, compile="off")
-torch.testing.assert_close(session.run([loss, *more], good), plain.run([loss, *more], good), rtol=1e-5, atol=1e-5)
+torch.testing.assert_close(session.run([loss, *more], good), plain.run([loss, *more], good), rtol=1e-4, atol=1e-4)
 session.run([train, *more], good)
 assert ": compiled; " in session.status()[0], session.status()
 before = table.weight.detach().clone()
@@ -53,7 +53,7 @@ for name, bad in [
     assert torch.equal(table.weight, before), name
 for name in ("index", "put"):
     negative = good | {at[name]: -good[at[name]]}
-    torch.testing.assert_close(session.run(more, negative), plain.run(more, negative), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(session.run(more, negative), plain.run(more, negative), rtol=1e-4, atol=1e-4)
 session.run([train, *more], good)
 assert ": compiled; " in session.status()[0], session.status()
 assert not torch.equal(table.weight, before)

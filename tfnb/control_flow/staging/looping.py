@@ -309,7 +309,7 @@ class Stage:
         known = [leaf for place in self.first for leaf in tree_flatten(self.first[place])[0]]
         return [bases_of(self.recorder, leaf) for leaf in (*known, *[None] * (len(self.numbers) - len(known)))]
 
-    def finish(self, carried: Sequence[Any], taken: Callable[[], torch.Tensor]) -> None:
+    def finish(self, carried: Sequence[Any], taken: Callable[[], Any]) -> None:
         """Give the names what the loop leaves them."""
         values = list(self._values(carried, is_after=True))
         for outer, name in self.lost:

@@ -5,7 +5,7 @@ Made by `tfnb.execution.lowering.lower`. What may fail of a commit is looked at 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -67,7 +67,7 @@ class Program:
 
     def compute(
         self, feeds: Iterable[torch.Tensor], storages: list[torch.Tensor], run: int = 0,
-        forward: Callable[..., tuple[Any, ...]] | None = None, cut: Cut | None = None,
+        forward: Callable[..., Sequence[Any]] | None = None, cut: Cut | None = None,
     ) -> tuple[list[torch.Tensor | None], Pending]:  # fmt: skip
         """Fetched values, and the writes of the step; nothing is written.
 

@@ -31,7 +31,7 @@ TRIES = 4  # captures of one choice of sizes in all: what is captured again and 
 MOVES = 2  # after so many a Variable is copied like a feed: each run reads it somewhere else
 FEWEST = 8  # calls that are worth a launch of their own
 
-Outs = tuple[Any, ...]
+Outs = Sequence[Any]
 _LOG = logging.getLogger(__name__)
 
 

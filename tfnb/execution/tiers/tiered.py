@@ -172,7 +172,7 @@ class Sizes:
         elif "is_faster" in facts and self._mode == "auto":
             self.forward, self.code = self.generated, f"generated code ({said}; measured before)"
 
-    def _counted(self, *args: Any) -> tuple[Any, ...]:
+    def _counted(self, *args: Any) -> Sequence[Any]:
         outs = self._clock.of(self.generated, *args)
         if self._clock.total > WORTH_COMPILING:
             self.forward = self.generated
@@ -181,7 +181,7 @@ class Sizes:
             WORKER.submit(self, args)
         return outs
 
-    def _now(self, *args: Any) -> tuple[Any, ...]:
+    def _now(self, *args: Any) -> Sequence[Any]:
         """Wait for the compiler; an interrupt or a deadline ends the waiting, and later runs find what it made."""
         if self._job is None:
             say_once()
