@@ -23,7 +23,7 @@ class Update:
     """One fused kernel over the rows of many variables."""
 
     kernel: Callable[..., None]
-    rows: list[tuple[torch.Tensor, ...]]
+    rows: list[Sequence[torch.Tensor]]
     settings: dict[str, Any]
 
 

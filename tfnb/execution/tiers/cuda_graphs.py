@@ -32,7 +32,7 @@ class CudaGraphs:
         """A generator for one random op of captured code."""
         return torch.Generator(self.device)
 
-    def warm(self, call: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+    def warm(self, call: Callable[[], Sequence[Any]]) -> Sequence[Any]:
         """``call()`` on the stream of captures, so that libraries have their workspaces there."""
         here = torch.cuda.current_stream(self.device)
         self._side.wait_stream(here)
@@ -45,8 +45,8 @@ class CudaGraphs:
         return outs
 
     def capture(
-        self, call: Callable[[], tuple[Any, ...]], generators: Sequence[torch.Generator]
-    ) -> tuple[tuple[Any, ...], Callable[[], None]]:
+        self, call: Callable[[], Sequence[Any]], generators: Sequence[torch.Generator]
+    ) -> tuple[Sequence[Any], Callable[[], None]]:
         """What ``call`` gives, in memory of the pool, and what launches it; it does not run here."""
         graph = torch.cuda.CUDAGraph()
         for generator in generators:
