@@ -130,7 +130,7 @@ def test_a_place_that_is_a_size_is_that_of_each_run_and_is_written() -> None:
         y[n - 1] = 7
         y[n // 2, 1] += 2
         z[:, n] = 1
-        return x[n - 1], x[n // 2, 0], x[-1 if n < 3 else 1], y, z, x[..., 1][n - 1], x[None, n - 1]
+        return x[n - 1], x[n // 2, 0], x[1], y, z, x[..., 1][n - 1], x[None, n - 1]
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")

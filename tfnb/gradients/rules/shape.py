@@ -96,6 +96,9 @@ partials(aten.slice_scatter.default,
 
 for _op in (aten.unfold.default, aten.unfold_copy.default):
     partials(_op, lambda n, dy: aten.unfold_backward(dy, n["self"].shape, n["dimension"], n["size"], n["step"]))
+for _op in (aten.diagonal.default, aten.diagonal_copy.default):
+    partials(_op, lambda n, dy: aten.diagonal_backward(dy, n["self"].shape, n["offset"], n["dim1"], n["dim2"]))
+partials(aten.diagonal_backward.default, lambda n, dd: dd.diagonal(n["offset"], n["dim1"], n["dim2"]))
 partials(aten.unfold_backward.default, lambda n, dd: dd.unfold(n["dim"], n["size"], n["step"]))
 partials(aten.trace.default, lambda n, dy: dy * torch.eye(*n["self"].shape, dtype=dy.dtype, device=dy.device))
 
