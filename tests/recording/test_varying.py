@@ -246,7 +246,7 @@ def test_one_recording_runs_at_every_batch(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(FIXED))
 def test_a_fixed_batch_is_said_and_others_are_refused(name: str) -> None:
     function, shape = ROW[name]
-    with pytest.raises((UserWarning, ShapeError, BranchChanged), match="constant|recorded"):
+    with pytest.raises((UserWarning, ShapeError, BranchChanged), match=r"constant|recorded"):
         check(function, shape)
     check(function, shape, sizes=[{"B": 5}], warned="ignore")
 
