@@ -87,11 +87,17 @@ class Ahead:
     def taken(self, reverse: bool, first: int = 0) -> Iterator[torch.Tensor]:
         """The rows in the order in which a loop takes them; first: of which iteration, a multiple of `ITERATIONS`."""
         for some in _iterations(len(self.rows), reverse, first):
-            x = self.rows[some]
-            flat = x.flatten(0, 1)
-            made = flat @ self.weight if self.bias is None else torch.addmm(self.bias, flat, self.weight)
-            rows = made.view(*x.shape[:2], made.shape[1]).unbind(0)
+            rows = self._products(self.rows[some]).unbind(0)
             yield from rows[::-1] if reverse else rows
+
+    def stacked(self) -> torch.Tensor:
+        """All of them at once, in the order of the rows."""
+        return self._products(self.rows)
+
+    def _products(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.flatten(0, 1)
+        made = flat @ self.weight if self.bias is None else torch.addmm(self.bias, flat, self.weight)
+        return made.view(*x.shape[:2], made.shape[1])
 
 
 class Sums:

@@ -15,9 +15,9 @@ TORCH = ("torch_eager", "torch_compiled", "tfnb_off", "tfnb_now")
 ALL = (*TORCH, "tf_v1", "tf_function", "jax_jit")
 NETS = (*TORCH, "tfnb_last", "tf_v1", "tf_function", "jax_jit")
 COLD = (*ALL, "tfnb_auto")
-OURS = ("tfnb_off", "tfnb_now", "tfnb_auto", "tfnb_loop", "tfnb_last")
+OURS = ("tfnb_off", "tfnb_now", "tfnb_auto", "tfnb_loop", "tfnb_loop_now", "tfnb_last")
 UNROLLED = ("torch_eager", "torch_compiled", "tfnb_off", "tfnb_loop", "jax_jit")
-COMPILERS = ("torch_compiled", "tfnb_now", "tfnb_auto")  # take long until their steps are as quick as they will be
+COMPILERS = ("torch_compiled", "tfnb_now", "tfnb_auto", "tfnb_loop_now")  # long until their steps are quick
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ ROWS: dict[str, Row] = {row.name: row for row in (
     *(Row(f"mlp-{batch}", "mlp", {"batch": batch}, (*OVERHEAD, *FIRST), checked=20) for batch in (1, 32, 256)),
     Row("chain-1000", "chain", {"nodes": 1000}, (*OVERHEAD, *FIRST), mode="forward"),
     _null("null-chain"), _null("null-fan"),
-    Row("lstm-100", "lstm", _CELL, LSTM, checked=5),
+    Row("lstm-100", "lstm", _CELL, LSTM, (*ALL, "tfnb_loop", "tfnb_loop_now"), checked=5),
     *(Row(f"loop-{batch}", "lstm", {"time": 100, "batch": batch, "width": 256}, (Target("time", 1.05, "tfnb_off"),),
           UNROLLED, checked=5) for batch in (16, 32, 64, 128)),
     *(Row(f"{net}-{mode}", net, {"batch": batch}, (*KERNEL, *FIRST), NETS, mode=mode, checked=2,

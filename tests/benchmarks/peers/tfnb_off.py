@@ -30,6 +30,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "tfnb_auto": {"compile": "auto"},  # as it is when nothing is said: compiled in the background where that is faster
     "tfnb_now": {"compile": "now"},  # the whole step compiled at its first run
     "tfnb_last": {"layout": "channels_last"},  # sums are rounded in another order
+    "tfnb_loop_now": {"compile": "now", "ops": SimpleNamespace(**vars(torch_ops) | {"loop": loop})},
     "tfnb_loop": {"ops": SimpleNamespace(**vars(torch_ops) | {"loop": loop})},
 }
 

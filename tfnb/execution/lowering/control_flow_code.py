@@ -95,8 +95,8 @@ class Loop:
         for place in self.body.written:  # from here on they are the loop's own
             state[place] = state[place].clone()
         limit = number(limit)
-        sums = self._sums(init)
-        sequences = [*xs, *(self._ahead(product, xs, captures) for product in found.ahead)]
+        sums = self.sums(init)
+        sequences = [*xs, *self.products(xs, captures)]
         captures = [*captures, *(init[total.place] for total in found.totals)]
         with self._functions() as (cond, body):
             space = current_budget() if self.counted else None
@@ -112,7 +112,7 @@ class Loop:
                 cond, body, state, sequences, captures, limit=limit, rows=columns, reverse=self.reverse, run=run,
                 draws=self.draws,
             )  # fmt: skip
-        return out if sums is None else self._united(out, len(init))
+        return out if sums is None else self.united(out, len(init))
 
     def _columns(self, rows: Any) -> list[Any]:
         """What takes the rows: stacked or kept."""
@@ -165,12 +165,17 @@ class Loop:
         found = of_rows(self.node, [self.rows[place] for place in places], {})
         return replace(found, bytes=each, known=bool(each)).refused(iteration, space.bytes, why)
 
+    def products(self, xs: Any, captures: Any) -> list[Ahead]:
+        """The sequences of products that no iteration makes."""
+        return [self._ahead(product, xs, captures) for product in self.apart.ahead]
+
     def _ahead(self, product: Product, xs: Any, captures: Any) -> Ahead:
         weight = captures[product.weight]
         bias = None if product.bias is None else captures[product.bias]
         return Ahead(xs[product.rows], weight.t() if product.turned else weight, bias)
 
-    def _sums(self, init: Any) -> Sums | None:
+    def sums(self, init: Any) -> Sums | None:
+        """What takes the terms of sums that no iteration adds up."""
         found = self.apart
         if not found.totals:
             return None
@@ -179,7 +184,7 @@ class Loop:
         totals = [init[t.place].t() if t.turned else init[t.place] for t in found.totals]
         return Sums(terms, totals, self.zero, len(at))
 
-    def _united(self, out: list[Any], carried: int) -> list[Any]:
+    def united(self, out: list[Any], carried: int) -> list[Any]:
         """The carried values in order, of which the sums come last."""
         totals = self.apart.totals
         sums = {total.place: made.t() if total.turned else made

@@ -44,6 +44,19 @@ class OperandChecks:
         """Whether any operand was changed; None where none is checked."""
         return reduce(torch.logical_or, self.changed) if self.changed else None
 
+    def note(self, changed: Tensor) -> None:
+        """Whether an operand was changed elsewhere."""
+        self.changed.append(changed)
+
+    @contextmanager
+    def inside(self) -> Iterator[Callable[[], Tensor | None]]:
+        """The checks of a part that is traced as a function of its own: gives its `flag`, which the part returns."""
+        outside, self.changed = self.changed, []
+        try:
+            yield self.flag
+        finally:
+            self.changed = outside
+
     def _checked(
         self, op: OpOverload, operands: Callable[[Given], Given], theirs: Callable[..., Any] | None
     ) -> Callable[..., Any]:

@@ -20,17 +20,21 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from tfnb.errors import Unimplemented
 from tfnb.execution.lowering.checked_calls import Branch, Drawing
 from tfnb.execution.lowering.control_flow_code import Call, Cond, Loop
+from tfnb.execution.lowering.loop_in_place import writer_of
 from tfnb.execution.lowering.program import Program
 from tfnb.execution.tiers.graph_split import dependents, halves, sizes
 from tfnb.execution.tiers.native.manifest import About
 from tfnb.execution.tiers.native.request import Operand
+from tfnb.execution.tiers.native.scans import Body, Scan, is_count, refusal
 from tfnb.execution.tiers.operand_checks import OperandChecks
+from tfnb.graph.op_facts import kernel
+from tfnb.graph.ops import overload
 from tfnb.kernels.formulas import FORMULAS
 from tfnb.passes import feed_symbols
 
 aten = torch.ops.aten
 SMALL = 1  # elements; a constant of so many stands in the code
-_DECIDES = (Branch, Call, Cond, Loop)
+_DECIDES = (Branch, Call, Cond)
 _BY_SHAPE = frozenset({
     aten.bernoulli.p, aten.native_dropout.default, aten.rand_like.default, aten.randint_like.default,
     aten.randint_like.low_dtype, aten.randn_like.default,
@@ -50,7 +54,7 @@ def split(program: Program) -> tuple[Program, fx.GraphModule | None] | str:
     unfit = {node: why for node in program.module.graph.nodes if (why := _unfit(program, node, known)) is not None}
     if any(spec.device != "cpu" for node in program.graph.nodes for spec in node.outputs):
         return "it is not on the CPU"
-    own = [node for node in program.module.graph.nodes if getattr(node.target, "namespace", "") == "tfnb"]
+    own = [node for node in program.module.graph.nodes if _is_own(node)]
     if not unfit:
         return (program, None) if not own else f"{own[0].name} has no form in C"
     unfit |= dict.fromkeys(own, "")
@@ -64,11 +68,32 @@ def _unfit(program: Program, node: fx.Node, known: Set[str]) -> str | None:
     name = node.name if owner is None else owner.name
     if isinstance(node.target, _DECIDES):
         return f"{name} decides what runs next"
+    if isinstance(node.target, Loop) and (why := _unfit_loop(program, node)) is not None:
+        return f"{name} {why}"
     if not sizes(program, node) <= known:
         return f"data decide the sizes of {name}"
     if isinstance(node.target, Drawing) and not _draws_before(node):
         return f"{name} draws from values that the step computes"
     return None
+
+
+def _unfit_loop(program: Program, node: fx.Node) -> str | None:
+    body = _body(node)
+    known = feed_symbols(body.whole.contents, body.feeds).keys()
+    unfit = (why for inner in body.module.graph.nodes if (why := _unfit(body, inner, known)) is not None)
+    return refusal(program, node) or next((f"runs what cannot be compiled: {why}" for why in unfit), None)
+
+
+def _body(loop: fx.Node) -> Program:
+    target: Any = loop.target
+    return target.body  # type: ignore[no-any-return]
+
+
+def _is_own(node: fx.Node) -> bool:
+    """Whether it is an op of ours, or a loop around one."""
+    if isinstance(node.target, Loop):
+        return any(_is_own(inner) for inner in _body(node).module.graph.nodes)
+    return getattr(node.target, "namespace", "") == "tfnb"
 
 
 def _draws_before(node: fx.Node) -> bool:
@@ -89,14 +114,23 @@ class Given:
         """That of a program, for operands that lie so."""
         drawing = [node for node in program.module.graph.nodes if isinstance(node.target, Drawing)]
         layouts: Mapping[fx.Node, Any] = _Layouts.of(program, operands) if drawing else {}
-        constants = tuple(getattr(program.module, name) for name in _constants(program))
-        return cls(constants, tuple(_draw(program, node, layouts[node]) for node in drawing))
+        return cls(tuple(_constants(program)), tuple(_draw(program, node, layouts[node]) for node in drawing))
 
 
-def _constants(program: Program) -> list[str]:
-    """The names of constants that are operands."""
+def _constants(program: Program) -> Iterator[torch.Tensor]:
+    """The constants that are operands, and then those of loops."""
+    yield from (getattr(program.module, name) for name in _lifted(program))
+    for loop in _loops(program):
+        yield from _constants(_body(loop))
+
+
+def _lifted(program: Program) -> list[str]:
     names = dict.fromkeys(str(node.target) for node in program.module.graph.find_nodes(op="get_attr"))
     return [name for name in names if getattr(program.module, name).numel() > SMALL]
+
+
+def _loops(program: Program) -> list[fx.Node]:
+    return [node for node in program.module.graph.nodes if isinstance(node.target, Loop)]
 
 
 class _Layouts(fx.Interpreter):
@@ -152,7 +186,8 @@ def exportable(
     if isinstance(found, str):
         raise Unimplemented(found)
     program, rest = found
-    graph, places = _pure(program)
+    checks = OperandChecks()
+    graph, places = _pure(program, checks)
     given = Given.of(program, operands)
     step = fx.GraphModule(program.module, graph)
     examples = [operand.empty().zero_() for operand in operands]
@@ -160,7 +195,6 @@ def exportable(
     writes = list(_writes(program)) if rest is None and _may_write(program) else None
     shown = places if writes is None else places[: program.n_fetches]
     results = [place for place in dict.fromkeys(shown) if place is not None and place >= 0]
-    checks = OperandChecks()
 
     def function(*args: torch.Tensor) -> list[torch.Tensor]:
         outs = step(*args)
@@ -182,13 +216,15 @@ def exportable(
     return module, examples, about
 
 
-def _pure(program: Program) -> tuple[fx.Graph, list[int | None]]:
+def _pure(program: Program, checks: OperandChecks) -> tuple[fx.Graph, list[int | None]]:
     """The program's graph from all operands; for each of its outputs the place among those it computes, or ~operand."""
     old, graph = program.module.graph, fx.Graph()
     *inputs, run = old.find_nodes(op="placeholder")
-    lifted, draws = _constants(program), [node for node in old.nodes if isinstance(node.target, Drawing)]
+    draws = [node for node in old.nodes if isinstance(node.target, Drawing)]
     new: dict[fx.Node, Any] = {node: graph.placeholder(node.name) for node in inputs}
-    named = {name: graph.placeholder(f"given{place}") for place, name in enumerate(lifted)}
+    given = [graph.placeholder(f"given{place}") for place, _ in enumerate(_constants(program))]
+    rest, counts = iter(given), dict[fx.Node, fx.Node]()
+    named = {name: next(rest) for name in _lifted(program)}
     drawn = {node: graph.placeholder(f"drawn{place}") for place, node in enumerate(draws)}
     for node in old.nodes:
         if node.op == "get_attr":
@@ -196,8 +232,16 @@ def _pure(program: Program) -> tuple[fx.Graph, list[int | None]]:
             new[node] = named[node.target] if node.target in named else _literal(graph, value)
         elif node in drawn:
             new[node] = _dropped(graph, node, new, drawn[node])
+        elif isinstance(node.target, Loop):
+            constants = [next(rest) for _ in _constants(_body(node))]
+            args = fx.map_arg(node.args[1:], lambda n: counts.get(n) or new[n])
+            new[node] = graph.call_function(Scan(node.target, _traced(_body(node), checks), checks), (*args, constants))
+        elif is_count(node):
+            counts[node] = graph.node_copy(node, new.__getitem__)
+            new[node] = graph.call_function(torch.full, ((), counts[node]), {"dtype": torch.int64})
         elif node.op in ("call_function", "call_method"):
             new[node] = graph.node_copy(node, new.__getitem__)
+            new[node].target = _target(program, node)
     returned: Any = old.output_node().args[0]
     arguments = {node: place for place, node in enumerate((*inputs, run))}
     results: dict[fx.Node, int] = {}
@@ -205,6 +249,28 @@ def _pure(program: Program) -> tuple[fx.Graph, list[int | None]]:
               for n in returned]  # fmt: skip
     graph.output(tuple(results))
     return graph, places
+
+
+def _traced(body: Program, checks: OperandChecks) -> Body:
+    """A loop's body, which takes its constants last."""
+    body = body.undonated()
+    graph, places = _pure(body, checks)
+    step = fx.GraphModule(body.module, graph)
+
+    def run(*args: torch.Tensor) -> list[torch.Tensor]:
+        outs = step(*args)
+        return [outs[at] if at >= 0 else args[~at] for at in places if at is not None]
+
+    return run
+
+
+def _target(program: Program, node: fx.Node) -> Any:
+    """What a call does, where it writes into a value of its loop: the same without that."""
+    owner = program.node_of.get(node.name)
+    writer = None if owner is None or not program.written else writer_of(owner.op)
+    if owner is None or writer is None or node.target is not writer[0]:
+        return node.target
+    return kernel(overload(owner.op))
 
 
 def _literal(graph: fx.Graph, value: torch.Tensor) -> fx.Node:
