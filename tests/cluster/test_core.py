@@ -114,8 +114,33 @@ def test_c21_a_pulled_value_never_changes():
         server.push(1)
         seen.append(server.w)
     assert [s[0].item() for s in seen] == [0, 0, 1, 2, 3]
-    assert server.core.store.get("w").data_ptr() not in {s.data_ptr() for s in seen}
-    assert seen[0].data_ptr() == seen[1].data_ptr(), "readers of one version share one copy"
+    assert seen[0].data_ptr() == seen[1].data_ptr(), "readers of one version share one generation"
+
+
+def test_c21_what_is_prepared_is_not_seen_and_a_write_in_between_is_kept():
+    server = Server()
+    server.stage(5, 0, 10)
+    seen = server.w
+    server("prepare", round=5, workers=[0])
+    assert server.w.tolist() == [0, 0, 0]
+    server.push(1)
+    assert server.w.tolist() == [1, 1, 1]
+    server.commit(5, [0])
+    assert server.w.tolist() == [11, 11, 11] and seen.tolist() == [0, 0, 0]
+
+
+def test_rounds_prepared_one_after_the_other_both_count():
+    server = Server()
+    server("create", [torch.zeros(3)], keys=["v"])
+    held = [server.w, server("pull", keys=["v"]).tensors[0]]
+    server.stage(1, 0, 1)
+    server("stage", [torch.full((3,), 5.0)], keys=["v"], round=2, worker=0)
+    for number in (1, 2):
+        server("prepare", round=number, workers=[0])
+    for number in (1, 2):
+        assert isinstance(server.commit(number, [0]), Ok)
+    assert server.w.tolist() == [1, 1, 1] and server("pull", keys=["v"]).tensors[0].tolist() == [5, 5, 5]
+    assert [h.tolist() for h in held] == [[0, 0, 0]] * 2
 
 
 def test_pull_since_a_version_sends_what_changed():
@@ -209,13 +234,17 @@ def test_c24_over_budget_is_refused_and_the_core_lives():
     assert server.w.tolist() == [2, 2, 2]
 
 
-def test_copies_for_readers_never_take_the_room_of_values():
-    server = Server(budget=30)
+def test_generations_that_are_read_never_take_the_room_of_values():
+    server = Server(budget=100)
     first = server.w
-    assert server("stat").meta["published"] == 12
-    assert isinstance(server("create", [torch.zeros(4)], keys=["v"]), Ok), "24 bytes held, 16 more asked: the copy goes"
-    assert server("stat").meta["published"] == 0
-    assert server.w.tolist() == first.tolist() and server("stat").meta["published"] == 0
+    server.push(1)
+    assert server("stat").meta["spare"] == 64
+    assert server("create", [torch.zeros(7)], keys=["v"]).tag == "ResourceExhausted", "12 + 64 held, 28 more asked"
+    assert first.tolist() == [0, 0, 0]
+    del first
+    assert isinstance(server("create", [torch.zeros(7)], keys=["v"]), Ok), "nobody reads the other generation now"
+    assert server("stat").meta["spare"] == 0
+    assert server.w.tolist() == [1, 1, 1]
 
 
 def test_bad_requests_are_typed_errors():
@@ -277,6 +306,12 @@ class Shard(RuleBasedStateMachine):
         self.round = 1
         self.parts: dict[int, tuple[int, int]] = {}
         self.version = self.server.core.version
+        self.held: list[tuple[torch.Tensor, list[float]]] = []
+
+    @rule(keep=st.booleans())
+    def read(self, keep):
+        seen = self.server.w
+        self.held = [*self.held, (seen, seen.tolist())] if keep else []
 
     @rule(client=st.sampled_from("abc"), seq=st.integers(0, 3000), value=st.integers(1, 9))
     def push(self, client, seq, value):
@@ -342,6 +377,7 @@ class Shard(RuleBasedStateMachine):
         assert self.server.w[0].item() == pytest.approx(self.expected, rel=1e-4)
         assert self.server.core.version >= self.version
         self.version = self.server.core.version
+        assert all(tensor.tolist() == values for tensor, values in self.held)
 
 
 TestShard = Shard.TestCase

@@ -73,16 +73,27 @@ class Values(Protocol):
 
     budget: int | None
 
-    @property
-    def bytes(self) -> int: ...
+    bytes: int
+    opening: int
 
-    def create(self, key: str, value: torch.Tensor) -> None: ...
+    @property
+    def spare_bytes(self) -> int: ...
+
+    def create(self, values: Mapping[str, torch.Tensor]) -> None: ...
 
     def get(self, key: str) -> torch.Tensor: ...
 
-    def assign(self, key: str, value: torch.Tensor) -> None: ...
+    def read(self, key: str) -> torch.Tensor: ...
 
-    def drop(self, key: str) -> None: ...
+    def open(self, keys: Sequence[str], *, rows: bool = False) -> Mapping[str, torch.Tensor]: ...
+
+    def publish(self) -> None: ...
+
+    def assign(self, values: Mapping[str, torch.Tensor]) -> None: ...
+
+    def drop(self, keys: Sequence[str]) -> None: ...
+
+    def release(self) -> None: ...
 
     def __contains__(self, key: object) -> bool: ...
 
@@ -126,6 +137,7 @@ class Round:
     workers: tuple[int, ...] = ()  # the prepared set
     write: Callable[[], None] | None = None  # the prepared write, with nothing fallible in it
     writes: tuple[str, ...] = ()
+    opening: int = -1  # of the store, for that write
 
     @property
     def nbytes(self) -> int:
@@ -144,7 +156,6 @@ class Core:
         self.epoch, self.incarnation = epoch, incarnation
         self.version = self.step = self.floor = 0
         self.versions: dict[str, int] = {}
-        self.published: dict[str, torch.Tensor] = {}  # immutable copies for readers, until the next write
         self.ledger = Ledger()
         self.plans: OrderedDict[str, ServerProgram] = OrderedDict()
         self.rounds: dict[int, Round] = {}
@@ -263,15 +274,13 @@ class Core:
                 raise AlreadyExists(f"{key} exists on this server")
         self._afford(_size(request.tensors))
         with self._writing(keys):
-            for key, tensor in zip(keys, request.tensors, strict=True):
-                self.store.create(key, tensor)
+            self.store.create(dict(zip(keys, request.tensors, strict=True)))
         return self._ack()
 
     def _drop(self, request: Request) -> Ok:
         keys = [key for key in _keys(request) if key in self.store]
         with self._writing(keys):
-            for key in keys:
-                self.store.drop(key)
+            self.store.drop(keys)
         return self._ack()
 
     def _assign(self, request: Request) -> Ok:
@@ -290,11 +299,7 @@ class Core:
             if held.shape != tensor.shape or held.dtype != tensor.dtype:
                 raise ShapeError(f"{key} is {_spec(held)}, the new value is {_spec(tensor)}")
 
-        def write() -> None:
-            for key, tensor in zip(keys, tensors, strict=True):
-                self.store.assign(key, tensor)
-
-        return write, tuple(keys)
+        return lambda: self.store.assign(dict(zip(keys, tensors, strict=True))), tuple(keys)
 
     def _pull(self, request: Request) -> Ok:
         """Values of ``keys`` that changed after ``since`` (a version for each key; none: all of them).
@@ -307,23 +312,14 @@ class Core:
         for key in keys:
             self._value(key)
         versions = [self.versions[key] for key in keys]
-        fresh = [self._copy(key) for key, old, new in zip(keys, since, versions, strict=True) if old != new]
+        fresh = [self.store.read(key) for key, old, new in zip(keys, since, versions, strict=True) if old != new]
         return Ok({"versions": versions, "version": self.version, "step": self.step}, fresh)
-
-    def _copy(self, key: str) -> torch.Tensor:
-        """An immutable copy of a value, made once for each version and shared by its readers while there is room."""
-        if key in self.published:
-            return self.published[key]
-        copy = self.store.get(key).detach().clone(memory_format=torch.contiguous_format)
-        if self.store.budget is None or self._used + copy.numel() * copy.element_size() <= self.store.budget:
-            self.published[key] = copy
-        return copy
 
     @property
     def _used(self) -> int:
-        """Bytes of values, staged parts, objects and published copies."""
+        """Bytes of values, of generations that are read still, of staged parts and objects."""
         held = sum(held.nbytes for held in self.rounds.values()) + self.objects.nbytes
-        return self.store.bytes + held + _size(self.published.values())
+        return self.store.bytes + self.store.spare_bytes + held
 
     # -- plans ----------------------------------------------------------------------------------------------
 
@@ -379,9 +375,9 @@ class Core:
         missing = [worker for worker in workers if worker not in held.parts]
         if missing or not workers:
             raise StepAborted(f"round {number} lacks what workers {missing} staged")
-        if held.write is None or held.workers != workers:
+        if held.write is None or held.workers != workers or held.opening != self.store.opening:
             held.write, held.writes = self._prepared([held.parts[worker] for worker in workers])
-            held.workers = workers
+            held.workers, held.opening = workers, self.store.opening
         return held
 
     def _commit(self, request: Request) -> Ok | Refused:
@@ -418,7 +414,10 @@ class Core:
             return self._assignment(first.keys, first.tensors)
         weights = [part.rows for part in parts]
         feeds = [MERGES[kind]([part.tensors[i] for part in parts], weights) for i, kind in enumerate(program.kinds)]
-        storages = [self._value(key) for key in program.reads]
+        for key in program.reads:
+            self._value(key)
+        opened = self.store.open(program.writes, rows="rows" in program.kinds)
+        storages = [opened[key] if key in opened else self.store.get(key) for key in program.reads]
         pending = program.compute(feeds, storages, first.run_index)
         return (lambda: program.commit(pending)), tuple(program.writes)
 
@@ -442,7 +441,7 @@ class Core:
         staged = sum(held.nbytes for held in self.rounds.values())
         return Ok({
             "version": self.version, "step": self.step, "bytes": self.store.bytes, "staged": staged,
-            "published": _size(self.published.values()),
+            "spare": self.store.spare_bytes,
             "budget": self.store.budget, "variables": len(self.versions), "plans": len(self.plans),
             "applied": self.ledger.applied, "dups": self.ledger.dups, "waiting": len(self.lines),
         })  # fmt: skip
@@ -464,7 +463,7 @@ class Core:
         budget = self.store.budget
         if budget is None or self._used + asked <= budget:
             return
-        self.published.clear()  # they can be made again
+        self.store.release()  # room for another generation can be had again
         if self._used + asked > budget:
             raise ResourceExhausted(f"bytes on this parameter server: asked {asked}, used {self._used}, limit {budget}")
 
@@ -474,12 +473,12 @@ class Core:
         keys = tuple(keys)
         try:
             yield
+            self.store.publish()
         except BaseException as error:
             self.poisoned = f"a write failed half-way: {type(error).__name__}: {error}"
             raise
         self.version += 1
         for key in keys:
-            self.published.pop(key, None)
             if key in self.store:
                 self.versions[key] = self.version
             else:
@@ -538,12 +537,17 @@ GRADIENTS = ("grad", "rows")  # kinds that must be finite
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all entries are finite: one reduction, and exactly where their sum is not.
+    """Whether all entries are finite: one reduction, and a second one where their sum is not.
 
     >>> is_finite(torch.tensor([3e38, 3e38])), is_finite(torch.tensor([1.0, float("nan")]))
     (True, False)
     """
-    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
+    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    wide = torch.float32 if real.element_size() < 4 else None  # a sum of halves is beyond their range soon
+    if bool(real.sum(dtype=wide).isfinite()):
+        return True
+    low, high = real.to(wide or real.dtype).aminmax()  # NaN if there is one
+    return bool(low.isfinite() & high.isfinite())
 
 
 def _check_feeds(program: ServerProgram, tensors: Sequence[torch.Tensor]) -> None:

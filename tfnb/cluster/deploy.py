@@ -42,7 +42,9 @@ T = TypeVar("T")
 EPOCH = 1
 SAID_AFTER = 2.0  # seconds
 REPLACED_WITHIN = 60.0  # seconds
-_OURS = {"DASK_DISTRIBUTED__COMM__OFFLOAD": "False", "DASK_DISTRIBUTED__COMM__SHARD": "512MiB"}
+ENVIRONMENT = {  # of the processes of a cluster that we make: large messages are not copied, large tensors touch few pages
+    "DASK_DISTRIBUTED__COMM__OFFLOAD": "False", "DASK_DISTRIBUTED__COMM__SHARD": "512MiB", "THP_MEM_ALLOC_ENABLE": "1",
+}  # fmt: skip
 _SETTINGS = {"distributed.scheduler.worker-ttl": "30s", "distributed.comm.timeouts.connect": "30s"}
 _SCHEMES = ("tcp", "tls", "ws", "wss", "inproc", "unix", "ucx", "ucxx")
 _LOST = "Worker holding Actor was lost"  # Dask's words
@@ -241,7 +243,7 @@ def local(tasks: int, ps: int | None, timeout: float) -> Place:
             cluster.__init__(  # type: ignore[misc]
                 n_workers=tasks + ps, threads_per_worker=1, processes=True, host="127.0.0.1",
                 dashboard_address="127.0.0.1:0", scheduler_kwargs={"dashboard": False}, silence_logs=logging.ERROR,
-                env=_OURS, preload=["tfnb.cluster.task"], worker_class=_Starter,
+                env=ENVIRONMENT, preload=["tfnb.cluster.task"], worker_class=_Starter,
             )  # fmt: skip
         return cluster
 

@@ -16,8 +16,7 @@ import torch
 from tfnb.graph import Variable
 
 COPIED = 1 << 16  # bytes up to which a copy is kept to compare with; of larger storages two kinds of sums
-_WIDE = 1024  # columns
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ROW = 8192  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +46,11 @@ def _version(storage: torch.Tensor) -> int:
 
 
 def _bits(storage: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    real = torch.view_as_real(storage.detach().resolve_conj()) if storage.is_complex() else storage.detach()
-    flat = real.contiguous().view(-1).view(_INTEGERS[real.element_size()])
-    if flat.numel() * flat.element_size() <= COPIED:
+    flat = storage.detach().resolve_conj().contiguous().view(-1).view(torch.uint8)
+    if flat.numel() <= COPIED:
         return (flat.clone(),)
-    whole = flat[: flat.numel() // _WIDE * _WIDE].view(-1, _WIDE)
-    return whole.sum(0), whole.sum(1), flat[whole.numel() :].clone()
+    words = flat[: flat.numel() // _ROW * _ROW].view(torch.int64).view(-1, _ROW // 8)  # sums of them wrap around
+    return words.sum(0), words.sum(1), flat[words.numel() * 8 :].clone()
 
 
 class Holdings:

@@ -2,86 +2,281 @@
 
 A local session does not use it: there a Variable shares its module's storage.
 
-A tensor stays at its address from ``create`` to ``drop``: ``assign`` writes in place, and generated steps write what
-``get`` returns. The owner calls from one thread; the store has no lock.
+Values that are created together lie in slabs: one flat buffer for each dtype. A reader gets the current generation of a
+slab, not a copy, and nothing changes what it reads. A write goes in three steps: `Store.open` gives tensors to write
+into, the caller writes, `Store.publish` makes them the current generation. While somebody reads the current generation,
+what is opened lies in another buffer; else it is the current one itself. The owner calls from one thread; readers may
+let go of what they read in any thread. The store has no lock.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
 from tfnb.errors import AlreadyExists, InvalidArgument, NotFound, ResourceExhausted, ShapeError
 from tfnb.graph import Spec
+
+ALIGN = 64  # bytes
+GENERATIONS = 3  # buffers of one slab, at most
+LARGE = 64 << 20  # bytes: a value from here on has a slab of its own, and is written in place where rows of it change
+
+
+def memory(nbytes: int) -> torch.Tensor:
+    """Bytes that are not set, aligned; numpy asks the system for huge pages, which spares most page faults.
+
+    >>> memory(3).shape, memory(100).data_ptr() % ALIGN
+    (torch.Size([3]), 0)
+    """
+    raw = torch.from_numpy(np.empty(nbytes + ALIGN, np.uint8))
+    start = -raw.data_ptr() % ALIGN
+    return raw[start : start + nbytes]
+
+
+class _Generation:
+    """One buffer of a slab, and who reads it."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.data = memory(nbytes)
+        self._reader: weakref.ref[Any] | None = None
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a tensor of `read`, or a view of one, is still held somewhere."""
+        return self._reader is not None and self._reader() is not None
+
+    def read(self) -> torch.Tensor:
+        """The bytes; whoever holds on to them, or to a view of them, is noticed."""
+        array = self._reader() if self._reader is not None else None
+        if array is None:
+            array = self.data.numpy()
+            self._reader = weakref.ref(array)
+        return torch.from_numpy(array)  # its storage, and that of its views, holds the array
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a value lies in a slab, contiguous."""
+
+    start: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+    def of(self, data: torch.Tensor) -> torch.Tensor:
+        """The value in a buffer."""
+        return data[self.start : self.start + self.nbytes].view(self.dtype).view(self.shape)
+
+    def copied(self, data: torch.Tensor) -> torch.Tensor:
+        """A copy of the value in a buffer."""
+        copy = memory(self.nbytes)
+        copy.copy_(data[self.start : self.start + self.nbytes])
+        return copy.view(self.dtype).view(self.shape)
+
+
+class Slab:
+    """Values of one dtype in a flat buffer, in up to `GENERATIONS` generations; only the current one counts."""
+
+    def __init__(self, values: Mapping[str, torch.Tensor]) -> None:
+        self.places: dict[str, _Place] = {}
+        end = 0
+        for key, value in values.items():
+            self.places[key] = _Place(end, _size(value), value.dtype, value.shape)
+            end += _size(value) + -_size(value) % ALIGN
+        self.nbytes = max(end, ALIGN)
+        self._is_table = False  # written in place, whoever reads it: readers get copies
+        self._current = _Generation(self.nbytes)
+        self._next: _Generation | None = None  # opened for writing; it may be the current one
+        self._spares: list[_Generation] = []
+        self._tensors = {key: place.of(self._current.data) for key, place in self.places.items()}
+        with torch.no_grad():
+            for key, value in values.items():
+                self.get(key).copy_(value)
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes of generations that are not the current one."""
+        return self.nbytes * len(self._spares)
+
+    def get(self, key: str) -> torch.Tensor:
+        """The current value itself."""
+        return self._tensors[key]
+
+    def read(self, key: str) -> torch.Tensor:
+        """The current value, which nothing changes: a view of this generation, or a copy where there can be no other.
+
+        There can be none while the current one is written, or while readers hold all the others.
+        """
+        place = self.places[key]
+        has_room = len(self._spares) < GENERATIONS - 1 or any(not spare.is_read for spare in self._spares)
+        if self._is_table or self._next is self._current or not has_room:
+            return place.copied(self._current.data)
+        return place.of(self._current.read())
+
+    def open(self, keys: Sequence[str], *, keep: bool, rows: bool) -> dict[str, torch.Tensor]:
+        """Tensors to write the next values of ``keys`` into; without ``keep`` all of each will be written."""
+        self._next = self._current
+        if self._current.is_read:
+            self._next = next((spare for spare in self._spares if not spare.is_read), None)
+            if self._next is None:
+                self._next = _Generation(self.nbytes)
+                self._spares.append(self._next)
+            if keep or len(keys) < len(self.places):
+                self._next.data.copy_(self._current.data)
+        self._is_table = self._is_table or (rows and self.nbytes >= LARGE)
+        if self._next is self._current:
+            return {key: self._tensors[key] for key in keys}
+        return {key: self.places[key].of(self._next.data) for key in keys}
+
+    def publish(self) -> None:
+        """What was opened is the current generation."""
+        if self._next is not None and self._next is not self._current:
+            self._spares.remove(self._next)
+            self._spares.append(self._current)
+            self._current = self._next
+            self._tensors = {key: place.of(self._current.data) for key, place in self.places.items()}
+        self._next = None
+
+    def close(self) -> None:
+        """What was opened is forgotten; nothing was written into it."""
+        self._next = None
+
+    def release(self) -> None:
+        """Give up the generations that nobody needs."""
+        self._spares = [spare for spare in self._spares if spare.is_read or spare is self._next]
 
 
 class Store:
     """Tensors by key. budget: bytes that all of them may take together; ``None``: no limit.
 
     >>> store = Store(budget=64)
-    >>> store.create("w", torch.zeros(4))
-    >>> store.assign("w", torch.ones(4))
-    >>> store.get("w"), store.bytes
-    (tensor([1., 1., 1., 1.]), 16)
+    >>> store.create({"w": torch.zeros(4)})
+    >>> seen = store.read("w")
+    >>> store.assign({"w": torch.ones(4)})
+    >>> seen, store.read("w"), store.bytes
+    (tensor([0., 0., 0., 0.]), tensor([1., 1., 1., 1.]), 16)
     """
 
-    def __init__(self, *, budget: int | None = None, device: str | torch.device = "cpu") -> None:
+    def __init__(self, *, budget: int | None = None) -> None:
         if budget is not None and budget < 0:
             raise InvalidArgument(f"a budget is a number of bytes from 0, not {budget}")
         self.budget = budget
-        self.device = torch.device(device)
-        self._tensors: dict[str, torch.Tensor] = {}
+        self.bytes = 0  # of all values
+        self.opening = 0  # number of the last `open`: who opened before it has nothing open any more
+        self._slabs: dict[str, Slab] = {}  # of each key
+        self._open: list[Slab] = []
 
     @property
-    def bytes(self) -> int:
-        """Bytes of all values."""
-        return sum(map(_size, self._tensors.values()))
+    def spare_bytes(self) -> int:
+        """Bytes of generations that are not the current ones: those that are read still, and room for the next."""
+        return sum(slab.spare_bytes for slab in self._of(self._slabs))
 
     def __contains__(self, key: object) -> bool:
-        return key in self._tensors
+        return key in self._slabs
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
+        return iter(self._slabs)
 
     def __len__(self) -> int:
-        return len(self._tensors)
+        return len(self._slabs)
 
-    def create(self, key: str, value: torch.Tensor) -> None:
-        """Keep a copy of ``value``; raises AlreadyExists, or ResourceExhausted before any memory is taken."""
-        if key in self._tensors:
-            raise AlreadyExists(f"{key} exists in the store as {Spec.of(self._tensors[key])}; assign to it, or drop it")
-        asked, used = _size(value), self.bytes
-        if self.budget is not None and used + asked > self.budget:
-            raise ResourceExhausted(f"no room for {key}: asked {asked} bytes, used {used}, limit {self.budget}")
-        with torch.no_grad():
-            self._tensors[key] = torch.empty(value.shape, dtype=value.dtype, device=self.device).copy_(value)
+    def create(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Keep copies of ``values``; raises AlreadyExists, or ResourceExhausted before any memory is taken."""
+        for key in values:
+            if key in self._slabs:
+                raise AlreadyExists(f"{key} exists in the store as {Spec.of(self.get(key))}; assign to it, or drop it")
+        asked = sum(map(_size, values.values()))
+        if self.budget is not None and self.bytes + asked > self.budget:
+            names = ", ".join(values)
+            raise ResourceExhausted(f"no room for {names}: asked {asked} bytes, used {self.bytes}, limit {self.budget}")
+        for together in _grouped(values):
+            self._slabs.update(dict.fromkeys(together, Slab(together)))
+        self.bytes += asked
 
     def get(self, key: str) -> torch.Tensor:
-        """The value itself, no copy; raises NotFound with the nearest keys."""
-        found = self._tensors.get(key)
+        """The current value itself, no copy: not to be written. Raises NotFound with the nearest keys."""
+        return self._slab(key).get(key)
+
+    def read(self, key: str) -> torch.Tensor:
+        """The current value, which nothing changes as long as it, or a view of it, is held."""
+        return self._slab(key).read(key)
+
+    def open(self, keys: Sequence[str], *, keep: bool = True, rows: bool = False) -> dict[str, torch.Tensor]:
+        """Tensors to write the next values of ``keys`` into; what was opened before is given up.
+
+        keep: they hold the current values. rows: only some rows will be written, and no large value is copied.
+        """
+        self._close()
+        self.opening += 1
+        found: dict[str, torch.Tensor] = {}
+        for slab in self._of(keys):
+            self._open.append(slab)
+            found |= slab.open([key for key in keys if self._slabs[key] is slab], keep=keep, rows=rows)
+        return found
+
+    def publish(self) -> None:
+        """What was opened, and written meanwhile, is what readers get from now on."""
+        while self._open:
+            self._open.pop().publish()
+
+    def _close(self) -> None:
+        while self._open:
+            self._open.pop().close()
+
+    def assign(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Write whole values; raises ShapeError for another shape or dtype, with nothing written."""
+        for key, value in values.items():
+            held = self.get(key)
+            if value.shape != held.shape or value.dtype != held.dtype:
+                raise ShapeError(f"cannot assign {Spec.of(value)} to {key}, which is {Spec.of(held)}")
+        targets = self.open(list(values), keep=False)
+        with torch.no_grad():
+            for key, target in targets.items():
+                target.copy_(values[key])
+        self.publish()
+
+    def drop(self, keys: Sequence[str]) -> None:
+        """Forget values; raises NotFound. Others of their slabs move together."""
+        slabs = [self._slab(key) for key in keys]
+        self._close()
+        self.opening += 1
+        for key, slab in zip(keys, slabs, strict=True):
+            self.bytes -= slab.places[key].nbytes
+            del self._slabs[key]
+        for slab in set(slabs):
+            kept = {key: slab.get(key) for key in slab.places if self._slabs.get(key) is slab}
+            if kept:
+                self._slabs.update(dict.fromkeys(kept, Slab(kept)))
+
+    def release(self) -> None:
+        """Give up the memory of generations that nobody reads."""
+        for slab in self._of(self._slabs):
+            slab.release()
+
+    def _slab(self, key: str) -> Slab:
+        found = self._slabs.get(key)
         if found is None:
-            near = difflib.get_close_matches(key, self._tensors, 3)
+            near = difflib.get_close_matches(key, self._slabs, 3)
             raise NotFound(f"no {key!r} in the store{'; near: ' if near else ''}{', '.join(near)}")
         return found
 
-    def assign(self, key: str, value: torch.Tensor) -> None:
-        """Write ``value`` in place; raises ShapeError for another shape or dtype, with nothing written."""
-        target = self.get(key)
-        if value.shape != target.shape or value.dtype != target.dtype:
-            raise ShapeError(f"cannot assign {Spec.of(value)} to {key}, which is {Spec.of(target)}")
-        with torch.no_grad():
-            target.copy_(value)
+    def _of(self, keys: Iterable[str]) -> list[Slab]:
+        """The slabs of some keys, each once."""
+        return list(dict.fromkeys(self._slabs[key] for key in keys))
 
-    def drop(self, key: str) -> None:
-        """Forget a value; raises NotFound."""
-        self.get(key)
-        del self._tensors[key]
 
-    def snapshot(self) -> Mapping[str, torch.Tensor]:
-        """Copies of all values at this moment."""
-        return {key: tensor.clone() for key, tensor in self._tensors.items()}
+def _grouped(values: Mapping[str, torch.Tensor]) -> Iterator[Mapping[str, torch.Tensor]]:
+    """Values that lie in one slab: those of one dtype, and large ones by themselves."""
+    groups: dict[object, dict[str, torch.Tensor]] = {}
+    for key, value in values.items():
+        groups.setdefault(key if _size(value) >= LARGE else value.dtype, {})[key] = value
+    yield from groups.values()
 
 
 def _size(tensor: torch.Tensor) -> int:

@@ -1,0 +1,159 @@
+"""100 MB pulled, applied and pushed: one server, one task, over Dask's comms, beside plain Dask actors doing the same.
+
+`python -m tests.benchmarks.cluster_bulk [--mb 100] [--steps 12]` starts two worker processes, checks first that both
+ways end with equal values, then takes steps by turns and prints medians in milliseconds and their ratio. A step: the
+task gets the weights, computes ``w * 0.5``, and the server subtracts a tenth of that. `bulk` is the same for callers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import psutil
+import torch
+from distributed import Client, LocalCluster, get_client
+from distributed.actor import Actor
+
+import tfnb
+from tfnb.cluster import deploy
+
+TARGET = 1.2  # times the plain actors' time
+
+
+class PlainServer:
+    """What thirty lines of Dask do: weights in one process. A reply must not be written while it is sent: a copy."""
+
+    def __init__(self, count: int) -> None:
+        self.w = torch.linspace(-1.0, 1.0, count)
+
+    def pull(self) -> torch.Tensor:
+        """The weights."""
+        return self.w.clone()
+
+    def push(self, grad: torch.Tensor) -> None:
+        """One step of gradient descent."""
+        self.w.sub_(grad, alpha=0.1)
+
+
+class PlainTask:
+    """The one who computes."""
+
+    def step(self, server: Actor) -> None:
+        """Pull, compute, push."""
+        w = server.pull().result()
+        server.push(w * 0.5).result()
+
+
+def _grown(dask_worker: object) -> int:
+    """The most memory that a worker process had, in MB."""
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) // 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def plain(client: Client, count: int) -> tuple[Callable[[], None], Callable[[], torch.Tensor]]:
+    """A step by plain actors, and their weights."""
+    one, other = client.scheduler_info()["workers"]
+    server = client.submit(PlainServer, count, actor=True, workers=[one], pure=False).result()
+    task = client.submit(PlainTask, actor=True, workers=[other], pure=False).result()
+    return lambda: task.step(server).result(), lambda: server.pull().result()
+
+
+def ours(count: int) -> tuple[Callable[[], object], Callable[[int], object], tfnb.Variable]:
+    """A step by `tfnb.run`, several by `tfnb.fit`, and the weights."""
+    w = tfnb.Variable(torch.linspace(-1.0, 1.0, count), name="w")
+    with tfnb.record("bulk"):
+        x = tfnb.placeholder(torch.zeros(1), name="x", shape=(1,))
+        train = tfnb.train.SGD(0.1).apply_gradients([(w.read() * 0.5 + x, w)])
+    feed = {x: torch.zeros(1)}
+
+    def fit(steps: int, mode: str = "sync") -> object:
+        return tfnb.fit(train, (feed for _ in range(steps)), mode=mode)
+
+    return lambda: tfnb.run(train, feed), fit, w
+
+
+class Row(NamedTuple):
+    """Medians of a step, in milliseconds: on the clock, and of the processors of all processes."""
+
+    wall: float
+    processors: float
+
+
+def bulk(megabytes: int = 100, steps: int = 12, *, own: bool = True) -> Mapping[str, Row]:
+    """Rows of ``plain`` actors, of ``run``, and of a step of ``sync`` and ``async`` training.
+
+    own: on a cluster as `tfnb.connect` makes it; else on one with Dask's defaults. The plain actors run on the same.
+    """
+    with _workers(own) as client:
+        client.run(torch.set_num_threads, 1)
+        plain_step, plain_weights = plain(client, megabytes * 250_000)
+        with tfnb.connect(client, ps=1) as connected:
+            step, fit, w = ours(megabytes * 250_000)
+            for _ in range(3):
+                plain_step(), step()
+            torch.testing.assert_close(w.value(), plain_weights(), rtol=1e-6, atol=1e-7)
+            clock = _Clock([*client.run(os.getpid).values(), os.getpid()])
+            times: dict[str, list[Row]] = {"plain": [], "run": [], "sync": [], "async": []}
+            for _ in range(steps):
+                times["plain"].append(clock(plain_step))
+                times["run"].append(clock(step))
+            few = max(4, steps // 2)
+            for mode in ("sync", "async"):  # what a step costs more: moving the values home at the end is no step
+                for _ in range(3):
+                    some, more = (clock(partial(fit, count, mode)) for count in (2, 2 + few))
+                    times[mode].append(Row(*((b - a) / few for a, b in zip(some, more, strict=True))))
+            print(f"server: {connected.status().rows[-1].detail}; MB at most: {list(client.run(_grown).values())}")
+    return {name: Row(*map(statistics.median, zip(*found, strict=True))) for name, found in times.items()}
+
+
+@contextmanager
+def _workers(own: bool) -> Iterator[Client]:
+    """Two worker processes."""
+    settings = {"dashboard_address": None, "silence_logs": 50, "memory_limit": "8GB"}
+    if own:
+        settings["env"] = deploy.ENVIRONMENT
+    with LocalCluster(2, threads_per_worker=1, **settings) as cluster, Client(cluster) as client:
+        yield client
+
+
+class _Clock:
+    """Milliseconds that a call takes."""
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._processes = [psutil.Process(pid) for pid in pids]
+
+    def __call__(self, function: Callable[[], object]) -> Row:
+        begin, before = time.perf_counter(), self._processors()
+        function()
+        return Row((time.perf_counter() - begin) * 1e3, (self._processors() - before) * 1e3)
+
+    def _processors(self) -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in self._processes)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mb", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=12)
+    options = parser.parse_args()
+    for own in (True, False):
+        rows = bulk(options.mb, options.steps, own=own)
+        kind = "a cluster as tfnb makes it" if own else "a cluster with Dask's defaults"
+        print(f"{options.mb} MB on {kind}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; milliseconds a step")
+        for name, row in rows.items():
+            ratios = " / ".join(f"{a / b:.2f}" for a, b in zip(row, rows["plain"], strict=True))
+            print(f"{name:6} {row.wall:8.1f} wall {row.processors:8.1f} processors  {ratios} x plain actors")
+        print(json.dumps({"bench": "cluster_bulk", "own": own, "target": TARGET, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
