@@ -15,11 +15,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 import torch
-from distributed import Client, LocalCluster, get_client
+from distributed import Client, LocalCluster
 from distributed.actor import Actor
 
 import tfnb
@@ -54,8 +55,8 @@ class PlainTask:
 
 def _grown(dask_worker: object) -> int:
     """The most memory that a worker process had, in MB."""
-    with open("/proc/self/status") as lines:
-        return next(int(line.split()[1]) // 1024 for line in lines if line.startswith("VmHWM"))
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) // 1024 for line in lines if line.startswith("VmHWM"))
 
 
 def plain(client: Client, count: int) -> tuple[Callable[[], None], Callable[[], torch.Tensor]]:
@@ -71,8 +72,8 @@ def ours(count: int) -> tuple[Callable[[], object], Callable[[int], object], tfn
     w = tfnb.Variable(torch.linspace(-1.0, 1.0, count), name="w")
     with tfnb.record("bulk"):
         x = tfnb.placeholder(torch.zeros(1), name="x", shape=(1,))
-        train = tfnb.train.SGD(0.1).apply_gradients([(w.read() * 0.5 + x, w)])
-    feed = {x: torch.zeros(1)}
+        train = tfnb.train.SGD(0.1).apply_gradients([(w.read() * x, w)])
+    feed = {x: torch.tensor([0.5])}
 
     def fit(steps: int, mode: str = "sync") -> object:
         return tfnb.fit(train, (feed for _ in range(steps)), mode=mode)

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 import tfnb
 from tests.cluster.test_core import Add
 from tfnb.cluster.core import Arrived, Core, Gone, Reply, Tick
+from tfnb.cluster.hand_outs import LEASE
 from tfnb.cluster.lines import PATIENCE, POLL
 from tfnb.cluster.messages import Failed, Ok, OpId, Refused, Request, Unknown
 from tfnb.state.store import Store
@@ -78,7 +79,55 @@ def test_elements_are_given_in_order_and_a_full_queue_lets_putters_wait():
     assert isinstance(host.answers[putters[3]], Ok) and isinstance(host.answers[close], Ok)
     assert host("enqueue", number(9), key="q").tag == "QueueClosed"
     assert host("dequeue", key="q").tensors[0] == 3
+    for op in list(host.core.objects.outs.out):
+        taken(host, op)
     assert host("dequeue", key="q").tag == "OutOfRange"
+
+
+def taken(host, op):
+    return host("taken", key="q", client=op.client, seq=op.seq)
+
+
+def test_an_element_goes_back_unless_it_is_acknowledged():
+    host = Host()
+    host("make", key="q", kind="queue", capacity=4)
+    for n in range(4):
+        host("enqueue", number(n), key="q")
+    ops = [OpId(client, 1) for client in "abc"]
+    assert [host("dequeue", op=op, key="q").tensors[0] for op in ops] == [0, 1, 2]
+    assert isinstance(taken(host, ops[1]), Ok)
+    host.feed(Gone("c"))
+    host.pass_time(LEASE)
+    assert taken(host, ops[0]).tag == host("dequeue", op=ops[0], key="q").tag == "FailedPrecondition"
+    rest = [host("dequeue", key="q").tensors[0].item() for _ in range(3)]
+    assert rest == [0, 2, 3], "in the order of the queue, whoever came back first"
+    assert host("dequeue", op=ops[1], key="q").tag == "FailedPrecondition", "it was acknowledged, and is forgotten"
+
+
+def test_a_closed_queue_waits_for_what_may_come_back():
+    host = Host()
+    host("make", key="q", kind="queue", capacity=4)
+    host("enqueue", number(5), key="q")
+    first = OpId("a", 1)
+    host("dequeue", op=first, key="q")
+    host("close", key="q")
+    second = [host.send("dequeue", op=OpId("b", n), key="q") for n in range(2)]
+    assert not set(second) & set(host.answers)
+    host.feed(Gone("a"))
+    assert host.answers[second[0]].tensors[0] == 5 and second[1] not in host.answers
+    assert isinstance(taken(host, OpId("b", 0)), Ok)
+    assert host.answers[second[1]].tag == "OutOfRange"
+
+
+def test_elements_on_their_way_count_for_the_budget():
+    host = Host()
+    host("make", key="q", kind="queue", capacity=4)
+    host("enqueue", [torch.zeros(2000)], key="q")
+    op = OpId("a", 1)
+    host("dequeue", op=op, key="q")
+    assert host("enqueue", [torch.zeros(2000)], key="q").tag == "ResourceExhausted"
+    taken(host, op)
+    assert isinstance(host("enqueue", [torch.zeros(2000)], key="q"), Ok)
 
 
 def test_a_close_that_cancels_ends_who_waits():
@@ -201,6 +250,8 @@ class Clients(RuleBasedStateMachine):
         self.open = {}  # op -> its tickets, method
         self.dead = set()
         self.given = {}  # op of a taker -> value
+        self.acknowledged = {}
+        self.back = set()  # ops whose elements went back
         self.accepted = set()
         self.count = 0
 
@@ -238,6 +289,21 @@ class Clients(RuleBasedStateMachine):
             if op not in self.dead:
                 self._send(op, method, number(op.seq) if method == "enqueue" else ())
 
+    @rule(which=st.integers(0, 1000))
+    def acknowledge(self, which):
+        ops = [op for op in self.given if op not in self.acknowledged and op not in self.back]
+        if ops:
+            op = ops[which % len(ops)]
+            is_out = op in self.host.core.objects.outs.out
+            answer = taken(self.host, op)
+            assert isinstance(answer, Ok) == is_out
+            if is_out:
+                self.acknowledged[op] = self.given[op]
+            else:
+                assert answer.tag == "FailedPrecondition"
+                self.back.add(op)
+            self._look()
+
     @rule(seconds=st.sampled_from([1.0, POLL, PATIENCE]))
     def time(self, seconds):
         self.host.pass_time(seconds)
@@ -258,9 +324,10 @@ class Clients(RuleBasedStateMachine):
     def elements_are_conserved_and_in_order(self):
         stored = [int(element[0]) for element in self.host.core.objects.things["q"].elements]
         entered = [value for op, value in self.put if op in self.accepted]
-        assert sorted([*self.given.values(), *stored]) == sorted(entered)
+        out = [int(given.element[0]) for given in self.host.core.objects.outs.out.values()]
+        assert sorted([*self.acknowledged.values(), *out, *stored]) == sorted(entered)
         assert stored == sorted(stored) or self.host.now, "first in, first out, of those who did not step aside"
-        assert len(set(self.given.values())) == len(self.given)
+        assert len(set(self.acknowledged.values())) == len(self.acknowledged)
 
     @invariant()
     def nobody_waits_for_what_is_there(self):
@@ -296,7 +363,11 @@ def test_requests_wait_inside_of_a_real_server(connect, problem):
 
     pulled = later("pull", {"keys": keys, "step": 3})
     assert isinstance(now("make", {"key": "q", "kind": "queue", "capacity": 2}), Ok)
-    taken = [later("dequeue", {"key": "q"}) for _ in range(3)]
+
+    async def element():
+        return await link.take(peer, "q", epoch=1, deadline=time.monotonic() + 40)
+
+    taken = [link.start(element) for _ in range(3)]
     while now("stat", {}).meta["waiting"] < 4:
         pass
     assert not pulled.task and not any(handle.task for handle in taken)

@@ -25,6 +25,7 @@ from tfnb.cluster.messages import Failed, Ok, OpId, Refused, Request, failed
 from tfnb.cluster.objects import Objects
 from tfnb.errors import (
     AlreadyExists,
+    FailedPrecondition,
     InvalidArgument,
     NonFiniteGradient,
     NotFound,
@@ -174,15 +175,21 @@ class Core:
 
     def on(self, event: Event, now: float) -> list[Effect]:
         """The effects of an event, those on requests that waited for it among them."""
+        self._went_back(self.objects.expire(now))
         match event:
             case Arrived(ticket, request):
                 effects = self._arrived(ticket, request, now)
             case Gone(client):
                 effects = [Reply(ticket, Refused("fenced", f"{client} is gone")) for ticket in self.lines.gone(client)]
+                self._went_back(self.objects.outs.gone(client))
             case Tick():
                 effects = [Reply(ticket, Refused("again", "it waits still")) for ticket in self.lines.polled(now)]
-                self.objects.expire(now)
         return [*effects, *self._proceed(now)] if self.lines else effects
+
+    def _went_back(self, ops: Iterable[OpId]) -> None:
+        """Elements that these requests had been given are in their queues again."""
+        for op in ops:
+            self.ledger.amend(op, failed(FailedPrecondition(f"the element given to {op} went back: take another one")))
 
     def _arrived(self, ticket: int, request: Request, now: float) -> list[Effect]:
         """Answer a request, or let it stand in its line."""
@@ -239,7 +246,7 @@ class Core:
             return refused
         ack = self.ledger.ack(request.op)
         if ack is not None:
-            return replace(ack, dup=True)
+            return replace(ack, dup=True) if isinstance(ack, Ok) else ack
         if self.ledger.is_too_old(request.op):
             return Refused("too-old", f"{request.op} lies below the ledger's window")
         return None
@@ -262,6 +269,9 @@ class Core:
             return failed(error)
         if request.method in self.MUTATIONS and isinstance(answer, Ok):
             self.ledger.record(request.op, answer)
+        if request.method == "taken" and isinstance(answer, Ok):
+            op = OpId(str(request.meta["client"]), int(request.meta["seq"]))
+            self.ledger.amend(op, failed(FailedPrecondition(f"the element given to {op} was acknowledged already")))
         return answer
 
     # -- variables ------------------------------------------------------------------------------------------

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tfnb.cluster.messages import Ok, OpId
+from tfnb.cluster.messages import Failed, Ok, OpId
 
 WINDOW = 1024
+
+Answer = Ok | Failed
 
 
 @dataclass
@@ -18,13 +20,13 @@ class Window:
 
     highest: int = -1
     seen: int = 0
-    acks: dict[int, Ok] = field(default_factory=dict)
+    acks: dict[int, Answer] = field(default_factory=dict)
 
     def has(self, seq: int) -> bool:
         """Whether ``seq`` was applied; False for what is below the window."""
         return 0 <= self.highest - seq < WINDOW and bool(self.seen >> (self.highest - seq) & 1)
 
-    def add(self, seq: int, ack: Ok) -> None:
+    def add(self, seq: int, ack: Answer) -> None:
         """Mark ``seq`` as applied."""
         if seq > self.highest:
             self.seen = (self.seen << (seq - self.highest)) & ((1 << WINDOW) - 1)
@@ -49,7 +51,7 @@ class Ledger:
         self.applied = 0
         self.dups = 0
 
-    def ack(self, op: OpId) -> Ok | None:
+    def ack(self, op: OpId) -> Answer | None:
         """The answer that was given to ``op``, if it was applied."""
         window = self.clients.get(op.client)
         if window is None or not window.has(op.seq):
@@ -61,6 +63,12 @@ class Ledger:
         """Whether ``op`` was applied, as far back as the window."""
         window = self.clients.get(op.client)
         return window is not None and window.has(op.seq)
+
+    def amend(self, op: OpId, ack: Answer) -> None:
+        """From now on ``op``, which was applied, is answered with ``ack``."""
+        window = self.clients.get(op.client)
+        if window is not None and op.seq in window.acks:
+            window.acks[op.seq] = ack
 
     def is_too_old(self, op: OpId) -> bool:
         """Whether ``op`` lies below the window, where nobody knows any more."""

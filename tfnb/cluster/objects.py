@@ -6,12 +6,13 @@ arrival, so a close stands behind the puts before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from tfnb.cluster.messages import Ok, Request
+from tfnb.cluster.hand_outs import HandOuts
+from tfnb.cluster.messages import Ok, OpId, Request
 from tfnb.errors import InvalidArgument, NotFound
 from tfnb.graph import Spec
 from tfnb.state.accumulator import Accumulator
@@ -31,15 +32,17 @@ class Objects:
     """The objects of one server."""
 
     METHODS = frozenset({
-        "make", "enqueue", "dequeue", "close", "apply_grad", "take_grad", "set_step", "token_give", "token_take",
+        "make", "enqueue", "dequeue", "taken", "close", "apply_grad", "take_grad", "set_step", "token_give", "token_take",
         "token_renew", "token_end",
     })  # fmt: skip
 
     def __init__(self) -> None:
         self.things: dict[str, Thing] = {}
+        self.outs = HandOuts()
         self._made: dict[str, dict[str, Any]] = {}  # what each was made of
         self.methods: dict[str, Method] = {
-            "make": self._make, "enqueue": self._enqueue, "dequeue": self._dequeue, "close": self._close,
+            "make": self._make, "enqueue": self._enqueue, "dequeue": self._dequeue, "taken": self._taken,
+            "close": self._close,
             "apply_grad": self._apply, "take_grad": self._take, "set_step": self._set_step,
             "token_give": self._give, "token_take": self._token, "token_renew": self._renew, "token_end": self._end,
         }  # fmt: skip
@@ -49,7 +52,7 @@ class Objects:
         """Bytes held in queues and accumulators."""
         queued = (t for thing in self.things.values() if isinstance(thing, Fifo) for e in thing.elements for t in e)
         sums = sum(thing.nbytes for thing in self.things.values() if isinstance(thing, Accumulator))
-        return sums + sum(t.numel() * t.element_size() for t in queued)
+        return sums + self.outs.nbytes + sum(t.numel() * t.element_size() for t in queued)
 
     def line(self, request: Request) -> str:
         """Where a request stands that has to wait; empty for what never waits."""
@@ -58,9 +61,12 @@ class Objects:
             return ""
         return f"{LINES[request.method]}:{key}" if request.method in LINES else ""
 
-    def expire(self, now: float) -> bool:
-        """Whether tokens came free because their leases are over."""
-        return any([thing.expire(now) for thing in self.things.values() if isinstance(thing, Tokens)])
+    def expire(self, now: float) -> list[OpId]:
+        """Tokens and elements whose leases are over go back; the requests that had been given those elements."""
+        for thing in self.things.values():
+            if isinstance(thing, Tokens):
+                thing.expire(now)
+        return self.outs.expire(now)
 
     def _make(self, request: Request, now: float) -> Ok:
         meta = dict(request.meta)
@@ -101,8 +107,19 @@ class Objects:
         return None if done is None else Ok({"size": done.fifo.size})
 
     def _dequeue(self, request: Request, now: float) -> Ok | None:
+        fifo = found(self.things, Fifo, request)
+        if not fifo.size and self.outs.of(fifo):
+            return None  # what is on its way may come back, also to a queue that is closed
         done = self._tried(request, "dequeue")
-        return None if done is None else Ok({"size": done.fifo.size}, _tensors(done.result))
+        if done is None:
+            return None
+        element = _tensors(done.result)
+        self.outs.add(request.op, fifo, element, now)
+        return Ok({"size": fifo.size}, element)
+
+    def _taken(self, request: Request, now: float) -> Ok:
+        self.outs.end(OpId(str(request.meta["client"]), int(request.meta["seq"])))
+        return Ok()
 
     def _close(self, request: Request, now: float) -> Ok | None:
         done = self._tried(request, "close", cancel_pending=bool(request.meta.get("cancel_pending")))
@@ -155,7 +172,7 @@ def found(things: Mapping[str, Thing], kind: type[Any], request: Request) -> Any
     return things[key]
 
 
-def _tensors(result: Any) -> Sequence[torch.Tensor]:
+def _tensors(result: Any) -> tuple[torch.Tensor, ...]:
     assert isinstance(result, tuple)  # a dequeue gives an element
     return result
 

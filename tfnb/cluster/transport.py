@@ -157,6 +157,23 @@ class Link:
                     return outcome
         raise AssertionError("unreachable")
 
+    async def take(self, peer: Peer, key: str, *, epoch: int, deadline: float) -> Outcome:
+        """An element of a queue, in two phases: asked for, then acknowledged. Only what is acknowledged is taken.
+
+        If the acknowledgement is not answered in time (Unknown), the element was taken, or it is in its queue again.
+        """
+        while True:
+            op = self.op()
+            given = await self.persist(peer, "dequeue", {"key": key}, epoch=epoch, op=op, deadline=deadline)
+            if _went_back(given):
+                continue
+            if not isinstance(given, Ok):
+                return given
+            about = {"client": op.client, "seq": op.seq}
+            ended = await self.persist(peer, "taken", about, epoch=epoch, deadline=deadline)
+            if not _went_back(ended):
+                return given if isinstance(ended, Ok) else ended
+
     async def _bounded(self, peer: Peer, message: Sequence[wire.Buffer], deadline: float) -> Outcome:
         """An exchange that ends by its deadline; a late one is cancelled behind the caller's back."""
         sent: list[bool] = []
@@ -209,6 +226,11 @@ class Link:
         finally:
             self.pool.reuse(addr, comm)
             comm.name = name
+
+
+def _went_back(outcome: Outcome) -> bool:
+    """Whether an element was lent for too long, and is in its queue again."""
+    return isinstance(outcome, Failed) and outcome.tag == "FailedPrecondition"
 
 
 def _outcome(reply: Any, budget: int) -> Outcome:

@@ -108,6 +108,13 @@ class Fifo:
             over = self._settled()
         _tell(over)
 
+    def put_back(self, element: tuple[torch.Tensor, ...], place: int) -> None:
+        """An element that was taken stands at ``place`` from the front again, also where the queue is full by now."""
+        with self._lock:
+            self.elements.insert(place, element)
+            over = self._settled()
+        _tell(over)
+
     # -- with the lock held -----------------------------------------------------------------------------------
 
     def _settled(self) -> list[Attempt]:
