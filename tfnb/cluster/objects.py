@@ -32,8 +32,8 @@ class Objects:
     """The objects of one server."""
 
     METHODS = frozenset({
-        "make", "enqueue", "dequeue", "taken", "close", "apply_grad", "take_grad", "set_step", "token_give", "token_take",
-        "token_renew", "token_end",
+        "make", "enqueue", "dequeue", "taken", "close", "apply_grad", "take_grad", "set_step", "token_give",
+        "token_take", "token_renew", "token_end",
     })  # fmt: skip
 
     def __init__(self) -> None:
