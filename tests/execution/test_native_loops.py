@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.virtualized import V
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import tfnb
@@ -20,10 +22,11 @@ from tfnb.execution.tiers.native import package
 from tfnb.execution.tiers.native.exportable import Given, exportable, split
 from tfnb.execution.tiers.native.request import NativeRequest, Operand
 from tfnb.execution.tiers.native.tier import loaded
+from tfnb.execution.tiers.native.unrolling import MOST_ITERATIONS, unroll_scans
 from tfnb.execution.tiers.operand_checks import OperandRefused
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # inductor's own
-TIME, BATCH, WIDTH = 6, 3, 4
+TIME, BATCH, WIDTH = 7, 3, 4
 
 
 class Recorded:
@@ -193,3 +196,28 @@ def test_a_compiled_loop_trains_as_generated_code_does(tmp_path: Path) -> None:
         recorded.program.commit(pending)
         torch.testing.assert_close(step(feeds, mine, run), wanted, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("count", [1, MOST_ITERATIONS, 12])
+def test_several_iterations_in_a_body_give_what_one_gives(count: int) -> None:
+    def iteration(a: torch.Tensor, x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        new = torch.tanh(a @ w + x) * y
+        return [new, a * 2, new - x]
+
+    def function(a: torch.Tensor, x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        last, doubled, less = torch.ops.higher_order.scan(iteration, [a], [x.flip(0), y], (w,))
+        return [last, doubled, less.flip(0)]
+
+    sizes = (2, 3), (count, 2, 3), (count, 2, 3), (3, 3)
+    args = [torch.randn(size) for size in sizes]
+    wanted = function(*args)
+    made = torch.export.export(make_fx(function, tracing_mode="fake")(*args), tuple(args)).graph_module
+    mode = next(node.meta["val"].fake_mode for node in made.graph.nodes if node.op == "placeholder")
+    with V.set_fake_mode(mode):
+        unroll_scans(made.graph)
+    made.graph.eliminate_dead_code()
+    made.recompile()
+    targets = [node.target for node in made.graph.nodes]
+    assert torch.ops.higher_order.scan not in targets and torch.ops.aten.flip.default not in targets
+    assert (torch.ops.higher_order.while_loop in targets) == (count > MOST_ITERATIONS)
+    torch.testing.assert_close(made(*args), wanted)

@@ -19,12 +19,14 @@ from torch._dynamo.convert_frame import compile_lock
 from torch._inductor import cpp_builder
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.dependencies import WeakDep
+from torch._inductor.virtualized import V
 
 from tfnb.errors import Unimplemented
 from tfnb.execution.compiling.compiled_packages import REQUEST
 from tfnb.execution.tiers.decompositions import decompositions
 from tfnb.execution.tiers.native.exportable import exportable
 from tfnb.execution.tiers.native.request import NativeRequest
+from tfnb.execution.tiers.native.unrolling import unroll_scans
 
 STEP, CALL = "step.so", "call.so"
 
@@ -41,7 +43,7 @@ def build(request: NativeRequest, folder: Path) -> None:
         raise Unimplemented("the step was read back as another one")
     settings: dict[str, Any] = {
         "compile_threads": 1, "cpp.threads": request.threads, "layout_optimization": False,
-        "_pre_fusion_custom_pass": _writes_last,
+        "post_grad_custom_pre_pass": unroll_scans, "_pre_fusion_custom_pass": _writes_last,
         # else test programs and 280 MB of headers come first: 32 s of a processor for the first step, not 19
         "cpp.vec_isa_ok": True, "aot_inductor.precompile_headers": False, "cpp_cache_precompile_headers": False,
     }  # fmt: skip
@@ -76,9 +78,13 @@ def _writes_last(nodes: list[Any]) -> list[Any]:
 
     What makes values for such kernels only may become one with them; a pass of inductor's, before it fuses kernels.
     """
+    operands = V.graph.graph_inputs.keys()
     writes = {
-        node.get_name() for node in nodes for buffer in node.get_outputs() if buffer.get_mutations()
-    }  # fmt: skip
+        node.get_name()
+        for node in nodes
+        for buffer in node.get_outputs()
+        if not operands.isdisjoint(buffer.get_mutations())
+    }
     writers = [node for node in nodes if node.get_name() in writes]
     if not writers:
         return nodes
