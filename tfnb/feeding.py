@@ -70,7 +70,7 @@ class Feeder:
             spec = node.outputs[targets[0].index]
             self._rows.append(_Row.of(f"{node.name}{index}", spec, len(targets), node.source))
         self.values = tuple(values)
-        self._repeats = len(values) != len(self._rows)
+        self.repeats = len(values) != len(self._rows)
         self._fitting: set[Shapes] = set()
         shown = {s for row in self._rows for s in row.spec.symbols}
         self._guards = tuple(g for g in graph.guards if set(g.symbols) <= shown)
@@ -88,7 +88,7 @@ class Feeder:
         """
         __tracebackhide__ = True
         tensors = [row.tensor(value) for row, value in zip(self._rows, given, strict=True)]
-        if self._repeats:
+        if self.repeats:
             tensors = [tensor for row, tensor in zip(self._rows, tensors, strict=True) for _ in range(row.count)]
         shapes = tuple([tensor.shape for tensor in tensors])
         if shapes not in self._fitting:

@@ -46,7 +46,18 @@ from tfnb.recording.marks.notes import user_level
 from tfnb.state import checkpoint
 from tfnb.state.fifo import give_back
 from tfnb.step import Step
-from tfnb.structures import fed_by, graph_of, key_of, parts_of, places_of, spread, structure, value_of, variable_of
+from tfnb.structures import (
+    fed_by,
+    flat,
+    graph_of,
+    key_of,
+    parts_of,
+    places_of,
+    spread,
+    structure,
+    value_of,
+    variable_of,
+)
 
 _NOT_TOGETHER: Mapping[tuple[str, str], str] = {
     ("step", "cluster"): "a step in parts runs here only: close the cluster, or run the fetches together",
@@ -73,6 +84,12 @@ class _Prepared:
     trailing: tuple[Variable, ...]  # variables fetched as such: their value after the step
     version: int
     asked: tuple[Asked, ...] = ()  # nodes that ask for a place
+    direct: Callable[..., list[Any] | None] | None = None  # the whole step, where nothing is in the way
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it asks for nothing beside the step itself."""
+        return not self.trailing and not self.asked and not self.feeder.repeats
 
     def after(self, cut: Cut | None = None) -> list[torch.Tensor]:
         """The values of the fetched Variables after the step; those that it did not write are of the cut."""
@@ -168,6 +185,10 @@ class Session:
         if IndexedSlices in map(type, feeds):
             feeds = spread(feeds.items())
         prepared = self._prepare(fetches, tuple(feeds))
+        if timeout is None and not trace and isolation is None:
+            results = self._directly(prepared, feeds.values())
+            if results is not None:
+                return prepared.rebuild(results)
         fed = prepared.feeder.fed(feeds.values())
         cut = None if isolation is None else self._cut(prepared, isolation, timeout)
         if trace:
@@ -193,7 +214,10 @@ class Session:
                 prepared = self._prepare(fetches, feeds)
             if len(values) != len(feeds):
                 raise InvalidArgument(f"this callable takes {len(feeds)} values, got {len(values)}")
-            return prepared.rebuild(self._execute(prepared, prepared.feeder.fed(values), None))
+            results = self._directly(prepared, values)
+            if results is None:
+                results = self._execute(prepared, prepared.feeder.fed(values), None)
+            return prepared.rebuild(results)
 
         return call
 
@@ -273,6 +297,17 @@ class Session:
         self._ensure_together("isolation", prepared.code)
         return LOCKS.cut((*prepared.code.program.variables, *prepared.trailing), timeout)
 
+    def _directly(self, prepared: _Prepared, values: Iterable[Any]) -> list[Any] | None:
+        """The step in one call; None where it did nothing, and `_execute` does it."""
+        if prepared.direct is None or self._closed or self._cluster is not None or connected() is not None or notices:
+            return None
+        results = prepared.direct(*values)
+        if results is None:
+            prepared.direct = None  # until the longer way gives it again
+        else:
+            next(self._runs)
+        return results
+
     def _execute(self, prepared: _Prepared, fed: Fed, timeout: float | None, cut: Cut | None = None) -> list[Any]:
         __tracebackhide__ = True
         tensors, shapes = fed
@@ -282,7 +317,10 @@ class Session:
         while notices:
             warnings.warn(notices.pop(), stacklevel=user_level(None))
         program, forward = prepared.code.at(shapes)
-        return self._step(prepared, program, tensors, timeout, forward, program.commit, cut)
+        results = self._step(prepared, program, tensors, timeout, forward, program.commit, cut)
+        if type(forward) is tiers.Guarded and prepared.is_plain:
+            prepared.direct = forward.direct()
+        return results
 
     def _step(
         self, prepared: _Prepared, program: Program, tensors: list[torch.Tensor], timeout: float | None,
@@ -440,12 +478,16 @@ class Session:
         trailing = tuple(variable for variable in variables if variable is not None)
         values = tuple(value_of(self.graph, leaf) for leaf, var in zip(leaves, variables, strict=True) if var is None)
         places = places_of([variable is not None for variable in variables])
+        if trailing:
+            made = lambda results: rebuild([results[p] for p in places])  # noqa: E731
+        else:
+            made = type(fetches) if flat(fetches, leaves) else rebuild
         feeder = Feeder(self.graph, [(key, fed_by(self.graph, key)) for key in feed_keys])
         step = step_graph(self.graph, values, feeder.values)
         feeder.narrow(step.graph.nodes)
         return _Prepared(
-            self._code(step, None if old is None else old.code), feeder, values,
-            lambda results: rebuild([results[p] for p in places]), trailing, version, asked(step.graph.nodes),
+            self._code(step, None if old is None else old.code), feeder, values, made, trailing, version,
+            asked(step.graph.nodes),
         )  # fmt: skip
 
     def _code(self, step: StepGraph, old: StepCode | None) -> StepCode:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -74,6 +75,11 @@ def structure(item: Any, leaves: list[Any]) -> Callable[[Sequence[Any]], Any]:
     if hasattr(item, "_fields"):
         return lambda values: type(item)(*(part(values) for part in parts))
     return lambda values: type(item)(part(values) for part in parts)
+
+
+def flat(item: Any, leaves: list[Any]) -> bool:
+    """Whether these leaves are the items of a list or tuple, so that its type makes the structure of them."""
+    return type(item) in (list, tuple) and len(item) == len(leaves) and all(map(is_, item, leaves))
 
 
 def places_of(is_variable: list[bool]) -> list[int]:

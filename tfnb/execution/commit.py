@@ -63,7 +63,7 @@ def _write(pending: Pending) -> None:
                 target.fill_(number)
         finally:
             for variable in pending.variables:
-                variable.version += 1
+                variable.writes.value += 1
 
 
 def _changed(

@@ -6,9 +6,10 @@ Variable goes with the module. Nothing here keeps a module or a tensor object al
 
 from __future__ import annotations
 
+import ctypes
 import weakref
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,13 +17,34 @@ from tfnb.errors import FailedPrecondition
 from tfnb.graph.current import recording
 
 _STRIDED = torch.strided
+_TABLES = "_parameters", "_buffers"
+
+
+class Watch(NamedTuple):
+    """What tells whether a tensor is what it was, where that is looked at from C.
+
+    object: lives, and stands in each of ``places``: module, name of its table, name there. find: gives the same tensor
+    again. All of it holds as long as `CHANGES` is what it was.
+    """
+
+    object: weakref.ref[torch.Tensor] | None = None
+    places: tuple[tuple[weakref.ref[torch.nn.Module], str, str], ...] = ()
+    find: Callable[[], torch.Tensor] | None = None
+
+    def is_as(self, other: Watch) -> bool:
+        """Whether another one looks at the same."""
+        return self.object is other.object and self.places == other.places and self.find is other.find
+
+
+CHANGES = ctypes.c_int64()
+"""How often a place was found where a module holds the tensor of a Variable."""
 
 
 class Held:
     """Where the tensor of one Variable is found."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._places: list[tuple[weakref.ref[torch.nn.Module], str]] = []
+        self.places: tuple[tuple[weakref.ref[torch.nn.Module], str], ...] = ()
         self._only: tuple[weakref.ref[torch.nn.Module], str] | None = None  # the place, if there is one
         self._hold(tensor)
 
@@ -34,21 +56,22 @@ class Held:
 
     def by(self, module: torch.nn.Module, attribute: str) -> None:
         """The object is this attribute of this module."""
-        if all(place() is not module or name != attribute for place, name in self._places):
-            self._places.append((weakref.ref(module), attribute))
-            self._only = self._places[0] if len(self._places) == 1 else None
+        if all(place() is not module or name != attribute for place, name in self.places):
+            self.places = (*self.places, (weakref.ref(module), attribute))
+            CHANGES.value += 1
+            self._only = self.places[0] if len(self.places) == 1 else None
 
     def tensor(self) -> torch.Tensor | None:
         """The object now; None if it died. Raises FailedPrecondition where modules that shared it hold two."""
         now: torch.Tensor | None = None
-        for place, name in self._places:
+        for place, name in self.places:
             module = place()
             found = None if module is None else _held(module, name)
             if found is None or found is now:  # not there any more: the object itself goes on
                 continue
             if now is not None:
                 raise FailedPrecondition(
-                    f"it was shared by several modules ({', '.join(n for _, n in self._places)}), which now hold "
+                    f"it was shared by several modules ({', '.join(n for _, n in self.places)}), which now hold "
                     "different tensors: tie them again, or record again"
                 )
             now = found
@@ -70,7 +93,7 @@ class Held:
 
     def is_buffer(self) -> bool:
         """Whether modules hold the object, and all of them as a buffer."""
-        modules = [(place(), name) for place, name in self._places]
+        modules = [(place(), name) for place, name in self.places]
         tables = [(module._parameters, module._buffers, name) for module, name in modules if module is not None]
         return bool(tables) and all(name in buffers and name not in own for own, buffers, name in tables)
 
@@ -92,6 +115,25 @@ class Held:
         if recording() is None:  # there it is a recorded tensor
             self._seen = self._spare = found
         return found
+
+    def watched(self) -> Watch | None:
+        """What says, without asking, that `values` are those of now; None where there is more to it.
+
+        They are as long as the object lives, lies in memory where it lies, and its places hold it.
+        """
+        tensor = self.tensor()
+        if tensor is None:
+            return None if any(place() is not None for place, _ in self.places) else Watch()
+        found = []
+        for place, name in self.places:
+            module = place()
+            if module is None:
+                continue
+            table = next((t for t in _TABLES if vars(module).get(t, {}).get(name) is tensor), None)
+            if table is None or type(module).__getattribute__ is not object.__getattribute__:
+                return None
+            found.append((place, table, name))
+        return Watch(self._object, tuple(found))
 
 
 def _lies_as(tensor: torch.Tensor, other: torch.Tensor) -> bool:

@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tfnb.errors import FailedPrecondition, InvalidArgument, ShapeError
 from tfnb.graph import current
-from tfnb.graph.held import Held
+from tfnb.graph.held import Held, Watch
 from tfnb.graph.spec import Spec, flows
-from tfnb.graph.variable_locks import LOCKS
+from tfnb.graph.variable_locks import LOCKS, counter
 
 _serial = itertools.count()
 
@@ -112,7 +112,7 @@ class Variable:
         self.held: Held | None = None
         self._fitting: torch.Tensor | None = None  # what was held when it was last looked at
         self.key = f"v{next(_serial)}"
-        self.version = 0  # counts writes
+        self.writes = counter()
         self.name = name
         self._trainable = trainable
         self.leads = False
@@ -128,6 +128,11 @@ class Variable:
         if self._trainable is not None:
             return self._trainable
         return self.held is not None and self.held.wants_gradient()
+
+    @property
+    def version(self) -> int:
+        """How often it was written here."""
+        return int(self.writes.value)
 
     @property
     def initialized(self) -> bool:
@@ -169,6 +174,14 @@ class Variable:
         self._fitting = found
         return found
 
+    def watched(self) -> Watch | None:
+        """What tells that `storage` is what it was; None where there is more to it."""
+        if self._owned is not None:
+            return Watch()
+        if self.held is not None:
+            return self.held.watched()
+        return None if self._storage is None else Watch(find=self._storage)
+
     @property
     def hooks(self) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
         """What ``register_hook`` of its Parameter was given."""
@@ -195,7 +208,7 @@ class Variable:
                 else:
                     self.storage.copy_(value)
             finally:
-                self.version += 1
+                self.writes.value += 1
 
     @property
     def grad(self) -> torch.Tensor | None:

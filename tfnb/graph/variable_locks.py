@@ -11,6 +11,7 @@ long as its run may take; a read or a write beside the steps waits `PATIENCE`.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,12 +27,27 @@ ITERATION = 0.05  # seconds; Python raises nothing in a thread that waits for lo
 PATIENCE = 60.0  # seconds
 
 
+_AT_ONCE = 64
+_free: list[ctypes.c_int64] = []
+
+
+def counter() -> ctypes.c_int64:
+    """A number that code of C may raise, too; near those that were made before it."""
+    if not _free:
+        block = (ctypes.c_int64 * _AT_ONCE)()
+        _free.extend(ctypes.c_int64.from_buffer(block, 8 * at) for at in reversed(range(_AT_ONCE)))
+    return _free.pop()
+
+
 class Stored(Protocol):
-    """A Variable. ``version`` counts its writes."""
+    """A Variable. ``writes`` counts its writes, of which ``version`` is the number."""
 
     key: str
     name: str
-    version: int
+    writes: ctypes.c_int64
+
+    @property
+    def version(self) -> int: ...
 
     @property
     def storage(self) -> torch.Tensor: ...
@@ -69,8 +85,12 @@ class Hold:
     def leave(self) -> None:
         """After the block."""
         self.access = NOTHING
-        for event in self.waiters:
-            event.set()
+        self.wake()
+
+    def wake(self) -> None:
+        """Those that wait look again."""
+        while self.waiters:
+            self.waiters.pop().set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +106,27 @@ class Locks:
 
     def __init__(self) -> None:
         self._mutex = threading.RLock()  # a finalizer may ask inside of it
-        self._holds: list[Hold] = []  # in the order in which they asked
+        self.holds: list[Hold] = []  # in the order in which they asked; always the same list
         self._waiting: dict[int, Hold] = {}  # by thread
 
     def take(self, hold: Hold, timeout: float | None = None) -> None:
         """Wait until the Variables are free; inside of the block of ``hold.token``. Raises DeadlineExceeded."""
         with self._mutex:
-            earlier = [other for other in self._holds if other.token.locked()]
-            self._holds = [*earlier, hold]
+            self.holds.append(hold)  # from here on a `reusable` one is not taken
+            earlier = [other for other in [*self.holds] if other is not hold and other.token.locked()]
+            self.holds[:] = [*earlier, hold]
         if earlier:
             self._wait(hold, earlier, timeout)
         hold.is_granted = True
+
+    def reusable(self, access: Access) -> Hold:
+        """A hold for code of C that takes it again and again, where no hold of ``holds`` is locked.
+
+        It looks and takes without giving Python's lock away, so needs no other.
+        """
+        hold = Hold(access)
+        hold.is_granted = True  # as soon as its token is locked
+        return hold
 
     def _wait(self, hold: Hold, earlier: list[Hold], timeout: float | None) -> None:
         end = None if timeout is None else time.monotonic() + timeout

@@ -201,7 +201,9 @@ def _stamps(package: str) -> list[tuple[str, int, int]]:
     spec = find_spec(package)
     assert spec is not None and spec.origin is not None, package  # we are running it
     walked = os.walk(Path(spec.origin).parent)
-    return sorted(_stamp(f"{at}/{name}") for at, _, names in walked for name in names if name.endswith((".py", ".c")))
+    return sorted(
+        _stamp(f"{at}/{name}") for at, _, names in walked for name in names if name.endswith((".py", ".c", ".h"))
+    )
 
 
 def _stamp(path: str) -> tuple[str, int, int]:

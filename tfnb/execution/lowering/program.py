@@ -107,7 +107,7 @@ class Program:
     ) -> list[torch.Tensor | None] | None:
         """The whole step by code that ``writes``: the fetched values; None where it did nothing."""
         for variable in self.writes:  # first: an interrupt may come right after the call
-            variable.version += 1
+            variable.writes.value += 1
         return forward(feeds, storages, run)  # type: ignore[no-any-return]
 
     def _late(self) -> tuple[int, ...]:

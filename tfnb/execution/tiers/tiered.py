@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, Literal
@@ -309,11 +309,15 @@ class Turn:
 
 
 class Guarded:
-    """Compiled code that gives way to generated code; one that ``writes`` gives None then, and did nothing."""
+    """Compiled code that gives way to generated code; one that ``writes`` gives None then, and did nothing.
+
+    direct: gives the whole step as one call without any of this, once it ran; None where there is no such call.
+    """
 
     def __init__(self, sizes: Sizes, code: Forward) -> None:
         self._sizes, self.code, self._unfit = sizes, code, 0
         self.writes: bool = getattr(code, "writes", False)
+        self.direct: Callable[[], Callable[..., Any] | None] = getattr(code, "direct", _nothing)
 
     def __call__(self, *args: Any) -> Any:
         try:
@@ -327,6 +331,10 @@ class Guarded:
         except Exception as error:  # nothing was written, so compute it again
             self._sizes.drop(f"compiled code failed: {type(error).__name__}")
         return None if self.writes else self._sizes.generated(*args)
+
+
+def _nothing() -> None:
+    """There is no such call."""
 
 
 def _release(forward: Forward) -> None:

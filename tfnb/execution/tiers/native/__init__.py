@@ -3,5 +3,5 @@
 `request` says what is to be compiled, in a form that another process reads; `exportable` makes a module of plain torch
 of it, and `scans` a scan of each loop; `package` compiles that into a folder, where `unrolling` puts several iterations
 of a loop into its body, and `manifest` tells what is in it; `call` looks at what calls are given and makes it without
-Python's lock; `tier` is what the chooser asks.
+Python's lock, `direct` makes a whole step of it, from feeds to fetched values; `tier` is what the chooser asks.
 """

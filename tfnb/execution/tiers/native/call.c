@@ -1,48 +1,8 @@
-/* One call of a package: a look at all that it is given, then the step, without Python's lock.
+/* One call of a package: a look at all that it is given, then the step, without Python's lock. */
 
-   By torch's C ABI and a few functions of Python's, so neither one's headers are needed. A handle is a new reference
-   to a tensor; a package takes those that it is given. */
+#include "call.h"
 
-#include <stddef.h>
-#include <stdint.h>
-
-typedef void *H;
-typedef void PyObject;
-
-extern PyObject *PyList_New(ptrdiff_t), *PyList_GetItem(PyObject *, ptrdiff_t), *PyLong_FromLong(long);
-extern int PyList_SetItem(PyObject *, ptrdiff_t, PyObject *);
-extern PyObject *PyCapsule_New(void *, const char *, void *);
-extern void *PyCapsule_GetPointer(PyObject *, const char *), *PyEval_SaveThread(void);
-extern void PyEval_RestoreThread(void *);
-
-enum { REFUSED = 1, UNFIT, FAILED };
-
-typedef struct {
-    int32_t (*run)(H container, H *inputs, size_t, H *outputs, size_t, H stream, H proxy);
-    int32_t (*handle)(H of, H *made);
-    int32_t (*drop)(H);
-    int32_t (*data)(H, void **);
-    int32_t (*dim)(H, int64_t *);
-    int32_t (*sizes)(H, int64_t **);
-    int32_t (*strides)(H, int64_t **);
-    int32_t (*dtype)(H, int32_t *);
-    int32_t (*device)(H, int32_t *);
-} Torch;
-
-typedef struct {
-    int32_t dtype, writes;
-    int64_t dim, bytes; /* bytes: from the first element to the end of the last one */
-    const int64_t *sizes, *strides;
-} Operand;
-
-typedef struct {
-    const Torch *torch;
-    H container;
-    int64_t inputs, outputs, flag; /* flag: whether the last output says that an operand was refused */
-    const Operand *operands;
-} Step;
-
-static int fits(const Torch *torch, const Operand *wanted, H tensor, char **data)
+int tfnb_fits(const Torch *torch, const Operand *wanted, H tensor, char **data)
 {
     int64_t dim, *sizes, *strides;
     int32_t dtype, device;
@@ -57,12 +17,12 @@ static int fits(const Torch *torch, const Operand *wanted, H tensor, char **data
     return 1;
 }
 
-static int all_fit(const Step *step, const H *inputs)
+int tfnb_all_fit(const Step *step, const H *inputs)
 {
     const int64_t n = step->inputs;
     char *data[n + 1], *end[n + 1];
     for (int64_t i = 0; i < n; i++) {
-        if (!inputs[i] || !fits(step->torch, &step->operands[i], inputs[i], &data[i]))
+        if (!inputs[i] || !tfnb_fits(step->torch, &step->operands[i], inputs[i], &data[i]))
             return 0;
         end[i] = data[i] + step->operands[i].bytes;
     }
@@ -74,7 +34,15 @@ static int all_fit(const Step *step, const H *inputs)
     return 1;
 }
 
-static long called(const Step *step, H *inputs, H *made)
+void tfnb_drop(const Step *step, const H *handles, int64_t count)
+{
+    for (int64_t i = 0; i < count; i++)
+        if (handles[i])
+            step->torch->drop(handles[i]);
+}
+
+/* The step itself, without Python's lock; takes the inputs. */
+long tfnb_called(const Step *step, H *inputs, H *made)
 {
     char *flag;
     if (step->torch->run(step->container, inputs, step->inputs, made, step->outputs, NULL, NULL))
@@ -84,8 +52,8 @@ static long called(const Step *step, H *inputs, H *made)
     const int64_t last = step->outputs - 1;
     const int refused = step->torch->data(made[last], (void **)&flag) || *flag;
     step->torch->drop(made[last]);
-    for (int64_t i = 0; refused && i < last; i++)
-        step->torch->drop(made[i]);
+    if (refused)
+        tfnb_drop(step, made, last);
     return refused ? REFUSED : 0;
 }
 
@@ -100,14 +68,12 @@ PyObject *tfnb_step(const Step *step, const H *kept, PyObject *given)
         else if (step->torch->handle(kept[i], &inputs[i]))
             inputs[i] = NULL;
     long why = UNFIT;
-    if (all_fit(step, inputs)) {
+    if (tfnb_all_fit(step, inputs)) {
         void *thread = PyEval_SaveThread();
-        why = called(step, inputs, made);
+        why = tfnb_called(step, inputs, made);
         PyEval_RestoreThread(thread);
     } else
-        for (int64_t i = 0; i < n; i++)
-            if (inputs[i])
-                step->torch->drop(inputs[i]);
+        tfnb_drop(step, inputs, n);
     if (why)
         return PyLong_FromLong(why);
     PyObject *found = PyList_New(step->outputs - step->flag);

@@ -17,10 +17,14 @@ import torch
 from torch._C import _aoti
 
 from tfnb.execution.tiers.interface import Unfit
+from tfnb.execution.tiers.native.direct import Direct, direct_call, watched
 from tfnb.execution.tiers.native.exportable import Given
 from tfnb.execution.tiers.native.manifest import About
 from tfnb.execution.tiers.native.request import Operand
 from tfnb.execution.tiers.operand_checks import OperandRefused
+from tfnb.graph import Variable
+from tfnb.graph.held import CHANGES
+from tfnb.graph.variable_locks import Access
 
 MODELS = 8  # calls of one package at the same time; one more waits for one of them
 _REFUSED, _UNFIT = 1, 2
@@ -92,6 +96,8 @@ class Package:
         self._held += [operands, step]
         self._step, self._call = ctypes.addressof(step), caller.tfnb_step
         self._call.argtypes, self._call.restype = (_pointer, _pointer, ctypes.py_object), ctypes.py_object
+        self._direct = caller.tfnb_direct
+        self._direct.argtypes, self._direct.restype = (ctypes.py_object,), ctypes.py_object
         self._kept: _Kept | None = None
 
     def _operand(self, abi: Any, operand: Operand, writes: bool) -> _Operand:
@@ -115,3 +121,22 @@ class Package:
         if type(found) is list:
             return [_taken(capsule) for capsule in found]
         raise {_REFUSED: OperandRefused, _UNFIT: Unfit}.get(found, RuntimeError)("the compiled step failed")
+
+    def direct(
+        self, variables: Sequence[Variable], written: Sequence[Variable], fetched: Sequence[int | None],
+        known: Direct | None,
+    ) -> Direct | None:  # fmt: skip
+        """The same step in one call, for the storages of the last call, which are those of the Variables.
+
+        None where the operands have to be looked at one by one. known: what this gave before.
+        """
+        kept = self._kept
+        if kept is None or self.given.draws or not kept.is_plain:
+            return None
+        changes, watches = CHANGES.value, watched(variables)
+        if watches is None or (known is not None and known.is_of(kept, watches)):
+            return known
+        call = direct_call(
+            self._direct, self, self._step, kept, watches, Access(variables, written), written, (*fetched,)
+        )  # fmt: skip
+        return None if call is None else Direct(call, kept, watches, changes)

@@ -1,7 +1,7 @@
 """Packages: what AOTInductor made of a request, in a folder. `build` needs torch and a C++ compiler only.
 
-A folder holds ``step.so`` (the step), ``call.so`` (`call.c`) and ``about.json``. To load one runs its code: only
-folders that this user's tfnb wrote are loaded.
+A folder holds ``step.so`` (the step), ``call.so`` (`call.c`, `direct.c`) and ``about.json``. To load one runs its code:
+only folders that this user's tfnb wrote are loaded.
 """
 
 from __future__ import annotations
@@ -62,15 +62,10 @@ def build(request: NativeRequest, folder: Path) -> None:
         with package.open(library) as source, (folder / STEP).open("wb") as target:
             shutil.copyfileobj(source, target)
     Path(made).unlink()
-    caller = Path(__file__).with_name("call.c")
-    compiler = [cpp_builder.get_cpp_compiler(), "-x", "c", "-O2", "-shared", "-fPIC", str(caller), "-x", "none"]
+    callers = [part for name in ("call.c", "direct.c") for part in ("-x", "c", str(Path(__file__).with_name(name)))]
+    compiler = [cpp_builder.get_cpp_compiler(), "-O2", "-shared", "-fPIC", *callers, "-x", "none"]
     subprocess.run([*compiler, "-o", str(folder / CALL)], check=True, capture_output=True)
     about.save(folder)
-
-
-def build_requested(folder: Path) -> None:
-    """`build` of the request that was saved in ``folder / "request"``, beside it."""
-    build(NativeRequest.load(folder / "request"), folder)
 
 
 def _writes_last(nodes: list[Any]) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from tfnb.execution.compiling.compiler_process import NOBODY
 from tfnb.execution.lowering.program import Program
 from tfnb.execution.tiers.interface import Abandoned, Forward, Request
 from tfnb.execution.tiers.native.call import Package
+from tfnb.execution.tiers.native.direct import Direct
 from tfnb.execution.tiers.native.exportable import Given, obstacle, split
 from tfnb.execution.tiers.native.manifest import about
 from tfnb.execution.tiers.native.request import NativeRequest
@@ -67,7 +68,7 @@ def loaded(folder: Path, program: Program) -> NativeStep:
     first, rest = parts
     operands = found.operands[: len(program.feeds) + len(program.variables)]
     package = Package(folder, found, Given.of(first, operands))
-    return NativeStep(package, len(program.feeds), None if rest is None else rest.forward)
+    return NativeStep(package, program, None if rest is None else rest.forward)
 
 
 BUILD = "tfnb.execution.tiers.native.package:build_in"
@@ -81,11 +82,22 @@ class NativeStep:
     and then wrote nothing.
     """
 
-    def __init__(self, package: Package, feeds: int, rest: Forward | None) -> None:
+    def __init__(self, package: Package, program: Program, rest: Forward | None) -> None:
         self.package: PackageFolder | None = None
-        self._rest, self._package, self._feeds, self._places = rest, package, feeds, package.about.fetched
+        self._rest, self._package, self._places = rest, package, package.about.fetched
+        self._feeds, self._n_fetches = len(program.feeds), program.n_fetches
+        self._variables, self._written = program.variables, program.writes
         self.writes = bool(package.about.written)
         self._made = all(place is None or place >= 0 for place in self._places)
+        self._direct: Direct | None = None
+
+    def direct(self) -> Callable[..., list[Any] | None] | None:
+        """`Direct.call` of the whole step, after a call of it; None where there is none."""
+        if not self._made or self._rest is not None or (self._written and not self.writes):
+            return None
+        places = self._places[: self._n_fetches]
+        self._direct = self._package.direct(self._variables, self._written, places, self._direct)
+        return None if self._direct is None else self._direct.call
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         feeds, storages, run = args if self.writes else (args[: self._feeds], args[self._feeds : -1], args[-1])
