@@ -45,7 +45,10 @@ REPLACED_WITHIN = 60.0  # seconds
 ENVIRONMENT = {  # of processes that we start: a large message is not put together again, a large tensor has huge pages
     "DASK_DISTRIBUTED__COMM__OFFLOAD": "False", "DASK_DISTRIBUTED__COMM__SHARD": "512MiB", "THP_MEM_ALLOC_ENABLE": "1",
 }  # fmt: skip
-_SETTINGS = {"distributed.scheduler.worker-ttl": "30s", "distributed.comm.timeouts.connect": "30s"}
+_SETTINGS = {
+    "distributed.scheduler.worker-ttl": "30s", "distributed.comm.timeouts.connect": "30s",
+    "distributed.deploy.lost-worker-timeout": "120s",
+}  # fmt: skip
 _SCHEMES = ("tcp", "tls", "ws", "wss", "inproc", "unix", "ucx", "ucxx")
 _LOST = "Worker holding Actor was lost"  # Dask's words
 _ENCRYPTED = ("tls", "wss", "inproc", "unix")
@@ -235,7 +238,7 @@ def local(tasks: int, ps: int | None, timeout: float) -> Place:
         raise InvalidArgument(f"connect({tasks}): at least one compute task is needed")
     ps = 1 if ps is None else ps
     begin = time.monotonic()
-    cluster = LocalCluster.__new__(LocalCluster)  # so that its scheduler is seen while workers start
+    cluster = _Local.__new__(_Local)  # so that its scheduler is seen while workers start
     progress = Progress()
 
     def make() -> LocalCluster:
@@ -278,6 +281,17 @@ _main_not_imported = Shared(_without_main)
 They need nothing of it, and a script that a notebook was made into has no ``if __name__ == "__main__"``.
 ``multiprocessing`` leaves out a main module whose spec has this name.
 """
+
+
+class _Local(LocalCluster):
+    """Gives the successor of a lost worker the time that a busy machine takes to start one.
+
+    Dask gives a worker up for good 15 s after it was lost, and closes the one that comes later.
+    """
+
+    def _update_worker_status(self, op: str, msg: Any) -> None:
+        with dask.config.set(_SETTINGS):
+            super()._update_worker_status(op, msg)
 
 
 class _Starter(Nanny):
