@@ -219,7 +219,7 @@ class Cluster:
             steps.close()
             if self._engine.lost is None:
                 self._settle()
-                self.pull()
+                self._show()
 
     def _sync(self, step: StepGraph, batches: Iterable[Batch], end: float | None) -> Generator[Any, None, None]:
         placed = self._place(step, parallel=True)
@@ -331,13 +331,12 @@ class Cluster:
     def _send(self, variables: Iterable[Variable], *, thorough: bool = True) -> None:
         """What was written here by other means than a step goes to the servers; raises where that would lose steps."""
         written = self._held.written(variables, thorough=thorough)
-        for variable in written:
-            if variable.key in self._held.stale and not variable.leads:
-                raise FailedPrecondition(
-                    f"variable {variable.name} was written here, but this storage shows step {self.pulled_step} and "
-                    f"the servers are at step {self._engine.step}: call pull() of the cluster first and write again, "
-                    "or assign to the Variable, which writes there"
-                )
+        for variable in self._held.behind(written):
+            raise FailedPrecondition(
+                f"variable {variable.name} was written here, but this storage shows step {self.pulled_step} and "
+                f"the servers are at step {self._engine.step}: call pull() of the cluster first and write again, "
+                "or assign to the Variable, which writes there"
+            )
         if written:
             self._do("sending what was written here", None, self._sent, written)
 
@@ -359,24 +358,34 @@ class Cluster:
         return self._pull()
 
     def _settle_writes(self) -> None:
-        written = self._held.written(self._held.variables, thorough=True)
-        for variable in written:
-            if variable.key in self._held.stale and not variable.leads:
-                warnings.warn(
-                    f"what was written here to variable {variable.name} gives way to the servers' value: it is newer",
-                    stacklevel=user_level(None),
-                )
-        self._send(v for v in written if v.leads or v.key not in self._held.stale)
+        for variable in self._sent_but_behind():
+            warnings.warn(
+                f"what was written here to variable {variable.name} gives way to the servers' value: it is newer",
+                stacklevel=user_level(None),
+            )
 
-    def _pull(self) -> int:
+    def _sent_but_behind(self) -> list[Variable]:
+        """Send what was written here, but for what is behind the servers' values: these Variables."""
+        written = self._held.written(self._held.variables, thorough=True)
+        behind = self._held.behind(written)
+        self._send(v for v in written if v not in behind)
+        return behind
+
+    def _show(self) -> None:
+        """The end of a training: storages show its last step, but for what the user wrote here meanwhile."""
+        self._ensure_open()
+        self._drop_gone()
+        self._pull(self._sent_but_behind())
+
+    def _pull(self, kept: Sequence[Variable] = ()) -> int:
         begin = time.monotonic()
-        step = self._do("pull", None, self._bring_home)
+        step = self._do("pull", None, self._bring_home, kept)
         self._pulled = (step, time.monotonic(), time.monotonic() - begin)
         return step
 
-    async def _bring_home(self) -> int:
-        """All values first, then all storages, so that what is here is always of one step."""
-        variables = self._held.variables
+    async def _bring_home(self, kept: Sequence[Variable] = ()) -> int:
+        """All values first, then all storages, so that what is here, but for ``kept``, is always of one step."""
+        variables = [variable for variable in self._held.variables if variable not in kept]
         values, step = await self._values(variables)
         with torch.no_grad():
             for variable in variables:
@@ -393,7 +402,7 @@ class Cluster:
         """A pull now and then while training, for the case that a server is lost; a twentieth of the time at most."""
         _, when, cost = self._pulled
         if time.monotonic() - when > max(REFRESH, 20 * cost):
-            self._pull()
+            self._pull(self._held.behind(self._held.written(self._held.variables, thorough=False)))
 
     def _release(self) -> None:
         """Variables live here again."""

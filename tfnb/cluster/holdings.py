@@ -114,6 +114,10 @@ class Holdings:
                 found.append(variable)
         return found
 
+    def behind(self, written: Iterable[Variable]) -> list[Variable]:
+        """Those written here of which the servers have newer values than those that were written over."""
+        return [variable for variable in written if variable.key in self.stale and not variable.leads]
+
     def by_shard(self, variables: Iterable[Variable]) -> Mapping[int, list[Variable]]:
         """Variables by the shard that holds them."""
         found: dict[int, list[Variable]] = {}
