@@ -350,7 +350,7 @@ def test_requests_wait_inside_of_a_real_server(connect, problem):
     engine, link = cluster._engine, cluster._link
     tfnb.run(p.loss, dict(zip(p.feeds, (p.data, p.labels), strict=True)))
     peer = engine.servers[0].peer
-    keys = [v.key for v in p.graph.variables if cluster._held.shards.get(v.key) == 0]
+    keys = [v.key for v in p.graph.variables if v in cluster._held and cluster._held.homes[v.key][0].shard == 0]
 
     async def ask(method, meta, tensors=(), seconds=40.0):
         return await link.persist(peer, method, meta, tensors, epoch=1, deadline=time.monotonic() + seconds)

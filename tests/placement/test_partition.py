@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import tfnb
+import tfnb.placement.shards as shards_module
 from tfnb.cluster.core import mean
 from tfnb.cluster.plan import divide
 from tfnb.execution import lower
 from tfnb.graph import Value
 from tfnb.passes import step_graph
 from tfnb.placement.partition import split
-from tfnb.placement.shards import pack, together
+from tfnb.placement.placement import Piece
+from tfnb.placement.shards import BY_ROWS, pack, together
+
+
+def cut(value, rows):
+    return value if rows is None else value[slice(*rows)]
 
 
 def as_value(item):
@@ -27,9 +37,17 @@ class Parts:
     def __init__(self, graph, fetches, feeds, *, shards=1, workers=1, where=None):
         self.fetches, self.feeds = [as_value(f) for f in fetches], [as_value(f) for f in feeds]
         step = step_graph(graph, self.fetches, self.feeds)
-        self.shards = where or pack(together(step.graph), {}, [0] * shards)
-        self.split = split(step, self.shards, parallel=workers > 1)
-        self.workers = workers
+        self.homes = where or pack(together(step.graph), {}, [0] * shards, step.whole)
+        self.split = split(step, self.homes, parallel=workers > 1)
+        self.workers, self.copies = workers, {}
+
+    def on(self, shard, variable):
+        """What a shard holds of a variable; StopIteration if nothing: a server reads only its own."""
+        first, *_ = pieces = self.homes[variable.key]
+        piece = next(piece for piece in pieces if piece.shard == shard)
+        if piece.rows is None and piece is not first:  # a copy of a number
+            return self.copies.setdefault(piece, variable.storage.clone())
+        return piece.of(variable.storage)
 
     def run(self, tensors, run=0):
         s = self.split
@@ -53,12 +71,12 @@ class Parts:
         for server in s.servers:
             at = [len(wanted) + borders.index(b.value) for b in server.borders]
             pushed = [
-                mean([r[i] for r in results], sizes) if b.kind == "grad" else results[0][i]
+                cut(mean([r[i] for r in results], sizes) if b.kind == "grad" else results[0][i], b.rows)
                 for i, b in zip(at, server.borders, strict=True)
             ]
             update = lower(server.graph, [server.target], server.feeds)
-            assert {self.shards[v.key] for v in update.variables} == {server.shard}, "a server reads only its own"
-            commits.append((update, update.compute(pushed, [v.storage for v in update.variables], run)[1]))
+            held = [self.on(server.shard, v) for v in update.variables]
+            commits.append((update, update.compute(pushed, held, run)[1]))
         for update, pending in commits:
             update.commit(pending)
         found = dict(zip([i for i, v in enumerate(s.fetches) if v is not None], range(len(wanted)), strict=True))
@@ -154,9 +172,69 @@ def test_slots_share_the_shard_of_their_variable():
     g, x, y, _, train, *_ = classifier(lambda loss: tfnb.train.Adam(1e-2).minimize(loss))
     groups = together(step_graph(g, [train.value], [x.value, y.value]).graph)
     assert len(groups) == 4 and all(len(group) == 4 for group in groups)
-    placed = pack(groups, {groups[0][0].key: 1}, [0, 0])
-    assert {placed[v.key] for v in groups[0][1:]} == {1}
-    assert set(placed.values()) == {0, 1}
+    placed = pack(groups, {groups[0][0].key: (Piece(1, "held"),)}, [0, 0], g)
+    assert {placed[v.key] for v in groups[0][1:]} == {(Piece(1, v.key),) for v in groups[0][1:]}
+    assert {piece.shard for pieces in placed.values() for piece in pieces} == {0, 1}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("shards", "workers"), [(2, 1), (3, 1), (2, 3)])
+def test_large_variables_are_divided_by_rows_and_all_shards_take_part(name, shards, workers, monkeypatch):
+    monkeypatch.setattr(shards_module, "LARGE", 64)
+    g, x, y, loss, train, data, labels = classifier(lambda loss: OPTIMIZERS[name]().minimize(loss))
+    rtol = 0 if workers == 1 else 1e-6
+    parts = compare(g, [train, loss], [x, y], [data, labels], shards=shards, workers=workers, rtol=rtol)
+    placement = parts.split.placement
+    assert parts.split.why_whole is None and placement.writes == tuple(range(shards))
+    large = [v for v in g.variables if v.storage.numel() > 16]
+    assert large and all(len(placement.homes[v.key]) == 2 for v in large)
+    for v in large:
+        rows = [piece.rows for piece in placement.homes[v.key]]
+        assert rows[0][0] == 0 and rows[0][1] == rows[1][0] and rows[1][1] == len(v)
+    numbers = [v for v in g.variables if v.shape == () and len(placement.homes[v.key]) > 1]
+    assert all(torch.equal(copy, v.storage) for v in numbers for p, copy in parts.copies.items() if p.key[:-2] == v.key)
+    assert any(transfer.rows for transfer in placement.transfers)
+    updates = [n for n in g.nodes if n.op in BY_ROWS and n.outputs[0].shape == (8, 4)]
+    assert all(len(placement.devices[n.id]) == 2 and placement.devices[n.id][0][:3] == "ps:" for n in updates)
+
+
+def test_a_variable_whose_update_needs_all_rows_is_not_divided(monkeypatch):
+    monkeypatch.setattr(shards_module, "LARGE", 64)
+
+    def clipped(loss):
+        optimizer = tfnb.train.SGD(0.5)
+        ((grad, weight), *_) = optimizer.compute_gradients(loss)
+        return optimizer.apply_gradients([(grad / grad.norm(), weight)])
+
+    g, x, y, loss, train, data, labels = classifier(clipped)
+    step = step_graph(g, [as_value(loss)], [as_value(x), as_value(y)])
+    homes = pack(together(step.graph), {}, [0, 0], step.whole)
+    whole = {v.name for v in g.variables if len(homes[v.key]) == 1}
+    divided = {v.name for v in g.variables if len(homes[v.key]) > 1}
+    assert "0.weight" in whole and divided == {"2.weight"}, "the loss alone is placed with a view to the whole graph"
+    compare(g, [train, loss], [x, y], [data, labels], shards=2, workers=2)
+    weight = next(v for v in g.variables if v.name == "0.weight")
+    apart = {**homes, weight.key: (Piece(0, "a", (0, 3)), Piece(1, "b", (3, 8)))}
+    parts = compare(g, [train, loss], [x, y], [data, labels], where=apart)
+    assert "in parts on several servers" in parts.split.why_whole
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_any_placement_gives_the_same_values(data):
+    make = data.draw(st.sampled_from(list(OPTIMIZERS.values())))
+    g, x, y, loss, train, images, labels = classifier(lambda loss: make().minimize(loss))
+    shards = data.draw(st.integers(1, 3))
+    homes = {}
+    for v in g.variables:
+        cuts = data.draw(st.sets(st.integers(1, len(v) - 1), max_size=shards - 1)) if v.shape and len(v) > 1 else ()
+        ends = [0, *sorted(cuts), len(v) if v.shape else 1]
+        where = data.draw(st.permutations(range(shards)))
+        if len(ends) == 2:
+            homes[v.key] = (Piece(where[0], v.key),)
+        else:
+            homes[v.key] = tuple(Piece(where[i], f"{v.key}@{i}", r) for i, r in enumerate(pairwise(ends)))
+    compare(g, [train, loss], [x, y], [images, labels], where=homes, steps=2)
 
 
 def test_clipping_by_global_norm_sees_the_averaged_gradients():

@@ -14,7 +14,6 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -40,8 +39,9 @@ from tfnb.errors import (
 from tfnb.graph import Variable
 from tfnb.passes import StepGraph
 from tfnb.placement.partition import split
+from tfnb.placement.placement import Homes, Piece, joined, read_from
 from tfnb.placement.requests import asked, task_of
-from tfnb.placement.shards import nbytes, pack, together
+from tfnb.placement.shards import pack, together
 from tfnb.recording.marks.notes import user_level
 
 T = TypeVar("T")
@@ -94,7 +94,6 @@ class Cluster:
         self._engine = Engine(self._link, tasks, servers, EPOCH)
         self._engine.on_lost = self._lost
         self._engine.replace = self._another
-        self._homes = [Home(self, shard, member) for shard, member in enumerate(servers)]
         self._held = Holdings()
         self._placed: OrderedDict[tuple[int, bool], tuple[weakref.ref[StepGraph], Placed]] = OrderedDict()
         self._placing = threading.RLock()
@@ -286,21 +285,19 @@ class Cluster:
             self._drop_gone()
             known = self._placed.get((id(step), parallel))
             if known is None or known[0]() is not step:
-                shards = self._held.shards | self._new_shards(step)
-                cut = split(step, shards, parallel=parallel)
                 task = task_of(asked(step.graph.nodes), [member.name for member in self._engine.tasks])
-                known = (weakref.ref(step), replace(place(cut, step, shards), task=task))
+                cut = split(step, self._homes_of(step), parallel=parallel, task=task)
+                known = (weakref.ref(step), place(cut))
                 self._placed[id(step), parallel] = known
                 while len(self._placed) > KEPT:
                     self._placed.popitem(last=False)
             self._adopt(step)
             return known[1]
 
-    def _new_shards(self, step: StepGraph) -> dict[str, int]:
-        loads = [0] * len(self._homes)
-        for variable in self._held.variables:
-            loads[self._held.shards[variable.key]] += nbytes(variable)
-        return pack(together(step.graph), self._held.shards, loads)
+    def _homes_of(self, step: StepGraph) -> dict[str, tuple[Piece, ...]]:
+        """Where the variables of a step are, or will be."""
+        held = self._held.homes
+        return {**held, **pack(together(step.graph), held, self._held.loads(len(self._engine.servers)), step.whole)}
 
     def _adopt(self, step: StepGraph) -> None:
         """Move variables that are still at home to their servers, with their current values."""
@@ -310,17 +307,24 @@ class Cluster:
         for variable in strays:
             if variable.home is not None:
                 raise FailedPrecondition(f"variable {variable.name} lives on {variable.home}; close that cluster first")
-        shards = self._held.shards | self._new_shards(step)
-        self._do("moving variables to the servers", None, self._move, strays, shards)
+        self._do("moving variables to the servers", None, self._move, strays, self._homes_of(step))
 
-    async def _move(self, variables: Sequence[Variable], shards: dict[str, int]) -> None:
-        for shard, home in enumerate(self._homes):
-            mine = [v for v in variables if shards[v.key] == shard and v not in self._held]
-            if mine:
-                await self._engine.create(shard, [v.key for v in mine], [v.storage.cpu() for v in mine])
-                for variable in mine:
-                    self._held.adopt(variable, shard)
-                    variable.home = home
+    async def _move(self, variables: Sequence[Variable], homes: Homes) -> None:
+        """All of them, or none: what was made is dropped again where another one finds no room."""
+        variables = [variable for variable in variables if variable not in self._held]
+        made: dict[int, list[str]] = {}
+        try:
+            for is_trained in (True, False):  # what tasks do not read lies in other slabs
+                for shard, values in _on_shards([v for v in variables if v.trainable is is_trained], homes).items():
+                    await self._engine.create(shard, values)
+                    made.setdefault(shard, []).extend(values)
+        except TfnbError:
+            if self._engine.lost is None:
+                await self._engine.drop(made)
+            raise
+        for variable in variables:
+            self._held.adopt(variable, homes[variable.key])
+            variable.home = Home(self, [self._engine.servers[piece.shard] for piece in homes[variable.key]])
 
     def _drop_gone(self) -> None:
         """Variables that nobody can reach, of a cell that was recorded again, are dropped on the servers too."""
@@ -341,10 +345,9 @@ class Cluster:
             self._do("sending what was written here", None, self._sent, written)
 
     async def _sent(self, variables: Sequence[Variable]) -> None:
-        for shard, mine in self._held.by_shard(variables).items():
-            await self._engine.assign(shard, [v.key for v in mine], [v.storage.cpu() for v in mine])
-            for variable in mine:
-                self._held.same(variable)
+        await self._engine.assign(_on_shards(variables, self._held.homes))
+        for variable in variables:
+            self._held.same(variable)
 
     def pull(self) -> int:
         """Refresh the local storages (the modules' parameters) from the servers; returns the step they show.
@@ -395,8 +398,12 @@ class Cluster:
         return step
 
     async def _values(self, variables: Sequence[Variable]) -> tuple[dict[str, torch.Tensor], int]:
-        shards = self._held.by_shard(variables)
-        return await self._engine.pull({shard: [v.key for v in mine] for shard, mine in shards.items()})
+        homes, wanted = self._held.homes, dict[int, list[str]]()
+        for variable in variables:
+            for piece in read_from(homes[variable.key]):
+                wanted.setdefault(piece.shard, []).append(piece.key)
+        values, step = await self._engine.pull(wanted)
+        return {variable.key: joined(homes[variable.key], values) for variable in variables}, step
 
     def _refresh(self) -> None:
         """A pull now and then while training, for the case that a server is lost; a twentieth of the time at most."""
@@ -407,7 +414,7 @@ class Cluster:
     def _release(self) -> None:
         """Variables live here again."""
         for variable in self._held.variables:
-            if variable.home in self._homes:
+            if isinstance(variable.home, Home) and variable.home.cluster is self:
                 variable.home = None
         self._held.clear()
         self._placed.clear()
@@ -497,26 +504,39 @@ class Cluster:
 
 
 class Home:
-    """The owner of the variables on one server; see `tfnb.graph.variable.Home`."""
+    """The owner of a variable on one server, or on several; see `tfnb.graph.variable.Home`."""
 
-    def __init__(self, cluster: Cluster, shard: int, member: Member) -> None:
-        self._cluster, self._shard, self._member = cluster, shard, member
+    def __init__(self, cluster: Cluster, members: Sequence[Member]) -> None:
+        self.cluster, self._members = cluster, members
 
     def value(self, variable: Variable) -> torch.Tensor:
-        """A copy of the value on the server."""
-        if variable.key not in self._cluster._held.stale:
-            self._cluster._send([variable])
-        values, _ = self._cluster._do("reading a variable", None, self._cluster._values, [variable])
+        """A copy of the value on the servers."""
+        if variable.key not in self.cluster._held.stale:
+            self.cluster._send([variable])
+        values, _ = self.cluster._do("reading a variable", None, self.cluster._values, [variable])
         return values[variable.key].to(variable.spec.device)
 
     def assign(self, variable: Variable, value: torch.Tensor) -> None:
-        """Write the value on the server."""
-        cluster = self._cluster
-        cluster._do("assigning a variable", None, cluster._engine.assign, self._shard, [variable.key], [value.cpu()])
+        """Write the value on the servers."""
+        cluster = self.cluster
+        new: dict[int, dict[str, torch.Tensor]] = {}
+        for piece in cluster._held.homes[variable.key]:
+            new.setdefault(piece.shard, {})[piece.key] = piece.of(value.cpu())
+        cluster._do("assigning a variable", None, cluster._engine.assign, new)
         cluster._held.superseded(variable)
 
     def __str__(self) -> str:
-        return f"{self._member.name} ({self._member.peer.addr})"
+        return ", ".join(f"{member.name} ({member.peer.addr})" for member in self._members)
+
+
+def _on_shards(variables: Iterable[Variable], homes: Homes) -> dict[int, dict[str, torch.Tensor]]:
+    """The values that these have here, in pieces, by shard."""
+    found: dict[int, dict[str, torch.Tensor]] = {}
+    for variable in variables:
+        value = variable.storage.cpu()
+        for piece in homes[variable.key]:
+            found.setdefault(piece.shard, {})[piece.key] = piece.of(value)
+    return found
 
 
 def _picked(places: Sequence[int | None], values: Sequence[Any]) -> list[Any]:

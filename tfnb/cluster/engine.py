@@ -10,8 +10,9 @@ import asyncio
 import itertools
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -99,21 +100,22 @@ class Engine:
         self, placed: Placed, after: Plan, batch: Batch, deadline: float, seconds: float | None
     ) -> list[Any]:
         """Fetches of the state after the commit: a read of its own."""
-        reading = Placed(after, {}, placed.after_fetched, (), task=placed.task)
+        reading = Placed(after, {}, placed.after_fetched, replace(placed.placement, transfers=(), writes=()))
         machine = p.Step(await self._idle(deadline, placed.task), (), self._numbers, deadline=deadline)
         end = await self._drive(machine, reading, Batch(batch.tensors, batch.run_index))
         if end.cause is not None:
             raise self._error(end.cause, seconds)
         return _unpacked(end.values[0])
 
-    async def create(self, shard: int, keys: list[str], tensors: list[torch.Tensor]) -> None:
+    async def create(self, shard: int, values: Mapping[str, torch.Tensor]) -> None:
         """Make variables on a shard."""
-        await self._mutate(shard, "create", {"keys": keys}, tensors)
+        await self._mutate(shard, "create", {"keys": list(values)}, list(values.values()))
 
-    async def assign(self, shard: int, keys: list[str], tensors: list[torch.Tensor]) -> None:
-        """Write variables of a shard."""
+    async def assign(self, values: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
+        """Write variables of some shards, with no step in between."""
         async with self._iteration:
-            await self._mutate(shard, "assign", {"keys": keys}, tensors)
+            for shard, mine in values.items():
+                await self._mutate(shard, "assign", {"keys": list(mine)}, list(mine.values()))
 
     async def drop(self, gone: dict[int, list[str]]) -> None:
         """Forget variables, on the servers and on the tasks that have copies."""

@@ -8,12 +8,14 @@ last pull. `Holdings.written` finds the ones that were written since by other me
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from tfnb.graph import Variable
+from tfnb.placement.placement import Piece
+from tfnb.placement.shards import nbytes
 
 COPIED = 1 << 16  # bytes up to which a copy is kept to compare with; of larger storages two kinds of sums
 _ROW = 8192  # bytes
@@ -56,12 +58,12 @@ def _bits(storage: torch.Tensor) -> tuple[torch.Tensor, ...]:
 class Holdings:
     """The Variables of one cluster.
 
-    ``shards``: shard of each key, also of Variables that are gone and were not dropped yet. ``stale``: keys of which
+    ``homes``: pieces of each key, also of Variables that are gone and were not dropped yet. ``stale``: keys of which
     the servers have newer values than the storage here.
     """
 
     def __init__(self) -> None:
-        self.shards: dict[str, int] = {}
+        self.homes: dict[str, tuple[Piece, ...]] = {}
         self.stale: set[str] = set()
         self._variables: weakref.WeakValueDictionary[str, Variable] = weakref.WeakValueDictionary()
         self._prints: dict[str, Print] = {}
@@ -70,16 +72,16 @@ class Holdings:
         return len(self._variables)
 
     def __contains__(self, variable: Variable) -> bool:
-        return variable.key in self.shards
+        return variable.key in self.homes
 
     @property
     def variables(self) -> list[Variable]:
         """Those that somebody can reach."""
         return list(self._variables.values())
 
-    def adopt(self, variable: Variable, shard: int) -> None:
+    def adopt(self, variable: Variable, pieces: tuple[Piece, ...]) -> None:
         """It lives there now, with the value that it has here."""
-        self.shards[variable.key], self._variables[variable.key] = shard, variable
+        self.homes[variable.key], self._variables[variable.key] = pieces, variable
         self.same(variable)
 
     def same(self, variable: Variable) -> None:
@@ -95,9 +97,10 @@ class Holdings:
     def gone(self) -> dict[int, list[str]]:
         """Keys by shard of Variables that nobody can reach; they count as dropped from here on."""
         found: dict[int, list[str]] = {}
-        if len(self.shards) != len(self._variables):
-            for key in [key for key in self.shards if key not in self._variables]:
-                found.setdefault(self.shards.pop(key), []).append(key)
+        if len(self.homes) != len(self._variables):
+            for key in [key for key in self.homes if key not in self._variables]:
+                for piece in self.homes.pop(key):
+                    found.setdefault(piece.shard, []).append(piece.key)
                 self._prints.pop(key, None)
                 self.stale.discard(key)
         return found
@@ -118,16 +121,17 @@ class Holdings:
         """Those written here of which the servers have newer values than those that were written over."""
         return [variable for variable in written if variable.key in self.stale and not variable.leads]
 
-    def by_shard(self, variables: Iterable[Variable]) -> Mapping[int, list[Variable]]:
-        """Variables by the shard that holds them."""
-        found: dict[int, list[Variable]] = {}
-        for variable in variables:
-            found.setdefault(self.shards[variable.key], []).append(variable)
+    def loads(self, shards: int) -> list[int]:
+        """Bytes on each shard."""
+        found = [0] * shards
+        for variable in self.variables:
+            for piece in self.homes[variable.key]:
+                found[piece.shard] += nbytes(variable, piece.rows)
         return found
 
     def clear(self) -> None:
         """They live here again."""
-        self.shards.clear()
+        self.homes.clear()
         self.stale.clear()
         self._prints.clear()
         self._variables.clear()

@@ -23,8 +23,8 @@ from tfnb.graph import Graph, Spec, Value, Variable
 from tfnb.graph.files import sha256
 from tfnb.graph.forms.serial import dumps, loads
 from tfnb.graph.graph import new_id
-from tfnb.passes import StepGraph
 from tfnb.placement.partition import Server, Split
+from tfnb.placement.placement import Homes, Piece, Placement, joined, read_from
 
 Meta = Mapping[str, Any]
 
@@ -43,26 +43,35 @@ class Placed:
     """A step placed on the cluster.
 
     ``fetched``: for each fetch its place among what the compute plan returns, or None. ``after``: a plan that gives
-    the fetches at ``after_fetched`` from the state after the step. ``writes``: shards that the step writes. ``task``:
-    the one that the graph asks for.
+    the fetches at ``after_fetched`` from the state after the step.
     """
 
     compute: Plan
     servers: Mapping[int, Plan]
     fetched: tuple[int | None, ...]
-    writes: tuple[int, ...]
+    placement: Placement
     after: Plan | None = None
     after_fetched: tuple[int | None, ...] = ()
     why_whole: str | None = None
-    task: int | None = None
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        """Shards that the step writes."""
+        return self.placement.writes
+
+    @property
+    def task(self) -> int | None:
+        """The task that the graph asks for."""
+        return self.placement.task
 
 
 # -- the notebook's side --------------------------------------------------------------------------------------
 
 
-def place(split: Split, step: StepGraph, shards: Mapping[str, int]) -> Placed:
-    """The plans of a split step; ``step``: the whole of it."""
-    servers = {server.shard: _server_plan(server) for server in split.servers}
+def place(split: Split) -> Placed:
+    """The plans of a split step."""
+    homes = split.placement.homes
+    servers = {server.shard: _server_plan(server, homes) for server in split.servers}
     wanted = [value for value in split.fetches if value is not None]
     borders = list(dict.fromkeys(b.value for server in split.servers for b in server.borders))
     pushes = [
@@ -70,19 +79,19 @@ def place(split: Split, step: StepGraph, shards: Mapping[str, int]) -> Placed:
             "shard": s.shard, "plan": servers[s.shard].id,
             "at": [len(wanted) + borders.index(b.value) for b in s.borders],
             "grads": [b.variable if b.kind in GRADIENTS else None for b in s.borders],
+            "rows": [b.rows for b in s.borders],
         }
         for s in split.servers
     ]  # fmt: skip
-    writes = tuple(sorted({shards[variable.key] for variable in step.writes}))
     about = {"count": len(wanted), "pushes": pushes, "whole": split.why_whole is not None}
     outputs = (*wanted, *borders, *split.checks)
-    compute = _plan(split.compute, outputs, split.feeds, {"shards": _homes(split.compute, shards), **about})
+    compute = _plan(split.compute, outputs, split.feeds, {"homes": _homes(split.compute, homes), **about})
     after, after_at = None, _numbered(split.after_fetches)
     if split.after is not None:
         late = tuple(value for value in split.after_fetches if value is not None)
-        facts = {"shards": _homes(split.after, shards), "count": len(late), "pushes": [], "whole": False}
+        facts = {"homes": _homes(split.after, homes), "count": len(late), "pushes": [], "whole": False}
         after = _plan(split.after, late, split.after_feeds, facts)
-    return Placed(compute, servers, _numbered(split.fetches), writes, after, after_at, split.why_whole)
+    return Placed(compute, servers, _numbered(split.fetches), split.placement, after, after_at, split.why_whole)
 
 
 def _numbered(values: Iterable[Value | None]) -> tuple[int | None, ...]:
@@ -93,16 +102,17 @@ def _numbered(values: Iterable[Value | None]) -> tuple[int | None, ...]:
     return tuple(found)
 
 
-def _homes(graph: Graph, shards: Mapping[str, int]) -> dict[str, list[Any]]:
-    """[shard, key] of each variable label of a graph."""
-    return {label: [shards[v.key], v.key] for label, v in graph.contents.variables.items()}
+def _homes(graph: Graph, homes: Homes) -> dict[str, Sequence[Piece]]:
+    """The pieces of each variable label of a graph."""
+    return {label: homes[v.key] for label, v in graph.contents.variables.items()}
 
 
-def _server_plan(server: Server) -> Plan:
-    facts = {
-        "kinds": [border.kind for border in server.borders],
-        "keys": {label: variable.key for label, variable in server.graph.contents.variables.items()},
+def _server_plan(server: Server, homes: Homes) -> Plan:
+    keys = {
+        label: next(piece.key for piece in homes[variable.key] if piece.shard == server.shard)
+        for label, variable in server.graph.contents.variables.items()
     }
+    facts = {"kinds": [border.kind for border in server.borders], "keys": keys}
     return _plan(server.graph, (server.target,), server.feeds, facts)
 
 
@@ -203,26 +213,27 @@ class ComputeProgram:
     meta: Meta
     tensors: Sequence[torch.Tensor]
     program: Program = field(init=False)
-    homes: list[tuple[int, str]] = field(init=False)  # shard and key of each of the program's variables
+    homes: list[tuple[Piece, ...]] = field(init=False)  # of each of the program's variables
 
     def __post_init__(self) -> None:
         self.program = _lowered(self.meta, self.tensors)
         self.tensors = ()
-        self.homes = [(int(shard), str(key)) for shard, key in _keys(self.program, self.meta["shards"])]
+        self.homes = [tuple(map(_piece, pieces)) for pieces in _keys(self.program, self.meta["homes"])]
 
     @property
     def reads(self) -> dict[int, list[str]]:
         """Keys to pull from each shard."""
         found: dict[int, list[str]] = {}
-        for shard, key in self.homes:
-            found.setdefault(shard, []).append(key)
+        for pieces in self.homes:
+            for piece in read_from(pieces):
+                found.setdefault(piece.shard, []).append(piece.key)
         return found
 
     def run(
         self, feeds: Sequence[torch.Tensor], values: Mapping[str, torch.Tensor], run_index: int
     ) -> tuple[list[torch.Tensor | None], list[Push]]:
         """Fetched values, and what goes to the shards. ``values`` (by key) are not written."""
-        storages = [self._storage(variable, values[key]) for variable, (_, key) in self._variables()]
+        storages = [self._storage(variable, pieces, values) for variable, pieces in self._variables()]
         feeds = [self._fed(value, tensor) for value, tensor in zip(self.program.feeds, feeds, strict=True)]
         try:
             out, pending = self.program.compute(feeds, storages, run_index)
@@ -234,18 +245,25 @@ class ComputeProgram:
             self.program.commit(pending)
             return out, self._whole(storages)
         pushes = [
-            Push(int(to["shard"]), str(to["plan"]), (), tuple(_present(out[i]) for i in to["at"]), tuple(to["grads"]))
+            Push(
+                int(to["shard"]), str(to["plan"]), (),
+                tuple(_cut(out[i], rows) for i, rows in zip(to["at"], to["rows"], strict=True)), tuple(to["grads"]),
+            )
             for to in self.meta["pushes"]
-        ]
+        ]  # fmt: skip
         return out[: self.meta["count"]], pushes
 
-    def _variables(self) -> Iterable[tuple[Variable, tuple[int, str]]]:
+    def _variables(self) -> Iterable[tuple[Variable, tuple[Piece, ...]]]:
         return zip(self.program.variables, self.homes, strict=True)
 
-    def _storage(self, variable: Variable, value: torch.Tensor) -> torch.Tensor:
+    def _storage(
+        self, variable: Variable, pieces: tuple[Piece, ...], values: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
         """A value where the graph wants it; a private copy if the program writes it."""
+        value = joined(pieces, values)
         placed = value.to(variable.spec.device)
-        return placed.clone() if placed is value and variable in self.program.writes else placed
+        is_shared = placed is values.get(pieces[0].key)
+        return placed.clone() if is_shared and variable in self.program.writes else placed
 
     def _fed(self, value: Value, tensor: torch.Tensor) -> torch.Tensor:
         spec = self.program.whole.contents.by_id[value.node].outputs[value.index]
@@ -254,15 +272,21 @@ class ComputeProgram:
     def _whole(self, storages: Sequence[torch.Tensor]) -> list[Push]:
         """New values of everything that was written, by shard."""
         parts: dict[int, list[tuple[str, torch.Tensor]]] = {}
-        for (variable, (shard, key)), storage in zip(self._variables(), storages, strict=True):
-            if variable in self.program.writes:
-                parts.setdefault(shard, []).append((key, storage))
+        for (variable, pieces), storage in zip(self._variables(), storages, strict=True):
+            for piece in pieces if variable in self.program.writes else ():
+                parts.setdefault(piece.shard, []).append((piece.key, piece.of(storage)))
         return [
             Push(shard, None, tuple(key for key, _ in part), tuple(value for _, value in part))
             for shard, part in parts.items()
         ]
 
 
-def _present(value: torch.Tensor | None) -> torch.Tensor:
-    assert value is not None  # border values are outputs
-    return value
+def _piece(fields: Sequence[Any]) -> Piece:
+    shard, key, rows = fields
+    return Piece(int(shard), str(key), None if rows is None else (int(rows[0]), int(rows[1])))
+
+
+def _cut(value: torch.Tensor | None, rows: Sequence[int] | None) -> torch.Tensor:
+    """What a shard needs of a value."""
+    assert value is not None  # what is sent to servers is an output
+    return value if rows is None else value[rows[0] : rows[1]]

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
 
 from tfnb.graph import Contents, Dim, Graph, Node, Ref, Spec, Value, Variable
 from tfnb.graph.contents import unique
@@ -25,26 +24,25 @@ from tfnb.graph.graph import new_id
 from tfnb.graph.ops import STRUCTURAL
 from tfnb.passes import StepGraph
 from tfnb.passes.resolve import State, resolve
+from tfnb.placement.placement import TASK, Homes, Kind, Placement, Rows, Transfer, server, shards_of
+from tfnb.placement.shards import BY_ROWS
 
-Kind = Literal["grad", "rows", "entries", "value"]
 
-
-class Border(NamedTuple):
-    """A value of the compute graph that a server needs. ``variable``: name of what it changes first."""
-
-    value: Value
-    kind: Kind
-    variable: str = ""
+class Undivided(Exception):
+    """A server would need all rows of a Variable that lies in parts on several."""
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """What one shard does at commit: ``graph``, run for ``target`` with one feed for each border value."""
+    """What one shard does at commit: ``graph``, run for ``target`` with one feed for each value that is sent to it.
+
+    Of a Variable in pieces the graph is that of the whole; it works on the shard's rows as well.
+    """
 
     shard: int
     graph: Graph
     feeds: tuple[Value, ...]
-    borders: tuple[Border, ...]
+    borders: tuple[Transfer, ...]
     target: Value
 
 
@@ -61,6 +59,7 @@ class Split:
     compute: Graph
     feeds: tuple[Value, ...]
     fetches: tuple[Value | None, ...]
+    placement: Placement
     checks: tuple[Value, ...] = ()
     servers: tuple[Server, ...] = ()
     after: Graph | None = None
@@ -69,13 +68,13 @@ class Split:
     why_whole: str | None = None
 
 
-def split(step: StepGraph, shards: Mapping[str, int], *, parallel: bool) -> Split:
-    """Split a step; ``shards``: shard of each variable key.
+def split(step: StepGraph, homes: Homes, *, parallel: bool, task: int | None = None) -> Split:
+    """Split a step; ``homes``: where each variable lies.
 
     ``parallel``: the rows of a batch will be divided over workers, so no single one of them can give a fetch that
-    depends on averaged gradients.
+    depends on averaged gradients. ``task``: the one that the graph asks for.
     """
-    cut = _Cut(step.whole, step.graph, step.fetches, step.feeds, shards)
+    cut = _Cut(step.whole, step.graph, step.fetches, step.feeds, homes, task)
     late = [value for value in step.fetches if cut.is_late(value, parallel)]
     if late and not parallel:
         return cut.whole("a fetched value depends on the update")
@@ -83,7 +82,10 @@ def split(step: StepGraph, shards: Mapping[str, int], *, parallel: bool) -> Spli
     if mixed is not None:
         name = step.whole.contents.by_id[mixed.node].name
         return cut.whole(f"{name} depends on averaged gradients, or on state both before and after the step")
-    return cut.parts(late)
+    try:
+        return cut.parts(late)
+    except Undivided as error:
+        return cut.whole(str(error))
 
 
 @dataclass
@@ -94,7 +96,8 @@ class _Cut:
     pruned: Graph
     fetches: tuple[Value, ...]
     feeds: tuple[Value, ...]
-    shards: Mapping[str, int]
+    homes: Homes
+    task: int | None
     state: State = field(init=False)
     gradient: set[int] = field(default_factory=set)  # nodes that depend on a recorded derivative
 
@@ -120,17 +123,22 @@ class _Cut:
         """One task computes everything."""
         fed = _Feeds(self.graph, self.feeds)
         compute = self._derived(fed, self.pruned.nodes)
-        return Split(compute, fed.values, tuple(map(fed.of, self.fetches)), why_whole=reason)
+        devices = {node.id: (TASK,) for node in self.pruned.nodes}
+        placement = Placement(devices, self.homes, (), self._writes, self.task)
+        return Split(compute, fed.values, tuple(map(fed.of, self.fetches)), placement, why_whole=reason)
 
     def parts(self, late: Sequence[Value]) -> Split:
         """Compute graph, server graphs, and what is to be seen afterwards."""
         fed = _Feeds(self.graph, self.feeds)
         nodes = [node for node in self.state.nodes.values() if node.id not in self.state.updated]
-        servers = [self._server(shard, targets) for shard, targets in sorted(self._targets().items())]
+        targets = self._targets()
+        placement = self._placed(nodes, targets)
+        servers = [self._server(placement, shard, mine) for shard, mine in targets.items()]
         return Split(
             self._derived(fed, nodes),
             fed.values,
             tuple(None if v in late or not self._gives(v) else fed.of(self.state.resolved(v)) for v in self.fetches),
+            placement,
             tuple(Value(node.id) for node in nodes if node.op == "tfnb.guard"),
             tuple(replace(s, borders=tuple(b._replace(value=fed.of(b.value)) for b in s.borders)) for s in servers),
             *self._after(late),
@@ -150,22 +158,74 @@ class _Cut:
         """New values by shard and variable."""
         found: dict[int, dict[Variable, Value]] = {}
         for variable, value in self.state.final.items():
-            found.setdefault(self.shards[variable.key], {})[variable] = value
-        return found
+            for piece in self.homes[variable.key]:
+                found.setdefault(piece.shard, {})[variable] = value
+        return dict(sorted(found.items()))
 
-    def _server(self, shard: int, targets: Mapping[Variable, Value]) -> Server:
+    @property
+    def _writes(self) -> tuple[int, ...]:
+        return shards_of(self.state.final, self.homes)
+
+    def _placed(self, nodes: Iterable[Node], targets: Mapping[int, Mapping[Variable, Value]]) -> Placement:
+        """Where all of it is; ``nodes``: those of the task. Raises Undivided."""
+        devices: dict[int, tuple[str, ...]] = {node.id: (TASK,) for node in nodes}
+        transfers: list[Transfer] = []
+        for shard, mine in targets.items():
+            included, kinds = self._closure(shard, mine.values())
+            rows = self._rows(shard, mine, included, kinds)
+            for node_id in included:
+                devices[node_id] = (*devices.get(node_id, ()), server(shard))
+            for value, kind in kinds.items():
+                changed = _changed_by(value, self.pruned.contents)
+                transfers.append(Transfer(value, shard, kind, rows.get(value), changed))
+        return Placement(devices, self.homes, tuple(transfers), self._writes, self.task)
+
+    def _server(self, placement: Placement, shard: int, targets: Mapping[Variable, Value]) -> Server:
         """The graph that computes and assigns the new values of one shard."""
-        included, kinds = self._closure(shard, targets.values())
-        fed = _Feeds(self.graph, tuple(kinds))
-        nodes = [fed.rewired(replace(node, control=())) for node in self.state.nodes.values() if node.id in included]
+        borders = tuple(transfer for transfer in placement.transfers if transfer.shard == shard)
+        here = server(shard)
+        fed = _Feeds(self.graph, [transfer.value for transfer in borders])
+        mine = [node for node in self.state.nodes.values() if here in placement.devices.get(node.id, ())]
+        nodes = [fed.rewired(replace(node, control=())) for node in mine]
         last = {node.attrs["variable"]: node for node in self.pruned.nodes if node.op == "tfnb.assign"}
         assigns = [replace(last[variable], inputs=(fed.of(value),), control=()) for variable, value in targets.items()]
         done = tuple(Value(node.id) for node in assigns)
         attrs = {"values": tuple(map(Ref, range(len(done))))}
         group = Node(id=new_id(), name="apply", op="tfnb.group", inputs=done, attrs=attrs)
-        server = self.graph.derive(Contents(_sized((*fed.nodes, *nodes, *assigns, group))))
-        borders = tuple(Border(value, kind, _changed_by(value, self.pruned.contents)) for value, kind in kinds.items())
-        return Server(shard, server, fed.values, borders, Value(group.id))
+        graph = self.graph.derive(Contents(_sized((*fed.nodes, *nodes, *assigns, group))))
+        return Server(shard, graph, fed.values, borders, Value(group.id))
+
+    def _rows(
+        self, shard: int, targets: Mapping[Variable, Value], included: set[int], kinds: Mapping[Value, Kind]
+    ) -> dict[Value, Rows]:
+        """Which rows of the values that are sent to a shard its pieces need; raises Undivided where that is not all."""
+        pieces = {v: p.rows for v in self.pruned.variables for p in self.homes[v.key] if p.shard == shard}
+        held: dict[Value, Rows] = {}  # what is there in part
+        sent: dict[Value, Rows | None] = {}
+        for node in self.state.nodes.values():
+            if node.id not in included:
+                continue
+            if node.op == "tfnb.read":
+                rows = pieces[node.attrs["variable"]]
+                if rows is not None:
+                    held[Value(node.id)] = rows
+                continue
+            found = {held.get(value) for value in node.inputs if self._spec(value).shape and value not in kinds}
+            some = found.pop() if found else None
+            if found or (some is not None and node.op not in BY_ROWS):
+                raise Undivided(f"{node.name} needs all of a variable that lies in parts on several servers")
+            for value in node.inputs:
+                if value in kinds and self._spec(value).shape:
+                    _same(sent, value, some, node.name)
+            if some is not None:
+                held |= {Value(node.id, i): some for i, spec in enumerate(node.outputs) if spec.shape}
+        for variable, value in targets.items():
+            rows = pieces[variable]
+            if value in kinds:
+                _same(sent, value, rows, variable.name)
+            elif held.get(value) != rows:
+                raise Undivided(f"{variable.name} lies in parts on several servers, and its new value does not")
+        return {value: rows for value, rows in sent.items() if rows is not None}
 
     def _closure(self, shard: int, targets: Iterable[Value]) -> tuple[set[int], dict[Value, Kind]]:
         """Ids of the nodes that run on the shard, and the values that must be sent to it."""
@@ -211,7 +271,7 @@ class _Cut:
         local: set[int] = set()
         for node in self.state.nodes.values():
             if node.op == "tfnb.read":
-                is_local = self.shards[node.attrs["variable"].key] == shard
+                is_local = any(piece.shard == shard for piece in self.homes[node.attrs["variable"].key])
             else:
                 late = node.id in self.gradient or node.id in self.state.updated
                 inside = all(v.node in local and v not in self.feeds for v in node.inputs)
@@ -279,6 +339,12 @@ class _Feeds:
         """The node with its inputs taken from the placeholders."""
         inputs = tuple(map(self.of, node.inputs))
         return node if inputs == node.inputs else replace(node, inputs=inputs)
+
+
+def _same(sent: dict[Value, Rows | None], value: Value, rows: Rows | None, name: str) -> None:
+    """Rows of a value are sent to a shard once; raises Undivided where it would need others, too."""
+    if sent.setdefault(value, rows) != rows:
+        raise Undivided(f"{name} needs other rows than another update of the same values")
 
 
 def _changed_by(value: Value, contents: Contents) -> str:

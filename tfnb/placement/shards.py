@@ -1,21 +1,28 @@
 """Which server holds which variable: pure functions over graphs and sizes.
 
 Variables that one update writes together (a weight and its optimizer slots, an average of it) stay on one shard;
-groups go to the emptiest shard in order of creation.
+groups go to the emptiest shard in order of creation. Large ones are divided by rows over several.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from tfnb.graph import Graph, Variable
 from tfnb.passes.resolve import resolve
+from tfnb.placement.placement import Homes, Piece, Rows
+
+LARGE = 64 << 20  # bytes of a variable that lies on one shard, at most, where it can be divided
+BY_ROWS = frozenset(f"tfnb.{name}.default" for name in ("adagrad", "adam", "rmsprop", "sgd"))
+"""Updates whose every row needs the same row of the gradient and of each slot only, and numbers."""
 
 
-def nbytes(variable: Variable) -> int:
-    """Bytes of a variable's value."""
-    return math.prod(variable.shape) * variable.dtype.itemsize
+def nbytes(variable: Variable, rows: Rows | None = None) -> int:
+    """Bytes of a variable's value, or of some of its rows."""
+    whole = math.prod(variable.shape) * variable.dtype.itemsize
+    return whole if rows is None else whole // len(variable) * (rows[1] - rows[0])
 
 
 def together(graph: Graph) -> list[tuple[Variable, ...]]:
@@ -34,14 +41,64 @@ def together(graph: Graph) -> list[tuple[Variable, ...]]:
     return [tuple(sorted(found, key=order.__getitem__)) for found in {id(g): g for g in group.values()}.values()]
 
 
-def pack(groups: Iterable[Sequence[Variable]], placed: Mapping[str, int], loads: Sequence[int]) -> dict[str, int]:
-    """Shard of each variable key that is not yet ``placed``; ``loads``: bytes on each shard so far."""
-    loads, found = list(loads), {}
+def pack(groups: Iterable[Sequence[Variable]], placed: Homes, loads: Sequence[int], whole: Graph) -> Homes:
+    """Pieces of each variable that is not yet ``placed``; ``loads``: bytes on each shard so far.
+
+    A variable of more than `LARGE` bytes is divided by rows over several shards, and its slots with it, if all updates
+    in ``whole``, the graph that the groups are of, go row by row.
+    """
+    found: dict[str, tuple[Piece, ...]] = {}
+    loads, divisible = list(loads), by_rows(whole)
     for group in groups:
-        new = [variable for variable in group if variable.key not in placed]
-        held = [placed[variable.key] for variable in group if variable.key in placed]
-        size = sum(map(nbytes, new))
-        shard = held[0] if held else min(range(len(loads)), key=loads.__getitem__)
-        loads[shard] += size
-        found.update({variable.key: shard for variable in new})
+        beside = [placed[variable.key] for variable in group if variable.key in placed]
+        held = max(beside, key=lambda pieces: pieces[0].rows is not None, default=None)
+        if held is None:
+            held = _chosen(group, loads, divisible.issuperset(group))
+        largest = max(group, key=nbytes)
+        for variable in group:
+            if variable.key not in placed:
+                found[variable.key] = _pieces(variable, held, largest.shape)
+                for piece in found[variable.key]:
+                    loads[piece.shard] += nbytes(variable, piece.rows)
     return found
+
+
+def _chosen(group: Sequence[Variable], loads: Sequence[int], is_divisible: bool) -> tuple[Piece, ...]:
+    """Where a new group goes, in the shape of its largest variable: the emptiest shard, or the emptiest ones."""
+    largest = max(group, key=nbytes)
+    count, order = 1, sorted(range(len(loads)), key=loads.__getitem__)
+    if is_divisible and all(variable.shape in ((), largest.shape) for variable in group):
+        count = max(1, min(len(loads), len(largest), -(-nbytes(largest) // LARGE))) if largest.shape else 1
+    if count == 1:
+        return (Piece(order[0], largest.key),)
+    ends = [len(largest) * i // count for i in range(count + 1)]
+    rows = pairwise(ends)
+    return tuple(Piece(s, largest.key, r) for s, r in zip(sorted(order[:count]), rows, strict=True))
+
+
+def _pieces(variable: Variable, held: tuple[Piece, ...], shape: Sequence[int]) -> tuple[Piece, ...]:
+    """Beside what is held: rows for rows, a number beside each piece of rows, anything else beside the first."""
+    if held[0].rows is None and len(held) == 1:
+        return (Piece(held[0].shard, variable.key),)
+    if variable.shape == ():
+        return tuple(Piece(piece.shard, f"{variable.key}@{piece.shard}") for piece in held)
+    if variable.shape == shape and held[-1].rows is not None and held[-1].rows[1] == len(variable):
+        return tuple(Piece(piece.shard, f"{variable.key}@{piece.shard}", piece.rows) for piece in held)
+    return (Piece(held[0].shard, variable.key),)
+
+
+def by_rows(graph: Graph) -> set[Variable]:
+    """Variables of which every update in a graph goes row by row, from a gradient as it was derived."""
+    derived: set[int] = set()
+    processed: set[int] = set()  # computed from gradients, which the servers do
+    undivided: set[Variable] = set()
+    for node in graph.nodes:
+        if "gradient" in node.tags or any(value.node in derived for value in node.inputs):
+            derived.add(node.id)
+            if not node.tags & {"gradient", "update"}:
+                processed.add(node.id)
+        if node.op == "tfnb.assign":
+            update = graph.contents.by_id[node.inputs[0].node]
+            if update.op not in BY_ROWS or any(value.node in processed for value in update.inputs):
+                undivided.add(node.attrs["variable"])
+    return set(graph.variables) - undivided

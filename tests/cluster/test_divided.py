@@ -1,0 +1,113 @@
+"""Variables in pieces on several servers: bitwise as here, written and read as a whole, dropped without a rest."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+import tfnb
+import tfnb.placement.shards as shards_module
+from tests.cluster.conftest import close_to
+from tfnb.errors import AlreadyExists
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Variables of more than 100 bytes are large."""
+    monkeypatch.setattr(shards_module, "LARGE", 100)
+
+
+def divided(cluster):
+    return [pieces for pieces in cluster._held.homes.values() if pieces[0].rows is not None]
+
+
+def stats(cluster):
+    return list(cluster._do("stat", 5, cluster._engine.stats, 5.0).values())
+
+
+@pytest.mark.parametrize("tasks", [1, 2])
+def test_run_is_bitwise_equal_to_local(connect, problem, tasks):
+    p = problem(tfnb.train.Adam(1e-2))
+    states, losses = p.local(4)
+    cluster = connect(tasks)
+    for i, batch in enumerate(p.batches(4)):
+        _, loss = tfnb.run([p.train, p.loss], dict(zip(p.feeds, batch.tensors, strict=True)))
+        assert float(loss) == losses[i]
+    assert len(divided(cluster)) == 6, "two weights and their slots"
+    assert {piece.shard for pieces in divided(cluster) for piece in pieces} == set(range(4 - tasks))
+    cluster.pull()
+    assert all(map(torch.equal, p.values(), states[-1]))
+
+
+def test_sync_on_two_tasks_equals_the_local_run_and_async_trains(connect, problem):
+    p = problem(tfnb.train.SGD(0.1, momentum=0.9))
+    states, losses = p.local(6)
+    cluster = connect(2)
+    seen = [float(values[1]) for _, values in cluster.train(p.program, p.batches(6))]
+    assert divided(cluster) and close_to(p.values(), states[-1], 1e-12)
+    assert seen == pytest.approx(losses, rel=1e-12)
+    list(cluster.train(p.program, p.batches(20), mode="async"))
+    assert sum(s["applied"] for s in stats(cluster)) >= 40, "every batch on both servers"
+
+
+def test_a_divided_variable_is_read_written_and_dropped_as_a_whole(connect, problem):
+    p = problem(tfnb.train.Adam(1e-2))
+    cluster = connect(2)
+    feeds = dict(zip(p.feeds, p.batch(0, 12), strict=True))
+    tfnb.run(p.train, feeds)
+    weight = next(v for v in p.graph.variables if len(v.shape) == 2 and v.trainable)
+    assert weight.value().shape == weight.shape and str(weight.home).count("ps:") == 2
+    new = torch.randn(weight.shape, dtype=torch.float64)
+    weight.assign(new)
+    assert torch.equal(weight.value(), new)
+    cluster.pull()
+    weight.storage.mul_(2)
+    tfnb.run(p.loss, feeds)
+    assert torch.equal(weight.value(), 2 * new), "what was written here went to both servers"
+    here = {v.name: v.storage.clone() for v in p.graph.variables}
+    cluster.close()
+    assert torch.equal(weight.storage, 2 * new) and weight.home is None
+    assert all(torch.equal(v.storage, here[v.name]) for v in p.graph.variables)
+
+
+def test_nothing_is_left_of_what_nobody_can_reach(connect):
+    cluster = connect(2)
+    for _ in range(2):
+        v = tfnb.Variable(torch.ones(40, 3), name="v")
+        with tfnb.record("gone"):
+            total = v.read().sum()
+        assert tfnb.run(total) == 120 and len(divided(cluster)) == 1
+        del v, total
+        with tfnb.record("gone"):
+            tfnb.constant(1.0)
+        gc.collect()
+        cluster.status()
+        assert [s["variables"] for s in stats(cluster)] == [0, 0]
+
+
+def test_a_step_that_needs_all_rows_runs_whole_and_the_values_are_right(connect, problem):
+    p = problem(tfnb.train.SGD(0.5))
+    cluster = connect(2)
+    tfnb.run(p.loss, dict(zip(p.feeds, p.batch(0, 12), strict=True)))
+    assert divided(cluster)
+    weight = next(v for v in p.graph.variables if len(v.shape) == 2)
+    with tfnb.record("norm"):
+        turned = weight.assign(weight.read().flip(0) / weight.read().norm())
+    want = weight.value().flip(0) / weight.value().norm()
+    assert torch.equal(tfnb.run(turned), want) and torch.equal(weight.value(), want)
+
+
+def test_where_one_piece_cannot_be_made_nothing_is(connect):
+    cluster = connect(2)
+    v = tfnb.Variable(torch.ones(40, 3), name="v")
+    with tfnb.record("two"):
+        total = v.read().sum()
+    taken = {f"{v.key}@1": torch.zeros(1)}
+    cluster._do("create", 5, cluster._engine.create, 1, taken)
+    with pytest.raises(AlreadyExists):
+        tfnb.run(total)
+    assert v.home is None and [s["variables"] for s in stats(cluster)] == [0, 1]
+    cluster._do("drop", 5, cluster._engine.drop, {1: list(taken)})
+    assert tfnb.run(total) == 120

@@ -1,0 +1,93 @@
+"""Where everything of a step is: node -> devices, variable -> pieces on shards, edge -> transfer. Data only.
+
+It is decided once, in `tfnb.placement.partition` and `tfnb.placement.shards`; plans, holdings and driver read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+from tfnb.graph import Value, Variable
+
+Kind = Literal["grad", "rows", "entries", "value"]
+Rows = tuple[int, int]
+
+
+TASK = "task"
+
+
+def server(shard: int) -> str:
+    """The server of a shard, as a place where nodes run.
+
+    >>> server(1)
+    'ps:1'
+    """
+    return f"ps:{shard}"
+
+
+class Piece(NamedTuple):
+    """A Variable, or rows ``start`` to ``stop`` of it, on a shard, which holds it under ``key``."""
+
+    shard: int
+    key: str
+    rows: Rows | None = None
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The piece of a value, a view."""
+        return whole if self.rows is None else whole[slice(*self.rows)]
+
+
+Homes = Mapping[str, tuple[Piece, ...]]
+"""Pieces of each Variable, by its key: one, or ranges of rows in order. Of a number, each may be a whole copy."""
+
+
+def read_from(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+    """The pieces that make the value: the first of several copies, else all.
+
+    >>> read_from((Piece(0, "n@0"), Piece(1, "n@1")))
+    (Piece(shard=0, key='n@0', rows=None),)
+    """
+    return pieces[:1] if pieces[0].rows is None else pieces
+
+
+def joined(pieces: tuple[Piece, ...], values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The value of a Variable from the values of its pieces, by their keys; a single piece is not copied."""
+    found = [values[piece.key] for piece in read_from(pieces)]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def shards_of(variables: Iterable[Variable], homes: Homes) -> tuple[int, ...]:
+    """The shards that hold something of these."""
+    return tuple(sorted({piece.shard for variable in variables for piece in homes[variable.key]}))
+
+
+class Transfer(NamedTuple):
+    """A value that goes to a server at the end of a step. ``rows``: of it, those of the server's piece; None: all.
+
+    ``kind`` says how the values of several tasks become one. ``variable``: the name of the one that it changes first.
+    """
+
+    value: Value
+    shard: int
+    kind: Kind
+    rows: Rows | None = None
+    variable: str = ""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Of one step.
+
+    ``devices``: of each node's id the places where it runs: TASK, and servers by `server`. ``writes``: shards that the
+    step writes. ``task``: the number of the one that the graph asks for, None where any will do.
+    """
+
+    devices: Mapping[int, tuple[str, ...]]
+    homes: Homes
+    transfers: tuple[Transfer, ...]
+    writes: tuple[int, ...]
+    task: int | None = None
