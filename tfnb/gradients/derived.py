@@ -36,15 +36,15 @@ def dispatched_to_autograd() -> AbstractContextManager[None]:
 
 
 class StandIn(torch.Tensor):
-    """Has dtype, shape and layout of a recorded tensor, and autograd's records of it."""
+    """Has dtype and layout of a recorded tensor, and autograd's records of it; its shape is that of ``like``."""
 
     recorded: torch.Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, recorded: torch.Tensor) -> StandIn:
+    def __new__(cls, recorded: torch.Tensor, like: torch.Tensor | None = None) -> StandIn:
         made: StandIn = torch.Tensor._make_wrapper_subclass(
-            cls, recorded.shape, strides=recorded.stride(), storage_offset=recorded.storage_offset(),
+            cls, (recorded if like is None else like).shape, strides=recorded.stride(), storage_offset=recorded.storage_offset(),
             dtype=recorded.dtype, device=recorded.device, layout=recorded.layout,
         )  # fmt: skip
         made.recorded = recorded
@@ -111,10 +111,13 @@ def _backward(n: Forward, given: list[Any], mode: Derivation) -> list[Any]:
         x.requires_grad = needed and flows(x.dtype)
     standing = Forward(n.op, inputs, (), n.attrs, n.needed)
     args, kwargs = unbind(mode.op, {name: standing[name] for name in n.attrs})
-    with torch.enable_grad():
+    with (
+        torch.enable_grad(),
+        torch._C._DisablePythonDispatcher(),
+    ):  # in Python torch has formulas of its own, some wrong
         found = mode.op(*args, **kwargs)
     outs = found if isinstance(found, (list, tuple)) else [found]
-    pairs = [(y, StandIn(dy)) for y, dy in zip(outs, given, strict=True) if dy is not None and y.requires_grad]
+    pairs = [(y, StandIn(dy, y)) for y, dy in zip(outs, given, strict=True) if dy is not None and y.requires_grad]
     wanted = [x for x in inputs if x.requires_grad]
     if not pairs:
         return [None] * len(inputs)
