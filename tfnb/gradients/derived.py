@@ -44,8 +44,9 @@ class StandIn(torch.Tensor):
     @staticmethod
     def __new__(cls, recorded: torch.Tensor, like: torch.Tensor | None = None) -> StandIn:
         made: StandIn = torch.Tensor._make_wrapper_subclass(
-            cls, (recorded if like is None else like).shape, strides=recorded.stride(), storage_offset=recorded.storage_offset(),
-            dtype=recorded.dtype, device=recorded.device, layout=recorded.layout,
+            cls, (recorded if like is None else like).shape, strides=recorded.stride(),
+            storage_offset=recorded.storage_offset(), dtype=recorded.dtype, device=recorded.device,
+            layout=recorded.layout,
         )  # fmt: skip
         made.recorded = recorded
         return made
@@ -114,7 +115,7 @@ def _backward(n: Forward, given: list[Any], mode: Derivation) -> list[Any]:
     with (
         torch.enable_grad(),
         torch._C._DisablePythonDispatcher(),
-    ):  # in Python torch has formulas of its own, some wrong
+    ):  # Python ones of torch: some are wrong
         found = mode.op(*args, **kwargs)
     outs = found if isinstance(found, (list, tuple)) else [found]
     pairs = [(y, StandIn(dy, y)) for y, dy in zip(outs, given, strict=True) if dy is not None and y.requires_grad]
