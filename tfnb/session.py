@@ -342,7 +342,8 @@ class Session:
                 if getattr(forward, "writes", False):
                     if cut is None and timeout is None:  # nothing can stop it
                         results = self._written(hold, program, tensors, forward, run)
-                    forward = program.forward
+                    if results is None:
+                        forward = program.forward
                 if results is None:
                     compute = self._locked if cut is None and not program.waits else self._aside
                     given = hold, program, tensors, forward, run, cut

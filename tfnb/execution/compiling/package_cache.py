@@ -200,14 +200,19 @@ def _stamps(package: str) -> list[tuple[str, int, int]]:
     """Of each source of a package: a checkout changes without another version."""
     spec = find_spec(package)
     assert spec is not None and spec.origin is not None, package  # we are running it
-    walked = os.walk(Path(spec.origin).parent)
-    return sorted(
-        _stamp(f"{at}/{name}") for at, _, names in walked for name in names if name.endswith((".py", ".c", ".h"))
-    )
+    found, folders = [], [str(Path(spec.origin).parent)]
+    while folders:  # hundreds of files, before the first step
+        with os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                if entry.name.endswith((".py", ".c", ".h")):
+                    found.append(_stamp(entry.path))
+                elif "." not in entry.name and entry.name != "__pycache__" and entry.is_dir():
+                    folders.append(entry.path)
+    return sorted(found)
 
 
 def _stamp(path: str) -> tuple[str, int, int]:
-    found = os.stat(path)  # noqa: PTH116 (hundreds of them, before the first step)
+    found = os.stat(path)  # noqa: PTH116
     return path, found.st_size, found.st_mtime_ns
 
 

@@ -20,7 +20,7 @@ from tfnb.execution.lowering.bindings import QUICK, writing
 from tfnb.execution.lowering.checked_calls import Branch, Drawing, Relation
 from tfnb.execution.lowering.control_flow_code import REGIONS, Call
 from tfnb.execution.lowering.loop_in_place import NOTHING, in_place, writer_of, writes_last
-from tfnb.execution.lowering.program import Donation, Program
+from tfnb.execution.lowering.program import Donation, Program, unwritten
 from tfnb.graph import Graph, Guard, Node, Recursion, Ref, Subgraph, Value, Variable, ops
 from tfnb.graph.collector import uncollected
 from tfnb.graph.node import map_leaves
@@ -353,7 +353,7 @@ class _Lowering:
         assigned = [n.attrs["variable"] for n in self.graph.nodes if n.op == "tfnb.assign"]
         return Program(
             graph=self.graph, whole=self.whole, fetches=self.fetches, feeds=self.feeds, variables=variables,
-            writes=tuple(dict.fromkeys(assigned)), module=fx.GraphModule(self.root, self.fx), node_of=self.node_of,
+            writes=tuple(dict.fromkeys(assigned)), module=unwritten(self.root, self.fx), node_of=self.node_of,
             n_fetches=len(self.fetches), copies=tuple(place[v] for v in self.written),
             updates=tuple((op, kwargs, tuple(lengths)) for op, kwargs, lengths in groups.values()),
             within=tuple(within),

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from tfnb.execution.commit import Pending, Update, commit
 from tfnb.graph import Graph, Node, Spec, Value, Variable
@@ -46,7 +47,7 @@ class Program:
     written: tuple[int, ...]  # of a loop's body: places of the carried values that it writes in place
     donated: Mapping[fx.Node, Donation]  # what writes into its first argument
     specs: Mapping[str, Spec]  # generated name -> what its value is
-    forward: Callable[..., tuple[Any, ...]] = field(init=False)
+    made: Callable[..., tuple[Any, ...]] | None = field(init=False, default=None)  # `forward`, once it was asked for
     quick: Any = field(
         init=False, default=None
     )  # the same by `tfnb.execution.tiers.scalarize`, where a session runs that
@@ -58,7 +59,15 @@ class Program:
         self.late = self._late() if self.writes else ()
         self.access = Access(self.variables, self.writes) if self.variables else None
         self.module.__dict__.update(self.module.named_buffers())  # constants, found without a call of __getattr__
-        self.forward = self.module.forward
+
+    @property
+    def forward(self) -> Callable[..., tuple[Any, ...]]:
+        """The generated code, which is written when it is first asked for."""
+        if self.made is None:
+            if isinstance(self.module, _LazyGraphModule):
+                self.module.real_recompile()
+            self.made = self.module.forward
+        return self.made
 
     @property
     def reads(self) -> tuple[Variable, ...]:
@@ -151,7 +160,7 @@ class Program:
             copies[node].target = donation.target
             copies[node].kwargs = donation.kwargs(copies[node])
         graph.output(returned)
-        return replace(self, module=fx.GraphModule(self.module, graph), donated={})
+        return replace(self, module=unwritten(self.module, graph), donated={})
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +173,11 @@ class Donation:
     def kwargs(self, node: fx.Node) -> dict[str, Any]:
         """The keyword arguments of the call without it."""
         return {name: value for name, value in node.kwargs.items() if name != self.out}
+
+
+def unwritten(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """The module of a graph; its code is written when somebody needs it. Tried with torch 2.13."""
+    return _LazyGraphModule(root, graph)
 
 
 _NOTHING = Pending([], [], [])

@@ -18,7 +18,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, Literal
 
 import torch
@@ -77,21 +77,32 @@ def say_once() -> None:
         warnings.warn(f"{why}; steps run as generated code", stacklevel=user_level(None) - 1)
 
 
+class Generated:
+    """The generated code of a program: written when it first runs, so never for a step that the cache has."""
+
+    def __init__(self, program: Any) -> None:
+        self._program = program
+
+    @cached_property
+    def code(self) -> Forward:
+        """The code."""
+        program = self._program
+        found = first(AT_ONCE, Request(program, program.forward))[0] if isinstance(program, Program) else None
+        return found or program.forward  # type: ignore[no-any-return]
+
+
 class Tiers:
     """The code of one program, by the sizes of its feeds."""
 
     def __init__(self, program: Any, mode: Mode) -> None:
-        self.program, self.mode = program, mode
-        self._generated: Forward = program.forward
-        if isinstance(program, Program):
-            self._generated = first(AT_ONCE, Request(program, program.forward))[0] or program.forward
+        self.program, self.mode, self._generated = program, mode, Generated(program)
         self._sizes: dict[tuple[torch.Size, ...], Sizes] = {}
         self._captures = None if mode == "off" else Captures.of(program)
 
     def forward(self, shapes: tuple[torch.Size, ...]) -> Forward:
         """What computes the next step, for feeds of these shapes."""
         if self.mode == "off":
-            return self._generated
+            return self._generated.code
         found = self._sizes.get(shapes)
         if found is None:
             mode = self.mode if len(self._sizes) < MOST else "off"
@@ -121,12 +132,11 @@ class Sizes:
     """
 
     def __init__(
-        self, program: Program, generated: Forward, mode: Mode, captures: Captures | None = None
+        self, program: Program, written: Generated, mode: Mode, captures: Captures | None = None
     ) -> None:  # fmt: skip
         self.program, self._mode, self._captures = program, mode, captures
-        self._plain, self._why = generated, dict[Forward, str]()  # why code is not captured
-        self.generated = self._captured(generated)
-        self.forward: Forward = {"auto": self._counted, "off": self.generated, "now": self._now}[mode]
+        self._written, self._why = written, dict[Forward, str]()  # why code is not captured
+        self.forward: Forward = {"auto": self._counted, "now": self._now}.get(mode) or self.generated
         self.code = "generated code"
         self.turns: dict[Forward, list[float]] | None = None
         self._clock = counter(device_of(program))
@@ -135,6 +145,15 @@ class Sizes:
         self.cost = ""  # of compiling
         self._job: threading.Event | None = None  # that of "now", for which steps wait
         self._busy: list[torch.device] | None = None  # devices that go on when a call of them has returned
+
+    @cached_property
+    def generated(self) -> Forward:
+        """Generated code, captured where that goes."""
+        return self._captured(self._plain)
+
+    @property
+    def _plain(self) -> Forward:
+        return self._written.code
 
     @property
     def status(self) -> str:
@@ -283,7 +302,8 @@ class Sizes:
 
     def _keep(self, status: str) -> None:
         assert self._fast is not None
-        _release(self.generated)
+        if self._captures is not None:
+            _release(self.generated)
         self.forward, self.turns, self.code = self._fast, None, status
 
 

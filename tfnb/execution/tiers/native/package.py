@@ -44,6 +44,7 @@ def build(request: NativeRequest, folder: Path) -> None:
     settings: dict[str, Any] = {
         "compile_threads": 1, "cpp.threads": request.threads, "layout_optimization": False,
         "post_grad_custom_pre_pass": unroll_scans, "_pre_fusion_custom_pass": _writes_last,
+        "aot_inductor.enable_line_tables": False,  # four fifths of the file, which is read before the first step
         # else test programs and 280 MB of headers come first: 32 s of a processor for the first step, not 19
         "cpp.vec_isa_ok": True, "aot_inductor.precompile_headers": False, "cpp_cache_precompile_headers": False,
     }  # fmt: skip
