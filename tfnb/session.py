@@ -85,6 +85,7 @@ class _Prepared:
     version: int
     asked: tuple[Asked, ...] = ()  # nodes that ask for a place
     direct: Callable[..., list[Any] | None] | None = None  # the whole step, where nothing is in the way
+    guarded: tiers.Guarded | None = None  # what that is of
 
     @property
     def is_plain(self) -> bool:
@@ -169,9 +170,10 @@ class Session:
         """The values of ``fetches``, with their structure; only what they need is executed.
 
         fetches: tensors, Variables, Operations, names, or any nesting of list, tuple, dict, namedtuple of them.
-        feed_dict: values for placeholders or any other tensor of the graph. timeout in seconds. trace: compute node by
-        node with a clock, with ``"kernels"`` inside ``torch.profiler``, or with ``"parts"`` look at the clock between
-        parts only, at hardly any cost; ``self.trace`` then tells what took how long. isolation: a step holds
+        feed_dict: values for placeholders or any other tensor of the graph. timeout in seconds; a compiled step that
+        takes less than a tenth of it is not stopped, and one that takes longer runs as generated code. trace: compute
+        node by node with a clock, with ``"kernels"`` inside ``torch.profiler``, or with ``"parts"`` look at the clock
+        between parts only, at hardly any cost; ``self.trace`` then tells what took how long. isolation: a step holds
         the locks of its Variables until it is over, so steps of other threads that write them wait; with
         ``"snapshot"`` it waits for those that write now, copies, and lets others go on. Raises FeedError, ShapeError,
         InvalidArgument for a missing feed, StaleNode, and Aborted where a step that uses queues, or a snapshot, would
@@ -185,8 +187,8 @@ class Session:
         if IndexedSlices in map(type, feeds):
             feeds = spread(feeds.items())
         prepared = self._prepare(fetches, tuple(feeds))
-        if timeout is None and not trace and isolation is None:
-            results = self._directly(prepared, feeds.values())
+        if not trace and isolation is None:
+            results = self._directly(prepared, feeds.values(), timeout)
             if results is not None:
                 return prepared.rebuild(results)
         fed = prepared.feeder.fed(feeds.values())
@@ -297,9 +299,13 @@ class Session:
         self._ensure_together("isolation", prepared.code)
         return LOCKS.cut((*prepared.code.program.variables, *prepared.trailing), timeout)
 
-    def _directly(self, prepared: _Prepared, values: Iterable[Any]) -> list[Any] | None:
+    def _directly(
+        self, prepared: _Prepared, values: Iterable[Any], timeout: float | None = None
+    ) -> list[Any] | None:  # fmt: skip
         """The step in one call; None where it did nothing, and `_execute` does it."""
         if prepared.direct is None or self._closed or self._cluster is not None or connected() is not None or notices:
+            return None
+        if timeout is not None and not (prepared.guarded and prepared.guarded.is_over_within(timeout)):
             return None
         results = prepared.direct(*values)
         if results is None:
@@ -319,7 +325,7 @@ class Session:
         program, forward = prepared.code.at(shapes)
         results = self._step(prepared, program, tensors, timeout, forward, program.commit, cut)
         if type(forward) is tiers.Guarded and prepared.is_plain:
-            prepared.direct = forward.direct()
+            prepared.direct, prepared.guarded = forward.direct(), forward
         return results
 
     def _step(
@@ -339,9 +345,9 @@ class Session:
         try:
             with hold.token:
                 results = None
-                if getattr(forward, "writes", False):
-                    if cut is None and timeout is None:  # nothing can stop it
-                        results = self._written(hold, program, tensors, forward, run)
+                if getattr(forward, "writes", False):  # nothing can stop it
+                    if cut is None and (timeout is None or getattr(forward, "seconds", None) is not None):
+                        results = self._written(hold, program, tensors, forward, run, timeout)
                     if results is None:
                         forward = program.forward
                 if results is None:
@@ -385,11 +391,18 @@ class Session:
             self._running.discard(running)
 
     def _written(
-        self, hold: Hold, program: Program, tensors: list[torch.Tensor], forward: Callable[..., Any], run: int
-    ) -> list[Any] | None:
-        """A step in one call of compiled code, with the locks; None where that did nothing."""
+        self, hold: Hold, program: Program, tensors: list[torch.Tensor], forward: Any, run: int,
+        timeout: float | None,
+    ) -> list[Any] | None:  # fmt: skip
+        """A step in one call of compiled code, with the locks; None where that did nothing, or may end too late."""
         self._ensure_open()
-        _take(hold)
+        if timeout is None:
+            _take(hold)
+        else:
+            end = time.monotonic() + timeout
+            self._stoppable(program, timeout, _take, hold)
+            if not forward.is_over_within(end - time.monotonic()):
+                return None
         return program.write(tensors, [variable.storage for variable in program.variables], run, forward)
 
     def _locked(self, hold: Hold, *args: Any) -> Any:

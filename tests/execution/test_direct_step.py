@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import tfnb
-from tfnb.errors import FailedPrecondition, TfnbError
+from tfnb.errors import DeadlineExceeded, FailedPrecondition, TfnbError
 from tfnb.execution.tiers.compiled_loops import obstacle
 from tfnb.execution.tiers.native.direct import _memory
 from tfnb.graph.variable_locks import LOCKS
@@ -219,6 +219,37 @@ class TestDirect:
             generated.step()
         check_equal(pair)
         assert all(len(versions) == 1 for versions in cuts)  # nobody saw half of a step
+
+    def test_a_deadline_that_is_far_away_needs_no_generated_code(self, pair: tuple[Trained, Trained]) -> None:
+        compiled, (_, generated) = Trained("now"), pair  # which finds it in the cache
+        fed = {compiled.x: compiled.feeds[0], compiled.y: compiled.feeds[1]}
+        for _ in range(3):
+            compiled.session.run([compiled.loss, compiled.train], fed, timeout=60)
+        (prepared,) = compiled.session._prepared.values()
+        assert compiled.is_direct and prepared.code.program.made is None
+        check_equal((compiled, generated))
+        prepared.guarded.seconds = 7.0
+        compiled.session.run([compiled.loss, compiled.train], fed, timeout=60)
+        assert prepared.code.program.made is not None  # which can be stopped
+
+    def test_a_deadline_ends_the_waiting_for_other_steps(self, pair: tuple[Trained, Trained]) -> None:
+        compiled, _ = pair
+        fed = {compiled.x: compiled.feeds[0], compiled.y: compiled.feeds[1]}
+        before = [variable.version for variable in compiled.graph.variables]
+        said: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                compiled.session.run(compiled.train, fed, timeout=0.3)
+            except TfnbError as error:
+                said.append(error)
+
+        thread = threading.Thread(target=work)
+        with LOCKS.read(*compiled.graph.variables):
+            thread.start()
+            thread.join(10)
+        assert [type(error) for error in said] == [DeadlineExceeded]
+        assert [variable.version for variable in compiled.graph.variables] == before
 
     def test_a_closed_session_runs_nothing(self, pair: tuple[Trained, Trained]) -> None:
         compiled, _ = pair

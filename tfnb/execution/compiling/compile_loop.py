@@ -1,7 +1,8 @@
 """The compiler's process: builds one folder after the other, as it is told over a socket, and ends with its parent.
 
-``python compile_loop.py FD PARENT IDLE``. A message is JSON: what to call, as ``module:function``, and the folder to
-call it with. The answer says how long that took, or in one line why it failed. Imports nothing until it is asked.
+``python compile_loop.py FD PARENT IDLE``. A message is JSON: what to call, as ``module:function``, the folder to call
+it with, and whether steps wait for it. The answer says how long that took, or in one line why it failed. Imports
+nothing until it is asked.
 """
 
 from __future__ import annotations
@@ -13,19 +14,23 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-NICE = 10
+NICE = 10  # of what nobody waits for
 LOOKED = 0.5  # seconds between two looks whether the parent is there
 
 
 def serve(pipe: Connection, idle: float) -> None:
     """Build what is asked for, until nothing was for ``idle`` seconds or the parent hangs up."""
+    front = os.nice(0)
     pipe.send_bytes(b"{}")
     while pipe.poll(idle):
         message = json.loads(pipe.recv_bytes())
+        with suppress(PermissionError):  # back to the front goes where the system allows it
+            os.setpriority(os.PRIO_PROCESS, 0, front if message["urgent"] else front + NICE)
         pipe.send_bytes(json.dumps(built(message["build"], Path(message["folder"]))).encode())
 
 
@@ -51,7 +56,6 @@ def _end_with(parent: int) -> None:
 
 def main(descriptor: int, parent: int, idle: float) -> None:
     """Run in a process group of its own, in its scratch folder."""
-    os.nice(NICE)
     os.umask(0o077)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(parent,), name="tfnb-parent", daemon=True).start()

@@ -45,11 +45,13 @@ def cached(request: str) -> PackageFolder | None:
     return None if folder is None else PackageFolder(key, folder, packages().facts(key), True)
 
 
-def compiled(request: str, write: Callable[[Path], None], build: str, owner: object) -> PackageFolder | str:
+def compiled(
+    request: str, write: Callable[[Path], None], build: str, owner: object, *, urgent: bool = False
+) -> PackageFolder | str:
     """`cached`, else what ``build`` makes of a folder in the compiler's process; or why there is none.
 
     write: puts the request's files into a folder. build: ``module:function``, called with the folder of the package,
-    in which the request is the folder `REQUEST`. owner: who waits.
+    in which the request is the folder `REQUEST`. owner: who waits; urgent: and runs nothing until then.
     """
     found = cached(request)
     if found is not None:
@@ -61,7 +63,7 @@ def compiled(request: str, write: Callable[[Path], None], build: str, owner: obj
     try:
         (draft / REQUEST).mkdir()
         write(draft / REQUEST)
-        seconds = COMPILER.build(build, draft, owner)
+        seconds = COMPILER.build(build, draft, owner, urgent=urgent)
     finally:
         shutil.rmtree(draft if isinstance(seconds, str) else draft / REQUEST, ignore_errors=True)
     if isinstance(seconds, str):

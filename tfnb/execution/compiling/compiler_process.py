@@ -53,12 +53,13 @@ class CompilerProcess:
         child = self._child
         return child.process.pid if child is not None and child.process.poll() is None else None
 
-    def build(self, call: str, folder: Path, owner: object) -> float | str:
+    def build(self, call: str, folder: Path, owner: object, *, urgent: bool = False) -> float | str:
         """Let the process call ``module:function`` with ``folder``: the seconds that it took, or why it failed.
 
-        A process that dies in the middle is started once more. An owner that was released gets `NOBODY`.
+        urgent: steps wait for it; else it leaves the processors to whoever else wants them. A process that dies in the
+        middle is started once more. An owner that was released gets `NOBODY`.
         """
-        message, why = json.dumps({"build": call, "folder": str(folder)}).encode(), NOBODY
+        message, why = json.dumps({"build": call, "folder": str(folder), "urgent": urgent}).encode(), NOBODY
         self._owners.add(owner)
         with self._turn:
             for _ in range(2):

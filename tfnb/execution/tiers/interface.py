@@ -28,13 +28,15 @@ _LOG = logging.getLogger(__name__)
 class Request:
     """A program to be run some other way.
 
-    forward: what runs it now. args: as in a run, where code is made for them. owner: who waits for the code.
+    forward: what runs it now. args: as in a run, where code is made for them. owner: who waits for the code. urgent:
+    steps wait for it, too.
     """
 
     program: Program
     forward: Forward
     args: Sequence[Any] = ()
     owner: object = None
+    urgent: bool = False
 
 
 class Tier(Protocol):

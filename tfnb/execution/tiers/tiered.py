@@ -52,6 +52,7 @@ MOST_TURNS = 40  # then what there is decides
 TURN = 0.05  # seconds; Python raises nothing in a thread that waits for longer
 MOST_UNFIT = 3  # steps of other layouts, after which they are what is to be expected
 MOST_COPIED = 1 << 30  # bytes of what a step reads
+FAR = 10  # times what a step takes: a deadline that far away needs no step that can be stopped
 LONGEST_COMPARED = 5.0  # seconds of a step that compiled code is compared with
 
 NATIVE = Native()
@@ -186,7 +187,7 @@ class Sizes:
         facts = found.package.facts
         said = facts.get("status", "")
         if facts.get("is_faster") or (self._mode == "now" and facts.get("agrees")):
-            self._fast = Guarded(self, self._captured(found))
+            self._fast = Guarded(self, self._captured(found), facts.get("seconds_a_step"))
             self._keep(f"{said or 'compiled'}; from the cache")
         elif "is_faster" in facts and self._mode == "auto":
             self.forward, self.code = self.generated, f"generated code ({said}; measured before)"
@@ -223,21 +224,22 @@ class Sizes:
             return self.drop("compiled code is compared on copies, and the step reads more than 1 GiB")
         try:
             with frozen():
-                found, why = first(COMPILED, Request(self.program, self._plain, args, self))
+                found, why = first(COMPILED, Request(self.program, self._plain, args, self, self._mode == "now"))
             if found is None:
                 return self.drop(why)
             self._package = getattr(found, "package", None)
             cost = f"{time.perf_counter() - start:.1f} s to compile"
             self.cost = cost if self._package is None else self._package.cost
             self.code = f"generated code; compiled code is not compared yet ({self.cost})"
-            differs = difference(self.program, self._plain, found, args)
+            timed = Timed(found)
+            differs = difference(self.program, self._plain, timed, args)
         except BaseException as error:  # inductor raises anything; generated code goes on
             return self.drop(words(error))
         if differs:
             self._note(is_faster=False, status=f"compiled code differs: {differs}")
             return self.drop(f"compiled code differs: {differs}")
-        self._note(agrees=True)
-        self._fast = Guarded(self, self._captured(found))
+        self._note(agrees=True, seconds_a_step=timed.seconds)
+        self._fast = Guarded(self, self._captured(found), timed.seconds)
         if self._mode == "now":
             return self._keep(f"compiled; {self.cost}")
         self.forward, self.turns = self.generated, {self.generated: [], self._fast: []}
@@ -331,11 +333,12 @@ class Turn:
 class Guarded:
     """Compiled code that gives way to generated code; one that ``writes`` gives None then, and did nothing.
 
-    direct: gives the whole step as one call without any of this, once it ran; None where there is no such call.
+    seconds: what a step took, if that is known. direct: gives the whole step as one call without any of this, once it
+    ran; None where there is no such call.
     """
 
-    def __init__(self, sizes: Sizes, code: Forward) -> None:
-        self._sizes, self.code, self._unfit = sizes, code, 0
+    def __init__(self, sizes: Sizes, code: Forward, seconds: float | None) -> None:
+        self._sizes, self.code, self._unfit, self.seconds = sizes, code, 0, seconds
         self.writes: bool = getattr(code, "writes", False)
         self.direct: Callable[[], Callable[..., Any] | None] = getattr(code, "direct", _nothing)
 
@@ -351,6 +354,24 @@ class Guarded:
         except Exception as error:  # nothing was written, so compute it again
             self._sizes.drop(f"compiled code failed: {type(error).__name__}")
         return None if self.writes else self._sizes.generated(*args)
+
+    def is_over_within(self, timeout: float | None) -> bool:
+        """Whether a call, which nothing can stop, ends long before a deadline."""
+        return timeout is None or (self.seconds is not None and FAR * self.seconds < timeout)
+
+
+class Timed:
+    """Code that knows how long its last call took."""
+
+    def __init__(self, code: Forward) -> None:
+        self._code, self.seconds = code, float("inf")
+        self.writes: bool = getattr(code, "writes", False)
+
+    def __call__(self, *args: Any) -> Any:
+        start = time.perf_counter()
+        outs = self._code(*args)
+        self.seconds = time.perf_counter() - start
+        return outs
 
 
 def _nothing() -> None:

@@ -32,7 +32,7 @@ class Native:
         if why is not None:
             return why
         wanted = NativeRequest.of(program, request.args)
-        package = compiled(wanted.key(), wanted.save, BUILD, request.owner)
+        package = compiled(wanted.key(), wanted.save, BUILD, request.owner, urgent=request.urgent)
         if package == NOBODY:
             raise Abandoned(NOBODY)
         return package if isinstance(package, str) else _opened(package, program)
