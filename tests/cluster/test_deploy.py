@@ -39,6 +39,7 @@ def ran(folder: Path, *command: str) -> str:
     return found.stdout
 
 
+@pytest.mark.slow
 def test_a_script_without_a_main_guard_runs_once_also_when_a_worker_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

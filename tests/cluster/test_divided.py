@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 
 import pytest
 import torch
@@ -50,6 +52,22 @@ def test_sync_on_two_tasks_equals_the_local_run_and_async_trains(connect, proble
     assert seen == pytest.approx(losses, rel=1e-12)
     list(cluster.train(p.program, p.batches(20), mode="async"))
     assert sum(s["applied"] for s in stats(cluster)) >= 40, "every batch on both servers"
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_killed_task_loses_and_doubles_nothing(connect, problem, mode):
+    p = problem(tfnb.train.SGD(0.1))
+    states, _ = p.local(20)
+    cluster = connect(2)
+    steps = cluster.train(p.program, p.batches(20), mode=mode)
+    seen = [next(steps)[0] for _ in range(4)]
+    os.kill(cluster._engine.tasks[0].info["pid"], signal.SIGKILL)
+    seen += [step for step, _ in steps]
+    assert seen == list(range(1, 21)) and divided(cluster)
+    applied = [s["applied"] for s in stats(cluster)]
+    assert applied == [21, 21], "made once, and each step once on both"
+    if mode == "sync":
+        assert close_to(p.values(), states[-1], 1e-12)
 
 
 def test_a_divided_variable_is_read_written_and_dropped_as_a_whole(connect, problem):

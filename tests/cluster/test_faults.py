@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from dask import config as dask_config
 
 import tfnb
 from tfnb.cluster import connected
@@ -39,6 +40,13 @@ def train(cluster, p, batches, at=None, do=None, mode="sync"):
         if step == at and do is not None:
             do()
     return seen
+
+
+@pytest.fixture
+def spawned():
+    """Worker processes start as those of a user do, not as those that this folder shares."""
+    with dask_config.set({"distributed.worker.multiprocessing-method": "spawn"}):
+        yield
 
 
 # -- compute tasks ---------------------------------------------------------------------------------------------
@@ -103,7 +111,10 @@ def test_no_compute_task_left(connect, problem):
 # -- servers ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "how",
+    [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.slow)],
+)
 def test_c63_row2_a_lost_server_is_an_error_within_ten_seconds(connect, problem, how):
     p = problem()
     states, _ = p.local(30)
@@ -324,9 +335,8 @@ def _status(pid):
         return b"State:\tZ"
 
 
-@pytest.mark.parametrize(
-    "ending", ["", pytest.param("--exit", marks=pytest.mark.slow), pytest.param("--die", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", ["", "--exit", "--die"])
 def test_c75_ctrl_c_to_the_process_group_and_no_process_is_left(tmp_path, ending):
     """A notebook's kernel gets SIGINT together with its worker processes: they must survive it."""
     script = tmp_path / "own.py"
@@ -355,7 +365,7 @@ def test_c75_ctrl_c_to_the_process_group_and_no_process_is_left(tmp_path, ending
         child.wait(10)
 
 
-def test_c75_an_interrupted_connect_leaves_no_process():
+def test_c75_an_interrupted_connect_leaves_no_process(spawned):
     psutil = pytest.importorskip("psutil")
     resource_tracker.ensure_running()  # Python's own process, which the first worker starts and which stays
     before = {p.pid for p in psutil.Process().children()}
@@ -367,7 +377,7 @@ def test_c75_an_interrupted_connect_leaves_no_process():
         assert time.monotonic() < end, "worker processes are left"
 
 
-def test_c66_a_cluster_of_ours_listens_on_loopback_only_and_is_closed():
+def test_c66_a_cluster_of_ours_listens_on_loopback_only_and_is_closed(spawned):
     psutil = pytest.importorskip("psutil")
     with tfnb.connect(1) as cluster:
         assert cluster.tasks == ("task:0",) and cluster.servers == ("ps:0",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import pytest
@@ -358,24 +359,24 @@ def test_requests_wait_inside_of_a_real_server(connect, problem):
     def now(*args):
         return link.wait(link.start(ask, *args), 50, args[0])
 
-    def later(*args):
-        return link.start(ask, *args)
+    def later(coroutine):  # not what the end of a training waits for
+        return asyncio.run_coroutine_threadsafe(coroutine, link.loop)
 
-    pulled = later("pull", {"keys": keys, "step": 3})
+    pulled = later(ask("pull", {"keys": keys, "step": 3}))
     assert isinstance(now("make", {"key": "q", "kind": "queue", "capacity": 2}), Ok)
 
     async def element():
         return await link.take(peer, "q", epoch=1, deadline=time.monotonic() + 40)
 
-    taken = [link.start(element) for _ in range(3)]
+    taken = [later(element()) for _ in range(3)]
     while now("stat", {}).meta["waiting"] < 4:
         pass
-    assert not pulled.task and not any(handle.task for handle in taken)
+    assert not pulled.done() and not any(handle.done() for handle in taken)
     list(cluster.train(p.program, p.batches(3)))
-    assert link.wait(pulled, 20, "the pull").meta["step"] == 3
+    assert pulled.result(20).meta["step"] == 3
     for n in range(3):
         now("enqueue", {"key": "q"}, number(n))
-    assert sorted(float(link.wait(handle, 20, "an element").tensors[0]) for handle in taken) == [0, 1, 2]
+    assert sorted(float(handle.result(20).tensors[0]) for handle in taken) == [0, 1, 2]
     begin = time.monotonic()
     assert now("dequeue", {"key": "q"}, (), 1.0) == Unknown(f"{peer.addr} did not answer by the deadline")
     assert time.monotonic() - begin < 5

@@ -42,9 +42,8 @@ T = TypeVar("T")
 EPOCH = 1
 SAID_AFTER = 2.0  # seconds
 REPLACED_WITHIN = 60.0  # seconds
-ENVIRONMENT = {  # of processes that we start: a large message is not put together again, a large tensor has huge pages
-    "DASK_DISTRIBUTED__COMM__OFFLOAD": "False", "DASK_DISTRIBUTED__COMM__SHARD": "512MiB", "THP_MEM_ALLOC_ENABLE": "1",
-}  # fmt: skip
+# of processes that we start: a large message is not put together again
+ENVIRONMENT = {"DASK_DISTRIBUTED__COMM__OFFLOAD": "False", "DASK_DISTRIBUTED__COMM__SHARD": "512MiB"}
 _SETTINGS = {
     "distributed.scheduler.worker-ttl": "30s", "distributed.comm.timeouts.connect": "30s",
     "distributed.deploy.lost-worker-timeout": "120s",
