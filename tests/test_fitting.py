@@ -19,6 +19,9 @@ from torch.nn import functional as F
 import tfnb
 from tfnb import fitting
 from tfnb.errors import DeadlineExceeded, FeedError, InvalidArgument, ShapeError, Unimplemented
+from tfnb.execution.tiers import tiered
+from tfnb.execution.tiers.compiled_loops import obstacle
+from tfnb.session import default_session
 from tfnb.train.batches import batches
 
 X = torch.randn(50, 6, generator=torch.Generator().manual_seed(0))
@@ -331,3 +334,29 @@ def test_interrupts_at_random_instants_leave_whole_steps(rule):
             steps = trial["before"] - trial["after"]
             said = [int(word) for word in trial["said"].split(";")[1].split() if word.isdigit()]
             assert steps in said, trial
+
+
+@pytest.mark.skipif(obstacle() is not None, reason="there is no C++ compiler")
+def test_which_code_runs_is_said_once_and_told_by_traces(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TFNB_COMPILE", "auto")
+    monkeypatch.setattr(tiered, "WORTH_COMPILING", 1e-4)
+    monkeypatch.setattr(fitting, "SHOWN_AFTER", 0.0)
+    monkeypatch.setattr(fitting, "SHOWN_EVERY", 0.0)
+    caplog.set_level("INFO", "tfnb.fit")
+    layer = torch.nn.Linear(4, 3)
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.ones(8, 4), name="x")
+        train = tfnb.train.SGD(0.1).minimize(layer(x).square().mean())
+    session = default_session(graph)
+    try:
+        result = tfnb.fit(train, {x: torch.ones(80, 4)}, steps=30, batch_size=8)
+        said = [record.message for record in caplog.records if "compiling in the background" in record.message]
+        assert len(said) == 1 and result.code.startswith("generated code; compiling in the background")
+        fed = {x: torch.ones(8, 4)}
+        session.run((train, ()), fed, trace=True)
+        assert session.trace is not None and "untraced it is generated code; compiling in the" in repr(session.trace)
+        assert "untraced it is" in session.trace._repr_html_()
+    finally:
+        session.close()

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from html import escape
 from itertools import chain
 from operator import is_not
@@ -42,6 +43,7 @@ MODES = ("sync", "async")
 LATER = ("bounded", "downpour", "sandblaster", "allreduce")
 SHOWN_AFTER = 2.0  # seconds
 SHOWN_EVERY = 0.1  # seconds
+_PLAIN = "generated code"  # needs no word
 LOGGED_EVERY = 10.0  # seconds, where there is no terminal
 
 
@@ -51,13 +53,15 @@ class RunResult:
 
     ``history`` has one entry for each epoch (pass over the data), also one that was cut short: ``epoch``, ``step`` (the
     last one of it), and for each watched value its mean over the epoch, weighted by rows. ``curve`` has them along the
-    way: means over equal numbers of steps, at most 400 points.
+    way: means over equal numbers of steps, at most 400 points. ``code``: which code ran the steps here at the end, why,
+    and what compiling it cost.
     """
 
     steps: int
     history: list[dict[str, Any]]
     seconds: float
     curve: list[dict[str, Any]] = field(default_factory=list)
+    code: str = ""
 
     @property
     def summary(self) -> str:
@@ -141,6 +145,7 @@ def _here(session: Session, fetch: Any, watched: tuple[Any, ...], source: Batche
     for batch in source.each if source.is_ours else _awaited(source.each, run):
         if call is None or len(keys) != len(batch.keys) or any(map(is_not, keys, batch.keys)):
             keys, call = batch.keys, session.make_callable((fetch, watched), batch.keys)
+            run.code = partial(session.code, (fetch, watched), keys)
         run.is_inside = True
         yield batch, call(*batch.values)[1]
 
@@ -193,6 +198,8 @@ class _Run:
         self.is_waiting = False  # for data
         self.is_wanted = False  # an interrupt
         self._metrics, self._front = metrics, front
+        self.code: Callable[[], str] = str  # which code runs the steps
+        self._said = _PLAIN
         self._epoch = 1
         self._start = self._looked = time.perf_counter()
         self._warned = 0
@@ -217,6 +224,10 @@ class _Run:
         __tracebackhide__ = True
         self._read()
         if seconds >= SHOWN_AFTER:
+            code = self.code()
+            if code and code != self._said:
+                self._said = code
+                self._front.say(code)
             self._front.update(self.step, self._metrics.means(), self.step / seconds, self._metrics.curve())
         if self.timeout is not None and self._cluster is None and seconds > self.timeout:
             raise DeadlineExceeded(
@@ -240,7 +251,7 @@ class _Run:
             self._metrics.end_epoch(self._epoch, self.step)
         self._read()
         seconds = time.perf_counter() - self._start
-        result = RunResult(self.step, self._metrics.history, seconds, self._metrics.curve())
+        result = RunResult(self.step, self._metrics.history, seconds, self._metrics.curve(), self.code())
         self._finish(result.summary)
         return result
 
@@ -359,6 +370,10 @@ class _Log:
             self._next = now + LOGGED_EVERY
             log.info("%s", _line(self._label, step, self._total, metrics, rate))
 
+    def say(self, code: str) -> None:
+        """Once, when other code runs or is on its way."""
+        log.info("%s: %s", self._label, code)
+
     def finish(self, text: str, metrics: Mapping[str, float], curve: Curve) -> None:
         """The last line."""
         log.info("%s: %s", self._label, text)
@@ -370,6 +385,12 @@ class _Panel:
     def __init__(self, total: int | None, label: str) -> None:
         self._total, self._label = total, label
         self._panel: Any = None
+
+    def say(self, code: str) -> None:
+        """Show beside the steps which code runs them."""
+        if self._panel is None:
+            self._panel = widgets.ProgressPanel(self._total, self._label)
+        self._panel.note = code
 
     def update(self, step: int, metrics: Mapping[str, float], rate: float, curve: Curve) -> None:
         """Show it, or renew it."""

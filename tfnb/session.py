@@ -375,6 +375,7 @@ class Session:
             tracer = TRACERS[how](program)
             results = self._step(prepared, program, tensors, timeout, tracer.forward, tracer.commit, cut)
         tracer.end(results, profile.found)
+        tracer.untraced = "" if prepared.code.budget else prepared.code.tiers.code(shapes)
         self._trace = tracer if tracer.by_parts else tracer.trace()
         self.graph.attached["trace"] = self._trace  # live drawings of the graph look there
         return results
@@ -543,6 +544,20 @@ class Session:
         if plans := self.plans():
             return [f"{at}: generated code; {plan}" for at, plan in plans]
         return [line for code in self._codes() for line in code.tiers.status()]
+
+    def code(self, fetches: Any, feeds: Sequence[Any] = ()) -> str:
+        """Which code runs a signature here, and why, for the sizes that it ran with first; empty if it did not run.
+
+        >>> import tfnb
+        >>> with tfnb.record() as g:
+        ...     x = tfnb.placeholder(torch.zeros(2, 3), name="x")
+        ...     y = x.exp()
+        >>> session = Session(g, compile="auto")
+        >>> session.run(y, {x: torch.zeros(1, 3)}), session.code(y, [x])
+        (tensor([[1., 1., 1.]]), 'generated code')
+        """
+        code = self._prepare(fetches, tuple(feeds)).code
+        return code.tiers.code() if code.is_lowered and code.budget is None else ""
 
     def plans(self) -> list[tuple[str, Planned]]:
         """With a memory budget: names and sizes of the feeds of each signature run here, and what was planned."""

@@ -42,6 +42,8 @@ def timeline(trace: Any, keys: Mapping[tuple[int, ...], str]) -> str:
         f"<b>{xml(trace.title)}</b> {duration(trace.seconds)} · "
         f"{facts.plural(len(trace.events), 'event')} · at most {facts.amount(trace.peak)} at once{note}"
     )
+    if trace.other_code:
+        head += f" · {xml(trace.other_code)}"
     tables = "".join(_table(trace, by, title, is_open=by == "node") for by, title in TABLES)
     bar = f'<div class="tfnb-bar"><span>{head}</span></div>'
     return f'<div class="tfnb-timeline">{bar}{_svg(trace, events, keys, iterations)}{tables}</div>'

@@ -125,6 +125,13 @@ class Tiers:
             for key, sizes in self._sizes.items()
         ]
 
+    def code(self, shapes: tuple[torch.Size, ...] | None = None) -> str:
+        """Which code runs and why, for feeds of these shapes or of those that came first; empty if none ran so."""
+        if self.mode == "off":
+            return "generated code"
+        found = self._sizes.get(shapes) if shapes is not None else next(iter(self._sizes.values()), None)
+        return "" if found is None else found.status
+
 
 class Sizes:
     """One choice of sizes: ``forward`` is what runs now, replaced as the state changes.

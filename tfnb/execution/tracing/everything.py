@@ -92,7 +92,7 @@ class Everything(Tracer):
             program.whole, program.fetches, events, tuple(self.memory.points), self.seconds, self.began,
             taken={node: frozenset(ways) for node, ways in self.taken.items()},
             inside=self.inside, once=self.once, loops=tuple(self.loops.loops.values()),
-            kernels=kernels(self.profile, self.began, events), profile=self.profile,
+            kernels=kernels(self.profile, self.began, events), profile=self.profile, untraced=self.untraced,
         )  # fmt: skip
 
     # -- the clock --------------------------------------------------------------------------------------------

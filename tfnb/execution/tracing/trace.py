@@ -85,6 +85,7 @@ class Row:
 class Trace:
     """What a traced run did: ``events`` in order, and the ``live`` bytes of the step as (seconds, bytes) steps.
 
+    A traced run is generated code; ``untraced`` says which code runs the step else, why, and what compiling it cost.
     ``seconds`` is the wall time of computing and committing, ``began`` its start in nanoseconds of the system's clock.
     ``taken`` has the sides that branches took, by the id of their node, also of branches in loops. ``inside`` has what
     nodes in loops and branches took, which is part of the events, ``once`` when those ran that are in branches but in
@@ -116,6 +117,7 @@ class Trace:
     loops: tuple[LoopTrace, ...] = ()
     kernels: tuple[Event, ...] = ()
     profile: Mapping[str, Any] = field(default_factory=dict)
+    untraced: str = ""
 
     @property
     def fetched(self) -> frozenset[int]:
@@ -240,6 +242,11 @@ class Trace:
         """Each thread and device that something ran on, in order of first use."""
         return tuple(dict.fromkeys((event.thread, event.device) for event in (*self.events, *self.kernels)))
 
+    @property
+    def other_code(self) -> str:
+        """What runs the step when nobody looks, if that is not what was traced; else empty."""
+        return "" if self.untraced in ("", "generated code") else f"untraced it is {self.untraced}"
+
     def __repr__(self) -> str:
         rows = self.table(self.rows)
         wide = max((len(row.name) for row in rows), default=0)
@@ -252,7 +259,7 @@ class Trace:
             f"<Trace of {self.title} in graph {self.graph.name}: {len(self.events)} events in "
             f"{1e3 * self.seconds:.3f} ms, at most {self.peak:,} bytes>"
         )
-        return "\n".join([head, *map(str.rstrip, lines)])
+        return "\n".join([head, *filter(None, [self.other_code]), *map(str.rstrip, lines)])
 
     def _repr_html_(self) -> str:
         from tfnb.view import trace_html

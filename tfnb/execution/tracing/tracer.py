@@ -26,6 +26,8 @@ class Tracer:
 
     by_parts: ClassVar[bool] = False
 
+    untraced = ""  # which code runs the step when nobody looks, and why
+
     def __init__(self, program: Program) -> None:
         self.program, self.code = program, Probed.of(program, by_parts=self.by_parts)
         self.device, self.thread = self.code.device, threading.current_thread().name
@@ -93,4 +95,5 @@ class Times(Tracer, Probe):
             for name, start, end, size in zip(names, at[:-1], at[1:], made, strict=False)
         ]
         live = [(0.0, 0), *zip(at[1:], held, strict=False)]
-        return Trace(program.whole, program.fetches, tuple(events), tuple(live), at[len(names)], self.began)
+        return Trace(program.whole, program.fetches, tuple(events), tuple(live), at[len(names)], self.began,
+                     untraced=self.untraced)  # fmt: skip
