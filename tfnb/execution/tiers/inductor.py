@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from tfnb.execution.lowering.checked_calls import Drawing
+from tfnb.execution.lowering.control_flow_code import Loop
 from tfnb.execution.lowering.program import Program
 from tfnb.execution.tiers.decompositions import decompositions
 from tfnb.execution.tiers.interface import Forward, Request
@@ -30,6 +31,8 @@ class Inductor:
     def made(self, request: Request) -> Forward | str:
         """The code for arguments of these very sizes: feeds, storages, the run's number."""
         program, args = request.program.undonated(), request.args
+        if any(isinstance(node.target, Loop) for node in program.module.graph.nodes):
+            return "it would be compiled iteration by iteration"
         graph, slots = _pure(program)
         draws = any(node.op == "placeholder" and node.name == "run" for node in graph.nodes)
         examples = (*args[:-1], torch.tensor(args[-1], device="cpu")) if draws else tuple(args[:-1])

@@ -17,22 +17,24 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
 from functools import cache, cached_property
 from typing import Any, Literal
 
 import torch
 
-from tfnb.errors import DeadlineExceeded, InvalidArgument
-from tfnb.execution.commit import commit
+from tfnb.errors import InvalidArgument, Unimplemented
 from tfnb.execution.compiling.compiled_packages import PackageFolder
 from tfnb.execution.compiling.compiler_process import COMPILER
 from tfnb.execution.lowering.program import Program
-from tfnb.execution.running import Running, Stop
+from tfnb.execution.running import Stop
+from tfnb.execution.tiers.agreement import at_other_sizes, difference, verdict
 from tfnb.execution.tiers.captured_steps import Captured, Captures, device_of
 from tfnb.execution.tiers.compiled_loops import CompiledLoops, obstacle
 from tfnb.execution.tiers.inductor import Inductor
-from tfnb.execution.tiers.interface import Forward, Request, Tier, Unfit, first, first_line, words
+from tfnb.execution.tiers.interface import Forward, Request, Tier, Unfit, first, words
+from tfnb.execution.tiers.native.manifest import LEAST
+from tfnb.execution.tiers.native.request import Axis, varying_axes
 from tfnb.execution.tiers.native.tier import Native
 from tfnb.execution.tiers.operand_checks import OperandRefused
 from tfnb.execution.tiers.scalarize import Scalarized
@@ -44,18 +46,14 @@ from tfnb.recording.marks.notes import user_level
 Mode = Literal["auto", "off", "now"]
 MODES = ("auto", "off", "now")
 WORTH_COMPILING = 2.0  # seconds of computing with the same sizes
-MOST = 2  # sizes compiled for one program
-TURNS = 10  # timed steps of each kind
-CLEAR_TURNS = 3  # that are enough where one is always twice as fast
-CLEAR = 0.8  # of the pairs of steps agree on which kind is faster
-MOST_TURNS = 40  # then what there is decides
+MOST = 2  # sizes that code of their own is compiled for, of one program; then one piece of code for all others
+MOST_CALLS = 4000  # of a step that is compiled: these take a processor two minutes
 TURN = 0.05  # seconds; Python raises nothing in a thread that waits for longer
 MOST_UNFIT = 3  # steps of other layouts, after which they are what is to be expected
 MOST_COPIED = 1 << 30  # bytes of what a step reads
 FAR = 10  # times what a step takes: a deadline that far away needs no step that can be stopped
-LONGEST_COMPARED = 5.0  # seconds of a step that compiled code is compared with
 
-NATIVE = Native()
+NATIVE, VARYING = Native(), Native(varies=True)
 AT_ONCE: tuple[Tier, ...] = (Scalarized(),)
 COMPILED: tuple[Tier, ...] = (CompiledLoops(), NATIVE, Inductor())
 """Tiers that are asked before the first step, and when steps have taken long. CUDA graphs launch the code of either."""
@@ -98,6 +96,10 @@ class Tiers:
     def __init__(self, program: Any, mode: Mode) -> None:
         self.program, self.mode, self._generated = program, mode, Generated(program)
         self._sizes: dict[tuple[torch.Size, ...], Sizes] = {}
+        self._own, self._axes = 0, tuple[Axis, ...]()
+        self._varying: Sizes | None = None
+        with suppress(Unimplemented):
+            self._axes = varying_axes(program) if isinstance(program, Program) else ()
         self._captures = None if mode == "off" else Captures.of(program)
 
     def forward(self, shapes: tuple[torch.Size, ...]) -> Forward:
@@ -106,11 +108,24 @@ class Tiers:
             return self._generated.code
         found = self._sizes.get(shapes)
         if found is None:
-            mode = self.mode if len(self._sizes) < MOST else "off"
-            found = self._sizes[shapes] = Sizes(self.program, self._generated, mode, self._captures)
-            if mode != "off":
-                found.recall(shapes)
-        return found.forward if found.turns is None else found.turn(found.turns)
+            found = self._sizes[shapes] = self._found(shapes)
+        turns = found.turns
+        return found.forward if turns is None else found.turn(turns, shapes)
+
+    def _found(self, shapes: tuple[torch.Size, ...]) -> Sizes:
+        """What these shapes get: code of their own, that of many sizes, or generated code."""
+        is_single = any(shapes[place][axis] < LEAST for place, axis, _ in self._axes)
+        if self._own < MOST or (is_single and self._own == MOST):  # the size one is a number of its own for torch
+            self._own += 1
+            found = Sizes(self.program, self._generated, self.mode, self._captures)
+        elif is_single or not self._axes or self._captures is not None:
+            return Sizes(self.program, self._generated, "off", self._captures)
+        elif self._varying is not None:
+            return self._varying
+        else:
+            found = self._varying = Sizes(self.program, self._generated, self.mode, varies=True)
+        found.recall(shapes)
+        return found
 
     def close(self) -> None:
         """Nobody waits for what is being compiled."""
@@ -120,10 +135,11 @@ class Tiers:
     def status(self) -> list[str]:
         """A line for each choice of sizes: which code runs and why."""
         names = [self.program.whole.contents.by_id[value.node].name for value in self.program.feeds]
-        return [
+        lines = [
             ", ".join(f"{name} {list(shape)}" for name, shape in zip(names, key, strict=True)) + f": {sizes.status}"
-            for key, sizes in self._sizes.items()
-        ]
+            for key, sizes in self._sizes.items() if sizes is not self._varying
+        ]  # fmt: skip
+        return lines if self._varying is None else [*lines, f"other sizes [...]: {self._varying.status}"]
 
     def code(self, shapes: tuple[torch.Size, ...] | None = None) -> str:
         """Which code runs and why, for feeds of these shapes or of those that came first; empty if none ran so."""
@@ -134,19 +150,22 @@ class Tiers:
 
 
 class Sizes:
-    """One choice of sizes: ``forward`` is what runs now, replaced as the state changes.
+    """One choice of sizes, or all that have no code of their own: ``forward`` runs now, replaced as the state changes.
 
-    turns: seconds of timed steps of generated and of compiled code, while they take turns.
+    turns: seconds of timed steps of generated and of compiled code, while they take turns; of steps of about the same
+    size together. varies: it is many sizes.
     """
 
     def __init__(
-        self, program: Program, written: Generated, mode: Mode, captures: Captures | None = None
+        self, program: Program, written: Generated, mode: Mode, captures: Captures | None = None, *,
+        varies: bool = False,
     ) -> None:  # fmt: skip
+        self._varies = varies
         self.program, self._mode, self._captures = program, mode, captures
         self._written, self._why = written, dict[Forward, str]()  # why code is not captured
         self.forward: Forward = {"auto": self._counted, "now": self._now}.get(mode) or self.generated
         self.code = "generated code"
-        self.turns: dict[Forward, list[float]] | None = None
+        self.turns: dict[Any, dict[Forward, list[float]]] | None = None
         self._clock = counter(device_of(program))
         self._fast: Guarded | None = None
         self._package: PackageFolder | None = None
@@ -185,7 +204,7 @@ class Sizes:
         if self._captures is not None or not isinstance(self.program, Program):
             return
         try:
-            found = NATIVE.recalled(self.program, shapes)
+            found = (VARYING if self._varies else NATIVE).recalled(self.program, shapes)
         except Exception as error:  # it is compiled anew then
             _LOG.info("a package of the cache was not loaded: %s", words(error))
             return
@@ -229,9 +248,15 @@ class Sizes:
             return self.drop(lacks)
         if sum(arg.nbytes for arg in args if isinstance(arg, torch.Tensor)) > MOST_COPIED:
             return self.drop("compiled code is compared on copies, and the step reads more than 1 GiB")
+        if (count := calls(self.program)) > MOST_CALLS:
+            return self.drop(
+                f"{count:,} calls are too many to compile, at most {MOST_CALLS:,}: a loop of the graph (tfnb.fold, or "
+                "for x in a tensor, in a cell) compiles its body once"
+            )
         try:
             with frozen():
-                found, why = first(COMPILED, Request(self.program, self._plain, args, self, self._mode == "now"))
+                tiers = (VARYING,) if self._varies else COMPILED
+                found, why = first(tiers, Request(self.program, self._plain, args, self, self._mode == "now"))
             if found is None:
                 return self.drop(why)
             self._package = getattr(found, "package", None)
@@ -239,18 +264,21 @@ class Sizes:
             self.cost = cost if self._package is None else self._package.cost
             self.code = f"generated code; compiled code is not compared yet ({self.cost})"
             timed = Timed(found)
-            differs = difference(self.program, self._plain, timed, args)
+            compared = [args, *(at_other_sizes(self.program, args) if self._varies else ())]
+            found_wrong = (difference(self.program, self._plain, timed, given) for given in compared)
+            differs = next(filter(None, found_wrong), None)
         except BaseException as error:  # inductor raises anything; generated code goes on
             return self.drop(words(error))
         if differs:
             self._note(is_faster=False, status=f"compiled code differs: {differs}")
             return self.drop(f"compiled code differs: {differs}")
-        self._note(agrees=True, seconds_a_step=timed.seconds)
-        self._fast = Guarded(self, self._captured(found), timed.seconds)
+        seconds = None if self._varies else timed.seconds
+        self._note(agrees=True, seconds_a_step=seconds)
+        self._fast = Guarded(self, self._captured(found), seconds)
         if self._mode == "now":
             return self._keep(f"compiled; {self.cost}")
-        self.forward, self.turns = self.generated, {self.generated: [], self._fast: []}
-        if not self.program.variables:
+        self.forward, self.turns = self.generated, {}
+        if not self.program.variables and not self._varies:
             self._time_once(self._fast, args)
 
     def _time_once(self, fast: Forward, args: Sequence[Any]) -> None:
@@ -274,19 +302,24 @@ class Sizes:
         self.code = f"generated code ({why})"
         _LOG.info("compiled code dropped: %s", why)
 
-    def turn(self, turns: Mapping[Forward, list[float]]) -> Forward:
+    def turn(self, turns: dict[Any, dict[Forward, list[float]]], shapes: Sequence[torch.Size]) -> Forward:
         """Generated and compiled code take turns, timed."""
-        return Turn(self, min(turns, key=lambda code: len(turns[code])))
+        assert self._fast is not None
+        about = tuple(size.bit_length() for shape in shapes for size in shape)
+        seconds = turns.setdefault(about, {self.generated: [], self._fast: []})
+        return Turn(self, min(seconds, key=lambda code: len(seconds[code])), seconds)
 
-    def took(self, code: Forward, seconds: float) -> None:
-        """A timed step is over."""
+    def took(self, code: Forward, seconds: float, among: Mapping[Forward, list[float]]) -> None:
+        """A timed step is over. among: the seconds of steps of about the same size."""
         turns = self.turns
         if turns is None:
             return
-        turns[code].append(seconds)
-        found = verdict(*turns.values())
+        among[code].append(seconds)
+        pairs = [pair for each in turns.values() for pair in zip(*each.values(), strict=False)]
+        generated, compiled = zip(*pairs, strict=True) if pairs else ((), ())
+        found = verdict(generated, compiled)
         if found is not None:
-            slow = statistics.median(turns[self.generated]) * 1e6
+            slow = statistics.median(generated) * 1e6
             if found < 1:
                 self._decide(f"compiled: {found * slow:.0f} instead of {slow:.0f} us")
             else:
@@ -319,8 +352,8 @@ class Sizes:
 class Turn:
     """One timed step."""
 
-    def __init__(self, sizes: Sizes, code: Forward) -> None:
-        self._sizes, self._code, self._start = sizes, code, 0.0
+    def __init__(self, sizes: Sizes, code: Forward, among: Mapping[Forward, list[float]]) -> None:
+        self._sizes, self._code, self._among, self._start = sizes, code, among, 0.0
         self.writes = getattr(code, "writes", False)
 
     def __call__(self, *args: Any) -> Any:
@@ -334,7 +367,7 @@ class Turn:
     def done(self) -> None:
         """The step has committed."""
         self._sizes.wait(())
-        self._sizes.took(self._code, time.perf_counter() - self._start)
+        self._sizes.took(self._code, time.perf_counter() - self._start, self._among)
 
 
 class Guarded:
@@ -391,62 +424,10 @@ def _release(forward: Forward) -> None:
         forward.release()
 
 
-def difference(program: Program, generated: Forward, compiled: Forward, args: Sequence[Any]) -> str | None:
-    """What a step of compiled code leaves that differs, in a few words; None where it agrees or takes too long."""
-    args = _copied(args)  # other steps write meanwhile
-    try:
-        late = LONGEST_COMPARED, lambda _: DeadlineExceeded("")
-        wanted = Running().compute(_after, program, generated, _copied(args), until=late)
-    except DeadlineExceeded:
-        return None
-    try:
-        found = _after(program, compiled, args)
-        torch.testing.assert_close(found, _tensors(wanted, found), rtol=1e-3, atol=1e-4, equal_nan=True)
-    except OperandRefused:  # it would have given way
-        return None
-    except AssertionError as error:
-        return first_line(error)
-    return None
-
-
-def _after(program: Program, forward: Forward, args: Sequence[Any]) -> list[Any]:
-    """What a step gives, and all that it read, as it leaves it; no Variable knows."""
-    *tensors, run = args
-    feeds, storages = tensors[: len(program.feeds)], tensors[len(program.feeds) :]
-    if getattr(forward, "writes", False):
-        return [*forward(feeds, storages, run), *storages]
-    fetched, pending = program.compute(feeds, storages, run, forward)
-    commit(replace(pending, variables=()))
-    return [*fetched, *storages]
-
-
-def _copied(args: Sequence[Any]) -> list[Any]:
-    return [arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args]
-
-
-def _tensors(outs: Sequence[Any], like: Sequence[Any]) -> list[Any]:
-    """Outputs with a tensor for each number, as the other code gives it."""
-    return [
-        out if out is None or isinstance(out, torch.Tensor) else torch.full_like(other, out)
-        for out, other in zip(outs, like, strict=True)
-    ]
-
-
-def verdict(generated: Sequence[float], compiled: Sequence[float]) -> float | None:
-    """What compiled code takes of the time of generated code; None as long as that is not clear.
-
-    Steps are compared in pairs, one right after the other, so that a machine which gets slower or faster in the
-    meantime, or stumbles, decides nothing.
-
-    >>> verdict([1, 1, 1, 5, 5, 5, 5, 5, 5, 5], [1.1, 1.1, 1.1, 5.5, 5.5, 5.5, 5.5, 5.5, 5.5, 9])
-    1.1
-    """
-    ratios = [b / a for a, b in zip(generated, compiled, strict=False)]
-    count, faster = len(ratios), sum(ratio < 1 for ratio in ratios)
-    if count >= CLEAR_TURNS and (2 * max(compiled) < min(generated) or 2 * max(generated) < min(compiled)):
-        return statistics.median(ratios)
-    clear = count >= TURNS and max(faster, count - faster) >= CLEAR * count
-    return statistics.median(ratios) if clear or count >= MOST_TURNS else None
+def calls(program: Program) -> int:
+    """How many calls its code has; those of a loop's body once."""
+    own = sum(node.op == "call_function" for node in program.module.graph.nodes)
+    return own + sum(map(calls, program.inner))
 
 
 class Worker:

@@ -9,6 +9,7 @@ and every write then keeps the old value.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from tfnb.errors import Unimplemented
 from tfnb.execution.lowering.checked_calls import Branch, Drawing
@@ -24,7 +26,7 @@ from tfnb.execution.lowering.loop_in_place import writer_of
 from tfnb.execution.lowering.program import Program
 from tfnb.execution.tiers.graph_split import dependents, halves, sizes
 from tfnb.execution.tiers.native.manifest import About
-from tfnb.execution.tiers.native.request import Operand
+from tfnb.execution.tiers.native.request import Axis, Operand, resized
 from tfnb.execution.tiers.native.scans import Body, Scan, is_count, refusal
 from tfnb.execution.tiers.operand_checks import OperandChecks
 from tfnb.graph.op_facts import kernel
@@ -176,11 +178,11 @@ def _zeros(fake: FakeTensor) -> torch.Tensor:
 
 
 def exportable(
-    whole: Program, operands: Sequence[Operand], table: Mapping[Any, Callable[..., Any]]
+    whole: Program, operands: Sequence[Operand], table: Mapping[Any, Callable[..., Any]], axes: Sequence[Axis] = ()
 ) -> tuple[fx.GraphModule, list[torch.Tensor], About]:
     """The module, examples of its operands, and what it gives; raises Unimplemented, or what torch raises.
 
-    table: decompositions of the compiler.
+    table: decompositions of the compiler. axes: those that vary.
     """
     found = split(whole)
     if isinstance(found, str):
@@ -209,11 +211,49 @@ def exportable(
             args[place].copy_(value if flag is None else torch.where(flag, args[place], value))
         return [*(outs[place] for place in results), *([] if flag is None else [flag])]
 
-    with torch.no_grad():
-        module = make_fx(function, checks.over(table), tracing_mode="fake", _allow_non_fake_inputs=True)(*examples)
+    varying = (*axes, *_drawn_axes(program, operands, axes, len(operands) + len(given.constants)))
+    with torch.no_grad(), _sized(examples, varying) as traced:
+        module = make_fx(function, checks.over(table), tracing_mode="fake", _allow_non_fake_inputs=True)(*traced)
     fetched = tuple(results.index(place) if place is not None and place >= 0 else place for place in shown)
-    about = About(tuple(map(Operand.of, examples)), tuple(writes or ()), fetched, bool(checks.changed))
+    about = About(tuple(map(Operand.of, examples)), tuple(writes or ()), fetched, bool(checks.changed), varying)
     return module, examples, about
+
+
+def _drawn_axes(program: Program, operands: Sequence[Operand], axes: Sequence[Axis], first: int) -> Iterator[Axis]:
+    """The axes of what is drawn that vary, found by drawing for other sizes, too."""
+    sizes = {symbol: operands[place].shape[axis] for place, axis, symbol in axes}
+    if not sizes:
+        return
+    others = {symbol: size + 2 * place for place, (symbol, size) in enumerate(sizes.items(), 1)}
+    drawn = []
+    for chosen in (sizes, others):
+        given = resized(operands, axes, chosen)
+        drawn.append([draw(0, [x.empty().zero_() for x in given]) for draw in Given.of(program, given).draws])
+    for place, pair in enumerate(zip(*drawn, strict=True), first):
+        for axis, (size, other) in enumerate(zip(*(x.shape for x in pair), strict=True)):
+            symbols = [symbol for symbol in sizes if (sizes[symbol], others[symbol]) == (size, other)]
+            if size != other and not symbols:
+                raise Unimplemented("the size of a draw is computed from sizes that vary")
+            yield from (Axis(place, axis, symbol) for symbol in symbols)
+
+
+@contextmanager
+def _sized(examples: Sequence[torch.Tensor], axes: Sequence[Axis]) -> Iterator[Sequence[torch.Tensor]]:
+    """The examples with symbols for what varies; raises Unimplemented if tracing them decided about a size."""
+    if not axes:
+        yield examples
+        return
+    places, sizes = {(place, axis) for place, axis, _ in axes}, ShapeEnv()
+    kinds = {True: DimDynamic.DUCK, False: DimDynamic.STATIC}  # equal examples are one symbol
+    with FakeTensorMode(shape_env=sizes, allow_non_fake_inputs=True) as mode:
+        contexts: list[Any] = [
+            StatelessSymbolicContext(dynamic_sizes=[kinds[(place, axis) in places] for axis in range(x.dim())])
+            for place, x in enumerate(examples)
+        ]
+        yield [mode.from_tensor(x, symbolic_context=how) for x, how in zip(examples, contexts, strict=True)]
+    decided = [*(guard.expr for guard in sizes.guards), *sizes.replacements]
+    if decided:
+        raise Unimplemented(f"its sizes cannot vary: tracing it decided {decided[0]}")
 
 
 def _pure(program: Program, checks: OperandChecks) -> tuple[fx.Graph, list[int | None]]:

@@ -25,6 +25,7 @@ from tfnb.errors import Unimplemented
 from tfnb.execution.compiling.compiled_packages import REQUEST
 from tfnb.execution.tiers.decompositions import decompositions
 from tfnb.execution.tiers.native.exportable import exportable
+from tfnb.execution.tiers.native.manifest import LEAST, About
 from tfnb.execution.tiers.native.request import NativeRequest
 from tfnb.execution.tiers.native.unrolling import unroll_scans
 
@@ -50,8 +51,9 @@ def build(request: NativeRequest, folder: Path) -> None:
     }  # fmt: skip
     with compile_lock, torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        module, examples, about = exportable(program, request.operands, decompositions(select_decomp_table()))
-        exported = torch.export.export(module, tuple(examples))
+        table = decompositions(select_decomp_table())
+        module, examples, about = exportable(program, request.operands, table, request.varying)
+        exported = torch.export.export(module, tuple(examples), dynamic_shapes=_dynamic(about))
         made = _inductor.aoti_compile_and_package(
             exported, package_path=str(folder / "step.pt2"), inductor_configs=settings
         )
@@ -67,6 +69,18 @@ def build(request: NativeRequest, folder: Path) -> None:
     compiler = [cpp_builder.get_cpp_compiler(), "-O2", "-shared", "-fPIC", *callers, "-x", "none"]
     subprocess.run([*compiler, "-o", str(folder / CALL)], check=True, capture_output=True)
     about.save(folder)
+
+
+def _dynamic(about: About) -> tuple[dict[int, Any] | None, ...] | None:
+    """What varies, as torch takes it: it raises an error where code fixes a size that has a name."""
+    if not about.varying:
+        return None
+    names = dict.fromkeys(symbol for _, _, symbol in about.varying)
+    sizes = {symbol: torch.export.Dim(f"size{place}", min=LEAST) for place, symbol in enumerate(names)}
+    found: list[dict[int, Any]] = [{} for _ in about.operands]
+    for place, axis, symbol in about.varying:
+        found[place][axis] = sizes[symbol]
+    return tuple(axes or None for axes in found)
 
 
 def _writes_last(nodes: list[Any]) -> list[Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -19,7 +19,7 @@ import torch
 from tfnb.errors import Unimplemented
 from tfnb.execution.lowering.lower import lower_optimized
 from tfnb.execution.lowering.program import Program
-from tfnb.graph import Contents, Graph, Node, Value
+from tfnb.graph import Contents, Dim, Graph, Node, Value
 from tfnb.graph.forms.serial import graph_hash, read_graph, write_graph
 from tfnb.graph.spec import dtype_name
 
@@ -44,30 +44,70 @@ class Operand(NamedTuple):
         """The dtype itself."""
         return getattr(torch, self.dtype)  # type: ignore[no-any-return]
 
+    def resized(self, sizes: Mapping[int, int]) -> Operand:
+        """One element behind the other, with other sizes of these axes."""
+        shape = [sizes.get(axis, size) for axis, size in enumerate(self.shape)]
+        return self._replace(shape=(*shape,), stride=tuple(torch.empty(shape, device="meta").stride()))
+
     def empty(self) -> torch.Tensor:
         """A tensor that lies so."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.torch_dtype, device=self.device)
 
 
+class Axis(NamedTuple):
+    """One that varies: which operand's, and the symbol that is its size."""
+
+    operand: int
+    axis: int
+    symbol: str
+
+
+def varying_axes(program: Program) -> tuple[Axis, ...]:
+    """The axes of the feeds that vary; raises Unimplemented for one whose size is computed from others."""
+    by_id = program.whole.contents.by_id
+    found = []
+    for place, value in enumerate(program.feeds):
+        for axis, size in enumerate(by_id[value.node].outputs[value.index].shape):
+            if isinstance(size, Dim):
+                if not size.is_symbol:
+                    raise Unimplemented(f"the size {size} of a feed is computed from others")
+                found.append(Axis(place, axis, size.expr))
+    return tuple(found)
+
+
+def resized(operands: Sequence[Operand], axes: Iterable[Axis], sizes: Mapping[str, int]) -> tuple[Operand, ...]:
+    """The operands where the symbols are these numbers."""
+    wanted: dict[int, dict[int, int]] = {}
+    for place, axis, symbol in axes:
+        wanted.setdefault(place, {})[axis] = sizes[symbol]
+    return tuple(x.resized(wanted[place]) if place in wanted else x for place, x in enumerate(operands))
+
+
 @dataclass(frozen=True)
 class NativeRequest:
-    """One step to compile. operands: its feeds, then the storages of its Variables; threads: those of its loops."""
+    """One step to compile. operands: its feeds, then the storages of its Variables; threads: those of its loops.
+
+    varying: axes of which the code takes any size from 2 on; the operands have an example.
+    """
 
     graph: Graph
     fetches: tuple[tuple[int, int], ...]  # position of the node, and which of its outputs
     feeds: tuple[tuple[int, int], ...]
     operands: tuple[Operand, ...]
     threads: int
+    varying: tuple[Axis, ...] = ()
 
     @classmethod
-    def of(cls, program: Program, args: Sequence[Any]) -> Self:
-        """For arguments as in a run: feeds, storages, the run's number."""
+    def of(cls, program: Program, args: Sequence[Any], *, varies: bool = False) -> Self:
+        """For arguments as in a run: feeds, storages, the run's number. varies: for other sizes of the feeds, too."""
         graph = _closed(program)
         place = graph.contents.position
         fetches, feeds = (
             tuple((place[value.node], value.index) for value in values) for values in (program.fetches, program.feeds)
         )
-        return cls(graph, fetches, feeds, tuple(map(Operand.of, args[:-1])), torch.get_num_threads())
+        operands, axes = tuple(map(Operand.of, args[:-1])), varying_axes(program) if varies else ()
+        operands = resized(operands, axes, _examples(operands, axes))
+        return cls(graph, fetches, feeds, operands, torch.get_num_threads(), axes)
 
     def program(self) -> Program:
         """The step, lowered."""
@@ -95,10 +135,25 @@ class NativeRequest:
         fetches, feeds = (tuple(tuple(value) for value in about[name]) for name in ("fetches", "feeds"))
         operands = tuple(Operand(dtype, tuple(shape), tuple(stride), device)
                          for dtype, shape, stride, device in about["operands"])  # fmt: skip
-        return cls(Graph("step", contents, seed=seed), fetches, feeds, operands, about["threads"])
+        varying = tuple(Axis(*axis) for axis in about["varying"])
+        return cls(Graph("step", contents, seed=seed), fetches, feeds, operands, about["threads"], varying)
 
     def _about(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("fetches", "feeds", "operands", "threads")}
+        return {name: getattr(self, name) for name in ("fetches", "feeds", "operands", "threads", "varying")}
+
+
+def _examples(operands: Sequence[Operand], axes: Iterable[Axis]) -> dict[str, int]:
+    """A size for each symbol that no other axis has; the same for sizes between two powers of two."""
+    taken = {size for operand in operands for size in operand.shape}
+    found: dict[str, int] = {}
+    for place, axis, symbol in axes:
+        if symbol not in found:
+            size = (1 << (operands[place].shape[axis] - 1).bit_length()) + 1
+            while size in taken:
+                size += 2
+            found[symbol] = size
+            taken.add(size)
+    return found
 
 
 def _closed(program: Program) -> Graph:

@@ -16,14 +16,17 @@ from tfnb.execution.tiers.interface import Abandoned, Forward, Request
 from tfnb.execution.tiers.native.call import Package
 from tfnb.execution.tiers.native.direct import Direct
 from tfnb.execution.tiers.native.exportable import Given, obstacle, split
-from tfnb.execution.tiers.native.manifest import about
+from tfnb.execution.tiers.native.manifest import About, about
 from tfnb.execution.tiers.native.request import NativeRequest
 
 
 class Native:
-    """The tier: a whole step as one call."""
+    """The tier: a whole step as one call. varies: for feeds of any size from 2 on, else for those of the request."""
 
     name = "compiled"
+
+    def __init__(self, *, varies: bool = False) -> None:
+        self.varies = varies
 
     def made(self, request: Request) -> Forward | str:
         """The code for operands that lie as these do."""
@@ -31,13 +34,13 @@ class Native:
         why = obstacle(program)
         if why is not None:
             return why
-        wanted = NativeRequest.of(program, request.args)
+        wanted = NativeRequest.of(program, request.args, varies=self.varies)
         package = compiled(wanted.key(), wanted.save, BUILD, request.owner, urgent=request.urgent)
         if package == NOBODY:
             raise Abandoned(NOBODY)
         return package if isinstance(package, str) else _opened(package, program)
 
-    def recalled(self, program: Program, shapes: Sequence[torch.Size]) -> NativeStep | None:
+    def recalled(self, program: Program, shapes: Sequence[torch.Size]) -> NativeStep | VaryingStep | None:
         """The code for feeds of these sizes, one element behind the other, if it lies in the cache."""
         program = program.undonated()
         if obstacle(program) is not None:
@@ -46,11 +49,11 @@ class Native:
         specs = [by_id[value.node].outputs[value.index] for value in program.feeds]
         feeds = [torch.empty(shape, dtype=spec.dtype) for shape, spec in zip(shapes, specs, strict=True)]
         storages = [variable.storage for variable in program.variables]
-        package = cached(NativeRequest.of(program, (*feeds, *storages, 0)).key())
+        package = cached(NativeRequest.of(program, (*feeds, *storages, 0), varies=self.varies).key())
         return None if package is None else _opened(package, program)
 
 
-def _opened(package: PackageFolder, program: Program) -> NativeStep:
+def _opened(package: PackageFolder, program: Program) -> NativeStep | VaryingStep:
     try:
         step = loaded(package.folder, program)
     except Exception:
@@ -60,17 +63,22 @@ def _opened(package: PackageFolder, program: Program) -> NativeStep:
     return step
 
 
-def loaded(folder: Path, program: Program) -> NativeStep:
+def loaded(folder: Path, program: Program) -> NativeStep | VaryingStep:
     """The step of a package that was built for this program."""
     found, parts = about(folder), split(program)
     if isinstance(parts, str):
         raise Unimplemented(parts)
     first, rest = parts
-    operands = found.operands[: len(program.feeds) + len(program.variables)]
-    package = Package(folder, found, Given.of(first, operands))
-    return NativeStep(package, program, None if rest is None else rest.forward)
+
+    def step(about: About) -> NativeStep:
+        operands = about.operands[: len(program.feeds) + len(program.variables)]
+        package = Package(folder, about, Given.of(first, operands))
+        return NativeStep(package, program, None if rest is None else rest.forward)
+
+    return VaryingStep(found, len(program.feeds), step) if found.varying else step(found)
 
 
+MOST_SHAPES = 16  # of one package that are ready to be called
 BUILD = "tfnb.execution.tiers.native.package:build_in"
 
 
@@ -107,3 +115,22 @@ class NativeStep:
         given = [*feeds, *storages, run]
         outs = [None if at is None else found[at] if at >= 0 else given[~at] for at in self._places]
         return outs if self._rest is None else self._rest(*outs)
+
+
+class VaryingStep:
+    """The same for feeds of many sizes: `NativeStep` of one package, made when a size is first met."""
+
+    def __init__(self, about: About, feeds: int, made: Callable[[About], NativeStep]) -> None:
+        self.package: PackageFolder | None = None
+        self.writes = bool(about.written)
+        self._about, self._feeds, self._made = about, feeds, made
+        self._steps: dict[tuple[torch.Size, ...], NativeStep] = {}
+
+    def __call__(self, *args: Any) -> Sequence[Any]:
+        feeds = args[0] if self.writes else args[: self._feeds]
+        shapes = tuple([feed.shape for feed in feeds])
+        step = self._steps.get(shapes)
+        if step is None:
+            step = self._made(self._about.at(shapes))
+            self._steps = dict([*self._steps.items()][1 - MOST_SHAPES :]) | {shapes: step}
+        return step(*args)

@@ -88,7 +88,8 @@ class _Loop:
 
     def _iterations(self, at: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
         after = self.carried + len(self.results)
-        state, made, xs = operands[: self.carried], operands[self.carried : after], operands[after:][: self.rows]
+        state: Sequence[Tensor] = operands[: self.carried]
+        made, xs = operands[self.carried : after], operands[after:][: self.rows]
         first: Any = at.item()
         torch.ops.aten._assert_scalar.default(first >= 0, "")
         torch.ops.aten._assert_scalar.default(first <= self.count - self.each, "")
