@@ -15,7 +15,7 @@ NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --nbval --nbval-current-env --nbval-sanitize-with notebooks/sanitize.cfg --nbval-cell-timeout 240
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all lint format type shape bench bench-peers notebooks coverage page cuda wheel doctor lab clean
+.PHONY: help demo test test-slow test-all lint format type shape bench bench-cluster bench-peers notebooks coverage page cuda wheel doctor lab clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -58,6 +58,9 @@ shape: $(INSTALLED) ## lines, functions and comments of each folder; mechanisms 
 
 bench: $(INSTALLED) ## tfnb beside torch, TensorFlow and JAX; BENCH="--quick" or "--rows NAME ..."
 	$(BIN)/python -m tests.benchmarks.compare $(BENCH)
+
+bench-cluster: $(INSTALLED) ## a step on a cluster beside plain Dask actors doing the same; BENCH="ROUNDS STEPS"
+	$(BIN)/python -m tests.benchmarks.cluster_steps $(BENCH)
 
 bench-peers: ## TensorFlow and JAX, in an environment of their own
 	$(PYTHON) -m venv .venv-peers
