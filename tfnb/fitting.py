@@ -29,6 +29,7 @@ from tfnb.graph import Variable
 from tfnb.interrupts import handled
 from tfnb.recording import Tensor
 from tfnb.session import Session, default_session
+from tfnb.state.batch_order import Rows
 from tfnb.structures import graph_of, value_of
 from tfnb.train.batches import Batch, Batches, batches, name_of
 from tfnb.train.metrics import Metrics
@@ -156,7 +157,10 @@ def _there(
     """Each batch with the watched values of its step, taken by the connected cluster."""
     if backup:
         warnings.warn(f"backup={backup}: no spare tasks yet, a step waits for all of them", stacklevel=_user_level())
-    each = source.each if source.is_ours else _awaited(source.each, run)
+    if source.rows is not None and source.total is not None:
+        yield from _of_arrays(session, (fetch, watched), source.keys, source.rows, source.total, run, mode)
+        return
+    each = _awaited(source.each, run)
     first = next(each, None)
     if first is None:
         return
@@ -172,6 +176,17 @@ def _there(
     with closing(session.train((fetch, watched), first.keys, rows(), mode=mode, timeout=run.timeout)) as steps:
         for _, values in steps:
             yield begun.popleft(), values
+
+
+def _of_arrays(
+    session: Session, fetches: Any, keys: tuple[Any, ...], rows: Rows, total: int, run: _Run, mode: str
+) -> Taken:  # fmt: skip
+    """The same for arrays, which tasks take their rows of by themselves."""
+    order = rows.order
+    with closing(session.train(fetches, keys, (rows, total), mode=mode, timeout=run.timeout)) as steps:
+        for at, (_, values) in enumerate(steps):
+            epoch, start, stop = order.place(at)
+            yield Batch(epoch, keys, (), stop - start), values
 
 
 def _awaited(each: Iterator[Batch], run: _Run) -> Iterator[Batch]:
@@ -212,7 +227,8 @@ class _Run:
             self._epoch = batch.epoch
         self.step += 1
         self.is_inside = False
-        self._metrics.add(self.step, batch.rows, values)
+        if not any(value is None for value in values):  # those of steps that a lost task told nobody of
+            self._metrics.add(self.step, batch.rows, values)
         now = time.perf_counter()
         if now - self._looked >= SHOWN_EVERY:
             self._looked = now

@@ -44,6 +44,7 @@ from tfnb.placement.requests import Asked, asked, task_of
 from tfnb.recording import graph as graph_named
 from tfnb.recording.marks.notes import user_level
 from tfnb.state import checkpoint
+from tfnb.state.batch_order import Rows
 from tfnb.state.fifo import give_back
 from tfnb.step import Step
 from tfnb.structures import (
@@ -278,19 +279,40 @@ class Session:
         )  # fmt: skip
 
     def train(
-        self, fetches: Any, feeds: Sequence[Any], rows: Iterable[Sequence[Any]], *, mode: str, timeout: float | None
-    ) -> Generator[Any, None, None]:
-        """`fit` on the cluster: ``fetches`` once for each of ``rows`` (values of ``feeds``), as steps are applied."""
+        self, fetches: Any, feeds: Sequence[Any], data: Iterable[Sequence[Any]] | tuple[Rows, int], *, mode: str,
+        timeout: float | None,
+    ) -> Generator[Any, None, None]:  # fmt: skip
+        """`fit` on the cluster: ``fetches`` once for each step of ``data``, as steps are applied.
+
+        data: values of ``feeds`` for each step, or arrays of which each step takes some rows, and the number of steps.
+        """
         cluster = self.cluster
-        if IndexedSlices in map(type, feeds):
-            rows = (tuple(spread(zip(feeds, values, strict=True)).values()) for values in rows)
-        prepared = self._prepare(fetches, parts_of(feeds))
-        step = self._sent(prepared.code)
-        fed = ((prepared.feeder.fed(values)[0], next(self._runs)) for values in rows)
-        with closing(cluster.train(step, cluster.batches(step, fed), mode=mode, timeout=timeout)) as steps:
+        if isinstance(data, tuple):
+            prepared = self._prepare(fetches, tuple(feeds))
+            step = self._sent(prepared.code)
+            source = self._ahead(prepared, step, *data)
+        else:
+            if IndexedSlices in map(type, feeds):
+                data = (tuple(spread(zip(feeds, values, strict=True)).values()) for values in data)
+            prepared = self._prepare(fetches, parts_of(feeds))
+            step = self._sent(prepared.code)
+            fed = ((prepared.feeder.fed(values)[0], next(self._runs)) for values in data)
+            source = cluster.batches(step, fed)
+        why = "a Variable is watched" if prepared.trailing else ""
+        with closing(cluster.train(step, source, mode=mode, timeout=timeout, one_by_one=why)) as steps:
             for _, results in steps:
                 self._ensure_open()
                 yield prepared.rebuild([*results, *(variable.value() for variable in prepared.trailing)])
+
+    def _ahead(self, prepared: _Prepared, step: StepGraph, rows: Rows, total: int) -> Any:
+        """Arrays for the cluster; the steps of a full and of a short batch are checked here, before anything runs."""
+        __tracebackhide__ = True
+        for at in {0, min(total, rows.order.per_pass) - 1}:
+            prepared.feeder.fed(rows.batch(at))
+        first = next(self._runs)
+        self._runs = itertools.count(first + total)
+        whole = Rows(prepared.feeder.converted(rows.arrays), rows.order)
+        return self.cluster.ahead(step, whole, total, first)
 
     def _cut(self, prepared: _Prepared, isolation: str, timeout: float | None) -> Cut:
         """Copies of what a step reads, and of the Variables that are fetched with it."""

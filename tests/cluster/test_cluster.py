@@ -217,10 +217,9 @@ def test_breaking_out_of_training_brings_the_values_home(connect, problem):
             if step == 4:
                 break
         steps.close()
+        assert 4 <= cluster.pulled_step == cluster.step <= 9, "tasks work ahead of what is taken here"
         if mode == "sync":
-            assert close_to(p.values(), states[4]) and cluster.pulled_step == 4
-        else:
-            assert 4 <= cluster.pulled_step == cluster.step <= 6
+            assert close_to(p.values(), states[cluster.step])
         cluster.close()
 
 

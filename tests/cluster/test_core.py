@@ -81,7 +81,7 @@ def test_c17_core_imports_neither_dask_nor_asyncio():
         "torch",
         "tfnb",
     }
-    for file in ("core", "hand_outs", "ledger", "lines", "messages", "objects", "plan"):
+    for file in ("core", "courses", "hand_outs", "ledger", "lines", "messages", "objects", "plan"):
         tree = ast.parse(Path(core_module.__file__).with_name(f"{file}.py").read_text())
         names = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
         names |= {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
@@ -392,3 +392,25 @@ class Shard(RuleBasedStateMachine):
 
 TestShard = Shard.TestCase
 TestShard.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_what_is_sent_for_a_training_that_is_over_changes_nothing():
+    server = Server()
+    server("open_training", training="t")
+    assert isinstance(server.push(1, op=OpId("t-1", 0), training="t"), Ok)
+    server("end_training", training="t", clients=["t-1"])
+    assert server.push(1, op=OpId("t-1", 0), training="t").reason == "stale"
+    about = {"training": "t", "round": 1, "worker": 0, "workers": 1, "shards": [0], "shard": 0, "reads": ["w"]}
+    assert server("contribute", [torch.ones(3)], plan="add", **about).reason == "stale"
+    assert server.w.tolist() == [1, 1, 1] and not server.core.ledger.clients.get("t-1")
+
+
+def test_a_push_answers_with_the_values_after_it_also_when_repeated():
+    server = Server()
+    first = server.push(1, op=OpId("a", 1), reads=["w"], since=[-1])
+    assert first.tensors[0].tolist() == [1, 1, 1] and first.meta["versions"] == [2]
+    server.push(2)
+    again = server.push(1, op=OpId("a", 1), reads=["w"], since=first.meta["versions"])
+    assert again.dup and again.tensors[0].tolist() == [3, 3, 3]
+    assert not server.push(0, op=OpId("a", 2), reads=["w"], since=[4]).tensors[1:]
+    assert all(not ack.tensors for ack in server.core.ledger.clients["a"].acks.values()), "no values in the ledger"

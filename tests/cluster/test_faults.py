@@ -99,11 +99,11 @@ def test_a_stopped_compute_task_is_left_behind(connect, problem):
 
 def test_no_compute_task_left(connect, problem):
     p = problem()
-    states, _ = p.local(9)
+    states, _ = p.local(1000)
     cluster = connect(2)
     with pytest.raises(WorkerLost, match="no compute task is left"):
         train(cluster, p, p.batches(1000), 8, lambda: [kill(m) for m in cluster._engine.tasks])
-    assert close_to(p.values(), states[8]) and cluster.pulled_step == 8
+    assert cluster.pulled_step == cluster.step >= 8 and close_to(p.values(), states[cluster.step])
     cluster.close()
     assert tfnb.run(p.loss, dict(zip(p.feeds, (p.data, p.labels), strict=True))) > 0
 
@@ -117,13 +117,14 @@ def test_no_compute_task_left(connect, problem):
 )
 def test_c63_row2_a_lost_server_is_an_error_within_ten_seconds(connect, problem, how):
     p = problem()
-    states, _ = p.local(30)
+    states, _ = p.local(2000)
     cluster = connect(2)
     member, count = cluster._engine.servers[-1], len(cluster.servers)
     fault: list[float] = []
+    pulled: list[int] = []
 
     def strike():
-        cluster.pull()
+        pulled.append(cluster.pull())
         kill(member, how)
         fault.append(time.monotonic())
 
@@ -134,18 +135,18 @@ def test_c63_row2_a_lost_server_is_an_error_within_ten_seconds(connect, problem,
     finally:
         if how == signal.SIGSTOP:
             kill(member, signal.SIGCONT)
-    error = caught.value
-    assert f"parameter server {count} of {count}" in error.message and "of step 20" in error.message
-    assert error.details["pulled_step"] == 20
-    assert close_to(p.values(), states[20]), "the last pulled values are kept"
+    error, step = caught.value, pulled[0]
+    assert step >= 20 and f"parameter server {count} of {count}" in error.message and f"of step {step}" in error.message
+    assert error.details["pulled_step"] == step
+    assert close_to(p.values(), states[step]), "the last pulled values are kept, of one step on all servers"
     assert connected.connected() is None and all(v.home is None for v in p.graph.variables)
     with pytest.warns(UserWarning, match="runs are here now"):
         assert tfnb.run(p.loss, dict(zip(p.feeds, (p.data, p.labels), strict=True))) > 0, "the notebook goes on here"
-    with pytest.raises(ParameterServerLost, match="of step 20"):
+    with pytest.raises(ParameterServerLost, match=f"of step {step}"):
         cluster.run(p.program, p.batch(0, 12))
     assert "lost" in str(cluster.status())
     cluster.close()
-    assert close_to(p.values(), states[20])
+    assert close_to(p.values(), states[step])
 
 
 def test_a_server_lost_between_two_calls(connect, problem):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tfnb.cluster import plan
@@ -14,28 +14,15 @@ from tfnb.cluster.plan import (
     Abort,
     Commit,
     Committed,
-    Count,
-    Counted,
     Done,
-    End,
     Error,
     Finish,
-    Held,
-    Hold,
     Interrupt,
     Interrupted,
-    Joined,
-    Lease,
-    Leases,
     Lost,
     Missed,
-    Offer,
     Prepare,
     Prepared,
-    Report,
-    Resume,
-    Revoke,
-    Revoked,
     Run,
     ServerLost,
     ShardError,
@@ -253,196 +240,3 @@ def test_c50_a_step_under_any_events_is_written_once_or_not_at_all(data):  # noq
         assert {number for number, _ in finished[0].values} == {machine.number}
     else:
         assert rounds <= {()}, "a step that failed committed nothing"
-
-
-# -- asynchronous ----------------------------------------------------------------------------------------------
-
-
-def leases(tasks=(0, 1), shards=(0,), **kwargs):
-    machine = Leases(list(tasks), list(shards), itertools.count(1), **kwargs)
-    machine.on(Start(), 0.0)
-    return machine
-
-
-def test_batches_are_leased_to_idle_tasks_and_reported():
-    machine = leases()
-    assert machine.wants == 2
-    assert play(machine, Offer("x"), Offer("y")) == [Lease(1, 0, "x"), Lease(2, 1, "y")]
-    assert machine.wants == 0
-    assert play(machine, Done(2, 1, "vy")) == [Report(2, "vy")]
-    assert play(machine, Offer("z"), End()) == [Lease(3, 1, "z")]
-    assert play(machine, Done(1, 0, "vx"), Done(3, 1, "vz"))[-1] == Finish()
-
-
-def test_a_batch_of_a_dead_task_is_leased_again_under_its_number():
-    machine = leases()
-    play(machine, Offer("x"), Offer("y"))
-    assert play(machine, Lost(0)) == []
-    assert play(machine, Done(2, 1, "vy")) == [Report(2, "vy"), Lease(1, 1, "x")]
-
-
-def test_without_a_task_it_ends_at_once_and_servers_say_what_counts():
-    machine = Leases([], [0], itertools.count(1))
-    assert play(machine, Start()) == [Finish(cause=TasksLost("no compute task is left"))]
-    machine = leases(tasks=[0, 1], shards=[0, 1])
-    play(machine, Offer("x"), Offer("y"))
-    assert play(machine, Lost(0), Lost(1)) == [Count((1, 2))]
-    end = Finish(cause=TasksLost("no compute task is left"), torn=((1,),))
-    assert play(machine, Counted({1: [0, 1], 2: [1]})) == [Report(1, None), end]
-
-
-def test_interrupt_takes_back_what_computes_and_drops_the_rest():
-    machine = leases()
-    play(machine, Offer("x"), Offer("y"))
-    assert play(machine, Interrupt(), Offer("z")) == [Revoke(1, 0), Revoke(2, 1)]
-    assert play(machine, Revoked(1, 0)) == []
-    assert play(machine, Done(2, 1, "vy")) == [Report(2, "vy"), Finish(cause=Interrupted())]
-
-
-def test_an_error_stops_new_leases_and_is_the_cause():
-    machine = leases()
-    play(machine, Offer("x"), Offer("y"))
-    assert play(machine, Error(1, 0, BAD)) == []
-    assert play(machine, Done(2, 1, "vy")) == [Report(2, "vy"), Count((1,))]
-    assert play(machine, Counted({})) == [Finish(cause=BAD)]
-
-
-def test_a_batch_that_one_shard_lacks_is_completed_by_another_task():
-    machine = leases(shards=[0, 1])
-    play(machine, Offer("x"), Offer("y"), Interrupt(), Lost(0))
-    assert play(machine, Revoked(2, 1)) == [Count((1,))]
-    assert play(machine, Counted({1: [0]})) == [Lease(1, 1, "x")]
-    assert play(machine, Interrupt()) == [], "it is not taken back"
-    assert play(machine, Done(1, 1, "v")) == [Report(1, "v"), Finish(cause=Interrupted())]
-
-
-def test_a_hold_waits_for_what_was_begun():
-    machine = leases()
-    play(machine, Offer("x"), Offer("y"))
-    assert play(machine, Hold(), Offer("z"), Done(1, 0, "v")) == [Report(1, "v")]
-    assert play(machine, End(), Done(2, 1, "v")) == [Report(2, "v"), Held()]
-    assert play(machine, Resume()) == [Lease(3, 0, "z")]
-    assert play(machine, Done(3, 0, "v")) == [Report(3, "v"), Finish()]
-
-
-def test_a_task_that_joins_gets_a_batch():
-    machine = leases(tasks=[0])
-    assert play(machine, Offer("x"), Offer("y"), Joined(1)) == [Lease(1, 0, "x"), Lease(2, 1, "y")]
-
-
-def test_the_deadline_takes_back_what_computes_and_a_lost_server_ends_at_once():
-    machine = leases(deadline=5.0)
-    play(machine, Offer("x"))
-    assert play(machine, Tick(), now=9.0) == [Revoke(1, 0)]
-    assert play(machine, Revoked(1, 0), now=9.0) == [Finish(cause=TimedOut())]
-    machine = leases()
-    play(machine, Offer("x"))
-    assert play(machine, ShardLost(1)) == [Finish(cause=ServerLost(1))]
-
-
-@settings(max_examples=400, deadline=None)
-@given(st.data())
-def test_c61_each_batch_is_applied_once_and_counted_exactly_under_kills(data):  # noqa: C901 (one table of events)
-    """Random kills in mid-push, misses, errors, holds, interrupts: what is reported is what all shards applied."""
-    shards = data.draw(st.sampled_from([(0,), (0, 1), (0, 1, 2)]))
-    tasks = list(range(data.draw(st.integers(0, 4))))
-    total = data.draw(st.integers(0, 8))
-    machine = Leases(list(tasks), shards, itertools.count(1), deadline=50.0)
-    offered, out, dead = 0, {}, set()
-    applied: dict[int, dict[int, int]] = {}  # lease -> shard -> batch
-    reported: list[int] = []
-    finished: list[Finish] = []
-    asked: list[tuple[int, ...]] = []
-    revoked: set[int] = set()
-    is_held, now = False, 0.0
-
-    def apply(number, batch, some):
-        for shard in some:
-            assert applied.setdefault(number, {}).setdefault(shard, batch) == batch
-
-    def cut():
-        return {number for number, found in applied.items() if len(found) == len(shards)}
-
-    def feed(event):
-        nonlocal is_held
-        for instruction in machine.on(event, now):
-            match instruction:
-                case Lease(number, task, batch):
-                    assert task not in dead and task not in out, "a task has one batch at a time"
-                    out[task] = (number, batch)
-                case Revoke(number, task):
-                    assert out[task][0] == number
-                    revoked.add(task)
-                case Count(numbers):
-                    asked.append(numbers)
-                case Report(number):
-                    reported.append(number)
-                case Held():
-                    is_held = True
-                    assert not out and set(reported) == cut(), "a hold is at a cut"
-                case Finish():
-                    finished.append(instruction)
-
-    feed(Start())
-    for _ in range(400):
-        if finished:
-            break
-        if asked:
-            feed(Counted({number: list(applied.get(number, ())) for number in asked.pop()}))
-            continue
-        if is_held and data.draw(st.booleans()):
-            is_held = False
-            feed(Resume())
-            continue
-        if machine.wants and offered < total:
-            offered += 1
-            feed(Offer(offered))
-            continue
-        if offered == total and machine.state == "open":
-            feed(End())
-            continue
-        kind = data.draw(
-            st.sampled_from(
-                ["answer"] * 6 + ["push and die", "die", "miss", "error", "interrupt", "hold", "join", "late"]
-            )
-        )
-        if kind == "interrupt":
-            feed(Interrupt())
-        elif kind == "hold" and not is_held:
-            feed(Hold())
-        elif kind == "late":
-            now += 20.0
-            feed(Tick())
-        elif kind == "join" and dead:
-            feed(Joined(dead.pop()))
-        elif out:
-            task = data.draw(st.sampled_from(sorted(out)))
-            number, batch = out.pop(task)
-            some = data.draw(st.sets(st.sampled_from(shards)))
-            if kind in ("push and die", "die"):
-                apply(number, batch, some if kind == "push and die" else ())
-                dead.add(task)
-                revoked.discard(task)
-                feed(Lost(task))
-            elif kind == "miss":
-                apply(number, batch, some)
-                feed(Missed(number, task, BAD))
-            elif kind == "error":
-                apply(number, batch, some)
-                feed(Error(number, task, BAD))
-            elif task in revoked:
-                revoked.discard(task)
-                feed(Revoked(number, task))
-            else:
-                apply(number, batch, shards)
-                feed(Done(number, task, "v"))
-        elif is_held:
-            is_held = False
-            feed(Resume())
-    assert len(finished) == 1, "it ends, once"
-    assert len(set(reported)) == len(reported)
-    assert set(reported) == cut()
-    torn = [found for number, found in applied.items() if 0 < len(found) < len(shards)]
-    assert sorted(map(sorted, torn)) == sorted(map(sorted, finished[0].torn)), "what some shards lack is said"
-    if finished[0].cause is None:
-        assert sorted({batch for found in applied.values() for batch in found.values()}) == list(range(1, total + 1))

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from tfnb.cluster.courses import HOLD, Course, Courses, Turn
 from tfnb.cluster.ledger import Ledger
 from tfnb.cluster.lines import Lines, Waiting
 from tfnb.cluster.messages import Failed, Ok, OpId, Refused, Request, failed
@@ -66,7 +67,15 @@ class Reply(NamedTuple):
     answer: Answer
 
 
-Effect = Reply
+class Send(NamedTuple):
+    """Tell another shard; repeated until it has heard."""
+
+    shard: int
+    method: str
+    meta: Mapping[str, Any]
+
+
+Effect = Reply | Send
 
 
 class Values(Protocol):
@@ -155,11 +164,12 @@ class Core:
     def __init__(self, store: Values, compile: Compile, *, epoch: int, incarnation: int) -> None:
         self.store, self.compile = store, compile
         self.epoch, self.incarnation = epoch, incarnation
-        self.version = self.step = self.floor = 0
+        self.version = self.step = self.floor = self.requests = 0
         self.versions: dict[str, int] = {}
         self.ledger = Ledger()
         self.plans: OrderedDict[str, ServerProgram] = OrderedDict()
         self.rounds: dict[int, Round] = {}
+        self.courses = Courses()
         self.poisoned: str | None = None
         self.lines = Lines()
         self.objects = Objects()
@@ -168,23 +178,39 @@ class Core:
             "commit": self._commit,
             "register_shard": self._register, "pull": self._pull, "stage": self._stage,
             "prepare": self._prepare, "abort": self._abort, "stat": self._stat, "applied": self._applied,
+            "decided": self._decided, "cut": self._cut,
+            "open_training": self._open, "end_training": self._end_training,
         }  # fmt: skip
+        self._timed: dict[str, Callable[[Request, float], Ok | Refused | None]] = {
+            "contribute": self._contribute, "staged": self._staged, "hold": self._hold, "go": self._go,
+            **self.objects.methods,
+        }  # fmt: skip
+        self._sends: list[Effect] = []
 
     MUTATIONS = frozenset({"create", "drop", "assign", "push", "commit"}) | Objects.METHODS
-    METHODS = MUTATIONS | {"register_shard", "pull", "stage", "prepare", "abort", "stat", "applied"}
+    METHODS = MUTATIONS | {
+        "register_shard", "pull", "stage", "prepare", "abort", "stat", "applied",
+        "contribute", "staged", "decided", "hold", "go", "cut", "open_training", "end_training",
+    }  # fmt: skip
 
     def on(self, event: Event, now: float) -> list[Effect]:
         """The effects of an event, those on requests that waited for it among them."""
         self._went_back(self.objects.expire(now))
         match event:
             case Arrived(ticket, request):
+                self.requests += 1
                 effects = self._arrived(ticket, request, now)
             case Gone(client):
                 effects = [Reply(ticket, Refused("fenced", f"{client} is gone")) for ticket in self.lines.gone(client)]
                 self._went_back(self.objects.outs.gone(client))
             case Tick():
                 effects = [Reply(ticket, Refused("again", "it waits still")) for ticket in self.lines.polled(now)]
-        return [*effects, *self._proceed(now)] if self.lines else effects
+                for course in self.courses.all:
+                    self._commit_decided(course, now)
+        if self.lines:
+            effects += self._proceed(now)
+        sends, self._sends = self._sends, []
+        return [*effects, *sends]
 
     def _went_back(self, ops: Iterable[OpId]) -> None:
         """Elements that these requests had been given are in their queues again."""
@@ -209,6 +235,8 @@ class Core:
         """Where a request stands that has to wait."""
         if request.method == "pull" and "step" in request.meta:
             return f"step:{request.meta['step']}"
+        if request.method == "contribute":  # nobody stands before anybody
+            return "turn:{training}:{round}:{worker}".format_map(request.meta)
         return self.objects.line(request)
 
     def _proceed(self, now: float) -> list[Effect]:
@@ -237,6 +265,10 @@ class Core:
         refused = fence(request, self.epoch, self.incarnation)
         if refused is None and self.poisoned is not None:
             refused = Refused("poisoned", self.poisoned)
+        if refused is None and request.method != "open_training":
+            training = request.meta.get("training")
+            if training is not None and training not in self.courses:
+                refused = Refused("stale", f"training {training} is over")
         return refused
 
     def _settled(self, request: Request) -> Answer | None:
@@ -246,7 +278,7 @@ class Core:
             return refused
         ack = self.ledger.ack(request.op)
         if ack is not None:
-            return replace(ack, dup=True) if isinstance(ack, Ok) else ack
+            return replace(self._with_values(ack, request), dup=True) if isinstance(ack, Ok) else ack
         if self.ledger.is_too_old(request.op):
             return Refused("too-old", f"{request.op} lies below the ledger's window")
         return None
@@ -258,9 +290,10 @@ class Core:
             return settled
         answer: Answer | None
         try:
-            if request.method in self.objects.methods:
-                self._afford(_size(request.tensors))
-                answer = self.objects.methods[request.method](request, now)
+            if request.method in self._timed:
+                if request.method in self.objects.methods:
+                    self._afford(_size(request.tensors))
+                answer = self._timed[request.method](request, now)
             elif request.method == "pull" and int(request.meta.get("step", 0)) > self.step:
                 answer = None
             else:
@@ -269,6 +302,7 @@ class Core:
             return failed(error)
         if request.method in self.MUTATIONS and isinstance(answer, Ok):
             self.ledger.record(request.op, answer)
+            answer = self._with_values(answer, request)
         if request.method == "taken" and isinstance(answer, Ok):
             op = OpId(str(request.meta["client"]), int(request.meta["seq"]))
             self.ledger.amend(op, failed(FailedPrecondition(f"the element given to {op} was acknowledged already")))
@@ -316,19 +350,27 @@ class Core:
 
         With ``step`` it waits until so many rounds are committed.
         """
-        keys = _keys(request)
+        if "decided" in request.meta:
+            self._decided(request)
+        return self._with_values(Ok({"version": self.version, "step": self.step}), request, "keys")
+
+    def _with_values(self, answer: Ok, request: Request, names: str = "reads") -> Ok:
+        """The answer, with the values of the keys that the request names, as far as they changed."""
+        if names not in request.meta:
+            return answer
+        keys = _keys(request, names)
         since = request.meta.get("since") or [-1] * len(keys)
         _same_number(keys, since)
         for key in keys:
             self._value(key)
         versions = [self.versions[key] for key in keys]
         fresh = [self.store.read(key) for key, old, new in zip(keys, since, versions, strict=True) if old != new]
-        return Ok({"versions": versions, "version": self.version, "step": self.step}, fresh)
+        return Ok({**answer.meta, "versions": versions}, fresh)
 
     @property
     def _used(self) -> int:
         """Bytes of values, of generations that are read still, of staged parts and objects."""
-        held = sum(held.nbytes for held in self.rounds.values()) + self.objects.nbytes
+        held = sum(held.nbytes for held in self.rounds.values()) + self.objects.nbytes + self.courses.nbytes
         return self.store.bytes + self.store.spare_bytes + held
 
     # -- plans ----------------------------------------------------------------------------------------------
@@ -445,15 +487,121 @@ class Core:
             _check_feeds(program, tensors)
         return Part(program, keys, float(meta.get("rows", 1)), int(meta.get("run_index", 0)), tensors)
 
+    # -- rounds of a training, which commit without the notebook ------------------------------------------------
+
+    def _contribute(self, request: Request, now: float) -> Ok | Refused | None:
+        """Keep one worker's part; answered with the values after its round, when that is written."""
+        meta, course = request.meta, self.courses.of(request.meta)
+        number, worker = int(meta["round"]), int(meta["worker"])
+        if number > course.latest:
+            if number <= course.floor:
+                return Refused("stale", f"round {number} is over; the last one was {course.floor}")
+            turn = course.turn(number)
+            if worker not in turn.parts and "absent" not in meta:
+                part = self._part(request)
+                if isinstance(part, Refused):
+                    return part
+                self._afford(part.nbytes)
+                turn.parts[worker] = part
+                turn.shards = tuple(map(int, meta["shards"]))
+                if len(turn.parts) == int(meta["workers"]):
+                    self._compute(turn)
+                    self._tell(course, number, turn, int(meta["shard"]), str(meta["training"]))
+                    self._commit_decided(course, now)
+            if number > course.latest:
+                return None
+        return self._with_values(self._ack(), request)
+
+    def _compute(self, turn: Turn) -> None:
+        """The write of a round, in the order of its workers."""
+        turn.write, turn.writes = self._prepared([turn.parts[worker] for worker in sorted(turn.parts)])
+        turn.is_computed, turn.opening = True, self.store.opening
+
+    def _tell(self, course: Course, number: int, turn: Turn, shard: int, training: str) -> None:
+        """The first shard learns that this one has computed its write; it lets the others write."""
+        first, *others = turn.shards
+        if shard == first:
+            turn.ready.add(shard)
+            turn.sends = [Send(other, "decided", {"training": training, "decided": number}) for other in others]
+        else:
+            self._sends.append(Send(first, "staged", {"training": training, "round": number, "shard": shard}))
+
+    def _staged(self, request: Request, now: float) -> Ok:
+        """Another shard has computed its write of a round."""
+        course, number = self.courses.of(request.meta), int(request.meta["round"])
+        if number > max(course.latest, course.floor):
+            course.turn(number).ready.add(int(request.meta["shard"]))
+            self._commit_decided(course, now)
+        return self._ack()
+
+    def _commit_decided(self, course: Course, now: float) -> None:
+        """On the first shard: write the round that all shards are ready for, unless it is held."""
+        number = min(course.turns, default=0)
+        if number and course.turns[number].is_decided and now >= course.held_until:
+            self._sends += course.turns[number].sends
+            self._write(course, number)
+
+    def _hold(self, request: Request, now: float) -> Ok:
+        """On the first shard: commit nothing for a while; the last round that was decided."""
+        course = self.courses.of(request.meta)
+        course.held_until = now + HOLD
+        return Ok({"latest": course.latest})
+
+    def _go(self, request: Request, now: float) -> Ok:
+        """The end of a hold."""
+        course = self.courses.of(request.meta)
+        course.held_until = 0.0
+        self._commit_decided(course, now)
+        return Ok({"latest": course.latest})
+
+    def _cut(self, request: Request) -> Ok:
+        """Rounds up to ``upto`` that are not decided are over; the last one that was written."""
+        course = self.courses.of(request.meta)
+        if "decided" in request.meta:
+            self._decided(request)
+        course.end(int(request.meta["upto"]))
+        return Ok({"latest": course.latest})
+
+    def _open(self, request: Request) -> Ok:
+        """A training begins."""
+        self.courses.open(str(request.meta["training"]))
+        return self._ack()
+
+    def _end_training(self, request: Request) -> Ok:
+        """A training is over: nothing that is sent for it counts, so the ledger need not know its clients."""
+        self.courses.end(str(request.meta["training"]))
+        for client in request.meta["clients"]:
+            self.ledger.clients.pop(str(client), None)
+        return self._ack()
+
+    def _decided(self, request: Request) -> Ok:
+        """Write every round that the first shard has decided."""
+        course, decided = self.courses.of(request.meta), int(request.meta["decided"])
+        for number in sorted(course.turns):
+            if number <= decided and course.turns[number].is_computed:
+                self._write(course, number)
+        return self._ack()
+
+    def _write(self, course: Course, number: int) -> None:
+        turn = course.turns.pop(number)
+        if turn.write is None or turn.opening != self.store.opening:  # somebody else wrote since it was computed
+            self._compute(turn)
+        assert turn.write is not None
+        with self._writing(turn.writes):
+            turn.write()
+        self.step += 1
+        course.latest = number
+
     # -- shared -----------------------------------------------------------------------------------------------
 
     def _stat(self, request: Request) -> Ok:
-        staged = sum(held.nbytes for held in self.rounds.values())
+        staged = sum(held.nbytes for held in self.rounds.values()) + self.courses.nbytes
         return Ok({
             "version": self.version, "step": self.step, "bytes": self.store.bytes, "staged": staged,
             "spare": self.store.spare_bytes,
             "budget": self.store.budget, "variables": len(self.versions), "plans": len(self.plans),
             "applied": self.ledger.applied, "dups": self.ledger.dups, "waiting": len(self.lines),
+            "requests": self.requests,
         })  # fmt: skip
 
     def _applied(self, request: Request) -> Ok:
@@ -569,10 +717,10 @@ def _check_feeds(program: ServerProgram, tensors: Sequence[torch.Tensor]) -> Non
             )
 
 
-def _keys(request: Request) -> list[str]:
-    keys = request.meta.get("keys")
+def _keys(request: Request, names: str = "keys") -> list[str]:
+    keys = request.meta.get(names)
     if not isinstance(keys, list) or len(set(keys)) != len(keys):
-        raise InvalidArgument("keys is a list of different keys")
+        raise InvalidArgument(f"{names} is a list of different keys")
     return keys
 
 

@@ -7,13 +7,13 @@ Ctrl-C happens in the client's event loop; this thread only waits for it.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Sequence
+from itertools import repeat
 from typing import Any, TypeVar
 
 import torch
@@ -24,8 +24,10 @@ from tfnb.cluster.deploy import EPOCH, Place, find, replaced, start
 from tfnb.cluster.engine import Engine
 from tfnb.cluster.holdings import Holdings
 from tfnb.cluster.joins import join, joins
-from tfnb.cluster.members import Batch, Flow, Member
+from tfnb.cluster.members import Ahead, Batch, Member
 from tfnb.cluster.programs import Placed, place
+from tfnb.cluster.sources import Counted, Drawn
+from tfnb.cluster.training import MACHINES, Training, Values
 from tfnb.cluster.transport import ClientLink, parse_address, scheduler_address
 from tfnb.errors import (
     DeadlineExceeded,
@@ -43,12 +45,14 @@ from tfnb.placement.placement import Homes, Piece, joined, read_from
 from tfnb.placement.requests import asked, task_of
 from tfnb.placement.shards import pack, together
 from tfnb.recording.marks.notes import user_level
+from tfnb.state.batch_order import Rows
 
 T = TypeVar("T")
 
 SETTLE = 15.0  # seconds that an interrupted step has to end
 REFRESH = 2.0  # seconds between two pulls during a fit, at least
 KEPT = 64  # placed programs
+AHEAD = 1 << 30  # bytes of arrays that are sent to every task before a training
 
 
 def connect(
@@ -196,20 +200,39 @@ class Cluster:
         """What `train` takes, made of (tensors in the order of its feeds, run index)."""
         return batches(step, rows)
 
+    @staticmethod
+    def ahead(step: StepGraph, rows: Rows, total: int, run_index: int) -> Ahead | Iterator[Batch]:
+        """What `train` takes, made of arrays in the order of its feeds: sent once, unless they are too large."""
+        free = varying(step)
+        fits = all(of or not array.dim() for of, array in zip(free, rows.arrays, strict=True))
+        if fits and sum(array.numel() * array.element_size() for array in rows.arrays) <= AHEAD:
+            return Ahead(tuple(rows.arrays), rows.order, total, run_index)
+        return batches(step, ((rows.batch(at), run_index + at) for at in range(total)))
+
     def train(
-        self, step: StepGraph, batches: Iterable[Batch], *, mode: str = "sync", timeout: float | None = None
-    ) -> Generator[tuple[int, list[Any]], None, None]:
+        self, step: StepGraph, source: Ahead | Iterable[Batch], *, mode: str = "sync", timeout: float | None = None,
+        one_by_one: str = "",
+    ) -> Generator[tuple[int, list[Any]], None, None]:  # fmt: skip
         """Train data-parallel over the compute tasks; yields (step, fetched values) as batches are applied.
 
         sync: the rows of a batch are divided over the live tasks, gradients are averaged weighted by rows. async:
-        each task works on whole batches of its own. Close the generator (or exhaust it): local storages then show
-        the values of the last step, also after Ctrl-C. ``timeout``: seconds for all of it.
+        each task works on whole batches of its own. Tasks work ahead of what is yielded. Close the generator (or
+        exhaust it): local storages then show the values of the last step, also after Ctrl-C. ``timeout``: seconds for
+        all of it. ``one_by_one``: why the notebook has to see every step before the next one begins.
         """
-        if mode not in ("sync", "async"):
-            raise Unimplemented(f"mode={mode!r}: this version trains with 'sync' and 'async'")
+        if mode not in MACHINES:
+            raise Unimplemented(f"mode={mode!r}: this version trains with {' and '.join(map(repr, MACHINES))}")
         self._ensure_open()
         end = None if timeout is None else time.monotonic() + timeout
-        steps = self._sync(step, batches, end) if mode == "sync" else self._async(step, batches, end, timeout)
+        placed = self._place(step, parallel=True)
+        why = placed.why_whole or one_by_one or (placed.after and "a watched value shows the state after the step")
+        if why and mode == "async":
+            warnings.warn(f"mode='async' takes one step after the other: {why}", stacklevel=user_level(None))
+        elif placed.why_whole:
+            text = f"every step runs whole on one task, not in parallel: {placed.why_whole}"
+            warnings.warn(text, stacklevel=user_level(None))
+        is_stepwise = why or not placed.writes
+        steps = self._stepwise(step, source, end) if is_stepwise else self._looping(step, source, mode, end, timeout)
         try:
             for item in steps:
                 yield item
@@ -217,21 +240,24 @@ class Cluster:
         finally:
             steps.close()
             if self._engine.lost is None:
-                self._settle()
                 self._show()
 
-    def _sync(self, step: StepGraph, batches: Iterable[Batch], end: float | None) -> Generator[Any, None, None]:
+    def _stepwise(
+        self, step: StepGraph, source: Ahead | Iterable[Batch], end: float | None
+    ) -> Generator[Any, None, None]:
+        """Every step driven from here, for what no loop of a task can do by itself."""
         placed = self._place(step, parallel=True)
-        if placed.why_whole:
-            warnings.warn(f"every step runs whole on one task, not in parallel: {placed.why_whole}", stacklevel=4)
         ways = joins(step)
         self._send(step.variables)
-        for batch in batches:
+        if isinstance(source, Ahead):
+            rows, run = Rows(source.arrays, source.order), source.run_index
+            source = batches(step, ((rows.batch(at), run + at) for at in range(source.total)))
+        for batch in source:
             left = self._left(end)
             self._send(step.variables, thorough=False)
-            values, rows, after = self._step(step, placed, batch, left, "a training step")
+            values, rows_of, after = self._step(step, placed, batch, left, "a training step")
             parts = [_picked(placed.fetched, part) for part in values]
-            joined = [join(way, [part[i] for part in parts], rows) for i, way in enumerate(ways)]
+            joined = [join(way, [part[i] for part in parts], rows_of) for i, way in enumerate(ways)]
             for i, at in enumerate(placed.after_fetched):
                 if at is not None:
                     joined[i] = after[at]
@@ -246,34 +272,47 @@ class Cluster:
             )
         return left
 
-    def _async(
-        self, step: StepGraph, batches: Iterable[Batch], end: float | None, timeout: float | None
+    def _looping(
+        self, step: StepGraph, source: Ahead | Iterable[Batch], mode: str, end: float | None, timeout: float | None
     ) -> Generator[Any, None, None]:
+        """The tasks loop by themselves; from here they are lent pieces of the data ahead of need."""
         engine = self._engine
-        placed = self._place(step, parallel=True)
-        if placed.why_whole or placed.after:
-            why = placed.why_whole or "a watched value shows the state after the step"
-            warnings.warn(f"mode='async' takes one step after the other: {why}", stacklevel=4)
-            yield from self._sync(step, batches, end)
-            return
-        left = self._left(end)
+        placed, left, before = self._place(step, parallel=True), self._left(end), engine.step
         self._send(step.variables)
-        flow: Flow = self._do("starting to train", SETTLE, engine.flow, placed, left)
-        source, last = iter(batches), False
+        self._held.stale.update(variable.key for variable in step.writes)
+        data = source if isinstance(source, Ahead) else None
+        training: Training = self._do("starting to train", None, engine.train, placed, mode, joins(step), data, left)
+        pieces = Counted(source) if isinstance(source, Ahead) else Drawn(source)
+
+        def results(offers: list[Sequence[Any]], drain: bool = False) -> Iterator[tuple[int, list[Any]]]:
+            nonlocal before
+            patience = None if end is None else max(0.0, end - time.monotonic()) + SETTLE
+            for values in self._do("training", patience, training.exchange, offers, pieces.is_spent, drain):
+                for each in _unstacked(values):
+                    before += 1
+                    yield before, _picked(placed.fetched, each)
+
         try:
-            while flow.end is None:
+            while training.end is None:
                 self._held.stale.update(variable.key for variable in step.writes)
                 self._send(step.variables, thorough=False)
-                wants = flow.machine.wants
-                new = list(itertools.islice(source, wants))
-                last = last or len(new) < wants
-                patience = None if end is None else max(0.0, end - time.monotonic()) + SETTLE
-                for number, values in self._do("training", patience, engine.exchange, flow, new, last):
-                    yield number, _picked(placed.fetched, values)
+                machine, offers = training.machine, []
+                for _ in range(machine.wants):
+                    size = machine.sizes.next(pieces.left, machine.parts)
+                    piece = pieces.take(size, lambda: bool(self._held.written(step.variables, thorough=False)))
+                    offers += [piece] if piece else []
+                    if pieces.held_back or pieces.is_spent:
+                        break
+                if pieces.held_back:  # the user's iterator wrote a Variable: what was drawn before comes first
+                    yield from results(offers, drain=True)
+                    offers = []
+                    self._send(step.variables, thorough=False)
+                yield from results(offers)
+            yield from results([])
         finally:
-            if flow.end is None and engine.lost is None:
-                self._do("ending the training", SETTLE, engine.finish, flow)
-        error = engine.flow_error(flow, timeout)
+            if training.end is None and engine.lost is None:
+                self._do("ending the training", SETTLE, training.finish)
+        error = engine.training_error(training, timeout)
         if error is not None:
             raise self._explained(error)
 
@@ -428,7 +467,7 @@ class Cluster:
     def _lost(self, error: TfnbError) -> None:
         """A server is gone (called in the event loop): the notebook goes on with the last pulled values."""
         step, missing = self.pulled_step, max(0, self._engine.step - self.pulled_step)
-        tell = f"{missing} later steps are gone" if missing else "nothing is missing"
+        tell = f"{missing} later steps are gone" if missing else "no later one was known here"
         error.message = (
             f"{error.message}\n  The local variables hold the last pulled values, of step {step}: {tell}.\n"
             "  The notebook goes on without the cluster; tfnb.connect(...) makes another."
@@ -540,16 +579,27 @@ def _on_shards(variables: Iterable[Variable], homes: Homes) -> dict[int, dict[st
 
 
 def _picked(places: Sequence[int | None], values: Sequence[Any]) -> list[Any]:
-    return [None if place is None else values[place] for place in places]
+    return [None if place is None or not values else values[place] for place in places]
+
+
+def _unstacked(values: Values) -> Iterator[list[Any]]:
+    """The fetches of each step."""
+    if values.each is None:
+        return repeat([], values.steps)
+    columns = [[None] * values.steps if column is None else column.unbind() for column in values.each]
+    return map(list, zip(*columns, strict=True)) if columns else repeat([], values.steps)
+
+
+def varying(step: StepGraph) -> list[bool]:
+    """Which feeds of a step have an axis 0 that varies."""
+    by_id = step.whole.contents.by_id
+    shapes = (by_id[value.node].outputs[value.index].shape for value in step.feeds)
+    return [bool(shape) and not isinstance(shape[0], int) for shape in shapes]
 
 
 def batches(step: StepGraph, rows: Iterable[tuple[Sequence[torch.Tensor], int]]) -> Iterator[Batch]:
     """Batches of (tensors, run index): every feed with a varying axis 0 of the batch's length is divided."""
-    by_id = step.whole.contents.by_id
-    varies = [
-        bool(shape) and not isinstance(shape[0], int)
-        for shape in (by_id[value.node].outputs[value.index].shape for value in step.feeds)
-    ]
+    varies = varying(step)
     for tensors, run_index in rows:
         lengths = {len(t) for t, free in zip(tensors, varies, strict=True) if free}
         count = max(lengths, default=0)

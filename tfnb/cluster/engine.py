@@ -10,17 +10,21 @@ import asyncio
 import itertools
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from tfnb.cluster import plan as p
-from tfnb.cluster.members import Batch, Flow, Member
+from tfnb.cluster.joins import Way
+from tfnb.cluster.leases import Broken
+from tfnb.cluster.members import Ahead, Batch, Member, NotDone
 from tfnb.cluster.messages import Failed, NotSent, Ok, Outcome, Refused, Unknown, raised
 from tfnb.cluster.programs import Placed, Plan
+from tfnb.cluster.resident import NO_LOOP
+from tfnb.cluster.training import Training
 from tfnb.cluster.transport import ClientLink
 from tfnb.errors import (
     Cancelled,
@@ -53,10 +57,11 @@ class Engine:
         self.timings: OrderedDict[str, float] = OrderedDict()
         self._numbers = itertools.count(1)
         self._iteration = asyncio.Lock()  # one step at a time
-        self._queues: set[asyncio.Queue[p.Event]] = set()  # of the machines in progress
+        self._queues: set[asyncio.Queue[Any]] = set()  # of the machines in progress
         self._told: set[asyncio.Task[Any]] = set()
-        self._stopping: dict[Member, asyncio.Task[None]] = {}  # tasks that were told to stop computing
-        self._flow: Flow | None = None  # asynchronous training in progress
+        self._stopping: dict[Member, asyncio.Task[Ok | None]] = {}  # tasks that were told to stop computing
+        self._trainings: dict[Training, asyncio.Task[None]] = {}  # in progress, and who watches for each
+        self.names = itertools.count()  # of trainings
         self.replace: Callable[[Member], Awaitable[Member]] | None = (
             None  # a new process for a task, where there can be
         )
@@ -132,10 +137,12 @@ class Engine:
 
     async def pull(self, wanted: dict[int, list[str]]) -> tuple[dict[str, torch.Tensor], int]:
         """Values by key, all of one step, and that step."""
-        async with self._iteration, self._held():
+        async with self._iteration, AsyncExitStack() as holds:
+            for training in list(self._trainings):
+                await holds.enter_async_context(training.held())
             step = self.step
             answers = await asyncio.gather(
-                *(self._insist(shard, "pull", {"keys": keys}) for shard, keys in wanted.items())
+                *(self.insist(shard, "pull", {"keys": keys}) for shard, keys in wanted.items())
             )
         values = {
             key: tensor
@@ -153,124 +160,47 @@ class Engine:
         )
         return {m.name: dict(a.meta) for m, a in zip(live, answers, strict=True) if isinstance(a, Ok)}
 
-    # -- asynchronous training --------------------------------------------------------------------------------
+    # -- trainings whose tasks loop by themselves ----------------------------------------------------------------
 
-    async def flow(self, placed: Placed, seconds: float | None) -> Flow:
-        """Begin asynchronous training."""
+    async def train(
+        self, placed: Placed, mode: str, ways: Sequence[Way], data: Ahead | None, seconds: float | None
+    ) -> Training:
+        """Begin a training."""
         deadline = time.monotonic() + seconds if seconds is not None else float("inf")
-        queue: asyncio.Queue[p.Event] = asyncio.Queue()
-        flow = Flow(
-            p.Leases(await self._idle(deadline, placed.task), placed.writes, self._numbers, deadline), placed, queue
-        )
-        self._queues.add(queue)
-        self._flow = flow
-        self._begin(flow, self._attend(flow))
-        self._begin(flow, self._watch(queue))
-        self._feed(flow, p.Start())
-        return flow
+        training = Training(self, placed, mode, ways, data, await self._idle(deadline, placed.task), deadline)
+        await training.start()
+        return training
 
-    async def exchange(self, flow: Flow, batches: Sequence[Batch], last: bool) -> list[tuple[int, list[Any]]]:
-        """Offer batches; return what was applied meanwhile, as soon as there is news or room for more."""
-        for batch in batches:
-            self._feed(flow, p.Offer(batch))
-        if last:
-            self._feed(flow, p.End())
-        await flow.wait(lambda: bool(flow.results or flow.machine.wants))
-        results, flow.results = flow.results, []
-        return results
+    def attend(self, training: Training) -> None:
+        """Tell a training who is lost, and the time."""
+        self._queues.add(training.queue)
+        self._trainings[training] = asyncio.create_task(self._watch(training.queue))
 
-    async def finish(self, flow: Flow) -> None:
-        """Stop what computes, let begun updates be applied, and begin no more."""
-        self._feed(flow, p.Interrupt())
-        await flow.wait(lambda: False)
+    def forget(self, training: Training) -> None:
+        """A training is over."""
+        self._queues.discard(training.queue)
+        watcher = self._trainings.pop(training, None)
+        if watcher is not None:
+            watcher.cancel()
 
-    async def _attend(self, flow: Flow) -> None:
-        """Tell the machine what happens, until its end."""
-        while flow.end is None:
-            self._feed(flow, await flow.queue.get())
+    def later(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Do it; nobody waits for it but `settle`."""
+        told = asyncio.ensure_future(work)
+        self._told.add(told)
+        told.add_done_callback(self._told.discard)
 
-    @asynccontextmanager
-    async def _held(self) -> AsyncIterator[None]:
-        """A block in which asynchronous training stands at a cut: all shards have applied the same batches."""
-        flow = self._flow
-        if flow is None:
-            yield
-            return
-        self._feed(flow, p.Hold())
-        try:
-            await flow.wait(lambda: flow.is_held)
-            yield
-        finally:
-            flow.is_held = False
-            self._feed(flow, p.Resume())
-
-    def flow_error(self, flow: Flow, seconds: float | None) -> TfnbError | None:
-        """Why asynchronous training ended, if not by the end of its data."""
-        if flow.end is None or flow.end.cause is None:
+    def training_error(self, training: Training, seconds: float | None) -> TfnbError | None:
+        """Why a training ended, if not by the end of its data."""
+        end = training.end
+        if end is None or end.cause is None:
             return None
-        error = self._error(flow.end.cause, seconds)
-        if isinstance(flow.end.cause, p.TimedOut):
+        error = self._error(end.cause, seconds)
+        if isinstance(end.cause, p.TimedOut):
             error.message = f"training did not end within {seconds} s; variables are at step {self.step}"
-        for shards in flow.end.torn:
+        for shards in end.torn:
             names = ", ".join(self.servers[shard].name for shard in shards)
             error.add_note(f"one more batch was applied on {names} only: no task was left to complete it")
         return error
-
-    def _feed(self, flow: Flow, event: p.Event) -> None:
-        """Tell the machine of asynchronous training, and carry out what it says."""
-        for instruction in flow.machine.on(event, time.monotonic()):
-            match instruction:
-                case p.Lease(number, task, batch):
-                    self._begin(flow, self._lease(flow, number, task, batch))
-                case p.Revoke(number, task):
-                    self._stop(self.tasks[task], "revoke", number)
-                case p.Count(numbers):
-                    self._begin(flow, self._count(flow, numbers))
-                case p.Held():
-                    flow.is_held = True
-                case p.Report(_, values):
-                    self.step += 1
-                    if values is not None:
-                        flow.results.append((self.step, _unpacked(values)))
-                case p.Finish():
-                    self._end(flow, instruction)
-        flow.news.set()
-
-    def _end(self, flow: Flow, end: p.Finish) -> None:
-        flow.end = end
-        self._flow = None
-        self._queues.discard(flow.queue)
-        for task in flow.carried:
-            task.cancel()
-
-    @staticmethod
-    def _begin(flow: Flow, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        flow.carried.add(task)
-        task.add_done_callback(flow.carried.discard)
-
-    async def _count(self, flow: Flow, numbers: Sequence[int]) -> None:
-        """Ask the servers which leases they applied."""
-        shards: dict[int, list[int]] = {}
-        for shard in flow.placed.writes:
-            answer = await self._settled(shard, "applied", {"client": self._leases, "seqs": list(numbers)})
-            if isinstance(answer, p.ShardLost):
-                flow.queue.put_nowait(answer)
-                return
-            for number in answer.meta["applied"] if isinstance(answer, Ok) else ():
-                shards.setdefault(number, []).append(shard)
-        flow.queue.put_nowait(p.Counted(shards))
-
-    @property
-    def _leases(self) -> str:
-        """The client under which leases are applied."""
-        return f"{self.link.client}-leases"
-
-    async def _lease(self, flow: Flow, number: int, task: int, batch: Batch) -> None:
-        """Compute and push one batch on one task."""
-        about = {"lease": [self._leases, number], "rows": batch.rows or 1, "worker": task}
-        event = await self._run_on(number, task, flow.placed, about, list(batch.tensors), batch.run_index)
-        flow.queue.put_nowait(event)
 
     # -- one synchronous step ------------------------------------------------------------------------------------
 
@@ -311,10 +241,10 @@ class Engine:
                 event = await self._run_on(number, task, placed, about, feeds, batch.run_index + worker * RANK)
                 queue.put_nowait(event)
             case p.Prepare(number, shard, workers):
-                answer = await self._settled(shard, "prepare", {"round": number, "workers": list(workers)})
+                answer = await self.settled(shard, "prepare", {"round": number, "workers": list(workers)})
                 queue.put_nowait(_shard_event(p.Prepared(number, shard), answer))
             case p.Commit(number, shard, workers):
-                answer = await self._settled(shard, "commit", {"round": number, "workers": list(workers)})
+                answer = await self.settled(shard, "commit", {"round": number, "workers": list(workers)})
                 queue.put_nowait(_shard_event(p.Committed(number, shard), answer))
 
     def _tell(self, number: int) -> None:
@@ -323,39 +253,45 @@ class Engine:
         for member in self.servers:
             if member.alive:
                 call = self.link.call(member.peer, "abort", {"round": number}, epoch=self.epoch, deadline=deadline)
-                told = asyncio.ensure_future(call)
-                self._told.add(told)
-                told.add_done_callback(self._told.discard)
+                self.later(call)
         for member in self.tasks:
             if member.alive:
-                self._stop(member, "cancel", number)
+                self.stop(member, "cancel", lambda: {"round": number})
 
     # -- tasks that stop ------------------------------------------------------------------------------------------
 
-    def _stop(self, member: Member, method: str, number: int) -> None:
-        """Let a task stop what it computes; until it has, it is not idle."""
+    def stop(self, member: Member, method: str, meta: Callable[[], dict[str, Any]]) -> asyncio.Task[Ok | None]:
+        """Let a task stop what it computes; until it has, it is not idle. Its answer; None where it is gone."""
         before = self._stopping.get(member)
-        stopping = asyncio.create_task(self._stopped(member, method, number, before))
+        stopping = asyncio.create_task(self._stopped(member, method, meta, before))
         self._stopping[member] = stopping
 
-        def over(task: asyncio.Task[None]) -> None:
+        def over(task: asyncio.Task[Ok | None]) -> None:
             if self._stopping.get(member) is task:
                 del self._stopping[member]
 
         stopping.add_done_callback(over)
+        return stopping
 
-    async def _stopped(self, member: Member, method: str, number: int, before: asyncio.Task[None] | None) -> None:
+    async def _stopped(
+        self, member: Member, method: str, meta: Callable[[], dict[str, Any]], before: asyncio.Task[Any] | None
+    ) -> Ok | None:
         """Wait until a task has stopped; one that does not in time gets another process, if it holds no variables."""
-        while member.alive:
+        answer: Outcome | None = None
+        while member.alive and not isinstance(answer, Ok):
             patience = p.patience(member.seconds)
             deadline = time.monotonic() + patience
-            call = self.link.call(member.peer, method, {"round": number}, epoch=self.epoch, deadline=deadline)
-            if isinstance(await self._unless_dead(member, call), Ok):
+            call = self.link.call(member.peer, method, meta(), epoch=self.epoch, deadline=deadline)
+            answer = await self.unless_dead(member, call)
+            if isinstance(answer, Refused) and answer.reason == "stale":
+                answer = Ok(NO_LOOP)
+            if isinstance(answer, Ok):
                 break
             if await self.verify(member) and member not in self.servers and self.replace is not None:
                 await self._replaced(member, self.replace, patience)
         if before is not None:
             await asyncio.wait({before})
+        return answer if isinstance(answer, Ok) else None
 
     async def _replaced(self, member: Member, replace: Callable[[Member], Awaitable[Member]], patience: float) -> None:
         """Another process in the place of a task's."""
@@ -371,7 +307,7 @@ class Engine:
             self.notes.append(f"{late}; its process was replaced")
             self._report(p.Joined(index))
 
-    def _report(self, event: p.Event) -> None:
+    def _report(self, event: p.Event | p.Joined) -> None:
         """Tell every machine in progress."""
         for queue in self._queues:
             queue.put_nowait(event)
@@ -405,10 +341,10 @@ class Engine:
         answer: Outcome = NotSent()
         for attempt in range(3):
             try:
-                await self._register(placed, member, again=attempt > 0)
+                await self.register(placed, member, again=attempt > 0)
                 deadline = self.link.deadline("run", sum(t.numel() * t.element_size() for t in feeds))
                 answer = await self.link.call(member.peer, "run", meta, feeds, epoch=self.epoch, deadline=deadline)
-            except _NotDone as failure:
+            except NotDone as failure:
                 answer = failure.outcome
             except TfnbError as error:  # what cannot be encoded
                 return p.Error(number, task, _as_failed(error))
@@ -423,8 +359,6 @@ class Engine:
             case Ok():
                 member.seconds.append(float(answer.meta.get("timings", {}).get("compute", 0.0)))
                 return p.Done(number, task, answer)
-            case Failed(details={"cancelled": int(cancelled)}) if cancelled == number:
-                return p.Revoked(number, task)
             case Failed(details={"missed": True, "shard": int(shard)}):
                 if not await self.verify(self.servers[shard]):
                     return p.ShardLost(shard)
@@ -442,9 +376,23 @@ class Engine:
             return p.Lost(task)
         return p.Missed(number, task, Failed("Unavailable", f"{member.name}: {answer.message}", {"task": member.name}))
 
+    async def judged(self, answer: Outcome, task: int) -> Any:
+        """What it means for a training that a loop of a task ended so."""
+        if isinstance(answer, Refused) and answer.reason == "unknown-plan":
+            for member in (*self.tasks, *self.servers):
+                member.plans.clear()
+            return Broken(task, Failed("NotFound", f"plan {answer.message}"), is_fatal=False)
+        match await self._judged(answer, 0, task):
+            case p.Missed(_, _, failure):
+                return Broken(task, failure, is_fatal=False)
+            case p.Error(_, _, failure):
+                return Broken(task, failure, is_fatal=True)
+            case event:
+                return event
+
     # -- plans ---------------------------------------------------------------------------------------------------
 
-    async def _register(self, placed: Placed, member: Member, *, again: bool) -> None:
+    async def register(self, placed: Placed, member: Member, *, again: bool = False) -> None:
         """See that a task and the servers know the plans of a step."""
         work = [(member, "register", placed.compute)]
         work += [(self.servers[shard], "register_shard", plan) for shard, plan in placed.servers.items()]
@@ -461,33 +409,33 @@ class Engine:
             return
         if member in self.servers and isinstance(answer, NotSent | Unknown | Refused):
             answer = Failed("Unavailable", answer.message, {"missed": True, "shard": self.servers.index(member)})
-        raise _NotDone(answer)
+        raise NotDone(answer)
 
     # -- servers -------------------------------------------------------------------------------------------------
 
     async def _mutate(self, shard: int, method: str, meta: dict[str, Any], tensors: list[torch.Tensor]) -> None:
-        answer = await self._settled(shard, method, meta, tensors)
+        answer = await self.settled(shard, method, meta, tensors)
         if isinstance(answer, p.ShardLost):
             raise self._error(p.ServerLost(shard), None)
         if isinstance(answer, Failed):
             raise raised(answer)
 
-    async def _insist(self, shard: int, method: str, meta: dict[str, Any]) -> Ok:
-        answer = await self._settled(shard, method, meta)
+    async def insist(self, shard: int, method: str, meta: dict[str, Any]) -> Ok:
+        answer = await self.settled(shard, method, meta)
         if isinstance(answer, p.ShardLost):
             raise self._error(p.ServerLost(shard), None)
         if isinstance(answer, Failed):
             raise raised(answer)
         return answer
 
-    async def _settled(
+    async def settled(
         self, shard: int, method: str, meta: dict[str, Any], tensors: Sequence[torch.Tensor] = ()
     ) -> Ok | Failed | p.ShardLost:
         """A call to a server, repeated under one identity until it is answered or the server is dead."""
         member, op = self.servers[shard], self.link.op()
         while member.alive:
             deadline = self.link.deadline(method, sum(t.numel() * t.element_size() for t in tensors))
-            answer = await self._unless_dead(
+            answer = await self.unless_dead(
                 member, self.link.call(member.peer, method, meta, tensors, epoch=self.epoch, op=op, deadline=deadline)
             )
             match answer:
@@ -505,7 +453,7 @@ class Engine:
         member.alive = False
         return p.ShardLost(shard)
 
-    async def _unless_dead(self, member: Member, call: Awaitable[Outcome]) -> Outcome:
+    async def unless_dead(self, member: Member, call: Awaitable[Outcome]) -> Outcome:
         """The call's outcome, or Unknown as soon as the scheduler says that the peer is dead."""
         asked, died = asyncio.ensure_future(call), asyncio.ensure_future(self._death(member))
         try:
@@ -530,7 +478,7 @@ class Engine:
             if not member.alive or not member.reported:
                 break
             self.link.confirm(member.peer.addr)  # the registry's entry is good: it may be dialled once more
-            answer = await self._unless_dead(member, self.link.call(member.peer, "ping", epoch=self.epoch))
+            answer = await self.unless_dead(member, self.link.call(member.peer, "ping", epoch=self.epoch))
             if isinstance(answer, Ok) and answer.meta.get("incarnation") == member.peer.incarnation:
                 return True
         member.alive = False
@@ -598,14 +546,6 @@ class Engine:
             self.lost = error
             self.on_lost(error)
         return self.lost
-
-
-class _NotDone(Exception):
-    """A registration that did not come through."""
-
-    def __init__(self, outcome: Outcome) -> None:
-        super().__init__(outcome)
-        self.outcome = outcome
 
 
 def _shard_event(done: p.Prepared | p.Committed, answer: Ok | Failed | p.ShardLost) -> p.Event:

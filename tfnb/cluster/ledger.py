@@ -29,12 +29,12 @@ class Window:
     def add(self, seq: int, ack: Answer) -> None:
         """Mark ``seq`` as applied."""
         if seq > self.highest:
+            for old in range(max(0, self.highest - WINDOW + 1), min(self.highest, seq - WINDOW) + 1):
+                self.acks.pop(old, None)
             self.seen = (self.seen << (seq - self.highest)) & ((1 << WINDOW) - 1)
             self.highest = seq
         self.seen |= 1 << (self.highest - seq)
         self.acks[seq] = ack
-        for old in [s for s in self.acks if s <= self.highest - WINDOW] if len(self.acks) > WINDOW else ():
-            del self.acks[old]
 
 
 class Ledger:

@@ -1,18 +1,15 @@
-"""What the engine is told to work with: tasks, the feeds of a step, asynchronous training in progress. Data only."""
+"""What the engine is told to work with: tasks, the feeds of a step, data of a training. Data only."""
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from tfnb.cluster import plan as p
-from tfnb.cluster.messages import Peer
-from tfnb.cluster.programs import Placed
+from tfnb.cluster.messages import Outcome, Peer
+from tfnb.state.batch_order import Order
 
 
 @dataclass(eq=False)
@@ -49,21 +46,22 @@ class Batch:
         return [t[start:stop] if cut else t for t, cut in zip(self.tensors, self.split, strict=True)]
 
 
-@dataclass
-class Flow:
-    """Asynchronous training in progress."""
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """Data that is sent to the tasks once: rows of arrays, in an order that each task derives from the seed.
 
-    machine: p.Leases
-    placed: Placed
-    queue: asyncio.Queue[p.Event]
-    results: list[tuple[int, list[Any]]] = field(default_factory=list)
-    end: p.Finish | None = None
-    is_held: bool = False
-    news: asyncio.Event = field(default_factory=asyncio.Event)
-    carried: set[asyncio.Task[None]] = field(default_factory=set)
+    ``total``: steps. ``run_index``: of the first one.
+    """
 
-    async def wait(self, is_so: Callable[[], bool]) -> None:
-        """Wait until it is so, or asynchronous training is over."""
-        while self.end is None and not is_so():
-            self.news.clear()
-            await self.news.wait()
+    arrays: tuple[torch.Tensor, ...]
+    order: Order
+    total: int
+    run_index: int
+
+
+class NotDone(Exception):
+    """A preparation that did not come through."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome)
+        self.outcome = outcome

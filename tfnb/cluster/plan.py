@@ -1,9 +1,8 @@
 """How a step runs on a cluster, as pure machines: ``machine.on(event, now) -> [instruction]``.
 
-`Step` is one synchronous step: divide the rows over the live tasks, run, prepare, commit; when a task dies before
-the commit, divide again and repeat. `Leases` is asynchronous training: whole batches are leased to tasks, and a batch
-whose task died is leased again under the same operation number, so that a server applies it once. It ends, and it can
-be held, at a cut: every lease is then applied on all servers or on none.
+`Step` is one synchronous step that the notebook drives: divide the rows over the live tasks, run, prepare, commit; when
+a task dies before the commit, divide again and repeat. The machines of trainings, whose tasks loop by themselves, are
+`leases` and `rounds`; the words that all of them use are here.
 No clock, socket, thread or Dask: time arrives as an argument, and `engine` carries out what is said here.
 
 Every attempt has a round number of its own, so that late messages of an earlier attempt mean nothing.
@@ -11,8 +10,7 @@ Every attempt has a round number of its own, so that late messages of an earlier
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
@@ -138,13 +136,6 @@ class Joined(NamedTuple):
     task: int
 
 
-class Revoked(NamedTuple):
-    """A task gave a lease back; no server saw anything of it."""
-
-    number: int
-    task: int
-
-
 class Hold(NamedTuple):
     """Begin nothing, and say when every lease is over."""
 
@@ -153,42 +144,11 @@ class Resume(NamedTuple):
     """The end of a hold."""
 
 
-class Counted(NamedTuple):
-    """For each lease in doubt the shards that applied it."""
-
-    shards: Mapping[int, Collection[int]]
-
-
-class Offer(NamedTuple):
-    """A batch to train on."""
-
-    batch: Any
-
-
 class End(NamedTuple):
     """There are no more batches."""
 
 
-Event = (
-    Start
-    | Done
-    | Error
-    | Missed
-    | Lost
-    | ShardLost
-    | Prepared
-    | Committed
-    | ShardError
-    | Interrupt
-    | Tick
-    | Joined
-    | Revoked
-    | Hold
-    | Resume
-    | Counted
-    | Offer
-    | End
-)
+Event = Start | Done | Error | Missed | Lost | ShardLost | Prepared | Committed | ShardError | Interrupt | Tick
 
 
 # -- instructions ---------------------------------------------------------------------------------------------
@@ -226,38 +186,6 @@ class Abort(NamedTuple):
     number: int
 
 
-class Lease(NamedTuple):
-    """Let a task compute and push a batch under operation ``number``."""
-
-    number: int
-    task: int
-    batch: Any
-
-
-class Revoke(NamedTuple):
-    """Let a task stop a lease, unless servers may have seen something of it."""
-
-    number: int
-    task: int
-
-
-class Count(NamedTuple):
-    """Ask every shard which of these leases it applied; no task works on them any more."""
-
-    numbers: tuple[int, ...]
-
-
-class Held(NamedTuple):
-    """Every lease that was begun is over."""
-
-
-class Report(NamedTuple):
-    """An asynchronous batch is applied; ``values`` is None where its task is gone."""
-
-    number: int
-    values: Any
-
-
 class Finish(NamedTuple):
     """The machine is at its end: with values of each worker and their rows, or with a cause.
 
@@ -270,7 +198,7 @@ class Finish(NamedTuple):
     torn: tuple[tuple[int, ...], ...] = ()
 
 
-Instruction = Run | Prepare | Commit | Abort | Lease | Revoke | Count | Held | Report | Finish
+Instruction = Run | Prepare | Commit | Abort | Finish
 
 
 def divide(rows: int, parts: int) -> list[tuple[int, int]]:
@@ -393,180 +321,3 @@ class Step:
     def _stop(self, cause: Cause) -> list[Instruction]:
         begun, self.state = self.state != "planned", "over"
         return [*([Abort(self.number)] if begun else []), Finish(cause=cause)]
-
-
-@dataclass
-class Leases:
-    """Asynchronous training: each task works on a batch of its own, and every batch is applied once on each shard.
-
-    ``shards``: those that a batch writes. States: planned; open; held (what was begun is finished, nothing new begins);
-    closing (the same, for good); counting (servers are asked about leases that lost their task); over.
-    """
-
-    tasks: list[int]
-    shards: Sequence[int]
-    numbers: Iterator[int]
-    deadline: float = float("inf")
-    state: str = "planned"
-    cause: Cause | None = None
-    out: dict[int, tuple[int, Any]] = field(default_factory=dict)  # task -> lease
-    begun: deque[tuple[int, Any]] = field(default_factory=deque)  # leases that lost their task
-    offered: deque[tuple[int, Any]] = field(default_factory=deque)
-    doubtful: dict[int, Any] = field(default_factory=dict)  # leases that ended, some shard may have applied them
-    torn: list[tuple[int, ...]] = field(default_factory=list)
-    missed: dict[int, int] = field(default_factory=dict)
-    tried: set[int] = field(default_factory=set)  # leases that some shard may have applied in an earlier try
-    mending: set[int] = field(default_factory=set)  # leases that some shards lack, computed once more
-    ended: bool = False  # there are no more batches
-
-    @property
-    def wants(self) -> int:
-        """How many batches there are idle tasks for."""
-        idle = len(self.tasks) - len(self.out) - len(self.begun) - len(self.offered)
-        return max(0, idle) if self.state == "open" else 0
-
-    def on(self, event: Event, now: float) -> list[Instruction]:  # noqa: C901 (one line for each state and event)
-        """The instructions that an event leads to."""
-        match self.state, event:
-            case "planned", Start():
-                self.state = "open"
-                return self._next() if self.tasks else self._close(TasksLost("no compute task is left"))
-            case "open" | "held", Offer(batch):
-                self.offered.append((next(self.numbers), batch))
-                return self._next()
-            case "open" | "held" | "closing", Done(number, task, values):
-                return [*self._done(number, task, values), *self._next()]
-            case "open" | "held" | "closing", Revoked(number, task):
-                lease = self._back(number, task)
-                self._doubt(lease if number in self.tried else None)
-                return self._next()
-            case "open" | "held" | "closing", Missed(number, task, failure):
-                return self._missed(number, task, failure)
-            case "open" | "held" | "closing", Error(number, task, failure):
-                self._doubt(self._back(number, task))
-                return self._close(failure)
-            case "open" | "held" | "closing", Lost(task) if task in self.tasks:
-                return self._lose(task)
-            case "planned" | "counting", Lost(task) if task in self.tasks:
-                self.tasks.remove(task)
-            case "open" | "held" | "closing", Joined(task) if task not in self.tasks:
-                self.tasks.append(task)
-                return self._next()
-            case "open", Hold():
-                self.state = "held"
-                return self._next()
-            case "held", Resume():
-                self.state = "open"
-                return self._close(None) if self.ended else self._next()
-            case "held", End():
-                self.ended = True
-            case "open", End():
-                return self._close(None)
-            case "open" | "held" | "closing", Interrupt():
-                return [*self._revoke(), *self._close(Interrupted())]
-            case "open" | "held" | "closing", Tick() if now >= self.deadline and self.cause is None:
-                return [*self._revoke(), *self._close(TimedOut())]
-            case "counting", Counted(shards):
-                return self._counted(shards)
-            case "open" | "held" | "closing" | "counting", ShardLost(shard):
-                return self._over(ServerLost(shard))
-        return []
-
-    def _next(self) -> list[Instruction]:
-        """Leases for idle tasks; or the end of a hold's waiting, or of it all."""
-        given: list[Instruction] = []
-        for task in self.tasks:
-            queue = self.begun or (self.offered if self.state == "open" or self.cause is None else None)
-            if task not in self.out and queue and (self.state != "held" or queue is self.begun):
-                self.out[task] = queue.popleft()
-                given.append(Lease(self.out[task][0], task, self.out[task][1]))
-        if self.out or self.begun:
-            return given
-        if self.state == "held":
-            return [*given, Held()]
-        if self.state == "closing" and (self.cause is not None or not self.offered):
-            return [*given, *self._count()]
-        return given
-
-    def _back(self, number: int, task: int) -> tuple[int, Any] | None:
-        """The lease that a task gives back; None for a late answer."""
-        lease = self.out.get(task)
-        return self.out.pop(task) if lease is not None and lease[0] == number else None
-
-    def _doubt(self, lease: tuple[int, Any] | None) -> None:
-        if lease is not None:
-            self.doubtful[lease[0]] = lease[1]
-
-    def _done(self, number: int, task: int, values: Any) -> list[Instruction]:
-        return [] if self._back(number, task) is None else [Report(number, values)]
-
-    def _missed(self, number: int, task: int, failure: Failed) -> list[Instruction]:
-        lease = self._back(number, task)
-        if lease is None:
-            return []
-        self.missed[number] = self.missed.get(number, 0) + 1
-        self.tried.add(number)
-        if self.missed[number] > RETRIES or self._is_stopped or number in self.mending:
-            self._doubt(lease)
-            return self._close(failure)
-        self.begun.append(lease)
-        return self._next()
-
-    def _lose(self, task: int) -> list[Instruction]:
-        self.tasks.remove(task)
-        lease = self.out.pop(task, None)
-        if lease is not None:
-            self.tried.add(lease[0])
-            if self._is_stopped:
-                self._doubt(lease)
-            else:
-                self.begun.append(lease)
-        return self._next() if self.tasks else self._close(TasksLost("no compute task is left"))
-
-    @property
-    def _is_stopped(self) -> bool:
-        """Whether what was begun is not to be finished."""
-        return isinstance(self.cause, Interrupted | TimedOut | TasksLost)
-
-    def _revoke(self) -> list[Instruction]:
-        return [Revoke(number, task) for task, (number, _) in self.out.items() if number not in self.mending]
-
-    def _close(self, cause: Cause | None) -> list[Instruction]:
-        """Begin nothing new; the first cause is the one that counts."""
-        if self.cause is None:
-            self.cause = cause
-        if self._is_stopped or not self.tasks:
-            self.doubtful.update(self.begun)
-            self.begun.clear()
-        if cause is not None:
-            self.offered.clear()
-        self.state = "closing"
-        return self._next()
-
-    def _count(self) -> list[Instruction]:
-        """Before the end: which of the doubtful leases were applied."""
-        if not self.doubtful:
-            return self._over(self.cause)
-        self.state = "counting"
-        return [Count(tuple(self.doubtful))]
-
-    def _counted(self, shards: Mapping[int, Collection[int]]) -> list[Instruction]:
-        """A lease counts if all shards applied it; one that only some applied is completed, or named."""
-        reports: list[Instruction] = []
-        for number, batch in self.doubtful.items():
-            applied = tuple(shard for shard in self.shards if shard in shards.get(number, ()))
-            if len(applied) == len(self.shards):
-                reports.append(Report(number, None))
-            elif applied and self.tasks and number not in self.mending:
-                self.mending.add(number)
-                self.tried.add(number)
-                self.begun.append((number, batch))
-            elif applied:
-                self.torn.append(applied)
-        self.doubtful.clear()
-        self.state = "closing"
-        return [*reports, *self._next()]
-
-    def _over(self, cause: Cause | None) -> list[Instruction]:
-        self.state = "over"
-        return [Finish(cause=cause, torn=tuple(self.torn))]

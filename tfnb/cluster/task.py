@@ -28,15 +28,17 @@ from distributed import get_worker
 from tfnb import __version__
 from tfnb.cluster import wire
 from tfnb.cluster.computing import Computing, in_thread
-from tfnb.cluster.core import PLANS, Arrived, Core, Event, Tick, fence
-from tfnb.cluster.messages import Failed, Ok, OpId, Outcome, Peer, Refused, Request, failed
+from tfnb.cluster.core import PLANS, Arrived, Core, Event, Reply, Send, Tick, fence
+from tfnb.cluster.messages import Failed, NotSent, Ok, OpId, Outcome, Peer, Refused, Request, Unknown, failed
 from tfnb.cluster.programs import ComputeProgram, Push, ShardProgram
+from tfnb.cluster.resident import Ended, Loops
 from tfnb.cluster.transport import read_request, worker_link, write_outcome
 from tfnb.errors import InvalidArgument
 from tfnb.state.store import Store
 
 Answer = Ok | Failed | Refused
 
+SEND = 60.0  # seconds that a shard tries to reach another one
 TICK = 0.5  # seconds between looks at requests that wait inside of the core
 REVOKED = 1024  # leases taken back that are remembered
 SHARE = 0.6  # of a worker's memory limit that a server may fill; Dask pauses a worker at 0.8
@@ -48,14 +50,6 @@ def versions() -> dict[str, str]:
         "tfnb": __version__, "torch": torch.__version__.partition("+")[0],
         "python": ".".join(platform.python_version_tuple()[:2]), "envelope": str(wire.VERSION),
     }  # fmt: skip
-
-
-class _Answered(Exception):
-    """A call on the way could not be carried out: what the caller is told."""
-
-    def __init__(self, answer: Failed | Refused) -> None:
-        super().__init__(answer)
-        self.answer = answer
 
 
 class Task:
@@ -71,6 +65,7 @@ class Task:
         self.core: Core | None = None
         self._tickets = itertools.count()
         self._waiting: dict[int, asyncio.Future[Answer]] = {}  # ticket -> the call that the core will answer
+        self._sending: set[asyncio.Future[None]] = set()
         self._clock: asyncio.Future[None] | None = None
         self.servers: list[Peer] = []
         self.link = worker_link(worker, wire.BUDGET)
@@ -81,12 +76,13 @@ class Task:
         self.revoked: deque[int] = deque(maxlen=REVOKED)  # leases that were taken back
         self.pushing: set[int] = set()  # leases that servers may have applied
         self.computing = Computing()
+        self.loops = Loops(self, self.plans)
         self.applying = ThreadPoolExecutor(1, thread_name_prefix="tfnb-server")
         torch.set_num_threads(threads or worker.state.nthreads)
         self._methods: dict[str, Callable[[Request], Awaitable[Answer]]] = {
             "configure": self._configure, "register": self._register, "run": self._run, "cancel": self._cancel,
             "forget": self._forget, "revoke": self._revoke, "quit": self._quit,
-            **dict.fromkeys(Core.METHODS, self._serve),
+            **dict.fromkeys(Core.METHODS, self._serve), **dict.fromkeys(Loops.METHODS, self.loops.on),
         }  # fmt: skip
 
     async def handle(self, *frames: Any) -> list[wire.Buffer]:
@@ -159,10 +155,27 @@ class Task:
 
     async def _tell(self, core: Core, event: Event) -> None:
         """Let the core see an event, in its thread, and carry out the effects."""
-        for reply in await in_thread(self.applying, lambda: core.on(event, time.monotonic())):
-            waiting = self._waiting.get(reply.ticket)
-            if waiting is not None and not waiting.done():
-                waiting.set_result(reply.answer)
+        for effect in await in_thread(self.applying, lambda: core.on(event, time.monotonic())):
+            match effect:
+                case Reply(ticket, answer):
+                    waiting = self._waiting.get(ticket)
+                    if waiting is not None and not waiting.done():
+                        waiting.set_result(answer)
+                case Send():
+                    sending = asyncio.ensure_future(self._send(effect))
+                    self._sending.add(sending)
+                    sending.add_done_callback(self._sending.discard)
+
+    async def _send(self, send: Send) -> None:
+        """Tell another shard, again and again; the notebook notices where that one is lost."""
+        deadline = time.monotonic() + SEND
+        peer, op = self.servers[send.shard], self.link.op()
+        while time.monotonic() < deadline:
+            answer = await self.link.persist(peer, send.method, send.meta, epoch=self.epoch, op=op, deadline=deadline)
+            if not isinstance(answer, NotSent | Unknown):
+                return
+            await asyncio.sleep(TICK)
+            self.link.confirm(peer.addr)
 
     def _keep_time(self, core: Core) -> None:
         """While requests wait inside of the core, it is told the time."""
@@ -253,7 +266,7 @@ class Task:
             out, pushes = await self.computing.do(number, lambda: self._computed(program, feeds, values, run_index))
             computed = time.monotonic()
             await self._push_all(pushes, request, number, deadline)
-        except _Answered as ended:
+        except Ended as ended:
             return ended.answer
         except Exception as error:
             return failed(error, self.name)
@@ -276,7 +289,7 @@ class Task:
 
     async def _pull_from(self, shard: int, keys: Sequence[str], deadline: float) -> dict[str, torch.Tensor]:
         held = [self.cache.get(key, (-1, None))[0] for key in keys]
-        answer = await self._ask(shard, "pull", {"keys": list(keys), "since": held}, (), None, deadline)
+        answer = await self.ask(shard, "pull", {"keys": list(keys), "since": held}, (), None, deadline)
         fresh = iter(answer.tensors)
         for key, old, version in zip(keys, held, answer.meta["versions"], strict=True):
             if old != version:
@@ -302,12 +315,12 @@ class Task:
         }  # fmt: skip
         if meta.get("lease") is None:
             about |= {"round": number, "worker": meta["worker"]}
-            await self._ask(push.shard, "stage", about, push.tensors, None, deadline)
+            await self.ask(push.shard, "stage", about, push.tensors, None, deadline)
         else:
             client, seq = meta["lease"]
-            await self._ask(push.shard, "push", about, push.tensors, OpId(str(client), int(seq)), deadline)
+            await self.ask(push.shard, "push", about, push.tensors, OpId(str(client), int(seq)), deadline)
 
-    async def _ask(
+    async def ask(
         self, shard: int, method: str, meta: Mapping[str, Any], tensors: Sequence[torch.Tensor], op: OpId | None,
         deadline: float,
     ) -> Ok:  # fmt: skip
@@ -316,7 +329,7 @@ class Task:
         answer = await self.link.persist(peer, method, meta, tensors, epoch=self.epoch, op=op, deadline=deadline)
         if isinstance(answer, Ok):
             return answer
-        raise _Answered(_passed_on(answer, peer, shard))
+        raise Ended(_passed_on(answer, peer, shard))
 
 
 def _passed_on(answer: Outcome, peer: Peer, shard: int) -> Failed | Refused:

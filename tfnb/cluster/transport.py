@@ -41,7 +41,9 @@ T = TypeVar("T")
 CONNECT = 3.0  # seconds to reach an address
 SLACK = 0.05  # seconds a call may end after its deadline
 DEADLINES = {"ping": 2.0, "hello": 10.0, "register": 30.0, "register_shard": 30.0, "run": 600.0}
-DEADLINES |= dict.fromkeys(LINES, POLL + 2.0)  # what waits inside of a server answers "again" before that
+DEADLINES |= dict.fromkeys(
+    (*LINES, "contribute"), POLL + 2.0
+)  # what waits inside of a server answers "again" before that
 BYTES_PER_SECOND = 50e6
 SHORTEST = 5.0  # seconds: a server may stand behind one large update of another caller
 _TURN = 0.05  # seconds the blocking side sleeps between looks

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
-from functools import partial
-from itertools import count, islice, repeat
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +15,7 @@ import torch
 
 from tfnb.errors import InvalidArgument, ShapeError
 from tfnb.graph import current
+from tfnb.state.batch_order import Order, Rows
 
 DEFAULT_BATCH = 32  # rows
 
@@ -35,7 +35,13 @@ class Batches:
 
     each: Iterator[Batch]
     total: int | None
-    is_ours: bool  # made from arrays, so that waiting for the next one cannot block
+    rows: Rows | None = None  # the arrays that they are made from
+    keys: tuple[Any, ...] = ()  # of the arrays
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether they are made from arrays, so that waiting for the next one cannot block."""
+        return self.rows is not None
 
 
 def batches(
@@ -70,17 +76,15 @@ def _of_arrays(
 ) -> Batches:
     keys, arrays = tuple(data), tuple(as_array(key, value) for key, value in data.items())
     rows = _rows(keys, arrays)
-    per_pass = -(-rows // batch_size)
+    taken = Rows(arrays, Order(rows, batch_size, shuffle, seed))
+    total = steps or epochs * taken.order.per_pass
 
     def each() -> Iterator[Batch]:
-        generator = torch.Generator().manual_seed(seed)
-        for epoch in count(1) if steps else range(1, epochs + 1):
-            order = torch.randperm(rows, generator=generator) if shuffle else None
-            parts = [_cut(array, batch_size, order) for array in arrays]
-            for start, *values in zip(range(0, rows, batch_size), *parts, strict=False):
-                yield Batch(epoch, keys, tuple(values), min(batch_size, rows - start))
+        for step in range(total):
+            epoch, start, stop = taken.order.place(step)
+            yield Batch(epoch, keys, taken.part(step, 0, stop - start), stop - start)
 
-    return Batches(islice(each(), steps), steps or epochs * per_pass, is_ours=True)
+    return Batches(each(), total, taken, keys)
 
 
 def as_array(key: Any, value: Any) -> torch.Tensor:
@@ -106,15 +110,6 @@ def _rows(keys: tuple[Any, ...], arrays: tuple[torch.Tensor, ...]) -> int:
     if lengths[first] == 0:
         raise ShapeError(f"data for {', '.join(lengths)} has no rows")
     return lengths[first]
-
-
-def _cut(array: torch.Tensor, batch_size: int, order: torch.Tensor | None) -> Iterator[torch.Tensor]:
-    """The array in batches, in that order of rows."""
-    if not array.dim():
-        return repeat(array)
-    if order is None:
-        return iter(array.split(batch_size))
-    return map(partial(array.index_select, 0), order.to(array.device).split(batch_size))
 
 
 def name_of(key: Any) -> str:
@@ -148,7 +143,7 @@ def _of_feeds(data: Any, epochs: int, steps: int | None) -> Batches:
             if not found:
                 return
 
-    return Batches(islice(each(), steps), steps or (length and length * epochs), is_ours=False)
+    return Batches(islice(each(), steps), steps or (length and length * epochs))
 
 
 def _fed(epoch: int, number: int, feeds: Any) -> Batch:

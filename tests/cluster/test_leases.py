@@ -1,0 +1,339 @@
+"""The machine of asynchronous training: events in, instructions out. No socket, no clock."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tfnb.cluster.leases import (
+    LARGEST,
+    Broken,
+    Continue,
+    Count,
+    Counted,
+    Give,
+    Held,
+    Leases,
+    Offer,
+    Pause,
+    Paused,
+    Piece,
+    Progress,
+    Report,
+    Sizes,
+    Stop,
+    Stopped,
+)
+from tfnb.cluster.ledger import WINDOW
+from tfnb.cluster.messages import Failed
+from tfnb.cluster.plan import (
+    End,
+    Finish,
+    Hold,
+    Interrupt,
+    Interrupted,
+    Joined,
+    Lost,
+    Resume,
+    ServerLost,
+    ShardLost,
+    Start,
+    TasksLost,
+    Tick,
+    TimedOut,
+)
+
+BAD = Failed("InvalidArgument", "kernel")
+
+
+def leases(tasks=(0, 1), shards=(0,), **kwargs):
+    machine = Leases(list(tasks), list(shards), itertools.count(1), **kwargs)
+    machine.on(Start(), 0.0)
+    return machine
+
+
+def play(machine, *events, now=0.0):
+    """All instructions of a sequence of events, in order."""
+    return [instruction for event in events for instruction in machine.on(event, now)]
+
+
+def given_to(instructions):
+    """(task, steps) of each piece."""
+    return [(i.task, list(i.piece.steps)) for i in instructions if isinstance(i, Give)]
+
+
+def test_each_task_has_two_pieces_ahead():
+    machine = leases()
+    assert machine.wants == 4
+    given = play(machine, *(Offer(range(4 * i, 4 * i + 4)) for i in range(4)))
+    assert given_to(given) == [(0, [0, 1, 2, 3]), (1, [4, 5, 6, 7]), (0, [8, 9, 10, 11]), (1, [12, 13, 14, 15])]
+    assert machine.wants == 0
+    first, second = given[0].piece, given[2].piece
+    assert (first.stream, first.first, second.stream, second.first) == (first.stream, 0, first.stream, 4)
+    assert play(machine, Progress(0, first.number, 3)) == [Report(first.number, 0, 3, (0,))]
+    assert machine.wants == 0
+    assert play(machine, Progress(0, first.number, 4)) == [Report(first.number, 3, 4, (0,))]
+    assert machine.wants == 1
+
+
+def test_it_ends_when_everything_is_applied():
+    machine = leases(tasks=[0])
+    (give,) = play(machine, Offer("ab"), End())
+    assert play(machine, Progress(0, give.piece.number, 1)) == [Report(give.piece.number, 0, 1, (0,))]
+    assert play(machine, Progress(0, give.piece.number, 2))[-1] == Finish()
+
+
+def test_the_rest_of_a_dead_tasks_pieces_is_lent_again_under_its_numbers():
+    machine = leases()
+    given = play(machine, Offer("abc"), Offer("xyz"))
+    lost = given[0].piece
+    play(machine, Progress(0, lost.number, 1))
+    (again,) = play(machine, Lost(0))
+    assert (again.task, again.piece.steps) == (1, "bc")
+    assert (again.piece.stream, again.piece.first) == (lost.stream, lost.first + 1)
+    assert play(machine, Progress(0, lost.number, 3)) == [], "what it sends late means nothing"
+
+
+def test_a_task_whose_loop_broke_goes_on_with_another_stream():
+    machine = leases(tasks=[0])
+    (give,) = play(machine, Offer("ab"))
+    (again,) = play(machine, Broken(0, BAD, is_fatal=False))
+    assert (again.piece.stream, again.piece.first) == (give.piece.stream, 0)
+    (new,) = play(machine, Offer("c"))
+    assert new.piece.stream != give.piece.stream
+    assert play(machine, Broken(0, BAD, is_fatal=True)) == [
+        Count(((again.piece.stream, 0), (again.piece.stream, 1), (new.piece.stream, 0)))
+    ]
+    assert play(machine, Counted({})) == [Finish(cause=BAD)]
+
+
+def test_without_a_task_it_ends_at_once_and_servers_say_what_counts():
+    machine = Leases([], [0], itertools.count(1))
+    assert play(machine, Start()) == [Finish(cause=TasksLost("no compute task is left"))]
+    machine = leases(tasks=[0], shards=[0, 1])
+    (give,) = play(machine, Offer("ab"))
+    stream = give.piece.stream
+    assert play(machine, Lost(0)) == [Count(((stream, 0), (stream, 1)))]
+    *told, end = play(machine, Counted({(stream, 0): [0, 1], (stream, 1): [1]}))
+    assert [(r.start, r.stop, r.tasks) for r in told] == [(0, 1, ())]
+    assert end == Finish(cause=TasksLost("no compute task is left"), torn=((1,),))
+
+
+def test_interrupt_ends_the_loops_and_drops_the_rest():
+    machine = leases()
+    play(machine, Offer("ab"), Offer("xy"))
+    assert play(machine, Interrupt(), Offer("z")) == [Stop(0), Stop(1)]
+    assert play(machine, Stopped(0)) == []
+    assert play(machine, Progress(1, 4, 1), Stopped(1)) == [Report(4, 0, 1, (1,)), Finish(cause=Interrupted())]
+
+
+def test_a_step_that_one_shard_lacks_is_completed_by_another_task():
+    machine = leases(shards=[0, 1])
+    given = play(machine, Offer("ab"), Offer("xy"))
+    stream = given[0].piece.stream
+    play(machine, Interrupt(), Lost(0))
+    assert play(machine, Stopped(1)) == [Count(((stream, 0), (stream, 1)))]
+    (mend,) = play(machine, Counted({(stream, 0): [0]}))
+    assert (mend.task, mend.piece.steps, mend.piece.stream, mend.piece.first) == (1, "a", stream, 0)
+    assert play(machine, Interrupt()) == [], "it is not taken back"
+    end = play(machine, Progress(1, mend.piece.number, 1))
+    assert end == [Report(mend.piece.number, 0, 1, (1,)), Finish(cause=Interrupted())]
+
+
+def test_a_hold_waits_until_all_stand_and_for_what_lost_its_task():
+    machine = leases()
+    given = play(machine, Offer("ab"), Offer("xy"))
+    assert play(machine, Hold()) == [Pause(0), Pause(1)]
+    assert play(machine, Offer("c"), Paused(0)) == []
+    assert play(machine, Paused(1)) == [Held()]
+    *woken, third = play(machine, Resume())
+    assert woken == [Continue(0), Continue(1)]
+    play(machine, Hold(), Paused(0))
+    assert play(machine, Lost(1)) == [Continue(0)]
+    _, again = play(machine, Progress(0, given[0].piece.number, 2))
+    assert given_to([again]) == [(0, ["x", "y"])]
+    play(machine, Progress(0, third.piece.number, 1))
+    assert play(machine, Progress(0, again.piece.number, 2))[-1] == Held(), "nothing is left"
+
+
+def test_the_deadline_ends_the_loops_and_a_lost_server_ends_at_once():
+    machine = leases(tasks=[0], deadline=5.0)
+    play(machine, Offer("ab"))
+    assert play(machine, Tick(), now=9.0) == [Stop(0)]
+    assert play(machine, Stopped(0), now=9.0) == [Finish(cause=TimedOut())]
+    machine = leases()
+    play(machine, Offer("ab"))
+    assert play(machine, ShardLost(1)) == [Finish(cause=ServerLost(1))]
+
+
+def test_what_a_task_has_lies_within_the_window_of_a_ledger():
+    assert 2 * LARGEST <= WINDOW
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 10), st.integers(1, 300)), max_size=20), st.integers(1, 10**6), st.integers(1, 9)
+)
+def test_sizes_of_pieces(measured, left, tasks):
+    sizes = Sizes()
+    for seconds, steps in measured:
+        sizes.took(seconds, steps)
+        assert 1 <= sizes.next(left, tasks) <= min(LARGEST, left)
+
+
+class World:
+    """Tasks that apply steps on shards, one shard after the other, as the machine tells them."""
+
+    def __init__(self, machine, tasks, shards):
+        self.machine, self.shards, self.now = machine, shards, 0.0
+        self.alive, self.lines = set(tasks), {task: [] for task in tasks}
+        self.applied: dict[tuple[int, int], dict[int, object]] = {}  # operation -> shard -> step
+        self.reported: list[object] = []
+        self.pieces: dict[int, Piece] = {}
+        self.asked: list[Count] = []
+        self.stopping: set[int] = set()
+        self.pausing: set[int] = set()
+        self.paused: set[int] = set()
+        self.is_held = False
+        self.end: list[Finish] = []
+
+    def feed(self, event):
+        for instruction in self.machine.on(event, self.now):
+            match instruction:
+                case Give(task, piece):
+                    assert task in self.alive and len(self.lines[task]) < 2
+                    copy = Piece(piece.number, piece.stream, piece.first, piece.steps)
+                    self.pieces[piece.number] = copy
+                    self.lines[task].append(copy)
+                case Stop(task):
+                    self.stopping.add(task)
+                case Pause(task):
+                    self.pausing.add(task)
+                case Continue(task):
+                    self.pausing.discard(task)
+                    self.paused.discard(task)
+                case Count():
+                    assert not any(self.lines[task] for task in self.alive)
+                    self.asked.append(instruction)
+                case Report(number, start, stop):
+                    self.reported += [self.operation(number, i) for i in range(start, stop)]
+                case Held():
+                    self.is_held = True
+                    assert sorted(self.reported) == sorted(self.applied), "a hold is at a cut"
+                    assert self.cut() == set(self.reported)
+                case Finish():
+                    self.end.append(instruction)
+
+    def operation(self, number, i):
+        piece = self.machine_piece(number)
+        return piece.stream, piece.first + i
+
+    def machine_piece(self, number):
+        return self.pieces.get(number) or self.doubted[number]
+
+    @property
+    def doubted(self):
+        return {piece.number: piece for piece in self.counted}
+
+    counted: tuple = ()
+
+    def cut(self):
+        return {operation for operation, found in self.applied.items() if len(found) == len(self.shards)}
+
+    def apply(self, piece, i, shards):
+        for shard in shards:
+            held = self.applied.setdefault((piece.stream, piece.first + i), {})
+            assert held.setdefault(shard, piece.steps[i]) == piece.steps[i]
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data())
+def test_c61_each_step_is_applied_once_and_counted_exactly_under_kills(data):  # noqa: C901 (one table of events)
+    """Random kills in mid-push, failures, holds, interrupts: what is reported is what all shards applied."""
+    shards = data.draw(st.sampled_from([(0,), (0, 1), (0, 1, 2)]))
+    tasks = list(range(data.draw(st.integers(0, 3))))
+    total = data.draw(st.integers(0, 12))
+    machine = Leases(list(tasks), shards, itertools.count(1), deadline=50.0)
+    world = World(machine, tasks, shards)
+    offered = 0
+    world.feed(Start())
+    for _ in range(600):
+        if world.end:
+            break
+        if world.asked:
+            world.counted = tuple(machine.doubtful)
+            operations = world.asked.pop().operations
+            world.feed(Counted({operation: list(world.applied.get(operation, ())) for operation in operations}))
+            continue
+        if machine.wants and offered < total:
+            size = data.draw(st.integers(1, total - offered))
+            world.feed(Offer(tuple(range(offered, offered + size))))
+            offered += size
+            continue
+        if offered == total and machine.state == "open" and not machine.is_ended:
+            world.feed(End())
+            continue
+        kind = data.draw(
+            st.sampled_from(
+                ["work"] * 8 + ["hear", "die", "break", "fatal", "interrupt", "hold", "resume", "join", "late"]
+            )
+        )
+        if kind == "interrupt":
+            world.feed(Interrupt())
+        elif kind == "hold" and not machine.is_hold_wanted:
+            world.feed(Hold())
+        elif world.is_held and kind in ("resume", "work"):
+            world.is_held = False
+            world.feed(Resume())
+        elif kind == "late":
+            world.now += 15.0
+            world.feed(Tick())
+        elif kind == "join" and set(tasks) - world.alive:
+            task = data.draw(st.sampled_from(sorted(set(tasks) - world.alive)))
+            world.alive.add(task)
+            world.feed(Joined(task))
+        elif busy := sorted(task for task in world.alive if world.lines[task]):
+            task = data.draw(st.sampled_from(busy))
+            piece = world.lines[task][0]
+            if task in world.stopping:
+                world.stopping.discard(task)
+                world.feed(Progress(task, piece.number, piece.done))
+                world.lines[task] = []
+                world.feed(Stopped(task))
+            elif kind in ("die", "break", "fatal"):
+                if piece.done < piece.count and task not in world.paused:
+                    world.apply(piece, piece.done, data.draw(st.sets(st.sampled_from(shards))))
+                if kind == "die":
+                    world.alive.discard(task)
+                elif kind in ("break", "fatal"):
+                    world.feed(Progress(task, piece.number, piece.done))
+                world.lines[task] = []
+                world.pausing.discard(task), world.paused.discard(task)
+                world.feed(Lost(task) if kind == "die" else Broken(task, BAD, kind == "fatal"))
+            elif task in world.pausing:
+                world.pausing.discard(task)
+                world.paused.add(task)
+                world.feed(Progress(task, piece.number, piece.done))
+                world.feed(Paused(task))
+            elif task not in world.paused:
+                world.apply(piece, piece.done, shards)
+                piece.done += 1
+                if piece.done == piece.count:
+                    world.lines[task].pop(0)
+                if kind == "hear" or piece.done == piece.count:
+                    world.feed(Progress(task, piece.number, piece.done))
+    assert len(world.end) == 1, "it ends, once"
+    assert len(set(world.reported)) == len(world.reported)
+    assert set(world.reported) == world.cut()
+    torn = [found for found in world.applied.values() if 0 < len(found) < len(shards)]
+    assert sorted(map(sorted, torn)) == sorted(map(sorted, world.end[0].torn)), "what some shards lack is said"
+    if world.end[0].cause is None:
+        assert sorted(found[shards[0]] for found in world.applied.values()) == list(range(total))
+
+
+@pytest.mark.parametrize("state", ["planned", "over"])
+def test_late_messages_mean_nothing(state):
+    machine = Leases([0], [0], itertools.count(1), state=state)
+    assert play(machine, Progress(0, 1, 1), Stopped(0), Paused(0), Counted({}), Broken(0, BAD, is_fatal=True)) == []

@@ -1,0 +1,141 @@
+"""Trainings whose tasks loop by themselves: exact with real kills, equal to local fits, and quiet in the notebook."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+import tfnb
+from tests.cluster.test_cuts import Counters
+from tfnb.cluster.messages import Ok
+
+ROWS = torch.ones(400)
+
+
+def counts(cluster):
+    """What each server says of how many steps it wrote."""
+    return {stat["version"] - 1 for stat in cluster._do("stat", 5, cluster._engine.stats, 5.0).values()}
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_c61_a_task_lost_at_a_random_instant_costs_and_doubles_no_step(connect, mode, how):
+    c = Counters()
+    cluster = connect(2)
+    tfnb.run(c.train, {c.x: torch.ones(4)})
+    pid = cluster._engine.tasks[1].info["pid"]
+    timer = threading.Timer(random.Random(7).uniform(0.2, 0.6), os.kill, (pid, how))
+    timer.start()
+    try:
+        done = tfnb.fit(c.train, {c.x: ROWS}, steps=600, batch_size=4, mode=mode)
+    finally:
+        timer.join()
+        if how == signal.SIGSTOP:
+            os.kill(pid, signal.SIGCONT)
+    assert cluster.tasks == ("task:0",)
+    assert done.steps == 600 and cluster.step == 601
+    assert c.counts() == [601.0, 601.0]
+    time.sleep(0.5)
+    cluster.pull()
+    assert c.counts() == [601.0, 601.0] and counts(cluster) == {601}, "nothing comes later"
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_an_array_fit_on_one_task_is_bitwise_the_local_one(connect, problem, mode):
+    p = problem()
+    x, y = p.feeds
+    here = tfnb.fit(p.train, {x: p.data, y: p.labels}, epochs=4, batch_size=13, watch=[p.loss], seed=3)
+    expected = p.values()
+    p.reset()
+    connect(1)
+    there = tfnb.fit(p.train, {x: p.data, y: p.labels}, epochs=4, batch_size=13, watch=[p.loss], seed=3, mode=mode)
+    assert all(torch.equal(a, b) for a, b in zip(p.values(), expected, strict=True))
+    for mine, theirs in zip(there.history, here.history, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-12), "means, summed in other portions"
+
+
+@pytest.mark.parametrize("tasks", [2, 3])
+def test_c52_an_array_fit_on_several_tasks_and_servers_within_rounding(connect, problem, tasks):
+    p = problem()
+    x, y = p.feeds
+    here = tfnb.fit(p.train, {x: p.data, y: p.labels}, epochs=4, batch_size=13, watch=[p.loss], seed=3)
+    expected = p.values()
+    p.reset()
+    connect(tasks)
+    there = tfnb.fit(p.train, {x: p.data, y: p.labels}, epochs=4, batch_size=13, watch=[p.loss], seed=3)
+    for a, b in zip(p.values(), expected, strict=True):
+        assert bool(((a - b).abs() <= 1e-12 * (1.0 + b.abs())).all())
+    for mine, theirs in zip(there.history, here.history, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_s158_one_request_for_each_server_and_step(connect, mode):
+    c = Counters()
+    cluster = connect(2)
+    before = [stat["requests"] for stat in cluster._do("stat", 5, cluster._engine.stats, 5.0).values()]
+    tfnb.fit(c.train, {c.x: ROWS}, steps=200, batch_size=4, mode=mode)
+    after = [stat["requests"] for stat in cluster._do("stat", 5, cluster._engine.stats, 5.0).values()]
+    per_step = 2 if mode == "sync" else 1
+    between_servers = 1 if mode == "sync" else 0
+    for first, last in zip(before, after, strict=True):
+        assert last - first <= 200 * (per_step + between_servers) + 40
+
+
+def test_a_variable_that_the_data_iterator_writes_counts_from_that_batch_on(connect):
+    w = tfnb.Variable(torch.zeros((), dtype=torch.float64), name="w")
+    rate = tfnb.Variable(torch.ones((), dtype=torch.float64), name="rate", trainable=False)
+    with tfnb.record("rates"):
+        x = tfnb.placeholder(torch.ones(4, dtype=torch.float64), name="x")
+        train = w.assign_sub(rate.read() * x.mean())
+    connect(2)
+
+    def rows():
+        for step in range(60):
+            if step in (20, 40):
+                rate.storage.mul_(10)
+            yield {x: torch.ones(4, dtype=torch.float64)}
+
+    tfnb.fit(train, rows())
+    assert w.value() == -(20 + 200 + 2000)
+
+
+def test_a_run_and_a_fit_inside_of_a_fit(connect):
+    outer, inner = Counters(), Counters()
+    cluster = connect(2)
+
+    def rows():
+        for step in range(60):
+            if step == 30:
+                tfnb.run(inner.train, {inner.x: torch.ones(4)})
+                tfnb.fit(inner.train, {inner.x: ROWS}, steps=50, batch_size=4)
+            yield {outer.x: torch.ones(4)}
+
+    for mode in ("sync", "async"):
+        tfnb.fit(outer.train, rows(), mode=mode)
+    assert outer.counts() == [120.0] * 2 and inner.counts() == [102.0] * 2
+    assert cluster.step == 222
+
+
+def test_tasks_and_servers_forget_a_training(connect):
+    c = Counters()
+    cluster = connect(2)
+    for mode in ("sync", "async"):
+        tfnb.fit(c.train, {c.x: ROWS}, steps=20, batch_size=4, mode=mode)
+    end = time.monotonic() + 5
+    while cluster._engine._told and time.monotonic() < end:
+        time.sleep(0.05)
+    member = cluster._engine.tasks[0]
+
+    async def watch():
+        return await cluster._link.call(member.peer, "watch", {"loop": "x", "seen": 0}, epoch=cluster._engine.epoch)
+
+    assert not isinstance(cluster._do("watch", 5, watch), Ok)
+    stats = cluster._do("stat", 5, cluster._engine.stats, 5.0).values()
+    assert all(stat["staged"] == 0 and stat["waiting"] == 0 for stat in stats)

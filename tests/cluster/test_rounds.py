@@ -1,0 +1,269 @@
+"""The machine of synchronous training, alone and with real cores as its servers. No socket, no clock."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.cluster.test_core import Add
+from tfnb.cluster.core import Arrived, Core, Reply, Send, Tick
+from tfnb.cluster.leases import Broken, Give, Offer, Progress, Report
+from tfnb.cluster.messages import Failed, Ok, OpId, Refused, Request
+from tfnb.cluster.plan import End, Finish, Interrupt, Interrupted, Joined, Lost, ServerLost, ShardLost, Start, TasksLost
+from tfnb.cluster.rounds import Cut, CutAt, Rounds
+from tfnb.state.store import Store
+
+BAD = Failed("InvalidArgument", "kernel")
+
+
+def rounds(tasks=(0, 1), shards=(0,), **kwargs):
+    machine = Rounds(list(tasks), list(shards), itertools.count(1), **kwargs)
+    machine.on(Start(), 0.0)
+    return machine
+
+
+def play(machine, *events, now=0.0):
+    """All instructions of a sequence of events, in order."""
+    return [instruction for event in events for instruction in machine.on(event, now)]
+
+
+def test_every_task_gets_the_same_pieces_and_a_step_counts_when_all_have_heard():
+    machine = rounds()
+    given = play(machine, Offer("ab"), Offer("c"), Offer("d"))
+    assert [(i.task, i.piece.first, i.piece.steps) for i in given] == [
+        (0, 1, "ab"), (1, 1, "ab"), (0, 3, "c"), (1, 3, "c"),
+    ]  # fmt: skip
+    number = given[0].piece.number
+    assert play(machine, Progress(0, number, 2)) == []
+    assert play(machine, Progress(1, number, 1)) == [Report(number, 0, 1, (0, 1))]
+    told = play(machine, Progress(1, number, 2))
+    assert told[0] == Report(number, 1, 2, (0, 1))
+    assert [i.piece.steps for i in told[1:]] == ["d", "d"]
+
+
+def test_a_lost_task_makes_a_cut_after_which_the_rest_is_given_to_the_others():
+    machine = rounds(tasks=[0, 1, 2])
+    given = play(machine, Offer("abcd"))
+    number = given[0].piece.number
+    play(machine, *(Progress(task, number, 1) for task in range(3)))
+    assert play(machine, Lost(1)) == [Cut(4)]
+    assert play(machine, Progress(0, number, 2)) == [], "one of them did not tell"
+    told = play(machine, CutAt(2))
+    assert told[0] == Report(number, 1, 2, (0, 1, 2)), "it was written"
+    assert [(i.task, i.piece.first, i.piece.steps) for i in told[1:]] == [(0, 5, "cd"), (2, 5, "cd")]
+    assert machine.steps_at(2) == 2 and machine.steps_at(5) == 3
+
+
+def test_interrupts_and_failures_end_at_a_cut():
+    for event, cause in ((Interrupt(), Interrupted()), (Broken(1, BAD, is_fatal=True), BAD)):
+        machine = rounds()
+        play(machine, Offer("abcd"))
+        assert play(machine, event) == [Cut(4)]
+        *_, end = play(machine, CutAt(3))
+        assert end == Finish(cause=cause)
+
+
+def test_the_end_of_data_is_a_cut_too():
+    machine = rounds(tasks=[0])
+    (give,) = play(machine, Offer("a"), End())
+    *_, cut = play(machine, Progress(0, give.piece.number, 1))
+    assert cut == Cut(1) and play(machine, CutAt(1)) == [Finish()]
+
+
+def test_no_task_and_no_server():
+    assert play(Rounds([], [0], itertools.count()), Start()) == [Finish(cause=TasksLost("no compute task is left"))]
+    machine = rounds(tasks=[0])
+    play(machine, Offer("ab"), Lost(0))
+    assert play(machine, CutAt(0)) == [Finish(cause=TasksLost("no compute task is left"))]
+    machine = rounds()
+    assert play(machine, ShardLost(0)) == [Finish(cause=ServerLost(0))]
+
+
+class World:
+    """Real cores, tasks that send one request to each of them and step, and messages that arrive in any order."""
+
+    def __init__(self, machine, tasks, shards):
+        self.machine, self.shards = machine, shards
+        self.now = 0.0
+        self.cores = {shard: Core(Store(), lambda meta, tensors: Add(), epoch=1, incarnation=7) for shard in shards}
+        self.tickets, self.ops = itertools.count(), itertools.count()
+        self.answers: dict[int, Ok | Failed | Refused] = {}
+        self.sends: list[Send] = []
+        for shard in shards:
+            self.ask(shard, "create", [torch.zeros(1, dtype=torch.float64)], keys=["w"])
+            self.ask(shard, "register_shard", plan="add")
+            self.ask(shard, "open_training", training="t")
+        self.tasks = {task: Worker(self, task) for task in tasks}
+        self.reported: list[int] = []
+        self.cut: Cut | None = None
+        self.end: list[Finish] = []
+        self.steps: dict[int, tuple] = {}
+
+    def ask(self, shard, method, tensors=(), /, **meta):
+        ticket = next(self.tickets)
+        self.tell(shard, Arrived(ticket, Request(method, OpId("c", next(self.ops)), 1, 7, meta, list(tensors))))
+        return ticket
+
+    def tell(self, shard, event):
+        for effect in self.cores[shard].on(event, self.now):
+            if isinstance(effect, Reply):
+                self.answers[effect.ticket] = effect.answer
+            else:
+                self.sends.append(effect)
+
+    def feed(self, event):
+        for instruction in self.machine.on(event, self.now):
+            match instruction:
+                case Give(task, piece):
+                    self.steps[piece.number] = piece.steps
+                    part = self.machine.members.index(task), len(self.machine.members)
+                    self.tasks[task].pieces.append((piece.number, piece.first, piece.steps, part))
+                case Report(number, start, stop):
+                    self.reported += self.steps[number][start:stop]
+                case Cut():
+                    self.cut = instruction
+                case Finish():
+                    self.end.append(instruction)
+
+    def make_cut(self):
+        """What the notebook does: the first server says where it stands, the others follow, the loops end."""
+        cut, self.cut = self.cut, None
+        first, *others = self.shards
+        latest = self.answers[self.ask(first, "cut", training="t", upto=cut.upto)].meta["latest"]
+        for shard in others:
+            answer = self.answers[self.ask(shard, "cut", training="t", upto=cut.upto, decided=latest)]
+            assert answer.meta["latest"] == latest, "all servers stand at one round"
+        for worker in self.tasks.values():
+            worker.hear()
+            worker.end()
+        self.feed(CutAt(latest))
+
+    def value(self, shard):
+        return self.answers[self.ask(shard, "pull", keys=["w"])].tensors[0].item()
+
+
+class Worker:
+    """A loop: it contributes the number of its step, alone or its share of it, and waits for all answers."""
+
+    def __init__(self, world, task):
+        self.world, self.task = world, task
+        self.alive = True
+        self.end()
+
+    def end(self):
+        self.pieces, self.at, self.out, self.told = [], 0, {}, {}
+
+    def begin(self, shards):
+        """Send what is to be sent to some of the servers."""
+        _, first, steps, (worker, workers) = self.pieces[0]
+        for shard in shards:
+            if shard not in self.out:
+                grad = torch.full((1,), 10.0**-worker * steps[self.at], dtype=torch.float64)
+                self.out[shard] = self.world.ask(
+                    shard, "contribute", [grad], training="t", round=first + self.at, worker=worker, workers=workers,
+                    shards=self.world.shards, shard=shard, plan="add", reads=["w"],
+                )  # fmt: skip
+
+    def hear(self):
+        """Go on when all servers have answered."""
+        answers = [self.world.answers.get(self.out.get(shard)) for shard in self.world.shards]
+        if not self.pieces or not all(isinstance(answer, Ok) for answer in answers):
+            return
+        assert len({answer.tensors[0].item() for answer in answers}) == 1, "values of one round"
+        number, _, steps, _ = self.pieces[0]
+        self.out, self.at = {}, self.at + 1
+        self.world.feed(Progress(self.task, number, self.at))
+        if self.pieces and self.at == len(steps):
+            self.pieces.pop(0)
+            self.at = 0
+
+
+@settings(max_examples=250, deadline=None)
+@given(st.data())
+def test_c53_rounds_are_written_once_on_all_servers_or_on_none(data):  # noqa: C901 (one table of events)
+    """Kills, failures, interrupts, messages between servers in any order and twice: every step once, in order."""
+    shards = data.draw(st.sampled_from([(0,), (0, 1), (2, 0, 1)]))
+    tasks = list(range(data.draw(st.integers(1, 3))))
+    total = data.draw(st.integers(0, 8))
+    machine = Rounds(list(tasks), shards, itertools.count(1))
+    world = World(machine, tasks, shards)
+    offered = 0
+    world.feed(Start())
+    for _ in range(500):
+        if world.end:
+            break
+        if world.cut is not None and data.draw(st.booleans()):
+            world.make_cut()
+            continue
+        if machine.wants and offered < total:
+            size = data.draw(st.integers(1, total - offered))
+            world.feed(Offer(tuple(range(offered + 1, offered + size + 1))))
+            offered += size
+            continue
+        if offered == total and not machine.is_ended:
+            world.feed(End())
+            continue
+        kind = data.draw(
+            st.sampled_from(["work"] * 10 + ["deliver"] * 6 + ["die", "break", "interrupt", "join", "time"])
+        )
+        live = [worker for worker in world.tasks.values() if worker.alive]
+        if kind == "interrupt":
+            world.feed(Interrupt())
+        elif kind == "time":
+            world.now += data.draw(st.floats(0, 3))
+            for shard in shards:
+                world.tell(shard, Tick())
+        elif kind == "deliver" and world.sends:
+            send = world.sends[data.draw(st.integers(0, len(world.sends) - 1))]
+            if data.draw(st.booleans()):
+                world.sends.remove(send)
+            world.ask(send.shard, send.method, **send.meta)
+        elif kind == "join" and len(live) < len(world.tasks):
+            worker = next(worker for worker in world.tasks.values() if not worker.alive)
+            worker.alive = True
+            worker.end()
+            world.feed(Joined(worker.task))
+        elif live and kind == "die":
+            worker = data.draw(st.sampled_from(live))
+            worker.alive = False
+            worker.end()
+            world.feed(Lost(worker.task))
+        elif live and kind == "break":
+            world.feed(Broken(data.draw(st.sampled_from(live)).task, BAD, is_fatal=data.draw(st.booleans())))
+        else:
+            for worker in live:
+                if worker.pieces:
+                    worker.begin(data.draw(st.sets(st.sampled_from(shards))) if kind == "work" else shards)
+                    worker.hear()
+            if kind != "work":
+                for send in world.sends:
+                    world.ask(send.shard, send.method, **send.meta)
+                world.sends.clear()
+    for _ in range(300):  # nothing more happens to it: it gets through
+        if world.end:
+            break
+        if world.cut is not None:
+            world.make_cut()
+        if machine.wants and offered < total:
+            world.feed(Offer(tuple(range(offered + 1, total + 1))))
+            offered = total
+        if offered == total:
+            world.feed(End())
+        for worker in [worker for worker in world.tasks.values() if worker.alive]:
+            if worker.pieces:
+                worker.begin(shards)
+                worker.hear()
+        sends, world.sends = world.sends, []
+        for send in sends:
+            world.ask(send.shard, send.method, **send.meta)
+        world.now += 3.0
+    assert len(world.end) == 1
+    assert world.reported == list(range(1, len(world.reported) + 1)), "every step once, in order"
+    assert len({world.value(shard) for shard in shards}) == 1, "all servers wrote the same"
+    assert {core.step for core in world.cores.values()} == {len(world.reported)}, "what is counted was written"
+    if world.end[0].cause is None:
+        assert len(world.reported) == total
+    assert all(not core.courses.nbytes for core in world.cores.values()), "nothing is left staged"

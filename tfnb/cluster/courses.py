@@ -1,0 +1,89 @@
+"""The synchronous rounds of a training on one shard, which commit without the notebook. Data only; `core` writes.
+
+Every worker contributes to round k and is answered with the values after it. A shard that has all parts has computed
+the write and tells the first shard; when all are ready, that one writes and lets the others write. What it decided is
+final: whoever reads a cut, or ends the training, asks it first and names its decision to the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+HOLD = 2.0  # seconds after which a hold ends by itself
+
+
+@dataclass
+class Turn:
+    """One round in the making. ``ready``: shards that have computed their write, as the first shard knows it."""
+
+    parts: dict[int, Any] = field(default_factory=dict)  # worker -> Part
+    shards: tuple[int, ...] = ()
+    write: Callable[[], None] | None = None
+    writes: tuple[str, ...] = ()
+    opening: int = -1  # of the store, for that write
+    is_computed: bool = False
+    sends: list[Any] = field(default_factory=list)  # to the other shards, when it is written
+    ready: set[int] = field(default_factory=set)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.nbytes for part in self.parts.values())
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether every shard has computed its write."""
+        return self.is_computed and self.ready.issuperset(self.shards)
+
+
+@dataclass
+class Course:
+    """The rounds of one training. ``latest``: the last one written; ``floor``: those up to it are over."""
+
+    latest: int = 0
+    floor: int = 0
+    held_until: float = 0.0
+    turns: dict[int, Turn] = field(default_factory=dict)
+
+    def turn(self, number: int) -> Turn:
+        """A round, begun if it was not."""
+        return self.turns.setdefault(number, Turn())
+
+    def end(self, floor: int) -> None:
+        """Rounds up to ``floor`` are over; what was staged for them is dropped."""
+        self.floor = max(self.floor, floor)
+        self.turns = {number: turn for number, turn in self.turns.items() if number > self.floor}
+
+
+class Courses:
+    """The trainings of a shard that are open. What is sent for another one comes from a task that was given up."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, Course] = {}
+
+    def open(self, name: str) -> None:
+        """A training begins; harmless if repeated."""
+        self._of.setdefault(name, Course())
+
+    def end(self, name: str) -> None:
+        """A training is over, for good."""
+        self._of.pop(name, None)
+
+    def of(self, meta: Mapping[str, Any]) -> Course:
+        """The training that a request is of. Raises KeyError where it is not open."""
+        return self._of[str(meta["training"])]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._of
+
+    @property
+    def all(self) -> list[Course]:
+        """Every open training."""
+        return list(self._of.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are staged."""
+        return sum(turn.nbytes for course in self._of.values() for turn in course.turns.values())

@@ -1,0 +1,389 @@
+"""The loop that a task runs by itself while a `fit` trains: one request to each server and step, no notebook.
+
+The notebook lends pieces of training ahead of need and asks a few times a second what was done; everything it is told
+counts from the first step of the loop, so that a repeated answer means the same. The loop ends by itself at the first
+call or kernel that fails; the notebook then decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from tfnb.cluster.computing import Computing
+from tfnb.cluster.messages import Failed, Ok, OpId, Refused, Request, failed
+from tfnb.cluster.plan import divide
+from tfnb.cluster.programs import ComputeProgram, Push
+from tfnb.errors import Cancelled
+from tfnb.state.batch_order import Order, Rows
+
+QUARTER = 0.25  # seconds between two answers to a notebook that watches
+SPAN = 64  # steps whose watched values are stacked together
+DEADLINE = 600.0  # seconds for the calls of one step
+RANK = 1 << 40  # between the random streams of the workers of one step
+NO_LOOP = {"at": 0, "some": [], "groups": [], "paused": True, "over": True, "failure": None, "seconds": 0.0}
+_keys = itertools.count(1 << 60)  # of loops among the calls of the compute thread; rounds lie below
+
+Out = list[torch.Tensor | None]
+
+
+class Ended(Exception):
+    """A call on the way could not be carried out: what the notebook is told."""
+
+    def __init__(self, answer: Failed | Refused) -> None:
+        super().__init__(answer)
+        self.answer = answer
+
+
+class Host(Protocol):
+    """What the loop needs of its task."""
+
+    name: str
+    computing: Computing
+
+    async def ask(
+        self, shard: int, method: str, meta: Mapping[str, Any], tensors: Sequence[torch.Tensor], op: OpId | None,
+        deadline: float,
+    ) -> Ok: ...  # fmt: skip
+
+
+class Share(NamedTuple):
+    """Feeds and rows of one worker of a step, no rows where it has none; how many workers have some."""
+
+    feeds: Sequence[torch.Tensor]
+    rows: int
+    run: int
+    workers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """One piece of training. ``steps``: of the data sent ahead; else ``batches`` holds (feeds, rows, run index).
+
+    ``part``: [worker, workers] among which the rows of each batch are divided; None: whole batches.
+    """
+
+    number: int
+    stream: str
+    first: int
+    count: int
+    steps: int | None = None
+    run: int = 0
+    part: tuple[int, int] | None = None
+    batches: Sequence[tuple[Sequence[torch.Tensor], int, int, Sequence[bool]]] = ()
+
+    @classmethod
+    def of(cls, meta: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> Given:
+        """The piece in a request."""
+        source, batches = iter(tensors), []
+        for feeds, rows, run, cut in meta.get("batches", ()):
+            batches.append((list(itertools.islice(source, feeds)), rows, run, cut))
+        part = meta["part"]
+        return cls(
+            int(meta["number"]), str(meta["stream"]), int(meta["first"]), int(meta["count"]), meta["steps"],
+            int(meta["run"]), None if part is None else (part[0], part[1]), tuple(batches),
+        )  # fmt: skip
+
+    def share(self, index: int, data: Rows | None) -> Share:
+        """What this worker computes of a step."""
+        if self.steps is not None:
+            assert data is not None  # the notebook sends the data first
+            _, start, stop = data.order.place(self.steps + index)
+            first, last, workers = self._bounds(stop - start)
+            feeds: Sequence[torch.Tensor] = data.part(self.steps + index, first, last) if last > first else ()
+            return Share(feeds, last - first, self._run(self.run + index), workers)
+        tensors, rows, run, cut = self.batches[index]
+        if self.part is None or not rows:
+            return Share(tensors, rows or 1, self._run(run), 1) if not self._worker else Share((), 0, run, 1)
+        first, last, workers = self._bounds(rows)
+        feeds = [t[first:last] if c else t for t, c in zip(tensors, cut, strict=True)]
+        return Share(feeds, last - first, self._run(run), workers)
+
+    @property
+    def _worker(self) -> int:
+        return 0 if self.part is None else self.part[0]
+
+    def _run(self, run: int) -> int:
+        """The run index that this worker's random streams are of."""
+        return run + self._worker * RANK
+
+    def _bounds(self, rows: int) -> tuple[int, int, int]:
+        """This worker's rows of a batch, none of them (0, 0), and how many workers have some."""
+        if self.part is None:
+            return 0, rows, 1
+        ranges = divide(rows, self.part[1])
+        return *(ranges[self.part[0]] if self.part[0] < len(ranges) else (0, 0)), len(ranges)
+
+
+@dataclass(slots=True)
+class _Done:
+    """A step that is applied: which one of which piece, over how many rows, and its watched values."""
+
+    number: int
+    index: int
+    rows: int
+    out: Out
+
+    def follows(self, other: _Done) -> bool:
+        """Whether their values can be stacked."""
+        if (self.number, self.index, self.rows) != (other.number, other.index + 1, other.rows):
+            return False
+        return all(a is None or b is None or a.shape == b.shape for a, b in zip(self.out, other.out, strict=True))
+
+
+class Loop:
+    """One training on one task."""
+
+    def __init__(
+        self, host: Host, training: str, program: ComputeProgram, data: Rows | None, shards: list[int]
+    ) -> None:
+        self._host, self._training, self._program, self._data, self._shards = host, training, program, data, shards
+        self._reads = program.reads
+        self._given: deque[Given] = deque()
+        self._held: dict[str, tuple[int, torch.Tensor]] = {}  # key -> version and value
+        self._log: deque[_Done] = deque()  # what the notebook has not confirmed
+        self._told = 0  # steps before the log
+        self._changed, self._news = asyncio.Event(), asyncio.Event()
+        self._stands = asyncio.Event()
+        self._is_wanted, self._is_pause_wanted, self._has_stood = True, False, True
+        self._failure: Failed | Refused | None = None
+        self._seconds = 0.0  # that the last step computed
+        self._key = next(_keys)
+        self._work = asyncio.ensure_future(self._run())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+        return self._work.done()
+
+    # -- what the notebook asks for -----------------------------------------------------------------------------
+
+    def lend(self, given: Given) -> None:
+        """One more piece; a piece that is here already means nothing."""
+        if not any(held.number == given.number for held in self._given):
+            self._given.append(given)
+            self._changed.set()
+
+    async def watch(self, seen: int) -> Ok:
+        """What was done, as soon as there is something to decide, and every quarter of a second."""
+        self._confirm(seen)
+        if not self._work.done():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), QUARTER)
+        self._news.clear()
+        return self.report(seen)
+
+    async def pause(self, is_wanted: bool, seen: int) -> Ok:
+        """Stand between two steps, or go on."""
+        self._is_pause_wanted = is_wanted
+        self._changed.set()
+        if is_wanted:
+            await self._stands.wait()
+        return self.report(seen)
+
+    async def stop(self, seen: int) -> Ok:
+        """End: what computes is dropped, what was begun to be sent is sent."""
+        self._is_wanted = False
+        self._changed.set()
+        await self._host.computing.stopped(lambda key: key == self._key)
+        await asyncio.wait({self._work})
+        return self.report(seen)
+
+    def report(self, seen: int) -> Ok:
+        """Every step that the notebook has not seen, and how the loop stands."""
+        self._confirm(seen)
+        groups: list[list[_Done]] = []
+        for done in self._log:
+            if groups and len(groups[-1]) < SPAN and done.follows(groups[-1][-1]):
+                groups[-1].append(done)
+            else:
+                groups.append([done])
+        tensors = [
+            torch.stack([done.out[place] for done in group])  # type: ignore[misc]
+            for group in groups
+            for place, value in enumerate(group[0].out)
+            if value is not None
+        ]
+        return Ok({
+            "at": self._told, "some": next(([v is not None for v in d.out] for d in self._log if d.rows), []),
+            "groups": [[group[0].number, group[0].index, len(group), group[0].rows] for group in groups],
+            "paused": self._stands.is_set(), "over": self._work.done(), "failure": _written(self._failure),
+            "seconds": self._seconds,
+        }, tensors)  # fmt: skip
+
+    def _confirm(self, seen: int) -> None:
+        while self._log and self._told < seen:
+            self._log.popleft()
+            self._told += 1
+
+    # -- the loop -------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        try:
+            while await self._goes_on():
+                given = self._given[0]
+                for index in range(given.count):
+                    if not await self._goes_on():
+                        return
+                    if self._has_stood:  # what others wrote meanwhile counts
+                        self._has_stood = False
+                        await self._exchange("pull", {}, {}, None)
+                    await self._step(given, index)
+                self._given.popleft()
+                self._news.set()
+        except Cancelled:
+            pass
+        except Ended as ended:
+            self._failure = ended.answer
+        except Exception as error:
+            self._failure = failed(error, self._host.name)
+        finally:
+            self._stands.set()
+            self._news.set()
+
+    async def _goes_on(self) -> bool:
+        """Wait for a piece, and for the end of a pause; False when it is to end."""
+        while self._is_wanted and (self._is_pause_wanted or not self._given):
+            self._changed.clear()
+            self._has_stood = True
+            self._stands.set()
+            self._news.set()
+            await self._changed.wait()
+        self._stands.clear()
+        return self._is_wanted
+
+    async def _step(self, given: Given, index: int) -> None:
+        """Compute, send each server its part, and take the values of the next step from the answers."""
+        values = {key: value for key, (_, value) in self._held.items()}
+        share, out, pushes = await self._host.computing.do(self._key, lambda: self._computed(given, index, values))
+        about: dict[str, Any] = {"training": self._training, "rows": share.rows, "run_index": share.run}
+        op: OpId | None = OpId(given.stream, given.first + index)
+        method = "push"
+        if given.part is not None:
+            method, op = "contribute", None
+            about |= {
+                "round": given.first + index, "worker": given.part[0],
+                "workers": share.workers, "shards": self._shards,
+            }  # fmt: skip
+        await self._exchange(method, about, {push.shard: push for push in pushes}, op)
+        self._log.append(_Done(given.number, index, share.rows, out))
+
+    def _computed(self, given: Given, index: int, values: Mapping[str, torch.Tensor]) -> tuple[Share, Out, list[Push]]:
+        """In the compute thread: the fetches and what goes to the servers, all of it finite."""
+        begin = time.monotonic()
+        share = given.share(index, self._data)
+        if not share.rows:
+            return share, [], []
+        out, pushes = self._program.run(share.feeds, values, share.run)
+        for push in pushes:
+            push.ensure_finite(self._host.name)
+        self._seconds = time.monotonic() - begin
+        return share, out, pushes
+
+    async def _exchange(self, method: str, about: dict[str, Any], pushes: Mapping[int, Push], op: OpId | None) -> None:
+        """One request to each server; the first failure is told when all have answered."""
+        calls = []
+        for shard in sorted({*self._reads, *self._shards}):
+            keys = self._reads.get(shard, [])
+            held = [self._held.get(key, (-1, None))[0] for key in keys]
+            push = pushes.get(shard)
+            if method == "pull" or shard not in self._shards:
+                calls.append(self._call(shard, "pull", {"keys": keys, "since": held}, (), None, keys, held))
+                continue
+            meta = {**about, "shard": shard, "reads": keys, "since": held}
+            meta |= {"absent": True} if push is None else {"plan": push.plan, "keys": list(push.keys)}
+            calls.append(self._call(shard, method, meta, push.tensors if push else (), op, keys, held))
+        for end in await asyncio.gather(*calls, return_exceptions=True):
+            if end is not None:
+                raise end
+
+    async def _call(
+        self, shard: int, method: str, meta: dict[str, Any], tensors: Sequence[torch.Tensor], op: OpId | None,
+        keys: Sequence[str], held: Sequence[int],
+    ) -> None:  # fmt: skip
+        if method == "pull" and not keys:
+            return
+        answer = await self._host.ask(shard, method, meta, tensors, op, time.monotonic() + DEADLINE)
+        fresh = iter(answer.tensors)
+        for key, old, version in zip(keys, held, answer.meta["versions"], strict=True):
+            if old != version:
+                self._held[key] = (version, next(fresh))
+
+
+def _written(failure: Failed | Refused | None) -> list[Any] | None:
+    match failure:
+        case Failed(tag, message, details):
+            return ["failed", tag, message, dict(details)]
+        case Refused(reason, message):
+            return ["refused", reason, message]
+    return None
+
+
+def read_failure(written: Sequence[Any] | None) -> Failed | Refused | None:
+    """What a report says of how the loop ended.
+
+    >>> read_failure(["refused", "unknown-plan", "p"])
+    Refused(reason='unknown-plan', message='p')
+    """
+    match written:
+        case ["failed", tag, message, details]:
+            return Failed(tag, message, details)
+        case ["refused", reason, message]:
+            return Refused(reason, message)
+    return None
+
+
+class Loops:
+    """All loops of a task, and the data that was sent ahead for them."""
+
+    METHODS = ("load", "unload", "lend", "watch", "pause", "stop", "leave")
+
+    def __init__(self, host: Host, plans: Mapping[str, ComputeProgram]) -> None:
+        self._host, self._plans = host, plans
+        self._loops: dict[str, Loop] = {}
+        self._data: dict[str, list[torch.Tensor]] = {}  # training -> arrays
+
+    async def on(self, request: Request) -> Ok | Refused:
+        """Answer a request of the notebook."""
+        meta = request.meta
+        match request.method:
+            case "load":
+                self._data[str(meta["training"])] = list(request.tensors)
+                return Ok()
+            case "unload":
+                self._data.pop(str(meta["training"]), None)
+                return Ok()
+            case "lend":
+                return self._lend(request)
+        loop, seen = self._loops.get(str(meta["loop"])), int(meta["seen"])
+        if loop is None:
+            return Refused("stale", "this loop is over")
+        match request.method:
+            case "watch":
+                return await loop.watch(seen)
+            case "pause":
+                return await loop.pause(bool(meta["wanted"]), seen)
+        report = await loop.stop(seen)
+        if request.method == "leave":
+            self._loops.pop(str(meta["loop"]), None)
+        return report
+
+    def _lend(self, request: Request) -> Ok | Refused:
+        """One more piece for a loop, which begins with its first one."""
+        meta, name = request.meta, str(request.meta["loop"])
+        if name not in self._loops:
+            program, training = self._plans.get(str(meta["plan"])), str(meta["training"])
+            if program is None:
+                return Refused("unknown-plan", str(meta["plan"]))
+            data = None if meta["order"] is None else Rows(self._data[training], Order(*meta["order"]))
+            self._loops[name] = Loop(self._host, training, program, data, list(meta["shards"]))
+        self._loops[name].lend(Given.of(meta, request.tensors))
+        return Ok()

@@ -1,0 +1,216 @@
+"""How a training goes on in step on all tasks, as a pure machine: synchronous training.
+
+`Rounds` lends every task the same pieces, two ahead of need; each task computes its share of the rows, and the servers
+commit a round when all shares are there. The notebook acts only where something happens: it lets the servers end every
+round that is not decided (a cut), ends the loops, and begins anew with the tasks that are there, from the step after
+the last one that was written. No clock, socket, thread or Dask.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from tfnb.cluster.leases import AHEAD, Broken, Give, Held, Offer, Piece, Progress, Report, Sizes
+from tfnb.cluster.plan import (
+    POISON,
+    RETRIES,
+    Cause,
+    End,
+    Finish,
+    Hold,
+    Interrupt,
+    Interrupted,
+    Joined,
+    Lost,
+    Resume,
+    ServerLost,
+    ShardLost,
+    Start,
+    TasksLost,
+    Tick,
+    TimedOut,
+)  # fmt: skip
+
+
+class Cut(NamedTuple):
+    """Let the servers end every round up to this one that is not decided, and all loops end; say where they stand."""
+
+    upto: int
+
+
+class CutAt(NamedTuple):
+    """The last round that was written, on all servers; nothing is in progress."""
+
+    latest: int
+
+
+Event = Start | Offer | End | Progress | Broken | CutAt | Lost | Joined | Hold | Resume | Interrupt | Tick | ShardLost
+Instruction = Give | Cut | Held | Report | Finish
+
+
+@dataclass
+class Rounds:
+    """Synchronous training. ``shards``: those that a step writes.
+
+    ``members``: the tasks of this generation, in worker order. ``base``: steps that were written before it, the first
+    of whose rounds is ``first``. States: planned; open; cutting; over.
+    """
+
+    tasks: list[int]
+    shards: Sequence[int]
+    numbers: Iterator[int]
+    deadline: float = float("inf")
+    state: str = "planned"
+    cause: Cause | None = None
+    sizes: Sizes = field(default_factory=Sizes)
+    members: tuple[int, ...] = ()
+    base: int = 0
+    first: int = 1
+    next: int = 1  # the next round that is given
+    out: deque[Piece] = field(default_factory=deque)
+    again: deque[Sequence[Any]] = field(default_factory=deque)  # steps that were given and not written
+    offered: deque[Sequence[Any]] = field(default_factory=deque)
+    heard: dict[int, dict[int, int]] = field(default_factory=dict)  # task -> piece -> steps
+    began: float = 0.0
+    missed: int = 0  # failures since the last step that was written
+    lost: int = 0  # tasks likewise
+    is_ended: bool = False
+
+    @property
+    def wants(self) -> int:
+        """How many pieces there is room for."""
+        if self.state not in ("open", "cutting") or self.is_ended or self.cause is not None:
+            return 0
+        return max(0, AHEAD - len(self.out) - len(self.again) - len(self.offered))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is lent or waits to be."""
+        return not (self.out or self.again or self.offered)
+
+    @property
+    def parts(self) -> int:
+        """How many tasks work on pieces of their own."""
+        return 1
+
+    def steps_at(self, latest: int) -> int:
+        """Steps that are written when round ``latest`` of this generation is."""
+        return self.base + max(0, latest - self.first + 1)
+
+    def on(self, event: Event, now: float) -> list[Instruction]:
+        """The instructions that an event leads to."""
+        match self.state, event:
+            case "planned", Start():
+                return self._begin(now)
+            case "open" | "cutting", Offer(steps):
+                self.offered.append(steps)
+                return self._next(now)
+            case "open" | "cutting", End():
+                self.is_ended = True
+                return self._next(now)
+            case "open" | "cutting", Progress(task, number, done) if task in self.members:
+                return [*self._progress(task, number, done, now), *self._next(now)]
+            case "open", Broken(task, failure, is_fatal) if task in self.members:
+                self.missed += 1
+                return self._stop(failure if is_fatal or self.missed > RETRIES else None)
+            case "open" | "cutting" | "planned", Lost(task) if task in self.tasks:
+                return self._lose(task)
+            case "open", Joined(task) if task not in self.tasks:
+                self.tasks.append(task)
+                return self._stop(None)
+            case "cutting", Joined(task) if task not in self.tasks:
+                self.tasks.append(task)
+            case "open" | "cutting", Hold():
+                return [Held()]  # the first server holds; tasks wait there
+            case "open" | "cutting", Interrupt():
+                return self._stop(Interrupted())
+            case "open" | "cutting", Tick() if now >= self.deadline:
+                return self._stop(TimedOut())
+            case "cutting", CutAt(latest):
+                return self._cut(latest, now)
+            case "open" | "cutting", ShardLost(shard):
+                return self._over(ServerLost(shard))
+        return []
+
+    def _begin(self, now: float) -> list[Instruction]:
+        """A generation: the tasks that are there now."""
+        if not self.tasks:
+            return self._over(TasksLost("no compute task is left"))
+        self.state, self.members = "open", tuple(self.tasks)
+        self.first, self.began = self.next, now
+        self.heard = {task: {} for task in self.members}
+        return self._next(now)
+
+    def _next(self, now: float) -> list[Instruction]:
+        given: list[Instruction] = []
+        while self.state == "open" and len(self.out) < AHEAD and (queue := self.again or self.offered):
+            steps = queue.popleft()
+            piece = Piece(next(self.numbers), 0, self.next, steps)
+            self.next += piece.count
+            self.out.append(piece)
+            given += [Give(task, piece) for task in self.members]
+        if self.state == "open" and self.is_ended and not self.out:
+            return self._stop(None)
+        return given
+
+    def _progress(self, task: int, number: int, done: int, now: float) -> list[Instruction]:
+        """Steps that every member has heard are written."""
+        self.heard[task][number] = max(done, self.heard[task].get(number, 0))
+        told: list[Instruction] = []
+        while self.out:
+            piece = self.out[0]
+            common = min(heard.get(piece.number, 0) for heard in self.heard.values())
+            if common > piece.done:
+                told.append(Report(piece.number, piece.done, common, self.members))
+                piece.done, self.missed, self.lost = common, 0, 0
+            if common < piece.count:
+                break
+            self.out.popleft()
+            if self.state == "open":
+                self.sizes.took(now - self.began, piece.count)
+            self.began = now
+        return told
+
+    def _lose(self, task: int) -> list[Instruction]:
+        self.tasks.remove(task)
+        if self.state == "planned" or task not in self.members:
+            return []
+        self.lost += 1
+        if self.lost >= POISON:
+            text = f"{self.lost} attempts of this step each lost a task: it seems to kill them"
+            return self._stop(TasksLost(text))
+        return self._stop(None if self.tasks else TasksLost("no compute task is left"))
+
+    def _stop(self, cause: Cause | None) -> list[Instruction]:
+        """A cut; the first cause is the one that counts, and without one training goes on after it."""
+        if self.cause is None:
+            self.cause = cause
+        if self.state == "cutting":
+            return []
+        self.state = "cutting"
+        return [Cut(self.next - 1)]
+
+    def _cut(self, latest: int, now: float) -> list[Instruction]:
+        """Every step up to round ``latest`` is written, whoever told of it; the others are begun again."""
+        told: list[Instruction] = []
+        written = self.steps_at(latest)
+        rest = []
+        for piece in self.out:
+            done = min(piece.count, max(piece.done, latest - piece.first + 1))
+            if done > piece.done:
+                told.append(Report(piece.number, piece.done, done, self.members))
+            if done < piece.count:
+                rest.append(piece.steps[done:])
+        self.out.clear()
+        self.again.extendleft(reversed(rest))
+        self.base = written
+        if self.cause is not None or (self.is_ended and not self.again and not self.offered):
+            return [*told, *self._over(self.cause)]
+        return [*told, *self._begin(now)]
+
+    def _over(self, cause: Cause | None) -> list[Instruction]:
+        self.state = "over"
+        return [Finish(cause=cause)]

@@ -1,0 +1,432 @@
+"""Carries out what the machines of a training say (`leases`, `rounds`): lends pieces, listens to tasks, cuts, counts.
+
+It runs in the client's event loop, beside `engine`, which knows who is alive. What tasks tell counts from the first
+step of their loop, so nothing is heard twice; watched values are kept until the machine says that their steps count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from tfnb.cluster import leases as a
+from tfnb.cluster import plan as p
+from tfnb.cluster import rounds as s
+from tfnb.cluster import wire
+from tfnb.cluster.courses import HOLD
+from tfnb.cluster.joins import Way, join
+from tfnb.cluster.members import Ahead, Batch, Member, NotDone
+from tfnb.cluster.messages import Failed, Ok, Outcome, Refused
+from tfnb.cluster.programs import Placed
+from tfnb.cluster.resident import read_failure
+from tfnb.errors import TfnbError
+
+if TYPE_CHECKING:
+    from tfnb.cluster.engine import Engine
+
+WATCH = 5.0  # seconds that a task has to answer a notebook that watches
+MACHINES = {"sync": s.Rounds, "async": a.Leases}
+
+Machine = s.Rounds | a.Leases
+
+
+class Values(NamedTuple):
+    """Fetches of ``steps`` steps in a row, stacked (``each`` None: nobody knows them; an entry None: it has none)."""
+
+    steps: int
+    each: Sequence[torch.Tensor | None] | None
+
+
+class _Heard(NamedTuple):
+    """What a task told of steps ``start`` and following of a piece."""
+
+    start: int
+    steps: int
+    rows: int
+    values: list[torch.Tensor | None]
+
+
+@dataclass
+class _Listening:
+    """One loop of one task, as the notebook sees it."""
+
+    name: str
+    seen: int = 0
+    is_watched: bool = False
+    lending: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class Training:
+    """One training in progress. ``steps``: applied so far; ``results``: values of steps that nobody took yet."""
+
+    def __init__(
+        self, engine: Engine, placed: Placed, mode: str, ways: Sequence[Way], data: Ahead | None, tasks: list[int],
+        deadline: float,
+    ) -> None:  # fmt: skip
+        self.engine, self.placed, self.data = engine, placed, data
+        self.machine: Machine = MACHINES[mode](tasks, placed.writes, itertools.count(1), deadline)
+        self.results: list[Values] = []
+        self.steps = self._told = 0
+        self.end: p.Finish | None = None
+        self.is_held = False
+        self.queue: asyncio.Queue[Any] = asyncio.Queue()
+        self._ways = [way for way, place in zip(ways, placed.fetched, strict=True) if place is not None]
+        self._name = f"{engine.link.client}-{next(engine.names)}"
+        self._loops: dict[int, _Listening] = {}  # task -> its loop
+        self._numbers = itertools.count()
+        self._heard: dict[tuple[int, int], list[_Heard]] = {}  # piece and task
+        self._sent: set[Member] = set()  # members that have the data
+        self._streams: set[int] = set()
+        self._news = asyncio.Event()
+        self._begun: set[asyncio.Task[None]] = set()
+
+    # -- what the engine asks for -------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Begin."""
+        about = {"training": self._name}
+        await asyncio.gather(*(self.engine.insist(shard, "open_training", about) for shard in self.placed.writes))
+        self.engine.attend(self)
+        self._begin(self._attend())
+        self.feed(p.Start())
+
+    async def wait(self, is_so: Callable[[], bool]) -> None:
+        """Wait until it is so, or the training is over."""
+        while self.end is None and not is_so():
+            self._news.clear()
+            await self._news.wait()
+
+    async def exchange(self, offers: Sequence[Sequence[Any]], last: bool, drain: bool) -> list[Values]:
+        """Offer pieces; return what was applied meanwhile, as soon as there is news or room for more.
+
+        drain: wait until everything that was offered is applied.
+        """
+        for steps in offers:
+            self.feed(a.Offer(steps))
+        if last:
+            self.feed(p.End())
+        await self.wait(lambda: self.machine.is_idle if drain else bool(self.results or self.machine.wants))
+        results, self.results = self.results, []
+        return results
+
+    async def finish(self) -> None:
+        """Stop what computes, let begun updates be applied, and begin no more."""
+        self.feed(p.Interrupt())
+        await self.wait(lambda: False)
+
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        """A block in which no step is applied, on one server or another."""
+        if isinstance(self.machine, s.Rounds):
+            await self._hold()
+            renewal = asyncio.create_task(self._renewed())
+            try:
+                yield
+            finally:
+                renewal.cancel()
+                await self.engine.settled(self.placed.writes[0], "go", {"training": self._name})
+            return
+        self.feed(p.Hold())
+        try:
+            await self.wait(lambda: self.is_held)
+            yield
+        finally:
+            self.is_held = False
+            self.feed(p.Resume())
+
+    async def _hold(self) -> None:
+        """Let all servers stand at one round."""
+        chief, *others = self.placed.writes
+        answer = await self.engine.insist(chief, "hold", {"training": self._name})
+        latest = int(answer.meta["latest"])
+        about = {"training": self._name, "decided": latest}
+        await asyncio.gather(*(self.engine.insist(shard, "decided", about) for shard in others))
+        if self.end is None and isinstance(self.machine, s.Rounds):
+            self._applied_to(self.machine.steps_at(latest))
+
+    async def _renewed(self) -> None:
+        while True:
+            await asyncio.sleep(HOLD / 2)
+            await self.engine.settled(self.placed.writes[0], "hold", {"training": self._name})
+
+    # -- events and instructions -----------------------------------------------------------------------------------
+
+    async def _attend(self) -> None:
+        while self.end is None:
+            self.feed(await self.queue.get())
+
+    def feed(self, event: Any) -> None:
+        """Tell the machine, and carry out what it says."""
+        if isinstance(event, p.Lost):
+            self._loops.pop(event.task, None)
+        for instruction in self.machine.on(event, time.monotonic()):
+            match instruction:
+                case a.Give(task, piece):
+                    self._begin(self._lend(task, piece))
+                case a.Stop(task):
+                    self._begin(self._stopped(task))
+                case a.Pause(task):
+                    self._begin(self._pause(task, is_wanted=True))
+                case a.Continue(task):
+                    self._begin(self._pause(task, is_wanted=False))
+                case a.Count(operations):
+                    self._begin(self._count(operations))
+                case a.Held():
+                    self.is_held = True
+                case a.Report():
+                    self._applied(instruction)
+                case s.Cut(upto):
+                    self._begin(self._cut(upto))
+                case p.Finish():
+                    self._over(instruction)
+        self._news.set()
+
+    def _over(self, end: p.Finish) -> None:
+        self.end = end
+        self.engine.forget(self)
+        for work in self._begun:
+            work.cancel()
+        self.engine.later(self._farewell())
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._begun.add(task)
+        task.add_done_callback(self._begun.discard)
+
+    # -- values -----------------------------------------------------------------------------------------------------
+
+    def _applied_to(self, steps: int) -> None:
+        """The servers have applied so many steps, whoever has told of them."""
+        self.engine.step += max(0, steps - self.steps)
+        self.steps = max(self.steps, steps)
+
+    def _applied(self, report: a.Report) -> None:
+        """Steps count: their values go to whoever trains."""
+        self._told += report.stop - report.start
+        self._applied_to(self._told)
+        at = report.start
+        while at < report.stop:
+            found = [self._found(report.number, task, at) for task in report.tasks]
+            known = [heard for heard in found if heard is not None]
+            count = min([report.stop - at, *(heard.start + heard.steps - at for heard in known)])
+            self.results.append(Values(count, self._joined(known, at, count) if known else None))
+            at += count
+
+    def _found(self, number: int, task: int, at: int) -> _Heard | None:
+        """What a task told of a step; what it told of earlier ones is dropped."""
+        told = self._heard.get((number, task), [])
+        while told and told[0].start + told[0].steps <= at:
+            del told[0]
+        return told[0] if told and told[0].start <= at else None
+
+    def _joined(self, known: Sequence[_Heard], at: int, count: int) -> list[torch.Tensor | None]:
+        """The values of all workers that have rows, as those of the whole batch."""
+        known = [heard for heard in known if heard.rows]
+        rows = [heard.rows for heard in known]
+        joined: list[torch.Tensor | None] = []
+        for place, way in enumerate(self._ways):
+            values = [heard.values[place] for heard in known]
+            parts = [
+                value[at - heard.start :][:count]
+                for value, heard in zip(values, known, strict=True)
+                if value is not None
+            ]
+            if len(parts) < len(values):
+                joined.append(None)
+            else:
+                joined.append(torch.cat(parts, 1) if way == "rows" else join(way, parts, rows))
+        return joined
+
+    # -- loops ------------------------------------------------------------------------------------------------------
+
+    def _loop(self, task: int) -> _Listening:
+        """The loop of a task, which begins with its first piece."""
+        if task not in self._loops:
+            self._loops[task] = _Listening(f"{self._name}/{next(self._numbers)}")
+        return self._loops[task]
+
+    def _lend(self, task: int, piece: a.Piece) -> Coroutine[Any, Any, None]:
+        """Lend a task a piece; what is sent is decided now, and sent in order."""
+        loop, machine = self._loop(task), self.machine
+        part = [machine.members.index(task), len(machine.members)] if isinstance(machine, s.Rounds) else None
+        self._streams.add(piece.stream)
+        meta: dict[str, Any] = {
+            "training": self._name, "loop": loop.name, "plan": self.placed.compute.id, "part": part,
+            "shards": list(self.placed.writes), "number": piece.number, "stream": self._stream(piece.stream),
+            "first": piece.first, "count": piece.count, "order": None, "steps": None, "run": 0,
+        }  # fmt: skip
+        if isinstance(self.data, Ahead):
+            start = piece.steps[0]
+            meta |= {"order": list(self.data.order), "steps": start, "run": self.data.run_index + start}
+            return self._lent(task, loop, meta, [])
+        batches: Sequence[Batch] = piece.steps
+        meta["batches"] = [[len(b.tensors), b.rows or 0, b.run_index, list(b.split)] for b in batches]
+        return self._lent(task, loop, meta, [tensor for batch in batches for tensor in batch.tensors])
+
+    def _stream(self, stream: int) -> str:
+        """The client under which the steps of a stream are applied."""
+        return f"{self._name}-{stream}"
+
+    async def _lent(self, task: int, loop: _Listening, meta: dict[str, Any], tensors: list[torch.Tensor]) -> None:
+        engine, member = self.engine, self.engine.tasks[task]
+        async with loop.lending:
+            try:
+                await engine.register(self.placed, member)
+                await self._load(member)
+                answer: Outcome = await self._asked(member, "lend", meta, tensors)
+            except NotDone as failure:
+                answer = failure.outcome
+            except TfnbError as error:  # what cannot be encoded
+                answer = Failed(type(error).__name__, error.message)
+            if not isinstance(answer, Ok):
+                self._begin(self._broken(task, loop, answer))
+            elif not loop.is_watched:
+                loop.is_watched = True
+                self._begin(self._watch(task, loop))
+
+    async def _asked(
+        self, member: Member, method: str, meta: dict[str, Any], tensors: Sequence[torch.Tensor]
+    ) -> Outcome:
+        link = self.engine.link
+        deadline = link.deadline(method, wire.size(tensors)) + WATCH
+        call = link.persist(member.peer, method, meta, tensors, epoch=self.engine.epoch, deadline=deadline)
+        return await self.engine.unless_dead(member, call)
+
+    async def _load(self, member: Member) -> None:
+        """Send the data ahead, once."""
+        if isinstance(self.data, Ahead) and member not in self._sent:
+            answer = await self._asked(member, "load", {"training": self._name}, self.data.arrays)
+            if not isinstance(answer, Ok):
+                raise NotDone(answer)
+            self._sent.add(member)
+
+    async def _watch(self, task: int, loop: _Listening) -> None:
+        """Listen to a task while it loops."""
+        engine, member = self.engine, self.engine.tasks[task]
+        while self.end is None and self._loops.get(task) is loop:
+            meta = {"loop": loop.name, "seen": loop.seen}
+            until = time.monotonic() + WATCH
+            answer = await engine.link.call(member.peer, "watch", meta, epoch=engine.epoch, deadline=until)
+            if self._loops.get(task) is not loop:
+                return
+            if not isinstance(answer, Ok):
+                if await engine.verify(member) and not isinstance(answer, Refused):
+                    continue
+                return await self._broken(task, loop, answer)
+            self._hear(task, loop, answer)
+            failure = read_failure(answer.meta["failure"])
+            if failure is not None and self._loops.get(task) is loop:
+                return await self._broken(task, loop, failure)
+
+    def _hear(self, task: int, loop: _Listening, answer: Ok) -> None:
+        """Take what a task tells of the steps that it had not told of before."""
+        at, some, tensors = int(answer.meta["at"]), answer.meta["some"], iter(answer.tensors)
+        for number, start, count, rows in answer.meta["groups"]:
+            values = [next(tensors) if has else None for has in some] if rows else []
+            known = min(count, max(0, loop.seen - at))
+            at += count
+            if known < count:
+                loop.seen = at
+                values = [None if value is None else value[known:] for value in values]
+                self._heard.setdefault((number, task), []).append(_Heard(start + known, count - known, rows, values))
+                self.feed(a.Progress(task, number, start + count))
+        if answer.meta["seconds"]:
+            self.engine.tasks[task].seconds.append(float(answer.meta["seconds"]))
+
+    async def _broken(self, task: int, loop: _Listening, answer: Outcome) -> None:
+        """A loop failed, or was not reached: it ends, and the machine learns why, unless it was ended meanwhile."""
+        event = await self.engine.judged(answer, task)
+        if not isinstance(event, p.Lost) and not await self._left(task, loop):
+            event = p.Lost(task)
+        if self._loops.get(task) is loop:
+            del self._loops[task]
+            self.feed(event)
+
+    async def _left(self, task: int, loop: _Listening) -> bool:
+        """End the loop of a task and take its last word; False where the task is gone."""
+        async with loop.lending:
+            member, about = self.engine.tasks[task], lambda: {"loop": loop.name, "seen": loop.seen}
+            answer = await self.engine.stop(member, "leave", about)
+            if isinstance(answer, Ok):
+                self._hear(task, loop, answer)
+        return answer is not None
+
+    async def _stopped(self, task: int) -> None:
+        """End the loop of a task, as the machine wants it."""
+        loop = self._loops.get(task)
+        is_there = loop is None or await self._left(task, loop)
+        self._loops.pop(task, None)
+        self.feed(a.Stopped(task) if is_there else p.Lost(task))
+
+    async def _pause(self, task: int, *, is_wanted: bool) -> None:
+        loop, member = self._loops.get(task), self.engine.tasks[task]
+        if loop is None:
+            return
+        async with loop.lending:
+            meta = {"loop": loop.name, "seen": loop.seen, "wanted": is_wanted}
+            answer = await self._asked(member, "pause", meta, ())
+        if self._loops.get(task) is not loop:
+            return
+        if not isinstance(answer, Ok):
+            return await self._broken(task, loop, answer)
+        self._hear(task, loop, answer)
+        if is_wanted:
+            self.feed(a.Paused(task))
+
+    # -- servers ------------------------------------------------------------------------------------------------------
+
+    async def _cut(self, upto: int) -> None:
+        """Let the servers end what is not decided, and every loop; then say where they stand."""
+        chief, *others = self.placed.writes
+        about = {"training": self._name, "upto": upto}
+        answer = await self.engine.settled(chief, "cut", about)
+        if not isinstance(answer, Ok):
+            return self.feed(p.ShardLost(chief))
+        about["decided"] = latest = int(answer.meta["latest"])
+        answers = await asyncio.gather(*(self.engine.settled(shard, "cut", about) for shard in others))
+        for shard, answer in zip(others, answers, strict=True):
+            if not isinstance(answer, Ok):
+                return self.feed(p.ShardLost(shard))
+        loops = dict(self._loops)
+        ends = await asyncio.gather(*(self._left(task, loop) for task, loop in loops.items()))
+        self._loops.clear()
+        for task, is_there in zip(loops, ends, strict=True):
+            if not is_there:
+                self.feed(p.Lost(task))
+        self.feed(s.CutAt(latest))
+
+    async def _count(self, operations: Sequence[tuple[int, int]]) -> None:
+        """Ask the servers which steps they applied."""
+        shards: dict[tuple[int, int], list[int]] = {}
+        for shard in self.placed.writes:
+            for stream in {stream for stream, _ in operations}:
+                about = {"client": self._stream(stream), "seqs": [seq for of, seq in operations if of == stream]}
+                answer = await self.engine.settled(shard, "applied", about)
+                if isinstance(answer, p.ShardLost):
+                    return self.feed(answer)
+                for seq in answer.meta["applied"] if isinstance(answer, Ok) else ():
+                    shards.setdefault((stream, seq), []).append(shard)
+        self.feed(a.Counted(shards))
+
+    async def _farewell(self) -> None:
+        """Tasks and servers forget the training."""
+        engine, deadline = self.engine, time.monotonic() + p.STOPS_WITHIN
+        calls: list[tuple[Member, str, dict[str, Any]]] = []
+        for task, loop in self._loops.items():
+            calls.append((engine.tasks[task], "leave", {"loop": loop.name, "seen": loop.seen}))
+        calls += [(member, "unload", {"training": self._name}) for member in self._sent]
+        for shard in self.placed.writes:
+            clients = [self._stream(stream) for stream in self._streams]
+            calls.append((engine.servers[shard], "end_training", {"training": self._name, "clients": clients}))
+        await asyncio.gather(*(
+            engine.link.call(member.peer, method, meta, epoch=engine.epoch, deadline=deadline)
+            for member, method, meta in calls
+            if member.alive
+        ))  # fmt: skip

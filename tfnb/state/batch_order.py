@@ -1,0 +1,77 @@
+"""Which rows of arrays each step trains on: a function of the seed alone, so every machine knows them by itself.
+
+Imports torch only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+
+class Order(NamedTuple):
+    """``rows`` in batches of ``batch_size``, the last one of a pass may be short; each pass in another order.
+
+    >>> order = Order(rows=7, batch_size=3)
+    >>> [order.place(step) for step in (0, 2, 3)]
+    [(1, 0, 3), (1, 6, 7), (2, 0, 3)]
+    """
+
+    rows: int
+    batch_size: int
+    shuffle: bool = True
+    seed: int = 0
+
+    @property
+    def per_pass(self) -> int:
+        """Batches in a pass."""
+        return -(-self.rows // self.batch_size)
+
+    def place(self, step: int) -> tuple[int, int, int]:
+        """Of step ``step`` (from 0): its pass (from 1), and where its batch starts and stops in the order of it."""
+        number, batch = divmod(step, self.per_pass)
+        start = batch * self.batch_size
+        return number + 1, start, min(start + self.batch_size, self.rows)
+
+
+@dataclass
+class Rows:
+    """Arrays whose rows are taken in an order. An array without an axis is taken whole.
+
+    >>> rows = Rows((torch.arange(5), torch.tensor(7)), Order(5, 2, shuffle=False))
+    >>> rows.batch(2), rows.part(0, 1, 2)
+    ((tensor([4]), tensor(7)), (tensor([1]), tensor(7)))
+    """
+
+    arrays: Sequence[torch.Tensor]
+    order: Order
+    _pass: int = field(default=0, init=False)  # the pass of `_permutation`
+    _permutation: torch.Tensor = field(default_factory=lambda: torch.empty(0), init=False)
+    _generator: torch.Generator = field(default_factory=torch.Generator, init=False)
+
+    def batch(self, step: int) -> tuple[torch.Tensor, ...]:
+        """The arrays of one step."""
+        _, start, stop = self.order.place(step)
+        return self.part(step, 0, stop - start)
+
+    def part(self, step: int, first: int, last: int) -> tuple[torch.Tensor, ...]:
+        """Rows ``first`` to ``last`` of the batch of one step."""
+        number, start, _ = self.order.place(step)
+        start, stop = start + first, start + last
+        if not self.order.shuffle:
+            return tuple(array[start:stop] if array.dim() else array for array in self.arrays)
+        at = self._order_of(number)[start:stop]
+        return tuple(array.index_select(0, at.to(array.device)) if array.dim() else array for array in self.arrays)
+
+    def _order_of(self, number: int) -> torch.Tensor:
+        """The order of pass ``number``; that of a pass follows from the one before it."""
+        if not self._pass or number < self._pass:
+            self._pass = 0
+            self._generator.manual_seed(self.order.seed)
+        while self._pass < number:
+            self._permutation = torch.randperm(self.order.rows, generator=self._generator)
+            self._pass += 1
+        return self._permutation
