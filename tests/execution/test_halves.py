@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -35,8 +36,8 @@ def test_a_table_is_updated_behind_the_half_that_is_compiled() -> None:
         step = tfnb.train.Adagrad(0.1).minimize(loss)
     program = lower(graph, [loss.value, step.value], [x.value])
     found = split(program.undonated())
-    assert not isinstance(found, str) and found[1] is not None
-    parts = found[0].module, found[1]
+    assert not isinstance(found, str) and found.rest is not None
+    parts = found.first.module, found.rest
     names = [[str(node.target) for node in part.graph.nodes if node.op == "call_function"] for part in parts]
     assert "tfnb.coalesce.default" in names[1] and len(names[1]) < 8 < len(names[0])
     args = [words, *(variable.storage for variable in program.variables), 0]
@@ -50,7 +51,7 @@ def test_code_with_static_sizes_is_one_piece() -> None:
         x = tfnb.placeholder(torch.randn(4, 3))
         y = (x * 2).reshape(-1).sum()
     program = lower(graph, [y.value], [x.value])
-    assert split(program) == (program, None)
+    assert split(program) == (program, None, "")
 
 
 @pytest.mark.skipif(compiled_loops.obstacle() is not None, reason="nothing can be compiled")
@@ -72,4 +73,5 @@ def test_training_a_table_is_compiled_and_equals_eager() -> None:
         optimizer.step()
         torch.testing.assert_close(got, wanted.detach())
     assert ": compiled; " in session.status()[0]
+    assert re.search(r"; the rest is generated code: data decide the sizes of \S*coalesce", session.status()[0])
     torch.testing.assert_close(model.state_dict(), twin.state_dict())

@@ -344,6 +344,8 @@ class Sizes:
 
     def _keep(self, status: str) -> None:
         assert self._fast is not None
+        if lacks := getattr(self._fast.code, "lacks", ""):
+            status = f"{status}; the rest is generated code: {lacks}"
         if self._captures is not None:
             _release(self.generated)
         self.forward, self.turns, self.code = self._fast, None, status

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -50,7 +50,15 @@ def obstacle(program: Program) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def split(program: Program) -> tuple[Program, fx.GraphModule | None] | str:
+class Parts(NamedTuple):
+    """A step: what comes first and can be one module, the rest if there is one, and why it is none of it."""
+
+    first: Program
+    rest: fx.GraphModule | None
+    why: str
+
+
+def split(program: Program) -> Parts | str:
     """The program, or as much of it as comes first and can be one module, and the rest; or why there is none."""
     known = feed_symbols(program.whole.contents, program.feeds).keys()
     unfit = {node: why for node in program.module.graph.nodes if (why := _unfit(program, node, known)) is not None}
@@ -58,10 +66,10 @@ def split(program: Program) -> tuple[Program, fx.GraphModule | None] | str:
         return "it is not on the CPU"
     own = [node for node in program.module.graph.nodes if _is_own(node)]
     if not unfit:
-        return (program, None) if not own else f"{own[0].name} has no form in C"
-    unfit |= dict.fromkeys(own, "")
-    parts = halves(program, dependents(program, unfit))
-    return next(iter(unfit.values())) if parts is None else (replace(program, module=parts[0]), parts[1])
+        return Parts(program, None, "") if not own else f"{own[0].name} has no form in C"
+    why = next(iter(unfit.values()))
+    parts = halves(program, dependents(program, {*unfit, *own}))
+    return why if parts is None else Parts(replace(program, module=parts[0]), parts[1], why)
 
 
 def _unfit(program: Program, node: fx.Node, known: Set[str]) -> str | None:
@@ -187,7 +195,7 @@ def exportable(
     found = split(whole)
     if isinstance(found, str):
         raise Unimplemented(found)
-    program, rest = found
+    program, rest, _ = found
     checks = OperandChecks()
     graph, places = _pure(program, checks)
     given = Given.of(program, operands)

@@ -68,14 +68,16 @@ def loaded(folder: Path, program: Program) -> NativeStep | VaryingStep:
     found, parts = about(folder), split(program)
     if isinstance(parts, str):
         raise Unimplemented(parts)
-    first, rest = parts
+    first, rest, why = parts
 
     def step(about: About) -> NativeStep:
         operands = about.operands[: len(program.feeds) + len(program.variables)]
         package = Package(folder, about, Given.of(first, operands))
         return NativeStep(package, program, None if rest is None else rest.forward)
 
-    return VaryingStep(found, len(program.feeds), step) if found.varying else step(found)
+    whole = VaryingStep(found, len(program.feeds), step) if found.varying else step(found)
+    whole.lacks = why
+    return whole
 
 
 MOST_SHAPES = 16  # of one package that are ready to be called
@@ -85,13 +87,14 @@ BUILD = "tfnb.execution.tiers.native.package:build_in"
 class NativeStep:
     """Computes a step as ``program.forward`` does.
 
-    rest: generated code that takes what the package gives, where that is not all. A step that ``writes`` takes feeds,
-    storages and the run's number as three, gives the fetches and has written the rest. Raises Unfit or OperandRefused,
-    and then wrote nothing.
+    rest: generated code that takes what the package gives, where that is not all; lacks: why. A step that ``writes``
+    takes feeds, storages and the run's number as three, gives the fetches and has written the rest. Raises Unfit or
+    OperandRefused, and then wrote nothing.
     """
 
     def __init__(self, package: Package, program: Program, rest: Forward | None) -> None:
         self.package: PackageFolder | None = None
+        self.lacks = ""
         self._rest, self._package, self._places = rest, package, package.about.fetched
         self._feeds, self._n_fetches = len(program.feeds), program.n_fetches
         self._variables, self._written = program.variables, program.writes
@@ -122,6 +125,7 @@ class VaryingStep:
 
     def __init__(self, about: About, feeds: int, made: Callable[[About], NativeStep]) -> None:
         self.package: PackageFolder | None = None
+        self.lacks = ""
         self.writes = bool(about.written)
         self._about, self._feeds, self._made = about, feeds, made
         self._steps: dict[tuple[torch.Size, ...], NativeStep] = {}
