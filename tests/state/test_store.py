@@ -51,19 +51,19 @@ def test_every_dtype_keeps_its_bits(dtype: torch.dtype) -> None:
     value = torch.randn(6).mul(3).to(dtype).view(2, 3)
     store = Store()
     store.create({"v": value, "scalar": value[0, 0]})
-    for seen in (store.get("v"), store.read("v")):
+    for seen in (store.get("v"), store.read(["v"])[0]):
         assert seen.dtype is dtype and torch.equal(seen.view(torch.uint8), value.contiguous().view(torch.uint8))
-    assert store.read("scalar").shape == ()
+    assert store.read(["scalar"])[0].shape == ()
 
 
 def test_without_a_reader_a_write_stays_in_its_place(store: Store) -> None:
-    at = store.read("w").data_ptr()
+    at = store.read(["w"])[0].data_ptr()
     write(store, 2)
     assert store.get("w").data_ptr() == at and store.spare_bytes == 0
 
 
 def test_a_reader_keeps_its_generation_and_a_view_is_enough(store: Store) -> None:
-    view = memoryview(store.read("w").view(torch.uint8).numpy())
+    view = memoryview(store.read(["w"])[0].view(torch.uint8).numpy())
     for value in range(5):
         write(store, value)
     assert torch.frombuffer(view, dtype=torch.float32).tolist() == [1] * 4
@@ -78,22 +78,22 @@ def test_a_slab_has_three_generations_and_then_gives_copies(store: Store) -> Non
     seen = []
     for value in range(8):
         write(store, value)
-        seen.append(store.read("w"))
+        seen.append(store.read(["w"])[0])
     assert [s[0].item() for s in seen] == list(range(8))
     assert len(store._slabs["w"]._spares) == GENERATIONS - 1
 
 
 def test_what_is_opened_is_not_seen_before_it_is_published(store: Store) -> None:
-    first = store.read("w")
+    first = store.read(["w"])[0]
     opened = store.open(["w"])["w"].fill_(7)
-    assert store.get("w").tolist() == store.read("w").tolist() == first.tolist() == [1] * 4
+    assert store.get("w").tolist() == store.read(["w"])[0].tolist() == first.tolist() == [1] * 4
     store.publish()
-    assert store.read("w").tolist() == opened.tolist() == [7] * 4
+    assert store.read(["w"])[0].tolist() == opened.tolist() == [7] * 4
 
 
 def test_a_read_while_the_current_generation_is_open_is_a_copy(store: Store) -> None:
     opened = store.open(["w"])["w"]
-    seen = store.read("w")
+    seen = store.read(["w"])[0]
     opened.fill_(7)
     store.publish()
     assert seen.tolist() == [1] * 4
@@ -107,11 +107,11 @@ def test_rows_of_a_large_value_are_written_in_place(monkeypatch: pytest.MonkeyPa
     write_row = store.open(["table"], rows=True)["table"]
     write_row[3] = 1.0
     store.publish()
-    at, seen = store.get("table").data_ptr(), store.read("table")
+    at, seen = store.get("table").data_ptr(), store.read(["table"])[0]
     store.open(["table"], rows=True)["table"][3] = 2.0
     store.publish()
     assert store.get("table").data_ptr() == at and store.spare_bytes == 0
-    assert seen[3] == 1 and store.read("table")[3] == 2, "a reader has a copy"
+    assert seen[3] == 1 and store.read(["table"])[0][3] == 2, "a reader has a copy"
 
 
 def test_parameter_with_gradient_is_stored_without(store: Store) -> None:
@@ -136,7 +136,7 @@ def test_dropped_bytes_are_free_again(store: Store) -> None:
 def test_what_is_dropped_leaves_no_hole() -> None:
     store = Store()
     store.create({"a": torch.zeros(1000), "b": torch.ones(2)})
-    seen = store.read("b")
+    seen = store.read(["b"])[0]
     store.drop(["a"])
     assert store._slabs["b"].nbytes == ALIGN and store.bytes == 8
     write(store, 5, "b")
@@ -208,7 +208,7 @@ class Machine(RuleBasedStateMachine):
     @rule(key=keys)
     def read(self, key: str) -> None:
         if key in self.model:
-            self.seen.append((self.store.read(key), self.model[key]))
+            self.seen.append((self.store.read([key])[0], self.model[key]))
 
     @precondition(lambda self: self.seen)
     @rule(which=st.integers(0, 99))

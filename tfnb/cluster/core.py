@@ -93,7 +93,7 @@ class Values(Protocol):
 
     def get(self, key: str) -> torch.Tensor: ...
 
-    def read(self, key: str) -> torch.Tensor: ...
+    def read(self, keys: Sequence[str]) -> list[torch.Tensor]: ...
 
     def open(self, keys: Sequence[str], *, rows: bool = False) -> Mapping[str, torch.Tensor]: ...
 
@@ -364,7 +364,7 @@ class Core:
         for key in keys:
             self._value(key)
         versions = [self.versions[key] for key in keys]
-        fresh = [self.store.read(key) for key, old, new in zip(keys, since, versions, strict=True) if old != new]
+        fresh = self.store.read([key for key, old, new in zip(keys, since, versions, strict=True) if old != new])
         return Ok({**answer.meta, "versions": versions}, fresh)
 
     @property

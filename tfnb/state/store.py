@@ -42,8 +42,8 @@ def memory(nbytes: int) -> torch.Tensor:
 class _Generation:
     """One buffer of a slab, and who reads it."""
 
-    def __init__(self, nbytes: int) -> None:
-        self.data = memory(nbytes)
+    def __init__(self, nbytes: int, dtype: torch.dtype) -> None:
+        self.flat = memory(nbytes).view(dtype)
         self._reader: weakref.ref[Any] | None = None
 
     @property
@@ -52,49 +52,50 @@ class _Generation:
         return self._reader is not None and self._reader() is not None
 
     def read(self) -> torch.Tensor:
-        """The bytes; whoever holds on to them, or to a view of them, is noticed."""
+        """The elements; whoever holds on to them, or to a view of them, is noticed."""
         array = self._reader() if self._reader is not None else None
         if array is None:
-            array = self.data.numpy()
+            array = self.flat.view(torch.uint8).numpy()
             self._reader = weakref.ref(array)
-        return torch.from_numpy(array)  # its storage, and that of its views, holds the array
+        return torch.from_numpy(array).view(self.flat.dtype)  # its storage, and that of its views, holds the array
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a value lies in a slab, contiguous."""
+    """Where a value lies in a slab, contiguous: from element ``start`` on."""
 
     start: int
     nbytes: int
-    dtype: torch.dtype
     shape: torch.Size
+    strides: tuple[int, ...]
 
-    def of(self, data: torch.Tensor) -> torch.Tensor:
-        """The value in a buffer."""
-        return data[self.start : self.start + self.nbytes].view(self.dtype).view(self.shape)
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """The value in the elements of a buffer."""
+        return flat.as_strided(self.shape, self.strides, flat.storage_offset() + self.start)
 
-    def copied(self, data: torch.Tensor) -> torch.Tensor:
-        """A copy of the value in a buffer."""
-        copy = memory(self.nbytes)
-        copy.copy_(data[self.start : self.start + self.nbytes])
-        return copy.view(self.dtype).view(self.shape)
+    def copied(self, flat: torch.Tensor) -> torch.Tensor:
+        """A copy of the value in the elements of a buffer."""
+        copy = memory(self.nbytes).view(flat.dtype).view(self.shape)
+        return copy.copy_(self.of(flat))
 
 
 class Slab:
     """Values of one dtype in a flat buffer, in up to `GENERATIONS` generations; only the current one counts."""
 
     def __init__(self, values: Mapping[str, torch.Tensor]) -> None:
+        (dtype,) = {value.dtype for value in values.values()}
         self.places: dict[str, _Place] = {}
         end = 0
         for key, value in values.items():
-            self.places[key] = _Place(end, _size(value), value.dtype, value.shape)
+            strides = torch.empty(value.shape, device="meta").stride()
+            self.places[key] = _Place(end // dtype.itemsize, _size(value), value.shape, strides)
             end += _size(value) + -_size(value) % ALIGN
         self.nbytes = max(end, ALIGN)
         self._is_table = False  # written in place, whoever reads it: readers get copies
-        self._current = _Generation(self.nbytes)
+        self._current = _Generation(self.nbytes, dtype)
         self._next: _Generation | None = None  # opened for writing; it may be the current one
         self._spares: list[_Generation] = []
-        self._tensors = {key: place.of(self._current.data) for key, place in self.places.items()}
+        self._tensors = {key: place.of(self._current.flat) for key, place in self.places.items()}
         with torch.no_grad():
             for key, value in values.items():
                 self.get(key).copy_(value)
@@ -108,16 +109,16 @@ class Slab:
         """The current value itself."""
         return self._tensors[key]
 
-    def read(self, key: str) -> torch.Tensor:
-        """The current value, which nothing changes: a view of this generation, or a copy where there can be no other.
+    def read(self, keys: Iterable[str]) -> list[torch.Tensor]:
+        """Current values, which nothing changes: views of this generation, or copies where there can be no other.
 
         There can be none while the current one is written, or while readers hold all the others.
         """
-        place = self.places[key]
         has_room = len(self._spares) < GENERATIONS - 1 or any(not spare.is_read for spare in self._spares)
         if self._is_table or self._next is self._current or not has_room:
-            return place.copied(self._current.data)
-        return place.of(self._current.read())
+            return [self.places[key].copied(self._current.flat) for key in keys]
+        flat = self._current.read()
+        return [self.places[key].of(flat) for key in keys]
 
     def open(self, keys: Sequence[str], *, keep: bool, rows: bool) -> dict[str, torch.Tensor]:
         """Tensors to write the next values of ``keys`` into; without ``keep`` all of each will be written."""
@@ -125,14 +126,14 @@ class Slab:
         if self._current.is_read:
             self._next = next((spare for spare in self._spares if not spare.is_read), None)
             if self._next is None:
-                self._next = _Generation(self.nbytes)
+                self._next = _Generation(self.nbytes, self._current.flat.dtype)
                 self._spares.append(self._next)
             if keep or len(keys) < len(self.places):
-                self._next.data.copy_(self._current.data)
+                self._next.flat.copy_(self._current.flat)
         self._is_table = self._is_table or (rows and self.nbytes >= LARGE)
         if self._next is self._current:
             return {key: self._tensors[key] for key in keys}
-        return {key: self.places[key].of(self._next.data) for key in keys}
+        return {key: self.places[key].of(self._next.flat) for key in keys}
 
     def publish(self) -> None:
         """What was opened is the current generation."""
@@ -140,7 +141,7 @@ class Slab:
             self._spares.remove(self._next)
             self._spares.append(self._current)
             self._current = self._next
-            self._tensors = {key: place.of(self._current.data) for key, place in self.places.items()}
+            self._tensors = {key: place.of(self._current.flat) for key, place in self.places.items()}
         self._next = None
 
     def close(self) -> None:
@@ -157,10 +158,10 @@ class Store:
 
     >>> store = Store(budget=64)
     >>> store.create({"w": torch.zeros(4)})
-    >>> seen = store.read("w")
+    >>> seen = store.read(["w"])
     >>> store.assign({"w": torch.ones(4)})
-    >>> seen, store.read("w"), store.bytes
-    (tensor([0., 0., 0., 0.]), tensor([1., 1., 1., 1.]), 16)
+    >>> seen, store.read(["w"]), store.bytes
+    ([tensor([0., 0., 0., 0.])], [tensor([1., 1., 1., 1.])], 16)
     """
 
     def __init__(self, *, budget: int | None = None) -> None:
@@ -203,9 +204,15 @@ class Store:
         """The current value itself, no copy: not to be written. Raises NotFound with the nearest keys."""
         return self._slab(key).get(key)
 
-    def read(self, key: str) -> torch.Tensor:
-        """The current value, which nothing changes as long as it, or a view of it, is held."""
-        return self._slab(key).read(key)
+    def read(self, keys: Sequence[str]) -> list[torch.Tensor]:
+        """Current values; nothing changes one as long as it, or a view of it, is held."""
+        found: dict[str, torch.Tensor] = {}
+        mine: dict[Slab, list[str]] = {}
+        for key in keys:
+            mine.setdefault(self._slab(key), []).append(key)
+        for slab, some in mine.items():
+            found.update(zip(some, slab.read(some), strict=True))
+        return [found[key] for key in keys]
 
     def open(self, keys: Sequence[str], *, keep: bool = True, rows: bool = False) -> dict[str, torch.Tensor]:
         """Tensors to write the next values of ``keys`` into; what was opened before is given up.
