@@ -64,8 +64,7 @@ def test_a_killed_task_loses_and_doubles_nothing(connect, problem, mode):
     os.kill(cluster._engine.tasks[0].info["pid"], signal.SIGKILL)
     seen += [step for step, _ in steps]
     assert seen == list(range(1, 21)) and divided(cluster)
-    applied = [s["applied"] for s in stats(cluster)]
-    assert applied == [21, 21], "made once, and each step once on both"
+    assert [s["version"] for s in stats(cluster)] == [21, 21], "made once, and each step written once on both"
     if mode == "sync":
         assert close_to(p.values(), states[-1], 1e-12)
 
