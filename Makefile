@@ -61,6 +61,7 @@ bench: $(INSTALLED) ## tfnb beside torch, TensorFlow and JAX; BENCH="--quick" or
 
 bench-cluster: $(INSTALLED) ## a step on a cluster beside plain Dask actors doing the same; BENCH="ROUNDS STEPS"
 	$(BIN)/python -m tests.benchmarks.cluster_steps $(BENCH)
+	$(BIN)/python -m tests.benchmarks.cluster_bulk
 
 bench-peers: ## TensorFlow and JAX, in an environment of their own
 	$(PYTHON) -m venv .venv-peers
