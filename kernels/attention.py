@@ -12,13 +12,20 @@ import math
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 aten = torch.ops.aten
 _FLASH = 1  # torch.nn.attention.SDPBackend.FLASH_ATTENTION
 
 
 def _is_fused(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> bool:
-    return q.is_cpu and aten._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=scale) == _FLASH
+    if not q.is_cpu:
+        return False
+    if type(q) is Tensor:
+        return bool(aten._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=scale) == _FLASH)
+    with _disable_current_modes():  # while it is traced, torch is shown tensors that lie as these do
+        shown = [torch.empty_strided([*map(int, t.shape)], [*map(int, t.stride())], dtype=t.dtype) for t in (q, k, v)]
+        return _is_fused(*shown, causal, scale)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:

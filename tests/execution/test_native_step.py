@@ -193,3 +193,25 @@ def test_other_threads_run_during_a_long_step(tmp_path: Path) -> None:
         thread.join()
     took = [b - a for a, b in itertools.pairwise(ticks)]
     assert len(ticks) > 100 and sorted(took)[-3] < 0.05  # a machine that others use stumbles once or twice
+
+
+@pytest.mark.slow
+def test_attention_and_all_before_a_row_sparse_update_are_one_package() -> None:
+    losses = []
+    for mode in ("off", "now"):
+        torch.manual_seed(0)
+        table, project = nn.Embedding(11, 16), nn.Linear(16, 48)
+        x = torch.randint(11, (4, 9))
+        with tfnb.record() as graph:
+            rows = tfnb.placeholder(x, shape=(4, 9), name="rows")
+            q, k, v = project(table(rows)).view(4, 9, 3, 2, 8).permute(2, 0, 3, 1, 4)
+            loss = F.scaled_dot_product_attention(q, k, v, is_causal=True).square().sum()
+            train = tfnb.train.SGD(0.01).minimize(loss)
+        with tfnb.Session(graph, compile=mode) as session:
+            losses.append([session.run([loss, train], {rows: x})[0] for _ in range(4)])
+            assert mode == "off" or ": compiled; " in session.status()[0], session.status()
+            if mode == "now":
+                (prepared,) = session._prepared.values()
+                (sizes,) = prepared.code.tiers._sizes.values()
+                assert isinstance(sizes.forward.code, NativeStep)
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-5)

@@ -31,6 +31,7 @@ from tfnb.execution.tiers.native.scans import Body, Scan, is_count, refusal
 from tfnb.execution.tiers.operand_checks import OperandChecks
 from tfnb.graph.op_facts import kernel
 from tfnb.graph.ops import overload
+from tfnb.kernels.attention import attention, attention_backward
 from tfnb.kernels.formulas import FORMULAS
 from tfnb.passes import feed_symbols
 
@@ -42,6 +43,11 @@ _BY_SHAPE = frozenset({
     aten.randint_like.low_dtype, aten.randn_like.default,
 })  # fmt: skip
 """Random ops that read no value of their operand."""
+_ours = torch.ops.tfnb
+FORMS: Mapping[Any, Callable[..., Any]] = {
+    _ours.attention.default: attention, _ours.attention_backward.default: attention_backward,
+}  # fmt: skip
+"""Ops of ours that are torch's own ops, one after the other, all of which have a form in C."""
 
 
 def obstacle(program: Program) -> str | None:
@@ -103,7 +109,7 @@ def _is_own(node: fx.Node) -> bool:
     """Whether it is an op of ours, or a loop around one."""
     if isinstance(node.target, Loop):
         return any(_is_own(inner) for inner in _body(node).module.graph.nodes)
-    return getattr(node.target, "namespace", "") == "tfnb"
+    return getattr(node.target, "namespace", "") == "tfnb" and node.target not in FORMS
 
 
 def _draws_before(node: fx.Node) -> bool:
@@ -221,7 +227,8 @@ def exportable(
 
     varying = (*axes, *_drawn_axes(program, operands, axes, len(operands) + len(given.constants)))
     with torch.no_grad(), _sized(examples, varying) as traced:
-        module = make_fx(function, checks.over(table), tracing_mode="fake", _allow_non_fake_inputs=True)(*traced)
+        forms = checks.over({**table, **FORMS})
+        module = make_fx(function, forms, tracing_mode="fake", _allow_non_fake_inputs=True)(*traced)
     fetched = tuple(results.index(place) if place is not None and place >= 0 else place for place in shown)
     about = About(tuple(map(Operand.of, examples)), tuple(writes or ()), fetched, bool(checks.changed), varying)
     return module, examples, about
