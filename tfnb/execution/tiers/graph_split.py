@@ -30,7 +30,7 @@ def halves(program: Program, late: Set[fx.Node]) -> tuple[fx.GraphModule, fx.Gra
     returned: tuple[fx.Node | None, ...] = graph.output_node().args[0]  # type: ignore[assignment]
     sources = [source for node in late for source in node.all_input_nodes]
     inside = _repeated(graph, sources) | late
-    taken = [source for node in inside for source in node.all_input_nodes]
+    taken = [source for node in graph.nodes if node in inside for source in node.all_input_nodes]  # in any process
     wanted = dict.fromkeys(n for n in (*taken, *returned) if isinstance(n, fx.Node) and n not in inside)
     first, second = fx.Graph(), fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
