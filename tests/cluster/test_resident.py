@@ -75,6 +75,15 @@ def test_c52_an_array_fit_on_several_tasks_and_servers_within_rounding(connect, 
         assert mine == pytest.approx(theirs, rel=1e-12)
 
 
+def test_arrays_that_are_too_large_for_the_tasks_are_drawn_here(connect, monkeypatch):
+    c = Counters()
+    connect(2)
+    monkeypatch.setattr("tfnb.cluster.driver.AHEAD", 100)
+    monkeypatch.setattr("tfnb.cluster.sources.MOST", 40)
+    assert tfnb.fit(c.train, {c.x: ROWS}, steps=150, batch_size=4).steps == 150
+    assert c.counts() == [150.0, 150.0]
+
+
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_s158_one_request_for_each_server_and_step(connect, mode):
     c = Counters()
@@ -139,3 +148,14 @@ def test_tasks_and_servers_forget_a_training(connect):
     assert not isinstance(cluster._do("watch", 5, watch), Ok)
     stats = cluster._do("stat", 5, cluster._engine.stats, 5.0).values()
     assert all(stat["staged"] == 0 and stat["waiting"] == 0 for stat in stats)
+
+
+def test_a_piece_that_comes_after_the_end_of_its_loop_is_refused(connect):
+    cluster = connect(2)
+    peer, epoch = cluster._engine.tasks[0].peer, cluster._engine.epoch
+
+    async def late():
+        await cluster._link.call(peer, "leave", {"loop": "x", "seen": 0}, epoch=epoch)
+        return await cluster._link.call(peer, "lend", {"loop": "x"}, epoch=epoch)
+
+    assert cluster._do("lending", 5, late).reason == "stale"

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from tfnb.cluster import connected
+from tfnb.cluster import connected, wire
 from tfnb.cluster.card import Row, Status, size
 from tfnb.cluster.deploy import EPOCH, Place, find, replaced, start
 from tfnb.cluster.engine import Engine
@@ -200,12 +200,13 @@ class Cluster:
         """What `train` takes, made of (tensors in the order of its feeds, run index)."""
         return batches(step, rows)
 
-    @staticmethod
-    def ahead(step: StepGraph, rows: Rows, total: int, run_index: int) -> Ahead | Iterator[Batch]:
+    def ahead(self, step: StepGraph, rows: Rows, total: int, run_index: int) -> Ahead | Iterator[Batch]:
         """What `train` takes, made of arrays in the order of its feeds: sent once, unless they are too large."""
         free = varying(step)
         fits = all(of or not array.dim() for of, array in zip(free, rows.arrays, strict=True))
-        if fits and sum(array.numel() * array.element_size() for array in rows.arrays) <= AHEAD:
+        budgets = (member.info.get("budget") for member in self._engine.tasks)
+        room = min([AHEAD, *(budget // 4 for budget in budgets if budget)])
+        if fits and wire.size(rows.arrays) <= room:
             return Ahead(tuple(rows.arrays), rows.order, total, run_index)
         return batches(step, ((rows.batch(at), run_index + at) for at in range(total)))
 
@@ -429,7 +430,7 @@ class Cluster:
         """All values first, then all storages, so that what is here, but for ``kept``, is always of one step."""
         variables = [variable for variable in self._held.variables if variable not in kept]
         values, step = await self._values(variables)
-        with torch.no_grad():
+        with torch.no_grad(), self._held.showing:
             for variable in variables:
                 variable.storage.copy_(values[variable.key])
                 self._held.same(variable)

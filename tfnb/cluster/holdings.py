@@ -7,6 +7,7 @@ last pull. `Holdings.written` finds the ones that were written since by other me
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -67,6 +68,7 @@ class Holdings:
         self.stale: set[str] = set()
         self._variables: weakref.WeakValueDictionary[str, Variable] = weakref.WeakValueDictionary()
         self._prints: dict[str, Print] = {}
+        self.showing = threading.Lock()  # held while storages get what the servers have, in the event loop's thread
 
     def __len__(self) -> int:
         return len(self._variables)
@@ -107,15 +109,15 @@ class Holdings:
 
     def written(self, variables: Iterable[Variable], *, thorough: bool) -> list[Variable]:
         """Those whose storages were written here; ``thorough``: found also where torch did not see it."""
-        found = []
-        for variable in variables:
-            seen = self._prints.get(variable.key)
-            if seen is None or self._variables.get(variable.key) is not variable:
-                continue
-            storage = variable.storage
-            if (thorough or not seen.seems(storage)) and not seen.fits(storage):
-                found.append(variable)
-        return found
+        with self.showing:
+            return [variable for variable in variables if self._is_written(variable, thorough)]
+
+    def _is_written(self, variable: Variable, thorough: bool) -> bool:
+        seen = self._prints.get(variable.key)
+        if seen is None or self._variables.get(variable.key) is not variable:
+            return False
+        storage = variable.storage
+        return (thorough or not seen.seems(storage)) and not seen.fits(storage)
 
     def behind(self, written: Iterable[Variable]) -> list[Variable]:
         """Those written here of which the servers have newer values than those that were written over."""

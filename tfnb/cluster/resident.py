@@ -28,6 +28,7 @@ from tfnb.state.batch_order import Order, Rows
 QUARTER = 0.25  # seconds between two answers to a notebook that watches
 SPAN = 64  # steps whose watched values are stacked together
 DEADLINE = 600.0  # seconds for the calls of one step
+LEFT = 1024  # ended loops that are remembered
 RANK = 1 << 40  # between the random streams of the workers of one step
 NO_LOOP = {"at": 0, "some": [], "groups": [], "paused": True, "over": True, "failure": None, "seconds": 0.0}
 _keys = itertools.count(1 << 60)  # of loops among the calls of the compute thread; rounds lie below
@@ -301,6 +302,8 @@ class Loop:
             meta = {**about, "shard": shard, "reads": keys, "since": held}
             meta |= {"absent": True} if push is None else {"plan": push.plan, "keys": list(push.keys)}
             calls.append(self._call(shard, method, meta, push.tensors if push else (), op, keys, held))
+        if len(calls) == 1:
+            return await calls[0]
         for end in await asyncio.gather(*calls, return_exceptions=True):
             if end is not None:
                 raise end
@@ -350,6 +353,7 @@ class Loops:
         self._host, self._plans = host, plans
         self._loops: dict[str, Loop] = {}
         self._data: dict[str, list[torch.Tensor]] = {}  # training -> arrays
+        self._left: deque[str] = deque(maxlen=LEFT)  # loops that were ended: what is lent to them comes too late
 
     async def on(self, request: Request) -> Ok | Refused:
         """Answer a request of the notebook."""
@@ -364,6 +368,8 @@ class Loops:
             case "lend":
                 return self._lend(request)
         loop, seen = self._loops.get(str(meta["loop"])), int(meta["seen"])
+        if request.method == "leave":
+            self._left.append(str(meta["loop"]))
         if loop is None:
             return Refused("stale", "this loop is over")
         match request.method:
@@ -379,6 +385,8 @@ class Loops:
     def _lend(self, request: Request) -> Ok | Refused:
         """One more piece for a loop, which begins with its first one."""
         meta, name = request.meta, str(request.meta["loop"])
+        if name in self._left:
+            return Refused("stale", "this loop is over")
         if name not in self._loops:
             program, training = self._plans.get(str(meta["plan"])), str(meta["training"])
             if program is None:

@@ -6,9 +6,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from tfnb.cluster import wire
 from tfnb.cluster.members import Ahead, Batch
 
 DRAW = 0.05  # seconds of drawing after which tasks get what there is
+MOST = 32 << 20  # bytes of batches likewise
 
 
 class Counted:
@@ -64,8 +66,8 @@ class Drawn:
     def take(self, size: int, has_written: Callable[[], bool] = lambda: False) -> Sequence[Any]:
         """The next batches, so many at most; less where drawing takes long, or where the iterator wrote Variables."""
         found, self._back = self._back, []
-        until = time.monotonic() + DRAW
-        while len(found) < size and (not found or time.monotonic() < until):
+        until, nbytes = time.monotonic() + DRAW, sum(wire.size(batch.tensors) for batch in found)
+        while len(found) < size and (not found or (time.monotonic() < until and nbytes < MOST)):
             batch = next(self._batches, None)
             if batch is None:
                 self.is_spent = True
@@ -74,4 +76,5 @@ class Drawn:
                 self._back = [batch]
                 break
             found.append(batch)
+            nbytes += wire.size(batch.tensors)
         return found

@@ -60,6 +60,7 @@ class _Listening:
     name: str
     seen: int = 0
     is_watched: bool = False
+    is_left: bool = False  # it was told to end: nothing more is lent to it
     lending: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -277,6 +278,8 @@ class Training:
     async def _lent(self, task: int, loop: _Listening, meta: dict[str, Any], tensors: list[torch.Tensor]) -> None:
         engine, member = self.engine, self.engine.tasks[task]
         async with loop.lending:
+            if loop.is_left:
+                return
             try:
                 await engine.register(self.placed, member)
                 await self._load(member)
@@ -352,6 +355,7 @@ class Training:
     async def _left(self, task: int, loop: _Listening) -> bool:
         """End the loop of a task and take its last word; False where the task is gone."""
         async with loop.lending:
+            loop.is_left = True
             member, about = self.engine.tasks[task], lambda: {"loop": loop.name, "seen": loop.seen}
             answer = await self.engine.stop(member, "leave", about)
             if isinstance(answer, Ok):
@@ -370,6 +374,8 @@ class Training:
         if loop is None:
             return
         async with loop.lending:
+            if loop.is_left:
+                return
             meta = {"loop": loop.name, "seen": loop.seen, "wanted": is_wanted}
             answer = await self._asked(member, "pause", meta, ())
         if self._loops.get(task) is not loop:
