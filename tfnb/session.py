@@ -325,11 +325,12 @@ class Session:
         self, prepared: _Prepared, values: Iterable[Any], timeout: float | None = None
     ) -> list[Any] | None:  # fmt: skip
         """The step in one call; None where it did nothing, and `_execute` does it."""
-        if prepared.direct is None or self._closed or self._cluster is not None or connected() is not None or notices:
+        direct = prepared.direct  # another thread may forget it meanwhile
+        if direct is None or self._closed or self._cluster is not None or connected() is not None or notices:
             return None
         if timeout is not None and not (prepared.guarded and prepared.guarded.is_over_within(timeout)):
             return None
-        results = prepared.direct(*values)
+        results = direct(*values)
         if results is None:
             prepared.direct = None  # until the longer way gives it again
         else:

@@ -130,22 +130,24 @@ static int says(PyObject *object, PyObject *name)
 static int take(PyObject *self)
 {
     PyObject *lock = AT(self, LOCK), *holds = AT(lock, HOLDS), *names = AT(self, NAMES);
-    PyObject *thread = PyLong_FromUnsignedLong(PyThread_get_thread_ident());
     const ptrdiff_t n = PyList_Size(holds);
-    int free = thread && !PyObject_SetAttr(AT(lock, HOLD), AT(names, THREAD), thread);
-    if (thread)
-        Py_DecRef(thread);
+    int free = 1;
     for (ptrdiff_t i = 0; free && i < n; i++) {
         PyObject *token = PyObject_GetAttr(PyList_GetItem(holds, i), AT(names, TOKEN));
         free = says(token, AT(names, LOCKED)) == 0;
         if (token)
             Py_DecRef(token);
     }
-    if (!free || is_true(PyObject_CallOneArg(AT(lock, ACQUIRE), AT(AT(self, CONSTANTS), FALSE))) != 1)
-        return 0;
-    PyList_SetSlice(holds, 0, n, NULL); /* those that were left */
-    PyList_Append(holds, AT(lock, HOLD));
-    return 1;
+    PyObject *thread = free ? PyLong_FromUnsignedLong(PyThread_get_thread_ident()) : NULL;
+    if (thread && is_true(PyObject_CallOneArg(AT(lock, ACQUIRE), AT(AT(self, CONSTANTS), FALSE))) == 1) {
+        PyObject_SetAttr(AT(lock, HOLD), AT(names, THREAD), thread); /* not before: it may be another one's */
+        PyList_SetSlice(holds, 0, n, NULL);                          /* those that were left */
+        PyList_Append(holds, AT(lock, HOLD));
+    } else
+        free = 0;
+    if (thread)
+        Py_DecRef(thread);
+    return free;
 }
 
 /* Leave the locks, and wake who waits; 0, or -1 with an error of Python's. */
