@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfnb.cluster.leases import (
+from tfnb.cluster import events as e
+from tfnb.cluster.fit.leases import (
     LARGEST,
     Broken,
     Continue,
@@ -29,29 +30,13 @@ from tfnb.cluster.leases import (
 )
 from tfnb.cluster.ledger import WINDOW
 from tfnb.cluster.messages import Failed
-from tfnb.cluster.plan import (
-    End,
-    Finish,
-    Hold,
-    Interrupt,
-    Interrupted,
-    Joined,
-    Lost,
-    Resume,
-    ServerLost,
-    ShardLost,
-    Start,
-    TasksLost,
-    Tick,
-    TimedOut,
-)
 
 BAD = Failed("InvalidArgument", "kernel")
 
 
 def leases(tasks=(0, 1), shards=(0,), **kwargs):
     machine = Leases(list(tasks), list(shards), itertools.count(1), **kwargs)
-    machine.on(Start(), 0.0)
+    machine.on(e.Start(), 0.0)
     return machine
 
 
@@ -81,9 +66,9 @@ def test_each_task_has_two_pieces_ahead():
 
 def test_it_ends_when_everything_is_applied():
     machine = leases(tasks=[0])
-    (give,) = play(machine, Offer("ab"), End())
+    (give,) = play(machine, Offer("ab"), e.End())
     assert play(machine, Progress(0, give.piece.number, 1)) == [Report(give.piece.number, 0, 1, (0,))]
-    assert play(machine, Progress(0, give.piece.number, 2))[-1] == Finish()
+    assert play(machine, Progress(0, give.piece.number, 2))[-1] == e.Finish()
 
 
 def test_the_rest_of_a_dead_tasks_pieces_is_lent_again_under_its_numbers():
@@ -91,7 +76,7 @@ def test_the_rest_of_a_dead_tasks_pieces_is_lent_again_under_its_numbers():
     given = play(machine, Offer("abc"), Offer("xyz"))
     lost = given[0].piece
     play(machine, Progress(0, lost.number, 1))
-    (again,) = play(machine, Lost(0))
+    (again,) = play(machine, e.Lost(0))
     assert (again.task, again.piece.steps) == (1, "bc")
     assert (again.piece.stream, again.piece.first) == (lost.stream, lost.first + 1)
     assert play(machine, Progress(0, lost.number, 3)) == [], "what it sends late means nothing"
@@ -107,52 +92,52 @@ def test_a_task_whose_loop_broke_goes_on_with_another_stream():
     assert play(machine, Broken(0, BAD, is_fatal=True)) == [
         Count(((again.piece.stream, 0), (again.piece.stream, 1), (new.piece.stream, 0)))
     ]
-    assert play(machine, Counted({})) == [Finish(cause=BAD)]
+    assert play(machine, Counted({})) == [e.Finish(cause=BAD)]
 
 
 def test_without_a_task_it_ends_at_once_and_servers_say_what_counts():
     machine = Leases([], [0], itertools.count(1))
-    assert play(machine, Start()) == [Finish(cause=TasksLost("no compute task is left"))]
+    assert play(machine, e.Start()) == [e.Finish(cause=e.TasksLost("no compute task is left"))]
     machine = leases(tasks=[0], shards=[0, 1])
     (give,) = play(machine, Offer("ab"))
     stream = give.piece.stream
-    assert play(machine, Lost(0)) == [Count(((stream, 0), (stream, 1)))]
+    assert play(machine, e.Lost(0)) == [Count(((stream, 0), (stream, 1)))]
     *told, end = play(machine, Counted({(stream, 0): [0, 1], (stream, 1): [1]}))
     assert [(r.start, r.stop, r.tasks) for r in told] == [(0, 1, ())]
-    assert end == Finish(cause=TasksLost("no compute task is left"), torn=((1,),))
+    assert end == e.Finish(cause=e.TasksLost("no compute task is left"), torn=((1,),))
 
 
 def test_interrupt_ends_the_loops_and_drops_the_rest():
     machine = leases()
     play(machine, Offer("ab"), Offer("xy"))
-    assert play(machine, Interrupt(), Offer("z")) == [Stop(0), Stop(1)]
+    assert play(machine, e.Interrupt(), Offer("z")) == [Stop(0), Stop(1)]
     assert play(machine, Stopped(0)) == []
-    assert play(machine, Progress(1, 4, 1), Stopped(1)) == [Report(4, 0, 1, (1,)), Finish(cause=Interrupted())]
+    assert play(machine, Progress(1, 4, 1), Stopped(1)) == [Report(4, 0, 1, (1,)), e.Finish(cause=e.Interrupted())]
 
 
 def test_a_step_that_one_shard_lacks_is_completed_by_another_task():
     machine = leases(shards=[0, 1])
     given = play(machine, Offer("ab"), Offer("xy"))
     stream = given[0].piece.stream
-    play(machine, Interrupt(), Lost(0))
+    play(machine, e.Interrupt(), e.Lost(0))
     assert play(machine, Stopped(1)) == [Count(((stream, 0), (stream, 1)))]
     (mend,) = play(machine, Counted({(stream, 0): [0]}))
     assert (mend.task, mend.piece.steps, mend.piece.stream, mend.piece.first) == (1, "a", stream, 0)
-    assert play(machine, Interrupt()) == [], "it is not taken back"
+    assert play(machine, e.Interrupt()) == [], "it is not taken back"
     end = play(machine, Progress(1, mend.piece.number, 1))
-    assert end == [Report(mend.piece.number, 0, 1, (1,)), Finish(cause=Interrupted())]
+    assert end == [Report(mend.piece.number, 0, 1, (1,)), e.Finish(cause=e.Interrupted())]
 
 
 def test_a_hold_waits_until_all_stand_and_for_what_lost_its_task():
     machine = leases()
     given = play(machine, Offer("ab"), Offer("xy"))
-    assert play(machine, Hold()) == [Pause(0), Pause(1)]
+    assert play(machine, e.Hold()) == [Pause(0), Pause(1)]
     assert play(machine, Offer("c"), Paused(0)) == []
     assert play(machine, Paused(1)) == [Held()]
-    *woken, third = play(machine, Resume())
+    *woken, third = play(machine, e.Resume())
     assert woken == [Continue(0), Continue(1)]
-    play(machine, Hold(), Paused(0))
-    assert play(machine, Lost(1)) == [Continue(0)]
+    play(machine, e.Hold(), Paused(0))
+    assert play(machine, e.Lost(1)) == [Continue(0)]
     _, again = play(machine, Progress(0, given[0].piece.number, 2))
     assert given_to([again]) == [(0, ["x", "y"])]
     play(machine, Progress(0, third.piece.number, 1))
@@ -162,11 +147,11 @@ def test_a_hold_waits_until_all_stand_and_for_what_lost_its_task():
 def test_the_deadline_ends_the_loops_and_a_lost_server_ends_at_once():
     machine = leases(tasks=[0], deadline=5.0)
     play(machine, Offer("ab"))
-    assert play(machine, Tick(), now=9.0) == [Stop(0)]
-    assert play(machine, Stopped(0), now=9.0) == [Finish(cause=TimedOut())]
+    assert play(machine, e.Tick(), now=9.0) == [Stop(0)]
+    assert play(machine, Stopped(0), now=9.0) == [e.Finish(cause=e.TimedOut())]
     machine = leases()
     play(machine, Offer("ab"))
-    assert play(machine, ShardLost(1)) == [Finish(cause=ServerLost(1))]
+    assert play(machine, e.ShardLost(1)) == [e.Finish(cause=e.ServerLost(1))]
 
 
 def test_what_a_task_has_lies_within_the_window_of_a_ledger():
@@ -197,7 +182,7 @@ class World:
         self.pausing: set[int] = set()
         self.paused: set[int] = set()
         self.is_held = False
-        self.end: list[Finish] = []
+        self.end: list[e.Finish] = []
 
     def feed(self, event):
         for instruction in self.machine.on(event, self.now):
@@ -223,7 +208,7 @@ class World:
                     self.is_held = True
                     assert sorted(self.reported) == sorted(self.applied), "a hold is at a cut"
                     assert self.cut() == set(self.reported)
-                case Finish():
+                case e.Finish():
                     self.end.append(instruction)
 
     def operation(self, number, i):
@@ -258,7 +243,7 @@ def test_c61_each_step_is_applied_once_and_counted_exactly_under_kills(data):  #
     machine = Leases(list(tasks), shards, itertools.count(1), deadline=50.0)
     world = World(machine, tasks, shards)
     offered = 0
-    world.feed(Start())
+    world.feed(e.Start())
     for _ in range(600):
         if world.end:
             break
@@ -273,7 +258,7 @@ def test_c61_each_step_is_applied_once_and_counted_exactly_under_kills(data):  #
             offered += size
             continue
         if offered == total and machine.state == "open" and not machine.is_ended:
-            world.feed(End())
+            world.feed(e.End())
             continue
         kind = data.draw(
             st.sampled_from(
@@ -281,19 +266,19 @@ def test_c61_each_step_is_applied_once_and_counted_exactly_under_kills(data):  #
             )
         )
         if kind == "interrupt":
-            world.feed(Interrupt())
+            world.feed(e.Interrupt())
         elif kind == "hold" and not machine.is_hold_wanted:
-            world.feed(Hold())
+            world.feed(e.Hold())
         elif world.is_held and kind in ("resume", "work"):
             world.is_held = False
-            world.feed(Resume())
+            world.feed(e.Resume())
         elif kind == "late":
             world.now += 15.0
-            world.feed(Tick())
+            world.feed(e.Tick())
         elif kind == "join" and set(tasks) - world.alive:
             task = data.draw(st.sampled_from(sorted(set(tasks) - world.alive)))
             world.alive.add(task)
-            world.feed(Joined(task))
+            world.feed(e.Joined(task))
         elif busy := sorted(task for task in world.alive if world.lines[task]):
             task = data.draw(st.sampled_from(busy))
             piece = world.lines[task][0]
@@ -311,7 +296,7 @@ def test_c61_each_step_is_applied_once_and_counted_exactly_under_kills(data):  #
                     world.feed(Progress(task, piece.number, piece.done))
                 world.lines[task] = []
                 world.pausing.discard(task), world.paused.discard(task)
-                world.feed(Lost(task) if kind == "die" else Broken(task, BAD, kind == "fatal"))
+                world.feed(e.Lost(task) if kind == "die" else Broken(task, BAD, kind == "fatal"))
             elif task in world.pausing:
                 world.pausing.discard(task)
                 world.paused.add(task)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tfnb.cluster import events as e
 from tfnb.cluster import plan
 from tfnb.cluster.messages import Failed
 from tfnb.cluster.plan import (
@@ -16,24 +17,14 @@ from tfnb.cluster.plan import (
     Committed,
     Done,
     Error,
-    Finish,
-    Interrupt,
-    Interrupted,
-    Lost,
     Missed,
     Prepare,
     Prepared,
     Run,
-    ServerLost,
     ShardError,
-    ShardLost,
-    Start,
     Step,
-    TasksLost,
-    Tick,
-    TimedOut,
     divide,
-)  # fmt: skip
+)
 
 BAD = Failed("InvalidArgument", "kernel")
 
@@ -49,108 +40,112 @@ def play(machine, *events, now=0.0):
 
 def test_a_step_runs_commits_and_finishes():
     machine = step()
-    assert play(machine, Start()) == [Run(1, 0, 0, 0, 4), Run(1, 1, 1, 4, 8)]
+    assert play(machine, e.Start()) == [Run(1, 0, 0, 0, 4), Run(1, 1, 1, 4, 8)]
     assert play(machine, Done(1, 1, "b")) == []
     assert play(machine, Done(1, 0, "a")) == [Commit(1, 0, (0, 1))]
-    assert play(machine, Committed(1, 0)) == [Finish(("a", "b"), (4, 4))]
+    assert play(machine, Committed(1, 0)) == [e.Finish(("a", "b"), (4, 4))]
 
 
 def test_several_shards_prepare_before_any_commits():
     machine = step(tasks=[5], shards=(0, 1), rows=None)
-    assert play(machine, Start()) == [Run(1, 5, 0, 0, 0)]
+    assert play(machine, e.Start()) == [Run(1, 5, 0, 0, 0)]
     assert play(machine, Done(1, 5, "a")) == [Prepare(1, 0, (0,)), Prepare(1, 1, (0,))]
     assert play(machine, Prepared(1, 1), Prepared(1, 0)) == [Commit(1, 0, (0,)), Commit(1, 1, (0,))]
-    assert play(machine, Committed(1, 0), Committed(1, 1)) == [Finish(("a",), (0,))]
+    assert play(machine, Committed(1, 0), Committed(1, 1)) == [e.Finish(("a",), (0,))]
 
 
 def test_a_step_of_one_task_has_all_rows():
     machine = step(tasks=[3, 4], rows=7, whole=True)
-    assert play(machine, Start()) == [Run(1, 3, 0, 0, 7)]
-    assert play(machine, Lost(3)) == [Abort(1), Run(2, 4, 0, 0, 7)]
-    assert play(machine, Done(2, 4, "a"), Committed(2, 0))[-1] == Finish(("a",), (7,))
+    assert play(machine, e.Start()) == [Run(1, 3, 0, 0, 7)]
+    assert play(machine, e.Lost(3)) == [Abort(1), Run(2, 4, 0, 0, 7)]
+    assert play(machine, Done(2, 4, "a"), Committed(2, 0))[-1] == e.Finish(("a",), (7,))
 
 
 def test_a_step_that_writes_nothing_finishes_without_commit():
     machine = step(tasks=[0], shards=(), rows=None)
-    assert play(machine, Start(), Done(1, 0, "a"))[-1] == Finish(("a",), (0,))
+    assert play(machine, e.Start(), Done(1, 0, "a"))[-1] == e.Finish(("a",), (0,))
 
 
 def test_a_lost_task_makes_the_step_run_again_on_the_rest_under_a_new_number():
     machine = step(tasks=[0, 1, 2], rows=9)
-    play(machine, Start(), Done(1, 0, "old"))
-    assert play(machine, Lost(1)) == [Abort(1), Run(2, 0, 0, 0, 5), Run(2, 2, 1, 5, 9)]
+    play(machine, e.Start(), Done(1, 0, "old"))
+    assert play(machine, e.Lost(1)) == [Abort(1), Run(2, 0, 0, 0, 5), Run(2, 2, 1, 5, 9)]
     assert play(machine, Done(1, 2, "late")) == []
     assert play(machine, Done(2, 0, "a"), Done(2, 2, "c")) == [Commit(2, 0, (0, 1))]
 
 
 def test_a_task_lost_after_it_staged_does_not_disturb_the_commit():
     machine = step()
-    play(machine, Start(), Done(1, 0, "a"), Done(1, 1, "b"))
-    assert play(machine, Lost(0)) == []
-    assert play(machine, Committed(1, 0)) == [Finish(("a", "b"), (4, 4))]
+    play(machine, e.Start(), Done(1, 0, "a"), Done(1, 1, "b"))
+    assert play(machine, e.Lost(0)) == []
+    assert play(machine, Committed(1, 0)) == [e.Finish(("a", "b"), (4, 4))]
 
 
 def test_no_task_left_and_a_poisonous_step_stop():
     machine = step(tasks=[0])
-    play(machine, Start())
-    (abort, end) = play(machine, Lost(0))
-    assert isinstance(end.cause, TasksLost) and abort == Abort(1)
+    play(machine, e.Start())
+    (abort, end) = play(machine, e.Lost(0))
+    assert isinstance(end.cause, e.TasksLost) and abort == Abort(1)
     machine = step(tasks=range(9))
-    play(machine, Start())
-    (*_, end) = play(machine, Lost(0), Lost(1), Lost(2))
+    play(machine, e.Start())
+    (*_, end) = play(machine, e.Lost(0), e.Lost(1), e.Lost(2))
     assert "kill" in end.cause.message
 
 
 def test_the_first_failure_ends_the_step_and_later_messages_mean_nothing():
     machine = step()
-    play(machine, Start())
-    assert play(machine, Error(1, 0, BAD)) == [Abort(1), Finish(cause=BAD)]
-    assert play(machine, Error(1, 1, BAD), Done(1, 1, "b"), Lost(0), Interrupt()) == []
+    play(machine, e.Start())
+    assert play(machine, Error(1, 0, BAD)) == [Abort(1), e.Finish(cause=BAD)]
+    assert play(machine, Error(1, 1, BAD), Done(1, 1, "b"), e.Lost(0), e.Interrupt()) == []
 
 
 def test_a_missed_call_is_tried_again_a_few_times():
     machine = step(tasks=[0])
-    play(machine, Start())
+    play(machine, e.Start())
     for number in range(1, plan.RETRIES + 1):
         assert play(machine, Missed(number, 0, BAD))[0] == Abort(number)
-    assert play(machine, Missed(number + 1, 0, BAD))[-1] == Finish(cause=BAD)
+    assert play(machine, Missed(number + 1, 0, BAD))[-1] == e.Finish(cause=BAD)
 
 
 @pytest.mark.parametrize("when", ["planned", "running", "preparing"])
 def test_c51_interrupt_before_the_commit_cancels(when):
     machine = step(tasks=[0], shards=(0, 1))
     if when != "planned":
-        play(machine, Start())
+        play(machine, e.Start())
     if when == "preparing":
         play(machine, Done(1, 0, "a"))
-    assert play(machine, Interrupt())[-1] == Finish(cause=Interrupted())
+    assert play(machine, e.Interrupt())[-1] == e.Finish(cause=e.Interrupted())
 
 
 def test_interrupt_and_deadline_never_cut_a_commit():
     machine = step(tasks=[0], deadline=1.0)
-    play(machine, Start(), Done(1, 0, "a"))
-    assert play(machine, Interrupt(), Tick(), now=9.0) == []
-    assert play(machine, Committed(1, 0)) == [Finish(("a",), (8,))]
+    play(machine, e.Start(), Done(1, 0, "a"))
+    assert play(machine, e.Interrupt(), e.Tick(), now=9.0) == []
+    assert play(machine, Committed(1, 0)) == [e.Finish(("a",), (8,))]
 
 
 def test_deadline_cancels():
     machine = step(deadline=1.0)
-    play(machine, Start())
-    assert play(machine, Tick(), now=0.5) == []
-    assert play(machine, Tick(), now=1.0) == [Abort(1), Finish(cause=TimedOut())]
+    play(machine, e.Start())
+    assert play(machine, e.Tick(), now=0.5) == []
+    assert play(machine, e.Tick(), now=1.0) == [Abort(1), e.Finish(cause=e.TimedOut())]
 
 
 def test_a_lost_server_ends_every_state():
-    for events in ([Start()], [Start(), Done(1, 0, "a")], [Start(), Done(1, 0, "a"), Prepared(1, 0), Prepared(1, 1)]):
+    for events in (
+        [e.Start()],
+        [e.Start(), Done(1, 0, "a")],
+        [e.Start(), Done(1, 0, "a"), Prepared(1, 0), Prepared(1, 1)],
+    ):
         machine = step(tasks=[0], shards=(0, 1))
         play(machine, *events)
-        assert play(machine, ShardLost(1))[-1] == Finish(cause=ServerLost(1))
+        assert play(machine, e.ShardLost(1))[-1] == e.Finish(cause=e.ServerLost(1))
 
 
 def test_a_shard_that_cannot_prepare_stops_the_step_before_any_write():
     machine = step(tasks=[0], shards=(0, 1))
-    play(machine, Start(), Done(1, 0, "a"), Prepared(1, 0))
-    assert play(machine, ShardError(1, 1, BAD)) == [Abort(1), Finish(cause=BAD)]
+    play(machine, e.Start(), Done(1, 0, "a"), Prepared(1, 0))
+    assert play(machine, ShardError(1, 1, BAD)) == [Abort(1), e.Finish(cause=BAD)]
 
 
 @given(st.integers(1, 200), st.integers(1, 9))
@@ -180,13 +175,13 @@ def test_c50_a_step_under_any_events_is_written_once_or_not_at_all(data):  # noq
     machine = Step(list(tasks), shards, itertools.count(1), rows, whole, deadline=50.0)
     calls: list = []  # instructions without an answer
     committed: dict[int, list] = {shard: [] for shard in shards}
-    finished: list[Finish] = []
+    finished: list[e.Finish] = []
     now, dead = 0.0, set()
 
     def feed(event):
         for instruction in machine.on(event, now):
             match instruction:
-                case Finish():
+                case e.Finish():
                     finished.append(instruction)
                 case Abort():
                     pass
@@ -196,7 +191,7 @@ def test_c50_a_step_under_any_events_is_written_once_or_not_at_all(data):  # noq
                 case _:
                     calls.append(instruction)
 
-    feed(Start())
+    feed(e.Start())
     for _ in range(200):
         if finished:
             break
@@ -204,12 +199,12 @@ def test_c50_a_step_under_any_events_is_written_once_or_not_at_all(data):  # noq
         if kind == "lose" and len(dead) < len(tasks):
             task = data.draw(st.sampled_from([t for t in tasks if t not in dead]))
             dead.add(task)
-            feed(Lost(task))
+            feed(e.Lost(task))
         elif kind == "interrupt":
-            feed(Interrupt())
+            feed(e.Interrupt())
         elif kind == "time":
             now += data.draw(st.floats(0, 20))
-            feed(Tick())
+            feed(e.Tick())
         elif calls:
             call = calls.pop(data.draw(st.integers(0, len(calls) - 1)))
             match call, kind:
@@ -231,7 +226,7 @@ def test_c50_a_step_under_any_events_is_written_once_or_not_at_all(data):  # noq
                     feed(Committed(number, shard))
         else:
             now += 100.0
-            feed(Tick())
+            feed(e.Tick())
     assert len(finished) == 1, "the step ends, once"
     rounds = {tuple(found) for found in committed.values()}
     assert len(rounds) <= 1, "all shards commit the same"

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cluster.test_core import Add
+from tfnb.cluster import events as e
 from tfnb.cluster.core import Arrived, Core, Reply, Send, Tick
-from tfnb.cluster.leases import Broken, Give, Offer, Progress, Report
+from tfnb.cluster.fit.leases import Broken, Give, Offer, Progress, Report
+from tfnb.cluster.fit.rounds import Cut, CutAt, Rounds
 from tfnb.cluster.messages import Failed, Ok, OpId, Refused, Request
-from tfnb.cluster.plan import End, Finish, Interrupt, Interrupted, Joined, Lost, ServerLost, ShardLost, Start, TasksLost
-from tfnb.cluster.rounds import Cut, CutAt, Rounds
 from tfnb.state.store import Store
 
 BAD = Failed("InvalidArgument", "kernel")
@@ -21,7 +21,7 @@ BAD = Failed("InvalidArgument", "kernel")
 
 def rounds(tasks=(0, 1), shards=(0,), **kwargs):
     machine = Rounds(list(tasks), list(shards), itertools.count(1), **kwargs)
-    machine.on(Start(), 0.0)
+    machine.on(e.Start(), 0.0)
     return machine
 
 
@@ -49,7 +49,7 @@ def test_a_lost_task_makes_a_cut_after_which_the_rest_is_given_to_the_others():
     given = play(machine, Offer("abcd"))
     number = given[0].piece.number
     play(machine, *(Progress(task, number, 1) for task in range(3)))
-    assert play(machine, Lost(1)) == [Cut(4)]
+    assert play(machine, e.Lost(1)) == [Cut(4)]
     assert play(machine, Progress(0, number, 2)) == [], "one of them did not tell"
     told = play(machine, CutAt(2))
     assert told[0] == Report(number, 1, 2, (0, 1, 2)), "it was written"
@@ -58,28 +58,29 @@ def test_a_lost_task_makes_a_cut_after_which_the_rest_is_given_to_the_others():
 
 
 def test_interrupts_and_failures_end_at_a_cut():
-    for event, cause in ((Interrupt(), Interrupted()), (Broken(1, BAD, is_fatal=True), BAD)):
+    for event, cause in ((e.Interrupt(), e.Interrupted()), (Broken(1, BAD, is_fatal=True), BAD)):
         machine = rounds()
         play(machine, Offer("abcd"))
         assert play(machine, event) == [Cut(4)]
         *_, end = play(machine, CutAt(3))
-        assert end == Finish(cause=cause)
+        assert end == e.Finish(cause=cause)
 
 
 def test_the_end_of_data_is_a_cut_too():
     machine = rounds(tasks=[0])
-    (give,) = play(machine, Offer("a"), End())
+    (give,) = play(machine, Offer("a"), e.End())
     *_, cut = play(machine, Progress(0, give.piece.number, 1))
-    assert cut == Cut(1) and play(machine, CutAt(1)) == [Finish()]
+    assert cut == Cut(1) and play(machine, CutAt(1)) == [e.Finish()]
 
 
 def test_no_task_and_no_server():
-    assert play(Rounds([], [0], itertools.count()), Start()) == [Finish(cause=TasksLost("no compute task is left"))]
+    lost = e.TasksLost("no compute task is left")
+    assert play(Rounds([], [0], itertools.count()), e.Start()) == [e.Finish(cause=lost)]
     machine = rounds(tasks=[0])
-    play(machine, Offer("ab"), Lost(0))
-    assert play(machine, CutAt(0)) == [Finish(cause=TasksLost("no compute task is left"))]
+    play(machine, Offer("ab"), e.Lost(0))
+    assert play(machine, CutAt(0)) == [e.Finish(cause=e.TasksLost("no compute task is left"))]
     machine = rounds()
-    assert play(machine, ShardLost(0)) == [Finish(cause=ServerLost(0))]
+    assert play(machine, e.ShardLost(0)) == [e.Finish(cause=e.ServerLost(0))]
 
 
 class World:
@@ -99,7 +100,7 @@ class World:
         self.tasks = {task: Worker(self, task) for task in tasks}
         self.reported: list[int] = []
         self.cut: Cut | None = None
-        self.end: list[Finish] = []
+        self.end: list[e.Finish] = []
         self.steps: dict[int, tuple] = {}
 
     def ask(self, shard, method, tensors=(), /, **meta):
@@ -125,7 +126,7 @@ class World:
                     self.reported += self.steps[number][start:stop]
                 case Cut():
                     self.cut = instruction
-                case Finish():
+                case e.Finish():
                     self.end.append(instruction)
 
     def make_cut(self):
@@ -191,7 +192,7 @@ def test_c53_rounds_are_written_once_on_all_servers_or_on_none(data):  # noqa: C
     machine = Rounds(list(tasks), shards, itertools.count(1))
     world = World(machine, tasks, shards)
     offered = 0
-    world.feed(Start())
+    world.feed(e.Start())
     for _ in range(500):
         if world.end:
             break
@@ -204,14 +205,14 @@ def test_c53_rounds_are_written_once_on_all_servers_or_on_none(data):  # noqa: C
             offered += size
             continue
         if offered == total and not machine.is_ended:
-            world.feed(End())
+            world.feed(e.End())
             continue
         kind = data.draw(
             st.sampled_from(["work"] * 10 + ["deliver"] * 6 + ["die", "break", "interrupt", "join", "time"])
         )
         live = [worker for worker in world.tasks.values() if worker.alive]
         if kind == "interrupt":
-            world.feed(Interrupt())
+            world.feed(e.Interrupt())
         elif kind == "time":
             world.now += data.draw(st.floats(0, 3))
             for shard in shards:
@@ -225,12 +226,12 @@ def test_c53_rounds_are_written_once_on_all_servers_or_on_none(data):  # noqa: C
             worker = next(worker for worker in world.tasks.values() if not worker.alive)
             worker.alive = True
             worker.end()
-            world.feed(Joined(worker.task))
+            world.feed(e.Joined(worker.task))
         elif live and kind == "die":
             worker = data.draw(st.sampled_from(live))
             worker.alive = False
             worker.end()
-            world.feed(Lost(worker.task))
+            world.feed(e.Lost(worker.task))
         elif live and kind == "break":
             world.feed(Broken(data.draw(st.sampled_from(live)).task, BAD, is_fatal=data.draw(st.booleans())))
         else:
@@ -251,7 +252,7 @@ def test_c53_rounds_are_written_once_on_all_servers_or_on_none(data):  # noqa: C
             world.feed(Offer(tuple(range(offered + 1, total + 1))))
             offered = total
         if offered == total:
-            world.feed(End())
+            world.feed(e.End())
         for worker in [worker for worker in world.tasks.values() if worker.alive]:
             if worker.pieces:
                 worker.begin(shards)

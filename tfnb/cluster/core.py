@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from tfnb.cluster.courses import HOLD, Course, Courses, Turn
+from tfnb.cluster.fit.courses import HOLD, Course, Courses, Turn
 from tfnb.cluster.ledger import Ledger
 from tfnb.cluster.lines import Lines, Waiting
 from tfnb.cluster.messages import Failed, Ok, OpId, Refused, Request, failed

@@ -22,12 +22,12 @@ from tfnb.cluster import connected, wire
 from tfnb.cluster.card import Row, Status, size
 from tfnb.cluster.deploy import EPOCH, Place, find, replaced, start
 from tfnb.cluster.engine import Engine
+from tfnb.cluster.fit.sources import Counted, Drawn
+from tfnb.cluster.fit.training import MACHINES, Training, Values
 from tfnb.cluster.holdings import Holdings
 from tfnb.cluster.joins import join, joins
 from tfnb.cluster.members import Ahead, Batch, Member
 from tfnb.cluster.programs import Placed, place
-from tfnb.cluster.sources import Counted, Drawn
-from tfnb.cluster.training import MACHINES, Training, Values
 from tfnb.cluster.transport import ClientLink, parse_address, scheduler_address
 from tfnb.errors import (
     DeadlineExceeded,

@@ -17,14 +17,15 @@ from typing import Any
 
 import torch
 
+from tfnb.cluster import events as e
 from tfnb.cluster import plan as p
+from tfnb.cluster.fit.leases import Broken
+from tfnb.cluster.fit.resident import NO_LOOP
+from tfnb.cluster.fit.training import Training
 from tfnb.cluster.joins import Way
-from tfnb.cluster.leases import Broken
 from tfnb.cluster.members import Ahead, Batch, Member, NotDone
 from tfnb.cluster.messages import Failed, NotSent, Ok, Outcome, Refused, Unknown, raised
 from tfnb.cluster.programs import Placed, Plan
-from tfnb.cluster.resident import NO_LOOP
-from tfnb.cluster.training import Training
 from tfnb.cluster.transport import ClientLink
 from tfnb.errors import (
     Cancelled,
@@ -71,7 +72,7 @@ class Engine:
 
     async def interrupt(self) -> None:
         """Ctrl-C: machines in progress stop before their commit, or finish it."""
-        self._report(p.Interrupt())
+        self._report(e.Interrupt())
 
     async def settle(self, seconds: float) -> None:
         """`interrupt`, and wait until nothing is in progress any more."""
@@ -195,7 +196,7 @@ class Engine:
         if end is None or end.cause is None:
             return None
         error = self._error(end.cause, seconds)
-        if isinstance(end.cause, p.TimedOut):
+        if isinstance(end.cause, e.TimedOut):
             error.message = f"training did not end within {seconds} s; variables are at step {self.step}"
         for shards in end.torn:
             names = ", ".join(self.servers[shard].name for shard in shards)
@@ -204,17 +205,17 @@ class Engine:
 
     # -- one synchronous step ------------------------------------------------------------------------------------
 
-    async def _drive(self, machine: p.Step, placed: Placed, batch: Batch) -> p.Finish:
+    async def _drive(self, machine: p.Step, placed: Placed, batch: Batch) -> e.Finish:
         """Run a step machine to its end."""
         queue: asyncio.Queue[p.Event] = asyncio.Queue()
         carried: set[asyncio.Task[None]] = set()
         self._queues.add(queue)
         watcher = asyncio.create_task(self._watch(queue))
         try:
-            instructions = machine.on(p.Start(), time.monotonic())
+            instructions = machine.on(e.Start(), time.monotonic())
             while True:
                 for instruction in instructions:
-                    if isinstance(instruction, p.Finish):
+                    if isinstance(instruction, e.Finish):
                         return instruction
                     if isinstance(instruction, p.Abort):  # at once: what is begun here ends with the machine
                         self._tell(instruction.number)
@@ -297,7 +298,7 @@ class Engine:
         """Another process in the place of a task's."""
         index = self.tasks.index(member)
         member.alive = False
-        self._report(p.Lost(index))
+        self._report(e.Lost(index))
         late = f"{member.name} did not stop computing within {patience:.0f} s"
         try:
             self.tasks[index] = await replace(member)
@@ -305,9 +306,9 @@ class Engine:
             self.notes.append(f"{late} and is given up: {error}")
         else:
             self.notes.append(f"{late}; its process was replaced")
-            self._report(p.Joined(index))
+            self._report(e.Joined(index))
 
-    def _report(self, event: p.Event | p.Joined) -> None:
+    def _report(self, event: p.Event | e.Joined) -> None:
         """Tell every machine in progress."""
         for queue in self._queues:
             queue.put_nowait(event)
@@ -361,7 +362,7 @@ class Engine:
                 return p.Done(number, task, answer)
             case Failed(details={"missed": True, "shard": int(shard)}):
                 if not await self.verify(self.servers[shard]):
-                    return p.ShardLost(shard)
+                    return e.ShardLost(shard)
                 return p.Missed(number, task, answer)
             case Failed():
                 return p.Error(number, task, answer)
@@ -369,11 +370,11 @@ class Engine:
                 return p.Missed(number, task, Failed("StepAborted", message))
             case Refused("unknown-task" | "fenced", _):
                 member.alive = False
-                return p.Lost(task)
+                return e.Lost(task)
             case Refused(reason, message):
                 return p.Error(number, task, Failed("Internal", f"{member.name} refused: {reason} {message}"))
         if not await self.verify(member):
-            return p.Lost(task)
+            return e.Lost(task)
         return p.Missed(number, task, Failed("Unavailable", f"{member.name}: {answer.message}", {"task": member.name}))
 
     async def judged(self, answer: Outcome, task: int) -> Any:
@@ -415,22 +416,22 @@ class Engine:
 
     async def _mutate(self, shard: int, method: str, meta: dict[str, Any], tensors: list[torch.Tensor]) -> None:
         answer = await self.settled(shard, method, meta, tensors)
-        if isinstance(answer, p.ShardLost):
-            raise self._error(p.ServerLost(shard), None)
+        if isinstance(answer, e.ShardLost):
+            raise self._error(e.ServerLost(shard), None)
         if isinstance(answer, Failed):
             raise raised(answer)
 
     async def insist(self, shard: int, method: str, meta: dict[str, Any]) -> Ok:
         answer = await self.settled(shard, method, meta)
-        if isinstance(answer, p.ShardLost):
-            raise self._error(p.ServerLost(shard), None)
+        if isinstance(answer, e.ShardLost):
+            raise self._error(e.ServerLost(shard), None)
         if isinstance(answer, Failed):
             raise raised(answer)
         return answer
 
     async def settled(
         self, shard: int, method: str, meta: dict[str, Any], tensors: Sequence[torch.Tensor] = ()
-    ) -> Ok | Failed | p.ShardLost:
+    ) -> Ok | Failed | e.ShardLost:
         """A call to a server, repeated under one identity until it is answered or the server is dead."""
         member, op = self.servers[shard], self.link.op()
         while member.alive:
@@ -451,7 +452,7 @@ class Engine:
             if not await self.verify(member):
                 break
         member.alive = False
-        return p.ShardLost(shard)
+        return e.ShardLost(shard)
 
     async def unless_dead(self, member: Member, call: Awaitable[Outcome]) -> Outcome:
         """The call's outcome, or Unknown as soon as the scheduler says that the peer is dead."""
@@ -498,13 +499,13 @@ class Engine:
                     if member not in seen and not (member.alive and member.reported):
                         seen.add(member)
                         member.alive = False
-                        queue.put_nowait(p.Lost(index))
+                        queue.put_nowait(e.Lost(index))
                 for index, member in enumerate(self.servers):
                     if member not in seen and not (member.alive and member.reported):
                         seen.add(member)
                         member.alive = False
-                        queue.put_nowait(p.ShardLost(index))
-                queue.put_nowait(p.Tick())
+                        queue.put_nowait(e.ShardLost(index))
+                queue.put_nowait(e.Tick())
                 if now - begin > PATIENCE and now - pinged > PATIENCE:
                     pinged = now
                     for member in {*self.tasks, *self.servers} - seen:
@@ -516,22 +517,22 @@ class Engine:
 
     # -- errors ------------------------------------------------------------------------------------------------------
 
-    def _error(self, cause: p.Cause, seconds: float | None) -> TfnbError:
+    def _error(self, cause: e.Cause, seconds: float | None) -> TfnbError:
         """The exception of a cause; a lost server or scheduler ends the cluster."""
-        if self.link.dask.status not in ("running", "newly-created") and not isinstance(cause, Failed | p.Interrupted):
+        if self.link.dask.status not in ("running", "newly-created") and not isinstance(cause, Failed | e.Interrupted):
             return self._lose(SchedulerLost(f"the Dask scheduler was lost at step {self.step}"))
         match cause:
-            case p.Interrupted():
+            case e.Interrupted():
                 return Cancelled(f"interrupted at step {self.step}", step=self.step)
-            case p.TimedOut():
+            case e.TimedOut():
                 names = ", ".join(self.tasks[i].name for i in self._live())
                 return DeadlineExceeded(
                     f"step {self.step + 1} did not end within {seconds} s; it waited for {names or 'nobody'}",
                     step=self.step,
                 )
-            case p.TasksLost(message):
+            case e.TasksLost(message):
                 return WorkerLost(f"{message} (step {self.step}); variables are as of that step", step=self.step)
-            case p.ServerLost(shard):
+            case e.ServerLost(shard):
                 return self._lose(self._server_error(shard))
         return raised(cause)
 
@@ -548,7 +549,7 @@ class Engine:
         return self.lost
 
 
-def _shard_event(done: p.Prepared | p.Committed, answer: Ok | Failed | p.ShardLost) -> p.Event:
+def _shard_event(done: p.Prepared | p.Committed, answer: Ok | Failed | e.ShardLost) -> p.Event:
     match answer:
         case Ok():
             return done

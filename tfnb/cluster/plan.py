@@ -2,7 +2,7 @@
 
 `Step` is one synchronous step that the notebook drives: divide the rows over the live tasks, run, prepare, commit; when
 a task dies before the commit, divide again and repeat. The machines of trainings, whose tasks loop by themselves, are
-`leases` and `rounds`; the words that all of them use are here.
+`fit.leases` and `fit.rounds`; the words that all of them use are in `events`.
 No clock, socket, thread or Dask: time arrives as an argument, and `engine` carries out what is said here.
 
 Every attempt has a round number of its own, so that late messages of an earlier attempt mean nothing.
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
 
+from tfnb.cluster import events as e
 from tfnb.cluster.messages import Failed
 
 RETRIES = 3  # of a step whose tasks live but whose calls failed
@@ -31,37 +32,7 @@ def patience(seconds: Sequence[float]) -> float:
     return max(STOPS_WITHIN, 3 * median(seconds)) if seconds else STOPS_WITHIN
 
 
-# -- why a machine stopped ------------------------------------------------------------------------------------
-
-
-class Interrupted(NamedTuple):
-    """The user stopped it; nothing of the step was written."""
-
-
-class TimedOut(NamedTuple):
-    """Its deadline passed; nothing of the step was written."""
-
-
-class TasksLost(NamedTuple):
-    """No compute task is left, or the step itself kills them."""
-
-    message: str
-
-
-class ServerLost(NamedTuple):
-    """A parameter server is gone."""
-
-    shard: int
-
-
-Cause = Interrupted | TimedOut | TasksLost | ServerLost | Failed
-
-
 # -- events ---------------------------------------------------------------------------------------------------
-
-
-class Start(NamedTuple):
-    """Begin."""
 
 
 class Done(NamedTuple):
@@ -88,18 +59,6 @@ class Missed(NamedTuple):
     failure: Failed
 
 
-class Lost(NamedTuple):
-    """A compute task is dead."""
-
-    task: int
-
-
-class ShardLost(NamedTuple):
-    """A server is dead."""
-
-    shard: int
-
-
 class Prepared(NamedTuple):
     """A shard has computed what it will write."""
 
@@ -122,33 +81,7 @@ class ShardError(NamedTuple):
     failure: Failed
 
 
-class Interrupt(NamedTuple):
-    """Ctrl-C."""
-
-
-class Tick(NamedTuple):
-    """Time has passed."""
-
-
-class Joined(NamedTuple):
-    """A task is there, in the place of one that was lost."""
-
-    task: int
-
-
-class Hold(NamedTuple):
-    """Begin nothing, and say when every lease is over."""
-
-
-class Resume(NamedTuple):
-    """The end of a hold."""
-
-
-class End(NamedTuple):
-    """There are no more batches."""
-
-
-Event = Start | Done | Error | Missed | Lost | ShardLost | Prepared | Committed | ShardError | Interrupt | Tick
+Event = e.Event | Done | Error | Missed | Prepared | Committed | ShardError
 
 
 # -- instructions ---------------------------------------------------------------------------------------------
@@ -186,19 +119,7 @@ class Abort(NamedTuple):
     number: int
 
 
-class Finish(NamedTuple):
-    """The machine is at its end: with values of each worker and their rows, or with a cause.
-
-    ``torn``: shards that applied a lease which others did not, and no task is left to complete it.
-    """
-
-    values: tuple[Any, ...] = ()
-    rows: tuple[int, ...] = ()
-    cause: Cause | None = None
-    torn: tuple[tuple[int, ...], ...] = ()
-
-
-Instruction = Run | Prepare | Commit | Abort | Finish
+Instruction = Run | Prepare | Commit | Abort | e.Finish
 
 
 def divide(rows: int, parts: int) -> list[tuple[int, int]]:
@@ -238,9 +159,9 @@ class Step:
     def on(self, event: Event, now: float) -> list[Instruction]:
         """What to do next."""
         match self.state, event:
-            case "planned" | "running", Lost(task) if task in self.tasks:
+            case "planned" | "running", e.Lost(task) if task in self.tasks:
                 return self._lose(task)
-            case "planned", Start():
+            case "planned", e.Start():
                 return self._run()
             case "running", Done(number, task, values) if number == self.number:
                 return self._done(task, values)
@@ -254,12 +175,12 @@ class Step:
                 return self._committed(shard)
             case "preparing" | "committing", ShardError(number, _, failure) if number == self.number:
                 return self._stop(failure)
-            case "running" | "preparing" | "committing", ShardLost(shard):
-                return self._stop(ServerLost(shard))
-            case "planned" | "running" | "preparing", Interrupt():  # a commit is never cut
-                return self._stop(Interrupted())
-            case "planned" | "running" | "preparing", Tick() if now >= self.deadline:
-                return self._stop(TimedOut())
+            case "running" | "preparing" | "committing", e.ShardLost(shard):
+                return self._stop(e.ServerLost(shard))
+            case "planned" | "running" | "preparing", e.Interrupt():  # a commit is never cut
+                return self._stop(e.Interrupted())
+            case "planned" | "running" | "preparing", e.Tick() if now >= self.deadline:
+                return self._stop(e.TimedOut())
         return []  # a late message of another round, or of a step that is over
 
     @property
@@ -269,7 +190,7 @@ class Step:
 
     def _run(self) -> list[Instruction]:
         if not self.tasks:
-            return self._stop(TasksLost("no compute task is left"))
+            return self._stop(e.TasksLost("no compute task is left"))
         self.state, self.number = "running", next(self.numbers)
         parts = 1 if self.whole else len(self.tasks)
         ranges = [(0, 0)] if self.rows is None else divide(self.rows, parts)
@@ -303,7 +224,7 @@ class Step:
     def _finish(self) -> list[Instruction]:
         self.state = "over"
         rows = tuple(stop - start for start, stop in self.ranges.values())
-        return [Finish(tuple(self.values[task] for task in self.ranges), rows)]
+        return [e.Finish(tuple(self.values[task] for task in self.ranges), rows)]
 
     def _lose(self, task: int) -> list[Instruction]:
         self.tasks.remove(task)
@@ -311,13 +232,13 @@ class Step:
             return []
         self.lost += 1
         if self.lost >= POISON:
-            return self._stop(TasksLost(f"{self.lost} attempts of this step each lost a task: it seems to kill them"))
-        return [Abort(self.number), *self._run()] if self.tasks else self._stop(TasksLost("no compute task is left"))
+            return self._stop(e.TasksLost(f"{self.lost} attempts of this step each lost a task: it seems to kill them"))
+        return [Abort(self.number), *self._run()] if self.tasks else self._stop(e.TasksLost("no compute task is left"))
 
     def _again(self, failure: Failed) -> list[Instruction]:
         self.missed += 1
         return self._stop(failure) if self.missed > RETRIES else [Abort(self.number), *self._run()]
 
-    def _stop(self, cause: Cause) -> list[Instruction]:
+    def _stop(self, cause: e.Cause) -> list[Instruction]:
         begun, self.state = self.state != "planned", "over"
-        return [*([Abort(self.number)] if begun else []), Finish(cause=cause)]
+        return [*([Abort(self.number)] if begun else []), e.Finish(cause=cause)]

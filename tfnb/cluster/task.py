@@ -29,9 +29,9 @@ from tfnb import __version__
 from tfnb.cluster import wire
 from tfnb.cluster.computing import Computing, in_thread
 from tfnb.cluster.core import PLANS, Arrived, Core, Event, Reply, Send, Tick, fence
+from tfnb.cluster.fit.resident import Ended, Loops
 from tfnb.cluster.messages import Failed, NotSent, Ok, OpId, Outcome, Peer, Refused, Request, Unknown, failed
 from tfnb.cluster.programs import ComputeProgram, Push, ShardProgram
-from tfnb.cluster.resident import Ended, Loops
 from tfnb.cluster.transport import read_request, worker_link, write_outcome
 from tfnb.errors import InvalidArgument
 from tfnb.state.store import Store

@@ -16,16 +16,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tfnb.cluster import leases as a
+from tfnb.cluster import events as e
 from tfnb.cluster import plan as p
-from tfnb.cluster import rounds as s
 from tfnb.cluster import wire
-from tfnb.cluster.courses import HOLD
+from tfnb.cluster.fit import leases as a
+from tfnb.cluster.fit import rounds as s
+from tfnb.cluster.fit.courses import HOLD
+from tfnb.cluster.fit.resident import read_failure
 from tfnb.cluster.joins import Way, join
 from tfnb.cluster.members import Ahead, Batch, Member, NotDone
 from tfnb.cluster.messages import Failed, Ok, Outcome, Refused
 from tfnb.cluster.programs import Placed
-from tfnb.cluster.resident import read_failure
 from tfnb.errors import TfnbError
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class Training:
         self.machine: Machine = MACHINES[mode](tasks, placed.writes, itertools.count(1), deadline)
         self.results: list[Values] = []
         self.steps = self._told = 0
-        self.end: p.Finish | None = None
+        self.end: e.Finish | None = None
         self.is_held = False
         self.queue: asyncio.Queue[Any] = asyncio.Queue()
         self._ways = [way for way, place in zip(ways, placed.fetched, strict=True) if place is not None]
@@ -96,7 +97,7 @@ class Training:
         await asyncio.gather(*(self.engine.insist(shard, "open_training", about) for shard in self.placed.writes))
         self.engine.attend(self)
         self._begin(self._attend())
-        self.feed(p.Start())
+        self.feed(e.Start())
 
     async def wait(self, is_so: Callable[[], bool]) -> None:
         """Wait until it is so, or the training is over."""
@@ -112,14 +113,14 @@ class Training:
         for steps in offers:
             self.feed(a.Offer(steps))
         if last:
-            self.feed(p.End())
+            self.feed(e.End())
         await self.wait(lambda: self.machine.is_idle if drain else bool(self.results or self.machine.wants))
         results, self.results = self.results, []
         return results
 
     async def finish(self) -> None:
         """Stop what computes, let begun updates be applied, and begin no more."""
-        self.feed(p.Interrupt())
+        self.feed(e.Interrupt())
         await self.wait(lambda: False)
 
     @asynccontextmanager
@@ -134,13 +135,13 @@ class Training:
                 renewal.cancel()
                 await self.engine.settled(self.placed.writes[0], "go", {"training": self._name})
             return
-        self.feed(p.Hold())
+        self.feed(e.Hold())
         try:
             await self.wait(lambda: self.is_held)
             yield
         finally:
             self.is_held = False
-            self.feed(p.Resume())
+            self.feed(e.Resume())
 
     async def _hold(self) -> None:
         """Let all servers stand at one round."""
@@ -165,7 +166,7 @@ class Training:
 
     def feed(self, event: Any) -> None:
         """Tell the machine, and carry out what it says."""
-        if isinstance(event, p.Lost):
+        if isinstance(event, e.Lost):
             self._loops.pop(event.task, None)
         for instruction in self.machine.on(event, time.monotonic()):
             match instruction:
@@ -185,11 +186,11 @@ class Training:
                     self._applied(instruction)
                 case s.Cut(upto):
                     self._begin(self._cut(upto))
-                case p.Finish():
+                case e.Finish():
                     self._over(instruction)
         self._news.set()
 
-    def _over(self, end: p.Finish) -> None:
+    def _over(self, end: e.Finish) -> None:
         self.end = end
         self.engine.forget(self)
         for work in self._begun:
@@ -346,8 +347,8 @@ class Training:
     async def _broken(self, task: int, loop: _Listening, answer: Outcome) -> None:
         """A loop failed, or was not reached: it ends, and the machine learns why, unless it was ended meanwhile."""
         event = await self.engine.judged(answer, task)
-        if not isinstance(event, p.Lost) and not await self._left(task, loop):
-            event = p.Lost(task)
+        if not isinstance(event, e.Lost) and not await self._left(task, loop):
+            event = e.Lost(task)
         if self._loops.get(task) is loop:
             del self._loops[task]
             self.feed(event)
@@ -367,7 +368,7 @@ class Training:
         loop = self._loops.get(task)
         is_there = loop is None or await self._left(task, loop)
         self._loops.pop(task, None)
-        self.feed(a.Stopped(task) if is_there else p.Lost(task))
+        self.feed(a.Stopped(task) if is_there else e.Lost(task))
 
     async def _pause(self, task: int, *, is_wanted: bool) -> None:
         loop, member = self._loops.get(task), self.engine.tasks[task]
@@ -394,18 +395,18 @@ class Training:
         about = {"training": self._name, "upto": upto}
         answer = await self.engine.settled(chief, "cut", about)
         if not isinstance(answer, Ok):
-            return self.feed(p.ShardLost(chief))
+            return self.feed(e.ShardLost(chief))
         about["decided"] = latest = int(answer.meta["latest"])
         answers = await asyncio.gather(*(self.engine.settled(shard, "cut", about) for shard in others))
         for shard, answer in zip(others, answers, strict=True):
             if not isinstance(answer, Ok):
-                return self.feed(p.ShardLost(shard))
+                return self.feed(e.ShardLost(shard))
         loops = dict(self._loops)
         ends = await asyncio.gather(*(self._left(task, loop) for task, loop in loops.items()))
         self._loops.clear()
         for task, is_there in zip(loops, ends, strict=True):
             if not is_there:
-                self.feed(p.Lost(task))
+                self.feed(e.Lost(task))
         self.feed(s.CutAt(latest))
 
     async def _count(self, operations: Sequence[tuple[int, int]]) -> None:
@@ -415,7 +416,7 @@ class Training:
             for stream in {stream for stream, _ in operations}:
                 about = {"client": self._stream(stream), "seqs": [seq for of, seq in operations if of == stream]}
                 answer = await self.engine.settled(shard, "applied", about)
-                if isinstance(answer, p.ShardLost):
+                if isinstance(answer, e.ShardLost):
                     return self.feed(answer)
                 for seq in answer.meta["applied"] if isinstance(answer, Ok) else ():
                     shards.setdefault((stream, seq), []).append(shard)

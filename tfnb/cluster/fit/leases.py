@@ -14,25 +14,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from tfnb.cluster import events as e
 from tfnb.cluster.messages import Failed
-from tfnb.cluster.plan import (
-    RETRIES,
-    Cause,
-    End,
-    Finish,
-    Hold,
-    Interrupt,
-    Interrupted,
-    Joined,
-    Lost,
-    Resume,
-    ServerLost,
-    ShardLost,
-    Start,
-    TasksLost,
-    Tick,
-    TimedOut,
-)  # fmt: skip
+from tfnb.cluster.plan import RETRIES
 
 AHEAD = 2  # pieces that a task has at a time
 SECONDS = 0.5  # that a piece should take
@@ -64,7 +48,7 @@ class Piece:
         return Piece(number, self.stream, self.first + self.done, self.steps[self.done :], is_again=True)
 
 
-# -- events, beside those of `plan` ---------------------------------------------------------------------------
+# -- events, beside the shared ones ---------------------------------------------------------------------------
 
 
 class Offer(NamedTuple):
@@ -107,10 +91,7 @@ class Counted(NamedTuple):
     shards: Mapping[tuple[int, int], Collection[int]]
 
 
-Event = (
-    Start | Offer | End | Progress | Broken | Stopped | Paused | Counted | Lost | Joined | Hold | Resume | Interrupt
-    | Tick | ShardLost
-)  # fmt: skip
+Event = e.Event | Offer | Progress | Broken | Stopped | Paused | Counted
 
 
 # -- instructions -------------------------------------------------------------------------------------------------
@@ -160,7 +141,7 @@ class Report(NamedTuple):
     tasks: tuple[int, ...]
 
 
-Instruction = Give | Stop | Pause | Continue | Count | Held | Report | Finish
+Instruction = Give | Stop | Pause | Continue | Count | Held | Report | e.Finish
 
 
 # -- sizes --------------------------------------------------------------------------------------------------------
@@ -209,7 +190,7 @@ class Leases:
     numbers: Iterator[int]
     deadline: float = float("inf")
     state: str = "planned"
-    cause: Cause | None = None
+    cause: e.Cause | None = None
     sizes: Sizes = field(default_factory=Sizes)
     out: dict[int, deque[Piece]] = field(default_factory=dict)  # task -> pieces, in order
     again: deque[Piece] = field(default_factory=deque)  # pieces that lost their task
@@ -247,13 +228,13 @@ class Leases:
     def on(self, event: Event, now: float) -> list[Instruction]:  # noqa: C901 (one line for each state and event)
         """The instructions that an event leads to."""
         match self.state, event:
-            case "planned", Start():
+            case "planned", e.Start():
                 self.state = "open"
-                return [] if self.tasks else self._close(TasksLost("no compute task is left"))
+                return [] if self.tasks else self._close(e.TasksLost("no compute task is left"))
             case "open", Offer(steps):
                 self.offered.append(steps)
                 return self._next(now)
-            case "open", End():
+            case "open", e.End():
                 self.is_ended = True
                 return self._next(now)
             case "open" | "closing", Progress(task, number, done):
@@ -263,29 +244,29 @@ class Leases:
             case "closing", Stopped(task):
                 self._drop(task)
                 return self._next(now)
-            case "open" | "closing", Lost(task) if task in self.tasks:
+            case "open" | "closing", e.Lost(task) if task in self.tasks:
                 return self._lose(task, now)
-            case "planned" | "counting", Lost(task) if task in self.tasks:
+            case "planned" | "counting", e.Lost(task) if task in self.tasks:
                 self.tasks.remove(task)
-            case "open" | "closing", Joined(task) if task not in self.tasks:
+            case "open" | "closing", e.Joined(task) if task not in self.tasks:
                 self.tasks.append(task)
                 return self._next(now)
-            case "open", Hold():
+            case "open", e.Hold():
                 self.is_hold_wanted = True
                 return self._next(now)
             case "open", Paused(task) if self.is_hold_wanted:
                 self.paused.add(task)
                 return self._next(now)
-            case "open", Resume():
+            case "open", e.Resume():
                 return self._resume(now)
-            case "open" | "closing", Interrupt():
-                return self._close(Interrupted())
-            case "open" | "closing", Tick() if now >= self.deadline and self.cause is None:
-                return self._close(TimedOut())
+            case "open" | "closing", e.Interrupt():
+                return self._close(e.Interrupted())
+            case "open" | "closing", e.Tick() if now >= self.deadline and self.cause is None:
+                return self._close(e.TimedOut())
             case "counting", Counted(shards):
                 return self._counted(shards, now)
-            case "open" | "closing" | "counting", ShardLost(shard):
-                return self._over(ServerLost(shard))
+            case "open" | "closing" | "counting", e.ShardLost(shard):
+                return self._over(e.ServerLost(shard))
         return []
 
     # -- handing out ------------------------------------------------------------------------------------------------
@@ -367,7 +348,7 @@ class Leases:
         self.paused.discard(task)
         self._return(task)
         if not self.tasks:
-            return self._close(TasksLost("no compute task is left"))
+            return self._close(e.TasksLost("no compute task is left"))
         waking = self._continue() if self.state == "open" and self.again and not self.is_held else []
         return [*waking, *self._next(now)]
 
@@ -392,7 +373,7 @@ class Leases:
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def _close(self, cause: Cause | None) -> list[Instruction]:
+    def _close(self, cause: e.Cause | None) -> list[Instruction]:
         """Begin nothing new; the first cause is the one that counts."""
         if self.cause is None:
             self.cause = cause
@@ -436,6 +417,6 @@ class Leases:
                     self.torn.append(applied)
         return [*told, *self._closing()]
 
-    def _over(self, cause: Cause | None) -> list[Instruction]:
+    def _over(self, cause: e.Cause | None) -> list[Instruction]:
         self.state = "over"
-        return [Finish(cause=cause, torn=tuple(self.torn))]
+        return [e.Finish(cause=cause, torn=tuple(self.torn))]

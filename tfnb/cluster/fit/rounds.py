@@ -13,26 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from tfnb.cluster.leases import AHEAD, Broken, Give, Held, Offer, Piece, Progress, Report, Sizes
-from tfnb.cluster.plan import (
-    POISON,
-    RETRIES,
-    Cause,
-    End,
-    Finish,
-    Hold,
-    Interrupt,
-    Interrupted,
-    Joined,
-    Lost,
-    Resume,
-    ServerLost,
-    ShardLost,
-    Start,
-    TasksLost,
-    Tick,
-    TimedOut,
-)  # fmt: skip
+from tfnb.cluster import events as e
+from tfnb.cluster.fit.leases import AHEAD, Broken, Give, Held, Offer, Piece, Progress, Report, Sizes
+from tfnb.cluster.plan import POISON, RETRIES
 
 
 class Cut(NamedTuple):
@@ -47,8 +30,8 @@ class CutAt(NamedTuple):
     latest: int
 
 
-Event = Start | Offer | End | Progress | Broken | CutAt | Lost | Joined | Hold | Resume | Interrupt | Tick | ShardLost
-Instruction = Give | Cut | Held | Report | Finish
+Event = e.Event | Offer | Progress | Broken | CutAt
+Instruction = Give | Cut | Held | Report | e.Finish
 
 
 @dataclass
@@ -64,7 +47,7 @@ class Rounds:
     numbers: Iterator[int]
     deadline: float = float("inf")
     state: str = "planned"
-    cause: Cause | None = None
+    cause: e.Cause | None = None
     sizes: Sizes = field(default_factory=Sizes)
     members: tuple[int, ...] = ()
     base: int = 0
@@ -103,12 +86,12 @@ class Rounds:
     def on(self, event: Event, now: float) -> list[Instruction]:
         """The instructions that an event leads to."""
         match self.state, event:
-            case "planned", Start():
+            case "planned", e.Start():
                 return self._begin(now)
             case "open" | "cutting", Offer(steps):
                 self.offered.append(steps)
                 return self._next(now)
-            case "open" | "cutting", End():
+            case "open" | "cutting", e.End():
                 self.is_ended = True
                 return self._next(now)
             case "open" | "cutting", Progress(task, number, done) if task in self.members:
@@ -116,29 +99,29 @@ class Rounds:
             case "open", Broken(task, failure, is_fatal) if task in self.members:
                 self.missed += 1
                 return self._stop(failure if is_fatal or self.missed > RETRIES else None)
-            case "open" | "cutting" | "planned", Lost(task) if task in self.tasks:
+            case "open" | "cutting" | "planned", e.Lost(task) if task in self.tasks:
                 return self._lose(task)
-            case "open", Joined(task) if task not in self.tasks:
+            case "open", e.Joined(task) if task not in self.tasks:
                 self.tasks.append(task)
                 return self._stop(None)
-            case "cutting", Joined(task) if task not in self.tasks:
+            case "cutting", e.Joined(task) if task not in self.tasks:
                 self.tasks.append(task)
-            case "open" | "cutting", Hold():
+            case "open" | "cutting", e.Hold():
                 return [Held()]  # the first server holds; tasks wait there
-            case "open" | "cutting", Interrupt():
-                return self._stop(Interrupted())
-            case "open" | "cutting", Tick() if now >= self.deadline:
-                return self._stop(TimedOut())
+            case "open" | "cutting", e.Interrupt():
+                return self._stop(e.Interrupted())
+            case "open" | "cutting", e.Tick() if now >= self.deadline:
+                return self._stop(e.TimedOut())
             case "cutting", CutAt(latest):
                 return self._cut(latest, now)
-            case "open" | "cutting", ShardLost(shard):
-                return self._over(ServerLost(shard))
+            case "open" | "cutting", e.ShardLost(shard):
+                return self._over(e.ServerLost(shard))
         return []
 
     def _begin(self, now: float) -> list[Instruction]:
         """A generation: the tasks that are there now."""
         if not self.tasks:
-            return self._over(TasksLost("no compute task is left"))
+            return self._over(e.TasksLost("no compute task is left"))
         self.state, self.members = "open", tuple(self.tasks)
         self.first, self.began = self.next, now
         self.heard = {task: {} for task in self.members}
@@ -181,10 +164,10 @@ class Rounds:
         self.lost += 1
         if self.lost >= POISON:
             text = f"{self.lost} attempts of this step each lost a task: it seems to kill them"
-            return self._stop(TasksLost(text))
-        return self._stop(None if self.tasks else TasksLost("no compute task is left"))
+            return self._stop(e.TasksLost(text))
+        return self._stop(None if self.tasks else e.TasksLost("no compute task is left"))
 
-    def _stop(self, cause: Cause | None) -> list[Instruction]:
+    def _stop(self, cause: e.Cause | None) -> list[Instruction]:
         """A cut; the first cause is the one that counts, and without one training goes on after it."""
         if self.cause is None:
             self.cause = cause
@@ -211,6 +194,6 @@ class Rounds:
             return [*told, *self._over(self.cause)]
         return [*told, *self._begin(now)]
 
-    def _over(self, cause: Cause | None) -> list[Instruction]:
+    def _over(self, cause: e.Cause | None) -> list[Instruction]:
         self.state = "over"
-        return [Finish(cause=cause)]
+        return [e.Finish(cause=cause)]

@@ -1,0 +1,95 @@
+"""The events that `plan` and the machines of `fit` share, and the reasons for which they stop."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from tfnb.cluster.messages import Failed
+
+# -- why a machine stopped ------------------------------------------------------------------------------------
+
+
+class Interrupted(NamedTuple):
+    """The user stopped it; nothing of the step was written."""
+
+
+class TimedOut(NamedTuple):
+    """Its deadline passed; nothing of the step was written."""
+
+
+class TasksLost(NamedTuple):
+    """No compute task is left, or the step itself kills them."""
+
+    message: str
+
+
+class ServerLost(NamedTuple):
+    """A parameter server is gone."""
+
+    shard: int
+
+
+Cause = Interrupted | TimedOut | TasksLost | ServerLost | Failed
+
+
+# -- events ---------------------------------------------------------------------------------------------------
+
+
+class Start(NamedTuple):
+    """Begin."""
+
+
+class Lost(NamedTuple):
+    """A compute task is dead."""
+
+    task: int
+
+
+class Joined(NamedTuple):
+    """A task is there, in the place of one that was lost."""
+
+    task: int
+
+
+class ShardLost(NamedTuple):
+    """A server is dead."""
+
+    shard: int
+
+
+class Interrupt(NamedTuple):
+    """Ctrl-C."""
+
+
+class Tick(NamedTuple):
+    """Time has passed."""
+
+
+class Hold(NamedTuple):
+    """Begin nothing, and say when every lease is over."""
+
+
+class Resume(NamedTuple):
+    """The end of a hold."""
+
+
+class End(NamedTuple):
+    """There are no more batches."""
+
+
+Event = Start | Lost | Joined | ShardLost | Interrupt | Tick | Hold | Resume | End
+
+
+# -- the last instruction -----------------------------------------------------------------------------------------
+
+
+class Finish(NamedTuple):
+    """The machine is at its end: with values of each worker and their rows, or with a cause.
+
+    ``torn``: shards that applied a lease which others did not, and no task is left to complete it.
+    """
+
+    values: tuple[Any, ...] = ()
+    rows: tuple[int, ...] = ()
+    cause: Cause | None = None
+    torn: tuple[tuple[int, ...], ...] = ()
