@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
@@ -67,6 +68,30 @@ def test_a_pull_in_mid_training_sees_one_count(connect):
     assert len(seen) > 3 and len({step for step, *_ in seen}) > 2
     assert all(step == a == b for step, a, b in seen), seen
     assert c.counts() == [150.0, 150.0] and cluster.step == 150 and {*served(cluster)} == {150}
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_pull_while_trainings_begin_and_end(connect, mode):
+    c = Counters()
+    cluster = connect(2)
+    seen, stop = [], threading.Event()
+
+    def pull():
+        while not stop.is_set():
+            step = cluster.pull()
+            seen.append((step, *c.counts()))
+
+    with ThreadPoolExecutor(1) as pool:
+        pulling = pool.submit(pull)
+        try:
+            for _ in range(40):
+                tfnb.fit(c.train, c.rows(2), mode=mode)
+        finally:
+            stop.set()
+        pulling.result()
+    assert len({step for step, *_ in seen}) > 5
+    assert all(step == a == b for step, a, b in seen), seen
+    assert cluster.pull() == 80 and c.counts() == [80.0, 80.0]
 
 
 @pytest.mark.parametrize("end", ["deadline", "break", "error", "kill all"])

@@ -27,7 +27,7 @@ from tfnb.cluster.joins import Way, join
 from tfnb.cluster.members import Ahead, Batch, Member, NotDone
 from tfnb.cluster.messages import Failed, Ok, Outcome, Refused
 from tfnb.cluster.programs import Placed
-from tfnb.errors import TfnbError
+from tfnb.errors import StepAborted, TfnbError
 
 if TYPE_CHECKING:
     from tfnb.cluster.engine import Engine
@@ -146,10 +146,14 @@ class Training:
     async def _hold(self) -> None:
         """Let all servers stand at one round."""
         chief, *others = self.placed.writes
-        answer = await self.engine.insist(chief, "hold", {"training": self._name})
-        latest = int(answer.meta["latest"])
-        about = {"training": self._name, "decided": latest}
-        await asyncio.gather(*(self.engine.insist(shard, "decided", about) for shard in others))
+        try:
+            answer = await self.engine.insist(chief, "hold", {"training": self._name})
+            latest = int(answer.meta["latest"])
+            about = {"training": self._name, "decided": latest}
+            await asyncio.gather(*(self.engine.insist(shard, "decided", about) for shard in others))
+        except StepAborted:
+            if self.end is None:
+                raise  # else it ended meanwhile, and all servers stand at its last round
         if self.end is None and isinstance(self.machine, s.Rounds):
             self._applied_to(self.machine.steps_at(latest))
 
