@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -122,6 +124,14 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(adam: tuple[Recorde
         with pytest.raises(OperandRefused):
             step([x, torch.full((ROWS,), index)], good, 0)
     assert all(map(torch.equal, good, before))
+
+
+@pytest.mark.slow
+def test_nothing_that_a_step_gave_outlives_its_last_reference(adam: tuple[Recorded, NativeStep]) -> None:
+    recorded, step = adam
+    outs = [weakref.ref(out) for out in step(recorded.feeds, recorded.storages(), 0) if out is not None]
+    gc.collect()
+    assert len(outs) == 2 and not any(out() is not None for out in outs)
 
 
 @pytest.mark.slow

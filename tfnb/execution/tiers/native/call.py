@@ -31,7 +31,8 @@ _REFUSED, _UNFIT = 1, 2
 _pointer, _int = ctypes.c_void_p, ctypes.c_int64
 _address = ctypes.pythonapi.PyCapsule_GetPointer
 _address.argtypes, _address.restype = (ctypes.py_object, ctypes.c_char_p), _pointer
-_taken, _handles = _aoti.alloc_tensor_by_stealing_from_void_ptr, _aoti.unsafe_alloc_void_ptrs_from_tensors
+_taken, _handles = _aoti.alloc_tensors_by_stealing_from_void_ptrs, _aoti.unsafe_alloc_void_ptrs_from_tensors
+"""From handles to tensors, and back. What torch has for a single handle never frees its tensor."""
 
 
 class _Operand(ctypes.Structure):
@@ -119,7 +120,7 @@ class Package:
             raise Unfit
         found = self._call(self._step, kept.where, _handles([*taken]))
         if type(found) is list:
-            return [_taken(capsule) for capsule in found]
+            return _taken(found)  # type: ignore[no-any-return]
         raise {_REFUSED: OperandRefused, _UNFIT: Unfit}.get(found, RuntimeError)("the compiled step failed")
 
     def direct(
