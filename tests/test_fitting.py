@@ -247,13 +247,13 @@ def test_interrupt_while_waiting_for_data_stops_at_once_and_the_next_fit_works()
         for number in range(100):
             if number == 5:
                 os.kill(os.getpid(), signal.SIGINT)
-                time.sleep(5)
+                time.sleep(60)
             yield {x: X[:, 0]}
 
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt, match="stopped at step 5; variables are at step 5"):
         tfnb.fit(value, data())
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 30
     assert count.value() == 5
     assert signal.getsignal(signal.SIGINT) is before
     assert tfnb.fit(value, {x: X[:, 0]}, steps=2).steps == 2

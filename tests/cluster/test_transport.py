@@ -16,7 +16,7 @@ import torch
 import tfnb.cluster
 from tfnb.cluster import transport
 from tfnb.cluster.messages import Failed, NotSent, Ok, Peer, Refused, Unknown, failed, raised
-from tfnb.cluster.transport import SLACK, GiveUp, Wait, allowance, is_local, retry
+from tfnb.cluster.transport import GiveUp, Wait, allowance, is_local, retry
 from tfnb.errors import (
     DeadlineExceeded,
     InvalidArgument,
@@ -29,6 +29,7 @@ from tfnb.errors import (
 )  # fmt: skip
 
 ROOM = Path(tfnb.cluster.__file__).parent
+BUSY = 15.0  # seconds that a busy machine may add to any call
 
 
 @pytest.fixture
@@ -98,7 +99,7 @@ def test_c2_a_dead_address_is_not_sent_and_ends_by_its_deadline(link, seconds):
     nobody = Peer("tcp://127.0.0.1:9", "key", 1)
     begin = time.monotonic()
     assert isinstance(call(link, nobody, "ping", seconds=seconds), NotSent)
-    assert time.monotonic() - begin < seconds + SLACK + 0.3
+    assert time.monotonic() - begin < seconds + BUSY
 
 
 def test_c4_a_suspect_address_is_not_dialled_again(link):
@@ -106,8 +107,8 @@ def test_c4_a_suspect_address_is_not_dialled_again(link):
     nobody = Peer("tcp://127.0.0.1:9", "key", 1)
     call(link, nobody, "ping", seconds=0.2)
     begin = time.monotonic()
-    assert "not dialled" in call(link, nobody, "ping", seconds=5.0).message
-    assert time.monotonic() - begin < 0.2
+    assert "not dialled" in call(link, nobody, "ping", seconds=30.0).message
+    assert time.monotonic() - begin < BUSY
     peer = engine.tasks[0].peer
     link.suspect.add(peer.addr)
     assert isinstance(call(link, peer, "ping"), NotSent)
@@ -123,7 +124,7 @@ def test_c3_a_stopped_task_is_unknown_and_answers_late_ones_to_nobody(link):
     try:
         begin = time.monotonic()
         outcomes = [call(link, member.peer, "ping", seconds=0.4) for _ in range(2)]
-        assert time.monotonic() - begin < 2 * (0.4 + SLACK + 0.3)
+        assert time.monotonic() - begin < 2 * 0.4 + BUSY
         assert isinstance(outcomes[0], Unknown)
         assert all(isinstance(outcome, Unknown | NotSent) for outcome in outcomes)
     finally:
@@ -134,16 +135,18 @@ def test_c3_a_stopped_task_is_unknown_and_answers_late_ones_to_nobody(link):
 
 def test_waiting_sees_a_deadline_and_the_work_goes_on(link):
     link, _ = link
-    done = []
+    free, done = threading.Event(), []
 
     async def slow():
-        await asyncio.sleep(0.3)
+        while not free.is_set():
+            await asyncio.sleep(0.01)
         done.append(True)
 
     handle = link.start(slow)
     with pytest.raises(DeadlineExceeded, match=r"slow work did not end within 0\.1 s"):
         link.wait(handle, 0.1, "slow work")
-    link.wait(handle, 5, "slow work")
+    free.set()
+    link.wait(handle, 60, "slow work")
     assert done == [True]
 
 
@@ -152,8 +155,8 @@ def test_waiting_sees_ctrl_c_and_the_link_stays_usable(link):
     threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        link.wait(link.start(asyncio.sleep, 4), None, "sleep")
-    assert time.monotonic() - begin < 2
+        link.wait(link.start(asyncio.sleep, 60), None, "sleep")
+    assert time.monotonic() - begin < 30
     assert isinstance(call(link, engine.tasks[0].peer, "ping"), Ok)
 
 

@@ -153,7 +153,7 @@ def test_what_it_started_is_killed_at_the_deadline(compiler: CompilerProcess, bu
     compiler.deadline = 1.0
     answer = compiler.build(f"{builds}:long", tmp_path, Owner())
     assert answer == "the compiler's process did not compile the step within 1 s"
-    assert within(5, lambda: all(map(is_gone, pids(tmp_path))))
+    assert within(60, lambda: all(map(is_gone, pids(tmp_path))))
 
 
 def test_who_is_released_waits_no_more(compiler: CompilerProcess, builds: str, tmp_path: Path) -> None:
@@ -162,8 +162,8 @@ def test_who_is_released_waits_no_more(compiler: CompilerProcess, builds: str, t
     running = pids(tmp_path)
     second, more = in_thread(compiler, f"{builds}:quick", tmp_path, other)
     compiler.release(mine)
-    thread.join(10)
-    assert answers == [NOBODY] and within(5, lambda: all(map(is_gone, running)))
+    thread.join(60)
+    assert answers == [NOBODY] and within(60, lambda: all(map(is_gone, running)))
     second.join(60)
     assert isinstance(more[0], float), more
 
@@ -171,7 +171,7 @@ def test_who_is_released_waits_no_more(compiler: CompilerProcess, builds: str, t
 def test_a_process_that_is_idle_ends_and_comes_back(builds: str, tmp_path: Path) -> None:
     compiler, owner = CompilerProcess(idle=0.5), Owner()
     assert isinstance(compiler.build(f"{builds}:quick", tmp_path, owner), float)
-    assert within(20, lambda: compiler.pid is None)
+    assert within(60, lambda: compiler.pid is None)
     assert isinstance(compiler.build(f"{builds}:quick", tmp_path, owner), float)
     compiler.close()
 
@@ -216,16 +216,16 @@ def test_it_is_gone_when_its_parent_was_killed(tmp_path: Path, signal_: signal.S
     with parent(tmp_path, "waits") as process:
         running = pids(tmp_path)
         process.send_signal(signal_)
-        process.wait(20)
-    assert within(20, lambda: all(map(is_gone, running))), running
-    assert within(5, lambda: not list((tmp_path / "cache" / "packages").glob(".draft-*")))
+        process.wait(60)
+    assert within(60, lambda: all(map(is_gone, running))), running
+    assert within(60, lambda: not list((tmp_path / "cache" / "packages").glob(".draft-*")))
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("builds")
 def test_it_is_gone_at_the_end_of_the_interpreter(tmp_path: Path) -> None:
     with parent(tmp_path, "ends") as process:
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=200)
         assert float(out) >= 0 and process.returncode == 0
     assert list((tmp_path / "cache" / "packages").iterdir()) == []
 
@@ -240,8 +240,8 @@ def test_ctrl_c_does_not_reach_it(tmp_path: Path) -> None:
         time.sleep(0.3)
         assert not any(map(is_gone, running))
         process.kill()
-        process.wait(20)
-    assert within(20, lambda: all(map(is_gone, running)))
+        process.wait(60)
+    assert within(60, lambda: all(map(is_gone, running)))
 
 
 # -- requests -------------------------------------------------------------------------------------------------
@@ -302,6 +302,6 @@ def test_two_processes_ask_for_the_same(tmp_path: Path) -> None:
         assert process.stdin is not None
         process.stdin.write("\n")
         process.stdin.flush()
-    out = {process.communicate(timeout=100)[0] for process in both}
+    out = {process.communicate(timeout=200)[0] for process in both}
     assert len(out) == 1 and out.pop().startswith("same ")
     assert len(list((tmp_path / "cache" / "packages").iterdir())) == 1

@@ -333,9 +333,8 @@ def test_a_step_that_waits_inside_is_aborted_if_what_it_read_was_written_since()
 
     waiting = threading.Thread(target=learn)
     waiting.start()
-    while not session._running:
+    while queue.fifo is None or not queue.fifo.lines["dequeue"]:  # until it waits for an element; it holds nothing then
         time.sleep(0.01)
-    time.sleep(0.2)  # it waits for an element, and holds nothing
     total.assign(torch.tensor(7.0))
     queue.enqueue(torch.tensor(1.0))
     queue.enqueue(torch.tensor(2.0))

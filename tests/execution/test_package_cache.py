@@ -36,7 +36,7 @@ def test_a_package_is_found_by_another_process(cache: PackageCache) -> None:
         f"cache = PackageCache(Path({str(cache.folder)!r}))\n"
         "print(cache.find('a1'), cache.find('b2'), cache.facts('a1'))"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
     assert ended.stdout.split("\n")[0] == f"{at} None {{'seconds': 1.5}}", ended.stderr
 
 
