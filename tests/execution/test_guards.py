@@ -81,24 +81,39 @@ PROGRAMS = (loop, picking_loop, condition, one_side, other_result, branch_in_loo
 FEEDS = ([9.0, 1.0], [0.5, 0.25], [-1.0, -0.5], [-4.0, -3.0], [-6.0, -7.0])
 
 
-@pytest.mark.parametrize("options", [{"executor": "dataflow"}, {"compile": "off"}, {"compile": "now"}], ids=str)
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_a_run_that_would_go_another_way_is_refused(program: Any, options: dict[str, Any]) -> None:
+COMPILED = (loop, condition, branch_in_loop)  # quickly; the others are slow
+
+
+def refused_where_python_goes_another_way(program: Any, options: tuple[dict[str, Any], ...]) -> None:
     with tfnb.record() as graph:
         x = tfnb.placeholder(torch.tensor([4.0, 5.0]), shape=(2,), name="x")
         out = program(x, tfnb.while_loop, tfnb.cond)
-    session = tfnb.Session(graph, **options)
+    sessions = [tfnb.Session(graph, **each) for each in options]
     other = 0
     for fed in map(torch.tensor, FEEDS):
         ways.clear()
         expected = program(fed, python_loop, python_branch)
-        if all(ways):
-            torch.testing.assert_close(session.run(out, {x: fed}), expected)
-        else:
-            other += 1
-            with pytest.raises(BranchChanged):
-                session.run(out, {x: fed})
+        other += not all(ways)
+        for session in sessions:
+            if all(ways):
+                torch.testing.assert_close(session.run(out, {x: fed}), expected)
+            else:
+                with pytest.raises(BranchChanged):
+                    session.run(out, {x: fed})
     assert 0 < other < len(FEEDS)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_a_run_that_would_go_another_way_is_refused(program: Any) -> None:
+    refused_where_python_goes_another_way(program, ({"executor": "dataflow"}, {"compile": "off"}))
+
+
+@pytest.mark.parametrize(
+    "program", [p if p in COMPILED else pytest.param(p, marks=pytest.mark.slow) for p in PROGRAMS],
+    ids=lambda program: program.__name__,
+)  # fmt: skip
+def test_compiled_code_refuses_it_too(program: Any) -> None:
+    refused_where_python_goes_another_way(program, ({"compile": "now"},))
 
 
 @pytest.mark.filterwarnings("ignore:.*Python took the")

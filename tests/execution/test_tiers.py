@@ -87,6 +87,8 @@ def test_code_is_swapped_in_while_steps_go_on(monkeypatch: pytest.MonkeyPatch) -
     while not any("us" in status for status in seen) and time.monotonic() < deadline:
         got.append(float(session.run(fetches, feed)[1]))
         seen.setdefault(session.status()[0])
+        if len(got) > 50:
+            time.sleep(0.01)  # the compiler needs the processor
     assert "x [4, 6], y [4]: generated code; compiling in the background" in seen
     assert any("compiled" in status and "us" in status for status in seen), seen
     want, _ = losses("off", [4] * min(len(got), 50))
