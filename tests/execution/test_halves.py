@@ -56,6 +56,7 @@ def test_code_with_static_sizes_is_one_piece() -> None:
 
 @pytest.mark.skipif(compiled_loops.obstacle() is not None, reason="nothing can be compiled")
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_training_a_table_is_compiled_and_equals_eager() -> None:
     torch.manual_seed(0)
     model, words = Words(), torch.randint(50, (4, 7))

@@ -80,6 +80,7 @@ def test_a_random_loop_over_numbers_is_that_of_python() -> None:
     check_random_numbers(0)
 
 
+@pytest.mark.slow
 def test_a_random_loop_over_vectors_is_that_of_python() -> None:
     assert check_random_vectors(1) == 1
 
@@ -191,6 +192,7 @@ def test_what_generated_code_has_to_say_is_said() -> None:
     assert session.run(y, {n: 3, table: fed}) == 125
 
 
+@pytest.mark.slow
 def test_rows_and_gradients_are_those_of_generated_code() -> None:
     with tfnb.record() as g:
         xs = tfnb.placeholder(torch.rand(4, 3, dtype=torch.float64), name="xs")
@@ -206,6 +208,7 @@ def test_rows_and_gradients_are_those_of_generated_code() -> None:
     assert ": compiled; " in made.status()[0]
 
 
+@pytest.mark.slow
 def test_loops_that_do_not_fit_run_as_they_did_and_those_inside_may_fit() -> None:
     with tfnb.record() as g:
         a = tfnb.placeholder(torch.rand(3, 3), shape=(3, 3), name="a")
@@ -225,6 +228,7 @@ def test_loops_that_do_not_fit_run_as_they_did_and_those_inside_may_fit() -> Non
     assert "a loop has" in session.status()[0]
 
 
+@pytest.mark.slow
 def test_shapes_that_were_not_compiled_run_as_generated_code() -> None:
     with tfnb.record():
         x = tfnb.placeholder(torch.rand(3), shape=(None,))
@@ -239,6 +243,7 @@ def test_shapes_that_were_not_compiled_run_as_generated_code() -> None:
     assert permit.compiled == 1
 
 
+@pytest.mark.slow
 def test_a_loop_is_compiled_behind_the_steps_that_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TFNB_COMPILE", "auto")
     monkeypatch.setattr(tiers, "WORTH_COMPILING", 1e-3)

@@ -62,6 +62,7 @@ print("done")
 
 
 @pytest.mark.skipif(compiled_loops.obstacle() is not None, reason="there is no C++ compiler")
+@pytest.mark.slow
 def test_bad_indices_and_divisors_are_errors_and_write_nothing() -> None:
     """In a process of its own, which an exception in a loop of two threads would end."""
     ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300, check=False)

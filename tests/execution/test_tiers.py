@@ -97,6 +97,7 @@ def test_code_is_swapped_in_while_steps_go_on(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.usefixtures("needs_compiler")
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_a_module_with_other_strides_goes_on_with_generated_code() -> None:
     model = nn.Linear(6, 3)
     with tfnb.record() as g:
@@ -211,6 +212,7 @@ print(session.status())
 
 
 @pytest.mark.usefixtures("needs_compiler")
+@pytest.mark.slow
 def test_who_stops_waiting_for_the_compiler_gets_compiled_code_later() -> None:
     """In a fresh process: there the interrupt comes while inductor is being loaded."""
     script = """

@@ -15,7 +15,9 @@ from tests.models.idioms import IDIOMS
 
 SLOW = {
     "alibi", "dcgan", "deep_supervision_with_state", "diffusion", "kalman", "segmentation", "seq2seq_teacher_forcing",
-    "siren", "small_gpt", "spectral_audio", "super_resolution", "word_language_model",
+    "siren", "small_gpt", "spectral_audio", "super_resolution", "word_language_model", "scripted_and_compiled",
+    "info_nce", "imbalanced", "dirichlet_mixture", "rotary_complex", "wgan_gp", "nt_xent_fill_diagonal",
+    "unfolded_convolution",
 }  # fmt: skip
 NAMES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in IDIOMS]
 ROWS = (6, 6, 4, 7)  # recorded at the first, run at the rest

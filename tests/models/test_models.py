@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import pytest
@@ -234,12 +234,25 @@ EXACT = {
 SLOW = {
     "resnet18", "googlenet", "densenet", "unet", "translator", "encoder, norm first, both masks", "decoder",
     "resnet50", "transformer", "transformer, all masks", "mobilenet", "gpt by hand", "vit",
-    "attention, one float mask each head",
+    "attention, one float mask each head", "vgg", "unet, bilinear", "lstm, deep, both ways", "encoder, padded",
+    "packed lstm, deep, both ways, sorted",
 }  # fmt: skip
+# Those of the others in which a module computes something else in evaluation mode.
+EVALUATED = {"encoder", "norms", "cumulative norms", "normed weights", "attention with weights"}
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CASES])
+def in_modes(names: Iterable[str], slow: Collection[str], evaluated: Collection[str]) -> list[Any]:
+    """Each model in training mode, and some in evaluation mode, too."""
+    modes = [(name, training) for name in names for training in (True, False) if training or name in evaluated]
+    return [
+        pytest.param(
+            *case, id=f"{case[0]}-{'train' if case[1] else 'eval'}", marks=[pytest.mark.slow] * (case[0] in slow)
+        )
+        for case in modes
+    ]
+
+
+@pytest.mark.parametrize(("name", "training"), in_modes(CASES, SLOW, SLOW | EVALUATED))
 def test_model(name: str, training: bool) -> None:
     make, objective, draw = CASES[name]
     check(make(), objective, draw, training=training, exact=name in EXACT)
@@ -288,8 +301,9 @@ def _make_loss(model: nn.Module, made: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("model", [
     lambda: sequence.GPT(layers=1, vocabulary=20, width=12, heads=2, time=8, dropout=0.3),
-    lambda: sequence.GPT(layers=1, vocabulary=20, width=12, heads=2, time=8, dropout=0.3, by_hand=True),
-    lambda: sequence.Encoder(layers=1, dropout=0.3),
+    pytest.param(lambda: sequence.GPT(layers=1, vocabulary=20, width=12, heads=2, time=8, dropout=0.3, by_hand=True),
+                 marks=pytest.mark.slow),
+    pytest.param(lambda: sequence.Encoder(layers=1, dropout=0.3), marks=pytest.mark.slow),
     lambda: sequence.RecurrentClassifier(nn.GRU, num_layers=2, dropout=0.3),
     structures.VAE,
 ])  # fmt: skip

@@ -13,7 +13,7 @@ from torch import nn
 
 import tfnb
 from tests.models.check import Draw, Objective, check
-from tests.models.test_models import floats, ids, inputs, padding
+from tests.models.test_models import floats, ids, in_modes, inputs, padding
 from tfnb.errors import BranchChanged, ShapeError
 
 OFF = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
@@ -159,8 +159,7 @@ SLOW = {"gpt2, eager attention", "vit", "roberta", "opt", "gpt-neox", "mistral",
 
 # the masks of the package depend on whether any place is padded: in these batches some always is
 @pytest.mark.filterwarnings("ignore:.*Python took the (True|False) branch of a recorded value")
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CASES])
+@pytest.mark.parametrize(("name", "training"), in_modes(CASES, SLOW, SLOW | {"bert"}))
 def test_model(name: str, training: bool) -> None:
     make, objective, draw = CASES[name]
     check(make(), objective, draw, training=training, exact=name in EXACT)
@@ -182,9 +181,13 @@ def kept(side: str, dtype: torch.dtype, rows: int, time: int = 6) -> torch.Tenso
 
 
 @pytest.mark.filterwarnings("ignore:.*Python took the False branch of a recorded value")
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool], ids=["int", "bool"])
-@pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(  # each pair of them once for each model
+    ("attention", "side", "dtype"),
+    [
+        ("sdpa", "right", torch.int64), ("sdpa", "left", torch.bool), ("eager", "right", torch.bool),
+        ("eager", "left", torch.int64),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("make", [bert, pytest.param(gpt2, marks=pytest.mark.slow), llama])
 def test_padding_masks_of_both_sides_and_kinds_run_at_other_batches(
     make: Callable[..., nn.Module], attention: str, side: str, dtype: torch.dtype
