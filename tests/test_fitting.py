@@ -113,10 +113,10 @@ def test_value_that_is_not_finite_is_named_with_its_step():
     assert [w.filename for w in caught] == [__file__]
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_modes_are_one_loop_here(mode):
+@pytest.mark.parametrize("options", [{"mode": "sync", "backup": 1}, {"mode": "async"}])
+def test_modes_are_one_loop_here(options):
     count, x, value = counter()
-    tfnb.fit(value, {x: X[:, 0]}, steps=3, mode=mode, backup=1)
+    tfnb.fit(value, {x: X[:, 0]}, steps=3, **options)
     assert count.value() == 3
 
 
@@ -127,6 +127,7 @@ def test_modes_are_one_loop_here(mode):
         ({"mode": "allreduce"}, Unimplemented, "there are: sync, async"),
         ({"mode": object()}, Unimplemented, "there are: sync, async"),
         ({"backup": -1}, InvalidArgument, "backup"),
+        ({"backup": 1, "mode": "async"}, InvalidArgument, "backup=1 belongs to mode='sync', not to 'async'"),
         ({"staleness": 2}, InvalidArgument, "bounded"),
         ({"timeout": 0}, InvalidArgument, "seconds"),
         ({"epochs": 0}, InvalidArgument, "epochs"),

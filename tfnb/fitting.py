@@ -99,8 +99,12 @@ def fit(
     fetch: usually what ``minimize`` gave. data: ``{placeholder: array}`` with rows on axis 0, or an iterable of feed
     dicts. epochs: passes over the data. steps: so many steps in all instead. batch_size: rows of a step over all tasks
     (32). shuffle, seed: another order in each epoch, the same in each call. watch: scalars to follow, or a dict of
-    names. mode, backup, staleness: how a connected cluster works together; here every mode is the same loop. timeout
-    in seconds.
+    names. timeout in seconds.
+
+    How the tasks of a connected cluster work together (here every mode is the same loop): ``mode="sync"`` divides the
+    rows of a step over them and averages their gradients by rows. ``backup`` of them are spare then: a step is made of
+    the first gradients that all servers have, and later ones are dropped and counted in the cluster's status.
+    ``"async"``: each task takes steps of its own.
 
     Raises InvalidArgument or ShapeError for data that does not fit, before anything runs; DeadlineExceeded after
     ``timeout``; KeyboardInterrupt when interrupted. Variables are then at a whole number of steps.
@@ -122,7 +126,7 @@ def fit(
     if session.cluster is None:
         taken = _here(session, fetch, watched, source, run)
     else:
-        taken = _there(session, fetch, watched, source, run, mode, backup)
+        taken = _there(session, fetch, watched, source, run, {"mode": mode, "backup": backup})
     try:
         with _interrupts(run), closing(taken):
             for batch, values in taken:
@@ -152,11 +156,9 @@ def _here(session: Session, fetch: Any, watched: tuple[Any, ...], source: Batche
 
 
 def _there(
-    session: Session, fetch: Any, watched: tuple[Any, ...], source: Batches, run: _Run, mode: str, backup: int
+    session: Session, fetch: Any, watched: tuple[Any, ...], source: Batches, run: _Run, mode: Mapping[str, Any]
 ) -> Taken:
     """Each batch with the watched values of its step, taken by the connected cluster."""
-    if backup:
-        warnings.warn(f"backup={backup}: no spare tasks yet, a step waits for all of them", stacklevel=_user_level())
     if source.rows is not None and source.total is not None:
         yield from _of_arrays(session, (fetch, watched), source.keys, source.rows, source.total, run, mode)
         return
@@ -173,17 +175,17 @@ def _there(
             begun.append(batch)
             yield batch.values
 
-    with closing(session.train((fetch, watched), first.keys, rows(), mode=mode, timeout=run.timeout)) as steps:
+    with closing(session.train((fetch, watched), first.keys, rows(), timeout=run.timeout, **mode)) as steps:
         for _, values in steps:
             yield begun.popleft(), values
 
 
 def _of_arrays(
-    session: Session, fetches: Any, keys: tuple[Any, ...], rows: Rows, total: int, run: _Run, mode: str
+    session: Session, fetches: Any, keys: tuple[Any, ...], rows: Rows, total: int, run: _Run, mode: Mapping[str, Any]
 ) -> Taken:  # fmt: skip
     """The same for arrays, which tasks take their rows of by themselves."""
     order = rows.order
-    with closing(session.train(fetches, keys, (rows, total), mode=mode, timeout=run.timeout)) as steps:
+    with closing(session.train(fetches, keys, (rows, total), timeout=run.timeout, **mode)) as steps:
         for at, (_, values) in enumerate(steps):
             epoch, start, stop = order.place(at)
             yield Batch(epoch, keys, (), stop - start), values
@@ -363,6 +365,10 @@ def _check_mode(mode: Any, backup: Any, staleness: Any, timeout: Any) -> None:
         raise InvalidArgument(f"unknown mode {mode!r}{nearest}; there are: {', '.join(MODES)}")
     if isinstance(backup, bool) or not isinstance(backup, int) or backup < 0:
         raise InvalidArgument(f"backup is the number of spare tasks, an int of at least 0, not {backup!r}")
+    if backup and mode != "sync":
+        raise InvalidArgument(
+            f"backup={backup} belongs to mode='sync', not to {mode!r}: there no task waits for others"
+        )
     if staleness is not None:
         raise InvalidArgument(f"staleness={staleness!r} belongs to mode='bounded', not to {mode!r}")
     if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout <= 0):

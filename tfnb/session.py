@@ -280,11 +280,12 @@ class Session:
 
     def train(
         self, fetches: Any, feeds: Sequence[Any], data: Iterable[Sequence[Any]] | tuple[Rows, int], *, mode: str,
-        timeout: float | None,
+        timeout: float | None, **options: Any,
     ) -> Generator[Any, None, None]:  # fmt: skip
         """`fit` on the cluster: ``fetches`` once for each step of ``data``, as steps are applied.
 
         data: values of ``feeds`` for each step, or arrays of which each step takes some rows, and the number of steps.
+        mode, options: as `Cluster.train` has them.
         """
         cluster = self.cluster
         if isinstance(data, tuple):
@@ -299,7 +300,7 @@ class Session:
             fed = ((prepared.feeder.fed(values)[0], next(self._runs)) for values in data)
             source = cluster.batches(step, fed)
         why = "a Variable is watched" if prepared.trailing else ""
-        with closing(cluster.train(step, source, mode=mode, timeout=timeout, one_by_one=why)) as steps:
+        with closing(cluster.train(step, source, mode=mode, timeout=timeout, one_by_one=why, **options)) as steps:
             for _, results in steps:
                 self._ensure_open()
                 yield prepared.rebuild([*results, *(variable.value() for variable in prepared.trailing)])

@@ -23,9 +23,11 @@ def counts(cluster):
     return {stat["version"] - 1 for stat in cluster._do("stat", 5, cluster._engine.stats, 5.0).values()}
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize(
+    "options", [{"mode": "sync"}, {"mode": "async"}, {"mode": "sync", "backup": 1}], ids=["sync", "async", "backup"]
+)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_c61_a_task_lost_at_a_random_instant_costs_and_doubles_no_step(connect, mode, how):
+def test_c61_a_task_lost_at_a_random_instant_costs_and_doubles_no_step(connect, options, how):
     c = Counters()
     cluster = connect(2)
     tfnb.run(c.train, {c.x: torch.ones(4)})
@@ -33,7 +35,7 @@ def test_c61_a_task_lost_at_a_random_instant_costs_and_doubles_no_step(connect, 
     timer = threading.Timer(random.Random(7).uniform(0.2, 0.6), os.kill, (pid, how))
     timer.start()
     try:
-        done = tfnb.fit(c.train, {c.x: ROWS}, steps=600, batch_size=4, mode=mode)
+        done = tfnb.fit(c.train, {c.x: ROWS}, steps=600, batch_size=4, **options)
     finally:
         timer.join()
         if how == signal.SIGSTOP:

@@ -178,7 +178,7 @@ class Core:
             "commit": self._commit,
             "register_shard": self._register, "pull": self._pull, "stage": self._stage,
             "prepare": self._prepare, "abort": self._abort, "stat": self._stat, "applied": self._applied,
-            "decided": self._decided, "cut": self._cut,
+            "choose": self._choose, "decided": self._decided, "cut": self._cut,
             "open_training": self._open, "end_training": self._end_training,
         }  # fmt: skip
         self._timed: dict[str, Callable[[Request, float], Ok | Refused | None]] = {
@@ -190,7 +190,7 @@ class Core:
     MUTATIONS = frozenset({"create", "drop", "assign", "push", "commit"}) | Objects.METHODS
     METHODS = MUTATIONS | {
         "register_shard", "pull", "stage", "prepare", "abort", "stat", "applied",
-        "contribute", "staged", "decided", "hold", "go", "cut", "open_training", "end_training",
+        "contribute", "staged", "choose", "decided", "hold", "go", "cut", "open_training", "end_training",
     }  # fmt: skip
 
     def on(self, event: Event, now: float) -> list[Effect]:
@@ -490,47 +490,94 @@ class Core:
     # -- rounds of a training, which commit without the notebook ------------------------------------------------
 
     def _contribute(self, request: Request, now: float) -> Ok | Refused | None:
-        """Keep one worker's part; answered with the values after its round, when that is written."""
+        """Keep one worker's part; answered when its round is written, with the values of now and whether it counts."""
         meta, course = request.meta, self.courses.of(request.meta)
         number, worker = int(meta["round"]), int(meta["worker"])
         if number > course.latest:
             if number <= course.floor:
                 return Refused("stale", f"round {number} is over; the last one was {course.floor}")
             turn = course.turn(number)
-            if worker not in turn.parts and "absent" not in meta:
+            if worker not in turn.parts and not turn.chosen and "absent" not in meta:
                 part = self._part(request)
                 if isinstance(part, Refused):
                     return part
                 self._afford(part.nbytes)
-                turn.parts[worker] = part
-                turn.shards = tuple(map(int, meta["shards"]))
-                if len(turn.parts) == int(meta["workers"]):
-                    self._compute(turn)
-                    self._tell(course, number, turn, int(meta["shard"]), str(meta["training"]))
-                    self._commit_decided(course, now)
+                turn.add(worker, part, tuple(map(int, meta["shards"])), int(meta["workers"]))
+                self._has_part(turn, worker, meta)
+                self._commit_decided(course, now)
+            if turn.error is not None:
+                raise turn.error
             if number > course.latest:
                 return None
-        return self._with_values(self._ack(), request)
+        counts = course.counted.get(worker) == number
+        return self._with_values(Ok({**self._ack().meta, "latest": course.latest, "counts": counts}), request)
 
-    def _compute(self, turn: Turn) -> None:
-        """The write of a round, in the order of its workers."""
-        turn.write, turn.writes = self._prepared([turn.parts[worker] for worker in sorted(turn.parts)])
-        turn.is_computed, turn.opening = True, self.store.opening
+    def _has_part(self, turn: Turn, worker: int, meta: Mapping[str, Any]) -> None:
+        """A part is there: all workers make the round, or with spare ones those whom the first shard chooses."""
+        shard, first = int(meta["shard"]), turn.shards[0]
+        if "spare" not in meta:
+            if len(turn.parts) == turn.wanted:
+                self._make(turn, sorted(turn.parts), shard, meta)
+        elif shard == first:
+            self._held(turn, worker, shard, meta)
+        else:
+            self._send(first, "staged", meta, shard=shard, worker=worker)
 
-    def _tell(self, course: Course, number: int, turn: Turn, shard: int, training: str) -> None:
-        """The first shard learns that this one has computed its write; it lets the others write."""
+    def _held(self, turn: Turn, worker: int, shard: int, meta: Mapping[str, Any]) -> None:
+        """On the first shard: a shard has the part of a worker. The first that are everywhere make the round."""
+        if chosen := turn.hold(worker, shard):
+            first, *others = turn.shards
+            self._make(turn, chosen, first, meta)
+            for other in others:
+                self._send(other, "choose", meta, shard=other, workers=chosen)
+
+    def _choose(self, request: Request) -> Ok:
+        """The first shard has chosen the workers of a round."""
+        meta, course = request.meta, self.courses.of(request.meta)
+        turn = course.turns.get(int(meta["round"]))
+        if turn is not None and not turn.chosen:
+            self._make(turn, list(map(int, meta["workers"])), int(meta["shard"]), meta)
+        return self._ack()
+
+    def _make(self, turn: Turn, chosen: list[int], shard: int, meta: Mapping[str, Any]) -> None:
+        """Compute the write of a round, and tell the first shard; that one lets the others write when all are ready.
+
+        An error is kept for those who contribute.
+        """
+        turn.chosen = tuple(chosen)
+        try:
+            self._compute(turn)
+        except Exception as error:
+            turn.error = error
+            return
         first, *others = turn.shards
         if shard == first:
             turn.ready.add(shard)
-            turn.sends = [Send(other, "decided", {"training": training, "decided": number}) for other in others]
+            decided = {"training": str(meta["training"]), "decided": int(meta["round"])}
+            turn.sends = [Send(other, "decided", decided) for other in others]
         else:
-            self._sends.append(Send(first, "staged", {"training": training, "round": number, "shard": shard}))
+            self._send(first, "staged", meta, shard=shard)
+
+    def _send(self, to: int, method: str, meta: Mapping[str, Any], **more: Any) -> None:
+        """Tell another shard of the round that a request is of."""
+        about = {"training": str(meta["training"]), "round": int(meta["round"])}
+        self._sends.append(Send(to, method, about | more))
+
+    def _compute(self, turn: Turn) -> None:
+        """The write of a round, in the order of its workers."""
+        turn.write, turn.writes = self._prepared([turn.parts[worker] for worker in turn.chosen])
+        turn.is_computed, turn.opening = True, self.store.opening
 
     def _staged(self, request: Request, now: float) -> Ok:
-        """Another shard has computed its write of a round."""
-        course, number = self.courses.of(request.meta), int(request.meta["round"])
+        """Another shard has the part of a worker, or has computed its write of a round."""
+        meta, course = request.meta, self.courses.of(request.meta)
+        number, shard = int(meta["round"]), int(meta["shard"])
         if number > max(course.latest, course.floor):
-            course.turn(number).ready.add(int(request.meta["shard"]))
+            turn = course.turn(number)
+            if "worker" in meta:
+                self._held(turn, int(meta["worker"]), shard, meta)
+            else:
+                turn.ready.add(shard)
             self._commit_decided(course, now)
         return self._ack()
 
@@ -591,6 +638,7 @@ class Core:
             turn.write()
         self.step += 1
         course.latest = number
+        course.counted.update(dict.fromkeys(turn.chosen, number))
 
     # -- shared -----------------------------------------------------------------------------------------------
 

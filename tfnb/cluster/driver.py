@@ -23,10 +23,10 @@ from tfnb.cluster.card import Row, Status, size
 from tfnb.cluster.deploy import EPOCH, Place, find, replaced, start
 from tfnb.cluster.engine import Engine
 from tfnb.cluster.fit.sources import Counted, Drawn
-from tfnb.cluster.fit.training import MACHINES, Training, Values
+from tfnb.cluster.fit.training import Training, Values
 from tfnb.cluster.holdings import Holdings
 from tfnb.cluster.joins import join, joins
-from tfnb.cluster.members import Ahead, Batch, Member
+from tfnb.cluster.members import MODES, Ahead, Batch, Member, Mode
 from tfnb.cluster.programs import Placed, place
 from tfnb.cluster.transport import ClientLink, parse_address, scheduler_address
 from tfnb.errors import (
@@ -164,6 +164,8 @@ class Cluster:
             budget = stat["budget"]
             limit = f" of {size(budget)}" if budget else ""
             parts.append(f"{stat['variables']} variables, {size(stat['bytes'])}{limit}, version {stat['version']}")
+        if member.late:
+            parts.append(f"{member.late} step{'s' if member.late != 1 else ''} too late to count")
         return Row(member.name, member.peer.addr, state, "; ".join(part for part in parts if part))
 
     def _repr_html_(self) -> str:
@@ -211,29 +213,37 @@ class Cluster:
         return batches(step, ((rows.batch(at), run_index + at) for at in range(total)))
 
     def train(
-        self, step: StepGraph, source: Ahead | Iterable[Batch], *, mode: str = "sync", timeout: float | None = None,
-        one_by_one: str = "",
+        self, step: StepGraph, source: Ahead | Iterable[Batch], *, mode: str = "sync", backup: int = 0,
+        timeout: float | None = None, one_by_one: str = "",
     ) -> Generator[tuple[int, list[Any]], None, None]:  # fmt: skip
         """Train data-parallel over the compute tasks; yields (step, fetched values) as batches are applied.
 
-        sync: the rows of a batch are divided over the live tasks, gradients are averaged weighted by rows. async:
-        each task works on whole batches of its own. Tasks work ahead of what is yielded. Close the generator (or
+        sync: the rows of a batch are divided over the live tasks, gradients are averaged weighted by rows. With
+        ``backup`` spare tasks a step is made of the first gradients that all servers have, and takes no later ones.
+        async: each task works on whole batches of its own. Tasks work ahead of what is yielded. Close the generator (or
         exhaust it): local storages then show the values of the last step, also after Ctrl-C. ``timeout``: seconds for
         all of it. ``one_by_one``: why the notebook has to see every step before the next one begins.
         """
-        if mode not in MACHINES:
-            raise Unimplemented(f"mode={mode!r}: this version trains with {' and '.join(map(repr, MACHINES))}")
+        if mode not in MODES:
+            raise Unimplemented(f"mode={mode!r}: this version trains with {' and '.join(map(repr, MODES))}")
         self._ensure_open()
+        if backup >= (tasks := len(self.tasks)) > 0:
+            raise InvalidArgument(
+                f"backup={backup} leaves no task to wait for: the cluster has {tasks} compute "
+                f"task{'s' if tasks > 1 else ''}; {f'use at most {tasks - 1}, or ' if tasks > 1 else ''}connect more"
+            )
         end = None if timeout is None else time.monotonic() + timeout
         placed = self._place(step, parallel=True)
         why = placed.why_whole or one_by_one or (placed.after and "a watched value shows the state after the step")
-        if why and mode == "async":
-            warnings.warn(f"mode='async' takes one step after the other: {why}", stacklevel=user_level(None))
+        if why and (mode != "sync" or backup):
+            what = f"backup={backup}" if backup else f"mode={mode!r}"
+            warnings.warn(f"{what} takes one step after the other: {why}", stacklevel=user_level(None))
         elif placed.why_whole:
             text = f"every step runs whole on one task, not in parallel: {placed.why_whole}"
             warnings.warn(text, stacklevel=user_level(None))
         is_stepwise = why or not placed.writes
-        steps = self._stepwise(step, source, end) if is_stepwise else self._looping(step, source, mode, end, timeout)
+        how = Mode(mode, backup)
+        steps = self._stepwise(step, source, end) if is_stepwise else self._looping(step, source, how, end, timeout)
         try:
             for item in steps:
                 yield item
@@ -274,7 +284,7 @@ class Cluster:
         return left
 
     def _looping(
-        self, step: StepGraph, source: Ahead | Iterable[Batch], mode: str, end: float | None, timeout: float | None
+        self, step: StepGraph, source: Ahead | Iterable[Batch], mode: Mode, end: float | None, timeout: float | None
     ) -> Generator[Any, None, None]:
         """The tasks loop by themselves; from here they are lent pieces of the data ahead of need."""
         engine = self._engine

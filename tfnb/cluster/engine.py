@@ -23,7 +23,7 @@ from tfnb.cluster.fit.leases import Broken
 from tfnb.cluster.fit.resident import NO_LOOP
 from tfnb.cluster.fit.training import Training
 from tfnb.cluster.joins import Way
-from tfnb.cluster.members import Ahead, Batch, Member, NotDone
+from tfnb.cluster.members import Ahead, Batch, Member, Mode, NotDone
 from tfnb.cluster.messages import Failed, NotSent, Ok, Outcome, Refused, Unknown, raised
 from tfnb.cluster.programs import Placed, Plan
 from tfnb.cluster.transport import ClientLink
@@ -164,7 +164,7 @@ class Engine:
     # -- trainings whose tasks loop by themselves ----------------------------------------------------------------
 
     async def train(
-        self, placed: Placed, mode: str, ways: Sequence[Way], data: Ahead | None, seconds: float | None
+        self, placed: Placed, mode: Mode, ways: Sequence[Way], data: Ahead | None, seconds: float | None
     ) -> Training:
         """Begin a training."""
         deadline = time.monotonic() + seconds if seconds is not None else float("inf")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,6 +22,7 @@ class Member:
     info: dict[str, Any] = field(default_factory=dict)
     alive: bool = True
     plans: set[str] = field(default_factory=set)
+    late: int = 0  # steps that it computed in vain: others were first
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=32))  # that it computed for a step, lately
 
     @property
@@ -57,6 +58,17 @@ class Ahead:
     order: Order
     total: int
     run_index: int
+
+
+class Mode(NamedTuple):
+    """How the tasks of a training work together: a row of MODES, and its options as `tfnb.fit` has them."""
+
+    name: str = "sync"
+    backup: int = 0
+    staleness: int | None = None
+
+
+MODES = ("sync", "async")
 
 
 class NotDone(Exception):

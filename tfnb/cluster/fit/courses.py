@@ -3,6 +3,9 @@
 Every worker contributes to round k and is answered with the values after it. A shard that has all parts has computed
 the write and tells the first shard; when all are ready, that one writes and lets the others write. What it decided is
 final: whoever reads a cut, or ends the training, asks it first and names its decision to the others.
+
+With spare workers a shard tells the first one of each part that it has. The first workers whose parts are on all
+shards make the round: the first shard names them to the others, which then compute. The other parts are dropped.
 """
 
 from __future__ import annotations
@@ -16,9 +19,17 @@ HOLD = 2.0  # seconds after which a hold ends by itself
 
 @dataclass
 class Turn:
-    """One round in the making. ``ready``: shards that have computed their write, as the first shard knows it."""
+    """One round in the making. ``wanted``: of how many workers it is made; ``chosen``: of which ones.
+
+    The first shard alone knows ``holders``, the shards that have the part of a worker, and ``ready``, those that have
+    computed their write. ``error``: why this shard could not.
+    """
 
     parts: dict[int, Any] = field(default_factory=dict)  # worker -> Part
+    wanted: int = 0
+    chosen: tuple[int, ...] = ()
+    holders: dict[int, set[int]] = field(default_factory=dict)
+    error: Exception | None = None
     shards: tuple[int, ...] = ()
     write: Callable[[], None] | None = None
     writes: tuple[str, ...] = ()
@@ -32,6 +43,18 @@ class Turn:
         """Bytes of all parts."""
         return sum(part.nbytes for part in self.parts.values())
 
+    def add(self, worker: int, part: Any, shards: tuple[int, ...], wanted: int) -> None:
+        """The part of one worker."""
+        self.parts[worker], self.shards, self.wanted = part, shards, wanted
+
+    def hold(self, worker: int, shard: int) -> list[int]:
+        """A shard has the part of a worker; the workers of the round, where that one makes their number whole."""
+        self.holders.setdefault(worker, set()).add(shard)
+        if self.chosen or not self.shards:
+            return []
+        whole = sorted(worker for worker, held in self.holders.items() if held.issuperset(self.shards))
+        return whole if len(whole) == self.wanted else []
+
     @property
     def is_decided(self) -> bool:
         """Whether every shard has computed its write."""
@@ -40,9 +63,13 @@ class Turn:
 
 @dataclass
 class Course:
-    """The rounds of one training. ``latest``: the last one written; ``floor``: those up to it are over."""
+    """The rounds of one training. ``latest``: the last one written; ``floor``: those up to it are over.
+
+    ``counted``: the last round in which each worker counted.
+    """
 
     latest: int = 0
+    counted: dict[int, int] = field(default_factory=dict)
     floor: int = 0
     held_until: float = 0.0
     turns: dict[int, Turn] = field(default_factory=dict)

@@ -58,11 +58,13 @@ class Offer(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """A task has applied so many steps of a piece."""
+    """A task has applied so many steps of a piece. ``workers``: of how many tasks those from ``start`` on are made."""
 
     task: int
     number: int
     done: int
+    start: int = 0
+    workers: int = 0
 
 
 class Broken(NamedTuple):

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -30,7 +30,7 @@ SPAN = 64  # steps whose watched values are stacked together
 DEADLINE = 600.0  # seconds for the calls of one step
 LEFT = 1024  # ended loops that are remembered
 RANK = 1 << 40  # between the random streams of the workers of one step
-NO_LOOP = {"at": 0, "some": [], "groups": [], "paused": True, "over": True, "failure": None, "seconds": 0.0}
+NO_LOOP = {"at": 0, "some": [], "groups": [], "paused": True, "over": True, "failure": None, "seconds": 0.0, "late": 0}
 _keys = itertools.count(1 << 60)  # of loops among the calls of the compute thread; rounds lie below
 
 Out = list[torch.Tensor | None]
@@ -57,7 +57,7 @@ class Host(Protocol):
 
 
 class Share(NamedTuple):
-    """Feeds and rows of one worker of a step, no rows where it has none; how many workers have some."""
+    """Feeds and rows of one worker of a step, no rows where it has none; of how many workers the step is made."""
 
     feeds: Sequence[torch.Tensor]
     rows: int
@@ -69,7 +69,9 @@ class Share(NamedTuple):
 class Given:
     """One piece of training. ``steps``: of the data sent ahead; else ``batches`` holds (feeds, rows, run index).
 
-    ``part``: [worker, workers] among which the rows of each batch are divided; None: whole batches.
+    ``part``: this worker, how many there are, and how many of them make a step, among which the rows of each batch are
+    divided; None: whole batches. The spare workers of a step compute the first rows of the next batch; who is spare
+    goes round, so that a slow task leaves out no rows more than others.
     """
 
     number: int
@@ -78,7 +80,7 @@ class Given:
     count: int
     steps: int | None = None
     run: int = 0
-    part: tuple[int, int] | None = None
+    part: tuple[int, int, int] | None = None
     batches: Sequence[tuple[Sequence[torch.Tensor], int, int, Sequence[bool]]] = ()
 
     @classmethod
@@ -90,52 +92,58 @@ class Given:
         part = meta["part"]
         return cls(
             int(meta["number"]), str(meta["stream"]), int(meta["first"]), int(meta["count"]), meta["steps"],
-            int(meta["run"]), None if part is None else (part[0], part[1]), tuple(batches),
+            int(meta["run"]), None if part is None else (part[0], part[1], part[2]), tuple(batches),
         )  # fmt: skip
 
     def share(self, index: int, data: Rows | None) -> Share:
         """What this worker computes of a step."""
+        worker, workers, wanted = self.part or (0, 1, 1)
+        ranges = divide(self._rows(index, data), wanted)
+        run = self.run + index if self.steps is not None else self.batches[index][2]
+        if wanted == workers:
+            if worker >= len(ranges):
+                return Share((), 0, run, len(ranges))
+            return self._share(index, ranges[worker], run + worker * RANK, len(ranges), data)
+        ahead, place = divmod((worker + self.first + index) % workers, wanted)
+        of_next = divide(self._rows(index + ahead, data), wanted)
+        rows = of_next[place % len(of_next)]
+        return self._share(index + ahead, rows, run + worker * RANK, len(ranges), data)
+
+    def _rows(self, index: int, data: Rows | None) -> int:
+        """Rows of a batch, 0 where it has none; behind the last batch of those drawn in the notebook is the first."""
+        if self.steps is None:
+            return self.batches[index % self.count][1]
+        assert data is not None  # the notebook sends the data first
+        _, start, stop = data.order.place(self.steps + index)
+        return stop - start
+
+    def _share(self, index: int, rows: tuple[int, int], run: int, workers: int, data: Rows | None) -> Share:
+        first, last = rows
         if self.steps is not None:
-            assert data is not None  # the notebook sends the data first
-            _, start, stop = data.order.place(self.steps + index)
-            first, last, workers = self._bounds(stop - start)
-            feeds: Sequence[torch.Tensor] = data.part(self.steps + index, first, last) if last > first else ()
-            return Share(feeds, last - first, self._run(self.run + index), workers)
-        tensors, rows, run, cut = self.batches[index]
-        if self.part is None or not rows:
-            return Share(tensors, rows or 1, self._run(run), 1) if not self._worker else Share((), 0, run, 1)
-        first, last, workers = self._bounds(rows)
+            assert data is not None
+            return Share(data.part(self.steps + index, first, last), last - first, run, workers)
+        tensors, of, _, cut = self.batches[index % self.count]
+        if (first, last) == (0, of):
+            return Share(tensors, of or 1, run, workers)
         feeds = [t[first:last] if c else t for t, c in zip(tensors, cut, strict=True)]
-        return Share(feeds, last - first, self._run(run), workers)
-
-    @property
-    def _worker(self) -> int:
-        return 0 if self.part is None else self.part[0]
-
-    def _run(self, run: int) -> int:
-        """The run index that this worker's random streams are of."""
-        return run + self._worker * RANK
-
-    def _bounds(self, rows: int) -> tuple[int, int, int]:
-        """This worker's rows of a batch, none of them (0, 0), and how many workers have some."""
-        if self.part is None:
-            return 0, rows, 1
-        ranges = divide(rows, self.part[1])
-        return *(ranges[self.part[0]] if self.part[0] < len(ranges) else (0, 0)), len(ranges)
+        return Share(feeds, last - first, run, workers)
 
 
 @dataclass(slots=True)
 class _Done:
-    """A step that is applied: which one of which piece, over how many rows, and its watched values."""
+    """A step that is applied: which one of which piece, over how many rows, of how many workers; its watched values."""
 
     number: int
     index: int
     rows: int
+    workers: int
     out: Out
 
     def follows(self, other: _Done) -> bool:
         """Whether their values can be stacked."""
-        if (self.number, self.index, self.rows) != (other.number, other.index + 1, other.rows):
+        if (self.number, self.index) != (other.number, other.index + 1):
+            return False
+        if (self.rows, self.workers) != (other.rows, other.workers):
             return False
         return all(a is None or b is None or a.shape == b.shape for a, b in zip(self.out, other.out, strict=True))
 
@@ -150,6 +158,9 @@ class Loop:
         self._reads = program.reads
         self._given: deque[Given] = deque()
         self._held: dict[str, tuple[int, torch.Tensor]] = {}  # key -> version and value
+        self._rounds: dict[int, int] = {}  # shard -> the round whose values it sent
+        self._counts = True  # whether the last step counts
+        self._late = 0  # steps that came too late to count
         self._log: deque[_Done] = deque()  # what the notebook has not confirmed
         self._told = 0  # steps before the log
         self._changed, self._news = asyncio.Event(), asyncio.Event()
@@ -214,8 +225,9 @@ class Loop:
             if value is not None
         ]
         return Ok({
-            "at": self._told, "some": next(([v is not None for v in d.out] for d in self._log if d.rows), []),
-            "groups": [[group[0].number, group[0].index, len(group), group[0].rows] for group in groups],
+            "at": self._told, "some": next(([v is not None for v in d.out] for d in self._log), []),
+            "groups": [[d.number, d.index, len(group), d.rows, d.workers] for group in groups for d in group[:1]],
+            "late": self._late,
             "paused": self._stands.is_set(), "over": self._work.done(), "failure": _written(self._failure),
             "seconds": self._seconds,
         }, tensors)  # fmt: skip
@@ -232,6 +244,8 @@ class Loop:
             while await self._goes_on():
                 given = self._given[0]
                 for index in range(given.count):
+                    if given.first + index <= max(self._rounds.values(), default=-1):
+                        continue  # it is written, without this worker
                     if not await self._goes_on():
                         return
                     if self._has_stood:  # what others wrote meanwhile counts
@@ -269,13 +283,18 @@ class Loop:
         op: OpId | None = OpId(given.stream, given.first + index)
         method = "push"
         if given.part is not None:
+            worker, workers, wanted = given.part
             method, op = "contribute", None
             about |= {
-                "round": given.first + index, "worker": given.part[0],
-                "workers": share.workers, "shards": self._shards,
+                "round": given.first + index, "worker": worker, "workers": share.workers, "shards": self._shards,
             }  # fmt: skip
+            about |= {"spare": True} if wanted < workers else {}
         await self._exchange(method, about, {push.shard: push for push in pushes}, op)
-        self._log.append(_Done(given.number, index, share.rows, out))
+        if self._counts:
+            self._log.append(_Done(given.number, index, share.rows, share.workers, out))
+        elif share.rows:
+            self._late += 1
+        await self._level()
 
     def _computed(self, given: Given, index: int, values: Mapping[str, torch.Tensor]) -> tuple[Share, Out, list[Push]]:
         """In the compute thread: the fetches and what goes to the servers, all of it finite."""
@@ -290,7 +309,7 @@ class Loop:
         return share, out, pushes
 
     async def _exchange(self, method: str, about: dict[str, Any], pushes: Mapping[int, Push], op: OpId | None) -> None:
-        """One request to each server; the first failure is told when all have answered."""
+        """One request to each server."""
         calls = []
         for shard in sorted({*self._reads, *self._shards}):
             keys = self._reads.get(shard, [])
@@ -302,11 +321,22 @@ class Loop:
             meta = {**about, "shard": shard, "reads": keys, "since": held}
             meta |= {"absent": True} if push is None else {"plan": push.plan, "keys": list(push.keys)}
             calls.append(self._call(shard, method, meta, push.tensors if push else (), op, keys, held))
-        if len(calls) == 1:
-            return await calls[0]
-        for end in await asyncio.gather(*calls, return_exceptions=True):
-            if end is not None:
-                raise end
+        await _all(calls)
+
+    async def _level(self) -> None:
+        """Values of one round from all servers: without this worker they may be at different ones."""
+        latest = max(self._rounds.values(), default=0)
+        calls = []
+        for shard, number in self._rounds.items():
+            if number < latest:
+                keys = self._reads.get(shard, [])
+                held = [self._held.get(key, (-1, None))[0] for key in keys]
+                meta = {
+                    "training": self._training, "round": latest, "worker": -1, "absent": True, "reads": keys,
+                    "since": held,
+                }  # fmt: skip
+                calls.append(self._call(shard, "contribute", meta, (), None, keys, held))
+        await _all(calls)
 
     async def _call(
         self, shard: int, method: str, meta: dict[str, Any], tensors: Sequence[torch.Tensor], op: OpId | None,
@@ -315,10 +345,22 @@ class Loop:
         if method == "pull" and not keys:
             return
         answer = await self._host.ask(shard, method, meta, tensors, op, time.monotonic() + DEADLINE)
+        if "latest" in answer.meta:
+            self._rounds[shard] = int(answer.meta["latest"])
+            self._counts = bool(answer.meta["counts"])
         fresh = iter(answer.tensors)
         for key, old, version in zip(keys, held, answer.meta["versions"], strict=True):
             if old != version:
                 self._held[key] = (version, next(fresh))
+
+
+async def _all(calls: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Every call; the first failure is told when all have ended."""
+    if len(calls) == 1:
+        return await calls[0]
+    for end in await asyncio.gather(*calls, return_exceptions=True):
+        if end is not None:
+            raise end
 
 
 def _written(failure: Failed | Refused | None) -> list[Any] | None:

@@ -3,7 +3,8 @@
 `Rounds` lends every task the same pieces, two ahead of need; each task computes its share of the rows, and the servers
 commit a round when all shares are there. The notebook acts only where something happens: it lets the servers end every
 round that is not decided (a cut), ends the loops, and begins anew with the tasks that are there, from the step after
-the last one that was written. No clock, socket, thread or Dask.
+the last one that was written. With spare tasks the first shares make a round, and the others are dropped: no step
+waits for the slowest tasks. No clock, socket, thread or Dask.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ Instruction = Give | Cut | Held | Report | e.Finish
 
 @dataclass
 class Rounds:
-    """Synchronous training. ``shards``: those that a step writes.
+    """Synchronous training. ``shards``: those that a step writes. ``spare``: how many tasks no step waits for.
 
-    ``members``: the tasks of this generation, in worker order. ``base``: steps that were written before it, the first
+    ``wanted``: of how many tasks a step is made; a lost task takes the place of a spare one. ``members``: the tasks of
+    this generation, in worker order. ``base``: steps that were written before it, the first
     of whose rounds is ``first``. States: planned; open; cutting; over.
     """
 
@@ -46,6 +48,8 @@ class Rounds:
     shards: Sequence[int]
     numbers: Iterator[int]
     deadline: float = float("inf")
+    spare: int = 0
+    wanted: int = 0
     state: str = "planned"
     cause: e.Cause | None = None
     sizes: Sizes = field(default_factory=Sizes)
@@ -56,7 +60,8 @@ class Rounds:
     out: deque[Piece] = field(default_factory=deque)
     again: deque[Sequence[Any]] = field(default_factory=deque)  # steps that were given and not written
     offered: deque[Sequence[Any]] = field(default_factory=deque)
-    heard: dict[int, dict[int, int]] = field(default_factory=dict)  # task -> piece -> steps
+    told: dict[tuple[int, int], set[int]] = field(default_factory=dict)  # piece and step -> tasks of which it is made
+    known: set[tuple[int, int]] = field(default_factory=set)  # steps of which all those have told
     began: float = 0.0
     missed: int = 0  # failures since the last step that was written
     lost: int = 0  # tasks likewise
@@ -79,6 +84,10 @@ class Rounds:
         """How many tasks work on pieces of their own."""
         return 1
 
+    def part(self, task: int) -> tuple[int, int, int]:
+        """The number of a task among the workers, how many there are, and of how many a step is made."""
+        return self.members.index(task), len(self.members), min(self.wanted, len(self.members))
+
     def steps_at(self, latest: int) -> int:
         """Steps that are written when round ``latest`` of this generation is."""
         return self.base + max(0, latest - self.first + 1)
@@ -94,8 +103,8 @@ class Rounds:
             case "open" | "cutting", e.End():
                 self.is_ended = True
                 return self._next(now)
-            case "open" | "cutting", Progress(task, number, done) if task in self.members:
-                return [*self._progress(task, number, done, now), *self._next(now)]
+            case "open" | "cutting", Progress(task) if task in self.members:
+                return [*self._progress(event, now), *self._next(now)]
             case "open", Broken(task, failure, is_fatal) if task in self.members:
                 self.missed += 1
                 return self._stop(failure if is_fatal or self.missed > RETRIES else None)
@@ -123,8 +132,10 @@ class Rounds:
         if not self.tasks:
             return self._over(e.TasksLost("no compute task is left"))
         self.state, self.members = "open", tuple(self.tasks)
+        self.wanted = self.wanted or max(1, len(self.tasks) - self.spare)
         self.first, self.began = self.next, now
-        self.heard = {task: {} for task in self.members}
+        self.told.clear()
+        self.known.clear()
         return self._next(now)
 
     def _next(self, now: float) -> list[Instruction]:
@@ -139,17 +150,25 @@ class Rounds:
             return self._stop(None)
         return given
 
-    def _progress(self, task: int, number: int, done: int, now: float) -> list[Instruction]:
-        """Steps that every member has heard are written."""
-        self.heard[task][number] = max(done, self.heard[task].get(number, 0))
+    def _progress(self, progress: Progress, now: float) -> list[Instruction]:
+        """Steps are reported when every task of which they are made has told of them."""
+        for step in range(progress.start, progress.done):
+            tasks = self.told.setdefault((progress.number, step), set())
+            tasks.add(progress.task)
+            if len(tasks) >= (progress.workers or len(self.members)):
+                self.known.add((progress.number, step))
         told: list[Instruction] = []
         while self.out:
             piece = self.out[0]
-            common = min(heard.get(piece.number, 0) for heard in self.heard.values())
-            if common > piece.done:
-                told.append(Report(piece.number, piece.done, common, self.members))
-                piece.done, self.missed, self.lost = common, 0, 0
-            if common < piece.count:
+            done = piece.done
+            while (piece.number, done) in self.known:
+                self.known.discard((piece.number, done))
+                del self.told[piece.number, done]
+                done += 1
+            if done > piece.done:
+                told.append(Report(piece.number, piece.done, done, self.members))
+                piece.done, self.missed, self.lost = done, 0, 0
+            if done < piece.count:
                 break
             self.out.popleft()
             if self.state == "open":

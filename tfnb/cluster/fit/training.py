@@ -24,7 +24,7 @@ from tfnb.cluster.fit import rounds as s
 from tfnb.cluster.fit.courses import HOLD
 from tfnb.cluster.fit.resident import read_failure
 from tfnb.cluster.joins import Way, join
-from tfnb.cluster.members import Ahead, Batch, Member, NotDone
+from tfnb.cluster.members import Ahead, Batch, Member, Mode, NotDone
 from tfnb.cluster.messages import Failed, Ok, Outcome, Refused
 from tfnb.cluster.programs import Placed
 from tfnb.errors import StepAborted, TfnbError
@@ -33,9 +33,13 @@ if TYPE_CHECKING:
     from tfnb.cluster.engine import Engine
 
 WATCH = 5.0  # seconds that a task has to answer a notebook that watches
-MACHINES = {"sync": s.Rounds, "async": a.Leases}
-
 Machine = s.Rounds | a.Leases
+
+
+def _machine(mode: Mode, tasks: list[int], shards: Sequence[int], deadline: float) -> Machine:
+    if mode.name == "sync":
+        return s.Rounds(tasks, shards, itertools.count(1), deadline, spare=mode.backup)
+    return a.Leases(tasks, shards, itertools.count(1), deadline)
 
 
 class Values(NamedTuple):
@@ -60,6 +64,7 @@ class _Listening:
 
     name: str
     seen: int = 0
+    late: int = 0  # steps of it that did not count
     is_watched: bool = False
     is_left: bool = False  # it was told to end: nothing more is lent to it
     lending: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -69,11 +74,11 @@ class Training:
     """One training in progress. ``steps``: applied so far; ``results``: values of steps that nobody took yet."""
 
     def __init__(
-        self, engine: Engine, placed: Placed, mode: str, ways: Sequence[Way], data: Ahead | None, tasks: list[int],
+        self, engine: Engine, placed: Placed, mode: Mode, ways: Sequence[Way], data: Ahead | None, tasks: list[int],
         deadline: float,
     ) -> None:  # fmt: skip
         self.engine, self.placed, self.data = engine, placed, data
-        self.machine: Machine = MACHINES[mode](tasks, placed.writes, itertools.count(1), deadline)
+        self.machine = _machine(mode, tasks, placed.writes, deadline)
         self.results: list[Values] = []
         self.steps = self._told = 0
         self.end: e.Finish | None = None
@@ -220,21 +225,23 @@ class Training:
         at = report.start
         while at < report.stop:
             found = [self._found(report.number, task, at) for task in report.tasks]
-            known = [heard for heard in found if heard is not None]
-            count = min([report.stop - at, *(heard.start + heard.steps - at for heard in known)])
+            known = [heard for heard in found if heard is not None and heard.start <= at]
+            ends = [
+                heard.start + (heard.steps if heard.start <= at else 0) - at for heard in found if heard is not None
+            ]
+            count = min([report.stop - at, *ends])
             self.results.append(Values(count, self._joined(known, at, count) if known else None))
             at += count
 
     def _found(self, number: int, task: int, at: int) -> _Heard | None:
-        """What a task told of a step; what it told of earlier ones is dropped."""
+        """What a task told of a step or, if that is made without it, of the next ones; what is before is dropped."""
         told = self._heard.get((number, task), [])
         while told and told[0].start + told[0].steps <= at:
             del told[0]
-        return told[0] if told and told[0].start <= at else None
+        return told[0] if told else None
 
     def _joined(self, known: Sequence[_Heard], at: int, count: int) -> list[torch.Tensor | None]:
-        """The values of all workers that have rows, as those of the whole batch."""
-        known = [heard for heard in known if heard.rows]
+        """The values of all workers that a step is made of, as those of the whole batch."""
         rows = [heard.rows for heard in known]
         joined: list[torch.Tensor | None] = []
         for place, way in enumerate(self._ways):
@@ -261,7 +268,7 @@ class Training:
     def _lend(self, task: int, piece: a.Piece) -> Coroutine[Any, Any, None]:
         """Lend a task a piece; what is sent is decided now, and sent in order."""
         loop, machine = self._loop(task), self.machine
-        part = [machine.members.index(task), len(machine.members)] if isinstance(machine, s.Rounds) else None
+        part = machine.part(task) if isinstance(machine, s.Rounds) else None
         self._streams.add(piece.stream)
         meta: dict[str, Any] = {
             "training": self._name, "loop": loop.name, "plan": self.placed.compute.id, "part": part,
@@ -336,17 +343,19 @@ class Training:
     def _hear(self, task: int, loop: _Listening, answer: Ok) -> None:
         """Take what a task tells of the steps that it had not told of before."""
         at, some, tensors = int(answer.meta["at"]), answer.meta["some"], iter(answer.tensors)
-        for number, start, count, rows in answer.meta["groups"]:
-            values = [next(tensors) if has else None for has in some] if rows else []
+        for number, start, count, rows, workers in answer.meta["groups"]:
+            values = [next(tensors) if has else None for has in some]
             known = min(count, max(0, loop.seen - at))
             at += count
             if known < count:
                 loop.seen = at
                 values = [None if value is None else value[known:] for value in values]
                 self._heard.setdefault((number, task), []).append(_Heard(start + known, count - known, rows, values))
-                self.feed(a.Progress(task, number, start + count))
+                self.feed(a.Progress(task, number, start + count, start + known, workers))
+        member, late = self.engine.tasks[task], int(answer.meta["late"])
+        member.late, loop.late = member.late + late - loop.late, late
         if answer.meta["seconds"]:
-            self.engine.tasks[task].seconds.append(float(answer.meta["seconds"]))
+            member.seconds.append(float(answer.meta["seconds"]))
 
     async def _broken(self, task: int, loop: _Listening, answer: Outcome) -> None:
         """A loop failed, or was not reached: it ends, and the machine learns why, unless it was ended meanwhile."""

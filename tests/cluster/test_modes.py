@@ -1,0 +1,132 @@
+"""How tasks work together, in real processes: spare tasks, and fits in other modes one after the other."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+import tfnb
+from tests.cluster.test_cuts import Counters
+from tests.cluster.test_resident import ROWS, counts
+from tfnb.errors import InvalidArgument
+
+PATIENCE = 60.0
+
+
+def version(cluster):
+    """How many writes the first server has seen."""
+    return max(stat["version"] for stat in cluster._do("stat", 5, cluster._engine.stats, 5.0).values())
+
+
+def until(is_so):
+    """Wait until it is so; False where it takes too long."""
+    end = time.monotonic() + PATIENCE
+    while not is_so() and time.monotonic() < end:
+        time.sleep(0.01)
+    return is_so()
+
+
+class Halted:
+    """A task that stands still from some step on: how many steps the others take meanwhile."""
+
+    def __init__(self, cluster, task, at, seconds):
+        self.cluster, self.at, self.seconds = cluster, at, seconds
+        self.pid = cluster._engine.tasks[task].info["pid"]
+        self.taken: list[int] = []
+        self.thread = threading.Thread(target=self.run)
+
+    def run(self):
+        assert until(lambda: version(self.cluster) >= self.at)
+        os.kill(self.pid, signal.SIGSTOP)
+        try:
+            time.sleep(0.2)  # what was on its way arrives
+            before = version(self.cluster)
+            time.sleep(self.seconds)
+            self.taken.append(version(self.cluster) - before)
+        finally:
+            os.kill(self.pid, signal.SIGCONT)
+
+    def rows(self, c):
+        """Data, until some steps after it went on."""
+        while self.thread.is_alive():
+            yield {c.x: torch.ones(4)}
+        for _ in range(60):
+            yield {c.x: torch.ones(4)}
+
+    def __enter__(self):
+        self.thread.start()
+        return self
+
+    def __exit__(self, *exc):
+        self.thread.join()
+
+
+@pytest.mark.parametrize(("tasks", "servers"), [(3, 1), (2, 2)])
+def test_c57_a_slow_task_holds_no_step_up_and_what_it_computes_late_is_dropped(connect, tasks, servers):
+    c = Counters()
+    cluster = connect(tasks)
+    assert len(cluster.servers) == servers
+    with Halted(cluster, 1, 40, 0.6) as halted:
+        done = tfnb.fit(c.train, halted.rows(c), backup=1)
+    assert halted.taken[0] > 5, "the others went on"
+    assert done.steps == cluster.step and counts(cluster) == {done.steps}
+    assert c.counts() == [float(done.steps)] * 2
+    late = sum(member.late for member in cluster._engine.tasks)
+    assert late > 0 and "too late to count" in str(cluster.status())
+    assert all(stat["staged"] == 0 for stat in cluster._do("stat", 5, cluster._engine.stats, 5.0).values())
+
+
+@pytest.mark.parametrize("drawn", [False, True], ids=["arrays", "drawn"])
+def test_spare_tasks_change_nothing_where_all_rows_are_the_same(connect, problem, drawn):
+    """Whoever is first, a step is the mean over as many rows as here: also a short batch, and one of a single row."""
+    p = problem()
+    x, y = p.feeds
+    data, labels = p.data[:1].repeat(27, 1), p.labels[:1].repeat(27)
+    fed = {x: data, y: labels}
+    options = {"epochs": 6, "batch_size": 13}
+    here = tfnb.fit(p.train, fed, watch=[p.loss], **options)
+    expected = p.values()
+    p.reset()
+    connect(3)
+    if drawn:
+        sizes = [13, 13, 1] * 6
+        there = tfnb.fit(p.train, ({x: data[:n], y: labels[:n]} for n in sizes), watch=[p.loss], backup=1)
+    else:
+        there = tfnb.fit(p.train, fed, watch=[p.loss], backup=1, **options)
+    for a, b in zip(p.values(), expected, strict=True):
+        assert bool(((a - b).abs() <= 1e-12 * (1.0 + b.abs())).all())
+    assert there.steps == here.steps == 18
+    if not drawn:
+        for mine, theirs in zip(there.history, here.history, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-12)
+
+
+def test_a_step_of_spare_tasks_is_made_of_as_many_rows_as_asked_for(connect):
+    """Each step adds the mean of its rows to w; with two tasks of three it is made of two shares."""
+    w = tfnb.Variable(torch.zeros((), dtype=torch.float64), name="w")
+    with tfnb.record("rows"):
+        x = tfnb.placeholder(torch.ones(4, dtype=torch.float64), name="x")
+        train = tfnb.train.SGD(1.0).apply_gradients([(x.mean(), w)])
+        seen = x.mean()
+    connect(3)
+    data = torch.arange(60, dtype=torch.float64)
+    done = tfnb.fit(train, {x: data}, steps=200, batch_size=4, backup=1, watch={"mean": seen})
+    sizes = [15] * 13 + [5]  # steps of each pass over the data
+    total = sum(entry["mean"] * steps for entry, steps in zip(done.history, sizes, strict=True))
+    assert -float(w.storage) == pytest.approx(total, rel=1e-9), "what is watched is what counts"
+
+
+@pytest.mark.parametrize(
+    ("backup", "text"), [(2, "backup=2 leaves no task.*has 2 compute tasks.*at most 1"), (9, "backup=9 leaves no task")]
+)
+def test_more_spare_tasks_than_there_are(connect, backup, text):
+    c = Counters()
+    cluster = connect(2)
+    with pytest.raises(InvalidArgument, match=text):
+        tfnb.fit(c.train, {c.x: ROWS}, steps=4, batch_size=4, backup=backup)
+    assert cluster.step == 0
