@@ -58,6 +58,44 @@ def test_consumers_in_other_cells_are_relinked(notebook: Notebook) -> None:
     assert tfnb.run(y, {"x": torch.ones(2, 3)}).tolist() == [15, 15]
 
 
+LAST_OPS = [
+    "h = (x * 2).exp()",
+    "h = x.relu().sum(1, keepdim=True) + x",
+    "h = torch.where(x > 0, x, x - 1)",
+    "h = x / 3",
+]
+
+
+@pytest.mark.parametrize("last", LAST_OPS)
+def test_consumers_follow_a_name_that_another_op_gives(notebook: Notebook, last: str) -> None:
+    begin = "x = tfnb.placeholder(torch.ones(4, 3), name='x')\n"
+    notebook.run("1", begin + "h = x.relu()")
+    notebook.run("2", "y = h.sum(1)")
+    notebook.run("3", "z = y * 2")
+    z = notebook.names["z"]
+    notebook.run("1", begin + last)
+    data, names = torch.randn(2, 3), {"torch": torch}
+    exec(last, names | {"x": data}, names)
+    assert torch.equal(tfnb.run(z, {"x": data}), names["h"].sum(1) * 2)
+    torch.testing.assert_close(z.sample, notebook.names["h"].sample.sum(1) * 2)
+
+
+@pytest.mark.parametrize(("first", "then"), [
+    ("h = x * 2", "h = x[:2]"), ("h = x * 2", "h = x.sum(0)"), ("h = k = x * 2", "h = x.exp()\nk = x * 2"),
+    ("h = x.t()", "h = x.t().exp()"), ("h = x * 2", "h = x.t().contiguous().t()"),
+])  # fmt: skip
+def test_consumers_do_not_follow_where_it_is_not_known_what_they_took(
+    notebook: Notebook, first: str, then: str
+) -> None:
+    begin = "x = tfnb.placeholder(torch.ones(4, 3), name='x')\n"
+    notebook.run("1", begin + first)
+    notebook.run("2", "y = h.sum()")
+    y = notebook.names["y"]
+    notebook.run("1", begin + then)
+    with pytest.raises(StaleNode, match=r"run In\[2\] again"):
+        tfnb.run(y, {"x": torch.ones(2, 3)})
+
+
 def test_consumers_of_what_is_gone_are_stale_and_named(notebook: Notebook) -> None:
     notebook.run("1", "x = tfnb.placeholder(torch.ones(4, 3), name='x')\nh = x * 2")
     notebook.run("2", "y = h.sum(1)")

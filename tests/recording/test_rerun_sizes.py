@@ -76,7 +76,7 @@ EDITS = {
     "a letter": (JOINS["letters of the user"], "zqr"),
     "a third": (f"{THREE}\nl = x.sum(1) * y * w", "zqr"),
     "another width": (JOINS["two"].replace("32, 3", "32, 4"), "qr"),
-    "no join": (f"{TWO}\nl = x.sum(1)", "z"),
+    "no join": (f"{TWO}\nl = x.sum(1)", "zq"),
     "half of it": (f"{TWO}\nl = (x.sum(1) * y)[::2]", "z"),
 }  # fmt: skip
 

@@ -266,7 +266,7 @@ def _commit(
     append: bool,
 ) -> None:  # fmt: skip
     """Turn what was recorded into the graph's new contents. ready: the last that may raise."""
-    aliases = _assigned_names(recorder, names)
+    aliases, assigned = _assigned_names(recorder, names)
     held = (*recorder.live, *recorder.space.live)
     live = {t.shown.value.node for t in held} | {v.node for v in aliases.values()}
     nodes = drop_unreachable_data(recorder.new, live - _captured(recorder))
@@ -280,7 +280,7 @@ def _commit(
     change = replaced(
         before, nodes, guards, aliases, recorder.owner, append=append, derivatives=space.derivatives,
         opaque=space.rules, written=rewound.moved(), hidden=rewound.hidden(changed), live=live,
-        chosen=recorder.tape.chosen,
+        chosen=recorder.tape.chosen, assigned=space.assigned | assigned,
     )  # fmt: skip
     rewound.check(change.contents)
     if recorder.graph.contents is not before:
@@ -295,6 +295,7 @@ def _commit(
     rewound.adopt(recorder.live, space.live, change.moved)
     rewound.replay(changed, held, recorder.graph.stale)
     space.live.update(recorder.live)
+    space.assigned |= assigned
     recorder.outside.remember()
     past(recorder.graph).renew(change.relinked, space.symbols.renewed)
     space.renew(change.relinked)
@@ -311,8 +312,8 @@ def _captured(recorder: Recorder) -> set[int]:
     return {node.id for node in recorder.new if node.op == "tfnb.constant"} - recorder.tape.wanted
 
 
-def _assigned_names(recorder: Recorder, names: Mapping[str, Any]) -> dict[str, Value]:
-    """Name nodes by the Python names they were assigned to; further outputs become aliases."""
+def _assigned_names(recorder: Recorder, names: Mapping[str, Any]) -> tuple[dict[str, Value], set[int]]:
+    """Name nodes by the Python names they were assigned to; further outputs become aliases. Aliases, and the nodes."""
     mine = {node.id for node in recorder.new}
     aliases: dict[str, Value] = {}
     done: set[int] = set()
@@ -328,7 +329,7 @@ def _assigned_names(recorder: Recorder, names: Mapping[str, Any]) -> dict[str, V
             done.add(at.node)
             recorder.rename(at.node, clean(name))
     taken = {node.name for node in recorder.nodes}
-    return {name: at for name, at in aliases.items() if name not in taken}
+    return {name: at for name, at in aliases.items() if name not in taken}, done
 
 
 def _unified(recorder: Recorder) -> dict[str, int | str]:

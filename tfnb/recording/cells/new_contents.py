@@ -17,6 +17,7 @@ import torch
 from tfnb.errors import StaleNode
 from tfnb.graph import Contents, Guard, Node, Owner, Value
 from tfnb.graph.node import leaves
+from tfnb.graph.op_facts import facts_of
 from tfnb.graph.subgraph import uses_queues
 from tfnb.recording.cells.size_letters import Letters, matched, substitute, unified_guards
 from tfnb.recording.values.workspace import Derivative
@@ -68,14 +69,15 @@ def replaced(
     old: Contents, new: list[Node], guards: list[Guard], aliases: Mapping[str, Value], owner: Owner, *, append: bool,
     derivatives: Iterable[Derivative] = (), opaque: Container[int] = (), written: Mapping[Value, Value] = _NOTHING,
     hidden: Container[Value] = (), live: Container[int] = (), chosen: Collection[str] = (),
+    assigned: Container[int] = (),
 ) -> Replacement:  # fmt: skip
     """Contents with ``owner``'s block replaced by ``new``.
 
     The block keeps its place in program order unless it uses nodes recorded later. derivatives: what was differentiated
     before. opaque: nodes that count as changed whenever their cell runs again. written: what the earlier run left in a
     tensor that it wrote -> what this one leaves there. hidden: what tensors were that only this one writes. live: nodes
-    that somebody holds. chosen: letters of sizes that the user gave. Raises StaleNode for a block that uses what is
-    computed from its own earlier run.
+    that somebody holds. chosen: letters of sizes that the user gave. assigned: nodes whose name is the user's, who
+    assigned them to it. Raises StaleNode for a block that uses what is computed from its own earlier run.
     """
     mine = [] if append else [n for n in old.nodes if n.owner is not None and n.owner.key == owner.key]
     gone = {n.id: _replaced_text(n) for n in mine}
@@ -86,7 +88,7 @@ def replaced(
     place = _place(old, others, mine, new)
     before, after = others[:place], others[place:]
     _refuse_circles(before, gone, old)
-    moved = _relinked(mine, new)
+    moved = _relinked(mine, new, assigned, old.aliases, aliases)
     same = _same(mine, new, moved, opaque)
     specs = {Value(n.id, i): spec for n in (*others, *mine, *new) for i, spec in enumerate(n.outputs)}
     moved |= {a: b for a, b in written.items() if specs.get(a) is not None and specs.get(a) == specs.get(b)}
@@ -224,15 +226,32 @@ def _missing_text(node: Node, old: Contents, missing: int) -> str:
     return _dropped_text(node, f"it uses {lost.name} of {_label(lost)}, which is not recorded any more")
 
 
-def _relinked(mine: list[Node], new: list[Node]) -> dict[Value, Value]:
-    """Old value -> new value for nodes of the same name, op and specs."""
+def _relinked(
+    mine: list[Node], new: list[Node], assigned: Container[int], names: Mapping[str, Value], now: Mapping[str, Value]
+) -> dict[Value, Value]:
+    """Old value -> new value for nodes of the same name and specs; of the same op, too, unless the name is the user's.
+
+    names, now: further names of the user's for values, before and in this run.
+    """
     fresh = {n.name: n for n in new}
+    others: dict[int, list[str]] = {}  # node -> its further names
+    for name, value in names.items():
+        others.setdefault(value.node, []).append(name)
     moved: dict[Value, Value] = {}
     for node in mine:
         twin = fresh.get(node.name)
-        if twin is not None and twin.op == node.op and twin.outputs == node.outputs:
+        if twin is None or twin.outputs != node.outputs:
+            continue
+        is_named = node.id in assigned and twin.id in assigned and _is_plain(node) and _is_plain(twin)
+        agrees = all(now.get(name) == Value(twin.id, names[name].index) for name in others.get(node.id, ()))
+        if twin.op == node.op or (is_named and agrees):
             moved.update({Value(node.id, i): Value(twin.id, i) for i in range(max(1, len(node.outputs)))})
     return moved
+
+
+def _is_plain(node: Node) -> bool:
+    """Whether a node gives new memory: who writes into it reaches nothing else."""
+    return node.op.startswith("aten.") and not facts_of(node.op).shares_memory
 
 
 def _same(mine: list[Node], new: list[Node], moved: Mapping[Value, Value], opaque: Container[int]) -> dict[int, int]:
@@ -241,7 +260,7 @@ def _same(mine: list[Node], new: list[Node], moved: Mapping[Value, Value], opaqu
     same: dict[int, int] = {}
     for node in mine:
         twin = fresh.get(moved.get(Value(node.id), Value(node.id)).node)
-        if twin is None or node.id in opaque or node.tags != twin.tags:
+        if twin is None or twin.op != node.op or node.id in opaque or node.tags != twin.tags:
             continue
         inputs = tuple(Value(same.get(v.node, v.node), v.index) for v in node.inputs)
         if inputs == twin.inputs and _equal(node.attrs, twin.attrs):

@@ -67,6 +67,7 @@ class Workspace:
         self.rules: dict[int, Callable[..., Any]] = {}  # nodes with a gradient rule of their own
         self.asked: dict[int, tuple[str, int]] = {}  # nodes of a function that the user's line called: where in it
         self.derivatives: tuple[Derivative, ...] = ()
+        self.assigned: set[int] = set()  # nodes that have the name to which the user assigned them
 
     @property
     def graph(self) -> Graph:
@@ -107,6 +108,7 @@ class Workspace:
         for node_id in ids:
             self.rules.pop(node_id, None)
             self.asked.pop(node_id, None)
+            self.assigned.discard(node_id)
         self.samples.forget(self.samples.of(ids))
 
     def sample(self, value: Value) -> torch.Tensor | None:
