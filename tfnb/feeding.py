@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +20,8 @@ from tfnb.errors import FeedError, ShapeError
 from tfnb.graph import Dim, Graph, Guard, Node, Spec, Value, current
 from tfnb.graph.spec import dtype_name
 from tfnb.recording.marks.notes import user_level
+
+T = TypeVar("T")
 
 Shapes = tuple[torch.Size, ...]
 Fed = tuple[list[torch.Tensor], Shapes]
@@ -98,8 +100,11 @@ class Feeder:
     def converted(self, given: Iterable[Any]) -> list[torch.Tensor]:
         """`fed` without a look at the shapes: for arrays of which a step takes some rows."""
         __tracebackhide__ = True
-        tensors = [row.tensor(value) for row, value in zip(self._rows, given, strict=True)]
-        return [tensor for row, tensor in zip(self._rows, tensors, strict=True) for _ in range(row.count)]
+        return self.spread([row.tensor(value) for row, value in zip(self._rows, given, strict=True)])
+
+    def spread(self, given: Iterable[T]) -> list[T]:
+        """What is given for each key, for each of ``values``."""
+        return [value for row, value in zip(self._rows, given, strict=True) for _ in range(row.count)]
 
     def _ensure_fit(self, shapes: Shapes) -> None:
         __tracebackhide__ = True

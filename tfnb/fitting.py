@@ -29,7 +29,7 @@ from tfnb.graph import Variable
 from tfnb.interrupts import handled
 from tfnb.recording import Tensor
 from tfnb.session import Session, default_session
-from tfnb.state.batch_order import Rows
+from tfnb.state.batch_order import Arrays
 from tfnb.structures import graph_of, value_of
 from tfnb.train.batches import Batch, Batches, batches, name_of
 from tfnb.train.metrics import Metrics
@@ -97,9 +97,11 @@ def fit(
     """Run ``fetch`` once for each batch of ``data``.
 
     fetch: usually what ``minimize`` gave. data: ``{placeholder: array}`` with rows on axis 0, or an iterable of feed
-    dicts. epochs: passes over the data. steps: so many steps in all instead. batch_size: rows of a step over all tasks
-    (32). shuffle, seed: another order in each epoch, the same in each call. watch: scalars to follow, or a dict of
-    names. timeout in seconds.
+    dicts. An array is of torch or NumPy, or a Dask array, bag, dataframe or column of one: its chunks are computed and
+    kept on the workers of a connected cluster, whose tasks read them there; without a cluster, up to 4 GiB are
+    computed here. epochs: passes over the data. steps: so many steps in all instead. batch_size: rows of a step over
+    all tasks (32). shuffle, seed: another order in each epoch, the same in each call. watch: scalars to follow, or a
+    dict of names. timeout in seconds.
 
     How the tasks of a connected cluster work together (here every mode is the same loop): ``mode="sync"`` divides the
     rows of a step over them and averages their gradients by rows. ``backup`` of them are spare then: a step is made of
@@ -121,6 +123,8 @@ def fit(
     _check_mode(mode, backup, staleness, timeout)
     session = default_session(graph_of(fetch))
     names, watched = _watched(watch, session)
+    if session.cluster is not None:
+        data = session.cluster.in_chunks(data, timeout)
     source = batches(data, epochs=epochs, steps=steps, batch_size=batch_size, shuffle=shuffle, seed=seed)
     run = _Run(Metrics(names), _front(source.total, session.graph.name), timeout, session.cluster)
     if session.cluster is None:
@@ -181,7 +185,7 @@ def _there(
 
 
 def _of_arrays(
-    session: Session, fetches: Any, keys: tuple[Any, ...], rows: Rows, total: int, run: _Run, mode: Mapping[str, Any]
+    session: Session, fetches: Any, keys: tuple[Any, ...], rows: Arrays, total: int, run: _Run, mode: Mapping[str, Any]
 ) -> Taken:  # fmt: skip
     """The same for arrays, which tasks take their rows of by themselves."""
     order = rows.order

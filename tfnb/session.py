@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,7 +44,8 @@ from tfnb.placement.requests import Asked, asked, task_of
 from tfnb.recording import graph as graph_named
 from tfnb.recording.marks.notes import user_level
 from tfnb.state import checkpoint
-from tfnb.state.batch_order import Rows
+from tfnb.state.batch_order import Arrays, Rows
+from tfnb.state.chunks import Chunked, like
 from tfnb.state.fifo import give_back
 from tfnb.step import Step
 from tfnb.structures import (
@@ -279,7 +280,7 @@ class Session:
         )  # fmt: skip
 
     def train(
-        self, fetches: Any, feeds: Sequence[Any], data: Iterable[Sequence[Any]] | tuple[Rows, int], *, mode: str,
+        self, fetches: Any, feeds: Sequence[Any], data: Iterable[Sequence[Any]] | tuple[Arrays, int], *, mode: str,
         timeout: float | None, **options: Any,
     ) -> Generator[Any, None, None]:  # fmt: skip
         """`fit` on the cluster: ``fetches`` once for each step of ``data``, as steps are applied.
@@ -305,15 +306,21 @@ class Session:
                 self._ensure_open()
                 yield prepared.rebuild([*results, *(variable.value() for variable in prepared.trailing)])
 
-    def _ahead(self, prepared: _Prepared, step: StepGraph, rows: Rows, total: int) -> Any:
+    def _ahead(self, prepared: _Prepared, step: StepGraph, data: Arrays, total: int) -> Any:
         """Arrays for the cluster; the steps of a full and of a short batch are checked here, before anything runs."""
         __tracebackhide__ = True
-        for at in {0, min(total, rows.order.per_pass) - 1}:
-            prepared.feeder.fed(rows.batch(at))
+        arrays, order = data
+        shown = Rows([like(array) for array in arrays], order)
+        for at in {0, min(total, order.per_pass) - 1}:
+            prepared.feeder.fed(shown.batch(at))
         first = next(self._runs)
         self._runs = itertools.count(first + total)
-        whole = Rows(prepared.feeder.converted(rows.arrays), rows.order)
-        return self.cluster.ahead(step, whole, total, first)
+        given = prepared.feeder.converted([a.stand_in()[:0] if isinstance(a, Chunked) else a for a in arrays])
+        fed = [
+            replace(array, dtype=tensor.dtype) if isinstance(array, Chunked) else tensor
+            for array, tensor in zip(prepared.feeder.spread(arrays), given, strict=True)
+        ]
+        return self.cluster.ahead(step, Arrays(tuple(fed), order), total, first)
 
     def _cut(self, prepared: _Prepared, isolation: str, timeout: float | None) -> Cut:
         """Copies of what a step reads, and of the Variables that are fetched with it."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dask.array as da
+import dask.bag as bags
 import numpy as np
 import pytest
 import torch
+from dask import config
+from dask.delayed import delayed
 
-from tfnb.errors import InvalidArgument, ShapeError
+from tfnb.errors import InvalidArgument, ResourceExhausted, ShapeError
 from tfnb.train.batches import batches
 
 X = torch.arange(10.0).reshape(10, 1)
@@ -111,3 +115,32 @@ def test_what_does_not_fit_is_refused_at_once(data, options, error, text):
 def test_item_that_is_no_feed_dict_is_named():
     with pytest.raises(InvalidArgument, match="item 1 of data is tuple"):
         list(batches([{"x": X}, (X, Y)]).each)
+
+
+def test_dask_collections_are_computed_here_where_no_cluster_is():
+    of_tensors = rows(batches({"x": X}, batch_size=4, epochs=2))
+    array = da.from_array(X.numpy(), chunks=(3, 1))
+    assert rows(batches({"x": array}, batch_size=4, epochs=2)) == of_tensors
+    assert rows(batches({"x": array[array[:, 0] >= 0]}, batch_size=4, epochs=2)) == of_tensors
+    assert rows(batches({"x": delayed(X.numpy())}, batch_size=4, epochs=2)) == of_tensors
+    with config.set(scheduler="sync"):
+        bag = bags.from_sequence([row.numpy() for row in X], npartitions=3)
+        assert rows(batches({"x": bag}, batch_size=4, epochs=2)) == of_tensors
+
+
+def test_a_dask_collection_that_is_too_large_or_fails():
+    with pytest.raises(ResourceExhausted, match=r"data for x has 7\.5 GiB.*tfnb\.connect"):
+        batches({"x": da.zeros((1000, 1000, 1000))})
+    with pytest.raises(InvalidArgument, match="data for x: Dask could not compute it: ZeroDivisionError"):
+        batches({"x": da.ones(3).map_blocks(lambda rows: 1 // 0, dtype=float)})
+    with pytest.raises(ShapeError, match="10 rows for x and 9 rows for y"):
+        batches({"x": X, "y": da.ones(9, chunks=2)})
+
+
+def test_columns_of_a_dask_dataframe():
+    pandas = pytest.importorskip("pandas")
+    frames = pytest.importorskip("dask.dataframe")
+    frame = frames.from_pandas(pandas.DataFrame({"x": X[:, 0].numpy(), "y": Y.numpy()}), npartitions=3)
+    made = batches({"x": frame[["x"]], "y": frame["y"]}, batch_size=4, shuffle=False)
+    x, y = next(made.each).values
+    assert torch.equal(x, X[:4]) and torch.equal(y, Y[:4])

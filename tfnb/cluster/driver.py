@@ -12,7 +12,7 @@ import time
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ import torch
 
 from tfnb.cluster import connected, wire
 from tfnb.cluster.card import Row, Status, size
+from tfnb.cluster.collections import in_chunks, read
 from tfnb.cluster.deploy import EPOCH, Place, find, replaced, start
 from tfnb.cluster.engine import Engine
 from tfnb.cluster.fit.sources import Counted, Drawn
@@ -45,7 +46,8 @@ from tfnb.placement.placement import Homes, Piece, joined, read_from
 from tfnb.placement.requests import asked, task_of
 from tfnb.placement.shards import pack, together
 from tfnb.recording.marks.notes import user_level
-from tfnb.state.batch_order import Rows
+from tfnb.state.batch_order import Arrays, Order, Rows
+from tfnb.state.chunks import Chunked
 
 T = TypeVar("T")
 
@@ -202,15 +204,29 @@ class Cluster:
         """What `train` takes, made of (tensors in the order of its feeds, run index)."""
         return batches(step, rows)
 
-    def ahead(self, step: StepGraph, rows: Rows, total: int, run_index: int) -> Ahead | Iterator[Batch]:
+    def in_chunks(self, data: Any, timeout: float | None) -> Any:
+        """Data for `ahead`: Dask collections are computed and kept on the workers, and never come here."""
+        if not isinstance(data, Mapping):
+            return data
+        self._ensure_open()
+        return in_chunks(self.client, data, timeout)
+
+    def ahead(self, step: StepGraph, data: Arrays, total: int, run_index: int) -> Ahead | Iterator[Batch]:
         """What `train` takes, made of arrays in the order of its feeds: sent once, unless they are too large."""
-        free = varying(step)
-        fits = all(of or not array.dim() for of, array in zip(free, rows.arrays, strict=True))
+        arrays, order = data
+        fits = all(of or not array.dim() for of, array in zip(varying(step), arrays, strict=True))
         budgets = (member.info.get("budget") for member in self._engine.tasks)
         room = min([AHEAD, *(budget // 4 for budget in budgets if budget)])
-        if fits and wire.size(rows.arrays) <= room:
-            return Ahead(tuple(rows.arrays), rows.order, total, run_index)
-        return batches(step, ((rows.batch(at), run_index + at) for at in range(total)))
+        if fits and wire.size([array for array in arrays if isinstance(array, torch.Tensor)]) <= room:
+            return Ahead(arrays, order, total, run_index)
+        return self._drawn(step, arrays, order, range(run_index, run_index + total))
+
+    def _drawn(
+        self, step: StepGraph, arrays: Sequence[torch.Tensor | Chunked], order: Order, runs: range
+    ) -> Iterator[Batch]:
+        """Batches that are made here."""
+        rows = Rows([read(self.client, array) for array in arrays], order)
+        return batches(step, ((rows.batch(at), run) for at, run in enumerate(runs)))
 
     def train(
         self, step: StepGraph, source: Ahead | Iterable[Batch], *, mode: str = "sync", backup: int = 0,
@@ -261,8 +277,8 @@ class Cluster:
         ways = joins(step)
         self._send(step.variables)
         if isinstance(source, Ahead):
-            rows, run = Rows(source.arrays, source.order), source.run_index
-            source = batches(step, ((rows.batch(at), run + at) for at in range(source.total)))
+            runs = range(source.run_index, source.run_index + source.total)
+            source = self._drawn(step, source.arrays, source.order, runs)
         for batch in source:
             left = self._left(end)
             self._send(step.variables, thorough=False)

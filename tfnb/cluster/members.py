@@ -10,6 +10,7 @@ import torch
 
 from tfnb.cluster.messages import Outcome, Peer
 from tfnb.state.batch_order import Order
+from tfnb.state.chunks import Chunked
 
 
 @dataclass(eq=False)
@@ -49,12 +50,12 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """Data that is sent to the tasks once: rows of arrays, in an order that each task derives from the seed.
+    """Data that is sent to the tasks once, or told where it lies: rows of arrays, in an order of the seed alone.
 
     ``total``: steps. ``run_index``: of the first one.
     """
 
-    arrays: tuple[torch.Tensor, ...]
+    arrays: tuple[torch.Tensor | Chunked, ...]
     order: Order
     total: int
     run_index: int

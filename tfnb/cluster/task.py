@@ -32,6 +32,7 @@ from tfnb.cluster.core import PLANS, Arrived, Core, Event, Reply, Send, Tick, fe
 from tfnb.cluster.fit.resident import Ended, Loops
 from tfnb.cluster.messages import Failed, NotSent, Ok, OpId, Outcome, Peer, Refused, Request, Unknown, failed
 from tfnb.cluster.programs import ComputeProgram, Push, ShardProgram
+from tfnb.cluster.reading import Reader
 from tfnb.cluster.transport import read_request, worker_link, write_outcome
 from tfnb.errors import InvalidArgument
 from tfnb.state.store import Store
@@ -41,6 +42,7 @@ Answer = Ok | Failed | Refused
 SEND = 60.0  # seconds that a shard tries to reach another one
 TICK = 0.5  # seconds between looks at requests that wait inside of the core
 REVOKED = 1024  # leases taken back that are remembered
+ROOM = 8 << 30  # bytes, where the worker has no memory limit
 SHARE = 0.6  # of a worker's memory limit that a server may fill; Dask pauses a worker at 0.8
 
 
@@ -76,6 +78,8 @@ class Task:
         self.revoked: deque[int] = deque(maxlen=REVOKED)  # leases that were taken back
         self.pushing: set[int] = set()  # leases that servers may have applied
         self.computing = Computing()
+        self.reader = Reader(worker)
+        self.room = (self.budget or ROOM) // 2
         self.loops = Loops(self, self.plans)
         self.applying = ThreadPoolExecutor(1, thread_name_prefix="tfnb-server")
         torch.set_num_threads(threads or worker.state.nthreads)
@@ -319,6 +323,14 @@ class Task:
         else:
             client, seq = meta["lease"]
             await self.ask(push.shard, "push", about, push.tensors, OpId(str(client), int(seq)), deadline)
+
+    async def read(self, key: Any, what: str) -> torch.Tensor:
+        """A chunk that Dask holds."""
+        return await self.reader.read(key, f"{what} for {self.name}")
+
+    async def stop_reading(self) -> None:
+        """No training is there that reads chunks."""
+        await self.reader.close()
 
     async def ask(
         self, shard: int, method: str, meta: Mapping[str, Any], tensors: Sequence[torch.Tensor], op: OpId | None,

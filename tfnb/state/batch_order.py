@@ -1,6 +1,6 @@
 """Which rows of arrays each step trains on: a function of the seed alone, so every machine knows them by itself.
 
-Imports torch only.
+Imports chunks.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+
+from tfnb.state.chunks import Chunked, Chunks
 
 
 class Order(NamedTuple):
@@ -37,6 +39,13 @@ class Order(NamedTuple):
         return number + 1, start, min(start + self.batch_size, self.rows)
 
 
+class Arrays(NamedTuple):
+    """Arrays of training data, all with the same number of rows or without an axis, and the order of the rows."""
+
+    arrays: tuple[torch.Tensor | Chunked, ...]
+    order: Order
+
+
 @dataclass
 class Rows:
     """Arrays whose rows are taken in an order. An array without an axis is taken whole.
@@ -46,7 +55,7 @@ class Rows:
     ((tensor([4]), tensor(7)), (tensor([1]), tensor(7)))
     """
 
-    arrays: Sequence[torch.Tensor]
+    arrays: Sequence[torch.Tensor | Chunks]
     order: Order
     _pass: int = field(default=0, init=False)  # the pass of `_permutation`
     _permutation: torch.Tensor = field(default_factory=lambda: torch.empty(0), init=False)
@@ -59,12 +68,14 @@ class Rows:
 
     def part(self, step: int, first: int, last: int) -> tuple[torch.Tensor, ...]:
         """Rows ``first`` to ``last`` of the batch of one step."""
+        at = self.at(step, first, last)
+        return tuple(_taken(array, at) if array.dim() else array for array in self.arrays)  # type: ignore[misc]
+
+    def at(self, step: int, first: int, last: int) -> torch.Tensor | slice:
+        """Where these rows are in the arrays."""
         number, start, _ = self.order.place(step)
         start, stop = start + first, start + last
-        if not self.order.shuffle:
-            return tuple(array[start:stop] if array.dim() else array for array in self.arrays)
-        at = self._order_of(number)[start:stop]
-        return tuple(array.index_select(0, at.to(array.device)) if array.dim() else array for array in self.arrays)
+        return self._order_of(number)[start:stop] if self.order.shuffle else slice(start, stop)
 
     def _order_of(self, number: int) -> torch.Tensor:
         """The order of pass ``number``; that of a pass follows from the one before it."""
@@ -75,3 +86,7 @@ class Rows:
             self._permutation = torch.randperm(self.order.rows, generator=self._generator)
             self._pass += 1
         return self._permutation
+
+
+def _taken(array: torch.Tensor | Chunks, at: torch.Tensor | slice) -> torch.Tensor:
+    return array[at] if isinstance(at, slice) else array.index_select(0, at.to(array.device))

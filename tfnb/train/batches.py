@@ -8,16 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from itertools import count, islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 
-from tfnb.errors import InvalidArgument, ShapeError
+from tfnb.errors import InvalidArgument, ResourceExhausted, ShapeError
 from tfnb.graph import current
-from tfnb.state.batch_order import Order, Rows
+from tfnb.state.batch_order import Arrays, Order, Rows
+from tfnb.state.chunks import Chunked, as_rows, is_collection, without_frames
 
 DEFAULT_BATCH = 32  # rows
+MOST = 4 << 30  # bytes of a Dask collection that are computed here
 
 
 class Batch(NamedTuple):
@@ -35,7 +37,7 @@ class Batches:
 
     each: Iterator[Batch]
     total: int | None
-    rows: Rows | None = None  # the arrays that they are made from
+    rows: Arrays | None = None  # the arrays that they are made from
     keys: tuple[Any, ...] = ()  # of the arrays
 
     @property
@@ -75,21 +77,23 @@ def _of_arrays(
     data: Mapping[Any, Any], epochs: int, steps: int | None, batch_size: int, shuffle: bool, seed: int
 ) -> Batches:
     keys, arrays = tuple(data), tuple(as_array(key, value) for key, value in data.items())
-    rows = _rows(keys, arrays)
-    taken = Rows(arrays, Order(rows, batch_size, shuffle, seed))
-    total = steps or epochs * taken.order.per_pass
+    order = Order(_rows(keys, arrays), batch_size, shuffle, seed)
+    total = steps or epochs * order.per_pass
 
     def each() -> Iterator[Batch]:
+        taken = Rows(cast(tuple[torch.Tensor, ...], arrays), order)  # chunks lie on a cluster, which takes the rows
         for step in range(total):
-            epoch, start, stop = taken.order.place(step)
+            epoch, start, stop = order.place(step)
             yield Batch(epoch, keys, taken.part(step, 0, stop - start), stop - start)
 
-    return Batches(each(), total, taken, keys)
+    return Batches(each(), total, Arrays(arrays, order), keys)
 
 
-def as_array(key: Any, value: Any) -> torch.Tensor:
-    """Data as a tensor, without a copy where that is possible."""
-    value = current.plain(value)
+def as_array(key: Any, value: Any) -> torch.Tensor | Chunked:
+    """Data as a tensor, without a copy where that is possible. A Dask collection is computed, up to `MOST` bytes."""
+    if isinstance(value, Chunked):
+        return value
+    value = _computed(key, value) if is_collection(value) else current.plain(value)
     if isinstance(value, np.ndarray) and not value.flags.writeable:
         value = value.copy()  # torch warns of shared memory that must not be written
     try:
@@ -98,7 +102,25 @@ def as_array(key: Any, value: Any) -> torch.Tensor:
         raise InvalidArgument(f"data for {name_of(key)} is {type(value).__name__}, no array: {error}") from None
 
 
-def _rows(keys: tuple[Any, ...], arrays: tuple[torch.Tensor, ...]) -> int:
+def _computed(key: Any, collection: Any) -> Any:
+    """All rows of a Dask collection, computed here: in no order of chunks, so all of them are needed at once."""
+    collection = without_frames(collection)
+    nbytes = getattr(collection, "nbytes", None)
+    if isinstance(nbytes, int | float) and nbytes > MOST:
+        raise ResourceExhausted(
+            f"data for {name_of(key)} has {nbytes / 2**30:.1f} GiB. Without a cluster a Dask collection is computed "
+            f"here as a whole, up to {MOST / 2**30:.0f} GiB. Connect a cluster, where its chunks stay on the workers: "
+            "tfnb.connect(client), or %tfcluster 4"
+        )
+    try:
+        return as_rows(collection.compute())
+    except Exception as error:
+        raise InvalidArgument(
+            f"data for {name_of(key)}: Dask could not compute it: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _rows(keys: tuple[Any, ...], arrays: tuple[torch.Tensor | Chunked, ...]) -> int:
     """How many rows all the arrays have."""
     lengths = {name_of(key): len(array) for key, array in zip(keys, arrays, strict=True) if array.dim()}
     if not lengths:

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from tfnb.cluster.computing import Computing
+from tfnb.cluster.fit.data import Data, Needs
 from tfnb.cluster.messages import Failed, Ok, OpId, Refused, Request, failed
 from tfnb.cluster.plan import divide
 from tfnb.cluster.programs import ComputeProgram, Push
@@ -49,6 +50,11 @@ class Host(Protocol):
 
     name: str
     computing: Computing
+    room: int  # bytes of chunks that it may keep
+
+    async def read(self, key: Any, what: str) -> torch.Tensor: ...
+
+    async def stop_reading(self) -> None: ...
 
     async def ask(
         self, shard: int, method: str, meta: Mapping[str, Any], tensors: Sequence[torch.Tensor], op: OpId | None,
@@ -61,6 +67,15 @@ class Share(NamedTuple):
 
     feeds: Sequence[torch.Tensor]
     rows: int
+    run: int
+    workers: int
+
+
+class _Mine(NamedTuple):
+    """``rows``, from and to, that a worker takes of batch ``index`` of a piece; None where it has none."""
+
+    index: int
+    rows: tuple[int, int] | None
     run: int
     workers: int
 
@@ -97,17 +112,39 @@ class Given:
 
     def share(self, index: int, data: Rows | None) -> Share:
         """What this worker computes of a step."""
+        mine = self._mine(index, data)
+        if mine.rows is None:
+            return Share((), 0, mine.run, mine.workers)
+        first, last = mine.rows
+        if self.steps is not None:
+            assert data is not None  # the notebook sends the data first
+            feeds: Sequence[torch.Tensor] = data.part(self.steps + mine.index, first, last)
+            return Share(feeds, last - first, mine.run, mine.workers)
+        tensors, of, _, cut = self.batches[mine.index % self.count]
+        if (first, last) == (0, of):
+            return Share(tensors, of or 1, mine.run, mine.workers)
+        feeds = [t[first:last] if c else t for t, c in zip(tensors, cut, strict=True)]
+        return Share(feeds, last - first, mine.run, mine.workers)
+
+    def rows(self, order: Rows) -> Iterator[torch.Tensor | slice]:
+        """Where the rows are that this worker takes of arrays, step by step."""
+        for index in range(self.count):
+            mine = self._mine(index, order)
+            if mine.rows is not None:
+                yield order.at((self.steps or 0) + mine.index, *mine.rows)
+
+    def _mine(self, index: int, data: Rows | None) -> _Mine:
+        """Which rows of which batch."""
         worker, workers, wanted = self.part or (0, 1, 1)
         ranges = divide(self._rows(index, data), wanted)
         run = self.run + index if self.steps is not None else self.batches[index][2]
         if wanted == workers:
             if worker >= len(ranges):
-                return Share((), 0, run, len(ranges))
-            return self._share(index, ranges[worker], run + worker * RANK, len(ranges), data)
+                return _Mine(index, None, run, len(ranges))
+            return _Mine(index, ranges[worker], run + worker * RANK, len(ranges))
         ahead, place = divmod((worker + self.first + index) % workers, wanted)
         of_next = divide(self._rows(index + ahead, data), wanted)
-        rows = of_next[place % len(of_next)]
-        return self._share(index + ahead, rows, run + worker * RANK, len(ranges), data)
+        return _Mine(index + ahead, of_next[place % len(of_next)], run + worker * RANK, len(ranges))
 
     def _rows(self, index: int, data: Rows | None) -> int:
         """Rows of a batch, 0 where it has none; behind the last batch of those drawn in the notebook is the first."""
@@ -116,17 +153,6 @@ class Given:
         assert data is not None  # the notebook sends the data first
         _, start, stop = data.order.place(self.steps + index)
         return stop - start
-
-    def _share(self, index: int, rows: tuple[int, int], run: int, workers: int, data: Rows | None) -> Share:
-        first, last = rows
-        if self.steps is not None:
-            assert data is not None
-            return Share(data.part(self.steps + index, first, last), last - first, run, workers)
-        tensors, of, _, cut = self.batches[index % self.count]
-        if (first, last) == (0, of):
-            return Share(tensors, of or 1, run, workers)
-        feeds = [t[first:last] if c else t for t, c in zip(tensors, cut, strict=True)]
-        return Share(feeds, last - first, run, workers)
 
 
 @dataclass(slots=True)
@@ -148,14 +174,59 @@ class _Done:
         return all(a is None or b is None or a.shape == b.shape for a, b in zip(self.out, other.out, strict=True))
 
 
+class Prefetch:
+    """The rows of the pieces that are lent, on their way to where they are trained on. ``data``: for the steps."""
+
+    def __init__(self, arrays: Data, order: Order) -> None:
+        self.data = Rows(arrays.arrays, order)
+        self._arrays = arrays
+        self._order = Rows((), order)  # of its own: steps take theirs in another thread
+        self._one_by_one = asyncio.Lock()
+        self._held: dict[int, asyncio.Task[Needs]] = {}  # by number of the piece
+
+    def begin(self, given: Given, is_here: Callable[[], None]) -> None:
+        """A piece is lent."""
+        if self._arrays.chunked:
+            held = self._held[given.number] = asyncio.ensure_future(self._hold(given))
+            held.add_done_callback(lambda _: is_here())
+
+    async def _hold(self, given: Given) -> Needs:
+        async with self._one_by_one:
+            needs = await asyncio.to_thread(lambda: self._arrays.needs(given.rows(self._order)))
+        await self._arrays.hold(needs)
+        return needs
+
+    def is_here(self, given: Given) -> bool:
+        """Whether its rows are here; raises what kept them away."""
+        held = self._held.get(given.number)
+        if held is not None and held.done():
+            held.result()
+        return held is None or held.done()
+
+    def end(self, given: Given) -> None:
+        """A piece is done."""
+        held = self._held.pop(given.number, None)
+        if held is not None:
+            self._arrays.free(held.result())
+
+    def close(self) -> None:
+        """No more pieces."""
+        for held in self._held.values():
+            if not held.done():
+                held.cancel()
+            elif not held.cancelled() and held.exception() is None:
+                self._arrays.free(held.result())
+        self._held.clear()
+
+
 class Loop:
     """One training on one task."""
 
     def __init__(
-        self, host: Host, training: str, program: ComputeProgram, data: Rows | None, shards: list[int]
+        self, host: Host, training: str, program: ComputeProgram, ahead: Prefetch | None, shards: list[int]
     ) -> None:
-        self._host, self._training, self._program, self._data, self._shards = host, training, program, data, shards
-        self._reads = program.reads
+        self._host, self._training, self._program, self._shards = host, training, program, shards
+        self._ahead, self._reads = ahead, program.reads
         self._given: deque[Given] = deque()
         self._held: dict[str, tuple[int, torch.Tensor]] = {}  # key -> version and value
         self._rounds: dict[int, int] = {}  # shard -> the round whose values it sent
@@ -182,6 +253,8 @@ class Loop:
         """One more piece; a piece that is here already means nothing."""
         if not any(held.number == given.number for held in self._given):
             self._given.append(given)
+            if self._ahead is not None:
+                self._ahead.begin(given, self._changed.set)
             self._changed.set()
 
     async def watch(self, seen: int) -> Ok:
@@ -253,6 +326,8 @@ class Loop:
                         await self._exchange("pull", {}, {}, None)
                     await self._step(given, index)
                 self._given.popleft()
+                if self._ahead is not None:
+                    self._ahead.end(given)
                 self._news.set()
         except Cancelled:
             pass
@@ -261,12 +336,14 @@ class Loop:
         except Exception as error:
             self._failure = failed(error, self._host.name)
         finally:
+            if self._ahead is not None:
+                self._ahead.close()
             self._stands.set()
             self._news.set()
 
     async def _goes_on(self) -> bool:
-        """Wait for a piece, and for the end of a pause; False when it is to end."""
-        while self._is_wanted and (self._is_pause_wanted or not self._given):
+        """Wait for a piece and for its rows, and for the end of a pause; False when it is to end."""
+        while self._is_wanted and (self._is_pause_wanted or not self._has_piece):
             self._changed.clear()
             self._has_stood = True
             self._stands.set()
@@ -274,6 +351,11 @@ class Loop:
             await self._changed.wait()
         self._stands.clear()
         return self._is_wanted
+
+    @property
+    def _has_piece(self) -> bool:
+        """Whether there is a piece whose rows are here; raises what kept them away."""
+        return bool(self._given) and (self._ahead is None or self._ahead.is_here(self._given[0]))
 
     async def _step(self, given: Given, index: int) -> None:
         """Compute, send each server its part, and take the values of the next step from the answers."""
@@ -299,7 +381,7 @@ class Loop:
     def _computed(self, given: Given, index: int, values: Mapping[str, torch.Tensor]) -> tuple[Share, Out, list[Push]]:
         """In the compute thread: the fetches and what goes to the servers, all of it finite."""
         begin = time.monotonic()
-        share = given.share(index, self._data)
+        share = given.share(index, self._ahead.data if self._ahead is not None else None)
         if not share.rows:
             return share, [], []
         out, pushes = self._program.run(share.feeds, values, share.run)
@@ -394,7 +476,7 @@ class Loops:
     def __init__(self, host: Host, plans: Mapping[str, ComputeProgram]) -> None:
         self._host, self._plans = host, plans
         self._loops: dict[str, Loop] = {}
-        self._data: dict[str, list[torch.Tensor]] = {}  # training -> arrays
+        self._data: dict[str, Data] = {}  # of trainings
         self._left: deque[str] = deque(maxlen=LEFT)  # loops that were ended: what is lent to them comes too late
 
     async def on(self, request: Request) -> Ok | Refused:
@@ -402,10 +484,16 @@ class Loops:
         meta = request.meta
         match request.method:
             case "load":
-                self._data[str(meta["training"])] = list(request.tensors)
+                self._data[str(meta["training"])] = Data(
+                    request.tensors, meta["chunked"], self._host.read, self._host.room
+                )
                 return Ok()
             case "unload":
-                self._data.pop(str(meta["training"]), None)
+                data = self._data.pop(str(meta["training"]), None)
+                if data is not None:
+                    data.close()
+                if not self._data:
+                    await self._host.stop_reading()
                 return Ok()
             case "lend":
                 return self._lend(request)
@@ -433,7 +521,7 @@ class Loops:
             program, training = self._plans.get(str(meta["plan"])), str(meta["training"])
             if program is None:
                 return Refused("unknown-plan", str(meta["plan"]))
-            data = None if meta["order"] is None else Rows(self._data[training], Order(*meta["order"]))
-            self._loops[name] = Loop(self._host, training, program, data, list(meta["shards"]))
+            ahead = None if meta["order"] is None else Prefetch(self._data[training], Order(*meta["order"]))
+            self._loops[name] = Loop(self._host, training, program, ahead, list(meta["shards"]))
         self._loops[name].lend(Given.of(meta, request.tensors))
         return Ok()

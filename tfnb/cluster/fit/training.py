@@ -22,12 +22,14 @@ from tfnb.cluster import wire
 from tfnb.cluster.fit import leases as a
 from tfnb.cluster.fit import rounds as s
 from tfnb.cluster.fit.courses import HOLD
+from tfnb.cluster.fit.data import written
 from tfnb.cluster.fit.resident import read_failure
 from tfnb.cluster.joins import Way, join
 from tfnb.cluster.members import Ahead, Batch, Member, Mode, NotDone
 from tfnb.cluster.messages import Failed, Ok, Outcome, Refused
 from tfnb.cluster.programs import Placed
 from tfnb.errors import StepAborted, TfnbError
+from tfnb.state.chunks import Chunked
 
 if TYPE_CHECKING:
     from tfnb.cluster.engine import Engine
@@ -317,7 +319,9 @@ class Training:
     async def _load(self, member: Member) -> None:
         """Send the data ahead, once."""
         if isinstance(self.data, Ahead) and member not in self._sent:
-            answer = await self._asked(member, "load", {"training": self._name}, self.data.arrays)
+            chunked = [place for place, array in enumerate(self.data.arrays) if isinstance(array, Chunked)]
+            about = {"training": self._name, "chunked": chunked}
+            answer = await self._asked(member, "load", about, [written(array) for array in self.data.arrays])
             if not isinstance(answer, Ok):
                 raise NotDone(answer)
             self._sent.add(member)

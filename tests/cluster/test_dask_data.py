@@ -1,0 +1,201 @@
+"""Dask collections as data of `fit`: read from the workers that hold them, exact, and never through the notebook."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import dask.array as da
+import dask.bag as db
+import numpy as np
+import pytest
+import torch
+from dask.delayed import delayed
+from tornado.iostream import IOStream
+
+import tfnb
+from tfnb.errors import InvalidArgument, ShapeError, UnsupportedDtype
+
+
+def fitted(p, data, **kwargs):
+    """Values after a training from the start, and its result."""
+    p.reset()
+    done = tfnb.fit(p.train, data, watch=[p.loss], seed=3, epochs=2, batch_size=13, **kwargs)
+    return p.values(), done
+
+
+def array(tensor, *chunks):
+    return da.from_array(tensor.numpy(), chunks=chunks)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("tasks", [1, 2])
+def test_a_sync_fit_on_dask_arrays_is_bitwise_that_on_tensors(connect, problem, tasks, shuffle):
+    p = problem()
+    x, y = p.feeds
+    connect(tasks)
+    expected, of_tensors = fitted(p, {x: p.data, y: p.labels}, shuffle=shuffle)
+    found, of_chunks = fitted(p, {x: array(p.data, 7, 2), y: array(p.labels, 25)}, shuffle=shuffle)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    for mine, theirs in zip(of_chunks.history, of_tensors.history, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-12), "means, summed in other portions"
+
+
+def test_every_kind_of_collection_and_tensors_beside_them(connect, problem):
+    p = problem()
+    x, y = p.feeds
+    connect(2)
+    expected, _ = fitted(p, {x: p.data, y: p.labels})
+    unknown = array(p.data, 9, 4)
+    unknown = unknown[da.from_array(np.ones(60, bool), chunks=9)]  # sizes that only its values tell
+    assert np.isnan(unknown.shape[0])
+    rows = [delayed(row) for row in p.data.numpy()]
+    for of_x, of_y in (
+        (unknown, p.labels),
+        (p.data, db.from_sequence(p.labels.tolist(), npartitions=4)),
+        (db.from_delayed([delayed(list)(rows[:31]), delayed(list)(rows[31:])]), array(p.labels, 60)),
+        (delayed(p.data.numpy()), array(p.labels.int(), 20)),
+    ):
+        found, _ = fitted(p, {x: of_x, y: of_y})
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_columns_of_a_dataframe(connect, problem):
+    pandas = pytest.importorskip("pandas")
+    frames = pytest.importorskip("dask.dataframe")
+    p = problem()
+    x, y = p.feeds
+    connect(2)
+    expected, _ = fitted(p, {x: p.data, y: p.labels})
+    columns = {name: p.data[:, at].numpy() for at, name in enumerate("abcd")}
+    frame = frames.from_pandas(pandas.DataFrame({**columns, "y": p.labels.numpy()}), npartitions=4)
+    found, _ = fitted(p, {x: frame[list("abcd")], y: frame["y"]})
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+class Sums:
+    """Two Variables on two servers; every batch takes its mean row from each."""
+
+    def __init__(self) -> None:
+        self.variables = [tfnb.Variable(torch.zeros(200, dtype=torch.float64), name=f"sum{i}") for i in range(2)]
+        with tfnb.record("sums"):
+            self.x = tfnb.placeholder(torch.ones(4, dtype=torch.float64), name="x")
+            both = [(self.x.mean().expand(200) * 1.0, variable) for variable in self.variables]
+            self.train = tfnb.train.SGD(1.0).apply_gradients(both)
+
+    def sums(self) -> list[float]:
+        return [-float(v.storage[0]) for v in self.variables]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_chunks_of_a_killed_worker_are_computed_again_and_no_row_is_lost_or_doubled(connect, mode):
+    s = Sums()
+    cluster = connect(2)
+    tfnb.run(s.train, {s.x: torch.zeros(4, dtype=torch.float64)})
+    rows = da.arange(1600, chunks=64, dtype=np.float64)
+    pid = cluster._engine.tasks[1].info["pid"]
+
+    def kill() -> None:
+        end = time.monotonic() + 60
+        while cluster.step < 40 and time.monotonic() < end:
+            time.sleep(0.005)
+        os.kill(pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        done = tfnb.fit(s.train, {s.x: rows}, batch_size=4, mode=mode, shuffle=False)
+    finally:
+        killer.join()
+    assert done.steps == 400 and cluster.step == 401
+    assert cluster.tasks == ("task:0",)
+    assert s.sums() == [1600 * 1599 / 2 / 4] * 2
+
+
+def test_no_row_comes_through_the_notebook_or_the_scheduler(connect, monkeypatch):
+    s = Sums()
+    connect(2)
+    with tfnb.record("wide"):
+        x = tfnb.placeholder(torch.ones(4, 25_000, dtype=torch.float64), name="x")
+        train = tfnb.train.SGD(1.0).apply_gradients([(x.mean().expand(200) * 1.0, s.variables[0])])
+    received = []
+    read = IOStream.read_from_fd
+
+    def counted(stream, buffer):
+        count = read(stream, buffer)
+        received.append(count or 0)
+        return count
+
+    rows = da.random.default_rng(0).random((160, 25_000), chunks=(16, 25_000))
+    tfnb.fit(train, {x: rows}, batch_size=8)
+    monkeypatch.setattr(IOStream, "read_from_fd", counted)
+    tfnb.fit(train, {x: rows}, batch_size=8)
+    assert 0 < sum(received) < 0.02 * rows.nbytes, f"{sum(received)} of {rows.nbytes} bytes"
+
+
+def fails_at(number):
+    def chunk(values, block_info=None):
+        if block_info[0]["chunk-location"][0] == number:
+            raise ZeroDivisionError("no such file")
+        return values
+
+    return chunk
+
+
+def narrower_at(number):
+    def chunk(values, block_info=None):
+        return values[:, :3] if block_info[0]["chunk-location"][0] == number else values
+
+    return chunk
+
+
+def test_errors_name_the_chunk(connect, problem):
+    p = problem()
+    x, y = p.feeds
+    connect(2)
+    bad = array(p.data, 10, 4).map_blocks(fails_at(3), dtype=np.float64)
+    with pytest.raises(InvalidArgument, match=r"data for x: .*chunk 3 of 6 \(.*ZeroDivisionError: no such file"):
+        fitted(p, {x: bad, y: p.labels})
+    with pytest.raises(ShapeError, match="60 rows for x and 59 rows for y"):
+        fitted(p, {x: array(p.data, 10, 4), y: array(p.labels[:59], 10)})
+    with pytest.raises(UnsupportedDtype, match=r"data for y: chunk 0 of 6: torch has no dtype <U1"):
+        fitted(p, {x: p.data, y: da.from_array(np.array(["a"] * 60), chunks=10)})
+    ragged = db.from_sequence([[1.0], [1.0, 2.0]], npartitions=1)
+    with pytest.raises(InvalidArgument, match=r"data for x: chunk 0 of 1: list has no rows of one shape"):
+        fitted(p, {x: ragged, y: p.labels})
+    other = array(p.data, 30, 4).map_blocks(narrower_at(1), dtype=np.float64)
+    with pytest.raises(ShapeError, match=r"chunk 0 has float64\[30, 4\], and chunk 1 has float64\[30, 3\]"):
+        fitted(p, {x: other, y: p.labels})
+    with pytest.raises(ShapeError, match="no rows"):
+        fitted(p, {x: array(p.data[:0], 1, 4), y: p.labels})
+    assert all(torch.equal(a, b) for a, b in zip(p.values(), p.start, strict=True))
+
+
+def test_a_step_that_the_notebook_leads_takes_chunks_too(connect, problem):
+    p = problem()
+    x, y = p.feeds
+    connect(2)
+    weight = p.graph.variables[0]
+    p.reset()
+    of_tensors = tfnb.fit(p.train, {x: p.data, y: p.labels}, batch_size=20, watch={"w": p.loss, "v": p.loss})
+    expected = p.values()
+    p.reset()
+    tfnb.fit(p.train, {x: array(p.data, 7, 4), y: p.labels}, batch_size=20, watch=[p.loss])
+    assert of_tensors.steps == 3 and weight.spec.dtype is torch.float64
+    assert all(torch.equal(a, b) for a, b in zip(p.values(), expected, strict=True))
+
+
+def test_workers_forget_the_chunks_after_a_training(connect, problem, dask):
+    p = problem()
+    x, y = p.feeds
+    connect(2)
+    fitted(p, {x: array(p.data, 7, 4), y: array(p.labels, 30)})
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        left = [key for keys in dask.has_what().values() for key in keys if not str(key).startswith("tfnb-")]
+        if not left:
+            return
+        time.sleep(0.1)
+    raise AssertionError(left)

@@ -1,0 +1,76 @@
+"""Chunks of Dask data as a task reads them: from the worker that holds them, directly, when a step needs them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import torch
+from distributed import Client, Future, Worker
+
+from tfnb.errors import DeadlineExceeded, InvalidArgument, UnsupportedDtype
+from tfnb.graph.spec import dtype_name
+from tfnb.state.chunks import as_rows
+
+WITHIN = 600.0  # seconds for one chunk: Dask may have to compute it again
+
+
+def as_chunk(computed: Any) -> torch.Tensor:
+    """What Dask computed for a chunk, as a tensor. Raises InvalidArgument or UnsupportedDtype."""
+    try:
+        rows = as_rows(computed)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"{type(computed).__name__} has no rows of one shape: {error}") from error
+    if not isinstance(rows, torch.Tensor) and not rows.flags.writeable:
+        rows = rows.copy()  # torch warns of shared memory that must not be written
+    try:
+        return torch.as_tensor(rows).detach()
+    except TypeError as error:
+        raise UnsupportedDtype(f"torch has no dtype {rows.dtype}: {error}") from error
+
+
+def described(computed: Any) -> tuple[list[int], str]:
+    """The shape and dtype of a chunk.
+
+    >>> described([1.5, 2.5])
+    ([2], 'float64')
+    """
+    chunk = as_chunk(computed)
+    return list(chunk.shape), dtype_name(chunk.dtype)
+
+
+class Reader:
+    """The chunks that a task reads, through a Dask client of its own, which is there while a training needs it."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._client: asyncio.Future[Client] | None = None
+
+    async def read(self, key: Any, what: str) -> torch.Tensor:
+        """The chunk of this key; ``what`` it is called in errors."""
+        if self._client is None:
+            self._client = asyncio.ensure_future(self._connected())
+        client = await asyncio.shield(self._client)
+        # as a dependency of a task here Dask brings the chunk itself, and computes it again where its worker is lost
+        here = client.submit(as_chunk, Future(key, client), workers=[self._worker.address], pure=False)
+        try:
+            found: torch.Tensor = await asyncio.wait_for(client.gather(here, direct=True, asynchronous=True), WITHIN)
+            return found
+        except TimeoutError:
+            raise DeadlineExceeded(f"{what} did not come within {WITHIN:.0f} s (key {key})") from None
+        except Exception as error:
+            raise InvalidArgument(f"{what} was not computed (key {key}): {type(error).__name__}: {error}") from error
+        finally:
+            here.release()
+
+    async def _connected(self) -> Client:
+        return await Client(
+            self._worker.scheduler.address, security=self._worker.security, asynchronous=True, direct_to_workers=True,
+            set_as_default=False, name="tfnb",
+        )  # fmt: skip
+
+    async def close(self) -> None:
+        """No training reads any more."""
+        made, self._client = self._client, None
+        if made is not None:
+            await (await made).close()

@@ -1,0 +1,142 @@
+"""Arrays whose rows lie in chunks that are elsewhere: what is known of them, and rows of the chunks that are here.
+
+`Chunked` is all that a notebook has; `Chunks` stands for the array where some chunks are. Imports torch and numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Chunked:
+    """What is known of an array in chunks along axis 0, without its values.
+
+    ``lengths``: rows of each chunk; ``tail``: the shape of a row; ``keys``: names of the chunks, for whoever reads
+    them; ``homes``: where each one lies; ``held``: what keeps them there.
+
+    >>> array = Chunked("x", (2, 3), (4,), torch.float32)
+    >>> len(array), array.dim(), array.nbytes, array.stand_in().shape
+    (5, 2, 80, torch.Size([5, 4]))
+    """
+
+    name: str
+    lengths: tuple[int, ...]
+    tail: tuple[int, ...]
+    dtype: torch.dtype
+    keys: tuple[Any, ...] = ()
+    homes: tuple[tuple[str, ...], ...] = ()
+    held: Any = field(default=None, repr=False, compare=False)
+
+    def __len__(self) -> int:
+        return sum(self.lengths)
+
+    def dim(self) -> int:
+        """How many axes it has."""
+        return 1 + len(self.tail)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows."""
+        return len(self) * torch.Size(self.tail).numel() * self.dtype.itemsize
+
+    def stand_in(self) -> torch.Tensor:
+        """Zeros of the same shape and dtype that take no memory: for checks of what fits."""
+        return torch.zeros((), dtype=self.dtype).expand(len(self), *self.tail)
+
+
+class Chunks:
+    """An array in chunks of which some are ``here``: rows of those can be taken as from a tensor.
+
+    >>> array = Chunks((2, 3), (), torch.int64)
+    >>> array.numbers(torch.tensor([4, 2])), array.numbers(slice(1, 3))
+    ([1], [0, 1])
+    >>> array.here = {0: torch.tensor([0, 1]), 1: torch.tensor([2, 3, 4])}
+    >>> array.index_select(0, torch.tensor([4, 1])), array[1:3]
+    (tensor([4, 1]), tensor([1, 2]))
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, lengths: Sequence[int], tail: Sequence[int], dtype: torch.dtype) -> None:
+        self.lengths, self.tail, self.dtype = tuple(lengths), tuple(tail), dtype
+        self.here: dict[int, torch.Tensor] = {}
+        self._starts = list(accumulate(lengths, initial=0))
+        self._ends = torch.tensor(self._starts[1:])
+
+    def dim(self) -> int:
+        """How many axes it has."""
+        return 1 + len(self.tail)
+
+    def nbytes(self, number: int) -> int:
+        """Bytes of a chunk."""
+        return self.lengths[number] * torch.Size(self.tail).numel() * self.dtype.itemsize
+
+    def span(self, number: int) -> tuple[int, int]:
+        """The rows of a chunk: the first one, and the one after the last."""
+        return self._starts[number], self._starts[number + 1]
+
+    def numbers(self, at: torch.Tensor | slice) -> list[int]:
+        """The chunks in which rows lie, in order."""
+        if isinstance(at, slice):
+            return [n for n in range(len(self.lengths)) if max(at.start, self._starts[n]) < min(at.stop, self._ends[n])]
+        return torch.searchsorted(self._ends, at, right=True).unique().tolist()
+
+    def index_select(self, axis: int, at: torch.Tensor) -> torch.Tensor:
+        """Rows ``at``, in that order."""
+        assert axis == 0
+        chunk_of = torch.searchsorted(self._ends, at, right=True)
+        found = chunk_of.unique().tolist()
+        if len(found) == 1:
+            return self.here[found[0]].index_select(0, at - self._starts[found[0]])
+        rows = torch.empty((len(at), *self.tail), dtype=self.dtype)
+        for number in found:
+            places = (chunk_of == number).nonzero().flatten()
+            rows[places] = self.here[number].index_select(0, at[places] - self._starts[number])
+        return rows
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        parts = [
+            self.here[n][max(0, rows.start - self._starts[n]) : rows.stop - self._starts[n]] for n in self.numbers(rows)
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts) if parts else torch.empty((0, *self.tail), dtype=self.dtype)
+
+
+def like(array: torch.Tensor | Chunked) -> torch.Tensor:
+    """The array itself, or what stands in for it."""
+    return array.stand_in() if isinstance(array, Chunked) else array
+
+
+# -- collections of Dask, by its own protocol: nothing of it is imported here ------------------------------------------
+
+
+def is_collection(value: Any) -> bool:
+    """Whether it is an array, bag, dataframe or the like of Dask."""
+    return callable(getattr(type(value), "__dask_graph__", None))
+
+
+def without_frames(collection: Any) -> Any:
+    """A dataframe, or columns of one, as an array; any other collection as it is."""
+    return collection.to_dask_array() if callable(getattr(type(collection), "to_dask_array", None)) else collection
+
+
+def as_rows(computed: Any) -> Any:
+    """What a part of a Dask collection computed to, as an array: of a bag the items are the rows.
+
+    >>> as_rows([torch.ones(2), torch.zeros(2)]).shape
+    (2, 2)
+    """
+    if hasattr(computed, "to_numpy"):  # of pandas
+        return computed.to_numpy()
+    if isinstance(computed, np.ndarray | np.generic | torch.Tensor):
+        return computed
+    items = [np.asarray(item) for item in computed]
+    return np.stack(items) if items else np.empty(0)
