@@ -18,6 +18,7 @@ import torch
 
 from tfnb.errors import FeedError, ShapeError
 from tfnb.graph import Dim, Graph, Guard, Node, Spec, Value, current
+from tfnb.graph.node import where
 from tfnb.graph.spec import dtype_name
 from tfnb.recording.marks.notes import user_level
 
@@ -142,8 +143,7 @@ class Feeder:
                 raise ShapeError(
                     f"the graph was recorded for {guard.expr}, and these feeds have {sizes}{_at(guard.source)}\n"
                     "  record it again with such a sample, or avoid deciding by the size in that line",
-                    line=guard.source.line if guard.source else None,
-                    cell=guard.source.label if guard.source else None,
+                    **where(guard.source),
                 )
 
     def _axes_of(self, symbol: str) -> str:

@@ -39,8 +39,7 @@ def explained(program: Any, error: Exception, tensors: Iterable[torch.Tensor | N
     return kind(
         f"{node.op} failed: {reason}\n"
         f"  node {node.name}, inputs as recorded: {', '.join(specs) or 'none'}\n  fed: {fed or 'nothing'}{where}",
-        node=node.name, op=node.op, cell=node.source.label if node.source else None,
-        line=node.source.line if node.source else None, inputs=specs,
+        **node.where, inputs=specs,
     )  # fmt: skip
 
 

@@ -371,9 +371,7 @@ class Walk:
         """Record what the op is made of, and differentiate that."""
         function = None if node.op in self.inside else decomposition(node.op)
         if function is None:
-            raise NoGradient(_refused(node, f"no gradient rule for {node.op}"), node=node.name, op=node.op,
-                             cell=node.source.label if node.source else None,
-                             line=node.source.line if node.source else None)  # fmt: skip
+            raise NoGradient(_refused(node, f"no gradient rule for {node.op}"), **node.where)
         n = self._forward(node, [True] * len(node.inputs))
         args, kwargs = unbind(overload(node.op), {name: n[name] for name in node.attrs})
         start = len(self.recorder.new)

@@ -38,6 +38,11 @@ class Source:
         return f"{self.label} line {self.line}" + (f":  {self.text}" if self.text else "")
 
 
+def where(source: Source | None) -> dict[str, Any]:
+    """The cell and line that an error names: arguments of `TfnbError`."""
+    return {} if source is None else {"cell": source.label, "line": source.line}
+
+
 @dataclass(frozen=True, slots=True)
 class Owner:
     """Who recorded a node: a cell (``cell:<id>``) or a ``record()`` block; ``index`` counts owners of a graph."""
@@ -83,6 +88,11 @@ class Node:
             found = tuple(dict.fromkeys(s for dim in dims for s in dim.symbols))
             object.__setattr__(self, "_symbols", found)
         return found
+
+    @property
+    def where(self) -> dict[str, Any]:
+        """What an error about the node names: arguments of `TfnbError`."""
+        return {"node": self.name, "op": self.op, **where(self.source)}
 
     def value(self, index: int = 0) -> Value:
         """Output number ``index`` as a Value."""

@@ -50,9 +50,8 @@ class LoopRows:
             + "for that; "
             + cure
             + (f"\n  at {source}" if source else ""),
-            node=self.node.name, op=self.node.op,
-            cell=source.label if source else None, line=source.line if source else None,
-        )  # fmt: skip
+            **self.node.where,
+        )
 
 
 def loop_rows(graph: Graph, fetches: Collection[Value], sizes: Mapping[str, int]) -> Iterator[LoopRows]:

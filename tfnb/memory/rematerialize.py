@@ -62,9 +62,8 @@ def infeasible(
         f"a memory budget of {budget:,} bytes is too small for this step: the inputs and outputs of its largest node, "
         f"{node.name}{where}, are {working[place]:,} bytes; the smallest feasible budget is {lowest:,} bytes. Give at "
         "least that, or feed fewer rows",
-        node=node.name, op=node.op,
-        cell=node.source.label if node.source else None, line=node.source.line if node.source else None,
-    )  # fmt: skip
+        **node.where,
+    )
 
 
 def plans(

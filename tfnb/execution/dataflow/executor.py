@@ -199,11 +199,8 @@ def _outputs(attempt: Attempt, node: Node) -> tuple[Any, ...]:
 
 def _placed(error: TfnbError, node: Node) -> TfnbError:
     """The error, with the node and its line."""
-    source = node.source
-    return type(error)(
-        f"{error}\n  node {node.name}" + (f" at {source}" if source else ""), node=node.name, op=node.op,
-        cell=source.label if source else None, line=source.line if source else None, details=error.details,
-    )  # fmt: skip
+    at = f" at {node.source}" if node.source else ""
+    return type(error)(f"{error}\n  node {node.name}{at}", **node.where, details=error.details)
 
 
 def _reached(step: Step) -> set[Step]:

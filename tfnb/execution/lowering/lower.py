@@ -406,6 +406,5 @@ def _unfed(node: Node) -> InvalidArgument:
     where = f", recorded at {node.source}" if node.source else ""
     return InvalidArgument(
         f"placeholder {node.name} ({node.outputs[0]}) must be fed{where}; add it to the feed_dict",
-        node=node.name, op=node.op,
-        cell=node.source.label if node.source else None, line=node.source.line if node.source else None,
-    )  # fmt: skip
+        **node.where,
+    )

@@ -474,11 +474,7 @@ def _while(n: Forward, dys: Cotangents) -> list[torch.Tensor | None]:
 
 
 def _refused(node: Node, why: str) -> NoGradient:
-    source = node.source
-    return NoGradient(
-        f"{why}\n  node {node.name}, {source}", node=node.name, op=node.op, cell=source.label if source else None,
-        line=source.line if source else None,
-    )  # fmt: skip
+    return NoGradient(f"{why}\n  node {node.name}, {node.source}", **node.where)
 
 
 RULES.update({ops.COND: Rule(_cond), ops.WHILE: Rule(_while)})

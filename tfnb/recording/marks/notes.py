@@ -14,6 +14,7 @@ from torch._subclasses import fake_tensor
 
 from tfnb.errors import FeedError, InvalidArgument, ShapeError, StaleNode, Unsupported, file_label
 from tfnb.graph import Node, Source, Variable
+from tfnb.graph.node import where
 from tfnb.graph.op_facts import Op, op_name
 
 _PLUMBING = frozenset({"tfnb", "torch", "sympy", "functools", "contextlib"})
@@ -42,8 +43,7 @@ def explained(
     name = func._schema.name.partition("::")[2]
     return kind(
         f"{name} failed: {reason}\n  inputs: {listed or 'none'}" + (f"\n  at {source}" if source else ""),
-        op=op_name(func), cell=source.label if source else None, line=source.line if source else None,
-        inputs=tuple(spec for _, spec in inputs),
+        op=op_name(func), inputs=tuple(spec for _, spec in inputs), **where(source),
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import torch
 
 from tfnb.errors import BranchChanged, CheckFailed, ResourceExhausted, ShapeError
 from tfnb.graph import Dim, Guard, Node, Ref, Spec, Subgraph, Value, ops
-from tfnb.graph.node import map_leaves
+from tfnb.graph.node import map_leaves, where
 from tfnb.graph.op_facts import kernel, unbind
 from tfnb.graph.ops import overload
 from tfnb.graph.subgraph import row_places
@@ -91,11 +91,7 @@ def _called(node: Node, attrs: Mapping[str, Any], seed: int, run: int) -> Sequen
 
 def too_deep(node: Node, why: RecursionError) -> ResourceExhausted:
     """What a recursion that does not end means to the user."""
-    source = node.source
-    return ResourceExhausted(
-        f"{why}\n  at {source}", node=node.name, op=node.op, cell=source.label if source else None,
-        line=source.line if source else None,
-    )  # fmt: skip
+    return ResourceExhausted(f"{why}\n  at {node.source}", **node.where)
 
 
 def number(limit: Any) -> int | None:
@@ -146,8 +142,8 @@ def sizes_hold(guard: Guard, symbols: Mapping[str, int]) -> None:
         raise ShapeError(
             f"the recording relies on {guard.expr}, and in this run {dict(symbols)}"
             + (f"\n  at {source}" if source else ""),
-            cell=source.label if source else None, line=source.line if source else None,
-        )  # fmt: skip
+            **where(source),
+        )
 
 
 def held(node: Node, value: torch.Tensor) -> None:
@@ -155,23 +151,19 @@ def held(node: Node, value: torch.Tensor) -> None:
     outcome, source = node.attrs["outcome"], node.source
     if bool(value) == outcome:
         return
-    where: dict[str, Any] = {
-        "node": node.name, "op": node.op, "cell": source.label if source else None,
-        "line": source.line if source else None,
-    }  # fmt: skip
     raises, at = node.attrs.get("raises"), f"{source or node.name}{node.attrs.get('asked', '')}"
     if lacks := node.attrs.get("lacks"):
-        raise BranchChanged(f"{lacks}\n  at {at}", **where)
+        raise BranchChanged(f"{lacks}\n  at {at}", **node.where)
     if state := node.attrs.get("state"):
         raise BranchChanged(
             f"the branch at {at} was recorded with {outcome}, and with what {state} holds now it is "
             f"{not outcome}: record again, and if it is taken at the first call alone, call the model once before",
-            **where,
+            **node.where,
         )
     if raises is None:
         do = node.attrs.get("because") or "use torch.where, stage the branch, or record again with such a sample"
         raise BranchChanged(
-            f"the branch at {at} was recorded with {outcome}, and in this run it is {not outcome}: {do}", **where
+            f"the branch at {at} was recorded with {outcome}, and in this run it is {not outcome}: {do}", **node.where
         )
     is_assert = raises.startswith("AssertionError") or (
         source is not None and source.text.lstrip().startswith("assert")
@@ -179,5 +171,5 @@ def held(node: Node, value: torch.Tensor) -> None:
     raises = raises or ("AssertionError" if is_assert else "a check fails")
     raise (CheckFailed if is_assert else BranchChanged)(
         f"{raises}: with what this run is fed Python would raise here, and with the samples it did not\n"
-        f"  at {at}", **where,
+        f"  at {at}", **node.where,
     )  # fmt: skip

@@ -141,10 +141,3 @@ class Recording(current.Recording, Protocol):
 def open_recording() -> Recording | None:
     """The innermost open recording of this thread, as this protocol."""
     return cast("Recording | None", current.recording())
-
-
-def inner_recording() -> Recording:
-    """The same where one is open."""
-    found = open_recording()
-    assert found is not None
-    return found
