@@ -12,7 +12,7 @@ TORCH_INDEX ?=
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --nbval --nbval-current-env --nbval-sanitize-with notebooks/sanitize.cfg --nbval-cell-timeout 240
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --nbval --nbval-current-env --nbval-sanitize-with notebooks/sanitize.cfg --nbval-cell-timeout 240
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow test-all lint format type shape bench bench-cluster bench-peers notebooks coverage page cuda wheel doctor lab clean

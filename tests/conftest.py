@@ -1,4 +1,4 @@
-"""What every test gets: fixed seeds, a leak check, the devices to test on, hypothesis profiles.
+"""What every test gets: fixed seeds, a leak check, the devices to test on, hypothesis profiles, a place in the order.
 
 ``TFNB_TEST_DEVICES=cpu,cuda`` names the devices (default ``cpu``); one that is absent fails, it does not skip.
 ``TFNB_FUZZ=1`` takes the long random profile of hypothesis instead of the short, repeatable one.
@@ -11,16 +11,20 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
 import torch
+from xdist.scheduler import LoadScopeScheduling
 
 from tfnb.graph import current
 
 os.environ.setdefault("TFNB_COMPILE", "off")  # compiled code differs in the last bits; its tests ask for it
 _PACKAGES = None if "TFNB_CACHE_DIR" in os.environ else tempfile.mkdtemp(prefix="tfnb-tests-")
 os.environ.setdefault("TFNB_CACHE_DIR", str(_PACKAGES))  # not the user's; processes that tests start share it
+CLUSTER = "tests/cluster/"
+LONGEST = (CLUSTER, "tests/coverage/", "notebooks/", "tests/magics/", "tests/models/", "tests/control_flow/")
 DEVICES = os.environ.get("TFNB_TEST_DEVICES", "cpu").split(",")
 
 hypothesis.settings.register_profile("short", derandomize=True, deadline=None, max_examples=60, database=None)
@@ -35,6 +39,29 @@ def pytest_configure() -> None:
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:
         torch.set_num_threads(max(1, torch.get_num_threads() // workers))
+        os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # of the processes that tests start
+
+
+class Scheduling(LoadScopeScheduling):
+    """Side by side, a process takes whole files; the cluster's all go to one process, as they share a cluster."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return CLUSTER if nodeid.startswith(CLUSTER) else nodeid.split("::", 1)[0]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
+    """Has its way before ``--dist``."""
+    return Scheduling(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest comes first, so that processes side by side end at about the same time."""
+
+    def place(item: pytest.Item) -> int:
+        return next((n for n, path in enumerate(LONGEST) if item.nodeid.startswith(path)), len(LONGEST))
+
+    items.sort(key=place)
 
 
 def pytest_unconfigure() -> None:

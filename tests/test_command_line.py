@@ -49,6 +49,7 @@ def test_unknown_option_is_refused(capsys):
     assert "unrecognized arguments: --verbos" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_doctor_finds_everything_here():
     report = doctor()
     assert report.ok, report

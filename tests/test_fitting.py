@@ -316,7 +316,7 @@ print(json.dumps({"next": tfnb.fit(step, {x: torch.ones(8)}, batch_size=4).steps
 """
 
 
-@pytest.mark.parametrize("rule", ["sgd", "momentum"])
+@pytest.mark.parametrize("rule", ["sgd", pytest.param("momentum", marks=pytest.mark.slow)])
 def test_interrupts_at_random_instants_leave_whole_steps(rule):
     child = subprocess.run(
         [sys.executable, "-c", CHILD, "1", rule, str(TRIALS)], capture_output=True, text=True, timeout=250,

@@ -36,6 +36,7 @@ def test_networks_have_the_published_parameters(net: str) -> None:
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_a_small_run_compares_and_writes_both_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     libraries = ["torch_eager", "tfnb_off", "tf_v1", "jax_jit"]
     options = ["--quick", "--rows", "mlp-1", "--libraries", *libraries, "--out", str(tmp_path)]
@@ -50,6 +51,7 @@ def test_a_small_run_compares_and_writes_both_files(tmp_path: Path, capsys: pyte
             assert "make bench-peers" in result["absent"] and "not timed: no " in table
 
 
+@pytest.mark.slow
 def test_a_row_that_misses_is_shown_with_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     never = tuple(Target(what, 1e-9, "torch_eager") for what in ("time", "first", "peak"))
     monkeypatch.setitem(ROWS, "mlp-1", replace(ROWS["mlp-1"], targets=never))

@@ -26,7 +26,10 @@ def counts(cluster):
 @pytest.mark.parametrize(
     "options", [{"mode": "sync"}, {"mode": "async"}, {"mode": "sync", "backup": 1}], ids=["sync", "async", "backup"]
 )
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "how",
+    [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.slow)],
+)
 def test_c61_a_task_lost_at_a_random_instant_costs_and_doubles_no_step(connect, options, how):
     c = Counters()
     cluster = connect(2)

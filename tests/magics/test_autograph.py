@@ -111,7 +111,9 @@ def test_an_error_in_a_function_of_another_cell_shows_its_lines(notebook: Any) -
     assert ran.frames[-2:] == [f"Cell In[{at - 1}], line 3", f"Cell In[{at - 2}], line 3, in helper()"]
 
 
-@pytest.mark.parametrize("options", ["compile='off'", "compile='now'", "executor='dataflow'"])
+@pytest.mark.parametrize(
+    "options", ["compile='off'", pytest.param("compile='now'", marks=pytest.mark.slow), "executor='dataflow'"]
+)
 def test_a_run_that_fails_in_a_function_of_another_cell_shows_its_line(notebook: Any, options: str) -> None:
     notebook.ok(
         "def rows(v, at):\n    total = v.sum() * 0\n    for i in at:\n        total = total + v[i]\n    return total"

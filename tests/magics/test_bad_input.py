@@ -11,7 +11,10 @@ from tests.control_flow.bad_input import FED, Bad, programs
 
 
 @pytest.mark.filterwarnings("ignore:.*Python took the True branch")
-@pytest.mark.parametrize("bad", programs(), ids=[bad.name for bad in programs()])
+@pytest.mark.parametrize(  # a few quickly: all are, of scripts
+    "bad",
+    [pytest.param(bad, id=bad.name, marks=[pytest.mark.slow] * (n % 5 > 0)) for n, bad in enumerate(programs())],
+)
 def test_a_mistake_in_a_cell_names_its_line(notebook: Any, bad: Bad) -> None:
     notebook.names["sample"] = bad.sample
     ran = notebook.run(f"%%tfgraph g --no-show\nx = tfnb.placeholder(sample, name='x')\n{bad.source}")

@@ -100,6 +100,7 @@ def test_layer_norms_are_computed_again_where_that_costs_next_to_nothing(rows: i
     torch.testing.assert_close(tfnb.run(found, {fed: x}), [want.detach(), *torch.autograd.grad(want, net.parameters())])
 
 
+@pytest.mark.slow
 def test_a_binary_search_finds_the_smallest_budget_that_is_said() -> None:
     g, _, fetches, fed = dropping()
     ask = [f.value for f in fetches], [x.value for x in fed]
@@ -196,6 +197,7 @@ def test_what_writes_and_what_others_made_is_kept() -> None:
     assert ops.count("aten.sin.default") == 2 and ops.count("tfnb_test.wide.default") == 1
 
 
+@pytest.mark.slow
 def test_a_long_chain_needs_no_recursion() -> None:
     with tfnb.record() as g:
         h = x = tfnb.placeholder(torch.randn(8, 8), shape=(8, 8))

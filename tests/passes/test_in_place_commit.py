@@ -28,7 +28,7 @@ def _updates(graph: tfnb.Graph, fetches: Any, feeds: Any = ()) -> list[str]:
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("compile", ["off", "now"])
+@pytest.mark.parametrize("compile", ["off", pytest.param("now", marks=pytest.mark.slow)])
 def test_the_step_is_that_of_torch(compile: Any, momentum: float) -> None:
     ours, theirs, data = _net(), _net(), torch.randn(8, WIDE, dtype=torch.float64)
     with tfnb.record() as graph:
