@@ -113,7 +113,9 @@ def test_value_that_is_not_finite_is_named_with_its_step():
     assert [w.filename for w in caught] == [__file__]
 
 
-@pytest.mark.parametrize("options", [{"mode": "sync", "backup": 1}, {"mode": "async"}])
+@pytest.mark.parametrize(
+    "options", [{"mode": "sync", "backup": 1}, {"mode": "async"}, {"mode": "bounded", "staleness": 2}]
+)
 def test_modes_are_one_loop_here(options):
     count, x, value = counter()
     tfnb.fit(value, {x: X[:, 0]}, steps=3, **options)
@@ -124,11 +126,14 @@ def test_modes_are_one_loop_here(options):
     ("options", "error", "text"),
     [
         ({"mode": "sinc"}, InvalidArgument, "near: 'sync'"),
-        ({"mode": "allreduce"}, Unimplemented, "there are: sync, async"),
-        ({"mode": object()}, Unimplemented, "there are: sync, async"),
+        ({"mode": "allreduce"}, Unimplemented, "there are: sync, async, bounded"),
+        ({"mode": object()}, Unimplemented, "there are: sync, async, bounded"),
         ({"backup": -1}, InvalidArgument, "backup"),
         ({"backup": 1, "mode": "async"}, InvalidArgument, "backup=1 belongs to mode='sync', not to 'async'"),
         ({"staleness": 2}, InvalidArgument, "bounded"),
+        ({"mode": "bounded"}, InvalidArgument, "staleness.*at least 0, not None"),
+        ({"mode": "bounded", "staleness": -1}, InvalidArgument, "at least 0, not -1"),
+        ({"mode": "bounded", "staleness": 1, "backup": 1}, InvalidArgument, "backup=1 belongs to mode='sync'"),
         ({"timeout": 0}, InvalidArgument, "seconds"),
         ({"epochs": 0}, InvalidArgument, "epochs"),
         ({"watch": "nothing"}, KeyError, "nothing"),

@@ -40,8 +40,8 @@ log = logging.getLogger("tfnb.fit")
 Curve = Sequence[Mapping[str, float]]  # of `Metrics`
 Taken = Generator[tuple[Batch, Sequence[torch.Tensor]], None, None]
 
-MODES = ("sync", "async")
-LATER = ("bounded", "downpour", "sandblaster", "allreduce")
+MODES = ("sync", "async", "bounded")
+LATER = ("downpour", "sandblaster", "allreduce")
 SHOWN_AFTER = 2.0  # seconds
 SHOWN_EVERY = 0.1  # seconds
 _PLAIN = "generated code"  # needs no word
@@ -104,9 +104,12 @@ def fit(
     dict of names. timeout in seconds.
 
     How the tasks of a connected cluster work together (here every mode is the same loop): ``mode="sync"`` divides the
-    rows of a step over them and averages their gradients by rows. ``backup`` of them are spare then: a step is made of
-    the first gradients that all servers have, and later ones are dropped and counted in the cluster's status.
-    ``"async"``: each task takes steps of its own.
+    rows of a step over them and averages their gradients by rows, which equals the run here for a loss that is a mean
+    over rows. ``backup`` of them are spare: a step is made of the first gradients that all servers have, over as many
+    rows as asked for; later ones are dropped and counted in the cluster's status.
+    ``"async"``: each task takes steps of its own, one after the other. ``"bounded"``: likewise, but a task begins a
+    step only while it is at most ``staleness`` steps ahead of the slowest one. Another call may have another mode: it
+    goes on with the variables and the state of the optimizer as they are.
 
     Raises InvalidArgument or ShapeError for data that does not fit, before anything runs; DeadlineExceeded after
     ``timeout``; KeyboardInterrupt when interrupted. Variables are then at a whole number of steps.
@@ -130,7 +133,7 @@ def fit(
     if session.cluster is None:
         taken = _here(session, fetch, watched, source, run)
     else:
-        taken = _there(session, fetch, watched, source, run, {"mode": mode, "backup": backup})
+        taken = _there(session, fetch, watched, source, run, {"mode": mode, "backup": backup, "staleness": staleness})
     try:
         with _interrupts(run), closing(taken):
             for batch, values in taken:
@@ -373,8 +376,13 @@ def _check_mode(mode: Any, backup: Any, staleness: Any, timeout: Any) -> None:
         raise InvalidArgument(
             f"backup={backup} belongs to mode='sync', not to {mode!r}: there no task waits for others"
         )
-    if staleness is not None:
+    if staleness is not None and mode != "bounded":
         raise InvalidArgument(f"staleness={staleness!r} belongs to mode='bounded', not to {mode!r}")
+    if mode == "bounded" and (isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0):
+        raise InvalidArgument(
+            "mode='bounded' takes staleness, the number of steps that a task may be ahead of the slowest one: an int "
+            f"of at least 0, not {staleness!r}"
+        )
     if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout <= 0):
         raise InvalidArgument(f"timeout is in seconds, more than 0, not {timeout!r}")
 

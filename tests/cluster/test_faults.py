@@ -225,9 +225,14 @@ class Interrupter:
         return False
 
 
+MODES = {
+    "sync": {}, "async": {"mode": "async"}, "backup": {"backup": 1}, "bounded": {"mode": "bounded", "staleness": 1},
+}  # fmt: skip
+
+
 def interrupts(connect, p, times, mode):
     """Interrupt training again and again; after each time the values are those of a whole number of steps."""
-    states, _ = p.local(1) if mode == "async" else p.local(60)
+    states, _ = p.local(60 if mode == "sync" else 1)
     cluster = connect(2)
     source = random.Random(0)
     hit = 0
@@ -237,7 +242,7 @@ def interrupts(connect, p, times, mode):
             for variable, value in zip(p.graph.variables, p.start, strict=True):
                 variable.set(value)
             before = cluster.step
-            steps = cluster.train(p.program, p.batches(60), mode=mode)
+            steps = cluster.train(p.program, p.batches(60), **MODES[mode])
             hit += interrupter.stops(functools.partial(list, steps), source.uniform(0.0, 0.15))
             steps.close()
             begin = time.monotonic()
@@ -251,13 +256,13 @@ def interrupts(connect, p, times, mode):
     return hit
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", MODES)
 def test_c51_interrupts_at_random_instants(connect, problem, mode):
     assert interrupts(connect, problem(), 15, mode) > 8
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", MODES)
 def test_c51_a_hundred_interrupts(connect, problem, mode):
     assert interrupts(connect, problem(), 100, mode) > 50
 

@@ -23,31 +23,33 @@ def version(cluster):
     return max(stat["version"] for stat in cluster._do("stat", 5, cluster._engine.stats, 5.0).values())
 
 
-def until(is_so):
+def until(is_so, seconds=PATIENCE):
     """Wait until it is so; False where it takes too long."""
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + seconds
     while not is_so() and time.monotonic() < end:
         time.sleep(0.01)
     return is_so()
 
 
 class Halted:
-    """A task that stands still from some step on: how many steps the others take meanwhile."""
+    """A task that stands still for a while: how many steps are taken meanwhile, and by how many tasks.
 
-    def __init__(self, cluster, task, at, seconds):
-        self.cluster, self.at, self.seconds = cluster, at, seconds
+    It goes on after ``seconds``, or as soon as there are ``steps``.
+    """
+
+    def __init__(self, cluster, task, *, seconds=PATIENCE, steps=1 << 60):
+        self.cluster, self.seconds, self.steps = cluster, seconds, steps
         self.pid = cluster._engine.tasks[task].info["pid"]
-        self.taken: list[int] = []
+        self.taken = self.tasks = 0
         self.thread = threading.Thread(target=self.run)
 
     def run(self):
-        assert until(lambda: version(self.cluster) >= self.at)
+        assert until(lambda: version(self.cluster) >= 40)
         os.kill(self.pid, signal.SIGSTOP)
         try:
-            time.sleep(0.2)  # what was on its way arrives
             before = version(self.cluster)
-            time.sleep(self.seconds)
-            self.taken.append(version(self.cluster) - before)
+            until(lambda: version(self.cluster) >= before + self.steps, self.seconds)
+            self.taken, self.tasks = version(self.cluster) - before, len(self.cluster.tasks)
         finally:
             os.kill(self.pid, signal.SIGCONT)
 
@@ -71,14 +73,50 @@ def test_c57_a_slow_task_holds_no_step_up_and_what_it_computes_late_is_dropped(c
     c = Counters()
     cluster = connect(tasks)
     assert len(cluster.servers) == servers
-    with Halted(cluster, 1, 40, 0.6) as halted:
+    with Halted(cluster, 1, steps=4) as halted:
         done = tfnb.fit(c.train, halted.rows(c), backup=1)
-    assert halted.taken[0] > 5, "the others went on"
+    assert halted.taken >= 4 and halted.tasks == tasks, "the others went on, before anybody took it for lost"
     assert done.steps == cluster.step and counts(cluster) == {done.steps}
     assert c.counts() == [float(done.steps)] * 2
     late = sum(member.late for member in cluster._engine.tasks)
     assert late > 0 and "too late to count" in str(cluster.status())
     assert all(stat["staged"] == 0 for stat in cluster._do("stat", 5, cluster._engine.stats, 5.0).values())
+
+
+def test_c55_nobody_gets_further_ahead_of_a_halted_task_than_asked(connect):
+    c = Counters()
+    cluster = connect(2)
+    with Halted(cluster, 1, seconds=0.6) as halted:
+        done = tfnb.fit(c.train, halted.rows(c), mode="bounded", staleness=3)
+    assert halted.taken <= 9, "from 4 steps behind to 4 ahead, and what the other one had sent"
+    assert c.counts() == [float(done.steps)] * 2 and counts(cluster) == {done.steps} and cluster.step == done.steps
+
+
+def test_c62_each_fit_has_a_mode_of_its_own_and_goes_on_where_the_last_one_ended(connect, problem):
+    """On one task every mode is the local run: with slots and step counts of Adam that go on, bit for bit."""
+    p = problem()
+    x, y = p.feeds
+    fed, options = {x: p.data, y: p.labels}, {"epochs": 2, "batch_size": 13}
+    modes = [{}, {"mode": "async"}, {"mode": "bounded", "staleness": 0}, {"mode": "async"}, {}]
+    for seed in range(len(modes)):
+        tfnb.fit(p.train, fed, seed=seed, **options)
+    expected = p.values()
+    p.reset()
+    cluster = connect(1)
+    for seed, mode in enumerate(modes):
+        tfnb.fit(p.train, fed, seed=seed, **options, **mode)
+        assert cluster.step == 10 * (seed + 1)
+    assert all(torch.equal(a, b) for a, b in zip(p.values(), expected, strict=True))
+
+
+def test_c62_modes_one_after_the_other_on_several_tasks_lose_and_double_nothing(connect):
+    c = Counters()
+    cluster = connect(2)
+    modes = [{}, {"backup": 1}, {"mode": "bounded", "staleness": 1}, {"mode": "async"}, {"backup": 1}, {}]
+    for number, mode in enumerate(modes, 1):
+        tfnb.fit(c.train, {c.x: ROWS}, steps=40, batch_size=4, **mode)
+        assert cluster.step == 40 * number and c.counts() == [40.0 * number] * 2
+    assert counts(cluster) == {40 * len(modes)}
 
 
 @pytest.mark.parametrize("drawn", [False, True], ids=["arrays", "drawn"])

@@ -24,7 +24,9 @@ def counts(cluster):
 
 
 @pytest.mark.parametrize(
-    "options", [{"mode": "sync"}, {"mode": "async"}, {"mode": "sync", "backup": 1}], ids=["sync", "async", "backup"]
+    "options",
+    [{"mode": "sync"}, {"mode": "async"}, {"mode": "sync", "backup": 1}, {"mode": "bounded", "staleness": 2}],
+    ids=["sync", "async", "backup", "bounded"],
 )
 @pytest.mark.parametrize(
     "how",

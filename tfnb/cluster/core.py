@@ -179,6 +179,7 @@ class Core:
             "register_shard": self._register, "pull": self._pull, "stage": self._stage,
             "prepare": self._prepare, "abort": self._abort, "stat": self._stat, "applied": self._applied,
             "choose": self._choose, "decided": self._decided, "cut": self._cut,
+            "enter": self._enter, "depart": self._depart,
             "open_training": self._open, "end_training": self._end_training,
         }  # fmt: skip
         self._timed: dict[str, Callable[[Request, float], Ok | Refused | None]] = {
@@ -187,7 +188,7 @@ class Core:
         }  # fmt: skip
         self._sends: list[Effect] = []
 
-    MUTATIONS = frozenset({"create", "drop", "assign", "push", "commit"}) | Objects.METHODS
+    MUTATIONS = frozenset({"create", "drop", "assign", "push", "commit", "enter", "depart"}) | Objects.METHODS
     METHODS = MUTATIONS | {
         "register_shard", "pull", "stage", "prepare", "abort", "stat", "applied",
         "contribute", "staged", "choose", "decided", "hold", "go", "cut", "open_training", "end_training",
@@ -235,6 +236,8 @@ class Core:
         """Where a request stands that has to wait."""
         if request.method == "pull" and "step" in request.meta:
             return f"step:{request.meta['step']}"
+        if request.method == "pull" and "staleness" in request.meta:
+            return "clock:{training}:{loop}".format_map(request.meta)
         if request.method == "contribute":  # nobody stands before anybody
             return "turn:{training}:{round}:{worker}".format_map(request.meta)
         return self.objects.line(request)
@@ -269,6 +272,10 @@ class Core:
             training = request.meta.get("training")
             if training is not None and training not in self.courses:
                 refused = Refused("stale", f"training {training} is over")
+            elif "loop" in request.meta and request.method in ("push", "pull"):
+                loop = request.meta["loop"]
+                if loop not in self.courses.of(request.meta).clocks:
+                    refused = Refused("stale", f"loop {loop} was given up")
         return refused
 
     def _settled(self, request: Request) -> Answer | None:
@@ -285,16 +292,23 @@ class Core:
 
     def _answer(self, request: Request, now: float) -> Answer | None:
         """Carry out a request; None where it has to wait."""
-        settled = self._settled(request)
-        if settled is not None:
-            return settled
+        answer = self._settled(request)
+        if answer is None:
+            answer = self._carried_out(request, now)
+        if "clock" in request.meta and request.method == "push" and isinstance(answer, Ok):
+            course, loop = self.courses.of(request.meta), str(request.meta["loop"])
+            course.tick(loop, int(request.meta["clock"]))
+            answer = replace(answer, meta={**answer.meta, "lead": course.lead(loop)})
+        return answer
+
+    def _carried_out(self, request: Request, now: float) -> Answer | None:
         answer: Answer | None
         try:
             if request.method in self._timed:
                 if request.method in self.objects.methods:
                     self._afford(_size(request.tensors))
                 answer = self._timed[request.method](request, now)
-            elif request.method == "pull" and int(request.meta.get("step", 0)) > self.step:
+            elif request.method == "pull" and self._is_early(request.meta):
                 answer = None
             else:
                 answer = self._methods[request.method](request)
@@ -348,11 +362,33 @@ class Core:
     def _pull(self, request: Request) -> Ok:
         """Values of ``keys`` that changed after ``since`` (a version for each key; none: all of them).
 
-        With ``step`` it waits until so many rounds are committed.
+        With ``step`` it waits until so many rounds are committed, with ``staleness`` until the loop that reads is at
+        most so many steps ahead of the slowest one.
         """
         if "decided" in request.meta:
             self._decided(request)
         return self._with_values(Ok({"version": self.version, "step": self.step}), request, "keys")
+
+    def _is_early(self, meta: Mapping[str, Any]) -> bool:
+        """Whether a pull has to wait."""
+        if "staleness" in meta and self.courses.of(meta).lead(str(meta["loop"])) > int(meta["staleness"]):
+            return True
+        return int(meta.get("step", 0)) > self.step
+
+    def _enter(self, request: Request) -> Ok | Refused:
+        """A loop goes to work: where its clock stands."""
+        course, loop = self.courses.of(request.meta), str(request.meta["loop"])
+        if loop in course.gone:
+            return Refused("stale", f"loop {loop} was given up")
+        return Ok({"clock": course.enter(loop, int(request.meta["clock"]))})
+
+    def _depart(self, request: Request) -> Ok:
+        """A loop stands still, or its task is lost (``gone``): what that sends later is refused."""
+        course, loop = self.courses.of(request.meta), str(request.meta["loop"])
+        course.leave(loop)
+        if "gone" in request.meta:
+            course.gone.add(loop)
+        return self._ack()
 
     def _with_values(self, answer: Ok, request: Request, names: str = "reads") -> Ok:
         """The answer, with the values of the keys that the request names, as far as they changed."""

@@ -230,13 +230,14 @@ class Cluster:
 
     def train(
         self, step: StepGraph, source: Ahead | Iterable[Batch], *, mode: str = "sync", backup: int = 0,
-        timeout: float | None = None, one_by_one: str = "",
+        staleness: int | None = None, timeout: float | None = None, one_by_one: str = "",
     ) -> Generator[tuple[int, list[Any]], None, None]:  # fmt: skip
         """Train data-parallel over the compute tasks; yields (step, fetched values) as batches are applied.
 
         sync: the rows of a batch are divided over the live tasks, gradients are averaged weighted by rows. With
         ``backup`` spare tasks a step is made of the first gradients that all servers have, and takes no later ones.
-        async: each task works on whole batches of its own. Tasks work ahead of what is yielded. Close the generator (or
+        async: each task works on whole batches of its own. bounded: likewise, at most ``staleness`` steps ahead of the
+        slowest one. Tasks work ahead of what is yielded. Close the generator (or
         exhaust it): local storages then show the values of the last step, also after Ctrl-C. ``timeout``: seconds for
         all of it. ``one_by_one``: why the notebook has to see every step before the next one begins.
         """
@@ -258,7 +259,7 @@ class Cluster:
             text = f"every step runs whole on one task, not in parallel: {placed.why_whole}"
             warnings.warn(text, stacklevel=user_level(None))
         is_stepwise = why or not placed.writes
-        how = Mode(mode, backup)
+        how = Mode(mode, backup, staleness)
         steps = self._stepwise(step, source, end) if is_stepwise else self._looping(step, source, how, end, timeout)
         try:
             for item in steps:

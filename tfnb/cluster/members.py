@@ -69,7 +69,7 @@ class Mode(NamedTuple):
     staleness: int | None = None
 
 
-MODES = ("sync", "async")
+MODES = ("sync", "async", "bounded")
 
 
 class NotDone(Exception):

@@ -1,11 +1,15 @@
-"""The synchronous rounds of a training on one shard, which commit without the notebook. Data only; `core` writes.
+"""What one shard keeps of a training: its rounds, or the clocks of its loops. Data only; `core` writes.
 
+A synchronous training has rounds, which commit without the notebook.
 Every worker contributes to round k and is answered with the values after it. A shard that has all parts has computed
 the write and tells the first shard; when all are ready, that one writes and lets the others write. What it decided is
 final: whoever reads a cut, or ends the training, asks it first and names its decision to the others.
 
 With spare workers a shard tells the first one of each part that it has. The first workers whose parts are on all
 shards make the round: the first shard names them to the others, which then compute. The other parts are dropped.
+
+With bounded staleness each loop has a clock, the steps that it has applied, and reads only while it is no more steps
+ahead of the slowest one than it may be. A loop that stands still leaves, and nobody waits for it.
 """
 
 from __future__ import annotations
@@ -65,18 +69,41 @@ class Turn:
 class Course:
     """The rounds of one training. ``latest``: the last one written; ``floor``: those up to it are over.
 
-    ``counted``: the last round in which each worker counted.
+    ``counted``: the last round in which each worker counted. ``clocks``: of loops that are at work; ``least``: where
+    the slowest of them was when there was one; ``gone``: loops that were given up.
     """
 
     latest: int = 0
     counted: dict[int, int] = field(default_factory=dict)
     floor: int = 0
+    clocks: dict[str, int] = field(default_factory=dict)
+    least: int = 0
+    gone: set[str] = field(default_factory=set)
     held_until: float = 0.0
     turns: dict[int, Turn] = field(default_factory=dict)
 
     def turn(self, number: int) -> Turn:
         """A round, begun if it was not."""
         return self.turns.setdefault(number, Turn())
+
+    def enter(self, loop: str, clock: int) -> int:
+        """A loop goes to work, not behind the others; its clock."""
+        self.tick(loop, max(clock, self.least))
+        return self.clocks[loop]
+
+    def tick(self, loop: str, clock: int) -> None:
+        """So many steps of a loop are applied."""
+        self.clocks[loop] = clock
+        self.least = max(self.least, min(self.clocks.values()))
+
+    def leave(self, loop: str) -> None:
+        """A loop stands still: nobody waits for it."""
+        self.clocks.pop(loop, None)
+        self.least = max(self.least, min(self.clocks.values(), default=0))
+
+    def lead(self, loop: str) -> int:
+        """Steps that a loop is ahead of the slowest one."""
+        return self.clocks[loop] - min(self.clocks.values())
 
     def end(self, floor: int) -> None:
         """Rounds up to ``floor`` are over; what was staged for them is dropped."""

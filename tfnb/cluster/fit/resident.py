@@ -29,6 +29,7 @@ from tfnb.state.batch_order import Order, Rows
 QUARTER = 0.25  # seconds between two answers to a notebook that watches
 SPAN = 64  # steps whose watched values are stacked together
 DEADLINE = 600.0  # seconds for the calls of one step
+FAREWELL = 10.0  # seconds for the calls of a loop that stands still
 LEFT = 1024  # ended loops that are remembered
 RANK = 1 << 40  # between the random streams of the workers of one step
 NO_LOOP = {"at": 0, "some": [], "groups": [], "paused": True, "over": True, "failure": None, "seconds": 0.0, "late": 0}
@@ -223,9 +224,13 @@ class Loop:
     """One training on one task."""
 
     def __init__(
-        self, host: Host, training: str, program: ComputeProgram, ahead: Prefetch | None, shards: list[int]
-    ) -> None:
+        self, host: Host, name: str, training: str, program: ComputeProgram, ahead: Prefetch | None, shards: list[int],
+        staleness: int | None = None,
+    ) -> None:  # fmt: skip
         self._host, self._training, self._program, self._shards = host, training, program, shards
+        self._name, self._staleness = name, staleness
+        self._clock = 0  # steps that are applied, as the servers count them where staleness is bounded
+        self._leads: dict[int, int] = {}  # shard -> steps that this loop is ahead there
         self._ahead, self._reads = ahead, program.reads
         self._given: deque[Given] = deque()
         self._held: dict[str, tuple[int, torch.Tensor]] = {}  # key -> version and value
@@ -322,8 +327,7 @@ class Loop:
                     if not await self._goes_on():
                         return
                     if self._has_stood:  # what others wrote meanwhile counts
-                        self._has_stood = False
-                        await self._exchange("pull", {}, {}, None)
+                        await self._enter()
                     await self._step(given, index)
                 self._given.popleft()
                 if self._ahead is not None:
@@ -338,6 +342,8 @@ class Loop:
         finally:
             if self._ahead is not None:
                 self._ahead.close()
+            with suppress(Ended):
+                await self._depart()
             self._stands.set()
             self._news.set()
 
@@ -345,7 +351,7 @@ class Loop:
         """Wait for a piece and for its rows, and for the end of a pause; False when it is to end."""
         while self._is_wanted and (self._is_pause_wanted or not self._has_piece):
             self._changed.clear()
-            self._has_stood = True
+            await self._depart()
             self._stands.set()
             self._news.set()
             await self._changed.wait()
@@ -371,12 +377,16 @@ class Loop:
                 "round": given.first + index, "worker": worker, "workers": share.workers, "shards": self._shards,
             }  # fmt: skip
             about |= {"spare": True} if wanted < workers else {}
+        if self._staleness is not None:
+            self._clock += 1
+            about |= {"loop": self._name, "clock": self._clock}
         await self._exchange(method, about, {push.shard: push for push in pushes}, op)
         if self._counts:
             self._log.append(_Done(given.number, index, share.rows, share.workers, out))
         elif share.rows:
             self._late += 1
         await self._level()
+        await self._keep_bound()
 
     def _computed(self, given: Given, index: int, values: Mapping[str, torch.Tensor]) -> tuple[Share, Out, list[Push]]:
         """In the compute thread: the fetches and what goes to the servers, all of it finite."""
@@ -394,8 +404,7 @@ class Loop:
         """One request to each server."""
         calls = []
         for shard in sorted({*self._reads, *self._shards}):
-            keys = self._reads.get(shard, [])
-            held = [self._held.get(key, (-1, None))[0] for key in keys]
+            keys, held = self._known(shard)
             push = pushes.get(shard)
             if method == "pull" or shard not in self._shards:
                 calls.append(self._call(shard, "pull", {"keys": keys, "since": held}, (), None, keys, held))
@@ -405,14 +414,61 @@ class Loop:
             calls.append(self._call(shard, method, meta, push.tensors if push else (), op, keys, held))
         await _all(calls)
 
+    # -- bounded staleness ------------------------------------------------------------------------------------------
+
+    async def _enter(self) -> None:
+        """Go to work, with the values of now: the first server sets the clock, and the others take it over."""
+        self._has_stood = False
+        if self._staleness is None:
+            await self._exchange("pull", {}, {}, None)
+        else:
+            about = {"training": self._training, "loop": self._name}
+            for shard in self._shards:
+                answer = await self._ask(shard, "enter", {**about, "clock": self._clock}, DEADLINE)
+                self._clock = int(answer.meta["clock"]) if shard == self._shards[0] else self._clock
+            self._leads = dict.fromkeys({*self._reads, *self._shards}, self._staleness + 1)  # all are to be asked
+            await self._keep_bound()
+
+    async def _depart(self) -> None:
+        """Stand still: nobody waits for this loop."""
+        if not self._has_stood and self._staleness is not None:
+            about = {"training": self._training, "loop": self._name}
+            await _all([self._departed(shard, about) for shard in self._shards])
+        self._has_stood = True
+
+    async def _departed(self, shard: int, about: dict[str, Any]) -> None:
+        await self._ask(shard, "depart", about, FAREWELL)
+
+    async def _keep_bound(self) -> None:
+        """Wait for the others where this loop is too far ahead of them, and take their values."""
+        calls = []
+        for shard, lead in self._leads.items():
+            if self._staleness is not None and lead > self._staleness:
+                keys, held = self._known(shard)
+                meta = {"keys": keys, "since": held}
+                if shard in self._shards:
+                    meta |= {"training": self._training, "loop": self._name, "staleness": self._staleness}
+                calls.append(self._call(shard, "pull", meta, (), None, keys, held))
+                self._leads[shard] = 0
+        await _all(calls)
+
+    # -- servers ----------------------------------------------------------------------------------------------------
+
+    def _known(self, shard: int) -> tuple[list[str], list[int]]:
+        """What is read from a server, and the versions of it that are here."""
+        keys = self._reads.get(shard, [])
+        return keys, [self._held.get(key, (-1, None))[0] for key in keys]
+
+    async def _ask(self, shard: int, method: str, meta: dict[str, Any], seconds: float) -> Ok:
+        return await self._host.ask(shard, method, meta, (), None, time.monotonic() + seconds)
+
     async def _level(self) -> None:
         """Values of one round from all servers: without this worker they may be at different ones."""
         latest = max(self._rounds.values(), default=0)
         calls = []
         for shard, number in self._rounds.items():
             if number < latest:
-                keys = self._reads.get(shard, [])
-                held = [self._held.get(key, (-1, None))[0] for key in keys]
+                keys, held = self._known(shard)
                 meta = {
                     "training": self._training, "round": latest, "worker": -1, "absent": True, "reads": keys,
                     "since": held,
@@ -424,12 +480,14 @@ class Loop:
         self, shard: int, method: str, meta: dict[str, Any], tensors: Sequence[torch.Tensor], op: OpId | None,
         keys: Sequence[str], held: Sequence[int],
     ) -> None:  # fmt: skip
-        if method == "pull" and not keys:
+        if method == "pull" and not keys and "staleness" not in meta:
             return
         answer = await self._host.ask(shard, method, meta, tensors, op, time.monotonic() + DEADLINE)
         if "latest" in answer.meta:
             self._rounds[shard] = int(answer.meta["latest"])
             self._counts = bool(answer.meta["counts"])
+        if "lead" in answer.meta:
+            self._leads[shard] = int(answer.meta["lead"])
         fresh = iter(answer.tensors)
         for key, old, version in zip(keys, held, answer.meta["versions"], strict=True):
             if old != version:
@@ -522,6 +580,8 @@ class Loops:
             if program is None:
                 return Refused("unknown-plan", str(meta["plan"]))
             ahead = None if meta["order"] is None else Prefetch(self._data[training], Order(*meta["order"]))
-            self._loops[name] = Loop(self._host, training, program, ahead, list(meta["shards"]))
+            self._loops[name] = Loop(
+                self._host, name, training, program, ahead, list(meta["shards"]), meta["staleness"]
+            )
         self._loops[name].lend(Given.of(meta, request.tensors))
         return Ok()

@@ -80,6 +80,7 @@ class Training:
         deadline: float,
     ) -> None:  # fmt: skip
         self.engine, self.placed, self.data = engine, placed, data
+        self._staleness = mode.staleness if mode.name == "bounded" else None
         self.machine = _machine(mode, tasks, placed.writes, deadline)
         self.results: list[Values] = []
         self.steps = self._told = 0
@@ -178,7 +179,7 @@ class Training:
     def feed(self, event: Any) -> None:
         """Tell the machine, and carry out what it says."""
         if isinstance(event, e.Lost):
-            self._loops.pop(event.task, None)
+            self._give_up(event.task)
         for instruction in self.machine.on(event, time.monotonic()):
             match instruction:
                 case a.Give(task, piece):
@@ -275,7 +276,8 @@ class Training:
         meta: dict[str, Any] = {
             "training": self._name, "loop": loop.name, "plan": self.placed.compute.id, "part": part,
             "shards": list(self.placed.writes), "number": piece.number, "stream": self._stream(piece.stream),
-            "first": piece.first, "count": piece.count, "order": None, "steps": None, "run": 0,
+            "first": piece.first, "count": piece.count, "staleness": self._staleness,
+            "order": None, "steps": None, "run": 0,
         }  # fmt: skip
         if isinstance(self.data, Ahead):
             start = piece.steps[0]
@@ -367,7 +369,8 @@ class Training:
         if not isinstance(event, e.Lost) and not await self._left(task, loop):
             event = e.Lost(task)
         if self._loops.get(task) is loop:
-            del self._loops[task]
+            if not isinstance(event, e.Lost):
+                del self._loops[task]
             self.feed(event)
 
     async def _left(self, task: int, loop: _Listening) -> bool:
@@ -384,8 +387,20 @@ class Training:
         """End the loop of a task, as the machine wants it."""
         loop = self._loops.get(task)
         is_there = loop is None or await self._left(task, loop)
-        self._loops.pop(task, None)
+        if is_there:
+            self._loops.pop(task, None)
         self.feed(a.Stopped(task) if is_there else e.Lost(task))
+
+    def _give_up(self, task: int) -> None:
+        """The loop of a lost task is over: no other one waits for it, and servers take nothing from it."""
+        loop = self._loops.pop(task, None)
+        if loop is not None and self._staleness is not None and self.end is None:
+            about = {"training": self._name, "loop": loop.name, "gone": True}
+            for shard in self.placed.writes:
+                self._begin(self._told_gone(shard, about))
+
+    async def _told_gone(self, shard: int, about: dict[str, Any]) -> None:
+        await self.engine.settled(shard, "depart", about)
 
     async def _pause(self, task: int, *, is_wanted: bool) -> None:
         loop, member = self._loops.get(task), self.engine.tasks[task]
