@@ -73,9 +73,9 @@ class Share(NamedTuple):
 
 
 class _Mine(NamedTuple):
-    """``rows``, from and to, that a worker takes of batch ``index`` of a piece; None where it has none."""
+    """``rows``, from and to, that a worker takes of a ``batch`` of a piece; None where it has none."""
 
-    index: int
+    batch: int
     rows: tuple[int, int] | None
     run: int
     workers: int
@@ -119,9 +119,9 @@ class Given:
         first, last = mine.rows
         if self.steps is not None:
             assert data is not None  # the notebook sends the data first
-            feeds: Sequence[torch.Tensor] = data.part(self.steps + mine.index, first, last)
+            feeds: Sequence[torch.Tensor] = data.part(self.steps + mine.batch, first, last)
             return Share(feeds, last - first, mine.run, mine.workers)
-        tensors, of, _, cut = self.batches[mine.index % self.count]
+        tensors, of, _, cut = self.batches[mine.batch % self.count]
         if (first, last) == (0, of):
             return Share(tensors, of or 1, mine.run, mine.workers)
         feeds = [t[first:last] if c else t for t, c in zip(tensors, cut, strict=True)]
@@ -132,7 +132,7 @@ class Given:
         for index in range(self.count):
             mine = self._mine(index, order)
             if mine.rows is not None:
-                yield order.at((self.steps or 0) + mine.index, *mine.rows)
+                yield order.at((self.steps or 0) + mine.batch, *mine.rows)
 
     def _mine(self, index: int, data: Rows | None) -> _Mine:
         """Which rows of which batch."""
