@@ -107,7 +107,8 @@ def fit(
     rows of a step over them and averages their gradients by rows, which equals the run here for a loss that is a mean
     over rows. ``backup`` of them are spare: a step is made of the first gradients that all servers have, over as many
     rows as asked for; later ones are dropped and counted in the cluster's status.
-    ``"async"``: each task takes steps of its own, one after the other. ``"bounded"``: likewise, but a task begins a
+    ``"async"``: each task takes steps of its own, one after the other; of Dask data whole chunks are shuffled, and rows
+    within them, and a task takes those of its own worker first. ``"bounded"``: likewise, but a task begins a
     step only while it is at most ``staleness`` steps ahead of the slowest one. Another call may have another mode: it
     goes on with the variables and the state of the optimizer as they are.
 

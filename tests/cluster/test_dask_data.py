@@ -199,3 +199,13 @@ def test_workers_forget_the_chunks_after_a_training(connect, problem, dask):
             return
         time.sleep(0.1)
     raise AssertionError(left)
+
+
+def test_in_asynchronous_mode_whole_chunks_are_shuffled_and_each_row_counts_once_in_an_epoch(connect, dask):
+    s = Sums()
+    cluster = connect(2)
+    homes = [member.peer.addr for member in cluster._engine.tasks]
+    rows = dask.persist(da.arange(8000, chunks=1000, dtype=np.float64), workers=homes)
+    done = tfnb.fit(s.train, {s.x: rows}, batch_size=64, epochs=2, mode="async")
+    assert done.steps == 250 and [entry["step"] for entry in done.history] == [125, 250]
+    assert s.sums() == [2 * 8000 * 7999 / 2 / 64] * 2

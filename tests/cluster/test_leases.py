@@ -50,6 +50,17 @@ def given_to(instructions):
     return [(i.task, list(i.piece.steps)) for i in instructions if isinstance(i, Give)]
 
 
+def test_a_piece_goes_to_the_task_that_it_is_meant_for_unless_that_has_no_room():
+    machine = leases()
+    assert machine.takers == [0, 1, 0, 1]
+    given = play(machine, Offer("ab", 1), Offer("cd", 1), Offer("ef", 1), Offer("gh", 0))
+    assert given_to(given) == [(1, ["a", "b"]), (1, ["c", "d"]), (0, ["e", "f"]), (0, ["g", "h"])]
+    assert machine.takers == []
+    assert given_to(play(machine, Progress(1, given[0].piece.number, 2))) == []
+    assert machine.takers == [1]
+    assert given_to(play(machine, Offer("ij", 7))) == [(1, ["i", "j"])], "a task that is gone"
+
+
 def test_each_task_has_two_pieces_ahead():
     machine = leases()
     assert machine.wants == 4

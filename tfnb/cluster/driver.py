@@ -23,7 +23,8 @@ from tfnb.cluster.card import Row, Status, size
 from tfnb.cluster.collections import in_chunks, read
 from tfnb.cluster.deploy import EPOCH, Place, find, replaced, start
 from tfnb.cluster.engine import Engine
-from tfnb.cluster.fit.sources import Counted, Drawn
+from tfnb.cluster.fit.leases import Offer
+from tfnb.cluster.fit.sources import drawn_from
 from tfnb.cluster.fit.training import Training, Values
 from tfnb.cluster.holdings import Holdings
 from tfnb.cluster.joins import join, joins
@@ -308,11 +309,10 @@ class Cluster:
         placed, left, before = self._place(step, parallel=True), self._left(end), engine.step
         self._send(step.variables)
         self._held.stale.update(variable.key for variable in step.writes)
-        data = source if isinstance(source, Ahead) else None
+        data, pieces = drawn_from(source, mode.name != "sync", [member.peer.addr for member in engine.tasks])
         training: Training = self._do("starting to train", None, engine.train, placed, mode, joins(step), data, left)
-        pieces = Counted(source) if isinstance(source, Ahead) else Drawn(source)
 
-        def results(offers: list[Sequence[Any]], drain: bool = False) -> Iterator[tuple[int, list[Any]]]:
+        def results(offers: list[Offer], drain: bool = False) -> Iterator[tuple[int, list[Any]]]:
             nonlocal before
             patience = None if end is None else max(0.0, end - time.monotonic()) + SETTLE
             for values in self._do("training", patience, training.exchange, offers, pieces.is_spent, drain):
@@ -325,10 +325,10 @@ class Cluster:
                 self._held.stale.update(variable.key for variable in step.writes)
                 self._send(step.variables, thorough=False)
                 machine, offers = training.machine, []
-                for _ in range(machine.wants):
+                for task in machine.takers:
                     size = machine.sizes.next(pieces.left, machine.parts)
-                    piece = pieces.take(size, lambda: bool(self._held.written(step.variables, thorough=False)))
-                    offers += [piece] if piece else []
+                    piece = pieces.take(size, lambda: bool(self._held.written(step.variables, thorough=False)), task)
+                    offers += [Offer(piece, task)] if piece else []
                     if pieces.held_back or pieces.is_spent:
                         break
                 if pieces.held_back:  # the user's iterator wrote a Variable: what was drawn before comes first

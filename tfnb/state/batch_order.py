@@ -17,6 +17,8 @@ from tfnb.state.chunks import Chunked, Chunks
 class Order(NamedTuple):
     """``rows`` in batches of ``batch_size``, the last one of a pass may be short; each pass in another order.
 
+    ``within``: the place of an array in chunks; whole chunks are shuffled then, and the rows within each of them.
+
     >>> order = Order(rows=7, batch_size=3)
     >>> [order.place(step) for step in (0, 2, 3)]
     [(1, 0, 3), (1, 6, 7), (2, 0, 3)]
@@ -26,6 +28,7 @@ class Order(NamedTuple):
     batch_size: int
     shuffle: bool = True
     seed: int = 0
+    within: int | None = None
 
     @property
     def per_pass(self) -> int:
@@ -78,7 +81,11 @@ class Rows:
         return self._order_of(number)[start:stop] if self.order.shuffle else slice(start, stop)
 
     def _order_of(self, number: int) -> torch.Tensor:
-        """The order of pass ``number``; that of a pass follows from the one before it."""
+        """The order of pass ``number``; that of a pass follows from the one before it, but for chunks."""
+        if self.order.within is not None:
+            if number != self._pass:
+                self._pass, self._permutation = number, self._within_chunks(number, self.order.within)
+            return self._permutation
         if not self._pass or number < self._pass:
             self._pass = 0
             self._generator.manual_seed(self.order.seed)
@@ -86,6 +93,25 @@ class Rows:
             self._permutation = torch.randperm(self.order.rows, generator=self._generator)
             self._pass += 1
         return self._permutation
+
+    def _within_chunks(self, number: int, place: int) -> torch.Tensor:
+        chunks, self._generator = self.arrays[place], torch.Generator()
+        assert isinstance(chunks, Chunks)
+        order = chunk_order(self.order, len(chunks.lengths), number, self._generator)
+        parts = ((chunks.span(chunk)[0], chunks.lengths[chunk]) for chunk in order)
+        return torch.cat([first + torch.randperm(length, generator=self._generator) for first, length in parts])
+
+
+def chunk_order(order: Order, chunks: int, number: int, generator: torch.Generator) -> list[int]:
+    """The order in which pass ``number`` takes whole chunks; ``generator`` then gives that of their rows.
+
+    >>> chunk_order(Order(8, 2, shuffle=False), 3, 1, torch.Generator())
+    [0, 1, 2]
+    """
+    if not order.shuffle:
+        return list(range(chunks))
+    generator.manual_seed(order.seed * 1_000_003 + number)
+    return torch.randperm(chunks, generator=generator).tolist()
 
 
 def _taken(array: torch.Tensor | Chunks, at: torch.Tensor | slice) -> torch.Tensor:

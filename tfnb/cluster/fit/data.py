@@ -74,7 +74,7 @@ class Data:
         if size > self._room:
             raise ResourceExhausted(
                 f"the next steps take rows of {len(needs)} chunks with {size} bytes, and a task keeps {self._room} "
-                "bytes of them: use shuffle=False, or workers with more memory"
+                'bytes of them: use mode="async", which shuffles within chunks, or shuffle=False, or smaller chunks'
             )
         self._pinned.update(needs)
         coming = [self._one(one) for one in sorted(needs)]

@@ -52,9 +52,10 @@ class Piece:
 
 
 class Offer(NamedTuple):
-    """Steps to train on, of the size that was wanted."""
+    """Steps to train on, of the size that was wanted. ``task``: who should have them, unless it has no room."""
 
     steps: Sequence[Any]
+    task: int | None = None
 
 
 class Progress(NamedTuple):
@@ -196,7 +197,7 @@ class Leases:
     sizes: Sizes = field(default_factory=Sizes)
     out: dict[int, deque[Piece]] = field(default_factory=dict)  # task -> pieces, in order
     again: deque[Piece] = field(default_factory=deque)  # pieces that lost their task
-    offered: deque[Sequence[Any]] = field(default_factory=deque)
+    offered: deque[Offer] = field(default_factory=deque)
     doubtful: list[Piece] = field(default_factory=list)
     torn: list[tuple[int, ...]] = field(default_factory=list)
     mended: set[tuple[int, int]] = field(default_factory=set)  # operations that some shards lacked
@@ -212,10 +213,15 @@ class Leases:
     @property
     def wants(self) -> int:
         """How many pieces there is room for."""
+        return len(self.takers)
+
+    @property
+    def takers(self) -> list[int | None]:
+        """Tasks that pieces are wanted for, one entry for each piece; who has least comes first."""
         if self.state != "open" or self.is_ended:
-            return 0
-        room = sum(max(0, AHEAD - len(self.out.get(task, ()))) for task in self.tasks)
-        return max(0, room - len(self.again) - len(self.offered))
+            return []
+        room = [task for had in range(AHEAD) for task in self.tasks if len(self.out.get(task, ())) <= had]
+        return [*room[len(self.again) + len(self.offered) :]]
 
     @property
     def is_idle(self) -> bool:
@@ -233,8 +239,8 @@ class Leases:
             case "planned", e.Start():
                 self.state = "open"
                 return [] if self.tasks else self._close(e.TasksLost("no compute task is left"))
-            case "open", Offer(steps):
-                self.offered.append(steps)
+            case "open", Offer():
+                self.offered.append(event)
                 return self._next(now)
             case "open", e.End():
                 self.is_ended = True
@@ -293,12 +299,22 @@ class Leases:
         """Whether some piece lost its task: only at its end do all servers agree."""
         return bool(self.again) or any(piece.is_again for pieces in self.out.values() for piece in pieces)
 
+    def _has_room(self, task: int | None) -> bool:
+        return task in self.tasks and len(self.out.get(task, ())) < AHEAD
+
     def _taken(self, task: int) -> Piece | None:
         if self.again:
             return self.again.popleft()
-        if self.is_hold_wanted or not self.offered:
+        if self.is_hold_wanted:
             return None
-        steps, stream = self.offered.popleft(), self.streams.setdefault(task, [next(self.numbers), 0])
+        fits = [
+            at for at, offer in enumerate(self.offered) if offer.task in (task, None) or not self._has_room(offer.task)
+        ]
+        if not fits:
+            return None
+        at = min(fits, key=lambda at: self.offered[at].task != task)
+        steps, stream = self.offered[at].steps, self.streams.setdefault(task, [next(self.numbers), 0])
+        del self.offered[at]
         piece = Piece(next(self.numbers), stream[0], stream[1], steps)
         stream[1] += piece.count
         return piece

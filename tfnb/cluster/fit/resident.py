@@ -181,7 +181,7 @@ class Prefetch:
     def __init__(self, arrays: Data, order: Order) -> None:
         self.data = Rows(arrays.arrays, order)
         self._arrays = arrays
-        self._order = Rows((), order)  # of its own: steps take theirs in another thread
+        self._order = Rows(arrays.arrays, order)  # of its own: steps take theirs in another thread
         self._one_by_one = asyncio.Lock()
         self._held: dict[int, asyncio.Task[Needs]] = {}  # by number of the piece
 

@@ -75,6 +75,11 @@ class Rounds:
         return max(0, AHEAD - len(self.out) - len(self.again) - len(self.offered))
 
     @property
+    def takers(self) -> list[int | None]:
+        """One entry for each of them: a piece is for all tasks."""
+        return [None] * self.wants
+
+    @property
     def is_idle(self) -> bool:
         """Whether nothing is lent or waits to be."""
         return not (self.out or self.again or self.offered)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
+
+import torch
 
 from tfnb.cluster import wire
 from tfnb.cluster.members import Ahead, Batch
+from tfnb.state.batch_order import chunk_order
+from tfnb.state.chunks import Chunked
 
 DRAW = 0.05  # seconds of drawing after which tasks get what there is
 MOST = 32 << 20  # bytes of batches likewise
@@ -37,10 +42,72 @@ class Counted:
         """Whether there are no more."""
         return self._next >= self._total
 
-    def take(self, size: int, has_written: Callable[[], bool] = lambda: False) -> Sequence[Any]:
+    def take(
+        self, size: int, has_written: Callable[[], bool] = lambda: False, task: int | None = None
+    ) -> Sequence[Any]:
         """The next steps, so many at most."""
         start, self._next = self._next, min(self._total, self._next + size)
         return range(start, self._next)
+
+
+class Near:
+    """Steps by their numbers, as whole chunks are taken: a task gets those whose rows its worker holds, if there are.
+
+    ``homes``: for each task the address of its worker.
+
+    >>> from tfnb.state.batch_order import Order
+    >>> array = Chunked("x", (4, 6), (), torch.float32, homes=(("a",), ("b",)))
+    >>> pieces = Near(Ahead((array,), Order(10, 2, shuffle=False, within=0), total=7, run_index=0), ["b", "a"])
+    >>> [pieces.take(2, task=task) for task in (0, 1, 0, 1)], pieces.left
+    ([range(2, 4), range(0, 2), range(4, 5), range(5, 7)], 0)
+    """
+
+    held_back = False
+
+    def __init__(self, data: Ahead, homes: Sequence[str]) -> None:
+        place = data.order.within
+        assert place is not None
+        chunked = data.arrays[place]
+        assert isinstance(chunked, Chunked)
+        self._order, self._chunks, self._homes = data.order, chunked, homes
+        self._runs: list[tuple[range, Collection[str]]] = []  # of the pass in progress: steps, and where their rows lie
+        self._number, self.left = 0, data.total
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether there are no more."""
+        return self.left == 0
+
+    def take(
+        self, size: int, has_written: Callable[[], bool] = lambda: False, task: int | None = None
+    ) -> Sequence[Any]:
+        """The next steps for a task, so many at most; a pass begins when the one before it is taken."""
+        if not self._runs:
+            self._runs = self._next_pass()
+        home = None if task is None else self._homes[task]
+        at = min(range(len(self._runs)), key=lambda at: self._away(self._runs[at][1], home))
+        steps, where = self._runs[at]
+        self.left -= len(steps[:size])
+        self._runs[at : at + 1] = [(steps[size:], where)] if len(steps) > size else []
+        return steps[:size]
+
+    def _away(self, where: Collection[str], home: str | None) -> int:
+        """0 here, 1 where no task is, 2 with another task."""
+        return 0 if home in where else 2 if any(other in where for other in self._homes) else 1
+
+    def _next_pass(self) -> list[tuple[range, Collection[str]]]:
+        """The steps of a pass by the chunk in which their first row lies."""
+        order, chunks = self._order, self._chunks
+        first, self._number = self._number * order.per_pass, self._number + 1
+        runs: list[tuple[range, Collection[str]]] = []
+        rows, step, end = 0, first, first + self.left
+        for chunk in chunk_order(order, len(chunks.lengths), self._number, torch.Generator()):
+            rows += chunks.lengths[chunk]
+            stop = min(first - (-rows // order.batch_size), first + order.per_pass, end)
+            if stop > step:
+                runs.append((range(step, stop), chunks.homes[chunk]))
+                step = stop
+        return runs
 
 
 class Drawn:
@@ -63,7 +130,9 @@ class Drawn:
         """Whether a batch was drawn that may only be trained on after what was written meanwhile."""
         return bool(self._back)
 
-    def take(self, size: int, has_written: Callable[[], bool] = lambda: False) -> Sequence[Any]:
+    def take(
+        self, size: int, has_written: Callable[[], bool] = lambda: False, task: int | None = None
+    ) -> Sequence[Any]:
         """The next batches, so many at most; less where drawing takes long, or where the iterator wrote Variables."""
         found, self._back = self._back, []
         until, nbytes = time.monotonic() + DRAW, sum(wire.size(batch.tensors) for batch in found)
@@ -78,3 +147,20 @@ class Drawn:
             found.append(batch)
             nbytes += wire.size(batch.tensors)
         return found
+
+
+def drawn_from(
+    source: Ahead | Iterable[Batch], by_chunk: bool, homes: Sequence[str]
+) -> tuple[Ahead | None, Counted | Near | Drawn]:
+    """What the tasks are sent ahead, and the pieces; ``by_chunk``: the order of the rows may be that of their chunks.
+
+    ``homes``: for each task the address of its worker.
+    """
+    if not isinstance(source, Ahead):
+        return None, Drawn(source)
+    nbytes = {place: array.nbytes for place, array in enumerate(source.arrays) if isinstance(array, Chunked)}
+    if not (by_chunk and nbytes):
+        return source, Counted(source)
+    largest = max(nbytes, key=lambda place: nbytes[place])
+    data = replace(source, order=source.order._replace(within=largest))
+    return data, Near(data, homes)

@@ -113,13 +113,13 @@ class Training:
             self._news.clear()
             await self._news.wait()
 
-    async def exchange(self, offers: Sequence[Sequence[Any]], last: bool, drain: bool) -> list[Values]:
+    async def exchange(self, offers: Sequence[a.Offer], last: bool, drain: bool) -> list[Values]:
         """Offer pieces; return what was applied meanwhile, as soon as there is news or room for more.
 
         drain: wait until everything that was offered is applied.
         """
-        for steps in offers:
-            self.feed(a.Offer(steps))
+        for offer in offers:
+            self.feed(offer)
         if last:
             self.feed(e.End())
         await self.wait(lambda: self.machine.is_idle if drain else bool(self.results or self.machine.wants))
