@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 import torch
 
 from tfnb.kernels.control import Function, Replay
-from tfnb.kernels.memory_budget import MemoryBudget
+from tfnb.kernels.memory_budget import AT_ONCE, MemoryBudget
 from tfnb.kernels.spill_blocks import AWAY, HERE, SpillBlock, emptied
 
-BLOCK = 4 << 20  # bytes that are copied at a time, about
+BLOCK = 4 << 20  # bytes that the other thread copies at a time, about
 AHEAD = 2 * BLOCK  # bytes that come before they are needed
 
 
@@ -62,6 +62,7 @@ class RowStack:
         self.fresh: list[list[torch.Tensor]] = [[] for _ in self.bytes]
         self.columns: list[Any] = [_Column(self, i) for i in range(len(self.bytes))]
         self.span, self.beyond = 1, 0  # iterations of a block; iterations that leave as soon as they are there
+        self.few = 1  # iterations of a block of those
         self._start: Sequence[torch.Tensor] = ()
         if self.leaves:
             self.budget.add(self)
@@ -76,7 +77,9 @@ class RowStack:
         if fits or self.again is None or self.state * 2 > span * iteration or not self._held():
             self.again, self.state, self.held = None, 0, 0
             span = max(1, min(BLOCK // iteration, span)) if iteration else 1
-        self.span = span
+        self.span = self.few = span
+        if self.again is None and 0 < iteration <= AT_ONCE:
+            self.few = min(span, AT_ONCE // iteration)
         if self.leaves and iterations is not None and not fits:
             beyond = iterations * iteration + -(-iterations // span) * self.state - budget.free
             self.beyond = min(iterations, -(-beyond // iteration))
@@ -106,7 +109,7 @@ class RowStack:
             return 1
         left = self.span if self.iterations is None else min(self.span, self.iterations - self.count)
         if self.count < self.beyond:
-            left = min(left, self.beyond - self.count)
+            left = min(self.few, self.beyond - self.count)
         if not self.leaves and self.iteration:
             left = min(left, self.budget.free // self.iteration)
         self._over = left <= 0 or not self._tried(self.budget.take, left * self.iteration + self.state)
@@ -209,6 +212,8 @@ class RowStack:
         block.pinned = True
         if block.where is AWAY and block.gone:
             self._compute(block)
+        elif block.where is AWAY and self.budget.at_once(block):
+            self.budget.lend(block)
         elif block.where is AWAY:
             self.come(block)
         self._landed(block)
@@ -231,7 +236,9 @@ class RowStack:
     def closed(self, block: SpillBlock, *, last: bool, end: bool) -> None:
         """A loop has taken the block's rows, and all with its end; last: no other loop will."""
         block.pinned = False
-        if last:
+        if block.where is AWAY:
+            block.dropped()
+        elif last:
             self._here.remove(block)
             self.budget.drop(block)
             self._forget(block)
@@ -283,7 +290,7 @@ class _Reading:
         for next in range(place + 1, len(self.blocks)):
             block = self.blocks[next]
             if block.where is AWAY:
-                if block.gone or budget.free < block.bytes:
+                if block.gone or budget.at_once(block) or budget.free < block.bytes:
                     return
                 self.stack.come(block)
             ahead += block.bytes

@@ -1,8 +1,8 @@
 """Rows of some iterations of a loop, as a block that moves to a spill file and back. Knows no graph.
 
-The thread that copies makes few calls, each for many rows, and neither makes nor frees rows: whatever it does in Python
-holds up the thread that runs iterations. That one drops rows once they are gone, and makes them of what came back. An
-accelerator copies on a stream of its own.
+Where a thread of its own copies, it makes few calls, each for many rows, and neither makes nor frees rows: whatever it
+does in Python holds up the thread that runs iterations. That one drops rows once they are gone, and makes them of what
+came back. An accelerator copies on a stream of its own.
 """
 
 from __future__ import annotations
@@ -108,6 +108,10 @@ class SpillBlock:
             for memory in self.back:
                 memory.record_stream(torch.accelerator.current_stream(self.device))  # type: ignore[arg-type]
         self.back = []
+
+    def lent(self) -> None:
+        """The rows are taken where they lie in the spill file, which the CPU can read."""
+        self._lie(moved.memory for moved in self.moved)
 
     def _lie(self, memories: Iterable[torch.Tensor]) -> None:
         self.rows = [[] for _ in self.each]

@@ -21,10 +21,12 @@ _FIRST, _LARGEST = 32 << 20, 1 << 30  # bytes of the first file, and of later on
 class SpillFile:
     """Where memory comes from, and goes when it is free, for later runs to use again. Threads may share it.
 
-    A file is as large as all before it, so that a process does not run out of open files.
+    A file is as large as all before it, so that a process does not run out of open files. lag: seconds by which copies
+    were late; who copies decides.
     """
 
     def __init__(self) -> None:
+        self.lag = 0.0
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._begin()

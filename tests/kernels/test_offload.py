@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from tfnb.kernels import memory_budget
 from tfnb.kernels.memory_budget import MemoryBudget
 from tfnb.kernels.offload import RowStack
+from tfnb.kernels.spill_blocks import SpillBlock
 from tfnb.kernels.spill_file import SpillFile
 
 ITERATIONS, FITS = 40, 12
@@ -51,8 +55,13 @@ def columns() -> list[list[torch.Tensor]]:
     return made
 
 
+@pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("reverse", [True, False])
-def test_rows_come_back_as_they_were_also_those_that_somebody_holds(reverse: bool) -> None:
+def test_rows_come_back_as_they_were_also_those_that_somebody_holds(
+    reverse: bool, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_budget, "AT_ONCE", memory_budget.AT_ONCE if at_once else 0)
+    monkeypatch.setattr(memory_budget, "LATE", 1e9)  # whatever else the machine does
     spill, held = SpillFile(), []
     for _ in range(3):  # the later ones use memory of the first
         made = columns()
@@ -69,9 +78,29 @@ def test_rows_come_back_as_they_were_also_those_that_somebody_holds(reverse: boo
         counts = took(spill, made, reverse=reverse, each=each)
         beyond = (ITERATIONS - FITS) * counts.saved // ITERATIONS
         assert counts.out == counts.back
-        assert counts.out == beyond if reverse else counts.out > beyond
+        assert counts.out == beyond if reverse or at_once else counts.out > beyond
     for row, want in held:
         assert torch.equal(row, want)
+
+
+def test_the_other_thread_copies_as_soon_as_a_tier_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[str] = []
+    move = SpillBlock.move
+
+    def slow(self: SpillBlock, spill: SpillFile) -> None:
+        moved.append(threading.current_thread().name)
+        time.sleep(memory_budget.LATE / 2)
+        move(self, spill)
+
+    monkeypatch.setattr(SpillBlock, "move", slow)
+    made = [[torch.randn(4) for _ in range(ITERATIONS)]]
+
+    def each(iteration: int, rows: tuple[Any, ...]) -> None:
+        assert torch.equal(rows[0], made[0][iteration])
+
+    counts = took(SpillFile(), made, reverse=True, each=each)
+    assert counts.out == counts.back > 0
+    assert any(name.startswith("tfnb-swap") for name in moved) and not moved[0].startswith("tfnb-swap")
 
 
 @pytest.mark.parametrize(
