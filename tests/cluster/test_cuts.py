@@ -43,10 +43,15 @@ class Counters:
 def served(cluster):
     """How many batches each server applied."""
     stats = cluster._do("stat", 5, cluster._engine.stats, 5.0)
-    return [stat["applied"] - 1 for stat in stats.values()]  # one creation
+    return [stat["version"] - 1 for stat in stats.values()]  # one creation
 
 
-def test_a_pull_in_mid_training_sees_one_count(connect):
+@pytest.mark.parametrize(
+    "options",
+    [{"mode": "async"}, {"mode": "bounded", "staleness": 0}, {"backup": 1}],
+    ids=["async", "bounded", "backup"],
+)
+def test_a_pull_in_mid_training_sees_one_count(connect, options):
     c = Counters()
     cluster = connect(2)
     seen, stop = [], threading.Event()
@@ -67,7 +72,7 @@ def test_a_pull_in_mid_training_sees_one_count(connect):
             yield row
 
     try:
-        steps = tfnb.fit(c.train, rows(), mode="async").steps
+        steps = tfnb.fit(c.train, rows(), **options).steps
     finally:
         stop.set()
         other.join()
