@@ -37,12 +37,21 @@ def test_c61_a_task_lost_at_a_random_instant_costs_and_doubles_no_step(connect, 
     cluster = connect(2)
     tfnb.run(c.train, {c.x: torch.ones(4)})
     pid = cluster._engine.tasks[1].info["pid"]
-    timer = threading.Timer(random.Random(7).uniform(0.2, 0.6), os.kill, (pid, how))
-    timer.start()
+    source = random.Random(7)
+
+    def strike():
+        """In the middle, however quick the machine is."""
+        while cluster.pull() < 100:
+            time.sleep(0.01)
+        time.sleep(source.uniform(0.0, 0.05))
+        os.kill(pid, how)
+
+    striker = threading.Thread(target=strike)
+    striker.start()
     try:
         done = tfnb.fit(c.train, {c.x: ROWS}, steps=600, batch_size=4, **options)
     finally:
-        timer.join()
+        striker.join()
         if how == signal.SIGSTOP:
             os.kill(pid, signal.SIGCONT)
     assert cluster.tasks == ("task:0",)

@@ -167,12 +167,12 @@ def chained_naps(stages: int, iterations: int, seconds: float, parallel: int) ->
 def test_iterations_overlap_where_their_data_allow() -> None:
     most, found = {}, {}
     for parallel in (1, 8):
-        session, outs = chained_naps(8, 12, 0.005, parallel)
+        session, outs = chained_naps(4, 6, 0.03, parallel)
         Naps.most = 0
         found[parallel] = session.run(outs)
         most[parallel] = Naps.most
     torch.testing.assert_close(found[1], found[8], rtol=0, atol=0)
-    assert most[1] == 1 and most[8] > 2  # 8 at best, on an idle machine
+    assert most[1] == 1 and most[8] > 1  # 4 at best, on an idle machine
 
 
 def test_both_sides_of_a_step_run_at_a_time() -> None:
