@@ -68,7 +68,7 @@ def test_every_step_is_taken_once_and_near_where_its_rows_lie(lengths, size, shu
         assert 0 < len(steps) <= 5 and pieces.left == total - len(taken) - len(steps)
         if any("ab"[task] in where for where in left):
             start = order.place(steps[0])[1]
-            chunks, _ = held(lengths, (2,))
+            chunks = Chunks(lengths, (), torch.float32, array.groups)
             first = Rows((chunks,), order).at(steps[0], 0, 1)
             row = first.start if isinstance(first, slice) else int(first)
             assert start < len(array) and homes[chunks.numbers(slice(row, row + 1))[0]] == "ab"[task]

@@ -97,21 +97,25 @@ class Rows:
     def _within_chunks(self, number: int, place: int) -> torch.Tensor:
         chunks, self._generator = self.arrays[place], torch.Generator()
         assert isinstance(chunks, Chunks)
-        order = chunk_order(self.order, len(chunks.lengths), number, self._generator)
+        order = chunk_order(self.order, chunks.groups, number, self._generator)
         parts = ((chunks.span(chunk)[0], chunks.lengths[chunk]) for chunk in order)
         return torch.cat([first + torch.randperm(length, generator=self._generator) for first, length in parts])
 
 
-def chunk_order(order: Order, chunks: int, number: int, generator: torch.Generator) -> list[int]:
+def chunk_order(order: Order, groups: Sequence[int], number: int, generator: torch.Generator) -> list[int]:
     """The order in which pass ``number`` takes whole chunks; ``generator`` then gives that of their rows.
 
-    >>> chunk_order(Order(8, 2, shuffle=False), 3, 1, torch.Generator())
+    Shuffled chunks of one group stand together: a batch at the end of a chunk goes on with one of the same worker.
+
+    >>> chunk_order(Order(8, 2, shuffle=False), [1, 0, 1], 1, torch.Generator())
     [0, 1, 2]
+    >>> chunk_order(Order(8, 2), [1, 0, 1], 1, torch.Generator())[0]
+    1
     """
     if not order.shuffle:
-        return list(range(chunks))
+        return list(range(len(groups)))
     generator.manual_seed(order.seed * 1_000_003 + number)
-    return torch.randperm(chunks, generator=generator).tolist()
+    return sorted(torch.randperm(len(groups), generator=generator).tolist(), key=lambda chunk: groups[chunk])
 
 
 def _taken(array: torch.Tensor | Chunks, at: torch.Tensor | slice) -> torch.Tensor:

@@ -42,6 +42,13 @@ class Chunked:
         return 1 + len(self.tail)
 
     @property
+    def groups(self) -> list[int]:
+        """For each chunk a number that those of one worker share."""
+        first = [min(home, default="") for home in self.homes] or [""] * len(self.lengths)
+        numbers = {home: number for number, home in enumerate(sorted(set(first)))}
+        return [numbers[home] for home in first]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all rows."""
         return len(self) * torch.Size(self.tail).numel() * self.dtype.itemsize
@@ -64,8 +71,11 @@ class Chunks:
 
     device = torch.device("cpu")
 
-    def __init__(self, lengths: Sequence[int], tail: Sequence[int], dtype: torch.dtype) -> None:
+    def __init__(
+        self, lengths: Sequence[int], tail: Sequence[int], dtype: torch.dtype, groups: Sequence[int] = ()
+    ) -> None:
         self.lengths, self.tail, self.dtype = tuple(lengths), tuple(tail), dtype
+        self.groups = list(groups) or [0] * len(self.lengths)
         self.here: dict[int, torch.Tensor] = {}
         self._starts = list(accumulate(lengths, initial=0))
         self._ends = torch.tensor(self._starts[1:])

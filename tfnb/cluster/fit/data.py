@@ -28,7 +28,7 @@ def written(array: torch.Tensor | Chunked) -> torch.Tensor:
         return array
     about = {
         "name": array.name, "lengths": array.lengths, "tail": array.tail, "dtype": dtype_name(array.dtype),
-        "keys": array.keys,
+        "keys": array.keys, "groups": array.groups,
     }  # fmt: skip
     return torch.frombuffer(bytearray(json.dumps(about).encode()), dtype=torch.uint8)
 
@@ -53,7 +53,7 @@ class Data:
             dtype = getattr(torch, str(about["dtype"]), None)
             if not isinstance(dtype, torch.dtype):
                 raise ProtocolError(f"no dtype {about['dtype']!r}")
-            self.arrays[place] = Chunks(about["lengths"], about["tail"], dtype)
+            self.arrays[place] = Chunks(about["lengths"], about["tail"], dtype, about["groups"])
 
     @property
     def chunked(self) -> dict[int, Chunks]:

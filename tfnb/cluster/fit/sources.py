@@ -101,7 +101,7 @@ class Near:
         first, self._number = self._number * order.per_pass, self._number + 1
         runs: list[tuple[range, Collection[str]]] = []
         rows, step, end = 0, first, first + self.left
-        for chunk in chunk_order(order, len(chunks.lengths), self._number, torch.Generator()):
+        for chunk in chunk_order(order, chunks.groups, self._number, torch.Generator()):
             rows += chunks.lengths[chunk]
             stop = min(first - (-rows // order.batch_size), first + order.per_pass, end)
             if stop > step:
