@@ -462,6 +462,7 @@ def test_draws_of_a_loop_that_is_computed_again_are_the_same_again() -> None:
     assert len(torch.unique(noise)) == 27
 
 
+@pytest.mark.slow
 def test_a_loop_that_is_computed_again_keeps_what_enters_its_pieces() -> None:
     def kept(recompute: bool) -> int:
         """The most bytes of 64 x 64 tensors that are alive at once in a run of 120 iterations."""

@@ -143,7 +143,10 @@ def _gradients(y: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:
     return [first, *torch.autograd.grad(first.square().sum(), x, materialize_grads=True)]
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+LONG = (attention_heads, causal_attention, elimination, steps, by_methods, ranges)
+
+
+@pytest.mark.parametrize("program", [pytest.param(p, marks=[pytest.mark.slow] * (p in LONG)) for p in PROGRAMS])
 def test_slices_by_a_loops_number_are_those_of_each_iteration(program: Callable[[Any], Any]) -> None:
     with warnings.catch_warnings(), tfnb.record() as graph:
         warnings.filterwarnings("error", ".*became the constant")

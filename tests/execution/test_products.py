@@ -46,7 +46,7 @@ def recorded(how: str, values: list[torch.Tensor], **more: Any) -> tuple[Any, li
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("iterations", [2, 3, 4, 5, 33, 70])
+@pytest.mark.parametrize("iterations", [2, 3, 4, 5, 33, pytest.param(70, marks=pytest.mark.slow)])
 def test_a_loop_has_the_bits_of_the_unrolled_one(iterations: int, reverse: bool) -> None:
     """Were one tensor both states, its two gradients could be summed by a product, whose bits the library chooses."""
     values = data(iterations)
