@@ -356,7 +356,8 @@ class Session:
         program, forward = prepared.code.at(shapes)
         results = self._step(prepared, program, tensors, timeout, forward, program.commit, cut)
         if type(forward) is tiers.Guarded and prepared.is_plain:
-            prepared.direct, prepared.guarded = forward.direct(), forward
+            again = prepared.guarded is forward  # a step that runs once needs none
+            prepared.direct, prepared.guarded = forward.direct() if again else None, forward
         return results
 
     def _step(

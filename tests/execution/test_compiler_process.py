@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from tfnb.execution.compiling import compiled_packages
 from tfnb.execution.compiling.compiled_packages import REQUEST, PackageFolder, cached, compiled
-from tfnb.execution.compiling.compiler_process import NOBODY, CompilerProcess
+from tfnb.execution.compiling.compiler_process import NOBODY, CompilerProcess, OverBudget
 from tfnb.execution.compiling.package_cache import packages
 
 BUILDS = """
@@ -25,6 +26,7 @@ from pathlib import Path
 def quick(folder):
     (folder / "code").write_text((folder / "request" / "text").read_text() if (folder / "request").exists() else "x")
     print("noise on its standard output", flush=True)
+    return {"quality": 7}
 
 def long(folder):
     compiler = subprocess.Popen(["sleep", "100"])
@@ -46,6 +48,17 @@ def leaves(folder):
 
 def fails(folder):
     raise ValueError("no way\\nat all")
+
+def busy(folder):
+    while True:
+        try:
+            sum(range(10_000))
+        except Exception:
+            pass
+
+def starts_busy(folder):
+    for _ in range(1000):
+        subprocess.run([sys.executable, "-c", "sum(range(10_000_000))"])
 
 def private(folder):
     where = [Path(os.environ[name]) for name in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR")]
@@ -113,11 +126,11 @@ def pids(folder: Path) -> list[int]:
 def test_it_builds_says_why_not_and_goes_on(compiler: CompilerProcess, builds: str, tmp_path: Path) -> None:
     owner = Owner()
     assert compiler.pid is None
-    assert isinstance(compiler.build(f"{builds}:quick", tmp_path, owner), float)
+    assert isinstance(compiler.build(f"{builds}:quick", tmp_path, owner), dict)
     pid = compiler.pid
     assert compiler.build(f"{builds}:fails", tmp_path, owner) == "ValueError: no way"
     assert "no attribute 'nothing'" in str(compiler.build(f"{builds}:nothing", tmp_path, owner))
-    assert isinstance(compiler.build(f"{builds}:quick", tmp_path, owner), float)
+    assert isinstance(compiler.build(f"{builds}:quick", tmp_path, owner), dict)
     assert pid is not None and compiler.pid == pid
     compiler.release(owner)
     assert compiler.pid is None and is_gone(pid)
@@ -126,7 +139,7 @@ def test_it_builds_says_why_not_and_goes_on(compiler: CompilerProcess, builds: s
 
 def test_it_is_nice_and_writes_into_its_own_folder(compiler: CompilerProcess, builds: str, tmp_path: Path) -> None:
     owner = Owner()
-    assert isinstance(compiler.build(f"{builds}:private", tmp_path, owner), float)
+    assert isinstance(compiler.build(f"{builds}:private", tmp_path, owner), dict)
     text = (tmp_path / "code").read_text()
     assert int(text.split()[0]) == min(os.nice(0) + 10, 19)
     assert text.count(str(packages().folder)) == 3
@@ -136,24 +149,35 @@ def test_it_is_nice_and_writes_into_its_own_folder(compiler: CompilerProcess, bu
 def test_it_is_as_quick_as_this_process_where_steps_wait(
     compiler: CompilerProcess, builds: str, tmp_path: Path
 ) -> None:
-    assert isinstance(compiler.build(f"{builds}:private", tmp_path, Owner(), urgent=True), float)
+    assert isinstance(compiler.build(f"{builds}:private", tmp_path, Owner(), urgent=True), dict)
     assert int((tmp_path / "code").read_text().split()[0]) == os.nice(0)
 
 
 def test_a_process_that_is_killed_is_started_once_more(compiler: CompilerProcess, builds: str, tmp_path: Path) -> None:
     owner = Owner()
-    assert isinstance(compiler.build(f"{builds}:dies_once", tmp_path, owner), float)
+    assert isinstance(compiler.build(f"{builds}:dies_once", tmp_path, owner), dict)
     assert compiler.build(f"{builds}:dies", tmp_path, owner) == "the compiler's process was killed (SIGKILL)"
     assert compiler.build(f"{builds}:leaves", tmp_path, owner) == "the compiler's process ended (3): out of luck"
-    assert isinstance(compiler.build(f"{builds}:quick", tmp_path, owner), float)
+    assert isinstance(compiler.build(f"{builds}:quick", tmp_path, owner), dict)
 
 
 def test_what_it_started_is_killed_at_the_deadline(compiler: CompilerProcess, builds: str, tmp_path: Path) -> None:
-    assert isinstance(compiler.build(f"{builds}:quick", tmp_path, Owner()), float)
+    assert isinstance(compiler.build(f"{builds}:quick", tmp_path, Owner()), dict)
     compiler.deadline = 1.0
     answer = compiler.build(f"{builds}:long", tmp_path, Owner())
     assert answer == "the compiler's process did not compile the step within 1 s"
     assert within(60, lambda: all(map(is_gone, pids(tmp_path))))
+
+
+@pytest.mark.parametrize("build", ["busy", "starts_busy"])
+def test_a_build_has_a_budget_of_processor_seconds(builds: str, build: str, tmp_path: Path) -> None:
+    compiler, owner = CompilerProcess(budget=1.0), Owner()
+    try:
+        with pytest.raises(OverBudget, match=r"^it takes more than 1 s of a processor$"):
+            compiler.build(f"{builds}:{build}", tmp_path, owner)
+        assert isinstance(compiler.build(f"{builds}:quick", tmp_path, owner), dict)
+    finally:
+        compiler.close()
 
 
 def test_who_is_released_waits_no_more(compiler: CompilerProcess, builds: str, tmp_path: Path) -> None:
@@ -165,20 +189,20 @@ def test_who_is_released_waits_no_more(compiler: CompilerProcess, builds: str, t
     thread.join(60)
     assert answers == [NOBODY] and within(60, lambda: all(map(is_gone, running)))
     second.join(60)
-    assert isinstance(more[0], float), more
+    assert isinstance(more[0], dict), more
 
 
 def test_a_process_that_is_idle_ends_and_comes_back(builds: str, tmp_path: Path) -> None:
     compiler, owner = CompilerProcess(idle=0.5), Owner()
-    assert isinstance(compiler.build(f"{builds}:quick", tmp_path, owner), float)
+    assert isinstance(compiler.build(f"{builds}:quick", tmp_path, owner), dict)
     assert within(60, lambda: compiler.pid is None)
-    assert isinstance(compiler.build(f"{builds}:quick", tmp_path, owner), float)
+    assert isinstance(compiler.build(f"{builds}:quick", tmp_path, owner), dict)
     compiler.close()
 
 
 def test_a_forked_process_leaves_the_compiler_alone(compiler: CompilerProcess, builds: str, tmp_path: Path) -> None:
     owner = Owner()
-    assert isinstance(compiler.build(f"{builds}:quick", tmp_path, owner), float)
+    assert isinstance(compiler.build(f"{builds}:quick", tmp_path, owner), dict)
     pid = compiler.pid
     child = os.fork()
     if child == 0:
@@ -186,7 +210,7 @@ def test_a_forked_process_leaves_the_compiler_alone(compiler: CompilerProcess, b
         compiler.close()
         os._exit(0 if found is None else 1)
     assert os.waitpid(child, 0)[1] == 0
-    assert compiler.pid == pid and isinstance(compiler.build(f"{builds}:quick", tmp_path, owner), float)
+    assert compiler.pid == pid and isinstance(compiler.build(f"{builds}:quick", tmp_path, owner), dict)
 
 
 PARENT = """
@@ -195,7 +219,7 @@ from pathlib import Path
 from tfnb.execution.compiling.compiler_process import COMPILER
 class Owner: pass
 owner = Owner()
-print(COMPILER.build("builds_of_test:quick", Path(sys.argv[1]), owner), flush=True)
+print(COMPILER.build("builds_of_test:quick", Path(sys.argv[1]), owner)["seconds"], flush=True)
 if sys.argv[2] == "ends":
     sys.exit()
 COMPILER.build("builds_of_test:long", Path(sys.argv[1]), owner)
@@ -257,12 +281,23 @@ def test_a_request_is_built_once_and_then_found(builds: str) -> None:
     made = ask("one step", f"{builds}:quick", owner)
     assert isinstance(made, PackageFolder) and not made.is_cached and made.cost.endswith(" s to compile")
     assert (made.folder / "code").read_text() == "one step" and not (made.folder / REQUEST).exists()
+    assert made.facts["quality"] == 7
     made.note(us=12)
     found = ask("one step", f"{builds}:dies", owner)
     assert isinstance(found, PackageFolder) and found.is_cached and found.cost == "from the cache"
-    assert found.folder == made.folder and found.facts["us"] == 12
+    assert found.folder == made.folder and (found.facts["us"], found.facts["quality"]) == (12, 7)
     found.drop()
     assert cached("one step") is None
+
+
+def test_a_request_over_its_budget_is_not_tried_again(builds: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_packages, "COMPILER", CompilerProcess(budget=0.5))
+    owner = Owner()
+    with pytest.raises(OverBudget):
+        ask("too much", f"{builds}:busy", owner)
+    with pytest.raises(OverBudget, match=r"it takes more than 0\.5 s"):
+        ask("too much", f"{builds}:quick", owner)
+    compiled_packages.COMPILER.close()
 
 
 def test_a_request_that_fails_leaves_nothing(builds: str) -> None:

@@ -20,8 +20,10 @@ from tfnb.errors import TfnbError
 from tfnb.execution.tiers.compiled_loops import obstacle
 from tfnb.execution.tiers.interface import Unfit
 from tfnb.execution.tiers.native import package
-from tfnb.execution.tiers.native.request import NativeRequest
+from tfnb.execution.tiers.native.request import NativeRequest, Operand
+from tfnb.execution.tiers.native.step_arguments import load_arguments, save_arguments
 from tfnb.execution.tiers.native.tier import NativeStep, loaded
+from tfnb.execution.tiers.native.trial import tried
 from tfnb.execution.tiers.operand_checks import OperandRefused
 
 pytestmark = [
@@ -57,6 +59,7 @@ class Recorded:
 
     def step(self, folder: Path) -> NativeStep:
         """Through files, as from another process."""
+        self.folder = folder
         NativeRequest.of(self.program, [*self.feeds, *self.storages(), 0]).save(folder)
         package.build(NativeRequest.load(folder), folder)
         return loaded(folder, self.program)
@@ -123,6 +126,31 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(adam: tuple[Recorde
         with pytest.raises(OperandRefused):
             step([x, torch.full((ROWS,), index)], good, 0)
     assert all(map(torch.equal, good, before))
+
+
+def test_arguments_are_read_as_they_lay(tmp_path: Path) -> None:
+    x = torch.randn(4, 6)
+    args = [
+        x, x.t(), x[1:3, ::2], x > 0, x.bfloat16(), torch.tensor(3), torch.empty(0, 2), torch.complex(x, x),
+        torch._neg_view(x), torch.randn(1, 5),
+    ]  # fmt: skip
+    save_arguments([*args, 7], tmp_path)
+    *found, run = load_arguments(tmp_path)
+    assert run == 7
+    for a, b in zip(args, found, strict=True):
+        assert torch.equal(a, b) and Operand.of(a) == Operand.of(b)
+
+
+@pytest.mark.slow
+def test_a_package_is_tried_where_it_is_built(adam: tuple[Recorded, NativeStep], tmp_path: Path) -> None:
+    recorded, _ = adam
+    args = [*recorded.feeds, *recorded.storages(), 0]
+    save_arguments(args, tmp_path)
+    facts = tried(NativeRequest.of(recorded.program, args), recorded.folder, tmp_path)
+    assert facts["agrees"] and 0 < facts["seconds_a_step"] < 60
+    other = Recorded(tfnb.train.Adam(0.5))  # a package of the first is none for this one
+    facts = tried(NativeRequest.of(other.program, args), recorded.folder, tmp_path)
+    assert not facts["agrees"] and facts["status"].startswith("compiled code differs: ")
 
 
 @pytest.mark.slow

@@ -188,6 +188,20 @@ def test_a_step_too_large_to_be_compared_is_not_compiled(monkeypatch: pytest.Mon
     assert "the step reads more than" in losses("now", [4])[1].status()[0]
 
 
+@pytest.mark.usefixtures("needs_compiler")
+def test_a_step_that_is_too_dear_to_compile_is_generated_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = CompilerProcess(budget=0.2)
+    monkeypatch.setattr(compiled_packages, "COMPILER", alone)
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.ones(4, 13), name="x")
+        y = (x * 3).exp().sin()
+    session, data = tfnb.Session(g, compile="now"), torch.randn(4, 13)
+    for _ in range(2):
+        assert torch.equal(session.run(y, {x: data}), (data * 3).exp().sin())
+    assert "generated code (it takes more than 0.2 s of a processor to compile: a loop of" in session.status()[0]
+    assert alone.pid is None
+
+
 def test_without_a_compiler_generated_code_runs() -> None:
     script = """
 import torch, tfnb

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import tfnb
 from tfnb.errors import Unimplemented
 from tfnb.execution.lowering.program import Program
-from tfnb.execution.tiers import compiled_loops
+from tfnb.execution.tiers import compiled_loops, inductor
 from tfnb.execution.tiers import tiered as tiers
 from tfnb.execution.tiers.agreement import at_other_sizes
 from tfnb.execution.tiers.decompositions import decompositions
@@ -24,7 +24,7 @@ from tfnb.execution.tiers.interface import Request, Unfit
 from tfnb.execution.tiers.native import package
 from tfnb.execution.tiers.native.exportable import _sized, exportable
 from tfnb.execution.tiers.native.manifest import About, about
-from tfnb.execution.tiers.native.request import Axis, NativeRequest, Operand
+from tfnb.execution.tiers.native.request import Axis, NativeRequest, Operand, varying_axes
 from tfnb.execution.tiers.native.tier import loaded
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # inductor's own
@@ -155,18 +155,17 @@ def test_steps_of_about_the_same_size_decide_which_code_runs(monkeypatch: pytest
         assert time.monotonic() < end
 
 
-def test_a_step_with_more_calls_than_a_compiler_takes_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiers, "MOST_CALLS", 10)
-    classifier = Classifier("now")
-    classifier.loss(4)
-    status = classifier.session.status()[0]
-    assert "calls are too many to compile, at most 10" in status or compiled_loops.obstacle() is not None
+def test_a_step_with_more_calls_than_may_be_compiled_here_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inductor, "MOST_CALLS", 10)
+    program = Classifier().program
+    found = inductor.Inductor().made(Request(program, program.forward))
+    assert "calls are too many to compile in this process, at most 10" in str(found)
 
 
 def test_other_sizes_have_rows_of_the_feeds() -> None:
     program = Classifier().program
     x, y = batch(4)
-    found = [args[:2] for args in at_other_sizes(program, [x, y, 0])]
+    found = [args[:2] for args in at_other_sizes(varying_axes(program), [x, y, 0])]
     assert [len(x) for x, _ in found] == [len(y) for _, y in found] == [5, 11, 2]
     assert found[0][0].equal(torch.cat([x, x[:1]])) and found[2][1].equal(y[:2])
 

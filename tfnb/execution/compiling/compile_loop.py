@@ -1,8 +1,8 @@
 """The compiler's process: builds one folder after the other, as it is told over a socket, and ends with its parent.
 
 ``python compile_loop.py FD PARENT IDLE``. A message is JSON: what to call, as ``module:function``, the folder to call
-it with, and whether steps wait for it. The answer says how long that took, or in one line why it failed. Imports
-nothing until it is asked.
+it with, whether steps wait for it, and how many seconds of a processor it may take. The answer says how long that took
+and what the function gives, or in one line why it failed. Imports nothing until it is asked.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import signal
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,19 +32,59 @@ def serve(pipe: Connection, idle: float) -> None:
         message = json.loads(pipe.recv_bytes())
         with suppress(PermissionError):  # back to the front goes where the system allows it
             os.setpriority(os.PRIO_PROCESS, 0, front if message["urgent"] else front + NICE)
-        pipe.send_bytes(json.dumps(built(message["build"], Path(message["folder"]))).encode())
+        pipe.send_bytes(json.dumps(built(message["build"], Path(message["folder"]), message["budget"])).encode())
 
 
-def built(build: str, folder: Path) -> dict[str, object]:
-    """Call ``module:function`` with the folder; gives the seconds, or the error in one line."""
-    start = time.perf_counter()
+def built(build: str, folder: Path, budget: float) -> dict[str, object]:
+    """Call ``module:function`` with the folder; gives its facts and the seconds, or the error in one line.
+
+    One that takes more than ``budget`` seconds of a processor is ended, and is ``over`` it.
+    """
+    start, end = time.perf_counter(), _used() + budget
     try:
         module, _, name = build.partition(":")
-        getattr(import_module(module), name)(folder)
-    except Exception as error:  # compilers raise anything
+        with bounded(end):
+            facts = getattr(import_module(module), name)(folder) or {}
+    except (Exception, Over) as error:  # compilers raise anything, and make other errors of one
+        if _used() > end:
+            return {"error": f"it takes more than {budget:g} s of a processor", "over": True}
         lines = str(error).strip().splitlines()
         return {"error": f"{type(error).__name__}: {lines[0] if lines else ''}"}
-    return {"seconds": time.perf_counter() - start}
+    return {"seconds": time.perf_counter() - start, **facts}
+
+
+class Over(BaseException):
+    """A build took more than it may; no ``except Exception`` of a compiler's catches it."""
+
+
+@contextmanager
+def bounded(end: float) -> Iterator[None]:
+    """Raise Over in this thread, the main one, once this process has used so many seconds of a processor.
+
+    Those of the compilers that it starts count when they end. It is raised until it gets through: Python drops what is
+    raised in some callbacks.
+    """
+    is_over, thread = threading.Event(), threading.get_ident()
+
+    def watch() -> None:
+        while not is_over.wait(LOOKED):
+            if _used() > end:
+                signal.pthread_kill(thread, signal.SIGXCPU)
+
+    def stop(*_: object) -> None:
+        if not is_over.is_set():
+            raise Over
+
+    signal.signal(signal.SIGXCPU, stop)
+    threading.Thread(target=watch, name="tfnb-budget", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
+def _used() -> float:
+    return sum(os.times()[:4])
 
 
 def _end_with(parent: int) -> None:

@@ -8,16 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tfnb.execution.compiling.compiler_process import COMPILER
+from tfnb.execution.compiling.compiler_process import COMPILER, OverBudget
 from tfnb.execution.compiling.package_cache import cpp_compiler, digest, packages, surroundings
 
 REQUEST = "request"  # folder
+OVER = "over"  # the fact that there will be no package, and why
 NO_COMPILER = "no C++ compiler: install g++, or set CXX to one"
 
 
 @dataclass(frozen=True, slots=True)
 class PackageFolder:
-    """A folder of compiled code. facts: seconds that compiling it took, and what was found out about it since."""
+    """A folder of compiled code. facts: seconds that compiling it took, and what was found out about it."""
 
     key: str
     folder: Path
@@ -39,10 +40,18 @@ class PackageFolder:
 
 
 def cached(request: str) -> PackageFolder | None:
-    """The package of a request, by its digest, if somebody compiled it here before."""
+    """The package of a request, by its digest, if somebody compiled it here before.
+
+    Raises OverBudget where that took too long.
+    """
     key = _key(request)
     folder = packages().find(key)
-    return None if folder is None else PackageFolder(key, folder, packages().facts(key), True)
+    if folder is None:
+        return None
+    facts = packages().facts(key)
+    if OVER in facts:
+        raise OverBudget(facts[OVER])
+    return PackageFolder(key, folder, facts, True)
 
 
 def compiled(
@@ -59,16 +68,19 @@ def compiled(
     if cpp_compiler() is None:
         return NO_COMPILER
     draft = packages().draft()
-    seconds: float | str = "interrupted"
+    facts: dict[str, Any] | str = "interrupted"
     try:
         (draft / REQUEST).mkdir()
         write(draft / REQUEST)
-        seconds = COMPILER.build(build, draft, owner, urgent=urgent)
+        facts = COMPILER.build(build, draft, owner, urgent=urgent)
+    except OverBudget as error:
+        packages().keep(_key(request), packages().draft(), {OVER: str(error)})
+        raise
     finally:
-        shutil.rmtree(draft if isinstance(seconds, str) else draft / REQUEST, ignore_errors=True)
-    if isinstance(seconds, str):
-        return seconds
-    key, facts = _key(request), {"seconds": seconds}
+        shutil.rmtree(draft if isinstance(facts, str) else draft / REQUEST, ignore_errors=True)
+    if isinstance(facts, str):
+        return facts
+    key = _key(request)
     return PackageFolder(key, packages().keep(key, draft, facts), facts, False)
 
 

@@ -20,20 +20,26 @@ import weakref
 from contextlib import suppress
 from multiprocessing import Pipe
 from pathlib import Path
+from typing import Any
 
 from tfnb.execution.compiling.package_cache import packages
 
 START, BUILD, END = 60.0, 900.0, 10.0  # seconds: to be there, to compile one step, to be gone after a kill
+BUDGET = 600.0  # seconds of a processor for one step
 IDLE = 60.0  # seconds
 LOG = "log.txt"  # what it and the compilers that it starts print
 NOBODY = "nobody waits for the compiler"
 
 
+class OverBudget(Exception):
+    """A build took more seconds of a processor than it may, and was ended."""
+
+
 class CompilerProcess:
     """Builds folders, one at a time, in a process of its own."""
 
-    def __init__(self, *, deadline: float = BUILD, idle: float = IDLE) -> None:
-        self.deadline, self.idle = deadline, idle
+    def __init__(self, *, deadline: float = BUILD, idle: float = IDLE, budget: float = BUDGET) -> None:
+        self.deadline, self.idle, self.budget = deadline, idle, budget
         self._owners: weakref.WeakSet[object] = weakref.WeakSet()
         self._fresh()
         atexit.register(self.close)
@@ -53,13 +59,16 @@ class CompilerProcess:
         child = self._child
         return child.process.pid if child is not None and child.process.poll() is None else None
 
-    def build(self, call: str, folder: Path, owner: object, *, urgent: bool = False) -> float | str:
-        """Let the process call ``module:function`` with ``folder``: the seconds that it took, or why it failed.
+    def build(self, call: str, folder: Path, owner: object, *, urgent: bool = False) -> dict[str, Any] | str:
+        """Let the process call ``module:function`` with ``folder``: what it gives, and the ``seconds`` that it took.
+
+        Text where it failed: why. Raises OverBudget where it took too many seconds of a processor.
 
         urgent: steps wait for it; else it leaves the processors to whoever else wants them. A process that dies in the
         middle is started once more. An owner that was released gets `NOBODY`.
         """
-        message, why = json.dumps({"build": call, "folder": str(folder), "urgent": urgent}).encode(), NOBODY
+        asked = {"build": call, "folder": str(folder), "urgent": urgent, "budget": self.budget}
+        message, why = json.dumps(asked).encode(), NOBODY
         self._owners.add(owner)
         with self._turn:
             for _ in range(2):
@@ -74,7 +83,10 @@ class CompilerProcess:
                 except (EOFError, OSError):
                     why = f"the compiler's process {child.kill(END)}"
                 else:
-                    return str(answer["error"]) if "error" in answer else float(answer["seconds"])
+                    if answer.get("over"):
+                        child.kill()  # it may have been importing
+                        raise OverBudget(answer["error"])
+                    return str(answer["error"]) if "error" in answer else dict(answer)
                 finally:
                     self._for = None
         return why if owner in self._owners and not self._closed else NOBODY

@@ -64,9 +64,7 @@ class Program:
     def forward(self) -> Callable[..., tuple[Any, ...]]:
         """The generated code, which is written when it is first asked for."""
         if self.made is None:
-            if isinstance(self.module, _LazyGraphModule):
-                self.module.real_recompile()
-            self.made = self.module.forward
+            self.made = written(self.module)
         return self.made
 
     @property
@@ -178,6 +176,13 @@ class Donation:
 def unwritten(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
     """The module of a graph; its code is written when somebody needs it. Tried with torch 2.13."""
     return _LazyGraphModule(root, graph)
+
+
+def written(module: fx.GraphModule) -> Callable[..., Any]:
+    """The code of a module."""
+    if isinstance(module, _LazyGraphModule):
+        module.real_recompile()
+    return module.forward
 
 
 _NOTHING = Pending([], [], [])

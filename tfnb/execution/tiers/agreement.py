@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from tfnb.execution.commit import commit
 from tfnb.execution.lowering.program import Program
 from tfnb.execution.running import Running
 from tfnb.execution.tiers.interface import Forward, first_line
-from tfnb.execution.tiers.native.request import varying_axes
+from tfnb.execution.tiers.native.request import Axis
 from tfnb.execution.tiers.operand_checks import OperandRefused
 
 TURNS = 10  # timed steps of each kind
@@ -24,25 +25,51 @@ MOST_TURNS = 40  # then what there is decides
 LONGEST_COMPARED = 5.0  # seconds of a step that compiled code is compared with
 
 
+def compared(
+    program: Program, generated: Forward, compiled: Forward, samples: Iterable[Sequence[Any]]
+) -> dict[str, Any]:  # fmt: skip
+    """What is to be known about compiled code: it ``agrees``, and its ``seconds_a_step``; or where it differs.
+
+    samples: arguments as in a run, which nobody else writes; they are written into.
+    """
+    timed = Timed(compiled)
+    differs = next(filter(None, (difference(program, generated, timed, args) for args in samples)), None)
+    if differs is not None:
+        return {"agrees": False, "is_faster": False, "status": f"compiled code differs: {differs}"}
+    return {"agrees": True, "seconds_a_step": timed.seconds}
+
+
 def difference(program: Program, generated: Forward, compiled: Forward, args: Sequence[Any]) -> str | None:
-    """What a step of compiled code leaves that differs, in a few words; None where it agrees or takes too long."""
-    args = _copied(args)  # other steps write meanwhile
+    """How a step of compiled code differs, in a few words; None where it agrees or takes too long.
+
+    Code that writes is compared by what it leaves in ``args``; generated code then writes into copies.
+    """
+    writes = getattr(compiled, "writes", False)
+    run = _written if writes else _computed
     try:
         late = LONGEST_COMPARED, lambda _: DeadlineExceeded("")
-        wanted = Running().compute(_after, program, generated, _copied(args), until=late)
+        wanted = Running().compute(run, program, generated, copied(args) if writes else args, until=late)
     except DeadlineExceeded:
         return None
     try:
-        found = _after(program, compiled, args)
-        torch.testing.assert_close(found, _tensors(wanted, found), rtol=1e-3, atol=1e-4, equal_nan=True)
+        found = run(program, compiled, args)
     except OperandRefused:  # it would have given way
         return None
-    except AssertionError as error:
-        return first_line(error)
+    wanted, found = wanted[::-1], found[::-1]
+    while found:  # what was compared is free
+        try:
+            _ensure_close(found.pop(), wanted.pop())
+        except AssertionError as error:
+            return first_line(error)
     return None
 
 
-def _after(program: Program, forward: Forward, args: Sequence[Any]) -> list[Any]:
+def _computed(program: Program, forward: Forward, args: Sequence[Any]) -> list[Any]:
+    """What a step gives, and what it would write."""
+    return list(forward(*args))
+
+
+def _written(program: Program, forward: Forward, args: Sequence[Any]) -> list[Any]:
     """What a step gives, and all that it read, as it leaves it; no Variable knows."""
     *tensors, run = args
     feeds, storages = tensors[: len(program.feeds)], tensors[len(program.feeds) :]
@@ -53,16 +80,31 @@ def _after(program: Program, forward: Forward, args: Sequence[Any]) -> list[Any]
     return [*fetched, *storages]
 
 
-def _copied(args: Sequence[Any]) -> list[Any]:
+def copied(args: Sequence[Any]) -> list[Any]:
+    """Arguments that nobody else writes."""
     return [arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args]
 
 
-def _tensors(outs: Sequence[Any], like: Sequence[Any]) -> list[Any]:
-    """Outputs with a tensor for each number, as the other code gives it."""
-    return [
-        out if out is None or isinstance(out, torch.Tensor) else torch.full_like(other, out)
-        for out, other in zip(outs, like, strict=True)
-    ]
+def _ensure_close(found: Any, wanted: Any) -> None:
+    """Generated code may give a number where compiled code gives a tensor."""
+    if wanted is not None and not isinstance(wanted, torch.Tensor) and isinstance(found, torch.Tensor):
+        wanted = torch.full_like(found, wanted)
+    if found is not wanted:
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4, equal_nan=True)
+
+
+class Timed:
+    """Code that knows how long its last call took, if there was one."""
+
+    def __init__(self, code: Forward) -> None:
+        self._code, self.seconds = code, float("inf")
+        self.writes: bool = getattr(code, "writes", False)
+
+    def __call__(self, *args: Any) -> Any:
+        start = time.perf_counter()
+        outs = self._code(*args)
+        self.seconds = time.perf_counter() - start
+        return outs
 
 
 def verdict(generated: Sequence[float], compiled: Sequence[float]) -> float | None:
@@ -82,13 +124,11 @@ def verdict(generated: Sequence[float], compiled: Sequence[float]) -> float | No
     return statistics.median(ratios) if clear or count >= MOST_TURNS else None
 
 
-def at_other_sizes(program: Program, args: Sequence[Any]) -> Iterator[list[Any]]:
-    """The arguments of a run for other sizes of the feeds, with elements of these; none of feeds that do not vary."""
-    axes = varying_axes(program)
-    for factor, more in ((1, 1), (2, 3), (0, 2)):
-        given = list(args)
+def at_other_sizes(axes: Sequence[Axis], args: Sequence[Any]) -> Iterator[list[Any]]:
+    """The arguments of a run for other sizes of these axes, with elements of these; none where there are no axes."""
+    for factor, more in ((1, 1), (2, 3), (0, 2)) if axes else ():
+        given = copied(args)
         for place, axis, _ in axes:
             size = args[place].shape[axis]
             given[place] = given[place].index_select(axis, torch.arange(factor * size + more) % size)
-        if axes:
-            yield given
+        yield given

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Set
 from torch import fx
 
 from tfnb.execution.lowering.lower import _evaluated
-from tfnb.execution.lowering.program import Program
+from tfnb.execution.lowering.program import Program, unwritten
 from tfnb.graph import Dim
 from tfnb.passes import feed_symbols
 
@@ -43,7 +43,7 @@ def halves(program: Program, late: Set[fx.Node]) -> tuple[fx.GraphModule, fx.Gra
         if node in inside:
             new[node] = second.node_copy(node, new.__getitem__)
     second.output(tuple(None if node is None else new[node] for node in returned))
-    return fx.GraphModule(program.module, first), fx.GraphModule(program.module, second)
+    return unwritten(program.module, first), unwritten(program.module, second)
 
 
 def behind(program: Program) -> set[fx.Node]:

@@ -22,6 +22,8 @@ from tfnb.execution.tiers.interface import Forward, Request
 from tfnb.execution.tiers.operand_checks import Kernel, OperandChecks, OperandRefused, raising
 from tfnb.kernels.random import drawing_op
 
+MOST_CALLS = 4000  # these take a processor two minutes, and nothing can end it here
+
 
 class Inductor:
     """The tier: a step in one kernel."""
@@ -33,6 +35,8 @@ class Inductor:
         program, args = request.program.undonated(), request.args
         if any(isinstance(node.target, Loop) for node in program.module.graph.nodes):
             return "it would be compiled iteration by iteration"
+        if (count := _calls(program)) > MOST_CALLS:
+            return f"{count:,} calls are too many to compile in this process, at most {MOST_CALLS:,}"
         graph, slots = _pure(program)
         draws = any(node.op == "placeholder" and node.name == "run" for node in graph.nodes)
         examples = (*args[:-1], torch.tensor(args[-1], device="cpu")) if draws else tuple(args[:-1])
@@ -45,6 +49,12 @@ class Inductor:
         with suppress(OperandRefused):  # the first call loads what was compiled
             forward(*args)
         return forward
+
+
+def _calls(program: Program) -> int:
+    """How many calls its code has, those of a branch included."""
+    own = sum(node.op == "call_function" for node in program.module.graph.nodes)
+    return own + sum(map(_calls, program.inner))
 
 
 def _kernel(module: fx.GraphModule, examples: Sequence[Any]) -> Kernel:

@@ -14,7 +14,7 @@ Forward = Callable[..., Sequence[Any]]
 
 
 class Abandoned(BaseException):
-    """Nobody waits for the code any more: no other tier is asked."""
+    """No other tier is asked: nobody waits for the code any more, or it would take too long."""
 
 
 class Unfit(Exception):

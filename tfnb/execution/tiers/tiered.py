@@ -28,11 +28,11 @@ from tfnb.execution.compiling.compiled_packages import PackageFolder
 from tfnb.execution.compiling.compiler_process import COMPILER
 from tfnb.execution.lowering.program import Program
 from tfnb.execution.running import Stop
-from tfnb.execution.tiers.agreement import at_other_sizes, difference, verdict
+from tfnb.execution.tiers.agreement import at_other_sizes, compared, copied, verdict
 from tfnb.execution.tiers.captured_steps import Captured, Captures, device_of
 from tfnb.execution.tiers.compiled_loops import CompiledLoops, obstacle
 from tfnb.execution.tiers.inductor import Inductor
-from tfnb.execution.tiers.interface import Forward, Request, Tier, Unfit, first, words
+from tfnb.execution.tiers.interface import Abandoned, Forward, Request, Tier, Unfit, first, words
 from tfnb.execution.tiers.native.manifest import LEAST
 from tfnb.execution.tiers.native.request import Axis, varying_axes
 from tfnb.execution.tiers.native.tier import Native
@@ -47,7 +47,6 @@ Mode = Literal["auto", "off", "now"]
 MODES = ("auto", "off", "now")
 WORTH_COMPILING = 2.0  # seconds of computing with the same sizes
 MOST = 2  # sizes that code of their own is compiled for, of one program; then one piece of code for all others
-MOST_CALLS = 4000  # of a step that is compiled: these take a processor two minutes
 TURN = 0.05  # seconds; Python raises nothing in a thread that waits for longer
 MOST_UNFIT = 3  # steps of other layouts, after which they are what is to be expected
 MOST_COPIED = 1 << 30  # bytes of what a step reads
@@ -248,11 +247,6 @@ class Sizes:
             return self.drop(lacks)
         if sum(arg.nbytes for arg in args if isinstance(arg, torch.Tensor)) > MOST_COPIED:
             return self.drop("compiled code is compared on copies, and the step reads more than 1 GiB")
-        if (count := calls(self.program)) > MOST_CALLS:
-            return self.drop(
-                f"{count:,} calls are too many to compile, at most {MOST_CALLS:,}: a loop of the graph (tfnb.fold, or "
-                "for x in a tensor, in a cell) compiles its body once"
-            )
         try:
             with frozen():
                 tiers = (VARYING,) if self._varies else COMPILED
@@ -263,18 +257,19 @@ class Sizes:
             cost = f"{time.perf_counter() - start:.1f} s to compile"
             self.cost = cost if self._package is None else self._package.cost
             self.code = f"generated code; compiled code is not compared yet ({self.cost})"
-            timed = Timed(found)
-            compared = [args, *(at_other_sizes(self.program, args) if self._varies else ())]
-            found_wrong = (difference(self.program, self._plain, timed, given) for given in compared)
-            differs = next(filter(None, found_wrong), None)
+            if self._package is None:
+                axes = varying_axes(self.program) if self._varies else ()
+                samples = [copied(args), *at_other_sizes(axes, args)]
+                facts: Mapping[str, Any] = compared(self.program, self._plain, found, samples)
+            else:
+                facts = self._package.facts
+        except Abandoned as why:
+            return self.drop(str(why))
         except BaseException as error:  # inductor raises anything; generated code goes on
             return self.drop(words(error))
-        if differs:
-            self._note(is_faster=False, status=f"compiled code differs: {differs}")
-            return self.drop(f"compiled code differs: {differs}")
-        seconds = None if self._varies else timed.seconds
-        self._note(agrees=True, seconds_a_step=seconds)
-        self._fast = Guarded(self, self._captured(found), seconds)
+        if not facts["agrees"]:
+            return self.drop(facts["status"])
+        self._fast = Guarded(self, self._captured(found), None if self._varies else facts["seconds_a_step"])
         if self._mode == "now":
             return self._keep(f"compiled; {self.cost}")
         self.forward, self.turns = self.generated, {}
@@ -402,20 +397,6 @@ class Guarded:
         return timeout is None or (self.seconds is not None and FAR * self.seconds < timeout)
 
 
-class Timed:
-    """Code that knows how long its last call took."""
-
-    def __init__(self, code: Forward) -> None:
-        self._code, self.seconds = code, float("inf")
-        self.writes: bool = getattr(code, "writes", False)
-
-    def __call__(self, *args: Any) -> Any:
-        start = time.perf_counter()
-        outs = self._code(*args)
-        self.seconds = time.perf_counter() - start
-        return outs
-
-
 def _nothing() -> None:
     """There is no such call."""
 
@@ -424,12 +405,6 @@ def _release(forward: Forward) -> None:
     """Other code runs from here on: what a capture of this one holds is free for it."""
     if isinstance(forward, Captured) and forward.captures.is_mine:
         forward.release()
-
-
-def calls(program: Program) -> int:
-    """How many calls its code has; those of a loop's body once."""
-    own = sum(node.op == "call_function" for node in program.module.graph.nodes)
-    return own + sum(map(calls, program.inner))
 
 
 class Worker:

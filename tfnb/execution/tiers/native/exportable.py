@@ -50,12 +50,6 @@ FORMS: Mapping[Any, Callable[..., Any]] = {
 """Ops of ours that are torch's own ops, one after the other, all of which have a form in C."""
 
 
-def obstacle(program: Program) -> str | None:
-    """Why nothing of a step can be one module; None where something can."""
-    found = split(program)
-    return found if isinstance(found, str) else None
-
-
 class Parts(NamedTuple):
     """A step: what comes first and can be one module, the rest if there is one, and why it is none of it."""
 

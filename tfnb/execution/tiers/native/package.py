@@ -27,14 +27,17 @@ from tfnb.execution.tiers.decompositions import decompositions
 from tfnb.execution.tiers.native.exportable import exportable
 from tfnb.execution.tiers.native.manifest import LEAST, About
 from tfnb.execution.tiers.native.request import NativeRequest
+from tfnb.execution.tiers.native.trial import tried
 from tfnb.execution.tiers.native.unrolling import unroll_scans
 
 STEP, CALL = "step.so", "call.so"
 
 
-def build_in(folder: Path) -> None:
-    """`build` of the request that lies in the folder: what the compiler's process calls."""
-    build(NativeRequest.load(folder / REQUEST), folder)
+def build_in(folder: Path) -> dict[str, Any]:
+    """`build` of the request in the folder, and what trying it found out: what the compiler's process calls."""
+    request = NativeRequest.load(folder / REQUEST)
+    build(request, folder)
+    return tried(request, folder, folder / REQUEST)
 
 
 def build(request: NativeRequest, folder: Path) -> None:

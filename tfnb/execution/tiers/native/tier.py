@@ -10,14 +10,17 @@ import torch
 
 from tfnb.errors import Unimplemented
 from tfnb.execution.compiling.compiled_packages import PackageFolder, cached, compiled
-from tfnb.execution.compiling.compiler_process import NOBODY
-from tfnb.execution.lowering.program import Program
+from tfnb.execution.compiling.compiler_process import NOBODY, OverBudget
+from tfnb.execution.lowering.program import Program, written
 from tfnb.execution.tiers.interface import Abandoned, Forward, Request
 from tfnb.execution.tiers.native.call import Package
 from tfnb.execution.tiers.native.direct import Direct
-from tfnb.execution.tiers.native.exportable import Given, obstacle, split
+from tfnb.execution.tiers.native.exportable import Given, Parts, split
 from tfnb.execution.tiers.native.manifest import About, about
 from tfnb.execution.tiers.native.request import NativeRequest
+from tfnb.execution.tiers.native.step_arguments import save_arguments
+
+ADVICE = "a loop of the graph (tfnb.fold, or for x in a tensor, in a cell) compiles its body once"
 
 
 class Native:
@@ -31,31 +34,40 @@ class Native:
     def made(self, request: Request) -> Forward | str:
         """The code for operands that lie as these do."""
         program = request.program.undonated()
-        why = obstacle(program)
-        if why is not None:
-            return why
+        parts = split(program)
+        if isinstance(parts, str):
+            return parts
         wanted = NativeRequest.of(program, request.args, varies=self.varies)
-        package = compiled(wanted.key(), wanted.save, BUILD, request.owner, urgent=request.urgent)
+
+        def write(folder: Path) -> None:
+            wanted.save(folder)
+            save_arguments(request.args, folder)
+
+        try:
+            package = compiled(wanted.key(), write, BUILD, request.owner, urgent=request.urgent)
+        except OverBudget as error:
+            raise Abandoned(f"{error} to compile: {ADVICE}") from None
         if package == NOBODY:
             raise Abandoned(NOBODY)
-        return package if isinstance(package, str) else _opened(package, program)
+        return package if isinstance(package, str) else _opened(package, program, parts)
 
     def recalled(self, program: Program, shapes: Sequence[torch.Size]) -> NativeStep | VaryingStep | None:
         """The code for feeds of these sizes, one element behind the other, if it lies in the cache."""
         program = program.undonated()
-        if obstacle(program) is not None:
+        parts = split(program)
+        if isinstance(parts, str):
             return None
         by_id = program.whole.contents.by_id
         specs = [by_id[value.node].outputs[value.index] for value in program.feeds]
         feeds = [torch.empty(shape, dtype=spec.dtype) for shape, spec in zip(shapes, specs, strict=True)]
         storages = [variable.storage for variable in program.variables]
         package = cached(NativeRequest.of(program, (*feeds, *storages, 0), varies=self.varies).key())
-        return None if package is None else _opened(package, program)
+        return None if package is None else _opened(package, program, parts)
 
 
-def _opened(package: PackageFolder, program: Program) -> NativeStep | VaryingStep:
+def _opened(package: PackageFolder, program: Program, parts: Parts) -> NativeStep | VaryingStep:
     try:
-        step = loaded(package.folder, program)
+        step = loaded(package.folder, program, parts)
     except Exception:
         package.drop()
         raise
@@ -63,17 +75,17 @@ def _opened(package: PackageFolder, program: Program) -> NativeStep | VaryingSte
     return step
 
 
-def loaded(folder: Path, program: Program) -> NativeStep | VaryingStep:
-    """The step of a package that was built for this program."""
-    found, parts = about(folder), split(program)
-    if isinstance(parts, str):
-        raise Unimplemented(parts)
-    first, rest, why = parts
+def loaded(folder: Path, program: Program, parts: Parts | None = None) -> NativeStep | VaryingStep:
+    """The step of a package that was built for this program. parts: its `split`, where that is known."""
+    found, known = about(folder), parts or split(program)
+    if isinstance(known, str):
+        raise Unimplemented(known)
+    first, rest, why = known
 
     def step(about: About) -> NativeStep:
         operands = about.operands[: len(program.feeds) + len(program.variables)]
         package = Package(folder, about, Given.of(first, operands))
-        return NativeStep(package, program, None if rest is None else rest.forward)
+        return NativeStep(package, program, None if rest is None else written(rest))
 
     whole = VaryingStep(found, len(program.feeds), step) if found.varying else step(found)
     whole.lacks = why

@@ -1,0 +1,31 @@
+"""A package is tried where it was built, on arguments of the step that it is for, beside generated code.
+
+So the process that runs steps holds no second copy of them, and a package that ends its process ends the compiler's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tfnb.execution.tiers.agreement import at_other_sizes, compared
+from tfnb.execution.tiers.native.request import NativeRequest
+from tfnb.execution.tiers.native.step_arguments import load_arguments
+from tfnb.execution.tiers.native.tier import loaded
+
+
+def tried(request: NativeRequest, folder: Path, arguments: Path) -> dict[str, Any]:
+    """What `compared` found out about the package of a request. arguments: a folder that has some."""
+    program = request.program().undonated()
+    torch.set_num_threads(request.threads)
+    step = loaded(folder, program)
+    return compared(program, program.forward, step, _samples(request, arguments))
+
+
+def _samples(request: NativeRequest, folder: Path) -> Iterator[list[Any]]:
+    yield load_arguments(folder)
+    if request.varying:
+        yield from at_other_sizes(request.varying, load_arguments(folder))
