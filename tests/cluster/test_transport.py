@@ -241,6 +241,6 @@ def test_c1_only_the_transport_touches_connections_and_nobody_waits_without_end(
                 continue  # of a dictionary, or of the engine's own queues
             if method == "result" and not node.args and not node.keywords:
                 target = ast.unparse(node.func.value)
-                assert target in ("task", "asked", "step", "handle.task[0]", "futures[0]"), (
+                assert target in ("task", "asked", "step", "handle.task[0]"), (
                     f"{where}: asyncio tasks that are done only"
                 )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dask.array as da
 import dask.bag as bags
+import dask.dataframe as frames
 import numpy as np
+import pandas
 import pytest
 import torch
 from dask import config
@@ -138,8 +140,6 @@ def test_a_dask_collection_that_is_too_large_or_fails():
 
 
 def test_columns_of_a_dask_dataframe():
-    pandas = pytest.importorskip("pandas")
-    frames = pytest.importorskip("dask.dataframe")
     frame = frames.from_pandas(pandas.DataFrame({"x": X[:, 0].numpy(), "y": Y.numpy()}), npartitions=3)
     made = batches({"x": frame[["x"]], "y": frame["y"]}, batch_size=4, shuffle=False)
     x, y = next(made.each).values

@@ -67,7 +67,11 @@ def _chunked(client: Client, key: Any, futures: Sequence[Future], end: float | N
     _computed(name, looks, end)
     found = client.gather(looks)
     if len(found) == 1 and not found[0][0]:  # a value without an axis: every step takes it whole
-        return torch.as_tensor(as_rows(futures[0].result()))
+        left = None if end is None else max(0.0, end - time.monotonic())
+        try:
+            return torch.as_tensor(as_rows(futures[0].result(timeout=left)))
+        except TimeoutError:
+            raise DeadlineExceeded(f"data for {name} did not come from its worker in time") from None
     lengths = tuple(shape[0] if shape else -1 for shape, _ in found)
     filled = [number for number, length in enumerate(lengths) if length]
     if not filled:
