@@ -221,16 +221,19 @@ class Sizes:
         outs = self._clock.of(self.generated, *args)
         if self._clock.total > WORTH_COMPILING:
             self.forward = self.generated
-            self.code = "generated code; compiling in the background"
-            say_once()
-            WORKER.submit(self, args)
+            self._begin(args)
         return outs
+
+    def _begin(self, args: Sequence[Any]) -> threading.Event:
+        """Let the worker compile; the event comes when it has decided."""
+        self.code = "generated code; compiling in the background"
+        say_once()
+        return WORKER.submit(self, args)
 
     def _now(self, *args: Any) -> Sequence[Any]:
         """Wait for the compiler; an interrupt or a deadline ends the waiting, and later runs find what it made."""
         if self._job is None:
-            say_once()
-            self._job = WORKER.submit(self, args)
+            self._job = self._begin(args)
         start = time.monotonic()
         try:
             while not self._job.wait(TURN):
