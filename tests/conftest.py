@@ -11,6 +11,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -23,6 +24,8 @@ from tfnb.graph import current
 os.environ.setdefault("TFNB_COMPILE", "off")  # compiled code differs in the last bits; its tests ask for it
 _PACKAGES = None if "TFNB_CACHE_DIR" in os.environ else tempfile.mkdtemp(prefix="tfnb-tests-")
 os.environ.setdefault("TFNB_CACHE_DIR", str(_PACKAGES))  # not the user's; processes that tests start share it
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # tests look at what is in it, and clear it
+    os.environ["TFNB_CACHE_DIR"] = str(Path(os.environ["TFNB_CACHE_DIR"], worker))
 CLUSTER = "tests/cluster/"
 LONGEST = (CLUSTER, "tests/coverage/", "notebooks/", "tests/magics/", "tests/models/", "tests/control_flow/")
 DEVICES = os.environ.get("TFNB_TEST_DEVICES", "cpu").split(",")
