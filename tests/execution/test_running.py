@@ -139,14 +139,14 @@ def test_a_callable_of_a_closed_session_refuses() -> None:
 
 @pytest.mark.parametrize("trace", [False, True])
 def test_a_deadline_ends_a_step_between_its_kernels_and_names_the_node(trace: bool) -> None:
-    session, x, step, variables = long_graph()
+    session, x, step, variables = long_graph(1000)
     session.run(step, {x: torch.ones(4, 200)}, trace=trace)
     start = time.monotonic()
     with pytest.raises(
         DeadlineExceeded,
-        match=r"within 0\.3 s \(it stood at node sin_?\d*, .*line \d+:  y = y.sin\(\)\); nothing was written",
+        match=r"within 2 s \(it stood at node sin_?\d*, .*line \d+:  y = y.sin\(\)\); nothing was written",
     ) as info:
-        session.run(step, {x: torch.ones(150_000, 200)}, timeout=0.3, trace=trace)  # of seconds
+        session.run(step, {x: torch.ones(150_000, 200)}, timeout=2, trace=trace)  # of a minute
     assert time.monotonic() - start < 30
     assert info.value.node.startswith("sin")
     assert all(variable.value().eq(1).all() for variable in variables)

@@ -1,16 +1,22 @@
-"""The collector of cycles waits, and is afterwards as it was."""
+"""The collector of cycles waits, and is afterwards as it was.
+
+It is one for the whole process, so each check has a process where no thread of another test uses it.
+"""
 
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
+from collections.abc import Callable
 
 import pytest
 
 from tfnb.graph.collector import frozen, lasting, uncollected
 
 
-def test_the_collector_is_afterwards_as_it_was() -> None:
+def the_collector_is_afterwards_as_it_was() -> None:
     with pytest.raises(ZeroDivisionError), uncollected():
         assert not gc.isenabled()
         _ = 1 / 0
@@ -24,7 +30,7 @@ def test_the_collector_is_afterwards_as_it_was() -> None:
         gc.enable()
 
 
-def test_what_lasts_is_not_looked_at_when_the_collector_goes_on() -> None:
+def what_lasts_is_not_looked_at_when_the_collector_goes_on() -> None:
     gc.collect()
     with lasting():
         made = [[i] for i in range(10_000)]
@@ -33,7 +39,7 @@ def test_what_lasts_is_not_looked_at_when_the_collector_goes_on() -> None:
     assert not young.intersection(map(id, made))
 
 
-def test_what_was_there_is_not_looked_at_while_frozen() -> None:
+def what_was_there_is_not_looked_at_while_frozen() -> None:
     assert not gc.get_freeze_count()
     with pytest.raises(ZeroDivisionError), frozen(), frozen():
         assert gc.get_freeze_count()
@@ -41,7 +47,7 @@ def test_what_was_there_is_not_looked_at_while_frozen() -> None:
     assert not gc.get_freeze_count()
 
 
-def test_what_stays_is_looked_at_once_while_frozen_and_what_does_not_is_freed() -> None:
+def what_stays_is_looked_at_once_while_frozen_and_what_does_not_is_freed() -> None:
     before = list(gc.callbacks)
     with frozen():
         gc.collect()
@@ -63,3 +69,19 @@ class _Held:
     def __init__(self, cycle: list[object]) -> None:
         cycle.append(self)
         self.cycle = cycle
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        the_collector_is_afterwards_as_it_was,
+        what_lasts_is_not_looked_at_when_the_collector_goes_on,
+        what_was_there_is_not_looked_at_while_frozen,
+        what_stays_is_looked_at_once_while_frozen_and_what_does_not_is_freed,
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_alone(check: Callable[[], None]) -> None:
+    code = f"from {__name__} import {check.__name__} as check; check()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert not done.returncode, done.stderr

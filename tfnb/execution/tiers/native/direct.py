@@ -98,22 +98,20 @@ def _memory() -> _Memory | None:
         others = [torch.zeros(2)]
     others += [torch._neg_view(plain[0]), torch.zeros(2, dtype=torch.complex64).conj(), plain[0].to("meta"),
                torch.eye(2).to_sparse()]  # fmt: skip
-    trained = [torch.zeros(2).requires_grad_(), torch.nn.Parameter(torch.zeros(2))]
-    every = [*plain, *others, *trained]
+    every = [*plain, *others]
     keys = {_keys(x) for x in plain}
     words = torch._C.TensorBase.__basicsize__ // 8
     tensor = _places([_words(id(x), words) for x in every], [x._cdata for x in every])
     if wrap is None or len(tensor) != 1 or len(keys) != 1 or not keys.isdisjoint(map(_keys, others)):
         return None
-    behind = [_words(x._cdata, _WORDS) for x in every]
-    key = _places(behind, [*map(_keys, every)])
+    key = _places([_words(x._cdata, _WORDS) for x in every], [*map(_keys, every)])
     if len(key) != 1:
         return None
-    gradient = [
-        at for at in range(_WORDS)
-        if not any(words[at] for words in behind[: len(plain)]) and all(words[at] for words in behind[-len(trained) :])
-    ]  # fmt: skip
-    where = gradient[0] if len(gradient) == 1 else -1
+    # Some words were never written, so they are no sign: the pointer is the one word that autograd changes.
+    before = _words(plain[0]._cdata, _WORDS)
+    after = _words(plain[0].requires_grad_()._cdata, _WORDS)
+    gradient = [at for at in range(_WORDS) if before[at] != after[at]]
+    where = gradient[0] if len(gradient) == 1 and not before[gradient[0]] else -1
     return _Memory(tensor[0], key[0], where, keys.pop(), ctypes.cast(wrap, ctypes.c_void_p), ctypes.addressof(CHANGES))
 
 
