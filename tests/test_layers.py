@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tfnb.execution.compiling.package_cache import SHAPES_CODE
+from tfnb.execution.tiers.native.tier import BUILD
+
 ROOT = Path(__file__).parent.parent
 
 # Room -> rooms directly below it. A room may import whatever lies below, at any distance.
@@ -167,6 +170,40 @@ def test_imports_inside_of_a_room_point_down(path: Path) -> None:
         where = f"{path.relative_to(ROOT)}:{line} imports {module}"
         assert target in floors, f"{where}: name the folder that it is in"
         assert floors.index(target) <= floors.index(str(floor(here))), f"{where}, which is on a higher floor"
+
+
+def test_all_that_the_compiler_imports_is_in_the_key_of_its_packages() -> None:
+    """Else a change of ours leaves packages in use that were made by the code before it."""
+    modules = {module_of(path): path for path in sources()}
+    home = ROOT / "tfnb"
+    counted = [ROOT / "kernels", *(home / name for name in SHAPES_CODE)]
+    assert all(place.exists() for place in counted)
+    entry = BUILD.partition(":")[0]
+    stack, importer = [entry], {entry: "the compiler's process"}
+    while stack:
+        here = modules[stack.pop()]
+        name = module_of(here)
+        assert any(here.is_relative_to(place) for place in counted), (
+            f"{here.relative_to(ROOT)}, imported by {importer[name]}, may shape code that is compiled: "
+            "import from a lower floor, or add its folder to SHAPES_CODE"
+        )
+        for module in imported(here):
+            if module in modules and module not in importer and room(module) not in SHOWS:
+                importer[module] = name
+                stack.append(module)
+
+
+SHOWS = {"view", "session"}  # rooms that reprs and `.eval` ask, inside of functions: see LATE
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The modules that a file imports, also by ``from folder import module``."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            yield str(node.module)
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
 
 
 def test_floors_of_the_table_exist() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -155,6 +156,30 @@ def test_folder_and_limit_come_from_the_environment(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("TFNB_CACHE_MB", "3G")
     with pytest.raises(InvalidArgument, match="TFNB_CACHE_MB is a number of MiB, not '3G'"):
         packages.__wrapped__()
+
+
+def test_a_package_is_of_the_sources_that_shape_it(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    bare = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(root / "tfnb", tmp_path / "tfnb", ignore=bare)
+    shutil.copytree(root / "kernels", tmp_path / "tfnb" / "kernels", ignore=bare)
+    program = (
+        f"import os, sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from tfnb.execution.compiling.package_cache import surroundings\n"
+        "before = surroundings()\n"
+        "for path in sys.argv[1:]:\n"
+        f"    os.utime(os.path.join({str(tmp_path / 'tfnb')!r}, path), ns=(0, 0))\n"
+        "    now = surroundings.__wrapped__()\n"
+        "    print(path, before != now)\n"
+        "    before = now\n"
+    )
+    shaping = ["kernels/formulas.py", "errors.py", "graph/op_facts.py", "execution/lowering/lower.py",
+               "execution/tiers/native/call.h", "recording/values/views.py"]  # fmt: skip
+    others = ["session.py", "cluster/core.py", "gradients/walker.py", "view/dot.py", "recording/cells/block.py"]
+    ended = subprocess.run([sys.executable, "-P", "-c", program, *shaping, *others], capture_output=True, text=True,
+                           timeout=200, cwd=tmp_path)  # fmt: skip
+    wanted = [f"{path} {path in shaping}" for path in (*shaping, *others)]
+    assert ended.stdout.splitlines() == wanted, ended.stderr
 
 
 def test_a_package_is_of_this_code_and_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,6 +34,14 @@ MOST_MB = 1024
 ENTRY = "entry.json"  # digests of an entry's files, and facts about it
 DRAFT = ".draft-"
 FORGOTTEN = 3600.0  # seconds after which a draft belongs to nobody: its process was killed
+SOURCES = (".py", ".c", ".h")
+SHAPES_CODE = (
+    "errors.py", "execution", "graph", "interrupts.py", "memory", "passes", "recording/marks", "recording/shapes",
+    "recording/values", "state",
+)  # fmt: skip
+"""Our sources that a package depends on, with all of ``tfnb.kernels``: those that its compiler imports, by floors.
+
+What the others do shows in the graph. `tests/test_layers.py` follows the imports."""
 
 
 class PackageCache:
@@ -181,7 +189,9 @@ def packages() -> PackageCache:
 @cache
 def surroundings() -> str:
     """A digest of what a package depends on beside its step: our code, torch, Python, processor and C++ compiler."""
-    found = [*_stamps("tfnb"), *_stamps("tfnb.kernels"), sys.version, sys.platform, platform.machine(), _processor()]
+    home, kernels = _folder("tfnb"), _folder("tfnb.kernels")
+    sources = _stamps([*(home / name for name in SHAPES_CODE), kernels])
+    found = [*sources, sys.version, sys.platform, platform.machine(), _processor()]
     compiler = cpp_compiler()
     return digest(repr([*found, torch.__version__, torch.version.git_version, compiler and _stamp(compiler)]).encode())
 
@@ -196,15 +206,24 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _stamps(package: str) -> list[tuple[str, int, int]]:
-    """Of each source of a package: a checkout changes without another version."""
+def _folder(package: str) -> Path:
     spec = find_spec(package)
     assert spec is not None and spec.origin is not None, package  # we are running it
-    found, folders = [], [str(Path(spec.origin).parent)]
+    return Path(spec.origin).parent
+
+
+def _stamps(places: Iterable[Path]) -> list[tuple[str, int, int]]:
+    """Of each source in folders, or that is one: a checkout changes without another version."""
+    found, folders = list[tuple[str, int, int]](), list[str]()
+    for place in map(str, places):
+        if place.endswith(SOURCES):
+            found.append(_stamp(place))
+        else:
+            folders.append(place)
     while folders:  # hundreds of files, before the first step
         with os.scandir(folders.pop()) as entries:
             for entry in entries:
-                if entry.name.endswith((".py", ".c", ".h")):
+                if entry.name.endswith(SOURCES):
                     found.append(_stamp(entry.path))
                 elif "." not in entry.name and entry.name != "__pycache__" and entry.is_dir():
                     folders.append(entry.path)
