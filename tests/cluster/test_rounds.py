@@ -83,6 +83,27 @@ def test_no_task_and_no_server():
     assert play(machine, e.ShardLost(0)) == [e.Finish(cause=e.ServerLost(0))]
 
 
+def test_tasks_that_are_lost_together_are_one_attempt():
+    machine = rounds(tasks=[0, 1, 2, 3])
+    play(machine, Offer("abcd"))
+    assert play(machine, e.Lost(0), e.Lost(1), e.Lost(2)) == [Cut(4)]
+    assert [i.task for i in play(machine, CutAt(0))] == [3]
+    for task in (0, 1):
+        play(machine, e.Joined(task), CutAt(0), e.Lost(task))
+    assert machine.cause is not None, "a third attempt lost one"
+
+
+def test_without_spare_tasks_a_step_is_made_of_all_that_there_are():
+    machine = rounds(tasks=[0])
+    play(machine, Offer("ab"), e.Joined(1), CutAt(0))
+    assert [machine.part(task) for task in machine.members] == [(0, 2, 2), (1, 2, 2)]
+    machine = rounds(tasks=[0, 1, 2], spare=1)
+    play(machine, Offer("ab"), e.Lost(1), CutAt(0))
+    assert machine.part(0) == (0, 2, 2)
+    play(machine, e.Joined(1), CutAt(0))
+    assert machine.part(0) == (0, 3, 2)
+
+
 class World:
     """Real cores, tasks that send one request to each of them and step, and messages that arrive in any order."""
 

@@ -77,7 +77,13 @@ class End(NamedTuple):
     """There are no more batches."""
 
 
-Event = Start | Lost | Joined | ShardLost | Interrupt | Tick | Hold | Resume | End
+class Fault(NamedTuple):
+    """Who carries out the instructions cannot go on."""
+
+    failure: Failed
+
+
+Event = Start | Lost | Joined | ShardLost | Interrupt | Tick | Hold | Resume | End | Fault
 
 
 # -- the last instruction -----------------------------------------------------------------------------------------

@@ -269,6 +269,8 @@ class Leases:
                 return self._resume(now)
             case "open" | "closing", e.Interrupt():
                 return self._close(e.Interrupted())
+            case "open" | "closing", e.Fault(failure):
+                return self._close(failure)
             case "open" | "closing", e.Tick() if now >= self.deadline and self.cause is None:
                 return self._close(e.TimedOut())
             case "counting", Counted(shards):

@@ -64,7 +64,7 @@ class Rounds:
     known: set[tuple[int, int]] = field(default_factory=set)  # steps of which all those have told
     began: float = 0.0
     missed: int = 0  # failures since the last step that was written
-    lost: int = 0  # tasks likewise
+    lost: int = 0  # attempts likewise that lost tasks
     is_ended: bool = False
 
     @property
@@ -97,7 +97,7 @@ class Rounds:
         """Steps that are written when round ``latest`` of this generation is."""
         return self.base + max(0, latest - self.first + 1)
 
-    def on(self, event: Event, now: float) -> list[Instruction]:
+    def on(self, event: Event, now: float) -> list[Instruction]:  # noqa: C901 (one line for each state and event)
         """The instructions that an event leads to."""
         match self.state, event:
             case "planned", e.Start():
@@ -124,6 +124,8 @@ class Rounds:
                 return [Held()]  # the first server holds; tasks wait there
             case "open" | "cutting", e.Interrupt():
                 return self._stop(e.Interrupted())
+            case "open" | "cutting", e.Fault(failure):
+                return self._stop(failure)
             case "open" | "cutting", e.Tick() if now >= self.deadline:
                 return self._stop(e.TimedOut())
             case "cutting", CutAt(latest):
@@ -137,7 +139,7 @@ class Rounds:
         if not self.tasks:
             return self._over(e.TasksLost("no compute task is left"))
         self.state, self.members = "open", tuple(self.tasks)
-        self.wanted = self.wanted or max(1, len(self.tasks) - self.spare)
+        self.wanted = max(self.wanted, 1, len(self.tasks) - self.spare)
         self.first, self.began = self.next, now
         self.told.clear()
         self.known.clear()
@@ -185,7 +187,7 @@ class Rounds:
         self.tasks.remove(task)
         if self.state == "planned" or task not in self.members:
             return []
-        self.lost += 1
+        self.lost += self.state == "open"  # tasks lost together are one attempt
         if self.lost >= POISON:
             text = f"{self.lost} attempts of this step each lost a task: it seems to kill them"
             return self._stop(e.TasksLost(text))

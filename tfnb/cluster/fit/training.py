@@ -26,7 +26,7 @@ from tfnb.cluster.fit.data import written
 from tfnb.cluster.fit.resident import read_failure
 from tfnb.cluster.joins import Way, join
 from tfnb.cluster.members import Ahead, Batch, Member, Mode, NotDone
-from tfnb.cluster.messages import Failed, Ok, Outcome, Refused
+from tfnb.cluster.messages import Failed, Ok, Outcome, Refused, failed
 from tfnb.cluster.programs import Placed
 from tfnb.errors import StepAborted, TfnbError
 from tfnb.state.chunks import Chunked
@@ -52,11 +52,12 @@ class Values(NamedTuple):
 
 
 class _Heard(NamedTuple):
-    """What a task told of steps ``start`` and following of a piece."""
+    """What a task told of steps ``start`` and following of a piece, each made of so many ``workers``."""
 
     start: int
     steps: int
     rows: int
+    workers: int
     values: list[torch.Tensor | None]
 
 
@@ -212,7 +213,19 @@ class Training:
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._begun.add(task)
-        task.add_done_callback(self._begun.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, work: asyncio.Task[None]) -> None:
+        """Work is over. An error in it ends the training, as the machine does it, unless that is what failed."""
+        self._begun.discard(work)
+        error = None if work.cancelled() else work.exception()
+        if error is not None and self.end is None:
+            fault = e.Fault(failed(error))
+            if self.machine.state == "open":
+                self.feed(fault)
+            else:
+                self._over(e.Finish(cause=self.machine.cause or fault.failure))
+                self._news.set()
 
     # -- values -----------------------------------------------------------------------------------------------------
 
@@ -233,8 +246,12 @@ class Training:
                 heard.start + (heard.steps if heard.start <= at else 0) - at for heard in found if heard is not None
             ]
             count = min([report.stop - at, *ends])
-            self.results.append(Values(count, self._joined(known, at, count) if known else None))
+            is_whole = bool(known) and len(known) >= known[0].workers  # else a task was lost before it told its part
+            self.results.append(Values(count, self._joined(known, at, count) if is_whole else None))
             at += count
+        for task in report.tasks:
+            if self._found(report.number, task, report.stop) is None:
+                self._heard.pop((report.number, task), None)
 
     def _found(self, number: int, task: int, at: int) -> _Heard | None:
         """What a task told of a step or, if that is made without it, of the next ones; what is before is dropped."""
@@ -257,7 +274,7 @@ class Training:
             if len(parts) < len(values):
                 joined.append(None)
             else:
-                joined.append(torch.cat(parts, 1) if way == "rows" else join(way, parts, rows))
+                joined.append(join(way, parts, rows, steps=1))
         return joined
 
     # -- loops ------------------------------------------------------------------------------------------------------
@@ -356,7 +373,9 @@ class Training:
             if known < count:
                 loop.seen = at
                 values = [None if value is None else value[known:] for value in values]
-                self._heard.setdefault((number, task), []).append(_Heard(start + known, count - known, rows, values))
+                self._heard.setdefault((number, task), []).append(
+                    _Heard(start + known, count - known, rows, workers, values)
+                )
                 self.feed(a.Progress(task, number, start + count, start + known, workers))
         member, late = self.engine.tasks[task], int(answer.meta["late"])
         member.late, loop.late = member.late + late - loop.late, late

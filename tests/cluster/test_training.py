@@ -1,0 +1,106 @@
+"""What the notebook makes of what the tasks of a training tell: values of whole steps, and an end whatever fails."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import tfnb
+from tests.cluster.test_cuts import Counters
+from tfnb.cluster import events as e
+from tfnb.cluster.fit.leases import Offer
+from tfnb.cluster.fit.rounds import CutAt
+from tfnb.cluster.fit.training import Training
+from tfnb.cluster.members import Member, Mode
+from tfnb.cluster.messages import Ok, Peer
+from tfnb.errors import Internal
+
+
+class Quiet(Training):
+    """A training that lends to nobody: what tasks tell is fed by hand."""
+
+    def _begin(self, work):
+        work.close()
+
+
+def listening(tasks, mode="sync", ways=("mean",)):
+    """A training on two tasks, and what to tell it with: tell(task, piece, first step, steps, rows, value, workers)."""
+    members = [Member(f"task:{task}", Peer("a", "k", task), None) for task in tasks]
+    engine = SimpleNamespace(
+        link=SimpleNamespace(client="c"), names=itertools.count(), step=0, tasks=members, forget=lambda _: None,
+        later=lambda work: work.close(),
+    )  # fmt: skip
+    placed = SimpleNamespace(writes=(0,), fetched=(0,) * len(ways), compute=SimpleNamespace(id="p"))
+    training = Quiet(engine, placed, Mode(mode), ways, None, list(tasks), float("inf"))
+    training.feed(e.Start())
+
+    def tell(task, number, start, steps, rows, value, workers):
+        told = [torch.full((steps,), value)] * len(ways)
+        meta = {"at": 0, "some": [True] * len(ways), "groups": [[number, start, steps, rows, workers]]}
+        loop = training._loop(task)
+        loop.seen = 0
+        training._hear(task, loop, Ok({**meta, "late": 0, "seconds": 0.0}, told))
+
+    return training, tell
+
+
+def batches(count):
+    return [SimpleNamespace(tensors=(), rows=2, run_index=i, split=()) for i in range(count)]
+
+
+def values(training):
+    return [(v.steps, None if v.each is None else v.each[0].tolist()) for v in training.results]
+
+
+def test_the_value_of_a_step_of_which_a_task_was_lost_before_it_told_its_part_is_not_known():
+    training, tell = listening([0, 1])
+    training.feed(Offer(batches(3)))
+    tell(0, 1, 0, 2, 6, 1.0, 2)
+    tell(1, 1, 0, 1, 2, 5.0, 2)
+    assert values(training) == [(1, [2.0])], "6 rows with 1 and 2 rows with 5"
+    training.feed(e.Lost(1))
+    training.feed(CutAt(2))  # the servers have written the second step, too
+    assert values(training)[1:] == [(1, None)], "not the mean over the rows of one task"
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_what_was_told_of_a_finished_piece_is_kept_no_longer(mode):
+    training, tell = listening([0], mode)
+    for _ in range(5):
+        training.feed(Offer(batches(2)))
+        piece = training.machine.out[0] if mode == "sync" else training.machine.out[0][0]
+        tell(0, piece.number, 0, 2, 2, 1.0, 1)
+    assert len(training.results) == 5 and not training._heard
+
+
+def test_a_value_whose_rows_lie_on_another_axis(connect):
+    torch.manual_seed(0)
+    data = torch.randn(13, 4, dtype=torch.float64)
+    w = tfnb.Variable(torch.ones(4, dtype=torch.float64), name="w")
+    with tfnb.record("across"):
+        x = tfnb.placeholder(data[:4], name="x")
+        train = tfnb.train.SGD(0.1).minimize((x * w.read()).square().mean())
+        across, every = x.t() * 2, x @ x.t()
+    cluster = connect(2)
+    assert tfnb.fit((train, across, every), {x: data}, batch_size=7, epochs=2, timeout=60).steps == 4
+    assert cluster.step == 4
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_an_error_in_the_notebook_s_side_of_a_training_ends_it(connect, monkeypatch, mode):
+    c = Counters()
+    connect(2)
+    tfnb.run(c.train, {c.x: torch.ones(4)})
+
+    def broken(*args):
+        raise RuntimeError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Training, "_found", broken)
+        with pytest.raises(Internal, match="planted"):
+            tfnb.fit(c.train, {c.x: torch.ones(400)}, steps=10_000, batch_size=4, mode=mode, timeout=90)
+    assert len(set(c.counts())) == 1, "all servers are at one step"
+    assert tfnb.fit(c.train, {c.x: torch.ones(400)}, steps=20, batch_size=4, mode=mode).steps == 20
