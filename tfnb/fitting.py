@@ -219,6 +219,7 @@ class _Run:
         self.timeout = timeout
         self._cluster = cluster
         self._before = 0 if cluster is None else cluster.step
+        self._lines = 0 if cluster is None else cluster.news(0)[0]  # that tell who came and left, shown so far
         self.is_inside = False  # within a step
         self.is_waiting = False  # for data
         self.is_wanted = False  # an interrupt
@@ -249,6 +250,7 @@ class _Run:
         """What is done a few times a second."""
         __tracebackhide__ = True
         self._read()
+        self._say_who_came()
         if seconds >= SHOWN_AFTER:
             code = self.code()
             if code and code != self._said:
@@ -259,6 +261,12 @@ class _Run:
             raise DeadlineExceeded(
                 f"fit did not end within {self.timeout} s; variables are at step {self.step}", step=self.step
             )
+
+    def _say_who_came(self) -> None:
+        if self._cluster is not None:
+            self._lines, lines = self._cluster.news(self._lines)
+            for line in lines:
+                self._front.say(line)
 
     def _read(self) -> None:
         self._metrics.read()
@@ -276,6 +284,7 @@ class _Run:
         if self.step:
             self._metrics.end_epoch(self._epoch, self.step)
         self._read()
+        self._say_who_came()
         seconds = time.perf_counter() - self._start
         result = RunResult(self.step, self._metrics.history, seconds, self._metrics.curve(), self.code())
         self._finish(result.summary)
@@ -405,9 +414,9 @@ class _Log:
             self._next = now + LOGGED_EVERY
             log.info("%s", _line(self._label, step, self._total, metrics, rate))
 
-    def say(self, code: str) -> None:
-        """Once, when other code runs or is on its way."""
-        log.info("%s: %s", self._label, code)
+    def say(self, text: str) -> None:
+        """Once, when other code runs or is on its way, or when a task of a cluster came or left."""
+        log.info("%s: %s", self._label, text)
 
     def finish(self, text: str, metrics: Mapping[str, float], curve: Curve) -> None:
         """The last line."""
@@ -421,11 +430,11 @@ class _Panel:
         self._total, self._label = total, label
         self._panel: Any = None
 
-    def say(self, code: str) -> None:
-        """Show beside the steps which code runs them."""
+    def say(self, text: str) -> None:
+        """Show it beside the steps."""
         if self._panel is None:
             self._panel = widgets.ProgressPanel(self._total, self._label)
-        self._panel.note = code
+        self._panel.note = text
 
     def update(self, step: int, metrics: Mapping[str, float], rate: float, curve: Curve) -> None:
         """Show it, or renew it."""

@@ -89,6 +89,13 @@ def connect(dask: Client) -> Iterator[Callable[..., Cluster]]:
     assert dask.status == "running", "we close only what we opened"
 
 
+@pytest.fixture
+def nobody_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster connected later sees no worker that comes, and waits for none."""
+    monkeypatch.setattr("tfnb.cluster.supervisor.LOOK", 3600.0)
+    monkeypatch.setattr("tfnb.cluster.engine.REPLACED_WITHIN", 0.0)
+
+
 @dataclass
 class Problem:
     """A small classifier, its batches, and the local run that others are measured against."""

@@ -53,7 +53,7 @@ def spawned():
 # -- compute tasks ---------------------------------------------------------------------------------------------
 
 
-def test_c63_row1_training_goes_on_when_a_compute_task_is_killed(connect, problem):
+def test_c63_row1_training_goes_on_when_a_compute_task_is_killed(connect, problem, nobody_joins):
     p = problem()
     states, _ = p.local(30)
     cluster = connect(3)
@@ -98,7 +98,7 @@ def test_a_stopped_compute_task_is_left_behind(connect, problem):
     assert close_to(p.values(), states[-1]), "what the stopped task sends later means nothing"
 
 
-def test_no_compute_task_left(connect, problem):
+def test_no_compute_task_left(connect, problem, nobody_joins):
     p = problem()
     states, _ = p.local(1000)
     cluster = connect(2)

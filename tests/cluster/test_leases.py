@@ -251,7 +251,8 @@ def test_c61_each_step_is_applied_once_and_counted_exactly_under_kills(data):  #
     shards = data.draw(st.sampled_from([(0,), (0, 1), (0, 1, 2)]))
     tasks = list(range(data.draw(st.integers(0, 3))))
     total = data.draw(st.integers(0, 12))
-    machine = Leases(list(tasks), shards, itertools.count(1), deadline=50.0)
+    patience = data.draw(st.sampled_from([0.0, 20.0]))
+    machine = Leases(list(tasks), shards, itertools.count(1), deadline=50.0, patience=patience)
     world = World(machine, tasks, shards)
     offered = 0
     world.feed(e.Start())
@@ -273,7 +274,7 @@ def test_c61_each_step_is_applied_once_and_counted_exactly_under_kills(data):  #
             continue
         kind = data.draw(
             st.sampled_from(
-                ["work"] * 8 + ["hear", "die", "break", "fatal", "interrupt", "hold", "resume", "join", "late"]
+                ["work"] * 8 + ["hear", "die", "break", "fatal", "interrupt", "hold", "resume", "join", "grow", "late"]
             )
         )
         if kind == "interrupt":
@@ -290,6 +291,11 @@ def test_c61_each_step_is_applied_once_and_counted_exactly_under_kills(data):  #
             task = data.draw(st.sampled_from(sorted(set(tasks) - world.alive)))
             world.alive.add(task)
             world.feed(e.Joined(task))
+        elif kind == "grow" and len(tasks) < 6:
+            tasks.append(len(tasks))
+            world.alive.add(tasks[-1])
+            world.lines[tasks[-1]] = []
+            world.feed(e.Joined(tasks[-1]))
         elif busy := sorted(task for task in world.alive if world.lines[task]):
             task = data.draw(st.sampled_from(busy))
             piece = world.lines[task][0]

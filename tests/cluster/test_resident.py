@@ -54,7 +54,7 @@ def test_c61_a_task_lost_at_a_random_instant_costs_and_doubles_no_step(connect, 
         striker.join()
         if how == signal.SIGSTOP:
             os.kill(pid, signal.SIGCONT)
-    assert cluster.tasks == ("task:0",)
+    assert cluster.tasks[0] == "task:0" and (how == signal.SIGKILL or len(cluster.tasks) == 1)
     assert done.steps == 600 and cluster.step == 601
     assert c.counts() == [601.0, 601.0]
     time.sleep(0.5)

@@ -275,7 +275,8 @@ def test_c53_rounds_are_written_once_on_all_servers_or_on_none(data):  # noqa: C
     tasks = list(range(data.draw(st.integers(1, 3))))
     total = data.draw(st.integers(0, 8))
     spare = data.draw(st.integers(0, len(tasks) - 1))
-    machine = Rounds(list(tasks), shards, itertools.count(1), spare=spare)
+    patience = data.draw(st.sampled_from([0.0, 5.0]))
+    machine = Rounds(list(tasks), shards, itertools.count(1), spare=spare, patience=patience)
     world = World(machine, tasks, shards)
     offered = 0
     world.feed(e.Start())
@@ -294,13 +295,14 @@ def test_c53_rounds_are_written_once_on_all_servers_or_on_none(data):  # noqa: C
             world.feed(e.End())
             continue
         kind = data.draw(
-            st.sampled_from(["work"] * 10 + ["deliver"] * 6 + ["die", "break", "interrupt", "join", "time"])
+            st.sampled_from(["work"] * 10 + ["deliver"] * 6 + ["die", "break", "interrupt", "join", "grow", "time"])
         )
         live = [worker for worker in world.tasks.values() if worker.alive]
         if kind == "interrupt":
             world.feed(e.Interrupt())
         elif kind == "time":
             world.now += data.draw(st.floats(0, 3))
+            world.feed(e.Tick())
             for shard in shards:
                 world.tell(shard, Tick())
         elif kind == "deliver" and world.sends:
@@ -313,6 +315,10 @@ def test_c53_rounds_are_written_once_on_all_servers_or_on_none(data):  # noqa: C
             worker.alive = True
             worker.end()
             world.feed(e.Joined(worker.task))
+        elif kind == "grow" and len(world.tasks) < 6:
+            new = len(world.tasks)
+            world.tasks[new] = Worker(world, new)
+            world.feed(e.Joined(new))
         elif live and kind == "die":
             worker = data.draw(st.sampled_from(live))
             worker.alive = False
@@ -347,6 +353,7 @@ def test_c53_rounds_are_written_once_on_all_servers_or_on_none(data):  # noqa: C
         for send in sends:
             world.ask(send.shard, send.method, **send.meta)
         world.now += 3.0
+        world.feed(e.Tick())
     assert len(world.end) == 1
     assert world.reported == list(range(1, len(world.reported) + 1)), "every step once, in order"
     assert len({world.value(shard) for shard in shards}) == 1, "all servers wrote the same"

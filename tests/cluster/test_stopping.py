@@ -78,7 +78,7 @@ def test_a_task_that_does_not_stop_gets_another_process(connect, monkeypatch):
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
 @pytest.mark.parametrize("when", ["before", "during"])
-def test_fit_ends_when_no_task_is_left(connect, problem, mode, when):
+def test_fit_ends_when_no_task_is_left(connect, problem, mode, when, nobody_joins):
     p = problem(tfnb.train.SGD(0.1))
     cluster = connect(2)
     tfnb.run(p.loss, dict(zip(p.feeds, (p.data, p.labels), strict=True)))

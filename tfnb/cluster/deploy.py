@@ -41,7 +41,6 @@ T = TypeVar("T")
 
 EPOCH = 1
 SAID_AFTER = 2.0  # seconds
-REPLACED_WITHIN = 60.0  # seconds
 # of processes that we start: a large message is not put together again
 ENVIRONMENT = {"DASK_DISTRIBUTED__COMM__OFFLOAD": "False", "DASK_DISTRIBUTED__COMM__SHARD": "512MiB"}
 _SETTINGS = {
@@ -324,7 +323,7 @@ async def workers_of(
     """Address -> facts of every worker, as soon as there are ``least``."""
     end = time.monotonic() + timeout
     while True:
-        found = await _identities(client)
+        found = await identities(client)
         if progress is not None:
             progress.found("workers", sorted(str(facts.get("name", addr)) for addr, facts in found.items()), least)
         if len(found) >= least:
@@ -337,7 +336,8 @@ async def workers_of(
         await asyncio.sleep(0.05)
 
 
-async def _identities(client: Client) -> dict[str, dict[str, Any]]:
+async def identities(client: Client) -> dict[str, dict[str, Any]]:
+    """Address -> facts of every worker that runs."""
     try:
         found = await client.scheduler.identity(n_workers=-1)  # type: ignore[union-attr]
     except TypeError:  # before distributed 2025: all workers, always
@@ -359,7 +359,7 @@ async def started(client: Client, futures: Mapping[str, Any], end: float, progre
         for name, state in states.items():
             cause = await futures[name]._exception() if state == "error" else None
             if state in ("cancelled", "lost") or isinstance(cause, KilledWorker) or _LOST in str(cause):
-                raise _WorkerGone(f"the worker of task {name} was lost while it started")
+                raise WorkerGone(f"the worker of task {name} was lost while it started")
             if cause is not None:
                 raise FailedPrecondition(
                     f"the task {name} did not start: {type(cause).__name__}: {cause}. Every worker needs the same "
@@ -383,7 +383,13 @@ async def greet(link: ClientLink, addr: str, key: str, end: float) -> tuple[Peer
         rows = [
             f"  {name:10} here {ours.get(name)!s:10} there {theirs.get(name)!s}" for name in sorted({*ours, *theirs})
         ]
-        raise VersionMismatch("\n".join([f"the worker at {addr} has other versions than this notebook:", *rows]))
+        differs = ", ".join(
+            f"{name} is {theirs.get(name)} there and {ours.get(name)} here"
+            for name in sorted({*ours, *theirs})
+            if ours.get(name) != theirs.get(name)
+        )
+        text = f"the worker at {addr} has other versions than this notebook:"
+        raise VersionMismatch("\n".join([text, *rows]), details={"differs": differs})
     return Peer(addr, key, int(meta["incarnation"])), dict(meta)
 
 
@@ -403,7 +409,7 @@ def _ok(answer: Outcome, who: str) -> Ok:
     raise Unavailable(f"{who} did not answer: {answer.message}")
 
 
-class _WorkerGone(Unavailable):
+class WorkerGone(Unavailable):
     """A worker died while its task was started; the list of workers was a moment too old."""
 
 
@@ -416,40 +422,26 @@ async def start(
         addrs = list(await workers_of(client, workers, end - time.monotonic(), progress))
         try:
             return await _start_on(client, link, addrs, servers_among(len(addrs), ps), end, progress)
-        except _WorkerGone:
+        except WorkerGone:
             if time.monotonic() > end:
                 raise
             await asyncio.sleep(0.1)
 
 
-async def replaced(client: Client, link: ClientLink, member: Member, servers: Sequence[Member]) -> Member:
-    """End a task's process, and start the task in the one that its nanny makes; raises TfnbError where that fails.
-
-    A process without a nanny is left alone: nobody would start another.
-    """
-    end = time.monotonic() + REPLACED_WITHIN
-    facts = (await _identities(client)).get(member.peer.addr, {})
-    if not facts.get("nanny"):
-        raise Unavailable(f"the worker at {member.peer.addr} has no nanny that would start another process")
-    await link.call(member.peer, "quit", epoch=EPOCH, deadline=time.monotonic() + 1.0)
-    addr = await _successor(client, member.peer.addr, facts["name"], end)
-    future = submit(client, member.name, addr, uuid.uuid4().hex[:8])
-    await started(client, {member.name: future}, end, Progress())
-    peer, info = await greet(link, addr, str(future.key), end)
-    fresh = Member(member.name, peer, future, info)
-    await configure(link, [fresh], servers, end)
-    return fresh
-
-
-async def _successor(client: Client, addr: str, name: Any, end: float) -> str:
-    """The address of the process that follows the one at ``addr``, under the same name."""
-    while time.monotonic() < end:
-        found = await _identities(client)
-        for other, facts in found.items():
-            if other != addr and facts.get("name") == name:
-                return other
-        await asyncio.sleep(0.05)
-    raise Unavailable(f"no other process followed the one at {addr} within {REPLACED_WITHIN:g} s")
+async def joined(
+    client: Client, link: ClientLink, name: str, addr: str, servers: Sequence[Member], end: float
+) -> Member:  # fmt: skip
+    """A task on a worker that came later; raises WorkerGone, or another TfnbError where the worker cannot be used."""
+    future = submit(client, name, addr, uuid.uuid4().hex[:8])
+    try:
+        await started(client, {name: future}, end, Progress())
+        peer, info = await greet(link, addr, str(future.key), end)
+        member = Member(name, peer, future, info)
+        await configure(link, [member], servers, end)
+    except BaseException:
+        future.release()
+        raise
+    return member
 
 
 async def _start_on(

@@ -21,7 +21,7 @@ import torch
 from tfnb.cluster import connected, wire
 from tfnb.cluster.card import Row, Status, size
 from tfnb.cluster.collections import in_chunks, read
-from tfnb.cluster.deploy import EPOCH, Place, find, replaced, start
+from tfnb.cluster.deploy import EPOCH, Place, find, start
 from tfnb.cluster.engine import Engine
 from tfnb.cluster.fit.leases import Offer
 from tfnb.cluster.fit.sources import drawn_from
@@ -30,6 +30,7 @@ from tfnb.cluster.holdings import Holdings
 from tfnb.cluster.joins import join, joins
 from tfnb.cluster.members import MODES, Ahead, Batch, Member, Mode
 from tfnb.cluster.programs import Placed, place
+from tfnb.cluster.supervisor import LOOK, Supervisor
 from tfnb.cluster.transport import ClientLink, parse_address, scheduler_address
 from tfnb.errors import (
     DeadlineExceeded,
@@ -55,6 +56,7 @@ T = TypeVar("T")
 SETTLE = 15.0  # seconds that an interrupted step has to end
 REFRESH = 2.0  # seconds between two pulls during a fit, at least
 KEPT = 64  # placed programs
+SHOWN = 5  # lines of the status that tell who came and who left
 AHEAD = 1 << 30  # bytes of arrays that are sent to every task before a training
 
 
@@ -100,7 +102,8 @@ class Cluster:
         tasks, servers, self._route = self._link.wait(handle, timeout + 5, "starting the tasks", progress.say)
         self._engine = Engine(self._link, tasks, servers, EPOCH)
         self._engine.on_lost = self._lost
-        self._engine.replace = self._another
+        self._supervisor = Supervisor(self.client, self._engine)
+        self._link.wait(self._link.start(self._supervisor.start), timeout, "watching the workers")
         self._held = Holdings()
         self._placed: OrderedDict[tuple[int, bool], tuple[weakref.ref[StepGraph], Placed]] = OrderedDict()
         self._placing = threading.RLock()
@@ -112,12 +115,12 @@ class Cluster:
     @property
     def tasks(self) -> tuple[str, ...]:
         """Names of the live compute tasks."""
-        return tuple(member.name for member in self._engine.tasks if member.alive and member.reported)
+        return tuple(member.name for member in self._engine.places.values() if member.is_there)
 
     @property
     def servers(self) -> tuple[str, ...]:
         """Names of the live parameter servers."""
-        return tuple(member.name for member in self._engine.servers if member.alive and member.reported)
+        return tuple(member.name for member in self._engine.servers if member.is_there)
 
     @property
     def step(self) -> int:
@@ -128,6 +131,11 @@ class Cluster:
     def pulled_step(self) -> int:
         """The step that the local storages show."""
         return self._pulled[0]
+
+    def news(self, since: int) -> tuple[int, list[str]]:
+        """Lines that tell who came and who left, after the first ``since`` of them; and how many there were."""
+        engine = self._engine
+        return engine.said, list(engine.lines)[max(0, len(engine.lines) - (engine.said - since)) :]
 
     @property
     def dashboard_link(self) -> str:
@@ -143,24 +151,28 @@ class Cluster:
         if not self._closed and engine.lost is None:
             self._drop_gone()
             stats = self._do("status", 3.0, engine.stats, 2.0)
-        rows = [self._row(m, stats.get(m.name, {})) for m in dict.fromkeys((*engine.tasks, *engine.servers))]
+        members = dict.fromkeys((*engine.places.values(), *engine.servers))
+        rows = [self._row(m, stats.get(m.name, {})) for m in members]
         encryption = "encrypted" if parse_address(address)[0] in ("tls", "wss") else "plain"
         facts = (
             ("scheduler", f"{address} ({encryption}, {self._route})"),
             ("compute tasks", str(len(self.tasks))), ("parameter servers", str(len(self.servers))),
             ("variables on servers", str(len(self._held))), ("step", str(engine.step)),
             ("local values are of step", str(self.pulled_step)), ("epoch", str(engine.epoch)),
+            ("members", f"read from the scheduler every {LOOK:g} s"),
+            ("restarts left", f"{engine.restarts.left(time.monotonic())} of {engine.restarts.most}"),
             ("dashboard", self.dashboard_link or "off"),
         )  # fmt: skip
         state = "closed" if self._closed else "lost" if engine.lost else "connected"
         notes = tuple([engine.lost.message] if engine.lost else ())
-        dead = sum(not member.alive for member in engine.tasks)
+        dead = sum(not member.is_there for member in engine.places.values())
         if dead and not engine.lost:
-            notes += (f"{dead} of {len(engine.tasks)} compute tasks are lost; the others go on",)
+            notes += (f"{dead} of {len(engine.places)} compute tasks are lost; the others go on",)
+        notes += tuple(engine.lines)[-SHOWN:]
         return Status(f"Dask cluster, {state}", facts, tuple(rows), notes)
 
     def _row(self, member: Member, stat: dict[str, Any]) -> Row:
-        state = "alive" if member.alive and member.reported else "lost"
+        state = "alive" if member.is_there else "lost"
         threads = member.info.get("threads", 1)
         parts = [f"{threads} torch thread{'s' if threads != 1 else ''}", ", ".join(member.info.get("devices", ()))]
         if stat:
@@ -309,7 +321,7 @@ class Cluster:
         placed, left, before = self._place(step, parallel=True), self._left(end), engine.step
         self._send(step.variables)
         self._held.stale.update(variable.key for variable in step.writes)
-        data, pieces = drawn_from(source, mode.name != "sync", [member.peer.addr for member in engine.tasks])
+        data, pieces = drawn_from(source, mode.name != "sync", engine.homes)
         training: Training = self._do("starting to train", None, engine.train, placed, mode, joins(step), data, left)
 
         def results(offers: list[Offer], drain: bool = False) -> Iterator[tuple[int, list[Any]]]:
@@ -486,10 +498,6 @@ class Cluster:
         self._held.clear()
         self._placed.clear()
 
-    async def _another(self, member: Member) -> Member:
-        """A task in a new process, in the place of one that does not stop computing."""
-        return await replaced(self.client, self._link, member, self._engine.servers)
-
     # -- the end --------------------------------------------------------------------------------------------------
 
     def _lost(self, error: TfnbError) -> None:
@@ -521,12 +529,17 @@ class Cluster:
             warnings.warn(f"closed without the last values: {error}", stacklevel=2)
         finally:
             self._closed = True
+            self._end_supervisor()
             connected.notices.clear()  # whoever closes it knows
             self._release()
             connected.disconnect(self)
             for member in (*self._engine.tasks, *self._engine.servers):
                 member.future.release()
             self._where.close()
+
+    def _end_supervisor(self) -> None:
+        if self.client.status == "running":
+            self._link.wait(self._link.start(self._supervisor.stop), 5.0, "ending the watch over the workers")
 
     async def _leave(self, timeout: float) -> None:
         await self._engine.settle(timeout / 2)

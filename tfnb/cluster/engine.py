@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from tfnb.cluster.joins import Way
 from tfnb.cluster.members import Ahead, Batch, Member, Mode, NotDone
 from tfnb.cluster.messages import Failed, NotSent, Ok, Outcome, Refused, Unknown, raised
 from tfnb.cluster.programs import Placed, Plan
+from tfnb.cluster.restarts import Restarts
 from tfnb.cluster.transport import ClientLink
 from tfnb.errors import (
     Cancelled,
@@ -40,6 +41,8 @@ LOOK = 0.05  # seconds between looks at who is alive
 PATIENCE = 1.0  # seconds a call is out before its peers are pinged
 MISSES = 3  # pings without an answer that make a peer dead
 GRACE = 1.0  # seconds for telling everybody that a round is over
+REPLACED_WITHIN = 60.0  # seconds that a nanny has to start a lost task's process again
+LINES = 100  # of who came and left that are kept
 RANK = 1 << 40  # between the random streams of the workers of one step
 
 
@@ -63,9 +66,11 @@ class Engine:
         self._stopping: dict[Member, asyncio.Task[Ok | None]] = {}  # tasks that were told to stop computing
         self._trainings: dict[Training, asyncio.Task[None]] = {}  # in progress, and who watches for each
         self.names = itertools.count()  # of trainings
-        self.replace: Callable[[Member], Awaitable[Member]] | None = (
-            None  # a new process for a task, where there can be
-        )
+        self.homes = [member.peer.addr for member in tasks]  # of each task, also of those that come later
+        self.restarts = Restarts()
+        self.lines: deque[str] = deque(maxlen=LINES)  # who came and who left, for the user
+        self.said = 0  # lines so far
+        self._arrival = asyncio.Event()
         self.notes: list[str] = []  # for the user, at the next call
 
     # -- what the notebook asks for -------------------------------------------------------------------------
@@ -89,10 +94,14 @@ class Engine:
         """One step. Values of each worker, their rows, and the values seen after the commit."""
         async with self._iteration:
             deadline = time.monotonic() + seconds if seconds is not None else float("inf")
-            whole = placed.why_whole is not None
-            tasks = await self._idle(deadline, placed.task)
-            machine = p.Step(tasks, placed.writes, self._numbers, batch.rows, whole, deadline)
-            end = await self._drive(machine, placed, batch)
+            whole, lost = placed.why_whole is not None, 0
+            while True:
+                tasks = await self._idle(deadline, placed.task)
+                machine = p.Step(tasks, placed.writes, self._numbers, batch.rows, whole, deadline, lost=lost)
+                end = await self._drive(machine, placed, batch)
+                if not (isinstance(end.cause, e.TasksLost) and end.cause.is_none_left and self.comes):
+                    break
+                lost = machine.lost
             if end.cause is not None:
                 raise self._error(end.cause, seconds)
             if placed.writes:
@@ -168,13 +177,16 @@ class Engine:
     ) -> Training:
         """Begin a training."""
         deadline = time.monotonic() + seconds if seconds is not None else float("inf")
-        training = Training(self, placed, mode, ways, data, await self._idle(deadline, placed.task), deadline)
+        tasks = await self._idle(deadline, placed.task)
+        training = Training(self, placed, mode, ways, data, tasks, deadline, self.patience)
         await training.start()
         return training
 
     def attend(self, training: Training) -> None:
         """Tell a training who is lost, and the time."""
         self._queues.add(training.queue)
+        for task in self._free(training.placed.task):  # also those that came since it was planned
+            training.queue.put_nowait(e.Joined(task))
         self._trainings[training] = asyncio.create_task(self._watch(training.queue))
 
     def forget(self, training: Training) -> None:
@@ -288,25 +300,54 @@ class Engine:
                 answer = Ok(NO_LOOP)
             if isinstance(answer, Ok):
                 break
-            if await self.verify(member) and member not in self.servers and self.replace is not None:
-                await self._replaced(member, self.replace, patience)
+            if await self.verify(member) and member not in self.servers:
+                await self._restart(member, patience)
         if before is not None:
             await asyncio.wait({before})
         return answer if isinstance(answer, Ok) else None
 
-    async def _replaced(self, member: Member, replace: Callable[[Member], Awaitable[Member]], patience: float) -> None:
-        """Another process in the place of a task's."""
-        index = self.tasks.index(member)
-        member.alive = False
-        self._report(e.Lost(index))
+    async def _restart(self, member: Member, patience: float) -> None:
+        """End a task's process: its nanny starts another, and a task is made there as on any worker that joins."""
         late = f"{member.name} did not stop computing within {patience:.0f} s"
-        try:
-            self.tasks[index] = await replace(member)
-        except (TfnbError, OSError) as error:
-            self.notes.append(f"{late} and is given up: {error}")
+        if not member.info.get("nanny"):
+            self.notes.append(f"{late} and is given up: no nanny would start another process")
+        elif not self.restarts.spend(time.monotonic()):
+            self.notes.append(f"{late} and is given up: {self.restarts}")
         else:
+            await self.link.call(member.peer, "quit", epoch=self.epoch, deadline=time.monotonic() + GRACE)
             self.notes.append(f"{late}; its process was replaced")
-            self._report(e.Joined(index))
+        member.lose()
+        self._report(e.Lost(self.tasks.index(member)))
+
+    # -- who comes and goes ---------------------------------------------------------------------------------------
+
+    @property
+    def places(self) -> dict[str, Member]:
+        """The latest task of each name, alive or not."""
+        return {member.name: member for member in self.tasks}
+
+    @property
+    def patience(self) -> float:
+        """Seconds that work waits for a task where there is none: a nanny starts one again."""
+        return REPLACED_WITHIN if any(member.info.get("nanny") for member in self.tasks) else 0.0
+
+    @property
+    def comes(self) -> bool:
+        """Whether a task was lost lately that a nanny starts again."""
+        since = time.monotonic() - REPLACED_WITHIN
+        return any(m.lost_at > since and m.info.get("nanny") for m in self.places.values() if not m.is_there)
+
+    def join(self, member: Member) -> None:
+        """One more task, from the next step on."""
+        self.tasks.append(member)
+        self.homes.append(member.peer.addr)
+        self._arrival.set()
+        self._report(e.Joined(len(self.tasks) - 1))
+
+    def say(self, line: str) -> None:
+        """Tell the user, in one line."""
+        self.lines.append(line)
+        self.said += 1
 
     def _report(self, event: p.Event | e.Joined) -> None:
         """Tell every machine in progress."""
@@ -323,11 +364,19 @@ class Engine:
                 names = ", ".join(member.name for member in self._stopping)
                 raise DeadlineExceeded(f"{names} still computes what was stopped before", step=self.step)
             await self._any_stops(left, asyncio.FIRST_COMPLETED)
+        while not (free := self._free(only)) and self.comes and time.monotonic() < deadline:
+            self._arrival.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._arrival.wait(), LOOK)
         return free
 
     def _free(self, only: int | None) -> list[int]:
         free = [index for index in self._live() if self.tasks[index] not in self._stopping]
-        return free if only is None else [index for index in free if index == only]
+        return [index for index in free if self.is_asked_for(index, only)]
+
+    def is_asked_for(self, task: int, only: int | None) -> bool:
+        """Whether a task may compute what only one of them may, or its successor."""
+        return only is None or self.tasks[task].name == self.tasks[only].name
 
     async def _any_stops(self, seconds: float, when: str) -> None:
         timeout = None if seconds == float("inf") else max(0.0, seconds)
@@ -369,7 +418,7 @@ class Engine:
             case Refused("stale", message):
                 return p.Missed(number, task, Failed("StepAborted", message))
             case Refused("unknown-task" | "fenced", _):
-                member.alive = False
+                member.lose()
                 return e.Lost(task)
             case Refused(reason, message):
                 return p.Error(number, task, Failed("Internal", f"{member.name} refused: {reason} {message}"))
@@ -451,7 +500,7 @@ class Engine:
                     break
             if not await self.verify(member):
                 break
-        member.alive = False
+        member.lose()
         return e.ShardLost(shard)
 
     async def unless_dead(self, member: Member, call: Awaitable[Outcome]) -> Outcome:
@@ -467,7 +516,7 @@ class Engine:
     # -- who is alive ----------------------------------------------------------------------------------------------
 
     def _live(self) -> list[int]:
-        return [index for index, member in enumerate(self.tasks) if member.alive and member.reported]
+        return [index for index, member in enumerate(self.tasks) if member.is_there]
 
     async def _death(self, member: Member) -> None:
         while member.alive and member.reported:
@@ -482,7 +531,7 @@ class Engine:
             answer = await self.unless_dead(member, self.link.call(member.peer, "ping", epoch=self.epoch))
             if isinstance(answer, Ok) and answer.meta.get("incarnation") == member.peer.incarnation:
                 return True
-        member.alive = False
+        member.lose()
         self.link.suspect.add(member.peer.addr)
         return False
 
@@ -498,12 +547,12 @@ class Engine:
                 for index, member in enumerate(self.tasks):
                     if member not in seen and not (member.alive and member.reported):
                         seen.add(member)
-                        member.alive = False
+                        member.lose()
                         queue.put_nowait(e.Lost(index))
                 for index, member in enumerate(self.servers):
                     if member not in seen and not (member.alive and member.reported):
                         seen.add(member)
-                        member.alive = False
+                        member.lose()
                         queue.put_nowait(e.ShardLost(index))
                 queue.put_nowait(e.Tick())
                 if now - begin > PATIENCE and now - pinged > PATIENCE:

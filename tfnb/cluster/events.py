@@ -20,7 +20,12 @@ class TimedOut(NamedTuple):
 class TasksLost(NamedTuple):
     """No compute task is left, or the step itself kills them."""
 
-    message: str
+    message: str = "no compute task is left"
+
+    @property
+    def is_none_left(self) -> bool:
+        """Whether another task, should one come, can go on."""
+        return self.message == TasksLost().message
 
 
 class ServerLost(NamedTuple):
@@ -46,7 +51,7 @@ class Lost(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """A task is there, in the place of one that was lost."""
+    """One more task is there; it has a number of its own, also where it follows one that was lost."""
 
     task: int
 

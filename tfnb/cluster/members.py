@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ class Member:
     future: Any
     info: dict[str, Any] = field(default_factory=dict)
     alive: bool = True
+    lost_at: float = 0.0  # when it was found dead
     plans: set[str] = field(default_factory=set)
     late: int = 0  # steps that it computed in vain: others were first
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=32))  # that it computed for a step, lately
@@ -30,6 +32,16 @@ class Member:
     def reported(self) -> bool:
         """Whether the scheduler still knows the task's worker."""
         return self.future.status == "finished"
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it can be given work."""
+        return self.alive and self.reported
+
+    def lose(self) -> None:
+        """It is dead; harmless if repeated."""
+        if self.alive:
+            self.alive, self.lost_at = False, time.monotonic()
 
 
 @dataclass(frozen=True, slots=True)

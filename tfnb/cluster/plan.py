@@ -190,7 +190,7 @@ class Step:
 
     def _run(self) -> list[Instruction]:
         if not self.tasks:
-            return self._stop(e.TasksLost("no compute task is left"))
+            return self._stop(e.TasksLost())
         self.state, self.number = "running", next(self.numbers)
         parts = 1 if self.whole else len(self.tasks)
         ranges = [(0, 0)] if self.rows is None else divide(self.rows, parts)
@@ -233,7 +233,7 @@ class Step:
         self.lost += 1
         if self.lost >= POISON:
             return self._stop(e.TasksLost(f"{self.lost} attempts of this step each lost a task: it seems to kill them"))
-        return [Abort(self.number), *self._run()] if self.tasks else self._stop(e.TasksLost("no compute task is left"))
+        return [Abort(self.number), *self._run()] if self.tasks else self._stop(e.TasksLost())
 
     def _again(self, failure: Failed) -> list[Instruction]:
         self.missed += 1

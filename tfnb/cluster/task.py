@@ -121,7 +121,7 @@ class Task:
         _ignore_interrupts()
         return Ok({
             "incarnation": self.incarnation, "versions": versions(), "pid": os.getpid(), "budget": self.budget,
-            "threads": torch.get_num_threads(), "devices": _devices(),
+            "threads": torch.get_num_threads(), "devices": _devices(), "nanny": self.worker.nanny is not None,
         })  # fmt: skip
 
     async def _configure(self, request: Request) -> Answer:

@@ -185,6 +185,7 @@ class Sizes:
 class Leases:
     """Asynchronous training: each task works on pieces of its own.
 
+    ``patience``: seconds that training without any task waits for one.
     States: planned; open; closing (loops end, what is in doubt is found out and completed); counting; over.
     """
 
@@ -192,6 +193,8 @@ class Leases:
     shards: Sequence[int]
     numbers: Iterator[int]
     deadline: float = float("inf")
+    patience: float = 0.0
+    until: float = float("inf")  # it waits for a task
     state: str = "planned"
     cause: e.Cause | None = None
     sizes: Sizes = field(default_factory=Sizes)
@@ -238,7 +241,7 @@ class Leases:
         match self.state, event:
             case "planned", e.Start():
                 self.state = "open"
-                return [] if self.tasks else self._close(e.TasksLost("no compute task is left"))
+                return [] if self.tasks else self._close(e.TasksLost())
             case "open", Offer():
                 self.offered.append(event)
                 return self._next(now)
@@ -258,6 +261,7 @@ class Leases:
                 self.tasks.remove(task)
             case "open" | "closing", e.Joined(task) if task not in self.tasks:
                 self.tasks.append(task)
+                self.until = float("inf")
                 return self._next(now)
             case "open", e.Hold():
                 self.is_hold_wanted = True
@@ -271,6 +275,8 @@ class Leases:
                 return self._close(e.Interrupted())
             case "open" | "closing", e.Fault(failure):
                 return self._close(failure)
+            case "open", e.Tick() if now >= self.until and self.until <= self.deadline:
+                return self._close(e.TasksLost())
             case "open" | "closing", e.Tick() if now >= self.deadline and self.cause is None:
                 return self._close(e.TimedOut())
             case "counting", Counted(shards):
@@ -367,8 +373,10 @@ class Leases:
         self.told.discard(task)
         self.paused.discard(task)
         self._return(task)
+        if not self.tasks and not (self.patience and self.state == "open"):
+            return self._close(e.TasksLost())
         if not self.tasks:
-            return self._close(e.TasksLost("no compute task is left"))
+            self.until = now + self.patience
         waking = self._continue() if self.state == "open" and self.again and not self.is_held else []
         return [*waking, *self._next(now)]
 

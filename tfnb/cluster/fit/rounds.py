@@ -39,9 +39,10 @@ Instruction = Give | Cut | Held | Report | e.Finish
 class Rounds:
     """Synchronous training. ``shards``: those that a step writes. ``spare``: how many tasks no step waits for.
 
-    ``wanted``: of how many tasks a step is made; a lost task takes the place of a spare one. ``members``: the tasks of
-    this generation, in worker order. ``base``: steps that were written before it, the first
-    of whose rounds is ``first``. States: planned; open; cutting; over.
+    ``wanted``: of how many tasks a step is made; a lost task takes the place of a spare one. ``patience``: seconds that
+    training without any task waits for one. ``members``: the tasks of this generation, in worker order. ``base``: steps
+    that were written before it, the first of whose rounds is ``first``. States: planned; open; cutting; waiting (for a
+    task); over.
     """
 
     tasks: list[int]
@@ -49,7 +50,9 @@ class Rounds:
     numbers: Iterator[int]
     deadline: float = float("inf")
     spare: int = 0
+    patience: float = 0.0
     wanted: int = 0
+    until: float = 0.0  # it waits
     state: str = "planned"
     cause: e.Cause | None = None
     sizes: Sizes = field(default_factory=Sizes)
@@ -102,10 +105,10 @@ class Rounds:
         match self.state, event:
             case "planned", e.Start():
                 return self._begin(now)
-            case "open" | "cutting", Offer(steps):
+            case "open" | "cutting" | "waiting", Offer(steps):
                 self.offered.append(steps)
                 return self._next(now)
-            case "open" | "cutting", e.End():
+            case "open" | "cutting" | "waiting", e.End():
                 self.is_ended = True
                 return self._next(now)
             case "open" | "cutting", Progress(task) if task in self.members:
@@ -120,7 +123,14 @@ class Rounds:
                 return self._stop(None)
             case "cutting", e.Joined(task) if task not in self.tasks:
                 self.tasks.append(task)
-            case "open" | "cutting", e.Hold():
+            case "waiting", e.Joined(task):
+                self.tasks.append(task)
+                return self._begin(now)
+            case "waiting", e.Interrupt():
+                return self._over(e.Interrupted())
+            case "waiting", e.Tick() if now >= min(self.until, self.deadline):
+                return self._over(e.TasksLost() if self.until <= self.deadline else e.TimedOut())
+            case "open" | "cutting" | "waiting", e.Hold():
                 return [Held()]  # the first server holds; tasks wait there
             case "open" | "cutting", e.Interrupt():
                 return self._stop(e.Interrupted())
@@ -130,17 +140,20 @@ class Rounds:
                 return self._stop(e.TimedOut())
             case "cutting", CutAt(latest):
                 return self._cut(latest, now)
-            case "open" | "cutting", e.ShardLost(shard):
+            case "open" | "cutting" | "waiting", e.ShardLost(shard):
                 return self._over(e.ServerLost(shard))
         return []
 
     def _begin(self, now: float) -> list[Instruction]:
         """A generation: the tasks that are there now."""
-        if not self.tasks:
-            return self._over(e.TasksLost("no compute task is left"))
-        self.state, self.members = "open", tuple(self.tasks)
-        self.wanted = max(self.wanted, 1, len(self.tasks) - self.spare)
         self.first, self.began = self.next, now
+        if not self.tasks and self.patience:
+            self.state, self.until = "waiting", now + self.patience
+            return []
+        if not self.tasks:
+            return self._over(e.TasksLost())
+        self.state, self.members = "open", tuple(self.tasks)
+        self.wanted = max(1, self.wanted, len(self.tasks) - self.spare)
         self.told.clear()
         self.known.clear()
         return self._next(now)
@@ -191,7 +204,7 @@ class Rounds:
         if self.lost >= POISON:
             text = f"{self.lost} attempts of this step each lost a task: it seems to kill them"
             return self._stop(e.TasksLost(text))
-        return self._stop(None if self.tasks else e.TasksLost("no compute task is left"))
+        return self._stop(None if self.tasks or self.patience else e.TasksLost())
 
     def _stop(self, cause: e.Cause | None) -> list[Instruction]:
         """A cut; the first cause is the one that counts, and without one training goes on after it."""

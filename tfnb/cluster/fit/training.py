@@ -38,10 +38,10 @@ WATCH = 5.0  # seconds that a task has to answer a notebook that watches
 Machine = s.Rounds | a.Leases
 
 
-def _machine(mode: Mode, tasks: list[int], shards: Sequence[int], deadline: float) -> Machine:
+def _machine(mode: Mode, tasks: list[int], shards: Sequence[int], deadline: float, patience: float) -> Machine:
     if mode.name == "sync":
-        return s.Rounds(tasks, shards, itertools.count(1), deadline, spare=mode.backup)
-    return a.Leases(tasks, shards, itertools.count(1), deadline)
+        return s.Rounds(tasks, shards, itertools.count(1), deadline, spare=mode.backup, patience=patience)
+    return a.Leases(tasks, shards, itertools.count(1), deadline, patience)
 
 
 class Values(NamedTuple):
@@ -78,11 +78,11 @@ class Training:
 
     def __init__(
         self, engine: Engine, placed: Placed, mode: Mode, ways: Sequence[Way], data: Ahead | None, tasks: list[int],
-        deadline: float,
+        deadline: float, patience: float = 0.0,
     ) -> None:  # fmt: skip
         self.engine, self.placed, self.data = engine, placed, data
         self._staleness = mode.staleness if mode.name == "bounded" else None
-        self.machine = _machine(mode, tasks, placed.writes, deadline)
+        self.machine = _machine(mode, tasks, placed.writes, deadline, patience)
         self.results: list[Values] = []
         self.steps = self._told = 0
         self.end: e.Finish | None = None
@@ -175,7 +175,26 @@ class Training:
 
     async def _attend(self) -> None:
         while self.end is None:
-            self.feed(await self.queue.get())
+            event = await self.queue.get()
+            if isinstance(event, e.Joined):
+                self._begin(self._welcome(event))
+            else:
+                self.feed(event)
+
+    async def _welcome(self, event: e.Joined) -> None:
+        """A task that joins gets the plan and the data first, so that nobody waits for it."""
+        engine, member = self.engine, self.engine.tasks[event.task]
+        if event.task in self.machine.tasks or not engine.is_asked_for(event.task, self.placed.task):
+            return
+        try:
+            await engine.register(self.placed, member)
+            await self._load(member)
+        except (NotDone, TfnbError) as error:
+            why = error.outcome if isinstance(error, NotDone) else error
+            if await engine.verify(member):
+                engine.say(f"{member.name} takes no part in this training: {getattr(why, 'message', why)}")
+        if member.is_there:
+            self.feed(event)
 
     def feed(self, event: Any) -> None:
         """Tell the machine, and carry out what it says."""

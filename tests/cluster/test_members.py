@@ -1,0 +1,217 @@
+"""Workers that come while a notebook is connected take part from the next step; those that leave cost nothing."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from dask import config as dask_config
+from distributed import Client, LocalCluster
+
+import tfnb
+from tests.cluster.test_cuts import Counters
+
+MODES = {
+    "sync": {},
+    "backup": {"backup": 1},
+    "async": {"mode": "async"},
+    "bounded": {"mode": "bounded", "staleness": 1},
+}
+SOON = 120.0  # seconds that a slow machine has
+
+
+def until(is_so, seconds=SOON):
+    """Wait until it is so."""
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end, "it took too long"
+        time.sleep(0.02)
+
+
+def kill(member):
+    os.kill(member.info["pid"], signal.SIGKILL)
+
+
+def member_of(cluster, name):
+    """The latest task of a name."""
+    return cluster._engine.places[name]
+
+
+def applied(cluster):
+    """How many steps each server wrote that holds something."""
+    stats = cluster._do("stat", 5, cluster._engine.stats, 5.0).values()
+    return {stat["version"] - 1 for stat in stats if stat["variables"]}
+
+
+def rows(c, is_so, after=40, at=None):
+    """Batches until it is so, and ``after`` more; a function of ``at`` is called when that one is drawn."""
+    end, drawn = time.monotonic() + SOON, 0
+    while not is_so():
+        assert time.monotonic() < end, "it took too long"
+        if at is not None and drawn == at[0]:
+            at[1]()
+        drawn += 1
+        yield {c.x: torch.ones(4)}
+    for _ in range(after):
+        yield {c.x: torch.ones(4)}
+
+
+def computes(cluster, name, pid):
+    """Whether another process than ``pid`` computed steps as the task of a name."""
+    member = member_of(cluster, name)
+    return member.info["pid"] != pid and len(member.seconds) > 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_c60_a_killed_task_is_back_in_mid_training_and_no_step_is_lost_or_doubled(connect, mode, caplog):
+    caplog.set_level(logging.INFO, logger="tfnb.fit")
+    c = Counters()
+    cluster = connect(2)
+    tfnb.run(c.train, {c.x: torch.ones(4)})
+    old = member_of(cluster, "task:1")
+    data = rows(c, lambda: computes(cluster, "task:1", old.info["pid"]), at=(30, lambda: kill(old)))
+    done = tfnb.fit(c.train, data, **MODES[mode])
+    assert cluster.tasks == ("task:0", "task:1")
+    assert cluster.step == done.steps + 1 and applied(cluster) == {cluster.step}
+    assert c.counts() == [float(cluster.step)] * 2
+    said = [line for line in caplog.messages if "task:1 (tcp://" in line]
+    assert len(said) == 2 and "left at step" in said[0] and said[0].endswith("1 compute task now")
+    assert "joined at step" in said[1] and said[1].endswith("2 compute tasks now")
+    assert "joined at step" in str(cluster.status()) and "are lost" not in str(cluster.status())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_training_waits_for_the_only_task_to_come_back(connect, mode):
+    if mode == "backup":
+        pytest.skip("one task has no spare one")
+    c = Counters()
+    cluster = connect(1)
+    tfnb.run(c.train, {c.x: torch.ones(4)})
+    old = member_of(cluster, "task:0")
+    data = rows(c, lambda: computes(cluster, "task:0", old.info["pid"]), at=(30, lambda: kill(old)))
+    done = tfnb.fit(c.train, data, **MODES[mode])
+    assert cluster.step == done.steps + 1 and applied(cluster) == {cluster.step}
+    assert c.counts() == [float(cluster.step)] * 2
+
+
+def test_runs_are_bitwise_those_of_here_after_the_only_task_was_replaced(connect, problem):
+    p = problem()
+    states, losses = p.local(12)
+    cluster = connect(1)
+    for run in range(12):
+        if run == 6:
+            kill(member_of(cluster, "task:0"))  # the next run meets the dead one, and waits for its successor
+        out = cluster.run(p.program, p.batch(run, 12), run=run, timeout=SOON)
+        assert float(out[1]) == losses[run]
+    cluster.pull()
+    assert cluster.step == 12
+    assert all(torch.equal(a, b) for a, b in zip(p.values(), states[12], strict=True))
+
+
+def test_a_step_asked_of_a_task_runs_on_its_successor(connect):
+    cluster = connect(2)
+    with tfnb.record("pinned"):
+        x = tfnb.placeholder(torch.ones(3), name="x")
+        with tfnb.device("task:0"):
+            y = x * 2
+    pid = member_of(cluster, "task:0").info["pid"]
+    assert tfnb.run(y, {x: torch.ones(3)}).tolist() == [2, 2, 2]
+    kill(member_of(cluster, "task:0"))
+    assert tfnb.run(y, {x: torch.ones(3)}, timeout=SOON).tolist() == [2, 2, 2]
+    assert member_of(cluster, "task:0").info["pid"] != pid
+
+
+# -- clusters that grow ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own():
+    """A cluster of three workers, which the test may scale, and its Client."""
+    with (
+        dask_config.set({"distributed.worker.multiprocessing-method": "spawn"}),
+        LocalCluster(
+            n_workers=3, threads_per_worker=1, processes=True, host="127.0.0.1", dashboard_address=None,
+            preload=["tfnb.cluster.task"], silence_logs=50,
+        ) as cluster,
+        Client(cluster, set_as_default=False) as client,
+    ):  # fmt: skip
+        yield client
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_c60_workers_that_are_added_in_mid_training_take_part(own, mode):
+    c = Counters()
+    with tfnb.connect(own, ps=1, timeout=SOON) as cluster:
+        tfnb.run(c.train, {c.x: torch.ones(4)})
+
+        def is_wide():
+            return {"task:2", "task:3"} <= {m.name for m in cluster._engine.tasks if m.seconds}
+
+        done = tfnb.fit(c.train, rows(c, is_wide, at=(30, lambda: own.cluster.scale(5))), **MODES[mode])
+        assert cluster.tasks == ("task:0", "task:1", "task:2", "task:3")
+        assert cluster.step == done.steps + 1 and applied(cluster) == {cluster.step}
+        if mode == "sync":
+            assert all(member.late == 0 for member in cluster._engine.tasks), "every task's rows count"
+    assert c.counts() == [float(done.steps + 1)] * 2
+
+
+REFUSED = {
+    "another version": ("import tfnb; tfnb.__version__ = '0.0.7'", "tfnb is 0.0.7 there and "),
+    "no tfnb": (
+        "import sys\nclass No:\n    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] == 'tfnb':\n            raise ModuleNotFoundError('No module named tfnb')\n"
+        "sys.meta_path.insert(0, No())",
+        "No module named tfnb",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", REFUSED)
+def test_c63_row20_a_worker_that_does_not_fit_is_refused_in_one_line_and_training_goes_on(own, tmp_path, kind):
+    code, said = REFUSED[kind]
+    script = tmp_path / "before.py"
+    script.write_text(code)
+    c = Counters()
+    with tfnb.connect(own, ps=1, timeout=SOON) as cluster:
+        tfnb.run(c.train, {c.x: torch.ones(4)})
+        command = [sys.executable, "-m", "distributed.cli.dask_worker", own.scheduler.address, "--no-nanny"]
+        command += ["--preload", str(script), "--nthreads", "1", "--no-dashboard", "--host", "127.0.0.1"]
+        by_hand = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=tmp_path)
+        try:
+            done = tfnb.fit(c.train, rows(c, lambda: any("takes no part" in line for line in cluster.news(0)[1])))
+            time.sleep(1.5)  # it is not asked again and again
+            _, lines = cluster.news(0)
+        finally:
+            by_hand.kill()
+            by_hand.wait(30)
+        assert len(lines) == 1 and said in lines[0] and "\n" not in lines[0] and len(lines[0]) < 300, lines
+        assert cluster.tasks == ("task:0", "task:1") and applied(cluster) == {done.steps + 1}
+    assert c.counts() == [float(done.steps + 1)] * 2
+
+
+@pytest.mark.slow
+def test_a_worker_started_by_hand_takes_part(own):
+    c = Counters()
+    with tfnb.connect(own, ps=1, timeout=SOON) as cluster:
+        tfnb.run(c.train, {c.x: torch.ones(4)})
+        command = [sys.executable, "-m", "distributed.cli.dask_worker", own.scheduler.address, "--no-nanny"]
+        command += ["--nthreads", "1", "--no-dashboard", "--host", "127.0.0.1"]
+        by_hand = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            until(lambda: len(cluster.tasks) == 3)
+            done = tfnb.fit(c.train, {c.x: torch.ones(60)}, epochs=20, batch_size=6)
+            assert len(member_of(cluster, "task:2").seconds) > 0
+        finally:
+            by_hand.kill()
+            by_hand.wait(30)
+        until(lambda: len(cluster.tasks) == 2)
+        assert tfnb.fit(c.train, {c.x: torch.ones(60)}, batch_size=6).steps == 10
+    assert c.counts() == [float(done.steps + 11)] * 2
