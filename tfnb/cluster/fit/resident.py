@@ -245,6 +245,7 @@ class Loop:
         self._failure: Failed | Refused | None = None
         self._seconds = 0.0  # that the last step computed
         self._key = next(_keys)
+        self._waits: asyncio.Future[list[None]] | None = None  # for loops that are behind
         self._work = asyncio.ensure_future(self._run())
 
     @property
@@ -280,9 +281,11 @@ class Loop:
         return self.report(seen)
 
     async def stop(self, seen: int) -> Ok:
-        """End: what computes is dropped, what was begun to be sent is sent."""
+        """End: what computes is dropped, what was begun to be sent is sent, and it waits for no other loop."""
         self._is_wanted = False
         self._changed.set()
+        if self._waits is not None:
+            self._waits.cancel()
         await self._host.computing.stopped(lambda key: key == self._key)
         await asyncio.wait({self._work})
         return self.report(seen)
@@ -412,7 +415,7 @@ class Loop:
             meta = {**about, "shard": shard, "reads": keys, "since": held}
             meta |= {"absent": True} if push is None else {"plan": push.plan, "keys": list(push.keys)}
             calls.append(self._call(shard, method, meta, push.tensors if push else (), op, keys, held))
-        await _all(calls)
+        await _all(calls, may_leave=method != "push")
 
     # -- bounded staleness ------------------------------------------------------------------------------------------
 
@@ -441,16 +444,30 @@ class Loop:
 
     async def _keep_bound(self) -> None:
         """Wait for the others where this loop is too far ahead of them, and take their values."""
+        ahead = [s for s, lead in self._leads.items() if self._staleness is not None and lead > self._staleness]
+        if not ahead:
+            return
+        if not self._is_wanted:
+            raise Cancelled("stopped before it waited for others")
         calls = []
-        for shard, lead in self._leads.items():
-            if self._staleness is not None and lead > self._staleness:
-                keys, held = self._known(shard)
-                meta = {"keys": keys, "since": held}
-                if shard in self._shards:
-                    meta |= {"training": self._training, "loop": self._name, "staleness": self._staleness}
-                calls.append(self._call(shard, "pull", meta, (), None, keys, held))
-                self._leads[shard] = 0
-        await _all(calls)
+        for shard in ahead:
+            keys, held = self._known(shard)
+            meta: dict[str, Any] = {"keys": keys, "since": held}
+            if shard in self._shards:
+                meta |= {"training": self._training, "loop": self._name, "staleness": self._staleness}
+            calls.append(asyncio.ensure_future(self._call(shard, "pull", meta, (), None, keys, held)))
+            self._leads[shard] = 0
+        self._waits = asyncio.gather(*calls)
+        try:
+            await self._waits
+        except asyncio.CancelledError:
+            if self._is_wanted:
+                raise
+            raise Cancelled("stopped while it waited for others") from None
+        finally:
+            self._waits = None
+            for call in calls:
+                call.cancel()
 
     # -- servers ----------------------------------------------------------------------------------------------------
 
@@ -465,16 +482,17 @@ class Loop:
     async def _level(self) -> None:
         """Values of one round from all servers: without this worker they may be at different ones."""
         latest = max(self._rounds.values(), default=0)
-        calls = []
-        for shard, number in self._rounds.items():
-            if number < latest:
+        while behind := [shard for shard, number in self._rounds.items() if number < latest]:
+            calls = []
+            for shard in behind:
                 keys, held = self._known(shard)
                 meta = {
                     "training": self._training, "round": latest, "worker": -1, "absent": True, "reads": keys,
                     "since": held,
                 }  # fmt: skip
                 calls.append(self._call(shard, "contribute", meta, (), None, keys, held))
-        await _all(calls)
+            await _all(calls, may_leave=True)
+            latest = max(self._rounds.values())  # the others may have gone on meanwhile
 
     async def _call(
         self, shard: int, method: str, meta: dict[str, Any], tensors: Sequence[torch.Tensor], op: OpId | None,
@@ -494,13 +512,25 @@ class Loop:
                 self._held[key] = (version, next(fresh))
 
 
-async def _all(calls: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Every call; the first failure is told when all have ended."""
-    if len(calls) == 1:
-        return await calls[0]
-    for end in await asyncio.gather(*calls, return_exceptions=True):
-        if end is not None:
-            raise end
+async def _all(calls: Sequence[Coroutine[Any, Any, None]], *, may_leave: bool = False) -> None:
+    """Every call; the first failure is told when all have ended.
+
+    may_leave: after a failure the others are left. A server may wait with its answer for the one that failed.
+    """
+    if len(calls) <= 1:
+        for call in calls:
+            await call
+        return
+    asked = [asyncio.ensure_future(call) for call in calls]
+    try:
+        await asyncio.wait(asked, return_when=asyncio.FIRST_EXCEPTION if may_leave else asyncio.ALL_COMPLETED)
+    finally:
+        for one in asked:
+            one.cancel()
+    ends = await asyncio.gather(*asked, return_exceptions=True)
+    failures = [end for end in ends if end is not None]
+    for end in sorted(failures, key=lambda end: isinstance(end, asyncio.CancelledError)):
+        raise end
 
 
 def _written(failure: Failed | Refused | None) -> list[Any] | None:

@@ -1,0 +1,173 @@
+"""The loop of a task against real cores, in one process: messages arrive in the order that a test wants. No socket."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.cluster.test_core import Add
+from tfnb.cluster.computing import Computing
+from tfnb.cluster.core import Arrived, Core, Reply, Send
+from tfnb.cluster.fit.resident import Ended, Given, Loop, read_failure
+from tfnb.cluster.messages import Ok, OpId, Refused, Request
+from tfnb.cluster.programs import Push
+from tfnb.state.store import Store
+
+SOON = 30.0  # seconds; what hangs would take 600
+
+
+class Servers:
+    """Servers with a variable each, w0 and w1; a host for loops."""
+
+    name = "task:0"
+    room = 1 << 20
+
+    def __init__(self, shards=(0, 1)):
+        self.shards, self.computing = list(shards), Computing()
+        self.tickets, self.ops = itertools.count(), itertools.count()
+        self.waiting: dict[int, asyncio.Future] = {}
+        self.sends: list[Send] = []
+        self.before = lambda shard, method, meta: None  # called as a request arrives
+        self.cores = {}
+        for shard in shards:
+            program = type("Program", (Add,), {"reads": (f"w{shard}",), "writes": (f"w{shard}",)})
+            self.cores[shard] = Core(Store(), lambda meta, tensors, p=program: p(), epoch=1, incarnation=7)
+            self.tell(shard, "create", {"keys": [f"w{shard}"]}, [torch.zeros(1)])
+            self.tell(shard, "register_shard", {"plan": "add"})
+            self.tell(shard, "open_training", {"training": "t"})
+
+    def tell(self, shard, method, meta, tensors=(), op=None):
+        """The ticket of a request, and its answer if there is one already."""
+        ticket, op = next(self.tickets), op or OpId("other", next(self.ops))
+        answer = None
+        for effect in self.cores[shard].on(Arrived(ticket, Request(method, op, 1, 7, meta, list(tensors))), 0.0):
+            match effect:
+                case Reply(of, given) if of == ticket:
+                    answer = given
+                case Reply(of, given) if of in self.waiting:
+                    waits = self.waiting.pop(of)
+                    if not waits.done():
+                        waits.set_result(given)
+                case Send():
+                    self.sends.append(effect)
+        return ticket, answer
+
+    async def ask(self, shard, method, meta, tensors, op, deadline):
+        self.before(shard, method, meta)
+        ticket, answer = self.tell(shard, method, meta, tensors, op or OpId("loop", next(self.ops)))
+        if answer is None:
+            waits = self.waiting[ticket] = asyncio.get_running_loop().create_future()
+            answer = await waits
+        if not isinstance(answer, Ok):
+            raise Ended(answer)
+        return answer
+
+    def deliver(self):
+        """Messages between servers, until there are none."""
+        while self.sends:
+            send = self.sends.pop(0)
+            self.tell(send.shard, send.method, send.meta)
+
+    def contribute(self, number, worker, *, deliver=True):
+        """Another worker's part of a round, of one of two workers."""
+        for shard in self.shards:
+            meta = {
+                "training": "t", "round": number, "worker": worker, "workers": 1, "shards": self.shards,
+                "shard": shard, "plan": "add", "rows": 1, "spare": True,
+            }  # fmt: skip
+            self.tell(shard, "contribute", meta, [torch.ones(1)])
+        if deliver:
+            self.deliver()
+
+
+def loop_on(servers, staleness=None, name="loop"):
+    """A loop whose program notes the values that it computes from."""
+    seen = []
+
+    def run(feeds, values, index):
+        seen.append({key: value.item() for key, value in values.items()})
+        return [], [Push(shard, "add", (), (torch.full((1,), 1.0),), ("w",)) for shard in servers.shards]
+
+    program = SimpleNamespace(reads={shard: [f"w{shard}"] for shard in servers.shards}, run=run)
+    return Loop(servers, name, "t", program, None, servers.shards, staleness), seen
+
+
+def piece(count, part=None, first=1, number=1):
+    return Given(number, "stream", first, count, part=part, batches=[((), 2, i, ()) for i in range(count)])
+
+
+async def until(is_so):
+    end = asyncio.get_running_loop().time() + SOON
+    while not is_so():
+        assert asyncio.get_running_loop().time() < end
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("without", [0, 1])
+def test_a_failure_on_one_server_is_told_while_another_one_waits_for_the_round(without):
+    async def play():
+        servers = Servers()
+        servers.cores[without].plans.clear()
+        loop, _ = loop_on(servers)
+        loop.lend(piece(3, part=(0, 1, 1)))
+        await until(lambda: loop.is_over)
+        failure = read_failure(loop.report(0).meta["failure"])
+        assert failure == Refused("unknown-plan", "add")
+
+    asyncio.run(play())
+
+
+def test_a_worker_that_was_late_goes_on_with_values_of_one_round():
+    async def play():
+        servers = Servers()
+        loop, seen = loop_on(servers)
+        servers.contribute(1, 1)
+        servers.contribute(2, 1, deliver=False)
+        staged = servers.sends.pop(0)
+        servers.tell(staged.shard, staged.method, staged.meta)  # the first server has chosen
+        chosen = servers.sends.pop(0)
+        servers.tell(chosen.shard, chosen.method, chosen.meta)
+        ready = servers.sends.pop(0)
+        servers.tell(ready.shard, ready.method, ready.meta)
+        assert [core.step for core in servers.cores.values()] == [2, 1], "the second one has not heard of the decision"
+        went_on = []
+
+        def before(shard, method, meta):
+            if "absent" in meta and not went_on:
+                went_on.append(meta["round"])
+                servers.deliver()
+                servers.contribute(3, 1)  # the others are quick
+
+        servers.before = before
+        loop.lend(piece(4, part=(0, 2, 1)))
+        await until(lambda: len(seen) == 2)
+        assert went_on == [2] and seen[1] == {"w0": 3.0, "w1": 3.0}
+        for shard in servers.shards:
+            servers.tell(shard, "end_training", {"training": "t", "clients": []})
+        await until(lambda: loop.is_over)
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_loop_that_waits_for_a_slower_one_stops_at_once(is_early):
+    async def play():
+        servers = Servers()
+        for shard in servers.shards:
+            servers.tell(shard, "enter", {"training": "t", "loop": "slow", "clock": 0})
+        loop, seen = loop_on(servers, staleness=0)
+        loop.lend(piece(3, first=0))
+        if not is_early:
+            await until(lambda: len(seen) == 1 and bool(servers.waiting))
+        answer = await asyncio.wait_for(loop.stop(0), SOON)
+        assert answer.meta["failure"] is None and answer.meta["over"]
+        applied = {core.ledger.has(OpId("stream", 0)) for core in servers.cores.values()}
+        assert applied == {bool(answer.meta["groups"])}, "told as it is"
+        clocks = [core.courses.of({"training": "t"}).clocks for core in servers.cores.values()]
+        assert clocks == [{"slow": 0}, {"slow": 0}], "nobody waits for it"
+
+    asyncio.run(play())
