@@ -36,7 +36,7 @@ _HOME = {
         "name_scope", "placeholder", "recompute", "record", "variable",
     ),
     "tfnb.session": ("Session", "run"),
-    "tfnb.state.queues": ("FIFOQueue",),
+    "tfnb.state.queues": ("FIFOQueue", "PaddingFIFOQueue", "PriorityQueue", "RandomShuffleQueue"),
 }  # fmt: skip
 _ROOMS = ("cluster", "control_flow", "datasets", "errors", "recording", "session", "train", "view", "widgets")
 _FROM = {name: module for module, names in _HOME.items() for name in names}

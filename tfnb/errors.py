@@ -15,6 +15,7 @@ class TfnbError(Exception):
     """Base of all tfnb errors; ``where`` attributes default to ``None`` or empty."""
 
     code: ClassVar[str] = "UNKNOWN"
+    enqueued = 0  # elements that an enqueue of several had put, and that stay in the queue
 
     def __init__(
         self,

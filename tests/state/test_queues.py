@@ -101,7 +101,7 @@ def outcome(attempt: Attempt) -> Any:
         return None
     if attempt.error is not None:
         return "refused" if isinstance(attempt.error, QueueClosed) else "end"
-    return ("got", attempt.result[0]) if attempt.kind == "dequeue" else "done"
+    return ("got", attempt.taken[0][0]) if attempt.kind == "dequeue" else "done"
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -122,7 +122,7 @@ def test_random_attempts_end_as_in_a_simple_model(seed: int) -> None:
                 (model.puts if twin in model.puts else model.takes).remove(twin)
                 model.settle()
         else:
-            attempt = Attempt(queue, kind, told.append, element=(number,))  # type: ignore[arg-type]
+            attempt = Attempt(queue, kind, told.append, elements=[(number,)])  # type: ignore[arg-type]
             twin = [kind, number]
             queue.submit(attempt)
             if kind != "dequeue" and model.closed:
@@ -141,10 +141,10 @@ def test_random_attempts_end_as_in_a_simple_model(seed: int) -> None:
 def test_what_a_step_took_stands_in_front_again_unless_it_put_some() -> None:
     fifo, done = Fifo("q", 3), list[Attempt]()
     for word in "abc":
-        fifo.submit(Attempt(fifo, "enqueue", lambda _: None, element=(word,)))  # type: ignore[arg-type]
+        fifo.submit(Attempt(fifo, "enqueue", lambda _: None, elements=[(word,)]))  # type: ignore[arg-type]
     for _ in "ab":
         fifo.submit(Attempt(fifo, "dequeue", done.append))
-    fifo.submit(Attempt(fifo, "enqueue", done.append, element=("d",)))  # type: ignore[arg-type]
+    fifo.submit(Attempt(fifo, "enqueue", done.append, elements=[("d",)]))  # type: ignore[arg-type]
     give_back(done)
     assert [word for (word,) in fifo.elements] == ["c", "d"]
     give_back(done[:2])
@@ -154,13 +154,13 @@ def test_what_a_step_took_stands_in_front_again_unless_it_put_some() -> None:
 def test_a_later_attempt_stands_in_line_when_the_one_before_does() -> None:
     queue, told = Fifo("q", 1), []
     first, second = (Attempt(queue, "dequeue", told.append) for _ in range(2))
-    other = Attempt(queue, "enqueue", told.append, element=(1,))
+    other = Attempt(queue, "enqueue", told.append, elements=[(1,)])
     queue.submit(first)
     queue.submit(second, first)  # both stand in line
     queue.submit(other, second)  # waits until both are over, and so for ever
     assert first.is_placed and second.is_placed and not other.is_placed
     for _ in range(2):
-        queue.submit(Attempt(queue, "enqueue", told.append, element=(0,)))
+        queue.submit(Attempt(queue, "enqueue", told.append, elements=[(0,)]))
     assert first.is_over and second.is_over and other.is_over and list(queue.elements) == [(1,)]
 
 
@@ -168,11 +168,11 @@ def test_a_long_line_of_iterations_needs_no_recursion() -> None:
     queue, told = Fifo("q", 1), []
     before = None
     for number in range(20_000):
-        attempt = Attempt(queue, "enqueue" if number % 2 else "dequeue", told.append, element=(number,))
+        attempt = Attempt(queue, "enqueue" if number % 2 else "dequeue", told.append, elements=[(number,)])
         queue.submit(attempt, before)
         before = attempt
     assert not told
-    queue.submit(Attempt(queue, "enqueue", told.append, element=(-1,)))
+    queue.submit(Attempt(queue, "enqueue", told.append, elements=[(-1,)]))
     assert len(told) == 20_001 and told[-1] is before
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
 from tfnb.cluster.hand_outs import HandOuts
 from tfnb.cluster.messages import Ok, OpId, Request
 from tfnb.errors import InvalidArgument, NotFound
@@ -103,7 +101,7 @@ class Objects:
         return attempt
 
     def _enqueue(self, request: Request, now: float) -> Ok | None:
-        done = self._tried(request, "enqueue", element=tuple(request.tensors))
+        done = self._tried(request, "enqueue", elements=[tuple(request.tensors)])
         return None if done is None else Ok({"size": done.fifo.size})
 
     def _dequeue(self, request: Request, now: float) -> Ok | None:
@@ -113,7 +111,7 @@ class Objects:
         done = self._tried(request, "dequeue")
         if done is None:
             return None
-        element = _tensors(done.result)
+        (element,) = done.taken
         self.outs.add(request.op, fifo, element, now)
         return Ok({"size": fifo.size}, element)
 
@@ -170,11 +168,6 @@ def found(things: Mapping[str, Thing], kind: type[Any], request: Request) -> Any
     if not isinstance(things[key], kind):
         raise InvalidArgument(f"{key!r} is no {kind.__name__.lower()}, it is a {type(things[key]).__name__.lower()}")
     return things[key]
-
-
-def _tensors(result: Any) -> tuple[torch.Tensor, ...]:
-    assert isinstance(result, tuple)  # a dequeue gives an element
-    return result
 
 
 def _nobody(attempt: Attempt) -> None:

@@ -1,7 +1,8 @@
-"""A first-in first-out queue as a state machine: attempts stand in two lines, and only the head of each may proceed.
+"""A queue as a state machine: attempts stand in two lines, and only the head of each may proceed.
 
-Semantics S-68 to S-77, S-83. Nobody waits in here: an attempt that cannot proceed stays in its line, and tells when it
-ended. Every call may come from any thread; what ends is told without the lock being held.
+Semantics S-68 to S-78, S-83. In which order elements come is the business of `tfnb.state.orders`. Nobody waits in here:
+an attempt that cannot proceed stays in its line, and tells when it ended. Every call may come from any thread; what
+ends is told without the lock being held.
 """
 
 from __future__ import annotations
@@ -12,32 +13,34 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import torch
-
 from tfnb.errors import Cancelled, OutOfRange, QueueClosed, TfnbError
+from tfnb.state.orders import Arrival, Element, Order
 
 Kind = Literal["enqueue", "dequeue", "close", "size"]
 _LINE = {"enqueue": "enqueue", "close": "enqueue", "dequeue": "dequeue", "size": "size"}
 
 
 class Attempt:
-    """One operation on a queue. ``then(attempt)`` is called once, when it has a ``result`` or an ``error``.
+    """One operation on a queue. ``then(attempt)`` is called once, when it ended well or has an ``error``.
 
-    It stands in its line when ``after``, the program's operation before it, ended, or stands in the same line.
+    elements: are put one by one, ``enqueued`` so far. count: elements that are ``taken``, as they come; ``up_to``:
+    fewer where the queue is closed. size: what it found. It stands in its line when ``after``, the program's operation
+    before it, ended, or stands in the same line.
     """
 
     __slots__ = (
-        "cancel_pending", "element", "error", "fifo", "followers", "is_over", "is_placed", "kind", "result", "since",
-        "then", "what",
+        "cancel_pending", "count", "elements", "enqueued", "error", "fifo", "followers", "is_over", "is_placed", "kind",
+        "since", "size", "taken", "then", "up_to", "what",
     )  # fmt: skip
 
     def __init__(
-        self, fifo: Fifo, kind: Kind, then: Callable[[Attempt], None], *, element: tuple[torch.Tensor, ...] = (),
-        cancel_pending: bool = False, what: Any = None,
+        self, fifo: Fifo, kind: Kind, then: Callable[[Attempt], None], *, elements: Sequence[Element] = (),
+        count: int = 1, up_to: bool = False, cancel_pending: bool = False, what: Any = None,
     ) -> None:  # fmt: skip
-        self.fifo, self.kind, self.then, self.element, self.what = fifo, kind, then, element, what
-        self.cancel_pending = cancel_pending
-        self.result: tuple[torch.Tensor, ...] | int | None = None
+        self.fifo, self.kind, self.then, self.what = fifo, kind, then, what
+        self.elements, self.count, self.up_to, self.cancel_pending = elements, count, up_to, cancel_pending
+        self.enqueued = self.size = 0
+        self.taken: list[Element] = []
         self.error: TfnbError | None = None
         self.is_over = self.is_placed = False
         self.followers: list[Attempt] = []
@@ -48,24 +51,38 @@ class Attempt:
         """Which line it stands in."""
         return _LINE[self.kind]
 
+    @property
+    def asks_nothing(self) -> bool:
+        """Whether it puts or takes no element, and so waits for nobody."""
+        return (self.kind == "dequeue" and not self.count) or (self.kind == "enqueue" and not self.elements)
+
+    @property
+    def act(self) -> str:
+        """What it does to which queue, in words."""
+        many = "" if self.kind != "dequeue" or self.count == 1 else f" of {self.count}"
+        return f"{self.kind}{many} on queue {self.fifo.name}"
+
 
 class Fifo:
-    """A queue of at most ``capacity`` elements.
+    """A queue of at most ``capacity`` elements, which stand in ``order``.
 
     >>> queue, done = Fifo("q", 1), []
     >>> for word in "ab":
-    ...     queue.submit(Attempt(queue, "enqueue", done.append, element=(word,)))
+    ...     queue.submit(Attempt(queue, "enqueue", done.append, elements=[word]))
     >>> len(done), queue.size
     (1, 1)
-    >>> queue.submit(Attempt(queue, "dequeue", done.append))
-    >>> [attempt.kind for attempt in done], done[1].result, queue.size
-    (['enqueue', 'dequeue', 'enqueue'], ('a',), 1)
+    >>> queue.submit(Attempt(queue, "dequeue", done.append, count=3))
+    >>> [attempt.kind for attempt in done], queue.state
+    (['enqueue', 'enqueue'], '0 of 1 elements, 2 more taken for a batch, open, 1 dequeue waits')
+    >>> queue.submit(Attempt(queue, "enqueue", done.append, elements="cd"))
+    >>> done[2].taken, queue.size
+    (['a', 'b', 'c'], 1)
     """
 
-    def __init__(self, name: str, capacity: float) -> None:
+    def __init__(self, name: str, capacity: float, order: Order | None = None) -> None:
         self.name, self.capacity = name, capacity
         self.closed = False
-        self.elements: deque[tuple[torch.Tensor, ...]] = deque()
+        self.elements: Order = Arrival() if order is None else order
         self.lines: dict[str, OrderedDict[Attempt, None]] = {"enqueue": OrderedDict(), "dequeue": OrderedDict()}
         self.past: dict[str, set[str]] = {kind: set() for kind in _LINE}  # who did what so far
         self._lock = threading.Lock()
@@ -77,10 +94,26 @@ class Fifo:
         """Elements stored now."""
         return len(self.elements)
 
-    def front(self) -> tuple[torch.Tensor, ...] | None:
-        """The element that comes next, which stays."""
+    @property
+    def absorbed(self) -> int:
+        """Elements that left the queue for a batch that is not complete: that of the first who waits."""
         with self._lock:
-            return self.elements[0] if self.elements else None
+            head = next(iter(self.lines["dequeue"]), None)
+            return 0 if head is None else len(head.taken)
+
+    @property
+    def state(self) -> str:
+        """How full it is and who waits, in words."""
+        absorbed, waits = self.absorbed, [f"{len(line)} {kind}" for kind, line in self.lines.items() if line]
+        parts = [f"{self.size} of {self.capacity} elements"]
+        parts += [f"{absorbed} more taken for a batch"] if absorbed else []
+        parts += ["closed" if self.closed else "open"]
+        return ", ".join(parts + ([f"{' and '.join(waits)} waits"] if waits else []))
+
+    def first(self, count: int = 1) -> list[Element]:
+        """Up to so many elements, those that come next where chance has no part; they stay."""
+        with self._lock:
+            return [element for _, element in zip(range(count), self.elements, strict=False)]
 
     def submit(self, attempt: Attempt, after: Attempt | None = None) -> None:
         """Take up an attempt."""
@@ -93,7 +126,10 @@ class Fifo:
         _tell(over)
 
     def withdraw(self, attempts: Sequence[Attempt]) -> None:
-        """Take back attempts that are not over: they leave no trace, and nobody is told of them."""
+        """Take back attempts that are not over; nobody is told of them. Elements that one took come next again.
+
+        Those that an enqueue of several has put stay.
+        """
         with self._lock:
             for attempt in attempts:
                 attempt.then = _nobody
@@ -101,17 +137,17 @@ class Fifo:
             over = self._settled()
         _tell(over)
 
-    def give_back(self, elements: Sequence[tuple[torch.Tensor, ...]]) -> None:
-        """Elements that were taken stand in front again, in their order, also where the queue is full by now."""
+    def give_back(self, elements: Sequence[Element]) -> None:
+        """Elements that were taken come next again, in their order, also where the queue is full by now."""
         with self._lock:
-            self.elements.extendleft(reversed(elements))
+            self.elements.restore(elements)
             over = self._settled()
         _tell(over)
 
-    def put_back(self, element: tuple[torch.Tensor, ...], place: int) -> None:
+    def put_back(self, element: Element, place: int) -> None:
         """An element that was taken stands at ``place`` from the front again, also where the queue is full by now."""
         with self._lock:
-            self.elements.insert(place, element)
+            self.elements.put_back(element, place)
             over = self._settled()
         _tell(over)
 
@@ -133,7 +169,10 @@ class Fifo:
         self._placing.extend(f for f in attempt.followers if f.line == attempt.line)
         attempt.followers = [f for f in attempt.followers if f.line != attempt.line]
         if attempt.kind == "size":
-            self._end(attempt, result=self.size)
+            attempt.size = self.size
+            self._end(attempt)
+        elif attempt.asks_nothing:
+            self._end(attempt)
         elif attempt.kind == "close" and attempt.cancel_pending:
             self._cancel_pending()
             self.closed = True
@@ -146,37 +185,64 @@ class Fifo:
     def _proceeds(self) -> bool:
         """Let the head of a line proceed; False if neither can."""
         put, take = (next(iter(self.lines[line]), None) for line in ("enqueue", "dequeue"))
-        if take is not None and self.elements:
-            self._end(take, result=self.elements.popleft())
+        if take is not None and (spare := self.elements.spare(self.closed)):
+            self._take(take, spare)
         elif put is not None and put.kind == "close":
             self.closed = True
             self._end(put)
             for late in list(self.lines["enqueue"]):
                 self._refuse(late)
         elif put is not None and self.size < self.capacity:
-            self.elements.append(put.element)
-            self._end(put)
+            self._put(put)
         elif take is not None and self.closed:
-            text = f"queue {self.name} is closed and has insufficient elements (requested 1, current size 0)"
-            self._end(take, error=OutOfRange(text))
+            self._end_short(take)
         else:
             return False
         return True
 
+    def _take(self, attempt: Attempt, spare: int) -> None:
+        """A dequeue takes what it may of ``spare`` elements, and is over when it has all."""
+        attempt.taken += [self.elements.take() for _ in range(min(spare, attempt.count - len(attempt.taken)))]
+        if len(attempt.taken) == attempt.count:
+            self._end(attempt)
+
+    def _put(self, attempt: Attempt) -> None:
+        """An enqueue puts what there is room for, and is over when it put all."""
+        while attempt.enqueued < len(attempt.elements) and self.size < self.capacity:
+            self.elements.put(attempt.elements[attempt.enqueued])
+            attempt.enqueued += 1
+        if attempt.enqueued == len(attempt.elements):
+            self._end(attempt)
+
+    def _end_short(self, attempt: Attempt) -> None:
+        """A dequeue on a closed queue that gets no more elements."""
+        if attempt.up_to and attempt.taken:
+            self._end(attempt)
+            return
+        text = f"(requested {attempt.count}, current size {self.size + len(attempt.taken)})"
+        self._end(attempt, error=OutOfRange(f"queue {self.name} is closed and has insufficient elements {text}"))
+
     def _refuse(self, attempt: Attempt) -> None:
         already = " already" if attempt.kind == "close" else ""
-        self._end(attempt, error=QueueClosed(f"queue {self.name} is{already} closed"))
+        text = f"queue {self.name} is{already} closed ({self.size} of {self.capacity} elements)"
+        self._end(attempt, error=QueueClosed(text))
 
     def _cancel_pending(self) -> None:
+        text = f"({self.size} of {self.capacity} elements)"
         for pending in list(self.lines["enqueue"]):
-            self._end(pending, error=Cancelled(f"queue {self.name} was closed, and its pending enqueues cancelled"))
+            error = Cancelled(f"queue {self.name} was closed, and its pending enqueues cancelled {text}")
+            self._end(pending, error=error)
 
-    def _end(self, attempt: Attempt, *, result: Any = None, error: TfnbError | None = None) -> None:
+    def _end(self, attempt: Attempt, *, error: TfnbError | None = None) -> None:
         if attempt.is_over:
             return
-        attempt.result, attempt.error, attempt.is_over = result, error, True
+        attempt.error, attempt.is_over = error, True
         if error is None:
             self.past[attempt.kind].add(attempt.what or "a call")
+        else:
+            error.enqueued = attempt.enqueued
+            self.elements.restore(attempt.taken)
+            attempt.taken = []
         if attempt.line in self.lines:
             self.lines[attempt.line].pop(attempt, None)
         self._over.append(attempt)
@@ -189,7 +255,7 @@ def give_back(done: Sequence[Attempt]) -> None:
     if any(attempt.kind == "enqueue" for attempt in done):
         return
     for fifo in dict.fromkeys(attempt.fifo for attempt in done):
-        fifo.give_back([a.result for a in done if a.fifo is fifo and isinstance(a.result, tuple)])
+        fifo.give_back([element for a in done if a.fifo is fifo for element in a.taken])
 
 
 def _tell(over: Sequence[Attempt]) -> None:

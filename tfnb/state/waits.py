@@ -209,8 +209,7 @@ def wait_graph(operations: Iterable[Operation]) -> WaitGraph:
         if not operation.stands:
             edges.update({(operation.what, named[attempt]): None for attempt in operation.behind if attempt in named})
             continue
-        state = f"({held.size} of {held.capacity} elements, {'closed' if held.closed else 'open'})"
-        place = f"{_WANTS[operation.kind]} of queue {held.name} {state}"
+        place = f"{_WANTS[operation.kind]} of queue {held.name} ({held.state})"
         edges[operation.what, place] = None
         producer = _PRODUCER[operation.kind]
         serve = [o.what for o in everyone if not o.stands and o.fifo is held and o.kind == producer]

@@ -23,7 +23,7 @@ from tfnb.execution.dataflow.templates import Plan, Planner
 from tfnb.execution.lowering.lower import lower_step
 from tfnb.execution.lowering.program import Program
 from tfnb.execution.running import Stop
-from tfnb.graph import Dim, Node, Spec, Value, Variable, ops
+from tfnb.graph import Dim, Node, Spec, Value, Variable
 from tfnb.graph.subgraph import uses_queues
 from tfnb.graph.variable_locks import Access, Cut
 from tfnb.memory import LAST
@@ -31,7 +31,7 @@ from tfnb.passes import StepGraph, feed_symbols, optimized
 from tfnb.passes.rewrite import Pass
 from tfnb.recording.values.workspace import unburden
 from tfnb.state.fifo import Attempt, Fifo, Kind
-from tfnb.state.queues import check_element, fifo
+from tfnb.state.queues import attempt_on, fifo, outcome, overdue
 from tfnb.state.waits import POLL, WAITS, Operation, Runner
 
 
@@ -58,6 +58,7 @@ class Driver:
         self.inbox = self.runner.inbox
         self.lanes = Lanes(self.inbox)
         self.ended: list[Attempt] = []  # in the order in which they ended
+        self.limited: dict[Attempt, float] = {}  # when the time of those is over that have a time of their own
 
     def drive(self, start: Sequence[tuple[Any, Any]]) -> list[Any]:
         """The results. The first error ends all work, takes back what waits, and is raised."""
@@ -91,6 +92,8 @@ class Driver:
         event = None
         while event is None:
             event = self._next()
+            if event is None and self.limited:
+                self._ensure_in_time()
         self._take(event)
         while not inbox.empty():
             self._take(inbox.get_nowait())
@@ -107,6 +110,7 @@ class Driver:
     def _take(self, event: Any) -> None:
         if isinstance(event, Attempt):
             task = self.machine.waits.pop(event)
+            self.limited.pop(event, None)
             if event.error is not None:
                 raise _placed(event.error, task.step.op.node)
             self.ended.append(event)
@@ -123,16 +127,23 @@ class Driver:
         node = step.op.node
         attrs = node.attrs
         *given, before = args
-        held = fifo(attrs["queue"])
-        element = tuple(self.borrowed.own(given[ref.input]) for ref in attrs.get("element", ()))
-        if node.op == ops.ENQUEUE:
-            check_element(attrs["queue"], element)
-        attempt = Attempt(
-            held, _kind(node), self.inbox.put, element=element,
-            cancel_pending=attrs.get("cancel_pending_enqueues", False), what=self._name(node),
-        )  # fmt: skip
-        held.submit(attempt, before)
+        tensors = [self.borrowed.own(given[ref.input]) for ref in attrs.get("element", ())]
+        try:
+            attempt = attempt_on(attrs["queue"], _kind(node), self.inbox.put, attrs, tensors, self._name(node))
+        except TfnbError as error:
+            raise _placed(error, node) from error
+        if "timeout" in attrs:
+            self.limited[attempt] = attempt.since + attrs["timeout"]
+        attempt.fifo.submit(attempt, before)
         return attempt
+
+    def _ensure_in_time(self) -> None:
+        """Raise DeadlineExceeded for an operation whose own time is over."""
+        now = time.monotonic()
+        for attempt, end in self.limited.items():
+            if end <= now and not attempt.is_over:
+                node = self.machine.waits[attempt].step.op.node
+                raise _placed(overdue(attempt, node.attrs["timeout"]), node)
 
     def _name(self, node: Node) -> str:
         return f"{node.name} of graph {self.graph}" + (f" ({node.source})" if node.source else "")
@@ -173,34 +184,28 @@ def _kind(node: Node) -> Kind:
 
 def described(attempt: Attempt) -> str:
     """What waits, for what and how long, for messages."""
-    held = attempt.fifo
-    state = f"{held.size} of {held.capacity} elements, {'closed' if held.closed else 'open'}"
-    return (
-        f"{attempt.what}: {attempt.kind} on queue {held.name} ({state}), for {time.monotonic() - attempt.since:.1f} s"
-    )
+    return f"{attempt.what}: {attempt.act} ({attempt.fifo.state}), for {time.monotonic() - attempt.since:.1f} s"
 
 
 def _outputs(attempt: Attempt, node: Node) -> tuple[Any, ...]:
     """What a node that used a queue gives, and that it is done."""
-    if attempt.kind == "size":
-        return torch.tensor(attempt.result), None
-    if attempt.kind != "dequeue":
-        return (None,)
-    assert isinstance(attempt.result, tuple)
-    for tensor, spec in zip(attempt.result, node.outputs, strict=True):
+    found = outcome(node.attrs["queue"], attempt, node.attrs)
+    for tensor, spec in zip(found, node.outputs, strict=True):
         fits = tensor.dim() == len(spec.shape) and all(
-            isinstance(size, Dim) or size == found for size, found in zip(spec.shape, tensor.shape, strict=True)
+            isinstance(size, Dim) or size == length for size, length in zip(spec.shape, tensor.shape, strict=True)
         )
         if not fits:
             text = f"{node.name} was recorded for {spec}, and took an element of shape {list(tensor.shape)}"
             raise _placed(ShapeError(text), node)
-    return (*attempt.result, None)
+    return (*found, None)
 
 
 def _placed(error: TfnbError, node: Node) -> TfnbError:
     """The error, with the node and its line."""
     at = f" at {node.source}" if node.source else ""
-    return type(error)(f"{error}\n  node {node.name}{at}", **node.where, details=error.details)
+    placed = type(error)(f"{error}\n  node {node.name}{at}", **node.where, details=error.details)
+    placed.enqueued = error.enqueued
+    return placed
 
 
 def _reached(step: Step) -> set[Step]:

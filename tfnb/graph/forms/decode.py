@@ -22,7 +22,7 @@ from tfnb.graph.check import check
 from tfnb.graph.contents import Contents, Guard
 from tfnb.graph.node import Node, Owner, Ref, Source, Value
 from tfnb.graph.op_facts import admit
-from tfnb.graph.queue import Queue
+from tfnb.graph.queue import QUEUES, Queue
 from tfnb.graph.spec import Dim, Spec, numbered
 from tfnb.graph.subgraph import Recursion, Subgraph
 from tfnb.graph.variable import Variable
@@ -405,12 +405,29 @@ class _Reader:
     def queue(self, body: list[Any], path: str) -> Queue:
         """A queue of its own, empty; one for each number."""
         match body:
-            case [int(number), str(name), int() | None as capacity, [_, *_] as parts]:
+            case [int(number), str(name), int() | None as capacity, [_, *_] as parts, *more]:
                 if number not in self.queues:
                     kinds = [self.component(part, f"{path}[3][{i}]") for i, part in enumerate(parts)]
-                    self.queues[number] = Queue(name, math.inf if capacity is None else capacity, kinds)
+                    kind, options = self.kind(more, path)
+                    most = math.inf if capacity is None else capacity
+                    self.queues[number] = Queue(name, most, kinds, kind=kind, options=options)
                 return self.queues[number]
         raise GraphFormatError(f"{path}: expected number, name, capacity and components, found {_short(body)}")
+
+    def kind(self, body: list[Any], path: str) -> tuple[str, dict[str, int | None]]:
+        """The kind of a queue, and its options; nothing is said of one that is first in, first out."""
+        match body:
+            case []:
+                return "fifo", {}
+            case [str(kind), list(options)] if kind in QUEUES:
+                found = {option[0]: option[1] for option in options if isinstance(option, list) and len(option) == 2}
+                if (
+                    len(found) == len(options)
+                    and set(found) == QUEUES[kind]
+                    and all(value is None or type(value) is int for value in found.values())
+                ):
+                    return kind, found
+        raise GraphFormatError(f"{path}: expected a kind of queue and its options, found {_short(body)}")
 
     def component(self, part: Any, path: str) -> tuple[torch.dtype, tuple[int | None, ...] | None]:
         match part:

@@ -139,10 +139,11 @@ class Writer:
         )
 
     def queue(self, queue: Queue) -> list[Any]:
-        """Its number, name, capacity (None: no limit), and dtype and shape of each component."""
+        """Its number, name, capacity (None: no limit), dtype and shape of each component, and of which kind it is."""
         number = self.queues.setdefault(queue, len(self.queues))
         parts = [[dtype_name(dtype), None if shape is None else list(shape)] for dtype, shape in queue.components]
-        return [number, queue.name, None if queue.capacity == math.inf else queue.capacity, parts]
+        kind = [] if queue.kind == "fifo" else [queue.kind, [list(option) for option in queue.options.items()]]
+        return [number, queue.name, None if queue.capacity == math.inf else queue.capacity, parts, *kind]
 
     def tensor(self, tensor: torch.Tensor) -> str:
         """Its key; one for a tensor that several nodes share."""

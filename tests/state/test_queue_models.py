@@ -1,0 +1,215 @@
+"""Every kind of queue against a plain Python model: random attempts, batches, closes and cancellations."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from tfnb.errors import Cancelled, OutOfRange, QueueClosed
+from tfnb.state.fifo import Attempt, Fifo
+from tfnb.state.orders import Arrival, Order, Ranked, Shuffled
+
+
+@dataclass(eq=False)
+class Asked:
+    """One attempt, as simple as can be."""
+
+    kind: str
+    items: list[Any] = field(default_factory=list)  # to be put, or taken
+    count: int = 1
+    up_to: bool = False
+    done: int = 0
+    outcome: str = ""
+
+
+class Model:
+    """The contract by itself: two lists of attempts, looked at again and again."""
+
+    def __init__(self, kind: str, capacity: float, least: int, chosen: deque[Any]) -> None:
+        self.kind, self.capacity, self.least, self.chosen = kind, capacity, least, chosen
+        self.closed = False
+        self.stored: list[Any] = []
+        self.puts: list[Asked] = []
+        self.takes: list[Asked] = []
+
+    def spare(self) -> int:
+        return max(0, len(self.stored) - (0 if self.closed else self.least))
+
+    def next(self) -> Any:
+        """What comes next; chance is not foreseen, so of a shuffled queue it is what the real one gave."""
+        if self.kind == "shuffle":
+            first = self.chosen.popleft()
+        else:
+            first = min(self.stored, key=lambda item: item[0]) if self.kind == "priority" else self.stored[0]
+        self.stored.remove(first)
+        return first
+
+    def submit(self, asked: Asked) -> None:
+        if asked.kind == "cancel":
+            for pending in self.puts:
+                pending.outcome = "cancelled"
+            self.puts, self.closed, asked.outcome = [], True, "done"
+        elif (asked.kind == "put" and not asked.items) or (asked.kind == "take" and not asked.count):
+            asked.outcome = "done"
+        elif asked.kind == "take":
+            self.takes.append(asked)
+        elif self.closed:
+            asked.outcome = "refused"
+        else:
+            self.puts.append(asked)
+
+    def withdraw(self, asked: Asked) -> None:
+        (self.takes if asked.kind == "take" else self.puts).remove(asked)
+        self.back(asked)
+
+    def back(self, asked: Asked) -> None:
+        if asked.kind == "take":
+            self.stored[:0] = asked.items
+            asked.items = []
+
+    def settle(self) -> None:
+        while self.step():
+            pass
+
+    def step(self) -> bool:
+        if self.takes and self.spare():
+            head = self.takes[0]
+            head.items.append(self.next())
+            if len(head.items) == head.count:
+                self.takes.pop(0).outcome = "done"
+        elif self.puts and self.puts[0].kind == "close":
+            self.closed, self.puts[0].outcome = True, "done"
+            for late in self.puts[1:]:
+                late.outcome = "refused"
+            self.puts = []
+        elif self.puts and len(self.stored) < self.capacity:
+            head = self.puts[0]
+            while head.done < len(head.items) and len(self.stored) < self.capacity:
+                self.stored.append(head.items[head.done])
+                head.done += 1
+            if head.done == len(head.items):
+                self.puts.pop(0).outcome = "done"
+        elif self.takes and self.closed:
+            head = self.takes.pop(0)
+            head.outcome = "done" if head.up_to and head.items else "end"
+            if head.outcome == "end":
+                self.back(head)
+        else:
+            return False
+        return True
+
+
+class Told(Shuffled):
+    """It tells what chance chose."""
+
+    def __init__(self) -> None:
+        super().__init__(2, seed=3)
+        self.chosen = deque[Any]()
+
+    def take(self) -> Any:
+        self.chosen.append(super().take())
+        return self.chosen[-1]
+
+
+ORDER = {"fifo": Arrival, "priority": Ranked, "shuffle": Told}
+
+
+class Attempts(RuleBasedStateMachine):
+    """The same attempts on a queue and its model."""
+
+    @initialize(kind=st.sampled_from(sorted(ORDER)), capacity=st.sampled_from([3, 5, float("inf")]))
+    def make(self, kind: str, capacity: float) -> None:
+        order: Order = ORDER[kind]()  # type: ignore[abstract]
+        self.queue, self.told = Fifo("q", capacity, order), list[Attempt]()
+        self.model = Model(kind, capacity, getattr(order, "least", 0), getattr(order, "chosen", deque()))
+        self.pairs: dict[Asked, Attempt] = {}
+        self.withdrawn: list[tuple[Asked, Attempt]] = []
+        self.number = 0
+
+    def ask(self, asked: Asked, attempt: Attempt) -> None:
+        self.pairs[asked] = attempt
+        self.model.submit(asked)
+        self.queue.submit(attempt)
+        self.model.settle()
+
+    @rule(ranks=st.lists(st.integers(0, 2), max_size=4))
+    def put(self, ranks: list[int]) -> None:
+        items = [(rank, self.number + place) for place, rank in enumerate(ranks)]
+        self.number += len(items)
+        self.ask(Asked("put", items), Attempt(self.queue, "enqueue", self.told.append, elements=items))  # type: ignore[arg-type]
+
+    @rule(count=st.integers(0, 4), up_to=st.booleans())
+    def take(self, count: int, up_to: bool) -> None:
+        attempt = Attempt(self.queue, "dequeue", self.told.append, count=count, up_to=up_to)
+        self.ask(Asked("take", count=count, up_to=up_to), attempt)
+
+    @rule(which=st.integers(0, 9))
+    def close(self, which: int) -> None:
+        if which < 3:  # not too soon
+            self.ask(Asked("close"), Attempt(self.queue, "close", self.told.append))
+        elif which == 9:
+            self.ask(Asked("cancel"), Attempt(self.queue, "close", self.told.append, cancel_pending=True))
+
+    @rule(which=st.integers(0, 99))
+    def withdraw(self, which: int) -> None:
+        waiting = [asked for asked in self.pairs if not asked.outcome]
+        if waiting:
+            asked = waiting[which % len(waiting)]
+            self.withdrawn.append((asked, attempt := self.pairs.pop(asked)))
+            self.model.withdraw(asked)
+            self.queue.withdraw([attempt])
+            self.model.settle()
+
+    @invariant()
+    def they_agree(self) -> None:
+        if not hasattr(self, "queue"):
+            return
+        for asked, attempt in self.pairs.items():
+            assert attempt.is_over == bool(asked.outcome)
+            assert outcome(attempt) == asked.outcome
+            assert attempt.taken == (asked.items if asked.kind == "take" else [])
+            assert attempt.enqueued == asked.done
+        stored = list(self.queue.elements)
+        if self.model.kind == "fifo":
+            assert stored == self.model.stored
+        elif self.model.kind == "priority":
+            assert stored == sorted(self.model.stored, key=lambda item: item[0])
+        else:
+            assert sorted(stored) == sorted(self.model.stored)
+        assert len(set(self.told)) == len(self.told) and all(attempt.is_over for attempt in self.told)
+
+    @invariant()
+    def elements_are_conserved(self) -> None:
+        if not hasattr(self, "queue"):
+            return
+        everyone = [*self.pairs.values(), *(attempt for _, attempt in self.withdrawn)]
+        put = [item for attempt in everyone for item in attempt.elements[: attempt.enqueued]]
+        taken = [item for attempt in everyone for item in attempt.taken]
+        assert sorted([*taken, *self.queue.elements]) == sorted(put)
+        assert self.queue.absorbed == sum(len(attempt.taken) for attempt in everyone if not attempt.is_over)
+
+
+def outcome(attempt: Attempt) -> str:
+    if not attempt.is_over:
+        return ""
+    error = attempt.error
+    kinds = {QueueClosed: "refused", Cancelled: "cancelled", OutOfRange: "end"}
+    if error is None:
+        return "done"
+    assert error.enqueued == attempt.enqueued and "q" in str(error)
+    return kinds[type(error)]
+
+
+@pytest.mark.parametrize(
+    ("examples", "steps"), [(150, 30), pytest.param(600, 60, marks=pytest.mark.slow)], ids=["some", "many"]
+)
+def test_random_attempts_end_as_in_a_plain_model(examples: int, steps: int) -> None:
+    run_state_machine_as_test(
+        Attempts, settings=settings(max_examples=examples, stateful_step_count=steps, deadline=None)
+    )  # fmt: skip

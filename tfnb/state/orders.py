@@ -1,0 +1,172 @@
+"""In which order a queue gives its elements, and which of them may be taken: one small class for each kind of queue.
+
+What waits, and who comes next, is the business of `tfnb.state.fifo`, which is the same for all of them. Pure; the
+owner calls with its lock held. Semantics S-77 to S-80.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+Element = tuple[torch.Tensor, ...]
+
+
+class Order(Protocol):
+    """The elements that a queue stores."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Element]: ...
+
+    def spare(self, closed: bool) -> int:
+        """How many elements may be taken now."""
+
+    def put(self, element: Element) -> None:
+        """One element more."""
+
+    def take(self) -> Element:
+        """The element that comes next."""
+
+    def restore(self, elements: Sequence[Element]) -> None:
+        """Elements that were taken, in the order in which they were, come next again."""
+
+    def put_back(self, element: Element, place: int) -> None:
+        """An element that was taken comes next again, behind ``place`` others that came back, too."""
+
+
+class Arrival(deque[Element]):
+    """First in, first out.
+
+    >>> line = Arrival("abc")
+    >>> taken = [line.take(), line.take()]
+    >>> line.restore(taken)
+    >>> list(line)
+    ['a', 'b', 'c']
+    """
+
+    def spare(self, closed: bool) -> int:
+        """All."""
+        return len(self)
+
+    put, take = deque.append, deque.popleft
+
+    def restore(self, elements: Sequence[Element]) -> None:
+        """They stand in front again."""
+        self.extendleft(reversed(elements))
+
+    def put_back(self, element: Element, place: int) -> None:
+        """It stands at ``place`` from the front again."""
+        self.insert(place, element)
+
+
+class Shuffled:
+    """Any element may come next, each as likely as the others; ``least`` stay until the queue is closed.
+
+    What comes is a function of the seed and of what was done before.
+
+    >>> pool = Shuffled(least=2, seed=0)
+    >>> for word in "abcd":
+    ...     pool.put(word)
+    >>> pool.spare(closed=False), pool.spare(closed=True), sorted(pool.take() for _ in range(4))
+    (2, 4, ['a', 'b', 'c', 'd'])
+    """
+
+    def __init__(self, least: int, seed: int | None) -> None:
+        self.least = least
+        self._elements: list[Element] = []
+        self._random = random.Random(seed)
+
+    def __len__(self) -> int:
+        return len(self._elements)
+
+    def __iter__(self) -> Iterator[Element]:
+        return iter(self._elements)
+
+    def spare(self, closed: bool) -> int:
+        """All but the least; all of a closed queue."""
+        return len(self) if closed else max(0, len(self) - self.least)
+
+    def put(self, element: Element) -> None:
+        """One element more."""
+        self._elements.append(element)
+
+    def take(self) -> Element:
+        """One that chance picks; the last one fills its place."""
+        found = self._elements
+        place = self._random.randrange(len(found))
+        found[place], found[-1] = found[-1], found[place]
+        return found.pop()
+
+    def restore(self, elements: Sequence[Element]) -> None:
+        """They may be picked again."""
+        self._elements += reversed(elements)
+
+    def put_back(self, element: Element, place: int) -> None:
+        """It may be picked again."""
+        self._elements.append(element)
+
+
+class Ranked:
+    """The element whose first tensor is the smallest number comes next; of equal ones that which came first.
+
+    >>> ranked = Ranked()
+    >>> for element in [(2, "a"), (1, "b"), (1, "c")]:
+    ...     ranked.put(element)
+    >>> first = ranked.take()
+    >>> ranked.restore([first])
+    >>> [word for _, word in ranked]
+    ['b', 'c', 'a']
+    """
+
+    def __init__(self) -> None:
+        self._elements: list[Element] = []  # the next one is the last
+        self._ranks: list[int] = []  # of each, negative, so that they grow
+
+    def __len__(self) -> int:
+        return len(self._elements)
+
+    def __iter__(self) -> Iterator[Element]:
+        return reversed(self._elements)
+
+    def spare(self, closed: bool) -> int:
+        """All."""
+        return len(self)
+
+    def put(self, element: Element) -> None:
+        """Behind those of its rank."""
+        self._insert(bisect_left, element)
+
+    def take(self) -> Element:
+        """The one of the smallest rank."""
+        self._ranks.pop()
+        return self._elements.pop()
+
+    def restore(self, elements: Sequence[Element]) -> None:
+        """Each stands before those of its rank again."""
+        for element in reversed(elements):
+            self._insert(bisect_right, element)
+
+    def put_back(self, element: Element, place: int) -> None:
+        """It stands before those of its rank again."""
+        self._insert(bisect_right, element)
+
+    def _insert(self, side: Callable[[list[int], int], int], element: Element) -> None:
+        rank = -int(element[0])
+        place = side(self._ranks, rank)
+        self._ranks.insert(place, rank)
+        self._elements.insert(place, element)
+
+
+ORDERS: Mapping[str, Callable[[Mapping[str, Any]], Order]] = {
+    "fifo": lambda options: Arrival(),
+    "padding": lambda options: Arrival(),
+    "shuffle": lambda options: Shuffled(options["min_after_dequeue"], options["seed"]),
+    "priority": lambda options: Ranked(),
+}
+"""The order of each kind of queue, made of the queue's options."""
