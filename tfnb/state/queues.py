@@ -382,6 +382,14 @@ def _same_kind(queue: Queue, tensor: torch.Tensor, dtype: torch.dtype) -> torch.
     return tensor
 
 
+def _doubled(sample: torch.Tensor, axis: int) -> torch.Tensor:
+    """A sample of two rows along an axis, made of one or none; nothing of it is recorded."""
+    rows = [*sample.shape]
+    rows[axis] = 2
+    with _disable_current_modes():
+        return sample.expand(rows).clone() if sample.shape[axis] else sample.new_zeros(rows)
+
+
 class _Taken:
     """Specs and samples of what a recorded dequeue gives."""
 
@@ -404,9 +412,7 @@ class _Taken:
                 sizes.append(size)
                 continue
             if sample is not None and sample.shape[axis] < 2:  # a one would be recorded as a constant
-                rows = [*sample.shape]
-                rows[axis] = 2
-                sample = sample.expand(rows).clone() if sample.shape[axis] else sample.new_zeros(rows)
+                sample = _doubled(sample, axis)
             sizes.append(self._fresh(axis, None if sample is None else sample.shape[axis]))
         return Spec(dtype, tuple(sizes), "cpu" if sample is None else str(sample.device)), sample
 

@@ -1,0 +1,200 @@
+"""Scripted uses of queues, for any library: ours and TensorFlow. Imports neither.
+
+A scenario is a kind of queue and its steps. A step is a call; ``start`` begins one in a thread and goes on when it
+waits, ``join`` gives its outcome. An outcome is a value as lists, or the code of an error. Run as a program by an
+interpreter that has TensorFlow, it prints TensorFlow's outcomes: ``tests/state/queue_answers.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+FIFO = {"kind": "fifo", "capacity": 10, "dtypes": ["float32"], "shapes": [[]]}
+PAIRS = {"kind": "fifo", "capacity": 10, "dtypes": ["float32", "int64"], "shapes": [[2], []]}
+FREE = {"kind": "fifo", "capacity": 3, "dtypes": ["float32"], "shapes": None}
+POOL = {"kind": "shuffle", "capacity": 10, "least": 3, "dtypes": ["int64"], "shapes": [[]]}
+LINES = {"kind": "padding", "capacity": 10, "dtypes": ["int64"], "shapes": [[None]]}
+GRIDS = {"kind": "padding", "capacity": 10, "dtypes": ["float32"], "shapes": [[None, None]]}
+RANKS = {"kind": "priority", "capacity": 10, "dtypes": ["float32"], "shapes": [[]]}
+
+
+def small(about: Mapping[str, Any], capacity: int) -> dict[str, Any]:
+    return {**about, "capacity": capacity}
+
+
+SCENARIOS: dict[str, tuple[Mapping[str, Any], Sequence[tuple[Any, ...]]]] = {
+    "first in, first out": (FIFO, [
+        ("put", 1), ("put", 2), ("size",), ("take",), ("put", 3), ("take",), ("take",), ("size",),
+    ]),
+    "rows and batches": (PAIRS, [
+        ("put_many", [[1, 2], [3, 4], [5, 6]], [7, 8, 9]), ("size",), ("take",), ("take_many", 2), ("size",),
+    ]),
+    "an empty batch": (FIFO, [("take_many", 0), ("put_many", []), ("size",), ("close",), ("take_many", 0)]),
+    "rows come as there is room": (small(FIFO, 2), [
+        ("start", "put_many", [1, 2, 3, 4]), ("size",), ("take",), ("take",), ("join", 0), ("take_many", 2), ("size",),
+    ]),
+    "rows that were put before the deadline stay": (small(FIFO, 2), [
+        ("late", "put_many", [1, 2, 3]), ("size",), ("take",), ("take",), ("size",),
+    ]),
+    "a batch stands before a single element": (FIFO, [
+        ("start", "take_many", 3), ("start", "take"), ("put", 1), ("put", 2), ("size",), ("put", 3), ("put", 4),
+        ("join", 0), ("join", 1), ("size",),
+    ]),
+    "a batch larger than the queue": (small(FIFO, 2), [
+        ("start", "take_many", 5), ("put_many", [1, 2, 3, 4, 5, 6]), ("join", 0), ("take",),
+    ]),
+    "a deadline": (small(FIFO, 1), [("late", "take"), ("put", 1), ("late", "put", 2), ("take",), ("size",)]),
+    "a closed queue": (FIFO, [
+        ("put", 1), ("close",), ("put", 2), ("close",), ("take",), ("take",), ("take_up_to", 2), ("size",),
+    ]),
+    "too few for a batch": (FIFO, [
+        ("put_many", [1, 2, 3]), ("close",), ("take_many", 5), ("size",), ("take_up_to", 5), ("take_up_to", 5),
+    ]),
+    "a close ends who waits": (FIFO, [
+        ("start", "take_many", 3), ("start", "take"), ("put", 1), ("close",), ("join", 0), ("join", 1), ("size",),
+    ]),
+    "a close gives what is left": (FIFO, [
+        ("start", "take_up_to", 3), ("start", "take_up_to", 3), ("put_many", [1, 2]), ("close",), ("join", 0),
+        ("join", 1), ("size",),
+    ]),
+    "a close stands behind the puts before it": (small(FIFO, 1), [
+        ("put", 1), ("start", "put", 2), ("start", "close"), ("start", "put", 3), ("take",), ("join", 0), ("join", 1),
+        ("join", 2), ("take",), ("take",),
+    ]),
+    "a close that cancels": (small(FIFO, 1), [
+        ("put", 1), ("start", "put", 2), ("start", "close"), ("cancel",), ("join", 0), ("join", 1), ("put", 4),
+        ("take",), ("take",),
+    ]),
+    "a close that cancels part of a batch": (small(FIFO, 2), [
+        ("start", "put_many", [1, 2, 3]), ("cancel",), ("join", 0), ("size",), ("take_up_to", 9),
+    ]),
+    "a close that cancels after a plain one": (FIFO, [("close",), ("cancel",), ("cancel",), ("close",), ("take",)]),
+    "elements of any shape": (FREE, [("put", [1, 2]), ("put", [3]), ("take",), ("take",), ("take_many", 2)]),
+    "a wrong shape": (PAIRS, [("put", [1, 2, 3], 4), ("size",)]),
+    "a batch of wrong lengths": (PAIRS, [("put_many", [[1, 2], [3, 4]], [5]), ("size",)]),
+    "the least of a shuffled queue": (POOL, [
+        ("put_many", [5, 5, 5, 5]), ("take",), ("late", "take"), ("size",), ("close",), ("take_many", 3), ("take",),
+    ]),
+    "a close lets the least go": (POOL, [
+        ("put_many", [5, 5]), ("start", "take_many", 2), ("start", "take"), ("close",), ("join", 0), ("join", 1),
+    ]),
+    "a shuffled batch takes all but the least": (POOL, [
+        ("put_many", [5, 5, 5, 5, 5]), ("start", "take_many", 4), ("size",), ("put_many", [5, 5]), ("join", 0),
+        ("size",),
+    ]),
+    "shuffled elements that do not suffice": (POOL, [
+        ("put_many", [5, 5]), ("close",), ("take_many", 3), ("size",), ("take_up_to", 3), ("take_up_to", 3),
+    ]),
+    "a minimum that is no less than the capacity": (small(POOL, 3), [("size",)]),
+    "elements are filled up": (LINES, [
+        ("put", [1]), ("put", [1, 2, 3]), ("put", []), ("take_many", 2), ("take",), ("put", [4, 5]), ("take",),
+    ]),
+    "elements are filled up along two axes": (GRIDS, [
+        ("put", [[1, 2, 3]]), ("put", [[4], [5]]), ("close",), ("take_up_to", 5), ("take_up_to", 5),
+    ]),
+    "padded elements of another rank": (LINES, [("put", [[1, 2]]), ("size",)]),
+    "the smallest number first": (RANKS, [
+        ("put", 3, 0.3), ("put", 1, 0.1), ("put", 2, 0.2), ("take",), ("take_many", 2), ("size",),
+    ]),
+    "ranks that are put in one batch": (RANKS, [
+        ("put_many", [4, -2, 3], [1, 2, 3]), ("close",), ("take_up_to", 9), ("take",),
+    ]),
+    "ranks that go back": (RANKS, [
+        ("put_many", [4, -2], [1, 2]), ("close",), ("take_many", 3), ("take",), ("take",),
+    ]),
+}  # fmt: skip
+
+LATE = 0.2  # seconds of a call that is to end late
+
+
+class Player:
+    """Plays one scenario with a library: ``call(name, *args, timeout)`` gives an outcome."""
+
+    def __init__(self, call: Callable[..., Any], settle: Callable[[threading.Thread], None]) -> None:
+        self.call, self.settle = call, settle
+        self.threads: list[tuple[threading.Thread, list[Any]]] = []
+
+    def play(self, steps: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """What each step gives but those that start something."""
+        return [found for step in steps if (found := self.step(*step)) != "started"]
+
+    def step(self, name: str, *args: Any) -> Any:
+        if name == "start":
+            found: list[Any] = []
+            thread = threading.Thread(target=lambda: found.append(self.call(*args, timeout=60.0)), daemon=True)
+            self.threads.append((thread, found))
+            thread.start()
+            self.settle(thread)
+            return "started"
+        if name == "join":
+            thread, found = self.threads[args[0]]
+            thread.join(90)
+            return found[0]
+        return self.call(*args, timeout=LATE) if name == "late" else self.call(name, *args, timeout=60.0)
+
+
+def tensorflow_outcomes() -> dict[str, list[Any]]:
+    """Of all scenarios, with TensorFlow's queues of graphs."""
+    import tensorflow.compat.v1 as tf
+
+    tf.disable_v2_behavior()
+    kinds = {
+        "fifo": lambda a, d: tf.FIFOQueue(a["capacity"], d, a["shapes"]),
+        "shuffle": lambda a, d: tf.RandomShuffleQueue(a["capacity"], a["least"], d, a["shapes"]),
+        "padding": lambda a, d: tf.PaddingFIFOQueue(a["capacity"], d, a["shapes"]),
+        "priority": lambda a, d: tf.PriorityQueue(a["capacity"], d, a["shapes"]),
+    }
+
+    def played(about: Mapping[str, Any], steps: Sequence[tuple[Any, ...]]) -> list[Any]:
+        graph, lock = tf.Graph(), threading.Lock()
+        dtypes = [getattr(tf, dtype) for dtype in about["dtypes"]]
+        with graph.as_default():
+            queue = kinds[about["kind"]](about, dtypes)
+        session = tf.Session(graph=graph)
+        full = [tf.int64, *dtypes] if about["kind"] == "priority" else dtypes
+
+        def call(name: str, *args: Any, timeout: float) -> Any:
+            try:
+                with lock, graph.as_default():
+                    given = args if "put" in name else ()
+                    parts = [tf.constant(part, dtype) for part, dtype in zip(given, full, strict=False)]
+                    op = {
+                        "put": lambda: queue.enqueue(parts), "put_many": lambda: queue.enqueue_many(parts),
+                        "take": queue.dequeue, "take_many": lambda: queue.dequeue_many(args[0]),
+                        "take_up_to": lambda: queue.dequeue_up_to(args[0]), "size": queue.size,
+                        "close": queue.close, "cancel": lambda: queue.close(cancel_pending_enqueues=True),
+                    }[name]()  # fmt: skip
+                found = session.run(op, options=tf.RunOptions(timeout_in_ms=int(timeout * 1000)))
+            except tf.errors.OpError as error:
+                return type(error).__name__.removesuffix("Error")
+            except ValueError:
+                return "InvalidArgument"
+            return lists(found)
+
+        return Player(call, lambda thread: time.sleep(0.3)).play(steps)
+
+    outcomes = {}
+    for name, (about, steps) in SCENARIOS.items():
+        try:
+            outcomes[name] = played(about, steps)
+        except tf.errors.OpError as error:
+            outcomes[name] = [type(error).__name__.removesuffix("Error")]
+    return outcomes
+
+
+def lists(found: Any) -> Any:
+    """A value as lists of numbers, rounded."""
+    if isinstance(found, (list, tuple)):
+        return [lists(part) for part in found]
+    if hasattr(found, "tolist"):
+        return lists(found.tolist())
+    return round(found, 4) if isinstance(found, float) else found
+
+
+if __name__ == "__main__":
+    json.dump(tensorflow_outcomes(), sys.stdout, indent=1)

@@ -1,0 +1,138 @@
+"""Scripted uses of queues give what TensorFlow gives: as recorded, and where TensorFlow is installed as it says now."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tfnb
+from tests.state.queue_scenarios import SCENARIOS, Player, lists
+from tfnb.errors import Cancelled, DeadlineExceeded, InvalidArgument, OutOfRange, TfnbError
+
+pytestmark = pytest.mark.filterwarnings("ignore:still waiting")
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+PEERS = ROOT / ".venv-peers" / "bin" / "python"
+ANSWERS: Mapping[str, list[Any]] = json.loads((HERE / "queue_answers.json").read_text())
+CODES = (Cancelled, DeadlineExceeded, InvalidArgument, OutOfRange)
+
+# The contract differs from TensorFlow here, on purpose: what our queues give, and why.
+OURS: Mapping[str, tuple[list[Any], str]] = {
+    "ranks that are put in one batch": (
+        [None, None, [[-2, 3, 4], [2.0, 3.0, 1.0]], "OutOfRange"],
+        "TensorFlow's PriorityQueue gives no batch that is smaller; ours takes what is left, like all kinds",
+    ),
+}
+
+
+def made(about: Mapping[str, Any]) -> Any:
+    kinds = [getattr(torch, dtype) for dtype in about["dtypes"]]
+    dtypes: Any = kinds[0] if len(kinds) == 1 else kinds
+    shapes = about["shapes"] if about["shapes"] is None or len(kinds) > 1 else about["shapes"][0]
+    capacity = about["capacity"]
+    match about["kind"]:
+        case "fifo":
+            return tfnb.FIFOQueue(capacity, dtypes, shapes)
+        case "shuffle":
+            return tfnb.RandomShuffleQueue(capacity, about["least"], dtypes, shapes)
+        case "padding":
+            return tfnb.PaddingFIFOQueue(capacity, dtypes, shapes)
+        case "priority":
+            return tfnb.PriorityQueue(capacity, dtypes, shapes)
+
+
+def called(queue: Any, name: str, args: tuple[Any, ...], timeout: float | None) -> Any:
+    """The call of a scenario on one of our queues."""
+    limit = {} if timeout is None else {"timeout": timeout}
+    match name:
+        case "put" | "put_many":
+            kinds = [kind for kind, _ in queue.components]
+            tensors = [torch.tensor(part, dtype=kind) for part, kind in zip(args, kinds, strict=True)]
+            tensors = [
+                t.reshape(0, *shape) if name == "put_many" and not t.numel() and shape else t
+                for t, (_, shape) in zip(tensors, queue.components, strict=True)
+            ]
+            element = tensors[0] if len(tensors) == 1 else tuple(tensors)
+            return (queue.enqueue if name == "put" else queue.enqueue_many)(element, **limit)
+        case "take":
+            return queue.dequeue(**limit)
+        case "take_many":
+            return queue.dequeue_many(*args, **limit)
+        case "take_up_to":
+            return queue.dequeue_up_to(*args, **limit)
+        case "size":
+            return queue.size()
+        case "close" | "cancel":
+            return queue.close(cancel_pending_enqueues=name == "cancel", **limit)
+
+
+def ours(name: str, *, recorded: bool) -> list[Any]:
+    """The outcomes of a scenario with our queues, each call recorded and run, or at once."""
+    about, steps = SCENARIOS[name]
+    try:
+        queue = made(about)
+    except InvalidArgument:
+        return ["InvalidArgument"]
+
+    def call(method: str, *args: Any, timeout: float) -> Any:
+        try:
+            if not recorded:
+                return lists(called(queue, method, args, timeout))
+            with tfnb.record() as graph:
+                fetch = called(queue, method, args, None)
+            return lists(tfnb.Session(graph).run(fetch, timeout=timeout))
+        except TfnbError as error:
+            return next(kind.__name__ for kind in CODES if isinstance(error, kind))
+
+    begun: set[Any] = set()
+
+    def settle(thread: threading.Thread) -> None:
+        """Until a new attempt stands in its line, or the call is over."""
+        end = time.monotonic() + 60
+        while not (new := standing(queue) - begun) and thread.is_alive():
+            assert time.monotonic() < end
+            time.sleep(0.002)
+        begun.update(new)
+
+    return Player(call, settle).play(steps)
+
+
+def standing(queue: Any) -> set[Any]:
+    """The attempts that wait in a queue."""
+    return set() if queue.fifo is None else {attempt for line in queue.fifo.lines.values() for attempt in list(line)}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_scenario_ends_as_tensorflow_recorded(name: str) -> None:
+    expected = OURS[name][0] if name in OURS else ANSWERS[name]
+    assert ours(name, recorded=False) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_scenario_in_graphs_ends_as_tensorflow_recorded(name: str) -> None:
+    assert ours(name, recorded=True) == (OURS[name][0] if name in OURS else ANSWERS[name])
+
+
+def test_every_scenario_has_an_answer_and_no_difference_is_left_over() -> None:
+    assert set(ANSWERS) == set(SCENARIOS) and all(OURS[name][0] != ANSWERS[name] for name in OURS)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PEERS.exists(), reason="make bench-peers installs TensorFlow")
+def test_the_recorded_answers_are_tensorflows() -> None:
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = subprocess.run(
+        [PEERS, HERE / "queue_scenarios.py"], capture_output=True, text=True, timeout=280, check=True, env=environment
+    )
+    assert json.loads(done.stdout) == ANSWERS
