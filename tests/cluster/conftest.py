@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,14 +25,6 @@ from tfnb.cluster.driver import Cluster, batches
 from tfnb.execution import Program, lower
 
 WORKERS = 4
-LEAKS = "ignore:Exception ignored in. <socket:pytest.PytestUnraisableExceptionWarning"  # connections that Dask gave up
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A socket that Dask's connector forgot while a worker started or died is no failure of a test here."""
-    for item in items:
-        if item.path.parent == Path(__file__).parent:
-            item.add_marker(pytest.mark.filterwarnings(LEAKS))
 
 
 @pytest.fixture(scope="session")
@@ -63,7 +54,7 @@ def _imported(*modules: str) -> Iterator[None]:
 
 def workers(client: Client, least: int) -> int:
     """How many workers answer, as soon as there are ``least``: a killed one has its successor some seconds later."""
-    end = time.monotonic() + 90
+    end = time.monotonic() + 180
     while True:
         found = len(client.run(lambda: 0, on_error="ignore"))
         if found >= least:
@@ -78,7 +69,7 @@ def connect(dask: Client) -> Iterator[Callable[..., Cluster]]:
     made: list[Cluster] = []
 
     def connect(tasks: int = 3) -> Cluster:
-        made.append(tfnb.connect(dask, ps=workers(dask, WORKERS) - tasks, timeout=60))
+        made.append(tfnb.connect(dask, ps=workers(dask, WORKERS) - tasks, timeout=180))
         assert len(made[-1].tasks) == tasks
         return made[-1]
 
@@ -94,6 +85,11 @@ def nobody_joins(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cluster connected later sees no worker that comes, and waits for none."""
     monkeypatch.setattr("tfnb.cluster.supervisor.LOOK", 3600.0)
     monkeypatch.setattr("tfnb.cluster.engine.REPLACED_WITHIN", 0.0)
+
+
+def stats(cluster: Cluster) -> list[dict[str, Any]]:
+    """What each server says of itself."""
+    return list(cluster._do("stat", 60, cluster._engine.stats, 60.0).values())
 
 
 @dataclass

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tfnb
+from tests.cluster.conftest import close_to, stats
 from tfnb.cluster import connected
 from tfnb.cluster.joins import join, joins
 from tfnb.errors import (
@@ -34,10 +35,6 @@ OPTIMIZERS = {
     "momentum": lambda: tfnb.train.SGD(0.1, momentum=0.9),
     "adam": lambda: tfnb.train.Adam(1e-2),
 }
-
-
-def close_to(a, b, rtol=1e-6):
-    return all(bool(((x - y).abs() <= rtol * (1.0 + y.abs())).all()) for x, y in zip(a, b, strict=True))
 
 
 @pytest.mark.parametrize("tasks", [1, 2, 3])
@@ -193,8 +190,8 @@ def test_async_trains_and_applies_each_batch_once(connect, problem):
     cluster = connect(3)
     seen = [step for step, _ in cluster.train(p.program, p.batches(90), mode="async")]
     assert seen == list(range(1, 91))
-    stats = cluster._do("stat", 5, cluster._engine.stats, 5.0)
-    assert sum(s["applied"] for s in stats.values()) == 90 + len(stats), "one push for each batch, one creation"
+    held = stats(cluster)
+    assert sum(s["applied"] for s in held) == 90 + len(held), "one push for each batch, one creation"
     assert float(p.local(1, size=12)[1][0]) < losses[0]
     assert close_to(p.values(), states[-1], rtol=0.1), "staleness changes little at this rate"
 
@@ -317,7 +314,7 @@ def test_a_step_that_passes_its_deadline(connect, problem):
     with pytest.raises(DeadlineExceeded):
         for _ in cluster.train(p.program, slow(), timeout=0.3):
             pass
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < 100
     step = cluster.step
     assert close_to(p.values(), [v.value() for v in p.graph.variables])
     list(cluster.train(p.program, p.batches(1)))
@@ -338,7 +335,7 @@ def test_bad_arguments_of_connect(arguments, kind):
     begin = time.monotonic()
     with pytest.raises(kind):
         tfnb.connect(**arguments)
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < 100
     assert connected.connected() is None
 
 
@@ -363,7 +360,7 @@ def test_an_address_where_nothing_listens(problem):
     begin = time.monotonic()
     with pytest.raises(Unavailable, match=r"127\.0\.0\.1:9 within [0-9.]+ s"):
         tfnb.connect("tcp://127.0.0.1:9", timeout=2)
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < 100
     assert connected.connected() is None
     p = problem()
     assert tfnb.run(p.loss, {p.feeds[0]: p.data, p.feeds[1]: p.labels}) > 0, "the notebook goes on"
@@ -388,7 +385,7 @@ def test_unknown_modes_are_named(connect, problem):
 def test_pull_of_a_key_that_no_server_has(connect):
     cluster = connect(2)
     with pytest.raises(NotFound):
-        cluster._do("pull", 5, cluster._engine.pull, {0: ["nothing"]})
+        cluster._do("pull", 60, cluster._engine.pull, {0: ["nothing"]})
 
 
 def test_a_variable_of_another_cluster(connect, problem):

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import tfnb
+from tests.cluster.conftest import stats
 from tfnb.errors import DeadlineExceeded, NonFiniteGradient, WorkerLost
 
 
@@ -42,8 +43,7 @@ class Counters:
 
 def served(cluster):
     """How many batches each server applied."""
-    stats = cluster._do("stat", 5, cluster._engine.stats, 5.0)
-    return [stat["version"] - 1 for stat in stats.values()]  # one creation
+    return [stat["version"] - 1 for stat in stats(cluster)]  # one creation
 
 
 @pytest.mark.parametrize(

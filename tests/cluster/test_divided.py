@@ -11,7 +11,7 @@ import torch
 
 import tfnb
 import tfnb.placement.shards as shards_module
-from tests.cluster.conftest import close_to
+from tests.cluster.conftest import close_to, stats
 from tfnb.errors import AlreadyExists
 
 
@@ -23,10 +23,6 @@ def small(monkeypatch):
 
 def divided(cluster):
     return [pieces for pieces in cluster._held.homes.values() if pieces[0].rows is not None]
-
-
-def stats(cluster):
-    return list(cluster._do("stat", 5, cluster._engine.stats, 5.0).values())
 
 
 @pytest.mark.parametrize("tasks", [1, 2])
@@ -122,9 +118,9 @@ def test_where_one_piece_cannot_be_made_nothing_is(connect):
     with tfnb.record("two"):
         total = v.read().sum()
     taken = {f"{v.key}@1": torch.zeros(1)}
-    cluster._do("create", 5, cluster._engine.create, 1, taken)
+    cluster._do("create", 60, cluster._engine.create, 1, taken)
     with pytest.raises(AlreadyExists):
         tfnb.run(total)
     assert v.home is None and [s["variables"] for s in stats(cluster)] == [0, 1]
-    cluster._do("drop", 5, cluster._engine.drop, {1: list(taken)})
+    cluster._do("drop", 60, cluster._engine.drop, {1: list(taken)})
     assert tfnb.run(total) == 120

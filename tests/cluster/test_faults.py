@@ -21,12 +21,9 @@ import torch
 from dask import config as dask_config
 
 import tfnb
+from tests.cluster.conftest import close_to, stats
 from tfnb.cluster import connected
 from tfnb.errors import ParameterServerLost, Unavailable, WorkerLost
-
-
-def close_to(a, b, rtol=1e-6):
-    return all(bool(((x - y).abs() <= rtol * (1.0 + y.abs())).all()) for x, y in zip(a, b, strict=True))
 
 
 def kill(member, how=signal.SIGKILL):
@@ -80,8 +77,8 @@ def test_c61_async_training_goes_on_and_each_batch_counts_once(connect, problem)
     cluster = connect(3)
     seen = train(cluster, p, p.batches(60), 10, lambda: kill(cluster._engine.tasks[2]), mode="async")
     assert seen == list(range(1, 61))
-    stats = cluster._do("stat", 5, cluster._engine.stats, 5.0)
-    assert sum(s["applied"] for s in stats.values()) == 60 + len(stats)
+    held = stats(cluster)
+    assert sum(s["applied"] for s in held) == 60 + len(held)
 
 
 def test_a_stopped_compute_task_is_left_behind(connect, problem):
@@ -132,7 +129,7 @@ def test_c63_row2_a_lost_server_is_an_error_soon(connect, problem, how):
     try:
         with pytest.raises(ParameterServerLost) as caught:
             train(cluster, p, p.batches(2000), 20, strike)
-        assert time.monotonic() - fault[0] < 30  # 10 on a quiet machine
+        assert time.monotonic() - fault[0] < 100  # 10 on a quiet machine
     finally:
         if how == signal.SIGSTOP:
             kill(member, signal.SIGCONT)
@@ -159,7 +156,7 @@ def test_a_server_lost_between_two_calls(connect, problem):
     begin = time.monotonic()
     with pytest.raises(ParameterServerLost):
         cluster.run(p.program, p.batch(3, 12))
-    assert time.monotonic() - begin < 30  # 10 on a quiet machine
+    assert time.monotonic() - begin < 100  # 10 on a quiet machine
     assert close_to(p.values(), states[3])
 
 
@@ -253,7 +250,7 @@ def interrupts(connect, p, times, mode):
                 assert close_to(p.values(), states[done]), f"not a whole number of steps: {done}"
             assert close_to(p.values(), [v.value() for v in p.graph.variables], 0.0)
             assert tfnb.run(p.loss, dict(zip(p.feeds, (p.data, p.labels), strict=True))) > 0
-            assert time.monotonic() - begin < 30, "the next cell works"
+            assert time.monotonic() - begin < 100, "the next cell works"
     return hit
 
 

@@ -8,6 +8,7 @@ import time
 import torch
 
 import tfnb
+from tests.cluster.conftest import stats
 
 COUNT = 3_000_000  # 12 MB: sending it takes longer than writing it
 
@@ -59,5 +60,4 @@ def test_what_was_sent_is_let_go_so_that_the_next_write_stays_in_place(connect):
     for _ in range(6):
         tfnb.run(train, {x: torch.ones(1)})
     assert w.value().unique().tolist() == [-6]
-    stats = cluster._do("stat", 5, cluster._engine.stats, 5.0)
-    assert [s["spare"] for s in stats.values()] == [0, 0], "no step needed another generation"
+    assert [s["spare"] for s in stats(cluster)] == [0, 0], "no step needed another generation"

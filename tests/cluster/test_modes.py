@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import tfnb
+from tests.cluster.conftest import stats
 from tests.cluster.test_cuts import Counters
 from tests.cluster.test_resident import ROWS, counts
 from tfnb.errors import InvalidArgument
@@ -20,7 +21,7 @@ PATIENCE = 60.0
 
 def version(cluster):
     """How many writes the first server has seen."""
-    return max(stat["version"] for stat in cluster._do("stat", 5, cluster._engine.stats, 5.0).values())
+    return max(stat["version"] for stat in stats(cluster))
 
 
 def until(is_so, seconds=PATIENCE):
@@ -80,7 +81,7 @@ def test_c57_a_slow_task_holds_no_step_up_and_what_it_computes_late_is_dropped(c
     assert c.counts() == [float(done.steps)] * 2
     late = sum(member.late for member in cluster._engine.tasks)
     assert late > 0 and "too late to count" in str(cluster.status())
-    assert all(stat["staged"] == 0 for stat in cluster._do("stat", 5, cluster._engine.stats, 5.0).values())
+    assert all(stat["staged"] == 0 for stat in stats(cluster))
 
 
 def test_c55_nobody_gets_further_ahead_of_a_halted_task_than_asked(connect):

@@ -39,8 +39,8 @@ def test_what_runs_on_a_task_stops_at_the_deadline(connect):
     begin = time.monotonic()
     with pytest.raises(DeadlineExceeded):
         tfnb.run(x, {n: 10**9}, timeout=1)
-    assert tfnb.run(x, {n: 5}, timeout=30).shape == (3,), "the next call is served"
-    assert time.monotonic() - begin < 30  # the loop would take hours
+    assert tfnb.run(x, {n: 5}, timeout=100).shape == (3,), "the next call is served"
+    assert time.monotonic() - begin < 100  # the loop would take hours
     assert [member.info["pid"] for member in own._engine.tasks] == pids, "in the same process"
 
 
@@ -49,13 +49,13 @@ def test_ctrl_c_stops_what_runs_on_a_task(connect):
     n, x = endless()
     tfnb.run(x, {n: 5})
     timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
     with pytest.raises(KeyboardInterrupt):
+        timer.start()
         tfnb.run(x, {n: 10**9})
     timer.join()
     begin = time.monotonic()
     assert tfnb.run(x, {n: 5}).shape == (3,)
-    assert time.monotonic() - begin < 30, "the next cell works"
+    assert time.monotonic() - begin < 100, "the next cell works"
 
 
 @pytest.mark.slow
@@ -96,10 +96,10 @@ def test_fit_ends_when_no_task_is_left(connect, problem, mode, when, nobody_join
 
     if when == "before":
         strike()
-        end = time.monotonic() + 60
+        end = time.monotonic() + 100
         while cluster.tasks and time.monotonic() < end:
             time.sleep(0.05)
     begin = time.monotonic()
     with pytest.raises(WorkerLost, match="no compute task is left"):
         tfnb.fit(p.train, batches(), mode=mode)
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < 100

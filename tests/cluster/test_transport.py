@@ -29,7 +29,7 @@ from tfnb.errors import (
 )  # fmt: skip
 
 ROOM = Path(tfnb.cluster.__file__).parent
-BUSY = 15.0  # seconds that a busy machine may add to any call
+BUSY = 60.0  # seconds that a busy machine may add to any call
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def link(connect):
     return cluster._link, cluster._engine
 
 
-def call(link, peer, method, *args, seconds=10.0, epoch=1, **kwargs):
+def call(link, peer, method, *args, seconds=60.0, epoch=1, **kwargs):
     """A blocking call."""
 
     async def work():
@@ -89,7 +89,7 @@ def test_bytes_that_are_no_message_cost_an_error_and_the_task_lives(link):
         )
         return transport._outcome(reply, 1 << 20)
 
-    assert link.wait(link.start(nonsense), 5, "nonsense").tag == "ProtocolError"
+    assert link.wait(link.start(nonsense), 60, "nonsense").tag == "ProtocolError"
     assert isinstance(call(link, peer, "ping"), Ok)
 
 
@@ -107,7 +107,7 @@ def test_c4_a_suspect_address_is_not_dialled_again(link):
     nobody = Peer("tcp://127.0.0.1:9", "key", 1)
     call(link, nobody, "ping", seconds=0.2)
     begin = time.monotonic()
-    assert "not dialled" in call(link, nobody, "ping", seconds=30.0).message
+    assert "not dialled" in call(link, nobody, "ping", seconds=200.0).message
     assert time.monotonic() - begin < BUSY
     peer = engine.tasks[0].peer
     link.suspect.add(peer.addr)
@@ -123,8 +123,8 @@ def test_c3_a_stopped_task_is_unknown_and_answers_late_ones_to_nobody(link):
     os.kill(member.info["pid"], signal.SIGSTOP)
     try:
         begin = time.monotonic()
-        outcomes = [call(link, member.peer, "ping", seconds=0.4) for _ in range(2)]
-        assert time.monotonic() - begin < 2 * 0.4 + BUSY
+        outcomes = [call(link, member.peer, "ping", seconds=1.5) for _ in range(2)]
+        assert time.monotonic() - begin < 2 * 1.5 + BUSY
         assert isinstance(outcomes[0], Unknown)
         assert all(isinstance(outcome, Unknown | NotSent) for outcome in outcomes)
     finally:
@@ -152,7 +152,6 @@ def test_waiting_sees_a_deadline_and_the_work_goes_on(link):
 
 def test_waiting_sees_ctrl_c_and_the_link_stays_usable(link):
     link, engine = link
-    threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     free = threading.Event()
 
     async def slow():
@@ -161,6 +160,7 @@ def test_waiting_sees_ctrl_c_and_the_link_stays_usable(link):
 
     try:
         with pytest.raises(KeyboardInterrupt):
+            threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
             link.wait(link.start(slow), 60, "slow work")
     finally:
         free.set()
@@ -174,7 +174,7 @@ def test_an_error_in_the_work_is_raised_where_it_is_awaited(link):
         raise ShapeError("no")
 
     with pytest.raises(ShapeError):
-        link.wait(link.start(bad), 5, "bad")
+        link.wait(link.start(bad), 60, "bad")
 
 
 # -- pure rules ------------------------------------------------------------------------------------------------

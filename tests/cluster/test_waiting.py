@@ -379,7 +379,7 @@ def test_requests_wait_inside_of_a_real_server(connect, problem):
     assert sorted(float(handle.result(20).tensors[0]) for handle in taken) == [0, 1, 2]
     begin = time.monotonic()
     assert now("dequeue", {"key": "q"}, (), 1.0) == Unknown(f"{peer.addr} did not answer by the deadline")
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < 100
     assert now("stat", {}).meta["waiting"] == 1, "its place is kept for a while"
 
 

@@ -132,7 +132,7 @@ def test_a_loop_that_does_not_end_is_stopped_and_the_next_run_is_right() -> None
     begun = time.monotonic()
     with pytest.raises(DeadlineExceeded):
         session.run(i, {n: 1, k: 0}, timeout=0.3)
-    assert time.monotonic() - begun < 30  # it would never end
+    assert time.monotonic() - begun < 100  # it would never end
     timer = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
     with pytest.raises(KeyboardInterrupt):
         timer.start()
