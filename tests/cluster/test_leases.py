@@ -93,6 +93,24 @@ def test_the_rest_of_a_dead_tasks_pieces_is_lent_again_under_its_numbers():
     assert play(machine, Progress(0, lost.number, 3)) == [], "what it sends late means nothing"
 
 
+def test_a_step_that_kills_each_task_stops_training_and_one_that_is_merely_hit_does_not():
+    machine = leases(tasks=range(5))
+    play(machine, *(Offer("ab", task) for task in range(5)))
+    play(machine, *(e.Lost(task) for task in range(4)))
+    assert machine.cause is None, "each of them over a step of its own"
+    machine = leases(tasks=[0], patience=60.0)
+    (give,) = play(machine, Offer("ab"))
+    for task in (1, 2):
+        (give,) = play(machine, e.Lost(task - 1), e.Joined(task))
+        assert give.piece.steps == "ab"
+    (give,) = play(machine, Progress(2, give.piece.number, 1), e.Lost(2), e.Joined(3))[1:]
+    assert give.piece.steps == "b", "its first step got through"
+    play(machine, e.Lost(3), e.Joined(4))
+    (count,) = play(machine, e.Lost(4))
+    assert isinstance(count, Count)
+    assert isinstance(machine.cause, e.TasksLost) and "seems to kill" in machine.cause.message
+
+
 def test_a_task_whose_loop_broke_goes_on_with_another_stream():
     machine = leases(tasks=[0])
     (give,) = play(machine, Offer("ab"))

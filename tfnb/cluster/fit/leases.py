@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from tfnb.cluster import events as e
 from tfnb.cluster.messages import Failed
-from tfnb.cluster.plan import RETRIES
+from tfnb.cluster.plan import POISON, RETRIES
 
 AHEAD = 2  # pieces that a task has at a time
 SECONDS = 0.5  # that a piece should take
@@ -28,7 +28,8 @@ SMALLEST = 1
 class Piece:
     """Steps ``first`` and following of a stream. ``done``: of them, as far as the notebook has heard.
 
-    ``is_again``: a task was lost over it, so that some servers may have applied some of the rest.
+    ``is_again``: a task was lost over it, so that some servers may have applied some of the rest. ``lost``: how many
+    tasks in a row were lost over its next step.
     """
 
     number: int
@@ -37,6 +38,7 @@ class Piece:
     steps: Sequence[Any]
     done: int = 0
     is_again: bool = False
+    lost: int = 0
 
     @property
     def count(self) -> int:
@@ -45,7 +47,8 @@ class Piece:
 
     def rest(self, number: int) -> Piece:
         """What is not done, as a piece of its own."""
-        return Piece(number, self.stream, self.first + self.done, self.steps[self.done :], is_again=True)
+        lost = 0 if self.done else self.lost
+        return Piece(number, self.stream, self.first + self.done, self.steps[self.done :], is_again=True, lost=lost)
 
 
 # -- events, beside the shared ones ---------------------------------------------------------------------------
@@ -372,7 +375,12 @@ class Leases:
         self.tasks.remove(task)
         self.told.discard(task)
         self.paused.discard(task)
-        self._return(task)
+        rest = self._return(task)
+        if rest and self.state == "open":
+            rest[0].lost += 1
+            if rest[0].lost >= POISON:
+                text = f"{rest[0].lost} attempts of one step each lost a task: it seems to kill them"
+                return self._close(e.TasksLost(text))
         if not self.tasks and not (self.patience and self.state == "open"):
             return self._close(e.TasksLost())
         if not self.tasks:
@@ -390,7 +398,7 @@ class Leases:
         waking = self._continue() if self.state == "open" and not self.is_held else []
         return [*waking, *self._next(now)]
 
-    def _return(self, task: int) -> None:
+    def _return(self, task: int) -> list[Piece]:
         """What a task had is to be lent again, or found out about; what it gets later is of another stream."""
         rest = [piece.rest(next(self.numbers)) for piece in self.out.pop(task, ())]
         self.streams.pop(task, None)
@@ -398,6 +406,7 @@ class Leases:
             self.doubtful += rest
         else:
             self.again.extend(rest)
+        return rest
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
