@@ -16,7 +16,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from html import escape
-from itertools import chain
+from itertools import chain, count
 from operator import is_not
 from types import FrameType
 from typing import Any
@@ -174,28 +174,33 @@ def _there(
     first = next(each, None)
     if first is None:
         return
-    begun: deque[Batch] = deque()  # in asynchronous mode several at a time, and they end in any order
+    begun: dict[int, Batch] = {}  # by number: in asynchronous mode several at a time, and they end in any order
+    numbers, drawn = deque[int | None](), count()
 
     def rows() -> Iterator[tuple[Any, ...]]:
         for batch in chain([first], each):
             if len(batch.keys) != len(first.keys) or any(map(is_not, first.keys, batch.keys)):
                 raise InvalidArgument("on a cluster every feed dict has the same keys in the same order")
-            begun.append(batch)
+            begun[next(drawn)] = batch
             yield batch.values
 
-    with closing(session.train((fetch, watched), first.keys, rows(), timeout=run.timeout, **mode)) as steps:
+    with closing(
+        session.train((fetch, watched), first.keys, rows(), timeout=run.timeout, numbers=numbers, **mode)
+    ) as steps:
         for _, values in steps:
-            yield begun.popleft(), values
+            number = numbers.popleft()
+            yield first if number is None else begun.pop(number), values
 
 
 def _of_arrays(
     session: Session, fetches: Any, keys: tuple[Any, ...], rows: Arrays, total: int, run: _Run, mode: Mapping[str, Any]
 ) -> Taken:  # fmt: skip
     """The same for arrays, which tasks take their rows of by themselves."""
-    order = rows.order
-    with closing(session.train(fetches, keys, (rows, total), timeout=run.timeout, **mode)) as steps:
-        for at, (_, values) in enumerate(steps):
-            epoch, start, stop = order.place(at)
+    numbers = deque[int | None]()  # which step each result is of; None where its values are lost, too
+    with closing(session.train(fetches, keys, (rows, total), timeout=run.timeout, numbers=numbers, **mode)) as steps:
+        for _, values in steps:
+            number = numbers.popleft()
+            epoch, start, stop = rows.order.place(number or 0)
             yield Batch(epoch, keys, (), stop - start), values
 
 
@@ -226,20 +231,16 @@ class _Run:
         self._metrics, self._front = metrics, front
         self.code: Callable[[], str] = str  # which code runs the steps
         self._said = _PLAIN
-        self._epoch = 1
         self._start = self._looked = time.perf_counter()
         self._warned = 0
 
     def stepped(self, batch: Batch, values: Sequence[torch.Tensor]) -> None:
         """One more step is done."""
         __tracebackhide__ = True
-        if batch.epoch != self._epoch:
-            self._metrics.end_epoch(self._epoch, self.step)
-            self._epoch = batch.epoch
         self.step += 1
         self.is_inside = False
-        if not any(value is None for value in values):  # those of steps that a lost task told nobody of
-            self._metrics.add(self.step, batch.rows, values)
+        is_known = not any(value is None for value in values)  # else a lost task told nobody of them
+        self._metrics.add(self.step, batch.rows, values if is_known else (), batch.epoch)
         now = time.perf_counter()
         if now - self._looked >= SHOWN_EVERY:
             self._looked = now
@@ -281,8 +282,6 @@ class _Run:
 
     def finished(self) -> RunResult:
         """The end as planned."""
-        if self.step:
-            self._metrics.end_epoch(self._epoch, self.step)
         self._read()
         self._say_who_came()
         seconds = time.perf_counter() - self._start

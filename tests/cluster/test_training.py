@@ -48,10 +48,11 @@ def listening(tasks, mode="sync", ways=("mean",)):
 
 
 def batches(count):
-    return [SimpleNamespace(tensors=(), rows=2, run_index=i, split=()) for i in range(count)]
+    return [SimpleNamespace(tensors=(), rows=2, run_index=i, split=(), number=i) for i in range(count)]
 
 
 def values(training):
+    assert all(v.numbers is None or len(v.numbers) == v.steps for v in training.results)
     return [(v.steps, None if v.each is None else v.each[0].tolist()) for v in training.results]
 
 
@@ -73,7 +74,7 @@ def test_what_was_told_of_a_finished_piece_is_kept_no_longer(mode):
         training.feed(Offer(batches(2)))
         piece = training.machine.out[0] if mode == "sync" else training.machine.out[0][0]
         tell(0, piece.number, 0, 2, 2, 1.0, 1)
-    assert len(training.results) == 5 and not training._heard
+    assert len(training.results) == 5 and not training._heard and not training._steps_of
 
 
 def test_a_value_whose_rows_lie_on_another_axis(connect):
@@ -104,3 +105,20 @@ def test_an_error_in_the_notebook_s_side_of_a_training_ends_it(connect, monkeypa
             tfnb.fit(c.train, {c.x: torch.ones(400)}, steps=10_000, batch_size=4, mode=mode, timeout=90)
     assert len(set(c.counts())) == 1, "all servers are at one step"
     assert tfnb.fit(c.train, {c.x: torch.ones(400)}, steps=20, batch_size=4, mode=mode).steps == 20
+
+
+@pytest.mark.parametrize("is_drawn", [False, True], ids=["arrays", "drawn"])
+@pytest.mark.parametrize("options", [{"mode": "sync"}, {"mode": "async"}, {"mode": "bounded", "staleness": 1}])
+def test_epoch_means_are_over_the_rows_of_the_epoch_whatever_task_is_quicker(connect, options, is_drawn):
+    data = torch.arange(26, dtype=torch.float64).reshape(13, 2) ** 2
+    w = tfnb.Variable(torch.zeros(2, dtype=torch.float64), name="w")
+    with tfnb.record("means"):
+        x = tfnb.placeholder(data[:4], name="x")
+        seen = x.mean()
+        train = tfnb.train.SGD(0.1).minimize((x * w.read()).mean())
+    connect(2)
+    rows = [{x: data[:12]}, {x: data[12:]}] if is_drawn else {x: data}
+    sizes = {} if is_drawn else {"batch_size": 12}
+    done = tfnb.fit(train, rows, epochs=8, shuffle=False, watch={"seen": seen}, **sizes, **options)
+    assert [entry["epoch"] for entry in done.history] == list(range(1, 9)) and done.steps == 16
+    assert [entry["seen"] for entry in done.history] == pytest.approx([data.mean().item()] * 8, rel=1e-12)

@@ -15,11 +15,24 @@ def test_epoch_means_are_weighted_by_rows():
     metrics = Metrics(["a", "b"])
     metrics.add(1, 3, [torch.tensor(1.0), torch.tensor(10)])
     metrics.add(2, 1, [torch.tensor(5.0), torch.tensor(20)])
-    metrics.end_epoch(1, 2)
-    metrics.add(3, 2, [torch.tensor(7.0), torch.tensor([30])])
-    metrics.end_epoch(2, 3)
+    metrics.add(3, 2, [torch.tensor(7.0), torch.tensor([30])], epoch=2)
+    metrics.read()
     first, second = {"epoch": 1, "step": 2, "a": 2.0, "b": 12.5}, {"epoch": 2, "step": 3, "a": 7.0, "b": 30.0}
     assert metrics.history == [first, second]
+
+
+def test_steps_of_several_epochs_come_in_any_order():
+    metrics = Metrics(["a"])
+    for step, (rows, value, epoch) in enumerate([(3, 1.0, 1), (3, 8.0, 2), (1, 5.0, 1), (1, 4.0, 2), (3, 0.5, 3)], 1):
+        metrics.add(step, rows, [torch.tensor(value)], epoch)
+        if step == 2:
+            metrics.read()
+            assert metrics.means() == {"a": 8.0}
+    metrics.add(6, 3, (), 3)
+    metrics.read()
+    assert metrics.history == [
+        {"epoch": 1, "step": 3, "a": 2.0}, {"epoch": 2, "step": 4, "a": 7.0}, {"epoch": 3, "step": 6, "a": 0.5},
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("steps", [1, POINTS, POINTS + 1, 2 * AT_ONCE + 7, 4 * POINTS + 3])
@@ -27,7 +40,7 @@ def test_curve_is_short_and_ends_with_the_last_step(steps):
     metrics = Metrics(["a"])
     for step in range(1, steps + 1):
         metrics.add(step, 1, [torch.tensor(float(step))])
-    metrics.end_epoch(1, steps)
+    metrics.read()
     curve = metrics.curve()
     assert len(curve) <= POINTS and curve[-1]["step"] == steps
     assert metrics.history[0]["a"] == (steps + 1) / 2
@@ -48,5 +61,5 @@ def test_first_value_that_is_not_finite_is_kept_by_name():
 def test_nothing_watched_costs_nothing():
     metrics = Metrics([])
     metrics.add(1, 1, ())
-    metrics.end_epoch(1, 1)
+    metrics.read()
     assert (metrics.history, metrics.curve(), metrics.means()) == ([{"epoch": 1, "step": 1}], [], {})

@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import Any, TypeVar
@@ -244,6 +244,7 @@ class Cluster:
     def train(
         self, step: StepGraph, source: Ahead | Iterable[Batch], *, mode: str = "sync", backup: int = 0,
         staleness: int | None = None, timeout: float | None = None, one_by_one: str = "",
+        numbers: deque[int | None] | None = None,
     ) -> Generator[tuple[int, list[Any]], None, None]:  # fmt: skip
         """Train data-parallel over the compute tasks; yields (step, fetched values) as batches are applied.
 
@@ -252,7 +253,9 @@ class Cluster:
         async: each task works on whole batches of its own. bounded: likewise, at most ``staleness`` steps ahead of the
         slowest one. Tasks work ahead of what is yielded. Close the generator (or
         exhaust it): local storages then show the values of the last step, also after Ctrl-C. ``timeout``: seconds for
-        all of it. ``one_by_one``: why the notebook has to see every step before the next one begins.
+        all of it. ``one_by_one``: why the notebook has to see every step before the next one begins. ``numbers`` gets
+        the number, from 0, of each step that is yielded: asynchronous tasks end theirs in any order. It gets None where
+        a lost task told nobody which step that was.
         """
         if mode not in MODES:
             raise Unimplemented(f"mode={mode!r}: this version trains with {' and '.join(map(repr, MODES))}")
@@ -273,7 +276,12 @@ class Cluster:
             warnings.warn(text, stacklevel=user_level(None))
         is_stepwise = why or not placed.writes
         how = Mode(mode, backup, staleness)
-        steps = self._stepwise(step, source, end) if is_stepwise else self._looping(step, source, how, end, timeout)
+        told = deque[int | None](maxlen=1) if numbers is None else numbers
+        steps = (
+            self._stepwise(step, source, end, told)
+            if is_stepwise
+            else self._looping(step, source, how, end, timeout, told)
+        )
         try:
             for item in steps:
                 yield item
@@ -284,7 +292,7 @@ class Cluster:
                 self._show()
 
     def _stepwise(
-        self, step: StepGraph, source: Ahead | Iterable[Batch], end: float | None
+        self, step: StepGraph, source: Ahead | Iterable[Batch], end: float | None, numbers: deque[int | None]
     ) -> Generator[Any, None, None]:
         """Every step driven from here, for what no loop of a task can do by itself."""
         placed = self._place(step, parallel=True)
@@ -302,6 +310,7 @@ class Cluster:
             for i, at in enumerate(placed.after_fetched):
                 if at is not None:
                     joined[i] = after[at]
+            numbers.append(batch.number)
             yield self._engine.step, joined
 
     def _left(self, end: float | None) -> float | None:
@@ -314,8 +323,9 @@ class Cluster:
         return left
 
     def _looping(
-        self, step: StepGraph, source: Ahead | Iterable[Batch], mode: Mode, end: float | None, timeout: float | None
-    ) -> Generator[Any, None, None]:
+        self, step: StepGraph, source: Ahead | Iterable[Batch], mode: Mode, end: float | None, timeout: float | None,
+        numbers: deque[int | None],
+    ) -> Generator[Any, None, None]:  # fmt: skip
         """The tasks loop by themselves; from here they are lent pieces of the data ahead of need."""
         engine = self._engine
         placed, left, before = self._place(step, parallel=True), self._left(end), engine.step
@@ -328,8 +338,9 @@ class Cluster:
             nonlocal before
             patience = None if end is None else max(0.0, end - time.monotonic()) + SETTLE
             for values in self._do("training", patience, training.exchange, offers, pieces.is_spent, drain):
-                for each in _unstacked(values):
+                for each, number in zip(_unstacked(values), values.numbers or repeat(None), strict=False):
                     before += 1
+                    numbers.append(number)
                     yield before, _picked(placed.fetched, each)
 
         try:
@@ -641,10 +652,10 @@ def varying(step: StepGraph) -> list[bool]:
 def batches(step: StepGraph, rows: Iterable[tuple[Sequence[torch.Tensor], int]]) -> Iterator[Batch]:
     """Batches of (tensors, run index): every feed with a varying axis 0 of the batch's length is divided."""
     varies = varying(step)
-    for tensors, run_index in rows:
+    for number, (tensors, run_index) in enumerate(rows):
         lengths = {len(t) for t, free in zip(tensors, varies, strict=True) if free}
         count = max(lengths, default=0)
         cut = tuple(free and len(t) == count for t, free in zip(tensors, varies, strict=True))
         if count == 0 and lengths:
             raise InvalidArgument("a batch of no rows")
-        yield Batch(tuple(tensors), run_index, count or None, cut)
+        yield Batch(tuple(tensors), run_index, count or None, cut, number)

@@ -46,12 +46,16 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Feeds of one step, in the order of the program's feeds; ``split``: which of them have the batch's ``rows``."""
+    """Feeds of one step, in the order of the program's feeds; ``split``: which of them have the batch's ``rows``.
+
+    ``number``: of the step among those of its training, from 0.
+    """
 
     tensors: tuple[torch.Tensor, ...]
     run_index: int
     rows: int | None = None
     split: tuple[bool, ...] = ()
+    number: int = 0
 
     def part(self, start: int, stop: int) -> list[torch.Tensor]:
         """The feeds of the worker that gets rows ``start`` to ``stop``."""

@@ -30,25 +30,28 @@ class Metrics:
     >>> m = Metrics(["loss"])
     >>> m.add(1, 30, [torch.tensor(1.0)])
     >>> m.add(2, 10, [torch.tensor(5.0)])
-    >>> m.end_epoch(1, 2)
+    >>> m.read()
     >>> m.history, m.curve()
     ([{'epoch': 1, 'step': 2, 'loss': 2.0}], [{'step': 1, 'loss': 1.0}, {'step': 2, 'loss': 5.0}])
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
-        self.history: list[dict[str, Any]] = []
         self.bad: list[Bad] = []
-        self._fresh: list[tuple[int, int, Sequence[torch.Tensor]]] = []  # step, rows, values
-        self._sums = [0.0] * len(self.names)
-        self._rows = 0
+        self._fresh: list[tuple[int, int, Sequence[torch.Tensor], int]] = []  # step, rows, values, epoch
+        self._ends: dict[int, int] = {}  # of each epoch its last step so far
+        self._totals: dict[int, list[float]] = {}  # of each epoch the rows, and for each name the sum over them
         self._windows: list[tuple[int, int, list[float]]] = []  # last step, steps, sums
         self._width = 1
 
-    def add(self, step: int, rows: int, values: Sequence[torch.Tensor]) -> None:
-        """The values of one step over so many rows, one scalar for each name."""
+    def add(self, step: int, rows: int, values: Sequence[torch.Tensor], epoch: int = 1) -> None:
+        """The values of one step over so many rows, one scalar for each name; none where nobody knows them.
+
+        Steps of several epochs may come in any order, as those of asynchronous tasks do.
+        """
+        self._ends[epoch] = step
         if values:
-            self._fresh.append((step, rows, values))
+            self._fresh.append((step, rows, values, epoch))
             if len(self._fresh) >= AT_ONCE:
                 self.read()
 
@@ -56,29 +59,33 @@ class Metrics:
         """Turn what was added into numbers."""
         if not self._fresh:
             return
-        steps, rows, values = zip(*self._fresh, strict=True)
+        steps, rows, values, epochs = zip(*self._fresh, strict=True)
         self._fresh.clear()
         numbers = _numbers([value for each in values for value in each])
         columns = [[float(x) for x in numbers[place :: len(self.names)]] for place in range(len(self.names))]
-        self._rows += sum(rows)
-        self._sums = [s + sum(map(mul, c, rows)) for s, c in zip(self._sums, columns, strict=True)]
+        places: dict[int, list[int]] = {}
+        for place, epoch in enumerate(epochs):
+            places.setdefault(epoch, []).append(place)
+        for epoch, mine in places.items():
+            weights = [rows[place] for place in mine]
+            new = [sum(weights), *(sum(map(mul, map(column.__getitem__, mine), weights)) for column in columns)]
+            old = self._totals.get(epoch, [0.0] * len(new))
+            self._totals[epoch] = [a + b for a, b in zip(old, new, strict=True)]
         self._note_bad(steps, columns)
         self._extend_windows(steps, columns)
 
     def means(self) -> dict[str, float]:
-        """The means over the epoch so far, or over the last one where the next has not begun."""
-        if not self._rows and self.history:
-            return {name: self.history[-1][name] for name in self.names}
-        return dict(zip(self.names, self._over_rows(), strict=True))
+        """The means over the last epoch of which something is read."""
+        return self._means_of(max(self._totals, default=0))
 
-    def _over_rows(self) -> list[float]:
-        return [total / self._rows if self._rows else math.nan for total in self._sums]
+    def _means_of(self, epoch: int) -> dict[str, float]:
+        rows, *sums = self._totals.get(epoch, [0.0] * (1 + len(self.names)))
+        return {name: total / rows if rows else math.nan for name, total in zip(self.names, sums, strict=True)}
 
-    def end_epoch(self, epoch: int, step: int) -> None:
-        """Add the means over the epoch that ends with ``step`` to the history."""
-        self.read()
-        self.history.append({"epoch": epoch, "step": step, **dict(zip(self.names, self._over_rows(), strict=True))})
-        self._sums, self._rows = [0.0] * len(self.names), 0
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """Of each epoch its last step, and the means over all that is read of it."""
+        return [{"epoch": epoch, "step": step, **self._means_of(epoch)} for epoch, step in sorted(self._ends.items())]
 
     def curve(self) -> list[dict[str, Any]]:
         """Means over windows of equal width."""

@@ -45,10 +45,14 @@ def _machine(mode: Mode, tasks: list[int], shards: Sequence[int], deadline: floa
 
 
 class Values(NamedTuple):
-    """Fetches of ``steps`` steps in a row, stacked (``each`` None: nobody knows them; an entry None: it has none)."""
+    """Fetches of ``steps`` steps in a row, stacked (``each`` None: nobody knows them; an entry None: it has none).
+
+    ``numbers``: of these steps in the training, from 0; None where nobody knows them.
+    """
 
     steps: int
     each: Sequence[torch.Tensor | None] | None
+    numbers: Sequence[int] | None = None
 
 
 class _Heard(NamedTuple):
@@ -92,6 +96,7 @@ class Training:
         self._name = f"{engine.link.client}-{next(engine.names)}"
         self._loops: dict[int, _Listening] = {}  # task -> its loop
         self._numbers = itertools.count()
+        self._steps_of: dict[int, Sequence[int]] = {}  # of each piece the numbers of its steps
         self._heard: dict[tuple[int, int], list[_Heard]] = {}  # piece and task
         self._sent: set[Member] = set()  # members that have the data
         self._streams: set[int] = set()
@@ -266,8 +271,11 @@ class Training:
             ]
             count = min([report.stop - at, *ends])
             is_whole = bool(known) and len(known) >= known[0].workers  # else a task was lost before it told its part
-            self.results.append(Values(count, self._joined(known, at, count) if is_whole else None))
+            each, numbers = self._joined(known, at, count) if is_whole else None, self._steps_of.get(report.number)
+            self.results.append(Values(count, each, None if numbers is None else numbers[at : at + count]))
             at += count
+        if report.stop == len(self._steps_of.get(report.number, ())):
+            del self._steps_of[report.number]
         for task in report.tasks:
             if self._found(report.number, task, report.stop) is None:
                 self._heard.pop((report.number, task), None)
@@ -316,10 +324,12 @@ class Training:
             "order": None, "steps": None, "run": 0,
         }  # fmt: skip
         if isinstance(self.data, Ahead):
+            self._steps_of[piece.number] = piece.steps
             start = piece.steps[0]
             meta |= {"order": list(self.data.order), "steps": start, "run": self.data.run_index + start}
             return self._lent(task, loop, meta, [])
         batches: Sequence[Batch] = piece.steps
+        self._steps_of[piece.number] = [batch.number for batch in batches]
         meta["batches"] = [[len(b.tensors), b.rows or 0, b.run_index, list(b.split)] for b in batches]
         return self._lent(task, loop, meta, [tensor for batch in batches for tensor in batch.tensors])
 
