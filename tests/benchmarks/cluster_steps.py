@@ -4,9 +4,9 @@ The 784-128-10 network, batch 32, 2 compute tasks, 1 server, one Dask cluster of
 plain actors are what one writes in an afternoon: a server with `pull` and `push`, and workers that loop by themselves
 on data they hold; no ledger, no fence, no deadline, nobody who counts. Results are compared before anything is timed.
 
-Printed for each mode: milliseconds of a step, ratio to the plain actors, processor milliseconds of all processes for a
-step. Then the share of a core that the notebook's process takes in a longer training, and while it is idle: Dask's
-scheduler lives in it.
+Ours runs with direct streams and without them. Printed for each mode: milliseconds of a step, processor milliseconds of
+all processes for a step, and ratios. Then the share of a core that the notebook's process takes in a longer training,
+and while it is idle: Dask's scheduler lives in it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch import nn
 
 import tfnb
 from tests.benchmarks.models import mlp
+from tfnb.cluster import streams
 
 BATCH, ROWS, TASKS, RATE = 32, 3200, 2, 0.05
 
@@ -153,12 +154,19 @@ def main() -> None:
             for _ in range(rounds):
                 for mode in ("sync", "async"):
                     found.setdefault(f"plain {mode}", []).append(measured(lambda n, m=mode: plain.train(n, m), steps))
-                    found.setdefault(f"tfnb {mode}", []).append(measured(lambda n, m=mode: ours(n, m), steps))
+                    for name, is_on in (("no streams", False), ("tfnb", True)):
+                        client.run(switch, is_on)
+                        found.setdefault(f"{name} {mode}", []).append(measured(lambda n, m=mode: ours(n, m), steps))
             long = {mode: measured(lambda n, m=mode: ours(n, m), 10 * steps) for mode in ("sync", "async")}
             usage = Usage()
             time.sleep(5)
             idle = usage.since()[1] / 5 * 100
     report(found, long, idle)
+
+
+def switch(is_on: bool) -> None:
+    """On a worker: whether direct streams carry the messages of a step."""
+    streams.is_on = is_on
 
 
 def check(model: nn.Module, begin: list[torch.Tensor], ours: Callable[..., Any], plain: Plain, tasks: Any) -> None:
@@ -179,13 +187,14 @@ def report(found: dict[str, list[dict[str, float]]], long: dict[str, dict[str, f
         name: {key: statistics.median(row[key] for row in rows) for key in rows[0]} for name, rows in found.items()
     }
     for name, row in middle.items():
-        print(f"{name:12} {row['ms']:7.2f} ms  {row['cpu_ms']:7.2f} cpu ms")
+        print(f"{name:16} {row['ms']:7.2f} ms  {row['cpu_ms']:7.2f} cpu ms")
     for mode in ("sync", "async"):
-        pairs = list(zip(found[f"tfnb {mode}"], found[f"plain {mode}"], strict=True))
-        for key in ("ms", "cpu_ms"):
-            ratios = sorted(a[key] / b[key] for a, b in pairs)
-            spread = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
-            print(f"{mode:6} {key:7} {statistics.median(ratios):5.2f} of plain actors ({spread})")
+        for mine, other in (("tfnb", "plain"), ("no streams", "plain"), ("tfnb", "no streams")):
+            pairs = list(zip(found[f"{mine} {mode}"], found[f"{other} {mode}"], strict=True))
+            for key in ("ms", "cpu_ms"):
+                ratios = sorted(a[key] / b[key] for a, b in pairs)
+                spread = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
+                print(f"{mode:6} {key:7} {statistics.median(ratios):5.2f} {mine} / {other} ({spread})")
     shares = ", ".join(f"{mode} {row['notebook_%']:.1f} %" for mode, row in long.items())
     print(f"notebook, of a core: {shares}, idle {idle:.1f} %")
     print(f"load {psutil.getloadavg()[0]:.1f} on {psutil.cpu_count()} cores")

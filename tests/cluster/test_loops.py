@@ -13,7 +13,7 @@ from tests.cluster.test_core import Add
 from tfnb.cluster.computing import Computing
 from tfnb.cluster.core import Arrived, Core, Reply, Send
 from tfnb.cluster.fit.resident import Ended, Given, Loop, read_failure
-from tfnb.cluster.messages import Ok, OpId, Refused, Request
+from tfnb.cluster.messages import NotSent, Ok, OpId, Refused, Request
 from tfnb.cluster.programs import Push
 from tfnb.state.store import Store
 
@@ -29,6 +29,7 @@ class Servers:
     def __init__(self, shards=(0, 1)):
         self.shards, self.computing = list(shards), Computing()
         self.tickets, self.ops = itertools.count(), itertools.count()
+        self.streams = SimpleNamespace(op=lambda: OpId("loop", next(self.ops)), end=lambda: None)
         self.waiting: dict[int, asyncio.Future] = {}
         self.sends: list[Send] = []
         self.before = lambda shard, method, meta: None  # called as a request arrives
@@ -55,6 +56,12 @@ class Servers:
                 case Send():
                     self.sends.append(effect)
         return ticket, answer
+
+    async def open_streams(self, shards):
+        """There are none here."""
+
+    def stream(self, asks):
+        return [NotSent() for _ in asks]
 
     async def ask(self, shard, method, meta, tensors, op, deadline):
         self.before(shard, method, meta)

@@ -37,8 +37,8 @@ async def in_thread(executor: ThreadPoolExecutor, function: Callable[[], T]) -> 
 class _Call:
     """One call: waiting for the thread, or running in it."""
 
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self._function = function
+    def __init__(self, function: Callable[[], Any], after: Callable[[Any], Any] | None) -> None:
+        self._function, self._after = function, after
         self._running: Running | None = None
         self._is_unwanted = False
 
@@ -47,7 +47,8 @@ class _Call:
         self._running = Running()
         if self._is_unwanted:  # looked at after `_running` was set, as `stop` does it the other way round
             raise Cancelled("stopped before it began")
-        return self._running.compute(self._function)
+        result = self._running.compute(self._function)
+        return result if self._after is None else self._after(result)
 
     def stop(self) -> None:
         """From the event loop."""
@@ -63,9 +64,12 @@ class Computing:
         self.executor = ThreadPoolExecutor(1, thread_name_prefix="tfnb-compute")
         self._calls: dict[int, tuple[_Call, asyncio.Future[Any]]] = {}
 
-    async def do(self, number: int, function: Callable[[], T]) -> T:
-        """The result of ``function``; raises Cancelled if round ``number`` is stopped."""
-        call = _Call(function)
+    async def do(self, number: int, function: Callable[[], Any], after: Callable[[Any], Any] | None = None) -> Any:
+        """The result of ``function``; raises Cancelled if round ``number`` is stopped.
+
+        after: called with the result in the same thread, where nothing stops it; its result counts.
+        """
+        call = _Call(function, after)
         end = asyncio.ensure_future(in_thread(self.executor, call.run))
         self._calls[number] = call, end
         end.add_done_callback(lambda end: self._ended(number, end))

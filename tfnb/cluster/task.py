@@ -9,7 +9,6 @@ Imports Dask for the worker it lives on; never IPython.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import multiprocessing
 import os
 import platform
@@ -17,9 +16,10 @@ import secrets
 import signal
 import threading
 import time
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -28,11 +28,13 @@ from distributed import get_worker
 from tfnb import __version__
 from tfnb.cluster import wire
 from tfnb.cluster.computing import Computing, in_thread
-from tfnb.cluster.core import PLANS, Arrived, Core, Event, Reply, Send, Tick, fence
+from tfnb.cluster.core import PLANS, Core, Send, fence
 from tfnb.cluster.fit.resident import Ended, Loops
 from tfnb.cluster.messages import Failed, NotSent, Ok, OpId, Outcome, Peer, Refused, Request, Unknown, failed
 from tfnb.cluster.programs import ComputeProgram, Push, ShardProgram
 from tfnb.cluster.reading import Reader
+from tfnb.cluster.serving import Serving
+from tfnb.cluster.streams import Ask, Streams
 from tfnb.cluster.transport import read_request, worker_link, write_outcome
 from tfnb.errors import InvalidArgument
 from tfnb.state.store import Store
@@ -65,10 +67,8 @@ class Task:
         self.incarnation = secrets.randbits(62)
         self.epoch = 0
         self.core: Core | None = None
-        self._tickets = itertools.count()
-        self._waiting: dict[int, asyncio.Future[Answer]] = {}  # ticket -> the call that the core will answer
+        self.serving: Serving | None = None
         self._sending: set[asyncio.Future[None]] = set()
-        self._clock: asyncio.Future[None] | None = None
         self.servers: list[Peer] = []
         self.link = worker_link(worker, wire.BUDGET)
         self.plans: OrderedDict[str, ComputeProgram] = OrderedDict()
@@ -81,11 +81,12 @@ class Task:
         self.reader = Reader(worker)
         self.room = (self.budget or ROOM) // 2
         self.loops = Loops(self, self.plans)
-        self.applying = ThreadPoolExecutor(1, thread_name_prefix="tfnb-server")
+        self.streams = Streams(self.link)
+        weakref.finalize(self, self.streams.end)
         torch.set_num_threads(threads or worker.state.nthreads)
         self._methods: dict[str, Callable[[Request], Awaitable[Answer]]] = {
             "configure": self._configure, "register": self._register, "run": self._run, "cancel": self._cancel,
-            "forget": self._forget, "revoke": self._revoke, "quit": self._quit,
+            "forget": self._forget, "revoke": self._revoke, "quit": self._quit, "stream": self._open_stream,
             **dict.fromkeys(Core.METHODS, self._serve), **dict.fromkeys(Loops.METHODS, self.loops.on),
         }  # fmt: skip
 
@@ -134,9 +135,13 @@ class Task:
         self.epoch = int(meta["epoch"])
         self.servers = [Peer(str(a), str(k), int(i)) for a, k, i in meta["servers"]]
         self.cache.clear()
+        self.streams.end()
         if meta["serves"] and self.core is None:
             store = Store(budget=self.budget)
             self.core = Core(store, ShardProgram, epoch=self.epoch, incarnation=self.incarnation)
+            send, loop = weakref.WeakMethod(self._begin_send), asyncio.get_running_loop()
+            self.serving = Serving(self.core, lambda effect: _tell(loop, _call, send, effect))
+            weakref.finalize(self, self.serving.close)
         if self.core is not None:
             self.core.epoch = self.epoch
         return Ok({"epoch": self.epoch})
@@ -144,31 +149,28 @@ class Task:
     # -- a server -----------------------------------------------------------------------------------------------
 
     async def _serve(self, request: Request) -> Answer:
-        core = self.core
-        if core is None:
+        serving = self.serving
+        if serving is None:
             return Refused("protocol", f"{self.name} is no parameter server")
-        ticket = next(self._tickets)
-        answered = self._waiting[ticket] = asyncio.get_running_loop().create_future()
-        try:
-            await self._tell(core, Arrived(ticket, request))
-            if not answered.done():
-                self._keep_time(core)
-            return await answered
-        finally:
-            del self._waiting[ticket]
+        loop = asyncio.get_running_loop()
+        answered: asyncio.Future[Answer] = loop.create_future()
+        serving.ask(request, lambda answer: _tell(loop, _set, answered, answer))
+        return await answered
 
-    async def _tell(self, core: Core, event: Event) -> None:
-        """Let the core see an event, in its thread, and carry out the effects."""
-        for effect in await in_thread(self.applying, lambda: core.on(event, time.monotonic())):
-            match effect:
-                case Reply(ticket, answer):
-                    waiting = self._waiting.get(ticket)
-                    if waiting is not None and not waiting.done():
-                        waiting.set_result(answer)
-                case Send():
-                    sending = asyncio.ensure_future(self._send(effect))
-                    self._sending.add(sending)
-                    sending.add_done_callback(self._sending.discard)
+    async def _open_stream(self, request: Request) -> Answer:
+        """Where this server listens for a direct stream, and a key for one."""
+        if self.serving is None:
+            return Refused("protocol", f"{self.name} is no parameter server")
+        try:
+            offer = self.serving.offer(self.worker.address)
+        except OSError as error:
+            return Refused("protocol", str(error))
+        return Ok({"host": offer.host, "port": offer.port, "name": offer.name.hex(), "key": offer.key.hex()})
+
+    def _begin_send(self, send: Send) -> None:
+        sending = asyncio.ensure_future(self._send(send))
+        self._sending.add(sending)
+        sending.add_done_callback(self._sending.discard)
 
     async def _send(self, send: Send) -> None:
         """Tell another shard, again and again; the notebook notices where that one is lost."""
@@ -180,16 +182,6 @@ class Task:
                 return
             await asyncio.sleep(TICK)
             self.link.confirm(peer.addr)
-
-    def _keep_time(self, core: Core) -> None:
-        """While requests wait inside of the core, it is told the time."""
-        if self._clock is None or self._clock.done():
-            self._clock = asyncio.ensure_future(self._ticking(core))
-
-    async def _ticking(self, core: Core) -> None:
-        while core.lines:
-            await asyncio.sleep(TICK)
-            await self._tell(core, Tick())
 
     # -- a compute task ---------------------------------------------------------------------------------------------
 
@@ -332,6 +324,15 @@ class Task:
         """No training is there that reads chunks."""
         await self.reader.close()
 
+    async def open_streams(self, shards: Sequence[int]) -> None:
+        """Open the direct streams to servers that are not open, and could be."""
+        for peer in self.streams.lacks(self.servers[shard] for shard in shards):
+            await self.streams.open(peer, epoch=self.epoch)
+
+    def stream(self, asks: Sequence[Ask]) -> list[Outcome]:
+        """Calls to servers by direct streams, in the compute thread. What is not Ok is to be asked again by `ask`."""
+        return self.streams.call([(self.servers[ask.shard], ask) for ask in asks], epoch=self.epoch)
+
     async def ask(
         self, shard: int, method: str, meta: Mapping[str, Any], tensors: Sequence[torch.Tensor], op: OpId | None,
         deadline: float,
@@ -342,6 +343,23 @@ class Task:
         if isinstance(answer, Ok):
             return answer
         raise Ended(_passed_on(answer, peer, shard))
+
+
+def _tell(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: Any) -> None:
+    """Let the event loop call something, from another thread; a loop that is closed has nobody who waits."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(function, *args)
+
+
+def _set(answered: asyncio.Future[Answer], answer: Answer) -> None:
+    if not answered.done():
+        answered.set_result(answer)
+
+
+def _call(method: weakref.WeakMethod[Callable[[Send], None]], send: Send) -> None:
+    found = method()
+    if found is not None:
+        found(send)
 
 
 def _passed_on(answer: Outcome, peer: Peer, shard: int) -> Failed | Refused:

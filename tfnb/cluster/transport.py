@@ -129,11 +129,9 @@ class Link:
         op = op or self.op()
         deadline = deadline or self.deadline(method, wire.size(tensors))
         begin = time.monotonic()
-        header = {
-            "method": method, "epoch": epoch, "incarnation": peer.incarnation, "client": op.client, "seq": op.seq,
-            "ms_left": max(0, int((deadline - begin) * 1000)), "meta": dict(meta or {}),
-        }  # fmt: skip
-        message = wire.encode(header, tensors, budget=self.budget)
+        message = write_request(
+            peer, method, meta, tensors, epoch=epoch, op=op, seconds=deadline - begin, budget=self.budget
+        )
         if peer.addr in self.suspect:
             return NotSent(f"{peer.addr} failed before and is not dialled again")
         outcome = await self._bounded(peer, message, deadline)
@@ -240,14 +238,22 @@ def _outcome(reply: Any, budget: int) -> Outcome:
     if not isinstance(reply, Mapping) or reply.get("status") != "OK":
         cause = reply.get("exception") if isinstance(reply, Mapping) else reply
         return failed(cause) if isinstance(cause, BaseException) else Failed("Internal", f"odd reply {cause!r:.200}")
-    try:
-        header, tensors = wire.decode(reply["result"], budget=budget)
-        return read_outcome(header, tensors)
-    except TfnbError as error:
-        return failed(error)
+    return read_answer(reply["result"], budget)
 
 
 # -- requests and answers as messages -------------------------------------------------------------------------
+
+
+def write_request(
+    peer: Peer, method: str, meta: Mapping[str, Any] | None, tensors: Sequence[torch.Tensor], *, epoch: int, op: OpId,
+    seconds: float, budget: int,
+) -> list[wire.Buffer]:  # fmt: skip
+    """The caller's side: the request as a message. Raises what `wire.encode` does."""
+    header = {
+        "method": method, "epoch": epoch, "incarnation": peer.incarnation, "client": op.client, "seq": op.seq,
+        "ms_left": max(0, int(seconds * 1000)), "meta": dict(meta or {}),
+    }  # fmt: skip
+    return wire.encode(header, tensors, budget=budget)
 
 
 def read_request(frames: Sequence[wire.Buffer], budget: int) -> Request:
@@ -275,6 +281,15 @@ def write_outcome(outcome: Ok | Failed | Refused, budget: int) -> list[wire.Buff
             return wire.encode({"outcome": "failed", "tag": tag, "message": message, "details": dict(details)})
         case Refused(reason, message):
             return wire.encode({"outcome": "refused", "reason": reason, "message": message})
+
+
+def read_answer(message: Sequence[wire.Buffer], budget: int) -> Outcome:
+    """The caller's side: the outcome in a message; one that cannot be read is a failure."""
+    try:
+        header, tensors = wire.decode(message, budget=budget)
+        return read_outcome(header, tensors)
+    except TfnbError as error:
+        return failed(error)
 
 
 def read_outcome(header: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> Outcome:

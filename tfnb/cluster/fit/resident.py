@@ -20,9 +20,10 @@ import torch
 
 from tfnb.cluster.computing import Computing
 from tfnb.cluster.fit.data import Data, Needs
-from tfnb.cluster.messages import Failed, Ok, OpId, Refused, Request, failed
+from tfnb.cluster.messages import Failed, NotSent, Ok, OpId, Outcome, Refused, Request, failed
 from tfnb.cluster.plan import divide
 from tfnb.cluster.programs import ComputeProgram, Push
+from tfnb.cluster.streams import Ask, Streams
 from tfnb.errors import Cancelled
 from tfnb.state.batch_order import Order, Rows
 
@@ -30,6 +31,7 @@ QUARTER = 0.25  # seconds between two answers to a notebook that watches
 SPAN = 64  # steps whose watched values are stacked together
 DEADLINE = 600.0  # seconds for the calls of one step
 FAREWELL = 10.0  # seconds for the calls of a loop that stands still
+GRACE = 0.25  # seconds that a call on a direct stream may take still when the loop is to end
 LEFT = 1024  # ended loops that are remembered
 RANK = 1 << 40  # between the random streams of the workers of one step
 NO_LOOP = {"at": 0, "some": [], "groups": [], "paused": True, "over": True, "failure": None, "seconds": 0.0, "late": 0}
@@ -57,6 +59,12 @@ class Host(Protocol):
 
     async def stop_reading(self) -> None: ...
 
+    streams: Streams
+
+    async def open_streams(self, shards: Sequence[int]) -> None: ...
+
+    def stream(self, asks: Sequence[Ask]) -> list[Outcome]: ...
+
     async def ask(
         self, shard: int, method: str, meta: Mapping[str, Any], tensors: Sequence[torch.Tensor], op: OpId | None,
         deadline: float,
@@ -70,6 +78,14 @@ class Share(NamedTuple):
     rows: int
     run: int
     workers: int
+
+
+class _Computed(NamedTuple):
+    """One step as it was computed."""
+
+    share: Share
+    out: Out
+    pushes: list[Push]
 
 
 class _Mine(NamedTuple):
@@ -286,7 +302,11 @@ class Loop:
         self._changed.set()
         if self._waits is not None:
             self._waits.cancel()
-        await self._host.computing.stopped(lambda key: key == self._key)
+        left = asyncio.ensure_future(self._host.computing.stopped(lambda key: key == self._key))
+        await asyncio.wait({left}, timeout=GRACE)
+        if not left.done():  # it waits on a stream: from here on by calls that can be given up
+            self._host.streams.end()
+        await left
         await asyncio.wait({self._work})
         return self.report(seen)
 
@@ -369,53 +389,71 @@ class Loop:
     async def _step(self, given: Given, index: int) -> None:
         """Compute, send each server its part, and take the values of the next step from the answers."""
         values = {key: value for key, (_, value) in self._held.items()}
-        share, out, pushes = await self._host.computing.do(self._key, lambda: self._computed(given, index, values))
-        about: dict[str, Any] = {"training": self._training, "rows": share.rows, "run_index": share.run}
+        await self._host.open_streams(self._asked)
+        done, asks, outcomes = await self._host.computing.do(
+            self._key, lambda: self._computed(given, index, values), lambda done: self._streamed(given, index, done)
+        )
+        await self._ask(asks, outcomes)
+        if self._counts:
+            self._log.append(_Done(given.number, index, done.share.rows, done.share.workers, done.out))
+        elif done.share.rows:
+            self._late += 1
+        await self._level()
+        await self._keep_bound()
+
+    def _streamed(self, given: Given, index: int, done: _Computed) -> tuple[_Computed, list[Ask], list[Outcome]]:
+        """In the compute thread: what each server is asked, and the answers that came by direct streams."""
+        about: dict[str, Any] = {"training": self._training, "rows": done.share.rows, "run_index": done.share.run}
         op: OpId | None = OpId(given.stream, given.first + index)
         method = "push"
         if given.part is not None:
             worker, workers, wanted = given.part
             method, op = "contribute", None
             about |= {
-                "round": given.first + index, "worker": worker, "workers": share.workers, "shards": self._shards,
+                "round": given.first + index, "worker": worker, "workers": done.share.workers, "shards": self._shards,
             }  # fmt: skip
             about |= {"spare": True} if wanted < workers else {}
         if self._staleness is not None:
             self._clock += 1
             about |= {"loop": self._name, "clock": self._clock}
-        await self._exchange(method, about, {push.shard: push for push in pushes}, op)
-        if self._counts:
-            self._log.append(_Done(given.number, index, share.rows, share.workers, out))
-        elif share.rows:
-            self._late += 1
-        await self._level()
-        await self._keep_bound()
+        asks = [
+            ask if ask.op is not None else ask._replace(op=self._host.streams.op())
+            for ask in self._asks(method, about, {push.shard: push for push in done.pushes}, op)
+        ]
+        return done, asks, self._host.stream(asks)
 
-    def _computed(self, given: Given, index: int, values: Mapping[str, torch.Tensor]) -> tuple[Share, Out, list[Push]]:
+    def _computed(self, given: Given, index: int, values: Mapping[str, torch.Tensor]) -> _Computed:
         """In the compute thread: the fetches and what goes to the servers, all of it finite."""
         begin = time.monotonic()
         share = given.share(index, self._ahead.data if self._ahead is not None else None)
         if not share.rows:
-            return share, [], []
+            return _Computed(share, [], [])
         out, pushes = self._program.run(share.feeds, values, share.run)
         for push in pushes:
             push.ensure_finite(self._host.name)
         self._seconds = time.monotonic() - begin
-        return share, out, pushes
+        return _Computed(share, out, pushes)
 
-    async def _exchange(self, method: str, about: dict[str, Any], pushes: Mapping[int, Push], op: OpId | None) -> None:
+    @property
+    def _asked(self) -> list[int]:
+        """The servers that each step asks."""
+        return sorted({*self._reads, *self._shards})
+
+    def _asks(self, method: str, about: dict[str, Any], pushes: Mapping[int, Push], op: OpId | None) -> list[Ask]:
         """One request to each server."""
-        calls = []
-        for shard in sorted({*self._reads, *self._shards}):
-            keys, held = self._known(shard)
-            push = pushes.get(shard)
+        asks = []
+        for shard in self._asked:
             if method == "pull" or shard not in self._shards:
-                calls.append(self._call(shard, "pull", {"keys": keys, "since": held}, (), None, keys, held))
+                asks += [self._pull(shard)] if self._reads.get(shard) else []
                 continue
-            meta = {**about, "shard": shard, "reads": keys, "since": held}
+            push = pushes.get(shard)
+            meta = {**about, "shard": shard, **self._known(shard, "reads")}
             meta |= {"absent": True} if push is None else {"plan": push.plan, "keys": list(push.keys)}
-            calls.append(self._call(shard, method, meta, push.tensors if push else (), op, keys, held))
-        await _all(calls, may_leave=method != "push")
+            asks.append(Ask(shard, method, meta, push.tensors if push else (), op))
+        return asks
+
+    def _pull(self, shard: int, **about: Any) -> Ask:
+        return Ask(shard, "pull", {**about, **self._known(shard, "keys")})
 
     # -- bounded staleness ------------------------------------------------------------------------------------------
 
@@ -423,11 +461,11 @@ class Loop:
         """Go to work, with the values of now: the first server sets the clock, and the others take it over."""
         self._has_stood = False
         if self._staleness is None:
-            await self._exchange("pull", {}, {}, None)
+            await self._ask(self._asks("pull", {}, {}, None))
         else:
             about = {"training": self._training, "loop": self._name}
             for shard in self._shards:
-                answer = await self._ask(shard, "enter", {**about, "clock": self._clock}, DEADLINE)
+                answer = await self._tell(shard, "enter", {**about, "clock": self._clock}, DEADLINE)
                 self._clock = int(answer.meta["clock"]) if shard == self._shards[0] else self._clock
             self._leads = dict.fromkeys({*self._reads, *self._shards}, self._staleness + 1)  # all are to be asked
             await self._keep_bound()
@@ -440,7 +478,7 @@ class Loop:
         self._has_stood = True
 
     async def _departed(self, shard: int, about: dict[str, Any]) -> None:
-        await self._ask(shard, "depart", about, FAREWELL)
+        await self._tell(shard, "depart", about, FAREWELL)
 
     async def _keep_bound(self) -> None:
         """Wait for the others where this loop is too far ahead of them, and take their values."""
@@ -450,12 +488,11 @@ class Loop:
         if not self._is_wanted:
             raise Cancelled("stopped before it waited for others")
         calls = []
+        about = {"training": self._training, "loop": self._name, "staleness": self._staleness}
         for shard in ahead:
-            keys, held = self._known(shard)
-            meta: dict[str, Any] = {"keys": keys, "since": held}
-            if shard in self._shards:
-                meta |= {"training": self._training, "loop": self._name, "staleness": self._staleness}
-            calls.append(asyncio.ensure_future(self._call(shard, "pull", meta, (), None, keys, held)))
+            if shard in self._shards or self._reads.get(shard):
+                ask = self._pull(shard, **(about if shard in self._shards else {}))
+                calls.append(asyncio.ensure_future(self._asked_again(ask)))
             self._leads[shard] = 0
         self._waits = asyncio.gather(*calls)
         try:
@@ -471,43 +508,49 @@ class Loop:
 
     # -- servers ----------------------------------------------------------------------------------------------------
 
-    def _known(self, shard: int) -> tuple[list[str], list[int]]:
+    def _known(self, shard: int, names: str) -> dict[str, list[Any]]:
         """What is read from a server, and the versions of it that are here."""
         keys = self._reads.get(shard, [])
-        return keys, [self._held.get(key, (-1, None))[0] for key in keys]
+        return {names: keys, "since": [self._held.get(key, (-1, None))[0] for key in keys]}
 
-    async def _ask(self, shard: int, method: str, meta: dict[str, Any], seconds: float) -> Ok:
+    async def _tell(self, shard: int, method: str, meta: dict[str, Any], seconds: float) -> Ok:
         return await self._host.ask(shard, method, meta, (), None, time.monotonic() + seconds)
 
     async def _level(self) -> None:
         """Values of one round from all servers: without this worker they may be at different ones."""
         latest = max(self._rounds.values(), default=0)
+        about = {"training": self._training, "worker": -1, "absent": True}
         while behind := [shard for shard, number in self._rounds.items() if number < latest]:
-            calls = []
-            for shard in behind:
-                keys, held = self._known(shard)
-                meta = {
-                    "training": self._training, "round": latest, "worker": -1, "absent": True, "reads": keys,
-                    "since": held,
-                }  # fmt: skip
-                calls.append(self._call(shard, "contribute", meta, (), None, keys, held))
-            await _all(calls, may_leave=True)
+            await self._ask([
+                Ask(shard, "contribute", {**about, "round": latest, **self._known(shard, "reads")}) for shard in behind
+            ])  # fmt: skip
             latest = max(self._rounds.values())  # the others may have gone on meanwhile
 
-    async def _call(
-        self, shard: int, method: str, meta: dict[str, Any], tensors: Sequence[torch.Tensor], op: OpId | None,
-        keys: Sequence[str], held: Sequence[int],
-    ) -> None:  # fmt: skip
-        if method == "pull" and not keys and "staleness" not in meta:
-            return
-        answer = await self._host.ask(shard, method, meta, tensors, op, time.monotonic() + DEADLINE)
+    async def _ask(self, asks: Sequence[Ask], outcomes: Sequence[Outcome] = ()) -> None:
+        """Take what servers answered; they are asked by Dask's connections where there is no answer yet."""
+        outcomes = outcomes or [NotSent()] * len(asks)
+        left = []
+        for ask, outcome in zip(asks, outcomes, strict=True):
+            if isinstance(outcome, Ok):
+                self._take(ask, outcome)
+            else:
+                left.append(ask)
+        await _all([self._asked_again(ask) for ask in left], may_leave=all(ask.method != "push" for ask in left))
+
+    async def _asked_again(self, ask: Ask) -> None:
+        until = time.monotonic() + DEADLINE
+        self._take(ask, await self._host.ask(ask.shard, ask.method, ask.meta, ask.tensors, ask.op, until))
+
+    def _take(self, ask: Ask, answer: Ok) -> None:
+        """Keep the values that a server answered with, and where it stands."""
         if "latest" in answer.meta:
-            self._rounds[shard] = int(answer.meta["latest"])
+            self._rounds[ask.shard] = int(answer.meta["latest"])
             self._counts = bool(answer.meta["counts"])
         if "lead" in answer.meta:
-            self._leads[shard] = int(answer.meta["lead"])
+            self._leads[ask.shard] = int(answer.meta["lead"])
         fresh = iter(answer.tensors)
-        for key, old, version in zip(keys, held, answer.meta["versions"], strict=True):
+        keys = ask.meta["keys" if ask.method == "pull" else "reads"]
+        for key, old, version in zip(keys, ask.meta["since"], answer.meta["versions"], strict=True):
             if old != version:
                 self._held[key] = (version, next(fresh))
 

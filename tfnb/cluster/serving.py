@@ -1,0 +1,245 @@
+"""The thread of a server: its core sees every event here, in order, whichever way it came.
+
+It waits on a selector, for calls that the task's event loop passes on, for direct streams (`tfnb.cluster.streams`) and
+for the time. It holds nothing of the task, so that it ends with it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+
+from tfnb.cluster import streams, wire
+from tfnb.cluster.core import Answer, Arrived, Core, Event, Reply, Send, Tick
+from tfnb.cluster.messages import Refused, Request, failed
+from tfnb.cluster.streams import Broken, Connection, Keys, Offer, kept
+from tfnb.cluster.transport import read_request, write_outcome
+from tfnb.errors import ProtocolError, ResourceExhausted, StepAborted, TfnbError
+
+TICK = 0.5  # seconds between looks at requests that wait inside of the core, and at connections that stall
+IDLE = 10.0  # seconds, where nothing waits
+UNPROVED = 32  # connections that have not yet proved their key
+BACKLOG = 64
+ENDS = 10.0  # seconds that the thread may take to end
+log = logging.getLogger(__name__)
+STREAMED = ("push", "contribute", "pull")  # methods that a direct stream carries
+
+
+class Serving:
+    """A core and its thread. ``carry``: called in the thread with what another server is to be told."""
+
+    def __init__(self, core: Core, carry: Callable[[Send], None], budget: int = wire.BUDGET) -> None:
+        self._core, self._carry, self._budget = core, carry, budget
+        self._tickets = itertools.count()
+        self._replies: dict[int, Callable[[Answer], None]] = {}
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._keys = Keys()
+        self._listener: socket.socket | None = None
+        self._connections: set[Connection] = set()
+        self._selector = selectors.DefaultSelector()
+        self._bell, self._ear = map(kept, socket.socketpair())
+        self._bell.setblocking(False)
+        self._ear.setblocking(False)
+        self._selector.register(self._ear, selectors.EVENT_READ, self._hear)
+        self._is_over = False
+        self._ticked = 0.0
+        self._thread = threading.Thread(target=self._run, name="tfnb-server", daemon=True)
+        self._thread.start()
+
+    # -- from other threads -----------------------------------------------------------------------------------------
+
+    def ask(self, request: Request, reply: Callable[[Answer], None]) -> None:
+        """Let the core answer a request; ``reply`` is called in its thread, or never."""
+        self._post(lambda: self._ask(request, reply))
+
+    def offer(self, address: str) -> Offer:
+        """A key for one stream. Raises OSError where the worker at ``address`` cannot listen.
+
+        Called from one thread, the task's event loop.
+        """
+        host = streams.host_of(address)
+        if host is None or not streams.is_on:
+            raise OSError(f"no direct streams at {address}")
+        if self._listener is None:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._listener = kept(socket.create_server((host, 0), family=family, backlog=BACKLOG))
+            self._listener.setblocking(False)
+            listener = self._listener
+            self._post(lambda: self._register(listener))
+        offer = Offer(host, self._listener.getsockname()[1], secrets.token_bytes(8), secrets.token_bytes(32))
+        self._post(lambda: self._keys.add(offer, time.monotonic()))
+        return offer
+
+    def close(self) -> None:
+        """End the thread, and close what it listens on; who waits for an answer gets none."""
+        self._is_over = True
+        self._ring()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(ENDS)
+
+    def _post(self, work: Callable[[], None]) -> None:
+        self._inbox.append(work)
+        self._ring()
+
+    def _ring(self) -> None:
+        with suppress(OSError):  # full: it will be heard; closed: nobody is there
+            self._bell.send(b"\0")
+
+    # -- in the thread ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._is_over:
+                found = self._selector.select(self._patience())
+                while self._inbox:  # before sockets: a key is here before its connection
+                    self._inbox.popleft()()
+                for key, events in found:
+                    key.data(events)
+                self._keep_time(time.monotonic())
+        finally:
+            self._end()
+
+    def _patience(self) -> float:
+        waits = bool(self._core.lines) or any(one.until is not None for one in self._connections)
+        return TICK if waits else IDLE
+
+    def _keep_time(self, now: float) -> None:
+        if now - self._ticked < TICK:
+            return
+        self._ticked = now
+        if self._core.lines:
+            try:
+                self._tell(Tick())
+            except BaseException:  # a write that failed has poisoned the core, which says so to everybody
+                log.exception("a server was told the time")
+        for one in [one for one in self._connections if one.until is not None and one.until < now]:
+            self._close(one)
+
+    def _ask(self, request: Request, reply: Callable[[Answer], None]) -> None:
+        ticket = next(self._tickets)
+        self._replies[ticket] = reply
+        try:
+            self._tell(Arrived(ticket, request))
+        except BaseException as error:  # also SystemExit of a kernel: it must not end the thread
+            if not isinstance(error, Exception):
+                aborted = StepAborted(f"a kernel raised {type(error).__name__}: {error}; nothing was written")
+                aborted.__cause__, error = error, aborted
+            self._reply(ticket, failed(error))
+
+    def _tell(self, event: Event) -> None:
+        for effect in self._core.on(event, time.monotonic()):
+            match effect:
+                case Reply(ticket, answer):
+                    self._reply(ticket, answer)
+                case Send():
+                    self._carry(effect)
+
+    def _reply(self, ticket: int, answer: Answer) -> None:
+        reply = self._replies.pop(ticket, None)
+        if reply is not None:
+            reply(answer)
+
+    # -- streams ----------------------------------------------------------------------------------------------------
+
+    def _register(self, listener: socket.socket) -> None:
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+
+    def _hear(self, events: int) -> None:
+        with suppress(BlockingIOError):
+            self._ear.recv(4096)
+
+    def _accept(self, events: int) -> None:
+        assert self._listener is not None
+        try:
+            sock, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionError):
+            return  # it went away again
+        except OSError:  # no more files can be open: what is connected goes on, nobody else comes
+            self._selector.unregister(self._listener)
+            self._listener.close()
+            return
+        if sum(not one.is_proved for one in self._connections) >= UNPROVED:
+            sock.close()
+            return
+        one = Connection(sock, self._keys, self._afford, time.monotonic())
+        self._connections.add(one)
+        self._selector.register(one.socket, selectors.EVENT_READ, partial(self._serve, one))
+        self._serve(one, selectors.EVENT_READ)
+
+    def _afford(self, nbytes: int) -> None:
+        """One message has room beside those that are coming in."""
+        streams.within(nbytes, sum(one.filling for one in self._connections), self._budget)
+
+    def _serve(self, one: Connection, events: int) -> None:
+        if one not in self._connections:
+            return  # closed by an event before this one
+        try:
+            if events & selectors.EVENT_WRITE:
+                one.write()
+                self._watch(one)
+            if events & selectors.EVENT_READ:
+                message = one.read(time.monotonic())
+                if message is not None:
+                    self._request(one, message)
+        except (OSError, Broken, ProtocolError, ResourceExhausted, MemoryError):
+            self._close(one)  # its caller goes on by Dask's connections
+        except Exception:
+            log.exception("a direct stream")
+            self._close(one)
+
+    def _request(self, one: Connection, message: Sequence[wire.Buffer]) -> None:
+        if one.is_asked:
+            raise Broken("a request before the answer to the last one")
+        one.is_asked = True
+        try:
+            request = read_request(message, self._budget)
+        except TfnbError as error:
+            self._answer(one, failed(error))
+            return
+        if request.method not in STREAMED:
+            self._answer(one, Refused("protocol", f"a stream carries no {request.method[:40]!r}"))
+            return
+        self._ask(request, lambda answer: self._answer(one, answer))
+
+    def _answer(self, one: Connection, answer: Answer) -> None:
+        if one not in self._connections:
+            return
+        one.is_asked = False
+        try:
+            try:
+                message = write_outcome(answer, self._budget)
+            except TfnbError as error:
+                message = write_outcome(failed(error), self._budget)
+            one.send(streams.framed(message), time.monotonic())
+            self._watch(one)
+        except OSError:
+            self._close(one)
+
+    def _watch(self, one: Connection) -> None:
+        """Wait until the other end reads, as long as there is something to send."""
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if one.has_more_to_send else 0)
+        if self._selector.get_key(one.socket).events != events:
+            self._selector.modify(one.socket, events, partial(self._serve, one))
+
+    def _close(self, one: Connection) -> None:
+        if one in self._connections:
+            self._connections.discard(one)
+            self._selector.unregister(one.socket)
+            one.close()
+
+    def _end(self) -> None:
+        for one in list(self._connections):
+            self._close(one)
+        self._selector.close()
+        for sock in (self._listener, self._bell, self._ear):
+            if sock is not None:
+                sock.close()
