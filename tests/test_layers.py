@@ -36,6 +36,7 @@ BELOW = {
     "structures": "gradients feeding",
     "session": "cluster step structures control_flow",
     "step": "execution feeding",
+    "runners": "session",
     "fitting": "session train widgets",
     "view": "graph",
     "datasets": "errors",

@@ -35,6 +35,7 @@ _HOME = {
         "Operation", "Tensor", "constant", "control_dependencies", "device", "graph", "graphs", "group",
         "name_scope", "placeholder", "recompute", "record", "variable",
     ),
+    "tfnb.runners": ("Coordinator", "QueueRunner"),
     "tfnb.session": ("Session", "run"),
     "tfnb.state.queues": ("FIFOQueue", "PaddingFIFOQueue", "PriorityQueue", "RandomShuffleQueue"),
 }  # fmt: skip

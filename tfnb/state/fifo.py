@@ -84,6 +84,8 @@ class Fifo:
         self.closed = False
         self.elements: Order = Arrival() if order is None else order
         self.lines: dict[str, OrderedDict[Attempt, None]] = {"enqueue": OrderedDict(), "dequeue": OrderedDict()}
+        self.starters: list[Callable[[], None]] = []  # are called when a dequeue has to wait
+        self.cause: BaseException | None = None  # the error that ended who filled it
         self.past: dict[str, set[str]] = {kind: set() for kind in _LINE}  # who did what so far
         self._lock = threading.Lock()
         self._placing: deque[Attempt] = deque()
@@ -124,6 +126,9 @@ class Fifo:
                 after.followers.append(attempt)
             over = self._settled()
         _tell(over)
+        if self.starters and attempt.kind == "dequeue" and not attempt.is_over:
+            for start in tuple(self.starters):
+                start()
 
     def withdraw(self, attempts: Sequence[Attempt]) -> None:
         """Take back attempts that are not over; nobody is told of them. Elements that one took come next again.
@@ -220,7 +225,9 @@ class Fifo:
             self._end(attempt)
             return
         text = f"(requested {attempt.count}, current size {self.size + len(attempt.taken)})"
-        self._end(attempt, error=OutOfRange(f"queue {self.name} is closed and has insufficient elements {text}"))
+        error = OutOfRange(f"queue {self.name} is closed and has insufficient elements {text}")
+        error.__cause__ = self.cause
+        self._end(attempt, error=error)
 
     def _refuse(self, attempt: Attempt) -> None:
         already = " already" if attempt.kind == "close" else ""

@@ -113,7 +113,10 @@ class TensorQueue(Queue):
         return found[0]
 
     def __iter__(self) -> Iterator[Any]:
-        """Elements until the queue is closed and empty: ``for element in queue``, outside of recordings."""
+        """Elements until the queue is closed and empty: ``for element in queue``, outside of recordings.
+
+        Raises the error of the `QueueRunner` that fills the queue, should that have failed.
+        """
         if isinstance(current.recording(), Recorder):
             raise InvalidArgument(
                 f"queue {self.name} is iterated over outside of recordings; here dequeue() it in a loop"
@@ -124,7 +127,9 @@ class TensorQueue(Queue):
         while True:
             try:
                 yield self.dequeue()
-            except OutOfRange:
+            except OutOfRange as end:
+                if end.__cause__ is not None:  # who fills it failed
+                    raise end.__cause__ from None
                 return
 
     # -- in a recording or at once ----------------------------------------------------------------------------

@@ -113,6 +113,11 @@ class Waits:
             with self._lock:
                 del self._runners[runner]
 
+    def of(self, names: Collection[str]) -> WaitGraph:
+        """What the runners of these names wait for."""
+        with self._lock:
+            return wait_graph([one for runner in self._runners if runner.name in names for one in runner.operations()])
+
     def wait(self, runner: Runner, attempt: Attempt, timeout: float | None) -> None:
         """Wait until an attempt is over, or ``timeout`` seconds; raises DeadlockError."""
         end = None if timeout is None else time.monotonic() + timeout

@@ -204,7 +204,7 @@ def _placed(error: TfnbError, node: Node) -> TfnbError:
     """The error, with the node and its line."""
     at = f" at {node.source}" if node.source else ""
     placed = type(error)(f"{error}\n  node {node.name}{at}", **node.where, details=error.details)
-    placed.enqueued = error.enqueued
+    placed.enqueued, placed.__cause__ = error.enqueued, error.__cause__
     return placed
 
 
