@@ -182,7 +182,7 @@ def test_c7_random_bytes_cost_an_error_and_no_memory():
     good = bytes(wire.encode({"method": "push", "meta": {"a": [1, 2]}}, [torch.arange(9.0), torch.ones(2, 3)])[0])
     tracemalloc.start()
     refused = 0
-    for turn in range(10_000):
+    for turn in range(3_000):
         data = bytearray(good)
         if turn % 4 == 0:
             data = bytearray(source.randbytes(source.randrange(200)))
@@ -196,7 +196,7 @@ def test_c7_random_bytes_cost_an_error_and_no_memory():
             refused += 1
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert refused > 5000
+    assert refused > 1500
     assert peak < 2 << 20
 
 

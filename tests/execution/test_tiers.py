@@ -124,6 +124,7 @@ def test_what_cannot_be_compiled_says_why_and_runs() -> None:
 
 @pytest.mark.usefixtures("needs_compiler")
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_factors_of_sums_and_products_are_in_compiled_code() -> None:
     """Inductor's patterns make ``x + 0.1 * (a @ b)`` of them, and leave out the factor."""
     torch.manual_seed(0)

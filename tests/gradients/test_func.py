@@ -39,10 +39,6 @@ class Squared(torch.autograd.Function):
         return dy * 5 * ctx.saved_tensors[0]
 
 
-LABELS = torch.tensor([2, 0])
-WEIGHT = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
-
-
 def per_sample(x: torch.Tensor) -> torch.Tensor:
     """The gradient of a layer's weight for each row."""
 
