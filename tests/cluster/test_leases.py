@@ -197,6 +197,36 @@ def test_sizes_of_pieces(measured, left, tasks):
         assert 1 <= sizes.next(left, tasks) <= min(LARGEST, left)
 
 
+def test_a_step_over_which_a_task_and_its_successor_are_lost_stops_and_names_them():
+    machine = Leases([0, 1], [0], itertools.count(1))
+    first = play(machine, e.Start(), Offer("abcd"))[0]
+    task = first.task
+    play(machine, Progress(task, first.piece.number, 1), e.Lost(task), e.Joined(2, follows=task))
+    holder = next(task for task, pieces in machine.out.items() if any(piece.lost for piece in pieces))
+    (piece,) = machine.out[holder]
+    assert piece.lost == (task,) and piece.steps == "bcd"
+    machine.places[holder] = task  # as if the successor had got it
+    play(machine, e.Lost(holder))
+    assert machine.state != "open" and machine.cause.tasks == (task,)
+
+
+def test_a_step_after_which_another_one_was_applied_is_not_to_blame():
+    machine = Leases([0], [0], itertools.count(1), patience=5.0)
+    (give,) = play(machine, e.Start(), Offer("abcdef"))
+    for task in range(5):
+        play(machine, Progress(task, give.piece.number, 1), e.Lost(task))
+        (give,) = play(machine, e.Joined(task + 1, follows=task))
+    assert machine.state == "open" and give.piece.steps == "f" and give.piece.lost == (0,)
+
+
+def test_training_without_a_task_waits_for_one():
+    machine = Leases([0], [0], itertools.count(1), patience=5.0)
+    play(machine, e.Start(), Offer("ab"))
+    assert play(machine, e.Lost(0), now=1.0) == [] and play(machine, e.Tick(), now=5.9) == []
+    assert [(i.task, i.piece.steps) for i in play(machine, e.Joined(1), now=5.9)] == [(1, "ab")]
+    assert play(machine, e.Tick(), now=100.0) == []
+
+
 class World:
     """Tasks that apply steps on shards, one shard after the other, as the machine tells them."""
 

@@ -88,9 +88,47 @@ def test_tasks_that_are_lost_together_are_one_attempt():
     play(machine, Offer("abcd"))
     assert play(machine, e.Lost(0), e.Lost(1), e.Lost(2)) == [Cut(4)]
     assert [i.task for i in play(machine, CutAt(0))] == [3]
-    for task in (0, 1):
+    for task in (4, 5):
+        assert machine.cause is None
         play(machine, e.Joined(task), CutAt(0), e.Lost(task))
     assert machine.cause is not None, "a third attempt lost one"
+
+
+def test_a_step_over_which_a_task_and_its_successor_are_lost_stops_and_names_them():
+    machine = rounds()
+    given = play(machine, Offer("abcd"))
+    play(machine, e.Lost(1), CutAt(0), e.Joined(2, follows=1), CutAt(0))
+    told = play(machine, e.Lost(2), CutAt(0))
+    assert told[-1].cause.tasks == (1,) and "seems to kill" in told[-1].cause.message
+    machine = rounds()
+    given = play(machine, Offer("abcd"))
+    play(machine, e.Lost(1), CutAt(0), e.Joined(2, follows=1))
+    given = [i for i in play(machine, CutAt(0)) if isinstance(i, Give)]
+    play(machine, *(Progress(task, given[0].piece.number, 1, 0, 2) for task in (0, 2)))
+    assert machine.cause is None and play(machine, e.Lost(2)) != []
+    assert not any(isinstance(i, e.Finish) for i in play(machine, CutAt(machine.next - 4))), (
+        "a step was written between"
+    )
+
+
+def test_tasks_that_are_lost_while_nothing_is_lent_are_no_attempt():
+    machine = rounds()
+    for task in range(1, 6):
+        assert play(machine, e.Lost(task), CutAt(0), e.Joined(task + 1, follows=task), CutAt(0)) != []
+    assert machine.state == "open" and machine.cause is None
+
+
+def test_training_without_a_task_waits_for_one():
+    machine = rounds(tasks=[0], patience=5.0)
+    play(machine, Offer("ab"), e.Lost(0))
+    assert play(machine, CutAt(0), now=1.0) == [] and play(machine, e.Tick(), now=5.9) == []
+    assert [(i.task, i.piece.steps) for i in play(machine, e.Joined(1), now=5.9)] == [(1, "ab")]
+    play(machine, e.Lost(1), CutAt(0), now=6.0)
+    assert play(machine, e.Tick(), now=11.0) == [e.Finish(cause=e.TasksLost())]
+    for event, cause in ((e.Interrupt(), e.Interrupted()), (e.ShardLost(0), e.ServerLost(0))):
+        machine = rounds(tasks=[0], patience=5.0)
+        play(machine, Offer("ab"), e.Lost(0), CutAt(0))
+        assert play(machine, event) == [e.Finish(cause=cause)]
 
 
 def test_without_spare_tasks_a_step_is_made_of_all_that_there_are():

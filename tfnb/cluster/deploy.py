@@ -432,6 +432,7 @@ async def joined(
     client: Client, link: ClientLink, name: str, addr: str, servers: Sequence[Member], end: float
 ) -> Member:  # fmt: skip
     """A task on a worker that came later; raises WorkerGone, or another TfnbError where the worker cannot be used."""
+    await _ensure_tfnb(client, addr, end)
     future = submit(client, name, addr, uuid.uuid4().hex[:8])
     try:
         await started(client, {name: future}, end, Progress())
@@ -442,6 +443,18 @@ async def joined(
         future.release()
         raise
     return member
+
+
+async def _ensure_tfnb(client: Client, addr: str, end: float) -> None:
+    """Raise FailedPrecondition where a worker lacks what a task needs: Dask would not say so of an actor."""
+    found = await asyncio.wait_for(
+        asyncio.to_thread(client.run, versions, workers=[addr], on_error="return"), max(0.1, end - time.monotonic())
+    )
+    error = found.get(addr) if found else OSError("it is gone")
+    if isinstance(error, OSError):
+        raise WorkerGone(f"the worker at {addr} was lost: {error}")
+    if isinstance(error, BaseException):
+        raise FailedPrecondition(f"{error}; it needs the tfnb and torch of this notebook")
 
 
 async def _start_on(

@@ -94,14 +94,14 @@ class Engine:
         """One step. Values of each worker, their rows, and the values seen after the commit."""
         async with self._iteration:
             deadline = time.monotonic() + seconds if seconds is not None else float("inf")
-            whole, lost = placed.why_whole is not None, 0
+            whole, lost = placed.why_whole is not None, list[int]()
             while True:
                 tasks = await self._idle(deadline, placed.task)
-                machine = p.Step(tasks, placed.writes, self._numbers, batch.rows, whole, deadline, lost=lost)
+                machine = p.Step(tasks, placed.writes, self._numbers, batch.rows, whole, deadline)
+                machine.lost, machine.places = lost, {task: self._first(task) for task in tasks}
                 end = await self._drive(machine, placed, batch)
                 if not (isinstance(end.cause, e.TasksLost) and end.cause.is_none_left and self.comes):
                     break
-                lost = machine.lost
             if end.cause is not None:
                 raise self._error(end.cause, seconds)
             if placed.writes:
@@ -339,10 +339,15 @@ class Engine:
 
     def join(self, member: Member) -> None:
         """One more task, from the next step on."""
+        before = [index for index, other in enumerate(self.tasks) if other.name == member.name]
         self.tasks.append(member)
         self.homes.append(member.peer.addr)
         self._arrival.set()
-        self._report(e.Joined(len(self.tasks) - 1))
+        self._report(e.Joined(len(self.tasks) - 1, before[-1] if before else None))
+
+    def _first(self, task: int) -> int:
+        """The first of the tasks that one follows."""
+        return next(index for index, member in enumerate(self.tasks) if member.name == self.tasks[task].name)
 
     def say(self, line: str) -> None:
         """Tell the user, in one line."""
@@ -579,8 +584,10 @@ class Engine:
                     f"step {self.step + 1} did not end within {seconds} s; it waited for {names or 'nobody'}",
                     step=self.step,
                 )
-            case e.TasksLost(message):
-                return WorkerLost(f"{message} (step {self.step}); variables are as of that step", step=self.step)
+            case e.TasksLost(message, tasks):
+                names = ", ".join(f"{self.tasks[i].name} ({self.tasks[i].peer.addr})" for i in tasks)
+                text = f"{message}{f': {names}' if names else ''} (step {self.step}); variables are as of that step"
+                return WorkerLost(text, step=self.step)
             case e.ServerLost(shard):
                 return self._lose(self._server_error(shard))
         return raised(cause)

@@ -21,6 +21,7 @@ class TasksLost(NamedTuple):
     """No compute task is left, or the step itself kills them."""
 
     message: str = "no compute task is left"
+    tasks: tuple[int, ...] = ()  # that it killed
 
     @property
     def is_none_left(self) -> bool:
@@ -54,6 +55,7 @@ class Joined(NamedTuple):
     """One more task is there; it has a number of its own, also where it follows one that was lost."""
 
     task: int
+    follows: int | None = None
 
 
 class ShardLost(NamedTuple):

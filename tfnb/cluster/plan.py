@@ -10,7 +10,7 @@ Every attempt has a round number of its own, so that late messages of an earlier
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
@@ -30,6 +30,18 @@ def patience(seconds: Sequence[float]) -> float:
     (5.0, 12.0)
     """
     return max(STOPS_WITHIN, 3 * median(seconds)) if seconds else STOPS_WITHIN
+
+
+def poison(lost: Sequence[int]) -> e.TasksLost | None:
+    """Why a step is not tried again, by the tasks that were lost over it, one of each attempt; a successor is the same.
+
+    >>> poison([0, 1]), poison([1, 1]).message
+    (None, '2 attempts of this step each lost a task: it seems to kill them')
+    """
+    if len(lost) < POISON and len(set(lost)) == len(lost):
+        return None
+    text = f"{len(lost)} attempts of this step each lost a task: it seems to kill them"
+    return e.TasksLost(text, tuple(dict.fromkeys(lost)))
 
 
 # -- events ---------------------------------------------------------------------------------------------------
@@ -154,7 +166,8 @@ class Step:
     values: dict[int, Any] = field(default_factory=dict)
     answered: set[int] = field(default_factory=set)  # shards
     missed: int = 0
-    lost: int = 0
+    lost: list[int] = field(default_factory=list)  # tasks, one of each attempt; each stands for its successors
+    places: Mapping[int, int] = field(default_factory=dict)  # task -> the first of those that it follows
 
     def on(self, event: Event, now: float) -> list[Instruction]:
         """What to do next."""
@@ -230,9 +243,9 @@ class Step:
         self.tasks.remove(task)
         if self.state == "planned" or task not in self.ranges:
             return []
-        self.lost += 1
-        if self.lost >= POISON:
-            return self._stop(e.TasksLost(f"{self.lost} attempts of this step each lost a task: it seems to kill them"))
+        self.lost.append(self.places.get(task, task))
+        if (cause := poison(self.lost)) is not None:
+            return self._stop(cause)
         return [Abort(self.number), *self._run()] if self.tasks else self._stop(e.TasksLost())
 
     def _again(self, failure: Failed) -> list[Instruction]:

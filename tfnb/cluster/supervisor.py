@@ -20,7 +20,7 @@ from distributed.comm import CommClosedError
 from tfnb.cluster.deploy import WorkerGone, identities, joined
 from tfnb.cluster.engine import Engine
 from tfnb.cluster.members import Member
-from tfnb.errors import TfnbError, VersionMismatch
+from tfnb.errors import VersionMismatch
 
 LOOK = 0.5  # seconds between two looks at the scheduler's list
 STARTS_WITHIN = 60.0  # seconds that a worker has for its task
@@ -97,10 +97,10 @@ class Supervisor:
             member = await joined(self._client, engine.link, name, addr, engine.servers, end)
         except WorkerGone:
             pass  # it is new again when it is back
-        except (TfnbError, OSError) as error:
+        except Exception as error:  # also Dask's own: this worker is not used, and training goes on
             self._refused.add(addr)
             why = error.details["differs"] if isinstance(error, VersionMismatch) else str(error)
-            engine.say(f"the worker at {addr} takes no part: {why.splitlines()[0]}")
+            engine.say(f"the worker at {addr} takes no part: {(why or type(error).__name__).splitlines()[0]}")
         else:
             engine.join(member)
             engine.say(f"{name} ({addr}) joined at step {engine.step}: {self._width()}")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from tfnb.cluster import events as e
 from tfnb.cluster.messages import Failed
-from tfnb.cluster.plan import POISON, RETRIES
+from tfnb.cluster.plan import RETRIES, poison
 
 AHEAD = 2  # pieces that a task has at a time
 SECONDS = 0.5  # that a piece should take
@@ -28,8 +28,8 @@ SMALLEST = 1
 class Piece:
     """Steps ``first`` and following of a stream. ``done``: of them, as far as the notebook has heard.
 
-    ``is_again``: a task was lost over it, so that some servers may have applied some of the rest. ``lost``: how many
-    tasks in a row were lost over its next step.
+    ``is_again``: a task was lost over it, so that some servers may have applied some of the rest. ``lost``: tasks that
+    were lost over its next step, one of each attempt.
     """
 
     number: int
@@ -38,7 +38,7 @@ class Piece:
     steps: Sequence[Any]
     done: int = 0
     is_again: bool = False
-    lost: int = 0
+    lost: tuple[int, ...] = ()
 
     @property
     def count(self) -> int:
@@ -47,7 +47,7 @@ class Piece:
 
     def rest(self, number: int) -> Piece:
         """What is not done, as a piece of its own."""
-        lost = 0 if self.done else self.lost
+        lost = () if self.done else self.lost
         return Piece(number, self.stream, self.first + self.done, self.steps[self.done :], is_again=True, lost=lost)
 
 
@@ -208,6 +208,7 @@ class Leases:
     torn: list[tuple[int, ...]] = field(default_factory=list)
     mended: set[tuple[int, int]] = field(default_factory=set)  # operations that some shards lacked
     missed: int = 0  # failures since the last step that was applied
+    places: dict[int, int] = field(default_factory=dict)  # task -> the first of those that it follows
     streams: dict[int, list[int]] = field(default_factory=dict)  # task -> its stream, and the next operation of it
     began: dict[int, float] = field(default_factory=dict)  # task -> when its piece began
     is_ended: bool = False  # there are no more steps
@@ -262,9 +263,11 @@ class Leases:
                 return self._lose(task, now)
             case "planned" | "counting", e.Lost(task) if task in self.tasks:
                 self.tasks.remove(task)
-            case "open" | "closing", e.Joined(task) if task not in self.tasks:
+            case "open" | "closing", e.Joined(task, follows) if task not in self.tasks:
                 self.tasks.append(task)
                 self.until = float("inf")
+                if follows is not None:
+                    self.places[task] = self.places.get(follows, follows)
                 return self._next(now)
             case "open", e.Hold():
                 self.is_hold_wanted = True
@@ -377,10 +380,9 @@ class Leases:
         self.paused.discard(task)
         rest = self._return(task)
         if rest and self.state == "open":
-            rest[0].lost += 1
-            if rest[0].lost >= POISON:
-                text = f"{rest[0].lost} attempts of one step each lost a task: it seems to kill them"
-                return self._close(e.TasksLost(text))
+            rest[0].lost += (self.places.get(task, task),)
+            if (cause := poison(rest[0].lost)) is not None:
+                return self._close(cause)
         if not self.tasks and not (self.patience and self.state == "open"):
             return self._close(e.TasksLost())
         if not self.tasks:

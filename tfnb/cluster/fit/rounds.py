@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from tfnb.cluster import events as e
 from tfnb.cluster.fit.leases import AHEAD, Broken, Give, Held, Offer, Piece, Progress, Report, Sizes
-from tfnb.cluster.plan import POISON, RETRIES
+from tfnb.cluster.plan import RETRIES, poison
 
 
 class Cut(NamedTuple):
@@ -67,7 +67,8 @@ class Rounds:
     known: set[tuple[int, int]] = field(default_factory=set)  # steps of which all those have told
     began: float = 0.0
     missed: int = 0  # failures since the last step that was written
-    lost: int = 0  # attempts likewise that lost tasks
+    lost: list[int] = field(default_factory=list)  # tasks likewise, one of each attempt; as in `places`
+    places: dict[int, int] = field(default_factory=dict)  # task -> the first of those that it follows
     is_ended: bool = False
 
     @property
@@ -118,14 +119,8 @@ class Rounds:
                 return self._stop(failure if is_fatal or self.missed > RETRIES else None)
             case "open" | "cutting" | "planned", e.Lost(task) if task in self.tasks:
                 return self._lose(task)
-            case "open", e.Joined(task) if task not in self.tasks:
-                self.tasks.append(task)
-                return self._stop(None)
-            case "cutting", e.Joined(task) if task not in self.tasks:
-                self.tasks.append(task)
-            case "waiting", e.Joined(task):
-                self.tasks.append(task)
-                return self._begin(now)
+            case "open" | "cutting" | "waiting", e.Joined(task, follows) if task not in self.tasks:
+                return self._join(task, follows, now)
             case "waiting", e.Interrupt():
                 return self._over(e.Interrupted())
             case "waiting", e.Tick() if now >= min(self.until, self.deadline):
@@ -187,7 +182,8 @@ class Rounds:
                 done += 1
             if done > piece.done:
                 told.append(Report(piece.number, piece.done, done, self.members))
-                piece.done, self.missed, self.lost = done, 0, 0
+                piece.done, self.missed = done, 0
+                self.lost.clear()
             if done < piece.count:
                 break
             self.out.popleft()
@@ -196,14 +192,20 @@ class Rounds:
             self.began = now
         return told
 
+    def _join(self, task: int, follows: int | None, now: float) -> list[Instruction]:
+        self.tasks.append(task)
+        if follows is not None:
+            self.places[task] = self.places.get(follows, follows)
+        return self._begin(now) if self.state == "waiting" else self._stop(None)
+
     def _lose(self, task: int) -> list[Instruction]:
         self.tasks.remove(task)
         if self.state == "planned" or task not in self.members:
             return []
-        self.lost += self.state == "open"  # tasks lost together are one attempt
-        if self.lost >= POISON:
-            text = f"{self.lost} attempts of this step each lost a task: it seems to kill them"
-            return self._stop(e.TasksLost(text))
+        if self.state == "open" and self.out:  # tasks lost together are one attempt
+            self.lost.append(self.places.get(task, task))
+        if (cause := poison(self.lost)) is not None:
+            return self._stop(cause)
         return self._stop(None if self.tasks or self.patience else e.TasksLost())
 
     def _stop(self, cause: e.Cause | None) -> list[Instruction]:
