@@ -283,6 +283,31 @@ def test_a_batch_that_is_recorded_shows_the_elements_that_come_next_and_leaves_t
     assert tfnb.run(enough).tolist() == [4]
 
 
+def test_what_was_fed_may_change_after_the_run() -> None:
+    queue = tfnb.FIFOQueue(9, torch.float32, (2,), name="rows")
+    with tfnb.record() as g:
+        x, xs = tfnb.placeholder(torch.zeros(2), shape=(2,)), tfnb.placeholder(torch.zeros(3, 2))
+        one, many = queue.enqueue(x), queue.enqueue_many(xs)
+    given, rows = torch.ones(2), torch.ones(3, 2)
+    session = tfnb.Session(g)
+    session.run(one, {x: given}), session.run(many, {xs: rows})
+    given.zero_(), rows.zero_()
+    assert queue.dequeue_many(4).tolist() == [[1, 1]] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64], ids=str)
+@pytest.mark.parametrize("layout", ["plain", "transposed", "strided"])
+def test_large_elements_of_any_layout_are_copied_as_they_are(dtype: torch.dtype, layout: str) -> None:
+    queue = tfnb.FIFOQueue(9, dtype, (200, 300), name="large")
+    wide = (torch.randn(300, 600) > 0).to(dtype)
+    layouts = {"plain": wide[:200, :300].contiguous(), "transposed": wide[:, :200].T, "strided": wide[:200, ::2]}
+    x = layouts[layout]
+    wanted = x.clone()
+    queue.enqueue(x), queue.enqueue_many(torch.stack([x, x]))
+    x.zero_()
+    assert torch.equal(queue.dequeue(), wanted) and torch.equal(queue.dequeue_many(2), torch.stack([wanted] * 2))
+
+
 def test_padded_batches_in_a_graph_have_sizes_that_vary() -> None:
     queue = tfnb.PaddingFIFOQueue(9, torch.float32, (None,), name="lines")
     with tfnb.record():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from tfnb.errors import InvalidArgument, ShapeError
@@ -74,9 +75,33 @@ def batch_of(queue: Queue, elements: Sequence[Element]) -> tuple[torch.Tensor, .
     return tuple(BATCHES[queue.kind](rows) for rows in zip(*elements, strict=True))
 
 
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """The values in memory of their own."""
+    return stacked([tensor])[0] if tensor.numel() > _PARALLEL else tensor.clone()
+
+
 def stacked(rows: Sequence[torch.Tensor]) -> torch.Tensor:
     """Rows of one shape."""
-    return torch.stack(list(rows))
+    if rows[0].numel() <= _PARALLEL or not all(map(_is_plain, rows)):
+        return torch.stack(list(rows))
+    batch = torch.empty((len(rows), *rows[0].shape), dtype=rows[0].dtype)
+    for target, row in zip(batch, rows, strict=True):
+        np.copyto(_bytes(target), _bytes(row))
+    return batch
+
+
+_PARALLEL = (
+    2**15
+)  # numbers from which on torch copies with several threads, which wait for one another where cores are busy
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    is_lazy = tensor.is_conj() or tensor.is_neg()
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not is_lazy and not tensor.is_quantized
+
+
+def _bytes(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.detach().view(-1).view(torch.uint8).numpy()
 
 
 def padded(rows: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -16,7 +16,15 @@ from tfnb.graph.queue import Queue
 from tfnb.graph.spec import Size
 from tfnb.recording import Operation, Recorder, Tensor
 from tfnb.recording.values.effects import effect
-from tfnb.state.elements import batch_of, check_batch_part, check_lengths, check_part, elements_of, ensure_batches
+from tfnb.state.elements import (
+    batch_of,
+    check_batch_part,
+    check_lengths,
+    check_part,
+    copied,
+    elements_of,
+    ensure_batches,
+)
 from tfnb.state.fifo import Attempt, Fifo, Kind
 from tfnb.state.orders import ORDERS
 from tfnb.state.waits import WAITS, Runner
@@ -208,7 +216,7 @@ class TensorQueue(Queue):
         else:
             part = current.plain(part)
             found = torch.as_tensor(part) if hasattr(part, "dtype") else torch.tensor(part, dtype=dtype)
-        return _same_kind(self, found, dtype).detach().clone()
+        return copied(_same_kind(self, found, dtype).detach())
 
     def _sample(self, sample: Any, attrs: Mapping[str, Any]) -> Sequence[torch.Tensor] | None:
         """The tensors of the sample that was given, or of the elements that come next; None where there are too few."""

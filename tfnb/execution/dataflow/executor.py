@@ -30,6 +30,7 @@ from tfnb.memory import LAST
 from tfnb.passes import StepGraph, feed_symbols, optimized
 from tfnb.passes.rewrite import Pass
 from tfnb.recording.values.workspace import unburden
+from tfnb.state.elements import copied
 from tfnb.state.fifo import Attempt, Fifo, Kind
 from tfnb.state.queues import attempt_on, fifo, outcome, overdue
 from tfnb.state.waits import POLL, WAITS, Operation, Runner
@@ -44,7 +45,7 @@ class Borrowed:
     def own(self, value: Any) -> Any:
         """The value in memory of the step's own."""
         is_borrowed = isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in self._at
-        return value.clone() if is_borrowed else value
+        return copied(value) if is_borrowed else value
 
 
 class Driver:
@@ -264,8 +265,9 @@ class Dataflow:
         stored = live | {variable: copy for variable, copy in copies.items() if variable in live}
         start = [*zip(plan.feeds, fed, strict=True), *plan.given, (plan.run, run)]
         start += [(edges, stored[variable]) for variable, edges in plan.storages.items()]
-        borrowed = Borrowed([*stored.values(), *(value for _, value in plan.given)])
-        driver = Driver(plan, borrowed, self.whole.name)
+        kept = [*stored.values(), *(value for _, value in plan.given)]
+        borrowed = Borrowed(kept)
+        driver = Driver(plan, Borrowed([*kept, *fed]), self.whole.name)  # elements outlive what is fed, too
         found = driver.drive(start)
         self._ensure_live(found)
         results = [borrowed.own(value) for value in found]
