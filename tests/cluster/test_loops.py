@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -91,12 +92,13 @@ class Servers:
             self.deliver()
 
 
-def loop_on(servers, staleness=None, name="loop"):
+def loop_on(servers, staleness=None, name="loop", before=lambda: None):
     """A loop whose program notes the values that it computes from."""
     seen = []
 
     def run(feeds, values, index):
         seen.append({key: value.item() for key, value in values.items()})
+        before()
         return [], [Push(shard, "add", (), (torch.full((1,), 1.0),), ("w",)) for shard in servers.shards]
 
     program = SimpleNamespace(reads={shard: [f"w{shard}"] for shard in servers.shards}, run=run)
@@ -176,5 +178,24 @@ def test_a_loop_that_waits_for_a_slower_one_stops_at_once(is_early):
         assert applied == {bool(answer.meta["groups"])}, "told as it is"
         clocks = [core.courses.of({"training": "t"}).clocks for core in servers.cores.values()]
         assert clocks == [{"slow": 0}, {"slow": 0}], "nobody waits for it"
+
+    asyncio.run(play())
+
+
+def test_a_pause_is_answered_while_a_long_step_computes():
+    async def play():
+        servers, goes_on = Servers(), threading.Event()
+        loop, seen = loop_on(servers, before=lambda: goes_on.wait(SOON))
+        loop.lend(piece(3, first=0))
+        await until(lambda: len(seen) == 1)
+        answer = await asyncio.wait_for(loop.pause(True, 0), SOON / 2)
+        assert not answer.meta["paused"]
+        goes_on.set()
+        while not answer.meta["paused"]:
+            answer = await asyncio.wait_for(loop.pause(True, 0), SOON)
+        assert [count for *_, count, _, _ in answer.meta["groups"]] == [1], "the step was not lost"
+        await loop.pause(False, 1)
+        await until(lambda: len(seen) == 3)
+        await loop.stop(1)
 
     asyncio.run(play())

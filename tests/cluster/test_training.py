@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from types import SimpleNamespace
 
@@ -11,12 +12,13 @@ import torch
 import tfnb
 from tests.cluster.test_cuts import Counters
 from tfnb.cluster import events as e
-from tfnb.cluster.fit.leases import Offer
+from tfnb.cluster.fit.leases import Offer, Paused
 from tfnb.cluster.fit.rounds import CutAt
 from tfnb.cluster.fit.training import Training
+from tfnb.cluster.joins import joins
 from tfnb.cluster.members import Member, Mode
 from tfnb.cluster.messages import Ok, Peer
-from tfnb.errors import Internal
+from tfnb.errors import Cancelled, Internal
 
 
 class Quiet(Training):
@@ -122,3 +124,68 @@ def test_epoch_means_are_over_the_rows_of_the_epoch_whatever_task_is_quicker(con
     done = tfnb.fit(train, rows, epochs=8, shuffle=False, watch={"seen": seen}, **sizes, **options)
     assert [entry["epoch"] for entry in done.history] == list(range(1, 9)) and done.steps == 16
     assert [entry["seen"] for entry in done.history] == pytest.approx([data.mean().item()] * 8, rel=1e-12)
+
+
+def test_a_loop_is_asked_until_it_stands_unless_it_is_to_go_on_again():
+    training, _ = listening([0], "async")
+    training.feed(Offer(batches(2)))
+    loop, fed, stands = training._loop(0), [], iter([False, False, True, False, False])
+    training.feed = fed.append
+
+    async def asked(member, method, meta, tensors):
+        await asyncio.sleep(0)
+        paused = meta["wanted"] and next(stands)
+        return Ok({"at": 0, "some": [], "groups": [], "late": 0, "seconds": 0.0, "paused": paused})
+
+    training._asked = asked
+
+    async def play():
+        await training._pause(0, is_wanted=True)
+        assert fed == [Paused(0)]
+        asks = asyncio.create_task(training._pause(0, is_wanted=True))
+        await asyncio.sleep(0)
+        await training._pause(0, is_wanted=False)
+        await asyncio.wait_for(asks, 30)
+        assert fed == [Paused(0)] and loop.wishes == 3
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_an_interrupt_that_comes_before_a_training_listens_ends_it(connect, problem, mode):
+    p = problem()
+    cluster = connect(2)
+    placed, engine = cluster._place(p.program, parallel=True), cluster._engine
+
+    async def play():
+        begun = asyncio.ensure_future(engine.train(placed, Mode(mode), joins(p.program), None, None))
+        await asyncio.sleep(0)
+        await engine.interrupt()
+        training = await begun
+        await asyncio.wait_for(training.wait(lambda: False), 60)
+        return training.end.cause, len(engine._trainings)
+
+    assert cluster._do("this", 90, play) == (e.Interrupted(), 0)
+    list(cluster.train(p.program, p.batches(3), mode=mode))
+    assert cluster.step == 3
+
+
+def test_an_interrupt_ends_a_run_that_waits_for_a_task_to_come_or_for_its_place(connect, problem):
+    p = problem()
+    cluster = connect(1)
+    placed, engine = cluster._place(p.program, parallel=False), cluster._engine
+    (batch,) = p.batches(1)
+
+    async def play():
+        member = engine.tasks[0]
+        member.lose()
+        try:
+            begun = [asyncio.ensure_future(engine.run(placed, batch, None)) for _ in range(2)]
+            await asyncio.sleep(0.2)
+            await engine.interrupt()
+            return await asyncio.wait_for(asyncio.gather(*begun, return_exceptions=True), 30)
+        finally:
+            member.alive = True
+
+    assert [type(end) for end in cluster._do("this", 90, play)] == [Cancelled, Cancelled]
+    assert cluster.step == 0

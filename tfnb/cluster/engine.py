@@ -71,12 +71,14 @@ class Engine:
         self.lines: deque[str] = deque(maxlen=LINES)  # who came and who left, for the user
         self.said = 0  # lines so far
         self._arrival = asyncio.Event()
+        self._interrupts = 0  # so far: what begins is told of those that came before it could listen
         self.notes: list[str] = []  # for the user, at the next call
 
     # -- what the notebook asks for -------------------------------------------------------------------------
 
     async def interrupt(self) -> None:
         """Ctrl-C: machines in progress stop before their commit, or finish it."""
+        self._interrupts += 1
         self._report(e.Interrupt())
 
     async def settle(self, seconds: float) -> None:
@@ -92,14 +94,15 @@ class Engine:
         self, placed: Placed, batch: Batch, seconds: float | None
     ) -> tuple[list[list[Any]], list[int], list[Any]]:
         """One step. Values of each worker, their rows, and the values seen after the commit."""
+        since = self._interrupts
         async with self._iteration:
             deadline = time.monotonic() + seconds if seconds is not None else float("inf")
             whole, lost = placed.why_whole is not None, list[int]()
             while True:
-                tasks = await self._idle(deadline, placed.task)
+                tasks = await self._idle(deadline, placed.task, since)
                 machine = p.Step(tasks, placed.writes, self._numbers, batch.rows, whole, deadline)
                 machine.lost, machine.places = lost, {task: self._first(task) for task in tasks}
-                end = await self._drive(machine, placed, batch)
+                end = await self._drive(machine, placed, batch, since)
                 if not (isinstance(end.cause, e.TasksLost) and end.cause.is_none_left and self.comes):
                     break
             if end.cause is not None:
@@ -116,8 +119,9 @@ class Engine:
     ) -> list[Any]:
         """Fetches of the state after the commit: a read of its own."""
         reading = Placed(after, {}, placed.after_fetched, replace(placed.placement, transfers=(), writes=()))
-        machine = p.Step(await self._idle(deadline, placed.task), (), self._numbers, deadline=deadline)
-        end = await self._drive(machine, reading, Batch(batch.tensors, batch.run_index))
+        since = self._interrupts
+        machine = p.Step(await self._idle(deadline, placed.task, since), (), self._numbers, deadline=deadline)
+        end = await self._drive(machine, reading, Batch(batch.tensors, batch.run_index), since)
         if end.cause is not None:
             raise self._error(end.cause, seconds)
         return _unpacked(end.values[0])
@@ -177,9 +181,12 @@ class Engine:
     ) -> Training:
         """Begin a training."""
         deadline = time.monotonic() + seconds if seconds is not None else float("inf")
-        tasks = await self._idle(deadline, placed.task)
+        since = self._interrupts
+        tasks = await self._idle(deadline, placed.task, since)
         training = Training(self, placed, mode, ways, data, tasks, deadline, self.patience)
         await training.start()
+        if self._interrupts != since:
+            training.feed(e.Interrupt())
         return training
 
     def attend(self, training: Training) -> None:
@@ -217,11 +224,13 @@ class Engine:
 
     # -- one synchronous step ------------------------------------------------------------------------------------
 
-    async def _drive(self, machine: p.Step, placed: Placed, batch: Batch) -> e.Finish:
+    async def _drive(self, machine: p.Step, placed: Placed, batch: Batch, since: int) -> e.Finish:
         """Run a step machine to its end."""
         queue: asyncio.Queue[p.Event] = asyncio.Queue()
         carried: set[asyncio.Task[None]] = set()
         self._queues.add(queue)
+        if self._interrupts != since:
+            queue.put_nowait(e.Interrupt())
         watcher = asyncio.create_task(self._watch(queue))
         try:
             instructions = machine.on(e.Start(), time.monotonic())
@@ -359,8 +368,11 @@ class Engine:
         for queue in self._queues:
             queue.put_nowait(event)
 
-    async def _idle(self, deadline: float, only: int | None) -> list[int]:
-        """The live tasks, or the one asked for, once what was to stop has stopped; one that takes long is left out."""
+    async def _idle(self, deadline: float, only: int | None, since: int) -> list[int]:
+        """The live tasks, or the one asked for, once what was to stop has stopped; one that takes long is left out.
+
+        Raises Cancelled where there were more than ``since`` interrupts before there is one.
+        """
         if self._stopping:
             await self._any_stops(min(GRACE, deadline - time.monotonic()), asyncio.ALL_COMPLETED)
         while not (free := self._free(only)) and self._stopping:
@@ -368,12 +380,18 @@ class Engine:
             if left <= 0:
                 names = ", ".join(member.name for member in self._stopping)
                 raise DeadlineExceeded(f"{names} still computes what was stopped before", step=self.step)
-            await self._any_stops(left, asyncio.FIRST_COMPLETED)
+            self._ensure_wanted(since)
+            await self._any_stops(min(left, LOOK), asyncio.FIRST_COMPLETED)
         while not (free := self._free(only)) and self.comes and time.monotonic() < deadline:
+            self._ensure_wanted(since)
             self._arrival.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._arrival.wait(), LOOK)
         return free
+
+    def _ensure_wanted(self, since: int) -> None:
+        if self._interrupts != since:
+            raise Cancelled(f"interrupted at step {self.step}", step=self.step)
 
     def _free(self, only: int | None) -> list[int]:
         free = [index for index in self._live() if self.tasks[index] not in self._stopping]

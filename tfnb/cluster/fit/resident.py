@@ -289,11 +289,12 @@ class Loop:
         return self.report(seen)
 
     async def pause(self, is_wanted: bool, seen: int) -> Ok:
-        """Stand between two steps, or go on."""
+        """Stand between two steps, or go on. A step may take long: the answer says whether it stands by now."""
         self._is_pause_wanted = is_wanted
         self._changed.set()
         if is_wanted:
-            await self._stands.wait()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stands.wait(), QUARTER)
         return self.report(seen)
 
     async def stop(self, seen: int) -> Ok:

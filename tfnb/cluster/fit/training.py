@@ -74,6 +74,7 @@ class _Listening:
     late: int = 0  # steps of it that did not count
     is_watched: bool = False
     is_left: bool = False  # it was told to end: nothing more is lent to it
+    wishes: int = 0  # how often it was told to stand or to go on: the last time counts
     lending: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -451,20 +452,27 @@ class Training:
         await self.engine.settled(shard, "depart", about)
 
     async def _pause(self, task: int, *, is_wanted: bool) -> None:
+        """Let a loop stand, and ask until it does, or let it go on."""
         loop, member = self._loops.get(task), self.engine.tasks[task]
         if loop is None:
             return
-        async with loop.lending:
-            if loop.is_left:
+        wish = loop.wishes = loop.wishes + 1
+        is_paused = False
+        while not is_paused:
+            async with loop.lending:
+                if loop.is_left or loop.wishes != wish:
+                    return
+                meta = {"loop": loop.name, "seen": loop.seen, "wanted": is_wanted}
+                answer = await self._asked(member, "pause", meta, ())
+            if self._loops.get(task) is not loop:
                 return
-            meta = {"loop": loop.name, "seen": loop.seen, "wanted": is_wanted}
-            answer = await self._asked(member, "pause", meta, ())
-        if self._loops.get(task) is not loop:
-            return
-        if not isinstance(answer, Ok):
-            return await self._broken(task, loop, answer)
-        self._hear(task, loop, answer)
-        if is_wanted:
+            if not isinstance(answer, Ok):
+                return await self._broken(task, loop, answer)
+            self._hear(task, loop, answer)
+            if not is_wanted:
+                return
+            is_paused = bool(answer.meta["paused"])
+        if loop.wishes == wish:
             self.feed(a.Paused(task))
 
     # -- servers ------------------------------------------------------------------------------------------------------
