@@ -15,7 +15,6 @@ from contextlib import suppress
 from itertools import chain, count
 
 from distributed import Client
-from distributed.comm import CommClosedError
 
 from tfnb.cluster.deploy import WorkerGone, identities, joined
 from tfnb.cluster.engine import Engine
@@ -52,7 +51,7 @@ class Supervisor:
     async def _watched(self) -> None:
         while self._engine.lost is None:
             await asyncio.sleep(LOOK)
-            with suppress(OSError, TimeoutError, CommClosedError, RuntimeError):  # the engine says that it is lost
+            with suppress(OSError, TimeoutError, RuntimeError):  # the engine says that it is lost
                 found = await identities(self._client)
                 self._say_who_left()
                 self._look(found)
