@@ -180,7 +180,11 @@ def _there(
     def rows() -> Iterator[tuple[Any, ...]]:
         for batch in chain([first], each):
             if len(batch.keys) != len(first.keys) or any(map(is_not, first.keys, batch.keys)):
-                raise InvalidArgument("on a cluster every feed dict has the same keys in the same order")
+                asked, found = (", ".join(map(name_of, keys)) for keys in (first.keys, batch.keys))
+                raise InvalidArgument(
+                    "on a cluster every feed dict has the same keys in the same order: the first one has "
+                    f"{asked}; another one has {found or 'none'}"
+                )
             begun[next(drawn)] = batch
             yield batch.values
 

@@ -144,3 +144,15 @@ def test_columns_of_a_dask_dataframe():
     made = batches({"x": frame[["x"]], "y": frame["y"]}, batch_size=4, shuffle=False)
     x, y = next(made.each).values
     assert torch.equal(x, X[:4]) and torch.equal(y, Y[:4])
+
+
+def test_numbers_of_numpy_are_plain_ones_in_the_order_that_a_cluster_is_told():
+    made = batches({"x": X}, batch_size=np.int64(4), epochs=np.int32(2), seed=np.int64(5), shuffle=np.bool_(True))
+    assert {type(entry) for entry in made.rows.order} <= {int, bool, type(None)}
+    assert rows(made) == rows(batches({"x": X}, batch_size=4, epochs=2, seed=5))
+
+
+@pytest.mark.parametrize("seed", [None, 1.5, "3", True])
+def test_a_seed_is_an_int(seed):
+    with pytest.raises(InvalidArgument, match="seed must be an int"):
+        batches({"x": X}, batch_size=4, seed=seed)

@@ -657,5 +657,5 @@ def batches(step: StepGraph, rows: Iterable[tuple[Sequence[torch.Tensor], int]])
         count = max(lengths, default=0)
         cut = tuple(free and len(t) == count for t, free in zip(tensors, varies, strict=True))
         if count == 0 and lengths:
-            raise InvalidArgument("a batch of no rows")
+            raise InvalidArgument(f"batch {number} of the data (from 0) has no rows: leave it out")
         yield Batch(tuple(tensors), run_index, count or None, cut, number)

@@ -57,8 +57,11 @@ def batches(
     whole to every step. Raises ShapeError for unequal numbers of rows, InvalidArgument for anything else.
     """
     _at_least_one(epochs=epochs, steps=steps, batch_size=batch_size)
-    if isinstance(data, Mapping):
-        return _of_arrays(data, epochs, steps, batch_size or DEFAULT_BATCH, shuffle, seed)
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
+        raise InvalidArgument(f"seed must be an int, not {seed!r}: the order of the rows depends on it alone")
+    if isinstance(data, Mapping):  # plain numbers and a bool: a cluster is told of them
+        size, total = int(batch_size or DEFAULT_BATCH), None if steps is None else int(steps)
+        return _of_arrays(data, int(epochs), total, size, bool(shuffle), int(seed))
     if batch_size is not None:
         raise InvalidArgument(f"batch_size={batch_size} is for arrays: an iterable of feed dicts is in batches already")
     return _of_feeds(data, epochs, steps)
