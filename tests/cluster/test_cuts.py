@@ -14,7 +14,7 @@ import torch
 
 import tfnb
 from tests.cluster.conftest import stats
-from tfnb.errors import DeadlineExceeded, NonFiniteGradient, WorkerLost
+from tfnb.errors import DeadlineExceeded, NonFiniteGradient
 
 
 class Counters:
@@ -119,15 +119,14 @@ def test_the_count_is_what_the_servers_applied(connect, end):
                 os.kill(pid, signal.SIGKILL)
 
     def rows():
-        for step, row in enumerate(c.rows(10_000, do)):
+        for step, row in enumerate(c.rows(300 if end == "kill all" else 10_000, do)):
             if step == 21 and end == "error":
                 row[c.x][0] = float("inf")
             yield row
 
-    if end == "kill all":
-        with pytest.raises(WorkerLost, match=r"step \d+") as caught:
-            tfnb.fit(c.train, rows(), mode="async")
-        assert f"(step {cluster.step})" in str(caught.value)
+    if end == "kill all":  # their nannies start them again, and training goes on
+        assert tfnb.fit(c.train, rows(), mode="async").steps == 300
+        assert cluster.step == 300
     elif end == "deadline":
         tfnb.run(c.train, {c.x: torch.ones(4)})
         with pytest.raises(DeadlineExceeded) as caught:
