@@ -267,6 +267,24 @@ def test_c51_a_hundred_interrupts(connect, problem, mode):
     assert interrupts(connect, problem(), 100, mode) > 50
 
 
+def test_an_interrupt_while_values_come_home_waits_for_them(connect, problem, monkeypatch):
+    p = problem()
+    states, _ = p.local(8)
+    cluster = connect(2)
+    pull, struck = cluster._pull, []
+
+    def strike(*kept):
+        if not struck:
+            struck.append(True)
+            signal.raise_signal(signal.SIGINT)
+        return pull(*kept)
+
+    monkeypatch.setattr(cluster, "_pull", strike)
+    with pytest.raises(KeyboardInterrupt):
+        list(cluster.train(p.program, p.batches(8)))
+    assert struck and cluster.pulled_step == cluster.step == 8 and close_to(p.values(), states[8])
+
+
 def test_interrupts_of_single_runs_take_the_step_or_not(connect, problem):
     p = problem()
     states, _ = p.local(40)

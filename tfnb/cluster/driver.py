@@ -282,13 +282,18 @@ class Cluster:
             if is_stepwise
             else self._looping(step, source, how, end, timeout, told)
         )
+        is_shown = False
         try:
-            for item in steps:
-                yield item
-                self._refresh()
+            try:
+                for item in steps:
+                    yield item
+                    self._refresh()
+            finally:
+                steps.close()
+            self._show()
+            is_shown = True
         finally:
-            steps.close()
-            if self._engine.lost is None:
+            if not is_shown and self._engine.lost is None:  # an error, or Ctrl-C at whatever instant, also in `_show`
                 self._show()
 
     def _stepwise(

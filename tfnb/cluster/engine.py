@@ -332,8 +332,9 @@ class Engine:
 
     @property
     def places(self) -> dict[str, Member]:
-        """The latest task of each name, alive or not."""
-        return {member.name: member for member in self.tasks}
+        """The latest task of each name, alive or not, by number."""
+        latest = {member.name: member for member in self.tasks}
+        return {name: latest[name] for name in sorted(latest, key=lambda name: int(name.removeprefix("task:")))}
 
     @property
     def patience(self) -> float:
