@@ -24,8 +24,8 @@ def _is_fused(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
     if type(q) is Tensor:
         return bool(aten._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=scale) == _FLASH)
     with _disable_current_modes():  # while it is traced, torch is shown tensors that lie as these do
-        shown = [torch.empty_strided([*map(int, t.shape)], [*map(int, t.stride())], dtype=t.dtype) for t in (q, k, v)]
-        return _is_fused(*shown, causal, scale)
+        q, k, v = (torch.empty_strided([*map(int, t.shape)], [*map(int, t.stride())], dtype=t.dtype) for t in (q, k, v))
+        return _is_fused(q, k, v, causal, scale)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
