@@ -97,7 +97,7 @@ def test_a_stop_cancels_what_waits_for_room_and_keeps_what_is_there(coordinator:
         put = target.enqueue(1.0)
     runner = QueueRunner(target, [put, put], coordinator=coordinator)
     runner.start()
-    until(lambda: len(target.fifo.lines["enqueue"]) == 2, 60)
+    until(lambda: len(target.machine.lines["enqueue"]) == 2, 60)
     coordinator.request_stop()
     coordinator.join()
     assert not any(thread.is_alive() for thread in runner.threads)
@@ -166,7 +166,7 @@ def test_who_does_not_stop_is_named_with_what_it_waits_for() -> None:
     queue, coordinator = numbers("empty"), Coordinator()
     thread = threading.Thread(target=queue.dequeue, name="consumer")
     thread.start()
-    until(lambda: queue.fifo is not None and bool(queue.fifo.lines["dequeue"]), 60)
+    until(lambda: queue.machine is not None and bool(queue.machine.lines["dequeue"]), 60)
     coordinator.request_stop()
     begin = time.monotonic()
     end = time.monotonic() + 60

@@ -16,7 +16,7 @@ from weakref import WeakSet
 from tfnb.errors import Cancelled, FailedPrecondition, InvalidArgument, OutOfRange, QueueClosed
 from tfnb.recording import Operation
 from tfnb.session import Session, run
-from tfnb.state.queues import TensorQueue, fifo
+from tfnb.state.queues import TensorQueue, machine_of
 from tfnb.state.waits import WAITS
 
 _POLL = 0.1  # seconds between looks at whether threads ended
@@ -141,7 +141,7 @@ class QueueRunner:
         self._run = run if session is None else session.run
         self._lock = threading.Lock()
         self._left = len(self.enqueue_ops)
-        fifo(queue).starters.append(self._start_once)
+        machine_of(queue).starters.append(self._start_once)
         _RUNNERS.add(self)
 
     def __repr__(self) -> str:
@@ -179,7 +179,7 @@ class QueueRunner:
         except OutOfRange:
             pass  # the end of its input
         except BaseException as error:
-            if not (isinstance(error, Cancelled) and fifo(self.queue).closed):
+            if not (isinstance(error, Cancelled) and machine_of(self.queue).closed):
                 self.coordinator.request_stop(error)
         finally:
             with self._lock:
@@ -193,7 +193,7 @@ class QueueRunner:
             self.queue.close()
 
     def _cancel(self) -> None:
-        fifo(self.queue).cause = self.coordinator.error
+        machine_of(self.queue).cause = self.coordinator.error
         self.queue.close(cancel_pending_enqueues=True)
 
 

@@ -46,7 +46,7 @@ from tfnb.recording.marks.notes import user_level
 from tfnb.state import checkpoint
 from tfnb.state.batch_order import Arrays, Rows
 from tfnb.state.chunks import Chunked, like
-from tfnb.state.fifo import give_back
+from tfnb.state.queue_machine import give_back
 from tfnb.step import Step
 from tfnb.structures import (
     fed_by,

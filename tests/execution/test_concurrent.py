@@ -333,7 +333,7 @@ def test_a_step_that_waits_inside_is_aborted_if_what_it_read_was_written_since()
 
     waiting = threading.Thread(target=learn)
     waiting.start()
-    while queue.fifo is None or not queue.fifo.lines["dequeue"]:  # until it waits for an element; it holds nothing then
+    while queue.machine is None or not queue.machine.lines["dequeue"]:  # until it waits, and holds nothing
         time.sleep(0.01)
     total.assign(torch.tensor(7.0))
     queue.enqueue(torch.tensor(1.0))

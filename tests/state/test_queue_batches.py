@@ -26,7 +26,7 @@ def numbers(capacity: int = 10, name: str = "q", given: Any = ()) -> tfnb.FIFOQu
 
 
 def waits(queue: Any, line: str, count: int = 1) -> None:
-    until(lambda: queue.fifo is not None and len(queue.fifo.lines[line]) == count, 60)
+    until(lambda: queue.machine is not None and len(queue.machine.lines[line]) == count, 60)
 
 
 # -- at once ----------------------------------------------------------------------------------------------------------

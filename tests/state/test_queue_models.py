@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from tfnb.errors import Cancelled, OutOfRange, QueueClosed
-from tfnb.state.fifo import Attempt, Fifo
 from tfnb.state.orders import Arrival, Order, Ranked, Shuffled
+from tfnb.state.queue_machine import Attempt, QueueMachine
 
 
 @dataclass(eq=False)
@@ -126,7 +126,7 @@ class Attempts(RuleBasedStateMachine):
     @initialize(kind=st.sampled_from(sorted(ORDER)), capacity=st.sampled_from([3, 5, float("inf")]))
     def make(self, kind: str, capacity: float) -> None:
         order: Order = ORDER[kind]()  # type: ignore[abstract]
-        self.queue, self.told = Fifo("q", capacity, order), list[Attempt]()
+        self.queue, self.told = QueueMachine("q", capacity, order), list[Attempt]()
         self.model = Model(kind, capacity, getattr(order, "least", 0), getattr(order, "chosen", deque()))
         self.pairs: dict[Asked, Attempt] = {}
         self.withdrawn: list[tuple[Asked, Attempt]] = []

@@ -109,7 +109,8 @@ def ours(name: str, *, recorded: bool) -> list[Any]:
 
 def standing(queue: Any) -> set[Any]:
     """The attempts that wait in a queue."""
-    return set() if queue.fifo is None else {attempt for line in queue.fifo.lines.values() for attempt in list(line)}
+    lines = {} if queue.machine is None else queue.machine.lines
+    return {attempt for line in lines.values() for attempt in list(line)}
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

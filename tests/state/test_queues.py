@@ -27,7 +27,7 @@ from tfnb.errors import (
 )  # fmt: skip
 from tfnb.graph.forms.serial import graph_hash
 from tfnb.state import waits
-from tfnb.state.fifo import Attempt, Fifo, give_back
+from tfnb.state.queue_machine import Attempt, QueueMachine, give_back
 
 pytestmark = pytest.mark.filterwarnings("ignore:still waiting")  # on a machine that does much else
 
@@ -107,7 +107,7 @@ def outcome(attempt: Attempt) -> Any:
 @pytest.mark.parametrize("seed", range(200))
 def test_random_attempts_end_as_in_a_simple_model(seed: int) -> None:
     rng = random.Random(seed)
-    queue, model = Fifo("q", 2), Model(2)
+    queue, model = QueueMachine("q", 2), Model(2)
     pairs: list[tuple[Attempt, list[Any]]] = []
     told: list[Attempt] = []
     for number in range(40):
@@ -139,20 +139,20 @@ def test_random_attempts_end_as_in_a_simple_model(seed: int) -> None:
 
 
 def test_what_a_step_took_stands_in_front_again_unless_it_put_some() -> None:
-    fifo, done = Fifo("q", 3), list[Attempt]()
+    queue, done = QueueMachine("q", 3), list[Attempt]()
     for word in "abc":
-        fifo.submit(Attempt(fifo, "enqueue", lambda _: None, elements=[(word,)]))  # type: ignore[arg-type]
+        queue.submit(Attempt(queue, "enqueue", lambda _: None, elements=[(word,)]))  # type: ignore[arg-type]
     for _ in "ab":
-        fifo.submit(Attempt(fifo, "dequeue", done.append))
-    fifo.submit(Attempt(fifo, "enqueue", done.append, elements=[("d",)]))  # type: ignore[arg-type]
+        queue.submit(Attempt(queue, "dequeue", done.append))
+    queue.submit(Attempt(queue, "enqueue", done.append, elements=[("d",)]))  # type: ignore[arg-type]
     give_back(done)
-    assert [word for (word,) in fifo.elements] == ["c", "d"]
+    assert [word for (word,) in queue.elements] == ["c", "d"]
     give_back(done[:2])
-    assert [word for (word,) in fifo.elements] == ["a", "b", "c", "d"]
+    assert [word for (word,) in queue.elements] == ["a", "b", "c", "d"]
 
 
 def test_a_later_attempt_stands_in_line_when_the_one_before_does() -> None:
-    queue, told = Fifo("q", 1), []
+    queue, told = QueueMachine("q", 1), []
     first, second = (Attempt(queue, "dequeue", told.append) for _ in range(2))
     other = Attempt(queue, "enqueue", told.append, elements=[(1,)])
     queue.submit(first)
@@ -165,7 +165,7 @@ def test_a_later_attempt_stands_in_line_when_the_one_before_does() -> None:
 
 
 def test_a_long_line_of_iterations_needs_no_recursion() -> None:
-    queue, told = Fifo("q", 1), []
+    queue, told = QueueMachine("q", 1), []
     before = None
     for number in range(20_000):
         attempt = Attempt(queue, "enqueue" if number % 2 else "dequeue", told.append, elements=[(number,)])
@@ -233,7 +233,7 @@ def test_close_waits_for_the_enqueues_before_it_or_cancels_them() -> None:
     queue = scalars(1)
     queue.enqueue(1.0)
     thread, found = in_thread(lambda: queue.enqueue(2.0))
-    until(lambda: bool(queue.fifo.lines["enqueue"]))
+    until(lambda: bool(queue.machine.lines["enqueue"]))
     closing, closed = in_thread(queue.close)
     time.sleep(0.05)
     assert not closed and queue.dequeue() == 1
@@ -243,7 +243,7 @@ def test_close_waits_for_the_enqueues_before_it_or_cancels_them() -> None:
     queue = scalars(1)
     queue.enqueue(1.0)
     thread, found = in_thread(lambda: queue.enqueue(2.0))
-    until(lambda: bool(queue.fifo.lines["enqueue"]))
+    until(lambda: bool(queue.machine.lines["enqueue"]))
     queue.close(cancel_pending_enqueues=True)
     thread.join(60)
     assert isinstance(found[0], Cancelled) and queue.dequeue() == 1
@@ -343,11 +343,11 @@ def test_ten_thousand_waits_hold_no_threads_and_can_be_cancelled() -> None:
     session = tfnb.Session(g)
     before = threading.active_count()
     thread, found = in_thread(lambda: session.run(total))
-    until(lambda: queue.fifo is not None and len(queue.fifo.lines["dequeue"]) == count, 120)
+    until(lambda: queue.machine is not None and len(queue.machine.lines["dequeue"]) == count, 120)
     assert threading.active_count() < before + 100
     session.close()
     thread.join(120)  # a second, on a machine that does nothing else
-    assert isinstance(found[0], Cancelled) and not queue.fifo.lines["dequeue"]
+    assert isinstance(found[0], Cancelled) and not queue.machine.lines["dequeue"]
     queue.enqueue(1.0)
     assert queue.size() == 1
 
@@ -379,7 +379,7 @@ def test_an_interrupt_leaves_nothing_in_line() -> None:
             timer.start()
             wait()
         timer.join()
-        assert not queue.fifo.lines["dequeue"]
+        assert not queue.machine.lines["dequeue"]
     queue.enqueue(3.0)
     assert queue.size() == 1
 

@@ -16,7 +16,7 @@ import torch
 
 from tfnb.cluster.messages import OpId
 from tfnb.errors import FailedPrecondition
-from tfnb.state.fifo import Fifo
+from tfnb.state.queue_machine import QueueMachine
 
 LEASE = 30.0  # seconds that a taker has to acknowledge an element; it may ask again within them
 
@@ -27,7 +27,7 @@ Element = tuple[torch.Tensor, ...]
 class HandOut:
     """An element on its way. ``number``: its place in the order of the queue; ``end``: of the lease."""
 
-    fifo: Fifo
+    queue: QueueMachine
     number: int
     element: Element
     end: float
@@ -36,7 +36,7 @@ class HandOut:
 class HandOuts:
     """Those of all queues of a server.
 
-    >>> queue, outs = Fifo("q", 3), HandOuts()
+    >>> queue, outs = QueueMachine("q", 3), HandOuts()
     >>> queue.elements.extend("ab")
     >>> for seq in (1, 2):
     ...     outs.add(OpId("t", seq), queue, queue.elements.popleft(), now=0.0)
@@ -48,25 +48,25 @@ class HandOuts:
     def __init__(self) -> None:
         self.out: dict[OpId, HandOut] = {}
         self._count = 0
-        self._front: defaultdict[Fifo, list[int]] = defaultdict(list)  # numbers of elements that are back, in order
+        self._front: defaultdict[QueueMachine, list[int]] = defaultdict(list)  # numbers of elements that are back
 
     @property
     def nbytes(self) -> int:
         """Bytes of elements on their way."""
         return sum(t.numel() * t.element_size() for given in self.out.values() for t in given.element)
 
-    def of(self, fifo: Fifo) -> bool:
+    def of(self, queue: QueueMachine) -> bool:
         """Whether elements of a queue are on their way, and may come back."""
-        return any(given.fifo is fifo for given in self.out.values())
+        return any(given.queue is queue for given in self.out.values())
 
-    def add(self, op: OpId, fifo: Fifo, element: Element, now: float) -> None:
+    def add(self, op: OpId, queue: QueueMachine, element: Element, now: float) -> None:
         """The first element of a queue was given as the answer to ``op``."""
-        if self._front[fifo]:
-            number = self._front[fifo].pop(0)
+        if self._front[queue]:
+            number = self._front[queue].pop(0)
         else:
             self._count += 1
             number = self._count
-        self.out[op] = HandOut(fifo, number, element, now + LEASE)
+        self.out[op] = HandOut(queue, number, element, now + LEASE)
 
     def end(self, op: OpId) -> None:
         """The taker has it; raises FailedPrecondition where it went back meanwhile."""
@@ -87,7 +87,7 @@ class HandOuts:
         ops = [op for op, given in self.out.items() if is_over(op, given)]
         for op in ops:
             given = self.out.pop(op)
-            front = self._front[given.fifo]
+            front = self._front[given.queue]
             insort(front, given.number)
-            given.fifo.put_back(given.element, front.index(given.number))
+            given.queue.put_back(given.element, front.index(given.number))
         return ops

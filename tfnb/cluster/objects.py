@@ -14,10 +14,10 @@ from tfnb.cluster.messages import Ok, OpId, Request
 from tfnb.errors import InvalidArgument, NotFound
 from tfnb.graph import Spec
 from tfnb.state.accumulator import Accumulator
-from tfnb.state.fifo import Attempt, Fifo, Kind
+from tfnb.state.queue_machine import Attempt, Kind, QueueMachine
 from tfnb.state.tokens import Tokens
 
-Thing = Fifo | Accumulator | Tokens
+Thing = QueueMachine | Accumulator | Tokens
 Method = Callable[[Request, float], Ok | None]
 
 LINES: Mapping[str, str] = {
@@ -48,7 +48,8 @@ class Objects:
     @property
     def nbytes(self) -> int:
         """Bytes held in queues and accumulators."""
-        queued = (t for thing in self.things.values() if isinstance(thing, Fifo) for e in thing.elements for t in e)
+        queues = [thing for thing in self.things.values() if isinstance(thing, QueueMachine)]
+        queued = (t for queue in queues for element in queue.elements for t in element)
         sums = sum(thing.nbytes for thing in self.things.values() if isinstance(thing, Accumulator))
         return sums + self.outs.nbytes + sum(t.numel() * t.element_size() for t in queued)
 
@@ -75,7 +76,7 @@ class Objects:
             return Ok({"key": key})
         match meta:
             case {"kind": "queue", "capacity": float() | int() as capacity}:
-                self.things[key] = Fifo(key, capacity if capacity > 0 else float("inf"))
+                self.things[key] = QueueMachine(key, capacity if capacity > 0 else float("inf"))
             case {"kind": "accumulator"}:
                 (like,) = request.tensors  # of its dtype and shape
                 self.things[key] = Accumulator(Spec.of(like), int(meta.get("step", 0)))
@@ -90,11 +91,11 @@ class Objects:
 
     def _tried(self, request: Request, kind: Kind, **kwargs: Any) -> Attempt | None:
         """An attempt on a queue, if it is over at once."""
-        fifo = found(self.things, Fifo, request)
-        attempt = Attempt(fifo, kind, _nobody, **kwargs)
-        fifo.submit(attempt)
+        queue = found(self.things, QueueMachine, request)
+        attempt = Attempt(queue, kind, _nobody, **kwargs)
+        queue.submit(attempt)
         if not attempt.is_over:
-            fifo.withdraw([attempt])
+            queue.withdraw([attempt])
             return None
         if attempt.error is not None:
             raise attempt.error
@@ -102,18 +103,18 @@ class Objects:
 
     def _enqueue(self, request: Request, now: float) -> Ok | None:
         done = self._tried(request, "enqueue", elements=[tuple(request.tensors)])
-        return None if done is None else Ok({"size": done.fifo.size})
+        return None if done is None else Ok({"size": done.machine.size})
 
     def _dequeue(self, request: Request, now: float) -> Ok | None:
-        fifo = found(self.things, Fifo, request)
-        if not fifo.size and self.outs.of(fifo):
+        queue = found(self.things, QueueMachine, request)
+        if not queue.size and self.outs.of(queue):
             return None  # what is on its way may come back, also to a queue that is closed
         done = self._tried(request, "dequeue")
         if done is None:
             return None
         (element,) = done.taken
-        self.outs.add(request.op, fifo, element, now)
-        return Ok({"size": fifo.size}, element)
+        self.outs.add(request.op, queue, element, now)
+        return Ok({"size": queue.size}, element)
 
     def _taken(self, request: Request, now: float) -> Ok:
         self.outs.end(OpId(str(request.meta["client"]), int(request.meta["seq"])))
@@ -121,7 +122,7 @@ class Objects:
 
     def _close(self, request: Request, now: float) -> Ok | None:
         done = self._tried(request, "close", cancel_pending=bool(request.meta.get("cancel_pending")))
-        return None if done is None else Ok({"size": done.fifo.size})
+        return None if done is None else Ok({"size": done.machine.size})
 
     # -- accumulators -----------------------------------------------------------------------------------------
 

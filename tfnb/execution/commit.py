@@ -15,7 +15,7 @@ import torch
 
 from tfnb.graph import Variable
 from tfnb.interrupts import no_interrupt
-from tfnb.state.fifo import Attempt
+from tfnb.state.queue_machine import Attempt
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ class Queue:
 
     A component is a dtype and a shape, where None is a size that may differ from element to element. One whose shape is
     None takes any shape. kind: which elements come next, and what a batch of them is, with the ``options`` of that.
-    ``fifo``: the elements, once somebody uses them.
+    ``machine``: what holds the elements, once somebody uses them.
     """
 
     def __init__(
@@ -27,8 +27,8 @@ class Queue:
         self.name, self.capacity = name, capacity
         self.components = tuple(components)  # dtype and shape of each
         self.kind, self.options = kind, dict(options or {})
-        self.fifo: Any = None
+        self.machine: Any = None
 
     def __repr__(self) -> str:
-        state = f"0 of {self.capacity} elements, open" if self.fifo is None else self.fifo.state
+        state = f"0 of {self.capacity} elements, open" if self.machine is None else self.machine.state
         return f"<{type(self).__name__} {self.name}: {state}>"

@@ -1,7 +1,7 @@
 """In which order a queue gives its elements, and which of them may be taken: one small class for each kind of queue.
 
-What waits, and who comes next, is the business of `tfnb.state.fifo`, which is the same for all of them. Pure; the
-owner calls with its lock held. Semantics S-77 to S-80.
+What waits, and who comes next, is the business of `tfnb.state.queue_machine`, which is the same for all of them.
+Pure; the owner calls with its lock held. Semantics S-77 to S-80.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from tfnb.state.elements import (
     elements_of,
     ensure_batches,
 )
-from tfnb.state.fifo import Attempt, Fifo, Kind
 from tfnb.state.orders import ORDERS
+from tfnb.state.queue_machine import Attempt, Kind, QueueMachine
 from tfnb.state.waits import WAITS, Runner
 
 Shape = tuple[int | None, ...]
@@ -113,9 +113,9 @@ class TensorQueue(Queue):
         """How many elements it holds."""
         recorder = current.recording()
         if not isinstance(recorder, Recorder):
-            return fifo(self).size
+            return machine_of(self).size
         with _disable_current_modes():
-            held = torch.tensor(fifo(self).size)
+            held = torch.tensor(machine_of(self).size)
         found = effect(recorder, ops.SIZE, self, outputs=[Spec(torch.int64, ())], samples=[held])
         assert isinstance(found, list)
         return found[0]
@@ -194,7 +194,7 @@ class TensorQueue(Queue):
         """Do it now."""
         runner = Runner(attempts=lambda: [attempt])
         attempt = attempt_on(self, kind, runner.inbox.put, attrs, tensors)
-        queue, timeout = attempt.fifo, attrs.get("timeout")
+        queue, timeout = attempt.machine, attrs.get("timeout")
         queue.submit(attempt)
         try:
             if not attempt.is_over:
@@ -225,7 +225,7 @@ class TensorQueue(Queue):
                 parts = self._parts(sample, "gives", "the sample has")
                 return [self._plain(part, kind) for part, (kind, _) in zip(parts, self.components, strict=True)]
             count = attrs.get("count")
-            found = fifo(self).first(1 if count is None else count)
+            found = machine_of(self).first(1 if count is None else count)
             if count is None:
                 return found[0] if found else None
             is_enough = len(found) == count or (found and attrs.get("up_to"))
@@ -341,13 +341,13 @@ class PriorityQueue(TensorQueue):
         super().__init__(capacity, [torch.int64, *kinds], [(), *given], name, kind="priority")
 
 
-def fifo(queue: Queue) -> Fifo:
+def machine_of(queue: Queue) -> QueueMachine:
     """What a queue holds."""
-    if queue.fifo is None:
+    if queue.machine is None:
         with _MAKING:
-            if queue.fifo is None:
-                queue.fifo = Fifo(queue.name, queue.capacity, ORDERS[queue.kind](queue.options))
-    return queue.fifo  # type: ignore[no-any-return]
+            if queue.machine is None:
+                queue.machine = QueueMachine(queue.name, queue.capacity, ORDERS[queue.kind](queue.options))
+    return queue.machine  # type: ignore[no-any-return]
 
 
 _MAKING = threading.Lock()
@@ -360,7 +360,7 @@ def attempt_on(
     """An operation on a queue as its node's ``attrs`` say, not begun; raises ShapeError for tensors that do not fit."""
     count = attrs.get("count")
     return Attempt(
-        fifo(queue), kind, then, what=what,
+        machine_of(queue), kind, then, what=what,
         elements=elements_of(queue, tensors, many=attrs.get("many", False)) if kind == "enqueue" else (),
         count=1 if count is None else count, up_to=attrs.get("up_to", False),
         cancel_pending=attrs.get("cancel_pending_enqueues", False),
@@ -378,8 +378,8 @@ def outcome(queue: Queue, attempt: Attempt, attrs: Mapping[str, Any]) -> tuple[t
 
 def overdue(attempt: Attempt, timeout: float | None) -> DeadlineExceeded:
     """The error of an operation that did not end in time; it is taken back."""
-    text = f"{attempt.act} did not end within {timeout} s: {attempt.fifo.state}"
-    attempt.fifo.withdraw([attempt])
+    text = f"{attempt.act} did not end within {timeout} s: {attempt.machine.state}"
+    attempt.machine.withdraw([attempt])
     error = DeadlineExceeded(text)
     error.enqueued = attempt.enqueued
     return error

@@ -18,7 +18,7 @@ from typing import Any
 
 from tfnb.errors import DeadlockError, TfnbError
 from tfnb.recording.marks.notes import user_level
-from tfnb.state.fifo import Attempt, Fifo
+from tfnb.state.queue_machine import Attempt, QueueMachine
 
 POLL = 0.1  # seconds between looks at whether the step was stopped
 LOOK = 1.0  # seconds between looks at who waits for whom
@@ -34,7 +34,7 @@ class Operation:
 
     what: str
     kind: str
-    fifo: Fifo
+    machine: QueueMachine
     behind: Collection[Attempt] = ()
     attempt: Attempt | None = None
 
@@ -52,7 +52,7 @@ class Runner:
     ask for both while it waits.
     """
 
-    may: Collection[tuple[Fifo, str]] = ()
+    may: Collection[tuple[QueueMachine, str]] = ()
     attempts: Callable[[], Iterable[Attempt]] = tuple
     later: Callable[[], Iterable[Operation]] = tuple
     name: str = field(default_factory=lambda: f"thread {threading.current_thread().name}")
@@ -76,7 +76,7 @@ class Runner:
                 before.setdefault(follower, []).append(attempt)
         for attempt in waiting:
             what = attempt.what or f"{attempt.kind} by {self.name}"
-            yield Operation(what, attempt.kind, attempt.fifo, before.get(attempt, ()), attempt)
+            yield Operation(what, attempt.kind, attempt.machine, before.get(attempt, ()), attempt)
         yield from self.later()
 
 
@@ -171,7 +171,7 @@ class Waits:
 WAITS = Waits()
 
 
-def stuck(operations: Iterable[Operation], free: Collection[tuple[Fifo, str]] = ()) -> list[Operation]:
+def stuck(operations: Iterable[Operation], free: Collection[tuple[QueueMachine, str]] = ()) -> list[Operation]:
     """Operations that nobody can end: those that wait for a producer stand before all that would produce it.
 
     free: what runners do that do not wait. Whoever used a queue before and is not among the operations may do it again.
@@ -184,22 +184,26 @@ def stuck(operations: Iterable[Operation], free: Collection[tuple[Fifo, str]] = 
 
 
 def _blocked(
-    found: Sequence[Operation], everyone: Iterable[Operation], free: Collection[tuple[Fifo, str]]
+    found: Sequence[Operation], everyone: Iterable[Operation], free: Collection[tuple[QueueMachine, str]]
 ) -> list[Operation]:
     """Those of ``found`` that only others of ``found`` could let go on."""
     kept, attempts = set(found), {one.attempt for one in found}
-    open_ = {(one.fifo, one.kind) for one in everyone if one not in kept}.union(free)
-    behind: dict[tuple[Fifo, str], set[str]] = {}  # who would do what to which queue, and cannot
+    open_ = {(one.machine, one.kind) for one in everyone if one not in kept}.union(free)
+    behind: dict[tuple[QueueMachine, str], set[str]] = {}  # who would do what to which queue, and cannot
     for one in found:
         if not one.stands:
-            behind.setdefault((one.fifo, one.kind), set()).add(one.what)
+            behind.setdefault((one.machine, one.kind), set()).add(one.what)
 
     def is_blocked(one: Operation) -> bool:
         if not one.stands:
             return bool(one.behind) and attempts.issuperset(one.behind)
-        fifo, producer = one.fifo, _PRODUCER[one.kind]
-        here = behind.get((fifo, producer), set())
-        return bool(here) and open_.isdisjoint([(fifo, producer), (fifo, "close")]) and here >= fifo.past[producer]
+        machine, producer = one.machine, _PRODUCER[one.kind]
+        here = behind.get((machine, producer), set())
+        return (
+            bool(here)
+            and open_.isdisjoint([(machine, producer), (machine, "close")])
+            and here >= machine.past[producer]
+        )
 
     return [one for one in found if is_blocked(one)]
 
@@ -210,13 +214,13 @@ def wait_graph(operations: Iterable[Operation]) -> WaitGraph:
     everyone = list(operations)
     named = {operation.attempt: operation.what for operation in everyone}
     for operation in everyone:
-        held = operation.fifo
+        held = operation.machine
         if not operation.stands:
             edges.update({(operation.what, named[attempt]): None for attempt in operation.behind if attempt in named})
             continue
         place = f"{_WANTS[operation.kind]} of queue {held.name} ({held.state})"
         edges[operation.what, place] = None
         producer = _PRODUCER[operation.kind]
-        serve = [o.what for o in everyone if not o.stands and o.fifo is held and o.kind == producer]
+        serve = [o.what for o in everyone if not o.stands and o.machine is held and o.kind == producer]
         edges.update({(place, what): None for what in serve or ["nobody in a run or call that is at work now"]})
     return WaitGraph(tuple(edges))

@@ -31,8 +31,8 @@ from tfnb.passes import StepGraph, feed_symbols, optimized
 from tfnb.passes.rewrite import Pass
 from tfnb.recording.values.workspace import unburden
 from tfnb.state.elements import copied
-from tfnb.state.fifo import Attempt, Fifo, Kind
-from tfnb.state.queues import attempt_on, fifo, outcome, overdue
+from tfnb.state.queue_machine import Attempt, Kind, QueueMachine
+from tfnb.state.queues import attempt_on, machine_of, outcome, overdue
 from tfnb.state.waits import POLL, WAITS, Operation, Runner
 
 
@@ -54,7 +54,7 @@ class Driver:
     def __init__(self, plan: Plan, borrowed: Borrowed, graph: str) -> None:
         self.plan, self.borrowed, self.graph = plan, borrowed, graph
         self.machine = Machine(plan.root, plan.results, self._submit)
-        may = {(fifo(node.attrs["queue"]), _kind(node)) for node in (step.op.node for step in plan.waits)}
+        may = {(machine_of(node.attrs["queue"]), _kind(node)) for node in (step.op.node for step in plan.waits)}
         self.runner = Runner(may, lambda: list(self.machine.waits), self._later)
         self.inbox = self.runner.inbox
         self.lanes = Lanes(self.inbox)
@@ -135,7 +135,7 @@ class Driver:
             raise _placed(error, node) from error
         if "timeout" in attrs:
             self.limited[attempt] = attempt.since + attrs["timeout"]
-        attempt.fifo.submit(attempt, before)
+        attempt.machine.submit(attempt, before)
         return attempt
 
     def _ensure_in_time(self) -> None:
@@ -159,7 +159,7 @@ class Driver:
             for step in reached[task.step]:
                 behind.setdefault(step, []).append(attempt)
         return [
-            Operation(self._name(node), _kind(node), fifo(node.attrs["queue"]), behind[step])
+            Operation(self._name(node), _kind(node), machine_of(node.attrs["queue"]), behind[step])
             for step in self.plan.waits if step in behind and (node := step.op.node)
         ]  # fmt: skip
 
@@ -170,9 +170,9 @@ class Driver:
 
     def _abandon(self) -> None:
         """Leave nothing behind: no attempt in a queue, no task that runs."""
-        queues: dict[Fifo, list[Attempt]] = {}
+        queues: dict[QueueMachine, list[Attempt]] = {}
         for attempt in self.machine.waits:
-            queues.setdefault(attempt.fifo, []).append(attempt)
+            queues.setdefault(attempt.machine, []).append(attempt)
         for held, attempts in queues.items():
             held.withdraw(attempts)
         self.lanes.drop()
@@ -185,7 +185,7 @@ def _kind(node: Node) -> Kind:
 
 def described(attempt: Attempt) -> str:
     """What waits, for what and how long, for messages."""
-    return f"{attempt.what}: {attempt.act} ({attempt.fifo.state}), for {time.monotonic() - attempt.since:.1f} s"
+    return f"{attempt.what}: {attempt.act} ({attempt.machine.state}), for {time.monotonic() - attempt.since:.1f} s"
 
 
 def _outputs(attempt: Attempt, node: Node) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""A queue as a state machine: attempts stand in two lines, and only the head of each may proceed.
+"""The machine of every queue: attempts stand in two lines, and only the head of each may proceed.
 
 Semantics S-68 to S-78, S-83. In which order elements come is the business of `tfnb.state.orders`. Nobody waits in here:
 an attempt that cannot proceed stays in its line, and tells when it ended. Every call may come from any thread; what
@@ -29,15 +29,15 @@ class Attempt:
     """
 
     __slots__ = (
-        "cancel_pending", "count", "elements", "enqueued", "error", "fifo", "followers", "is_over", "is_placed", "kind",
-        "since", "size", "taken", "then", "up_to", "what",
+        "cancel_pending", "count", "elements", "enqueued", "error", "followers", "is_over", "is_placed", "kind",
+        "machine", "since", "size", "taken", "then", "up_to", "what",
     )  # fmt: skip
 
     def __init__(
-        self, fifo: Fifo, kind: Kind, then: Callable[[Attempt], None], *, elements: Sequence[Element] = (),
+        self, machine: QueueMachine, kind: Kind, then: Callable[[Attempt], None], *, elements: Sequence[Element] = (),
         count: int = 1, up_to: bool = False, cancel_pending: bool = False, what: Any = None,
     ) -> None:  # fmt: skip
-        self.fifo, self.kind, self.then, self.what = fifo, kind, then, what
+        self.machine, self.kind, self.then, self.what = machine, kind, then, what
         self.elements, self.count, self.up_to, self.cancel_pending = elements, count, up_to, cancel_pending
         self.enqueued = self.size = 0
         self.taken: list[Element] = []
@@ -60,13 +60,13 @@ class Attempt:
     def act(self) -> str:
         """What it does to which queue, in words."""
         many = "" if self.kind != "dequeue" or self.count == 1 else f" of {self.count}"
-        return f"{self.kind}{many} on queue {self.fifo.name}"
+        return f"{self.kind}{many} on queue {self.machine.name}"
 
 
-class Fifo:
+class QueueMachine:
     """A queue of at most ``capacity`` elements, which stand in ``order``.
 
-    >>> queue, done = Fifo("q", 1), []
+    >>> queue, done = QueueMachine("q", 1), []
     >>> for word in "ab":
     ...     queue.submit(Attempt(queue, "enqueue", done.append, elements=[word]))
     >>> len(done), queue.size
@@ -261,8 +261,8 @@ def give_back(done: Sequence[Attempt]) -> None:
     """Undo what a step that wrote nothing took. A step that put elements moved them: those stay where they are now."""
     if any(attempt.kind == "enqueue" for attempt in done):
         return
-    for fifo in dict.fromkeys(attempt.fifo for attempt in done):
-        fifo.give_back([element for a in done if a.fifo is fifo for element in a.taken])
+    for machine in dict.fromkeys(attempt.machine for attempt in done):
+        machine.give_back([element for a in done if a.machine is machine for element in a.taken])
 
 
 def _tell(over: Sequence[Attempt]) -> None:
