@@ -5,10 +5,13 @@ Tests connect to it with as many servers as they like; its nannies replace the w
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,6 +53,17 @@ def _imported(*modules: str) -> Iterator[None]:
     """What the fork server imports before it forks; Dask sets a list of its own once, before that."""
     get_mp_context().set_forkserver_preload(list(modules))
     yield
+
+
+def stop(pid: int) -> None:
+    """SIGSTOP, and wait until every thread of the process stands still: each goes on for an instant after it."""
+    os.kill(pid, signal.SIGSTOP)
+    end = time.monotonic() + 60
+    states: set[str] = set()
+    while states != {"T"} and time.monotonic() < end:
+        tasks = Path(f"/proc/{pid}/task").iterdir()
+        states = {(task / "stat").read_text().rpartition(")")[2].split()[0] for task in tasks}
+    assert states == {"T"}, states
 
 
 def workers(client: Client, least: int) -> int:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tfnb
-from tests.cluster.conftest import stats
+from tests.cluster.conftest import stats, stop
 from tests.cluster.test_cuts import Counters
 from tests.cluster.test_resident import ROWS, counts
 from tfnb.errors import InvalidArgument
@@ -46,7 +46,7 @@ class Halted:
 
     def run(self):
         assert until(lambda: version(self.cluster) >= 40)
-        os.kill(self.pid, signal.SIGSTOP)
+        stop(self.pid)
         try:
             before = version(self.cluster)
             until(lambda: version(self.cluster) >= before + self.steps, self.seconds)

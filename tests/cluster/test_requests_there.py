@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tfnb
+from tests.cluster.conftest import stop
 from tfnb.errors import FeedError, InvalidArgument, NonFiniteGradient, ParameterServerLost, Unimplemented
 
 
@@ -60,7 +61,7 @@ def test_training_stays_on_the_task_that_the_graph_asks_for(connect, problem):
         with tfnb.device("task:1"):
             loss = (x * w.read()).mean()
         train = tfnb.train.SGD(1.0).minimize(loss)
-    os.kill(cluster._engine.tasks[0].info["pid"], signal.SIGSTOP)
+    stop(cluster._engine.tasks[0].info["pid"])
     try:
         for mode in ("sync", "async"):
             assert tfnb.fit(train, {x: torch.ones(8)}, batch_size=4, mode=mode).steps == 2

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import tfnb
-from tests.cluster.conftest import workers
+from tests.cluster.conftest import stop, workers
 from tests.cluster.test_cuts import Counters
 from tfnb.cluster import streams, wire
 from tfnb.cluster.messages import NotSent, Ok, Unknown
@@ -202,7 +202,7 @@ def test_bytes_that_are_no_request_are_answered_and_the_stream_goes_on(server):
 def test_a_stopped_server_is_unknown_by_the_deadline_and_applies_once(server):
     stream, before, op = server.stream(), server.applied(), server.link.op()
     pid = server.member.info["pid"]
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     try:
         begin = time.monotonic()
         end = exchanged(stream, server.message(7.0, op), seconds=1.0)

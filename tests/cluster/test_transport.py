@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import tfnb.cluster
+from tests.cluster.conftest import stop
 from tfnb.cluster import transport
 from tfnb.cluster.messages import Failed, NotSent, Ok, Peer, Refused, Unknown, failed, raised
 from tfnb.cluster.transport import GiveUp, Wait, allowance, is_local, retry
@@ -120,7 +121,7 @@ def test_c3_a_stopped_task_is_unknown_and_answers_late_ones_to_nobody(link):
     link, engine = link
     member = engine.tasks[0]
     assert isinstance(call(link, member.peer, "ping"), Ok)
-    os.kill(member.info["pid"], signal.SIGSTOP)
+    stop(member.info["pid"])
     try:
         begin = time.monotonic()
         outcomes = [call(link, member.peer, "ping", seconds=1.5) for _ in range(2)]

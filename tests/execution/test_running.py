@@ -12,7 +12,10 @@ import torch
 
 import tfnb
 from tfnb.errors import Cancelled, DeadlineExceeded, FailedPrecondition, TfnbError
+from tfnb.execution import lower
+from tfnb.execution.explain import _at_line
 from tfnb.execution.running import Running
+from tfnb.execution.tracing.probes import Probed
 
 # Python says which stops it drops
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -155,6 +158,20 @@ def test_a_deadline_ends_a_step_between_its_kernels_and_names_the_node(trace: bo
     assert all(variable.value().eq(1).all() for variable in variables)
     session.run(step, {x: torch.ones(4, 200)}, timeout=60)
     assert all(variable.value().eq(2).all() for variable in variables)
+
+
+def test_each_line_of_traced_code_belongs_to_a_node() -> None:
+    """A step may be stopped while the value of the last kernel is looked at, too."""
+    with tfnb.record("lines") as g:
+        x = tfnb.placeholder(torch.ones(2, 3), name="x")
+        step = (x.sin() + 1).exp().sum()
+    probed = Probed.of(lower(g, [step.value], [x.value]))
+    lines = dict(enumerate(probed.code.splitlines(), start=1))
+    calls = [number for number, text in lines.items() if "probe.probe(" in text]
+    assert len(calls) == 4
+    for number in calls:
+        kernel, look = _at_line(probed, number - 1), _at_line(probed, number)
+        assert kernel is look is not None, (lines[number - 1], lines[number])
 
 
 def test_deadlines_at_random_instants_leave_whole_steps() -> None:

@@ -75,23 +75,26 @@ class Probed:
         self.dead: list[tuple[int, ...]] = []
         ends = {part.nodes[-1] for part in self.parts}
         graph, new, places = fx.Graph(), dict[fx.Node, Any](), dict[fx.Node, int]()
+        self.node_of: dict[str, Node] = {}  # by the name on a line; also of probes: a step may be stopped there
         probe = graph.placeholder("probe")
         last_uses = {} if by_parts else fx.Interpreter(program.module).user_to_last_uses
         for node in program.module.graph.nodes:
             new[node] = graph.node_copy(node, new.__getitem__)
+            lines = [new[node].name]
             if node in ends or (node.op == "call_function" and not by_parts):
                 place = places[node] = len(self.nodes)
                 self.nodes.append(self._maker(node))
                 self.owned.append(node.name in program.node_of)
                 unused = [] if node.users else [node]
                 self.dead.append(tuple(places[n] for n in (*last_uses.get(node, ()), *unused) if n in places))
-                graph.call_method("probe", (probe, place, new[node]))
+                lines.append(graph.call_method("probe", (probe, place, new[node])).name)
+            if node.name in program.node_of:
+                self.node_of |= dict.fromkeys(lines, program.node_of[node.name])
         module = fx.GraphModule(program.module, graph)
         module.__dict__.update(module.named_buffers())  # constants, found without a call of __getattr__
         self.constants = tuple(module.buffers())
         self.forward: Callable[..., tuple[Any, ...]] = module.forward
         self.code = module.code
-        self.node_of = {copy.name: program.node_of[n.name] for n, copy in new.items() if n.name in program.node_of}
 
     @classmethod
     def of(cls, program: Program, *, by_parts: bool = False) -> Probed:
