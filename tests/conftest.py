@@ -65,6 +65,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((n for n, path in enumerate(LONGEST) if item.nodeid.startswith(path)), len(LONGEST))
 
     items.sort(key=place)
+    for item in items:
+        if not isinstance(item, pytest.Function):  # a cell of a notebook needs those above it in the same kernel
+            item.add_marker(pytest.mark.flaky(reruns=0))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """With ``--reruns``: how each test failed that was run again. It is a defect, of the test or of tfnb."""
+    for report in terminalreporter.getreports("rerun"):
+        terminalreporter.section(f"failed, and was run again: {report.nodeid}", "-")
+        terminalreporter.line(report.longreprtext)
 
 
 def pytest_unconfigure() -> None:
