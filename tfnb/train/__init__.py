@@ -1,11 +1,28 @@
 """Optimizers over symbolic gradients.
 
-`optimizer` is what every optimizer does. `update_rules` defines each once. `from_torch` gives a torch optimizer its
-rule, over torch's own state. `batches` and `metrics` are for loops.
+`optimizer` is what every optimizer does. `update_rules` defines each of torch once; `ftrl` and `lbfgs` are user code.
+`from_torch` gives a torch optimizer its rule, over torch's own state. `schedules` are rates that steps change, and
+`averages` follow variables. `batches` and `metrics` are for loops.
 """
 
+from tfnb.train.averages import ExponentialMovingAverage
 from tfnb.train.from_torch import from_torch
+from tfnb.train.ftrl import Ftrl
+from tfnb.train.lbfgs import LBFGS
 from tfnb.train.optimizer import Optimizer
-from tfnb.train.update_rules import SGD, Adagrad, Adam, AdamW, LazyAdam, Momentum, RMSProp
+from tfnb.train.schedules import (
+    cosine_decay,
+    exponential_decay,
+    inverse_time_decay,
+    natural_exp_decay,
+    piecewise_constant,
+    polynomial_decay,
+    warmup,
+)  # fmt: skip
+from tfnb.train.update_rules import SGD, Adadelta, Adagrad, Adam, AdamW, LazyAdam, Momentum, Nesterov, RMSProp
 
-__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "LazyAdam", "Momentum", "Optimizer", "RMSProp", "from_torch"]
+__all__ = [
+    "LBFGS", "SGD", "Adadelta", "Adagrad", "Adam", "AdamW", "ExponentialMovingAverage", "Ftrl", "LazyAdam", "Momentum",
+    "Nesterov", "Optimizer", "RMSProp", "cosine_decay", "exponential_decay", "from_torch", "inverse_time_decay",
+    "natural_exp_decay", "piecewise_constant", "polynomial_decay", "warmup",
+]  # fmt: skip

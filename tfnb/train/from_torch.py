@@ -7,7 +7,7 @@ learning rate is read at every run, too, so schedulers work between runs.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from tfnb.gradients.rules.index import without_padding
 from tfnb.graph import Variable, current
 from tfnb.recording import Operation, Recorder, Tensor, variable
 from tfnb.recording.values.variables import known
-from tfnb.train.optimizer import Optimizer, buffer_writes
+from tfnb.train.optimizer import Optimizer, Pair, Rate, buffer_writes
 from tfnb.train.update_rules import OPTIMIZERS, Rule, settings_of
 
 _CLASSES = {getattr(torch.optim, name) for name in OPTIMIZERS}
@@ -225,15 +225,17 @@ class FromTorch(Optimizer):
             first[name].fill_(buffer is not None)
         return first[name]
 
-    def _record(self, recorder: Recorder, grad: Any, target: Variable) -> list[Tensor]:
+    def _record(self, recorder: Recorder, pairs: Sequence[Pair], rate: Rate) -> list[Tensor]:
+        return [value for grad, target in pairs for value in self._record_one(recorder, grad, target)]
+
+    def _record_one(self, recorder: Recorder, grad: Any, target: Variable) -> list[Tensor]:
         parameter, rule = self._rule(target)
         number = next(i for p, i in self._places() if p is parameter)
-        rule.lr = self._rate(number)
         self._recorded[number] = self._settings(number)
         rule._slots[target] = self.slots(target)
         if isinstance(grad, Tensor) and (rule.still or rule.sparse == "lazy"):
             grad = _by_rows(recorder, grad) or grad
-        return rule._record(recorder, grad, target)
+        return rule._record(recorder, [(grad, target)], recorder.read(self._rate(number)))
 
     def __repr__(self) -> str:
         rules = ", ".join(repr(self._group_rule(i)) for i in range(len(self.optimizer.param_groups)))

@@ -28,7 +28,9 @@ Pair = tuple[Any, Any]  # (gradient or None, Variable or Parameter)
 class Optimizer:
     """Base of all optimizers.
 
-    lr: a number, a Variable or a recorded scalar.
+    lr: a number, a Variable, a recorded scalar, or a schedule: a function of the number of steps that were taken, such
+    as those of `tfnb.train.schedules`. A rule of one variable is `update`. A rule that needs several variables at once
+    sets ``joint`` and is `update_all`.
 
     >>> class SignDescent(Optimizer):
     ...     def update(self, w, grad, slots, lr):
@@ -37,9 +39,12 @@ class Optimizer:
     SignDescent(lr=0.1)
     """
 
+    joint = False
+
     def __init__(self, lr: Any) -> None:
         self.lr = _rate(type(self).__name__, lr)
         self._slots: WeakKeyDictionary[Variable, dict[str, Variable]] = WeakKeyDictionary()
+        self._steps = _count(f"{type(self).__name__}/steps") if _is_schedule(self.lr) else None
 
     def initial(self, w: torch.Tensor) -> dict[str, torch.Tensor]:
         """Initial value of each slot of a variable with the value ``w``."""
@@ -56,6 +61,19 @@ class Optimizer:
     ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         """`update` for a row-sparse gradient; here by a dense copy of it."""
         return self.update(w, grad.to_dense(f"{type(self).__name__} renews every row"), slots, lr)
+
+    def update_all(
+        self, ws: Sequence[torch.Tensor], grads: Sequence[Any], slots: Sequence[Mapping[str, torch.Tensor]], lr: Rate
+    ) -> list[tuple[torch.Tensor, Mapping[str, torch.Tensor]]]:
+        """`update` of each variable of a step: of one after the other.
+
+        A rule with ``joint`` set has all of them here in one call, with dense gradients.
+        """
+        found = []
+        for w, grad, kept in zip(ws, grads, slots, strict=True):
+            rule = self._row_rule() if isinstance(grad, IndexedSlices) else self.update
+            found.append(rule(w, grad, kept, _fitting(lr, w)))
+        return found
 
     # -- what a user calls ------------------------------------------------------------------------------------
 
@@ -88,7 +106,10 @@ class Optimizer:
         todo = [(grad, target) for grad, target in named if grad is not None]
         _check_pairs(todo, len(named))
         with reopen(_graph_of(todo)) as recorder, recorder.scope(self._label):
-            new = [value for grad, target in todo for value in self._record(recorder, grad, target)]
+            groups = [todo] if self.joint else [[pair] for pair in todo]
+            rate = self._recorded_rate(recorder)
+            new = [value for group in groups for value in self._record(recorder, group, rate)]
+            new += self._counted(recorder)
             step = recorder.group((*(t.value for t in new), *buffers))
             recorder.rename(step.value.node, self._label)  # until a Python name is assigned
             return step
@@ -131,20 +152,24 @@ class Optimizer:
         found = [v for v in dict.fromkeys((*read, *recorder.tape.stands)) if v.trainable]
         return [v for v in found if v.held is None or not v.held.is_buffer()]
 
-    def _record(self, recorder: Recorder, grad: Any, target: Variable) -> list[Tensor]:
-        """Nodes that update one variable and its slots; the values after the step."""
-        slots, rate = self.slots(target), self._recorded_rate(recorder)
-        before = {name: recorder.read(slot) for name, slot in slots.items()}
-        if isinstance(grad, IndexedSlices):
-            grad = grad.called(target.name).canonical()
+    def _record(self, recorder: Recorder, pairs: Sequence[Pair], rate: Rate) -> list[Tensor]:
+        """Nodes that update variables, and their slots, by one call of the rule; the values after the step."""
+        slots = [self.slots(target) for _, target in pairs]
+        before = [{name: recorder.read(slot) for name, slot in mine.items()} for mine in slots]
+        grads = [g.called(v.name).canonical() if isinstance(g, IndexedSlices) else g for g, v in pairs]
         with recorder.tagged(frozenset({"update"})):
-            rule = self._row_rule() if isinstance(grad, IndexedSlices) else self.update
-            new, after = rule(recorder.read(target), grad, before, rate)
-        if after.keys() != slots.keys():
-            raise InvalidArgument(
-                f"{type(self).__name__}.update gave the slots {sorted(after)}, but initial made {sorted(slots)}"
-            )
-        values = [(target, new), *((slots[name], after[name]) for name in slots)]
+            if self.joint:
+                why = f"{type(self).__name__} takes dense gradients"
+                grads = [g.to_dense(why) if isinstance(g, IndexedSlices) else g for g in grads]
+            ws = [recorder.read(target) for _, target in pairs]
+            done = self.update_all(ws, grads, before, rate)
+        values: list[tuple[Variable, torch.Tensor]] = []
+        for (_, target), mine, (new, after) in zip(pairs, slots, done, strict=True):
+            if after.keys() != mine.keys():
+                raise InvalidArgument(
+                    f"{type(self).__name__}.update gave the slots {sorted(after)}, but initial made {sorted(mine)}"
+                )
+            values += [(target, new), *((mine[name], after[name]) for name in mine)]
         return [recorder.assign(v, value, tags=frozenset({"step"})) for v, value in values]
 
     def _row_rule(self) -> Any:
@@ -153,14 +178,40 @@ class Optimizer:
         return self.update_rows if "update_rows" in vars(nearest) else partial(Optimizer.update_rows, self)
 
     def _recorded_rate(self, recorder: Recorder) -> Rate:
+        if self._steps is not None:
+            return _rate(type(self).__name__, self.lr(recorder.read(self._steps).double()))
         return recorder.read(self.lr) if isinstance(self.lr, Variable) else self.lr
+
+    def _counted(self, recorder: Recorder) -> list[Tensor]:
+        """One step more on the count that a schedule goes by."""
+        if self._steps is None:
+            return []
+        with recorder.tagged(frozenset({"update"})):
+            more = recorder.read(self._steps) + 1
+        return [recorder.assign(self._steps, more, tags=frozenset({"step"}))]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(lr={self.lr!r})"
 
 
+def _is_schedule(lr: Any) -> bool:
+    return callable(lr) and not isinstance(lr, (torch.Tensor, Variable))
+
+
+def _count(name: str) -> Variable:
+    with _disable_current_modes():
+        return Variable(torch.tensor(0), name=name, trainable=False)
+
+
+def _fitting(lr: Rate, w: torch.Tensor) -> Rate:
+    """The rate beside a variable that is a number as well: torch would promote the variable to the rate's dtype."""
+    return lr.to(w.dtype) if isinstance(lr, torch.Tensor) and w.dim() == 0 else lr
+
+
 def _rate(owner: str, lr: Any) -> Any:
-    """A float, Variable or recorded scalar; raises InvalidArgument for anything else."""
+    """A float, Variable, recorded scalar or schedule; raises InvalidArgument for anything else."""
+    if _is_schedule(lr):
+        return lr
     if isinstance(lr, Real) and float(lr) >= 0:
         return float(lr)
     if isinstance(lr, (Variable, Tensor)):
@@ -169,7 +220,10 @@ def _rate(owner: str, lr: Any) -> Any:
         return lr
     if isinstance(lr, torch.Tensor) and lr.numel() == 1:
         return _rate(owner, lr.item())
-    raise InvalidArgument(f"{owner}: lr must be a number of at least 0, a Variable or a recorded scalar, not {lr!r}")
+    raise InvalidArgument(
+        f"{owner}: lr must be a number of at least 0, a Variable, a recorded scalar or a schedule "
+        f"(a function of the number of steps), not {lr!r}"
+    )
 
 
 def _value(owner: Variable) -> torch.Tensor:

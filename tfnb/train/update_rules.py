@@ -215,6 +215,40 @@ class Momentum(SGD):
         super().__init__(lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, sparse=sparse)
 
 
+class Nesterov(Momentum):
+    """Momentum whose gradient counts as if taken ahead (Nesterov 1983, in the form of Sutskever et al. 2013).
+
+    ``b = momentum*b + g; w -= lr * (g + momentum*b)``: `torch.optim.SGD` with ``nesterov=True``.
+
+    >>> Nesterov(0.1).settings["nesterov"]
+    True
+    """
+
+    def __init__(
+        self, lr: Any = 1e-3, momentum: float = 0.9, weight_decay: float = 0.0, *, maximize: bool = False,
+        sparse: str = "exact",
+    ) -> None:  # fmt: skip
+        super().__init__(lr, momentum, 0.0, weight_decay, True, maximize=maximize, sparse=sparse)
+
+
+class Adadelta(Rule):
+    """Steps as long as a running mean of past ones, over that of gradients, each by its root (Zeiler 2012).
+
+    >>> Adadelta(rho=0.95)
+    Adadelta(lr=1.0, rho=0.95, eps=1e-06, weight_decay=0.0, maximize=False)
+    """
+
+    def __init__(
+        self, lr: Any = 1.0, rho: float = 0.9, eps: float = 1e-6, weight_decay: float = 0.0, *,
+        maximize: bool = False, sparse: str = "exact",
+    ) -> None:  # fmt: skip
+        super().__init__(
+            "Adadelta", lr, sparse=sparse, rho=rho, eps=eps, weight_decay=weight_decay, maximize=bool(maximize)
+        )
+        if rho > 1:
+            raise InvalidArgument(f"{type(self).__name__}: rho is the weight of the past, from 0 to 1, not {rho}")
+
+
 class Adagrad(Rule):
     """Steps divided by the root of all squared gradients so far (Duchi et al. 2011)."""
 
