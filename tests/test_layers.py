@@ -25,7 +25,7 @@ BELOW = {
     "gradients": "recording",
     "passes": "graph",
     "memory": "passes",
-    "state": "recording",
+    "state": "gradients",
     "execution": "memory state control_flow",
     "placement": "passes",
     "cluster": "execution placement",

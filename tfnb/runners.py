@@ -16,7 +16,8 @@ from weakref import WeakSet
 from tfnb.errors import Cancelled, FailedPrecondition, InvalidArgument, OutOfRange, QueueClosed
 from tfnb.recording import Operation
 from tfnb.session import Session, run
-from tfnb.state.queues import TensorQueue, machine_of
+from tfnb.state.queue_operations import machine_of
+from tfnb.state.queues import TensorQueue
 from tfnb.state.waits import WAITS
 
 _POLL = 0.1  # seconds between looks at whether threads ended

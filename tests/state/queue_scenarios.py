@@ -20,6 +20,9 @@ FREE = {"kind": "fifo", "capacity": 3, "dtypes": ["float32"], "shapes": None}
 POOL = {"kind": "shuffle", "capacity": 10, "least": 3, "dtypes": ["int64"], "shapes": [[]]}
 LINES = {"kind": "padding", "capacity": 10, "dtypes": ["int64"], "shapes": [[None]]}
 GRIDS = {"kind": "padding", "capacity": 10, "dtypes": ["float32"], "shapes": [[None, None]]}
+GRADS = {"kind": "mean", "dtypes": ["float32"], "shapes": [[2]]}
+ANY_GRADS = {"kind": "mean", "dtypes": ["float32"], "shapes": [None]}
+ROWS = {"kind": "sparse_mean", "dtypes": ["float32"], "shapes": [[5, 1]]}
 RANKS = {"kind": "priority", "capacity": 10, "dtypes": ["float32"], "shapes": [[]]}
 
 
@@ -107,6 +110,42 @@ SCENARIOS: dict[str, tuple[Mapping[str, Any], Sequence[tuple[Any, ...]]]] = {
     "ranks that go back": (RANKS, [
         ("put_many", [4, -2], [1, 2]), ("close",), ("take_many", 3), ("take",), ("take",),
     ]),
+    "a mean": (GRADS, [
+        ("apply", [0, 0], 0), ("apply", [1, 2], 0), ("apply", [2, 4], 0), ("count",), ("take_grad", 2), ("count",),
+        ("apply", [1, 2], 0), ("apply", [1, 2], 1), ("apply", [3, 2], 7), ("count",), ("take_grad", 1), ("count",),
+    ]),
+    "a mean is waited for": (GRADS, [
+        ("start", "take_grad", 2), ("apply", [1, 2], 0), ("count",), ("apply", [3, 4], 0), ("join", 0), ("count",),
+        ("apply", [5, 6], 0), ("apply", [5, 6], 1), ("late", "take_grad", 2), ("count",), ("take_grad", 1),
+    ]),
+    "means are given in the order in which they were asked for": (GRADS, [
+        ("start", "take_grad", 2), ("start", "take_grad", 1), ("apply", [1, 1], 0), ("count",), ("apply", [3, 3], 0),
+        ("join", 0), ("apply", [8, 8], 0), ("apply", [9, 9], 1), ("join", 1), ("count",),
+    ]),
+    "a mean of no gradient": (GRADS, [("apply", [1, 2], 0), ("take_grad", 0), ("take_grad", -1), ("count",)]),
+    "steps that are set": (GRADS, [
+        ("apply", [1, 2], 0), ("set_step", 7), ("count",), ("apply", [1, 2], 6), ("apply", [3, 4], 7),
+        ("set_step", 2), ("apply", [5, 6], 2), ("apply", [5, 6], 1), ("count",), ("take_grad", 3), ("apply", [1, 1], 2),
+        ("apply", [1, 1], 3),
+    ]),
+    "gradients of a wrong shape": (GRADS, [("apply", [1, 2, 3], 0), ("apply", [[1, 2]], 0), ("count",)]),
+    "gradients of any shape": (ANY_GRADS, [
+        ("apply", [1, 2], 0), ("apply", [1, 2, 3], 0), ("count",), ("take_grad", 1), ("apply", [1, 2, 3], 1),
+        ("take_grad", 1),
+    ]),
+    "rows of means": (ROWS, [
+        ("apply", [0, 2], [[4], [6]], 0), ("apply", [0], [[8]], 0), ("count",), ("take_grad", 2), ("count",),
+        ("apply", [1], [[1]], 0), ("apply", [1, 4], [[1], [2]], 1), ("take_grad", 1),
+    ]),
+    "rows are waited for": (ROWS, [
+        ("start", "take_grad", 2), ("apply", [3], [[4]], 0), ("apply", [3], [[8]], 5), ("join", 0), ("set_step", 9),
+        ("apply", [3], [[8]], 8), ("count",),
+    ]),
+    "rows named twice": (ROWS, [
+        ("apply", [3, 1, 3], [[1], [2], [4]], 0), ("take_grad", 1), ("apply", [3, 1, 3], [[1], [2], [4]], 1),
+        ("apply", [3], [[3]], 1), ("take_grad", 2),
+    ]),
+    "rows of a wrong shape": (ROWS, [("apply", [0], [[4, 5]], 0), ("apply", [0, 1], [[4]], 0), ("count",)]),
 }  # fmt: skip
 
 LATE = 0.2  # seconds of a call that is to end late
@@ -148,6 +187,8 @@ def tensorflow_outcomes() -> dict[str, list[Any]]:
         "shuffle": lambda a, d: tf.RandomShuffleQueue(a["capacity"], a["least"], d, a["shapes"]),
         "padding": lambda a, d: tf.PaddingFIFOQueue(a["capacity"], d, a["shapes"]),
         "priority": lambda a, d: tf.PriorityQueue(a["capacity"], d, a["shapes"]),
+        "mean": lambda a, d: tf.ConditionalAccumulator(d[0], a["shapes"][0]),
+        "sparse_mean": lambda a, d: tf.SparseConditionalAccumulator(d[0], a["shapes"][0]),
     }
 
     def played(about: Mapping[str, Any], steps: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -158,6 +199,20 @@ def tensorflow_outcomes() -> dict[str, list[Any]]:
         session = tf.Session(graph=graph)
         full = [tf.int64, *dtypes] if about["kind"] == "priority" else dtypes
 
+        def slices(indices: Any, values: Any) -> Any:
+            return tf.IndexedSlices(tf.constant(values, dtypes[0]), tf.constant(indices, tf.int64))
+
+        def apply(*args: Any) -> Any:
+            if about["kind"] == "mean":
+                return queue.apply_grad(tf.placeholder_with_default(tf.constant(args[0], dtypes[0]), None), args[1])
+            return queue.apply_indexed_slices_grad(slices(*args[:2]), args[2])
+
+        def take_grad(n: int) -> Any:
+            if about["kind"] == "mean":
+                return queue.take_grad(n)
+            found = queue.take_indexed_slices_grad(n)
+            return [found.indices, found.values]
+
         def call(name: str, *args: Any, timeout: float) -> Any:
             try:
                 with lock, graph.as_default():
@@ -165,9 +220,11 @@ def tensorflow_outcomes() -> dict[str, list[Any]]:
                     parts = [tf.constant(part, dtype) for part, dtype in zip(given, full, strict=False)]
                     op = {
                         "put": lambda: queue.enqueue(parts), "put_many": lambda: queue.enqueue_many(parts),
-                        "take": queue.dequeue, "take_many": lambda: queue.dequeue_many(args[0]),
-                        "take_up_to": lambda: queue.dequeue_up_to(args[0]), "size": queue.size,
-                        "close": queue.close, "cancel": lambda: queue.close(cancel_pending_enqueues=True),
+                        "take": lambda: queue.dequeue(), "take_many": lambda: queue.dequeue_many(args[0]),
+                        "take_up_to": lambda: queue.dequeue_up_to(args[0]), "size": lambda: queue.size(),
+                        "close": lambda: queue.close(), "cancel": lambda: queue.close(cancel_pending_enqueues=True),
+                        "apply": lambda: apply(*args), "take_grad": lambda: take_grad(*args),
+                        "set_step": lambda: queue.set_global_step(*args), "count": lambda: queue.num_accumulated(),
                     }[name]()  # fmt: skip
                 found = session.run(op, options=tf.RunOptions(timeout_in_ms=int(timeout * 1000)))
             except tf.errors.OpError as error:

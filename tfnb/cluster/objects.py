@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from tfnb.cluster.hand_outs import HandOuts
 from tfnb.cluster.messages import Ok, OpId, Request
 from tfnb.errors import InvalidArgument, NotFound
 from tfnb.graph import Spec
-from tfnb.state.accumulator import Accumulator
+from tfnb.state.accumulator import Accumulator, DenseSum
 from tfnb.state.queue_machine import Attempt, Kind, QueueMachine
 from tfnb.state.tokens import Tokens
 
@@ -79,7 +81,8 @@ class Objects:
                 self.things[key] = QueueMachine(key, capacity if capacity > 0 else float("inf"))
             case {"kind": "accumulator"}:
                 (like,) = request.tensors  # of its dtype and shape
-                self.things[key] = Accumulator(Spec.of(like), int(meta.get("step", 0)))
+                spec = Spec.of(like)
+                self.things[key] = Accumulator(lambda: DenseSum(spec), int(meta.get("step", 0)))
             case {"kind": "tokens", "lease": float() | int() as lease}:
                 self.things[key] = Tokens(lease)
             case _:
@@ -128,17 +131,23 @@ class Objects:
 
     def _apply(self, request: Request, now: float) -> Ok:
         sums, (grad,) = found(self.things, Accumulator, request), request.tensors
-        is_new = sums.apply(grad, int(request.meta["step"]), float(request.meta.get("rows", 1)))
+        step, rows = int(request.meta["step"]), float(request.meta.get("rows", 1))
+        is_new = sums.put((grad, torch.tensor(step), torch.tensor(rows, dtype=torch.float64)))
         return Ok({"applied": is_new, "step": sums.step, "count": sums.count})
 
     def _take(self, request: Request, now: float) -> Ok | None:
         sums = found(self.things, Accumulator, request)
-        mean = sums.take(int(request.meta["required"]))
-        return None if mean is None else Ok({"step": sums.step}, [mean])
+        required = int(request.meta["required"])
+        if required < 1:
+            raise InvalidArgument(f"a mean is of at least 1 gradient, not {required}")
+        mean = sums.take() if sums.spare(False, required) else None
+        return None if mean is None else Ok({"step": sums.step}, list(mean))
 
     def _set_step(self, request: Request, now: float) -> Ok:
         sums = found(self.things, Accumulator, request)
-        sums.set_step(int(request.meta["step"]))
+        if (step := int(request.meta["step"])) < sums.step:  # a late message
+            raise InvalidArgument(f"the accumulator is at step {sums.step}, it cannot go back to {step}")
+        sums.set_step(step)
         return Ok({"step": sums.step})
 
     # -- tokens -----------------------------------------------------------------------------------------------

@@ -26,7 +26,8 @@ HOISTED = "hoisted"  # tag of an update that was taken out of a branch: it is do
 OPTIONAL = "optional"  # attr of such a branch: places of outputs that are None where the other side was taken
 REGIONS = frozenset({COND, WHILE})  # hold subgraphs: see tfnb.graph.subgraph
 ENQUEUE, DEQUEUE, CLOSE, SIZE = "tfnb.enqueue", "tfnb.dequeue", "tfnb.close", "tfnb.size"
-QUEUES = frozenset({ENQUEUE, DEQUEUE, CLOSE, SIZE})  # use the attr ``queue``, and may wait
+SET_STEP = "tfnb.set_step"  # of an accumulator
+QUEUES = frozenset({ENQUEUE, DEQUEUE, CLOSE, SIZE, SET_STEP})  # use the attr ``queue``, and may wait
 STRUCTURAL = REGIONS | QUEUES | {
     "tfnb.placeholder", "tfnb.constant", "tfnb.read", "tfnb.assign", "tfnb.group", "tfnb.guard", WITH_GRADIENT, CALL,
 }  # fmt: skip

@@ -3,13 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-QUEUES: Mapping[str, frozenset[str]] = {
-    "fifo": frozenset(), "padding": frozenset(), "shuffle": frozenset({"min_after_dequeue", "seed"}),
-    "priority": frozenset(),
-}  # fmt: skip
-"""The kinds of queues, and the options of each."""
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of queue. options: their names. The last ``kept_back`` components of what is put cannot be taken.
+
+    tells: a put tells whether its element was kept. one_length: the tensors of what is taken have as many rows as one
+    another.
+    """
+
+    options: frozenset[str] = frozenset()
+    kept_back: int = 0
+    tells: bool = False
+    one_length: bool = False
+
+
+QUEUES: Mapping[str, Kind] = {
+    "fifo": Kind(),
+    "padding": Kind(),
+    "shuffle": Kind(frozenset({"min_after_dequeue", "seed"})),
+    "priority": Kind(),
+    "mean": Kind(kept_back=1, tells=True),
+    "sparse_mean": Kind(frozenset({"rows", "per_row"}), kept_back=1, tells=True, one_length=True),
+}
+"""The kinds of queues. Accumulators are two of them: what is taken is a mean of all that was put."""
 
 
 class Queue:
@@ -29,6 +49,11 @@ class Queue:
         self.kind, self.options = kind, dict(options or {})
         self.machine: Any = None
 
+    @property
+    def gives(self) -> tuple[tuple[Any, tuple[int | None, ...] | None], ...]:
+        """Dtype and shape of each tensor of an element that is taken."""
+        return self.components[: len(self.components) - QUEUES[self.kind].kept_back]
+
     def __repr__(self) -> str:
-        state = f"0 of {self.capacity} elements, open" if self.machine is None else self.machine.state
+        state = "not used yet" if self.machine is None else self.machine.state
         return f"<{type(self).__name__} {self.name}: {state}>"

@@ -18,17 +18,19 @@ Element = tuple[torch.Tensor, ...]
 
 
 class Order(Protocol):
-    """The elements that a queue stores."""
+    """The elements that a queue stores. ``noun``: what they are, for messages."""
+
+    noun: str
 
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[Element]: ...
 
-    def spare(self, closed: bool) -> int:
-        """How many elements may be taken now."""
+    def spare(self, closed: bool, required: int) -> int:
+        """How many elements may be taken now by who requires so many puts for each."""
 
-    def put(self, element: Element) -> None:
-        """One element more."""
+    def put(self, element: Element) -> bool:
+        """One element more; False where it is dropped."""
 
     def take(self) -> Element:
         """The element that comes next."""
@@ -50,11 +52,18 @@ class Arrival(deque[Element]):
     ['a', 'b', 'c']
     """
 
-    def spare(self, closed: bool) -> int:
+    noun = "elements"
+
+    def spare(self, closed: bool, required: int = 1) -> int:
         """All."""
         return len(self)
 
-    put, take = deque.append, deque.popleft
+    take = deque.popleft
+
+    def put(self, element: Element) -> bool:
+        """It stands behind the others."""
+        self.append(element)
+        return True
 
     def restore(self, elements: Sequence[Element]) -> None:
         """They stand in front again."""
@@ -72,10 +81,12 @@ class Shuffled:
 
     >>> pool = Shuffled(least=2, seed=0)
     >>> for word in "abcd":
-    ...     pool.put(word)
+    ...     _ = pool.put(word)
     >>> pool.spare(closed=False), pool.spare(closed=True), sorted(pool.take() for _ in range(4))
     (2, 4, ['a', 'b', 'c', 'd'])
     """
+
+    noun = "elements"
 
     def __init__(self, least: int, seed: int | None) -> None:
         self.least = least
@@ -88,13 +99,14 @@ class Shuffled:
     def __iter__(self) -> Iterator[Element]:
         return iter(self._elements)
 
-    def spare(self, closed: bool) -> int:
+    def spare(self, closed: bool, required: int = 1) -> int:
         """All but the least; all of a closed queue."""
         return len(self) if closed else max(0, len(self) - self.least)
 
-    def put(self, element: Element) -> None:
+    def put(self, element: Element) -> bool:
         """One element more."""
         self._elements.append(element)
+        return True
 
     def take(self) -> Element:
         """One that chance picks; the last one fills its place."""
@@ -117,12 +129,14 @@ class Ranked:
 
     >>> ranked = Ranked()
     >>> for element in [(2, "a"), (1, "b"), (1, "c")]:
-    ...     ranked.put(element)
+    ...     _ = ranked.put(element)
     >>> first = ranked.take()
     >>> ranked.restore([first])
     >>> [word for _, word in ranked]
     ['b', 'c', 'a']
     """
+
+    noun = "elements"
 
     def __init__(self) -> None:
         self._elements: list[Element] = []  # the next one is the last
@@ -134,13 +148,14 @@ class Ranked:
     def __iter__(self) -> Iterator[Element]:
         return reversed(self._elements)
 
-    def spare(self, closed: bool) -> int:
+    def spare(self, closed: bool, required: int = 1) -> int:
         """All."""
         return len(self)
 
-    def put(self, element: Element) -> None:
+    def put(self, element: Element) -> bool:
         """Behind those of its rank."""
         self._insert(bisect_left, element)
+        return True
 
     def take(self) -> Element:
         """The one of the smallest rank."""

@@ -7,6 +7,7 @@ ends is told without the lock being held.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import OrderedDict, deque
@@ -16,30 +17,33 @@ from typing import Any, Literal
 from tfnb.errors import Cancelled, OutOfRange, QueueClosed, TfnbError
 from tfnb.state.orders import Arrival, Element, Order
 
-Kind = Literal["enqueue", "dequeue", "close", "size"]
-_LINE = {"enqueue": "enqueue", "close": "enqueue", "dequeue": "dequeue", "size": "size"}
+Kind = Literal["enqueue", "dequeue", "close", "size", "set_step"]
+_LINE = {"enqueue": "enqueue", "close": "enqueue", "dequeue": "dequeue", "size": "", "set_step": ""}
 
 
 class Attempt:
     """One operation on a queue. ``then(attempt)`` is called once, when it ended well or has an ``error``.
 
-    elements: are put one by one, ``enqueued`` so far. count: elements that are ``taken``, as they come; ``up_to``:
-    fewer where the queue is closed. size: what it found. It stands in its line when ``after``, the program's operation
-    before it, ended, or stands in the same line.
+    elements: are put one by one, ``enqueued`` so far, of which the order ``kept`` so many. count: elements that are
+    ``taken``, as they come; ``up_to``: fewer where the queue is closed; required: what each is to be made of. question:
+    what the order is asked or told, in no line, and its ``answer``. It stands in its line when ``after``, the program's
+    operation before it, ended, or stands in the same line.
     """
 
     __slots__ = (
-        "cancel_pending", "count", "elements", "enqueued", "error", "followers", "is_over", "is_placed", "kind",
-        "machine", "since", "size", "taken", "then", "up_to", "what",
+        "answer", "cancel_pending", "count", "elements", "enqueued", "error", "followers", "is_over", "is_placed",
+        "kept", "kind", "machine", "question", "required", "since", "taken", "then", "up_to", "what",
     )  # fmt: skip
 
     def __init__(
         self, machine: QueueMachine, kind: Kind, then: Callable[[Attempt], None], *, elements: Sequence[Element] = (),
-        count: int = 1, up_to: bool = False, cancel_pending: bool = False, what: Any = None,
+        count: int = 1, up_to: bool = False, required: int = 1, cancel_pending: bool = False,
+        question: Callable[[Any], int] = len, what: Any = None,
     ) -> None:  # fmt: skip
         self.machine, self.kind, self.then, self.what = machine, kind, then, what
         self.elements, self.count, self.up_to, self.cancel_pending = elements, count, up_to, cancel_pending
-        self.enqueued = self.size = 0
+        self.required, self.question = required, question
+        self.enqueued = self.kept = self.answer = 0
         self.taken: list[Element] = []
         self.error: TfnbError | None = None
         self.is_over = self.is_placed = False
@@ -104,10 +108,15 @@ class QueueMachine:
             return 0 if head is None else len(head.taken)
 
     @property
+    def _fill(self) -> str:
+        most = "" if self.capacity == math.inf else f" of {self.capacity}"
+        return f"{self.size}{most} {self.elements.noun}"
+
+    @property
     def state(self) -> str:
         """How full it is and who waits, in words."""
         absorbed, waits = self.absorbed, [f"{len(line)} {kind}" for kind, line in self.lines.items() if line]
-        parts = [f"{self.size} of {self.capacity} elements"]
+        parts = [self._fill]
         parts += [f"{absorbed} more taken for a batch"] if absorbed else []
         parts += ["closed" if self.closed else "open"]
         return ", ".join(parts + ([f"{' and '.join(waits)} waits"] if waits else []))
@@ -173,8 +182,8 @@ class QueueMachine:
         attempt.is_placed = True
         self._placing.extend(f for f in attempt.followers if f.line == attempt.line)
         attempt.followers = [f for f in attempt.followers if f.line != attempt.line]
-        if attempt.kind == "size":
-            attempt.size = self.size
+        if not attempt.line:
+            attempt.answer = attempt.question(self.elements)
             self._end(attempt)
         elif attempt.asks_nothing:
             self._end(attempt)
@@ -190,7 +199,7 @@ class QueueMachine:
     def _proceeds(self) -> bool:
         """Let the head of a line proceed; False if neither can."""
         put, take = (next(iter(self.lines[line]), None) for line in ("enqueue", "dequeue"))
-        if take is not None and (spare := self.elements.spare(self.closed)):
+        if take is not None and (spare := self.elements.spare(self.closed, take.required)):
             self._take(take, spare)
         elif put is not None and put.kind == "close":
             self.closed = True
@@ -214,7 +223,11 @@ class QueueMachine:
     def _put(self, attempt: Attempt) -> None:
         """An enqueue puts what there is room for, and is over when it put all."""
         while attempt.enqueued < len(attempt.elements) and self.size < self.capacity:
-            self.elements.put(attempt.elements[attempt.enqueued])
+            try:
+                attempt.kept += self.elements.put(attempt.elements[attempt.enqueued])
+            except TfnbError as error:
+                self._end(attempt, error=error)
+                return
             attempt.enqueued += 1
         if attempt.enqueued == len(attempt.elements):
             self._end(attempt)
@@ -231,13 +244,12 @@ class QueueMachine:
 
     def _refuse(self, attempt: Attempt) -> None:
         already = " already" if attempt.kind == "close" else ""
-        text = f"queue {self.name} is{already} closed ({self.size} of {self.capacity} elements)"
+        text = f"queue {self.name} is{already} closed ({self._fill})"
         self._end(attempt, error=QueueClosed(text))
 
     def _cancel_pending(self) -> None:
-        text = f"({self.size} of {self.capacity} elements)"
         for pending in list(self.lines["enqueue"]):
-            error = Cancelled(f"queue {self.name} was closed, and its pending enqueues cancelled {text}")
+            error = Cancelled(f"queue {self.name} was closed, and its pending enqueues cancelled ({self._fill})")
             self._end(pending, error=error)
 
     def _end(self, attempt: Attempt, *, error: TfnbError | None = None) -> None:

@@ -3,36 +3,19 @@
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
-from tfnb.errors import DeadlineExceeded, InvalidArgument, OutOfRange
-from tfnb.graph import Ref, Spec, Variable, current, ops
-from tfnb.graph.queue import Queue
-from tfnb.graph.spec import Size
-from tfnb.recording import Operation, Recorder, Tensor
-from tfnb.recording.values.effects import effect
-from tfnb.state.elements import (
-    batch_of,
-    check_batch_part,
-    check_lengths,
-    check_part,
-    copied,
-    elements_of,
-    ensure_batches,
-)
-from tfnb.state.orders import ORDERS
-from tfnb.state.queue_machine import Attempt, Kind, QueueMachine
-from tfnb.state.waits import WAITS, Runner
-
-Shape = tuple[int | None, ...]
+from tfnb.errors import InvalidArgument, OutOfRange
+from tfnb.graph import current, ops
+from tfnb.recording import Operation, Recorder
+from tfnb.state.elements import ensure_batches
+from tfnb.state.queue_operations import QueueHandle, limited
 
 
-class TensorQueue(Queue):
+class TensorQueue(QueueHandle):
     """A queue of tensors, of whatever kind: what all kinds do.
 
     In a recording its methods are recorded, and act in the order in which they were written when a run needs them; what
@@ -61,7 +44,7 @@ class TensorQueue(Queue):
 
         Raises InvalidArgument or ShapeError for an element that does not fit, QueueClosed, DeadlineExceeded.
         """
-        return self._put(element, timeout, many=False)
+        return self._put(self._parts(element), limited(timeout))  # type: ignore[no-any-return]
 
     def enqueue_many(self, batch: Any, *, timeout: float | None = None) -> Operation | None:
         """Put each row of a tensor, or of a tuple of tensors, as an element, one by one as there is room.
@@ -70,7 +53,7 @@ class TensorQueue(Queue):
         ``error.enqueued`` rows stay where a deadline or a close comes in between.
         """
         ensure_batches(self, "enqueue_many", takes=False)
-        return self._put(batch, timeout, many=True)
+        return self._put(self._parts(batch), {"many": True, **limited(timeout)})  # type: ignore[no-any-return]
 
     def dequeue(self, sample: Any = None, *, timeout: float | None = None) -> Any:
         """Take the next element: a tensor, or a tuple of them; waits while there is none.
@@ -79,7 +62,7 @@ class TensorQueue(Queue):
         which stays, or none. Raises OutOfRange when the queue is closed and empty, DeadlineExceeded, InvalidArgument
         where shapes were not given and there is no sample.
         """
-        return self._take(sample, timeout, {})
+        return self._one(self._take(sample, limited(timeout)))
 
     def dequeue_many(self, n: int, sample: Any = None, *, timeout: float | None = None) -> Any:
         """Take the next n elements as one batch: a tensor with n rows, or a tuple of them; waits for so many.
@@ -88,37 +71,28 @@ class TensorQueue(Queue):
         closed before there are n. sample: like a batch. Raises OutOfRange for a closed queue with fewer,
         DeadlineExceeded, InvalidArgument where the shapes of elements were not given.
         """
-        return self._take(sample, timeout, {"count": self._counted("dequeue_many", n)})
+        attrs = {"count": self._counted("dequeue_many", n), **limited(timeout)}
+        return self._one(self._take(sample, attrs))
 
     def dequeue_up_to(self, n: int, sample: Any = None, *, timeout: float | None = None) -> Any:
         """`dequeue_many`, which on a closed queue takes the elements that are left, where these are fewer than n.
 
         Raises OutOfRange when the queue is closed and empty.
         """
-        return self._take(sample, timeout, {"count": self._counted("dequeue_up_to", n), "up_to": True})
+        attrs = {"count": self._counted("dequeue_up_to", n), "up_to": True, **limited(timeout)}
+        return self._one(self._take(sample, attrs))
 
     def close(self, *, cancel_pending_enqueues: bool = False, timeout: float | None = None) -> Operation | None:
         """No more elements: those that are there can be taken. Waits for the enqueues before it, or cancels them.
 
         Raises QueueClosed if it is closed, unless it cancels.
         """
-        attrs = {"cancel_pending_enqueues": cancel_pending_enqueues, **_limited(timeout)}
+        attrs = {"cancel_pending_enqueues": cancel_pending_enqueues, **limited(timeout)}
         recorder = current.recording()
         if isinstance(recorder, Recorder):
-            return effect(recorder, ops.CLOSE, self, attrs=attrs)  # type: ignore[return-value]
+            return self._recorded_with(recorder, ops.CLOSE, (), attrs)  # type: ignore[no-any-return]
         self._act("close", attrs)
         return None
-
-    def size(self) -> Any:
-        """How many elements it holds."""
-        recorder = current.recording()
-        if not isinstance(recorder, Recorder):
-            return machine_of(self).size
-        with _disable_current_modes():
-            held = torch.tensor(machine_of(self).size)
-        found = effect(recorder, ops.SIZE, self, outputs=[Spec(torch.int64, ())], samples=[held])
-        assert isinstance(found, list)
-        return found[0]
 
     def __iter__(self) -> Iterator[Any]:
         """Elements until the queue is closed and empty: ``for element in queue``, outside of recordings.
@@ -140,36 +114,8 @@ class TensorQueue(Queue):
                     raise end.__cause__ from None
                 return
 
-    # -- in a recording or at once ----------------------------------------------------------------------------
-
-    def _put(self, given: Any, timeout: float | None, *, many: bool) -> Operation | None:
-        parts = self._parts(given, "takes", "was given")
-        kinds = [kind for kind, _ in self.components]
-        attrs = {**({"many": True} if many else {}), **_limited(timeout)}
-        recorder = current.recording()
-        if not isinstance(recorder, Recorder):
-            tensors = [self._plain(part, kind) for part, kind in zip(parts, kinds, strict=True)]
-            self._act("enqueue", attrs, tensors)
-            return None
-        recorded = [self._recorded(recorder, part, kind) for part, kind in zip(parts, kinds, strict=True)]
-        specs = [tensor.node.outputs[tensor.index] for tensor in recorded]
-        for place, spec in enumerate(specs):
-            (check_batch_part if many else check_part)(self, place, spec)
-        if many:
-            check_lengths(self, specs)
-        attrs["element"] = tuple(map(Ref, range(len(recorded))))
-        inputs = [recorder._entry(tensor).value for tensor in recorded]
-        return effect(recorder, ops.ENQUEUE, self, inputs=inputs, attrs=attrs)  # type: ignore[return-value]
-
-    def _take(self, sample: Any, timeout: float | None, attrs: Mapping[str, Any]) -> Any:
-        attrs = {**attrs, **_limited(timeout)}
-        recorder = current.recording()
-        if not isinstance(recorder, Recorder):
-            return self._one(self._act("dequeue", attrs))
-        samples = self._sample(sample, attrs)
-        outputs, values = _Taken(recorder, self, attrs).parts(samples)
-        found = effect(recorder, ops.DEQUEUE, self, attrs=attrs, outputs=outputs, samples=values)
-        return self._one(found)
+    def _parts(self, given: Any) -> list[Any]:
+        return [given] if self.is_single else super()._parts(given)
 
     def _one(self, parts: Any) -> Any:
         return parts[0] if self.is_single else tuple(parts)
@@ -180,64 +126,6 @@ class TensorQueue(Queue):
             raise InvalidArgument(f"{what} of queue {self.name} takes a number of elements, at least 0, not {n!r}")
         ensure_batches(self, what, takes=True)
         return n
-
-    def _parts(self, given: Any, does: str, found: str) -> list[Any]:
-        """A tensor for each component."""
-        parts = [given] if self.is_single else list(given) if isinstance(given, (list, tuple)) else [given]
-        if len(parts) != len(self.components):
-            raise InvalidArgument(f"queue {self.name} {does} {len(self.components)} tensors, and {found} {len(parts)}")
-        return parts
-
-    def _act(
-        self, kind: Kind, attrs: Mapping[str, Any], tensors: Sequence[torch.Tensor] = ()
-    ) -> Sequence[torch.Tensor]:
-        """Do it now."""
-        runner = Runner(attempts=lambda: [attempt])
-        attempt = attempt_on(self, kind, runner.inbox.put, attrs, tensors)
-        queue, timeout = attempt.machine, attrs.get("timeout")
-        queue.submit(attempt)
-        try:
-            if not attempt.is_over:
-                with WAITS.running(runner):
-                    WAITS.wait(runner, attempt, timeout)
-        except BaseException:
-            queue.withdraw([attempt])
-            raise
-        if not attempt.is_over:
-            raise overdue(attempt, timeout)
-        if attempt.error is not None:
-            raise attempt.error
-        return outcome(self, attempt, attrs)
-
-    def _plain(self, part: Any, dtype: torch.dtype) -> torch.Tensor:
-        """The queue's own tensor of what was given."""
-        if isinstance(part, Variable):
-            found = part.value()
-        else:
-            part = current.plain(part)
-            found = torch.as_tensor(part) if hasattr(part, "dtype") else torch.tensor(part, dtype=dtype)
-        return copied(_same_kind(self, found, dtype).detach())
-
-    def _sample(self, sample: Any, attrs: Mapping[str, Any]) -> Sequence[torch.Tensor] | None:
-        """The tensors of the sample that was given, or of the elements that come next; None where there are too few."""
-        with _disable_current_modes():
-            if sample is not None:
-                parts = self._parts(sample, "gives", "the sample has")
-                return [self._plain(part, kind) for part, (kind, _) in zip(parts, self.components, strict=True)]
-            count = attrs.get("count")
-            found = machine_of(self).first(1 if count is None else count)
-            if count is None:
-                return found[0] if found else None
-            is_enough = len(found) == count or (found and attrs.get("up_to"))
-            return batch_of(self, found) if is_enough else None
-
-    def _recorded(self, recorder: Recorder, part: Any, dtype: torch.dtype) -> Tensor:
-        if not isinstance(part, (torch.Tensor, Variable)):
-            with _disable_current_modes():
-                part = torch.as_tensor(part, dtype=dtype)
-        tensor = recorder.fresh(recorder._as_tensor(part))
-        _same_kind(self, tensor, dtype)
-        return tensor
 
 
 class FIFOQueue(TensorQueue):
@@ -339,118 +227,3 @@ class PriorityQueue(TensorQueue):
         kinds = [dtypes] if isinstance(dtypes, torch.dtype) else list(dtypes)
         given = [shapes] if isinstance(dtypes, torch.dtype) else [None] * len(kinds) if shapes is None else list(shapes)
         super().__init__(capacity, [torch.int64, *kinds], [(), *given], name, kind="priority")
-
-
-def machine_of(queue: Queue) -> QueueMachine:
-    """What a queue holds."""
-    if queue.machine is None:
-        with _MAKING:
-            if queue.machine is None:
-                queue.machine = QueueMachine(queue.name, queue.capacity, ORDERS[queue.kind](queue.options))
-    return queue.machine  # type: ignore[no-any-return]
-
-
-_MAKING = threading.Lock()
-
-
-def attempt_on(
-    queue: Queue, kind: Kind, then: Callable[[Attempt], None], attrs: Mapping[str, Any],
-    tensors: Sequence[torch.Tensor] = (), what: str | None = None,
-) -> Attempt:  # fmt: skip
-    """An operation on a queue as its node's ``attrs`` say, not begun; raises ShapeError for tensors that do not fit."""
-    count = attrs.get("count")
-    return Attempt(
-        machine_of(queue), kind, then, what=what,
-        elements=elements_of(queue, tensors, many=attrs.get("many", False)) if kind == "enqueue" else (),
-        count=1 if count is None else count, up_to=attrs.get("up_to", False),
-        cancel_pending=attrs.get("cancel_pending_enqueues", False),
-    )  # fmt: skip
-
-
-def outcome(queue: Queue, attempt: Attempt, attrs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
-    """The tensors that an operation gives that ended well."""
-    if attempt.kind == "size":
-        return (torch.tensor(attempt.size),)
-    if attempt.kind != "dequeue":
-        return ()
-    return attempt.taken[0] if attrs.get("count") is None else batch_of(queue, attempt.taken)
-
-
-def overdue(attempt: Attempt, timeout: float | None) -> DeadlineExceeded:
-    """The error of an operation that did not end in time; it is taken back."""
-    text = f"{attempt.act} did not end within {timeout} s: {attempt.machine.state}"
-    attempt.machine.withdraw([attempt])
-    error = DeadlineExceeded(text)
-    error.enqueued = attempt.enqueued
-    return error
-
-
-def _limited(timeout: float | None) -> dict[str, Any]:
-    return {} if timeout is None else {"timeout": timeout}
-
-
-def _same_kind(queue: Queue, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if tensor.dtype != dtype:
-        raise InvalidArgument(f"queue {queue.name} takes {dtype}, and was given {tensor.dtype}: convert it")
-    return tensor
-
-
-def _doubled(sample: torch.Tensor, axis: int) -> torch.Tensor:
-    """A sample of two rows along an axis, made of one or none; nothing of it is recorded."""
-    rows = [*sample.shape]
-    rows[axis] = 2
-    with _disable_current_modes():
-        return sample.expand(rows).clone() if sample.shape[axis] else sample.new_zeros(rows)
-
-
-class _Taken:
-    """Specs and samples of what a recorded dequeue gives."""
-
-    def __init__(self, recorder: Recorder, queue: Queue, attrs: Mapping[str, Any]) -> None:
-        self.recorder, self.queue = recorder, queue
-        self.count, self.up_to = attrs.get("count"), attrs.get("up_to", False)
-        self.rows: Size | None = None  # of a batch whose length only a run knows; all components have as many
-
-    def parts(self, samples: Sequence[torch.Tensor] | None) -> tuple[list[Spec], list[torch.Tensor | None]]:
-        """Of all components."""
-        given = [None] * len(self.queue.components) if samples is None else samples
-        pairs = [self._part(place, sample) for place, sample in enumerate(given)]
-        return [spec for spec, _ in pairs], [sample for _, sample in pairs]
-
-    def _part(self, place: int, sample: torch.Tensor | None) -> tuple[Spec, torch.Tensor | None]:
-        dtype, _ = self.queue.components[place]
-        axes, sizes = self._axes(place, sample), list[Size]()
-        for axis, size in enumerate(axes):
-            if size is not None:
-                sizes.append(size)
-                continue
-            if sample is not None and sample.shape[axis] < 2:  # a one would be recorded as a constant
-                sample = _doubled(sample, axis)
-            sizes.append(self._fresh(axis, None if sample is None else sample.shape[axis]))
-        return Spec(dtype, tuple(sizes), "cpu" if sample is None else str(sample.device)), sample
-
-    def _axes(self, place: int, sample: torch.Tensor | None) -> Shape:
-        """The sizes of one component, None for those that vary; raises InvalidArgument where nothing tells them."""
-        shape = self.queue.components[place][1]
-        if sample is not None:
-            spec = Spec.of(sample)
-            (check_part if self.count is None else check_batch_part)(self.queue, place, spec)
-        if self.count is not None:
-            return (None if self.up_to and self.count else self.count, *(shape or ()))
-        if shape is not None:
-            return shape
-        if sample is None:
-            raise InvalidArgument(
-                f"queue {self.queue.name} was made without shapes and is empty: give shapes= when it is made, or "
-                f"sample= to dequeue{self.recorder.tape.at()}"
-            )
-        return (None, *sample.shape[1:]) if sample.dim() else ()
-
-    def _fresh(self, axis: int, hint: int | None) -> Size:
-        """A size that varies."""
-        symbols = self.recorder.symbols
-        if axis or not self.up_to:
-            return symbols.size(symbols.fresh(symbols.unused("B"), hint))
-        if self.rows is None:
-            self.rows = symbols.size(symbols.fresh(symbols.unused("B"), hint))
-        return self.rows

@@ -24,7 +24,7 @@ POLL = 0.1  # seconds between looks at whether the step was stopped
 LOOK = 1.0  # seconds between looks at who waits for whom
 NOTICE = 2.0  # seconds until a notice
 
-_WANTS = {"dequeue": "an element", "enqueue": "room", "close": "the enqueues before it", "size": "its turn"}
+_WANTS = {"dequeue": "an element", "enqueue": "room", "close": "the enqueues before it"}
 _PRODUCER = {"dequeue": "enqueue", "enqueue": "dequeue", "close": "dequeue"}  # of what an operation waits for
 
 

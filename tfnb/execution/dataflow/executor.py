@@ -32,7 +32,7 @@ from tfnb.passes.rewrite import Pass
 from tfnb.recording.values.workspace import unburden
 from tfnb.state.elements import copied
 from tfnb.state.queue_machine import Attempt, Kind, QueueMachine
-from tfnb.state.queues import attempt_on, machine_of, outcome, overdue
+from tfnb.state.queue_operations import attempt_on, machine_of, outcome, overdue
 from tfnb.state.waits import POLL, WAITS, Operation, Runner
 
 

@@ -423,7 +423,7 @@ class _Reader:
                 found = {option[0]: option[1] for option in options if isinstance(option, list) and len(option) == 2}
                 if (
                     len(found) == len(options)
-                    and set(found) == QUEUES[kind]
+                    and set(found) == QUEUES[kind].options
                     and all(value is None or type(value) is int for value in found.values())
                 ):
                     return kind, found

@@ -1,0 +1,263 @@
+"""Operations on queues of all kinds: recorded in a recording, at work at once outside of one.
+
+Which operations a kind has is the business of `tfnb.state.queues` and `tfnb.state.conditional_accumulators`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tfnb.errors import DeadlineExceeded, InvalidArgument
+from tfnb.graph import Ref, Spec, Variable, current, ops
+from tfnb.graph.queue import QUEUES, Queue
+from tfnb.graph.spec import Size
+from tfnb.recording import Operation, Recorder, Tensor
+from tfnb.recording.values.effects import effect
+from tfnb.state.accumulator import ACCUMULATORS, Accumulator
+from tfnb.state.elements import batch_of, check_batch_part, check_lengths, check_part, copied, elements_of
+from tfnb.state.orders import ORDERS
+from tfnb.state.queue_machine import Attempt, Kind, QueueMachine
+from tfnb.state.waits import WAITS, Runner
+
+Shape = tuple[int | None, ...]
+
+
+class QueueHandle(Queue):
+    """A queue of whatever kind, and what records or does its operations."""
+
+    # -- in a recording or at once ----------------------------------------------------------------------------
+
+    def _put(self, parts: Sequence[Any], attrs: Mapping[str, Any]) -> Any:
+        """Put an element, or many; whether it was kept, where its kind tells."""
+        kinds = [kind for kind, _ in self.components]
+        if len(parts) != len(kinds):
+            raise InvalidArgument(f"queue {self.name} takes {len(kinds)} tensors, and was given {len(parts)}")
+        recorder = current.recording()
+        if not isinstance(recorder, Recorder):
+            tensors = [self._plain(part, kind) for part, kind in zip(parts, kinds, strict=True)]
+            told = self._act("enqueue", attrs, tensors)
+            return bool(told[0]) if told else None
+        recorded = [self._recorded(recorder, part, kind) for part, kind in zip(parts, kinds, strict=True)]
+        specs = [tensor.node.outputs[tensor.index] for tensor in recorded]
+        for place, spec in enumerate(specs):
+            (check_batch_part if attrs.get("many") else check_part)(self, place, spec)
+        if attrs.get("many"):
+            check_lengths(self, specs)
+        found = self._recorded_with(recorder, ops.ENQUEUE, recorded, attrs, self._told(recorded))
+        return found if isinstance(found, Operation) else found[0]
+
+    def _told(self, recorded: Sequence[Tensor]) -> Sequence[tuple[Spec, torch.Tensor | None]]:
+        """Spec and sample of what a recorded put tells."""
+        return ()
+
+    def _take(self, sample: Any, attrs: Mapping[str, Any]) -> Sequence[torch.Tensor]:
+        """The tensors of an element, or of a batch."""
+        recorder = current.recording()
+        if not isinstance(recorder, Recorder):
+            return self._act("dequeue", attrs)
+        outputs, values = _Taken(recorder, self, attrs).parts(self._sample(sample, attrs))
+        return effect(recorder, ops.DEQUEUE, self, attrs=attrs, outputs=outputs, samples=values)  # type: ignore[return-value]
+
+    def size(self) -> Any:
+        """How many elements it holds."""
+        recorder = current.recording()
+        if not isinstance(recorder, Recorder):
+            return machine_of(self).size
+        with _disable_current_modes():
+            held = torch.tensor(machine_of(self).size)
+        return self._recorded_with(recorder, ops.SIZE, (), {}, [(Spec(torch.int64, ()), held)])[0]
+
+    def _recorded_with(
+        self, recorder: Recorder, op: str, given: Sequence[Tensor], attrs: Mapping[str, Any],
+        told: Sequence[tuple[Spec, torch.Tensor | None]] = (),
+    ) -> Any:  # fmt: skip
+        """A node that is given recorded tensors: what it tells, or an Operation."""
+        attrs = {**attrs, **({"element": tuple(map(Ref, range(len(given))))} if given else {})}
+        inputs = [recorder._entry(tensor).value for tensor in given]
+        outputs, samples = [spec for spec, _ in told], [sample for _, sample in told]
+        return effect(recorder, op, self, inputs=inputs, attrs=attrs, outputs=outputs, samples=samples)
+
+    def _parts(self, given: Any) -> list[Any]:
+        """The tensors of what is put, or of the sample of what is taken."""
+        return list(given) if isinstance(given, (list, tuple)) else [given]
+
+    def _act(
+        self, kind: Kind, attrs: Mapping[str, Any], tensors: Sequence[torch.Tensor] = ()
+    ) -> Sequence[torch.Tensor]:
+        """Do it now."""
+        runner = Runner(attempts=lambda: [attempt])
+        attempt = attempt_on(self, kind, runner.inbox.put, attrs, tensors)
+        queue, timeout = attempt.machine, attrs.get("timeout")
+        queue.submit(attempt)
+        try:
+            if not attempt.is_over:
+                with WAITS.running(runner):
+                    WAITS.wait(runner, attempt, timeout)
+        except BaseException:
+            queue.withdraw([attempt])
+            raise
+        if not attempt.is_over:
+            raise overdue(attempt, timeout)
+        if attempt.error is not None:
+            raise attempt.error
+        return outcome(self, attempt, attrs)
+
+    def _plain(self, part: Any, dtype: torch.dtype) -> torch.Tensor:
+        """The queue's own tensor of what was given."""
+        if isinstance(part, Variable):
+            found = part.value()
+        else:
+            part = current.plain(part)
+            found = torch.as_tensor(part) if hasattr(part, "dtype") else torch.tensor(part, dtype=dtype)
+        return copied(_same_kind(self, found, dtype).detach())
+
+    def _sample(self, sample: Any, attrs: Mapping[str, Any]) -> Sequence[torch.Tensor] | None:
+        """The tensors of the sample that was given, or of the elements that come next; None where there are too few."""
+        with _disable_current_modes():
+            if sample is not None:
+                parts = self._parts(sample)
+                if len(parts) != len(self.gives):
+                    raise InvalidArgument(
+                        f"queue {self.name} gives {len(self.gives)} tensors, and the sample has {len(parts)}"
+                    )
+                return [self._plain(part, kind) for part, (kind, _) in zip(parts, self.gives, strict=True)]
+            count = attrs.get("count")
+            found = machine_of(self).first(1 if count is None else count)
+            if count is None:
+                return found[0] if found else None
+            is_enough = len(found) == count or (found and attrs.get("up_to"))
+            return batch_of(self, found) if is_enough else None
+
+    def _recorded(self, recorder: Recorder, part: Any, dtype: torch.dtype) -> Tensor:
+        if not isinstance(part, (torch.Tensor, Variable)):
+            with _disable_current_modes():
+                part = torch.as_tensor(part, dtype=dtype)
+        tensor = recorder.fresh(recorder._as_tensor(part))
+        _same_kind(self, tensor, dtype)
+        return tensor
+
+
+def machine_of(queue: Queue) -> QueueMachine:
+    """What a queue holds."""
+    if queue.machine is None:
+        with _MAKING:
+            if queue.machine is None:
+                made = {**ORDERS, **ACCUMULATORS}[queue.kind](queue.options)
+                queue.machine = QueueMachine(queue.name, queue.capacity, made)
+    return queue.machine  # type: ignore[no-any-return]
+
+
+_MAKING = threading.Lock()
+
+
+def attempt_on(
+    queue: Queue, kind: Kind, then: Callable[[Attempt], None], attrs: Mapping[str, Any],
+    tensors: Sequence[torch.Tensor] = (), what: str | None = None,
+) -> Attempt:  # fmt: skip
+    """An operation on a queue as its node's ``attrs`` say, not begun; raises ShapeError for tensors that do not fit."""
+    count = attrs.get("count")
+    return Attempt(
+        machine_of(queue), kind, then, what=what,
+        elements=elements_of(queue, tensors, many=attrs.get("many", False)) if kind == "enqueue" else (),
+        count=1 if count is None else count, up_to=attrs.get("up_to", False), required=attrs.get("required", 1),
+        cancel_pending=attrs.get("cancel_pending_enqueues", False),
+        question=partial(Accumulator.set_step, step=int(tensors[0])) if kind == "set_step" else len,
+    )  # fmt: skip
+
+
+def outcome(queue: Queue, attempt: Attempt, attrs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+    """The tensors that an operation gives that ended well."""
+    if attempt.kind == "size":
+        return (torch.tensor(attempt.answer),)
+    if attempt.kind == "enqueue" and QUEUES[queue.kind].tells:
+        return (torch.tensor(attempt.kept == len(attempt.elements)),)
+    if attempt.kind != "dequeue":
+        return ()
+    return attempt.taken[0] if attrs.get("count") is None else batch_of(queue, attempt.taken)
+
+
+def overdue(attempt: Attempt, timeout: float | None) -> DeadlineExceeded:
+    """The error of an operation that did not end in time; it is taken back."""
+    text = f"{attempt.act} did not end within {timeout} s: {attempt.machine.state}"
+    attempt.machine.withdraw([attempt])
+    error = DeadlineExceeded(text)
+    error.enqueued = attempt.enqueued
+    return error
+
+
+def limited(timeout: float | None) -> dict[str, Any]:
+    return {} if timeout is None else {"timeout": timeout}
+
+
+def _same_kind(queue: Queue, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if tensor.dtype != dtype:
+        raise InvalidArgument(f"queue {queue.name} takes {dtype}, and was given {tensor.dtype}: convert it")
+    return tensor
+
+
+def _doubled(sample: torch.Tensor, axis: int) -> torch.Tensor:
+    """A sample of two rows along an axis, made of one or none; nothing of it is recorded."""
+    rows = [*sample.shape]
+    rows[axis] = 2
+    with _disable_current_modes():
+        return sample.expand(rows).clone() if sample.shape[axis] else sample.new_zeros(rows)
+
+
+class _Taken:
+    """Specs and samples of what a recorded dequeue gives."""
+
+    def __init__(self, recorder: Recorder, queue: Queue, attrs: Mapping[str, Any]) -> None:
+        self.recorder, self.queue = recorder, queue
+        self.count, self.up_to = attrs.get("count"), attrs.get("up_to", False)
+        self.is_one_length = self.up_to or QUEUES[queue.kind].one_length
+        self.rows: Size | None = None  # where only a run knows how many there are; all components have as many
+
+    def parts(self, samples: Sequence[torch.Tensor] | None) -> tuple[list[Spec], list[torch.Tensor | None]]:
+        """Of all components."""
+        given = [None] * len(self.queue.gives) if samples is None else samples
+        pairs = [self._part(place, sample) for place, sample in enumerate(given)]
+        return [spec for spec, _ in pairs], [sample for _, sample in pairs]
+
+    def _part(self, place: int, sample: torch.Tensor | None) -> tuple[Spec, torch.Tensor | None]:
+        dtype, _ = self.queue.components[place]
+        axes, sizes = self._axes(place, sample), list[Size]()
+        for axis, size in enumerate(axes):
+            if size is not None:
+                sizes.append(size)
+                continue
+            if sample is not None and sample.shape[axis] < 2:  # a one would be recorded as a constant
+                sample = _doubled(sample, axis)
+            sizes.append(self._fresh(axis, None if sample is None else sample.shape[axis]))
+        return Spec(dtype, tuple(sizes), "cpu" if sample is None else str(sample.device)), sample
+
+    def _axes(self, place: int, sample: torch.Tensor | None) -> Shape:
+        """The sizes of one component, None for those that vary; raises InvalidArgument where nothing tells them."""
+        shape = self.queue.components[place][1]
+        if sample is not None:
+            spec = Spec.of(sample)
+            (check_part if self.count is None else check_batch_part)(self.queue, place, spec)
+        if self.count is not None:
+            return (None if self.up_to and self.count else self.count, *(shape or ()))
+        if shape is not None:
+            return shape
+        if sample is None:
+            raise InvalidArgument(
+                f"queue {self.queue.name} was made without shapes and is empty: give shapes= when it is made, or "
+                f"sample= to dequeue{self.recorder.tape.at()}"
+            )
+        return (None, *sample.shape[1:]) if sample.dim() else ()
+
+    def _fresh(self, axis: int, hint: int | None) -> Size:
+        """A size that varies."""
+        symbols = self.recorder.symbols
+        if axis or not self.is_one_length:
+            return symbols.size(symbols.fresh(symbols.unused("B"), hint))
+        if self.rows is None:
+            self.rows = symbols.size(symbols.fresh(symbols.unused("B"), hint))
+        return self.rows
