@@ -6,7 +6,6 @@ the Variables, not to the session. The default session of a graph is behind `run
 
 from __future__ import annotations
 
-import itertools
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -47,6 +46,7 @@ from tfnb.state import checkpoint
 from tfnb.state.batch_order import Arrays, Rows
 from tfnb.state.chunks import Chunked, like
 from tfnb.state.queue_machine import give_back
+from tfnb.state.run_numbers import RunNumbers
 from tfnb.step import Step
 from tfnb.structures import (
     fed_by,
@@ -141,7 +141,7 @@ class Session:
         self.graph = graph if isinstance(graph, Graph) else graph_named(graph)
         self._cluster = cluster
         self._prepared: dict[Any, _Prepared] = {}
-        self._runs = itertools.count()
+        self._runs = RunNumbers()
         self._running: set[Running] = set()
         self._closed = False
         self._trace: Trace | Tracer | None = None  # of the last traced run
@@ -274,7 +274,7 @@ class Session:
         values = {value: place for place, value in enumerate(prepared.values)}
         keys = {fed_by(self.graph, key)[0]: place for place, key in enumerate(feeds)}
         return Step(
-            prepared.code.program, prepared.feeder, next(self._runs),
+            prepared.code.program, prepared.feeder, self._runs.take(),
             fetch=lambda item: values.get(value_of(self.graph, item)),
             feed=lambda key: keys.get(fed_by(self.graph, key)[0]),
         )  # fmt: skip
@@ -298,7 +298,7 @@ class Session:
                 data = (tuple(spread(zip(feeds, values, strict=True)).values()) for values in data)
             prepared = self._prepare(fetches, parts_of(feeds))
             step = self._sent(prepared.code)
-            fed = ((prepared.feeder.fed(values)[0], next(self._runs)) for values in data)
+            fed = ((prepared.feeder.fed(values)[0], self._runs.take()) for values in data)
             source = cluster.batches(step, fed)
         why = "a Variable is watched" if prepared.trailing else ""
         with closing(cluster.train(step, source, mode=mode, timeout=timeout, one_by_one=why, **options)) as steps:
@@ -313,8 +313,7 @@ class Session:
         shown = Rows([like(array) for array in arrays], order)
         for at in {0, min(total, order.per_pass) - 1}:
             prepared.feeder.fed(shown.batch(at))
-        first = next(self._runs)
-        self._runs = itertools.count(first + total)
+        first = self._runs.take(total)
         given = prepared.feeder.converted([a.stand_in()[:0] if isinstance(a, Chunked) else a for a in arrays])
         fed = [
             replace(array, dtype=tensor.dtype) if isinstance(array, Chunked) else tensor
@@ -342,7 +341,7 @@ class Session:
         if results is None:
             prepared.direct = None  # until the longer way gives it again
         else:
-            next(self._runs)
+            self._runs.take()
         return results
 
     def _execute(self, prepared: _Prepared, fed: Fed, timeout: float | None, cut: Cut | None = None) -> list[Any]:
@@ -368,7 +367,7 @@ class Session:
         __tracebackhide__ = True
         if prepared.asked:
             task_of(prepared.asked)
-        access, run = program.access, next(self._runs)
+        access, run = program.access, self._runs.take()
         if prepared.trailing:
             access = Access((*program.variables, *prepared.trailing), program.writes)
         if access is None:
@@ -477,7 +476,7 @@ class Session:
             raise explained(program, error, tensors) from error
 
     def _on_cluster(self, code: StepCode, tensors: list[torch.Tensor], timeout: float | None) -> list[Any]:
-        return list(self.cluster.run(self._sent(code), tensors, timeout=timeout, run=next(self._runs)))
+        return list(self.cluster.run(self._sent(code), tensors, timeout=timeout, run=self._runs.take()))
 
     def _sent(self, code: StepCode) -> StepGraph:
         """The step for the cluster."""
@@ -539,7 +538,7 @@ class Session:
 
     def _code(self, step: StepGraph, old: StepCode | None) -> StepCode:
         """What runs a step; where another cell changed, what there is."""
-        if old is not None and old.step.graph.nodes == step.graph.nodes and old.step.feeds == step.feeds:
+        if old is not None and _same_step(old.step, step):
             return old
         code = StepCode(
             step, executor=self._executor, compile=self._mode, once=self._once, memory_budget=self.memory_budget
@@ -550,25 +549,30 @@ class Session:
     # -- files ----------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
-        """Write the graph's variables to one safetensors file."""
+        """Write the graph's variables and the position of its random streams to one safetensors file."""
         contents = self.graph.contents
         variables = contents.variables
         with nullcontext() if self.cluster is not None else LOCKS.read(*variables.values()):  # no step in between
             values = {label: variable.value() for label, variable in variables.items()}
-        checkpoint.save(path, values, {"graph": self.graph.name, "graph_hash": graph_hash(contents)})
+            streams = {"seed": self.graph.seed, "runs": self._runs.next}
+        about = {"graph": self.graph.name, "graph_hash": graph_hash(contents), "streams": streams}
+        checkpoint.save(path, values, about)
 
     def restore(self, path: str | Path, *, strict: bool = True, mapping: Mapping[str, str] | None = None) -> Session:
         """Assign the variables from a file, all or none; returns the session.
 
-        strict: a variable missing in the file is an error. mapping: label here -> key in the file. Raises
+        Random nodes draw what they would have drawn after the save: the graph takes the seed, the session its number
+        of runs. strict: a variable missing in the file is an error. mapping: label here -> key in the file. Raises
         CheckpointCorrupt, NotFound or CheckpointIncompatible, with nothing assigned.
         """
-        tensors, _ = checkpoint.load(path)
+        tensors, about = checkpoint.load(path)
         labels = self.graph.contents.variables
         specs = {label: variable.spec for label, variable in labels.items()}
         with nullcontext() if self.cluster is not None else LOCKS.write(*labels.values()):
             for label, tensor in checkpoint.match(tensors, specs, strict=strict, mapping=mapping).items():
                 labels[label].set(tensor)
+        if streams := about.get("streams"):
+            self.graph.seed, self._runs.next = streams["seed"], streams["runs"]
         return self
 
     def status(self) -> list[str]:
@@ -619,6 +623,10 @@ class Session:
 
 
 # -- the default session -------------------------------------------------------------------------------------------
+
+
+def _same_step(old: StepGraph, new: StepGraph) -> bool:
+    return old.graph.nodes == new.graph.nodes and old.feeds == new.feeds and old.graph.seed == new.graph.seed
 
 
 def _take(hold: Hold) -> None:

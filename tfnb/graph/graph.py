@@ -14,7 +14,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from tfnb.errors import FailedPrecondition, NotFound
+from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound
 from tfnb.graph.check import check
 from tfnb.graph.contents import Contents, Guard
 from tfnb.graph.difference import Difference
@@ -37,12 +37,14 @@ class Graph:
     >>> g = Graph("empty")
     >>> g.nodes, g.version
     ((), 0)
+
+    ``seed``, with the cell and place of a random node and the number of the run, decides what it draws; it may be set.
     """
 
     def __init__(self, name: str = "graph", contents: Contents | None = None, *, seed: int = 0) -> None:
         self.name = name
+        self.version = -1
         self.seed = seed
-        self.version = 0
         self.finalized = False
         self.stale: dict[int, str] = {}  # ids of removed nodes -> what to re-run
         self.owners: list[str] = []  # owner keys in order of first recording
@@ -50,6 +52,18 @@ class Graph:
         self.attached: dict[str, Any] = {}  # what rooms above keep for as long as the graph lives
         self.contents = contents or Contents()
         self._lock = threading.Lock()
+
+    @property
+    def seed(self) -> int:
+        """What the streams of its random nodes start from, together with the cell and place of each."""
+        return self._seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        if not isinstance(seed, int) or isinstance(seed, bool):
+            raise InvalidArgument(f"the seed of graph {self.name} is an int, not {seed!r}")
+        self._seed = seed
+        self.version += 1  # steps that were prepared draw by the old one
 
     # -- reading ------------------------------------------------------------------------------------------
 
