@@ -20,7 +20,9 @@ class World:
 
     def __init__(self, shards, staleness):
         self.shards, self.staleness = shards, staleness
-        self.cores = {shard: Core(Store(), lambda meta, tensors: Add(), epoch=1, incarnation=7) for shard in shards}
+        self.cores = {
+            shard: Core(Store(), lambda meta, tensors: Add(), epoch=1, incarnation=7, shard=shard) for shard in shards
+        }
         self.tickets = itertools.count()
         self.answers: dict[int, Ok | Refused] = {}
         self.waiting: dict[int, tuple[int, str]] = {}  # ticket -> shard and loop

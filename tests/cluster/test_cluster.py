@@ -349,11 +349,6 @@ def test_other_versions_on_the_workers_are_shown_as_a_table(dask, monkeypatch):
     assert connected.connected() is None
 
 
-def test_more_servers_than_workers(dask):
-    with pytest.raises(InvalidArgument, match="leaves no compute task"):
-        tfnb.connect(dask, ps=9)
-
-
 def test_an_address_where_nothing_listens(problem):
     begin = time.monotonic()
     with pytest.raises(Unavailable, match=r"127\.0\.0\.1:9 within [0-9.]+ s"):

@@ -18,10 +18,10 @@ from tfnb.errors import DeadlineExceeded, NonFiniteGradient
 
 
 class Counters:
-    """One Variable on each of two servers; every batch takes 1 from each."""
+    """One Variable on each of so many shards; every batch takes 1 from each."""
 
-    def __init__(self, pause: int = 0) -> None:
-        self.variables = [tfnb.Variable(torch.zeros(200, dtype=torch.float64), name=f"count{i}") for i in range(2)]
+    def __init__(self, pause: int = 0, shards: int = 2) -> None:
+        self.variables = [tfnb.Variable(torch.zeros(200, dtype=torch.float64), name=f"count{i}") for i in range(shards)]
         with tfnb.record("counters"):
             self.x = tfnb.placeholder(torch.ones(4), name="x")
             one = self.x.mean().double()
@@ -29,8 +29,8 @@ class Counters:
                 one = (
                     one * torch.ones(300, 300, dtype=torch.float64).matmul(torch.ones(300, 300).double())
                 ).mean() / 300
-            both = [(one.expand(200) * 1.0, self.variables[0]), (one.expand(200) * one, self.variables[1])]
-            self.train = tfnb.train.SGD(1.0).apply_gradients(both)
+            grads = [one.expand(200) * (one if i % 2 else 1.0) for i in range(shards)]
+            self.train = tfnb.train.SGD(1.0).apply_gradients(list(zip(grads, self.variables, strict=True)))
 
     def counts(self) -> list[float]:
         return [-float(v.storage[0]) for v in self.variables]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.cluster.test_core import Add
+from tfnb.cluster.asking import gathered
 from tfnb.cluster.computing import Computing
 from tfnb.cluster.core import Arrived, Core, Reply, Send
 from tfnb.cluster.fit.resident import Ended, Given, Loop, read_failure
@@ -37,7 +38,8 @@ class Servers:
         self.cores = {}
         for shard in shards:
             program = type("Program", (Add,), {"reads": (f"w{shard}",), "writes": (f"w{shard}",)})
-            self.cores[shard] = Core(Store(), lambda meta, tensors, p=program: p(), epoch=1, incarnation=7)
+            compile = lambda meta, tensors, p=program: p()  # noqa: E731
+            self.cores[shard] = Core(Store(), compile, epoch=1, incarnation=7, shard=shard)
             self.tell(shard, "create", {"keys": [f"w{shard}"]}, [torch.zeros(1)])
             self.tell(shard, "register_shard", {"plan": "add"})
             self.tell(shard, "open_training", {"training": "t"})
@@ -64,7 +66,11 @@ class Servers:
     def stream(self, asks):
         return [NotSent() for _ in asks]
 
-    async def ask(self, shard, method, meta, tensors, op, deadline):
+    async def ask(self, asks, deadline):
+        may_leave = not any(ask.method == "push" for ask in asks)
+        return await gathered([self.ask_one(*ask) for ask in asks], may_leave=may_leave)
+
+    async def ask_one(self, shard, method, meta, tensors, op):
         self.before(shard, method, meta)
         ticket, answer = self.tell(shard, method, meta, tensors, op or OpId("loop", next(self.ops)))
         if answer is None:
@@ -85,7 +91,7 @@ class Servers:
         for shard in self.shards:
             meta = {
                 "training": "t", "round": number, "worker": worker, "workers": 1, "shards": self.shards,
-                "shard": shard, "plan": "add", "rows": 1, "spare": True,
+                "plan": "add", "rows": 1, "spare": True,
             }  # fmt: skip
             self.tell(shard, "contribute", meta, [torch.ones(1)])
         if deliver:

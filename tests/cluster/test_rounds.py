@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.cluster.test_core import Add
 from tfnb.cluster import events as e
 from tfnb.cluster.core import Arrived, Core, Reply, Send, Tick, mean
+from tfnb.cluster.cores import Cores
 from tfnb.cluster.fit.leases import Broken, Give, Offer, Progress, Report
 from tfnb.cluster.fit.rounds import Cut, CutAt, Rounds
 from tfnb.cluster.messages import Failed, Ok, OpId, Refused, Request
@@ -143,12 +144,22 @@ def test_without_spare_tasks_a_step_is_made_of_all_that_there_are():
 
 
 class World:
-    """Real cores, tasks that send one request to each of them and step, and messages that arrive in any order."""
+    """Real cores, tasks that send one request to each of them and step, and messages that arrive in any order.
 
-    def __init__(self, machine, tasks, shards):
+    ``processes``: for each shard the number of the one that holds it; those of one get their requests together.
+    """
+
+    def __init__(self, machine, tasks, shards, processes):
         self.machine, self.shards = machine, shards
         self.now = 0.0
-        self.cores = {shard: Core(Store(), lambda meta, tensors: Add(), epoch=1, incarnation=7) for shard in shards}
+        self.cores = {
+            shard: Core(Store(), lambda meta, tensors: Add(), epoch=1, incarnation=7, shard=shard) for shard in shards
+        }
+        self.hosts = {process: Cores() for process in processes}
+        self.process = dict(zip(shards, processes, strict=True))
+        for shard, process in self.process.items():
+            self.hosts[process].add(self.cores[shard])
+        self.watch(self.cores[shards[0]])
         self.tickets, self.ops = itertools.count(), itertools.count()
         self.answers: dict[int, Ok | Failed | Refused] = {}
         self.sends: list[Send] = []
@@ -168,22 +179,41 @@ class World:
         self.steps: dict[int, tuple] = {}
 
     def ask(self, shard, method, tensors=(), /, **meta):
-        ticket = next(self.tickets)
-        self.tell(shard, Arrived(ticket, Request(method, OpId("c", next(self.ops)), 1, 7, meta, list(tensors))))
-        return ticket
+        return self.ask_all([(shard, method, tensors, meta)])[shard]
 
-    def tell(self, shard, event):
-        if isinstance(event, Arrived) and shard == self.shards[0]:
-            self.record(event.request.method, event.request.meta, shard)
-        effects = self.cores[shard].on(event, self.now)
-        if shard == self.shards[0] and "t" in self.cores[shard].courses:
-            latest = self.cores[shard].courses.of({"training": "t"}).latest
-            self.written += [latest] if latest and latest not in self.written else []
-        for effect in effects:
+    def ask_all(self, asks):
+        """Requests to shards, together to those of one process; the ticket of each shard's."""
+        tickets, events = {}, {}
+        for shard, method, tensors, meta in asks:
+            request = Request(method, OpId("c", next(self.ops)), 1, 7, meta, list(tensors))
+            tickets[shard] = next(self.tickets)
+            events.setdefault(self.process[shard], []).append((shard, Arrived(tickets[shard], request)))
+        for process, mine in events.items():
+            self.tell(process, mine)
+        return tickets
+
+    def tell(self, process, events):
+        for effect in self.hosts[process].on(events, self.now):
             if isinstance(effect, Reply):
                 self.answers[effect.ticket] = effect.answer
             else:
+                assert self.process[effect.shard] != process, "what is here needs no message"
                 self.sends.append(effect)
+
+    def watch(self, first):
+        """See what comes to the first server, and which rounds it writes."""
+        on = first.on
+
+        def seen(event, now):
+            if isinstance(event, Arrived):
+                self.record(event.request.method, event.request.meta, first.shard)
+            effects = on(event, now)
+            if "t" in first.courses:
+                latest = first.courses.of({"training": "t"}).latest
+                self.written += [latest] if latest and latest not in self.written else []
+            return effects
+
+        first.on = seen
 
     def record(self, method, meta, first):
         """What the first server learns of parts."""
@@ -191,7 +221,7 @@ class World:
             self.arrived.append((meta["round"], meta["worker"], first))
             self.wanted[meta["round"]] = meta["workers"], set(self.shards if "spare" in meta else [first])
         elif method == "staged" and "worker" in meta:
-            self.arrived.append((meta["round"], meta["worker"], meta["shard"]))
+            self.arrived.append((meta["round"], meta["worker"], meta["by"]))
 
     def feed(self, event):
         for instruction in self.machine.on(event, self.now):
@@ -249,12 +279,11 @@ class Worker:
         world.grads[key] = grad
         world.basis[key] = set(self.values.values())
         spare = {"spare": True} if wanted < workers else {}
-        for shard in shards:
-            if shard not in self.out:
-                self.out[shard] = world.ask(
-                    shard, "contribute", [grad], training="t", round=key[0], worker=worker, workers=wanted,
-                    shards=world.shards, shard=shard, plan="add", reads=["w"], **spare,
-                )  # fmt: skip
+        about = {
+            "training": "t", "round": key[0], "worker": worker, "workers": wanted, "shards": world.shards,
+            "plan": "add", "reads": ["w"], **spare,
+        }  # fmt: skip
+        self.out |= world.ask_all((shard, "contribute", [grad], about) for shard in shards if shard not in self.out)
 
     def hear(self):
         """Go on when all servers have answered."""
@@ -310,12 +339,13 @@ def replayed(world):
 def test_c53_rounds_are_written_once_on_all_servers_or_on_none(data):  # noqa: C901 (one table of events)
     """Kills, failures, interrupts, messages between servers in any order and twice: every step once, in order."""
     shards = data.draw(st.sampled_from([(0,), (0, 1), (2, 0, 1)]))
+    processes = data.draw(st.lists(st.sampled_from(shards), min_size=len(shards), max_size=len(shards)))
     tasks = list(range(data.draw(st.integers(1, 3))))
     total = data.draw(st.integers(0, 8))
     spare = data.draw(st.integers(0, len(tasks) - 1))
     patience = data.draw(st.sampled_from([0.0, 5.0]))
     machine = Rounds(list(tasks), shards, itertools.count(1), spare=spare, patience=patience)
-    world = World(machine, tasks, shards)
+    world = World(machine, tasks, shards, processes)
     offered = 0
     world.feed(e.Start())
     for _ in range(500):
@@ -342,7 +372,7 @@ def test_c53_rounds_are_written_once_on_all_servers_or_on_none(data):  # noqa: C
             world.now += data.draw(st.floats(0, 3))
             world.feed(e.Tick())
             for shard in shards:
-                world.tell(shard, Tick())
+                world.tell(world.process[shard], [(shard, Tick())])
         elif kind == "deliver" and world.sends:
             send = world.sends[data.draw(st.integers(0, len(world.sends) - 1))]
             if data.draw(st.booleans()):

@@ -156,13 +156,15 @@ class Round:
 
 
 class Core:
-    """State of one shard, and what each request does to it.
+    """State of shard number ``shard``, and what each request does to it.
 
-    ``version`` counts writes, ``step`` counts committed rounds, ``floor`` is the last round that is over.
+    ``beside``: this core and the others of its process, which share its bytes. ``version`` counts writes, ``step``
+    counts committed rounds, ``floor`` is the last round that is over.
     """
 
-    def __init__(self, store: Values, compile: Compile, *, epoch: int, incarnation: int) -> None:
-        self.store, self.compile = store, compile
+    def __init__(self, store: Values, compile: Compile, *, epoch: int, incarnation: int, shard: int = 0) -> None:
+        self.store, self.compile, self.shard = store, compile, shard
+        self.beside: list[Core] = [self]
         self.epoch, self.incarnation = epoch, incarnation
         self.version = self.step = self.floor = self.requests = 0
         self.versions: dict[str, int] = {}
@@ -404,7 +406,7 @@ class Core:
         return Ok({**answer.meta, "versions": versions}, fresh)
 
     @property
-    def _used(self) -> int:
+    def used(self) -> int:
         """Bytes of values, of generations that are read still, of staged parts and objects."""
         held = sum(held.nbytes for held in self.rounds.values()) + self.objects.nbytes + self.courses.nbytes
         return self.store.bytes + self.store.spare_bytes + held
@@ -550,32 +552,31 @@ class Core:
 
     def _has_part(self, turn: Turn, worker: int, meta: Mapping[str, Any]) -> None:
         """A part is there: all workers make the round, or with spare ones those whom the first shard chooses."""
-        shard, first = int(meta["shard"]), turn.shards[0]
+        first = turn.shards[0]
         if "spare" not in meta:
             if len(turn.parts) == turn.wanted:
-                self._make(turn, sorted(turn.parts), shard, meta)
-        elif shard == first:
-            self._held(turn, worker, shard, meta)
+                self._make(turn, sorted(turn.parts), meta)
+        elif self.shard == first:
+            self._held(turn, worker, first, meta)
         else:
-            self._send(first, "staged", meta, shard=shard, worker=worker)
+            self._send(first, "staged", meta, by=self.shard, worker=worker)
 
     def _held(self, turn: Turn, worker: int, shard: int, meta: Mapping[str, Any]) -> None:
         """On the first shard: a shard has the part of a worker. The first that are everywhere make the round."""
         if chosen := turn.hold(worker, shard):
-            first, *others = turn.shards
-            self._make(turn, chosen, first, meta)
-            for other in others:
-                self._send(other, "choose", meta, shard=other, workers=chosen)
+            self._make(turn, chosen, meta)
+            for other in turn.shards[1:]:
+                self._send(other, "choose", meta, workers=chosen)
 
     def _choose(self, request: Request) -> Ok:
         """The first shard has chosen the workers of a round."""
         meta, course = request.meta, self.courses.of(request.meta)
         turn = course.turns.get(int(meta["round"]))
         if turn is not None and not turn.chosen:
-            self._make(turn, list(map(int, meta["workers"])), int(meta["shard"]), meta)
+            self._make(turn, list(map(int, meta["workers"])), meta)
         return self._ack()
 
-    def _make(self, turn: Turn, chosen: list[int], shard: int, meta: Mapping[str, Any]) -> None:
+    def _make(self, turn: Turn, chosen: list[int], meta: Mapping[str, Any]) -> None:
         """Compute the write of a round, and tell the first shard; that one lets the others write when all are ready.
 
         An error is kept for those who contribute.
@@ -587,12 +588,12 @@ class Core:
             turn.error = error
             return
         first, *others = turn.shards
-        if shard == first:
-            turn.ready.add(shard)
+        if self.shard == first:
+            turn.ready.add(first)
             decided = {"training": str(meta["training"]), "decided": int(meta["round"])}
             turn.sends = [Send(other, "decided", decided) for other in others]
         else:
-            self._send(first, "staged", meta, shard=shard)
+            self._send(first, "staged", meta, by=self.shard)
 
     def _send(self, to: int, method: str, meta: Mapping[str, Any], **more: Any) -> None:
         """Tell another shard of the round that a request is of."""
@@ -607,7 +608,7 @@ class Core:
     def _staged(self, request: Request, now: float) -> Ok:
         """Another shard has the part of a worker, or has computed its write of a round."""
         meta, course = request.meta, self.courses.of(request.meta)
-        number, shard = int(meta["round"]), int(meta["shard"])
+        number, shard = int(meta["round"]), int(meta["by"])
         if number > max(course.latest, course.floor):
             turn = course.turn(number)
             if "worker" in meta:
@@ -702,12 +703,15 @@ class Core:
         return self.store.get(key)
 
     def _afford(self, asked: int) -> None:
+        """Bytes of a parameter server, which may hold several shards."""
         budget = self.store.budget
-        if budget is None or self._used + asked <= budget:
+        if budget is None or sum(core.used for core in self.beside) + asked <= budget:
             return
-        self.store.release()  # room for another generation can be had again
-        if self._used + asked > budget:
-            raise ResourceExhausted(f"bytes on this parameter server: asked {asked}, used {self._used}, limit {budget}")
+        for core in self.beside:
+            core.store.release()  # room for another generation can be had again
+        used = sum(core.used for core in self.beside)
+        if used + asked > budget:
+            raise ResourceExhausted(f"bytes on this parameter server: asked {asked}, used {used}, limit {budget}")
 
     @contextmanager
     def _writing(self, keys: Iterable[str]) -> Any:

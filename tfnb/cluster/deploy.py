@@ -1,7 +1,7 @@
 """Finding or making a Dask cluster, and starting one task on each of its workers. Dask glue; decides only who is what.
 
 A cluster that is made here listens on 127.0.0.1, has no dashboard, and is closed by us; what was handed in is left
-as it was. ``ps`` of the workers become parameter servers.
+as it was. ``ps`` of the workers become parameter servers; one of them holds several shards where they are too few.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import dask
 from distributed import Client, KilledWorker, LocalCluster, Nanny, Security, default_client
@@ -303,18 +303,35 @@ class _Starter(Nanny):
 # -- tasks on workers -------------------------------------------------------------------------------------------
 
 
-def servers_among(workers: int, ps: int | None) -> int:
-    """How many of so many workers are servers; a single worker is a task and a server at once.
+class Roles(NamedTuple):
+    """So many of the workers are compute tasks, so many are servers; how many shards these hold."""
 
-    >>> [servers_among(n, None) for n in (1, 2, 3, 4, 8, 12)], servers_among(3, 2)
-    ([1, 1, 1, 1, 2, 3], 2)
+    tasks: int
+    servers: int
+    shards: int
+
+    def held(self, server: int) -> tuple[int, ...]:
+        """The shards of a server: they go round.
+
+        >>> [Roles(2, 2, 5).held(server) for server in range(2)]
+        [(0, 2, 4), (1, 3)]
+        """
+        return tuple(range(server, self.shards, self.servers))
+
+
+def roles(workers: int, ps: int | None) -> Roles:
+    """Who is what. More servers asked for than leave a compute task: shards, on half of the workers.
+
+    A single worker is a task and a server at once.
+
+    >>> [roles(n, None).servers for n in (1, 2, 3, 4, 8, 12)], roles(3, 2)
+    ([1, 1, 1, 1, 2, 3], Roles(tasks=1, servers=2, shards=2))
+    >>> roles(4, 16), roles(1, 4)
+    (Roles(tasks=2, servers=2, shards=16), Roles(tasks=1, servers=1, shards=4))
     """
     ps = max(1, workers // 4) if ps is None else ps
-    if workers > 1 and ps >= workers:
-        raise InvalidArgument(
-            f"ps={ps} of {workers} workers leaves no compute task; start more workers, or ask for fewer"
-        )
-    return min(ps, workers)
+    servers = ps if ps < workers else max(1, workers // 2)
+    return Roles(max(1, workers - servers), servers, ps)
 
 
 async def workers_of(
@@ -394,10 +411,10 @@ async def greet(link: ClientLink, addr: str, key: str, end: float) -> tuple[Peer
 
 
 async def configure(link: ClientLink, members: Sequence[Member], servers: Sequence[Member], end: float) -> None:
-    """Tell every task the epoch and who the servers are."""
-    peers = [list(server.peer) for server in servers]
+    """Tell every task the epoch, and who holds which shards."""
+    peers = {shard: list(server.peer) for server in servers for shard in server.shards}
     for member in members:
-        meta = {"epoch": EPOCH, "servers": peers, "serves": member in servers}
+        meta = {"epoch": EPOCH, "shards": [peers[shard] for shard in sorted(peers)], "holds": list(member.shards)}
         _ok(await link.persist(member.peer, "configure", meta, epoch=EPOCH, deadline=end), member.name)
 
 
@@ -421,7 +438,7 @@ async def start(
     while True:
         addrs = list(await workers_of(client, workers, end - time.monotonic(), progress))
         try:
-            return await _start_on(client, link, addrs, servers_among(len(addrs), ps), end, progress)
+            return await _start_on(client, link, addrs, roles(len(addrs), ps), end, progress)
         except WorkerGone:
             if time.monotonic() > end:
                 raise
@@ -458,10 +475,9 @@ async def _ensure_tfnb(client: Client, addr: str, end: float) -> None:
 
 
 async def _start_on(
-    client: Client, link: ClientLink, addrs: Sequence[str], count: int, end: float, progress: Progress
+    client: Client, link: ClientLink, addrs: Sequence[str], who: Roles, end: float, progress: Progress
 ) -> tuple[list[Member], list[Member], str]:
-    compute = len(addrs) - count if len(addrs) > 1 else 1
-    names = {a: f"task:{i}" if i < compute else f"ps:{i - compute}" for i, a in enumerate(addrs)}
+    names = {a: f"task:{i}" if i < who.tasks else f"ps:{i - who.tasks}" for i, a in enumerate(addrs)}
     owner = uuid.uuid4().hex[:8]
     futures = {name: submit(client, name, addr, owner) for addr, name in names.items()}
     await started(client, futures, end, progress)
@@ -473,6 +489,8 @@ async def _start_on(
         peer, info = await greet(link, peer.addr, peer.key, end)
         members.append(Member(name, peer, futures[name], info))
     servers = [m for m in members if m.name.startswith("ps:")] or members
+    for place, server in enumerate(servers):
+        server.shards = who.held(place)
     tasks = [m for m in members if m.name.startswith("task:")]
     await configure(link, members, servers, end)
     return tasks, servers, route

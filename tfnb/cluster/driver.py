@@ -22,7 +22,7 @@ from tfnb.cluster import connected, wire
 from tfnb.cluster.card import Row, Status, size
 from tfnb.cluster.collections import in_chunks, read
 from tfnb.cluster.deploy import EPOCH, Place, find, start
-from tfnb.cluster.engine import Engine
+from tfnb.cluster.engine import Engine, in_words
 from tfnb.cluster.fit.leases import Offer
 from tfnb.cluster.fit.sources import drawn_from
 from tfnb.cluster.fit.training import Training, Values
@@ -68,7 +68,8 @@ def connect(
 
     cluster: a number n (a cluster of processes on this machine, n compute tasks plus ``ps`` servers, default one), a
     scheduler address or file, a Client, a cluster object, or nothing (Dask's default client, else a local cluster).
-    Of a given cluster ``ps`` workers become servers (default one in four, at least one), the rest compute. security:
+    Of a given cluster ``ps`` workers become servers (default one in four, at least one), the rest compute; where that
+    leaves no compute task, half of the workers become servers, which hold the ``ps`` shards in turns. security:
     a `distributed.Security` for tls:// addresses. insecure: allow a plain address on another machine. timeout in
     seconds for everything; after two seconds it says which workers are up. Raises Unavailable naming the address,
     InvalidArgument, InsecureAddress, VersionMismatch, DeadlineExceeded; nothing is left running then.
@@ -147,16 +148,17 @@ class Cluster:
     def status(self) -> Status:
         """Tasks, servers, sizes and health, as text and as a card."""
         engine, address = self._engine, scheduler_address(self.client)
-        stats: dict[str, dict[str, Any]] = {}
+        stats: dict[int, dict[str, Any]] = {}
         if not self._closed and engine.lost is None:
             self._drop_gone()
             stats = self._do("status", 3.0, engine.stats, 2.0)
         members = dict.fromkeys((*engine.places.values(), *engine.servers))
-        rows = [self._row(m, stats.get(m.name, {})) for m in members]
+        rows = [self._row(m, stats) for m in members]
+        shards = f", {len(engine.shards)} shards" if len(engine.shards) > len(engine.servers) else ""
         encryption = "encrypted" if parse_address(address)[0] in ("tls", "wss") else "plain"
         facts = (
             ("scheduler", f"{address} ({encryption}, {self._route})"),
-            ("compute tasks", str(len(self.tasks))), ("parameter servers", str(len(self.servers))),
+            ("compute tasks", str(len(self.tasks))), ("parameter servers", f"{len(self.servers)}{shards}"),
             ("variables on servers", str(len(self._held))), ("step", str(engine.step)),
             ("local values are of step", str(self.pulled_step)), ("epoch", str(engine.epoch)),
             ("members", f"read from the scheduler every {LOOK:g} s"),
@@ -171,14 +173,19 @@ class Cluster:
         notes += tuple(engine.lines)[-SHOWN:]
         return Status(f"Dask cluster, {state}", facts, tuple(rows), notes)
 
-    def _row(self, member: Member, stat: dict[str, Any]) -> Row:
+    def _row(self, member: Member, stats: Mapping[int, dict[str, Any]]) -> Row:
         state = "alive" if member.is_there else "lost"
         threads = member.info.get("threads", 1)
         parts = [f"{threads} torch thread{'s' if threads != 1 else ''}", ", ".join(member.info.get("devices", ()))]
-        if stat:
-            budget = stat["budget"]
+        if mine := [stats[shard] for shard in member.shards if shard in stats]:
+            budget, held = mine[0]["budget"], sum(stat["bytes"] for stat in mine)
             limit = f" of {size(budget)}" if budget else ""
-            parts.append(f"{stat['variables']} variables, {size(stat['bytes'])}{limit}, version {stat['version']}")
+            versions = ", ".join(str(stat["version"]) for stat in mine)
+            parts += [in_words(member.shards)] if len(self._engine.shards) > len(self._engine.servers) else []
+            parts.append(
+                f"{sum(stat['variables'] for stat in mine)} variables, {size(held)}{limit}, "
+                f"version{'s' if len(mine) > 1 else ''} {versions}"
+            )
         if member.late:
             parts.append(f"{member.late} step{'s' if member.late != 1 else ''} too late to count")
         return Row(member.name, member.peer.addr, state, "; ".join(part for part in parts if part))
@@ -392,7 +399,7 @@ class Cluster:
     def _homes_of(self, step: StepGraph) -> dict[str, tuple[Piece, ...]]:
         """Where the variables of a step are, or will be."""
         held = self._held.homes
-        return {**held, **pack(together(step.graph), held, self._held.loads(len(self._engine.servers)), step.whole)}
+        return {**held, **pack(together(step.graph), held, self._held.loads(len(self._engine.shards)), step.whole)}
 
     def _adopt(self, step: StepGraph) -> None:
         """Move variables that are still at home to their servers, with their current values."""
@@ -419,7 +426,7 @@ class Cluster:
             raise
         for variable in variables:
             self._held.adopt(variable, homes[variable.key])
-            variable.home = Home(self, [self._engine.servers[piece.shard] for piece in homes[variable.key]])
+            variable.home = Home(self, [piece.shard for piece in homes[variable.key]])
 
     def _drop_gone(self) -> None:
         """Variables that nobody can reach, of a cell that was recorded again, are dropped on the servers too."""
@@ -602,8 +609,8 @@ class Cluster:
 class Home:
     """The owner of a variable on one server, or on several; see `tfnb.graph.variable.Home`."""
 
-    def __init__(self, cluster: Cluster, members: Sequence[Member]) -> None:
-        self.cluster, self._members = cluster, members
+    def __init__(self, cluster: Cluster, shards: Sequence[int]) -> None:
+        self.cluster, self._shards = cluster, shards
 
     def value(self, variable: Variable) -> torch.Tensor:
         """A copy of the value on the servers."""
@@ -622,7 +629,8 @@ class Home:
         cluster._held.superseded(variable)
 
     def __str__(self) -> str:
-        return ", ".join(f"{member.name} ({member.peer.addr})" for member in self._members)
+        engine = self.cluster._engine
+        return ", ".join(f"{engine.name_of(shard)} ({engine.shards[shard].peer.addr})" for shard in self._shards)
 
 
 def _on_shards(variables: Iterable[Variable], homes: Homes) -> dict[int, dict[str, torch.Tensor]]:

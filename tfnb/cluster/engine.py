@@ -13,12 +13,14 @@ from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
 from tfnb.cluster import events as e
 from tfnb.cluster import plan as p
+from tfnb.cluster.asking import identified, messages, sent
 from tfnb.cluster.fit.leases import Broken
 from tfnb.cluster.fit.resident import NO_LOOP
 from tfnb.cluster.fit.training import Training
@@ -27,6 +29,7 @@ from tfnb.cluster.members import Ahead, Batch, Member, Mode, NotDone
 from tfnb.cluster.messages import Failed, NotSent, Ok, Outcome, Refused, Unknown, raised
 from tfnb.cluster.programs import Placed, Plan
 from tfnb.cluster.restarts import Restarts
+from tfnb.cluster.streams import Ask
 from tfnb.cluster.transport import ClientLink
 from tfnb.errors import (
     Cancelled,
@@ -36,6 +39,9 @@ from tfnb.errors import (
     TfnbError,
     WorkerLost,
 )  # fmt: skip
+
+T = TypeVar("T")
+Settled = Ok | Failed | e.ShardLost
 
 LOOK = 0.05  # seconds between looks at who is alive
 PATIENCE = 1.0  # seconds a call is out before its peers are pinged
@@ -49,12 +55,15 @@ RANK = 1 << 40  # between the random streams of the workers of one step
 class Engine:
     """The cluster's tasks and servers, driven from the client's event loop.
 
+    ``servers``: processes, of which one may hold several shards. ``shards``: the server of each.
     ``step``: steps (in asynchronous mode: batches) applied so far. ``lost``: the error that ended the cluster.
     """
 
     def __init__(self, link: ClientLink, tasks: Sequence[Member], servers: Sequence[Member], epoch: int) -> None:
         self.link, self.epoch = link, epoch
         self.tasks, self.servers = list(tasks), list(servers)
+        held = {shard: member for member in servers for shard in member.shards}
+        self.shards = [held[shard] for shard in sorted(held)]
         self.step = 0
         self.lost: TfnbError | None = None
         self.on_lost: Callable[[TfnbError], None] = lambda error: None
@@ -155,9 +164,7 @@ class Engine:
             for training in list(self._trainings):
                 await holds.enter_async_context(training.held())
             step = self.step
-            answers = await asyncio.gather(
-                *(self.insist(shard, "pull", {"keys": keys}) for shard, keys in wanted.items())
-            )
+            answers = await self.insist_on([Ask(shard, "pull", {"keys": keys}) for shard, keys in wanted.items()])
         values = {
             key: tensor
             for keys, answer in zip(wanted.values(), answers, strict=True)
@@ -165,14 +172,11 @@ class Engine:
         }
         return values, step
 
-    async def stats(self, seconds: float) -> dict[str, dict[str, Any]]:
-        """What each live server says of itself, within ``seconds``."""
-        deadline = time.monotonic() + seconds
-        live = [member for member in self.servers if member.alive]
-        answers = await asyncio.gather(
-            *(self.link.call(m.peer, "stat", epoch=self.epoch, deadline=deadline) for m in live)
-        )
-        return {m.name: dict(a.meta) for m, a in zip(live, answers, strict=True) if isinstance(a, Ok)}
+    async def stats(self, seconds: float) -> dict[int, dict[str, Any]]:
+        """What each shard of a live server says of itself, within ``seconds``."""
+        asks = [Ask(shard, "stat") for shard in range(len(self.shards))]
+        answers = await self.tell(asks, time.monotonic() + seconds)
+        return {shard: dict(answer.meta) for shard, answer in enumerate(answers) if isinstance(answer, Ok)}
 
     # -- trainings whose tasks loop by themselves ----------------------------------------------------------------
 
@@ -218,7 +222,7 @@ class Engine:
         if isinstance(end.cause, e.TimedOut):
             error.message = f"training did not end within {seconds} s; variables are at step {self.step}"
         for shards in end.torn:
-            names = ", ".join(self.servers[shard].name for shard in shards)
+            names = ", ".join(map(self.name_of, shards))
             error.add_note(f"one more batch was applied on {names} only: no task was left to complete it")
         return error
 
@@ -235,13 +239,20 @@ class Engine:
         try:
             instructions = machine.on(e.Start(), time.monotonic())
             while True:
+                there: list[p.Prepare | p.Commit] = []  # for all shards at once
+                begun: list[Coroutine[Any, Any, None]] = []
                 for instruction in instructions:
-                    if isinstance(instruction, e.Finish):
-                        return instruction
-                    if isinstance(instruction, p.Abort):  # at once: what is begun here ends with the machine
-                        self._tell(instruction.number)
-                        continue
-                    work = asyncio.create_task(self._carry(instruction, placed, batch, queue))
+                    match instruction:
+                        case e.Finish():
+                            return instruction
+                        case p.Abort(number):  # at once: what is begun here ends with the machine
+                            self._forget_round(number)
+                        case p.Run():
+                            begun.append(self._run_part(instruction, placed, batch, queue))
+                        case p.Prepare() | p.Commit():
+                            there.append(instruction)
+                for coroutine in [*begun, *([self._write(there, queue)] if there else [])]:
+                    work = asyncio.create_task(coroutine)
                     carried.add(work)
                     work.add_done_callback(carried.discard)
                 event = await queue.get()
@@ -252,30 +263,26 @@ class Engine:
             for work in carried:
                 work.cancel()
 
-    async def _carry(
-        self, instruction: p.Instruction, placed: Placed, batch: Batch, queue: asyncio.Queue[p.Event]
-    ) -> None:
-        """Carry out one instruction and report the event it leads to."""
-        match instruction:
-            case p.Run(number, task, worker, start, stop):
-                about = {"worker": worker, "rows": stop - start or 1}
-                feeds = batch.part(start, stop)
-                event = await self._run_on(number, task, placed, about, feeds, batch.run_index + worker * RANK)
-                queue.put_nowait(event)
-            case p.Prepare(number, shard, workers):
-                answer = await self.settled(shard, "prepare", {"round": number, "workers": list(workers)})
-                queue.put_nowait(_shard_event(p.Prepared(number, shard), answer))
-            case p.Commit(number, shard, workers):
-                answer = await self.settled(shard, "commit", {"round": number, "workers": list(workers)})
-                queue.put_nowait(_shard_event(p.Committed(number, shard), answer))
+    async def _run_part(self, run: p.Run, placed: Placed, batch: Batch, queue: asyncio.Queue[p.Event]) -> None:
+        """Let a task run its part, and report the event it leads to."""
+        about = {"worker": run.worker, "rows": run.stop - run.start or 1}
+        feeds, index = batch.part(run.start, run.stop), batch.run_index + run.worker * RANK
+        queue.put_nowait(await self._run_on(run.number, run.task, placed, about, feeds, index))
 
-    def _tell(self, number: int) -> None:
+    async def _write(self, there: Sequence[p.Prepare | p.Commit], queue: asyncio.Queue[p.Event]) -> None:
+        """Let shards prepare or commit a round, and report the events it leads to."""
+        asks = []
+        for number, shard, workers in there:
+            method = "prepare" if isinstance(there[0], p.Prepare) else "commit"
+            asks.append(Ask(shard, method, {"round": number, "workers": list(workers)}))
+        for instruction, answer in zip(there, await self.settled_on(asks), strict=True):
+            done = p.Prepared if isinstance(instruction, p.Prepare) else p.Committed
+            queue.put_nowait(_shard_event(done(instruction.number, instruction.shard), answer))
+
+    def _forget_round(self, number: int) -> None:
         """Let everybody forget a round; nobody waits for the answers."""
-        deadline = time.monotonic() + GRACE
-        for member in self.servers:
-            if member.alive:
-                call = self.link.call(member.peer, "abort", {"round": number}, epoch=self.epoch, deadline=deadline)
-                self.later(call)
+        asks = [Ask(shard, "abort", {"round": number}) for shard in range(len(self.shards))]
+        self.later(self.tell(asks, time.monotonic() + GRACE))
         for member in self.tasks:
             if member.alive:
                 self.stop(member, "cancel", lambda: {"round": number})
@@ -434,7 +441,7 @@ class Engine:
                 member.seconds.append(float(answer.meta.get("timings", {}).get("compute", 0.0)))
                 return p.Done(number, task, answer)
             case Failed(details={"missed": True, "shard": int(shard)}):
-                if not await self.verify(self.servers[shard]):
+                if not await self.verify(self.shards[shard]):
                     return e.ShardLost(shard)
                 return p.Missed(number, task, answer)
             case Failed():
@@ -468,21 +475,22 @@ class Engine:
 
     async def register(self, placed: Placed, member: Member, *, again: bool = False) -> None:
         """See that a task and the servers know the plans of a step."""
-        work = [(member, "register", placed.compute)]
-        work += [(self.servers[shard], "register_shard", plan) for shard, plan in placed.servers.items()]
-        missing = [(m, method, plan) for m, method, plan in work if again or plan.id not in m.plans]
+        work: list[tuple[Member, str, Plan, int | None]] = [(member, "register", placed.compute, None)]
+        work += [(self.shards[shard], "register_shard", plan, shard) for shard, plan in placed.servers.items()]
+        missing = [item for item in work if again or item[2].id not in item[0].plans]
         if missing:
             await asyncio.gather(*(self._register_one(*item) for item in missing))
 
-    async def _register_one(self, member: Member, method: str, plan: Plan) -> None:
+    async def _register_one(self, member: Member, method: str, plan: Plan, shard: int | None) -> None:
+        meta = plan.meta if shard is None else {**plan.meta, "shard": shard}
         answer = await self.link.persist(
-            member.peer, method, plan.meta, plan.tensors, epoch=self.epoch, deadline=time.monotonic() + 60.0
+            member.peer, method, meta, plan.tensors, epoch=self.epoch, deadline=time.monotonic() + 60.0
         )
         if isinstance(answer, Ok):
             member.plans.add(plan.id)
             return
-        if member in self.servers and isinstance(answer, NotSent | Unknown | Refused):
-            answer = Failed("Unavailable", answer.message, {"missed": True, "shard": self.servers.index(member)})
+        if shard is not None and isinstance(answer, NotSent | Unknown | Refused):
+            answer = Failed("Unavailable", answer.message, {"missed": True, "shard": shard})
         raise NotDone(answer)
 
     # -- servers -------------------------------------------------------------------------------------------------
@@ -495,44 +503,93 @@ class Engine:
             raise raised(answer)
 
     async def insist(self, shard: int, method: str, meta: dict[str, Any]) -> Ok:
-        answer = await self.settled(shard, method, meta)
-        if isinstance(answer, e.ShardLost):
-            raise self._error(e.ServerLost(shard), None)
-        if isinstance(answer, Failed):
-            raise raised(answer)
+        """`settled`; raises what went wrong."""
+        (answer,) = await self.insist_on([Ask(shard, method, meta)])
         return answer
+
+    async def insist_on(self, asks: Sequence[Ask]) -> list[Ok]:
+        """`settled_on`; raises what went wrong first."""
+        found = []
+        for ask, answer in zip(asks, await self.settled_on(asks), strict=True):
+            if isinstance(answer, e.ShardLost):
+                raise self._error(e.ServerLost(ask.shard), None)
+            if isinstance(answer, Failed):
+                raise raised(answer)
+            found.append(answer)
+        return found
 
     async def settled(
         self, shard: int, method: str, meta: dict[str, Any], tensors: Sequence[torch.Tensor] = ()
-    ) -> Ok | Failed | e.ShardLost:
-        """A call to a server, repeated under one identity until it is answered or the server is dead."""
-        member, op = self.servers[shard], self.link.op()
-        while member.alive:
-            deadline = self.link.deadline(method, sum(t.numel() * t.element_size() for t in tensors))
-            answer = await self.unless_dead(
-                member, self.link.call(member.peer, method, meta, tensors, epoch=self.epoch, op=op, deadline=deadline)
-            )
-            match answer:
-                case Ok() | Failed():
-                    return answer
-                case Refused("stale" | "too-old" | "unknown-plan" | "protocol", message):
-                    return Failed("StepAborted", message)
-                case Refused("poisoned", message):
-                    member.info["poisoned"] = message
-                    break
-                case Refused("fenced" | "unknown-task", message):
-                    break
-            if not await self.verify(member):
+    ) -> Settled:
+        """A call to a shard, repeated under one identity until it is answered or its server is dead."""
+        (answer,) = await self.settled_on([Ask(shard, method, meta, tensors)])
+        return answer
+
+    async def settled_on(self, asks: Sequence[Ask]) -> list[Settled]:
+        """`settled` for calls to several shards, with one message for each process."""
+        return await self._by_process(asks, self._settled)
+
+    async def tell(self, asks: Sequence[Ask], deadline: float) -> list[Outcome]:
+        """Calls to shards, tried once, where their servers live."""
+
+        async def told(member: Member, asks: Sequence[Ask]) -> list[Outcome]:
+            if not member.alive:
+                return [NotSent(f"{member.name} is gone")] * len(asks)
+            send = partial(self.link.call, member.peer, epoch=self.epoch, deadline=deadline)
+            return await sent(send, identified(asks, self.link))
+
+        return await self._by_process(asks, told)
+
+    async def _by_process(
+        self, asks: Sequence[Ask], call: Callable[[Member, list[Ask]], Awaitable[Sequence[T]]]
+    ) -> list[T]:
+        """What ``call`` gives for the calls to each process, in the order of all calls."""
+        of: dict[Member, list[int]] = {}
+        for place, ask in enumerate(asks):
+            of.setdefault(self.shards[ask.shard], []).append(place)
+        ends = await asyncio.gather(*(call(member, [asks[i] for i in places]) for member, places in of.items()))
+        found: dict[int, T] = {}
+        for places, mine in zip(of.values(), ends, strict=True):
+            found.update(zip(places, mine, strict=True))
+        return [found[place] for place in range(len(asks))]
+
+    async def _settled(self, member: Member, asks: Sequence[Ask]) -> list[Settled]:
+        """Calls to the shards of one process."""
+        found: dict[int, Ok | Failed] = {}
+        left = dict(enumerate(identified(asks, self.link)))
+        while left and member.alive:
+            some = messages(list(left.values()), self.link.budget)[0]
+            call = sent(partial(self.link.call, member.peer, epoch=self.epoch), some)
+            died: list[Outcome] = [Unknown(f"{member.name} died", lost=True)] * len(some)
+            outcomes = await self._unless_dead(member, call, died)
+            for place, outcome in zip(list(left), outcomes, strict=False):
+                match outcome:
+                    case Ok() | Failed():
+                        found[place] = outcome
+                    case Refused("stale" | "too-old" | "unknown-plan" | "protocol", message):
+                        found[place] = Failed("StepAborted", message)
+                    case Refused("poisoned", message):
+                        member.info["poisoned"] = message
+                        member.lose()
+                    case Refused("fenced" | "unknown-task", message):
+                        member.lose()
+            left = {place: ask for place, ask in left.items() if place not in found}
+            if any(isinstance(outcome, NotSent | Unknown) for outcome in outcomes) and not await self.verify(member):
                 break
-        member.lose()
-        return e.ShardLost(shard)
+        if left:
+            member.lose()
+        return [found.get(place, e.ShardLost(ask.shard)) for place, ask in enumerate(asks)]
 
     async def unless_dead(self, member: Member, call: Awaitable[Outcome]) -> Outcome:
         """The call's outcome, or Unknown as soon as the scheduler says that the peer is dead."""
+        return await self._unless_dead(member, call, Unknown(f"{member.name} died", lost=True))
+
+    async def _unless_dead(self, member: Member, call: Awaitable[T], otherwise: T) -> T:
+        """What the call gives, or ``otherwise`` as soon as the scheduler says that the peer is dead."""
         asked, died = asyncio.ensure_future(call), asyncio.ensure_future(self._death(member))
         try:
             await asyncio.wait({asked, died}, return_when=asyncio.FIRST_COMPLETED)
-            return asked.result() if asked.done() else Unknown(f"{member.name} died", lost=True)
+            return asked.result() if asked.done() else otherwise
         finally:
             asked.cancel()
             died.cancel()
@@ -573,11 +630,12 @@ class Engine:
                         seen.add(member)
                         member.lose()
                         queue.put_nowait(e.Lost(index))
-                for index, member in enumerate(self.servers):
+                for member in self.servers:
                     if member not in seen and not (member.alive and member.reported):
                         seen.add(member)
                         member.lose()
-                        queue.put_nowait(e.ShardLost(index))
+                        for shard in member.shards:
+                            queue.put_nowait(e.ShardLost(shard))
                 queue.put_nowait(e.Tick())
                 if now - begin > PATIENCE and now - pinged > PATIENCE:
                     pinged = now
@@ -612,10 +670,17 @@ class Engine:
         return raised(cause)
 
     def _server_error(self, shard: int) -> ParameterServerLost:
-        member = self.servers[shard]
+        member, count = self.shards[shard], len(self.servers)
         why = member.info.get("poisoned", "was lost")
-        text = f"parameter server {shard + 1} of {len(self.servers)} ({member.peer.addr}) {why} at step {self.step}."
-        return ParameterServerLost(text, step=self.step, task=member.name)
+        where = f"parameter server {self.servers.index(member) + 1} of {count} ({member.peer.addr})"
+        if len(self.shards) > count:
+            where += f", which held {in_words(member.shards)} of {len(self.shards)},"
+        return ParameterServerLost(f"{where} {why} at step {self.step}.", step=self.step, task=member.name)
+
+    def name_of(self, shard: int) -> str:
+        """The server of a shard, and the shard where it holds several."""
+        member = self.shards[shard]
+        return member.name if len(member.shards) == 1 else f"{member.name} (shard {shard})"
 
     def _lose(self, error: TfnbError) -> TfnbError:
         if self.lost is None:
@@ -624,7 +689,17 @@ class Engine:
         return self.lost
 
 
-def _shard_event(done: p.Prepared | p.Committed, answer: Ok | Failed | e.ShardLost) -> p.Event:
+def in_words(shards: Sequence[int]) -> str:
+    """Numbers of shards.
+
+    >>> in_words([1]), in_words([0, 2, 4])
+    ('shard 1', 'shards 0, 2 and 4')
+    """
+    *first, last = map(str, shards)
+    return f"shards {', '.join(first)} and {last}" if first else f"shard {last}"
+
+
+def _shard_event(done: p.Prepared | p.Committed, answer: Settled) -> p.Event:
     match answer:
         case Ok():
             return done

@@ -1,4 +1,4 @@
-"""The thread of a server: its core sees every event here, in order, whichever way it came.
+"""The thread of a server: its cores see every event here, in order, whichever way it came.
 
 It waits on a selector, for calls that the task's event loop passes on, for direct streams (`tfnb.cluster.streams`) and
 for the time. It holds nothing of the task, so that it ends with it.
@@ -19,11 +19,13 @@ from contextlib import suppress
 from functools import partial
 
 from tfnb.cluster import streams, wire
-from tfnb.cluster.core import Answer, Arrived, Core, Event, Reply, Send, Tick
+from tfnb.cluster.asking import Answers, parts
+from tfnb.cluster.core import Answer, Arrived, Core, Effect, Reply, Send
+from tfnb.cluster.cores import Cores
 from tfnb.cluster.messages import Refused, Request, failed
 from tfnb.cluster.streams import Broken, Connection, Keys, Offer, kept
 from tfnb.cluster.transport import read_request, write_outcome
-from tfnb.errors import ProtocolError, ResourceExhausted, StepAborted, TfnbError
+from tfnb.errors import ProtocolError, ResourceExhausted, TfnbError
 
 TICK = 0.5  # seconds between looks at requests that wait inside of the core, and at connections that stall
 IDLE = 10.0  # seconds, where nothing waits
@@ -31,14 +33,14 @@ UNPROVED = 32  # connections that have not yet proved their key
 BACKLOG = 64
 ENDS = 10.0  # seconds that the thread may take to end
 log = logging.getLogger(__name__)
-STREAMED = ("push", "contribute", "pull")  # methods that a direct stream carries
+STREAMED = ("push", "contribute", "pull", "batch")  # methods that a direct stream carries
 
 
 class Serving:
-    """A core and its thread. ``carry``: called in the thread with what another server is to be told."""
+    """Cores and their thread. ``carry``: called in the thread with what another server is to be told."""
 
-    def __init__(self, core: Core, carry: Callable[[Send], None], budget: int = wire.BUDGET) -> None:
-        self._core, self._carry, self._budget = core, carry, budget
+    def __init__(self, cores: Cores, carry: Callable[[Send], None], budget: int = wire.BUDGET) -> None:
+        self._cores, self._carry, self._budget = cores, carry, budget
         self._tickets = itertools.count()
         self._replies: dict[int, Callable[[Answer], None]] = {}
         self._inbox: deque[Callable[[], None]] = deque()
@@ -58,7 +60,7 @@ class Serving:
     # -- from other threads -----------------------------------------------------------------------------------------
 
     def ask(self, request: Request, reply: Callable[[Answer], None]) -> None:
-        """Let the core answer a request; ``reply`` is called in its thread, or never."""
+        """Let the cores answer a request, or a batch of them; ``reply`` is called in its thread, or never."""
         self._post(lambda: self._ask(request, reply))
 
     def offer(self, address: str) -> Offer:
@@ -109,34 +111,54 @@ class Serving:
             self._end()
 
     def _patience(self) -> float:
-        waits = bool(self._core.lines) or any(one.until is not None for one in self._connections)
+        waits = self._cores.waits or any(one.until is not None for one in self._connections)
         return TICK if waits else IDLE
 
     def _keep_time(self, now: float) -> None:
         if now - self._ticked < TICK:
             return
         self._ticked = now
-        if self._core.lines:
+        if self._cores.waits:
             try:
-                self._tell(Tick())
+                self._carry_out(self._cores.tick(now))
             except BaseException:  # a write that failed has poisoned the core, which says so to everybody
                 log.exception("a server was told the time")
         for one in [one for one in self._connections if one.until is not None and one.until < now]:
             self._close(one)
 
     def _ask(self, request: Request, reply: Callable[[Answer], None]) -> None:
+        if request.method == "batch":
+            self._ask_all(request, reply)
+        else:
+            self._carry_out(self._cores.on(self._arrived(request, reply), time.monotonic()))
+
+    def _ask_all(self, request: Request, reply: Callable[[Answer], None]) -> None:
+        try:
+            requests = parts(request)
+        except (KeyError, TypeError, ValueError) as error:
+            reply(failed(ProtocolError(f"not a batch: {type(error).__name__}: {error}")))
+            return
+        answers = Answers(len(requests), reply, self._budget)
+        arrived = [
+            event
+            for place, part in enumerate(requests)
+            for event in self._arrived(part, partial(answers.take, place))
+        ]  # fmt: skip
+        self._carry_out(self._cores.on(arrived, time.monotonic()))
+        answers.begun()
+
+    def _arrived(self, request: Request, reply: Callable[[Answer], None]) -> list[tuple[int, Arrived]]:
+        """The event of a request for a shard, which is the first one here where it names none."""
+        shard = request.meta.get("shard", self._cores.first)
+        if request.method not in Core.METHODS or not isinstance(shard, int) or shard not in self._cores:
+            reply(Refused("protocol", f"no {request.method[:40]!r} on shard {shard}, which is not here"))
+            return []
         ticket = next(self._tickets)
         self._replies[ticket] = reply
-        try:
-            self._tell(Arrived(ticket, request))
-        except BaseException as error:  # also SystemExit of a kernel: it must not end the thread
-            if not isinstance(error, Exception):
-                aborted = StepAborted(f"a kernel raised {type(error).__name__}: {error}; nothing was written")
-                aborted.__cause__, error = error, aborted
-            self._reply(ticket, failed(error))
+        return [(shard, Arrived(ticket, request))]
 
-    def _tell(self, event: Event) -> None:
-        for effect in self._core.on(event, time.monotonic()):
+    def _carry_out(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
             match effect:
                 case Reply(ticket, answer):
                     self._reply(ticket, answer)
@@ -205,7 +227,8 @@ class Serving:
         except TfnbError as error:
             self._answer(one, failed(error))
             return
-        if request.method not in STREAMED:
+        methods = [part[1] for part in request.meta.get("parts", ())] or [request.method]
+        if request.method not in STREAMED or not set(methods) <= set(STREAMED[:3]):
             self._answer(one, Refused("protocol", f"a stream carries no {request.method[:40]!r}"))
             return
         self._ask(request, lambda answer: self._answer(one, answer))

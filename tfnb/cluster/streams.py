@@ -349,11 +349,11 @@ class Stream:
 
 
 class Ask(NamedTuple):
-    """One call to a server. ``op``: None where nothing depends on its identity."""
+    """One call to a shard. ``op``: None where nothing depends on its identity."""
 
     shard: int
     method: str
-    meta: Mapping[str, Any]
+    meta: Mapping[str, Any] = {}
     tensors: Sequence[torch.Tensor] = ()
     op: OpId | None = None
 

@@ -1,7 +1,8 @@
 """The task: one Dask actor on each worker, reached through its one method ``handle``.
 
-A server hosts a `Core` (fed from one thread, in order); a compute task runs registered plans: pull what is read,
-compute in a thread of its own, send updates to the servers, answer with the fetches. The event loop passes messages.
+A server hosts the cores of its shards (fed from one thread, in order); a compute task runs registered plans: pull
+what is read, compute in a thread of its own, send updates to the servers, answer with the fetches. The event loop
+passes messages.
 Every error, also SystemExit from a kernel, becomes an answer at the edge; only cancellation by Dask itself passes.
 Imports Dask for the worker it lives on; never IPython.
 """
@@ -9,6 +10,7 @@ Imports Dask for the worker it lives on; never IPython.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import multiprocessing
 import os
 import platform
@@ -26,9 +28,10 @@ import torch
 from distributed import get_worker
 
 from tfnb import __version__
-from tfnb.cluster import wire
+from tfnb.cluster import asking, wire
 from tfnb.cluster.computing import Computing, in_thread
 from tfnb.cluster.core import PLANS, Core, Send, fence
+from tfnb.cluster.cores import Cores
 from tfnb.cluster.fit.resident import Ended, Loops
 from tfnb.cluster.messages import Failed, NotSent, Ok, OpId, Outcome, Peer, Refused, Request, Unknown, failed
 from tfnb.cluster.programs import ComputeProgram, Push, ShardProgram
@@ -66,10 +69,10 @@ class Task:
         self.budget = budget if budget is not None or not limit else int(SHARE * limit)
         self.incarnation = secrets.randbits(62)
         self.epoch = 0
-        self.core: Core | None = None
+        self.cores = Cores()  # of the shards that it holds
         self.serving: Serving | None = None
         self._sending: set[asyncio.Future[None]] = set()
-        self.servers: list[Peer] = []
+        self.shards: list[Peer] = []  # the task that holds each of them
         self.link = worker_link(worker, wire.BUDGET)
         self.plans: OrderedDict[str, ComputeProgram] = OrderedDict()
         self.cache: dict[str, tuple[int, torch.Tensor]] = {}  # key -> version and value, as last pulled
@@ -87,7 +90,7 @@ class Task:
         self._methods: dict[str, Callable[[Request], Awaitable[Answer]]] = {
             "configure": self._configure, "register": self._register, "run": self._run, "cancel": self._cancel,
             "forget": self._forget, "revoke": self._revoke, "quit": self._quit, "stream": self._open_stream,
-            **dict.fromkeys(Core.METHODS, self._serve), **dict.fromkeys(Loops.METHODS, self.loops.on),
+            **dict.fromkeys((*Core.METHODS, "batch"), self._serve), **dict.fromkeys(Loops.METHODS, self.loops.on),
         }  # fmt: skip
 
     async def handle(self, *frames: Any) -> list[wire.Buffer]:
@@ -126,24 +129,25 @@ class Task:
         })  # fmt: skip
 
     async def _configure(self, request: Request) -> Answer:
-        """Take a place in the cluster: epoch, the servers, and whether this is one of them."""
+        """Take a place in the cluster: the epoch, who holds each shard, and which of them are here."""
         meta = request.meta
         if request.incarnation != self.incarnation:
             return Refused("fenced", "this address now belongs to another task")
         if int(meta["epoch"]) < self.epoch:
             return Refused("fenced", f"this task is at epoch {self.epoch}")
         self.epoch = int(meta["epoch"])
-        self.servers = [Peer(str(a), str(k), int(i)) for a, k, i in meta["servers"]]
+        self.shards = [Peer(str(a), str(k), int(i)) for a, k, i in meta["shards"]]
         self.cache.clear()
         self.streams.end()
-        if meta["serves"] and self.core is None:
-            store = Store(budget=self.budget)
-            self.core = Core(store, ShardProgram, epoch=self.epoch, incarnation=self.incarnation)
+        if meta["holds"] and self.serving is None:
+            for shard in meta["holds"]:
+                store, mine = Store(budget=self.budget), {"incarnation": self.incarnation, "shard": int(shard)}
+                self.cores.add(Core(store, ShardProgram, epoch=self.epoch, **mine))
             send, loop = weakref.WeakMethod(self._begin_send), asyncio.get_running_loop()
-            self.serving = Serving(self.core, lambda effect: _tell(loop, _call, send, effect))
+            self.serving = Serving(self.cores, lambda effect: _tell(loop, _call, send, effect))
             weakref.finalize(self, self.serving.close)
-        if self.core is not None:
-            self.core.epoch = self.epoch
+        for core in self.cores:
+            core.epoch = self.epoch
         return Ok({"epoch": self.epoch})
 
     # -- a server -----------------------------------------------------------------------------------------------
@@ -173,11 +177,11 @@ class Task:
         sending.add_done_callback(self._sending.discard)
 
     async def _send(self, send: Send) -> None:
-        """Tell another shard, again and again; the notebook notices where that one is lost."""
-        deadline = time.monotonic() + SEND
-        peer, op = self.servers[send.shard], self.link.op()
+        """Tell a shard of another process, again and again; the notebook notices where that one is lost."""
+        deadline, meta = time.monotonic() + SEND, {**send.meta, "shard": send.shard}
+        peer, op = self.shards[send.shard], self.link.op()
         while time.monotonic() < deadline:
-            answer = await self.link.persist(peer, send.method, send.meta, epoch=self.epoch, op=op, deadline=deadline)
+            answer = await self.link.persist(peer, send.method, meta, epoch=self.epoch, op=op, deadline=deadline)
             if not isinstance(answer, NotSent | Unknown):
                 return
             await asyncio.sleep(TICK)
@@ -243,7 +247,7 @@ class Task:
 
     async def _quit(self, request: Request) -> Answer:
         """End this process at once: what it computes cannot be stopped. Its nanny starts another."""
-        if self.core is not None:
+        if len(self.cores):
             return Refused("protocol", f"{self.name} holds variables")
         os.kill(os.getpid(), signal.SIGKILL)
         return Ok()
@@ -279,42 +283,33 @@ class Task:
         return out, pushes
 
     async def _pull(self, program: ComputeProgram, deadline: float) -> dict[str, torch.Tensor]:
-        """Values of everything the program reads: one call for each shard, and bytes only for what changed."""
-        answers = await asyncio.gather(*(self._pull_from(*item, deadline) for item in program.reads.items()))
-        return {key: value for answer in answers for key, value in answer.items()}
-
-    async def _pull_from(self, shard: int, keys: Sequence[str], deadline: float) -> dict[str, torch.Tensor]:
-        held = [self.cache.get(key, (-1, None))[0] for key in keys]
-        answer = await self.ask(shard, "pull", {"keys": list(keys), "since": held}, (), None, deadline)
-        fresh = iter(answer.tensors)
-        for key, old, version in zip(keys, held, answer.meta["versions"], strict=True):
-            if old != version:
-                self.cache[key] = (version, next(fresh))
-        return {key: self.cache[key][1] for key in keys}
+        """Values of everything the program reads: one call for each process, and bytes only for what changed."""
+        asks, reads = [], program.reads
+        for shard, keys in reads.items():
+            held = [self.cache.get(key, (-1, None))[0] for key in keys]
+            asks.append(Ask(shard, "pull", {"keys": keys, "since": held}))
+        for ask, answer in zip(asks, await self.ask(asks, deadline), strict=True):
+            fresh = iter(answer.tensors)
+            for key, old, version in zip(ask.meta["keys"], ask.meta["since"], answer.meta["versions"], strict=True):
+                if old != version:
+                    self.cache[key] = (version, next(fresh))
+        return {key: self.cache[key][1] for keys in reads.values() for key in keys}
 
     async def _push_all(self, pushes: Sequence[Push], request: Request, number: int, deadline: float) -> None:
-        """Send every shard its part; the first failure is told when all have answered."""
-        if request.meta.get("lease") is not None:
+        """Send every shard its part: at once for a lease, else staged for the round."""
+        meta, method, op = request.meta, "stage", None
+        if meta.get("lease") is not None:
             self.pushing.add(number)
-        ends = await asyncio.gather(
-            *(self._push(push, request, number, deadline) for push in pushes), return_exceptions=True
-        )
-        for end in ends:
-            if end is not None:
-                raise end
-
-    async def _push(self, push: Push, request: Request, number: int, deadline: float) -> None:
-        """Send one shard's part: at once in asynchronous mode, else staged for the round."""
-        meta = request.meta
-        about = {
-            "plan": push.plan, "keys": list(push.keys), "rows": meta.get("rows", 1), "run_index": meta["run_index"],
-        }  # fmt: skip
-        if meta.get("lease") is None:
-            about |= {"round": number, "worker": meta["worker"]}
-            await self.ask(push.shard, "stage", about, push.tensors, None, deadline)
-        else:
             client, seq = meta["lease"]
-            await self.ask(push.shard, "push", about, push.tensors, OpId(str(client), int(seq)), deadline)
+            method, op = "push", OpId(str(client), int(seq))
+        asks = []
+        for push in pushes:
+            about = {
+                "plan": push.plan, "keys": list(push.keys), "rows": meta.get("rows", 1), "run_index": meta["run_index"],
+            }  # fmt: skip
+            about |= {"round": number, "worker": meta["worker"]} if method == "stage" else {}
+            asks.append(Ask(push.shard, method, about, push.tensors, op))
+        await self.ask(asks, deadline)
 
     async def read(self, key: Any, what: str) -> torch.Tensor:
         """A chunk that Dask holds."""
@@ -326,23 +321,39 @@ class Task:
 
     async def open_streams(self, shards: Sequence[int]) -> None:
         """Open the direct streams to servers that are not open, and could be."""
-        for peer in self.streams.lacks(self.servers[shard] for shard in shards):
+        for peer in self.streams.lacks(dict.fromkeys(self.shards[shard] for shard in shards)):
             await self.streams.open(peer, epoch=self.epoch)
 
     def stream(self, asks: Sequence[Ask]) -> list[Outcome]:
-        """Calls to servers by direct streams, in the compute thread. What is not Ok is to be asked again by `ask`."""
-        return self.streams.call([(self.servers[ask.shard], ask) for ask in asks], epoch=self.epoch)
+        """Calls to shards by direct streams, in the compute thread. What is not Ok is to be asked again by `ask`."""
+        of = self._by_process(asks)
+        groups = [[asks[place] for place in places] for places in of.values()]
+        calls = [(peer, asking.message(mine)) for peer, mine in zip(of, groups, strict=True)]
+        ends = map(asking.ends, groups, self.streams.call(calls, epoch=self.epoch))
+        found = dict(zip(itertools.chain(*of.values()), itertools.chain(*ends), strict=True))
+        return [found[place] for place in range(len(asks))]
 
-    async def ask(
-        self, shard: int, method: str, meta: Mapping[str, Any], tensors: Sequence[torch.Tensor], op: OpId | None,
-        deadline: float,
-    ) -> Ok:  # fmt: skip
-        """A call to a server; what goes wrong there becomes this task's answer."""
-        peer = self.servers[shard]
-        answer = await self.link.persist(peer, method, meta, tensors, epoch=self.epoch, op=op, deadline=deadline)
-        if isinstance(answer, Ok):
-            return answer
-        raise Ended(_passed_on(answer, peer, shard))
+    def _by_process(self, asks: Sequence[Ask]) -> dict[Peer, list[int]]:
+        """Places of the calls to each process."""
+        of: dict[Peer, list[int]] = {}
+        for place, ask in enumerate(asks):
+            of.setdefault(self.shards[ask.shard], []).append(place)
+        return of
+
+    async def ask(self, asks: Sequence[Ask], deadline: float) -> list[Ok]:
+        """Calls to shards, one message to each process. What goes wrong there becomes this task's answer."""
+        of = self._by_process(asks)
+        calls = [self._ask_one(peer, [asks[place] for place in places], deadline) for peer, places in of.items()]
+        ends = await asking.gathered(calls, may_leave=not any(ask.method in ("push", "stage") for ask in asks))
+        found = dict(zip(itertools.chain(*of.values()), itertools.chain(*ends), strict=True))
+        return [found[place] for place in range(len(asks))]
+
+    async def _ask_one(self, peer: Peer, asks: Sequence[Ask], deadline: float) -> list[Ok]:
+        outcomes = await asking.persisted(self.link, peer, asks, epoch=self.epoch, deadline=deadline)
+        for ask, outcome in sorted(zip(asks, outcomes, strict=True), key=lambda end: asking.is_again(end[1])):
+            if not isinstance(outcome, Ok):
+                raise Ended(_passed_on(outcome, peer, ask.shard))
+        return [outcome for outcome in outcomes if isinstance(outcome, Ok)]
 
 
 def _tell(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: Any) -> None:

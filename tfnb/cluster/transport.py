@@ -42,7 +42,7 @@ CONNECT = 3.0  # seconds to reach an address
 SLACK = 0.05  # seconds a call may end after its deadline
 DEADLINES = {"ping": 2.0, "hello": 10.0, "register": 30.0, "register_shard": 30.0, "run": 600.0}
 DEADLINES |= dict.fromkeys(
-    (*LINES, "contribute"), POLL + 2.0
+    (*LINES, "contribute", "batch"), POLL + 2.0
 )  # what waits inside of a server answers "again" before that
 BYTES_PER_SECOND = 50e6
 SHORTEST = 5.0  # seconds: a server may stand behind one large update of another caller
@@ -274,13 +274,18 @@ def read_request(frames: Sequence[wire.Buffer], budget: int) -> Request:
 
 def write_outcome(outcome: Ok | Failed | Refused, budget: int) -> list[wire.Buffer]:
     """The answer as a message."""
+    return wire.encode(outcome_header(outcome), outcome.tensors if isinstance(outcome, Ok) else (), budget=budget)
+
+
+def outcome_header(outcome: Ok | Failed | Refused) -> dict[str, Any]:
+    """The answer as JSON, but for its tensors."""
     match outcome:
-        case Ok(meta, tensors, dup):
-            return wire.encode({"outcome": "ok", "meta": dict(meta), "dup": dup}, tensors, budget=budget)
+        case Ok(meta, _, dup):
+            return {"outcome": "ok", "meta": dict(meta), "dup": dup}
         case Failed(tag, message, details):
-            return wire.encode({"outcome": "failed", "tag": tag, "message": message, "details": dict(details)})
+            return {"outcome": "failed", "tag": tag, "message": message, "details": dict(details)}
         case Refused(reason, message):
-            return wire.encode({"outcome": "refused", "reason": reason, "message": message})
+            return {"outcome": "refused", "reason": reason, "message": message}
 
 
 def read_answer(message: Sequence[wire.Buffer], budget: int) -> Outcome:

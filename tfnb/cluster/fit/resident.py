@@ -1,4 +1,4 @@
-"""The loop that a task runs by itself while a `fit` trains: one request to each server and step, no notebook.
+"""The loop that a task runs by itself while a `fit` trains: one message to each server and step, no notebook.
 
 The notebook lends pieces of training ahead of need and asks a few times a second what was done; everything it is told
 counts from the first step of the loop, so that a repeated answer means the same. The loop ends by itself at the first
@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -65,10 +65,7 @@ class Host(Protocol):
 
     def stream(self, asks: Sequence[Ask]) -> list[Outcome]: ...
 
-    async def ask(
-        self, shard: int, method: str, meta: Mapping[str, Any], tensors: Sequence[torch.Tensor], op: OpId | None,
-        deadline: float,
-    ) -> Ok: ...  # fmt: skip
+    async def ask(self, asks: Sequence[Ask], deadline: float) -> list[Ok]: ...
 
 
 class Share(NamedTuple):
@@ -261,7 +258,7 @@ class Loop:
         self._failure: Failed | Refused | None = None
         self._seconds = 0.0  # that the last step computed
         self._key = next(_keys)
-        self._waits: asyncio.Future[list[None]] | None = None  # for loops that are behind
+        self._waits: asyncio.Future[None] | None = None  # for loops that are behind
         self._work = asyncio.ensure_future(self._run())
 
     @property
@@ -437,18 +434,18 @@ class Loop:
 
     @property
     def _asked(self) -> list[int]:
-        """The servers that each step asks."""
+        """The shards that each step asks."""
         return sorted({*self._reads, *self._shards})
 
     def _asks(self, method: str, about: dict[str, Any], pushes: Mapping[int, Push], op: OpId | None) -> list[Ask]:
-        """One request to each server."""
+        """One request to each shard."""
         asks = []
         for shard in self._asked:
             if method == "pull" or shard not in self._shards:
                 asks += [self._pull(shard)] if self._reads.get(shard) else []
                 continue
             push = pushes.get(shard)
-            meta = {**about, "shard": shard, **self._known(shard, "reads")}
+            meta = {**about, **self._known(shard, "reads")}
             meta |= {"absent": True} if push is None else {"plan": push.plan, "keys": list(push.keys)}
             asks.append(Ask(shard, method, meta, push.tensors if push else (), op))
         return asks
@@ -459,27 +456,23 @@ class Loop:
     # -- bounded staleness ------------------------------------------------------------------------------------------
 
     async def _enter(self) -> None:
-        """Go to work, with the values of now: the first server sets the clock, and the others take it over."""
+        """Go to work, with the values of now: the first shard sets the clock, and the others take it over."""
         self._has_stood = False
         if self._staleness is None:
             await self._ask(self._asks("pull", {}, {}, None))
         else:
-            about = {"training": self._training, "loop": self._name}
-            for shard in self._shards:
-                answer = await self._tell(shard, "enter", {**about, "clock": self._clock}, DEADLINE)
-                self._clock = int(answer.meta["clock"]) if shard == self._shards[0] else self._clock
+            first, *others = self._shards
+            (answer,) = await self._tell([first], "enter", DEADLINE, clock=self._clock)
+            self._clock = int(answer.meta["clock"])
+            await self._tell(others, "enter", DEADLINE, clock=self._clock)
             self._leads = dict.fromkeys({*self._reads, *self._shards}, self._staleness + 1)  # all are to be asked
             await self._keep_bound()
 
     async def _depart(self) -> None:
         """Stand still: nobody waits for this loop."""
         if not self._has_stood and self._staleness is not None:
-            about = {"training": self._training, "loop": self._name}
-            await _all([self._departed(shard, about) for shard in self._shards])
+            await self._tell(self._shards, "depart", FAREWELL)
         self._has_stood = True
-
-    async def _departed(self, shard: int, about: dict[str, Any]) -> None:
-        await self._tell(shard, "depart", about, FAREWELL)
 
     async def _keep_bound(self) -> None:
         """Wait for the others where this loop is too far ahead of them, and take their values."""
@@ -488,14 +481,10 @@ class Loop:
             return
         if not self._is_wanted:
             raise Cancelled("stopped before it waited for others")
-        calls = []
         about = {"training": self._training, "loop": self._name, "staleness": self._staleness}
-        for shard in ahead:
-            if shard in self._shards or self._reads.get(shard):
-                ask = self._pull(shard, **(about if shard in self._shards else {}))
-                calls.append(asyncio.ensure_future(self._asked_again(ask)))
-            self._leads[shard] = 0
-        self._waits = asyncio.gather(*calls)
+        self._leads |= dict.fromkeys(ahead, 0)
+        asks = [self._pull(shard, **(about if shard in self._shards else {})) for shard in ahead]
+        self._waits = asyncio.ensure_future(self._ask(asks))
         try:
             await self._waits
         except asyncio.CancelledError:
@@ -503,9 +492,8 @@ class Loop:
                 raise
             raise Cancelled("stopped while it waited for others") from None
         finally:
+            self._waits.cancel()
             self._waits = None
-            for call in calls:
-                call.cancel()
 
     # -- servers ----------------------------------------------------------------------------------------------------
 
@@ -514,8 +502,10 @@ class Loop:
         keys = self._reads.get(shard, [])
         return {names: keys, "since": [self._held.get(key, (-1, None))[0] for key in keys]}
 
-    async def _tell(self, shard: int, method: str, meta: dict[str, Any], seconds: float) -> Ok:
-        return await self._host.ask(shard, method, meta, (), None, time.monotonic() + seconds)
+    async def _tell(self, shards: Sequence[int], method: str, seconds: float, **more: Any) -> list[Ok]:
+        """Tell shards of this loop."""
+        about = {"training": self._training, "loop": self._name, **more}
+        return await self._host.ask([Ask(shard, method, about) for shard in shards], time.monotonic() + seconds)
 
     async def _level(self) -> None:
         """Values of one round from all servers: without this worker they may be at different ones."""
@@ -528,19 +518,15 @@ class Loop:
             latest = max(self._rounds.values())  # the others may have gone on meanwhile
 
     async def _ask(self, asks: Sequence[Ask], outcomes: Sequence[Outcome] = ()) -> None:
-        """Take what servers answered; they are asked by Dask's connections where there is no answer yet."""
-        outcomes = outcomes or [NotSent()] * len(asks)
+        """Take what shards answered; they are asked by Dask's connections where there is no answer yet."""
         left = []
-        for ask, outcome in zip(asks, outcomes, strict=True):
+        for ask, outcome in zip(asks, outcomes or [NotSent()] * len(asks), strict=True):
             if isinstance(outcome, Ok):
                 self._take(ask, outcome)
             else:
                 left.append(ask)
-        await _all([self._asked_again(ask) for ask in left], may_leave=all(ask.method != "push" for ask in left))
-
-    async def _asked_again(self, ask: Ask) -> None:
-        until = time.monotonic() + DEADLINE
-        self._take(ask, await self._host.ask(ask.shard, ask.method, ask.meta, ask.tensors, ask.op, until))
+        for ask, answer in zip(left, await self._host.ask(left, time.monotonic() + DEADLINE), strict=True):
+            self._take(ask, answer)
 
     def _take(self, ask: Ask, answer: Ok) -> None:
         """Keep the values that a server answered with, and where it stands."""
@@ -554,27 +540,6 @@ class Loop:
         for key, old, version in zip(keys, ask.meta["since"], answer.meta["versions"], strict=True):
             if old != version:
                 self._held[key] = (version, next(fresh))
-
-
-async def _all(calls: Sequence[Coroutine[Any, Any, None]], *, may_leave: bool = False) -> None:
-    """Every call; the first failure is told when all have ended.
-
-    may_leave: after a failure the others are left. A server may wait with its answer for the one that failed.
-    """
-    if len(calls) <= 1:
-        for call in calls:
-            await call
-        return
-    asked = [asyncio.ensure_future(call) for call in calls]
-    try:
-        await asyncio.wait(asked, return_when=asyncio.FIRST_EXCEPTION if may_leave else asyncio.ALL_COMPLETED)
-    finally:
-        for one in asked:
-            one.cancel()
-    ends = await asyncio.gather(*asked, return_exceptions=True)
-    failures = [end for end in ends if end is not None]
-    for end in sorted(failures, key=lambda end: isinstance(end, asyncio.CancelledError)):
-        raise end
 
 
 def _written(failure: Failed | Refused | None) -> list[Any] | None:

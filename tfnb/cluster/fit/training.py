@@ -28,6 +28,7 @@ from tfnb.cluster.joins import Way, join
 from tfnb.cluster.members import Ahead, Batch, Member, Mode, NotDone
 from tfnb.cluster.messages import Failed, Ok, Outcome, Refused, failed
 from tfnb.cluster.programs import Placed
+from tfnb.cluster.streams import Ask
 from tfnb.errors import StepAborted, TfnbError
 from tfnb.state.chunks import Chunked
 
@@ -109,7 +110,7 @@ class Training:
     async def start(self) -> None:
         """Begin."""
         about = {"training": self._name}
-        await asyncio.gather(*(self.engine.insist(shard, "open_training", about) for shard in self.placed.writes))
+        await self.engine.insist_on([Ask(shard, "open_training", about) for shard in self.placed.writes])
         self.engine.attend(self)
         self._begin(self._attend())
         self.feed(e.Start())
@@ -165,7 +166,7 @@ class Training:
             answer = await self.engine.insist(chief, "hold", {"training": self._name})
             latest = int(answer.meta["latest"])
             about = {"training": self._name, "decided": latest}
-            await asyncio.gather(*(self.engine.insist(shard, "decided", about) for shard in others))
+            await self.engine.insist_on([Ask(shard, "decided", about) for shard in others])
         except StepAborted:
             if self.end is None:
                 raise  # else it ended meanwhile, and all servers stand at its last round
@@ -485,7 +486,7 @@ class Training:
         if not isinstance(answer, Ok):
             return self.feed(e.ShardLost(chief))
         about["decided"] = latest = int(answer.meta["latest"])
-        answers = await asyncio.gather(*(self.engine.settled(shard, "cut", about) for shard in others))
+        answers = await self.engine.settled_on([Ask(shard, "cut", about) for shard in others])
         for shard, answer in zip(others, answers, strict=True):
             if not isinstance(answer, Ok):
                 return self.feed(e.ShardLost(shard))
@@ -499,15 +500,18 @@ class Training:
 
     async def _count(self, operations: Sequence[tuple[int, int]]) -> None:
         """Ask the servers which steps they applied."""
-        shards: dict[tuple[int, int], list[int]] = {}
+        asks, streams = [], sorted({stream for stream, _ in operations})
         for shard in self.placed.writes:
-            for stream in {stream for stream, _ in operations}:
+            for stream in streams:
                 about = {"client": self._stream(stream), "seqs": [seq for of, seq in operations if of == stream]}
-                answer = await self.engine.settled(shard, "applied", about)
-                if isinstance(answer, e.ShardLost):
-                    return self.feed(answer)
-                for seq in answer.meta["applied"] if isinstance(answer, Ok) else ():
-                    shards.setdefault((stream, seq), []).append(shard)
+                asks.append(Ask(shard, "applied", about))
+        shards: dict[tuple[int, int], list[int]] = {}
+        answers = await self.engine.settled_on(asks)
+        for ask, stream, answer in zip(asks, itertools.cycle(streams), answers, strict=False):
+            if isinstance(answer, e.ShardLost):
+                return self.feed(answer)
+            for seq in answer.meta["applied"] if isinstance(answer, Ok) else ():
+                shards.setdefault((stream, seq), []).append(ask.shard)
         self.feed(a.Counted(shards))
 
     async def _farewell(self) -> None:
@@ -517,10 +521,9 @@ class Training:
         for task, loop in self._loops.items():
             calls.append((engine.tasks[task], "leave", {"loop": loop.name, "seen": loop.seen}))
         calls += [(member, "unload", {"training": self._name}) for member in self._sent]
-        for shard in self.placed.writes:
-            clients = [self._stream(stream) for stream in self._streams]
-            calls.append((engine.servers[shard], "end_training", {"training": self._name, "clients": clients}))
-        await asyncio.gather(*(
+        about = {"training": self._name, "clients": [self._stream(stream) for stream in self._streams]}
+        asks = [Ask(shard, "end_training", about) for shard in self.placed.writes]
+        await asyncio.gather(engine.tell(asks, deadline), *(
             engine.link.call(member.peer, method, meta, epoch=engine.epoch, deadline=deadline)
             for member, method, meta in calls
             if member.alive
