@@ -199,5 +199,6 @@ def test_in_asynchronous_mode_whole_chunks_are_shuffled_and_each_row_counts_once
     homes = [member.peer.addr for member in cluster._engine.tasks]
     rows = dask.persist(da.arange(8000, chunks=1000, dtype=np.float64), workers=homes)
     done = tfnb.fit(s.train, {s.x: rows}, batch_size=64, epochs=2, mode="async")
-    assert done.steps == 250 and [entry["step"] for entry in done.history] == [125, 250]
+    first, last = (entry["step"] for entry in done.history)
+    assert 125 <= first < 250 and last == done.steps == 250, "a task may be in the next epoch already"
     assert s.sums() == [2 * 8000 * 7999 / 2 / 64] * 2

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import queue
 import time
 
 import pytest
@@ -16,11 +18,12 @@ from tests.cluster.test_core import Add
 from tests.cluster.test_cuts import Counters, served
 from tests.cluster.test_faults import kill, train
 from tests.cluster.test_resident import ROWS
-from tfnb.cluster import asking
+from tfnb.cluster import asking, wire
 from tfnb.cluster.core import Arrived, Core, Reply
 from tfnb.cluster.cores import Cores
-from tfnb.cluster.messages import Failed, Ok, OpId, Refused, Request, Unknown
-from tfnb.cluster.streams import Ask
+from tfnb.cluster.messages import Ask, Failed, Ok, OpId, Peer, Refused, Request, Unknown
+from tfnb.cluster.serving import Serving
+from tfnb.cluster.streams import Stream, Streams
 from tfnb.errors import ParameterServerLost
 from tfnb.state.store import Store
 
@@ -110,7 +113,8 @@ def test_every_mode_counts_exactly_on_all_shards_and_a_step_is_one_message_to_a_
     done = tfnb.fit(c.train, {c.x: ROWS}, steps=40, batch_size=4, **options)
     assert c.counts() == [40.0] * 4 and served(four) == [40] * 4 and four.step == done.steps == 40
     calls = asked(four)  # beside those on direct streams, of which one goes to a process at a time
-    assert calls and all(set(some) <= {"batch", "enter", "stream"} for some in calls), "what is for a process is one"
+    alone = {"enter", "stream"} | ({"pull"} if "staleness" in options else set())  # one shard may wait longer
+    assert calls and all(set(some) <= {"batch", *alone} for some in calls), "what is for a process is one"
 
 
 @pytest.mark.parametrize("options", MODES, ids=NAMES)
@@ -230,6 +234,7 @@ class There:
     def __init__(self, most):
         self.client, self.budget, self.most = "c", most, most
         self.seen: list[list[tuple]] = []
+        self.forms: list[str] = []
         self.seq = 0
 
     def op(self):
@@ -239,6 +244,7 @@ class There:
     async def persist(self, peer, method, meta, tensors=(), *, op=None, epoch=0, deadline=0.0):
         request = Request(method, op or self.op(), meta=meta, tensors=tensors)
         parts = asking.parts(request) if method == "batch" else [request]
+        self.forms.append(method)
         self.seen.append([(part.method, part.meta["shard"], part.op.seq) for part in parts])
         found = [
             Failed("NotFound", "") if part.method == "drop" else
@@ -271,6 +277,16 @@ def test_large_parts_travel_on_their_own(most):
     found = asyncio.run(asking.persisted(there, None, asks, epoch=1, deadline=float("inf")))
     assert all(isinstance(end, Ok) for end in found)
     assert {len(some) for some in there.seen} == ({3} if most > 1000 else {1})
+    assert set(there.forms) == {"batch"}, "one alone would wait on where another one failed"
+
+
+def test_many_names_travel_in_several_messages():
+    names = [f"v{i}" for i in range(asking.ENTRIES // 2)]
+    asks = [Ask(shard, "pull", {"keys": names, "since": names}) for shard in range(3)]
+    assert list(map(len, asking.messages(asks, 1 << 20))) == [1, 1, 1]
+    many = [Ok({}, [torch.ones(1)] * (asking.ENTRIES // 2))] * 3
+    ends = asking.outcomes(asking.answered(many, 1 << 30))
+    assert [type(end) for end in ends] == [Ok, Ok, Refused] and ends[2].reason == "again"
 
 
 def test_silence_is_the_outcome_of_every_part():
@@ -282,3 +298,80 @@ def test_silence_is_the_outcome_of_every_part():
         asking.persisted(Silent(1 << 20), None, [Ask(0, "pull"), Ask(1, "pull")], epoch=1, deadline=1.0)
     )
     assert [type(end) for end in found] == [Unknown, Unknown]
+
+
+# -- direct streams to processes with several shards -----------------------------------------------------------------
+
+
+@pytest.fixture
+def processes():
+    """Two processes' threads, with two shards each, and streams to both. Shard 2 does not know the plan."""
+    servings, here, ops = {}, Streams(There(wire.BUDGET)), itertools.count()
+    for number in range(2):
+        cores = hosted(shards=(number, number + 2))
+        for core in cores:
+            asks = [
+                Ask(core.shard, "create", {"keys": ["w"]}, [torch.zeros(1)]),
+                Ask(core.shard, "open_training", {"training": "t"}),
+            ]
+            asks += [Ask(core.shard, "register_shard", {"plan": "add"})] if core.shard != 2 else []
+            for ask in asks:
+                request = Request(ask.method, OpId("setup", next(ops)), 1, 7, ask.meta, ask.tensors)
+                assert isinstance(cores.on([(core.shard, Arrived(0, request))], 0.0)[0].answer, Ok)
+        peer, serving = Peer("tcp://127.0.0.1:0", str(number), 7), Serving(cores, lambda send: None)
+        servings[peer] = serving
+        here._streams[peer] = Stream.connect(serving.offer(peer.addr), wire.BUDGET)
+    yield servings, here
+    here.end()
+    for serving in servings.values():
+        serving.close()
+
+
+def all_shards(servings, ask):
+    """A call for each shard, by process."""
+    return {peer: [ask(shard) for shard in (number, number + 2)] for number, peer in enumerate(servings)}
+
+
+def test_a_stream_is_left_when_a_shard_of_another_process_fails(processes):
+    servings, here = processes
+    about = {"training": "t", "round": 1, "worker": 0, "workers": 2, "shards": [0, 1, 2, 3], "plan": "add"}
+    about |= {"reads": ["w"], "since": [-1]}
+    asks = all_shards(servings, lambda shard: Ask(shard, "contribute", about, [torch.ones(1)], OpId("c", shard)))
+    (waits, fails), others = here.call(asks, epoch=1)
+    assert waits.reason == "again" and fails.reason == "unknown-plan"
+    assert all(isinstance(end, Unknown) for end in others), "else they wait for the round, until they are asked again"
+
+
+def test_pushes_wait_for_nobody_and_are_not_left(processes):
+    servings, here = processes
+    asks = all_shards(
+        servings,
+        lambda shard: Ask(shard, "push", {"plan": "add", "reads": ["w"], "since": [-1]}, [torch.ones(1)], OpId("c", 1)),
+    )
+    for is_again in (False, True):  # what is asked again under its identity is applied once
+        (first, fails), others = here.call(asks, epoch=1)
+        assert fails.reason == "unknown-plan"
+        for end in (first, *others):
+            assert isinstance(end, Ok) and end.dup == is_again and end.tensors[0].tolist() == [1.0]
+    assert not here.lacks(servings), "all streams are open still"
+
+
+def test_a_request_names_its_shard_where_there_are_several(processes):
+    servings, here = processes
+    peer, serving = next(iter(servings.items()))
+
+    def answer(meta, method="stat"):
+        answers = queue.SimpleQueue()
+        serving.ask(Request(method, OpId("c", 9), 1, 7, meta), answers.put)
+        return answers.get(timeout=30)
+
+    assert isinstance(answer({"shard": 2}), Ok)
+    for meta in ({}, {"shard": 1}, {"shard": [2]}, {"shard": None}):
+        refused = answer(meta)
+        assert refused.reason == "protocol" and refused.message.endswith("here are 0, 2")
+    for wrong in ({}, {"parts": 3}, {"parts": [[0, "stat", None, {}, 0]]}, {"parts": [[0, "stat"]]}):
+        assert answer(wrong, "batch").tag == "ProtocolError"
+    asks = [Ask(0, "stat", op=OpId("c", 10)), Ask(2, "pull", {"keys": ["w"]}, op=OpId("c", 11))]
+    ((stat, pull),) = here.call({peer: asks}, epoch=1)
+    assert stat.reason == "protocol", "a stream carries steps only"
+    assert isinstance(pull, Ok)

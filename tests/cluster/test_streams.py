@@ -21,8 +21,8 @@ import tfnb
 from tests.cluster.conftest import stop, workers
 from tests.cluster.test_cuts import Counters
 from tfnb.cluster import streams, wire
-from tfnb.cluster.messages import NotSent, Ok, Unknown
-from tfnb.cluster.streams import Ask, Broken, Offer, Stream, Streams, framed
+from tfnb.cluster.messages import Ask, NotSent, Ok, Unknown
+from tfnb.cluster.streams import Broken, Offer, Stream, Streams, framed
 from tfnb.cluster.transport import write_request
 
 ROWS = torch.ones(400)
@@ -250,8 +250,8 @@ def test_several_servers_at_once_and_those_without_a_stream_are_not_asked(connec
     here = Streams(link)
     for peer in peers:
         assert isinstance(call(link, peer, "create", {"keys": ["w"]}, [torch.ones(3)]), Ok)
-    asks = [(peer, Ask(shard, "pull", {"keys": ["w"]})) for shard, peer in enumerate(peers)]
-    assert all(isinstance(end, NotSent) for end in here.call(asks, epoch=1))
+    asks = {peer: [Ask(shard, "pull", {"keys": ["w"]})] for shard, peer in enumerate(peers)}
+    assert all(isinstance(end, NotSent) for (end,) in here.call(asks, epoch=1))
     assert here.lacks(peers) == peers
 
     async def opened():
@@ -259,10 +259,10 @@ def test_several_servers_at_once_and_those_without_a_stream_are_not_asked(connec
 
     link.wait(link.start(opened), SECONDS, "stream")
     assert here.lacks(peers) == peers[1:]
-    first, second = here.call(asks, epoch=1)
+    (first,), (second,) = here.call(asks, epoch=1)
     assert isinstance(first, Ok) and first.tensors[0].tolist() == [1, 1, 1] and isinstance(second, NotSent)
     here.end()
-    assert all(isinstance(end, NotSent) for end in here.call(asks, epoch=1))
+    assert all(isinstance(end, NotSent) for (end,) in here.call(asks, epoch=1))
 
 
 # -- trainings --------------------------------------------------------------------------------------------------

@@ -17,13 +17,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from tfnb.cluster.messages import Failed, Ok, OpId, Outcome, Peer, Refused, Request
-from tfnb.cluster.streams import Ask
+from tfnb.cluster.messages import Ask, Failed, Ok, OpId, Outcome, Peer, Refused, Request
 from tfnb.cluster.transport import outcome_header, read_outcome
 from tfnb.cluster.wire import size
+from tfnb.errors import ProtocolError
 
 if TYPE_CHECKING:
     from tfnb.cluster.transport import Link
+
+ENTRIES = 4096  # tensors and names in a message of several calls: its header has a limit
 
 T = TypeVar("T")
 Send = Callable[..., Awaitable[Outcome]]  # of (method, meta, tensors, op=...)
@@ -39,20 +41,23 @@ def identified(asks: Sequence[Ask], link: Link) -> list[Ask]:
 
 def message(asks: Sequence[Ask]) -> Ask:
     """Calls to shards of one process as one call."""
-    if len(asks) == 1:
-        return asks[0]._replace(meta={**asks[0].meta, "shard": asks[0].shard})
+    return batch(asks) if len(asks) > 1 else asks[0]._replace(meta={**asks[0].meta, "shard": asks[0].shard})
+
+
+def batch(asks: Sequence[Ask]) -> Ask:
+    """Calls as one, whose answer comes as soon as one of them failed or waits for long."""
     parts = [[ask.shard, ask.method, ask.op, dict(ask.meta), len(ask.tensors)] for ask in asks]
     return Ask(asks[0].shard, "batch", {"parts": parts}, [tensor for ask in asks for tensor in ask.tensors])
 
 
 def ends(asks: Sequence[Ask], outcome: Outcome) -> list[Outcome]:
     """What the outcome of their message says of each call."""
-    return outcomes(outcome) if isinstance(outcome, Ok) and len(asks) > 1 else [outcome] * len(asks)
+    return outcomes(outcome) if isinstance(outcome, Ok) and "outcomes" in outcome.meta else [outcome] * len(asks)
 
 
-async def sent(send: Send, asks: Sequence[Ask]) -> list[Outcome]:
-    """The outcome of each call, after one message."""
-    one = message(asks)
+async def sent(send: Send, asks: Sequence[Ask], form: Callable[[Sequence[Ask]], Ask] = message) -> list[Outcome]:
+    """The outcome of each call, after one message of this form."""
+    one = form(asks)
     return ends(asks, await send(one.method, one.meta, one.tensors, op=one.op))
 
 
@@ -64,9 +69,10 @@ async def persisted(link: Link, peer: Peer, asks: Sequence[Ask], *, epoch: int, 
     found: list[Outcome] = [Refused("again")] * len(asks)
     send = partial(link.persist, peer, epoch=epoch, deadline=deadline)
     asks, left = identified(asks, link), list(range(len(asks)))
+    form = message if len(asks) == 1 else batch  # else one alone would wait on for another one that failed
     while left:
         some = messages([asks[place] for place in left], link.budget)
-        found_now = await gathered([sent(send, one) for one in some], may_leave=False)
+        found_now = await gathered([sent(send, one, form) for one in some], may_leave=False)
         for place, end in zip(left, chain(*found_now), strict=True):
             found[place] = end
         left = []
@@ -92,7 +98,7 @@ async def gathered(calls: Sequence[Coroutine[Any, Any, T]], *, may_leave: bool) 
     failures = [end for end in found if isinstance(end, BaseException)]
     for end in sorted(failures, key=lambda end: isinstance(end, asyncio.CancelledError)):
         raise end
-    return [one.result() for one in asked]
+    return [end for end in found if not isinstance(end, BaseException)]
 
 
 def is_failure(outcome: Outcome) -> bool:
@@ -106,22 +112,26 @@ def is_again(outcome: Outcome) -> bool:
 
 
 def messages(asks: Sequence[Ask], most: int) -> list[list[Ask]]:
-    """The calls in order, in messages of at most so many bytes of tensors.
+    """The calls in order, in messages of at most so many bytes of tensors, and ENTRIES.
 
     >>> one, two = Ask(0, "push", {}, [torch.zeros(4)]), Ask(1, "push", {}, [torch.zeros(8)])
     >>> [len(some) for most in (64, 32) for some in messages([one, two, one], most)]
     [3, 1, 1, 1]
     """
     found: list[list[Ask]] = []
-    held = 0
+    held = entries = 0
     for ask in asks:
-        nbytes = size(ask.tensors)
-        if not found or held + nbytes > most:
+        nbytes, names = size(ask.tensors), _entries(ask)
+        if not found or held + nbytes > most or entries + names > ENTRIES:
             found.append([])
-            held = 0
+            held = entries = 0
         found[-1].append(ask)
-        held += nbytes
+        held, entries = held + nbytes, entries + names
     return found
+
+
+def _entries(ask: Ask) -> int:
+    return len(ask.tensors) + sum(len(value) for value in ask.meta.values() if isinstance(value, list))
 
 
 def outcomes(answer: Ok) -> list[Outcome]:
@@ -134,15 +144,18 @@ def outcomes(answer: Ok) -> list[Outcome]:
 
 
 def parts(batch: Request) -> list[Request]:
-    """The requests in a batch."""
+    """The requests in a batch. Raises ProtocolError."""
     tensors = iter(batch.tensors)
-    return [
-        replace(
-            batch, method=str(method), op=OpId(str(op[0]), int(op[1])), meta={**meta, "shard": int(shard)},
-            tensors=list(islice(tensors, count)),
-        )
-        for shard, method, op, meta, count in batch.meta["parts"]
-    ]  # fmt: skip
+    try:
+        return [
+            replace(
+                batch, method=str(method), op=OpId(str(op[0]), int(op[1])), meta={**meta, "shard": int(shard)},
+                tensors=list(islice(tensors, count)),
+            )
+            for shard, method, op, meta, count in batch.meta["parts"]
+        ]  # fmt: skip
+    except (KeyError, TypeError, ValueError) as error:
+        raise ProtocolError(f"not a batch: {type(error).__name__}: {error}") from error
 
 
 def answered(answers: Sequence[Ok | Failed | Refused], most: int) -> Ok:
@@ -156,7 +169,7 @@ def answered(answers: Sequence[Ok | Failed | Refused], most: int) -> Ok:
     tensors: list[torch.Tensor] = []
     for answer in answers:
         mine = answer.tensors if isinstance(answer, Ok) else ()
-        if tensors and size(tensors) + size(mine) > most:
+        if tensors and (size(tensors) + size(mine) > most or len(tensors) + len(mine) > ENTRIES):
             answer, mine = Refused("again", "its values come in another message"), ()
         found.append([outcome_header(answer), len(mine)])
         tensors += mine

@@ -10,7 +10,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator
 
-from tfnb.cluster.core import Arrived, Core, Effect, Event, Reply, Send, Tick
+from tfnb.cluster.core import Arrived, Core, Effect, Event, Reply, Send
 from tfnb.cluster.messages import OpId, Request, failed
 from tfnb.errors import StepAborted
 
@@ -35,9 +35,9 @@ class Cores:
         return iter(self._all)
 
     @property
-    def first(self) -> int | None:
-        """The number of the first shard."""
-        return min(self._of, default=None)
+    def only(self) -> int | None:
+        """The number of the shard, where there is one."""
+        return self._all[0].shard if len(self._all) == 1 else None
 
     @property
     def waits(self) -> bool:
@@ -49,10 +49,6 @@ class Cores:
         self._of[core.shard] = core
         self._all.append(core)
         core.beside = self._all
-
-    def tick(self, now: float) -> list[Effect]:
-        """Time has passed."""
-        return self.on([(shard, Tick()) for shard in self._of], now)
 
     def on(self, events: Iterable[tuple[int, Event]], now: float) -> list[Effect]:
         """The effects of events, each at its shard."""

@@ -69,7 +69,7 @@ def connect(
     cluster: a number n (a cluster of processes on this machine, n compute tasks plus ``ps`` servers, default one), a
     scheduler address or file, a Client, a cluster object, or nothing (Dask's default client, else a local cluster).
     Of a given cluster ``ps`` workers become servers (default one in four, at least one), the rest compute; where that
-    leaves no compute task, half of the workers become servers, which hold the ``ps`` shards in turns. security:
+    leaves no compute task, half of the workers become servers, which hold the ``ps`` shards round robin. security:
     a `distributed.Security` for tls:// addresses. insecure: allow a plain address on another machine. timeout in
     seconds for everything; after two seconds it says which workers are up. Raises Unavailable naming the address,
     InvalidArgument, InsecureAddress, VersionMismatch, DeadlineExceeded; nothing is left running then.
@@ -483,20 +483,18 @@ class Cluster:
         self._pull(self._sent_but_behind())
 
     def _pull(self, kept: Sequence[Variable] = ()) -> int:
-        begin = time.monotonic()
-        step = self._do("pull", None, self._bring_home, kept)
-        self._pulled = (step, time.monotonic(), time.monotonic() - begin)
-        return step
+        return self._do("pull", None, self._bring_home, kept)
 
     async def _bring_home(self, kept: Sequence[Variable] = ()) -> int:
         """All values first, then all storages, so that what is here, but for ``kept``, is always of one step."""
+        begin = time.monotonic()
         variables = [variable for variable in self._held.variables if variable not in kept]
         values, step = await self._values(variables)
         with torch.no_grad(), self._held.showing:
             for variable in variables:
                 variable.storage.copy_(values[variable.key])
                 self._held.same(variable)
-        self._pulled = (step, time.monotonic(), 0.0)
+            self._pulled = (step, time.monotonic(), time.monotonic() - begin)
         return step
 
     async def _values(self, variables: Sequence[Variable]) -> tuple[dict[str, torch.Tensor], int]:

@@ -26,10 +26,9 @@ from tfnb.cluster.fit.resident import NO_LOOP
 from tfnb.cluster.fit.training import Training
 from tfnb.cluster.joins import Way
 from tfnb.cluster.members import Ahead, Batch, Member, Mode, NotDone
-from tfnb.cluster.messages import Failed, NotSent, Ok, Outcome, Refused, Unknown, raised
+from tfnb.cluster.messages import Ask, Failed, NotSent, Ok, Outcome, Refused, Unknown, raised
 from tfnb.cluster.programs import Placed, Plan
 from tfnb.cluster.restarts import Restarts
-from tfnb.cluster.streams import Ask
 from tfnb.cluster.transport import ClientLink
 from tfnb.errors import (
     Cancelled,
@@ -272,12 +271,12 @@ class Engine:
     async def _write(self, there: Sequence[p.Prepare | p.Commit], queue: asyncio.Queue[p.Event]) -> None:
         """Let shards prepare or commit a round, and report the events it leads to."""
         asks = []
-        for number, shard, workers in there:
-            method = "prepare" if isinstance(there[0], p.Prepare) else "commit"
-            asks.append(Ask(shard, method, {"round": number, "workers": list(workers)}))
-        for instruction, answer in zip(there, await self.settled_on(asks), strict=True):
-            done = p.Prepared if isinstance(instruction, p.Prepare) else p.Committed
-            queue.put_nowait(_shard_event(done(instruction.number, instruction.shard), answer))
+        for one in there:
+            method = "prepare" if isinstance(one, p.Prepare) else "commit"
+            asks.append(Ask(one.shard, method, {"round": one.number, "workers": list(one.workers)}))
+        for one, answer in zip(there, await self.settled_on(asks), strict=True):
+            done = p.Prepared if isinstance(one, p.Prepare) else p.Committed
+            queue.put_nowait(_shard_event(done(one.number, one.shard), answer))
 
     def _forget_round(self, number: int) -> None:
         """Let everybody forget a round; nobody waits for the answers."""

@@ -31,6 +31,16 @@ class OpId(NamedTuple):
     seq: int
 
 
+class Ask(NamedTuple):
+    """One call to a shard. ``op``: None where nothing depends on its identity."""
+
+    shard: int
+    method: str
+    meta: Mapping[str, Any] = {}
+    tensors: Sequence[torch.Tensor] = ()
+    op: OpId | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """A decoded call. ``epoch`` and ``incarnation`` are the sender's view of the callee."""

@@ -14,13 +14,13 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from functools import partial
 
 from tfnb.cluster import streams, wire
 from tfnb.cluster.asking import Answers, parts
-from tfnb.cluster.core import Answer, Arrived, Core, Effect, Reply, Send
+from tfnb.cluster.core import Answer, Arrived, Core, Effect, Reply, Send, Tick
 from tfnb.cluster.cores import Cores
 from tfnb.cluster.messages import Refused, Request, failed
 from tfnb.cluster.streams import Broken, Connection, Keys, Offer, kept
@@ -33,7 +33,7 @@ UNPROVED = 32  # connections that have not yet proved their key
 BACKLOG = 64
 ENDS = 10.0  # seconds that the thread may take to end
 log = logging.getLogger(__name__)
-STREAMED = ("push", "contribute", "pull", "batch")  # methods that a direct stream carries
+STREAMED = frozenset({"push", "contribute", "pull"})  # what a direct stream carries, also as parts of a batch
 
 
 class Serving:
@@ -61,7 +61,7 @@ class Serving:
 
     def ask(self, request: Request, reply: Callable[[Answer], None]) -> None:
         """Let the cores answer a request, or a batch of them; ``reply`` is called in its thread, or never."""
-        self._post(lambda: self._ask(request, reply))
+        self._post(lambda: self._ask(request, reply, Core.METHODS))
 
     def offer(self, address: str) -> Offer:
         """A key for one stream. Raises OSError where the worker at ``address`` cannot listen.
@@ -118,40 +118,47 @@ class Serving:
         if now - self._ticked < TICK:
             return
         self._ticked = now
-        if self._cores.waits:
+        for core in self._cores if self._cores.waits else ():
             try:
-                self._carry_out(self._cores.tick(now))
+                self._carry_out(self._cores.on([(core.shard, Tick())], now))
             except BaseException:  # a write that failed has poisoned the core, which says so to everybody
                 log.exception("a server was told the time")
         for one in [one for one in self._connections if one.until is not None and one.until < now]:
             self._close(one)
 
-    def _ask(self, request: Request, reply: Callable[[Answer], None]) -> None:
+    def _ask(self, request: Request, reply: Callable[[Answer], None], methods: Set[str]) -> None:
+        """Let the cores answer. ``methods``: that may be asked for, also by the parts of a batch."""
         if request.method == "batch":
-            self._ask_all(request, reply)
+            self._ask_all(request, reply, methods)
         else:
-            self._carry_out(self._cores.on(self._arrived(request, reply), time.monotonic()))
+            self._carry_out(self._cores.on(self._arrived(request, reply, methods), time.monotonic()))
 
-    def _ask_all(self, request: Request, reply: Callable[[Answer], None]) -> None:
+    def _ask_all(self, request: Request, reply: Callable[[Answer], None], methods: Set[str]) -> None:
         try:
             requests = parts(request)
-        except (KeyError, TypeError, ValueError) as error:
-            reply(failed(ProtocolError(f"not a batch: {type(error).__name__}: {error}")))
+        except ProtocolError as error:
+            reply(failed(error))
             return
         answers = Answers(len(requests), reply, self._budget)
         arrived = [
             event
             for place, part in enumerate(requests)
-            for event in self._arrived(part, partial(answers.take, place))
+            for event in self._arrived(part, partial(answers.take, place), methods)
         ]  # fmt: skip
         self._carry_out(self._cores.on(arrived, time.monotonic()))
         answers.begun()
 
-    def _arrived(self, request: Request, reply: Callable[[Answer], None]) -> list[tuple[int, Arrived]]:
-        """The event of a request for a shard, which is the first one here where it names none."""
-        shard = request.meta.get("shard", self._cores.first)
-        if request.method not in Core.METHODS or not isinstance(shard, int) or shard not in self._cores:
-            reply(Refused("protocol", f"no {request.method[:40]!r} on shard {shard}, which is not here"))
+    def _arrived(
+        self, request: Request, reply: Callable[[Answer], None], methods: Set[str]
+    ) -> list[tuple[int, Arrived]]:
+        """The event of a request for a shard, which it need not name where there is one."""
+        shard = request.meta.get("shard", self._cores.only)
+        if request.method not in methods:
+            reply(Refused("protocol", f"no {request.method[:40]!r} on this way to a shard"))
+            return []
+        if not isinstance(shard, int) or shard not in self._cores:
+            here = ", ".join(str(core.shard) for core in self._cores)
+            reply(Refused("protocol", f"{request.method!r} names shard {str(shard)[:40]}; here are {here}"))
             return []
         ticket = next(self._tickets)
         self._replies[ticket] = reply
@@ -227,11 +234,7 @@ class Serving:
         except TfnbError as error:
             self._answer(one, failed(error))
             return
-        methods = [part[1] for part in request.meta.get("parts", ())] or [request.method]
-        if request.method not in STREAMED or not set(methods) <= set(STREAMED[:3]):
-            self._answer(one, Refused("protocol", f"a stream carries no {request.method[:40]!r}"))
-            return
-        self._ask(request, lambda answer: self._answer(one, answer))
+        self._ask(request, lambda answer: self._answer(one, answer), STREAMED)
 
     def _answer(self, one: Connection, answer: Answer) -> None:
         if one not in self._connections:

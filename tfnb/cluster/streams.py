@@ -26,13 +26,13 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from distributed.comm.addressing import get_address_host, parse_address
 
 from tfnb.cluster import wire
-from tfnb.cluster.messages import NotSent, Ok, OpId, Outcome, Peer, Unknown
+from tfnb.cluster.asking import ends, message
+from tfnb.cluster.messages import Ask, NotSent, Ok, OpId, Outcome, Peer, Unknown
 from tfnb.cluster.transport import Link, allowance, read_answer, write_request
 from tfnb.errors import ProtocolError, ResourceExhausted, TfnbError
 from tfnb.state.store import memory
@@ -348,16 +348,6 @@ class Stream:
                 self._socket.shutdown(socket.SHUT_RDWR)  # its thread closes it
 
 
-class Ask(NamedTuple):
-    """One call to a shard. ``op``: None where nothing depends on its identity."""
-
-    shard: int
-    method: str
-    meta: Mapping[str, Any] = {}
-    tensors: Sequence[torch.Tensor] = ()
-    op: OpId | None = None
-
-
 class Streams:
     """The streams of one task, by server; its compute thread calls, its event loop opens and ends them."""
 
@@ -391,40 +381,40 @@ class Streams:
             return
         del self._not_before[peer]
 
-    def call(self, asks: Sequence[tuple[Peer, Ask]], *, epoch: int) -> list[Outcome]:
-        """Ask several servers, at most one call for each: all are sent, then all answers are received."""
-        found: list[Outcome] = [NotSent("no direct stream")] * len(asks)
-        waiting: list[tuple[int, Stream, float]] = []
-        for place, (peer, ask) in enumerate(asks):
+    def call(self, asks: Mapping[Peer, Sequence[Ask]], *, epoch: int) -> list[list[Outcome]]:
+        """Ask several servers, each with one message: all are sent, then all answers are received."""
+        found: dict[Peer, list[Outcome]] = {peer: [NotSent("no direct stream")] * len(asks[peer]) for peer in asks}
+        waiting: list[tuple[Peer, Stream, float]] = []
+        for peer, mine in asks.items():
             stream = self._found(peer)
-            if stream is None or not is_on or any(stream is other for _, other, _ in waiting):
+            if stream is None or not is_on:
                 continue
-            seconds = allowance(ask.method, wire.size(ask.tensors))
+            one = message(mine)
+            seconds = allowance(one.method, wire.size(one.tensors))
             until = time.monotonic() + seconds
-            op = ask.op or self.op()
             try:
-                message = write_request(
-                    peer, ask.method, ask.meta, ask.tensors, epoch=epoch, op=op, seconds=seconds,
+                request = write_request(
+                    peer, one.method, one.meta, one.tensors, epoch=epoch, op=one.op or self.op(), seconds=seconds,
                     budget=self._link.budget,
                 )  # fmt: skip
             except TfnbError as error:
-                found[place] = NotSent(str(error))
+                found[peer] = [NotSent(str(error))] * len(mine)
                 continue
-            end = stream.send(message, until)
+            end = stream.send(request, until)
             if end is None:
-                waiting.append((place, stream, until))
+                waiting.append((peer, stream, until))
             else:
-                found[place] = end
-        may_leave = all(ask.method != "push" for _, ask in asks)
+                found[peer] = [end] * len(mine)
+        may_leave = all(ask.method != "push" for mine in asks.values() for ask in mine)
         while waiting:
-            place, stream, until = waiting.pop(_readable([stream for _, stream, _ in waiting], waiting[0][2]))
-            found[place] = stream.receive(until)
-            if may_leave and not isinstance(found[place], Ok):  # others may wait with their answers for this one
-                for place, stream, _ in waiting:
+            peer, stream, until = waiting.pop(_readable([stream for _, stream, _ in waiting], waiting[0][2]))
+            found[peer] = ends(asks[peer], stream.receive(until))
+            if may_leave and not all(isinstance(end, Ok) for end in found[peer]):  # the others may wait for it
+                for peer, stream, _ in waiting:
                     stream.leave()
-                    found[place] = Unknown("another server failed")
+                    found[peer] = [Unknown("another server failed")] * len(asks[peer])
                 break
-        return found
+        return list(found.values())
 
     def _found(self, peer: Peer) -> Stream | None:
         stream = self._streams.get(peer)

@@ -33,11 +33,11 @@ from tfnb.cluster.computing import Computing, in_thread
 from tfnb.cluster.core import PLANS, Core, Send, fence
 from tfnb.cluster.cores import Cores
 from tfnb.cluster.fit.resident import Ended, Loops
-from tfnb.cluster.messages import Failed, NotSent, Ok, OpId, Outcome, Peer, Refused, Request, Unknown, failed
+from tfnb.cluster.messages import Ask, Failed, NotSent, Ok, OpId, Outcome, Peer, Refused, Request, Unknown, failed
 from tfnb.cluster.programs import ComputeProgram, Push, ShardProgram
 from tfnb.cluster.reading import Reader
 from tfnb.cluster.serving import Serving
-from tfnb.cluster.streams import Ask, Streams
+from tfnb.cluster.streams import Streams
 from tfnb.cluster.transport import read_request, worker_link, write_outcome
 from tfnb.errors import InvalidArgument
 from tfnb.state.store import Store
@@ -327,9 +327,7 @@ class Task:
     def stream(self, asks: Sequence[Ask]) -> list[Outcome]:
         """Calls to shards by direct streams, in the compute thread. What is not Ok is to be asked again by `ask`."""
         of = self._by_process(asks)
-        groups = [[asks[place] for place in places] for places in of.values()]
-        calls = [(peer, asking.message(mine)) for peer, mine in zip(of, groups, strict=True)]
-        ends = map(asking.ends, groups, self.streams.call(calls, epoch=self.epoch))
+        ends = self.streams.call({peer: [asks[i] for i in places] for peer, places in of.items()}, epoch=self.epoch)
         found = dict(zip(itertools.chain(*of.values()), itertools.chain(*ends), strict=True))
         return [found[place] for place in range(len(asks))]
 

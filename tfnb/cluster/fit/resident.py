@@ -20,10 +20,10 @@ import torch
 
 from tfnb.cluster.computing import Computing
 from tfnb.cluster.fit.data import Data, Needs
-from tfnb.cluster.messages import Failed, NotSent, Ok, OpId, Outcome, Refused, Request, failed
+from tfnb.cluster.messages import Ask, Failed, NotSent, Ok, OpId, Outcome, Refused, Request, failed
 from tfnb.cluster.plan import divide
 from tfnb.cluster.programs import ComputeProgram, Push
-from tfnb.cluster.streams import Ask, Streams
+from tfnb.cluster.streams import Streams
 from tfnb.errors import Cancelled
 from tfnb.state.batch_order import Order, Rows
 

@@ -26,9 +26,8 @@ from tfnb.cluster.fit.data import written
 from tfnb.cluster.fit.resident import read_failure
 from tfnb.cluster.joins import Way, join
 from tfnb.cluster.members import Ahead, Batch, Member, Mode, NotDone
-from tfnb.cluster.messages import Failed, Ok, Outcome, Refused, failed
+from tfnb.cluster.messages import Ask, Failed, Ok, Outcome, Refused, failed
 from tfnb.cluster.programs import Placed
-from tfnb.cluster.streams import Ask
 from tfnb.errors import StepAborted, TfnbError
 from tfnb.state.chunks import Chunked
 
