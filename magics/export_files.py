@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,12 @@ from IPython.core.error import UsageError
 
 import tfnb
 
-_EXPORTS = {".svg": "graph_svg", ".html": "graph_html", ".dot": "graph_dot"}
+_EXPORTS = {
+    ".svg": tfnb.view.graph_svg,
+    ".html": partial(tfnb.view.graph_html, limit=16 << 20),  # a file may hold what an output should not
+    ".dot": tfnb.view.graph_dot,
+    ".graphml": tfnb.view.graph_graphml,
+}
 
 
 def exported(graph: Any, file: str | None) -> Path:
@@ -20,7 +26,7 @@ def exported(graph: Any, file: str | None) -> Path:
     if path.suffix == ".json":
         graph.save(path)
     elif path.suffix in _EXPORTS:
-        path.write_text(getattr(tfnb.view, _EXPORTS[path.suffix])(graph))
+        path.write_text(_EXPORTS[path.suffix](graph), encoding="utf-8")
     else:
         raise UsageError(f"cannot export {path.name}: its suffix says the format, one of .json {' '.join(_EXPORTS)}")
     return path

@@ -72,6 +72,7 @@ LATE = {
     ("tfnb/gradients/slices.py", "tfnb.session"): ".eval asks the default session",
     ("magics/extension.py", "tfnb.recording.shapes.fakes"): "torch loads in the background",
     ("tfnb/datasets.py", "sklearn"): "optional extra [data]",
+    ("tfnb/view/export.py", "networkx"): "half a second, for one format of export",
     ("tfnb/execution/tiers/compiled_loops.py", "tfnb.execution.tiers.cpp"): "inductor takes seconds to load",
     ("tfnb/execution/tiers/inductor.py", "torch"): "inductor takes seconds to load",
     ("tfnb/execution/tiers/inductor.py", "torch._inductor"): "inductor takes seconds to load",

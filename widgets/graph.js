@@ -50,12 +50,13 @@ function render({ model, el }) {
     model.save_changes();
   }
   let kept = null;  // the faces that the static drawing holds: of the same picture, also when no kernel is left
-  function faces() {
-    const data = twin && model.get("picture").name === model.get("twin") && twin.querySelector('script[type="application/json"]');
-    return data ? (kept ||= JSON.parse(data.textContent)) : {};
+  async function faces() {
+    const data = twin && model.get("picture").name === model.get("twin") && twin.querySelector("script.tfnb-faces");
+    return data ? (kept ||= await tfnbUnpacked(data)) : {};
   }
-  function ask(scope, unfold, patience = 15000) {
-    if (Object.hasOwn(faces(), scope)) return faces()[scope];
+  async function ask(scope, unfold, patience = 15000) {
+    const here = await faces();
+    if (Object.hasOwn(here, scope)) return here[scope];
     model.send({ kind: unfold ? "unfold" : "fold", scope });
     return new Promise((resolve) => {
       const answer = (svg) => { clearTimeout(clock); waiting.delete(answer); resolve(svg); };

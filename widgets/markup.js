@@ -8,6 +8,12 @@ function tfnbClean(el, words = "") {
   clean(el);
   return document.importNode(el, true);
 }
+async function tfnbUnpacked(script) {  // what `packed` of Python wrote; nothing in a browser from before 2023
+  if (!script || !window.DecompressionStream) return {};
+  const bytes = Uint8Array.from(atob(script.textContent), (char) => char.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return JSON.parse(await new Response(stream).text());
+}
 function tfnbParse(text) {  // a picture
   const page = new DOMParser().parseFromString(text, "image/svg+xml");
   return page.querySelector("parsererror") ? null : tfnbClean(page.documentElement);

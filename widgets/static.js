@@ -2,13 +2,13 @@
 (function () {
   const here = document.currentScript && document.currentScript.parentElement;
   const roots = here && here.matches(".tfnb-page") ? [here] : document.querySelectorAll(".tfnb-page:not([data-on])");
-  for (const root of roots) {
-    if (root.dataset.on) continue;
-    root.dataset.on = "1";
-    const data = root.querySelector('script[type="application/json"]');
-    const drawing = tfnbDrawing(root, { faces: data ? JSON.parse(data.textContent) : {} });
-    const iterations = root.querySelector("script.tfnb-iterations");
-    const sliders = iterations && tfnbIterations(root, JSON.parse(iterations.textContent));
+  for (const root of roots) if (!("on" in root.dataset)) start(root);
+  async function start(root) {
+    root.dataset.on = "";
+    const data = (name) => tfnbUnpacked(root.querySelector(`script.${name}`));
+    const drawing = tfnbDrawing(root, { faces: await data("tfnb-faces") });
+    const iterations = await data("tfnb-iterations"), sliders = iterations.loops && tfnbIterations(root, iterations);
     if (root.querySelector(".tfnb-timeline")) tfnbTimeline(root, drawing, sliders);
+    root.dataset.on = "1";
   }
 })();

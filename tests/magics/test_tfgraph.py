@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 
+import networkx
 import pytest
 import torch
 from IPython.core.completer import provisionalcompleter
@@ -370,7 +371,9 @@ def test_clear_empties_the_graph(notebook):
     assert "was cleared" in str(notebook.run("x.node").error)
 
 
-@pytest.mark.parametrize("suffix, start", [("svg", "<svg"), ("html", "<"), ("dot", "digraph"), ("json", "{")])
+@pytest.mark.parametrize(
+    "suffix, start", [("svg", "<svg"), ("html", "<"), ("dot", "digraph"), ("json", "{"), ("graphml", "<")]
+)
 def test_export_by_suffix(notebook, tmp_path, suffix, start):
     notebook.ok(f"%%tfgraph g --no-show\n{X}")
     path = tmp_path / f"g.{suffix}"
@@ -378,6 +381,10 @@ def test_export_by_suffix(notebook, tmp_path, suffix, start):
     assert path.read_text().lstrip().removeprefix("<?xml").startswith(start) or start in path.read_text()
     if suffix == "json":
         json.loads(path.read_text())
+    if suffix == "graphml":
+        found, nodes = networkx.read_graphml(path, node_type=int), tfnb.graph("g").nodes
+        assert [found.nodes[node.id]["op"] for node in nodes] == [node.op for node in nodes]
+        assert set(found.edges()) == {(value.node, node.id) for node in nodes for value in node.inputs}
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import shutil
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +20,11 @@ DRIVER = shutil.which("chromedriver")
 needs_browser = pytest.mark.skipif(
     not (CHROMIUM and DRIVER), reason="no Chromium with its driver (Debian: chromium, chromium-driver)"
 )
+
+
+def unpacked(text: str) -> Any:
+    """What a page unpacks."""
+    return json.loads(zlib.decompress(base64.b64decode(text)))
 
 
 @contextmanager
@@ -49,6 +57,7 @@ class Page:
         path.write_text(f'<!doctype html><meta charset="utf-8"><body>{body}', encoding="utf-8")
         self.driver = driver
         driver.get(path.as_uri())
+        self.wait("[...document.querySelectorAll('.tfnb-page')].every(({ dataset }) => dataset.on !== '')")  # unpacked
 
     def js(self, code: str, *args: Any) -> Any:
         """What the body of a function returns."""

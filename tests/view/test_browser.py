@@ -12,6 +12,7 @@ import pytest
 from tests.view.browser import Page, browser, needs_browser
 from tfnb.graph import Graph
 from tfnb.view import graph_html
+from tfnb.view.escape import packed
 
 pytestmark = needs_browser
 
@@ -213,7 +214,7 @@ def test_a_large_graph_says_what_only_the_live_drawing_unfolds(driver: Any, digi
     page = Page(
         driver,
         tmp_path,
-        re.sub(r'(<script type="application/json">).*?</script>', r"\1{}</script>", graph_html(digits)),
+        re.sub(r'(class="tfnb-faces">).*?</script>', rf"\1{packed({})}</script>", graph_html(digits)),
     )
     page.click(page.key("0 conv2d"))
     assert "live" in page.wait("document.querySelector('.tfnb-note').textContent")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
@@ -10,9 +9,10 @@ import pytest
 import torch
 
 from tests.graph.build import Builder
+from tests.view.browser import unpacked
 from tfnb.graph import Graph, Ref, Source, Spec, Variable
 from tfnb.view import graph_dot, graph_html, graph_svg, tensor_html, text_tree, variable_html
-from tfnb.view.escape import json_script, shorten, visible, xml
+from tfnb.view.escape import packed, shorten, visible, xml
 from tfnb.view.layout import layout
 
 NASTY = [
@@ -91,10 +91,10 @@ def test_markup_becomes_text() -> None:
     assert xml('<a href="x">&\'</a>') == "&lt;a href=&quot;x&quot;&gt;&amp;&#x27;&lt;/a&gt;"
 
 
-def test_json_cannot_end_its_script_element() -> None:
-    text = json_script({"</script>": "<!--"})
-    assert "</" not in text and "<!--" not in text
-    assert json.loads(text) == {"</script>": "<!--"}
+def test_packed_data_cannot_end_its_script_element() -> None:
+    text = packed({"</script>": "<!--"})
+    assert "<" not in text
+    assert unpacked(text) == {"</script>": "<!--"}
 
 
 def test_a_long_text_is_cut() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 import tfnb
-from tests.view.browser import browser, needs_browser
+from tests.view.browser import browser, needs_browser, unpacked
 from tests.view.loops import END, FED, HOME, LEFT, RIGHT, TITLED, Loops, nested, traced, while_with_a_branch
 from tfnb.execution import Trace
 from tfnb.execution.tracing.iterations import LoopTrace, Seen
@@ -58,7 +57,7 @@ def test_every_nth_iteration_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     found = re.findall(r'class="tfnb-iterations">(.*?)</script>', trace_html(Trace(
         trace.graph, trace.fetches, trace.events, trace.live, trace.seconds, 0, inside=trace.inside, loops=(few,)
     )))  # fmt: skip
-    (data,) = map(json.loads, found)
+    (data,) = map(unpacked, found)
     assert data["loops"][0]["every"] == 4 and [n for n, _ in data["loops"][0]["iterations"]] == [0, 4, 8]
 
 

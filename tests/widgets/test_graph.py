@@ -130,7 +130,7 @@ def shown(driver: Any, folder: Path, *, twin: bool, graph: Graph | None = None) 
     drawing = Drawing(graph)
     picture = page.live(drawing)
     state = {"picture": picture, "twin": picture["name"], "selection": "", "chosen": []}
-    data = {"esm": GraphWidget._esm, "state": state, "faces": drawing.faces()}
+    data = {"esm": GraphWidget._esm, "state": state, "faces": dict(drawing.faces())}
     static = graph_html(graph) if twin else f"<style>{GraphWidget._css}</style>"
     shown = Page(driver, folder, static + FAKE % json.dumps(data, default=str).replace("</", "<\\/"))
     shown.wait("window.ready")

@@ -27,7 +27,6 @@ from tfnb.view.wiring import Wiring
 BOXES = 26  # boxes and frames of the first view, where the graph allows a choice
 MOST = 150
 MARKED = 12  # nodes that are new, gone or changed, which are shown at first
-FACES = 850_000  # characters of the faces that are not shown at first; what is beyond unfolds in the live view only
 
 Which = Node | Value | str | int | None
 
@@ -135,17 +134,11 @@ class Drawing:
         box = self.root.at(tuple(map(int, name.split("."))))
         return self.frame(box, ())[0].svg if unfolded else self.card(box).svg
 
-    def faces(self) -> dict[str, str]:
-        """The face that is not shown at first of every group, as many as fit into a page."""
-        found: dict[str, str] = {}
-        room = FACES
-        for box in sorted(self._groups(), key=lambda box: (len(box.key), box.key)):
-            face = self.face(box.name, box.key not in self.opened)
-            room -= len(face)
-            if room < 0:
-                break
-            found[box.name] = face
-        return found
+    def faces(self) -> Iterator[tuple[str, str]]:
+        """The key of every group and its face that is not shown at first: the own cell's first, outer groups first."""
+        stubs = {child.key for child in self.root.children if child.kind == "cell"}
+        for box in sorted(self._groups(), key=lambda box: (box.key[:1] in stubs, len(box.key), box.key)):
+            yield box.name, self.face(box.name, box.key not in self.opened)
 
     def _groups(self) -> Iterator[Box]:
         return (box for box in self.root.walk() if box.children and box.key)

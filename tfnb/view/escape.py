@@ -1,14 +1,16 @@
 """The one place where names, source lines and error texts become markup.
 
 Everything a user can name is data: it reaches SVG and HTML only through `xml`, DOT only through `dot`, a script
-element only through `json_script`. Characters that do not print, or that turn text around, are shown as ``\\u202e``.
+element only through `packed`. Characters that do not print, or that turn text around, are shown as ``\\u202e``.
 """
 
 from __future__ import annotations
 
+import base64
 import html
 import json
 import unicodedata
+import zlib
 from typing import Any
 
 import graphviz
@@ -43,10 +45,14 @@ def dot(text: str) -> str:
     return graphviz.escape(visible(text))  # NOTE: a str subclass; as plain str, "<...>" would be an HTML-like label
 
 
-def json_script(value: Any) -> str:
-    """JSON for the inside of a script element: it can neither end the element nor open a comment."""
-    text = json.dumps(value, ensure_ascii=True, separators=(",", ":"), sort_keys=True)
-    return text.replace("</", "<\\/").replace("<!--", "<\\u0021--")
+def packed(value: Any) -> str:
+    """JSON for the inside of a script element, compressed, a tenth as long: base64 of a zlib stream.
+
+    >>> len(packed({"</script>": "<!--" * 1000}))
+    72
+    """
+    text = json.dumps(value, ensure_ascii=True, separators=(",", ":"))
+    return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
 
 
 def shorten(text: str, limit: int) -> str:

@@ -20,17 +20,21 @@ from tfnb.view.box import Box, Key, key_name
 from tfnb.view.colours import marks, union
 from tfnb.view.drawing import Drawing
 from tfnb.view.escape import dot as quoted
+from tfnb.view.escape import visible
 from tfnb.view.layout import LayoutFailed
 from tfnb.view.listing import text_tree
 from tfnb.view.style import LIGHT
 from tfnb.view.timeline import timeline
 
 
-def graph_html(graph: Graph, **options: Any) -> str:
-    """A self-contained interactive drawing, an indented listing where that fails; below it a ``trace``'s timeline."""
+def graph_html(graph: Graph, *, limit: int = page.BYTES, **options: Any) -> str:
+    """A self-contained interactive drawing, an indented listing where that fails; below it a ``trace``'s timeline.
+
+    limit: bytes up to which it takes along what is folded at first.
+    """
     drawing = Drawing(graph, **options)
     below = timeline_of(options.get("trace"), drawing)
-    return page.html(drawing, lambda: text_tree(graph, cell=options.get("cell")), below=below)
+    return page.html(drawing, lambda: text_tree(graph, cell=options.get("cell")), below=below, limit=limit)
 
 
 def graph_bundle(graph: Graph, *, cell: str | None = None) -> dict[str, str]:
@@ -75,6 +79,22 @@ def graph_dot(graph: Graph, **options: Any) -> str:
     for tail, head in _visible_edges(drawing):
         source.edge(_id(tail), _id(head))
     return str(source.source)
+
+
+def graph_graphml(graph: Graph) -> str:
+    """The nodes and values as GraphML, for networkx, Gephi and yEd; ``name``, ``op``, ``spec`` and ``line`` of each."""
+    import networkx
+
+    found = networkx.MultiDiGraph(name=visible(graph.name))
+    for node in graph.contents.nodes:
+        specs = ", ".join(map(str, node.outputs))
+        found.add_node(
+            node.id, name=visible(node.name), op=visible(node.op), spec=specs, line=visible(str(node.source or ""))
+        )
+    for node in graph.contents.nodes:
+        found.add_edges_from((value.node, node.id, {"kind": "value", "output": value.index}) for value in node.inputs)
+        found.add_edges_from((before, node.id, {"kind": "control"}) for before in node.control)
+    return "\n".join(networkx.generate_graphml(found))
 
 
 def _cluster(source: graphviz.Digraph, box: Box, drawing: Drawing) -> None:

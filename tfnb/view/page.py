@@ -1,4 +1,4 @@
-"""A drawing as one self-contained piece of HTML: the picture, its other faces as JSON, a style and a small script.
+"""A drawing as one self-contained piece of HTML: the picture, its other faces packed, a style and a small script.
 
 Without the script (GitHub strips it) the picture stays. The script and style are plain files of `tfnb.widgets`.
 """
@@ -6,6 +6,7 @@ Without the script (GitHub strips it) the picture stays. The script and style ar
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Callable
 from functools import cache
 from importlib.resources import files
@@ -13,33 +14,48 @@ from typing import Any
 
 from tfnb.view import facts
 from tfnb.view.drawing import Drawing
-from tfnb.view.escape import json_script, xml
+from tfnb.view.escape import packed, xml
 from tfnb.view.layout import LayoutFailed
 from tfnb.view.style import LIGHT
 
+BYTES = 85_000  # of one page, where the picture leaves the choice; what is beyond unfolds in the live view only
 LEGEND = ("forward", "gradient", "update", "variable")
 
 
-def html(drawing: Drawing, listing: Callable[[], str], *, below: str = "") -> str:
-    """The page; ``listing()`` stands in where the graph cannot be laid out, ``below`` (a timeline) follows."""
+def html(drawing: Drawing, listing: Callable[[], str], *, below: str = "", limit: int = BYTES) -> str:
+    """The page; ``listing()`` stands in where the graph cannot be laid out, ``below`` (a timeline) follows.
+
+    limit: bytes up to which faces are taken along.
+    """
     try:
         picture = drawing.svg
-        faces = {key: face.replace('"', "'") for key, face in drawing.faces().items()}  # text has no bare quotes
+        iterations = drawing.sliders.data if drawing.sliders is not None else {}
+        sliders = f'<script type="text/plain" class="tfnb-iterations">{packed(iterations)}</script>' * bool(iterations)
+        wanted = {"loop_sliders.js": bool(iterations), "timeline.js": bool(below)}
+        scripts = ["markup.js", "drawing.js", *(name for name, has in wanted.items() if has), "static.js"]
+        script = "\n".join(map(asset, scripts))
+        style, bar = asset("drawing.css"), _bar(drawing)
+        room = limit - sum(len(text.encode()) for text in (picture, sliders, below, script, style, bar))
+        faces = packed(_fitting(drawing, room))
     except LayoutFailed as failure:
         return f'<div class="tfnb-page"><p>{xml(str(failure))}</p><pre>{xml(listing())}</pre>{below}</div>'
-    iterations = drawing.sliders.data if drawing.sliders is not None else {}
-    wanted = {"loop_sliders.js": bool(iterations), "timeline.js": bool(below)}
-    scripts = ["markup.js", "drawing.js", *(name for name, has in wanted.items() if has), "static.js"]
-    sliders = (
-        f'<script type="application/json" class="tfnb-iterations">{json_script(iterations)}</script>'
-        if iterations
-        else ""
-    )
     return (
-        f'<div class="tfnb-page" data-tfnb="{digest(picture)}"><style>{asset("drawing.css")}</style>{_bar(drawing)}'
-        f'{picture}<script type="application/json">{json_script(faces)}</script>{sliders}{below}'
-        f"<script>{chr(10).join(map(asset, scripts))}</script></div>"
+        f'<div class="tfnb-page" data-tfnb="{digest(picture)}"><style>{style}</style>{bar}'
+        f'{picture}<script type="text/plain" class="tfnb-faces">{faces}</script>{sliders}{below}'
+        f"<script>{script}</script></div>"
     )
+
+
+def _fitting(drawing: Drawing, room: int) -> dict[str, str]:
+    """As many faces as have room when they are packed, outer boxes first."""
+    found, size, stream = dict[str, str](), 0, zlib.compressobj(9)
+    for key, face in drawing.faces():
+        plain = face.replace('"', "'")  # JSON would escape them; text has none that are bare
+        size += len(stream.compress(f"{key}{plain}".encode()) + stream.flush(zlib.Z_SYNC_FLUSH))
+        if size * 4 / 3 > room:
+            break
+        found[key] = plain
+    return found
 
 
 def digest(picture: str) -> str:
