@@ -76,6 +76,7 @@ def test_c17_core_imports_neither_dask_nor_asyncio():
         "collections",
         "contextlib",
         "dataclasses",
+        "math",
         "statistics",
         "typing",
         "torch",

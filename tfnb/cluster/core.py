@@ -11,6 +11,7 @@ before the write leaves the values as they were; one inside the write poisons th
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -790,7 +791,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
     """
     real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     wide = torch.float32 if real.element_size() < 4 else None  # a sum of halves is beyond their range soon
-    if bool(real.sum(dtype=wide).isfinite()):
+    if math.isfinite(real.sum(dtype=wide).item()):
         return True
     low, high = real.to(wide or real.dtype).aminmax()  # NaN if there is one
     return bool(low.isfinite() & high.isfinite())

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, TypeGuard
 
+import numpy as np
 import torch
 
 from tfnb.errors import InvalidArgument, ProtocolError, ResourceExhausted, UnsupportedDtype
@@ -36,13 +37,16 @@ _TAGS: dict[str, torch.dtype] = {
     "f8e4m3fnuz": torch.float8_e4m3fnuz, "f8e5m2fnuz": torch.float8_e5m2fnuz,
 }  # fmt: skip
 _TAG_OF = {dtype: tag for tag, dtype in _TAGS.items()}
+_SAME_WIDTH = {1: torch.uint8, 2: torch.int16}  # of dtypes that numpy lacks
+_OF_NUMPY = frozenset(dtype for tag, dtype in _TAGS.items() if tag != "bf16" and not tag.startswith("f8"))
+_WRITTEN = json.JSONEncoder(allow_nan=False, separators=(",", ":"), check_circular=False)
 
 Buffer = bytes | bytearray | memoryview
 
 
 def size(tensors: Sequence[torch.Tensor]) -> int:
     """Bytes of the values of ``tensors``; a meta tensor has none."""
-    return sum(t.numel() * t.element_size() for t in tensors if t.device.type != "meta")
+    return sum(t.numel() * t.itemsize for t in tensors if not t.is_meta)
 
 
 # -- encoding ---------------------------------------------------------------------------------------------
@@ -61,25 +65,26 @@ def encode(header: Mapping[str, Any], tensors: Sequence[torch.Tensor] = (), *, b
     offset = 0
     for position, tensor in enumerate(tensors):
         flat = _bytes_of(tensor, position)
-        entry = {"dt": _TAG_OF[tensor.dtype], "shape": list(tensor.shape), "nbytes": flat.nbytes}
-        if tensor.device.type == "meta":
-            entry |= {"lane": "m", "ref": 0, "nbytes": 0}
-        elif flat.nbytes > INLINE:
-            entry |= {"lane": "d", "ref": len(frames)}
+        nbytes = flat.nbytes
+        if tensor.is_meta:
+            lane, ref = "m", 0
+        elif nbytes > INLINE:
+            lane, ref = "d", len(frames)
             frames.append(flat)
         else:
-            entry |= {"lane": "i", "ref": offset}
-            small += [flat, bytes(-flat.nbytes % ALIGN)]
-            offset += flat.nbytes + -flat.nbytes % ALIGN
-        entries.append(entry)
+            lane, ref = "i", offset
+            small += [flat, bytes(-nbytes % ALIGN)]
+            offset += nbytes + -nbytes % ALIGN
+        dt, shape = _TAG_OF[tensor.dtype], list(tensor.shape)
+        entries.append({"dt": dt, "shape": shape, "nbytes": nbytes, "lane": lane, "ref": ref})
     _within("frames in a message", len(frames), 0, FRAMES_CAP)
     return [_envelope({**header, "v": VERSION, "tensors": entries}, small), *frames]
 
 
 def _envelope(header: Mapping[str, Any], small: Sequence[Buffer]) -> bytearray:
     try:
-        text = json.dumps(header, allow_nan=False, separators=(",", ":")).encode()
-    except (TypeError, ValueError) as error:
+        text = _WRITTEN.encode(header).encode()
+    except (TypeError, ValueError, RecursionError) as error:
         raise InvalidArgument(f"a message header holds JSON types only: {error}") from error
     _within("bytes of a message header", len(text), 0, HEADER_CAP)
     head = MAGIC + struct.pack("<I", len(text)) + text
@@ -94,12 +99,14 @@ def _bytes_of(tensor: torch.Tensor, position: int) -> memoryview:
         _unsupported(position, f"is {tensor.layout if not tensor.is_quantized else 'quantised'}: send its parts")
     if tensor.dtype not in _TAG_OF:
         _unsupported(position, f"has dtype {tensor.dtype}, which has no wire form")
-    if tensor.device.type == "meta" or tensor.numel() == 0:
+    if tensor.is_meta or tensor.numel() == 0:
         return memoryview(b"")
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    flat = plain.reshape(-1).view(torch.uint8).numpy()
+    plain = tensor.detach() if tensor.requires_grad else tensor
+    if tensor.dtype not in _OF_NUMPY:
+        plain = plain.view(_SAME_WIDTH[tensor.itemsize])
+    flat = np.ascontiguousarray(plain.numpy(force=True)).reshape(-1).view(np.uint8)
     if sys.byteorder == "big":
-        flat = flat.reshape(-1, plain.element_size())[:, ::-1].copy().reshape(-1)
+        flat = flat.reshape(-1, tensor.itemsize)[:, ::-1].copy().reshape(-1)
     return flat.data
 
 
@@ -140,9 +147,7 @@ def _header(envelope: memoryview) -> tuple[dict[str, Any], int]:
     if 8 + length > len(envelope):
         _broken(f"a header of {length} bytes in an envelope of {len(envelope)}")
     try:
-        header = json.loads(
-            str(envelope[8 : 8 + length], "utf-8"), parse_constant=_refuse, object_pairs_hook=_unique_pairs
-        )
+        header = _READ.decode(str(envelope[8 : 8 + length], "utf-8"))
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"not a message: its header is no JSON: {type(error).__name__}") from error
     if not isinstance(header, dict) or header.get("v") != VERSION or "tensors" not in header:
@@ -161,6 +166,7 @@ def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+_READ = json.JSONDecoder(parse_constant=_refuse, object_pairs_hook=_unique_pairs)
 _Place = tuple[str, int, torch.dtype, list[int], int]  # lane, ref, dtype, shape, bytes
 
 
