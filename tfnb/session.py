@@ -36,6 +36,7 @@ from tfnb.gradients import IndexedSlices
 from tfnb.graph import Graph, Value, Variable
 from tfnb.graph.collector import uncollected
 from tfnb.graph.forms.serial import graph_hash
+from tfnb.graph.resources import reset
 from tfnb.graph.variable_locks import LOCKS, Access, Cut, Hold, ensure_unchanged, versions
 from tfnb.memory import step_passes
 from tfnb.passes import LAYOUTS, Passes, StepGraph, chosen_layout, step_graph, table
@@ -611,6 +612,11 @@ class Session:
         for prepared in self._prepared.values():
             prepared.code.close()
         self._prepared.clear()
+
+    @staticmethod
+    def reset(containers: str | Iterable[str]) -> int:
+        """Drop all that lives in these containers, for all sessions: `tfnb.reset`."""
+        return reset(containers)
 
     def __enter__(self) -> Session:
         return self

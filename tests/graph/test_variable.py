@@ -251,7 +251,7 @@ def test_a_shared_name_is_one_variable_for_every_graph() -> None:
     first = Variable(torch.zeros(2), shared_name="shared-between-graphs")
     second = Variable(torch.ones(2), shared_name="shared-between-graphs")
     assert second is first and second.value().tolist() == [0, 0]
-    with pytest.raises(InvalidArgument, match=r"float32\[2\], not float32\[3\]"):
+    with pytest.raises(InvalidArgument, match=r"float32\[2\], not a Variable float32\[3\]"):
         Variable(torch.ones(3), shared_name="shared-between-graphs")
     assert Variable(torch.ones(3), container="other", shared_name="shared-between-graphs") is not first
 

@@ -42,8 +42,10 @@ class Queue:
 
     def __init__(
         self, name: str, capacity: float, components: Sequence[tuple[Any, tuple[int | None, ...] | None]], *,
-        kind: str = "fifo", options: Mapping[str, Any] | None = None,
+        kind: str = "fifo", options: Mapping[str, Any] | None = None, container: str = "",
+        shared_name: str | None = None,
     ) -> None:  # fmt: skip
+        self.container, self.shared_name = container, shared_name
         self.name, self.capacity = name, capacity
         self.components = tuple(components)  # dtype and shape of each
         self.kind, self.options = kind, dict(options or {})

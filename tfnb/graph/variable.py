@@ -8,6 +8,7 @@ trained graph is a trained module. While a cluster is connected the value lives 
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -16,15 +17,13 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tfnb.errors import FailedPrecondition, InvalidArgument, ShapeError
-from tfnb.graph import current
-from tfnb.graph.held import Held, Watch
+from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound, ShapeError
+from tfnb.graph import current, resources
+from tfnb.graph.held import CHANGES, Held, Watch
 from tfnb.graph.spec import Spec, flows
 from tfnb.graph.variable_locks import LOCKS, counter
 
 _serial = itertools.count()
-
-_shared: dict[tuple[str, str], Variable] = {}  # (container, shared name): they outlive every graph
 
 
 class Home(Protocol):
@@ -38,9 +37,10 @@ class Home(Protocol):
 class Variable:
     """A tensor that survives runs.
 
-    initial_value: tensor, array or number. name: a label, made unique per graph. trainable: whether ``minimize``
-    updates it by default. shared_name: every Variable of that name in a container is this one; raises InvalidArgument
-    for another dtype or shape. lazy_init: no value until one is assigned; reading raises FailedPrecondition.
+    initial_value: tensor, array or number, another Variable, or a function that gives one of these. name: a label, made
+    unique per graph. trainable: whether ``minimize`` updates it by default. container: where it lives, by default that
+    of `tfnb.container`. shared_name: every Variable of that name in a container is this one; raises InvalidArgument for
+    another dtype or shape. lazy_init: no value until one is assigned; reading raises FailedPrecondition.
 
     >>> v = Variable(torch.zeros(2), name="v")
     >>> v.assign_add(torch.ones(2))
@@ -53,26 +53,24 @@ class Variable:
     spec: Spec
 
     def __new__(cls, *args: Any, container: str = "", shared_name: str | None = None, **kwargs: Any) -> Variable:
-        found = _shared.get((container, shared_name)) if shared_name is not None else None
-        return object.__new__(cls) if found is None else found
+        found = resources.shared(container, shared_name)
+        return found if isinstance(found, Variable) else object.__new__(cls)
 
     def __init__(
         self, initial_value: Any, *, name: str | None = None, trainable: bool = True, container: str = "",
         shared_name: str | None = None, lazy_init: bool = False,
     ) -> None:  # fmt: skip
         with _disable_current_modes():  # made in a recording, it is no part of that
-            owned = torch.as_tensor(current.plain(initial_value)).detach().clone()
+            owned = _initial(initial_value).detach().clone()
         spec = Spec.of(owned)
-        if "spec" in self.__dict__:  # found by its shared name
-            if spec != self.spec:
-                raise InvalidArgument(f"variable {shared_name!r} of container {container!r} is {self.spec}, not {spec}")
+        if (found := resources.shared(container, shared_name)) is not None:
+            resources.ensure_same(found, f"a Variable {spec}")
             return
         trains = trainable and flows(owned.dtype)
         storage = None if lazy_init else lambda: owned
         self._bind(storage, spec, name or shared_name or "Variable", trains, container, shared_name)
         self._owned = None if lazy_init else owned
-        if shared_name is not None:
-            _shared[container, shared_name] = self
+        resources.enter(self)
 
     @classmethod
     def of(cls, tensor: torch.Tensor, *, name: str, trainable: bool | None = None) -> Variable:
@@ -119,8 +117,10 @@ class Variable:
         self.spec = spec
         self.shape = torch.Size(spec.sizes({}))
         self.home: Home | None = None
-        self.container = container
+        self.container = resources.placed(container)
         self.shared_name = shared_name
+        self.used: float | None = None
+        self._gone = ""  # why there is no value any more
 
     @property
     def trainable(self) -> bool:
@@ -146,6 +146,8 @@ class Variable:
             return self._owned
         if self.held is not None:
             return self._followed(self.held)
+        if self._storage is None and self._gone:
+            raise NotFound(f"variable {self.name} has no value any more: {self._gone}; assign one, or restore it")
         if self._storage is None:
             raise FailedPrecondition(
                 f"Attempting to use uninitialized value {self.name} ({self.spec}): "
@@ -181,6 +183,22 @@ class Variable:
         if self.held is not None:
             return self.held.watched()
         return None if self._storage is None else Watch(find=self._storage)
+
+    @property
+    def definition(self) -> str:
+        """What it is, in words."""
+        return f"a Variable {self.spec}"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its value here."""
+        return self.storage.numel() * self.storage.element_size() if self.initialized else 0
+
+    def drop(self, why: str) -> None:
+        """It has no value from here on, until one is stored; steps that use it end first."""
+        with LOCKS.write(self):
+            self._gone, self._owned, self._storage = why, None, None
+            CHANGES.value += 1
 
     @property
     def hooks(self) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
@@ -243,6 +261,7 @@ class Variable:
         recording = current.recording()
         if recording is not None:
             recording.escaped(self, "value()")
+        self.used = time.time()
         with _disable_current_modes():
             if self.home is not None:
                 return self.home.value(self)
@@ -251,6 +270,7 @@ class Variable:
 
     def set(self, value: torch.Tensor) -> None:
         """Write the value at once, wherever it lives; raises ShapeError for another shape."""
+        self.used = time.time()
         if self.home is None:
             self.store(value)
             return
@@ -353,6 +373,12 @@ class Variable:
         raise FailedPrecondition(
             f"variable {self.name} is a handle and is not pickled: use {self.name}.value(), or session.save(path)"
         )
+
+
+def _initial(value: Any) -> torch.Tensor:
+    """An initial value as a tensor: of a Variable its value, of a function what it gives."""
+    found = value() if callable(value) and not isinstance(value, (torch.Tensor, Variable)) else value
+    return found.value() if isinstance(found, Variable) else torch.as_tensor(current.plain(found))
 
 
 def updated(old: torch.Tensor, kind: str, *args: torch.Tensor) -> torch.Tensor:

@@ -72,11 +72,12 @@ class ConditionalAccumulator(_Conditional):
     """
 
     def __init__(
-        self, dtype: torch.dtype, shape: Sequence[int | None] | None = None, *, name: str = "accumulator"
-    ) -> None:
+        self, dtype: torch.dtype, shape: Sequence[int | None] | None = None, *, name: str = "accumulator",
+        container: str = "", shared_name: str | None = None,
+    ) -> None:  # fmt: skip
         _ensure_flows(name, dtype)
         parts = [(dtype, None if shape is None else tuple(shape)), (torch.int64, ())]
-        super().__init__(name, math.inf, parts, kind="mean")
+        super().__init__(name, math.inf, parts, kind="mean", container=container, shared_name=shared_name)
 
     def apply_grad(self, grad: Any, local_step: Any = 0) -> Any:
         """Add a gradient that was computed at ``local_step``; False where that is too old. Never waits.
@@ -111,17 +112,18 @@ class SparseConditionalAccumulator(_Conditional):
 
     def __init__(
         self, dtype: torch.dtype, shape: Sequence[int], *, sparse_mean: str = "per_step",
-        name: str = "sparse_accumulator",
+        name: str = "sparse_accumulator", container: str = "", shared_name: str | None = None,
     ) -> None:  # fmt: skip
         _ensure_flows(name, dtype)
         if not shape or any(size is None for size in shape):
             raise InvalidArgument(f"{name} has the shape of a whole table, rows first, not {shape}")
         if sparse_mean not in ("per_step", "per_row"):
             raise InvalidArgument(f"sparse_mean of {name} is 'per_step' or 'per_row', not {sparse_mean!r}")
+        parts = [(torch.int64, (None,)), (dtype, (None, *shape[1:])), (torch.int64, ())]
+        options = {"rows": shape[0], "per_row": int(sparse_mean == "per_row")}
+        where: dict[str, Any] = {"container": container, "shared_name": shared_name}
+        super().__init__(name, math.inf, parts, kind="sparse_mean", options=options, **where)
         self.shape = tuple(shape)
-        parts = [(torch.int64, (None,)), (dtype, (None, *self.shape[1:])), (torch.int64, ())]
-        options = {"rows": self.shape[0], "per_row": int(sparse_mean == "per_row")}
-        super().__init__(name, math.inf, parts, kind="sparse_mean", options=options)
 
     def apply_grad(self, grad: IndexedSlices, local_step: Any = 0) -> Any:
         """Add a gradient that was computed at ``local_step``; False where that is too old. Never waits.

@@ -14,7 +14,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from tfnb.errors import Cancelled, OutOfRange, QueueClosed, TfnbError
+from tfnb.errors import Cancelled, OutOfRange, QueueClosed, StepAborted, TfnbError
 from tfnb.state.orders import Arrival, Element, Order
 
 Kind = Literal["enqueue", "dequeue", "close", "size", "set_step"]
@@ -90,6 +90,7 @@ class QueueMachine:
         self.lines: dict[str, OrderedDict[Attempt, None]] = {"enqueue": OrderedDict(), "dequeue": OrderedDict()}
         self.starters: list[Callable[[], None]] = []  # are called when a dequeue has to wait
         self.cause: BaseException | None = None  # the error that ended who filled it
+        self.used: float | None = None  # when somebody last did something, as `time.time` says
         self.past: dict[str, set[str]] = {kind: set() for kind in _LINE}  # who did what so far
         self._lock = threading.Lock()
         self._placing: deque[Attempt] = deque()
@@ -128,6 +129,7 @@ class QueueMachine:
 
     def submit(self, attempt: Attempt, after: Attempt | None = None) -> None:
         """Take up an attempt."""
+        self.used = time.time()
         with self._lock:
             if after is None or after.is_over or (after.is_placed and after.line == attempt.line):
                 self._placing.append(attempt)
@@ -148,6 +150,16 @@ class QueueMachine:
             for attempt in attempts:
                 attempt.then = _nobody
                 self._end(attempt, error=Cancelled(f"an attempt on queue {self.name} was taken back"))
+            over = self._settled()
+        _tell(over)
+
+    def abort(self, why: str) -> None:
+        """Attempts that wait end with StepAborted."""
+        with self._lock:
+            for line in self.lines.values():
+                for attempt in list(line):
+                    self._end(attempt, error=StepAborted(why))
+            self.closed = True
             over = self._settled()
         _tell(over)
 

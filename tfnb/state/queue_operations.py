@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tfnb.errors import DeadlineExceeded, InvalidArgument
-from tfnb.graph import Ref, Spec, Variable, current, ops
+from tfnb.errors import DeadlineExceeded, InvalidArgument, NotFound
+from tfnb.graph import Ref, Spec, Variable, current, ops, resources
 from tfnb.graph.queue import QUEUES, Queue
 from tfnb.graph.spec import Size
 from tfnb.recording import Operation, Recorder, Tensor
@@ -30,6 +30,48 @@ Shape = tuple[int | None, ...]
 
 class QueueHandle(Queue):
     """A queue of whatever kind, and what records or does its operations."""
+
+    def __new__(cls, *args: Any, container: str = "", shared_name: str | None = None, **kwargs: Any) -> Any:
+        found = resources.shared(container, shared_name)
+        return found if type(found) is cls else object.__new__(cls)
+
+    def __init__(
+        self, name: str, capacity: float, components: Sequence[Any], *, kind: str,
+        options: Mapping[str, Any] | None = None, container: str = "", shared_name: str | None = None,
+    ) -> None:  # fmt: skip
+        new = Queue(
+            shared_name or name, capacity, components, kind=kind, options=options,
+            container=resources.placed(container), shared_name=shared_name,
+        )  # fmt: skip
+        if (found := resources.shared(container, shared_name)) is not None:
+            resources.ensure_same(found, _defined(type(self), new))
+            return
+        self.__dict__.update(new.__dict__)
+        self.gone = ""  # why it holds nothing any more
+        resources.enter(self)
+
+    @property
+    def definition(self) -> str:
+        """What it is, in words."""
+        return _defined(type(self), self)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements that it holds."""
+        held = [] if self.machine is None else self.machine.first(self.machine.size)
+        return sum(part.numel() * part.element_size() for element in held for part in element)
+
+    @property
+    def used(self) -> float | None:
+        """When it was last used."""
+        return None if self.machine is None else self.machine.used  # type: ignore[no-any-return]
+
+    def drop(self, why: str) -> None:
+        """It is no more: what waits for it ends with StepAborted, and nothing begins to."""
+        with _MAKING:
+            self.gone = why
+        if self.machine is not None:
+            self.machine.abort(f"queue {self.name} is no more: {why}")
 
     # -- in a recording or at once ----------------------------------------------------------------------------
 
@@ -143,8 +185,16 @@ class QueueHandle(Queue):
         return tensor
 
 
+def _defined(kind: type[Queue], queue: Queue) -> str:
+    parts = ", ".join(f"{dtype} {'any' if shape is None else list(shape)}" for dtype, shape in queue.components)
+    options = "".join(f", {name} {value}" for name, value in queue.options.items())
+    return f"a {kind.__name__} of {queue.capacity} elements ({parts}{options})"
+
+
 def machine_of(queue: Queue) -> QueueMachine:
-    """What a queue holds."""
+    """What a queue holds; raises NotFound where its container was reset."""
+    if getattr(queue, "gone", ""):
+        raise NotFound(f"queue {queue.name} is no more: {queue.gone}; make it again")  # type: ignore[attr-defined]
     if queue.machine is None:
         with _MAKING:
             if queue.machine is None:

@@ -22,13 +22,15 @@ class TensorQueue(QueueHandle):
     has to wait holds no thread. Outside they act at once. ``timeout``: seconds that an operation may wait.
     """
 
+    is_single: bool  # an element is a tensor, not a tuple of them
+
     def __init__(
         self, capacity: int, dtypes: torch.dtype | Sequence[torch.dtype], shapes: Any, name: str, *, kind: str,
-        options: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any] | None = None, **where: Any,
     ) -> None:  # fmt: skip
-        self.is_single = isinstance(dtypes, torch.dtype)
+        is_single = isinstance(dtypes, torch.dtype)
         kinds = [dtypes] if isinstance(dtypes, torch.dtype) else list(dtypes)
-        given = [shapes] if self.is_single or shapes is None else list(shapes)
+        given = [shapes] if is_single or shapes is None else list(shapes)
         if shapes is None:
             given *= len(kinds)
         if not kinds or len(given) != len(kinds) or capacity == 0:
@@ -37,7 +39,9 @@ class TensorQueue(QueueHandle):
                 f"{capacity}, {len(kinds)} dtypes and {len(given)} shapes"
             )
         parts = [(kind, None if shape is None else tuple(shape)) for kind, shape in zip(kinds, given, strict=True)]
-        super().__init__(name, math.inf if capacity < 0 else capacity, parts, kind=kind, options=options)
+        super().__init__(name, math.inf if capacity < 0 else capacity, parts, kind=kind, options=options, **where)
+        if self.__dict__.setdefault("is_single", is_single) != is_single:
+            raise InvalidArgument(f"queue {self.name} of this shared name gives {self.components} in another form")
 
     def enqueue(self, element: Any, *, timeout: float | None = None) -> Operation | None:
         """Put an element: a tensor, or a tuple of one for each component; waits while the queue is full.
@@ -133,6 +137,7 @@ class FIFOQueue(TensorQueue):
 
     An element is a tensor for each of ``dtypes`` (a dtype alone: of one tensor). shapes: of each; None in a shape is an
     axis that may differ from element to element, and None for a shape allows any. capacity below 0: no limit.
+    shared_name: every queue of that name in a container is this one; raises InvalidArgument where it is another one.
 
     In a recording its methods are recorded, and act in the order in which they were written when a run needs them; what
     has to wait holds no thread. Outside they act at once.
@@ -151,9 +156,11 @@ class FIFOQueue(TensorQueue):
     """
 
     def __init__(
-        self, capacity: int, dtypes: torch.dtype | Sequence[torch.dtype], shapes: Any = None, *, name: str = "queue"
-    ) -> None:
-        super().__init__(capacity, dtypes, shapes, name, kind="fifo")
+        self, capacity: int, dtypes: torch.dtype | Sequence[torch.dtype], shapes: Any = None, *, name: str = "queue",
+        container: str = "", shared_name: str | None = None,
+    ) -> None:  # fmt: skip
+        where: dict[str, Any] = {"container": container, "shared_name": shared_name}
+        super().__init__(capacity, dtypes, shapes, name, kind="fifo", **where)
 
 
 class RandomShuffleQueue(TensorQueue):
@@ -174,7 +181,8 @@ class RandomShuffleQueue(TensorQueue):
 
     def __init__(
         self, capacity: int, min_after_dequeue: int, dtypes: torch.dtype | Sequence[torch.dtype], shapes: Any = None, *,
-        seed: int | None = None, name: str = "random_shuffle_queue",
+        seed: int | None = None, name: str = "random_shuffle_queue", container: str = "",
+        shared_name: str | None = None,
     ) -> None:  # fmt: skip
         if min_after_dequeue < 0 or (capacity >= 0 and capacity <= min_after_dequeue):
             raise InvalidArgument(
@@ -182,7 +190,16 @@ class RandomShuffleQueue(TensorQueue):
                 f"min_after_dequeue {min_after_dequeue}"
             )
         options = {"min_after_dequeue": min_after_dequeue, "seed": seed}
-        super().__init__(capacity, dtypes, shapes, name, kind="shuffle", options=options)
+        super().__init__(
+            capacity,
+            dtypes,
+            shapes,
+            name,
+            kind="shuffle",
+            options=options,
+            container=container,
+            shared_name=shared_name,
+        )
 
 
 class PaddingFIFOQueue(TensorQueue):
@@ -200,11 +217,13 @@ class PaddingFIFOQueue(TensorQueue):
     """
 
     def __init__(
-        self, capacity: int, dtypes: torch.dtype | Sequence[torch.dtype], shapes: Any, *, name: str = "padding_queue"
-    ) -> None:
-        super().__init__(capacity, dtypes, shapes, name, kind="padding")
-        if any(shape is None for _, shape in self.components):
+        self, capacity: int, dtypes: torch.dtype | Sequence[torch.dtype], shapes: Any, *, name: str = "padding_queue",
+        container: str = "", shared_name: str | None = None,
+    ) -> None:  # fmt: skip
+        where: dict[str, Any] = {"container": container, "shared_name": shared_name}
+        if shapes is None or (not isinstance(dtypes, torch.dtype) and None in shapes):
             raise InvalidArgument(f"queue {name} fills elements up, and needs a shape for each of its dtypes")
+        super().__init__(capacity, dtypes, shapes, name, kind="padding", **where)
 
 
 class PriorityQueue(TensorQueue):
@@ -222,8 +241,9 @@ class PriorityQueue(TensorQueue):
 
     def __init__(
         self, capacity: int, dtypes: torch.dtype | Sequence[torch.dtype], shapes: Any = None, *,
-        name: str = "priority_queue",
+        name: str = "priority_queue", container: str = "", shared_name: str | None = None,
     ) -> None:  # fmt: skip
         kinds = [dtypes] if isinstance(dtypes, torch.dtype) else list(dtypes)
         given = [shapes] if isinstance(dtypes, torch.dtype) else [None] * len(kinds) if shapes is None else list(shapes)
-        super().__init__(capacity, [torch.int64, *kinds], [(), *given], name, kind="priority")
+        where: dict[str, Any] = {"container": container, "shared_name": shared_name}
+        super().__init__(capacity, [torch.int64, *kinds], [(), *given], name, kind="priority", **where)
