@@ -30,6 +30,7 @@ from tfnb.interrupts import handled
 from tfnb.recording import Tensor
 from tfnb.session import Session, default_session
 from tfnb.state.batch_order import Arrays
+from tfnb.state.input_sources import Source
 from tfnb.structures import graph_of, value_of
 from tfnb.train.batches import Batch, Batches, batches, name_of
 from tfnb.train.metrics import Metrics
@@ -90,18 +91,20 @@ class RunResult:
 
 
 def fit(
-    fetch: Any, data: Any, *, epochs: int = 1, steps: int | None = None, batch_size: int | None = None,
-    shuffle: bool = True, seed: int = 0, watch: Any = (), mode: Any = "sync", backup: int = 0,
-    staleness: int | None = None, timeout: float | None = None,
+    fetch: Any, data: Any, *, feeds: Any = None, epochs: int = 1, steps: int | None = None,
+    batch_size: int | None = None, shuffle: bool = True, seed: int = 0, watch: Any = (), mode: Any = "sync",
+    backup: int = 0, staleness: int | None = None, timeout: float | None = None,
 ) -> RunResult:  # fmt: skip
     """Run ``fetch`` once for each batch of ``data``.
 
     fetch: usually what ``minimize`` gave. data: ``{placeholder: array}`` with rows on axis 0, or an iterable of feed
-    dicts. An array is of torch or NumPy, or a Dask array, bag, dataframe or column of one: its chunks are computed and
-    kept on the workers of a connected cluster, whose tasks read them there; without a cluster, up to 4 GiB are
-    computed here. epochs: passes over the data. steps: so many steps in all instead. batch_size: rows of a step over
-    all tasks (32). shuffle, seed: another order in each epoch, the same in each call. watch: scalars to follow, or a
-    dict of names. timeout in seconds.
+    dicts, or of other items such as those of a DataLoader: ``feeds=(x, y)`` says what the parts of a tuple are fed to,
+    ``feeds={"image": x}`` those of a dict. The position of a `tfnb.Source` is saved by `Session.save`.
+    An array is of torch or NumPy, or a Dask array, bag, dataframe or column of one: its chunks are computed and kept
+    on the workers of a connected cluster, whose tasks read them there; without a cluster, up to 4 GiB are computed
+    here. epochs: passes over the data. steps: so many steps in all instead. batch_size: rows of a step over all tasks
+    (32). shuffle, seed: another order in each epoch, the same in each call. watch: scalars to follow, or a dict of
+    names. timeout in seconds.
 
     How the tasks of a connected cluster work together (here every mode is the same loop): ``mode="sync"`` divides the
     rows of a step over them and averages their gradients by rows, which equals the run here for a loss that is a mean
@@ -129,7 +132,9 @@ def fit(
     names, watched = _watched(watch, session)
     if session.cluster is not None:
         data = session.cluster.in_chunks(data, timeout)
-    source = batches(data, epochs=epochs, steps=steps, batch_size=batch_size, shuffle=shuffle, seed=seed)
+    source = batches(data, epochs=epochs, steps=steps, batch_size=batch_size, shuffle=shuffle, seed=seed, feeds=feeds)
+    if isinstance(data, Source):
+        session.reads(data)
     run = _Run(Metrics(names), _front(source.total, session.graph.name), timeout, session.cluster)
     if session.cluster is None:
         taken = _here(session, fetch, watched, source, run)

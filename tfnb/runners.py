@@ -16,6 +16,7 @@ from weakref import WeakSet
 from tfnb.errors import Cancelled, FailedPrecondition, InvalidArgument, OutOfRange, QueueClosed
 from tfnb.recording import Operation
 from tfnb.session import Session, run
+from tfnb.state.input_sources import Source
 from tfnb.state.queue_operations import machine_of
 from tfnb.state.queues import TensorQueue
 from tfnb.state.waits import WAITS
@@ -109,14 +110,15 @@ class Coordinator:
 
 
 class QueueRunner:
-    """Runs operations that put elements into a queue again and again, each in a thread of its own.
+    """Runs operations that put elements into a queue again and again, or puts those of sources, each in its own thread.
 
     It starts by itself when somebody has to wait for an element of the queue, or by `start`. An operation is done when
     it raises OutOfRange: its input is at its end. When all are done the queue is closed, so that who takes elements
     gets those that are left and then OutOfRange. Any other error stops the coordinator and closes the queue; it is
     raised by ``coordinator.join()``, and is the cause of the OutOfRange.
 
-    enqueue_ops: recorded enqueues, one for each thread. session: that runs them, by default that of `tfnb.run`.
+    enqueue_ops: recorded enqueues, or a `tfnb.Source` whose elements are put; one for each thread. session: that runs
+    them, by default that of `tfnb.run`.
 
     >>> import torch, tfnb
     >>> names, letters = (tfnb.FIFOQueue(5, torch.int64, (), name=name) for name in ("names", "letters"))
@@ -131,7 +133,7 @@ class QueueRunner:
     """
 
     def __init__(
-        self, queue: TensorQueue, enqueue_ops: Sequence[Operation], *, coordinator: Coordinator | None = None,
+        self, queue: TensorQueue, enqueue_ops: Sequence[Operation | Source], *, coordinator: Coordinator | None = None,
         session: Session | None = None,
     ) -> None:  # fmt: skip
         self.queue, self.enqueue_ops = queue, tuple(enqueue_ops)
@@ -172,11 +174,18 @@ class QueueRunner:
         for thread in self.threads:
             thread.start()
 
-    def _loop(self, op: Operation) -> None:
+    def _put(self, op: Operation | Source) -> None:
+        if isinstance(op, Source):
+            element = op.read()
+            self.queue.enqueue(tuple(element) if isinstance(element, list) else element)
+        else:
+            self._run(op)
+
+    def _loop(self, op: Operation | Source) -> None:
         """One operation, until its input ends, the queue is closed, or a stop is asked for."""
         try:
             while not self.coordinator.should_stop():
-                self._run(op)
+                self._put(op)
         except OutOfRange:
             pass  # the end of its input
         except BaseException as error:

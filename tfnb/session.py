@@ -46,6 +46,7 @@ from tfnb.recording.marks.notes import user_level
 from tfnb.state import checkpoint
 from tfnb.state.batch_order import Arrays, Rows
 from tfnb.state.chunks import Chunked, like
+from tfnb.state.input_sources import Source
 from tfnb.state.queue_machine import give_back
 from tfnb.state.run_numbers import RunNumbers
 from tfnb.step import Step
@@ -143,6 +144,8 @@ class Session:
         self._cluster = cluster
         self._prepared: dict[Any, _Prepared] = {}
         self._runs = RunNumbers()
+        self._sources: dict[str, Source] = {}
+        self._positions: dict[str, dict[str, int]] = {}  # restored, of sources that it does not know yet
         self._running: set[Running] = set()
         self._closed = False
         self._trace: Trace | Tracer | None = None  # of the last traced run
@@ -550,20 +553,24 @@ class Session:
     # -- files ----------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
-        """Write the graph's variables and the position of its random streams to one safetensors file."""
+        """Write the graph's variables, and the positions of its random streams and sources, to one safetensors file."""
         contents = self.graph.contents
         variables = contents.variables
         with nullcontext() if self.cluster is not None else LOCKS.read(*variables.values()):  # no step in between
             values = {label: variable.value() for label, variable in variables.items()}
             streams = {"seed": self.graph.seed, "runs": self._runs.next}
-        about = {"graph": self.graph.name, "graph_hash": graph_hash(contents), "streams": streams}
+            sources = self._positions | {name: source.position for name, source in self._sources.items()}
+        hashed = graph_hash(contents)
+        about = {"graph": self.graph.name, "graph_hash": hashed, "streams": streams, "sources": sources}
         checkpoint.save(path, values, about)
 
     def restore(self, path: str | Path, *, strict: bool = True, mapping: Mapping[str, str] | None = None) -> Session:
         """Assign the variables from a file, all or none; returns the session.
 
         Random nodes draw what they would have drawn after the save: the graph takes the seed, the session its number
-        of runs. strict: a variable missing in the file is an error. mapping: label here -> key in the file. Raises
+        of runs. Sources go on from their saved positions.
+
+        strict: a variable missing in the file is an error. mapping: label here -> key in the file. Raises
         CheckpointCorrupt, NotFound or CheckpointIncompatible, with nothing assigned.
         """
         tensors, about = checkpoint.load(path)
@@ -574,7 +581,24 @@ class Session:
                 labels[label].set(tensor)
         if streams := about.get("streams"):
             self.graph.seed, self._runs.next = streams["seed"], streams["runs"]
+        self._positions |= about.get("sources", {})
+        for source in self._sources.values():
+            self.reads(source)
         return self
+
+    def reads(self, source: Source) -> None:
+        """Keep the position of a source in `save`; one that was restored under its name counts now.
+
+        `fit` does this for its data; where a queue or a loop of one's own is fed, call it once.
+        Raises InvalidArgument where another source of that name is known.
+        """
+        if self._sources.setdefault(source.name, source)._root is not source._root:
+            raise InvalidArgument(
+                f"this session reads another source named {source.name!r}: their positions are saved by name, so give "
+                "each a name= of its own"
+            )
+        if (position := self._positions.pop(source.name, None)) is not None:
+            source.seek(position)
 
     def status(self) -> list[str]:
         """For each signature run here and each choice of feed sizes, which code runs and why."""

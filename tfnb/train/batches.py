@@ -48,9 +48,12 @@ class Batches:
 
 def batches(
     data: Any, *, epochs: int = 1, steps: int | None = None, batch_size: int | None = None, shuffle: bool = True,
-    seed: int = 0,
+    seed: int = 0, feeds: Any = None,
 ) -> Batches:  # fmt: skip
     """Batches of ``data``: ``{key: array}`` with rows on axis 0, or an iterable of feed dicts.
+
+    feeds: what the parts of an item are fed to, where items are no feed dicts: one key, several for a tuple or list,
+    or a dict from the keys of an item, whose other entries are left out.
 
     epochs: passes over the data; the last batch of a pass may be short. steps: so many batches in all instead, over
     as many passes as it takes. batch_size: rows of arrays in a batch, 32 unless given. A value without an axis is fed
@@ -59,12 +62,14 @@ def batches(
     _at_least_one(epochs=epochs, steps=steps, batch_size=batch_size)
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
         raise InvalidArgument(f"seed must be an int, not {seed!r}: the order of the rows depends on it alone")
+    if isinstance(data, Mapping) and feeds is not None:
+        raise InvalidArgument("feeds= is for an iterable of batches: {placeholder: array} says what each array feeds")
     if isinstance(data, Mapping):  # plain numbers and a bool: a cluster is told of them
         size, total = int(batch_size or DEFAULT_BATCH), None if steps is None else int(steps)
         return _of_arrays(data, int(epochs), total, size, bool(shuffle), int(seed))
     if batch_size is not None:
         raise InvalidArgument(f"batch_size={batch_size} is for arrays: an iterable of feed dicts is in batches already")
-    return _of_feeds(data, epochs, steps)
+    return _of_feeds(data, feeds, epochs, steps)
 
 
 def _at_least_one(**counts: int | None) -> None:
@@ -145,7 +150,7 @@ def name_of(key: Any) -> str:
 # -- feed dicts -----------------------------------------------------------------------------------------------------
 
 
-def _of_feeds(data: Any, epochs: int, steps: int | None) -> Batches:
+def _of_feeds(data: Any, keys: Any, epochs: int, steps: int | None) -> Batches:
     if not isinstance(data, Iterable):
         raise InvalidArgument(f"data is {{placeholder: array}} or an iterable of feed dicts, not {type(data).__name__}")
     is_spent = iter(data) is data
@@ -164,17 +169,36 @@ def _of_feeds(data: Any, epochs: int, steps: int | None) -> Batches:
             found = False
             for number, feeds in enumerate(data):
                 found = True
-                yield _fed(epoch, number, feeds)
+                yield _fed(epoch, number, feeds if keys is None else _assigned(keys, number, feeds))
             if not found:
                 return
 
     return Batches(islice(each(), steps), steps or (length and length * epochs))
 
 
+def _assigned(keys: Any, number: int, item: Any) -> dict[Any, Any]:
+    """An item of a DataLoader as a feed dict."""
+    if isinstance(keys, Mapping):
+        if not isinstance(item, Mapping) or not keys.keys() <= item.keys():
+            has = ", ".join(map(repr, item)) if isinstance(item, Mapping) else f"no keys, it is {type(item).__name__}"
+            raise InvalidArgument(f"feeds takes {', '.join(map(repr, keys))} of item {number} of data, which has {has}")
+        return {key: item[name] for name, key in keys.items()}
+    names = tuple(keys) if isinstance(keys, (tuple, list)) else (keys,)
+    parts = tuple(item) if isinstance(item, (tuple, list)) else (item,)
+    if len(names) != len(parts) or isinstance(item, Mapping):
+        shown = f"a dict of {', '.join(map(repr, item))}" if isinstance(item, Mapping) else f"{len(parts)} parts"
+        raise InvalidArgument(
+            f"item {number} of data is {shown}, and feeds names {len(names)}: "
+            "give one key for each part, or a dict such as {'image': x, 'label': y}"
+        )
+    return dict(zip(names, parts, strict=True))
+
+
 def _fed(epoch: int, number: int, feeds: Any) -> Batch:
     if not isinstance(feeds, Mapping):
         raise InvalidArgument(
-            f"item {number} of data is {type(feeds).__name__}, not a feed dict such as {{x: images, y: labels}}"
+            f"item {number} of data is {type(feeds).__name__}, not a feed dict such as {{x: images, y: labels}}; "
+            "say with feeds=(x, y) what its parts are fed to"
         )
     values = tuple(feeds.values())
     rows = next((len(v) for v in values if getattr(v, "ndim", 0)), 1)

@@ -1,0 +1,209 @@
+"""Sources with a position: iterables, DataLoaders and files; into `fit` and queues; taken up again after a restore."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
+
+import tfnb
+from tfnb.errors import DataLoss, InvalidArgument, NotFound, OutOfRange
+from tfnb.state.input_sources import Source
+
+
+def plain(element: Any) -> Any:
+    if isinstance(element, torch.Tensor):
+        return element.tolist()
+    return [plain(e) for e in element] if isinstance(element, (list, tuple)) else element
+
+
+def assert_taken_up_anywhere(make: Any, passes: int = 2) -> None:
+    """From every position the rest is that of a run without a break; positions are JSON."""
+    whole, places = [], []
+    source = make()
+    for _ in range(passes):
+        places.append((len(whole), source.position))
+        for element in source:
+            whole.append(plain(element))
+            places.append((len(whole), source.position))
+        source.rewind()
+    for done, position in places:
+        again, found = make(), []
+        again.seek(json.loads(json.dumps(position)))
+        while again.position["epoch"] < passes:
+            found += [plain(element) for element in again]
+            again.rewind()
+        assert found == whole[done:], position
+
+
+@given(st.lists(st.integers(), max_size=7), st.integers(1, 4))
+def test_a_list_in_batches_is_taken_up_anywhere(numbers: list[int], size: int) -> None:
+    numbers = [n % 1000 for n in numbers]
+    assert_taken_up_anywhere(lambda: Source(numbers).map(lambda n: n + 1).batch(size))
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_shuffled_loader_is_taken_up_anywhere_in_its_order(own: bool) -> None:
+    data = TensorDataset(torch.arange(10), torch.arange(10) * 2)
+
+    def make() -> Source:
+        return Source(DataLoader(data, 3, shuffle=True, generator=torch.Generator() if own else None), seed=5)
+
+    state = torch.get_rng_state()
+    assert_taken_up_anywhere(make)
+    assert torch.equal(torch.get_rng_state(), state)
+    first, second = ([plain(e) for e in s] for s in [make()] * 2)
+    assert first != second, "each pass has an order of its own"
+
+
+@given(st.lists(st.lists(st.text(st.characters(exclude_characters="\r\n", codec="utf-8"))), min_size=1, max_size=3))
+def test_lines_are_those_of_the_files_and_are_taken_up_anywhere(files: list[list[str]]) -> None:
+    for number, lines in enumerate(files):
+        with fsspec.open(f"memory://lines/{number}.txt", "wb") as file:
+            file.write("".join(f"{line}\n" for line in ["head", *lines]).encode())
+    urls = [f"memory://lines/{number}.txt" for number in range(len(files))]
+    assert list(tfnb.TextLineReader(urls, skip_header_lines=1)) == [line for lines in files for line in lines]
+    assert_taken_up_anywhere(lambda: tfnb.TextLineReader(urls, skip_header_lines=1))
+
+
+def test_compressed_files_are_taken_up_anywhere(tmp_path: Path) -> None:
+    with gzip.open(tmp_path / "a.txt.gz", "wt") as file:
+        file.write("one\ntwo\r\nthree")
+    assert list(tfnb.TextLineReader(str(tmp_path / "*.gz"))) == ["one", "two", "three"]
+    assert_taken_up_anywhere(lambda: tfnb.TextLineReader(str(tmp_path / "a.txt.gz")))
+
+
+def test_records_without_header_and_footer(tmp_path: Path) -> None:
+    for name, content in (("a.bin", b"H\x01\x02\x03\x04F"), ("b.bin", b"H\x05\x06F"), ("c.bin", b"HF")):
+        (tmp_path / name).write_bytes(content)
+
+    def make() -> Source:
+        return tfnb.FixedLengthRecordReader(f"file://{tmp_path}/*.bin", 2, header_bytes=1, footer_bytes=1)
+
+    assert plain(list(make())) == [[1, 2], [3, 4], [5, 6]]
+    assert_taken_up_anywhere(make)
+
+
+def test_whole_files(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"\x01\x02")
+    (tmp_path / "b").write_bytes(b"")
+    found = [(Path(url).name, content.tolist()) for url, content in tfnb.WholeFileReader(str(tmp_path / "*"))]
+    assert found == [("a", [1, 2]), ("b", [])]
+    assert_taken_up_anywhere(lambda: tfnb.WholeFileReader(str(tmp_path / "*")))
+
+
+def test_the_end_is_out_of_range_and_a_failure_is_not_the_end(tmp_path: Path) -> None:
+    source = Source([1], name="one")
+    source.read()
+    for _ in range(2):
+        with pytest.raises(OutOfRange, match="one is at its end, after 1 elements"):
+            source.read()
+    (tmp_path / "a.bin").write_bytes(b"\x01\x02\x03")
+    records = tfnb.FixedLengthRecordReader(str(tmp_path / "a.bin"), 2)
+    records.read()
+    for _ in range(2):
+        with pytest.raises(DataLoss, match=r"a\.bin ends within a record: 1 of 2 bytes at byte 2"):
+            records.read()
+    (tmp_path / "a.bin").write_bytes(b"\x01\x02\x03\x04")
+    assert records.read().tolist() == [3, 4]
+
+
+def test_bad_input_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=r"iterated only once.*pass a list"):
+        Source(iter([1]))
+    with pytest.raises(InvalidArgument, match="a position has epoch, count"):
+        Source([1]).seek({"file": 1})
+    with pytest.raises(NotFound, match="no file is at"):
+        tfnb.TextLineReader(str(tmp_path / "none.txt")).read()
+    (tmp_path / "bad.txt").write_bytes(b"good\n\xff\n")
+    lines = tfnb.TextLineReader(str(tmp_path / "bad.txt"))
+    lines.read()
+    with pytest.raises(DataLoss, match=r"bad\.txt, byte 5"):
+        lines.read()
+    shorter = Source([1, 2])
+    shorter.seek({"epoch": 0, "count": 3})
+    with pytest.raises(InvalidArgument, match="has 2 elements now"):
+        shorter.read()
+
+
+def regression() -> tuple[Any, Any, Any, torch.nn.Linear]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    with tfnb.record("regression"):
+        x, y = tfnb.placeholder(torch.ones(4, 3), name="x"), tfnb.placeholder(torch.ones(4, 1), name="y")
+        step = tfnb.train.SGD(0.1).minimize((model(x) - y).square().mean())
+    return x, y, step, model
+
+
+def test_a_loader_feeds_fit_as_tuples_and_as_dicts() -> None:
+    rows = [{"in": torch.randn(3), "out": torch.randn(1), "name": "row"} for _ in range(10)]
+    pairs = [(row["in"], row["out"]) for row in rows]
+    found = []
+    for loader, by in ((DataLoader(pairs, 4), "tuple"), (DataLoader(rows, 4), "dict")):
+        x, y, step, model = regression()
+        feeds = (x, y) if by == "tuple" else {"in": x, "out": y}
+        assert tfnb.fit(step, loader, feeds=feeds, epochs=2).steps == 6
+        found.append(model.weight.detach().clone())
+    assert torch.equal(*found)
+
+
+def test_feeds_that_do_not_fit_the_items_are_named() -> None:
+    x, y, step, _ = regression()
+    for data, feeds, says in (
+        ([(1.0,)], (x, y), "item 0 of data is 1 parts, and feeds names 2"),
+        ([{"a": 1.0}], {"b": x}, "feeds takes 'b' of item 0 of data, which has 'a'"),
+        ([{"a": 1.0}], (x,), "a dict of 'a'"),
+        ([(1.0, 2.0)], None, r"say with feeds=\(x, y\)"),
+        ({x: torch.ones(2, 3)}, (x,), "is for an iterable"),
+    ):
+        with pytest.raises(InvalidArgument, match=says):
+            tfnb.fit(step, data, feeds=feeds)
+
+
+def test_training_goes_on_with_the_data_where_it_was_saved(tmp_path: Path) -> None:
+    data = TensorDataset(torch.randn(20, 3), torch.randn(20, 1))
+
+    def source() -> Source:
+        return Source(DataLoader(data, 3, shuffle=True), name="train")
+
+    x, y, step, model = regression()
+    whole = source()
+    tfnb.fit(step, whole, feeds=(x, y), epochs=3, steps=4)
+    session = tfnb.session.default_session(step.graph)
+    session.save(tmp_path / "v")
+    assert session.save is not None and whole.position == {"epoch": 0, "count": 4}
+    assert tfnb.fit(step, whole, feeds=(x, y), epochs=2).steps == 3 + 7
+    expected = model.weight.detach().clone()
+
+    session.restore(tmp_path / "v")
+    tfnb.fit(step, whole, feeds=(x, y), epochs=2)
+    assert torch.equal(model.weight, expected), "the same session"
+
+    x, y, step, model = regression()
+    tfnb.session.default_session(step.graph).restore(tmp_path / "v")
+    fresh = source()
+    tfnb.fit(step, fresh, feeds=(x, y), epochs=2)
+    assert torch.equal(model.weight, expected), "a new graph, session and loader"
+    with pytest.raises(InvalidArgument, match="another source named 'train'"):
+        tfnb.fit(step, source(), feeds=(x, y))
+
+
+def test_a_source_fills_a_queue_to_its_end() -> None:
+    queue = tfnb.FIFOQueue(2, (torch.int64, torch.int64), ((), ()))
+    loader = DataLoader(TensorDataset(torch.arange(5), torch.arange(5) * 2), batch_size=None)
+    runner = tfnb.QueueRunner(queue, [Source(loader)])
+    with tfnb.record():
+        a, b = queue.dequeue()
+        both = a + b
+    assert [int(tfnb.run(both, timeout=60)) for _ in range(5)] == [0, 3, 6, 9, 12]
+    with pytest.raises(OutOfRange):
+        tfnb.run(both, timeout=60)
+    runner.coordinator.join()
