@@ -39,6 +39,7 @@ _HOME = {
     "tfnb.runners": ("Coordinator", "QueueRunner"),
     "tfnb.session": ("Session", "run"),
     "tfnb.state.conditional_accumulators": ("ConditionalAccumulator", "SparseConditionalAccumulator"),
+    "tfnb.state.lookup_tables": ("HashTable", "MutableHashTable", "string_keys"),
     "tfnb.state.input_sources": ("FixedLengthRecordReader", "Source", "TextLineReader", "WholeFileReader"),
     "tfnb.state.queues": ("FIFOQueue", "PaddingFIFOQueue", "PriorityQueue", "RandomShuffleQueue"),
 }  # fmt: skip

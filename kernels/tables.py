@@ -1,0 +1,41 @@
+"""Tables of sorted keys as pure functions on tensors: insert and remove give new keys and values of the same capacity.
+
+An empty place has the key `EMPTY`, the largest int64, so that all of them stand at the end.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tfnb.kernels.define import op
+
+EMPTY = (1 << 63) - 1
+
+_SAME = "(Tensor keys, Tensor values, Tensor new_keys, Tensor new_values) -> (Tensor, Tensor)"
+
+
+def _alike(keys: Tensor, values: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(keys), torch.empty_like(values)
+
+
+@op(_SAME, _alike)
+def table_insert(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor) -> tuple[Tensor, Tensor]:
+    """The table with these rows, too; of equal keys the last counts. Raises ValueError where there is no room."""
+    all_keys = torch.cat([keys, new_keys.flatten()])
+    all_values = torch.cat([values, new_values.reshape(-1, *values.shape[1:])])
+    ordered, order = torch.sort(all_keys, stable=True)
+    is_last = torch.ones_like(ordered, dtype=torch.bool)
+    is_last[:-1] = ordered[1:] != ordered[:-1]
+    kept, places = torch.sort(ordered.masked_fill(~is_last, EMPTY), stable=True)
+    found = int((kept != EMPTY).sum())
+    if found > len(keys):
+        raise ValueError(f"the table has a capacity of {len(keys)} keys and would have {found}: give it a larger one")
+    return kept[: len(keys)].clone(), all_values[order[places]][: len(keys)].clone()
+
+
+@op("(Tensor keys, Tensor values, Tensor gone) -> (Tensor, Tensor)", _alike)
+def table_remove(keys: Tensor, values: Tensor, gone: Tensor) -> tuple[Tensor, Tensor]:
+    """The table without these keys; those that it lacks do nothing."""
+    kept, places = torch.sort(keys.masked_fill(torch.isin(keys, gone), EMPTY), stable=True)
+    return kept, values[places]

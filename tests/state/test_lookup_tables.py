@@ -1,0 +1,112 @@
+"""Lookup tables against a dict: static and mutable, at once and in graphs, saved and restored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tfnb
+from tfnb.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, ShapeError
+
+keys = st.integers(-(2**62), 2**62) | st.integers(-3, 3)
+
+
+def test_a_hundred_thousand_keys_are_those_of_a_dict() -> None:
+    generator = torch.Generator().manual_seed(0)
+    known = torch.randint(-(2**62), 2**62, (100_000,), generator=generator).unique()
+    values = torch.randn(len(known), 2, generator=generator)
+    table = tfnb.HashTable(known[torch.randperm(len(known), generator=generator)].sort().values, values, 0.5)
+    asked = torch.cat([known[::3], known[::7] + 1])
+    reference = dict(zip(known.tolist(), values.tolist(), strict=True))
+    assert table.lookup(asked).tolist() == [reference.get(key, [0.5, 0.5]) for key in asked.tolist()]
+    assert int(table.size()) == len(known)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.lists(keys, max_size=4)), max_size=8), st.lists(keys, max_size=6))
+def test_inserts_and_removes_follow_a_dict(moves: list[tuple[bool, list[int]]], asked: list[int]) -> None:
+    table, reference, number = tfnb.MutableHashTable(6, default=-1), dict[int, int](), 0
+    for is_insert, some in moves:
+        some_keys = torch.tensor(some, dtype=torch.int64)
+        if not is_insert:
+            table.remove(some_keys)
+            for key in some:
+                reference.pop(key, None)
+            continue
+        numbers = [number := number + 1 for _ in some]
+        after = reference | dict(zip(some, numbers, strict=True))
+        if len(after) > 6:
+            with pytest.raises(ResourceExhausted, match=f"capacity of 6 keys and would have {len(after)}"):
+                table.insert(some_keys, torch.tensor(numbers, dtype=torch.int64))
+        else:
+            table.insert(some_keys, torch.tensor(numbers, dtype=torch.int64))
+            reference = after
+    found = table.lookup(torch.tensor(asked, dtype=torch.int64)).tolist()
+    assert found == [reference.get(key, -1) for key in asked]
+    known, values = table.export()
+    assert dict(zip(known.tolist(), values.tolist(), strict=True)) == reference and known.tolist() == sorted(reference)
+    other = tfnb.MutableHashTable(9, default=-1)
+    other.insert([5], [5])
+    other.load(known, values)
+    assert all(map(torch.equal, other.export(), (known, values)))
+
+
+def graph_of_a_table() -> tuple[tfnb.MutableHashTable, tfnb.Graph, Any, Any]:
+    table = tfnb.MutableHashTable(4, default=0.0, name="seen")
+    with tfnb.record("tables") as graph:
+        k = tfnb.placeholder(torch.tensor([1, 2, 3]), name="k")
+        v = tfnb.placeholder(torch.tensor([0.1, 0.2, 0.3]), name="v")
+        before = table.lookup(k)
+        put = table.insert(k, v)
+        after = table.lookup(k)
+    return table, graph, put, [before, after]
+
+
+def test_in_a_graph_reads_see_the_writes_above_them(tmp_path: Path) -> None:
+    table, graph, put, found = graph_of_a_table()
+    assert int(table.size()) == 0, "recording inserts nothing"
+    feeds = {"k": torch.tensor([5, 5]), "v": torch.tensor([1.0, 2.0])}
+    before, after = tfnb.run(found, feeds)
+    assert (before.tolist(), after.tolist()) == ([0.0, 0.0], [2.0, 2.0])
+    session = tfnb.Session(graph)
+    session.save(tmp_path / "v")
+    table.insert([6], [3.0])
+    session.restore(tmp_path / "v")
+    assert [t.tolist() for t in table.export()] == [[5], [2.0]]
+    with pytest.raises(Exception, match="capacity of 4 keys and would have 6"):
+        tfnb.run(put, {"k": torch.arange(10, 15), "v": torch.ones(5)})
+    assert int(table.size()) == 1, "nothing changed"
+
+
+def test_vocabulary_files_and_buckets(tmp_path: Path) -> None:
+    (tmp_path / "words.txt").write_text("the\nä\nzebra\n")
+    table = tfnb.HashTable.from_file(str(tmp_path / "words.txt"), num_oov_buckets=3)
+    assert table.lookup(["zebra", "the", "ä"]).tolist() == [2, 0, 1]
+    others = table.lookup([f"word {i}" for i in range(50)])
+    assert set(others.tolist()) == {3, 4, 5}
+    plain = tfnb.HashTable.from_file(f"file://{tmp_path}/words.txt", default=7)
+    assert plain.lookup("none").tolist() == 7
+    with tfnb.record():
+        words = tfnb.placeholder(tfnb.string_keys(["the", "ä"]))
+        numbers = table.lookup(words)
+    assert tfnb.run(numbers, {words: tfnb.string_keys(["zebra", "ä", "the"])}).tolist() == [2, 1, 0]
+
+
+def test_bad_input_says_what_to_do() -> None:
+    with pytest.raises(FailedPrecondition, match="key 'a' has two values"):
+        tfnb.HashTable(["a", "b", "a"], [1, 2, 3])
+    assert int(tfnb.HashTable(["a", "b", "a"], [1, 2, 1]).size()) == 2
+    with pytest.raises(ShapeError, match="2 keys need as many values"):
+        tfnb.HashTable([1, 2], [1])
+    with pytest.raises(InvalidArgument, match=r"int64 keys, these are torch.float32.*string_keys"):
+        tfnb.HashTable([1, 2], [1, 2]).lookup(torch.ones(2))
+    with pytest.raises(InvalidArgument, match="num_oov_buckets"):
+        tfnb.HashTable([1, 2], [0.1, 0.2], num_oov_buckets=2)
+    with pytest.raises(InvalidArgument, match="capacity"):
+        tfnb.MutableHashTable(0, 1)
+    with pytest.raises(InvalidArgument, match="values, these are"):
+        tfnb.MutableHashTable(2, 1).insert([1], torch.ones(1))

@@ -1,0 +1,176 @@
+"""Lookup tables: sorted keys and their values in two Variables, so that they live wherever Variables live.
+
+A look-up is a binary search in ordinary torch code. Keys are int64; a string stands for 63 bits of its BLAKE2 digest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import torch
+
+from tfnb.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, ShapeError
+from tfnb.graph import Variable, current
+from tfnb.kernels.tables import EMPTY
+from tfnb.state.input_sources import TextLineReader
+
+
+def string_keys(strings: str | Iterable[str]) -> torch.Tensor:
+    """The int64 keys that stand for strings: the same in every process.
+
+    >>> string_keys(["a", "b", "a"]).unique().numel(), string_keys("a").shape
+    (2, torch.Size([]))
+    """
+    if isinstance(strings, str):
+        return torch.tensor(_key(strings))
+    return torch.tensor([_key(string) for string in strings], dtype=torch.int64)
+
+
+def _key(string: str) -> int:
+    return int.from_bytes(blake2b(string.encode(), digest_size=8).digest(), "little") % EMPTY
+
+
+class _Table:
+    """What tables have in common; ``lookup`` and ``size`` are recorded in a recording, and immediate outside."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, default: Any, buckets: int, name: str) -> None:
+        self.name, self.num_oov_buckets = name, buckets
+        self._default = torch.as_tensor(default, dtype=values.dtype).expand(values.shape[1:]).clone()
+        self._keys = Variable(keys, name=f"{name}/keys", trainable=False)
+        self._values = Variable(values, name=f"{name}/values", trainable=False)
+
+    def lookup(self, keys: Any) -> torch.Tensor:
+        """The value of each key: ``[*keys.shape, *value shape]``; keys are int64, or strings outside of a recording.
+
+        A key that the table lacks has the default, or with out-of-vocabulary buckets ``size + key % num_oov_buckets``.
+        """
+        wanted = self._taken(keys)
+        known, values = self._keys.read(), self._values.read()
+        at = torch.searchsorted(known, wanted).clamp(max=self._keys.shape[0] - 1)
+        is_found = (known[at] == wanted) & (wanted != EMPTY)
+        if self.num_oov_buckets:
+            other = (known != EMPTY).sum() + torch.remainder(wanted, self.num_oov_buckets)
+            return torch.where(is_found, values[at], other)
+        wide = is_found.reshape([*is_found.shape, *[1] * (len(self._values.shape) - 1)])
+        return torch.where(wide, values[at], self._default)
+
+    def size(self) -> torch.Tensor:
+        """How many keys it has, an int64 number."""
+        return (self._keys.read() != EMPTY).sum()
+
+    def export(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys in rising order, and their values, as they are now."""
+        count = int((self._keys.value() != EMPTY).sum())
+        return self._keys.value()[:count], self._values.value()[:count]
+
+    def _taken(self, keys: Any) -> torch.Tensor:
+        if isinstance(keys, str) or (isinstance(keys, (list, tuple)) and keys and isinstance(keys[0], str)):
+            return string_keys(keys)
+        taken = keys if isinstance(keys, torch.Tensor) else torch.as_tensor(keys)
+        if taken.dtype != torch.int64:
+            raise InvalidArgument(
+                f"table {self.name} has int64 keys, these are {taken.dtype}: convert them, or use tfnb.string_keys"
+            )
+        return taken
+
+
+class HashTable(_Table):
+    """A table that stays as it is made: keys (int64 or strings) to values.
+
+    values: one row for each key. default: the value of other keys. num_oov_buckets: instead of it, other keys go to so
+    many numbers behind the table's, by their key. Raises FailedPrecondition for a key that has two values.
+
+    >>> table = HashTable(["cat", "dog"], [3, 5], default=-1)
+    >>> table.lookup(["dog", "cow"])
+    tensor([ 5, -1])
+    """
+
+    def __init__(
+        self, keys: Any, values: Any, default: Any = -1, *, num_oov_buckets: int = 0, name: str = "table"
+    ) -> None:
+        self.name = name
+        taken, rows = self._taken(keys).flatten(), torch.as_tensor(values)
+        if rows.dim() == 0 or len(rows) != len(taken) or len(taken) == 0:
+            raise ShapeError(f"table {name}: {len(taken)} keys need as many values, and at least 1: {list(rows.shape)}")
+        if num_oov_buckets < 0 or (num_oov_buckets and (rows.dim() > 1 or rows.is_floating_point())):
+            raise InvalidArgument(
+                f"table {name}: num_oov_buckets is at least 0 and goes with integer values, it is {num_oov_buckets!r}"
+            )
+        ordered, order = torch.sort(taken, stable=True)
+        rows = rows[order]
+        twice = ordered[1:] == ordered[:-1]
+        differs = (
+            twice & (rows[1:] != rows[:-1]).flatten(1).any(1) if rows.dim() > 1 else twice & (rows[1:] != rows[:-1])
+        )
+        if differs.any():
+            first = int(order[1:][differs][0])
+            shown = keys[first] if isinstance(keys, (list, tuple)) else int(taken[first])
+            raise FailedPrecondition(f"table {name}: key {shown!r} has two values; a HashTable does not change")
+        is_first = torch.ones_like(ordered, dtype=torch.bool)
+        is_first[1:] = ~twice
+        super().__init__(ordered[is_first], rows[is_first], default, num_oov_buckets, name)
+
+    @classmethod
+    def from_file(
+        cls, url: str, *, default: int = -1, num_oov_buckets: int = 0, name: str = "vocabulary"
+    ) -> HashTable:  # fmt: skip
+        r"""A vocabulary file: one word a line, and its value is the number of the line, from 0. url: as fsspec has it.
+
+        >>> import fsspec
+        >>> with fsspec.open("memory://doc/vocabulary.txt", "w") as file:
+        ...     _ = file.write("the\na\n")
+        >>> HashTable.from_file("memory://doc/vocabulary.txt", num_oov_buckets=1).lookup(["a", "the", "an"])
+        tensor([1, 0, 2])
+        """
+        words = list(TextLineReader(url, name=name))
+        return cls(words, torch.arange(len(words)), default, num_oov_buckets=num_oov_buckets, name=name)
+
+
+class MutableHashTable(_Table):
+    """A table that runs change, of at most ``capacity`` keys; `insert` and `remove` order as writes of Variables do.
+
+    default: the value of keys that it lacks; its dtype and shape are those of all values.
+
+    >>> table = MutableHashTable(4, default=0.0)
+    >>> table.insert([7, 9], [0.5, 1.5])
+    >>> table.lookup([9, 8]), int(table.size())
+    (tensor([1.5000, 0.0000]), 2)
+    """
+
+    def __init__(self, capacity: int, default: Any, *, name: str = "table") -> None:
+        if not isinstance(capacity, int) or capacity < 1:
+            raise InvalidArgument(f"table {name}: the capacity is a number of keys, at least 1, not {capacity!r}")
+        like = torch.as_tensor(default)
+        keys = torch.full((capacity,), EMPTY, dtype=torch.int64)
+        super().__init__(keys, like.expand(capacity, *like.shape).clone(), default, 0, name)
+
+    def insert(self, keys: Any, values: Any) -> Any:
+        """Put values under keys; of equal keys the last counts. In a recording it gives what to fetch.
+
+        Raises ResourceExhausted, with nothing changed, where the table has no room.
+        """
+        taken = self._taken(keys).flatten()
+        rows = values if isinstance(values, torch.Tensor) else torch.as_tensor(values, dtype=self._values.dtype)
+        if rows.dtype != self._values.dtype:
+            raise InvalidArgument(f"table {self.name} has {self._values.dtype} values, these are {rows.dtype}")
+        return self._become(torch.ops.tfnb.table_insert, taken, rows.reshape(-1, *self._values.shape[1:]))
+
+    def remove(self, keys: Any) -> Any:
+        """Take keys out; those that it lacks do nothing."""
+        return self._become(torch.ops.tfnb.table_remove, self._taken(keys).flatten())
+
+    def load(self, keys: Any, values: Sequence[Any] | torch.Tensor) -> Any:
+        """Have these keys and no others, such as those of `export`."""
+        empty = torch.full_like(self._keys.read(), EMPTY)
+        rows = values if isinstance(values, torch.Tensor) else torch.as_tensor(values, dtype=self._values.dtype)
+        return self._become(torch.ops.tfnb.table_insert, self._taken(keys).flatten(), rows, known=empty)
+
+    def _become(self, change: Any, *given: torch.Tensor, known: torch.Tensor | None = None) -> Any:
+        try:
+            keys, values = change(self._keys.read() if known is None else known, self._values.read(), *given)
+        except ValueError as error:
+            raise ResourceExhausted(f"table {self.name}: {error}") from error
+        done = self._keys.assign(keys), self._values.assign(values)
+        return None if current.recording() is None else done
