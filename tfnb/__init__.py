@@ -38,6 +38,7 @@ _HOME = {
     ),
     "tfnb.runners": ("Coordinator", "QueueRunner"),
     "tfnb.session": ("Session", "run"),
+    "tfnb.state.barrier": ("Barrier",),
     "tfnb.state.conditional_accumulators": ("ConditionalAccumulator", "SparseConditionalAccumulator"),
     "tfnb.state.lookup_tables": ("HashTable", "MutableHashTable", "string_keys"),
     "tfnb.state.input_sources": ("FixedLengthRecordReader", "Source", "TextLineReader", "WholeFileReader"),

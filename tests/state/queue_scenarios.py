@@ -23,6 +23,7 @@ GRIDS = {"kind": "padding", "capacity": 10, "dtypes": ["float32"], "shapes": [[N
 GRADS = {"kind": "mean", "dtypes": ["float32"], "shapes": [[2]]}
 ANY_GRADS = {"kind": "mean", "dtypes": ["float32"], "shapes": [None]}
 ROWS = {"kind": "sparse_mean", "dtypes": ["float32"], "shapes": [[5, 1]]}
+BARRIER = {"kind": "barrier", "dtypes": ["float32", "int64"], "shapes": [[], []]}
 RANKS = {"kind": "priority", "capacity": 10, "dtypes": ["float32"], "shapes": [[]]}
 
 
@@ -133,6 +134,36 @@ SCENARIOS: dict[str, tuple[Mapping[str, Any], Sequence[tuple[Any, ...]]]] = {
         ("apply", [1, 2], 0), ("apply", [1, 2, 3], 0), ("count",), ("take_grad", 1), ("apply", [1, 2, 3], 1),
         ("take_grad", 1),
     ]),
+    "parts become tuples": (BARRIER, [
+        ("insert", 0, [7, 5], [0.75, 0.5]), ("size",), ("begun",), ("insert", 1, [5], [50]), ("size",), ("begun",),
+        ("take_keys", 1), ("insert", 1, [7], [70]), ("insert", 0, [5], [0.25]), ("insert", 1, [5], [51]),
+        ("take_keys", 2), ("size",), ("begun",),
+    ]),
+    "tuples come in the order of their keys": (BARRIER, [
+        ("insert", 0, [1, 2, 3], [1, 2, 3]), ("insert", 1, [3], [30]), ("insert", 1, [2, 1], [20, 10]),
+        ("take_keys", 3), ("take_keys", 0),
+    ]),
+    "a part that a key has": (BARRIER, [
+        ("insert", 0, [1], [1]), ("insert", 0, [1], [2]), ("begun",), ("insert", 1, [1], [10]),
+        ("insert", 1, [1], [11]), ("size",), ("begun",),
+    ]),
+    "tuples are waited for": (BARRIER, [
+        ("start", "take_keys", 2), ("insert", 0, [1, 2], [1, 2]), ("insert", 1, [1], [10]), ("insert", 1, [2], [20]),
+        ("join", 0), ("late", "take_keys", 1), ("size",),
+    ]),
+    "a closed barrier takes no new key": (BARRIER, [
+        ("insert", 0, [1, 2], [1, 2]), ("close",), ("insert", 0, [3], [3]), ("begun",), ("insert", 1, [1], [10]),
+        ("size",), ("begun",), ("take_keys", 3), ("size",), ("start", "take_keys", 2), ("insert", 1, [2], [20]),
+        ("join", 0), ("take_keys", 1),
+    ]),
+    "a closed barrier gives what is whole": (BARRIER, [
+        ("insert", 0, [1, 2], [1, 2]), ("insert", 1, [1], [10]), ("close",), ("take_some", 5), ("take_some", 5),
+        ("insert", 1, [2], [20]), ("take_some", 5), ("take_some", 5),
+    ]),
+    "a barrier that is closed and cancelled": (BARRIER, [
+        ("insert", 0, [1, 2], [1, 2]), ("insert", 1, [1], [10]), ("cancel",), ("size",), ("begun",),
+        ("insert", 1, [2], [20]), ("take_keys", 2), ("take_keys", 1), ("take_keys", 1),
+    ]),
     "rows of means": (ROWS, [
         ("apply", [0, 2], [[4], [6]], 0), ("apply", [0], [[8]], 0), ("count",), ("take_grad", 2), ("count",),
         ("apply", [1], [[1]], 0), ("apply", [1, 4], [[1], [2]], 1), ("take_grad", 1),
@@ -180,6 +211,7 @@ class Player:
 def tensorflow_outcomes() -> dict[str, list[Any]]:
     """Of all scenarios, with TensorFlow's queues of graphs."""
     import tensorflow.compat.v1 as tf
+    from tensorflow.python.ops import data_flow_ops
 
     tf.disable_v2_behavior()
     kinds = {
@@ -187,6 +219,7 @@ def tensorflow_outcomes() -> dict[str, list[Any]]:
         "shuffle": lambda a, d: tf.RandomShuffleQueue(a["capacity"], a["least"], d, a["shapes"]),
         "padding": lambda a, d: tf.PaddingFIFOQueue(a["capacity"], d, a["shapes"]),
         "priority": lambda a, d: tf.PriorityQueue(a["capacity"], d, a["shapes"]),
+        "barrier": lambda a, d: data_flow_ops.Barrier(d, a["shapes"]),
         "mean": lambda a, d: tf.ConditionalAccumulator(d[0], a["shapes"][0]),
         "sparse_mean": lambda a, d: tf.SparseConditionalAccumulator(d[0], a["shapes"][0]),
     }
@@ -221,9 +254,15 @@ def tensorflow_outcomes() -> dict[str, list[Any]]:
                     op = {
                         "put": lambda: queue.enqueue(parts), "put_many": lambda: queue.enqueue_many(parts),
                         "take": lambda: queue.dequeue(), "take_many": lambda: queue.dequeue_many(args[0]),
-                        "take_up_to": lambda: queue.dequeue_up_to(args[0]), "size": lambda: queue.size(),
+                        "take_up_to": lambda: queue.dequeue_up_to(args[0]), 
+                        "size": lambda: queue.ready_size() if about["kind"] == "barrier" else queue.size(),
                         "close": lambda: queue.close(), "cancel": lambda: queue.close(cancel_pending_enqueues=True),
                         "apply": lambda: apply(*args), "take_grad": lambda: take_grad(*args),
+                        "insert": lambda: queue.insert_many(
+                            args[0], tf.as_string(tf.constant(args[1], tf.int64)), tf.constant(args[2], dtypes[args[0]])
+                        ),
+                        "take_keys": lambda: queue.take_many(*args), "begun": lambda: queue.incomplete_size(),
+                        "take_some": lambda: queue.take_many(*args, allow_small_batch=True),
                         "set_step": lambda: queue.set_global_step(*args), "count": lambda: queue.num_accumulated(),
                     }[name]()  # fmt: skip
                 found = session.run(op, options=tf.RunOptions(timeout_in_ms=int(timeout * 1000)))
@@ -231,6 +270,9 @@ def tensorflow_outcomes() -> dict[str, list[Any]]:
                 return type(error).__name__.removesuffix("Error")
             except ValueError:
                 return "InvalidArgument"
+            if name in ("take_keys", "take_some"):
+                _, keys, values = found
+                return lists([[int(key) for key in keys], values])
             return lists(found)
 
         return Player(call, lambda thread: time.sleep(0.3)).play(steps)

@@ -32,6 +32,10 @@ OURS: Mapping[str, tuple[list[Any], str]] = {
         [None, None, [[-2, 3, 4], [2.0, 3.0, 1.0]], "OutOfRange"],
         "TensorFlow's PriorityQueue gives no batch that is smaller; ours takes what is left, like all kinds",
     ),
+    "tuples come in the order of their keys": (
+        [None, None, None, [[1, 2, 3], [[1.0, 2.0, 3.0], [10, 20, 30]]], [[], [[], []]]],
+        "TensorFlow gives keys of one insert_many in the order in which they became whole",
+    ),
     "rows named twice": (
         [None, [[1, 3], [[2.0], [5.0]]], None, None, [[1, 3], [[2.0], [4.0]]]],
         "TensorFlow keeps rows apart that one gradient names twice, and adds another gradient to one of them",
@@ -53,6 +57,8 @@ def made(about: Mapping[str, Any]) -> Any:
             return tfnb.PaddingFIFOQueue(capacity, dtypes, shapes)
         case "priority":
             return tfnb.PriorityQueue(capacity, dtypes, shapes)
+        case "barrier":
+            return tfnb.Barrier(dtypes, shapes)
         case "mean":
             return tfnb.ConditionalAccumulator(dtypes, shapes)
         case "sparse_mean":
@@ -82,6 +88,21 @@ def called(queue: Any, name: str, args: tuple[Any, ...], timeout: float | None) 
             return queue.size()
         case "close" | "cancel":
             return queue.close(cancel_pending_enqueues=name == "cancel", **limit)
+        case _:
+            return called_of_others(queue, name, args, limit)
+
+
+def called_of_others(queue: Any, name: str, args: tuple[Any, ...], limit: dict[str, float]) -> Any:
+    """The call of a scenario on a barrier or an accumulator."""
+    match name:
+        case "insert":
+            part, keys, values = args
+            dtype = queue.components[1 + part][0]
+            return queue.insert_many(part, torch.tensor(keys), torch.tensor(values, dtype=dtype), **limit)
+        case "take_keys" | "take_some":
+            return list(queue.take_many(*args, allow_small_batch=name == "take_some", **limit)[1:])
+        case "begun":
+            return queue.incomplete_size()
         case "apply":
             *grad, step = args
             dtype = torch.float32

@@ -12,13 +12,15 @@ class Kind:
     """A kind of queue. options: their names. The last ``kept_back`` components of what is put cannot be taken.
 
     tells: a put tells whether its element was kept. one_length: the tensors of what is taken have as many rows as one
-    another.
+    another. by_parts: an element is put as parts, each with the key, which is the first component; what is taken begins
+    with a number.
     """
 
     options: frozenset[str] = frozenset()
     kept_back: int = 0
     tells: bool = False
     one_length: bool = False
+    by_parts: bool = False
 
 
 QUEUES: Mapping[str, Kind] = {
@@ -27,6 +29,7 @@ QUEUES: Mapping[str, Kind] = {
     "shuffle": Kind(frozenset({"min_after_dequeue", "seed"})),
     "priority": Kind(),
     "mean": Kind(kept_back=1, tells=True),
+    "barrier": Kind(frozenset({"parts"}), by_parts=True),
     "sparse_mean": Kind(frozenset({"rows", "per_row"}), kept_back=1, tells=True, one_length=True),
 }
 """The kinds of queues. Accumulators are two of them: what is taken is a mean of all that was put."""
@@ -54,7 +57,13 @@ class Queue:
     @property
     def gives(self) -> tuple[tuple[Any, tuple[int | None, ...] | None], ...]:
         """Dtype and shape of each tensor of an element that is taken."""
-        return self.components[: len(self.components) - QUEUES[self.kind].kept_back]
+        kind = QUEUES[self.kind]
+        numbered = self.components[:1] if kind.by_parts else ()
+        return (*numbered, *self.components[: len(self.components) - kind.kept_back])
+
+    def puts(self, part: int | None) -> tuple[tuple[Any, tuple[int | None, ...] | None], ...]:
+        """Dtype and shape of each tensor that is put: of an element, or of the key and one of its parts."""
+        return self.components if part is None else (self.components[0], self.components[1 + part])
 
     def __repr__(self) -> str:
         state = "not used yet" if self.machine is None else self.machine.state

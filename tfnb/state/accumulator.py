@@ -15,7 +15,7 @@ import torch
 
 from tfnb.errors import InvalidArgument, ShapeError
 from tfnb.graph import Spec
-from tfnb.state.orders import Element
+from tfnb.state.orders import Element, Whole
 
 
 class Sum(Protocol):
@@ -135,7 +135,7 @@ class Mean(tuple[torch.Tensor, ...]):
     made_of: tuple[Sum, int, float, int]  # the sum, gradients, their weight, the step before
 
 
-class Accumulator:
+class Accumulator(Whole):
     """The weighted mean of gradients. ``step``: gradients computed at an earlier one are dropped.
 
     An element that is put: the tensors of a gradient, the step at which it was computed, and its weight if that is

@@ -15,10 +15,11 @@ from tfnb.graph import Dim, Spec
 from tfnb.graph.queue import Queue
 from tfnb.state.orders import Element
 
+Shape = tuple[int | None, ...] | None
 
-def check_part(queue: Queue, place: int, spec: Spec) -> None:
-    """Raise ShapeError for a tensor that is no such component of an element."""
-    shape = queue.components[place][1]
+
+def check_part(queue: Queue, place: int, shape: Shape, spec: Spec) -> None:
+    """Raise ShapeError for a tensor that is no component of this shape."""
     if shape is not None and not (
         len(shape) == len(spec.shape)
         and all(a is None or isinstance(b, Dim) or a == b for a, b in zip(shape, spec.shape, strict=True))
@@ -26,11 +27,11 @@ def check_part(queue: Queue, place: int, spec: Spec) -> None:
         raise ShapeError(f"component {place} of queue {queue.name} has shape {list(shape)}, and was given {spec}")
 
 
-def check_batch_part(queue: Queue, place: int, spec: Spec) -> None:
+def check_batch_part(queue: Queue, place: int, shape: Shape, spec: Spec) -> None:
     """Raise ShapeError for a tensor whose rows are no such component."""
     if not spec.shape:
         raise ShapeError(f"component {place} of a batch for queue {queue.name} has rows, and {spec} has none")
-    check_part(queue, place, Spec(spec.dtype, spec.shape[1:], spec.device))
+    check_part(queue, place, shape, Spec(spec.dtype, spec.shape[1:], spec.device))
 
 
 def check_lengths(queue: Queue, specs: Sequence[Spec]) -> None:
@@ -42,15 +43,18 @@ def check_lengths(queue: Queue, specs: Sequence[Spec]) -> None:
         )
 
 
-def elements_of(queue: Queue, tensors: Sequence[torch.Tensor], *, many: bool) -> Sequence[Element]:
-    """The elements that tensors are, one or ``many`` with a row each; raises ShapeError."""
+def elements_of(
+    queue: Queue, tensors: Sequence[torch.Tensor], *, many: bool, part: int | None = None
+) -> Sequence[Element]:
+    """The elements that tensors are, one or ``many`` with a row each, or parts of elements; raises ShapeError."""
     specs = [Spec.of(tensor) for tensor in tensors]
-    for place, spec in enumerate(specs):
-        (check_batch_part if many else check_part)(queue, place, spec)
+    for place, (spec, (_, shape)) in enumerate(zip(specs, queue.puts(part), strict=True)):
+        (check_batch_part if many else check_part)(queue, place, shape, spec)
     if not many:
         return [tuple(tensors)]
     check_lengths(queue, specs)
-    return list(zip(*(tensor.unbind(0) for tensor in tensors), strict=True))
+    number = () if part is None else (torch.tensor(part),)
+    return [(*number, *row) for row in zip(*(tensor.unbind(0) for tensor in tensors), strict=True)]
 
 
 def ensure_batches(queue: Queue, what: str, *, takes: bool) -> None:
@@ -71,7 +75,7 @@ def ensure_batches(queue: Queue, what: str, *, takes: bool) -> None:
 def batch_of(queue: Queue, elements: Sequence[Element]) -> tuple[torch.Tensor, ...]:
     """Elements as one tensor for each component, a row for each element."""
     if not elements:
-        return tuple(torch.empty((0, *(size or 0 for size in shape or ())), dtype=d) for d, shape in queue.components)
+        return tuple(torch.empty((0, *(size or 0 for size in shape or ())), dtype=d) for d, shape in queue.gives)
     return tuple(BATCHES[queue.kind](rows) for rows in zip(*elements, strict=True))
 
 
@@ -125,5 +129,6 @@ def padded(rows: Sequence[torch.Tensor]) -> torch.Tensor:
 
 BATCHES: Mapping[str, Callable[[Sequence[torch.Tensor]], torch.Tensor]] = {
     "fifo": stacked, "shuffle": stacked, "priority": stacked, "padding": padded,
+    "barrier": stacked,
 }  # fmt: skip
 """How each kind of queue makes a batch of the rows of one component."""

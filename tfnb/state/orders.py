@@ -7,12 +7,14 @@ Pure; the owner calls with its lock held. Semantics S-77 to S-80.
 from __future__ import annotations
 
 import random
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+
+from tfnb.errors import InvalidArgument
 
 Element = tuple[torch.Tensor, ...]
 
@@ -41,8 +43,32 @@ class Order(Protocol):
     def put_back(self, element: Element, place: int) -> None:
         """An element that was taken comes next again, behind ``place`` others that came back, too."""
 
+    def takes_late(self, elements: Sequence[Element]) -> bool:
+        """Whether these may be put after the queue was closed."""
 
-class Arrival(deque[Element]):
+    def coming(self) -> int:
+        """How many elements may still come when the queue is closed."""
+
+    def cancel(self) -> None:
+        """No element may come any more: the queue was closed, and what was begun is given up."""
+
+
+class Whole:
+    """Elements that are put as a whole: none is to come after a close."""
+
+    def takes_late(self, elements: Sequence[Element]) -> bool:
+        """None."""
+        return False
+
+    def coming(self) -> int:
+        """None."""
+        return 0
+
+    def cancel(self) -> None:
+        """Nothing was begun."""
+
+
+class Arrival(Whole, deque[Element]):
     """First in, first out.
 
     >>> line = Arrival("abc")
@@ -74,7 +100,7 @@ class Arrival(deque[Element]):
         self.insert(place, element)
 
 
-class Shuffled:
+class Shuffled(Whole):
     """Any element may come next, each as likely as the others; ``least`` stay until the queue is closed.
 
     What comes is a function of the seed and of what was done before.
@@ -124,7 +150,7 @@ class Shuffled:
         self._elements.append(element)
 
 
-class Ranked:
+class Ranked(Whole):
     """The element whose first tensor is the smallest number comes next; of equal ones that which came first.
 
     >>> ranked = Ranked()
@@ -178,10 +204,84 @@ class Ranked:
         self._elements.insert(place, element)
 
 
+class Keyed:
+    """Elements that come in parts, under a key: whole ones may be taken, in the order in which their keys came first.
+
+    What is put: the number of a part, the key, the part. What is taken: a number that grows with each new key, the key,
+    all parts. A key may be used again once its element is whole.
+
+    >>> keyed = Keyed(parts=2)
+    >>> [keyed.put(p) for p in [(0, 7, "a"), (0, 5, "b"), (1, 5, "B")]], len(keyed), keyed.coming()
+    ([True, True, True], 1, 1)
+    >>> keyed.put((1, 7, "A")), [(int(at), int(key), *parts) for at, key, *parts in keyed]
+    (True, [(0, 7, 'a', 'A'), (1, 5, 'b', 'B')])
+    """
+
+    noun = "whole elements"
+
+    def __init__(self, parts: int) -> None:
+        self._count = 0
+        self._parts = parts
+        self._begun: dict[int, tuple[int, dict[int, torch.Tensor]]] = {}  # number and parts of each key
+        self._whole: list[tuple[int, Element]] = []  # in the order of their numbers
+
+    def __len__(self) -> int:
+        return len(self._whole)
+
+    def __iter__(self) -> Iterator[Element]:
+        return (element for _, element in self._whole)
+
+    def spare(self, closed: bool, required: int = 1) -> int:
+        """All that are whole."""
+        return len(self)
+
+    def put(self, element: Element) -> bool:
+        """One part more; raises InvalidArgument for a part that its key has."""
+        part, key = int(element[0]), int(element[1])
+        number, found = self._begun.get(key, (self._count, {}))
+        if part in found:
+            raise InvalidArgument(f"key {key} has part {part} already")
+        if key not in self._begun:
+            self._count += 1
+            self._begun[key] = number, found
+        found[part] = element[2]
+        if len(found) == self._parts:
+            del self._begun[key]
+            ends = torch.tensor(number), torch.tensor(key)
+            self.restore([(*ends, *(found[place] for place in range(self._parts)))])
+        return True
+
+    def take(self) -> Element:
+        """The one whose key came first."""
+        return self._whole.pop(0)[1]
+
+    def restore(self, elements: Sequence[Element]) -> None:
+        """Each stands at the place of its key again."""
+        for element in elements:
+            insort(self._whole, (int(element[0]), element), key=lambda found: found[0])
+
+    def put_back(self, element: Element, place: int) -> None:
+        """It stands at the place of its key again."""
+        self.restore([element])
+
+    def takes_late(self, elements: Sequence[Element]) -> bool:
+        """Parts of elements that were begun."""
+        return all(int(key) in self._begun for _, key, _ in elements)
+
+    def coming(self) -> int:
+        """Those that were begun."""
+        return len(self._begun)
+
+    def cancel(self) -> None:
+        """Those that were begun are dropped."""
+        self._begun.clear()
+
+
 ORDERS: Mapping[str, Callable[[Mapping[str, Any]], Order]] = {
     "fifo": lambda options: Arrival(),
     "padding": lambda options: Arrival(),
     "shuffle": lambda options: Shuffled(options["min_after_dequeue"], options["seed"]),
     "priority": lambda options: Ranked(),
+    "barrier": lambda options: Keyed(options["parts"]),
 }
 """The order of each kind of queue, made of the queue's options."""

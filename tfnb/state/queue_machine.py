@@ -201,9 +201,10 @@ class QueueMachine:
             self._end(attempt)
         elif attempt.kind == "close" and attempt.cancel_pending:
             self._cancel_pending()
+            self.elements.cancel()
             self.closed = True
             self._end(attempt)
-        elif self.closed and attempt.line == "enqueue":
+        elif self.closed and attempt.line == "enqueue" and not self._comes_late(attempt):
             self._refuse(attempt)
         else:
             self.lines[attempt.line][attempt] = None
@@ -217,14 +218,23 @@ class QueueMachine:
             self.closed = True
             self._end(put)
             for late in list(self.lines["enqueue"]):
-                self._refuse(late)
+                if not self._comes_late(late):
+                    self._refuse(late)
         elif put is not None and self.size < self.capacity:
             self._put(put)
-        elif take is not None and self.closed:
+        elif take is not None and self.closed and self._gets_no_more(take):
             self._end_short(take)
         else:
             return False
         return True
+
+    def _comes_late(self, attempt: Attempt) -> bool:
+        """Whether an attempt may put something though the queue is closed."""
+        return attempt.kind == "enqueue" and self.elements.takes_late(attempt.elements)
+
+    def _gets_no_more(self, attempt: Attempt) -> bool:
+        """Whether a dequeue on a closed queue, which took all that there was, waits in vain."""
+        return attempt.up_to or len(attempt.taken) + self.elements.coming() < attempt.count
 
     def _take(self, attempt: Attempt, spare: int) -> None:
         """A dequeue takes what it may of ``spare`` elements, and is over when it has all."""

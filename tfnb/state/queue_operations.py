@@ -77,7 +77,8 @@ class QueueHandle(Queue):
 
     def _put(self, parts: Sequence[Any], attrs: Mapping[str, Any]) -> Any:
         """Put an element, or many; whether it was kept, where its kind tells."""
-        kinds = [kind for kind, _ in self.components]
+        components = self.puts(attrs.get("part"))
+        kinds = [kind for kind, _ in components]
         if len(parts) != len(kinds):
             raise InvalidArgument(f"queue {self.name} takes {len(kinds)} tensors, and was given {len(parts)}")
         recorder = current.recording()
@@ -87,8 +88,8 @@ class QueueHandle(Queue):
             return bool(told[0]) if told else None
         recorded = [self._recorded(recorder, part, kind) for part, kind in zip(parts, kinds, strict=True)]
         specs = [tensor.node.outputs[tensor.index] for tensor in recorded]
-        for place, spec in enumerate(specs):
-            (check_batch_part if attrs.get("many") else check_part)(self, place, spec)
+        for place, (spec, (_, shape)) in enumerate(zip(specs, components, strict=True)):
+            (check_batch_part if attrs.get("many") else check_part)(self, place, shape, spec)
         if attrs.get("many"):
             check_lengths(self, specs)
         found = self._recorded_with(recorder, ops.ENQUEUE, recorded, attrs, self._told(recorded))
@@ -108,12 +109,28 @@ class QueueHandle(Queue):
 
     def size(self) -> Any:
         """How many elements it holds."""
+        return self._counted_by({})
+
+    def _counted_by(self, attrs: Mapping[str, Any]) -> Any:
+        """A number of elements, as ``attrs`` say which."""
         recorder = current.recording()
-        if not isinstance(recorder, Recorder):
-            return machine_of(self).size
         with _disable_current_modes():
-            held = torch.tensor(machine_of(self).size)
-        return self._recorded_with(recorder, ops.SIZE, (), {}, [(Spec(torch.int64, ()), held)])[0]
+            held = torch.tensor(_question(attrs)(machine_of(self).elements))
+        if not isinstance(recorder, Recorder):
+            return int(held)
+        return self._recorded_with(recorder, ops.SIZE, (), attrs, [(Spec(torch.int64, ()), held)])[0]
+
+    def close(self, *, cancel_pending_enqueues: bool = False, timeout: float | None = None) -> Operation | None:
+        """No more elements: those that are there can be taken. Waits for the enqueues before it, or cancels them.
+
+        Raises QueueClosed if it is closed, unless it cancels.
+        """
+        attrs = {"cancel_pending_enqueues": cancel_pending_enqueues, **limited(timeout)}
+        recorder = current.recording()
+        if isinstance(recorder, Recorder):
+            return self._recorded_with(recorder, ops.CLOSE, (), attrs)  # type: ignore[no-any-return]
+        self._act("close", attrs)
+        return None
 
     def _recorded_with(
         self, recorder: Recorder, op: str, given: Sequence[Tensor], attrs: Mapping[str, Any],
@@ -211,14 +228,19 @@ def attempt_on(
     tensors: Sequence[torch.Tensor] = (), what: str | None = None,
 ) -> Attempt:  # fmt: skip
     """An operation on a queue as its node's ``attrs`` say, not begun; raises ShapeError for tensors that do not fit."""
-    count = attrs.get("count")
+    count, many, part = attrs.get("count"), attrs.get("many", False), attrs.get("part")
     return Attempt(
         machine_of(queue), kind, then, what=what,
-        elements=elements_of(queue, tensors, many=attrs.get("many", False)) if kind == "enqueue" else (),
+        elements=elements_of(queue, tensors, many=many, part=part) if kind == "enqueue" else (),
         count=1 if count is None else count, up_to=attrs.get("up_to", False), required=attrs.get("required", 1),
         cancel_pending=attrs.get("cancel_pending_enqueues", False),
-        question=partial(Accumulator.set_step, step=int(tensors[0])) if kind == "set_step" else len,
+        question=partial(Accumulator.set_step, step=int(tensors[0])) if kind == "set_step" else _question(attrs),
     )  # fmt: skip
+
+
+def _question(attrs: Mapping[str, Any]) -> Callable[[Any], int]:
+    """What a node that asks for a number of elements asks their order."""
+    return (lambda order: order.coming()) if attrs.get("begun") else len
 
 
 def outcome(queue: Queue, attempt: Attempt, attrs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
@@ -239,6 +261,13 @@ def overdue(attempt: Attempt, timeout: float | None) -> DeadlineExceeded:
     error = DeadlineExceeded(text)
     error.enqueued = attempt.enqueued
     return error
+
+
+def counted(queue: Queue, what: str, n: Any) -> int:
+    """A number of elements; raises InvalidArgument for what is none."""
+    if isinstance(n, bool) or not isinstance(n, int) or n < 0:
+        raise InvalidArgument(f"{what} of queue {queue.name} takes a number of elements, at least 0, not {n!r}")
+    return n
 
 
 def limited(timeout: float | None) -> dict[str, Any]:
@@ -275,7 +304,7 @@ class _Taken:
         return [spec for spec, _ in pairs], [sample for _, sample in pairs]
 
     def _part(self, place: int, sample: torch.Tensor | None) -> tuple[Spec, torch.Tensor | None]:
-        dtype, _ = self.queue.components[place]
+        dtype, _ = self.queue.gives[place]
         axes, sizes = self._axes(place, sample), list[Size]()
         for axis, size in enumerate(axes):
             if size is not None:
@@ -288,10 +317,9 @@ class _Taken:
 
     def _axes(self, place: int, sample: torch.Tensor | None) -> Shape:
         """The sizes of one component, None for those that vary; raises InvalidArgument where nothing tells them."""
-        shape = self.queue.components[place][1]
+        shape = self.queue.gives[place][1]
         if sample is not None:
-            spec = Spec.of(sample)
-            (check_part if self.count is None else check_batch_part)(self.queue, place, spec)
+            (check_part if self.count is None else check_batch_part)(self.queue, place, shape, Spec.of(sample))
         if self.count is not None:
             return (None if self.up_to and self.count else self.count, *(shape or ()))
         if shape is not None:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from tfnb.errors import InvalidArgument, OutOfRange
-from tfnb.graph import current, ops
+from tfnb.graph import current
 from tfnb.recording import Operation, Recorder
 from tfnb.state.elements import ensure_batches
-from tfnb.state.queue_operations import QueueHandle, limited
+from tfnb.state.queue_operations import QueueHandle, counted, limited
 
 
 class TensorQueue(QueueHandle):
@@ -86,18 +86,6 @@ class TensorQueue(QueueHandle):
         attrs = {"count": self._counted("dequeue_up_to", n), "up_to": True, **limited(timeout)}
         return self._one(self._take(sample, attrs))
 
-    def close(self, *, cancel_pending_enqueues: bool = False, timeout: float | None = None) -> Operation | None:
-        """No more elements: those that are there can be taken. Waits for the enqueues before it, or cancels them.
-
-        Raises QueueClosed if it is closed, unless it cancels.
-        """
-        attrs = {"cancel_pending_enqueues": cancel_pending_enqueues, **limited(timeout)}
-        recorder = current.recording()
-        if isinstance(recorder, Recorder):
-            return self._recorded_with(recorder, ops.CLOSE, (), attrs)  # type: ignore[no-any-return]
-        self._act("close", attrs)
-        return None
-
     def __iter__(self) -> Iterator[Any]:
         """Elements until the queue is closed and empty: ``for element in queue``, outside of recordings.
 
@@ -126,10 +114,8 @@ class TensorQueue(QueueHandle):
 
     def _counted(self, what: str, n: Any) -> int:
         """A number of elements; raises InvalidArgument for what is none, and where batches have no shape."""
-        if isinstance(n, bool) or not isinstance(n, int) or n < 0:
-            raise InvalidArgument(f"{what} of queue {self.name} takes a number of elements, at least 0, not {n!r}")
         ensure_batches(self, what, takes=True)
-        return n
+        return counted(self, what, n)
 
 
 class FIFOQueue(TensorQueue):
