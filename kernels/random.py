@@ -7,7 +7,6 @@ take a ``generator`` get one; for the others the default generator is borrowed u
 from __future__ import annotations
 
 import threading
-from functools import cache
 from typing import Any
 
 import torch
@@ -69,31 +68,3 @@ def drawn(op: Any, generator: torch.Generator, args: Any, kwargs: Any) -> Any:
             if not shares:
                 generator.set_state(default.get_state())
             getattr(default, put)(before)
-
-
-@cache
-def drawing_op(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
-    """``op`` as an op of ours that draws from a stream: for compilers, which need a name and a shape rule.
-
-    Its arguments are the run's number (a 0-d tensor), the place of the stream (integers), then those of ``op``.
-
-    >>> draw = drawing_op(torch.ops.aten.rand.default)
-    >>> bool((draw(torch.tensor(1), [7], [3]) == draw(torch.tensor(1), [7], [3])).all())
-    True
-    """
-    namespace, _, rest = str(op._schema).partition("::")
-    name, _, signature = rest.partition("(")
-    own = f"tfnb_random::{namespace}_{name.replace('.', '_')}"
-
-    def draw(run: torch.Tensor, place: list[int], *args: Any, **kwargs: Any) -> Any:
-        tensors = [a for a in args if isinstance(a, torch.Tensor)]
-        device = tensors[0].device if tensors else torch.device(kwargs.get("device") or "cpu")
-        return seeded(op, mix(*place, int(run)), device, args, kwargs)
-
-    def fake(run: torch.Tensor, place: list[int], *args: Any, **kwargs: Any) -> Any:
-        return op(*args, **kwargs)
-
-    torch.library.define(own, f"(Tensor run, int[] place, {signature}")
-    torch.library.impl(own, "CompositeExplicitAutograd", draw)
-    torch.library.register_fake(own, fake)
-    return getattr(torch.ops.tfnb_random, own.partition("::")[2]).default

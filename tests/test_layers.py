@@ -74,9 +74,6 @@ LATE = {
     ("tfnb/datasets.py", "sklearn"): "optional extra [data]",
     ("tfnb/view/export.py", "networkx"): "half a second, for one format of export",
     ("tfnb/execution/tiers/compiled_loops.py", "tfnb.execution.tiers.cpp"): "inductor takes seconds to load",
-    ("tfnb/execution/tiers/inductor.py", "torch"): "inductor takes seconds to load",
-    ("tfnb/execution/tiers/inductor.py", "torch._inductor"): "inductor takes seconds to load",
-    ("tfnb/execution/tiers/inductor.py", "torch._dynamo.convert_frame"): "inductor takes seconds to load",
 }
 
 # Package -> rooms that may import it.

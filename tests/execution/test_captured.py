@@ -5,7 +5,6 @@ The device here is the CPU: capturing keeps a call and the tensors it gave, laun
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,8 +17,6 @@ from torch.nn import functional as F
 import tfnb
 from tfnb.execution import lower
 from tfnb.execution.tiers import captured_steps as captured
-from tfnb.execution.tiers import compiled_loops
-from tfnb.execution.tiers import inductor as compiler
 from tfnb.execution.tiers import tiered as tiers
 from tfnb.execution.tiers.captured_steps import MOST, TRIES, WARM
 from tfnb.structures import value_of
@@ -286,19 +283,6 @@ def test_what_waits_for_the_host_is_not_captured_and_says_why(make: Callable[[An
     assert device().captures == 0
     (status,) = session.status()
     assert "not captured: " in status and why in status
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(compiled_loops.obstacle() is not None, reason="no C++ compiler")
-@pytest.mark.filterwarnings("ignore")  # inductor's own
-def test_compiled_code_is_captured_too_unless_it_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiers, "COMPILED", (compiler.Inductor(),))  # that of devices
-    rows = [4] * (WARM + 4)
-    got, session = losses("now", rows)
-    assert got == pytest.approx(losses("off", rows)[0], rel=1e-5)
-    assert re.fullmatch(r"x \[4, 6\], y \[4\]: compiled; .* s to compile, launched whole", session.status()[0])
-    _, session = losses("now", rows, drop=0.5)
-    assert session.status()[0].endswith(" s to compile, not captured: compiled code draws random numbers")
 
 
 def test_few_calls_are_not_worth_it(auto: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from tfnb.execution.tiers.compiled_loops import obstacle
 from tfnb.execution.tiers.interface import Unfit
 from tfnb.execution.tiers.native import package
 from tfnb.execution.tiers.native.request import NativeRequest, Operand
+from tfnb.execution.tiers.native.segments import SEGMENTS, SegmentedStep
 from tfnb.execution.tiers.native.step_arguments import load_arguments, save_arguments
 from tfnb.execution.tiers.native.tier import NativeStep, loaded
 from tfnb.execution.tiers.native.trial import tried
@@ -251,5 +252,6 @@ def test_attention_and_all_before_a_row_sparse_update_are_one_package() -> None:
             if mode == "now":
                 (prepared,) = session._prepared.values()
                 (sizes,) = prepared.code.tiers._sizes.values()
-                assert isinstance(sizes.forward.code, NativeStep)
+                assert isinstance(sizes.forward.code, SegmentedStep)
+                assert len(sizes.forward.code.package.facts[SEGMENTS]) == 1
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-5)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import tfnb
 from tfnb.errors import Unimplemented
 from tfnb.execution.lowering.program import Program
-from tfnb.execution.tiers import compiled_loops, inductor
+from tfnb.execution.tiers import compiled_loops
 from tfnb.execution.tiers import tiered as tiers
 from tfnb.execution.tiers.agreement import at_other_sizes
 from tfnb.execution.tiers.decompositions import decompositions
@@ -90,9 +90,15 @@ def test_code_that_decides_about_a_size_is_refused() -> None:
     with _sized(examples, axes) as (x, y):
         assert type(x.shape[0]) is not int and type(y.shape[1]) is int  # of two axes of nine one varies
         (x.sum() + y[: x.shape[0]].sum()) / (x.shape[0] * 2)
-    with pytest.raises(Unimplemented, match="sizes cannot vary: tracing it decided"), _sized(examples, axes) as (x, _):
+    with (
+        pytest.raises(Unimplemented, match="sizes cannot vary: tracing it decided"),
+        _sized(examples, axes) as (x, _),
+    ):
         assert x.shape[0] > 4
-    with pytest.raises(Unimplemented, match="sizes cannot vary: tracing it decided"), _sized(examples, axes) as (x, y):
+    with (
+        pytest.raises(Unimplemented, match="sizes cannot vary: tracing it decided"),
+        _sized(examples, axes) as (x, y),
+    ):
         assert x.shape[0] == y.shape[1]
 
 
@@ -153,13 +159,6 @@ def test_steps_of_about_the_same_size_decide_which_code_runs(monkeypatch: pytest
         if "not faster" in mine.session.status()[0]:
             break
         assert time.monotonic() < end
-
-
-def test_a_step_with_more_calls_than_may_be_compiled_here_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inductor, "MOST_CALLS", 10)
-    program = Classifier().program
-    found = inductor.Inductor().made(Request(program, program.forward))
-    assert "calls are too many to compile in this process, at most 10" in str(found)
 
 
 def test_other_sizes_have_rows_of_the_feeds() -> None:

@@ -54,6 +54,14 @@ def cached(request: str) -> PackageFolder | None:
     return PackageFolder(key, folder, facts, True)
 
 
+def remembered(request: str, facts: Mapping[str, Any]) -> PackageFolder:
+    """Keep facts about a request, which may have no code of its own."""
+    key = _key(request)
+    folder = packages().keep(key, packages().draft(), facts)
+    packages().note(key, facts)  # where there was an entry
+    return PackageFolder(key, folder, facts, False)
+
+
 def compiled(
     request: str, write: Callable[[Path], None], build: str, owner: object, *, urgent: bool = False
 ) -> PackageFolder | str:

@@ -358,7 +358,7 @@ class _Lowering:
             updates=tuple((op, kwargs, tuple(lengths)) for op, kwargs, lengths in groups.values()),
             within=tuple(within),
             inner=tuple(self.inner), written=self.in_place.places, donated=self.donated,
-            specs=self._specs(),
+            specs=self._specs(), names={value: at.name for value, at in self.values.items()},
         )  # fmt: skip
 
     def _specs(self) -> dict[str, Spec]:

@@ -47,6 +47,7 @@ class Program:
     written: tuple[int, ...]  # of a loop's body: places of the carried values that it writes in place
     donated: Mapping[fx.Node, Donation]  # what writes into its first argument
     specs: Mapping[str, Spec]  # generated name -> what its value is
+    names: Mapping[Value, str]  # the generated name of each value
     made: Callable[..., tuple[Any, ...]] | None = field(init=False, default=None)  # `forward`, once it was asked for
     quick: Any = field(
         init=False, default=None

@@ -1,7 +1,7 @@
 """Which code a step runs: generated, compiled, captured. Each kind is a tier behind one `interface`.
 
 `tiered` chooses, by `agreement`. `scalarize` (table: `scalar_ops`) writes code with Python's numbers, `native` makes a
-whole step one call, `compiled_loops` loops (`cpp`, `cpp_ops`). `inductor` compiles steps for devices, where
-`captured_steps` launches them whole (`cuda_graphs`), and what has no form in C. `graph_split`, `operand_checks` and
-`decompositions` say what compilers get to see.
+whole step one call, or each straight segment of it (`graph_split`), `compiled_loops` loops (`cpp`, `cpp_ops`).
+`captured_steps` launches generated code whole on devices (`cuda_graphs`). `operand_checks` and `decompositions` say
+what compilers get to see.
 """

@@ -121,14 +121,8 @@ class Captures:
         return None if make is None else cls(make(device), obstacle(program, device))
 
     def made(self, request: Request) -> Forward | str:
-        """The code of another tier, captured after a few steps."""
-        program, forward = request.program, request.forward
-        if getattr(forward, "writes", False):
-            return "it is one call already"
-        compiled = forward not in (program.forward, getattr(program.quick, "forward", None))
-        if compiled and self.why_not is None and _drawings(program.module.graph):
-            return "compiled code draws random numbers"
-        return self.why_not or Captured(program, forward, self, compiled=compiled)
+        """Generated code, captured after a few steps."""
+        return self.why_not or Captured(request.program, request.forward, self)
 
     def claim(self) -> bool:
         """Whether this thread may launch: it is the first one that asks."""
@@ -190,16 +184,14 @@ class Launch:
 class Captured:
     """Code of one choice of sizes that is captured after a few steps; called as the code is.
 
-    forward: what runs before that, and where it cannot be captured. compiled: that is what is captured, and at once,
-    since it ran before; else the program's own code is.
+    forward: what runs before that, and where it cannot be captured.
     """
 
-    def __init__(self, program: Program, forward: Forward, captures: Captures, *, compiled: bool = False) -> None:
+    def __init__(self, program: Program, forward: Forward, captures: Captures) -> None:
         self.program, self.forward, self.captures = program, forward, captures
         self.why_not: str | None = None
-        self._compiled, self._code = compiled, forward if compiled else program.forward
         self._launch: Launch | None = None
-        self._steps, self._tries = WARM if compiled else 0, 0
+        self._steps, self._tries = 0, 0
         self._moves: Counter[int] = Counter()
 
     @property
@@ -253,7 +245,7 @@ class Captured:
         device = self.captures.device
         buffers = {at: torch.empty_like(args[at]).copy_(args[at]) for at in self._taken() if self._is_copied(at)}
         static = [buffers.get(at, arg) for at, arg in enumerate(args)]
-        wanted = device.warm(lambda: self._code(*static))
+        wanted = device.warm(lambda: self.program.forward(*static))
         code, draws = self._with_generators()
         for draw in draws:
             draw.seed(args[-1])
@@ -278,8 +270,8 @@ class Captured:
     def _with_generators(self) -> tuple[Forward, tuple[Seeded, ...]]:
         """The code with a generator for each random op."""
         module = self.program.module
-        if self._compiled or not _drawings(module.graph):
-            return self._code, ()
+        if not _drawings(module.graph):
+            return self.program.forward, ()
         graph, copies, draws = fx.Graph(), dict[fx.Node, fx.Node](), list[Seeded]()
         returned: Any = graph.graph_copy(module.graph, copies)
         for node in _drawings(module.graph):

@@ -1,55 +1,64 @@
-"""Generated code in two halves: what a compiler takes whole, and what comes behind nodes that it does not take.
+"""A step that is no single straight piece, as segments that a compiler takes, and generated code between them.
 
-Row-sparse gradients end a step so: how many rows there are, only the indices tell. Everything before is static.
+Each segment is a program of its own, from the values that cross into it to those that are taken outside of it. Views
+never cross: whoever takes one makes it.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
+from typing import Any
 
 from torch import fx
 
-from tfnb.execution.lowering.lower import _evaluated
+from tfnb.errors import Unimplemented
+from tfnb.execution.lowering.control_flow_code import Loop
+from tfnb.execution.lowering.lower import _evaluated, lower_optimized
 from tfnb.execution.lowering.program import Program, unwritten
-from tfnb.graph import Dim
-from tfnb.passes import feed_symbols
+from tfnb.graph import Contents, Dim, Graph, Node, Value, ops
+from tfnb.graph.op_facts import facts_of
+from tfnb.passes import LAID_OUT, feed_symbols
 
-FEWEST = 8  # calls that are worth compiling before others
+FEWEST = 8  # calls of a segment
+MOST = 8  # segments of one step, those with the most calls
+_TAGS = frozenset({ops.IN_PLACE, LAID_OUT})  # of what is not so in a segment
 
 
-def halves(program: Program, late: Set[fx.Node]) -> tuple[fx.GraphModule, fx.GraphModule] | None:
-    """The code without ``late``, which takes what the program does, and the rest, which takes what the first gives.
+class Segment:
+    """One straight piece, as a call of the generated code: takes the run's number and what crosses into it."""
 
-    late: nodes with all that depends on them. None where that is most of the code, or little comes before it.
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.forward: Callable[..., Sequence[Any]] | None = None  # in place of the program's
+        self.__name__ = "segment"  # for the generated code
+
+    def __call__(self, run: int, *given: Any) -> Sequence[Any]:
+        return (self.forward or self.program.forward)(*given, run)
+
+
+def cut(program: Program, unfit: Set[fx.Node]) -> tuple[fx.GraphModule, list[Segment]] | None:
+    """Code that takes and gives what the program's does, and its segments; None where there is none.
+
+    unfit: calls that stay generated code. Segments follow one another where calls of one need what an unfit call makes
+    of another one. Loops share rows that nobody stacks, so they are in one segment or in none.
     """
-    graph = program.module.graph
-    early = sum(node.op == "call_function" for node in graph.nodes if node not in late)
-    if 2 * len(late) > len(graph.nodes) or early < FEWEST:
-        return None
-    returned: tuple[fx.Node | None, ...] = graph.output_node().args[0]  # type: ignore[assignment]
-    sources = [source for node in late for source in node.all_input_nodes]
-    inside = _repeated(graph, sources) | late
-    taken = [source for node in graph.nodes if node in inside for source in node.all_input_nodes]  # in any process
-    wanted = dict.fromkeys(n for n in (*taken, *returned) if isinstance(n, fx.Node) and n not in inside)
-    first, second = fx.Graph(), fx.Graph()
-    new: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        if node not in late and node.op != "output":
-            new[node] = first.node_copy(node, new.__getitem__)
-    first.output(tuple(new[node] for node in wanted))
-    new = {node: second.placeholder(f"given{place}") for place, node in enumerate(wanted)}
-    for node in graph.nodes:
-        if node in inside:
-            new[node] = second.node_copy(node, new.__getitem__)
-    second.output(tuple(None if node is None else new[node] for node in returned))
-    return unwritten(program.module, first), unwritten(program.module, second)
+    split = _Split(program, unfit)
+    loops = {node for node in program.module.graph.nodes if isinstance(node.target, Loop)}
+    if len({split.segment_of.get(node) for node in loops}) > 1:
+        split = _Split(program, unfit | loops)
+    return split.made() if split.segments else None
 
 
 def behind(program: Program) -> set[fx.Node]:
     """Nodes that make a size which no feed shows, and all that depends on them."""
     known = feed_symbols(program.whole.contents, program.feeds).keys()
-    return dependents(program, (node for node in program.module.graph.nodes if not sizes(program, node) <= known))
+    found = {node for node in program.module.graph.nodes if not sizes(program, node) <= known}
+    for node in program.module.graph.nodes:
+        if node.op != "output" and not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def sizes(program: Program, node: fx.Node) -> set[str]:
@@ -59,29 +68,161 @@ def sizes(program: Program, node: fx.Node) -> set[str]:
     return {s for spec in specs for d in spec.shape if isinstance(d, Dim) for s in d.symbols}
 
 
-def dependents(program: Program, nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Nodes, and all that depends on them."""
-    found = set(nodes)
-    for node in program.module.graph.nodes:
-        if node.op != "output" and not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
+class _Split:
+    """Which calls are in which segment: ``segments`` has the calls of each, in order."""
+
+    def __init__(self, program: Program, unfit: Set[fx.Node]) -> None:
+        self.program, self.unfit = program, unfit
+        self.nodes = [node for node in program.module.graph.nodes if node.op != "output"]
+        self.by_name = {node.name: node for node in self.nodes}
+        self.value_at: dict[str, Value] = {}
+        for value, name in program.names.items():  # the first one is what a node gives, others are names of it
+            self.value_at.setdefault(name, value)
+        self.light = {node for node in self.nodes if self._is_light(node)}
+        self.segments = self._found()
+        self.segment_of = {node: level for level, nodes in self.segments.items() for node in nodes}
+
+    def _is_light(self, node: fx.Node) -> bool:
+        """Whether whoever takes it makes it: constants, sizes, their arithmetic, and views."""
+        owner = self.program.node_of.get(node.name)
+        if node.op != "call_function":
+            return node.op != "placeholder"
+        if owner is None or node.name not in self.value_at:
+            arithmetic = getattr(node.target, "__module__", "") == operator.add.__module__
+            return node.target is _evaluated or (arithmetic and node.target is not operator.getitem)
+        return node not in self.unfit and facts_of(owner.op).is_view
+
+    def _is_fit(self, node: fx.Node, fit: Set[fx.Node]) -> bool:
+        if node.op != "call_function" or node in self.light or node in self.unfit:
+            return False
+        if node.target is operator.getitem:
+            return node.args[0] in fit
+        owner = self.program.node_of.get(node.name)
+        return owner is not None and (owner.op == ops.WHILE or owner.op not in ops.STRUCTURAL)
+
+    def _found(self) -> dict[int, list[fx.Node]]:
+        """The calls of each segment, by level: it comes after the segments, and generated code, of lower levels.
+
+        level: for each node the level of a segment that may take it, and that of generated code, which comes after it.
+        """
+        self.level: dict[fx.Node, tuple[int, int]] = {}
+        fit: set[fx.Node] = set()
+        for node in self.nodes:
+            given = [self.level[source] for source in node.all_input_nodes]
+            inside, outside = (max((level[side] for level in given), default=0) for side in (0, 1))
+            if self._is_fit(node, fit):
+                fit.add(node)
+                self.level[node] = inside, inside
+            else:
+                makes = node.op == "call_function" and node not in self.light
+                self.level[node] = (outside + 1 if makes else inside), outside
+        found: dict[int, list[fx.Node]] = {}
+        for node in self.nodes:
+            if node in fit:
+                found.setdefault(self.level[node][0], []).append(node)
+        counts = {level: sum(n.target is not operator.getitem for n in nodes) for level, nodes in found.items()}
+        largest = sorted(counts, key=lambda level: -counts[level])[:MOST]
+        return {level: found[level] for level in sorted(largest) if counts[level] >= FEWEST}
+
+    def made(self) -> tuple[fx.GraphModule, list[Segment]]:
+        """The code, in which each segment is a call."""
+        graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
+        segments = []
+
+        def copied(node: fx.Node) -> fx.Node:
+            if node not in new:  # light ones that somebody takes
+                for source in node.all_input_nodes:
+                    copied(source)
+                new[node] = graph.node_copy(node, new.__getitem__)
+            return new[node]
+
+        rest: dict[int, list[fx.Node]] = {}
+        for node in self.nodes:
+            if node.op == "placeholder":
+                copied(node)
+            elif node not in self.light and node not in self.segment_of:
+                rest.setdefault(self.level[node][1], []).append(node)
+        run = next(new[node] for node in self.nodes if node.op == "placeholder" and node.name == "run")
+        for level in sorted({*rest, *self.segments}):
+            if level in self.segments:
+                segment, given, made = self._segment(level)
+                segments.append(segment)
+                call = graph.call_function(segment, (run, *map(copied, given)))
+                for place, node in enumerate(made):
+                    new[node] = graph.call_function(operator.getitem, (call, place))
+            for node in rest.get(level, ()):
+                copied(node)
+        returned: Any = self.program.module.graph.output_node().args[0]
+        graph.output(tuple(None if node is None else copied(node) for node in returned))
+        return unwritten(self.program.module, graph), segments
+
+    def _segment(self, level: int) -> tuple[Segment, list[fx.Node], list[fx.Node]]:
+        """A segment, what crosses into it, and what is taken outside of it."""
+        members = dict.fromkeys(self.segments[level])
+        made = [node for node in members if not members.keys() >= {*self._takers(node)}]
+        inside = _Inside(self, members)
+        for node in members:
+            inside.value(node)
+        graph, given = inside.graph()
+        fetches = tuple(inside.value(node) for node in made)
+        feeds = tuple(inside.known[node] for node in given)
+        return Segment(lower_optimized(graph, graph, fetches, feeds).undonated()), given, made
+
+    def _takers(self, node: fx.Node) -> Iterator[fx.Node]:
+        """What takes a value, also by way of what is light."""
+        for user in node.users:
+            if user in self.light:
+                yield from self._takers(user)
+            else:
+                yield user
 
 
-def _repeated(graph: fx.Graph, sources: Iterable[fx.Node]) -> set[fx.Node]:
-    """Sizes and constants, which the second half makes for itself: the first one gives tensors that it made."""
-    found: set[fx.Node] = set()
-    stack = list(sources)
-    while stack:
-        node = stack.pop()
-        if node not in found and _is_number(node):
-            found.add(node)
-            stack.extend(node.all_input_nodes)
-    return found
+class _Inside:
+    """The graph of a segment under construction. known: the value that stands for a node of the generated code."""
 
+    def __init__(self, split: _Split, members: Mapping[fx.Node, None]) -> None:
+        self.split, self.program, self.members = split, split.program, members
+        self.known: dict[fx.Node, Value] = {}
+        self.nodes: dict[int, Node] = {}
+        self.given: dict[fx.Node, Node] = {}
+        contents = self.program.whole.contents.nodes, self.program.graph.nodes
+        self.next = 1 + max(node.id for nodes in contents for node in nodes)
 
-def _is_number(node: fx.Node) -> bool:
-    if node.op in ("get_attr", "call_method"):
-        return True
-    own = getattr(node.target, "__module__", "") == operator.add.__module__ or node.target is _evaluated
-    return node.op == "call_function" and own and node.target is not operator.getitem
+    def value(self, at: fx.Node) -> Value:
+        """The value of a node, which becomes part of the segment if it belongs there, or crosses into it."""
+        if at not in self.known:
+            value = self.split.value_at.get(at.name)
+            if at in self.members or (value is not None and at in self.split.light):
+                self._take(self._owner(at))
+                self.known[at] = value or Value(-1)  # of several outputs each is a node of its own
+            else:
+                self.known[at] = self._crossing(at)
+        return self.known[at]
+
+    def _owner(self, at: fx.Node) -> Node:
+        while at.target is operator.getitem:
+            at = at.args[0]  # type: ignore[assignment]
+        return self.program.node_of[at.name]
+
+    def _take(self, node: Node) -> None:
+        if node.id not in self.nodes:
+            names, by_name = self.program.names, self.split.by_name
+            inputs = tuple([self.value(by_name[names[value]]) for value in node.inputs])
+            self.nodes[node.id] = replace(node, inputs=inputs, control=(), tags=node.tags - _TAGS)
+
+    def _crossing(self, at: fx.Node) -> Value:
+        spec = self.program.specs.get(at.name)
+        if spec is None:
+            raise Unimplemented(f"{at.name} is no tensor")
+        self.given[at] = Node(id=self.next, name=f"crossing{self.next}", op="tfnb.placeholder", outputs=(spec,))
+        self.next += 1
+        return self.given[at].value()
+
+    def graph(self) -> tuple[Graph, list[fx.Node]]:
+        """The graph, and what crosses into it, feeds among it that show a size."""
+        shown = feed_symbols(Contents((*self.given.values(),)), [node.value() for node in self.given.values()])
+        feeds = feed_symbols(self.program.whole.contents, self.program.feeds)
+        for symbol in sorted({s for node in self.nodes.values() for s in node.symbols} - shown.keys()):
+            self.value(self.split.by_name[self.program.names[feeds[symbol][0]]])
+        contents = Contents((*self.given.values(), *self.nodes.values()))
+        return self.program.graph.derive(contents), [*self.given]

@@ -9,7 +9,7 @@ Other devices report a bad operand when they are next waited for, and a flag wou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import reduce
 from math import prod
@@ -20,7 +20,6 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 aten = torch.ops.aten
-Kernel = Callable[[list[Tensor]], Sequence[Tensor]]
 Decompositions = dict[Any, Callable[..., Any]]
 Given = Mapping[str, Any]
 
@@ -86,18 +85,6 @@ class OperandChecks:
             yield
         finally:
             self._inside = False
-
-
-def raising(kernel: Kernel) -> Kernel:
-    """A kernel whose last output is the flag, as one that raises OperandRefused."""
-
-    def run(given: list[Tensor]) -> Sequence[Tensor]:
-        *outs, flag = kernel(given)
-        if flag.item():
-            raise OperandRefused
-        return outs
-
-    return run
 
 
 def _clamped(index: Tensor, size: int, *, wraps: bool = False) -> Tensor:

@@ -31,7 +31,6 @@ from tfnb.execution.running import Stop
 from tfnb.execution.tiers.agreement import at_other_sizes, compared, copied, verdict
 from tfnb.execution.tiers.captured_steps import Captured, Captures, device_of
 from tfnb.execution.tiers.compiled_loops import CompiledLoops, obstacle
-from tfnb.execution.tiers.inductor import Inductor
 from tfnb.execution.tiers.interface import Abandoned, Forward, Request, Tier, Unfit, first, words
 from tfnb.execution.tiers.native.manifest import LEAST
 from tfnb.execution.tiers.native.request import Axis, varying_axes
@@ -54,7 +53,7 @@ FAR = 10  # times what a step takes: a deadline that far away needs no step that
 
 NATIVE, VARYING = Native(), Native(varies=True)
 AT_ONCE: tuple[Tier, ...] = (Scalarized(),)
-COMPILED: tuple[Tier, ...] = (CompiledLoops(), NATIVE, Inductor())
+COMPILED: tuple[Tier, ...] = (CompiledLoops(), NATIVE)
 """Tiers that are asked before the first step, and when steps have taken long. CUDA graphs launch the code of either."""
 
 _LOG = logging.getLogger(__name__)
@@ -161,7 +160,7 @@ class Sizes:
     ) -> None:  # fmt: skip
         self._varies = varies
         self.program, self._mode, self._captures = program, mode, captures
-        self._written, self._why = written, dict[Forward, str]()  # why code is not captured
+        self._written, self._why = written, ""  # why generated code is not captured
         self.forward: Forward = {"auto": self._counted, "now": self._now}.get(mode) or self.generated
         self.code = "generated code"
         self.turns: dict[Any, dict[Forward, list[float]]] | None = None
@@ -174,8 +173,11 @@ class Sizes:
 
     @cached_property
     def generated(self) -> Forward:
-        """Generated code, captured where that goes."""
-        return self._captured(self._plain)
+        """Generated code, which is launched whole after a few steps, where that goes."""
+        if self._captures is None:
+            return self._plain
+        found, self._why = first([self._captures], Request(self.program, self._plain))
+        return found or self._plain
 
     @property
     def _plain(self) -> Forward:
@@ -184,19 +186,10 @@ class Sizes:
     @property
     def status(self) -> str:
         """Which code runs and why."""
-        runs = self._fast.code if self._fast is not None and self.forward is self._fast else self.generated
-        if isinstance(runs, Captured):
-            return f"{self.code}, {runs.status}"
-        return f"{self.code}, not captured: {self._why[runs]}" if runs in self._why else self.code
-
-    def _captured(self, forward: Forward) -> Forward:
-        """Code that is launched whole after a few steps, where that goes."""
-        if self._captures is None:
-            return forward
-        found, why = first([self._captures], Request(self.program, forward))
-        if found is None:
-            self._why[forward] = why
-        return found or forward
+        if self._captures is None or self.forward is self._fast:
+            return self.code
+        runs = self.generated
+        return f"{self.code}, {runs.status if isinstance(runs, Captured) else f'not captured: {self._why}'}"
 
     def recall(self, shapes: Sequence[torch.Size]) -> None:
         """Take what an earlier process compiled, if it found that its code agrees and is faster, or was told to."""
@@ -212,7 +205,7 @@ class Sizes:
         facts = found.package.facts
         said = facts.get("status", "")
         if facts.get("is_faster") or (self._mode == "now" and facts.get("agrees")):
-            self._fast = Guarded(self, self._captured(found), facts.get("seconds_a_step"))
+            self._fast = Guarded(self, found, facts.get("seconds_a_step"))
             self._keep(f"{said or 'compiled'}; from the cache")
         elif "is_faster" in facts and self._mode == "auto":
             self.forward, self.code = self.generated, f"generated code ({said}; measured before)"
@@ -260,19 +253,19 @@ class Sizes:
             cost = f"{time.perf_counter() - start:.1f} s to compile"
             self.cost = cost if self._package is None else self._package.cost
             self.code = f"generated code; compiled code is not compared yet ({self.cost})"
-            if self._package is None:
+            facts: Mapping[str, Any] = {} if self._package is None else self._package.facts
+            if "agrees" not in facts:
                 axes = varying_axes(self.program) if self._varies else ()
                 samples = [copied(args), *at_other_sizes(axes, args)]
-                facts: Mapping[str, Any] = compared(self.program, self._plain, found, samples)
-            else:
-                facts = self._package.facts
+                facts = compared(self.program, self._plain, found, samples)
+                self._note(**facts)
         except Abandoned as why:
             return self.drop(str(why))
         except BaseException as error:  # inductor raises anything; generated code goes on
             return self.drop(words(error))
         if not facts["agrees"]:
             return self.drop(facts["status"])
-        self._fast = Guarded(self, self._captured(found), None if self._varies else facts["seconds_a_step"])
+        self._fast = Guarded(self, found, None if self._varies else facts["seconds_a_step"])
         if self._mode == "now":
             return self._keep(f"compiled; {self.cost}")
         self.forward, self.turns = self.generated, {}
@@ -294,8 +287,6 @@ class Sizes:
 
     def drop(self, why: str) -> None:
         """Stay with generated code."""
-        if self._fast is not None:
-            _release(self._fast.code)
         self.forward, self.turns = self.generated, None
         self.code = f"generated code ({why})"
         _LOG.info("compiled code dropped: %s", why)
@@ -344,8 +335,8 @@ class Sizes:
         assert self._fast is not None
         if lacks := getattr(self._fast.code, "lacks", ""):
             status = f"{status}; the rest is generated code: {lacks}"
-        if self._captures is not None:
-            _release(self.generated)
+        if self._captures is not None and self._captures.is_mine and isinstance(self.generated, Captured):
+            self.generated.release()  # what a capture holds is free
         self.forward, self.turns, self.code = self._fast, None, status
 
 
@@ -402,12 +393,6 @@ class Guarded:
 
 def _nothing() -> None:
     """There is no such call."""
-
-
-def _release(forward: Forward) -> None:
-    """Other code runs from here on: what a capture of this one holds is free for it."""
-    if isinstance(forward, Captured) and forward.captures.is_mine:
-        forward.release()
 
 
 class Worker:

@@ -70,6 +70,10 @@ def _dropped(handles: list[int], drop: Callable[..., Any]) -> None:
         drop(_pointer(handle))
 
 
+class PackageFailed(RuntimeError):
+    """A package gave no result: memory was lacking, or a library refused."""
+
+
 class Package:
     """A loaded package: ``outputs = package(feeds, storages, run)``, with the run's number.
 
@@ -116,12 +120,12 @@ class Package:
                 [*storages], self.given.constants, len(feeds), len(self.about.operands), self._drop
             )
         taken = [*feeds, *(draw(run, (*feeds, *storages)) for draw in self.given.draws)] if self.given.draws else feeds
-        if not kept.is_plain or any([feed.is_neg() for feed in feeds]):
+        if not kept.is_plain or any([feed.is_neg() or feed.is_conj() for feed in feeds]):
             raise Unfit
         found = self._call(self._step, kept.where, _handles([*taken]))
         if type(found) is list:
             return _taken(found)  # type: ignore[no-any-return]
-        raise {_REFUSED: OperandRefused, _UNFIT: Unfit}.get(found, RuntimeError)("the compiled step failed")
+        raise {_REFUSED: OperandRefused, _UNFIT: Unfit}.get(found, PackageFailed)("the compiled step failed")
 
     def direct(
         self, variables: Sequence[Variable], written: Sequence[Variable], fetched: Sequence[int | None],

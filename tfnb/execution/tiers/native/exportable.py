@@ -8,10 +8,10 @@ and every write then keeps the old value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -24,11 +24,12 @@ from tfnb.execution.lowering.checked_calls import Branch, Drawing
 from tfnb.execution.lowering.control_flow_code import Call, Cond, Loop
 from tfnb.execution.lowering.loop_in_place import writer_of
 from tfnb.execution.lowering.program import Program
-from tfnb.execution.tiers.graph_split import dependents, halves, sizes
+from tfnb.execution.tiers.graph_split import sizes
 from tfnb.execution.tiers.native.manifest import About
 from tfnb.execution.tiers.native.request import Axis, Operand, resized
 from tfnb.execution.tiers.native.scans import Body, Scan, is_count, refusal
 from tfnb.execution.tiers.operand_checks import OperandChecks
+from tfnb.graph import ops
 from tfnb.graph.op_facts import kernel
 from tfnb.graph.ops import overload
 from tfnb.kernels.attention import attention, attention_backward
@@ -50,60 +51,57 @@ FORMS: Mapping[Any, Callable[..., Any]] = {
 """Ops of ours that are torch's own ops, one after the other, all of which have a form in C."""
 
 
-class Parts(NamedTuple):
-    """A step: what comes first and can be one module, the rest if there is one, and why it is none of it."""
-
-    first: Program
-    rest: fx.GraphModule | None
-    why: str
+def elsewhere(program: Program) -> str | None:
+    """The device of a program that no module is made for."""
+    devices = {spec.device for node in program.graph.nodes for spec in node.outputs} - {"cpu"}
+    return f"compiled code is made for the CPU, and it runs on {min(devices)}" if devices else None
 
 
-def split(program: Program) -> Parts | str:
-    """The program, or as much of it as comes first and can be one module, and the rest; or why there is none."""
+def obstacles(program: Program, formless: Collection[str] = ()) -> dict[fx.Node, str]:
+    """The calls that can be no part of a module, and why. formless: ops that turned out to have no form in C."""
     known = feed_symbols(program.whole.contents, program.feeds).keys()
-    unfit = {node: why for node in program.module.graph.nodes if (why := _unfit(program, node, known)) is not None}
-    if any(spec.device != "cpu" for node in program.graph.nodes for spec in node.outputs):
-        return "it is not on the CPU"
-    own = [node for node in program.module.graph.nodes if _is_own(node)]
-    if not unfit:
-        return Parts(program, None, "") if not own else f"{own[0].name} has no form in C"
-    why = next(iter(unfit.values()))
-    parts = halves(program, dependents(program, {*unfit, *own}))
-    return why if parts is None else Parts(replace(program, module=parts[0]), parts[1], why)
+    found = ((node, _unfit(program, node, known, formless)) for node in program.module.graph.nodes)
+    return {node: why for node, why in found if why is not None}
 
 
-def _unfit(program: Program, node: fx.Node, known: Set[str]) -> str | None:
+def _unfit(program: Program, node: fx.Node, known: Set[str], formless: Collection[str]) -> str | None:
     """Why a call can be no part of a module."""
     owner = program.node_of.get(node.name)
     name = node.name if owner is None else owner.name
     if isinstance(node.target, _DECIDES):
         return f"{name} decides what runs next"
-    if isinstance(node.target, Loop) and (why := _unfit_loop(program, node)) is not None:
+    if isinstance(node.target, Loop) and (why := _unfit_loop(program, node, formless)) is not None:
         return f"{name} {why}"
-    if not sizes(program, node) <= known:
+    if owner is not None and not _has_form(owner.op, formless):
+        return f"{name} has no form in C"
+    if not _symbols(program, node) <= known:
         return f"data decide the sizes of {name}"
     if isinstance(node.target, Drawing) and not _draws_before(node):
         return f"{name} draws from values that the step computes"
     return None
 
 
-def _unfit_loop(program: Program, node: fx.Node) -> str | None:
-    body = _body(node)
-    known = feed_symbols(body.whole.contents, body.feeds).keys()
-    unfit = (why for inner in body.module.graph.nodes if (why := _unfit(body, inner, known)) is not None)
+def _symbols(program: Program, node: fx.Node) -> set[str]:
+    """The symbols in the sizes that a call of ours gives or takes."""
+    if node.name not in program.node_of:
+        return set()
+    return {symbol for each in (node, *node.all_input_nodes) for symbol in sizes(program, each)}
+
+
+def _has_form(op: str, formless: Collection[str]) -> bool:
+    space = op.partition(".")[0]
+    ours = op in ops.STRUCTURAL or overload(op) in FORMS if space == "tfnb" else space in ops.TRUSTED
+    return ours and op not in formless
+
+
+def _unfit_loop(program: Program, node: fx.Node, formless: Collection[str]) -> str | None:
+    unfit = obstacles(_body(node), formless).values()
     return refusal(program, node) or next((f"runs what cannot be compiled: {why}" for why in unfit), None)
 
 
 def _body(loop: fx.Node) -> Program:
     target: Any = loop.target
     return target.body  # type: ignore[no-any-return]
-
-
-def _is_own(node: fx.Node) -> bool:
-    """Whether it is an op of ours, or a loop around one."""
-    if isinstance(node.target, Loop):
-        return any(_is_own(inner) for inner in _body(node).module.graph.nodes)
-    return getattr(node.target, "namespace", "") == "tfnb" and node.target not in FORMS
 
 
 def _draws_before(node: fx.Node) -> bool:
@@ -186,23 +184,21 @@ def _zeros(fake: FakeTensor) -> torch.Tensor:
 
 
 def exportable(
-    whole: Program, operands: Sequence[Operand], table: Mapping[Any, Callable[..., Any]], axes: Sequence[Axis] = ()
+    program: Program, operands: Sequence[Operand], table: Mapping[Any, Callable[..., Any]], axes: Sequence[Axis] = ()
 ) -> tuple[fx.GraphModule, list[torch.Tensor], About]:
     """The module, examples of its operands, and what it gives; raises Unimplemented, or what torch raises.
 
     table: decompositions of the compiler. axes: those that vary.
     """
-    found = split(whole)
-    if isinstance(found, str):
-        raise Unimplemented(found)
-    program, rest, _ = found
+    for why in obstacles(program).values():
+        raise Unimplemented(why)
     checks = OperandChecks()
     graph, places = _pure(program, checks)
     given = Given.of(program, operands)
     step = fx.GraphModule(program.module, graph)
     examples = [operand.empty().zero_() for operand in operands]
     examples += [*given.constants, *(draw(0, examples) for draw in given.draws)]
-    writes = list(_writes(program)) if rest is None and _may_write(program) else None
+    writes = list(_writes(program)) if _may_write(program) else None
     shown = places if writes is None else places[: program.n_fetches]
     results = [place for place in dict.fromkeys(shown) if place is not None and place >= 0]
 

@@ -19,14 +19,16 @@ from torch._dynamo.convert_frame import compile_lock
 from torch._inductor import cpp_builder
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.dependencies import WeakDep
+from torch._inductor.ir import FallbackKernel
 from torch._inductor.virtualized import V
+from torchgen.aoti.fallback_ops import inductor_fallback_ops
 
 from tfnb.errors import Unimplemented
 from tfnb.execution.compiling.compiled_packages import REQUEST
 from tfnb.execution.tiers.decompositions import decompositions
 from tfnb.execution.tiers.native.exportable import exportable
 from tfnb.execution.tiers.native.manifest import LEAST, About
-from tfnb.execution.tiers.native.request import NativeRequest
+from tfnb.execution.tiers.native.request import FORMLESS, NativeRequest
 from tfnb.execution.tiers.native.trial import tried
 from tfnb.execution.tiers.native.unrolling import unroll_scans
 
@@ -36,18 +38,34 @@ STEP, CALL = "step.so", "call.so"
 def build_in(folder: Path) -> dict[str, Any]:
     """`build` of the request in the folder, and what trying it found out: what the compiler's process calls."""
     request = NativeRequest.load(folder / REQUEST)
-    build(request, folder)
+    try:
+        build(request, folder)
+    except Formless as error:
+        return {FORMLESS: sorted(error.args[0])}
     return tried(request, folder, folder / REQUEST)
 
 
+class Formless(Exception):
+    """The names of ops that have no form in C."""
+
+
 def build(request: NativeRequest, folder: Path) -> None:
-    """Compile a request into a folder that is there; raises Unimplemented, or what torch raises."""
+    """Compile a request into a folder that is there; raises Unimplemented, Formless, or what torch raises."""
     program = request.program().undonated()
     if len(program.feeds) + len(program.variables) != len(request.operands):
         raise Unimplemented("the step was read back as another one")
+    missing: set[str] = set()
+
+    def prepared(nodes: list[Any]) -> list[Any]:
+        """What is looked at and changed before inductor fuses kernels."""
+        missing.update(str(op) for node in nodes if (op := _called(node)) is not None and not _has_form(op))
+        if missing:
+            raise Formless(missing)
+        return _writes_last(nodes)
+
     settings: dict[str, Any] = {
         "compile_threads": 1, "cpp.threads": request.threads, "layout_optimization": False,
-        "post_grad_custom_pre_pass": unroll_scans, "_pre_fusion_custom_pass": _writes_last,
+        "post_grad_custom_pre_pass": unroll_scans, "_pre_fusion_custom_pass": prepared,
         "aot_inductor.enable_line_tables": False,  # four fifths of the file, which is read before the first step
         # else test programs and 280 MB of headers come first: 32 s of a processor for the first step, not 19
         "cpp.vec_isa_ok": True, "aot_inductor.precompile_headers": False, "cpp_cache_precompile_headers": False,
@@ -57,9 +75,14 @@ def build(request: NativeRequest, folder: Path) -> None:
         table = decompositions(select_decomp_table())
         module, examples, about = exportable(program, request.operands, table, request.varying)
         exported = torch.export.export(module, tuple(examples), dynamic_shapes=_dynamic(about))
-        made = _inductor.aoti_compile_and_package(
-            exported, package_path=str(folder / "step.pt2"), inductor_configs=settings
-        )
+        try:
+            made = _inductor.aoti_compile_and_package(
+                exported, package_path=str(folder / "step.pt2"), inductor_configs=settings
+            )
+        except Exception:  # inductor makes other errors of one
+            if missing:
+                raise Formless(missing) from None
+            raise
     with zipfile.ZipFile(made) as package:
         text = "".join(package.read(name).decode() for name in package.namelist() if name.endswith(".wrapper.cpp"))
         if "proxy_executor_call_function(" in text.partition("::run_impl(")[2]:
@@ -86,10 +109,20 @@ def _dynamic(about: About) -> tuple[dict[int, Any] | None, ...] | None:
     return tuple(axes or None for axes in found)
 
 
+def _called(node: Any) -> torch._ops.OpOverload | None:
+    """The op that a node of inductor's calls as it is."""
+    op = getattr(node.node, "op_overload", None) if isinstance(node.node, FallbackKernel) else None
+    return op if isinstance(op, torch._ops.OpOverload) else None
+
+
+def _has_form(op: torch._ops.OpOverload) -> bool:
+    return op.namespace == "aten" and str(op) in inductor_fallback_ops
+
+
 def _writes_last(nodes: list[Any]) -> list[Any]:
     """Let each kernel that writes an operand wait for all that can fail: memory may be lacking, a library may refuse.
 
-    What makes values for such kernels only may become one with them; a pass of inductor's, before it fuses kernels.
+    What makes values for such kernels only may become one with them.
     """
     operands = V.graph.graph_inputs.keys()
     writes = {

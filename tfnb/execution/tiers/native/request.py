@@ -24,6 +24,7 @@ from tfnb.graph.forms.serial import graph_hash, read_graph, write_graph
 from tfnb.graph.spec import dtype_name
 
 GRAPH, ABOUT = "graph.json", "request.json"
+FORMLESS = "formless"  # the fact that there is no package, and which ops have no form in C
 
 
 class Operand(NamedTuple):
