@@ -40,6 +40,7 @@ BELOW = {
     "fitting": "session train widgets",
     "view": "graph",
     "datasets": "errors",
+    "summary": "graph",
     "doctor": "",
     "demo": "errors",
     "__main__": "demo doctor",
@@ -72,6 +73,9 @@ LATE = {
     ("tfnb/gradients/slices.py", "tfnb.session"): ".eval asks the default session",
     ("magics/extension.py", "tfnb.recording.shapes.fakes"): "torch loads in the background",
     ("tfnb/datasets.py", "sklearn"): "optional extra [data]",
+    ("tfnb/summary.py", "torch.utils.tensorboard"): "optional extra [tensorboard]",
+    ("tfnb/summary.py", "tensorboard.compat.proto.config_pb2"): "optional extra [tensorboard]",
+    ("tfnb/summary.py", "tensorboard.compat.proto.graph_pb2"): "optional extra [tensorboard]",
     ("tfnb/view/export.py", "networkx"): "half a second, for one format of export",
     ("tfnb/execution/tiers/compiled_loops.py", "tfnb.execution.tiers.cpp"): "inductor takes seconds to load",
 }

@@ -44,10 +44,21 @@ _HOME = {
     "tfnb.state.input_sources": ("FixedLengthRecordReader", "Source", "TextLineReader", "WholeFileReader"),
     "tfnb.state.queues": ("FIFOQueue", "PaddingFIFOQueue", "PriorityQueue", "RandomShuffleQueue"),
 }  # fmt: skip
-_ROOMS = ("cluster", "control_flow", "datasets", "errors", "recording", "session", "train", "view", "widgets")
+_ROOMS = (
+    "cluster",
+    "control_flow",
+    "datasets",
+    "errors",
+    "recording",
+    "session",
+    "summary",
+    "train",
+    "view",
+    "widgets",
+)
 _FROM = {name: module for module, names in _HOME.items() for name in names}
 
-__all__ = sorted({*_FROM, "datasets", "errors", "train"})
+__all__ = sorted({*_FROM, "datasets", "errors", "summary", "train"})
 
 
 class _Package(ModuleType):

@@ -1,0 +1,104 @@
+"""Summaries: values of runs as TensorBoard event files, through torch.utils.tensorboard. May import graph.
+
+TensorBoard is an optional package: ``pip install 'tfnb[tensorboard]'``.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from tfnb.errors import InvalidArgument, NotFound, ShapeError
+from tfnb.graph import Graph
+from tfnb.graph.spec import dtype_name
+
+
+class Writer:
+    """Writes summaries into event files of a folder; a context manager, which closes it.
+
+    Values are what `tfnb.run` gave: tensors, arrays or numbers. step: the number of the training step.
+
+    >>> import tempfile
+    >>> if find_spec("tensorboard"):
+    ...     with tempfile.TemporaryDirectory() as folder, Writer(folder) as writer:
+    ...         writer.scalar("loss", 0.5, step=1)
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        if find_spec("tensorboard") is None:
+            raise NotFound("summaries need the package tensorboard, which is not here: pip install 'tfnb[tensorboard]'")
+        from torch.utils.tensorboard import SummaryWriter  # listed exception: optional extra [tensorboard]
+
+        self.folder = str(folder)
+        self._writer: Any = SummaryWriter(self.folder)
+
+    def scalar(self, name: str, value: Any, step: int) -> None:
+        """One number. Raises ShapeError for a value that has more."""
+        number = torch.as_tensor(value)
+        if number.numel() != 1:
+            raise ShapeError(f"summary {name}: a scalar has one number, this is {list(number.shape)}: take its mean()")
+        self._open().add_scalar(name, number.item(), step)
+
+    def histogram(self, name: str, values: Any, step: int) -> None:
+        """How many of the values lie where. Raises InvalidArgument for values that are not finite, or none."""
+        found = torch.as_tensor(values).detach().cpu()
+        if found.numel() == 0 or not bool(torch.isfinite(found).all()):
+            wrong = int((~torch.isfinite(found)).sum())
+            raise InvalidArgument(
+                f"summary {name}: a histogram is of finite values; of {found.numel()} values {wrong} are not finite"
+            )
+        self._open().add_histogram(name, found.float() if found.dtype is torch.bfloat16 else found, step)
+
+    def image(self, name: str, image: Any, step: int) -> None:
+        """A picture ``[C, H, W]`` or ``[H, W]``, or several ``[N, C, H, W]``: floats from 0 to 1, or uint8."""
+        shown = torch.as_tensor(image).detach().cpu()
+        layout = {2: "HW", 3: "CHW", 4: "NCHW"}.get(shown.dim())
+        if layout is None or (shown.dim() > 2 and shown.shape[-3] not in (1, 3)):
+            raise ShapeError(
+                f"summary {name}: an image is [H, W], [C, H, W] or [N, C, H, W] with 1 or 3 channels, "
+                f"this is {list(shown.shape)}"
+            )
+        add = self._open().add_image if shown.dim() < 4 else self._open().add_images
+        add(name, shown, step, dataformats=layout)
+
+    def text(self, name: str, text: str, step: int) -> None:
+        """A text, as Markdown."""
+        self._open().add_text(name, str(text), step)
+
+    def graph(self, graph: Graph) -> None:
+        """The nodes of a graph, with their scopes, shapes and devices."""
+        from tensorboard.compat.proto.config_pb2 import RunMetadata  # listed exceptions: optional extra [tensorboard]
+        from tensorboard.compat.proto.graph_pb2 import GraphDef
+
+        shown, contents = GraphDef(), graph.contents
+        for node in graph.nodes:
+            inputs = [f"{contents.by_id[v.node].name}:{v.index}" for v in node.inputs]
+            made = shown.node.add(name=node.name, op=node.op, input=inputs, device=node.device or "")
+            for index, spec in enumerate(node.outputs):
+                made.attr[f"output_{index}"].s = f"{dtype_name(spec.dtype)}{list(map(str, spec.shape))}".encode()
+        self._open()._get_file_writer().add_graph((shown, RunMetadata()))
+
+    def flush(self) -> None:
+        """Everything so far is in the files."""
+        self._open().flush()
+
+    def close(self) -> None:
+        """The end of the files; closing twice is the same as once."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _open(self) -> Any:
+        if self._writer is None:
+            raise InvalidArgument(f"the summary writer of {self.folder} is closed: make another one")
+        return self._writer
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
