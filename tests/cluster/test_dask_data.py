@@ -18,7 +18,7 @@ from dask.delayed import delayed
 from tornado.iostream import IOStream
 
 import tfnb
-from tfnb.errors import InvalidArgument, ShapeError, UnsupportedDtype
+from tfnb.errors import InvalidArgument, ResourceExhausted, ShapeError, UnsupportedDtype
 from tfnb.session import default_session
 from tfnb.train.batches import batches
 
@@ -202,3 +202,23 @@ def test_in_asynchronous_mode_whole_chunks_are_shuffled_and_each_row_counts_once
     first, last = (entry["step"] for entry in done.history)
     assert 125 <= first < 250 and last == done.steps == 250, "a task may be in the next epoch already"
     assert s.sums() == [2 * 8000 * 7999 / 2 / 64] * 2
+
+
+@pytest.mark.parametrize("options", [{}, {"backup": 1}], ids=["sync", "backup"])
+def test_shuffled_steps_that_need_more_chunks_than_a_task_keeps(connect, options):
+    """Rows of a shuffled step lie in nearly all chunks; the error says so, and its advice is sound."""
+    s = Sums()
+    cluster = connect(2)
+
+    def limit(dask_worker):
+        for actor in dask_worker.state.actors.values():
+            actor.room = 4 * 64 * 8
+
+    cluster.client.run(limit, workers=[member.peer.addr for member in cluster._engine.tasks])
+    data = {s.x: da.arange(1600, chunks=64, dtype=np.float64)}
+    text = r"take rows of \d+ chunks with \d+ bytes, and a task keeps 2048 bytes of them: use mode=\"async\""
+    with pytest.raises(ResourceExhausted, match=text):
+        tfnb.fit(s.train, data, batch_size=40, **options)
+    assert cluster.step == 0 and s.sums() == [0.0, 0.0]
+    assert tfnb.fit(s.train, data, batch_size=40, mode="async").steps == 40
+    assert s.sums() == pytest.approx([1600 * 1599 / 2 / 40] * 2, rel=1e-12)
