@@ -137,6 +137,7 @@ def test_modes_are_one_loop_here(options):
         ({"timeout": 0}, InvalidArgument, "seconds"),
         ({"epochs": 0}, InvalidArgument, "epochs"),
         ({"watch": "nothing"}, KeyError, "nothing"),
+        ({"watch": 3}, InvalidArgument, "watch is a scalar of the graph, its name, a list .*: got 3"),
     ],
 )
 def test_bad_options_are_refused_before_anything_runs(options, error, text):

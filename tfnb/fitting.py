@@ -11,7 +11,7 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -355,6 +355,10 @@ def _watched(watch: Any, session: Session) -> tuple[tuple[str, ...], tuple[Any, 
     if isinstance(watch, Mapping):
         named = [(str(name), item) for name, item in watch.items()]
     else:
+        if not isinstance(watch, str | Tensor | Variable | Iterable):
+            raise InvalidArgument(
+                f"watch is a scalar of the graph, its name, a list of them, or a dict of names to them: got {watch!r}"
+            )
         items = [watch] if isinstance(watch, str | Tensor | Variable) else list(watch)
         named = [(name_of(item), item) for item in items]
     found: dict[str, Any] = {}

@@ -289,6 +289,14 @@ def test_c27_weighted_mean_equals_a_float64_reference():
         torch.testing.assert_close(mean(values, rows).double(), expected, rtol=tolerance, atol=tolerance)
 
 
+def test_a_number_far_ahead_takes_no_memory():
+    ledger = Ledger()
+    ledger.record(OpId("a", 1), Ok({"version": 1}))
+    ledger.record(OpId("a", 1 << 62), Ok())  # a bit for each number between would be more memory than there is
+    assert ledger.has(OpId("a", 1 << 62)) and ledger.is_too_old(OpId("a", 1))
+    assert len(ledger.clients["a"].acks) == 1 and ledger.clients["a"].seen == 1
+
+
 def test_ledger_survives_any_order_within_the_window():
     source = random.Random(0)
     ledger, sent = Ledger(), list(range(900)) * 2

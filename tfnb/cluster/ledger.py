@@ -31,7 +31,8 @@ class Window:
         if seq > self.highest:
             for old in range(max(0, self.highest - WINDOW + 1), min(self.highest, seq - WINDOW) + 1):
                 self.acks.pop(old, None)
-            self.seen = (self.seen << (seq - self.highest)) & ((1 << WINDOW) - 1)
+            ahead = min(seq - self.highest, WINDOW)  # who sends any number takes no memory
+            self.seen = (self.seen << ahead) & ((1 << WINDOW) - 1)
             self.highest = seq
         self.seen |= 1 << (self.highest - seq)
         self.acks[seq] = ack
