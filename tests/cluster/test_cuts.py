@@ -13,8 +13,12 @@ import pytest
 import torch
 
 import tfnb
+import tfnb.cluster.core as core_module
 from tests.cluster.conftest import stats
-from tfnb.errors import DeadlineExceeded, NonFiniteGradient
+from tfnb.cluster.fit.courses import HOLD
+from tfnb.cluster.fit.training import Training
+from tfnb.cluster.messages import Ask, NotSent, Ok
+from tfnb.errors import Aborted, DeadlineExceeded, NonFiniteGradient
 
 
 class Counters:
@@ -81,6 +85,69 @@ def test_a_pull_in_mid_training_sees_one_count(connect, options):
     assert len({step for step, *_ in seen}) > 3
     assert all(step == a == b for step, a, b in seen), seen
     assert c.counts() == [steps, steps] and cluster.step == steps and {*served(cluster)} == {steps}
+
+
+def test_a_pull_notices_a_hold_that_ended_too_early(connect, monkeypatch):
+    """As where the notebook stands still for seconds: a hold is over before the values come, and steps go on."""
+    c = Counters()
+    cluster = connect(2)
+    servers = [member.peer.addr for member in cluster._engine.servers]
+    noticed, seen, given_up, stop = [], [], [], threading.Event()
+    stands_at = Training._stands_at
+
+    async def stands(training, latest):
+        is_so = await stands_at(training, latest)
+        noticed.extend([] if is_so else [latest])
+        return is_so
+
+    monkeypatch.setattr(Training, "_stands_at", stands)
+
+    def pull():
+        while not stop.wait(0.01):
+            try:
+                cluster.pull()
+            except Aborted as error:
+                given_up.append(error.message)
+            with cluster._held.showing:
+                seen.append((cluster.pulled_step, *c.counts()))
+
+    def rows():
+        for step, row in enumerate(c.rows(20_000)):
+            if step >= 150 and len(noticed) > 2 and len({pulled for pulled, *_ in seen}) > 3:
+                return
+            yield row
+
+    cluster.client.run(set_hold, 0.0, workers=servers)
+    other = threading.Thread(target=pull)
+    other.start()
+    try:
+        steps = tfnb.fit(c.train, rows()).steps
+    finally:
+        stop.set()
+        other.join()
+        cluster.client.run(set_hold, HOLD, workers=servers)
+    assert len(noticed) > 2 and all(step == a == b for step, a, b in seen), seen
+    assert all("steps went on during each of 5 pulls" in text for text in given_up)
+    assert c.counts() == [steps, steps] and cluster.step == steps
+
+
+def set_hold(seconds):
+    """On a worker: how long a hold lasts there."""
+    core_module.HOLD = seconds  # type: ignore[attr-defined]
+
+
+def test_what_a_server_must_hear_is_told_again(connect):
+    """Also where an earlier call to it had failed: its address is not dialled then before it is known to live."""
+    cluster = connect(2)
+    engine, link, asks = cluster._engine, cluster._link, [Ask(0, "stat"), Ask(1, "stat")]
+
+    async def told(tell):
+        link.suspect.add(engine.shards[1].peer.addr)
+        return await tell(asks, time.monotonic() + 60)
+
+    once = link.wait(link.start(told, engine.tell), 90, "once")
+    assert isinstance(once[0], Ok) and isinstance(once[1], NotSent)
+    assert all(isinstance(end, Ok) for end in link.wait(link.start(told, engine.tell_until), 90, "again"))
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

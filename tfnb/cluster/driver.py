@@ -33,6 +33,7 @@ from tfnb.cluster.programs import Placed, place
 from tfnb.cluster.supervisor import LOOK, Supervisor
 from tfnb.cluster.transport import ClientLink, parse_address, scheduler_address
 from tfnb.errors import (
+    Aborted,
     DeadlineExceeded,
     FailedPrecondition,
     InvalidArgument,
@@ -509,7 +510,10 @@ class Cluster:
         """A pull now and then while training, for the case that a server is lost; a twentieth of the time at most."""
         _, when, cost = self._pulled
         if time.monotonic() - when > max(REFRESH, 20 * cost):
-            self._pull(self._held.behind(self._held.written(self._held.variables, thorough=False)))
+            try:
+                self._pull(self._held.behind(self._held.written(self._held.variables, thorough=False)))
+            except Aborted:  # steps went on: the next time
+                self._pulled = (self.pulled_step, time.monotonic(), cost)
 
     def _release(self) -> None:
         """Variables live here again."""

@@ -31,6 +31,7 @@ from tfnb.cluster.programs import Placed, Plan
 from tfnb.cluster.restarts import Restarts
 from tfnb.cluster.transport import ClientLink
 from tfnb.errors import (
+    Aborted,
     Cancelled,
     DeadlineExceeded,
     ParameterServerLost,
@@ -44,6 +45,7 @@ Settled = Ok | Failed | e.ShardLost
 
 LOOK = 0.05  # seconds between looks at who is alive
 PATIENCE = 1.0  # seconds a call is out before its peers are pinged
+PULLS = 5  # tries to have values of one step
 MISSES = 3  # pings without an answer that make a peer dead
 GRACE = 1.0  # seconds for telling everybody that a round is over
 REPLACED_WITHIN = 60.0  # seconds that a nanny has to start a lost task's process again
@@ -158,12 +160,24 @@ class Engine:
             await asyncio.gather(*calls)
 
     async def pull(self, wanted: dict[int, list[str]]) -> tuple[dict[str, torch.Tensor], int]:
-        """Values by key, all of one step, and that step."""
-        async with self._iteration, AsyncExitStack() as holds:
-            for training in list(self._trainings):
-                await holds.enter_async_context(training.held())
-            step = self.step
-            answers = await self.insist_on([Ask(shard, "pull", {"keys": keys}) for shard, keys in wanted.items()])
+        """Values by key, all of one step, and that step.
+
+        Raises Aborted where steps went on in each of several tries, because this process stood still in all of them.
+        """
+        asks = [Ask(shard, "pull", {"keys": keys}) for shard, keys in wanted.items()]
+        for _ in range(PULLS):
+            async with self._iteration, AsyncExitStack() as holds:
+                stand = [await holds.enter_async_context(training.held()) for training in list(self._trainings)]
+                step = self.step
+                answers = await self.insist_on(asks)
+                is_one_step = all([await stands() for stands in stand])
+            if is_one_step:
+                break
+        else:
+            raise Aborted(
+                f"steps went on during each of {PULLS} pulls: a hold ends by itself, and the notebook stood still or "
+                "the values took long; pull again when it has less to do, or after the training", step=self.step,
+            )  # fmt: skip
         values = {
             key: tensor
             for keys, answer in zip(wanted.values(), answers, strict=True)
@@ -527,6 +541,22 @@ class Engine:
     async def settled_on(self, asks: Sequence[Ask]) -> list[Settled]:
         """`settled` for calls to several shards, with one message for each process."""
         return await self._by_process(asks, self._settled)
+
+    async def tell_until(self, asks: Sequence[Ask], deadline: float) -> list[Outcome]:
+        """`tell`, again under the same identities while a server that lives does not answer."""
+        asks = identified(asks, self.link)
+        while True:
+            outcomes = await self.tell(asks, deadline)
+            silent = [
+                self.shards[ask.shard]
+                for ask, outcome in zip(asks, outcomes, strict=True)
+                if isinstance(outcome, NotSent | Unknown) and self.shards[ask.shard].is_there
+            ]
+            if not silent or time.monotonic() >= deadline:
+                return outcomes
+            await asyncio.sleep(LOOK)
+            for member in silent:
+                self.link.confirm(member.peer.addr)
 
     async def tell(self, asks: Sequence[Ask], deadline: float) -> list[Outcome]:
         """Calls to shards, tried once, where their servers live."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -36,6 +37,10 @@ if TYPE_CHECKING:
 
 WATCH = 5.0  # seconds that a task has to answer a notebook that watches
 Machine = s.Rounds | a.Leases
+
+
+async def _always() -> bool:
+    return True
 
 
 def _machine(mode: Mode, tasks: list[int], shards: Sequence[int], deadline: float, patience: float) -> Machine:
@@ -139,13 +144,16 @@ class Training:
         await self.wait(lambda: False)
 
     @asynccontextmanager
-    async def held(self) -> AsyncIterator[None]:
-        """A block in which no step is applied, on one server or another."""
+    async def held(self) -> AsyncIterator[Callable[[], Awaitable[bool]]]:
+        """A block in which no step is applied, on one server or another; it gives a way to ask whether that was so.
+
+        A synchronous training is held for HOLD seconds at a time: one that is renewed too late goes on.
+        """
         if isinstance(self.machine, s.Rounds):
-            await self._hold()
+            latest = await self._hold()
             renewal = asyncio.create_task(self._renewed())
             try:
-                yield
+                yield partial(self._stands_at, latest)
             finally:
                 renewal.cancel()
                 await self.engine.settled(self.placed.writes[0], "go", {"training": self._name})
@@ -153,13 +161,13 @@ class Training:
         self.feed(e.Hold())
         try:
             await self.wait(lambda: self.is_held)
-            yield
+            yield _always
         finally:
             self.is_held = False
             self.feed(e.Resume())
 
-    async def _hold(self) -> None:
-        """Let all servers stand at one round."""
+    async def _hold(self) -> int | None:
+        """Let all servers stand at one round, which it gives; None where the training has ended meanwhile."""
         chief, *others = self.placed.writes
         try:
             answer = await self.engine.insist(chief, "hold", {"training": self._name})
@@ -168,9 +176,18 @@ class Training:
             await self.engine.insist_on([Ask(shard, "decided", about) for shard in others])
         except StepAborted:
             if self.end is None:
-                raise  # else it ended meanwhile, and all servers stand at its last round
+                raise
+            return None  # it ended meanwhile, and all servers stand at its last round
         if self.end is None and isinstance(self.machine, s.Rounds):
             self._applied_to(self.machine.steps_at(latest))
+        return latest
+
+    async def _stands_at(self, latest: int | None) -> bool:
+        """Whether no round was written since that one."""
+        if latest is None:
+            return True
+        answer = await self.engine.settled(self.placed.writes[0], "hold", {"training": self._name})
+        return isinstance(answer, Ok) and int(answer.meta["latest"]) == latest
 
     async def _renewed(self) -> None:
         while True:
@@ -522,7 +539,7 @@ class Training:
         calls += [(member, "unload", {"training": self._name}) for member in self._sent]
         about = {"training": self._name, "clients": [self._stream(stream) for stream in self._streams]}
         asks = [Ask(shard, "end_training", about) for shard in self.placed.writes]
-        await asyncio.gather(engine.tell(asks, deadline), *(
+        await asyncio.gather(engine.tell_until(asks, deadline), *(
             engine.link.call(member.peer, method, meta, epoch=engine.epoch, deadline=deadline)
             for member, method, meta in calls
             if member.alive
