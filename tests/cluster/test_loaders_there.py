@@ -1,0 +1,30 @@
+"""A DataLoader feeds `fit` on a cluster, by way of a source with a position: the local values, the local position."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import tfnb
+
+
+def test_a_loader_trains_there_as_here(connect):
+    data = TensorDataset(torch.randn(20, 3).double(), torch.randn(20, 1).double())
+    model = torch.nn.Linear(3, 1).double()
+    with tfnb.record("loader"):
+        x, y = tfnb.placeholder(data[:4][0], name="x"), tfnb.placeholder(data[:4][1], name="y")
+        step = tfnb.train.Momentum(0.1).minimize((model(x) - y).square().mean())
+    start = {v: v.value() for v in step.graph.variables}
+    found = []
+    for number in range(2):
+        for v, value in start.items():
+            v.assign(value)
+        cluster = connect(2) if number else None
+        source = tfnb.Source(DataLoader(data, 6, shuffle=True), name=f"train {number}", seed=3)
+        assert tfnb.fit(step, source, feeds=(x, y), epochs=2, steps=6).steps == 6
+        if cluster is not None:
+            cluster.close()
+        found.append((model.weight.detach().clone(), source.position))
+    (here, place), (there, place_there) = found
+    torch.testing.assert_close(there, here, rtol=1e-10, atol=1e-12)
+    assert place == place_there == {"epoch": 1, "count": 2}
