@@ -58,7 +58,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
     return Scheduling(config, log)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What takes longest comes first, so that processes side by side end at about the same time."""
 
     def place(item: pytest.Item) -> int:
@@ -66,7 +66,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     items.sort(key=place)
     for item in items:
-        if not isinstance(item, pytest.Function):  # a cell of a notebook needs those above it in the same kernel
+        if (
+            config.getoption("nbval", None) and item.path.suffix == ".ipynb"
+        ):  # a cell needs those above it in its kernel
             item.add_marker(pytest.mark.flaky(reruns=0))
 
 
