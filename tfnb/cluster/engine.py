@@ -34,6 +34,7 @@ from tfnb.errors import (
     Aborted,
     Cancelled,
     DeadlineExceeded,
+    NonFiniteGradient,
     ParameterServerLost,
     SchedulerLost,
     TfnbError,
@@ -696,7 +697,14 @@ class Engine:
                 return WorkerLost(text, step=self.step)
             case e.ServerLost(shard):
                 return self._lose(self._server_error(shard))
-        return raised(cause)
+        error = raised(cause)
+        if isinstance(error, NonFiniteGradient):
+            error.step = self.step
+            error.message += (
+                f". Variables are at step {self.step}: take a smaller learning rate, limit the gradients, or look for "
+                "a logarithm, root or division of zero"
+            )
+        return error
 
     def _server_error(self, shard: int) -> ParameterServerLost:
         member, count = self.shards[shard], len(self.servers)
