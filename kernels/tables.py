@@ -21,7 +21,12 @@ def _alike(keys: Tensor, values: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
 
 @op(_SAME, _alike)
 def table_insert(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor) -> tuple[Tensor, Tensor]:
-    """The table with these rows, too; of equal keys the last counts. Raises ValueError where there is no room."""
+    """The table with these rows, too; of equal keys the last counts.
+
+    Raises ValueError where there is no room, KeyError for the key `EMPTY`.
+    """
+    if (new_keys == EMPTY).any():
+        raise KeyError(f"the key {EMPTY} marks an empty place, so no table can have it")
     all_keys = torch.cat([keys, new_keys.flatten()])
     all_values = torch.cat([values, new_values.reshape(-1, *values.shape[1:])])
     ordered, order = torch.sort(all_keys, stable=True)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import tfnb
 from tfnb.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, ShapeError
+from tfnb.kernels.tables import EMPTY
 
 keys = st.integers(-(2**62), 2**62) | st.integers(-3, 3)
 
@@ -108,5 +109,8 @@ def test_bad_input_says_what_to_do() -> None:
         tfnb.HashTable([1, 2], [0.1, 0.2], num_oov_buckets=2)
     with pytest.raises(InvalidArgument, match="capacity"):
         tfnb.MutableHashTable(0, 1)
+    for make in (lambda: tfnb.HashTable([1, EMPTY], [1, 2]), lambda: tfnb.MutableHashTable(2, 1).insert([EMPTY], [1])):
+        with pytest.raises(InvalidArgument, match=f"{EMPTY} marks an empty place"):
+            make()
     with pytest.raises(InvalidArgument, match="values, these are"):
         tfnb.MutableHashTable(2, 1).insert([1], torch.ones(1))

@@ -92,6 +92,8 @@ class HashTable(_Table):
     ) -> None:
         self.name = name
         taken, rows = self._taken(keys).flatten(), torch.as_tensor(values)
+        if (taken == EMPTY).any():
+            raise InvalidArgument(f"table {name}: the key {EMPTY} marks an empty place, so no table can have it")
         if rows.dim() == 0 or len(rows) != len(taken) or len(taken) == 0:
             raise ShapeError(f"table {name}: {len(taken)} keys need as many values, and at least 1: {list(rows.shape)}")
         if num_oov_buckets < 0 or (num_oov_buckets and (rows.dim() > 1 or rows.is_floating_point())):
@@ -149,7 +151,8 @@ class MutableHashTable(_Table):
     def insert(self, keys: Any, values: Any) -> Any:
         """Put values under keys; of equal keys the last counts. In a recording it gives what to fetch.
 
-        Raises ResourceExhausted, with nothing changed, where the table has no room.
+        Raises ResourceExhausted, with nothing changed, where the table has no room; InvalidArgument for the largest
+        int64, which marks an empty place.
         """
         taken = self._taken(keys).flatten()
         rows = values if isinstance(values, torch.Tensor) else torch.as_tensor(values, dtype=self._values.dtype)
@@ -172,5 +175,7 @@ class MutableHashTable(_Table):
             keys, values = change(self._keys.read() if known is None else known, self._values.read(), *given)
         except ValueError as error:
             raise ResourceExhausted(f"table {self.name}: {error}") from error
+        except KeyError as error:
+            raise InvalidArgument(f"table {self.name}: {error.args[0]}") from error
         done = self._keys.assign(keys), self._values.assign(values)
         return None if current.recording() is None else done
