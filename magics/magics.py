@@ -83,6 +83,7 @@ class TfnbMagics(Magics):
             tfnb.recording.record_cell(
                 self._name(options), owner=self.watch.owner(cell), label=program.label, filename=program.filename,
                 namespace=self.shell.user_ns, device=options.device, lazy=options.lazy, append=options.append,
+                failed=lambda graph, node: self._draw_failed(graph, program.label, node, options),
             ) as graph,
         ):  # fmt: skip
             self.shell.user_ns.update(map(self._input, options.input))
@@ -139,6 +140,13 @@ class TfnbMagics(Magics):
         self.watch.show(self._plain(tfnb.view.graph_bundle(graph, cell=cell)))
         if getattr(options, "live", False) or self.display == "live":
             self.watch.show(_bundle(self.lives.make(graph, cell, self.watch.owner("")).widget))
+
+    def _draw_failed(self, graph: Any, cell: str | None, node: Any, options: Namespace) -> None:
+        """Show what a cell had recorded when an op failed, which is red; below the error."""
+        wanted = node is not None and not options.quiet and options.show is not False and self.display != "none"
+        with contextlib.suppress(Exception):  # the user's error is what counts
+            if wanted:
+                self.watch.show(self._plain(tfnb.view.graph_bundle(graph, cell=cell, failing=node)))
 
     def _verb(self, options: Namespace) -> Any:
         """The line form: ``[NAME] [VERB] [FILE]`` in any order of the first two."""

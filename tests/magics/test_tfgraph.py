@@ -12,7 +12,7 @@ import torch
 from IPython.core.completer import provisionalcompleter
 
 import tfnb
-from tfnb.errors import StaleNode
+from tfnb.errors import ShapeError, StaleNode
 from tfnb.magics.live import LiveDrawing, fetched
 
 X = "x = tfnb.placeholder(torch.ones(2, 3))"
@@ -121,13 +121,29 @@ def test_fetching_what_a_rerun_removed_names_the_cell(notebook):
 # -- failing cells ----------------------------------------------------------------------------
 
 
+def test_an_op_that_fails_is_drawn_red_below_what_its_cell_recorded(notebook):
+    notebook.ok(f"%%tfgraph g --no-show\n{X}\nabove = x * 2", cell_id="a")
+    cell = "%%tfgraph g\nlayer = nn.Linear(5, 2)\nbefore = above + 1\nafter = layer(before.exp())\nlast = after + 1"
+    ran = notebook.run(cell, cell_id="b")
+    assert isinstance(ran.error, ShapeError)
+    (shown,) = [bundle for bundle in ran.shown if "image/svg+xml" in bundle]
+    picture = shown["image/svg+xml"]
+    assert "t-failing" in picture and "addmm failed" in picture and "aten.addmm.default(inputs=[" in picture
+    assert "after = layer(before.exp())" in picture and "last" not in picture
+    assert [node.name for node in tfnb.graph("g").nodes] == ["x", "above"]
+    for quiet in ("-q", "--no-show"):
+        assert notebook.run(cell.replace("g\n", f"g {quiet}\n", 1), cell_id="b").drawings == []
+    caught = "%%tfgraph g\ntry:\n    x @ x\nexcept ValueError:\n    1 / 0"
+    assert notebook.run(caught, cell_id="b").drawings == [], "another error ended the cell"
+
+
 @pytest.mark.parametrize("failure", ["1 / 0", "x @ x", "raise KeyboardInterrupt", "bad syntax"])
 def test_failing_rerun_leaves_everything_as_it_was(notebook, failure):
     notebook.ok("model = nn.BatchNorm1d(3)")
     notebook.ok(f"%%tfgraph g --no-show\n{X}\ny = model(x)", cell_id="a")
     before, mean, random = text(), notebook.names["model"].running_mean.clone(), torch.get_rng_state()
     ran = notebook.run(f"%%tfgraph g\n{X}\ny = model(x) + torch.rand(3)\n{failure}", cell_id="a")
-    assert ran.error is not None and ran.drawings == []
+    assert ran.error is not None and len(ran.drawings) == (failure == "x @ x")
     assert text() == before
     assert torch.equal(notebook.names["model"].running_mean, mean)
     assert torch.equal(torch.get_rng_state(), random)

@@ -13,7 +13,7 @@ from typing import Any
 
 import graphviz
 
-from tfnb.graph import Graph
+from tfnb.graph import Graph, Node
 from tfnb.graph.difference import Difference
 from tfnb.view import page
 from tfnb.view.box import Box, Key, key_name
@@ -37,9 +37,9 @@ def graph_html(graph: Graph, *, limit: int = page.BYTES, **options: Any) -> str:
     return page.html(drawing, lambda: text_tree(graph, cell=options.get("cell")), below=below, limit=limit)
 
 
-def graph_bundle(graph: Graph, *, cell: str | None = None) -> dict[str, str]:
+def graph_bundle(graph: Graph, *, cell: str | None = None, failing: Node | None = None) -> dict[str, str]:
     """What a cell shows of a graph: HTML, the picture alone for where HTML is cleaned of it, and text."""
-    drawing, text = Drawing(graph, cell=cell), text_tree(graph, cell=cell)
+    drawing, text = Drawing(graph, cell=cell, failing=failing), text_tree(graph, cell=cell)
     shown = {"text/html": page.html(drawing, lambda: text), "text/plain": text}
     with suppress(LayoutFailed):
         shown["image/svg+xml"] = drawing.svg

@@ -40,6 +40,7 @@ _graphs: dict[str, Graph] = {}
 _lock = threading.Lock()
 
 Where = Callable[[], Source | None]
+Failed = Callable[[Graph, Node | None], None]
 
 
 def graph(name: str | None = None) -> Graph:
@@ -113,11 +114,12 @@ def record(graph: Graph | str | None = None, *, device: Any = None, lazy: bool =
 @contextmanager
 def record_cell(
     name: str | None, *, owner: str, label: str, filename: str, namespace: Mapping[str, Any], device: Any = None,
-    lazy: bool = False, append: bool = False,
+    lazy: bool = False, append: bool = False, failed: Failed | None = None,
 ) -> Iterator[Graph]:  # fmt: skip
     """Record a notebook cell: the nodes that ``owner`` recorded before are replaced when the cell succeeds.
 
-    filename: what the cell was compiled as; its frames are the user's. namespace: where its names land.
+    filename: what the cell was compiled as; its frames are the user's. namespace: where its names land. failed: called
+    with what was recorded until an error came, and the node that raised it, which is None where no op did.
     """
     __tracebackhide__ = True
     target = _graphs.get(name or "graph") or Graph(name or "graph")
@@ -134,7 +136,8 @@ def record_cell(
 
     key = f"{owner}+{new_id()}" if append else owner
     with _opened(
-        target, _owner(target, key), where, lambda: namespace, stop, device, lazy, append=append, listed=True
+        target, _owner(target, key), where, lambda: namespace, stop, device, lazy, append=append, listed=True,
+        failed=failed,
     ):  # fmt: skip
         yield target
 
@@ -181,9 +184,9 @@ def _owner(graph: Graph, key: str) -> Owner:
 @contextmanager
 def _opened(
     graph: Graph, owner: Owner, where: Where, names: Callable[[], Mapping[str, Any]], stop: FrameType, device: Any,
-    lazy: bool, *, append: bool, listed: bool = False,
+    lazy: bool, *, append: bool, listed: bool = False, failed: Failed | None = None,
 ) -> Iterator[Recorder]:  # fmt: skip
-    """An open recording, and its commit. listed: the graph takes its name."""
+    """An open recording, and its commit. listed: the graph takes its name. failed: see `record_cell`."""
     __tracebackhide__ = True
     _check_device(device)
     with at_user_lines():
@@ -200,11 +203,13 @@ def _opened(
                 recorder.settle()
             with uncollected():
                 _commit(recorder, before, names(), rewound, raise_held, append=append)
-        except BaseException:
+        except BaseException as error:
             recorder.journal.undo()
             rewound.undo()
             recorder.space.forget({node.id for node in recorder.new})
             graph.stale.update((node.id, _failed(node)) for node in recorder.new)
+            if failed is not None and isinstance(error, Exception):
+                failed(*_attempted(recorder, error))
             raise
         if listed:
             with _lock:
@@ -300,6 +305,13 @@ def _commit(
     past(recorder.graph).renew(change.relinked, space.symbols.renewed)
     space.renew(change.relinked)
     space.samples.settle(live)
+
+
+def _attempted(recorder: Recorder, error: Exception) -> tuple[Graph, Node | None]:
+    """What was recorded until then, and the op that raised the error."""
+    culprit = next((node for raised, node in filter(None, [recorder.failed]) if raised is error), None)
+    nodes = (*recorder.nodes, *filter(None, [culprit]))
+    return recorder.graph.derive(Contents(nodes)), culprit
 
 
 def _failed(node: Node) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tfnb.graph import Node, Ref, Spec, Value
+from tfnb.graph.graph import new_id
 from tfnb.graph.op_facts import Facts, Op, bind, kernel, op_name
 from tfnb.graph.spec import numbered
 from tfnb.kernels.random import seeded
@@ -176,4 +177,10 @@ def _joined(path: tuple[str, ...], function: str | None, name: str) -> str:
 
 def _failed(rec: Recording, func: Op, error: Exception, inputs: list[Entry]) -> Exception:
     described = ((rec.tape.by_id[e.value.node].name, str(rec.space.shapes.spec(e.fake))) for e in inputs)
-    return explained(func, error, described, rec.where(), rec.symbols.readable)
+    told = explained(func, error, described, rec.where(), rec.symbols.readable)
+    rec.failed = told, Node(
+        id=new_id(), name=f"{_leaf_name(rec, func)} failed", op=op_name(func), owner=rec.owner, source=rec.where(),
+        inputs=tuple(entry.value for entry in inputs), attrs={"inputs": [*map(Ref, range(len(inputs)))]},
+        scope=rec.scopes.current(),
+    )  # fmt: skip
+    return told

@@ -83,6 +83,7 @@ class Recorder(TorchDispatchMode):
         self.refuse: Callable[[str], None] | None = None  # asked about each value that leaves the graph
         self.overrides: Mapping[str, Callable[..., Any]] = {}  # gradient rules of the ops recorded now
         self.inside: list[Any] = []  # of the loops, branches and functions that are being recorded: what was before
+        self.failed: tuple[Exception, Node] | None = None  # the last op that raised, as a node without outputs
         self.entered = True  # whether the samples get to what is recorded now
         self.calls: dict[Any, Any] = {}  # functions that are being recorded: see `subgraphs.recursive_calls`
         self.autograd: Autograd  # given by an extension: `tfnb.graph.current`

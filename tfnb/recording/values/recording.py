@@ -40,6 +40,7 @@ class Recording(current.Recording, Protocol):
     packings: WeakIdKeyDictionary
     inside: list[Any]  # of the loops, branches and functions that are being recorded: what was before
     calls: dict[Any, Any]
+    failed: tuple[Exception, Node] | None
     entered: bool
     refuse: Callable[[str], None] | None
     overrides: Mapping[str, Callable[..., Any]]
