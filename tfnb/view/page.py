@@ -34,13 +34,12 @@ def html(drawing: Drawing, listing: Callable[[], str], *, below: str = "", limit
         wanted = {"loop_sliders.js": bool(iterations), "timeline.js": bool(below)}
         scripts = ["markup.js", "drawing.js", *(name for name, has in wanted.items() if has), "static.js"]
         script = "\n".join(map(asset, scripts))
-        style, bar = asset("drawing.css"), _bar(drawing)
-        room = limit - sum(len(text.encode()) for text in (picture, sliders, below, script, style, bar))
+        room = limit - len(picture.encode()) - len(script)  # what a traced run shows comes on top
         faces = packed(_fitting(drawing, room))
     except LayoutFailed as failure:
         return f'<div class="tfnb-page"><p>{xml(str(failure))}</p><pre>{xml(listing())}</pre>{below}</div>'
     return (
-        f'<div class="tfnb-page" data-tfnb="{digest(picture)}"><style>{style}</style>{bar}'
+        f'<div class="tfnb-page" data-tfnb="{digest(picture)}"><style>{asset("drawing.css")}</style>{_bar(drawing)}'
         f'{picture}<script type="text/plain" class="tfnb-faces">{faces}</script>{sliders}{below}'
         f"<script>{script}</script></div>"
     )
