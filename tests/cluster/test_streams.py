@@ -354,6 +354,7 @@ def left_on_a_worker():
 
 
 def test_closing_leaves_no_thread_and_no_socket(connect, dask):
+    soon(lambda: not any(threads for threads, _ in dask.run(left_on_a_worker).values()), "those of earlier tests end")
     before = {addr: ports for addr, (_, ports) in dask.run(left_on_a_worker).items()}
     c = Counters()
     cluster = connect(2)
