@@ -76,6 +76,7 @@ def test_compiled_steps_equal_generated_steps_with_the_same_draws() -> None:
 
 @pytest.mark.usefixtures("needs_compiler")
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_code_is_swapped_in_while_steps_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TFNB_COMPILE", "auto")
     monkeypatch.setattr(tiers, "WORTH_COMPILING", 0.0)
