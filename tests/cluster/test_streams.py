@@ -261,6 +261,17 @@ def test_several_servers_at_once_and_those_without_a_stream_are_not_asked(connec
     assert here.lacks(peers) == peers[1:]
     (first,), (second,) = here.call(asks, epoch=1)
     assert isinstance(first, Ok) and first.tensors[0].tolist() == [1, 1, 1] and isinstance(second, NotSent)
+    contributions = {
+        peer: [Ask(shard, "contribute", {"training": "t", "round": 1, "worker": 0, "workers": 2, "shards": [0]})]
+        for shard, peer in enumerate(peers)
+    }
+    ends = here.call(contributions, epoch=1)
+    assert all(isinstance(end, NotSent) for (end,) in ends), "it would wait for one that is not sent"
+    assert isinstance(call(link, peers[0], "open_training", {"training": "t"}), Ok)
+    alone = {peers[0]: [Ask(0, "contribute", {**contributions[peers[0]][0].meta, "keys": ["w"]}, [torch.ones(3)])]}
+    begin = time.monotonic()
+    ((end,),) = here.call(alone, epoch=1, is_thread_wanted=lambda: True)
+    assert isinstance(end, Unknown) and time.monotonic() - begin < 8, "it gives way to what worker 1 may wait for"
     here.end()
     assert all(isinstance(end, NotSent) for (end,) in here.call(asks, epoch=1))
 

@@ -75,6 +75,10 @@ class Computing:
         end.add_done_callback(lambda end: self._ended(number, end))
         return await asyncio.shield(end)
 
+    def is_wanted(self) -> bool:
+        """From any thread: whether a call waits for the one that runs."""
+        return len(self._calls) > 1
+
     def _ended(self, number: int, end: asyncio.Future[Any]) -> None:
         if number in self._calls and self._calls[number][1] is end:
             del self._calls[number]

@@ -26,7 +26,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from distributed.comm.addressing import get_address_host, parse_address
 
@@ -44,6 +44,7 @@ AGAIN = 5.0  # seconds until a stream that could not be opened is tried again
 PROVE = 5.0  # seconds until a server closes a connection that has not proved its key
 KEY_LASTS = 10.0  # seconds in which a key can be used
 KEYS = 256  # that can be waiting for their connection
+GIVE_WAY = 0.05  # seconds after which a call that waits for other tasks looks whether its thread is wanted
 STALL = 30.0  # seconds that a message may take, beside its bytes
 BYTES_PER_SECOND = 50e6
 BUFFERS = 64  # given to the system at once
@@ -369,6 +370,8 @@ class Streams:
 
     async def open(self, peer: Peer, *, epoch: int) -> None:
         """Open a stream, if that server and what lies between allow it; else it is tried again later."""
+        if not self.lacks([peer]):
+            return  # another loop opens it, or has
         self._not_before[peer] = time.monotonic() + AGAIN
         answer = await self._link.call(peer, "stream", epoch=epoch)
         if not isinstance(answer, Ok):
@@ -379,16 +382,27 @@ class Streams:
             self._streams[peer] = await asyncio.to_thread(Stream.connect, offer, self._link.budget)
         except (OSError, Broken):
             return
-        del self._not_before[peer]
+        self._not_before.pop(peer, None)
 
-    def call(self, asks: Mapping[Peer, Sequence[Ask]], *, epoch: int) -> list[list[Outcome]]:
-        """Ask several servers, each with one message: all are sent, then all answers are received."""
+    def call(
+        self, asks: Mapping[Peer, Sequence[Ask]], *, epoch: int, is_thread_wanted: Callable[[], bool] = lambda: False
+    ) -> list[list[Outcome]]:
+        """Ask several servers, each with one message: all are sent, then all answers are received.
+
+        A contribution is answered when all servers have all contributions to the same round. So it is sent to all
+        servers or to none, and waits no longer where this thread is needed for something that others may wait for.
+
+        is_thread_wanted: whether somebody else waits for this thread.
+        """
+        methods = {ask.method for mine in asks.values() for ask in mine}
+        is_joint, may_leave = "contribute" in methods, "push" not in methods
         found: dict[Peer, list[Outcome]] = {peer: [NotSent("no direct stream")] * len(asks[peer]) for peer in asks}
-        waiting: list[tuple[Peer, Stream, float]] = []
-        for peer, mine in asks.items():
-            stream = self._found(peer)
-            if stream is None or not is_on:
-                continue
+        streams = {peer: stream for peer in asks if is_on and (stream := self._found(peer)) is not None}
+        if is_joint and len(streams) < len(asks):
+            return list(found.values())
+        waiting: dict[Peer, tuple[Stream, float]] = {}
+        for peer, stream in streams.items():
+            mine = asks[peer]
             one = message(mine)
             seconds = allowance(one.method, wire.size(one.tensors))
             until = time.monotonic() + seconds
@@ -402,18 +416,21 @@ class Streams:
                 continue
             end = stream.send(request, until)
             if end is None:
-                waiting.append((peer, stream, until))
+                waiting[peer] = stream, until
             else:
                 found[peer] = [end] * len(mine)
-        may_leave = all(ask.method != "push" for mine in asks.values() for ask in mine)
-        while waiting:
-            peer, stream, until = waiting.pop(_readable([stream for _, stream, _ in waiting], waiting[0][2]))
+        goes_on = not is_joint or len(waiting) == len(asks)
+        while waiting and goes_on:
+            peer = _readable(waiting, is_thread_wanted) if is_joint or len(waiting) > 1 else next(iter(waiting))
+            if peer is None:
+                goes_on = not is_joint
+                continue
+            stream, until = waiting.pop(peer)
             found[peer] = ends(asks[peer], stream.receive(until))
-            if may_leave and not all(isinstance(end, Ok) for end in found[peer]):  # the others may wait for it
-                for peer, stream, _ in waiting:
-                    stream.leave()
-                    found[peer] = [Unknown("another server failed")] * len(asks[peer])
-                break
+            goes_on = not may_leave or all(isinstance(end, Ok) for end in found[peer])
+        for peer, (stream, _) in waiting.items():
+            stream.leave()
+            found[peer] = [Unknown("not waited for")] * len(asks[peer])
         return list(found.values())
 
     def _found(self, peer: Peer) -> Stream | None:
@@ -427,15 +444,18 @@ class Streams:
         self._not_before.clear()
 
 
-def _readable(waiting: Sequence[Stream], until: float) -> int:
-    """Which of them has an answer first, or is broken; the first where none has by then."""
-    if len(waiting) == 1:
-        return 0
-    with selectors.DefaultSelector() as selector:
-        for place, stream in enumerate(waiting):
-            selector.register(stream, selectors.EVENT_READ, place)
-        ready = selector.select(max(0.0, until - time.monotonic()))
-    return ready[0][0].data if ready else 0
+def _readable(waiting: Mapping[Peer, tuple[Stream, float]], is_thread_wanted: Callable[[], bool]) -> Peer | None:
+    """Who has answered first, or is broken, or is late; None where this thread is wanted meanwhile."""
+    first, (_, until) = next(iter(waiting.items()))
+    with selectors.PollSelector() as selector:
+        for peer, (stream, _) in waiting.items():
+            selector.register(stream, selectors.EVENT_READ, peer)
+        while not (ready := selector.select(min(GIVE_WAY, max(0.0, until - time.monotonic())))):
+            if time.monotonic() >= until:
+                return first
+            if is_thread_wanted():
+                return None
+    return cast(Peer, ready[0][0].data)
 
 
 def _quick(sock: socket.socket) -> None:

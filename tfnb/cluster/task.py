@@ -327,7 +327,10 @@ class Task:
     def stream(self, asks: Sequence[Ask]) -> list[Outcome]:
         """Calls to shards by direct streams, in the compute thread. What is not Ok is to be asked again by `ask`."""
         of = self._by_process(asks)
-        ends = self.streams.call({peer: [asks[i] for i in places] for peer, places in of.items()}, epoch=self.epoch)
+        ends = self.streams.call(
+            {peer: [asks[i] for i in places] for peer, places in of.items()}, epoch=self.epoch,
+            is_thread_wanted=self.computing.is_wanted,
+        )  # fmt: skip
         found = dict(zip(itertools.chain(*of.values()), itertools.chain(*ends), strict=True))
         return [found[place] for place in range(len(asks))]
 
