@@ -40,3 +40,53 @@ def test_large_blocks_come_from_the_heap_after_the_first_step() -> None:
     program = [sys.executable, "-c", PROGRAM]
     run = subprocess.run(program, capture_output=True, text=True, check=True, timeout=120, env=free)
     assert run.stdout.split() == ["1", "0"]
+
+
+FAULTS = """
+import resource, threading
+import torch
+from tfnb.execution.heap import set_limits
+
+def step():
+    return [torch.ones(100_352) for _ in range(4)]  # 400 kB each, as the weight of a small net
+
+def faults():
+    for _ in range(20):
+        step()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(50):
+        step()
+    found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+found = []
+faults()
+is_kept = set_limits()
+faults()
+thread = threading.Thread(target=faults)
+thread.start()
+thread.join()
+print(is_kept, *found)
+"""
+
+
+def faults(**environ: str) -> list[str]:
+    """Of a process with these variables: whether it keeps memory; page faults before that, then, and in a thread."""
+    run = subprocess.run(
+        [sys.executable, "-c", FAULTS], env={**os.environ, "OMP_NUM_THREADS": "1", **environ}, capture_output=True,
+        text=True, timeout=300, check=True,
+    )  # fmt: skip
+    return run.stdout.split()
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about the heap of glibc")
+def test_freed_blocks_are_taken_again_without_page_faults() -> None:
+    is_kept, before, here, in_thread = faults(MALLOC_TRIM_THRESHOLD_="65536")
+    assert is_kept == "True"
+    assert int(before) > 10_000, "98 pages for each of 200 blocks"
+    assert int(here) < 1000 and int(in_thread) < 1000
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about the heap of glibc")
+def test_a_limit_of_the_environment_stays() -> None:
+    is_kept, _, here, _ = faults(MALLOC_MMAP_THRESHOLD_="131072")
+    assert is_kept == "False" and int(here) > 10_000

@@ -40,6 +40,7 @@ from tfnb.cluster.serving import Serving
 from tfnb.cluster.streams import Streams
 from tfnb.cluster.transport import read_request, worker_link, write_outcome
 from tfnb.errors import InvalidArgument
+from tfnb.execution import heap
 from tfnb.state.store import Store
 
 Answer = Ok | Failed | Refused
@@ -87,6 +88,7 @@ class Task:
         self.streams = Streams(self.link)
         weakref.finalize(self, self.streams.end)
         torch.set_num_threads(threads or worker.state.nthreads)
+        heap.set_limits()
         self._methods: dict[str, Callable[[Request], Awaitable[Answer]]] = {
             "configure": self._configure, "register": self._register, "run": self._run, "cancel": self._cancel,
             "forget": self._forget, "revoke": self._revoke, "quit": self._quit, "stream": self._open_stream,
