@@ -205,3 +205,72 @@ def test_a_pause_is_answered_while_a_long_step_computes():
         await loop.stop(1)
 
     asyncio.run(play())
+
+
+def steps_of(report):
+    """Steps that a loop tells of."""
+    return sum(count for *_, count, _, _ in report.meta["groups"])
+
+
+class Streaming(Servers):
+    """A host whose loops have direct streams, but for the calls that ``lost`` names by number: no answer came."""
+
+    def __init__(self, shards=(0, 1), lost=()):
+        super().__init__(shards)
+        self.lost, self.calls, self.hops = set(lost), itertools.count(), 0
+
+    async def open_streams(self, shards):
+        self.hops += 1
+
+    def stream(self, asks):
+        return [self.streamed(ask) for ask in asks]
+
+    def streamed(self, ask):
+        _, answer = self.tell(*ask)
+        return NotSent() if next(self.calls) in self.lost else answer
+
+
+def test_steps_follow_each_other_in_the_compute_thread_and_count_once_where_an_answer_was_lost():
+    async def play():
+        servers = Streaming(lost=(8, 21))  # of the first server in step 4, of the second one in step 10
+        threads = set()
+        loop, seen = loop_on(servers, before=lambda: threads.add(threading.current_thread().name))
+        loop.lend(piece(40, first=0))
+        await until(lambda: steps_of(loop.report(0)) == 40)
+        answer = await loop.stop(0)
+        assert [s["w0"] for s in seen] == [s["w1"] for s in seen] == list(range(40)), "each step reads the last one"
+        assert steps_of(answer) == 40 and answer.meta["failure"] is None
+        assert [core.ledger.applied for core in servers.cores.values()] == [41, 41], "with the creation of w"
+        assert [core.ledger.dups for core in servers.cores.values()] == [1, 1]
+        assert 3 <= servers.hops < 40 and len(threads) == 1
+
+    asyncio.run(play())
+
+
+def test_a_pause_and_a_stop_come_between_two_steps_of_the_compute_thread():
+    async def play():
+        servers, asked, goes_on = Streaming(), threading.Event(), threading.Event()
+        begun = itertools.count(1)
+
+        def before():
+            if next(begun) == 5:
+                asked.set()
+                goes_on.wait(SOON)
+
+        loop, seen = loop_on(servers, before=before)
+        loop.lend(piece(1000, first=0))
+        await asyncio.to_thread(asked.wait, SOON)
+        pausing = asyncio.ensure_future(loop.pause(True, 0))
+        await asyncio.sleep(0)
+        goes_on.set()
+        answer = await pausing
+        while not answer.meta["paused"]:
+            answer = await asyncio.wait_for(loop.pause(True, 0), SOON)
+        assert len(seen) == 5 == steps_of(answer)
+        await loop.pause(False, 0)
+        await until(lambda: len(seen) > 5)
+        answer = await asyncio.wait_for(loop.stop(0), SOON)
+        done = steps_of(answer)
+        assert answer.meta["over"] and [core.version - 1 for core in servers.cores.values()] == [done, done]
+
+    asyncio.run(play())

@@ -9,12 +9,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from tfnb.errors import Cancelled, StepAborted
 from tfnb.execution.running import Running
 
 T = TypeVar("T")
+
+
+class Compute(Protocol):
+    """Calls a function that may be stopped; raises Cancelled then."""
+
+    def __call__(self, function: Callable[[], T], /) -> T: ...
 
 
 async def in_thread(executor: ThreadPoolExecutor, function: Callable[[], T]) -> T:
@@ -37,18 +43,20 @@ async def in_thread(executor: ThreadPoolExecutor, function: Callable[[], T]) -> 
 class _Call:
     """One call: waiting for the thread, or running in it."""
 
-    def __init__(self, function: Callable[[], Any], after: Callable[[Any], Any] | None) -> None:
-        self._function, self._after = function, after
+    def __init__(self, body: Callable[[Compute], Any]) -> None:
+        self._body = body
         self._running: Running | None = None
         self._is_unwanted = False
 
     def run(self) -> Any:
         """In the thread."""
-        self._running = Running()
+        return self._body(self._computed)
+
+    def _computed(self, function: Callable[[], T]) -> T:
+        self._running = running = Running()
         if self._is_unwanted:  # looked at after `_running` was set, as `stop` does it the other way round
             raise Cancelled("stopped before it began")
-        result = self._running.compute(self._function)
-        return result if self._after is None else self._after(result)
+        return running.compute(function)
 
     def stop(self) -> None:
         """From the event loop."""
@@ -64,12 +72,13 @@ class Computing:
         self.executor = ThreadPoolExecutor(1, thread_name_prefix="tfnb-compute")
         self._calls: dict[int, tuple[_Call, asyncio.Future[Any]]] = {}
 
-    async def do(self, number: int, function: Callable[[], Any], after: Callable[[Any], Any] | None = None) -> Any:
-        """The result of ``function``; raises Cancelled if round ``number`` is stopped.
+    async def do(self, number: int, function: Callable[[], T]) -> T:
+        """The result of ``function``; raises Cancelled if round ``number`` is stopped."""
+        return await self.work(number, lambda compute: compute(function))
 
-        after: called with the result in the same thread, where nothing stops it; its result counts.
-        """
-        call = _Call(function, after)
+    async def work(self, number: int, body: Callable[[Compute], T]) -> T:
+        """The result of ``body(compute)``. Only what it lets ``compute`` call is stopped; no more is computed then."""
+        call = _Call(body)
         end = asyncio.ensure_future(in_thread(self.executor, call.run))
         self._calls[number] = call, end
         end.add_done_callback(lambda end: self._ended(number, end))

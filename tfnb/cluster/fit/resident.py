@@ -14,11 +14,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from tfnb.cluster.computing import Computing
+from tfnb.cluster.computing import Compute, Computing
 from tfnb.cluster.fit.data import Data, Needs
 from tfnb.cluster.messages import Ask, Failed, NotSent, Ok, OpId, Outcome, Refused, Request, failed
 from tfnb.cluster.plan import divide
@@ -28,6 +29,7 @@ from tfnb.errors import Cancelled
 from tfnb.state.batch_order import Order, Rows
 
 QUARTER = 0.25  # seconds between two answers to a notebook that watches
+WHILE = 0.05  # seconds of steps for which the compute thread goes on by itself
 SPAN = 64  # steps whose watched values are stacked together
 DEADLINE = 600.0  # seconds for the calls of one step
 FAREWELL = 10.0  # seconds for the calls of a loop that stands still
@@ -83,6 +85,14 @@ class _Computed(NamedTuple):
     share: Share
     out: Out
     pushes: list[Push]
+
+
+class _Sent(NamedTuple):
+    """A step of which servers were told, and what they answered by direct streams."""
+
+    done: _Computed
+    asks: list[Ask]
+    outcomes: list[Outcome]
 
 
 class _Mine(NamedTuple):
@@ -312,7 +322,8 @@ class Loop:
         """Every step that the notebook has not seen, and how the loop stands."""
         self._confirm(seen)
         groups: list[list[_Done]] = []
-        for done in self._log:
+        log = list(self._log)  # at once: the compute thread adds to it
+        for done in log:
             if groups and len(groups[-1]) < SPAN and done.follows(groups[-1][-1]):
                 groups[-1].append(done)
             else:
@@ -324,7 +335,7 @@ class Loop:
             if value is not None
         ]
         return Ok({
-            "at": self._told, "some": next(([v is not None for v in d.out] for d in self._log), []),
+            "at": self._told, "some": next(([v is not None for v in d.out] for d in log), []),
             "groups": [[d.number, d.index, len(group), d.rows, d.workers] for group in groups for d in group[:1]],
             "late": self._late,
             "paused": self._stands.is_set(), "over": self._work.done(), "failure": _written(self._failure),
@@ -341,15 +352,13 @@ class Loop:
     async def _run(self) -> None:
         try:
             while await self._goes_on():
-                given = self._given[0]
-                for index in range(given.count):
-                    if given.first + index <= max(self._rounds.values(), default=-1):
-                        continue  # it is written, without this worker
+                given, index = self._given[0], 0
+                while index < given.count:
                     if not await self._goes_on():
                         return
                     if self._has_stood:  # what others wrote meanwhile counts
                         await self._enter()
-                    await self._step(given, index)
+                    index = await self._advance(given, index)
                 self._given.popleft()
                 if self._ahead is not None:
                     self._ahead.end(given)
@@ -384,22 +393,49 @@ class Loop:
         """Whether there is a piece whose rows are here; raises what kept them away."""
         return bool(self._given) and (self._ahead is None or self._ahead.is_here(self._given[0]))
 
-    async def _step(self, given: Given, index: int) -> None:
-        """Compute, send each server its part, and take the values of the next step from the answers."""
-        values = {key: value for key, (_, value) in self._held.items()}
+    async def _advance(self, given: Given, index: int) -> int:
+        """Steps of a piece from ``index`` on, at least one that is not written yet; how far they came."""
         await self._host.open_streams(self._asked)
-        done, asks, outcomes = await self._host.computing.do(
-            self._key, lambda: self._computed(given, index, values), lambda done: self._streamed(given, index, done)
-        )
-        await self._ask(asks, outcomes)
+        index, sent = await self._host.computing.work(self._key, lambda compute: self._steps(given, index, compute))
+        if sent is not None:
+            await self._ask(sent.asks, sent.outcomes)
+            self._applied(given, index, sent.done)
+            index += 1
+        await self._level()
+        await self._keep_bound()
+        return index
+
+    def _steps(self, given: Given, index: int, compute: Compute) -> tuple[int, _Sent | None]:
+        """In the compute thread: one step after the other, for a while and as long as the event loop has no part in it.
+
+        The step that is next, or that was sent and is not applied as far as direct streams tell.
+        """
+        until = time.monotonic() + WHILE
+        while index < given.count and self._is_free(until):
+            if given.first + index > max(self._rounds.values(), default=-1):  # else it is written, without this worker
+                sent = self._streamed(given, index, compute(partial(self._computed, given, index)))
+                if not all(isinstance(outcome, Ok) for outcome in sent.outcomes):
+                    return index, sent
+                for ask, outcome in zip(sent.asks, sent.outcomes, strict=True):
+                    self._take(ask, outcome)
+                self._applied(given, index, sent.done)
+            index += 1
+        return index, None
+
+    def _is_free(self, until: float) -> bool:
+        """Whether the next step can follow at once."""
+        if not self._is_wanted or self._is_pause_wanted or time.monotonic() > until:
+            return False
+        return len({*self._rounds.values()}) <= 1 and not self._too_far
+
+    def _applied(self, given: Given, index: int, done: _Computed) -> None:
+        """A step is over: for the notebook, where it counts."""
         if self._counts:
             self._log.append(_Done(given.number, index, done.share.rows, done.share.workers, done.out))
         elif done.share.rows:
             self._late += 1
-        await self._level()
-        await self._keep_bound()
 
-    def _streamed(self, given: Given, index: int, done: _Computed) -> tuple[_Computed, list[Ask], list[Outcome]]:
+    def _streamed(self, given: Given, index: int, done: _Computed) -> _Sent:
         """In the compute thread: what each server is asked, and the answers that came by direct streams."""
         about: dict[str, Any] = {"training": self._training, "rows": done.share.rows, "run_index": done.share.run}
         op: OpId | None = OpId(given.stream, given.first + index)
@@ -418,11 +454,12 @@ class Loop:
             ask if ask.op is not None else ask._replace(op=self._host.streams.op())
             for ask in self._asks(method, about, {push.shard: push for push in done.pushes}, op)
         ]
-        return done, asks, self._host.stream(asks)
+        return _Sent(done, asks, self._host.stream(asks))
 
-    def _computed(self, given: Given, index: int, values: Mapping[str, torch.Tensor]) -> _Computed:
+    def _computed(self, given: Given, index: int) -> _Computed:
         """In the compute thread: the fetches and what goes to the servers, all of it finite."""
         begin = time.monotonic()
+        values = {key: value for key, (_, value) in self._held.items()}
         share = given.share(index, self._ahead.data if self._ahead is not None else None)
         if not share.rows:
             return _Computed(share, [], [])
@@ -474,9 +511,14 @@ class Loop:
             await self._tell(self._shards, "depart", FAREWELL)
         self._has_stood = True
 
+    @property
+    def _too_far(self) -> list[int]:
+        """Shards where this loop is too far ahead of the others."""
+        return [s for s, lead in self._leads.items() if self._staleness is not None and lead > self._staleness]
+
     async def _keep_bound(self) -> None:
         """Wait for the others where this loop is too far ahead of them, and take their values."""
-        ahead = [s for s, lead in self._leads.items() if self._staleness is not None and lead > self._staleness]
+        ahead = self._too_far
         if not ahead:
             return
         if not self._is_wanted:
