@@ -151,6 +151,43 @@ class Graph:
         """
         return Difference.of(self.name, self.contents, other.name, other.contents)
 
+    def to_module(self, fetches: Any, feeds: Iterable[Any]) -> Any:
+        """The part of the graph that ``fetches`` need, as a `torch.fx.GraphModule` that takes ``feeds`` in this order.
+
+        For `torch.export`, `torch.compile`, `torch.onnx.export(..., dynamo=True)` and training by torch. Parameters and
+        buffers are copies of the Variables, under their names; sizes that vary in the graph vary here. The result has
+        the structure of ``fetches``. Random ops draw from torch's generator. Branches and loops become `torch.cond`,
+        `scan` and `while_loop`. It writes what a run of ``fetches`` writes to buffers.
+
+        Raises Unimplemented, with the node and its line, for what torch has no form for: queues, training steps,
+        recursion, a branch that Python took while recording.
+
+        >>> import torch, tfnb
+        >>> with tfnb.record() as g:
+        ...     x = tfnb.placeholder(torch.ones(2, 3), name="x")
+        ...     y = torch.nn.Linear(3, 1)(x).relu()
+        >>> module = g.to_module(y, [x])
+        >>> module(torch.ones(5, 3)).shape, sorted(module.state_dict())
+        (torch.Size([5, 1]), ['bias', 'weight'])
+        """
+        from tfnb.interop import to_module  # listed exception: the translation asks lowering
+
+        return to_module(self, fetches, feeds)
+
+    def to_networkx(self) -> Any:
+        """The nodes, with ``name``, ``op``, ``spec`` and ``line``, and the edges between them as a MultiDiGraph.
+
+        >>> import torch, tfnb
+        >>> with tfnb.record() as g:
+        ...     y = tfnb.placeholder(torch.ones(2), name="x") + 1
+        >>> found = g.to_networkx()
+        >>> [found.nodes[node]["op"] for node in found], [kind for *_, kind in found.edges(data="kind")]
+        (['tfnb.placeholder', 'aten.add.Tensor'], ['value'])
+        """
+        from tfnb.view import graph_networkx  # listed exception: view knows how a graph is shown
+
+        return graph_networkx(self)
+
     # -- files --------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:

@@ -7,6 +7,7 @@ from tfnb.view.export import (
     graph_dot,
     graph_graphml,
     graph_html,
+    graph_networkx,
     graph_svg,
     timeline_of,
     trace_html,
@@ -15,6 +16,6 @@ from tfnb.view.listing import text_tree
 from tfnb.view.reprs import tensor_html, variable_html
 
 __all__ = [
-    "Drawing", "difference_html", "graph_bundle", "graph_dot", "graph_graphml", "graph_html", "graph_svg",
-    "tensor_html", "text_tree", "timeline_of", "trace_html", "variable_html",
+    "Drawing", "difference_html", "graph_bundle", "graph_dot", "graph_graphml", "graph_html", "graph_networkx",
+    "graph_svg", "tensor_html", "text_tree", "timeline_of", "trace_html", "variable_html",
 ]  # fmt: skip

@@ -85,6 +85,13 @@ def graph_graphml(graph: Graph) -> str:
     """The nodes and values as GraphML, for networkx, Gephi and yEd; ``name``, ``op``, ``spec`` and ``line`` of each."""
     import networkx
 
+    return "\n".join(networkx.generate_graphml(graph_networkx(graph)))
+
+
+def graph_networkx(graph: Graph) -> Any:
+    """The nodes and values as a MultiDiGraph; names are as they are shown."""
+    import networkx
+
     found = networkx.MultiDiGraph(name=visible(graph.name))
     for node in graph.contents.nodes:
         specs = ", ".join(map(str, node.outputs))
@@ -94,7 +101,7 @@ def graph_graphml(graph: Graph) -> str:
     for node in graph.contents.nodes:
         found.add_edges_from((value.node, node.id, {"kind": "value", "output": value.index}) for value in node.inputs)
         found.add_edges_from((before, node.id, {"kind": "control"}) for before in node.control)
-    return "\n".join(networkx.generate_graphml(found))
+    return found
 
 
 def _cluster(source: graphviz.Digraph, box: Box, drawing: Drawing) -> None:
