@@ -60,7 +60,11 @@ class UnsupportedDtype(InvalidArgument, TypeError):
     """A dtype that cannot travel between processes."""
 
 
-class NonFiniteGradient(InvalidArgument):
+class NonFinite(InvalidArgument, FloatingPointError):
+    """A step gave NaN or infinity; ``details`` says where it began."""
+
+
+class NonFiniteGradient(NonFinite):
     """A pushed gradient holds NaN or infinity."""
 
 

@@ -93,7 +93,7 @@ class RunResult:
 def fit(
     fetch: Any, data: Any, *, feeds: Any = None, epochs: int = 1, steps: int | None = None,
     batch_size: int | None = None, shuffle: bool = True, seed: int = 0, watch: Any = (), mode: Any = "sync",
-    backup: int = 0, staleness: int | None = None, timeout: float | None = None,
+    backup: int = 0, staleness: int | None = None, check: str | None = None, timeout: float | None = None,
 ) -> RunResult:  # fmt: skip
     """Run ``fetch`` once for each batch of ``data``.
 
@@ -104,7 +104,9 @@ def fit(
     on the workers of a connected cluster, whose tasks read them there; without a cluster, up to 4 GiB are computed
     here. epochs: passes over the data. steps: so many steps in all instead. batch_size: rows of a step over all tasks
     (32). shuffle, seed: another order in each epoch, the same in each call. watch: scalars to follow, or a dict of
-    names. timeout in seconds.
+    names. check: with ``"nan"`` each step is looked at, as `tfnb.run` does it: one that would give or write NaN or
+    infinite numbers raises NonFinite, which names the op and line that made the first of them, and the Variables stay
+    as they were before it (in this process only; servers refuse such gradients anyway). timeout in seconds.
 
     How the tasks of a connected cluster work together (here every mode is the same loop): ``mode="sync"`` divides the
     rows of a step over them and averages their gradients by rows, which equals the run here for a loss that is a mean
@@ -131,13 +133,18 @@ def fit(
     session = default_session(graph_of(fetch))
     names, watched = _watched(watch, session)
     if session.cluster is not None:
+        if check is not None:
+            raise InvalidArgument(
+                "fit(check=...) is of training in this process: leave it out, servers refuse gradients that are not "
+                "finite; to see where NaN begins run one step with tfnb.run(..., check='nan') after closing the cluster"
+            )
         data = session.cluster.in_chunks(data, timeout)
     source = batches(data, epochs=epochs, steps=steps, batch_size=batch_size, shuffle=shuffle, seed=seed, feeds=feeds)
     if isinstance(data, Source):
         session.reads(data)
     run = _Run(Metrics(names), _front(source.total, session.graph.name), timeout, session.cluster)
     if session.cluster is None:
-        taken = _here(session, fetch, watched, source, run)
+        taken = _here(session, fetch, watched, source, run, check)
     else:
         taken = _there(session, fetch, watched, source, run, {"mode": mode, "backup": backup, "staleness": staleness})
     try:
@@ -156,13 +163,15 @@ def fit(
 # -- the loop -------------------------------------------------------------------------------------------------------
 
 
-def _here(session: Session, fetch: Any, watched: tuple[Any, ...], source: Batches, run: _Run) -> Taken:
+def _here(
+    session: Session, fetch: Any, watched: tuple[Any, ...], source: Batches, run: _Run, check: str | None
+) -> Taken:  # fmt: skip
     """Each batch with the watched values of its step, taken in this process."""
     keys: tuple[Any, ...] = ()
     call: Callable[..., Any] | None = None
     for batch in source.each if source.is_ours else _awaited(source.each, run):
         if call is None or len(keys) != len(batch.keys) or any(map(is_not, keys, batch.keys)):
-            keys, call = batch.keys, session.make_callable((fetch, watched), batch.keys)
+            keys, call = batch.keys, session.make_callable((fetch, watched), batch.keys, check=check)
             run.code = partial(session.code, (fetch, watched), keys)
         run.is_inside = True
         yield batch, call(*batch.values)[1]

@@ -21,16 +21,18 @@ from tfnb.errors import (
     Cancelled,
     FailedPrecondition,
     InvalidArgument,
+    NonFiniteGradient,
     TfnbError,
     Unimplemented,
 )  # fmt: skip
-from tfnb.execution import TRACERS, Program, Trace, Tracer, profiling
+from tfnb.execution import TRACERS, Checked, Program, Trace, Tracer, ValueHealth, profiling
 from tfnb.execution.budgeted import Planned
 from tfnb.execution.dataflow.executor import EXECUTORS
 from tfnb.execution.explain import check_timeout, deadline, explained
 from tfnb.execution.running import Running, Stop
 from tfnb.execution.step_code import StepCode
 from tfnb.execution.tiers import tiered as tiers
+from tfnb.execution.tracing.origins import not_finite
 from tfnb.feeding import Fed, Feeder
 from tfnb.gradients import IndexedSlices
 from tfnb.graph import Graph, Value, Variable
@@ -69,6 +71,9 @@ _NOT_TOGETHER: Mapping[tuple[str, str], str] = {
     ("step", "queues"): "a step in parts is generated code, without queues; run the fetches together",
     ("trace", "cluster"): "a traced run runs here only: close the cluster, or run without trace=True",
     ("trace", "queues"): "a traced run is generated code, without queues: run without trace=True",
+    ("check", "cluster"): "check='nan' is of runs here: close the cluster, or leave it out; servers refuse gradients "
+    "that are not finite, and the step is run again here then to name the op",
+    ("check", "queues"): "a checked run is generated code, without queues: run without check='nan'",
     ("isolation", "cluster"): "isolation='snapshot' is of steps that run here: close the cluster",
     ("memory_budget", "cluster"): "memory_budget holds for steps that run here: close the cluster",
     ("memory_budget", "queues"): "memory_budget needs generated code, without queues and executor='dataflow'",
@@ -170,7 +175,8 @@ class Session:
         feed_dict: Mapping[Any, Any] | None = None,
         *,
         timeout: float | None = None,
-        trace: bool | Literal["parts", "kernels"] = False,
+        trace: bool | Literal["parts", "kernels", "health"] = False,
+        check: Literal["nan"] | None = None,
         isolation: Literal["snapshot"] | None = None,
     ) -> Any:
         """The values of ``fetches``, with their structure; only what they need is executed.
@@ -179,7 +185,10 @@ class Session:
         feed_dict: values for placeholders or any other tensor of the graph. timeout in seconds; a compiled step that
         takes less than a tenth of it is not stopped, and one that takes longer runs as generated code. trace: compute
         node by node with a clock, with ``"kernels"`` inside ``torch.profiler``, or with ``"parts"`` look at the clock
-        between parts only, at hardly any cost; ``self.trace`` then tells what took how long. isolation: a step holds
+        between parts only, at hardly any cost; ``self.trace`` then tells what took how long. With ``"health"`` it has
+        counts of NaN, infinite, negative and other numbers of each node, too. check: with ``"nan"`` a step that would
+        give or write NaN or infinite numbers raises NonFinite and writes nothing; it runs once more with probes, and
+        the error names the op and line that made the first of them, and its finite inputs. isolation: a step holds
         the locks of its Variables until it is over, so steps of other threads that write them wait; with
         ``"snapshot"`` it waits for those that write now, copies, and lets others go on. Raises FeedError, ShapeError,
         InvalidArgument for a missing feed, StaleNode, and Aborted where a step that uses queues, or a snapshot, would
@@ -193,26 +202,32 @@ class Session:
         if IndexedSlices in map(type, feeds):
             feeds = spread(feeds.items())
         prepared = self._prepare(fetches, tuple(feeds))
-        if not trace and isolation is None:
+        if not trace and isolation is None and check is None:
             results = self._directly(prepared, feeds.values(), timeout)
             if results is not None:
                 return prepared.rebuild(results)
         fed = prepared.feeder.fed(feeds.values())
         cut = None if isolation is None else self._cut(prepared, isolation, timeout)
-        if trace:
+        if check is not None:
+            if trace:
+                raise InvalidArgument("a checked run is traced where it fails: leave out trace or check")
+            results = self._checked(prepared, fed, timeout, check, cut)
+        elif trace:
             results = self._traced(prepared, fed, timeout, trace, cut)
         else:
             results = self._execute(prepared, fed, timeout, cut)
         return prepared.rebuild(results)
 
-    def make_callable(self, fetches: Any, feeds: Sequence[Any] = ()) -> Callable[..., Any]:
+    def make_callable(
+        self, fetches: Any, feeds: Sequence[Any] = (), *, check: str | None = None
+    ) -> Callable[..., Any]:  # fmt: skip
         """``f(*values)``: `run` with the signature resolved once; values stand in the order of ``feeds``.
 
-        The result has the structure of ``fetches``.
+        The result has the structure of ``fetches``. check: as of `run`.
         """
         feeds = tuple(feeds)
         if IndexedSlices in map(type, feeds):
-            flat = self.make_callable(fetches, parts_of(feeds))
+            flat = self.make_callable(fetches, parts_of(feeds), check=check)
             return lambda *values: flat(*spread(zip(feeds, values, strict=True)).values())
         prepared = self._prepare(fetches, feeds)
 
@@ -222,6 +237,8 @@ class Session:
                 prepared = self._prepare(fetches, feeds)
             if len(values) != len(feeds):
                 raise InvalidArgument(f"this callable takes {len(feeds)} values, got {len(values)}")
+            if check is not None:
+                return prepared.rebuild(self._checked(prepared, prepared.feeder.fed(values), None, check))
             results = self._directly(prepared, values)
             if results is None:
                 results = self._execute(prepared, prepared.feeder.fed(values), None)
@@ -352,7 +369,11 @@ class Session:
         __tracebackhide__ = True
         tensors, shapes = fed
         if self.cluster is not None:
-            sent = self._stoppable(prepared.code.step, None, self._on_cluster, prepared.code, tensors, timeout)
+            try:
+                sent = self._stoppable(prepared.code.step, None, self._on_cluster, prepared.code, tensors, timeout)
+            except NonFiniteGradient as error:
+                self._locate(error, prepared.code, tensors, self._runs.next - 1)
+                raise
             return [*sent, *prepared.after()]
         while notices:
             warnings.warn(notices.pop(), stacklevel=user_level(None))
@@ -403,7 +424,7 @@ class Session:
         __tracebackhide__ = True
         self._ensure_together("trace", prepared.code)
         if how not in TRACERS:
-            raise InvalidArgument(f"trace is True, 'parts' or 'kernels', not {how!r}")
+            raise InvalidArgument(f"trace is True, 'parts', 'kernels' or 'health', not {how!r}")
         tensors, shapes = fed
         program, _ = prepared.code.at(shapes)
         with profiling(how == "kernels") as profile:
@@ -411,9 +432,41 @@ class Session:
             results = self._step(prepared, program, tensors, timeout, tracer.forward, tracer.commit, cut)
         tracer.end(results, profile.found)
         tracer.untraced = "" if prepared.code.budget else prepared.code.tiers.code(shapes)
+        self._keep(tracer)
+        return results
+
+    def _keep(self, tracer: Tracer) -> None:
+        """The last traced run."""
         self._trace = tracer if tracer.by_parts else tracer.trace()
         self.graph.attached["trace"] = self._trace  # live drawings of the graph look there
-        return results
+
+    def _checked(
+        self, prepared: _Prepared, fed: Fed, timeout: float | None, check: str, cut: Cut | None = None
+    ) -> list[Any]:  # fmt: skip
+        """`_execute` of a step that writes nothing that is not finite."""
+        __tracebackhide__ = True
+        if check != "nan":
+            raise InvalidArgument(f"check is None or 'nan', not {check!r}")
+        self._ensure_together("check", prepared.code)
+        tensors, shapes = fed
+        program, _ = prepared.code.at(shapes)
+        checked = Checked(program)
+        try:
+            return self._step(prepared, program, tensors, timeout, checked.forward, checked.commit, cut)
+        finally:
+            if checked.found is not None:
+                self._keep(checked.found)
+
+    def _locate(self, error: NonFiniteGradient, code: StepCode, tensors: list[torch.Tensor], run: int) -> None:
+        """Run a step of a cluster once more here, with probes, and say where its gradient became NaN or infinite."""
+        if code.is_dataflow:
+            return
+        tracer = ValueHealth(code.program)
+        tracer.forward(*tensors, *(variable.value() for variable in code.program.variables), run)
+        self._keep(tracer)
+        found = not_finite(tracer.results, self.graph)
+        error.message += f"\nRun again here: {found.message}"
+        error.cell, error.line, error.op, error.details = found.cell, found.line, found.op, found.details
 
     def _stoppable(self, program: Any, timeout: float | None, call: Callable[..., Any], *args: Any) -> Any:
         """``call(*args)``, which `close` and the deadline end."""
@@ -688,7 +741,8 @@ def run(
     feed_dict: Mapping[Any, Any] | None = None,
     *,
     timeout: float | None = None,
-    trace: bool | Literal["parts", "kernels"] = False,
+    trace: bool | Literal["parts", "kernels", "health"] = False,
+    check: Literal["nan"] | None = None,
     isolation: Literal["snapshot"] | None = None,
 ) -> Any:
     """`Session.run` on the default session of the fetches' graph.
@@ -702,4 +756,4 @@ def run(
     """
     __tracebackhide__ = True
     session = default_session(graph_of(fetches))
-    return session.run(fetches, feed_dict, timeout=timeout, trace=trace, isolation=isolation)
+    return session.run(fetches, feed_dict, timeout=timeout, trace=trace, check=check, isolation=isolation)

@@ -89,6 +89,9 @@ def test_a_gradient_that_is_not_finite_names_its_variable_and_worker(connect, cl
     with pytest.raises(NonFiniteGradient, match=text) as caught:
         tfnb.fit(train, {x: data}, batch_size=8, shuffle=False)
     assert caught.value.task == "task:1" and cluster.step == 0
+    with pytest.raises(NonFiniteGradient, match=r"(?s)Run again here: .* made .*inf.* of finite numbers") as caught:
+        tfnb.run(train, {x: data})
+    assert caught.value.op and "loss = (x * first" in caught.value.message, "the op and the line are named"
     assert first.value().tolist() == second.value().tolist() == [1, 1, 1]
 
 

@@ -306,5 +306,5 @@ def test_parts_have_eight_nodes_or_more() -> None:
 
 def test_another_kind_of_trace_is_refused(chain) -> None:
     session, x, total, _ = chain
-    with pytest.raises(InvalidArgument, match="trace is True, 'parts' or 'kernels'"):
+    with pytest.raises(InvalidArgument, match="trace is True, 'parts', 'kernels' or 'health'"):
         session.run(total, {x: torch.ones(16, 16)}, trace="regions")

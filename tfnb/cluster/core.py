@@ -11,7 +11,6 @@ before the write leaves the values as they were; one inside the write poisons th
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,6 +34,7 @@ from tfnb.errors import (
     ShapeError,
     StepAborted,
 )
+from tfnb.execution.tracing.health import is_finite
 
 PLANS = 64  # registered plans that are kept
 
@@ -781,20 +781,6 @@ MERGES: dict[str, Callable[[Sequence[torch.Tensor], Sequence[float]], torch.Tens
 
 
 GRADIENTS = ("grad", "rows")  # kinds that must be finite
-
-
-def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all entries are finite: one reduction, and a second one where their sum is not.
-
-    >>> is_finite(torch.tensor([3e38, 3e38])), is_finite(torch.tensor([1.0, float("nan")]))
-    (True, False)
-    """
-    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    wide = torch.float32 if real.element_size() < 4 else None  # a sum of halves is beyond their range soon
-    if math.isfinite(real.sum(dtype=wide).item()):
-        return True
-    low, high = real.to(wide or real.dtype).aminmax()  # NaN if there is one
-    return bool(low.isfinite() & high.isfinite())
 
 
 def _check_feeds(program: ServerProgram, tensors: Sequence[torch.Tensor]) -> None:

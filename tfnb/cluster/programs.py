@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
-from tfnb.cluster.core import GRADIENTS, is_finite
+from tfnb.cluster.core import GRADIENTS
 from tfnb.errors import GraphFormatError, NonFiniteGradient, TfnbError
 from tfnb.execution import Pending, Program, lower
 from tfnb.execution.explain import explained
+from tfnb.execution.tracing.health import is_finite
 from tfnb.graph import Graph, Spec, Value, Variable
 from tfnb.graph.files import sha256
 from tfnb.graph.forms.serial import dumps, loads

@@ -2,5 +2,6 @@
 
 `probes` makes the code, `tracer` runs it and keeps the times of parts, `everything` keeps nodes, memory and iterations.
 `trace` is what a run did, `iterations` the part of it inside of loops, `live_memory` counts bytes, `clocks` seconds,
-`kernel_events` reads torch's profiler.
+`kernel_events` reads torch's profiler. `health` counts bad numbers, `value_health` looks at those of each node,
+`origins` is where they began, and `checked_steps` writes nothing that is not finite.
 """

@@ -61,7 +61,7 @@ class Everything(Tracer):
         self.memory.borrow((args, self.code.constants))
         wait(devices(args))
         with watched(self), frozen(), ExitStack() as names:  # a collection would count for the node that is running
-            look = Look(self, self.code, names)
+            look = self.look(self.code, args, names)
             look.annotate(0)
             look.since = self.resume(self.clock.now())
             outs = self.code.forward(look, *args)
@@ -170,7 +170,7 @@ class Everything(Tracer):
             notes = self._around[-1].notes
             for node, value in zip(code.inputs[:inputs], args, strict=False):
                 notes[*self._path, node] = Note(start, math.nan, 0, tuple(map(seen, tensors(value)[:1])))
-        look = Look(self, code)
+        look = self.look(code, args)
         look.since = self.resume(start)
         out = code.forward(look, *args)
         at = self.clock.now()
@@ -178,6 +178,10 @@ class Everything(Tracer):
         look.end(at)
         self.resume(at)
         return out, held
+
+    def look(self, code: Probed, args: Sequence[Any], names: ExitStack | None = None) -> Look:
+        """The probes of one call of a program with these arguments."""
+        return Look(self, code, names)
 
     def note(self, look: Look, place: int, value: Any, at: float) -> None:
         """A node gave this now."""
@@ -287,12 +291,13 @@ class LoopRun:
 class Look(Probe):
     """The probes of one call of a program; ``names``: where torch's profiler is told of the nodes."""
 
-    __slots__ = ("code", "held", "names", "path", "since", "tracer")
+    __slots__ = ("code", "held", "known", "names", "path", "since", "tracer")
 
     def __init__(self, tracer: Everything, code: Probed, names: ExitStack | None = None) -> None:
         self.tracer, self.code, self.path = tracer, code, tracer._path
         self.names = names if tracer.profiled else None
         self.held: dict[int, Held] = {}
+        self.known: dict[Any, Any] = {}  # of each call of the code: for tracers that look at values
         self.since = 0.0
 
     def probe(self, place: int, value: Any) -> None:

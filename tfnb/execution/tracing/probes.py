@@ -62,8 +62,8 @@ class Probed:
     """The code of a program with probes, whose first argument is a `Probe`.
 
     by_parts: a probe after each of its ``parts``, else after each call. ``nodes``: for each probe the recorded node
-    that made the value; ``owned``: whether the value is that of the node, not a copy or a size of it; ``dead``: the
-    probes whose values were used for the last time.
+    that made the value; ``calls``: the call of the program's code; ``owned``: whether the value is that of the node,
+    not a copy or a size of it; ``dead``: the probes whose values were used for the last time.
     """
 
     def __init__(self, program: Program, *, by_parts: bool) -> None:
@@ -73,6 +73,7 @@ class Probed:
         self.nodes: list[Node | None] = []
         self.owned: list[bool] = []
         self.dead: list[tuple[int, ...]] = []
+        self.calls: list[fx.Node] = []  # of the program's own code
         ends = {part.nodes[-1] for part in self.parts}
         graph, new, places = fx.Graph(), dict[fx.Node, Any](), dict[fx.Node, int]()
         self.node_of: dict[str, Node] = {}  # by the name on a line; also of probes: a step may be stopped there
@@ -83,6 +84,7 @@ class Probed:
             lines = [new[node].name]
             if node in ends or (node.op == "call_function" and not by_parts):
                 place = places[node] = len(self.nodes)
+                self.calls.append(node)
                 self.nodes.append(self._maker(node))
                 self.owned.append(node.name in program.node_of)
                 unused = [] if node.users else [node]

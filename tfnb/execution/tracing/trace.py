@@ -12,8 +12,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path as File
 from typing import Any, Literal
 
-from tfnb.errors import InvalidArgument
+from tfnb.errors import InvalidArgument, NotFound
+from tfnb.execution.tracing.health import Health
 from tfnb.execution.tracing.iterations import Amount, Iteration, LoopTrace, Note, Path
+from tfnb.execution.tracing.origins import Origin
 from tfnb.graph import Graph, Node, Value
 from tfnb.graph.files import replace_file
 from tfnb.graph.ops import REGIONS
@@ -118,6 +120,8 @@ class Trace:
     kernels: tuple[Event, ...] = ()
     profile: Mapping[str, Any] = field(default_factory=dict)
     untraced: str = ""
+    health: Mapping[Path, Health] = field(default_factory=dict)
+    origins: Mapping[Path, Origin] = field(default_factory=dict)
 
     @property
     def fetched(self) -> frozenset[int]:
@@ -146,6 +150,20 @@ class Trace:
             groups.setdefault(_GROUPS[by](event), []).append((event, calls))
         rows = [self._row(name, detail, found) for (name, detail), found in groups.items()]
         return tuple(sorted(rows, key=lambda row: -row.seconds)[:top])
+
+    def origin(self, node: Node | str) -> Origin | None:
+        """The first bad ancestor of a node: where its NaN or infinite numbers began; None where all are finite.
+
+        Needs a run with ``trace="health"``. Raises NotFound for a node that did not run.
+        """
+        name = node if isinstance(node, str) else node.name
+        ids = {path[-1]: path for path in self.health}
+        known: dict[str, Path] = {event.node.name: (event.node.id,) for event in self.events if event.node}
+        known |= {amount.node.name: path for path, amount in self.inside.items()}
+        path = known.get(name)
+        if path is None or path[-1] not in ids:
+            raise NotFound(f"{name} has no health in this trace: run what needs it with trace='health'")
+        return self.origins.get(path)
 
     def _row(self, name: str, detail: str, found: list[tuple[Event, int]]) -> Row:
         seconds = sum(event.seconds for event, _ in found)

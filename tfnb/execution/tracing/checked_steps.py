@@ -1,0 +1,58 @@
+"""Steps that are checked: one that would give, or write, NaN or infinite numbers raises, and nothing is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from tfnb.errors import NonFinite
+from tfnb.execution.commit import Pending
+from tfnb.execution.tracing.health import is_finite
+from tfnb.execution.tracing.live_memory import tensors
+from tfnb.execution.tracing.origins import not_finite
+from tfnb.execution.tracing.tracer import Tracer
+from tfnb.execution.tracing.value_health import ValueHealth
+
+
+class Checked(Tracer):
+    """A step that raises NonFinite where it would give, or write, NaN or infinite numbers; nothing is written then.
+
+    Its code is that of any run; only a step that failed runs again with probes. What the updates of optimizers wrote is
+    looked at when it is written, and taken back from copies.
+    """
+
+    found: ValueHealth | None = None  # of the step that failed
+
+    def forward(self, *args: Any) -> tuple[Any, ...]:
+        """What the generated code gives, looked at."""
+        outs = self.program.forward(*args)
+        if not _all_finite(outs):
+            self.found = found = ValueHealth(self.program)
+            found.forward(*args)
+            raise not_finite(found.results, self.program.whole)
+        return outs
+
+    def commit(self, pending: Pending) -> None:
+        """Write everything, or nothing."""
+        storages = [variable.storage for variable in self.program.writes]
+        before = [storage.clone() for storage in storages]
+        self.program.commit(pending)
+        if not _all_finite(storages):
+            bad = [v.name for v, s in zip(self.program.writes, storages, strict=True) if not is_finite(s)]
+            for storage, copy in zip(storages, before, strict=True):
+                storage.copy_(copy)
+            raise NonFinite(
+                f"the update of {', '.join(bad)} made NaN or infinite numbers of finite gradients; nothing was "
+                "written. Take a smaller learning rate, or limit the gradients",
+                node=bad[0],
+            )
+
+
+def _all_finite(values: Iterable[Any]) -> bool:
+    return all(is_finite(tensor) for tensor in tensors(list(values)) if _has_numbers(tensor))
+
+
+def _has_numbers(tensor: torch.Tensor) -> bool:
+    return tensor.numel() > 0 and (tensor.is_floating_point() or tensor.is_complex())
