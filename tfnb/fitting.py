@@ -12,14 +12,14 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from html import escape
 from itertools import chain, count
 from operator import is_not
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -33,10 +33,13 @@ from tfnb.state.batch_order import Arrays
 from tfnb.state.input_sources import Source
 from tfnb.structures import graph_of, value_of
 from tfnb.train.batches import Batch, Batches, batches, name_of
+from tfnb.train.callbacks import Callbacks, Progress
 from tfnb.train.metrics import Metrics
 from tfnb.widgets.curve import number, svg
 
 log = logging.getLogger("tfnb.fit")
+
+T = TypeVar("T")
 
 Curve = Sequence[Mapping[str, float]]  # of `Metrics`
 Taken = Generator[tuple[Batch, Sequence[torch.Tensor]], None, None]
@@ -56,7 +59,7 @@ class RunResult:
     ``history`` has one entry for each epoch (pass over the data), also one that was cut short: ``epoch``, ``step`` (the
     last one of it), and for each watched value its mean over the epoch, weighted by rows. ``curve`` has them along the
     way: means over equal numbers of steps, at most 400 points. ``code``: which code ran the steps here at the end, why,
-    and what compiling it cost.
+    and what compiling it cost. ``stopped``: why it ended before all steps were taken; empty if they were.
     """
 
     steps: int
@@ -64,12 +67,13 @@ class RunResult:
     seconds: float
     curve: list[dict[str, Any]] = field(default_factory=list)
     code: str = ""
+    stopped: str = ""
 
     @property
     def summary(self) -> str:
         """How many steps in how many seconds."""
         rate = f", {number(self.steps / self.seconds)} steps/s" if self.seconds else ""
-        return f"{self.steps} steps in {self.seconds:.2f} s{rate}"
+        return f"{self.steps} steps in {self.seconds:.2f} s{rate}{'; ' if self.stopped else ''}{self.stopped}"
 
     def __repr__(self) -> str:
         lines = [self.summary]
@@ -92,8 +96,9 @@ class RunResult:
 
 def fit(
     fetch: Any, data: Any, *, feeds: Any = None, epochs: int = 1, steps: int | None = None,
-    batch_size: int | None = None, shuffle: bool = True, seed: int = 0, watch: Any = (), mode: Any = "sync",
-    backup: int = 0, staleness: int | None = None, check: str | None = None, timeout: float | None = None,
+    batch_size: int | None = None, shuffle: bool = True, seed: int = 0, watch: Any = (), validation: Any = None,
+    callbacks: Any = (), mode: Any = "sync", backup: int = 0, staleness: int | None = None,
+    check: str | None = None, timeout: float | None = None,
 ) -> RunResult:  # fmt: skip
     """Run ``fetch`` once for each batch of ``data``.
 
@@ -104,7 +109,16 @@ def fit(
     on the workers of a connected cluster, whose tasks read them there; without a cluster, up to 4 GiB are computed
     here. epochs: passes over the data. steps: so many steps in all instead. batch_size: rows of a step over all tasks
     (32). shuffle, seed: another order in each epoch, the same in each call. watch: scalars to follow, or a dict of
-    names. check: with ``"nan"`` each step is looked at, as `tfnb.run` does it: one that would give or write NaN or
+    names.
+
+    validation: data in one of the forms of ``data``. After each epoch the watched values are computed over it, without
+    updates; their means by rows stand in the history as ``val_...`` (here; on a cluster call `fit` once for each epoch,
+    and `run` over the validation data between). callbacks: functions that are called with a `tfnb.train.Progress` after
+    each epoch, or objects with ``on_step`` or ``on_epoch``, such as `tfnb.train.EarlyStopping`. They may end the
+    training: ``progress.stop()``; what the tasks of a cluster have begun by then still counts, and an epoch is over
+    there when a step of the next one is told. An error in one ends the training between two steps.
+
+    check: with ``"nan"`` each step is looked at, as `tfnb.run` does it: one that would give or write NaN or
     infinite numbers raises NonFinite, which names the op and line that made the first of them, and the Variables stay
     as they were before it (in this process only; servers refuse such gradients anyway). timeout in seconds.
 
@@ -139,18 +153,24 @@ def fit(
                 "finite; to see where NaN begins run one step with tfnb.run(..., check='nan') after closing the cluster"
             )
         data = session.cluster.in_chunks(data, timeout)
+    checked = _validation(session, validation, feeds, names, watched)
     source = batches(data, epochs=epochs, steps=steps, batch_size=batch_size, shuffle=shuffle, seed=seed, feeds=feeds)
     if isinstance(data, Source):
         session.reads(data)
-    run = _Run(Metrics(names), _front(source.total, session.graph.name), timeout, session.cluster)
+    front = _front(source.total, session.graph.name)
+    run = _Run(Metrics(names), front, timeout, session.cluster, Callbacks(callbacks), checked)
     if session.cluster is None:
         taken = _here(session, fetch, watched, source, run, check)
     else:
-        taken = _there(session, fetch, watched, source, run, {"mode": mode, "backup": backup, "staleness": staleness})
+        options = {"mode": mode, "backup": backup, "staleness": staleness}
+        taken = _by_epoch(_there(session, fetch, watched, source, run, options), lambda told: told[0].epoch, run)
     try:
         with _interrupts(run), closing(taken):
             for batch, values in taken:
                 run.stepped(batch, values)
+                if run.why_over is not None:
+                    taken.close()  # tasks end what they have begun
+                    break
             return run.finished()
     except KeyboardInterrupt:
         stopped = run.stopped()
@@ -169,12 +189,28 @@ def _here(
     """Each batch with the watched values of its step, taken in this process."""
     keys: tuple[Any, ...] = ()
     call: Callable[..., Any] | None = None
-    for batch in source.each if source.is_ours else _awaited(source.each, run):
+    each = source.each if source.is_ours else _awaited(source.each, run)
+    for batch in _by_epoch(each, lambda batch: batch.epoch, run):
         if call is None or len(keys) != len(batch.keys) or any(map(is_not, keys, batch.keys)):
             keys, call = batch.keys, session.make_callable((fetch, watched), batch.keys, check=check)
             run.code = partial(session.code, (fetch, watched), keys)
         run.is_inside = True
         yield batch, call(*batch.values)[1]
+
+
+def _by_epoch(each: Iterator[T], epoch_of: Callable[[T], int], run: _Run) -> Generator[T, None, None]:
+    """The same; ``run`` hears of the end of each epoch before the first of the next one."""
+    epoch = 0
+    with closing(each) if isinstance(each, Generator) else nullcontext():
+        for one in each:
+            if epoch and epoch_of(one) > epoch:
+                run.epoch_over(epoch)
+                if run.why_over is not None:
+                    return
+            epoch = max(epoch, epoch_of(one))
+            yield one
+    if epoch:
+        run.epoch_over(epoch)
 
 
 def _there(
@@ -237,8 +273,14 @@ def _awaited(each: Iterator[Batch], run: _Run) -> Iterator[Batch]:
 class _Run:
     """Where one `fit` stands."""
 
-    def __init__(self, metrics: Metrics, front: Any, timeout: float | None, cluster: Any) -> None:
+    def __init__(
+        self, metrics: Metrics, front: Any, timeout: float | None, cluster: Any, callbacks: Callbacks,
+        validate: Callable[[_Run], dict[str, float]],
+    ) -> None:  # fmt: skip
         self.step = 0
+        self.why_over: str | None = None  # a callback ended it
+        self._callbacks, self._validate = callbacks, validate
+        self._validated: dict[int, dict[str, float]] = {}  # by epoch
         self.timeout = timeout
         self._cluster = cluster
         self._before = 0 if cluster is None else cluster.step
@@ -259,11 +301,28 @@ class _Run:
         self.is_inside = False
         is_known = not any(value is None for value in values)  # else a lost task told nobody of them
         self._metrics.add(self.step, batch.rows, values if is_known else (), batch.epoch)
+        if self._callbacks.follow_steps:
+            named = dict(zip(self._metrics.names, values, strict=True)) if is_known else {}
+            self.why_over = self._callbacks.on_step(Progress(self.step, batch.epoch, named))
         now = time.perf_counter()
         if now - self._looked >= SHOWN_EVERY:
             self._looked = now
             self._look(now - self._start)
         self.stop_if_wanted()
+
+    def epoch_over(self, epoch: int) -> None:
+        """An epoch is over: its values, and what is to be called."""
+        self._read()
+        found = self._validate(self)
+        if found:
+            self._validated[epoch] = found
+        values = {**self._metrics.means_of(epoch), **found}
+        self.why_over = self._callbacks.on_epoch(Progress(self.step, epoch, values)) or self.why_over
+
+    @property
+    def _means(self) -> dict[str, float]:
+        """The values of now, for people."""
+        return {**self._metrics.means(), **self._validated.get(max(self._validated, default=0), {})}
 
     def _look(self, seconds: float) -> None:
         """What is done a few times a second."""
@@ -275,7 +334,7 @@ class _Run:
             if code and code != self._said:
                 self._said = code
                 self._front.say(code)
-            self._front.update(self.step, self._metrics.means(), self.step / seconds, self._metrics.curve())
+            self._front.update(self.step, self._means, self.step / seconds, self._metrics.curve())
         if self.timeout is not None and self._cluster is None and seconds > self.timeout:
             raise DeadlineExceeded(
                 f"fit did not end within {self.timeout} s; variables are at step {self.step}", step=self.step
@@ -303,12 +362,14 @@ class _Run:
         self._read()
         self._say_who_came()
         seconds = time.perf_counter() - self._start
-        result = RunResult(self.step, self._metrics.history, seconds, self._metrics.curve(), self.code())
+        steps = self.step if self.why_over is None else self._applied()
+        history = [entry | self._validated.get(entry["epoch"], {}) for entry in self._metrics.history]
+        result = RunResult(steps, history, seconds, self._metrics.curve(), self.code(), self.why_over or "")
         self._finish(result.summary)
         return result
 
     def _finish(self, text: str) -> None:
-        self._front.finish(text, self._metrics.means(), self._metrics.curve())
+        self._front.finish(text, self._means, self._metrics.curve())
 
     def stopped(self) -> str:
         """The end by an interrupt; says where the variables are."""
@@ -376,6 +437,38 @@ def _watched(watch: Any, session: Session) -> tuple[tuple[str, ...], tuple[Any, 
         _check_scalar(unique, item, session)
         found[unique] = item
     return tuple(found), tuple(found.values())
+
+
+def _validation(
+    session: Session, data: Any, feeds: Any, names: Sequence[str], watched: tuple[Any, ...]
+) -> Callable[[_Run], dict[str, float]]:  # fmt: skip
+    """What gives the watched values over the validation data, by name."""
+    if data is None:
+        return lambda run: {}
+    if session.cluster is not None:
+        raise InvalidArgument(
+            "fit(validation=...) is of training in this process: tasks of a cluster do not stop between two epochs. "
+            "Call fit once for each epoch, with another seed each, and tfnb.run over the validation data between"
+        )
+    if not names:
+        raise InvalidArgument("validation= computes the watched values over other data: name them, watch=loss")
+    if not isinstance(data, Mapping) and iter(data) is data:
+        raise InvalidArgument(
+            f"validation data is iterated after each epoch, and {type(data).__name__} can be only once: pass a list, "
+            "a DataLoader or {placeholder: array}"
+        )
+
+    def values(run: _Run) -> dict[str, float]:
+        metrics = Metrics(names)
+        source = batches(data, feeds=None if isinstance(data, Mapping) else feeds, shuffle=False)
+        for at, batch in enumerate(source.each, 1):
+            found = session.run(watched, dict(zip(batch.keys, batch.values, strict=True)))
+            metrics.add(at, batch.rows, found)
+            run.stop_if_wanted()
+        metrics.read()
+        return {f"val_{name}": value for name, value in metrics.means().items()}
+
+    return values
 
 
 def _check_scalar(name: str, item: Any, session: Session) -> None:

@@ -148,6 +148,11 @@ def main() -> None:
         Client(cluster) as client,
     ):
         plain = Plain(client, rows, labels, [w.clone() for w in begin])
+        for mode in ("sync", "async"):  # tasks let their processes keep freed memory, which serves plain actors, too
+            plain.train(steps, mode)
+            alone = measured(lambda n, m=mode: plain.train(n, m), steps)
+            print(f"plain {mode}, before tfnb: {alone['ms']:.2f} ms, {alone['cpu_ms']:.2f} cpu ms")
+        plain = Plain(client, rows, labels, [w.clone() for w in begin])
         with tfnb.connect(client, ps=1) as ours_there:
             check(model, begin, ours, plain, ours_there.tasks)
             found: dict[str, list[dict[str, float]]] = {}

@@ -15,6 +15,7 @@ import tfnb
 from tests.cluster.conftest import stats
 from tests.cluster.test_cuts import Counters
 from tfnb.cluster.messages import Ok
+from tfnb.errors import InvalidArgument
 
 ROWS = torch.ones(400)
 
@@ -181,3 +182,26 @@ def test_a_piece_that_comes_after_the_end_of_its_loop_is_refused(connect):
         return await cluster._link.call(peer, "lend", {"loop": "x"}, epoch=epoch)
 
     assert cluster._do("lending", 60, late).reason == "stale"
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_callback_ends_a_training_and_what_tasks_have_begun_counts(connect, mode):
+    c = Counters()
+    cluster = connect(2)
+    epochs: list[int] = []
+
+    class Stops:
+        def on_step(self, progress):
+            if progress.step >= 30:
+                progress.stop("enough")
+
+        def on_epoch(self, progress):
+            epochs.append(progress.epoch)
+
+    done = tfnb.fit(c.train, {c.x: ROWS}, steps=100_000, batch_size=40, mode=mode, callbacks=[Stops()])
+    assert done.stopped == "enough" and 30 <= done.steps < 100_000
+    assert done.steps == cluster.step and c.counts() == [float(done.steps)] * 2
+    assert epochs[:2] == [1, 2]
+    with pytest.raises(InvalidArgument, match="Call fit once for each epoch"):
+        tfnb.fit(c.train, {c.x: ROWS}, validation={c.x: ROWS})
+    assert tfnb.fit(c.train, {c.x: ROWS}, batch_size=40, mode=mode).steps == 10

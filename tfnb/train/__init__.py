@@ -2,10 +2,11 @@
 
 `optimizer` is what every optimizer does. `update_rules` defines each of torch once; `ftrl` and `lbfgs` are user code.
 `from_torch` gives a torch optimizer its rule, over torch's own state. `schedules` are rates that steps change, and
-`averages` follow variables. `batches` and `metrics` are for loops.
+`averages` follow variables. `batches`, `metrics` and `callbacks` are for loops.
 """
 
 from tfnb.train.averages import ExponentialMovingAverage
+from tfnb.train.callbacks import EarlyStopping, Progress
 from tfnb.train.from_torch import from_torch
 from tfnb.train.ftrl import Ftrl
 from tfnb.train.lbfgs import LBFGS
@@ -22,7 +23,7 @@ from tfnb.train.schedules import (
 from tfnb.train.update_rules import SGD, Adadelta, Adagrad, Adam, AdamW, LazyAdam, Momentum, Nesterov, RMSProp
 
 __all__ = [
-    "LBFGS", "SGD", "Adadelta", "Adagrad", "Adam", "AdamW", "ExponentialMovingAverage", "Ftrl", "LazyAdam", "Momentum",
-    "Nesterov", "Optimizer", "RMSProp", "cosine_decay", "exponential_decay", "from_torch", "inverse_time_decay",
-    "natural_exp_decay", "piecewise_constant", "polynomial_decay", "warmup",
+    "LBFGS", "SGD", "Adadelta", "Adagrad", "Adam", "AdamW", "EarlyStopping", "ExponentialMovingAverage", "Ftrl",
+    "LazyAdam", "Momentum", "Nesterov", "Optimizer", "Progress", "RMSProp", "cosine_decay", "exponential_decay",
+    "from_torch", "inverse_time_decay", "natural_exp_decay", "piecewise_constant", "polynomial_decay", "warmup",
 ]  # fmt: skip

@@ -76,16 +76,17 @@ class Metrics:
 
     def means(self) -> dict[str, float]:
         """The means over the last epoch of which something is read."""
-        return self._means_of(max(self._totals, default=0))
+        return self.means_of(max(self._totals, default=0))
 
-    def _means_of(self, epoch: int) -> dict[str, float]:
+    def means_of(self, epoch: int) -> dict[str, float]:
+        """The means over what is read of an epoch."""
         rows, *sums = self._totals.get(epoch, [0.0] * (1 + len(self.names)))
         return {name: total / rows if rows else math.nan for name, total in zip(self.names, sums, strict=True)}
 
     @property
     def history(self) -> list[dict[str, Any]]:
         """Of each epoch its last step, and the means over all that is read of it."""
-        return [{"epoch": epoch, "step": step, **self._means_of(epoch)} for epoch, step in sorted(self._ends.items())]
+        return [{"epoch": epoch, "step": step, **self.means_of(epoch)} for epoch, step in sorted(self._ends.items())]
 
     def curve(self) -> list[dict[str, Any]]:
         """Means over windows of equal width."""

@@ -1,0 +1,119 @@
+"""What `fit` tells functions of the user's, and early stopping, which is one of them. Imports errors only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tfnb.errors import InvalidArgument
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where a training stands. ``step`` and ``epoch`` count from 1.
+
+    ``values``: after a step the watched values of it, 0-d tensors; after an epoch their means over it, and those over
+    the validation data as ``val_...``, floats.
+    """
+
+    step: int
+    epoch: int
+    values: Mapping[str, Any]
+    stopped: str | None = None
+
+    def stop(self, why: str = "stopped by a callback") -> None:
+        """Let the training end here; ``why`` stands in its result."""
+        self.stopped = why
+
+
+class Callbacks:
+    """What is called after each step and each epoch: functions (after an epoch), or objects with either method.
+
+    >>> seen = []
+    >>> Callbacks([lambda progress: seen.append(progress.epoch)]).on_epoch(Progress(9, 1, {})), seen
+    (None, [1])
+    """
+
+    def __init__(self, callbacks: Any) -> None:
+        each = [callbacks] if callable(callbacks) or not isinstance(callbacks, Sequence) else list(callbacks)
+        self._steps: list[Callable[[Progress], object]] = []
+        self._epochs: list[Callable[[Progress], object]] = []
+        for one in each:
+            on_step, on_epoch = getattr(one, "on_step", None), getattr(one, "on_epoch", None)
+            if on_step is None and on_epoch is None:
+                on_epoch = one
+            if not all(call is None or callable(call) for call in (on_step, on_epoch)):
+                raise InvalidArgument(
+                    "callbacks are functions of one argument, called after each epoch, or objects with "
+                    f"on_step(progress) or on_epoch(progress): got {one!r}"
+                )
+            self._steps += [] if on_step is None else [on_step]
+            self._epochs += [] if on_epoch is None else [on_epoch]
+
+    @property
+    def follow_steps(self) -> bool:
+        """Whether anything is called after each step."""
+        return bool(self._steps)
+
+    def on_step(self, progress: Progress) -> str | None:
+        """After a step; why the training is to end."""
+        return _told(self._steps, progress)
+
+    def on_epoch(self, progress: Progress) -> str | None:
+        """After an epoch; why the training is to end."""
+        return _told(self._epochs, progress)
+
+
+def _told(calls: Sequence[Callable[[Progress], object]], progress: Progress) -> str | None:
+    for call in calls:
+        try:
+            call(progress)
+        except BaseException as error:
+            error.add_note(f"in a callback of fit after step {progress.step}; variables are at step {progress.step}")
+            raise
+    return progress.stopped
+
+
+class EarlyStopping:
+    """Ends a training when a value has not improved for more than ``patience`` epochs.
+
+    monitor: a watched value, or one over the validation data: ``"val_loss"``. min_delta: less than that is no
+    improvement. mode: whether ``"min"`` or ``"max"`` is better. NaN is never an improvement. ``best``, ``best_epoch``
+    and ``best_step`` are of the last improvement. One object is for one training.
+
+    >>> stopping = EarlyStopping("loss", patience=1)
+    >>> for epoch, loss in enumerate([3.0, 2.0, 2.5, 2.5], 1):
+    ...     stopping.on_epoch(progress := Progress(10 * epoch, epoch, {"loss": loss}))
+    >>> progress.stopped, stopping.best_epoch
+    ('loss has not improved for 2 epochs: best 2 in epoch 2', 2)
+    """
+
+    def __init__(
+        self, monitor: str, *, patience: int = 0, min_delta: float = 0.0, mode: Literal["min", "max"] = "min"
+    ) -> None:  # fmt: skip
+        if mode not in ("min", "max"):
+            raise InvalidArgument(f"mode is 'min' or 'max', not {mode!r}")
+        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0 or not min_delta >= 0:
+            raise InvalidArgument(
+                f"patience is a number of epochs, min_delta a number, both at least 0: got {patience!r}, {min_delta!r}"
+            )
+        self.monitor, self.patience, self.min_delta = monitor, patience, min_delta
+        self.best, self.best_epoch, self.best_step = math.inf if mode == "min" else -math.inf, 0, 0
+        self._sign = 1 if mode == "min" else -1
+
+    def on_epoch(self, progress: Progress) -> None:
+        """Look at the value of this epoch."""
+        if self.monitor not in progress.values:
+            there = ", ".join(map(repr, progress.values)) or "none: give fit watch="
+            raise InvalidArgument(f"EarlyStopping({self.monitor!r}): the values of an epoch are {there}")
+        value = float(progress.values[self.monitor])
+        if self._sign * (self.best - value) > self.min_delta:
+            self.best, self.best_epoch, self.best_step = value, progress.epoch, progress.step
+        elif progress.epoch - self.best_epoch > self.patience:
+            epochs = progress.epoch - self.best_epoch
+            progress.stop(
+                f"{self.monitor} has not improved for {epochs} epoch{'s' if epochs > 1 else ''}: "
+                f"best {self.best:.6g} in epoch {self.best_epoch}"
+            )
