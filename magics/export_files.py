@@ -9,12 +9,14 @@ from typing import Any
 from IPython.core.error import UsageError
 
 import tfnb
+from tfnb.errors import FailedPrecondition
 
 _EXPORTS = {
     ".svg": tfnb.view.graph_svg,
     ".html": partial(tfnb.view.graph_html, limit=16 << 20),  # a file may hold what an output should not
     ".dot": tfnb.view.graph_dot,
     ".graphml": tfnb.view.graph_graphml,
+    ".png": tfnb.view.graph_png,
 }
 
 
@@ -26,7 +28,11 @@ def exported(graph: Any, file: str | None) -> Path:
     if path.suffix == ".json":
         graph.save(path)
     elif path.suffix in _EXPORTS:
-        path.write_text(_EXPORTS[path.suffix](graph), encoding="utf-8")
+        try:
+            found = _EXPORTS[path.suffix](graph)
+        except FailedPrecondition as error:
+            raise UsageError(f"cannot export {path.name}: {error}") from error
+        path.write_bytes(found.encode() if isinstance(found, str) else found)
     else:
         raise UsageError(f"cannot export {path.name}: its suffix says the format, one of .json {' '.join(_EXPORTS)}")
     return path

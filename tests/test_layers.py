@@ -78,6 +78,7 @@ LATE = {
     ("tfnb/summary.py", "torch.utils.tensorboard"): "optional extra [tensorboard]",
     ("tfnb/summary.py", "tensorboard.compat.proto.config_pb2"): "optional extra [tensorboard]",
     ("tfnb/summary.py", "tensorboard.compat.proto.graph_pb2"): "optional extra [tensorboard]",
+    ("tfnb/view/export.py", "resvg_py"): "optional extra [png]",
     ("tfnb/view/export.py", "networkx"): "half a second, for one format of export",
     ("tfnb/execution/tiers/compiled_loops.py", "tfnb.execution.tiers.cpp"): "inductor takes seconds to load",
 }

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import struct
 import subprocess
 import sys
+import zlib
 
 import networkx
 import pytest
@@ -401,6 +404,27 @@ def test_export_by_suffix(notebook, tmp_path, suffix, start):
         found, nodes = networkx.read_graphml(path, node_type=int), tfnb.graph("g").nodes
         assert [found.nodes[node.id]["op"] for node in nodes] == [node.op for node in nodes]
         assert set(found.edges()) == {(value.node, node.id) for node in nodes for value in node.inputs}
+
+
+def test_export_as_an_image_in_colours_with_text(notebook, tmp_path):
+    pytest.importorskip("resvg_py", reason="optional extra [png]")
+    notebook.ok(f"%%tfgraph g --no-show\n{X}")
+    notebook.ok(f"%tfgraph g export {tmp_path / 'g.png'}")
+    png = (tmp_path / "g.png").read_bytes()
+    svg = tfnb.view.graph_svg(tfnb.graph("g"))
+    (size,) = re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)
+    assert png.startswith(b"\x89PNG")
+    assert list(struct.unpack(">II", png[16:24])) == pytest.approx([2 * float(side) for side in size], abs=1)
+    at = png.index(b"IDAT") + 4
+    lines = zlib.decompressobj().decompress(png[at:])
+    assert len(set(lines)) > 100, "letters have many greys; without colours and letters there would be two"
+
+
+def test_export_as_an_image_says_what_to_install(notebook, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "resvg_py", None)
+    notebook.ok(f"%%tfgraph g --no-show\n{X}")
+    assert "pip install 'tfnb[png]'" in notebook.run(f"%tfgraph g export {tmp_path / 'g.png'}").err
+    assert not (tmp_path / "g.png").exists()
 
 
 @pytest.mark.parametrize(

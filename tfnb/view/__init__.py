@@ -8,6 +8,7 @@ from tfnb.view.export import (
     graph_graphml,
     graph_html,
     graph_networkx,
+    graph_png,
     graph_svg,
     timeline_of,
     trace_html,
@@ -17,5 +18,5 @@ from tfnb.view.reprs import tensor_html, variable_html
 
 __all__ = [
     "Drawing", "difference_html", "graph_bundle", "graph_dot", "graph_graphml", "graph_html", "graph_networkx",
-    "graph_svg", "tensor_html", "text_tree", "timeline_of", "trace_html", "variable_html",
+    "graph_png",    "graph_svg", "tensor_html", "text_tree", "timeline_of", "trace_html", "variable_html",
 ]  # fmt: skip

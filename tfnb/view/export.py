@@ -8,11 +8,13 @@ same bytes in every process.
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from typing import Any
 
 import graphviz
 
+from tfnb.errors import FailedPrecondition
 from tfnb.graph import Graph, Node
 from tfnb.graph.difference import Difference
 from tfnb.view import page
@@ -65,6 +67,19 @@ def difference_html(difference: Difference) -> str:
 def graph_svg(graph: Graph, **options: Any) -> str:
     """The first view as an SVG document; raises LayoutFailed."""
     return Drawing(graph, **options).svg
+
+
+def graph_png(graph: Graph, *, zoom: float = 2.0, **options: Any) -> bytes:
+    """The first view as a PNG image in light colours, ``zoom`` pixels for one of the drawing.
+
+    Raises FailedPrecondition without the optional package, LayoutFailed.
+    """
+    try:
+        import resvg_py  # listed exception: optional extra [png]
+    except ImportError as missing:
+        raise FailedPrecondition("a PNG image needs resvg-py: pip install 'tfnb[png]'") from missing
+    plain = re.sub(r"<style>.*?</style>", "", graph_svg(graph, **options), flags=re.DOTALL)  # it knows no variables
+    return bytes(resvg_py.svg_to_bytes(svg_string=plain, zoom=zoom))
 
 
 def graph_dot(graph: Graph, **options: Any) -> str:
