@@ -239,10 +239,10 @@ def test_mistakes_of_a_registered_backward() -> None:
     with tfnb.record():
         x = tfnb.placeholder(torch.randn(3))
         y = wrong(x, 2)
-        with pytest.raises(tfnb.errors.InvalidArgument, match=r"Num gradients 1 .*wrong.* num inputs 2\n.*test_cu"):
+        with pytest.raises(tfnb.errors.NoGradient, match=r"tfnb_tests.wrong.*number of gradients.*\n.*wrong.*test_cu"):
             tfnb.gradients(y, x)
         wrong.register_autograd(lambda ctx, dy: (torch.from_numpy(dy.numpy()), None))
-        with pytest.raises(tfnb.errors.NoGradient, match=r"backward of the custom op .*wrong.* takes a value out"):
+        with pytest.raises(tfnb.errors.NoGradient, match=r"gradient .*wrong.* was registered with cannot be recorded: .numpy):
             tfnb.gradients(y, x)
 
 

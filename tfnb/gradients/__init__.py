@@ -1,7 +1,7 @@
 """Symbolic gradients: the walker, the table of rules, clipping.
 
-`walker` walks a graph backwards and calls a rule per node: `rule_table` is the table, `rules` fills it, `library` adds
-what torch.library knows, `decompose` splits an op without a rule. `arguments` checks what the caller gives. `sums` adds
+`walker` walks a graph backwards and calls a rule per node: `rule_table` is the table, `rules` fills it, `derived` has
+torch's own formula, `decompose` splits an op without a rule. `arguments` checks what the caller gives. `sums` adds
 cotangents of loops, `slices` are row-sparse gradients. `custom` has the user's rules, `forward` jvp, `clip` the norms.
 """
 

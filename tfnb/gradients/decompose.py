@@ -12,7 +12,6 @@ from typing import Any
 from torch._decomp import decomposition_table
 
 from tfnb.errors import UnknownOp
-from tfnb.gradients.library import autograd_kernel
 from tfnb.gradients.rule_table import COMPOSITES
 from tfnb.graph.ops import overload
 
@@ -30,4 +29,4 @@ def _torchs(op: str) -> Callable[..., Any] | None:
         return None
     if which in decomposition_table:
         return decomposition_table[which]
-    return which.decompose if which._can_decompose() else autograd_kernel(op)
+    return which.decompose if which._can_decompose() else None

@@ -1,30 +1,38 @@
-"""Gradients that torch derives itself: autograd's own formula of an ATen op, recorded while it runs.
+"""Gradients that torch derives itself: autograd's own formula of an op, recorded while it runs.
 
 The op is called once more on stand-ins for the recorded tensors, with autograd on. That computes nothing, since the
 call gives what was recorded. Then autograd runs backward from there, and each ATen call that it makes is recorded. So
-the result can be differentiated again. Complex tensors and sizes that vary are autograd's to handle.
+the result can be differentiated again. Complex tensors and sizes that vary are autograd's to handle. What a library
+registered with torch as the gradient of its op is run in the same way.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
+from tfnb.errors import NoGradient
 from tfnb.gradients.rule_table import Cotangents, Forward, Rule, gives_one
+from tfnb.graph import current
 from tfnb.graph.op_facts import unbind
 from tfnb.graph.ops import overload
 from tfnb.graph.spec import flows
 from tfnb.recording.dispatch.recorded_call import ABSENT
+from tfnb.recording.subgraphs.own_gradient import sealed
 from tfnb.recording.values.recording import Recording
 
 _KEYS = ("AutogradFunctionality", "AutogradOther", "ADInplaceOrView")
-_REFUSED = re.compile("not implemented|not differentiable|not support automatic differentiation|only concrete integers")
+_REFUSED = re.compile(
+    "not implemented|not differentiable|not support automatic differentiation|only concrete integers|no autograd formula"
+)
+_KERNEL = re.compile(r"^Autograd\w*(?:\[alias\])?: registered at", re.MULTILINE)
 
 
 def dispatched_to_autograd() -> AbstractContextManager[None]:
@@ -33,6 +41,16 @@ def dispatched_to_autograd() -> AbstractContextManager[None]:
     for key in _KEYS:
         excluded = excluded - torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
     return torch._C._ForceDispatchKeyGuard(included, excluded)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _opened(recordings: list[Any]) -> Iterator[None]:
+    """These recordings are open in this thread. While torch works on stand-ins none is: its Functions are its own."""
+    before, current.stack.open = current.stack.open, recordings
+    try:
+        yield
+    finally:
+        current.stack.open = before
 
 
 class StandIn(torch.Tensor):
@@ -64,6 +82,7 @@ class Derivation(TorchDispatchMode):
     def __init__(self, recorder: Recording, op: Any, outs: list[Any]) -> None:
         super().__init__()
         self.recorder, self.op, self.outs = recorder, op, outs
+        self.open = current.stack.open
         self.grad = torch.is_grad_enabled()
         self.is_first = True
 
@@ -76,7 +95,7 @@ class Derivation(TorchDispatchMode):
             self.is_first = False
             return _grouped(func, [None if out.spec == ABSENT else StandIn(out) for out in self.outs])
         args, kwargs = tree_map_only(StandIn, lambda x: x.recorded, (args, kwargs or {}))
-        with self.recorder.on(), torch.set_grad_enabled(self.grad):
+        with _opened(self.open), self.recorder.on(), torch.set_grad_enabled(self.grad):
             found = func(*args, **kwargs)
         return tree_map_only(torch.Tensor, StandIn, found)
 
@@ -88,6 +107,18 @@ def _grouped(op: Any, outs: list[Any]) -> Any:
     return outs if str(op._schema.returns[0].type) == "List[Tensor]" else tuple(outs)
 
 
+@cache
+def has_formula(op: str) -> bool:
+    """Whether torch may know the gradient of an op: of its own ops, and of those with a kernel for the key Autograd.
+
+    That kernel is what ``register_autograd`` of torch.library makes, or what a library in C++ registered.
+    """
+    if op.startswith("aten."):
+        return True
+    which = None if op.count(".") < 2 or op.startswith(("prims.", "tfnb.")) else overload(op)
+    return which is not None and _KERNEL.search(torch._C._dispatch_dump(which._name)) is not None
+
+
 def derived_rule(op: str, recorder: Recording) -> Rule:
     """The rule that autograd has for an ATen op; it gives NotImplemented where torch has none for these sizes."""
 
@@ -95,14 +126,28 @@ def derived_rule(op: str, recorder: Recording) -> Rule:
         mode = Derivation(recorder, overload(op), [*n.outs])
         given = [dys.given(i) for i in range(len(dys))] if isinstance(dys, Cotangents) else [dys]
         try:
-            with torch._C.DisableTorchFunction(), _disable_current_modes(), mode, dispatched_to_autograd():
+            with (
+                torch._C.DisableTorchFunction(), _disable_current_modes(), mode, dispatched_to_autograd(), _opened([]),
+                nullcontext() if op.startswith("aten.") else sealed(recorder, partial(_left, op)),
+            ):  # fmt: skip
                 return _backward(n, given, mode)
         except RuntimeError as error:
             if _REFUSED.search(str(error)):
                 return NotImplemented
-            raise
+            if op.startswith("aten."):
+                raise
+            node = n.out.node  # type: ignore[attr-defined]  # recorded
+            text = f"the gradient that {op} was registered with cannot be recorded: {error}"
+            raise NoGradient(f"{text}\n  node {node.name}, {node.source}", **node.where) from error
 
     return Rule(rule)
+
+
+def _left(op: str, how: str) -> None:
+    raise NoGradient(
+        f"the gradient that {op} was registered with takes a value out of the graph with {how}, so a run on other data "
+        "would use the sample's: write it in torch calls"
+    )
 
 
 def _backward(n: Forward, given: list[Any], mode: Derivation) -> list[Any]:

@@ -18,8 +18,7 @@ import torch
 from tfnb.errors import InvalidArgument, NoGradient, ShapeError
 from tfnb.gradients.arguments import differentiable, entries_of, listed, seed
 from tfnb.gradients.decompose import decomposition
-from tfnb.gradients.derived import derived_rule
-from tfnb.gradients.library import library_rule
+from tfnb.gradients.derived import derived_rule, has_formula
 from tfnb.gradients.rule_table import (
     COLUMNS,
     COMPLEX,
@@ -265,9 +264,7 @@ class Walk:
             yield found
         if node.op in COMPOSITES:
             return
-        if found is None and (library := library_rule(node.op)) is not None:
-            yield library
-        if node.op.startswith("aten."):
+        if has_formula(node.op):
             yield derived_rule(node.op, self.recorder)
 
     def _own_rule(self, node: Node) -> Rule:
