@@ -8,7 +8,7 @@ directions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -67,7 +67,7 @@ class Way(NamedTuple):
         return x.flip(0) if self.back else x
 
 
-# -- a direction by the steps of `recurrent`: ordinary torch code, which can be differentiated again -----------------
+# -- a direction by the steps of `recurrent` -------------------------------------------------------------------------
 
 
 def _steps(way: Way) -> tuple[Tensor, list[Tensor], list[Tensor]]:
@@ -177,7 +177,7 @@ def _best_backward(
     return (_onednn_backward if fused else _steps_backward)(way, y, ends, kept, dy, lasts, wants_x)
 
 
-def _forward(net: Net, through: Callable[..., Any]) -> list[Tensor]:
+def _forward(net: Net) -> list[Tensor]:
     x = net.turned(net.x)
     inner: list[Tensor] = []
     kept: list[Tensor] = []
@@ -185,7 +185,7 @@ def _forward(net: Net, through: Callable[..., Any]) -> list[Tensor]:
     for layer in range(net.layers):
         ys = []
         for way in net.directions(layer, x):
-            y, ends, own = through(way)
+            y, ends, own = _best(way)
             ys.append(y)
             kept += own
             for found, end in zip(lasts, ends, strict=True):
@@ -195,9 +195,7 @@ def _forward(net: Net, through: Callable[..., Any]) -> list[Tensor]:
     return [net.turned(x), *map(torch.stack, lasts), *inner[:-1], *kept]
 
 
-def _backward(
-    net: Net, wanted: Sequence[bool], dys: Sequence[Tensor | None], outs: Sequence[Tensor], through: Callable[..., Any]
-) -> list[Tensor]:
+def _backward(net: Net, wanted: Sequence[bool], dys: Sequence[Tensor | None], outs: Sequence[Tensor]) -> list[Tensor]:
     count, per = 1 + len(net.hx), _KEPT[net.kind]
     inner, kept = outs[count : count + net.layers - 1], outs[count + net.layers - 1 :]
     xs, ys = [net.turned(net.x), *inner], [*inner, net.turned(outs[0])]
@@ -213,7 +211,7 @@ def _backward(
             ends, lasts = ([None if t is None else t[place] for t in each[1:count]] for each in (outs, dys))
             own = kept[place * per : (place + 1) * per]
             dy = None if dx is None else cotangents[k]
-            parts.append(through(way, outputs[k], ends, own, dy, lasts, layer > 0 or wanted[0]))
+            parts.append(_best_backward(way, outputs[k], ends, own, dy, lasts, layer > 0 or wanted[0]))
         dx = parts[0][0] if len(parts) == 1 or parts[0][0] is None else parts[0][0] + parts[1][0]
         firsts, down = [*(part[1] for part in parts), *firsts], [*(part[2] for part in parts), *down]
     states = map(torch.stack, zip(*firsts, strict=True))
@@ -225,16 +223,6 @@ def lstm(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """`aten.lstm.input`; where grad mode is on oneDNN would keep what only autograd asks for, many times the output."""
     with torch.no_grad():
         return aten.lstm.input(*args)
-
-
-def plain(*net: Any) -> list[Tensor]:
-    """`recurrent_net` in ordinary ops; what is kept has another form where oneDNN would have kept it."""
-    return _forward(Net(*net), _steps)
-
-
-def plain_backward(wanted: Sequence[bool], dys: Sequence[Tensor | None], outs: Sequence[Tensor], *net: Any) -> Any:
-    """`recurrent_net_backward` in ordinary ops: what was kept is computed again."""
-    return _backward(Net(*net), wanted, dys, plain(*net), _steps_backward)
 
 
 # -- the ops ---------------------------------------------------------------------------------------------------------
@@ -262,7 +250,7 @@ def _fake(*args: Any) -> list[Tensor]:
 @op(f"({_NET}) -> Tensor[]", _fake)
 def recurrent_net(*args: Any) -> list[Tensor]:
     """The net's outputs, and what it keeps."""
-    return _forward(Net(*args), _best)
+    return _forward(Net(*args))
 
 
 def _fake_backward(wanted: Any, dys: Any, outs: Any, *args: Any) -> list[Tensor]:
@@ -276,4 +264,4 @@ def recurrent_net_backward(
     wanted: Sequence[bool], dys: Sequence[Tensor | None], outs: Sequence[Tensor], *args: Any
 ) -> list[Tensor]:
     """The cotangents that are wanted of the input, the first states and the weights, from those of the outputs."""
-    return _backward(Net(*args), wanted, dys, outs, _best_backward)
+    return _backward(Net(*args), wanted, dys, outs)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import tfnb
+from tests.gradients.reference import compare
 
 KINDS = (nn.LSTM, nn.GRU, nn.RNN)
 
@@ -58,6 +59,32 @@ def test_one_recording_for_all_sizes(kind: Any, options: dict[str, Any], executo
             wanted = _loss(net, batch)
             expected = [wanted, *torch.autograd.grad(wanted, [batch, *net.parameters()])]
             torch.testing.assert_close(session.run([loss, *grads], {x: batch.detach()}), [t.detach() for t in expected])
+
+
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True, "batch_first": True, "bias": False}])
+@pytest.mark.parametrize("kind", KINDS)
+def test_second_derivatives_are_those_of_autograd(kind: Any, options: dict[str, Any]) -> None:
+    net = kind(3, 2, dtype=torch.float64, **options)
+
+    def called(x: torch.Tensor, h: torch.Tensor, *weights: torch.Tensor) -> Any:
+        named = dict(zip(net._flat_weights_names, weights, strict=True))
+        y, last = torch.func.functional_call(net, named, (x, (h, h) if kind is nn.LSTM else h))
+        return y, last[1] if isinstance(last, tuple) else last
+
+    count = net.num_layers * (2 if net.bidirectional else 1)
+    given = [torch.randn(4, 4, 3), torch.randn(count, 4, 2)]
+    inputs = [*(t.double() for t in given), *(w.detach() for w in net._flat_weights)]
+    compare(called, [t.requires_grad_() for t in inputs])
+
+
+def test_a_second_derivative_over_a_packed_sequence_is_refused() -> None:
+    net = nn.GRU(3, 2)
+    with tfnb.record():
+        x = tfnb.placeholder(torch.randn(4, 2, 3), shape=(4, 2, 3))
+        packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([4, 2]))
+        (dx,) = tfnb.gradients(net(packed)[0].data.sin().sum(), [x])
+        with pytest.raises(tfnb.errors.NoGradient, match=r"run the net on the padded batch"):
+            tfnb.gradients(dx.sum(), [x])
 
 
 def test_frozen_weights_have_no_gradient() -> None:

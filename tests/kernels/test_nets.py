@@ -56,8 +56,6 @@ def test_net_and_its_backward_are_those_of_torch(
         torch.testing.assert_close(outs[: len(expected)], expected)
         found = ops.recurrent_net_backward([True] * len(grads), dys, outs, *args)
         torch.testing.assert_close(found, grads)
-        torch.testing.assert_close(nets.plain(*args)[: len(expected)], expected)
-        torch.testing.assert_close(nets.plain_backward([True] * len(grads), dys, outs, *args), grads)
 
 
 @pytest.mark.parametrize("kind", KINDS)

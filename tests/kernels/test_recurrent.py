@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from tfnb.gradients import rules  # noqa: F401  what the ops are made of
-from tfnb.gradients.rule_table import COMPOSITES
 from tfnb.kernels import recurrent  # noqa: F401  defines torch.ops.tfnb
 
 ops = torch.ops.tfnb
@@ -63,9 +61,3 @@ def test_rnn_steps_are_those_of_torch(kind: str) -> None:
     net, x = nn.RNN(5, H, nonlinearity=kind, dtype=torch.float64), r(T, B, 5)
     y = ops.rnn_layer(_gates(x, net, 2), torch.zeros(B, H).double(), net.weight_hh_l0, kind == "tanh")
     torch.testing.assert_close(y, net(x)[0])
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_kernel_equals_its_composite(name: str) -> None:
-    args = CALLS[name]()
-    torch.testing.assert_close(getattr(ops, name)(*args), COMPOSITES[f"tfnb.{name}.default"](*args))

@@ -242,7 +242,7 @@ def test_mistakes_of_a_registered_backward() -> None:
         with pytest.raises(tfnb.errors.NoGradient, match=r"tfnb_tests.wrong.*number of gradients.*\n.*wrong.*test_cu"):
             tfnb.gradients(y, x)
         wrong.register_autograd(lambda ctx, dy: (torch.from_numpy(dy.numpy()), None))
-        with pytest.raises(tfnb.errors.NoGradient, match=r"gradient .*wrong.* was registered with cannot be recorded: .numpy):
+        with pytest.raises(tfnb.errors.NoGradient, match=r"wrong.* cannot be recorded: .numpy"):
             tfnb.gradients(y, x)
 
 

@@ -30,7 +30,8 @@ from tfnb.recording.values.recording import Recording
 
 _KEYS = ("AutogradFunctionality", "AutogradOther", "ADInplaceOrView")
 _REFUSED = re.compile(
-    "not implemented|not differentiable|not support automatic differentiation|only concrete integers|no autograd formula"
+    "not implemented|not differentiable|not support automatic differentiation|only concrete integers"
+    "|no autograd formula"
 )
 _KERNEL = re.compile(r"^Autograd\w*(?:\[alias\])?: registered at", re.MULTILINE)
 
