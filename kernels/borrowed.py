@@ -13,23 +13,16 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.optim import _adafactor, _muon, adadelta, adamax, asgd, nadam, radam, rprop
 
 from tfnb.kernels.optim import Column, Rate, update
 
-SMALL = 1 << 15  # elements; of variables of so many on average a call of a kernel costs more than what it computes
-
 
 class Function(NamedTuple):
-    """What torch has: ``call(ws, grads, *slots, lr=..., **settings)`` writes; and its settings with their defaults.
-
-    shaped: of one that works by element, how many slots are like the variable; the others are a number each.
-    """
+    """What torch has: ``call(ws, grads, *slots, lr=..., **settings)`` writes; and its settings with their defaults."""
 
     call: Callable[..., None]
     settings: dict[str, Any]
-    shaped: int = 0
 
 
 def _listed(function: Callable[..., None], foreach: bool | None = True) -> Callable[..., None]:
@@ -85,46 +78,24 @@ _DECAY = {"weight_decay": 0.0, "maximize": False}
 _ADAFACTOR = {"beta2_decay": -0.8, "eps1": 0.0, "eps2": 1e-3, "d": 1.0, **_DECAY}
 
 BORROWED: dict[str, Function] = {
-    "adadelta": Function(_listed(adadelta.adadelta), {"rho": 0.9, "eps": 1e-6, **_DECAY}, 2),
+    "adadelta": Function(_listed(adadelta.adadelta), {"rho": 0.9, "eps": 1e-6, **_DECAY}),
     "adafactor": Function(_adafactor_matrix, _ADAFACTOR),
     "adafactor_vector": Function(_adafactor_vector, _ADAFACTOR),
-    "adamax": Function(_listed(adamax.adamax), {**_BETAS, "eps": 1e-8, **_DECAY}, 2),
-    "asgd": Function(_listed(asgd.asgd, foreach=None), {"lambd": 1e-4, "alpha": 0.75, "t0": 1e6, **_DECAY}, 1),
+    "adamax": Function(_listed(adamax.adamax), {**_BETAS, "eps": 1e-8, **_DECAY}),
+    "asgd": Function(_listed(asgd.asgd, foreach=None), {"lambd": 1e-4, "alpha": 0.75, "t0": 1e6, **_DECAY}),
     "muon": Function(_muon_matrix, {
         "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "ns_coefficients": (3.4445, -4.775, 2.0315),
         "eps": 1e-7, "ns_steps": 5, "adjust_lr_fn": None,
     }),
     "nadam": Function(_listed(nadam.nadam), {
         **_BETAS, "eps": 1e-8, "momentum_decay": 4e-3, "decoupled_weight_decay": False, **_DECAY,
-    }, 2),
-    "radam": Function(_listed(radam.radam), {**_BETAS, "eps": 1e-8, "decoupled_weight_decay": False, **_DECAY}, 2),
+    }),
+    "radam": Function(_listed(radam.radam), {**_BETAS, "eps": 1e-8, "decoupled_weight_decay": False, **_DECAY}),
     "rprop": Function(_rprop, {
         "etaminus": 0.5, "etaplus": 1.2, "step_size_min": 1e-6, "step_size_max": 50.0, "maximize": False,
-    }, 2),
+    }),
     "sparse_adam": Function(_sparse_adam, {**_BETAS, "eps": 1e-8, "maximize": False}),
 }  # fmt: skip
-
-
-# ----- many small variables as a long one ----------------------------------------------------------------
-
-
-def _is_one(ws: Column, numbers: list[Column]) -> bool:
-    """Whether one long variable in their place takes the same steps, in less time."""
-    if len(ws) < 2 or not all(w.is_cpu and w.dtype is ws[0].dtype for w in ws):
-        return False
-    alike = all(bool((column[0] == torch.stack(column)).all()) for column in numbers)
-    return alike and sum(w.numel() for w in ws) < SMALL * len(ws)
-
-
-def _as_one(call: Callable[..., None], shaped: int, state: list[Column], grads: Column) -> None:
-    like, numbers = state[: 1 + shaped], state[1 + shaped :]
-    long = [[_flatten_dense_tensors(column)] for column in like]
-    counts = [[column[0].clone()] for column in numbers]
-    call(long[0], [_flatten_dense_tensors(grads)], *long[1:], *counts)
-    for column, values in zip(like, long, strict=True):
-        torch._foreach_copy_(column, list(_unflatten_dense_tensors(values[0], column)))
-    for column, count in zip(numbers, counts, strict=True):
-        torch._foreach_copy_(column, count * len(column))
 
 
 # ----- the ops -------------------------------------------------------------------------------------------
@@ -139,11 +110,7 @@ def _on_copies(call: Callable[..., None], state: list[Column], grads: Column) ->
 
 def _define(name: str, function: Function) -> None:
     def kernel(ws: Column, grads: Column, slots: list[Column], rate: Rate, **settings: Any) -> None:
-        call = partial(function.call, lr=rate, **function.settings | settings)
-        if function.shaped and _is_one(ws, slots[function.shaped :]):
-            _as_one(call, function.shaped, [ws, *slots], grads)
-        else:
-            _on_copies(call, [ws, *slots], grads)
+        _on_copies(partial(function.call, lr=rate, **function.settings | settings), [ws, *slots], grads)
 
     only = inspect.Parameter.KEYWORD_ONLY
     settings = [inspect.Parameter(key, only, default=value) for key, value in function.settings.items()]

@@ -117,17 +117,3 @@ def test_a_step_that_fails_half_way_has_written_nothing(op: str, monkeypatch: py
     with pytest.raises(MemoryError):
         FUSED[f"tfnb.{op}.default"]([row], lr=0.1, **made.settings)
     assert all(map(torch.equal, row, before))
-
-
-@pytest.mark.parametrize("op", [op for op, function in BORROWED.items() if function.shaped])
-def test_variables_that_began_at_different_steps_are_not_taken_for_one(op: str) -> None:
-    """The first starts a step before the others, as one that a loss reaches later would."""
-    made, ws = rule(op), values(op, torch.float64, 0)
-    slots = [list(made.initial(w).values()) for w in ws]
-    alone = [[x.clone() for x in (w, *s)] for w, s in zip(ws, slots, strict=True)]
-    for step, first in enumerate((0, 1, 0, 0)):
-        rows = [(w, g, *s) for w, g, s in zip(ws, values(op, torch.float64, step + 1), slots, strict=True)][first:]
-        FUSED[f"tfnb.{op}.default"](rows, lr=0.01, **made.settings)
-        for (w, *s), grad in list(zip(alone, values(op, torch.float64, step + 1), strict=True))[first:]:
-            FUSED[f"tfnb.{op}.default"]([(w, grad, *s)], lr=0.01, **made.settings)
-    torch.testing.assert_close([[w, *s] for w, s in zip(ws, slots, strict=True)], alone, rtol=1e-14, atol=1e-14)
