@@ -50,7 +50,6 @@ from tfnb.recording.values.workspace import Derivative
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
 _GRADIENT = frozenset({"gradient"})
 _STRAIGHT = frozenset({"no_grad", "in_place"})
-_PICKS = frozenset({"aten.select.int", "aten.slice.Tensor"})  # on axis 0: of a table some rows, by a view
 _LARGE = 1 << 20  # bytes; below, a dense gradient of some rows is not worth a word
 
 
@@ -313,28 +312,20 @@ class Walk:
         return IndexedSlices(COLUMNS[node.op](n, dy.values), dy.indices, tuple(n.inputs[0].shape)).called(dy.name)
 
     def _said(self, node: Node) -> AbstractContextManager[None]:
-        """Where some rows of a large Variable were taken and its gradient is dense, a note tells, with the bytes."""
-        if node.op not in LOOKUPS and not (node.op in _PICKS and _axis(node) == 0):
+        """Where a large Variable was looked up by row and its gradient is dense, a note tells, with the bytes."""
+        if node.op not in LOOKUPS:
             return nullcontext()
         table = self.recorder.node(node.inputs[0].node)
-        while table.op in _PICKS or table.op in COLUMNS:
+        while table.op == "aten.select.int" or table.op in COLUMNS:
             table = self.recorder.node(table.inputs[0].node)
         spec = table.outputs[0]
         is_given = self.scope is None and table.op == "tfnb.placeholder"  # a branch, loop or function is given it
         if not (table.op == "tfnb.read" or is_given) or not is_static(spec.shape):
             return nullcontext()
-        if math.prod(spec.shape) * spec.dtype.itemsize < _LARGE or self._covers(node, spec.shape[0]):
+        if math.prod(spec.shape) * spec.dtype.itemsize < _LARGE:
             return nullcontext()
         way = "tfnb.gradients and index_select(0, rows) keep rows apart"
         return densifying(table.name, spec, f"the gradient of {node.op}; {way}", self.recorder)
-
-    def _covers(self, node: Node, rows: Any) -> bool:
-        """Whether the views of a Variable beside this one take all of its rows, as the parts of fused weights do."""
-        if node.op not in _PICKS:
-            return False
-        parts = [n for n in self.recorder.nodes if n.op in _PICKS and n.inputs[0] == node.inputs[0] and _axis(n) == 0]
-        taken = [n.outputs[0].shape[0] if n.op == "aten.slice.Tensor" else 1 for n in parts]
-        return is_static(taken) and sum(taken) >= rows
 
     def _forward(self, node: Node, needed: list[bool]) -> Forward:
         region = region_of_tags(node.tags)
