@@ -153,14 +153,7 @@ class Session:
         self._positions: dict[str, dict[str, int]] = {}  # restored, of sources that it does not know yet
         self._running: set[Running] = set()
         self._closed = False
-        self._trace: Trace | Tracer | None = None  # of the last traced run
-
-    @property
-    def trace(self) -> Trace | None:
-        """What the last traced run did."""
-        if isinstance(self._trace, Tracer):  # made of its times when somebody looks
-            self._trace = self._trace.trace()
-        return self._trace
+        self.trace: Trace | None = None  # what the last traced run did
 
     @property
     def cluster(self) -> Any:
@@ -175,7 +168,7 @@ class Session:
         feed_dict: Mapping[Any, Any] | None = None,
         *,
         timeout: float | None = None,
-        trace: bool | Literal["parts", "kernels", "health"] = False,
+        trace: bool | Literal["kernels", "health"] = False,
         check: Literal["nan"] | None = None,
         isolation: Literal["snapshot"] | None = None,
     ) -> Any:
@@ -184,12 +177,12 @@ class Session:
         fetches: tensors, Variables, Operations, names, or any nesting of list, tuple, dict, namedtuple of them.
         feed_dict: values for placeholders or any other tensor of the graph. timeout in seconds; a compiled step that
         takes less than a tenth of it is not stopped, and one that takes longer runs as generated code. trace: compute
-        node by node with a clock, with ``"kernels"`` inside ``torch.profiler``, or with ``"parts"`` look at the clock
-        between parts only, at hardly any cost; ``self.trace`` then tells what took how long. With ``"health"`` it has
-        counts of NaN, infinite, negative and other numbers of each node, too. check: with ``"nan"`` a step that would
-        give or write NaN or infinite numbers raises NonFinite and writes nothing; it runs once more with probes, and
-        the error names the op and line that made the first of them, and its finite inputs. isolation: a step holds
-        the locks of its Variables until it is over, so steps of other threads that write them wait; with
+        node by node with a clock, or with ``"kernels"`` inside ``torch.profiler``; ``self.trace`` then tells what took
+        how long. With ``"health"`` it has counts of NaN, infinite, negative and other numbers of each node, too. check:
+        with ``"nan"`` a step that would give or write NaN or infinite numbers raises NonFinite and writes nothing; it
+        runs once more with probes, and the error names the op and line that made the first of them, and its finite
+        inputs. isolation: a step holds the locks of its Variables until it is over, so steps of other threads that
+        write them wait; with
         ``"snapshot"`` it waits for those that write now, copies, and lets others go on. Raises FeedError, ShapeError,
         InvalidArgument for a missing feed, StaleNode, and Aborted where a step that uses queues, or a snapshot, would
         write after another step wrote what it read: run it again. Variables are then as they were, and elements that
@@ -424,7 +417,7 @@ class Session:
         __tracebackhide__ = True
         self._ensure_together("trace", prepared.code)
         if how not in TRACERS:
-            raise InvalidArgument(f"trace is True, 'parts', 'kernels' or 'health', not {how!r}")
+            raise InvalidArgument(f"trace is True, 'kernels' or 'health', not {how!r}")
         tensors, shapes = fed
         program, _ = prepared.code.at(shapes)
         with profiling(how == "kernels") as profile:
@@ -437,8 +430,7 @@ class Session:
 
     def _keep(self, tracer: Tracer) -> None:
         """The last traced run."""
-        self._trace = tracer if tracer.by_parts else tracer.trace()
-        self.graph.attached["trace"] = self._trace  # live drawings of the graph look there
+        self.trace = self.graph.attached["trace"] = tracer.trace()  # live drawings of the graph look there
 
     def _checked(
         self, prepared: _Prepared, fed: Fed, timeout: float | None, check: str, cut: Cut | None = None
@@ -741,7 +733,7 @@ def run(
     feed_dict: Mapping[Any, Any] | None = None,
     *,
     timeout: float | None = None,
-    trace: bool | Literal["parts", "kernels", "health"] = False,
+    trace: bool | Literal["kernels", "health"] = False,
     check: Literal["nan"] | None = None,
     isolation: Literal["snapshot"] | None = None,
 ) -> Any:

@@ -374,7 +374,7 @@ def test_seconds_are_those_of_the_device_and_not_of_starting_it() -> None:
     assert seconds[1] > 5 * seconds[0] > 0  # ten times the work
 
 
-@pytest.mark.parametrize("how", [True, "parts", "kernels"])
+@pytest.mark.parametrize("how", [True, "kernels"])
 def test_traces_have_times_of_the_device(how: Any) -> None:
     g, fetches, keys = recorded(net(), "cuda")
     session, feed = tfnb.Session(g, compile="off"), dict(zip(keys, images(64), strict=True))

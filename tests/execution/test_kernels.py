@@ -50,7 +50,7 @@ KNOWN = {"X": {"dur", "ts"}, "M": {"args"}, "C": {"args", "ts"}, "s": {"id", "ts
 
 
 @pytest.mark.parametrize("program", [looped, trained])
-@pytest.mark.parametrize("how", [True, "parts", "kernels"])
+@pytest.mark.parametrize("how", [True, "kernels"])
 def test_the_file_is_a_valid_trace(program: Any, how: Any, tmp_path: Path) -> None:
     trace = traced(program(), how)
     found = json.loads(trace.save(tmp_path / "run.json").read_text())

@@ -1,4 +1,4 @@
-"""A traced run: the same results, every node or part with its time and bytes, and the bytes that the step held."""
+"""A traced run: the same results, every node with its time and bytes, and the bytes that the step held."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from torch import nn
 
 import tfnb
 from tfnb.errors import DeadlineExceeded, InvalidArgument
-from tfnb.execution import lower
-from tfnb.execution.tracing.probes import MOST, parts
 
 
 @pytest.fixture
@@ -62,12 +60,11 @@ def test_views_and_borrowed_memory_take_no_bytes() -> None:
     assert session.trace.peak == 64 * 64 * 4
 
 
-@pytest.mark.parametrize("how", [True, "parts"])
-def test_results_and_variables_are_those_of_a_plain_run(trained, how) -> None:
+def test_results_and_variables_are_those_of_a_plain_run(trained) -> None:
     graph, step, loss, feeds = trained
     runs = []
     start = {label: variable.value() for label, variable in graph.contents.variables.items()}
-    for trace in (False, how):
+    for trace in (False, True):
         for label, variable in graph.contents.variables.items():
             variable.set(start[label])
         session = tfnb.Session(graph, compile="off")
@@ -120,7 +117,7 @@ def test_run_traces_on_the_default_session(chain) -> None:
     assert tfnb.session.default_session(graph).trace.fetched == {total.node.id}
 
 
-@pytest.mark.parametrize("how", [{"trace": True}, {"trace": "parts"}, {"timeout": 60}, {}])
+@pytest.mark.parametrize("how", [{"trace": True}, {"timeout": 60}, {}])
 def test_a_failing_kernel_names_its_line_and_writes_nothing(how) -> None:
     counter = tfnb.Variable(torch.zeros(2), name="counter")
     with tfnb.record("failing") as graph:
@@ -245,66 +242,7 @@ def test_nodes_in_a_branch_outside_of_loops_have_bars_inside_of_its_bar(tmp_path
     assert session.trace._repr_html_().count("<rect") > len(spans)
 
 
-# -- times of parts ----------------------------------------------------------------------------------------------------
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.1)) for _ in range(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(x) * 2 - block(x).exp() * 0.1
-        return x
-
-
-@pytest.fixture
-def blocks():
-    torch.manual_seed(0)
-    model = Net()
-    with tfnb.record("blocks") as graph:
-        x = tfnb.placeholder(torch.rand(4, 8), name="x")
-        y = tfnb.placeholder(torch.zeros(4, dtype=torch.long), name="y")
-        loss = F.cross_entropy(model(x), y)
-        step = tfnb.train.Adam(1e-2).minimize(loss)
-    return graph, [step, loss], {x: torch.rand(5, 8), y: torch.tensor([0, 1, 2, 3, 0])}
-
-
-def test_parts_follow_one_another_and_are_named_by_scopes(blocks) -> None:
-    graph, fetches, feeds = blocks
-    session = tfnb.Session(graph, compile="off")
-    session.run(fetches, feeds, trace="parts")
-    trace = session.trace
-    assert trace is session.trace and "loss" in trace.title
-    names = [event.name for event in trace.events]
-    assert names[-1] == "commit" and any("blocks/0" in name for name in names), names
-    assert any(name.startswith("gradients/") for name in names) and len(names) <= MOST + 1
-    assert trace.events[0].start == 0 and trace.events[-1].end == trace.seconds
-    assert all(a.end == b.start for a, b in zip(trace.events, trace.events[1:], strict=False))
-
-
-def test_bytes_are_those_of_a_run_node_by_node(blocks) -> None:
-    graph, fetches, feeds = blocks
-    session = tfnb.Session(graph, compile="off")
-    session.run(fetches, feeds, trace=True)
-    exact = session.trace
-    session.run(fetches, feeds, trace="parts")
-    assert session.trace.events[-1].bytes == exact.events[-1].bytes
-    assert session.trace.peak == pytest.approx(exact.peak, rel=0.2)  # held after a part, not within it
-
-
-def test_parts_have_eight_nodes_or_more() -> None:
-    with tfnb.record() as graph:
-        x = tfnb.placeholder(torch.ones(3), name="x")
-        for place in range(64):
-            with tfnb.name_scope(f"iteration{place}"):
-                x = (x + place).exp().log()
-    sizes = [len(part.nodes) for part in parts(lower(graph, [x.value], [graph.placeholders[0].value()]))]
-    assert set(sizes[:-1]) == {9} and sum(sizes) == 3 * 64
-
-
 def test_another_kind_of_trace_is_refused(chain) -> None:
     session, x, total, _ = chain
-    with pytest.raises(InvalidArgument, match="trace is True, 'parts', 'kernels' or 'health'"):
+    with pytest.raises(InvalidArgument, match="trace is True, 'kernels' or 'health'"):
         session.run(total, {x: torch.ones(16, 16)}, trace="regions")

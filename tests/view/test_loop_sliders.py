@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-import tfnb
 from tests.view.browser import browser, needs_browser, unpacked
 from tests.view.loops import END, FED, HOME, LEFT, RIGHT, TITLED, Loops, nested, traced, while_with_a_branch
 from tfnb.execution import Trace
@@ -39,9 +38,6 @@ def test_values_in_words(seen: Seen, words: str) -> None:
 def test_only_a_traced_loop_has_a_slider() -> None:
     graph, x, y = while_with_a_branch()
     assert 'class="tfnb-iterations"' not in graph_html(graph) and "function tfnbIterations" not in graph_html(graph)
-    session = tfnb.Session(graph)
-    session.run(y, {x: FED}, trace="parts")
-    assert 'class="iterations"' not in graph_html(graph, trace=session.trace)
     html = trace_html(traced((graph, x, y), FED))
     assert html.count('class="tfnb-iterations"') == 1
     none = traced((graph, x, y), FED * 0)  # no iteration at all

@@ -252,12 +252,3 @@ def test_a_cell_run_again_has_one_live_drawing(program: tuple[tfnb.Graph, Any, A
     sliders = [bool(live.widget.picture["iterations"]) for live in (first, other, again)]
     assert sliders == [False, True, True] and first.widget.comm is None
     assert lives.make(graph).with_run().widget.picture["iterations"]
-
-
-def test_a_run_in_parts_changes_no_live_drawing(program: tuple[tfnb.Graph, Any, Any]) -> None:
-    graph, x, y = program
-    live = LiveDrawing(graph, None)
-    before = live.widget.picture
-    tfnb.run(y, {x: FED}, trace="parts")
-    live.follow()
-    assert live.widget.picture is before

@@ -14,12 +14,10 @@ from tfnb.execution.tracing.checked_steps import Checked
 from tfnb.execution.tracing.everything import Everything
 from tfnb.execution.tracing.kernel_events import profiling
 from tfnb.execution.tracing.trace import Trace
-from tfnb.execution.tracing.tracer import Times, Tracer
+from tfnb.execution.tracing.tracer import Tracer
 from tfnb.execution.tracing.value_health import ValueHealth
 
 __all__ = ["TRACERS", "Budget", "Checked", "Pending", "Program", "Trace", "Tracer", "ValueHealth", "lower", "profiling"]
 
-TRACERS: dict[object, type[Tracer]] = {
-    True: Everything, "kernels": Everything, "parts": Times, "health": ValueHealth,
-}  # fmt: skip
+TRACERS: dict[object, type[Tracer]] = {True: Everything, "kernels": Everything, "health": ValueHealth}
 """What ``trace=`` of a run keeps."""

@@ -52,7 +52,7 @@ class Program:
     quick: Any = field(
         init=False, default=None
     )  # the same by `tfnb.execution.tiers.scalarize`, where a session runs that
-    probed: dict[bool, Any] = field(init=False, default_factory=dict)  # the code with probes, by `tracing`
+    probed: Any = field(init=False, default=None)  # the code with probes, by `tracing`
     access: Access | None = field(init=False)  # None of a program without Variables
     late: tuple[int, ...] = field(init=False)  # places of feeds that the commit takes as they are, or as views
 

@@ -69,7 +69,7 @@ def kernels(found: Mapping[str, Any], began: int, events: tuple[Event, ...]) -> 
         device = around.device if not on_device or ":" in around.device else f"{around.device}:{args.get('device', 0)}"
         thread = f"stream {args.get('stream', event['tid'])}" if on_device else "torch"
         end = start + 1e-6 * float(event["dur"])
-        made.append(Event(around.node, start, end, 0, device, thread, around.part, kernel=str(event["name"])))
+        made.append(Event(around.node, start, end, 0, device, thread, kernel=str(event["name"])))
     return tuple(made)
 
 

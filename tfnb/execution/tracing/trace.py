@@ -25,7 +25,7 @@ By = Literal["node", "op", "line", "scope"]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that ran: a node, or with ``node`` None a part of the step. Times are seconds from its start."""
+    """One thing that ran: a node, or with ``node`` None the commit. Times are seconds from the step's start."""
 
     node: Node | None
     start: float
@@ -33,7 +33,6 @@ class Event:
     bytes: int  # of the outputs, a view's too; of the commit: what was written
     device: str
     thread: str
-    part: str = "commit"  # what ran where there is no node: a scope, or the commit
     path: Path = ()  # of a node in a loop or branch
     depth: int = 0  # loops around it
     kernel: str = ""  # torch's name of what ran, where its profiler saw it
@@ -47,12 +46,12 @@ class Event:
     @property
     def name(self) -> str:
         """The node's name, as in a drawing, or torch's of the kernel."""
-        return self.kernel or self.node.name if self.node else self.part
+        return self.kernel or self.node.name if self.node else "commit"
 
     @property
     def op(self) -> str:
         """The op's qualified name."""
-        return self.node.op if self.node else self.part
+        return self.node.op if self.node else "commit"
 
     @property
     def line(self) -> str:
@@ -68,7 +67,7 @@ class Event:
     @property
     def scope(self) -> str:
         """The path of modules, name scopes and passes, without the torch function at its end."""
-        return "/".join(self.node.scope[:-1]) if self.node else self.part
+        return "/".join(self.node.scope[:-1]) if self.node else "commit"
 
 
 @dataclass(frozen=True, slots=True)
