@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import torch
 
 from tfnb import widgets
+from tfnb.cluster.members import MODES, Mode
 from tfnb.errors import DeadlineExceeded, InvalidArgument, ShapeError, TfnbError, Unimplemented
 from tfnb.graph import Variable
 from tfnb.interrupts import handled
@@ -35,6 +36,7 @@ from tfnb.structures import graph_of, value_of
 from tfnb.train.batches import Batch, Batches, batches, name_of
 from tfnb.train.callbacks import Callbacks, Progress
 from tfnb.train.metrics import Metrics
+from tfnb.train.modes import SyncReplicas
 from tfnb.widgets.curve import number, svg
 
 log = logging.getLogger("tfnb.fit")
@@ -44,7 +46,6 @@ T = TypeVar("T")
 Curve = Sequence[Mapping[str, float]]  # of `Metrics`
 Taken = Generator[tuple[Batch, Sequence[torch.Tensor]], None, None]
 
-MODES = ("sync", "async", "bounded")
 LATER = ("downpour", "sandblaster", "allreduce")
 SHOWN_AFTER = 2.0  # seconds
 SHOWN_EVERY = 0.1  # seconds
@@ -125,11 +126,13 @@ def fit(
     How the tasks of a connected cluster work together (here every mode is the same loop): ``mode="sync"`` divides the
     rows of a step over them and averages their gradients by rows, which equals the run here for a loss that is a mean
     over rows. ``backup`` of them are spare: a step is made of the first gradients that all servers have, over as many
-    rows as asked for; later ones are dropped and counted in the cluster's status.
+    rows as asked for; later ones are dropped and counted in the cluster's status. `tfnb.train.SyncReplicas` has more
+    options of this.
     ``"async"``: each task takes steps of its own, one after the other; of Dask data whole chunks are shuffled, and rows
     within them, and a task takes those of its own worker first. ``"bounded"``: likewise, but a task begins a
     step only while it is at most ``staleness`` steps ahead of the slowest one. Another call may have another mode: it
-    goes on with the variables and the state of the optimizer as they are.
+    goes on with the variables and the state of the optimizer as they are. In the midst of a training a callback changes
+    it: ``progress.change("async")``.
 
     Raises InvalidArgument or ShapeError for data that does not fit, before anything runs; DeadlineExceeded after
     ``timeout``; KeyboardInterrupt when interrupted. Variables are then at a whole number of steps.
@@ -143,7 +146,9 @@ def fit(
     6
     """
     __tracebackhide__ = True
-    _check_mode(mode, backup, staleness, timeout)
+    how = _mode(mode, backup, staleness)
+    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout <= 0):
+        raise InvalidArgument(f"timeout is in seconds, more than 0, not {timeout!r}")
     session = default_session(graph_of(fetch))
     names, watched = _watched(watch, session)
     if session.cluster is not None:
@@ -162,7 +167,7 @@ def fit(
     if session.cluster is None:
         taken = _here(session, fetch, watched, source, run, check)
     else:
-        options = {"mode": mode, "backup": backup, "staleness": staleness}
+        options = {"mode": how, "changes": run.change}
         taken = _by_epoch(_there(session, fetch, watched, source, run, options), lambda told: told[0].epoch, run)
     try:
         with _interrupts(run), closing(taken):
@@ -279,6 +284,7 @@ class _Run:
     ) -> None:  # fmt: skip
         self.step = 0
         self.why_over: str | None = None  # a callback ended it
+        self._change: Mode | None = None  # a callback asked for it
         self._callbacks, self._validate = callbacks, validate
         self._validated: dict[int, dict[str, float]] = {}  # by epoch
         self.timeout = timeout
@@ -303,7 +309,7 @@ class _Run:
         self._metrics.add(self.step, batch.rows, values if is_known else (), batch.epoch)
         if self._callbacks.follow_steps:
             named = dict(zip(self._metrics.names, values, strict=True)) if is_known else {}
-            self.why_over = self._callbacks.on_step(Progress(self.step, batch.epoch, named))
+            self._heed(self._callbacks.on_step(Progress(self.step, batch.epoch, named)))
         now = time.perf_counter()
         if now - self._looked >= SHOWN_EVERY:
             self._looked = now
@@ -317,7 +323,17 @@ class _Run:
         if found:
             self._validated[epoch] = found
         values = {**self._metrics.means_of(epoch), **found}
-        self.why_over = self._callbacks.on_epoch(Progress(self.step, epoch, values)) or self.why_over
+        self._heed(self._callbacks.on_epoch(Progress(self.step, epoch, values)))
+
+    def _heed(self, progress: Progress) -> None:
+        """What a callback asked for."""
+        self.why_over = progress.stopped or self.why_over
+        self._change = _mode(*progress.changed) if progress.changed is not None else self._change
+
+    def change(self) -> Mode | None:
+        """The mode that a callback asked for last, once."""
+        wanted, self._change = self._change, None
+        return wanted
 
     @property
     def _means(self) -> dict[str, float]:
@@ -487,7 +503,13 @@ def _check_scalar(name: str, item: Any, session: Session) -> None:
 # -- options ----------------------------------------------------------------------------------------------------------
 
 
-def _check_mode(mode: Any, backup: Any, staleness: Any, timeout: Any) -> None:
+def _mode(mode: Any, backup: Any, staleness: Any) -> Mode:
+    """The mode that is asked for; raises InvalidArgument, or Unimplemented for one that is to come."""
+    if isinstance(mode, SyncReplicas):
+        if backup or staleness is not None:
+            raise InvalidArgument("SyncReplicas says how many tasks are spare: leave out backup and staleness")
+        elastic = mode.elastic or not mode.distinct
+        return Mode("sync", mode.backup, None, mode.m, mode.n or 0, mode.atomic, elastic)
     if not isinstance(mode, str) or mode in LATER:
         raise Unimplemented(f"mode={mode!r} is not there yet; there are: {', '.join(MODES)}")
     if mode not in MODES:
@@ -507,8 +529,7 @@ def _check_mode(mode: Any, backup: Any, staleness: Any, timeout: Any) -> None:
             "mode='bounded' takes staleness, the number of steps that a task may be ahead of the slowest one: an int "
             f"of at least 0, not {staleness!r}"
         )
-    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout <= 0):
-        raise InvalidArgument(f"timeout is in seconds, more than 0, not {timeout!r}")
+    return Mode(mode, backup, staleness)
 
 
 # -- showing ----------------------------------------------------------------------------------------------------------

@@ -224,7 +224,7 @@ def test_a_push_that_is_repeated_moves_the_clock_once_and_its_loop_on():
     assert world.answers[ticket].tensors[0].item() == 1.0
     for method in ("enter", "push", "pull"):
         late = world.ask(0, method, "late", training="t", loop="b", clock=1, keys=["w"], plan="add", staleness=0)
-        assert world.answers[late] == Refused("stale", "loop b was given up")
+        assert world.answers[late] == Refused("given-up", "loop b was given up")
 
 
 @pytest.mark.parametrize("clock", [0, 7])

@@ -23,6 +23,7 @@ from dask import config as dask_config
 import tfnb
 from tests.cluster.conftest import close_to, stats
 from tfnb.cluster import connected
+from tfnb.cluster.members import Mode
 from tfnb.errors import ParameterServerLost, Unavailable, WorkerLost
 
 
@@ -226,7 +227,7 @@ class Interrupter:
 
 
 MODES = {
-    "sync": {}, "async": {"mode": "async"}, "backup": {"backup": 1}, "bounded": {"mode": "bounded", "staleness": 1},
+    "sync": "sync", "async": "async", "backup": Mode(backup=1), "bounded": Mode("bounded", staleness=1),
 }  # fmt: skip
 
 
@@ -242,7 +243,7 @@ def interrupts(connect, p, times, mode):
             for variable, value in zip(p.graph.variables, p.start, strict=True):
                 variable.set(value)
             before = cluster.step
-            steps = cluster.train(p.program, p.batches(60), **MODES[mode])
+            steps = cluster.train(p.program, p.batches(60), mode=MODES[mode])
             hit += interrupter.stops(functools.partial(list, steps), source.uniform(0.0, 0.15))
             steps.close()
             begin = time.monotonic()

@@ -14,9 +14,12 @@ from tests.cluster.test_core import Add
 from tfnb.cluster.asking import gathered
 from tfnb.cluster.computing import Computing
 from tfnb.cluster.core import Arrived, Core, Reply, Send
-from tfnb.cluster.fit.resident import Ended, Given, Loop, read_failure
+from tfnb.cluster.fit.data import Data, written
+from tfnb.cluster.fit.resident import Ended, Given, Loop, Prefetch, read_failure
 from tfnb.cluster.messages import NotSent, Ok, OpId, Refused, Request
 from tfnb.cluster.programs import Push
+from tfnb.state.batch_order import Order
+from tfnb.state.chunks import Chunked
 from tfnb.state.store import Store
 
 SOON = 30.0  # seconds; what hangs would take 600
@@ -91,14 +94,14 @@ class Servers:
         for shard in self.shards:
             meta = {
                 "training": "t", "round": number, "worker": worker, "workers": 1, "shards": self.shards,
-                "plan": "add", "rows": 1, "spare": True,
+                "plan": "add", "rows": 1, "joint": True,
             }  # fmt: skip
             self.tell(shard, "contribute", meta, [torch.ones(1)])
         if deliver:
             self.deliver()
 
 
-def loop_on(servers, staleness=None, name="loop", before=lambda: None):
+def loop_on(servers, staleness=None, name="loop", before=lambda: None, ahead=None):
     """A loop whose program notes the values that it computes from."""
     seen = []
 
@@ -108,7 +111,7 @@ def loop_on(servers, staleness=None, name="loop", before=lambda: None):
         return [], [Push(shard, "add", (), (torch.full((1,), 1.0),), ("w",)) for shard in servers.shards]
 
     program = SimpleNamespace(reads={shard: [f"w{shard}"] for shard in servers.shards}, run=run)
-    return Loop(servers, name, "t", program, None, servers.shards, staleness), seen
+    return Loop(servers, name, "t", program, ahead, servers.shards, staleness), seen
 
 
 def piece(count, part=None, first=1, number=1):
@@ -272,5 +275,29 @@ def test_a_pause_and_a_stop_come_between_two_steps_of_the_compute_thread():
         answer = await asyncio.wait_for(loop.stop(0), SOON)
         done = steps_of(answer)
         assert answer.meta["over"] and [core.version - 1 for core in servers.cores.values()] == [done, done]
+
+    asyncio.run(play())
+
+
+def test_chunks_of_the_next_piece_are_read_while_a_step_of_this_one_computes():
+    async def play():
+        servers, reads, is_ahead, found = Servers(), [], threading.Event(), []
+        array = Chunked("x", (4, 4, 4), (2,), torch.float32, keys=("a", "b", "c"))
+
+        async def read(key, what):
+            reads.append(key)
+            if key == "b":
+                is_ahead.set()
+            return torch.zeros(4, 2)
+
+        order = Order(12, 4, shuffle=False)
+        data = Data([written(array)], [0], read, room=2 * 4 * 2 * 4)
+        loop, seen = loop_on(servers, before=lambda: found.append(is_ahead.wait(SOON)), ahead=Prefetch(data, order))
+        for step in range(2):  # as many as a task is lent at a time
+            loop.lend(Given(step, "stream", step, 1, steps=step))
+        await until(lambda: len(seen) == 2)
+        assert found[0], "the first step had not ended"
+        assert reads == ["a", "b"], "and nothing that is not lent"
+        await loop.stop(0)
 
     asyncio.run(play())

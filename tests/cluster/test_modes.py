@@ -15,6 +15,7 @@ from tests.cluster.conftest import stats, stop
 from tests.cluster.test_cuts import Counters
 from tests.cluster.test_resident import ROWS, counts
 from tfnb.errors import InvalidArgument
+from tfnb.train import SyncReplicas
 
 PATIENCE = 60.0
 
@@ -69,13 +70,20 @@ class Halted:
         self.thread.join()
 
 
-@pytest.mark.parametrize(("tasks", "servers"), [(3, 1), (2, 2)])
-def test_c57_a_slow_task_holds_no_step_up_and_what_it_computes_late_is_dropped(connect, tasks, servers):
+@pytest.mark.parametrize(
+    ("tasks", "servers", "options"),
+    [
+        (3, 1, {"backup": 1}),
+        (2, 2, {"backup": 1}),
+        (2, 2, {"mode": SyncReplicas(1, 2, atomic=False)}),
+    ],
+)
+def test_c57_a_slow_task_holds_no_step_up_and_what_it_computes_late_is_dropped(connect, tasks, servers, options):
     c = Counters()
     cluster = connect(tasks)
     assert len(cluster.servers) == servers
     with Halted(cluster, 1, steps=4) as halted:
-        done = tfnb.fit(c.train, halted.rows(c), backup=1)
+        done = tfnb.fit(c.train, halted.rows(c), **options)
     assert halted.taken >= 4 and halted.tasks == tasks, "the others went on, before anybody took it for lost"
     assert done.steps == cluster.step and counts(cluster) == {done.steps}
     assert c.counts() == [float(done.steps)] * 2
@@ -91,6 +99,84 @@ def test_c55_nobody_gets_further_ahead_of_a_halted_task_than_asked(connect):
         done = tfnb.fit(c.train, halted.rows(c), mode="bounded", staleness=3)
     assert halted.taken <= 9, "from 4 steps behind to 4 ahead, and what the other one had sent"
     assert c.counts() == [float(done.steps)] * 2 and counts(cluster) == {done.steps} and cluster.step == done.steps
+
+
+def test_c56_others_wait_for_a_halted_task_only_until_it_misses_a_ping(connect):
+    """They go on long before it is found dead; what it computes later counts once, as a loop that begins anew."""
+    c = Counters()
+    cluster = connect(2)
+    with Halted(cluster, 1, steps=20) as halted:
+        done = tfnb.fit(c.train, halted.rows(c), mode="bounded", staleness=1)
+    assert halted.taken >= 20 and halted.tasks == 2
+    assert c.counts() == [float(done.steps)] * 2 and counts(cluster) == {done.steps} and cluster.step == done.steps
+
+
+class Changes:
+    """A callback that changes the mode at some steps."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def on_step(self, progress):
+        if progress.step in self.at:
+            progress.change(**self.at[progress.step])
+
+
+CHANGES = {
+    30: {"mode": "async"}, 60: {"mode": "bounded", "staleness": 1}, 90: {"mode": "sync"}, 91: {"mode": "async"},
+    120: {"mode": "sync", "backup": 1},
+}  # fmt: skip
+
+
+def test_c62_a_callback_changes_the_mode_in_mid_training_and_no_step_is_lost_or_doubled(connect):
+    c = Counters()
+    cluster = connect(2)
+    seen = []
+
+    class Pulls(Changes):
+        """It also reads the values, at any instant of a change."""
+
+        def on_step(self, progress):
+            super().on_step(progress)
+            if progress.step % 7 == 0:
+                seen.append((cluster.pull(), *c.counts()))
+
+    done = tfnb.fit(c.train, {c.x: ROWS}, steps=200, batch_size=4, callbacks=[Pulls(CHANGES)])
+    assert done.steps == cluster.step == 200 and c.counts() == [200.0] * 2 and counts(cluster) == {200}
+    assert all(step == a == b for step, a, b in seen), "all servers at one step"
+    status = str(cluster.status())
+    assert all(f"mode={mode} from step" in status for mode in ("async", "bounded staleness=1", "sync backup=1"))
+    with pytest.raises(InvalidArgument, match="unknown mode 'sinc'"):
+        tfnb.fit(c.train, {c.x: ROWS}, steps=90, batch_size=4, callbacks=[Changes({3: {"mode": "sinc"}})])
+    assert {float(cluster.pull())} == set(c.counts()) == {float(n) for n in counts(cluster)}
+
+
+def test_c62_a_changed_training_on_one_task_is_bitwise_the_local_one(connect, problem):
+    p = problem()
+    x, y = p.feeds
+    one = {at: how for at, how in CHANGES.items() if "backup" not in how}
+    options = {"steps": 120, "batch_size": 13, "callbacks": [Changes(one)], "watch": [p.loss]}
+    here = tfnb.fit(p.train, {x: p.data, y: p.labels}, **options)
+    expected = p.values()
+    p.reset()
+    connect(1)
+    there = tfnb.fit(p.train, {x: p.data, y: p.labels}, **options)
+    assert all(torch.equal(a, b) for a, b in zip(p.values(), expected, strict=True))
+    assert [mine == pytest.approx(theirs, rel=1e-12) for mine, theirs in zip(there.history, here.history, strict=True)]
+
+
+def test_sync_replicas_name_what_they_need(connect, problem):
+    c = Counters()
+    cluster = connect(2)
+    for mode in (SyncReplicas(2, 3), SyncReplicas(3)):
+        with pytest.raises(InvalidArgument, match=r"SyncReplicas asks for \w=3 tasks, and the cluster has 2"):
+            tfnb.fit(c.train, {c.x: ROWS}, steps=4, mode=mode)
+    for mode in (SyncReplicas(2, 2), SyncReplicas(1), SyncReplicas(3, distinct=False), SyncReplicas(3, elastic=True)):
+        tfnb.fit(c.train, {c.x: ROWS}, steps=10, batch_size=4, mode=mode)
+    assert cluster.step == 40 and c.counts() == [40.0] * 2
+    for bad in ((0,), (True,), (2, 1), (1, 0)):
+        with pytest.raises(InvalidArgument, match="SyncReplicas"):
+            SyncReplicas(*bad)
 
 
 def test_c62_each_fit_has_a_mode_of_its_own_and_goes_on_where_the_last_one_ended(connect, problem):

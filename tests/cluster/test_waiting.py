@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 import tfnb
 from tests.cluster.test_core import Add
-from tfnb.cluster.core import Arrived, Core, Gone, Reply, Tick
+from tfnb.cluster.core import Arrived, Core, Reply, Tick
 from tfnb.cluster.hand_outs import LEASE
 from tfnb.cluster.lines import PATIENCE, POLL
 from tfnb.cluster.messages import Failed, Ok, OpId, Refused, Request, Unknown
@@ -97,7 +97,7 @@ def test_an_element_goes_back_unless_it_is_acknowledged():
     ops = [OpId(client, 1) for client in "abc"]
     assert [host("dequeue", op=op, key="q").tensors[0] for op in ops] == [0, 1, 2]
     assert isinstance(taken(host, ops[1]), Ok)
-    host.feed(Gone("c"))
+    host("gone", client="c")
     host.pass_time(LEASE)
     assert taken(host, ops[0]).tag == host("dequeue", op=ops[0], key="q").tag == "FailedPrecondition"
     rest = [host("dequeue", key="q").tensors[0].item() for _ in range(3)]
@@ -114,7 +114,7 @@ def test_a_closed_queue_waits_for_what_may_come_back():
     host("close", key="q")
     second = [host.send("dequeue", op=OpId("b", n), key="q") for n in range(2)]
     assert not set(second) & set(host.answers)
-    host.feed(Gone("a"))
+    host("gone", client="a")
     assert host.answers[second[0]].tensors[0] == 5 and second[1] not in host.answers
     assert isinstance(taken(host, OpId("b", 0)), Ok)
     assert host.answers[second[1]].tag == "OutOfRange"
@@ -188,7 +188,7 @@ def test_who_does_not_come_back_or_is_gone_leaves():
     host("make", key="q", kind="queue", capacity=4)
     host.send("dequeue", op=OpId("a", 1), key="q")
     gone = host.send("dequeue", op=OpId("b", 1), key="q")
-    host.feed(Gone("b"))
+    host("gone", client="b")
     assert host.answers[gone].reason == "fenced"
     host.pass_time(POLL)
     host.pass_time(PATIENCE)
@@ -315,7 +315,7 @@ class Clients(RuleBasedStateMachine):
     @rule(client=st.sampled_from("abc"))
     def die(self, client):
         self.dead |= {op for op in self.open if op.client == client and op in self.host.core.lines}
-        self.host.feed(Gone(client))
+        self.host("gone", client=client)
         self._look()
 
     def _is_over(self, op):

@@ -52,13 +52,7 @@ class Tick(NamedTuple):
     """Time has passed."""
 
 
-class Gone(NamedTuple):
-    """A client is no more: what it waits for is waited for in vain."""
-
-    client: str
-
-
-Event = Arrived | Tick | Gone
+Event = Arrived | Tick
 
 
 class Reply(NamedTuple):
@@ -182,19 +176,19 @@ class Core:
             "register_shard": self._register, "pull": self._pull, "stage": self._stage,
             "prepare": self._prepare, "abort": self._abort, "stat": self._stat, "applied": self._applied,
             "choose": self._choose, "decided": self._decided, "cut": self._cut,
-            "enter": self._enter, "depart": self._depart,
+            "enter": self._enter, "depart": self._depart, "gone": self._gone,
             "open_training": self._open, "end_training": self._end_training,
         }  # fmt: skip
         self._timed: dict[str, Callable[[Request, float], Ok | Refused | None]] = {
             "contribute": self._contribute, "staged": self._staged, "hold": self._hold, "go": self._go,
             **self.objects.methods,
         }  # fmt: skip
-        self._sends: list[Effect] = []
+        self._effects: list[Effect] = []  # beside the answer to the request in progress
 
     MUTATIONS = frozenset({"create", "drop", "assign", "push", "commit", "enter", "depart"}) | Objects.METHODS
     METHODS = MUTATIONS | {
         "register_shard", "pull", "stage", "prepare", "abort", "stat", "applied",
-        "contribute", "staged", "choose", "decided", "hold", "go", "cut", "open_training", "end_training",
+        "contribute", "staged", "choose", "decided", "hold", "go", "cut", "open_training", "end_training", "gone",
     }  # fmt: skip
 
     def on(self, event: Event, now: float) -> list[Effect]:
@@ -204,17 +198,14 @@ class Core:
             case Arrived(ticket, request):
                 self.requests += 1
                 effects = self._arrived(ticket, request, now)
-            case Gone(client):
-                effects = [Reply(ticket, Refused("fenced", f"{client} is gone")) for ticket in self.lines.gone(client)]
-                self._went_back(self.objects.outs.gone(client))
             case Tick():
                 effects = [Reply(ticket, Refused("again", "it waits still")) for ticket in self.lines.polled(now)]
                 for course in self.courses.all:
                     self._commit_decided(course, now)
         if self.lines:
             effects += self._proceed(now)
-        sends, self._sends = self._sends, []
-        return [*effects, *sends]
+        more, self._effects = self._effects, []
+        return [*effects, *more]
 
     def _went_back(self, ops: Iterable[OpId]) -> None:
         """Elements that these requests had been given are in their queues again."""
@@ -278,7 +269,7 @@ class Core:
             elif "loop" in request.meta and request.method in ("push", "pull"):
                 loop = request.meta["loop"]
                 if loop not in self.courses.of(request.meta).clocks:
-                    refused = Refused("stale", f"loop {loop} was given up")
+                    refused = Refused("given-up", f"loop {loop} was given up")
         return refused
 
     def _settled(self, request: Request) -> Answer | None:
@@ -382,15 +373,23 @@ class Core:
         """A loop goes to work: where its clock stands."""
         course, loop = self.courses.of(request.meta), str(request.meta["loop"])
         if loop in course.gone:
-            return Refused("stale", f"loop {loop} was given up")
+            return Refused("given-up", f"loop {loop} was given up")
         return Ok({"clock": course.enter(loop, int(request.meta["clock"]))})
 
     def _depart(self, request: Request) -> Ok:
-        """A loop stands still, or its task is lost (``gone``): what that sends later is refused."""
+        """A loop stands still, or is given up (``gone``): what that one sends later is refused."""
         course, loop = self.courses.of(request.meta), str(request.meta["loop"])
         course.leave(loop)
         if "gone" in request.meta:
             course.gone.add(loop)
+        return self._ack()
+
+    def _gone(self, request: Request) -> Ok:
+        """A client is lost: it waits for nothing any more, and elements on their way to it go back."""
+        client = str(request.meta["client"])
+        lost = Refused("fenced", f"{client} is gone")
+        self._effects += [Reply(ticket, lost) for ticket in self.lines.gone(client)]
+        self._went_back(self.objects.outs.gone(client))
         return self._ack()
 
     def _with_values(self, answer: Ok, request: Request, names: str = "reads") -> Ok:
@@ -552,9 +551,9 @@ class Core:
         return self._with_values(Ok({**self._ack().meta, "latest": course.latest, "counts": counts}), request)
 
     def _has_part(self, turn: Turn, worker: int, meta: Mapping[str, Any]) -> None:
-        """A part is there: all workers make the round, or with spare ones those whom the first shard chooses."""
+        """A part is there: the first ones here make the round, or (``joint``) those whom the first shard chooses."""
         first = turn.shards[0]
-        if "spare" not in meta:
+        if "joint" not in meta:
             if len(turn.parts) == turn.wanted:
                 self._make(turn, sorted(turn.parts), meta)
         elif self.shard == first:
@@ -599,7 +598,7 @@ class Core:
     def _send(self, to: int, method: str, meta: Mapping[str, Any], **more: Any) -> None:
         """Tell another shard of the round that a request is of."""
         about = {"training": str(meta["training"]), "round": int(meta["round"])}
-        self._sends.append(Send(to, method, about | more))
+        self._effects.append(Send(to, method, about | more))
 
     def _compute(self, turn: Turn) -> None:
         """The write of a round, in the order of its workers."""
@@ -623,7 +622,7 @@ class Core:
         """On the first shard: write the round that all shards are ready for, unless it is held."""
         number = min(course.turns, default=0)
         if number and course.turns[number].is_decided and now >= course.held_until:
-            self._sends += course.turns[number].sends
+            self._effects += course.turns[number].sends
             self._write(course, number)
 
     def _hold(self, request: Request, now: float) -> Ok:

@@ -250,45 +250,38 @@ class Cluster:
         return batches(step, ((rows.batch(at), run) for at, run in enumerate(runs)))
 
     def train(
-        self, step: StepGraph, source: Ahead | Iterable[Batch], *, mode: str = "sync", backup: int = 0,
-        staleness: int | None = None, timeout: float | None = None, one_by_one: str = "",
-        numbers: deque[int | None] | None = None,
+        self, step: StepGraph, source: Ahead | Iterable[Batch], *, mode: Mode | str = "sync",
+        timeout: float | None = None, one_by_one: str = "", numbers: deque[int | None] | None = None,
+        changes: Callable[[], Mode | None] = lambda: None,
     ) -> Generator[tuple[int, list[Any]], None, None]:  # fmt: skip
         """Train data-parallel over the compute tasks; yields (step, fetched values) as batches are applied.
 
         sync: the rows of a batch are divided over the live tasks, gradients are averaged weighted by rows. With
         ``backup`` spare tasks a step is made of the first gradients that all servers have, and takes no later ones.
         async: each task works on whole batches of its own. bounded: likewise, at most ``staleness`` steps ahead of the
-        slowest one. Tasks work ahead of what is yielded. Close the generator (or
+        slowest one. ``changes``: asked now and then for another mode to go on in. Tasks work ahead of what is yielded.
+        Close the generator (or
         exhaust it): local storages then show the values of the last step, also after Ctrl-C. ``timeout``: seconds for
         all of it. ``one_by_one``: why the notebook has to see every step before the next one begins. ``numbers`` gets
         the number, from 0, of each step that is yielded: asynchronous tasks end theirs in any order. It gets None where
         a lost task told nobody which step that was.
         """
-        if mode not in MODES:
-            raise Unimplemented(f"mode={mode!r}: this version trains with {' and '.join(map(repr, MODES))}")
         self._ensure_open()
-        if backup >= (tasks := len(self.tasks)) > 0:
-            raise InvalidArgument(
-                f"backup={backup} leaves no task to wait for: the cluster has {tasks} compute "
-                f"task{'s' if tasks > 1 else ''}; {f'use at most {tasks - 1}, or ' if tasks > 1 else ''}connect more"
-            )
+        how = self._possible(Mode(mode) if isinstance(mode, str) else mode)
         end = None if timeout is None else time.monotonic() + timeout
         placed = self._place(step, parallel=True)
         why = placed.why_whole or one_by_one or (placed.after and "a watched value shows the state after the step")
-        if why and (mode != "sync" or backup):
-            what = f"backup={backup}" if backup else f"mode={mode!r}"
-            warnings.warn(f"{what} takes one step after the other: {why}", stacklevel=user_level(None))
+        if why and how != Mode():
+            warnings.warn(f"mode={how} takes one step after the other: {why}", stacklevel=user_level(None))
         elif placed.why_whole:
             text = f"every step runs whole on one task, not in parallel: {placed.why_whole}"
             warnings.warn(text, stacklevel=user_level(None))
         is_stepwise = why or not placed.writes
-        how = Mode(mode, backup, staleness)
         told = deque[int | None](maxlen=1) if numbers is None else numbers
         steps = (
             self._stepwise(step, source, end, told)
             if is_stepwise
-            else self._looping(step, source, how, end, timeout, told)
+            else self._looping(step, source, how, changes, end, timeout, told)
         )
         is_shown = False
         try:
@@ -303,6 +296,21 @@ class Cluster:
         finally:
             if not is_shown and self._engine.lost is None:  # an error, or Ctrl-C at whatever instant, also in `_show`
                 self._show()
+
+    def _possible(self, mode: Mode) -> Mode:
+        """The mode, if there are the tasks that it needs."""
+        tasks = len(self.tasks)
+        if mode.name not in MODES:
+            raise Unimplemented(f"mode={mode.name!r}: this version trains with {' and '.join(map(repr, MODES))}")
+        if mode.backup >= tasks > 0:
+            raise InvalidArgument(
+                f"backup={mode.backup} leaves no task to wait for: the cluster has {tasks} compute "
+                f"task{'s' if tasks > 1 else ''}; {f'use at most {tasks - 1}, or ' if tasks > 1 else ''}connect more"
+            )
+        if tasks and (mode.replicas not in (0, tasks) or (mode.required > tasks and not mode.elastic)):
+            asked = f"n={mode.replicas}" if mode.replicas else f"m={mode.required}"
+            raise InvalidArgument(f"SyncReplicas asks for {asked} tasks, and the cluster has {tasks}: connect as many")
+        return mode
 
     def _stepwise(
         self, step: StepGraph, source: Ahead | Iterable[Batch], end: float | None, numbers: deque[int | None]
@@ -336,8 +344,8 @@ class Cluster:
         return left
 
     def _looping(
-        self, step: StepGraph, source: Ahead | Iterable[Batch], mode: Mode, end: float | None, timeout: float | None,
-        numbers: deque[int | None],
+        self, step: StepGraph, source: Ahead | Iterable[Batch], mode: Mode, changes: Callable[[], Mode | None],
+        end: float | None, timeout: float | None, numbers: deque[int | None],
     ) -> Generator[Any, None, None]:  # fmt: skip
         """The tasks loop by themselves; from here they are lent pieces of the data ahead of need."""
         engine = self._engine
@@ -350,7 +358,9 @@ class Cluster:
         def results(offers: list[Offer], drain: bool = False) -> Iterator[tuple[int, list[Any]]]:
             nonlocal before
             patience = None if end is None else max(0.0, end - time.monotonic()) + SETTLE
-            for values in self._do("training", patience, training.exchange, offers, pieces.is_spent, drain):
+            new = changes()
+            how = None if new is None else self._possible(new)
+            for values in self._do("training", patience, training.exchange, offers, pieces.is_spent, drain, how):
                 for each, number in zip(_unstacked(values), values.numbers or repeat(None), strict=False):
                     before += 1
                     numbers.append(number)

@@ -210,7 +210,7 @@ class Engine:
     def attend(self, training: Training) -> None:
         """Tell a training who is lost, and the time."""
         self._queues.add(training.queue)
-        for task in self._free(training.placed.task):  # also those that came since it was planned
+        for task in self.free(training.placed.task):  # also those that came since it was planned
             training.queue.put_nowait(e.Joined(task))
         self._trainings[training] = asyncio.create_task(self._watch(training.queue))
 
@@ -380,12 +380,18 @@ class Engine:
         """The first of the tasks that one follows."""
         return next(index for index, member in enumerate(self.tasks) if member.name == self.tasks[task].name)
 
+    def bury(self, member: Member) -> None:
+        """Let servers wait no longer with what a lost task had asked, and take back what was on its way to it."""
+        about = {"client": member.info.get("client")}
+        asks = [Ask(shard, "gone", about) for shard in range(len(self.shards))]
+        self.later(self.tell_until(asks, time.monotonic() + GRACE))
+
     def say(self, line: str) -> None:
         """Tell the user, in one line."""
         self.lines.append(line)
         self.said += 1
 
-    def _report(self, event: p.Event | e.Joined) -> None:
+    def _report(self, event: p.Event) -> None:
         """Tell every machine in progress."""
         for queue in self._queues:
             queue.put_nowait(event)
@@ -397,14 +403,14 @@ class Engine:
         """
         if self._stopping:
             await self._any_stops(min(GRACE, deadline - time.monotonic()), asyncio.ALL_COMPLETED)
-        while not (free := self._free(only)) and self._stopping:
+        while not (free := self.free(only)) and self._stopping:
             left = deadline - time.monotonic()
             if left <= 0:
                 names = ", ".join(member.name for member in self._stopping)
                 raise DeadlineExceeded(f"{names} still computes what was stopped before", step=self.step)
             self._ensure_wanted(since)
             await self._any_stops(min(left, LOOK), asyncio.FIRST_COMPLETED)
-        while not (free := self._free(only)) and self.comes and time.monotonic() < deadline:
+        while not (free := self.free(only)) and self.comes and time.monotonic() < deadline:
             self._ensure_wanted(since)
             self._arrival.clear()
             with suppress(TimeoutError):
@@ -415,7 +421,8 @@ class Engine:
         if self._interrupts != since:
             raise Cancelled(f"interrupted at step {self.step}", step=self.step)
 
-    def _free(self, only: int | None) -> list[int]:
+    def free(self, only: int | None) -> list[int]:
+        """The live tasks, or the one asked for, that compute nothing which was stopped."""
         free = [index for index in self._live() if self.tasks[index] not in self._stopping]
         return [index for index in free if self.is_asked_for(index, only)]
 
@@ -635,9 +642,11 @@ class Engine:
 
     async def verify(self, member: Member) -> bool:
         """Whether a peer that a call failed to is alive: by the scheduler's word, then by pings."""
-        for _ in range(MISSES):
+        for missed in range(MISSES):
             if not member.alive or not member.reported:
                 break
+            if missed == 1 and member in self.tasks:
+                self._report(e.Suspect(self.tasks.index(member)))
             self.link.confirm(member.peer.addr)  # the registry's entry is good: it may be dialled once more
             answer = await self.unless_dead(member, self.link.call(member.peer, "ping", epoch=self.epoch))
             if isinstance(answer, Ok) and answer.meta.get("incarnation") == member.peer.incarnation:

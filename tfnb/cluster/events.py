@@ -51,6 +51,12 @@ class Lost(NamedTuple):
     task: int
 
 
+class Suspect(NamedTuple):
+    """A compute task does not answer: nobody is to wait for it, before it answers again or is found dead."""
+
+    task: int
+
+
 class Joined(NamedTuple):
     """One more task is there; it has a number of its own, also where it follows one that was lost."""
 
@@ -90,7 +96,7 @@ class Fault(NamedTuple):
     failure: Failed
 
 
-Event = Start | Lost | Joined | ShardLost | Interrupt | Tick | Hold | Resume | End | Fault
+Event = Start | Lost | Suspect | Joined | ShardLost | Interrupt | Tick | Hold | Resume | End | Fault
 
 
 # -- the last instruction -----------------------------------------------------------------------------------------

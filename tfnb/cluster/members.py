@@ -79,11 +79,25 @@ class Ahead:
 
 
 class Mode(NamedTuple):
-    """How the tasks of a training work together: a row of MODES, and its options as `tfnb.fit` has them."""
+    """How the tasks of a training work together: a row of MODES, and its options as `tfnb.fit` has them.
+
+    ``required``: of how many tasks a step is made, 0 for all but the ``backup`` ones. ``replicas``: how many tasks it
+    is meant for. ``joint``: whether the same tasks make a step on all servers. ``elastic``: whether fewer than
+    ``required`` ones go on.
+    """
 
     name: str = "sync"
     backup: int = 0
     staleness: int | None = None
+    required: int = 0
+    replicas: int = 0
+    joint: bool = True
+    elastic: bool = True
+
+    def __str__(self) -> str:
+        options = {"staleness": self.staleness} if self.staleness is not None else {}
+        options |= {"backup": self.backup} if self.backup else {}
+        return " ".join([self.name, *(f"{name}={value}" for name, value in options.items())])
 
 
 MODES = ("sync", "async", "bounded")

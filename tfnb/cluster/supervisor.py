@@ -62,6 +62,7 @@ class Supervisor:
             if not member.is_there and member not in self._gone:
                 member.lose()
                 self._gone.add(member)
+                engine.bury(member)
                 engine.say(f"{member.name} ({member.peer.addr}) left at step {engine.step}: {self._width()}")
 
     def _width(self) -> str:

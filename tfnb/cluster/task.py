@@ -19,7 +19,7 @@ import signal
 import threading
 import time
 import weakref
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -33,7 +33,7 @@ from tfnb.cluster.computing import Computing, in_thread
 from tfnb.cluster.core import PLANS, Core, Send, fence
 from tfnb.cluster.cores import Cores
 from tfnb.cluster.fit.resident import Ended, Loops
-from tfnb.cluster.messages import Ask, Failed, NotSent, Ok, OpId, Outcome, Peer, Refused, Request, Unknown, failed
+from tfnb.cluster.messages import Ask, Failed, NotSent, Ok, Outcome, Peer, Refused, Request, Unknown, failed
 from tfnb.cluster.programs import ComputeProgram, Push, ShardProgram
 from tfnb.cluster.reading import Reader
 from tfnb.cluster.serving import Serving
@@ -47,7 +47,6 @@ Answer = Ok | Failed | Refused
 
 SEND = 60.0  # seconds that a shard tries to reach another one
 TICK = 0.5  # seconds between looks at requests that wait inside of the core
-REVOKED = 1024  # leases taken back that are remembered
 ROOM = 8 << 30  # bytes, where the worker has no memory limit
 SHARE = 0.6  # of a worker's memory limit that a server may fill; Dask pauses a worker at 0.8
 
@@ -79,8 +78,6 @@ class Task:
         self.cache: dict[str, tuple[int, torch.Tensor]] = {}  # key -> version and value, as last pulled
         self.steps: dict[int, asyncio.Task[Answer]] = {}  # round -> what runs for it
         self.floor = 0  # rounds up to here are over
-        self.revoked: deque[int] = deque(maxlen=REVOKED)  # leases that were taken back
-        self.pushing: set[int] = set()  # leases that servers may have applied
         self.computing = Computing()
         self.reader = Reader(worker)
         self.room = (self.budget or ROOM) // 2
@@ -91,7 +88,7 @@ class Task:
         heap.set_limits()
         self._methods: dict[str, Callable[[Request], Awaitable[Answer]]] = {
             "configure": self._configure, "register": self._register, "run": self._run, "cancel": self._cancel,
-            "forget": self._forget, "revoke": self._revoke, "quit": self._quit, "stream": self._open_stream,
+            "forget": self._forget, "quit": self._quit, "stream": self._open_stream,
             **dict.fromkeys((*Core.METHODS, "batch"), self._serve), **dict.fromkeys(Loops.METHODS, self.loops.on),
         }  # fmt: skip
 
@@ -128,6 +125,7 @@ class Task:
         return Ok({
             "incarnation": self.incarnation, "versions": versions(), "pid": os.getpid(), "budget": self.budget,
             "threads": torch.get_num_threads(), "devices": _devices(), "nanny": self.worker.nanny is not None,
+            "client": self.link.client,
         })  # fmt: skip
 
     async def _configure(self, request: Request) -> Answer:
@@ -206,8 +204,6 @@ class Task:
         number = int(request.meta["round"])
         if number <= self.floor:
             return Refused("stale", f"round {number} is over")
-        if number in self.revoked:
-            return self._cancelled(number)
         step = asyncio.ensure_future(self._step(request, number))
         self.steps[number] = step
         try:
@@ -215,7 +211,6 @@ class Task:
         finally:
             step.cancel()
             self.steps.pop(number, None)
-            self.pushing.discard(number)
         return self._cancelled(number) if step.cancelled() else step.result()
 
     def _cancelled(self, number: int) -> Failed:
@@ -229,16 +224,6 @@ class Task:
             if number <= floor:
                 step.cancel()
         await self.computing.stopped(lambda number: number <= floor)
-        return Ok()
-
-    async def _revoke(self, request: Request) -> Answer:
-        """Take back one lease, unless servers may have applied it: then it goes on to its end."""
-        revoked = int(request.meta["round"])
-        if revoked not in self.pushing:
-            self.revoked.append(revoked)
-            if revoked in self.steps:
-                self.steps[revoked].cancel()
-            await self.computing.stopped(lambda number: number == revoked)
         return Ok()
 
     async def _forget(self, request: Request) -> Answer:
@@ -267,7 +252,7 @@ class Task:
             feeds, run_index = request.tensors, int(meta["run_index"])
             out, pushes = await self.computing.do(number, lambda: self._computed(program, feeds, values, run_index))
             computed = time.monotonic()
-            await self._push_all(pushes, request, number, deadline)
+            await self._stage(pushes, request, number, deadline)
         except Ended as ended:
             return ended.answer
         except Exception as error:
@@ -297,21 +282,14 @@ class Task:
                     self.cache[key] = (version, next(fresh))
         return {key: self.cache[key][1] for keys in reads.values() for key in keys}
 
-    async def _push_all(self, pushes: Sequence[Push], request: Request, number: int, deadline: float) -> None:
-        """Send every shard its part: at once for a lease, else staged for the round."""
-        meta, method, op = request.meta, "stage", None
-        if meta.get("lease") is not None:
-            self.pushing.add(number)
-            client, seq = meta["lease"]
-            method, op = "push", OpId(str(client), int(seq))
-        asks = []
-        for push in pushes:
-            about = {
-                "plan": push.plan, "keys": list(push.keys), "rows": meta.get("rows", 1), "run_index": meta["run_index"],
-            }  # fmt: skip
-            about |= {"round": number, "worker": meta["worker"]} if method == "stage" else {}
-            asks.append(Ask(push.shard, method, about, push.tensors, op))
-        await self.ask(asks, deadline)
+    async def _stage(self, pushes: Sequence[Push], request: Request, number: int, deadline: float) -> None:
+        """Stage every shard's part for the round."""
+        meta = request.meta
+        about = {
+            "round": number, "worker": meta["worker"], "rows": meta.get("rows", 1), "run_index": meta["run_index"],
+        }  # fmt: skip
+        parts = [(push, {**about, "plan": push.plan, "keys": list(push.keys)}) for push in pushes]
+        await self.ask([Ask(push.shard, "stage", meta, push.tensors) for push, meta in parts], deadline)
 
     async def read(self, key: Any, what: str) -> torch.Tensor:
         """A chunk that Dask holds."""

@@ -2,7 +2,7 @@
 
 `optimizer` is what every optimizer does. `update_rules` defines each of torch once; `ftrl` and `lbfgs` are user code.
 `from_torch` gives a torch optimizer its rule, over torch's own state. `schedules` are rates that steps change, and
-`averages` follow variables. `batches`, `metrics` and `callbacks` are for loops.
+`averages` follow variables. `batches`, `metrics`, `callbacks` and `modes` are for loops.
 """
 
 from tfnb.train.averages import ExponentialMovingAverage
@@ -10,6 +10,7 @@ from tfnb.train.callbacks import EarlyStopping, Progress
 from tfnb.train.from_torch import from_torch
 from tfnb.train.ftrl import Ftrl
 from tfnb.train.lbfgs import LBFGS
+from tfnb.train.modes import SyncReplicas
 from tfnb.train.optimizer import Optimizer
 from tfnb.train.schedules import (
     cosine_decay,
@@ -24,6 +25,7 @@ from tfnb.train.update_rules import SGD, Adadelta, Adagrad, Adam, AdamW, LazyAda
 
 __all__ = [
     "LBFGS", "SGD", "Adadelta", "Adagrad", "Adam", "AdamW", "EarlyStopping", "ExponentialMovingAverage", "Ftrl",
-    "LazyAdam", "Momentum", "Nesterov", "Optimizer", "Progress", "RMSProp", "cosine_decay", "exponential_decay",
-    "from_torch", "inverse_time_decay", "natural_exp_decay", "piecewise_constant", "polynomial_decay", "warmup",
+    "LazyAdam", "Momentum", "Nesterov", "Optimizer", "Progress", "RMSProp", "SyncReplicas", "cosine_decay",
+    "exponential_decay", "from_torch", "inverse_time_decay", "natural_exp_decay", "piecewise_constant",
+    "polynomial_decay", "warmup",
 ]  # fmt: skip

@@ -22,18 +22,26 @@ class Progress:
     epoch: int
     values: Mapping[str, Any]
     stopped: str | None = None
+    changed: tuple[Any, int, int | None] | None = None
 
     def stop(self, why: str = "stopped by a callback") -> None:
         """Let the training end here; ``why`` stands in its result."""
         self.stopped = why
+
+    def change(self, mode: Any, *, backup: int = 0, staleness: int | None = None) -> None:
+        """Let the training go on in another mode, as `tfnb.fit` has it, from the next step that no task has begun.
+
+        Steps are taken one at a time where the training is in this process: there a mode changes nothing.
+        """
+        self.changed = (mode, backup, staleness)
 
 
 class Callbacks:
     """What is called after each step and each epoch: functions (after an epoch), or objects with either method.
 
     >>> seen = []
-    >>> Callbacks([lambda progress: seen.append(progress.epoch)]).on_epoch(Progress(9, 1, {})), seen
-    (None, [1])
+    >>> Callbacks([lambda progress: seen.append(progress.epoch)]).on_epoch(Progress(9, 1, {})).stopped is None, seen
+    (True, [1])
     """
 
     def __init__(self, callbacks: Any) -> None:
@@ -57,23 +65,23 @@ class Callbacks:
         """Whether anything is called after each step."""
         return bool(self._steps)
 
-    def on_step(self, progress: Progress) -> str | None:
-        """After a step; why the training is to end."""
+    def on_step(self, progress: Progress) -> Progress:
+        """After a step; with what was asked for."""
         return _told(self._steps, progress)
 
-    def on_epoch(self, progress: Progress) -> str | None:
-        """After an epoch; why the training is to end."""
+    def on_epoch(self, progress: Progress) -> Progress:
+        """After an epoch; with what was asked for."""
         return _told(self._epochs, progress)
 
 
-def _told(calls: Sequence[Callable[[Progress], object]], progress: Progress) -> str | None:
+def _told(calls: Sequence[Callable[[Progress], object]], progress: Progress) -> Progress:
     for call in calls:
         try:
             call(progress)
         except BaseException as error:
             error.add_note(f"in a callback of fit after step {progress.step}; variables are at step {progress.step}")
             raise
-    return progress.stopped
+    return progress
 
 
 class EarlyStopping:

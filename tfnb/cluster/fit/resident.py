@@ -110,7 +110,8 @@ class Given:
 
     ``part``: this worker, how many there are, and how many of them make a step, among which the rows of each batch are
     divided; None: whole batches. The spare workers of a step compute the first rows of the next batch; who is spare
-    goes round, so that a slow task leaves out no rows more than others.
+    goes round, so that a slow task leaves out no rows more than others. ``joint``: the same workers make a step on all
+    servers; else the first ones on each.
     """
 
     number: int
@@ -120,6 +121,7 @@ class Given:
     steps: int | None = None
     run: int = 0
     part: tuple[int, int, int] | None = None
+    joint: bool = True
     batches: Sequence[tuple[Sequence[torch.Tensor], int, int, Sequence[bool]]] = ()
 
     @classmethod
@@ -131,7 +133,8 @@ class Given:
         part = meta["part"]
         return cls(
             int(meta["number"]), str(meta["stream"]), int(meta["first"]), int(meta["count"]), meta["steps"],
-            int(meta["run"]), None if part is None else (part[0], part[1], part[2]), tuple(batches),
+            int(meta["run"]), None if part is None else (part[0], part[1], part[2]), bool(meta["joint"]),
+            tuple(batches),
         )  # fmt: skip
 
     def share(self, index: int, data: Rows | None) -> Share:
@@ -258,7 +261,7 @@ class Loop:
         self._given: deque[Given] = deque()
         self._held: dict[str, tuple[int, torch.Tensor]] = {}  # key -> version and value
         self._rounds: dict[int, int] = {}  # shard -> the round whose values it sent
-        self._counts = True  # whether the last step counts
+        self._counts = True  # whether the last step counts, on the first shard
         self._late = 0  # steps that came too late to count
         self._log: deque[_Done] = deque()  # what the notebook has not confirmed
         self._told = 0  # steps before the log
@@ -446,7 +449,7 @@ class Loop:
             about |= {
                 "round": given.first + index, "worker": worker, "workers": done.share.workers, "shards": self._shards,
             }  # fmt: skip
-            about |= {"spare": True} if wanted < workers else {}
+            about |= {"joint": True} if wanted < workers and given.joint else {}
         if self._staleness is not None:
             self._clock += 1
             about |= {"loop": self._name, "clock": self._clock}
@@ -574,7 +577,8 @@ class Loop:
         """Keep the values that a server answered with, and where it stands."""
         if "latest" in answer.meta:
             self._rounds[ask.shard] = int(answer.meta["latest"])
-            self._counts = bool(answer.meta["counts"])
+            if ask.shard == self._shards[0]:
+                self._counts = bool(answer.meta["counts"])
         if "lead" in answer.meta:
             self._leads[ask.shard] = int(answer.meta["lead"])
         fresh = iter(answer.tensors)
@@ -615,7 +619,7 @@ class Loops:
     def __init__(self, host: Host, plans: Mapping[str, ComputeProgram]) -> None:
         self._host, self._plans = host, plans
         self._loops: dict[str, Loop] = {}
-        self._data: dict[str, Data] = {}  # of trainings
+        self._data: dict[str, Data] = {}  # of trainings, by the name that each began with
         self._left: deque[str] = deque(maxlen=LEFT)  # loops that were ended: what is lent to them comes too late
 
     async def on(self, request: Request) -> Ok | Refused:
@@ -623,12 +627,10 @@ class Loops:
         meta = request.meta
         match request.method:
             case "load":
-                self._data[str(meta["training"])] = Data(
-                    request.tensors, meta["chunked"], self._host.read, self._host.room
-                )
+                self._data[str(meta["data"])] = Data(request.tensors, meta["chunked"], self._host.read, self._host.room)
                 return Ok()
             case "unload":
-                data = self._data.pop(str(meta["training"]), None)
+                data = self._data.pop(str(meta["data"]), None)
                 if data is not None:
                     data.close()
                 if not self._data:
@@ -660,7 +662,7 @@ class Loops:
             program, training = self._plans.get(str(meta["plan"])), str(meta["training"])
             if program is None:
                 return Refused("unknown-plan", str(meta["plan"]))
-            ahead = None if meta["order"] is None else Prefetch(self._data[training], Order(*meta["order"]))
+            ahead = None if meta["order"] is None else Prefetch(self._data[str(meta["data"])], Order(*meta["order"]))
             self._loops[name] = Loop(
                 self._host, name, training, program, ahead, list(meta["shards"]), meta["staleness"]
             )

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from tfnb.cluster import events as e
 from tfnb.cluster.fit.leases import AHEAD, Broken, Give, Held, Offer, Piece, Progress, Report, Sizes
+from tfnb.cluster.messages import Failed
 from tfnb.cluster.plan import RETRIES, poison
 
 
@@ -39,10 +40,11 @@ Instruction = Give | Cut | Held | Report | e.Finish
 class Rounds:
     """Synchronous training. ``shards``: those that a step writes. ``spare``: how many tasks no step waits for.
 
-    ``wanted``: of how many tasks a step is made; a lost task takes the place of a spare one. ``patience``: seconds that
-    training without any task waits for one. ``members``: the tasks of this generation, in worker order. ``base``: steps
-    that were written before it, the first of whose rounds is ``first``. States: planned; open; cutting; waiting (for a
-    task); over.
+    ``wanted``: of how many tasks a step is made; a lost task takes the place of a spare one. ``fixed``: of how many it
+    is always made, 0 for all but the spare ones. ``least``: tasks without which there is no step. ``patience``: seconds
+    that training with fewer tasks waits for one. ``members``: the tasks of this generation, in worker order. ``base``:
+    steps that were written before it, the first of whose rounds is ``first``. States: planned; open; cutting; waiting
+    (for a task); over.
     """
 
     tasks: list[int]
@@ -51,6 +53,8 @@ class Rounds:
     deadline: float = float("inf")
     spare: int = 0
     patience: float = 0.0
+    fixed: int = 0
+    least: int = 1
     wanted: int = 0
     until: float = 0.0  # it waits
     state: str = "planned"
@@ -117,14 +121,14 @@ class Rounds:
             case "open", Broken(task, failure, is_fatal) if task in self.members:
                 self.missed += 1
                 return self._stop(failure if is_fatal or self.missed > RETRIES else None)
-            case "open" | "cutting" | "planned", e.Lost(task) if task in self.tasks:
+            case "open" | "cutting" | "planned" | "waiting", e.Lost(task) if task in self.tasks:
                 return self._lose(task)
             case "open" | "cutting" | "waiting", e.Joined(task, follows) if task not in self.tasks:
                 return self._join(task, follows, now)
             case "waiting", e.Interrupt():
                 return self._over(e.Interrupted())
             case "waiting", e.Tick() if now >= min(self.until, self.deadline):
-                return self._over(e.TasksLost() if self.until <= self.deadline else e.TimedOut())
+                return self._over(self._too_few if self.until <= self.deadline else e.TimedOut())
             case "open" | "cutting" | "waiting", e.Hold():
                 return [Held()]  # the first server holds; tasks wait there
             case "open" | "cutting", e.Interrupt():
@@ -142,16 +146,27 @@ class Rounds:
     def _begin(self, now: float) -> list[Instruction]:
         """A generation: the tasks that are there now."""
         self.first, self.began = self.next, now
-        if not self.tasks and self.patience:
-            self.state, self.until = "waiting", now + self.patience
+        if len(self.tasks) < self.least and self.patience:
+            self.until = self.until if self.state == "waiting" else now + self.patience
+            self.state = "waiting"
             return []
-        if not self.tasks:
-            return self._over(e.TasksLost())
+        if len(self.tasks) < self.least:
+            return self._over(self._too_few)
         self.state, self.members = "open", tuple(self.tasks)
-        self.wanted = max(1, self.wanted, len(self.tasks) - self.spare)
+        self.wanted = self.fixed or max(1, self.wanted, len(self.tasks) - self.spare)
         self.told.clear()
         self.known.clear()
         return self._next(now)
+
+    @property
+    def _too_few(self) -> e.Cause:
+        """Why there is no step with the tasks that there are."""
+        if self.least == 1:
+            return e.TasksLost()
+        return Failed(
+            "StepAborted", f"{len(self.tasks)} of {self.least} required workers live, and no other one came; "
+            "SyncReplicas(..., elastic=True) goes on with fewer",
+        )  # fmt: skip
 
     def _next(self, now: float) -> list[Instruction]:
         given: list[Instruction] = []
@@ -200,13 +215,13 @@ class Rounds:
 
     def _lose(self, task: int) -> list[Instruction]:
         self.tasks.remove(task)
-        if self.state == "planned" or task not in self.members:
+        if self.state in ("planned", "waiting") or task not in self.members:
             return []
         if self.state == "open" and self.out:  # tasks lost together are one attempt
             self.lost.append(self.places.get(task, task))
         if (cause := poison(self.lost)) is not None:
             return self._stop(cause)
-        return self._stop(None if self.tasks or self.patience else e.TasksLost())
+        return self._stop(None if len(self.tasks) >= self.least or self.patience else self._too_few)
 
     def _stop(self, cause: e.Cause | None) -> list[Instruction]:
         """A cut; the first cause is the one that counts, and without one training goes on after it."""

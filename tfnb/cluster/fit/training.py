@@ -43,12 +43,6 @@ async def _always() -> bool:
     return True
 
 
-def _machine(mode: Mode, tasks: list[int], shards: Sequence[int], deadline: float, patience: float) -> Machine:
-    if mode.name == "sync":
-        return s.Rounds(tasks, shards, itertools.count(1), deadline, spare=mode.backup, patience=patience)
-    return a.Leases(tasks, shards, itertools.count(1), deadline, patience)
-
-
 class Values(NamedTuple):
     """Fetches of ``steps`` steps in a row, stacked (``each`` None: nobody knows them; an entry None: it has none).
 
@@ -84,22 +78,25 @@ class _Listening:
 
 
 class Training:
-    """One training in progress. ``steps``: applied so far; ``results``: values of steps that nobody took yet."""
+    """One training in progress. ``steps``: applied so far; ``results``: values of steps that nobody took yet.
+
+    ``machine``: the policy of its mode. In another mode it goes on with another one, under another name on the servers.
+    """
 
     def __init__(
         self, engine: Engine, placed: Placed, mode: Mode, ways: Sequence[Way], data: Ahead | None, tasks: list[int],
         deadline: float, patience: float = 0.0,
     ) -> None:  # fmt: skip
         self.engine, self.placed, self.data = engine, placed, data
-        self._staleness = mode.staleness if mode.name == "bounded" else None
-        self.machine = _machine(mode, tasks, placed.writes, deadline, patience)
+        self._deadline, self._patience = deadline, patience
+        self._pieces = itertools.count(1)
         self.results: list[Values] = []
         self.steps = self._told = 0
         self.end: e.Finish | None = None
         self.is_held = False
         self.queue: asyncio.Queue[Any] = asyncio.Queue()
         self._ways = [way for way, place in zip(ways, placed.fetched, strict=True) if place is not None]
-        self._name = f"{engine.link.client}-{next(engine.names)}"
+        self._name = self._data_name = self._new_name()
         self._loops: dict[int, _Listening] = {}  # task -> its loop
         self._numbers = itertools.count()
         self._steps_of: dict[int, Sequence[int]] = {}  # of each piece the numbers of its steps
@@ -108,13 +105,31 @@ class Training:
         self._streams: set[int] = set()
         self._news = asyncio.Event()
         self._begun: set[asyncio.Task[None]] = set()
+        self._wanted: Mode | None = None  # a mode to change to
+        self._is_changing = False
+        self._missed: list[Any] = []  # events between two machines
+        self._take(mode, tasks)
+
+    def _new_name(self) -> str:
+        return f"{self.engine.link.client}-{next(self.engine.names)}"
+
+    def _take(self, mode: Mode, tasks: list[int]) -> None:
+        """The policy of a mode, from the next step on."""
+        self._joint = mode.joint
+        self._staleness = mode.staleness if mode.name == "bounded" else None
+        about = (tasks, self.placed.writes, self._pieces, self._deadline)
+        least = 1 if mode.elastic else mode.required
+        self.machine: Machine = (
+            s.Rounds(*about, mode.backup, self._patience, mode.required, least, base=self.steps)
+            if mode.name == "sync"
+            else a.Leases(*about, self._patience)
+        )
 
     # -- what the engine asks for -------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Begin."""
-        about = {"training": self._name}
-        await self.engine.insist_on([Ask(shard, "open_training", about) for shard in self.placed.writes])
+        await self.engine.insist_on(self._to_all("open_training"))
         self.engine.attend(self)
         self._begin(self._attend())
         self.feed(e.Start())
@@ -125,13 +140,19 @@ class Training:
             self._news.clear()
             await self._news.wait()
 
-    async def exchange(self, offers: Sequence[a.Offer], last: bool, drain: bool) -> list[Values]:
+    async def exchange(
+        self, offers: Sequence[a.Offer], last: bool, drain: bool, mode: Mode | None = None
+    ) -> list[Values]:
         """Offer pieces; return what was applied meanwhile, as soon as there is news or room for more.
 
-        drain: wait until everything that was offered is applied.
+        drain: wait until everything that was offered is applied. mode: go on in this one when all that is lent is done.
         """
         for offer in offers:
             self.feed(offer)
+        if mode is not None and self.end is None:
+            self._wanted, is_new, self._is_changing = mode, not self._is_changing, True
+            if is_new:
+                self.feed(e.End())
         if last:
             self.feed(e.End())
         await self.wait(lambda: self.machine.is_idle if drain else bool(self.results or self.machine.wants))
@@ -149,6 +170,7 @@ class Training:
 
         A synchronous training is held for HOLD seconds at a time: one that is renewed too late goes on.
         """
+        await self.wait(lambda: not self._is_changing)
         if isinstance(self.machine, s.Rounds):
             latest = await self._hold()
             renewal = asyncio.create_task(self._renewed())
@@ -221,8 +243,12 @@ class Training:
 
     def feed(self, event: Any) -> None:
         """Tell the machine, and carry out what it says."""
-        if isinstance(event, e.Lost):
+        if self._is_changing and self.machine.state == "over":
+            self._missed.append(event)
+        if isinstance(event, e.Lost | e.Suspect):
             self._give_up(event.task)
+        if isinstance(event, e.Lost):
+            self._loops.pop(event.task, None)
         for instruction in self.machine.on(event, time.monotonic()):
             match instruction:
                 case a.Give(task, piece):
@@ -245,7 +271,38 @@ class Training:
                     self._over(instruction)
         self._news.set()
 
+    async def _change(self) -> None:
+        """All that was lent is done: loops of another mode begin."""
+        engine = self.engine
+        await asyncio.gather(*(self._left(task, loop) for task, loop in self._loops.items()))
+        self._loops.clear()
+        await engine.insist_on(self._to_all("end_training", clients=self._clients))
+        self._name, mode, self._wanted = self._new_name(), self._wanted, None
+        self._streams.clear()
+        await engine.insist_on(self._to_all("open_training"))
+        assert mode is not None
+        self._take(mode, engine.free(self.placed.task))
+        engine.say(f"mode={mode} from step {engine.step + 1} on")
+        self._is_changing, missed, self._missed = False, self._missed, []
+        for event in (e.Start(), *missed):
+            self.feed(event)
+        if self._wanted is not None:  # and already another one
+            self._is_changing = True
+            self.feed(e.End())
+
+    def _to_all(self, method: str, **more: Any) -> list[Ask]:
+        """What every server of the training is told."""
+        return [Ask(shard, method, {"training": self._name, **more}) for shard in self.placed.writes]
+
+    @property
+    def _clients(self) -> list[str]:
+        """Under which the steps of all streams are applied."""
+        return [self._stream(stream) for stream in self._streams]
+
     def _over(self, end: e.Finish) -> None:
+        if self._is_changing and end.cause is None:
+            self._begin(self._change())
+            return
         self.end = end
         self.engine.forget(self)
         for work in self._begun:
@@ -266,8 +323,16 @@ class Training:
             if self.machine.state == "open":
                 self.feed(fault)
             else:
-                self._over(e.Finish(cause=self.machine.cause or fault.failure))
-                self._news.set()
+                self.engine.later(self._abandoned(e.Finish(cause=self.machine.cause or fault.failure)))
+
+    async def _abandoned(self, end: e.Finish) -> None:
+        """It failed while it ended: loops finish the step that they are at, and what they say is not heard."""
+        tell = {task: {"loop": loop.name, "seen": loop.seen} for task, loop in self._loops.items()}
+        tasks = self.engine.tasks
+        await asyncio.gather(*(self.engine.stop(tasks[task], "leave", lambda m=meta: m) for task, meta in tell.items()))
+        if self.end is None:
+            self._over(end)
+            self._news.set()
 
     # -- values -----------------------------------------------------------------------------------------------------
 
@@ -336,7 +401,8 @@ class Training:
         part = machine.part(task) if isinstance(machine, s.Rounds) else None
         self._streams.add(piece.stream)
         meta: dict[str, Any] = {
-            "training": self._name, "loop": loop.name, "plan": self.placed.compute.id, "part": part,
+            "training": self._name, "data": self._data_name, "loop": loop.name, "plan": self.placed.compute.id,
+            "part": part, "joint": self._joint,
             "shards": list(self.placed.writes), "number": piece.number, "stream": self._stream(piece.stream),
             "first": piece.first, "count": piece.count, "staleness": self._staleness,
             "order": None, "steps": None, "run": 0,
@@ -386,7 +452,7 @@ class Training:
         """Send the data ahead, once."""
         if isinstance(self.data, Ahead) and member not in self._sent:
             chunked = [place for place, array in enumerate(self.data.arrays) if isinstance(array, Chunked)]
-            about = {"training": self._name, "chunked": chunked}
+            about = {"data": self._data_name, "chunked": chunked}
             answer = await self._asked(member, "load", about, [written(array) for array in self.data.arrays])
             if not isinstance(answer, Ok):
                 raise NotDone(answer)
@@ -458,8 +524,8 @@ class Training:
         self.feed(a.Stopped(task) if is_there else e.Lost(task))
 
     def _give_up(self, task: int) -> None:
-        """The loop of a lost task is over: no other one waits for it, and servers take nothing from it."""
-        loop = self._loops.pop(task, None)
+        """No other loop waits for that of a task, and servers take nothing from it: should it live, it begins anew."""
+        loop = self._loops.get(task)
         if loop is not None and self._staleness is not None and self.end is None:
             about = {"training": self._name, "loop": loop.name, "gone": True}
             for shard in self.placed.writes:
@@ -536,9 +602,8 @@ class Training:
         calls: list[tuple[Member, str, dict[str, Any]]] = []
         for task, loop in self._loops.items():
             calls.append((engine.tasks[task], "leave", {"loop": loop.name, "seen": loop.seen}))
-        calls += [(member, "unload", {"training": self._name}) for member in self._sent]
-        about = {"training": self._name, "clients": [self._stream(stream) for stream in self._streams]}
-        asks = [Ask(shard, "end_training", about) for shard in self.placed.writes]
+        calls += [(member, "unload", {"data": self._data_name}) for member in self._sent]
+        asks = self._to_all("end_training", clients=self._clients)
         await asyncio.gather(engine.tell_until(asks, deadline), *(
             engine.link.call(member.peer, method, meta, epoch=engine.epoch, deadline=deadline)
             for member, method, meta in calls

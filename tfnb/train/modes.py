@@ -1,0 +1,45 @@
+"""How the tasks of a cluster work together, for options that a word does not say. Imports errors only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tfnb.errors import InvalidArgument
+
+
+@dataclass(frozen=True, slots=True)
+class SyncReplicas:
+    """A synchronous step of ``m`` gradients, of the tasks that are first; ``n`` tasks compute them.
+
+    n: how many compute tasks the cluster has to have; None: as many as there are. ``n - m`` of them are spare: their
+    gradients are dropped and counted.
+    atomic: the same m tasks make a step on all servers. Else each server takes the first m that come to it, as
+    TensorFlow does for each variable: variables on different servers may average gradients of different tasks.
+    distinct: each task gives one gradient to a step. With ``distinct=False`` there may be fewer than m tasks, and with
+    ``elastic=True`` a step may be made of fewer gradients. In both cases the tasks that are there divide the rows of
+    the batch. Else training waits for a task that its nanny starts again, and then raises StepAborted.
+
+    >>> SyncReplicas(2, 3).backup
+    1
+    """
+
+    m: int
+    n: int | None = None
+    atomic: bool = True
+    distinct: bool = True
+    elastic: bool = False
+
+    def __post_init__(self) -> None:
+        for name, count in (("m", self.m), ("n", 1 if self.n is None else self.n)):
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+                raise InvalidArgument(f"SyncReplicas: {name} is a number of tasks, an int of at least 1, not {count!r}")
+        if self.n is not None and self.m > self.n and self.distinct:
+            raise InvalidArgument(
+                f"SyncReplicas: a step of m={self.m} gradients of different tasks needs as many tasks, not n={self.n}: "
+                "give distinct=False, and a task may compute more than one"
+            )
+
+    @property
+    def backup(self) -> int:
+        """Spare tasks; 0 where nobody said how many tasks there are."""
+        return max(0, (self.n or self.m) - self.m)
