@@ -22,10 +22,12 @@ from tfnb.cluster import streams, wire
 from tfnb.cluster.asking import Answers, parts
 from tfnb.cluster.core import Answer, Arrived, Core, Effect, Reply, Send, Tick
 from tfnb.cluster.cores import Cores
-from tfnb.cluster.messages import Refused, Request, failed
+from tfnb.cluster.lending import ServerLoans
+from tfnb.cluster.messages import Ok, Refused, Request, failed
 from tfnb.cluster.streams import Broken, Connection, Keys, Offer, kept
 from tfnb.cluster.transport import read_request, write_outcome
 from tfnb.errors import ProtocolError, ResourceExhausted, TfnbError
+from tfnb.state.segments import Segment
 
 TICK = 0.5  # seconds between looks at requests that wait inside of the core, and at connections that stall
 IDLE = 10.0  # seconds, where nothing waits
@@ -47,6 +49,8 @@ class Serving:
         self._keys = Keys()
         self._listener: socket.socket | None = None
         self._connections: set[Connection] = set()
+        self._lending: set[Connection] = set()  # whose tasks have not copied yet what they were lent
+        self._proof: Segment | None = None  # that tasks of this host can map
         self._selector = selectors.DefaultSelector()
         self._bell, self._ear = map(kept, socket.socketpair())
         self._bell.setblocking(False)
@@ -128,6 +132,7 @@ class Serving:
 
     def _ask(self, request: Request, reply: Callable[[Answer], None], methods: Set[str]) -> None:
         """Let the cores answer. ``methods``: that may be asked for, also by the parts of a batch."""
+        self._lending = {one for one in self._lending if one.loans is not None and not one.loans.has_let_go()}
         if request.method == "batch":
             self._ask_all(request, reply, methods)
         else:
@@ -230,11 +235,24 @@ class Serving:
             raise Broken("a request before the answer to the last one")
         one.is_asked = True
         try:
-            request = read_request(message, self._budget)
+            request = read_request(message, self._budget, one.loans.borrowing() if one.loans is not None else None)
         except TfnbError as error:
             self._answer(one, failed(error))
             return
+        if request.method == "share":
+            loans, answer = self._share(str(request.meta.get("memory")))
+            self._answer(one, answer)
+            one.loans = loans
+            return
         self._ask(request, lambda answer: self._answer(one, answer), STREAMED)
+
+    def _share(self, name: str) -> tuple[ServerLoans | None, Answer]:
+        """What lends to a task from the next answer on, and memory of this process that the task maps as a proof."""
+        try:
+            self._proof = self._proof or Segment(wire.ALIGN)
+            return ServerLoans(name), Ok({"memory": self._proof.name})
+        except OSError as error:
+            return None, Refused("protocol", f"no shared memory: {error}")
 
     def _answer(self, one: Connection, answer: Answer) -> None:
         if one not in self._connections:
@@ -242,9 +260,12 @@ class Serving:
         one.is_asked = False
         try:
             try:
-                message = write_outcome(answer, self._budget)
+                message = write_outcome(answer, self._budget, one.loans.lend if one.loans is not None else None)
             except TfnbError as error:
                 message = write_outcome(failed(error), self._budget)
+            if one.loans is not None:
+                one.loans.sent()
+                self._lending.add(one)
             one.send(streams.framed(message), time.monotonic())
             self._watch(one)
         except OSError:

@@ -32,9 +32,11 @@ from distributed.comm.addressing import get_address_host, parse_address
 
 from tfnb.cluster import wire
 from tfnb.cluster.asking import ends, message
+from tfnb.cluster.lending import ServerLoans, TaskLoans
 from tfnb.cluster.messages import Ask, NotSent, Ok, OpId, Outcome, Peer, Unknown
 from tfnb.cluster.transport import Link, allowance, read_answer, write_request
 from tfnb.errors import ProtocolError, ResourceExhausted, TfnbError
+from tfnb.state import segments
 from tfnb.state.store import memory
 
 is_on = os.environ.get("TFNB_STREAMS", "on") != "off"
@@ -179,6 +181,7 @@ class Connection:
         self.is_proved = False
         self.is_asked = False  # a request waits for its answer
         self.filling = 0  # bytes of the message that is coming in
+        self.loans: ServerLoans | None = None  # where both ends share memory
         self._out: deque[memoryview] = deque()
         self._parts = self._incoming(keys, afford)
         self._want: memoryview | None = None
@@ -248,7 +251,7 @@ class Connection:
         self.socket.close()
         self._out.clear()
         self._parts.close()
-        self._want = None
+        self._want = self.loans = None
 
 
 # -- the task's end -------------------------------------------------------------------------------------------------
@@ -263,6 +266,7 @@ class Stream:
         self._is_used, self._is_over = False, False
         self._parts = frames(lambda nbytes: within(nbytes, 0, budget))
         self._budget = budget
+        self._loans: TaskLoans | None = None  # where both ends share memory
 
     @property
     def is_over(self) -> bool:
@@ -292,6 +296,22 @@ class Stream:
             sock.close()
             raise
 
+    def share(self, peer: Peer, op: OpId) -> bool:
+        """Agree to lend tensors; False where the server cannot. Raises OSError where this end cannot map its memory."""
+        loans, until = TaskLoans(), time.monotonic() + CONNECT
+        about = {"epoch": 0, "op": op, "seconds": CONNECT, "budget": self._budget}
+        outcome = self.send(write_request(peer, "share", {"memory": loans.name}, (), **about), until)
+        outcome = outcome or self.receive(until)
+        if isinstance(outcome, Ok):
+            loans.prove(str(outcome.meta["memory"]))
+            self._loans = loans
+        return self._loans is not None
+
+    @property
+    def lend(self) -> wire.Lend | None:
+        """For the tensors of a request."""
+        return self._loans.lend if self._loans is not None else None
+
     def send(self, message: Sequence[wire.Buffer], until: float) -> Outcome | None:
         """Send a request; None: its answer is to be received. NotSent before the first byte, Unknown after it."""
         with self._guard:
@@ -315,7 +335,10 @@ class Stream:
         try:
             while not isinstance(part := next(self._parts), list):
                 _fill(self._socket, part, until)
-            outcome = read_answer(part, self._budget)
+            loans = self._loans
+            outcome = read_answer(part, self._budget, loans.borrow if loans is not None else None)
+            if loans is not None:
+                loans.read()
             is_broken = False
             return outcome
         except (OSError, Broken, ProtocolError, ResourceExhausted) as error:
@@ -356,6 +379,7 @@ class Streams:
         self._link = link
         self._streams: dict[Peer, Stream] = {}
         self._not_before: dict[Peer, float] = {}  # where one could not be opened
+        self._apart: set[Peer] = set()  # who shares no memory with this task
 
     def op(self) -> OpId:
         """A fresh operation identity."""
@@ -379,10 +403,22 @@ class Streams:
         meta = answer.meta
         offer = Offer(str(meta["host"]), int(meta["port"]), bytes.fromhex(meta["name"]), bytes.fromhex(meta["key"]))
         try:
-            self._streams[peer] = await asyncio.to_thread(Stream.connect, offer, self._link.budget)
+            stream = await asyncio.to_thread(Stream.connect, offer, self._link.budget)
         except (OSError, Broken):
             return
+        if segments.is_on and peer not in self._apart:
+            await asyncio.to_thread(self._share, stream, peer)
+        self._streams[peer] = stream
         self._not_before.pop(peer, None)
+
+    def _share(self, stream: Stream, peer: Peer) -> None:
+        """Both ends lend from now on; if only this end cannot, the stream is over, and the next one is without."""
+        try:
+            if not stream.share(peer, self.op()):
+                self._apart.add(peer)
+        except OSError:
+            self._apart.add(peer)
+            stream.end()
 
     def call(
         self, asks: Mapping[Peer, Sequence[Ask]], *, epoch: int, is_thread_wanted: Callable[[], bool] = lambda: False
@@ -409,7 +445,7 @@ class Streams:
             try:
                 request = write_request(
                     peer, one.method, one.meta, one.tensors, epoch=epoch, op=one.op or self.op(), seconds=seconds,
-                    budget=self._link.budget,
+                    budget=self._link.budget, lend=stream.lend,
                 )  # fmt: skip
             except TfnbError as error:
                 found[peer] = [NotSent(str(error))] * len(mine)
@@ -442,6 +478,7 @@ class Streams:
         for peer in list(self._streams):
             self._streams.pop(peer).end()
         self._not_before.clear()
+        self._apart.clear()
 
 
 def _readable(waiting: Mapping[Peer, tuple[Stream, float]], is_thread_wanted: Callable[[], bool]) -> Peer | None:

@@ -141,7 +141,10 @@ class Task:
         self.streams.end()
         if meta["holds"] and self.serving is None:
             for shard in meta["holds"]:
-                store, mine = Store(budget=self.budget), {"incarnation": self.incarnation, "shard": int(shard)}
+                store, mine = (
+                    Store(budget=self.budget, is_shared=True),
+                    {"incarnation": self.incarnation, "shard": int(shard)},
+                )
                 self.cores.add(Core(store, ShardProgram, epoch=self.epoch, **mine))
             send, loop = weakref.WeakMethod(self._begin_send), asyncio.get_running_loop()
             self.serving = Serving(self.cores, lambda effect: _tell(loop, _call, send, effect))

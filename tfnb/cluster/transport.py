@@ -246,19 +246,19 @@ def _outcome(reply: Any, budget: int) -> Outcome:
 
 def write_request(
     peer: Peer, method: str, meta: Mapping[str, Any] | None, tensors: Sequence[torch.Tensor], *, epoch: int, op: OpId,
-    seconds: float, budget: int,
+    seconds: float, budget: int, lend: wire.Lend | None = None,
 ) -> list[wire.Buffer]:  # fmt: skip
     """The caller's side: the request as a message. Raises what `wire.encode` does."""
     header = {
         "method": method, "epoch": epoch, "incarnation": peer.incarnation, "client": op.client, "seq": op.seq,
         "ms_left": max(0, int(seconds * 1000)), "meta": dict(meta or {}),
     }  # fmt: skip
-    return wire.encode(header, tensors, budget=budget)
+    return wire.encode(header, tensors, budget=budget, lend=lend)
 
 
-def read_request(frames: Sequence[wire.Buffer], budget: int) -> Request:
-    """The callee's side: the request in a message. Raises ProtocolError or ResourceExhausted."""
-    header, tensors = wire.decode(frames, budget=budget)
+def read_request(frames: Sequence[wire.Buffer], budget: int, borrow: wire.Borrow | None = None) -> Request:
+    """The callee's side: the request in a message. Raises ProtocolError or ResourceExhausted, and as ``borrow``."""
+    header, tensors = wire.decode(frames, budget=budget, borrow=borrow)
     try:
         op = OpId(str(header["client"]), int(header["seq"]))
         meta = header["meta"]
@@ -272,9 +272,12 @@ def read_request(frames: Sequence[wire.Buffer], budget: int) -> Request:
         raise ProtocolError(f"not a request of tfnb: {type(error).__name__}: {error}") from error
 
 
-def write_outcome(outcome: Ok | Failed | Refused, budget: int) -> list[wire.Buffer]:
+def write_outcome(
+    outcome: Ok | Failed | Refused, budget: int, lend: wire.Lend | None = None
+) -> list[wire.Buffer]:  # fmt: skip
     """The answer as a message."""
-    return wire.encode(outcome_header(outcome), outcome.tensors if isinstance(outcome, Ok) else (), budget=budget)
+    tensors = outcome.tensors if isinstance(outcome, Ok) else ()
+    return wire.encode(outcome_header(outcome), tensors, budget=budget, lend=lend)
 
 
 def outcome_header(outcome: Ok | Failed | Refused) -> dict[str, Any]:
@@ -288,10 +291,10 @@ def outcome_header(outcome: Ok | Failed | Refused) -> dict[str, Any]:
             return {"outcome": "refused", "reason": reason, "message": message}
 
 
-def read_answer(message: Sequence[wire.Buffer], budget: int) -> Outcome:
-    """The caller's side: the outcome in a message; one that cannot be read is a failure."""
+def read_answer(message: Sequence[wire.Buffer], budget: int, borrow: wire.Borrow | None = None) -> Outcome:
+    """The caller's side: the outcome in a message; one that cannot be read is a failure. Raises as ``borrow``."""
     try:
-        header, tensors = wire.decode(message, budget=budget)
+        header, tensors = wire.decode(message, budget=budget, borrow=borrow)
         return read_outcome(header, tensors)
     except TfnbError as error:
         return failed(error)

@@ -1,7 +1,8 @@
 """The TFN1 envelope: (header, tensors) <-> a few byte buffers. Pure; imports torch, JSON and nothing of Dask.
 
 ``TFN1 | header length u32 | header JSON | padding | small tensors``, then one buffer for each larger tensor. A tensor
-travels as its bytes, little-endian, with a dtype tag; nothing is pickled. The decoder checks every size before it
+travels as its bytes, little-endian, with a dtype tag; nothing is pickled. Between processes that share memory a larger
+tensor is lent: what travels is where it lies, `tfnb.cluster.lending`. The decoder checks every size before it
 allocates anything, so that bytes from anywhere cost a `ProtocolError`, not memory.
 """
 
@@ -11,7 +12,7 @@ import json
 import math
 import struct
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeGuard
 
 import numpy as np
@@ -39,9 +40,13 @@ _TAGS: dict[str, torch.dtype] = {
 _TAG_OF = {dtype: tag for tag, dtype in _TAGS.items()}
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16}  # of dtypes that numpy lacks
 _OF_NUMPY = frozenset(dtype for tag, dtype in _TAGS.items() if tag != "bf16" and not tag.startswith("f8"))
+_NOTHING = memoryview(b"")
 _WRITTEN = json.JSONEncoder(allow_nan=False, separators=(",", ":"), check_circular=False)
 
 Buffer = bytes | bytearray | memoryview
+Loan = tuple[str, int, int]  # the segment where a tensor lies, from which byte on, and the word that it has
+Lend = Callable[[Mapping[int, torch.Tensor]], Mapping[int, Loan]]  # of the larger tensors by position: those lent
+Borrow = Callable[[Loan, int], torch.Tensor]  # so many bytes; raises ProtocolError
 
 
 def size(tensors: Sequence[torch.Tensor]) -> int:
@@ -52,21 +57,28 @@ def size(tensors: Sequence[torch.Tensor]) -> int:
 # -- encoding ---------------------------------------------------------------------------------------------
 
 
-def encode(header: Mapping[str, Any], tensors: Sequence[torch.Tensor] = (), *, budget: int = BUDGET) -> list[Buffer]:
-    """The envelope and the frames of a message. ``header``: JSON types only.
+def encode(
+    header: Mapping[str, Any], tensors: Sequence[torch.Tensor] = (), *, budget: int = BUDGET, lend: Lend | None = None
+) -> list[Buffer]:  # fmt: skip
+    """The envelope and the frames of a message. ``header``: JSON types only. ``lend``: to who gets it.
 
     Contiguous CPU tensors are not copied, so they must not be written before the message is sent. Raises
     UnsupportedDtype for what cannot travel, ResourceExhausted for a message over a cap.
     """
     _within("bytes of tensors in a message", size(tensors), 0, budget)
+    loans = lend(_large(tensors)) if lend is not None else {}
     entries: list[dict[str, Any]] = []
     small: list[Buffer] = []
     frames: list[Buffer] = []
     offset = 0
     for position, tensor in enumerate(tensors):
-        flat = _bytes_of(tensor, position)
+        lane: str
+        ref: int | Loan
+        flat = _bytes_of(tensor, position) if position not in loans else _NOTHING
         nbytes = flat.nbytes
-        if tensor.is_meta:
+        if position in loans:
+            lane, ref, nbytes = "s", loans[position], size([tensor])
+        elif tensor.is_meta:
             lane, ref = "m", 0
         elif nbytes > INLINE:
             lane, ref = "d", len(frames)
@@ -91,16 +103,21 @@ def _envelope(header: Mapping[str, Any], small: Sequence[Buffer]) -> bytearray:
     return bytearray(b"".join([head, bytes(-len(head) % ALIGN), *small]))
 
 
+def _large(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Those that are not sent beside the header, by position."""
+    found = {}
+    for position, tensor in enumerate(tensors):
+        if not tensor.is_meta and tensor.numel() * tensor.itemsize > INLINE:
+            _check(tensor, position)
+            found[position] = tensor
+    return found
+
+
 def _bytes_of(tensor: torch.Tensor, position: int) -> memoryview:
     """The values of a tensor as bytes; shares memory where it can."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        _unsupported(position, f"is a {type(tensor).__name__}, not a plain tensor")
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        _unsupported(position, f"is {tensor.layout if not tensor.is_quantized else 'quantised'}: send its parts")
-    if tensor.dtype not in _TAG_OF:
-        _unsupported(position, f"has dtype {tensor.dtype}, which has no wire form")
+    _check(tensor, position)
     if tensor.is_meta or tensor.numel() == 0:
-        return memoryview(b"")
+        return _NOTHING
     plain = tensor.detach() if tensor.requires_grad else tensor
     if tensor.dtype not in _OF_NUMPY:
         plain = plain.view(_SAME_WIDTH[tensor.itemsize])
@@ -110,6 +127,16 @@ def _bytes_of(tensor: torch.Tensor, position: int) -> memoryview:
     return flat.data
 
 
+def _check(tensor: torch.Tensor, position: int) -> None:
+    """Raise UnsupportedDtype for what cannot travel."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        _unsupported(position, f"is a {type(tensor).__name__}, not a plain tensor")
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        _unsupported(position, f"is {tensor.layout if not tensor.is_quantized else 'quantised'}: send its parts")
+    if tensor.dtype not in _TAG_OF:
+        _unsupported(position, f"has dtype {tensor.dtype}, which has no wire form")
+
+
 def _unsupported(position: int, why: str) -> NoReturn:
     raise UnsupportedDtype(f"tensor {position} of the message {why}; supported: {', '.join(_TAGS)}")
 
@@ -117,8 +144,10 @@ def _unsupported(position: int, why: str) -> NoReturn:
 # -- decoding ---------------------------------------------------------------------------------------------
 
 
-def decode(message: Sequence[Buffer], *, budget: int = BUDGET) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """Header and tensors of a message; the tensors are private and writable.
+def decode(
+    message: Sequence[Buffer], *, budget: int = BUDGET, borrow: Borrow | None = None
+) -> tuple[dict[str, Any], list[torch.Tensor]]:  # fmt: skip
+    """Header and tensors of a message; the tensors are private and writable, but for those that ``borrow`` gives.
 
     Raises ProtocolError for bytes that are no envelope, ResourceExhausted for a message over a cap.
     """
@@ -131,11 +160,11 @@ def decode(message: Sequence[Buffer], *, budget: int = BUDGET) -> tuple[dict[str
     if not isinstance(entries, list):
         _broken("tensors is not a list")
     small = envelope[start:]
-    places = [_checked(entry, small, frames) for entry in entries]
+    places = [_checked(entry, small, frames, borrow is not None) for entry in entries]
     if [ref for lane, ref, *_ in places if lane == "d"] != list(range(len(frames))):
         _broken(f"{len(frames)} frames, but the header names others")
     _within("bytes of tensors in a message", sum(place[4] for place in places), 0, budget)
-    return header, [_tensor(place, small, frames) for place in places]
+    return header, [_tensor(place, small, frames, borrow) for place in places]
 
 
 def _header(envelope: memoryview) -> tuple[dict[str, Any], int]:
@@ -167,11 +196,11 @@ def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _READ = json.JSONDecoder(parse_constant=_refuse, object_pairs_hook=_unique_pairs)
-_Place = tuple[str, int, torch.dtype, list[int], int]  # lane, ref, dtype, shape, bytes
+_Place = tuple[str, Any, torch.dtype, list[int], int]  # lane, ref, dtype, shape, bytes
 
 
-def _checked(entry: Any, small: memoryview, frames: Sequence[memoryview]) -> _Place:
-    """One tensor entry, with every size proved against the bytes that are here."""
+def _checked(entry: Any, small: memoryview, frames: Sequence[memoryview], borrows: bool) -> _Place:
+    """One tensor entry, with every size proved against the bytes that are here. ``borrows``: some may be lent."""
     if not isinstance(entry, dict):
         _broken("a tensor entry is not an object")
     tag, shape, nbytes, lane, ref = (entry.get(key) for key in ("dt", "shape", "nbytes", "lane", "ref"))
@@ -179,8 +208,10 @@ def _checked(entry: Any, small: memoryview, frames: Sequence[memoryview]) -> _Pl
         _broken(f"dtype tag {str(tag)[:20]!r}")
     if not isinstance(shape, list) or len(shape) > DIMS_CAP or not all(_is_count(n) for n in shape):
         _broken("a shape that is no list of sizes")
-    if not _is_count(nbytes) or not _is_count(ref) or any(n >= 1 << 62 for n in (*shape, nbytes, ref)):
+    if not _is_count(nbytes) or any(n >= 1 << 62 for n in (*shape, nbytes)):
         _broken("sizes that are no counts")
+    if not (_is_loan(ref) if lane == "s" and borrows else _is_count(ref)):
+        _broken("a tensor that is in no place")
     dtype = _TAGS[tag]
     declared = math.prod(shape) * dtype.itemsize
     if lane == "m":
@@ -195,7 +226,7 @@ def _checked(entry: Any, small: memoryview, frames: Sequence[memoryview]) -> _Pl
     elif lane == "d":
         if ref >= len(frames) or frames[ref].nbytes != nbytes:
             _broken(f"frame {ref} is not there, or has another length than {nbytes}")
-    else:
+    elif lane != "s" or not borrows:
         _broken(f"lane {str(lane)[:20]!r}")
     return lane, ref, dtype, shape, nbytes
 
@@ -204,8 +235,14 @@ def _is_count(number: Any) -> TypeGuard[int]:
     return type(number) is int and number >= 0
 
 
-def _tensor(place: _Place, small: memoryview, frames: Sequence[memoryview]) -> torch.Tensor:
+def _is_loan(ref: Any) -> bool:
+    return isinstance(ref, list) and len(ref) == 3 and isinstance(ref[0], str) and all(map(_is_count, ref[1:]))
+
+
+def _tensor(place: _Place, small: memoryview, frames: Sequence[memoryview], borrow: Borrow | None) -> torch.Tensor:
     lane, ref, dtype, shape, nbytes = place
+    if lane == "s" and borrow is not None:
+        return borrow((ref[0], ref[1], ref[2]), nbytes).view(dtype).reshape(shape)
     if lane == "m":
         return torch.empty(shape, dtype=dtype, device="meta")
     if nbytes == 0:

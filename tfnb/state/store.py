@@ -22,9 +22,11 @@ import torch
 
 from tfnb.errors import AlreadyExists, InvalidArgument, NotFound, ResourceExhausted, ShapeError
 from tfnb.graph import Spec
+from tfnb.state.segments import Segment
 
 ALIGN = 64  # bytes
 GENERATIONS = 3  # buffers of one slab, at most
+LEAST = 64 << 10  # bytes of a slab in shared memory: what is smaller travels with the message
 LARGE = 64 << 20  # bytes: a value from here on has a slab of its own, and is written in place where rows of it change
 
 
@@ -40,11 +42,22 @@ def memory(nbytes: int) -> torch.Tensor:
 
 
 class _Generation:
-    """One buffer of a slab, and who reads it."""
+    """One buffer of a slab, and who reads it; in shared memory where that is wanted and there is some.
 
-    def __init__(self, nbytes: int, dtype: torch.dtype) -> None:
-        self.flat = memory(nbytes).view(dtype)
+    The word of its segment counts how often it was opened for writing: another process that copied it meanwhile, though
+    nobody here knew of its reading any more, sees that it has to read again.
+    """
+
+    def __init__(self, nbytes: int, dtype: torch.dtype, is_shared: bool) -> None:
+        self.segment = _segment(nbytes) if is_shared else None
+        flat = self.segment.flat if self.segment is not None else memory(nbytes)
+        self.flat = flat.view(dtype)
         self._reader: weakref.ref[Any] | None = None
+
+    def open(self) -> None:
+        """It will be written."""
+        if self.segment is not None:
+            self.segment.word += 1
 
     @property
     def is_read(self) -> bool:
@@ -82,7 +95,7 @@ class _Place:
 class Slab:
     """Values of one dtype in a flat buffer, in up to `GENERATIONS` generations; only the current one counts."""
 
-    def __init__(self, values: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, values: Mapping[str, torch.Tensor], is_shared: bool = False) -> None:
         (dtype,) = {value.dtype for value in values.values()}
         self.places: dict[str, _Place] = {}
         end = 0
@@ -92,7 +105,8 @@ class Slab:
             end += _size(value) + -_size(value) % ALIGN
         self.nbytes = max(end, ALIGN)
         self._is_table = False  # written in place, whoever reads it: readers get copies
-        self._current = _Generation(self.nbytes, dtype)
+        self._is_shared = is_shared
+        self._current = _Generation(self.nbytes, dtype, is_shared)
         self._next: _Generation | None = None  # opened for writing; it may be the current one
         self._spares: list[_Generation] = []
         self._tensors = {key: place.of(self._current.flat) for key, place in self.places.items()}
@@ -126,12 +140,14 @@ class Slab:
         if self._current.is_read:
             self._next = next((spare for spare in self._spares if not spare.is_read), None)
             if self._next is None:
-                self._next = _Generation(self.nbytes, self._current.flat.dtype)
+                self._next = _Generation(self.nbytes, self._current.flat.dtype, self._is_shared)
                 self._spares.append(self._next)
+            self._next.open()
             if keep or len(keys) < len(self.places):
                 self._next.flat.copy_(self._current.flat)
         self._is_table = self._is_table or (rows and self.nbytes >= LARGE)
         if self._next is self._current:
+            self._current.open()
             return {key: self._tensors[key] for key in keys}
         return {key: self.places[key].of(self._next.flat) for key in keys}
 
@@ -156,6 +172,8 @@ class Slab:
 class Store:
     """Tensors by key. budget: bytes that all of them may take together; ``None``: no limit.
 
+    is_shared: values lie in shared memory as far as there is some, so that processes of this host can read them there.
+
     >>> store = Store(budget=64)
     >>> store.create({"w": torch.zeros(4)})
     >>> seen = store.read(["w"])
@@ -164,10 +182,10 @@ class Store:
     ([tensor([0., 0., 0., 0.])], [tensor([1., 1., 1., 1.])], 16)
     """
 
-    def __init__(self, *, budget: int | None = None) -> None:
+    def __init__(self, *, budget: int | None = None, is_shared: bool = False) -> None:
         if budget is not None and budget < 0:
             raise InvalidArgument(f"a budget is a number of bytes from 0, not {budget}")
-        self.budget = budget
+        self.budget, self.is_shared = budget, is_shared
         self.bytes = 0  # of all values
         self.opening = 0  # number of the last `open`: who opened before it has nothing open any more
         self._slabs: dict[str, Slab] = {}  # of each key
@@ -197,7 +215,7 @@ class Store:
             names = ", ".join(values)
             raise ResourceExhausted(f"no room for {names}: asked {asked} bytes, used {self.bytes}, limit {self.budget}")
         for together in _grouped(values):
-            self._slabs.update(dict.fromkeys(together, Slab(together)))
+            self._slabs.update(dict.fromkeys(together, Slab(together, self.is_shared)))
         self.bytes += asked
 
     def get(self, key: str) -> torch.Tensor:
@@ -259,7 +277,7 @@ class Store:
         for slab in set(slabs):
             kept = {key: slab.get(key) for key in slab.places if self._slabs.get(key) is slab}
             if kept:
-                self._slabs.update(dict.fromkeys(kept, Slab(kept)))
+                self._slabs.update(dict.fromkeys(kept, Slab(kept, self.is_shared)))
 
     def release(self) -> None:
         """Give up the memory of generations that nobody reads."""
@@ -276,6 +294,14 @@ class Store:
     def _of(self, keys: Iterable[str]) -> list[Slab]:
         """The slabs of some keys, each once."""
         return list(dict.fromkeys(self._slabs[key] for key in keys))
+
+
+def _segment(nbytes: int) -> Segment | None:
+    """Shared memory, if there is some."""
+    try:
+        return Segment(nbytes) if nbytes >= LEAST else None
+    except OSError:
+        return None
 
 
 def _grouped(values: Mapping[str, torch.Tensor]) -> Iterator[Mapping[str, torch.Tensor]]:
