@@ -23,8 +23,8 @@ from tfnb.cluster.lending import FREE, HELD, ServerLoans, TaskLoans
 from tfnb.cluster.messages import Ok
 from tfnb.cluster.transport import write_request
 from tfnb.errors import ProtocolError, UnsupportedDtype
-from tfnb.state import segments
-from tfnb.state.segments import GONE, Mapped, Segment, located
+from tfnb.state import shared_memory
+from tfnb.state.shared_memory import GONE, Mapped, Segment, located
 from tfnb.state.store import Store
 
 COUNT = 100_000  # elements: beyond what travels beside a header
@@ -62,7 +62,7 @@ def test_only_the_very_memory_that_was_meant_is_mapped():
 
 def test_c11_memory_of_another_namespace_of_processes_is_not_found():
     one = Segment(100)
-    code = f"from tfnb.state.segments import Mapped\ntry: Mapped({one.name!r})\nexcept OSError: print('not found')"
+    code = f"from tfnb.state.shared_memory import Mapped\ntry: Mapped({one.name!r})\nexcept OSError: print('not found')"
     command = ["unshare", "-rpf", "--mount-proc", sys.executable, "-c", code]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -76,7 +76,7 @@ def test_c11_memory_of_another_namespace_of_processes_is_not_found():
 def test_a_forked_child_gives_up_nothing_of_its_parent():
     script = """
 import os
-from tfnb.state.segments import Mapped, Segment
+from tfnb.state.shared_memory import Mapped, Segment
 one = Segment(8)
 pid = os.fork()
 if not pid:
@@ -91,7 +91,7 @@ print(one.word, Mapped(one.name).word)
 
 def test_values_lie_in_shared_memory_where_there_is_some(monkeypatch):
     for is_on in (True, False):
-        monkeypatch.setattr(segments, "is_on", is_on)
+        monkeypatch.setattr(shared_memory, "is_on", is_on)
         store = Store(is_shared=True)
         store.create({"large": torch.ones(COUNT), "small": torch.ones(3, dtype=torch.float64)})
         for _ in range(4):  # also in the other generations
@@ -196,7 +196,7 @@ def test_loans_that_make_no_sense_cost_an_error(ends, loan):
 
 
 def switch(is_on):
-    segments.is_on = is_on
+    shared_memory.is_on = is_on
 
 
 def mapped():

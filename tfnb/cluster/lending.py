@@ -6,7 +6,7 @@ the word of the generation has changed, and the task asks again: what it copied 
 A task lends gradients in a region of its own, which the server reads where it lies. The region is written again when
 its word says that the server holds no tensor of it any more; those of a stream that is over are never.
 
-Both prove first that they share memory: each maps a segment of the other, by `tfnb.state.segments`.
+Both prove first that they share memory: each maps a segment of the other, by `tfnb.state.shared_memory`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from tfnb.cluster.wire import ALIGN, Borrow, Loan, size
 from tfnb.errors import ProtocolError
-from tfnb.state.segments import Mapped, Maps, Segment, located
+from tfnb.state.shared_memory import Mapped, Maps, Segment, located
 from tfnb.state.store import memory
 
 REGIONS = 4  # of one stream; what finds no place is sent

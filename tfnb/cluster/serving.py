@@ -27,7 +27,7 @@ from tfnb.cluster.messages import Ok, Refused, Request, failed
 from tfnb.cluster.streams import Broken, Connection, Keys, Offer, kept
 from tfnb.cluster.transport import read_request, write_outcome
 from tfnb.errors import ProtocolError, ResourceExhausted, TfnbError
-from tfnb.state.segments import Segment
+from tfnb.state.shared_memory import Segment
 
 TICK = 0.5  # seconds between looks at requests that wait inside of the core, and at connections that stall
 IDLE = 10.0  # seconds, where nothing waits

@@ -36,7 +36,7 @@ from tfnb.cluster.lending import ServerLoans, TaskLoans
 from tfnb.cluster.messages import Ask, NotSent, Ok, OpId, Outcome, Peer, Unknown
 from tfnb.cluster.transport import Link, allowance, read_answer, write_request
 from tfnb.errors import ProtocolError, ResourceExhausted, TfnbError
-from tfnb.state import segments
+from tfnb.state import shared_memory
 from tfnb.state.store import memory
 
 is_on = os.environ.get("TFNB_STREAMS", "on") != "off"
@@ -406,7 +406,7 @@ class Streams:
             stream = await asyncio.to_thread(Stream.connect, offer, self._link.budget)
         except (OSError, Broken):
             return
-        if segments.is_on and peer not in self._apart:
+        if shared_memory.is_on and peer not in self._apart:
             await asyncio.to_thread(self._share, stream, peer)
         self._streams[peer] = stream
         self._not_before.pop(peer, None)

@@ -22,7 +22,7 @@ import torch
 
 from tfnb.errors import AlreadyExists, InvalidArgument, NotFound, ResourceExhausted, ShapeError
 from tfnb.graph import Spec
-from tfnb.state.segments import Segment
+from tfnb.state.shared_memory import Segment
 
 ALIGN = 64  # bytes
 GENERATIONS = 3  # buffers of one slab, at most
