@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from distributed import Client, LocalCluster
+from distributed import Client, LocalCluster, Security
 
 import tfnb
 import tfnb.placement.shards as shards_module
@@ -306,7 +306,7 @@ def test_silence_is_the_outcome_of_every_part():
 @pytest.fixture
 def processes():
     """Two processes' threads, with two shards each, and streams to both. Shard 2 does not know the plan."""
-    servings, here, ops = {}, Streams(There(wire.BUDGET)), itertools.count()
+    servings, here, ops = {}, Streams(There(wire.BUDGET), Security()), itertools.count()
     for number in range(2):
         cores = hosted(shards=(number, number + 2))
         for core in cores:

@@ -16,11 +16,14 @@ from contextlib import suppress
 
 import pytest
 import torch
+from dask import config as dask_config
+from distributed import Client, LocalCluster, Security
 
 import tfnb
 from tests.cluster.conftest import stop, workers
 from tests.cluster.test_cuts import Counters
 from tfnb.cluster import streams, wire
+from tfnb.cluster.encryption import encryption
 from tfnb.cluster.messages import Ask, NotSent, Ok, Unknown
 from tfnb.cluster.streams import Broken, Offer, Stream, Streams, framed
 from tfnb.cluster.transport import write_request
@@ -247,7 +250,7 @@ def test_a_caller_that_does_not_read_stands_in_nobodys_way(server):
 def test_several_servers_at_once_and_those_without_a_stream_are_not_asked(connect):
     cluster = connect(2)
     link, peers = cluster._link, [member.peer for member in cluster._engine.servers[:2]]
-    here = Streams(link)
+    here = Streams(link, Security())
     for peer in peers:
         assert isinstance(call(link, peer, "create", {"keys": ["w"]}, [torch.ones(3)]), Ok)
     asks = {peer: [Ask(shard, "pull", {"keys": ["w"]})] for shard, peer in enumerate(peers)}
@@ -394,3 +397,62 @@ print(there.recv(100).decode())
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0 and "still ours" in ended.stdout, ended.stderr
+
+
+# -- encrypted clusters -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def encrypted():
+    """A cluster whose connections need certificates, and its Client."""
+    pytest.importorskip("cryptography", reason="Security.temporary() makes certificates with it")
+    security = Security.temporary()
+    with (
+        dask_config.set({"distributed.worker.multiprocessing-method": "forkserver"}),
+        LocalCluster(
+            n_workers=3, threads_per_worker=1, host="127.0.0.1", protocol="tls://", security=security,
+            dashboard_address=None, preload=["tfnb.cluster.task"], silence_logs=50,
+        ) as cluster,
+        Client(cluster, set_as_default=False) as client,
+    ):  # fmt: skip
+        yield client, security
+
+
+@pytest.mark.slow
+def test_c68_streams_of_an_encrypted_cluster_are_encrypted(encrypted, problem):
+    client, security = encrypted
+    client.run(setattr, streams, "CONNECT", SECONDS)
+    with tfnb.connect(client, ps=1, timeout=180) as cluster:
+        server = Server(cluster)
+        offer = server.offer()
+        context = encryption(server.peer.addr, security, listens=False)
+        stream = Stream.connect(offer, wire.BUDGET, context)
+        assert stream._socket.version().startswith("TLS")
+        for value, share in ((1.0, False), (2.0, True)):
+            assert not share or stream.share(server.peer, server.link.op())
+            assert isinstance(exchanged(stream, server.message(value, server.link.op())), Ok)
+            pulled = exchanged(stream, server.message(0, server.link.op(), "pull"))
+            assert torch.equal(pulled.tensors[0], torch.full((100_000,), value))
+        stream.end()
+        with pytest.raises((OSError, Broken)):  # plain bytes are no handshake
+            Stream.connect(server.offer(), wire.BUDGET)
+        stranger = encryption(server.peer.addr, Security.temporary(), listens=False)
+        with pytest.raises((OSError, Broken)):  # a certificate that this cluster does not know
+            Stream.connect(server.offer(), wire.BUDGET, stranger)
+        last = Stream.connect(server.offer(), wire.BUDGET, context)
+        assert isinstance(exchanged(last, server.message(3.0, server.link.op())), Ok), "the server goes on"
+        last.end()
+        p = problem(hidden=3000)
+        x, y = p.feeds
+        for mode in ("sync", "async"):
+            found = []
+            for is_on in (True, False):
+                p.reset()
+                client.run(switch, is_on)
+                tfnb.fit(p.train, {x: p.data, y: p.labels}, epochs=2, batch_size=13, seed=3, mode=mode)
+                used = sum(client.run(break_streams).values())
+                assert (used > 0) is is_on
+                found.append(p.values())
+            client.run(switch, True)
+            if mode == "sync":
+                assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

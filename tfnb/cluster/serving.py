@@ -11,6 +11,7 @@ import logging
 import secrets
 import selectors
 import socket
+import ssl
 import threading
 import time
 from collections import deque
@@ -18,10 +19,13 @@ from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from functools import partial
 
+from distributed import Security
+
 from tfnb.cluster import streams, wire
 from tfnb.cluster.asking import Answers, parts
 from tfnb.cluster.core import Answer, Arrived, Core, Effect, Reply, Send, Tick
 from tfnb.cluster.cores import Cores
+from tfnb.cluster.encryption import encrypted, encryption
 from tfnb.cluster.lending import ServerLoans
 from tfnb.cluster.messages import Ok, Refused, Request, failed
 from tfnb.cluster.streams import Broken, Connection, Keys, Offer, kept
@@ -48,6 +52,7 @@ class Serving:
         self._inbox: deque[Callable[[], None]] = deque()
         self._keys = Keys()
         self._listener: socket.socket | None = None
+        self._context: ssl.SSLContext | None = None  # of an encrypted cluster
         self._connections: set[Connection] = set()
         self._lending: set[Connection] = set()  # whose tasks have not copied yet what they were lent
         self._proof: Segment | None = None  # that tasks of this host can map
@@ -67,7 +72,7 @@ class Serving:
         """Let the cores answer a request, or a batch of them; ``reply`` is called in its thread, or never."""
         self._post(lambda: self._ask(request, reply, Core.METHODS))
 
-    def offer(self, address: str) -> Offer:
+    def offer(self, address: str, security: Security) -> Offer:
         """A key for one stream. Raises OSError where the worker at ``address`` cannot listen.
 
         Called from one thread, the task's event loop.
@@ -76,6 +81,7 @@ class Serving:
         if host is None or not streams.is_on:
             raise OSError(f"no direct streams at {address}")
         if self._listener is None:
+            self._context = encryption(address, security, listens=True)
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._listener = kept(socket.create_server((host, 0), family=family, backlog=BACKLOG))
             self._listener.setblocking(False)
@@ -204,7 +210,12 @@ class Serving:
         if sum(not one.is_proved for one in self._connections) >= UNPROVED:
             sock.close()
             return
-        one = Connection(sock, self._keys, self._afford, time.monotonic())
+        try:
+            sock = encrypted(sock, self._context, listens=True)
+            one = Connection(sock, self._keys, self._afford, time.monotonic())
+        except OSError:  # it went away again
+            sock.close()
+            return
         self._connections.add(one)
         self._selector.register(one.socket, selectors.EVENT_READ, partial(self._serve, one))
         self._serve(one, selectors.EVENT_READ)

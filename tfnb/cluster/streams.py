@@ -1,7 +1,8 @@
 """Direct streams: one connection from a compute task to a server process, for the messages of resident loops.
 
-A server listens on the interface of its own worker. Who wants to connect asks for a key by Dask's connections; the key
-serves once, and both ends prove that they know it before anything else is read. Each message is a prefix with the sizes
+A server listens on the interface of its own worker, with the encryption of the cluster if that has one
+(`distributed.Security`). Who wants to connect asks for a key by Dask's connections; the key serves once, and both ends
+prove that they know it before anything else is read. Each message is a prefix with the sizes
 of its frames, which are checked before memory is taken, and the frames of the envelope (`tfnb.cluster.wire`), received
 straight into the buffers that the tensors keep. The caller is a thread that blocks, always with a deadline. A stream
 that fails in any way is closed: its caller goes on by Dask's connections, under the same operation identity.
@@ -18,6 +19,7 @@ import os
 import secrets
 import selectors
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -28,10 +30,12 @@ from contextlib import suppress
 from itertools import islice
 from typing import NamedTuple, cast
 
+from distributed import Security
 from distributed.comm.addressing import get_address_host, parse_address
 
 from tfnb.cluster import wire
 from tfnb.cluster.asking import ends, message
+from tfnb.cluster.encryption import encrypted, encryption
 from tfnb.cluster.lending import ServerLoans, TaskLoans
 from tfnb.cluster.messages import Ask, NotSent, Ok, OpId, Outcome, Peer, Unknown
 from tfnb.cluster.transport import Link, allowance, read_answer, write_request
@@ -73,12 +77,12 @@ class Offer(NamedTuple):
 
 
 def host_of(address: str) -> str | None:
-    """The interface of a worker where streams can listen; None where its connections are encrypted or are none.
+    """The interface of a worker where streams can listen; None where its connections are no sockets.
 
-    >>> host_of("tcp://127.0.0.1:4000"), host_of("tls://127.0.0.1:4000")
-    ('127.0.0.1', None)
+    >>> host_of("tcp://127.0.0.1:4000"), host_of("tls://127.0.0.1:4000"), host_of("inproc://127.0.0.1/1/2")
+    ('127.0.0.1', '127.0.0.1', None)
     """
-    return get_address_host(address) if parse_address(address)[0] == "tcp" else None
+    return get_address_host(address) if parse_address(address)[0] in ("tcp", "tls") else None
 
 
 def kept(sock: socket.socket) -> socket.socket:
@@ -189,7 +193,7 @@ class Connection:
     @property
     def has_more_to_send(self) -> bool:
         """Whether the other end has to read first."""
-        return bool(self._out)
+        return bool(self._out) and self.is_proved
 
     def _incoming(self, keys: Keys, afford: Callable[[int], None]) -> Filling:
         mine, claim = secrets.token_bytes(_NONCE), bytearray(_NAME + _NONCE + _PROOF)
@@ -220,6 +224,8 @@ class Connection:
             try:
                 count = self.socket.recv_into(self._want)
             except BlockingIOError:
+                if not self.is_proved:
+                    self.write()  # after the handshake of an encrypted one
                 return None
             if not count:
                 raise Broken("closed")
@@ -274,11 +280,12 @@ class Stream:
         return self._is_over
 
     @classmethod
-    def connect(cls, offer: Offer, budget: int) -> Stream:
+    def connect(cls, offer: Offer, budget: int, context: ssl.SSLContext | None = None) -> Stream:
         """Raises OSError (a deadline is one) or Broken."""
         until = time.monotonic() + CONNECT
         sock = socket.create_connection((offer.host, offer.port), timeout=CONNECT)
         try:
+            sock = encrypted(sock, context, listens=False)
             _quick(sock)
             mine, hello = secrets.token_bytes(_NONCE), bytearray(len(_MAGIC) + _NONCE)
             _fill(sock, memoryview(hello), until)
@@ -375,8 +382,8 @@ class Stream:
 class Streams:
     """The streams of one task, by server; its compute thread calls, its event loop opens and ends them."""
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
+    def __init__(self, link: Link, security: Security) -> None:
+        self._link, self._security = link, security
         self._streams: dict[Peer, Stream] = {}
         self._not_before: dict[Peer, float] = {}  # where one could not be opened
         self._apart: set[Peer] = set()  # who shares no memory with this task
@@ -403,7 +410,8 @@ class Streams:
         meta = answer.meta
         offer = Offer(str(meta["host"]), int(meta["port"]), bytes.fromhex(meta["name"]), bytes.fromhex(meta["key"]))
         try:
-            stream = await asyncio.to_thread(Stream.connect, offer, self._link.budget)
+            context = encryption(peer.addr, self._security, listens=False)
+            stream = await asyncio.to_thread(Stream.connect, offer, self._link.budget, context)
         except (OSError, Broken):
             return
         if shared_memory.is_on and peer not in self._apart:

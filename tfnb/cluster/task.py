@@ -82,7 +82,7 @@ class Task:
         self.reader = Reader(worker)
         self.room = (self.budget or ROOM) // 2
         self.loops = Loops(self, self.plans)
-        self.streams = Streams(self.link)
+        self.streams = Streams(self.link, worker.security)
         weakref.finalize(self, self.streams.end)
         torch.set_num_threads(threads or worker.state.nthreads)
         heap.set_limits()
@@ -169,7 +169,7 @@ class Task:
         if self.serving is None:
             return Refused("protocol", f"{self.name} is no parameter server")
         try:
-            offer = self.serving.offer(self.worker.address)
+            offer = self.serving.offer(self.worker.address, self.worker.security)
         except OSError as error:
             return Refused("protocol", str(error))
         return Ok({"host": offer.host, "port": offer.port, "name": offer.name.hex(), "key": offer.key.hex()})
