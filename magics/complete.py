@@ -31,8 +31,8 @@ def _names(name: str) -> Iterator[str]:
     contents = tfnb.graph().contents
     if name in ("tfgraph", "tfdiff"):
         yield from tfnb.graphs()
-    if name in ("tfrun", "tfprof", "tfgrad", "tfdiff"):
+    if name in ("tfrun", "tfprof", "tfgrad", "tfdiff", "tfwatch"):
         yield from contents.by_name
         yield from contents.aliases
-    if name in ("tfgrad", "tfvars"):
+    if name in ("tfgrad", "tfvars", "tfwatch"):
         yield from contents.variables

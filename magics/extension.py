@@ -18,11 +18,13 @@ from tfnb.errors import DeadlockError, TfnbError, name_cells
 from tfnb.magics.complete import completer
 from tfnb.magics.magics import TfnbMagics
 from tfnb.magics.tracebacks import shorten
+from tfnb.magics.watch_names import settle
 
-NAMES = ("tfgraph", "tfrun", "tfprof", "tfdiff", "tfgrad", "tfcluster", "tfvars", "tfbudget", "tfsave", "tfload")
+NAMES = ("tfgraph", "tfrun", "tfprof", "tfdiff", "tfgrad", "tfcluster", "tfvars", "tfbudget", "tfsave", "tfload", "tfwatch")
 SHOWN = (
     "tfnb.graph.graph.Graph", "tfnb.graph.variable.Variable", "torch.tfnb.Tensor",  # what torch thinks its module is
     "tfnb.fitting.RunResult", "tfnb.execution.tracing.trace.Trace", "tfnb.magics.text_table.Table",
+    "tfnb.watching.Watch",
 )  # fmt: skip
 
 PICTURES = ("tfnb.graph.graph.Graph",)  # those of them that have an SVG, too
@@ -42,6 +44,7 @@ def load(shell: InteractiveShell) -> None:
     magics.watch.attach()
     _named[id(shell)] = name_cells(lambda filename: (shell.compile.format_code_name(filename) or ("", None))[1])
     shell.events.register("post_run_cell", magics.lives.follow)
+    shell.events.register("post_run_cell", settle)
     for name in NAMES:
         shell.set_hook("complete_command", completer(magics, name), str_key=f"%{name}")
         shell.set_hook("complete_command", completer(magics, name), str_key=f"%%{name}")
@@ -68,6 +71,7 @@ def unload(shell: InteractiveShell) -> None:
     magics.watch.detach()
     _named.pop(id(shell))()
     shell.events.unregister("post_run_cell", magics.lives.follow)
+    shell.events.unregister("post_run_cell", settle)
     for name in NAMES:
         for kind in ("line", "cell"):
             shell.magics_manager.magics[kind].pop(name, None)

@@ -28,6 +28,7 @@ from tfnb.magics.live import Lives
 from tfnb.magics.options import existing, magic, parsed, size
 from tfnb.magics.text_table import COLUMNS, Lines, Table, variable_row
 from tfnb.magics.watch import CellWatch, recorded_by, shadowed
+from tfnb.magics.watch_names import expressions
 
 
 @magics_class
@@ -340,6 +341,25 @@ class TfnbMagics(Magics):
         before = self.shell.user_ns
         fed = {node.name: names.get(node.name) for node in graph.placeholders}
         return {name: value for name, value in fed.items() if value is not None and value is not before.get(name)}
+
+    @magic(
+        argument("what", nargs="*", metavar="EXPR", help="names or patterns; NAME:hist for a histogram"),
+        argument("--every", type=int, metavar="K", help="look at each K-th run (at most 4 times a second)"),
+        argument("--hist", action="store_true", help="histograms of all"),
+        argument("--stop", action="store_true", help="look no more"),
+    )
+    def tfwatch(self, line: str, cell: str | None = None) -> Any:
+        """Follow values during runs and fit, as curves and histograms; bare: what is followed.
+
+        %tfwatch loss, "conv*/weight":hist --every 10
+        """
+        options = self._line_only(self.tfwatch, line, cell)
+        if options.help:
+            return self._help(self.tfwatch)
+        what = expressions(options.what, self.shell.user_ns)
+        watch = tfnb.watch(*what, every=options.every, hist=options.hist, graph=options.graph, show=not options.quiet)
+        self._store(options, watch)
+        return watch.stop() if options.stop else None if options.what else watch
 
     # -- variables and files --------------------------------------------------------------------------------
 

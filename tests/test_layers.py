@@ -39,6 +39,7 @@ BELOW = {
     "interop": "execution structures",
     "runners": "session",
     "fitting": "session train widgets",
+    "watching": "session widgets",
     "view": "graph",
     "datasets": "errors",
     "summary": "graph",
@@ -46,7 +47,7 @@ BELOW = {
     "demo": "errors",
     "__main__": "demo doctor",
     "__init__": "",
-    "magics": "fitting session view widgets gradients cluster __init__",
+    "magics": "fitting watching session view widgets gradients cluster __init__",
 }
 
 # Floors of a room, from the ground up: each may import those before it.

@@ -42,6 +42,7 @@ _HOME = {
     "tfnb.state.conditional_accumulators": ("ConditionalAccumulator", "SparseConditionalAccumulator"),
     "tfnb.state.lookup_tables": ("HashTable", "MutableHashTable", "string_keys"),
     "tfnb.state.input_sources": ("FixedLengthRecordReader", "Source", "TextLineReader", "WholeFileReader"),
+    "tfnb.watching": ("Watch", "watch"),
     "tfnb.state.queues": ("FIFOQueue", "PaddingFIFOQueue", "PriorityQueue", "RandomShuffleQueue"),
 }  # fmt: skip
 _ROOMS = (

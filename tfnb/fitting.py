@@ -167,8 +167,12 @@ def fit(
     if session.cluster is None:
         taken = _here(session, fetch, watched, source, run, check)
     else:
-        options = {"mode": how, "changes": run.change}
-        taken = _by_epoch(_there(session, fetch, watched, source, run, options), lambda told: told[0].epoch, run)
+        def there(watched: tuple[Any, ...]) -> Taken:
+            return _there(session, fetch, watched, source, run, {"mode": how, "changes": run.change})
+
+        looks = session.graph.attached.get("watch")  # of `tfnb.watch`
+        steps = there(watched) if looks is None else looks.followed(watched, there)
+        taken = _by_epoch(steps, lambda told: told[0].epoch, run)
     try:
         with _interrupts(run), closing(taken):
             for batch, values in taken:

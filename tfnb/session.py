@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -154,6 +155,8 @@ class Session:
         self._running: set[Running] = set()
         self._closed = False
         self.trace: Trace | None = None  # what the last traced run did
+        self._twin: Session | None = None  # for runs that a watch looks at: generated code
+        self._is_twin = False
 
     @property
     def cluster(self) -> Any:
@@ -192,6 +195,18 @@ class Session:
         if timeout is not None:
             check_timeout(timeout)
         feeds = feed_dict or {}
+        watch = None if self._is_twin else self.graph.attached.get("watch")
+        if watch is None or trace:
+            return self._run(fetches, feeds, timeout, trace, check, isolation)
+        options = {"timeout": timeout, "check": check, "isolation": isolation}
+        plain = partial(self._run, fetches, feeds, trace=False, **options)
+        return watch.step(self, plain, fetches, feeds, **options)
+
+    def _run(
+        self, fetches: Any, feeds: Mapping[Any, Any], timeout: float | None, trace: bool | str, check: str | None,
+        isolation: str | None,
+    ) -> Any:  # fmt: skip
+        __tracebackhide__ = True
         if IndexedSlices in map(type, feeds):
             feeds = spread(feeds.items())
         prepared = self._prepare(fetches, tuple(feeds))
@@ -224,6 +239,13 @@ class Session:
             return lambda *values: flat(*spread(zip(feeds, values, strict=True)).values())
         prepared = self._prepare(fetches, feeds)
 
+        def watched(*values: Any) -> Any:
+            watch = None if self._is_twin else self.graph.attached.get("watch")
+            if watch is None or len(values) != len(feeds):
+                return call(*values)
+            fed = dict(zip(feeds, values, strict=True))
+            return watch.step(self, partial(call, *values), fetches, fed, check=check)
+
         def call(*values: Any) -> Any:
             nonlocal prepared
             if prepared.version != self.graph.version:
@@ -237,7 +259,22 @@ class Session:
                 results = self._execute(prepared, prepared.feeder.fed(values), None)
             return prepared.rebuild(results)
 
-        return call
+        return watched
+
+    def looked_at(
+        self, fetches: Any, feeds: Mapping[Any, Any], more: Mapping[str, Any], **options: Any
+    ) -> tuple[Any, dict[str, torch.Tensor]]:
+        """`run`, in generated code, and those of ``more`` (Values and Variables) that there are in the step anyway."""
+        __tracebackhide__ = True
+        if self._twin is None:
+            self._twin = Session(self.graph, cluster=self._cluster, compile="off", executor=self._executor,
+                                 memory_budget=self.memory_budget)  # fmt: skip
+            self._twin._once, self._twin._runs, self._twin._is_twin = self._once, self._runs, True
+        step = self._prepare(fetches, parts_of(tuple(feeds))).code.step
+        made = step.graph.contents.by_id.keys() - {value.node for value in step.feeds}
+        there = {name: item for name, item in more.items() if isinstance(item, Variable) or item.node in made}
+        results, values = self._twin.run((fetches, there), feeds, **options)
+        return results, values
 
     def passes(self, fetches: Any, feeds: Iterable[Any] = (), *, sizes: Mapping[str, int] | None = None) -> Passes:
         """What the passes make of what a run of ``fetches`` needs: nodes, bytes and predicted peak after each.
@@ -675,6 +712,8 @@ class Session:
     def close(self) -> None:
         """End the session: runs in other threads raise Cancelled and write nothing, later ones FailedPrecondition."""
         self._closed = True
+        if self._twin is not None:
+            self._twin.close()
         name = self.graph.name
         for running in tuple(self._running):
             running.stop(lambda _: Cancelled(f"the session of graph {name} was closed during this run"))

@@ -6,7 +6,7 @@ Loads a widget library only when a class is first used, so that a page can read 
 from importlib import import_module
 from typing import Any
 
-_HOME = {"GraphWidget": "graph_widget", "ProgressPanel": "progress"}
+_HOME = {"GraphWidget": "graph_widget", "LivePlot": "live_plot", "ProgressPanel": "progress"}
 
 __all__ = sorted(_HOME)
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
 INK = "#5b8def"
+FONT = "font:13px Helvetica,Arial,sans-serif"
+_CELL = 'style="text-align:left;padding:2px 14px 2px 0;vertical-align:middle;border:0"'
+_BLOCKS = "▁▂▃▄▅▆▇█"
 
 Point = tuple[int, float]
 
@@ -33,11 +36,51 @@ def svg(name: str, points: Sequence[Point], wide: int = 240, high: int = 40) -> 
     )
 
 
+def bars(name: str, counts: Sequence[float], low: float, high: float, wide: int = 240, tall: int = 40) -> str:
+    """A histogram whose title says the range; nothing where there are no counts.
+
+    >>> bars("w", [], 0.0, 1.0), bars("w", [1, 3], 0.0, 1.0)[:33]
+    ('', '<svg width="240" height="40" view')
+    """
+    if not counts:
+        return ""
+    each, most = wide / len(counts), max(counts) or 1
+    drawn = "".join(
+        f'<rect x="{each * place:.1f}" y="{tall * (1 - count / most):.1f}" width="{each * 0.9:.1f}" '
+        f'height="{tall * count / most:.1f}"/>'
+        for place, count in enumerate(counts)
+    )
+    return (
+        f'<svg width="{wide}" height="{tall}" viewBox="0 0 {wide} {tall}" role="img" fill="{INK}">'
+        f"<title>{escape(name)}: {number(low)} to {number(high)}</title>{drawn}</svg>"
+    )
+
+
+def blocks(values: Sequence[float], most: int = 40) -> str:
+    """The last of the values as a line of block characters, from the lowest to the highest.
+
+    >>> blocks([0.0, 1.0, 2.0, 7.0]), blocks([3.0]), blocks([])
+    ('▁▂▃█', '▁', '')
+    """
+    shown = [value for value in values if math.isfinite(value)][-most:]
+    low, span = min(shown, default=0.0), (max(shown, default=0.0) - min(shown, default=0.0)) or 1
+    return "".join(_BLOCKS[round((value - low) / span * (len(_BLOCKS) - 1))] for value in shown)
+
+
 def _scaled(points: Sequence[Point], wide: float, high: float) -> Iterator[tuple[float, float]]:
     low, top = min(value for _, value in points), max(value for _, value in points)
     first, last = points[0][0], points[-1][0]
     for step, value in points:
         yield wide * (step - first) / ((last - first) or 1), high * (1 - (value - low) / ((top - low) or 1))
+
+
+def table(rows: Iterable[tuple[str, str, str]]) -> str:
+    """Names, texts and pictures (SVG) as HTML; nothing without rows."""
+    drawn = "".join(
+        f"<tr><th {_CELL}>{escape(name)}</th><td {_CELL}>{escape(text)}</td><td {_CELL}>{picture}</td></tr>"
+        for name, text, picture in rows
+    )
+    return f'<table style="border-collapse:collapse;{FONT}">{drawn}</table>' if drawn else ""
 
 
 def number(value: object) -> str:

@@ -16,10 +16,7 @@ from IPython import get_ipython
 from IPython.display import HTML, display
 
 from tfnb.widgets import curve as chart
-from tfnb.widgets.curve import number
-
-_FONT = "font:13px Helvetica,Arial,sans-serif"
-_CELL = 'style="text-align:left;padding:2px 14px 2px 0;vertical-align:middle;border:0"'
+from tfnb.widgets.curve import FONT, number
 
 Curve = Sequence[Mapping[str, float]]  # ``step`` and the metrics there
 
@@ -79,12 +76,10 @@ class ProgressPanel:
 
     def table(self) -> str:
         """The metrics and their curves, as HTML."""
-        rows = "".join(
-            f"<tr><th {_CELL}>{escape(name)}</th><td {_CELL}>{number(value)}</td>"
-            f"<td {_CELL}>{chart.svg(name, [(int(p['step']), p[name]) for p in self.curve])}</td></tr>"
+        return chart.table(
+            (name, number(value), chart.svg(name, [(int(p["step"]), p[name]) for p in self.curve]))
             for name, value in self.metrics.items()
         )
-        return f'<table style="border-collapse:collapse;{_FONT}">{rows}</table>' if rows else ""
 
 
 # -- where it is shown ----------------------------------------------------------------------------------------
@@ -115,7 +110,7 @@ class _Notebook:
         self._table.value = panel.table()
 
     def finish(self, panel: ProgressPanel, text: str) -> None:
-        final = HTML(f'<div style="{_FONT};padding:4px 0">{escape(text)}</div>{panel.table()}')
+        final = HTML(f'<div style="{FONT};padding:4px 0">{escape(text)}</div>{panel.table()}')
         if self._place is None:
             display(final)
         else:

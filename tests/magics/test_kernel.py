@@ -109,3 +109,14 @@ def test_interrupt_leaves_the_graph_and_the_next_cell_works(kernel: Kernel) -> N
     assert error["ename"] == "KeyboardInterrupt"
     assert kernel.text("tfnb.graph('i').text()") == before
     assert kernel.text("tfnb.run(y, {x: torch.ones(1, 3)})") == "tensor([[2., 2., 2.]])"
+
+
+def test_what_is_watched_is_renewed_in_place_below_its_cell(kernel: Kernel) -> None:
+    kernel.run("%%tfgraph w -q\nv = tfnb.Variable(torch.zeros(()), name='v')\nmore = v.assign_add(torch.ones(()))")
+    (begun,) = (out for out in kernel.run("%tfwatch v --every 1") if out["type"] == "display_data")
+    outputs = kernel.run("for _ in range(200): tfnb.run(more)")
+    renewed = [out for out in outputs if out["type"] == "update_display_data"]
+    assert {out["transient"]["display_id"] for out in renewed} == {begun["transient"]["display_id"]}
+    assert 1 <= len(renewed) <= 40 and "step 200: 200" in renewed[-1]["data"]["text/plain"]
+    assert "<svg" in renewed[-1]["data"]["text/html"]
+    assert not [out for out in outputs if out["type"] in ("display_data", "error")]

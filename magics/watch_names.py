@@ -1,0 +1,33 @@
+"""What ``%tfwatch`` is given: names of the notebook, names and patterns of the graph, in one line."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import tfnb
+
+_ITEM = re.compile(r"""\s*(?:"([^"]*)"|'([^']*)'|([^\s,"']+))\s*(:hist)?\s*,?""")
+
+
+def expressions(words: Sequence[str], names: Mapping[str, Any]) -> Iterator[Any]:
+    """Items separated by commas or spaces: what a name of the notebook stands for, if that can be watched, else text.
+
+    >>> list(expressions(["loss,", "conv*/weight", ":hist", "a", "b:hist"], {}))
+    ['loss', 'conv*/weight:hist', 'a', 'b:hist']
+    """
+    for quoted, single, bare, hist in _ITEM.findall(" ".join(words)):
+        text = quoted or single or bare
+        named = names.get(text)
+        is_ours = isinstance(named, tfnb.Tensor | tfnb.Variable) or type(named).__name__ == "Parameter"
+        yield named if is_ours and not hist else text + hist
+
+
+def settle(_result: Any = None) -> None:
+    """A cell ended: what was seen last is shown."""
+    if "tfnb.watching" in sys.modules:
+        for graph in tfnb.graphs().values():
+            if (watch := graph.attached.get("watch")) is not None:
+                watch.settle()

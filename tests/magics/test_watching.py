@@ -1,0 +1,47 @@
+"""``%tfwatch`` in a shell: names, patterns and histograms in one line, over `tfnb.watch`."""
+
+from __future__ import annotations
+
+import pytest
+
+NET = """%%tfgraph net --no-show
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1))
+x = tfnb.placeholder(torch.randn(4, 3))
+loss = model(x).square().mean()
+train = tfnb.train.SGD(0.1).minimize(loss)
+"""
+
+
+@pytest.fixture
+def net(notebook):
+    notebook.ok(NET)
+    return notebook
+
+
+def test_expressions_are_followed_in_runs_and_shown_as_text_and_picture(net):
+    begun = net.ok('%tfwatch loss, "0.*":hist --every 1')
+    assert begun.result is None and "nothing yet" in begun.shown[0]["text/plain"]
+    net.ok("for _ in range(3): tfnb.run(train, {x: torch.ones(4, 3)})")
+    seen = net.ok("seen = %tfwatch\nseen").result
+    assert list(seen.courses) == ["loss", "0.weight", "0.bias"] and len(seen.courses["loss"].points) == 3
+    assert [course.is_histogram for course in seen.courses.values()] == [False, True, True]
+    net.ok("tfnb.fit(train, {x: torch.ones(8, 3)}, batch_size=4)")
+    stopped = net.ok("%tfwatch --stop").result
+    assert stopped is seen and "watched for 5 steps, every 1, stopped" in repr(seen)
+    net.ok("tfnb.run(train, {x: torch.ones(4, 3)})")
+    assert seen.steps == 5
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("%tfwatch lss", "near: loss"),
+        ("%tfwatch", "nothing is watched in graph net"),
+        ("%tfwatch loss --evry 3", "did you mean --every?"),
+        ("%tfwatch loss --every 0", "at least 1"),
+    ],
+)
+def test_bad_input_is_one_error(net, line, text):
+    ran = net.run(line)
+    assert ran.error is not None and text in ran.out + ran.err + str(ran.error)
