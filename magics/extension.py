@@ -20,7 +20,9 @@ from tfnb.magics.magics import TfnbMagics
 from tfnb.magics.tracebacks import shorten
 from tfnb.magics.watch_names import settle
 
-NAMES = ("tfgraph", "tfrun", "tfprof", "tfdiff", "tfgrad", "tfcluster", "tfvars", "tfbudget", "tfsave", "tfload", "tfwatch")
+NAMES = (
+    "tfgraph", "tfrun", "tfprof", "tfdiff", "tfgrad", "tfcluster", "tfvars", "tfbudget", "tfsave", "tfload", "tfwatch",
+)  # fmt: skip
 SHOWN = (
     "tfnb.graph.graph.Graph", "tfnb.graph.variable.Variable", "torch.tfnb.Tensor",  # what torch thinks its module is
     "tfnb.fitting.RunResult", "tfnb.execution.tracing.trace.Trace", "tfnb.magics.text_table.Table",

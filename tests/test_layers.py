@@ -40,6 +40,7 @@ BELOW = {
     "runners": "session",
     "fitting": "session train widgets",
     "watching": "session widgets",
+    "race_check": "passes structures",
     "view": "graph",
     "datasets": "errors",
     "summary": "graph",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,8 @@ def test_what_is_seen_is_what_a_run_computes_and_training_is_bitwise_the_same(ne
     assert graph.nodes is nodes and "watch" not in graph.attached
     assert all(map(torch.equal, wanted, model.parameters()))
     assert seen.courses["loss"].points == [(step, pytest.approx(losses[step - 1], rel=1e-6)) for step in (2, 4, 6)]
-    assert seen.courses["conv1.weight"].points[-1] == (6, pytest.approx(float(model.conv1.weight.detach().mean()), rel=1e-5))
+    mean = float(model.conv1.weight.detach().mean())
+    assert seen.courses["conv1.weight"].points[-1] == (6, pytest.approx(mean, rel=1e-5))
     found = seen.courses["conv2.weight"].histogram
     assert found is not None and sum(found.counts) == model.conv2.weight.numel()
     assert (found.low, found.high) == pytest.approx(tuple(b.item() for b in model.conv2.weight.detach().aminmax()))
@@ -134,7 +136,7 @@ def test_looks_take_a_small_part_of_the_time_and_the_picture_is_renewed_four_tim
     while time.perf_counter() < end:
         tfnb.run(train, {x: feed[0], y: feed[1]})
     assert 1 <= len(seen.courses["loss"].points) <= 30, "at most 20 a second, and fewer where steps are slow"
-    assert all(b - a >= 0.2 for a, b in zip(shown, shown[1:], strict=False)) and len(shown) <= 6
+    assert all(b - a >= 0.2 for a, b in pairwise(shown)) and len(shown) <= 6
 
 
 def test_threads_are_looked_at_one_at_a_time_and_all_their_steps_count() -> None:

@@ -34,8 +34,9 @@ _HOME = {
     "tfnb.graph.resources": ("container", "containers", "reset"),
     "tfnb.recording": (
         "Operation", "Tensor", "constant", "control_dependencies", "device", "graph", "graphs", "group",
-        "name_scope", "placeholder", "recompute", "record", "variable",
+        "name_scope", "placeholder", "recompute", "record", "unordered", "variable",
     ),
+    "tfnb.race_check": ("races",),
     "tfnb.runners": ("Coordinator", "QueueRunner"),
     "tfnb.session": ("Session", "run"),
     "tfnb.state.barrier": ("Barrier",),

@@ -40,7 +40,7 @@ from tfnb.graph import Graph, Value, Variable
 from tfnb.graph.collector import uncollected
 from tfnb.graph.forms.serial import graph_hash
 from tfnb.graph.resources import reset
-from tfnb.graph.variable_locks import LOCKS, Access, Cut, Hold, ensure_unchanged, versions
+from tfnb.graph.variable_locks import LOCKS, NOTHING, Cut, Hold, ensure_unchanged, versions
 from tfnb.memory import step_passes
 from tfnb.passes import LAYOUTS, Passes, StepGraph, chosen_layout, step_graph, table
 from tfnb.placement.requests import Asked, asked, task_of
@@ -424,7 +424,7 @@ class Session:
             task_of(prepared.asked)
         access, run = program.access, self._runs.take()
         if prepared.trailing:
-            access = Access((*program.variables, *prepared.trailing), program.writes)
+            access = (access or NOTHING).also(prepared.trailing)
         if access is None:
             return self._stoppable(program, timeout, self._compute, program, tensors, forward, run)[0]  # type: ignore[no-any-return]
         hold = Hold(access)
@@ -440,7 +440,8 @@ class Session:
                     compute = self._locked if cut is None and not program.waits else self._aside
                     given = hold, program, tensors, forward, run, cut
                     results, pending = self._stoppable(program, timeout, compute, *given)
-                    commit(pending)
+                    with nullcontext() if program.commit_access is None else LOCKS.held(program.commit_access):
+                        commit(pending)
                 if prepared.trailing:
                     results += prepared.after(cut)
         finally:
@@ -536,7 +537,8 @@ class Session:
     ) -> Any:  # fmt: skip
         """`_compute` of a step that waits inside, or reads copies: the locks come after it, if nobody wrote since."""
         __tracebackhide__ = True
-        seen = versions(program.variables) if cut is None else {v: cut.versions[v] for v in program.variables}
+        kept = program.access.variables  # not those that it writes without order
+        seen = versions(kept) if cut is None else {v: cut.versions[v] for v in kept}
         found = self._compute(program, tensors, forward, run, cut)
         try:
             if program.writes or (cut is None and hold.access is not program.access):  # which fetches Variables

@@ -7,6 +7,7 @@ Nothing is written before the last fetch, which raises Aborted if another step w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class Step:
         inputs = program.module.graph.find_nodes(op="placeholder")
         self._inputs = inputs[: len(program.feeds)]
         self._results: Any = program.module.graph.output_node().args[0]  # a tuple, as lowering made it
-        self._seen = versions(program.variables)
+        self._seen = {} if program.access is None else versions(program.access.variables)
         self._storages = [variable.storage for variable in program.variables]
         rest = inputs[len(program.feeds) :]
         self._known: dict[fx.Node, Any] = dict(zip(rest, [*self._storages, run], strict=True))
@@ -152,7 +153,8 @@ class Step:
         _, pending = program.compute([], self._storages, 0, rest)
         self._end("step is finished: everything was fetched")
         if program.access is not None and program.writes:
-            with LOCKS.held(program.access):
+            late = program.commit_access
+            with LOCKS.held(program.access), nullcontext() if late is None else LOCKS.held(late):
                 ensure_unchanged(self._seen)
                 program.commit(pending)
 

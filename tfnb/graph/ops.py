@@ -23,6 +23,7 @@ CALL = "tfnb.call"  # of a function that calls itself
 NAMED = "named"  # tag of a guard that only those need who read one name
 IN_PLACE = "in place"  # tag of a node that writes into its first operand: only the pass that donates memory gives it
 HOISTED = "hoisted"  # tag of an update that was taken out of a branch: it is done if its gradient is there
+UNORDERED, LOCKING = "unordered", "locking"  # tags of what `tfnb.unordered` has inside; of writes under a lock
 OPTIONAL = "optional"  # attr of such a branch: places of outputs that are None where the other side was taken
 REGIONS = frozenset({COND, WHILE})  # hold subgraphs: see tfnb.graph.subgraph
 ENQUEUE, DEQUEUE, CLOSE, SIZE = "tfnb.enqueue", "tfnb.dequeue", "tfnb.close", "tfnb.size"

@@ -63,6 +63,12 @@ class Access:
         self.written = frozenset(variable.key for variable in written)
         self.used = frozenset(variable.key for variable in self.variables) | self.written
 
+    def also(self, variables: Iterable[Stored]) -> Access:
+        """The same, that reads these, too."""
+        found = Access((*self.variables, *variables))
+        found.written, found.used = self.written, found.used | self.used
+        return found
+
     def conflicts(self, other: Access) -> bool:
         """Whether one of the two writes what the other one uses."""
         return not (self.written.isdisjoint(other.used) and other.written.isdisjoint(self.used))

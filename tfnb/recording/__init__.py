@@ -6,7 +6,7 @@ place, `subgraphs` loops and branches. `ops` has facts about operators. `api` is
 `torch_patches` is what changes in torch meanwhile.
 """
 
-from tfnb.recording.api import constant, control_dependencies, device, group, name_scope, placeholder
+from tfnb.recording.api import constant, control_dependencies, device, group, name_scope, placeholder, unordered
 from tfnb.recording.cells.block import forget, graph, graphs, record, record_cell, reopen
 from tfnb.recording.dispatch.recorder import Recorder
 from tfnb.recording.overrides import (  # noqa: F401  they fill the table of overrides
@@ -30,5 +30,6 @@ from tfnb.recording.values.variables import variable
 
 __all__ = [
     "Operation", "Recorder", "Tensor", "constant", "control_dependencies", "device", "forget", "graph", "graphs",
-    "group", "name_scope", "placeholder", "recompute", "record", "record_cell", "reopen", "variable",
+    "group", "name_scope", "placeholder", "recompute", "record", "record_cell", "reopen", "unordered",
+    "variable",
 ]  # fmt: skip

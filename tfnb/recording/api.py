@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tfnb.errors import FailedPrecondition, InvalidArgument, ShapeError
 from tfnb.graph import Spec, Value, Variable, current
 from tfnb.graph.device_request import parse
+from tfnb.graph.ops import LOCKING, UNORDERED
 from tfnb.graph.spec import Size, device_name
 from tfnb.recording.dispatch.recorder import Recorder
 from tfnb.recording.marks.notes import dense
@@ -189,6 +190,36 @@ def control_dependencies(nodes: Sequence[Any] | None) -> Iterator[None]:
     """
     recorder = _recorder("control_dependencies")
     with recorder.after(None if nodes is None else tuple(_value(node, recorder).node for node in nodes)):
+        yield
+
+
+@contextmanager
+def unordered(*, use_locking: bool = False) -> Iterator[None]:
+    """Updates recorded inside give up order, as Hogwild does: steps that make them do not wait for each other.
+
+    A step holds the locks of what it writes from its first read to its commit. Of Variables that it writes only inside
+    such blocks it holds none. What is promised then: a number is never half written; an optimizer's step and rows of
+    ``scatter_add`` are added to the value of the moment, not to the one that was read. What is not: two updates of a
+    tensor may mix number by number, a reader may see a tensor half written, one of two ``assign`` or ``assign_add`` at
+    the same time may be lost, and a step may read what another one writes meanwhile. A run still writes all or nothing
+    of what it computed, and updates are fetched: what is recorded after an update neither sees nor pulls it.
+
+    use_locking: each update takes the lock of its Variable while it writes, or, where it is not made in place, from
+    the read on. No update is lost then, and nobody sees a tensor half written.
+
+    On a cluster servers apply one update after the other in any case. `tfnb.races` lists what is in no order.
+
+    >>> import torch, tfnb
+    >>> w = tfnb.Variable(torch.zeros(2))
+    >>> with tfnb.record():
+    ...     with tfnb.unordered():
+    ...         more = w.assign_add(torch.ones(2))
+    ...     now = w.read()
+    >>> tfnb.run(now), tfnb.run(more), tfnb.run(now)
+    (tensor([0., 0.]), tensor([1., 1.]), tensor([1., 1.]))
+    """
+    recorder = _recorder("unordered")
+    with recorder.tagged(frozenset({UNORDERED, LOCKING} if use_locking else {UNORDERED})):
         yield
 
 

@@ -21,11 +21,11 @@ from tfnb.execution.dataflow.machine import Dead, Machine, Step
 from tfnb.execution.dataflow.pool import Lanes
 from tfnb.execution.dataflow.templates import Plan, Planner
 from tfnb.execution.lowering.lower import lower_step
-from tfnb.execution.lowering.program import Program
+from tfnb.execution.lowering.program import Program, accesses
 from tfnb.execution.running import Stop
 from tfnb.graph import Dim, Node, Spec, Value, Variable
 from tfnb.graph.subgraph import uses_queues
-from tfnb.graph.variable_locks import Access, Cut
+from tfnb.graph.variable_locks import Cut
 from tfnb.memory import LAST
 from tfnb.passes import StepGraph, feed_symbols, optimized
 from tfnb.passes.rewrite import Pass
@@ -250,7 +250,8 @@ class Dataflow:
         self.variables: tuple[Variable, ...] = tuple(dict.fromkeys((*self.plan.storages, *self.plan.writes)))
         self.writes: tuple[Variable, ...] = self.plan.writes
         self.inner: tuple[Program, ...] = tuple(self.plan.programs)
-        self.access = Access(self.variables, self.writes) if self.variables else None
+        everything = range(len(self.variables))
+        self.access, self.commit_access = accesses(self.graph, self.variables, self.writes, everything)
         self.waits = any(map(uses_queues, self.graph.nodes))  # for what other steps do
         self.forward = None  # there is no one function
 

@@ -19,6 +19,7 @@ from tfnb.graph.op_facts import facts_of
 from tfnb.graph.variable_locks import Access, Cut
 from tfnb.kernels.row_writes import outside
 from tfnb.passes.in_place_commit import IN_PLACE
+from tfnb.passes.unordered import unordered
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -54,11 +55,12 @@ class Program:
     )  # the same by `tfnb.execution.tiers.scalarize`, where a session runs that
     probed: Any = field(init=False, default=None)  # the code with probes, by `tracing`
     access: Access | None = field(init=False)  # None of a program without Variables
+    commit_access: Access | None = field(init=False)  # of locks that it takes when it commits, too
     late: tuple[int, ...] = field(init=False)  # places of feeds that the commit takes as they are, or as views
 
     def __post_init__(self) -> None:
         self.late = self._late() if self.writes else ()
-        self.access = Access(self.variables, self.writes) if self.variables else None
+        self.access, self.commit_access = accesses(self.graph, self.variables, self.writes, self.copies)
         self.module.__dict__.update(self.module.named_buffers())  # constants, found without a call of __getattr__
 
     @property
@@ -184,6 +186,22 @@ def written(module: fx.GraphModule) -> Callable[..., Any]:
     if isinstance(module, _LazyGraphModule):
         module.real_recompile()
     return module.forward
+
+
+def accesses(
+    graph: Graph, variables: Sequence[Variable], writes: Iterable[Variable], copies: Iterable[int]
+) -> tuple[Access | None, Access | None]:  # fmt: skip
+    """What a step locks from its first read to its commit, and what it locks for the commit only.
+
+    copies: places of Variables that the commit overwrites, so that a lock has to hold from the read on.
+    """
+    if not variables:
+        return None, None
+    free, copied = unordered(graph), {variables[place] for place in copies}
+    late = [v for v, is_locking in free.items() if is_locking and v not in copied]
+    left = free.keys() - {v for v, is_locking in free.items() if is_locking and v in copied}
+    held = Access([v for v in variables if v not in left], [v for v in writes if v not in left])
+    return held, Access(late, late) if late else None
 
 
 _NOTHING = Pending([], [], [])

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tfnb.errors import GraphFormatError, ShapeError, StaleNode, Unsupported
-from tfnb.graph import Graph, Guard, Node, Owner, Ref, Source, Spec, Value, Variable
+from tfnb.graph import Graph, Guard, Node, Owner, Ref, Source, Spec, Value, Variable, ops
 from tfnb.graph.current import Autograd
 from tfnb.graph.node import leaves
 from tfnb.graph.op_facts import Op, facts, op_name
@@ -185,6 +185,8 @@ class Recorder(TorchDispatchMode):
         """Record a write; returns the value after it."""
         with self.scopes.name_scope(clean(var.name)), self.on():
             new = updated(self.read(var), kind, *(self._as_tensor(a) for a in args))
+        if ops.UNORDERED in self.tape.marks.tags:
+            return self.assign(var, new, tags=frozenset({"step"}))
         base = self._read_base(var)
         base.write(self._entry(self._fitting(var, new)))
         return self._wrap(base.entry)

@@ -128,8 +128,8 @@ class Package:
         raise {_REFUSED: OperandRefused, _UNFIT: Unfit}.get(found, PackageFailed)("the compiled step failed")
 
     def direct(
-        self, variables: Sequence[Variable], written: Sequence[Variable], fetched: Sequence[int | None],
-        known: Direct | None,
+        self, variables: Sequence[Variable], access: Access, written: Sequence[Variable],
+        fetched: Sequence[int | None], known: Direct | None,
     ) -> Direct | None:  # fmt: skip
         """The same step in one call, for the storages of the last call, which are those of the Variables.
 
@@ -142,6 +142,6 @@ class Package:
         if watches is None or (known is not None and known.is_of(kept, watches)):
             return known
         call = direct_call(
-            self._direct, self, self._step, kept, watches, Access(variables, written), written, (*fetched,)
+            self._direct, self, self._step, kept, watches, access, written, (*fetched,)
         )  # fmt: skip
         return None if call is None else Direct(call, kept, watches, changes)

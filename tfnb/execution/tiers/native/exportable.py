@@ -337,7 +337,9 @@ def _dropped(graph: fx.Graph, node: fx.Node, new: Mapping[fx.Node, Any], drawn: 
 
 def _may_write(program: Program) -> bool:
     """Whether the module writes: no row may turn out missing, and of each update the formula is known."""
-    return bool(program.writes) and not program.within and all(op in FORMULAS for op, _, _ in program.updates)
+    if program.commit_access is not None or program.within:  # locks are taken in between
+        return False
+    return bool(program.writes) and all(op in FORMULAS for op, _, _ in program.updates)
 
 
 def _rows(program: Program) -> Iterator[tuple[str, dict[str, Any], range]]:

@@ -23,6 +23,7 @@ from tfnb.execution.tiers.native.manifest import About, about
 from tfnb.execution.tiers.native.request import FORMLESS, NativeRequest, Operand
 from tfnb.execution.tiers.native.segments import SEGMENTS, SegmentedStep, fitting, given, operands
 from tfnb.execution.tiers.native.step_arguments import save_arguments
+from tfnb.graph.variable_locks import NOTHING
 
 ADVICE = "a loop of the graph (tfnb.fold, or for x in a tensor, in a cell) compiles its body once"
 
@@ -167,6 +168,7 @@ class NativeStep:
         self._package, self._places = package, package.about.fetched
         self._feeds, self._n_fetches = len(program.feeds), program.n_fetches
         self._variables, self._written = program.variables, program.writes
+        self._access = program.access or NOTHING
         self.writes = bool(package.about.written)
         self._made = all(place is None or place >= 0 for place in self._places)
         self._direct: Direct | None = None
@@ -176,7 +178,7 @@ class NativeStep:
         if not self._made or (self._written and not self.writes):
             return None
         places = self._places[: self._n_fetches]
-        self._direct = self._package.direct(self._variables, self._written, places, self._direct)
+        self._direct = self._package.direct(self._variables, self._access, self._written, places, self._direct)
         return None if self._direct is None else self._direct.call
 
     def __call__(self, *args: Any) -> Sequence[Any]:
