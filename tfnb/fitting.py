@@ -167,6 +167,7 @@ def fit(
     if session.cluster is None:
         taken = _here(session, fetch, watched, source, run, check)
     else:
+
         def there(watched: tuple[Any, ...]) -> Taken:
             return _there(session, fetch, watched, source, run, {"mode": how, "changes": run.change})
 
