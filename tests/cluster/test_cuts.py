@@ -15,6 +15,7 @@ import torch
 import tfnb
 import tfnb.cluster.core as core_module
 from tests.cluster.conftest import stats
+from tests.quick import quick
 from tfnb.cluster.fit.courses import HOLD
 from tfnb.cluster.fit.training import Training
 from tfnb.cluster.messages import Ask, NotSent, Ok
@@ -52,8 +53,7 @@ def served(cluster):
 
 @pytest.mark.parametrize(
     "options",
-    [{"mode": "async"}, {"mode": "bounded", "staleness": 0}, {"backup": 1}],
-    ids=["async", "bounded", "backup"],
+    quick(1, [{"mode": "async"}, {"mode": "bounded", "staleness": 0}, {"backup": 1}], ["async", "bounded", "backup"]),
 )
 def test_a_pull_in_mid_training_sees_one_count(connect, options):
     c = Counters()
@@ -150,7 +150,7 @@ def test_what_a_server_must_hear_is_told_again(connect):
     assert all(isinstance(end, Ok) for end in link.wait(link.start(told, engine.tell_until), 90, "again"))
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", quick(1, ["sync", "async"]))
 def test_a_pull_while_trainings_begin_and_end(connect, mode):
     c = Counters()
     cluster = connect(2)

@@ -18,6 +18,7 @@ from dask.delayed import delayed
 from tornado.iostream import IOStream
 
 import tfnb
+from tests.quick import quick
 from tfnb.errors import InvalidArgument, ResourceExhausted, ShapeError, UnsupportedDtype
 from tfnb.session import default_session
 from tfnb.train.batches import batches
@@ -35,7 +36,7 @@ def array(tensor, *chunks):
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("tasks", [1, 2])
+@pytest.mark.parametrize("tasks", quick(1, [2, 1]))
 def test_a_sync_fit_on_dask_arrays_is_bitwise_that_on_tensors(connect, problem, tasks, shuffle):
     p = problem()
     x, y = p.feeds
@@ -91,7 +92,7 @@ class Sums:
         return [-float(v.storage[0]) for v in self.variables]
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", quick(1, ["sync", "async"]))
 def test_chunks_of_a_killed_worker_are_computed_again_and_no_row_is_lost_or_doubled(connect, mode):
     s = Sums()
     cluster = connect(2)
@@ -204,7 +205,7 @@ def test_in_asynchronous_mode_whole_chunks_are_shuffled_and_each_row_counts_once
     assert s.sums() == [2 * 8000 * 7999 / 2 / 64] * 2
 
 
-@pytest.mark.parametrize("options", [{}, {"backup": 1}], ids=["sync", "backup"])
+@pytest.mark.parametrize("options", quick(1, [{}, {"backup": 1}], ["sync", "backup"]))
 def test_shuffled_steps_that_need_more_chunks_than_a_task_keeps(connect, options):
     """Rows of a shuffled step lie in nearly all chunks; the error says so, and its advice is sound."""
     s = Sums()

@@ -22,6 +22,7 @@ from dask import config as dask_config
 
 import tfnb
 from tests.cluster.conftest import close_to, stats
+from tests.quick import quick
 from tfnb.cluster import connected
 from tfnb.cluster.members import Mode
 from tfnb.errors import ParameterServerLost, Unavailable, WorkerLost
@@ -257,7 +258,7 @@ def interrupts(connect, p, times, mode):
     return hit
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", quick(1, MODES))
 def test_c51_interrupts_at_random_instants(connect, problem, mode):
     assert interrupts(connect, problem(), 15, mode) > 8
 
@@ -390,6 +391,7 @@ def test_c75_ctrl_c_to_the_process_group_and_no_process_is_left(tmp_path, ending
         child.wait(10)
 
 
+@pytest.mark.slow
 def test_c75_an_interrupted_connect_leaves_no_process(spawned):
     psutil = pytest.importorskip("psutil")
     resource_tracker.ensure_running()  # Python's own process, which the first worker starts and which stays

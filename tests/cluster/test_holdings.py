@@ -11,6 +11,7 @@ from torch import nn
 
 import tfnb
 from tests.cluster.conftest import stats
+from tests.quick import quick
 from tests.recording.test_cells import Notebook
 from tfnb.cluster.holdings import Print
 from tfnb.errors import FailedPrecondition
@@ -26,7 +27,7 @@ train = tfnb.train.Adam(1e-2).minimize(loss)
 """
 
 
-@pytest.mark.parametrize("optimizer", ["in the cell", "in another cell"])
+@pytest.mark.parametrize("optimizer", quick(1, ["in another cell", "in the cell"]))
 def test_a_cell_recorded_again_leaves_no_variables(connect, optimizer):
     notebook = Notebook(f"again {optimizer}")
     cell = CELL

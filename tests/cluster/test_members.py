@@ -16,6 +16,7 @@ from distributed import Client, LocalCluster
 
 import tfnb
 from tests.cluster.test_cuts import Counters
+from tests.quick import quick
 
 MODES = {
     "sync": {},
@@ -68,7 +69,7 @@ def computes(cluster, name, pid):
     return member.info["pid"] != pid and len(member.seconds) > 0
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", quick(1, MODES))
 def test_c60_a_killed_task_is_back_in_mid_training_and_no_step_is_lost_or_doubled(connect, mode, caplog):
     caplog.set_level(logging.INFO, logger="tfnb.fit")
     c = Counters()

@@ -14,6 +14,7 @@ import torch
 import tfnb
 from tests.cluster.conftest import stats
 from tests.cluster.test_cuts import Counters
+from tests.quick import quick
 from tfnb.cluster.messages import Ok
 from tfnb.errors import InvalidArgument
 
@@ -27,13 +28,13 @@ def counts(cluster):
 
 @pytest.mark.parametrize(
     "options",
-    [{"mode": "sync"}, {"mode": "async"}, {"mode": "sync", "backup": 1}, {"mode": "bounded", "staleness": 2}],
-    ids=["sync", "async", "backup", "bounded"],
+    quick(
+        1,
+        [{"mode": "sync"}, {"mode": "async"}, {"mode": "sync", "backup": 1}, {"mode": "bounded", "staleness": 2}],
+        ["sync", "async", "backup", "bounded"],
+    ),
 )
-@pytest.mark.parametrize(
-    "how",
-    [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("how", quick(1, [signal.SIGKILL, signal.SIGSTOP], ["killed", "stopped"]))
 def test_c61_a_task_lost_at_a_random_instant_costs_and_doubles_no_step(connect, options, how):
     c = Counters()
     cluster = connect(2)

@@ -51,7 +51,7 @@ def page() -> str:
     return "\n".join([
         "# What records, runs again and differentiates", "",
         f"Every entry of `op_db`, the operator database of PyTorch's own tests (torch {TORCH}, CPU). `make coverage`",
-        "runs every sample of every entry and dtype, `make test` a few of each, and all of those that",
+        "runs every sample of every entry and dtype, `make test` one of each, and all of those that",
         "fail: an entry that fails and is not listed in known.py, or is listed and passes, is an error.", "",
         "- **records**: recorded with a placeholder for each tensor, the values shown are torch's (float64, float32,",
         "  int64, bool where the operator takes them).",

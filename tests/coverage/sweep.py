@@ -14,7 +14,7 @@ from tests.coverage.known import KNOWN, NO_CPU, TORCH_OF_PAGE, UNBATCHED
 SAME_TORCH = torch.__version__.partition("+")[0] == TORCH_OF_PAGE  # on another, other entries may pass or fail
 COLUMNS = ("records", "replays", "complex", "first", "second", "varying")
 BUILDS_ON = {"replays": "records", "complex": "records", "first": "records", "second": "first", "varying": "records"}
-QUICK = 2  # samples of an entry in a quick sweep, of the first few: to make them takes longer than to run them
+QUICK = 1  # sample of an entry and dtype in a quick sweep, of the first few: to make them takes longer than to run them
 FIRST = 16
 VARYING = 8  # those recorded with varying rows, of 40: each is run, and differentiated, at several sizes
 Cases = Iterator[tuple[str, str | None]]  # column and what its check said, of sample after sample
@@ -85,13 +85,13 @@ def _values(info: Any, whole: bool) -> Cases:
 
 
 def _all_pairs(info: Any, whole: bool) -> Iterator[tuple[Any, Any]]:
-    for place, dtype in enumerate(checks.real_dtypes(info)):
-        yield from _pairs(info, dtype, whole, 1 if place else QUICK)
+    for dtype in checks.real_dtypes(info):
+        yield from _pairs(info, dtype, whole)
 
 
 def _complex(info: Any, whole: bool) -> Cases:
     if "complex" in applies(info):
-        for _, said in checks.together(info, _pairs(info, checks.COMPLEX, whole, 1)):
+        for _, said in checks.together(info, _pairs(info, checks.COMPLEX, whole)):
             yield "complex", said
 
 
@@ -101,7 +101,7 @@ def _gradients(info: Any, whole: bool) -> Cases:
         return
     found = checks.samples(info, dtype, requires_grad=True, most=None if whole else FIRST)
     second = "second" in applies(info)
-    for sample, said in checks.differentiate(info, found if whole else checks.spread(found, QUICK), second=second):
+    for sample, said in checks.differentiate(info, found if whole else _some(found), second=second):
         yield _blamed(said, "second", said and checks.first(info, sample), "first") if second else ("first", said)
 
 
@@ -134,5 +134,10 @@ def _blamed(said: str | None, column: str, basic: str | None, below: str) -> tup
     return (below, basic) if basic else (column, said)
 
 
-def _pairs(info: Any, dtype: Any, whole: bool, count: int) -> list[Any]:
-    return checks.pairs(info, dtype) if whole else checks.spread(checks.pairs(info, dtype, most=FIRST), count)
+def _pairs(info: Any, dtype: Any, whole: bool) -> list[Any]:
+    return checks.pairs(info, dtype) if whole else _some(checks.pairs(info, dtype, most=FIRST))
+
+
+def _some(samples: list[Any]) -> list[Any]:
+    """Not the first ones, which are scalars in many lists."""
+    return checks.spread(samples[len(samples) // 3 :], QUICK)

@@ -14,37 +14,25 @@ from torch.nn import functional as F
 import tfnb
 from tfnb import train
 from tfnb.errors import FailedPrecondition, InvalidArgument, Unsupported
-from tfnb.kernels import borrowed
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.1}),
-    "SGD decay maximize": (torch.optim.SGD, {"lr": 0.01, "weight_decay": 0.1, "maximize": True}),
     "SGD momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     "SGD nesterov": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
     "SGD dampening": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}),
     "Adagrad": (torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.01, "initial_accumulator_value": 0.1}),
-    "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "weight_decay": 0.01}),
     "RMSprop centered": (torch.optim.RMSprop, {"lr": 0.01, "centered": True, "momentum": 0.5}),
     "Adam": (torch.optim.Adam, {"lr": 0.01, "betas": (0.8, 0.99)}),
     "Adam amsgrad": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True, "weight_decay": 0.01, "foreach": True}),
-    "AdamW": (torch.optim.AdamW, {"lr": 0.01}),
     "AdamW amsgrad": (torch.optim.AdamW, {"lr": 0.01, "amsgrad": True, "maximize": True, "eps": 1e-6}),
     "Adadelta": (torch.optim.Adadelta, {"lr": 0.5, "weight_decay": 0.01}),
     "Adafactor": (torch.optim.Adafactor, {"lr": 0.05, "eps": (1e-3, 1e-3), "weight_decay": 0.01}),
-    "Adafactor maximize": (torch.optim.Adafactor, {"lr": 0.05, "eps": (1e-3, 1e-2), "d": 1.5, "maximize": True}),
     "Adamax": (torch.optim.Adamax, {"lr": 0.01, "betas": (0.8, 0.99), "weight_decay": 0.01}),
     "ASGD": (torch.optim.ASGD, {"lr": 0.05, "t0": 5, "weight_decay": 0.01}),
-    "ASGD maximize": (torch.optim.ASGD, {"lr": 0.01, "lambd": 0.01, "alpha": 0.5, "maximize": True}),
     "NAdam": (torch.optim.NAdam, {"lr": 0.01, "momentum_decay": 0.01}),
-    "NAdam decoupled": (torch.optim.NAdam, {"weight_decay": 0.1, "decoupled_weight_decay": True, "maximize": True}),
     "RAdam": (torch.optim.RAdam, {"lr": 0.01, "weight_decay": 0.01}),
-    "RAdam decoupled": (torch.optim.RAdam, {"weight_decay": 0.1, "decoupled_weight_decay": True, "betas": (0.5, 0.9)}),
     "Rprop": (torch.optim.Rprop, {"lr": 0.01}),
-    "Rprop maximize": (torch.optim.Rprop, {"etas": (0.6, 1.3), "step_sizes": (1e-5, 0.1), "maximize": True}),
 }
-BORROWED = [
-    *{kind: name for name, (kind, _) in OPTIMIZERS.items() if kind.__name__.lower() in borrowed.BORROWED}.values()
-]
 
 
 def network() -> nn.Module:
@@ -111,7 +99,7 @@ def test_twenty_steps_are_those_of_the_eager_loop(name: str) -> None:
     assert_same(dict(model.state_dict()), dict(twin.state_dict()))
 
 
-@pytest.mark.parametrize("name", ["SGD dampening", "Adagrad", "RMSprop centered", "Adam amsgrad", *BORROWED])
+@pytest.mark.parametrize("name", ["SGD dampening", "Adagrad", "Adam amsgrad", "ASGD"])
 def test_a_recording_goes_on_where_the_eager_loop_stopped(name: str) -> None:
     make, arguments = OPTIMIZERS[name]
     model, twin = network(), network()
