@@ -235,7 +235,7 @@ SLOW = {
     "resnet18", "googlenet", "densenet", "unet", "translator", "encoder, norm first, both masks", "decoder",
     "resnet50", "transformer", "transformer, all masks", "mobilenet", "gpt by hand", "vit",
     "attention, one float mask each head", "vgg", "unet, bilinear", "lstm, deep, both ways", "encoder, padded",
-    "packed lstm, deep, both ways, sorted",
+    "packed lstm, deep, both ways, sorted", "rnn", "packed rnn", "packed gru",
 }  # fmt: skip
 # Those of the others in which a module computes something else in evaluation mode.
 EVALUATED = {"encoder", "norms", "cumulative norms", "normed weights", "attention with weights"}
@@ -300,7 +300,8 @@ def _make_loss(model: nn.Module, made: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("model", [
-    lambda: sequence.GPT(layers=1, vocabulary=20, width=12, heads=2, time=8, dropout=0.3),
+    pytest.param(lambda: sequence.GPT(layers=1, vocabulary=20, width=12, heads=2, time=8, dropout=0.3),
+                 marks=pytest.mark.slow),
     pytest.param(lambda: sequence.GPT(layers=1, vocabulary=20, width=12, heads=2, time=8, dropout=0.3, by_hand=True),
                  marks=pytest.mark.slow),
     pytest.param(lambda: sequence.Encoder(layers=1, dropout=0.3), marks=pytest.mark.slow),

@@ -14,6 +14,7 @@ from torch import nn
 import tfnb
 from tests.models.check import Draw, Objective, check
 from tests.models.test_models import floats, ids, in_modes, inputs, padding
+from tests.quick import quick
 from tfnb.errors import BranchChanged, ShapeError
 
 OFF = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
@@ -154,7 +155,9 @@ CASES: dict[str, tuple[Callable[..., nn.Module], Objective, Draw]] = {
 
 
 EXACT = {"vit", "gpt-neox", "clip"}
-SLOW = {"gpt2, eager attention", "vit", "roberta", "opt", "gpt-neox", "mistral", "clip"}
+SLOW = {
+    "gpt2, eager attention", "vit", "roberta", "opt", "gpt-neox", "mistral", "clip", "t5", "distilbert", "llama",
+}  # fmt: skip
 
 
 # the masks of the package depend on whether any place is padded: in these batches some always is
@@ -188,7 +191,7 @@ def kept(side: str, dtype: torch.dtype, rows: int, time: int = 6) -> torch.Tenso
         ("eager", "left", torch.int64),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("make", [bert, pytest.param(gpt2, marks=pytest.mark.slow), llama])
+@pytest.mark.parametrize("make", quick(1, [bert, gpt2, llama]))
 def test_padding_masks_of_both_sides_and_kinds_run_at_other_batches(
     make: Callable[..., nn.Module], attention: str, side: str, dtype: torch.dtype
 ) -> None:
