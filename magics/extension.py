@@ -25,8 +25,8 @@ NAMES = (
 )  # fmt: skip
 SHOWN = (
     "tfnb.graph.graph.Graph", "tfnb.graph.variable.Variable", "torch.tfnb.Tensor",  # what torch thinks its module is
-    "tfnb.fitting.RunResult", "tfnb.execution.tracing.trace.Trace", "tfnb.magics.text_table.Table",
-    "tfnb.watching.Watch",
+    "tfnb.graph.spec.Spec", "tfnb.recording.values.tensor.Operation", "tfnb.session.Session", "tfnb.fitting.RunResult",
+    "tfnb.background.RunHandle", "tfnb.execution.tracing.trace.Trace", "tfnb.magics.text_table.Table", "tfnb.watching.Watch",
 )  # fmt: skip
 
 PICTURES = ("tfnb.graph.graph.Graph",)  # those of them that have an SVG, too
@@ -44,6 +44,7 @@ def load(shell: InteractiveShell) -> None:
     magics = _loaded[id(shell)] = TfnbMagics(shell=shell)
     shell.register_magics(magics)
     magics.watch.attach()
+    shell.input_transformers_cleanup.append(magics.sticky)
     _named[id(shell)] = name_cells(lambda filename: (shell.compile.format_code_name(filename) or ("", None))[1])
     shell.events.register("post_run_cell", magics.lives.follow)
     shell.events.register("post_run_cell", settle)
@@ -71,6 +72,7 @@ def unload(shell: InteractiveShell) -> None:
     if magics is None:
         return
     magics.watch.detach()
+    shell.input_transformers_cleanup.remove(magics.sticky)
     _named.pop(id(shell))()
     shell.events.unregister("post_run_cell", magics.lives.follow)
     shell.events.unregister("post_run_cell", settle)

@@ -26,6 +26,7 @@ from tfnb.magics.complete import VERBS
 from tfnb.magics.export_files import exported
 from tfnb.magics.live import Lives
 from tfnb.magics.options import existing, magic, parsed, size
+from tfnb.magics.sticky import Sticky
 from tfnb.magics.text_table import COLUMNS, Lines, Table, variable_row
 from tfnb.magics.watch import CellWatch, recorded_by, shadowed
 from tfnb.magics.watch_names import expressions
@@ -44,6 +45,7 @@ class TfnbMagics(Magics):
     def __init__(self, shell: InteractiveShell, **kwargs: Any) -> None:
         super().__init__(shell=shell, **kwargs)
         self.watch, self.lives = CellWatch(shell), Lives()
+        self.sticky = Sticky(lambda: self.watch.is_running)
 
     # -- recording and looking ------------------------------------------------------------------------------
 
@@ -64,7 +66,8 @@ class TfnbMagics(Magics):
         """Record a cell into a graph, or look at graphs.
 
         Cell form: the body is ordinary PyTorch, run at once on samples; a last expression becomes Out[n]. Each run
-        decides its control flow. -o stores the graph. Line form: show (default), ls, rm [In[n]], clear, export FILE.
+        decides its control flow. -o stores the graph. Line form: show (default), ls, rm [In[n]], clear, export FILE;
+        on: the cells below are recorded, too, but those that start with a magic; off ends that.
 
             %%tfgraph digits -i images:B,1,8,8
             %tfgraph digits export digits.svg
@@ -161,6 +164,8 @@ class TfnbMagics(Magics):
         if verb == "ls":
             rows = [(g.name, len(g.nodes), len(g.variables), g.version) for g in tfnb.graphs().values()]
             return Table(("graph", "nodes", "variables", "version"), rows)
+        if verb in ("on", "off"):
+            return self._stick(self._name(Namespace(words=names, graph=options.graph)), verb)
         graph = self._graph(options.graph or next(iter(names), None))
         if cell is not None:
             self._remove_cell(graph, cell)
@@ -175,6 +180,15 @@ class TfnbMagics(Magics):
                 display(self._plain(tfnb.view.graph_bundle(graph)), raw=True)
             return self._out(options, self.lives.make(graph).with_run().widget)
         return self._out(options, None if verb == "rm" else graph)
+
+    def _stick(self, name: str | None, verb: str) -> None:
+        """Record the cells below, or no more."""
+        before, self.sticky.graph = self.sticky.graph, (name or "graph") if verb == "on" else None
+        if verb == "on":
+            text = f"the cells below are recorded into graph {self.sticky.graph}; %tfgraph off ends that"
+        else:
+            text = f"cells are no more recorded into graph {before}" if before else "no cells were recorded"
+        self.watch.show({"text/plain": text})
 
     def _remove_cell(self, graph: Any, cell: str) -> None:
         """Replace what the cell recorded by nothing."""
@@ -244,6 +258,8 @@ class TfnbMagics(Magics):
         argument("-f", "--feed", action="append", nargs="+", default=[], metavar="NAME=EXPR",
                  help="after the fetches: feed a placeholder; with -n an iterator gives one value a step"),
         argument("-n", "--steps", type=int, metavar="N", help="run N steps; returns a RunResult"),
+        argument("-a", "--async", action="store_true", dest="background", help="with -n: in the background; a handle"),
+        argument("--resume", action="store_true", help="with -n: go on with the training that was stopped"),
         argument("--timeout", type=float, metavar="S", help="seconds before the run is given up"),
         argument("--profile", action="store_true", help="time each node; %%tfprof shows what took how long"),
         argument("--kernels", action="store_true", help="--profile with what torch.profiler sees, on accelerators too"),
@@ -254,6 +270,7 @@ class TfnbMagics(Magics):
         Cell form: the body runs once, and what it assigns to placeholders' names is fed.
 
             %tfrun loss -f x=images[:64] -f y=labels[:64]
+            %tfrun train loss -n 1000 -a -o training -f x=iter(images) -f y=iter(labels)
         """
         __tracebackhide__ = True
         options = parsed(self.tfrun, line)
@@ -265,13 +282,16 @@ class TfnbMagics(Magics):
         if options.steps is None:
             session = tfnb.session.default_session(graph)
             how = "kernels" if options.kernels else options.profile
+            if options.background or options.resume:
+                raise UsageError("-a and --resume are of trainings: say how many steps, -n N")
             return self._out(options, session.run(fetches, feeds, timeout=options.timeout, trace=how))
         if options.profile or options.kernels:
             raise UsageError("--profile times one run: leave out -n")
         batches = ({name: _next(value) for name, value in feeds.items()} for _ in range(options.steps))
         first, *watch = options.fetches
-        step = tfnb.Operation(graph, graph.value(first))
-        return self._out(options, tfnb.fit(step, batches, steps=options.steps, watch=watch, timeout=options.timeout))
+        step, train = tfnb.Operation(graph, graph.value(first)), tfnb.launch if options.background else tfnb.fit
+        how = {"steps": options.steps, "watch": watch, "timeout": options.timeout, "resume": options.resume}
+        return self._out(options, train(step, batches, **how))
 
     @magic(
         argument("fetches", nargs="*", metavar="FETCH", help="what the profiled run must have fetched"),
@@ -450,6 +470,9 @@ class TfnbMagics(Magics):
         argument("--name", help="state to create or to find again"),
         argument("--insecure", action="store_true", help="allow a plain address that is not on this machine"),
         argument("--timeout", type=float, default=120, metavar="S", help="seconds to wait for it (120)"),
+        argument("--threads", type=int, metavar="N", help="of each worker that is started here (1)"),
+        argument("--memory", metavar="SIZE", help="the limit of each worker that is started here, such as 2GB"),
+        argument("--dashboard", action="store_true", help="Dask's dashboard for a cluster that is started here"),
         argument("--close", action="store_true", help="bring the values home and leave"),
     )  # fmt: skip
     def tfcluster(self, line: str, cell: str | None = None) -> Any:
@@ -469,7 +492,7 @@ class TfnbMagics(Magics):
             return self._out(options, connected)
         cluster = tfnb.connect(
             self._target(options.cluster), ps=options.ps, name=options.name, insecure=options.insecure,
-            timeout=options.timeout,
+            timeout=options.timeout, threads=options.threads, memory=options.memory, dashboard=options.dashboard,
         )  # fmt: skip
         return self._out(options, cluster)
 
@@ -503,12 +526,12 @@ class TfnbMagics(Magics):
         """The HTML of one of tfnb's objects; none where ``%config TfnbMagics.repr = 'text'`` is set."""
         if self.repr != "html":
             return None
-        match shown:
-            case tfnb.Tensor():
-                return tfnb.view.tensor_html(shown)
-            case tfnb.Variable():
-                return tfnb.view.variable_html(shown)
-        return shown._repr_html_()
+        cards = {
+            tfnb.Tensor: tfnb.view.tensor_html, tfnb.Variable: tfnb.view.variable_html, tfnb.Spec: tfnb.view.spec_html,
+            tfnb.Operation: tfnb.view.operation_html, tfnb.Session: tfnb.view.session_html,
+        }  # fmt: skip
+        card = next((card for kind, card in cards.items() if isinstance(shown, kind)), None)
+        return shown._repr_html_() if card is None else card(shown)
 
     def svg(self, shown: Any) -> str | None:
         """The picture of one of tfnb's graphs, for where HTML is cleaned of it; none as for `html`."""

@@ -35,6 +35,11 @@ class CellWatch:
         self.shell.events.unregister("pre_run_cell", self._start)
         self.shell.events.unregister("post_run_cell", self._end)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a cell runs."""
+        return self._outermost is not None
+
     def owner(self, body: str) -> str:
         """Who records: ``cell:<id>``, or ``cell:#<digest of the body>`` where the front end sends no id."""
         cell_id = getattr(self._outermost, "cell_id", None)

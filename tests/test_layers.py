@@ -41,6 +41,8 @@ BELOW = {
     "fitting": "session train widgets",
     "watching": "session widgets",
     "race_check": "passes structures",
+    "background": "fitting",
+    "snapshots": "session train",
     "view": "graph",
     "datasets": "errors",
     "summary": "graph",

@@ -20,6 +20,7 @@ if find_spec("tfnb.kernels") is None:
     )
 
 _HOME = {
+    "tfnb.background": ("RunHandle", "launch"),
     "tfnb.cluster": ("Cluster", "connect"),
     "tfnb.control_flow": (
         "TensorArray", "autograph", "cond", "fold", "function", "map_fn", "no_autograph", "scan", "while_loop",
@@ -39,6 +40,7 @@ _HOME = {
     "tfnb.race_check": ("races",),
     "tfnb.runners": ("Coordinator", "QueueRunner"),
     "tfnb.session": ("Session", "run"),
+    "tfnb.snapshots": ("Snapshots",),
     "tfnb.state.barrier": ("Barrier",),
     "tfnb.state.conditional_accumulators": ("ConditionalAccumulator", "SparseConditionalAccumulator"),
     "tfnb.state.lookup_tables": ("HashTable", "MutableHashTable", "string_keys"),

@@ -18,6 +18,7 @@ from functools import partial
 from html import escape
 from itertools import chain, count
 from operator import is_not
+from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -25,11 +26,12 @@ import torch
 
 from tfnb import widgets
 from tfnb.cluster.members import MODES, Mode
-from tfnb.errors import DeadlineExceeded, InvalidArgument, ShapeError, TfnbError, Unimplemented
+from tfnb.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, ShapeError, TfnbError, Unimplemented
 from tfnb.graph import Variable
 from tfnb.interrupts import handled
 from tfnb.recording import Tensor
 from tfnb.session import Session, default_session
+from tfnb.state import checkpoint
 from tfnb.state.batch_order import Arrays
 from tfnb.state.input_sources import Source
 from tfnb.structures import graph_of, value_of
@@ -99,7 +101,7 @@ def fit(
     fetch: Any, data: Any, *, feeds: Any = None, epochs: int = 1, steps: int | None = None,
     batch_size: int | None = None, shuffle: bool = True, seed: int = 0, watch: Any = (), validation: Any = None,
     callbacks: Any = (), mode: Any = "sync", backup: int = 0, staleness: int | None = None,
-    check: str | None = None, timeout: float | None = None,
+    resume: bool | str | Path = False, check: str | None = None, timeout: float | None = None,
 ) -> RunResult:  # fmt: skip
     """Run ``fetch`` once for each batch of ``data``.
 
@@ -118,6 +120,12 @@ def fit(
     each epoch, or objects with ``on_step`` or ``on_epoch``, such as `tfnb.train.EarlyStopping`. They may end the
     training: ``progress.stop()``; what the tasks of a cluster have begun by then still counts, and an epoch is over
     there when a step of the next one is told. An error in one ends the training between two steps.
+
+    resume: True goes on with the training of this graph that was interrupted, failed or was stopped, a path with the
+    one that `Session.save` wrote there, which is restored first: the same call with the same data takes the steps that
+    are left, with the batches that it would have taken. Arrays begin there at once; of other data that can be iterated
+    again the batches before are drawn and dropped; a `tfnb.Source` and an iterator go on where they are. Steps and
+    epochs in the history count on (here only).
 
     check: with ``"nan"`` each step is looked at, as `tfnb.run` does it: one that would give or write NaN or
     infinite numbers raises NonFinite, which names the op and line that made the first of them, and the Variables stay
@@ -159,11 +167,14 @@ def fit(
             )
         data = session.cluster.in_chunks(data, timeout)
     checked = _validation(session, validation, feeds, names, watched)
-    source = batches(data, epochs=epochs, steps=steps, batch_size=batch_size, shuffle=shuffle, seed=seed, feeds=feeds)
+    begin = _begin(session, resume)
     if isinstance(data, Source):
         session.reads(data)
+    source = batches(
+        data, epochs=epochs, steps=steps, batch_size=batch_size, shuffle=shuffle, seed=seed, feeds=feeds, begin=begin
+    )
     front = _front(source.total, session.graph.name)
-    run = _Run(Metrics(names), front, timeout, session.cluster, Callbacks(callbacks), checked)
+    run = _Run(Metrics(names), front, timeout, session, Callbacks(callbacks), checked, begin)
     if session.cluster is None:
         taken = _here(session, fetch, watched, source, run, check)
     else:
@@ -284,10 +295,11 @@ class _Run:
     """Where one `fit` stands."""
 
     def __init__(
-        self, metrics: Metrics, front: Any, timeout: float | None, cluster: Any, callbacks: Callbacks,
-        validate: Callable[[_Run], dict[str, float]],
+        self, metrics: Metrics, front: Any, timeout: float | None, session: Session, callbacks: Callbacks,
+        validate: Callable[[_Run], dict[str, float]], begin: int,
     ) -> None:  # fmt: skip
-        self.step = 0
+        self._session, self._begin, cluster = session, begin, session.cluster
+        self.step = session.trained = begin
         self.why_over: str | None = None  # a callback ended it
         self._change: Mode | None = None  # a callback asked for it
         self._callbacks, self._validate = callbacks, validate
@@ -309,6 +321,7 @@ class _Run:
         """One more step is done."""
         __tracebackhide__ = True
         self.step += 1
+        self._session.trained = self.step
         self.is_inside = False
         is_known = not any(value is None for value in values)  # else a lost task told nobody of them
         self._metrics.add(self.step, batch.rows, values if is_known else (), batch.epoch)
@@ -355,7 +368,7 @@ class _Run:
             if code and code != self._said:
                 self._said = code
                 self._front.say(code)
-            self._front.update(self.step, self._means, self.step / seconds, self._metrics.curve())
+            self._front.update(self.step, self._means, (self.step - self._begin) / seconds, self._metrics.curve())
         if self.timeout is not None and self._cluster is None and seconds > self.timeout:
             raise DeadlineExceeded(
                 f"fit did not end within {self.timeout} s; variables are at step {self.step}", step=self.step
@@ -383,7 +396,9 @@ class _Run:
         self._read()
         self._say_who_came()
         seconds = time.perf_counter() - self._start
-        steps = self.step if self.why_over is None else self._applied()
+        if self.why_over is None:
+            self._session.trained = 0
+        steps = (self.step if self.why_over is None else self._applied()) - self._begin
         history = [entry | self._validated.get(entry["epoch"], {}) for entry in self._metrics.history]
         result = RunResult(steps, history, seconds, self._metrics.curve(), self.code(), self.why_over or "")
         self._finish(result.summary)
@@ -397,6 +412,8 @@ class _Run:
         step = self._applied()
         place = f"{step} or {step + 1}" if self.is_inside else str(step)
         text = f"stopped at step {step}; variables are at step {place}"
+        if self._cluster is None:
+            text += "; the same call with resume=True goes on"
         self._finish(text)
         return text
 
@@ -506,6 +523,32 @@ def _check_scalar(name: str, item: Any, session: Session) -> None:
 
 
 # -- options ----------------------------------------------------------------------------------------------------------
+
+
+def _begin(session: Session, resume: Any) -> int:
+    """Steps that were taken before."""
+    if resume is False or resume is None:
+        return 0
+    if session.cluster is not None:
+        raise InvalidArgument(
+            "fit(resume=...) is of trainings in this process: on a cluster call fit with the steps that are left, and "
+            "another seed"
+        )
+    if resume is not True:
+        if not isinstance(resume, str | Path):
+            raise InvalidArgument(f"resume is True or the path of a file of Session.save, not {resume!r}")
+        steps = checkpoint.load(resume)[1].get("training", {}).get("steps", 0)
+    else:
+        steps = session.trained
+    if not steps:
+        where = "in this session" if resume is True else f"in {resume}"
+        raise FailedPrecondition(
+            f"there is no training of graph {session.graph.name} to go on with {where}: none began, or it was at its "
+            "end; leave out resume"
+        )
+    if resume is not True:
+        session.restore(resume)
+    return steps
 
 
 def _mode(mode: Any, backup: Any, staleness: Any) -> Mode:

@@ -152,6 +152,7 @@ class Session:
         self._runs = RunNumbers()
         self._sources: dict[str, Source] = {}
         self._positions: dict[str, dict[str, int]] = {}  # restored, of sources that it does not know yet
+        self.trained = 0  # steps of a training of `fit` that is not at its end
         self._running: set[Running] = set()
         self._closed = False
         self.trace: Trace | None = None  # what the last traced run did
@@ -637,16 +638,36 @@ class Session:
     # -- files ----------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
-        """Write the graph's variables, and the positions of its random streams and sources, to one safetensors file."""
+        """Write the graph's variables to one safetensors file.
+
+        With them go the positions of its random streams, of sources, and of a training that is not at its end, so that
+        ``fit(resume=path)`` goes on from there. A callback of `fit` may call it.
+        """
         contents = self.graph.contents
         variables = contents.variables
         with nullcontext() if self.cluster is not None else LOCKS.read(*variables.values()):  # no step in between
             values = {label: variable.value() for label, variable in variables.items()}
-            streams = {"seed": self.graph.seed, "runs": self._runs.next}
-            sources = self._positions | {name: source.position for name, source in self._sources.items()}
-        hashed = graph_hash(contents)
-        about = {"graph": self.graph.name, "graph_hash": hashed, "streams": streams, "sources": sources}
+            positions = self.positions
+        about = {"graph": self.graph.name, "graph_hash": graph_hash(contents), **positions}
         checkpoint.save(path, values, about)
+
+    @property
+    def positions(self) -> dict[str, Any]:
+        """Where its random streams, sources and training are, as a dict for JSON."""
+        sources = self._positions | {name: source.position for name, source in self._sources.items()}
+        return {
+            "streams": {"seed": self.graph.seed, "runs": self._runs.next}, "sources": sources,
+            "training": {"steps": self.trained},
+        }  # fmt: skip
+
+    def go_to(self, positions: Mapping[str, Any]) -> None:
+        """Go on from where `positions` of this session, or of a file, says."""
+        if streams := positions.get("streams"):
+            self.graph.seed, self._runs.next = streams["seed"], streams["runs"]
+        self.trained = positions.get("training", {}).get("steps", 0)
+        self._positions |= positions.get("sources", {})
+        for source in self._sources.values():
+            self.reads(source)
 
     def restore(self, path: str | Path, *, strict: bool = True, mapping: Mapping[str, str] | None = None) -> Session:
         """Assign the variables from a file, all or none; returns the session.
@@ -663,11 +684,7 @@ class Session:
         with nullcontext() if self.cluster is not None else LOCKS.write(*labels.values()):
             for label, tensor in checkpoint.match(tensors, specs, strict=strict, mapping=mapping).items():
                 labels[label].set(tensor)
-        if streams := about.get("streams"):
-            self.graph.seed, self._runs.next = streams["seed"], streams["runs"]
-        self._positions |= about.get("sources", {})
-        for source in self._sources.values():
-            self.reads(source)
+        self.go_to(about)
         return self
 
     def reads(self, source: Source) -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import tfnb
 from tfnb.cluster import deploy
+from tfnb.errors import InvalidArgument
 from tfnb.magics.magics import TfnbMagics
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
@@ -81,3 +85,20 @@ def test_progress_is_said_once_each_and_only_after_a_while(
 def test_the_default_deadline_is_for_busy_machines() -> None:
     assert inspect.signature(tfnb.connect).parameters["timeout"].default == 120
     assert TfnbMagics.tfcluster.parser.parse_args([]).timeout == 120
+
+
+def test_workers_that_connect_starts_have_the_threads_and_the_memory_that_were_asked_for() -> None:
+    has_bokeh = find_spec("bokeh") is not None
+    with tfnb.connect(1, threads=2, memory="900MB", dashboard=has_bokeh) as cluster:
+        workers = cluster.client.scheduler_info(n_workers=-1)["workers"].values()
+        assert [(w["nthreads"], w["memory_limit"]) for w in workers] == [(2, 900_000_000)] * 2
+        assert set(cluster.client.run(torch.get_num_threads).values()) == {2}
+        assert cluster.dashboard_link.startswith("http") == has_bokeh
+        with pytest.raises(InvalidArgument, match=r"threads=2: this cluster runs already"):
+            tfnb.connect(cluster.client, threads=2)
+
+
+@pytest.mark.parametrize("asked", [{"threads": 0}, {"threads": True}, {"memory": "lots"}, {"memory": "2XB"}])
+def test_bad_options_of_workers_are_refused_before_anything_starts(asked: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument, match=next(iter(asked))):
+        tfnb.connect(1, **asked)

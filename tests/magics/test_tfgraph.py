@@ -475,3 +475,33 @@ def test_module_edited_on_disk_records_anew(notebook, tmp_path, monkeypatch):
     assert [node.op for node in tfnb.graph("g").nodes] == ["tfnb.placeholder", "aten.mul.Tensor"]
     notebook.ok("%autoreload 0")
     sys.modules.pop("edited_net")
+
+
+def test_cells_below_on_are_recorded_until_off_and_magics_among_them_run(notebook):
+    assert "into graph my net" in notebook.ok("%tfgraph 'my net' on").shown[0]["text/plain"]
+    notebook.ok(f"# a plain cell\n{X}\nif x.sum() > 100:\n    y = x * 2\nelse:\n    y = x * 3", cell_id="a")
+    assert notebook.ok("%tfrun y -f x=torch.ones(1, 3)").result.tolist() == [[3.0] * 3]
+    ran = notebook.run("z = y + 1\nz.nonsense", cell_id="b")
+    assert ran.frames[-1] == "Cell In[6], line 2"
+    notebook.ok("z = y + 1", cell_id="b")
+    assert notebook.ok("%tfrun z -f x=torch.full((1, 3), 200.0)").result.tolist() == [[401.0] * 3]
+    assert "no more recorded into graph my net" in notebook.ok("%tfgraph off").shown[0]["text/plain"]
+    nodes = len(tfnb.graph("my net").nodes)
+    notebook.ok("w = torch.ones(2) + 1")
+    assert len(tfnb.graph("my net").nodes) == nodes and not isinstance(notebook.names["w"], tfnb.Tensor)
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("step", ["inputs", "In[4] line 2"]),
+        ("session", ["runs", "here"]),
+        ("spec", ["float32", "varies", "nothing", "4 bytes"]),
+    ],
+)
+def test_operations_sessions_and_specs_have_cards(notebook, name, words):
+    notebook.ok(f"%%tfgraph g --no-show\n{X}\nw = nn.Parameter(torch.ones(3))\nloss = (x * w).sum()")
+    notebook.ok("%%tfgraph g --no-show\nstep = tfnb.train.SGD(0.1).minimize(loss)")
+    notebook.ok("session, spec = tfnb.session.default_session(tfnb.graph('g')), loss.spec")
+    html = notebook.shell.display_formatter.format(notebook.names[name])[0]["text/html"]
+    assert html.startswith("<details>") and all(word in html for word in words), html

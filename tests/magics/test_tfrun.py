@@ -272,3 +272,16 @@ def test_cluster_that_nobody_started_is_an_error_within_its_deadline(net):
     ran = net.run("%tfcluster tcp://127.0.0.1:1 --timeout 2")
     assert isinstance(ran.error, tfnb.errors.TfnbError) and "127.0.0.1:1" in str(ran.error)
     assert net.ok("%tfrun loss -f x=torch.zeros(5, 3)").result.shape == ()
+
+
+def test_a_training_in_the_background_is_stopped_and_gone_on_with(net):
+    net.ok("%%tfgraph net --no-show\nstep = tfnb.train.SGD(0.1).minimize(loss)")
+    net.ok("def endless():\n    while True:\n        yield torch.rand(4, 3)")
+    assert "-n N" in net.run("%tfrun step -a -f x=torch.rand(4, 3)").err
+    handle = net.ok("%tfrun step loss -n 100000 -a -f x=endless()").result
+    assert isinstance(handle, tfnb.RunHandle) and not handle.is_done
+    assert net.ok("%tfrun loss -f x=torch.zeros(4, 3)").result.isfinite()
+    handle.stop()
+    done = handle.result(timeout=60)
+    assert done.stopped and list(handle.metrics) == ["loss"]
+    assert net.ok(f"%tfrun step -n {done.steps + 3} --resume -f x=endless()").result.steps == 3

@@ -17,10 +17,12 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import dask
+from dask.utils import parse_bytes
 from distributed import Client, KilledWorker, LocalCluster, Nanny, Security, default_client
 
 from tfnb.cluster.members import Member
@@ -82,6 +84,7 @@ class Place:
     client: Client
     closers: list[Callable[[], Any]] = field(default_factory=list)
     dashboard: bool = True
+    is_ours: bool = False  # started here
     ps: int | None = None
     workers: int = 1  # to wait for
     progress: Progress = field(default_factory=Progress)
@@ -92,17 +95,56 @@ class Place:
             self.closers.pop()()
 
 
-def find(cluster: Any, ps: int | None, security: Security | None, insecure: bool, timeout: float) -> Place:
+class Started(NamedTuple):
+    """How the workers of a cluster are that `connect` starts: threads of each, bytes of each, and Dask's dashboard."""
+
+    threads: int | None = None  # one
+    memory: str | int | None = None  # Dask's own rule: what the machine has, divided by its workers
+    dashboard: bool = False
+
+    def check(self) -> None:
+        """Raise InvalidArgument for what is no number of threads, and no size."""
+        if self.threads is not None and (type(self.threads) is not int or self.threads < 1):
+            raise InvalidArgument(f"threads={self.threads!r}: the threads of a worker are an integer from 1")
+        try:
+            parse_bytes(self.memory or 0)
+        except (ValueError, TypeError, AttributeError):
+            raise InvalidArgument(
+                f"memory={self.memory!r}: the memory of a worker is a number of bytes, or text such as '2GB'"
+            ) from None
+        if self.dashboard and find_spec("bokeh") is None:
+            raise InvalidArgument("the dashboard needs bokeh, which is not installed: pip install 'tfnb[dashboard]'")
+
+
+AS_EVER = Started()
+
+
+def find(
+    cluster: Any, ps: int | None, security: Security | None, insecure: bool, timeout: float,
+    started: Started = AS_EVER,
+) -> Place:  # fmt: skip
     """A client for what the user gave; raises Unavailable, InsecureAddress or InvalidArgument."""
     if ps is not None and (not isinstance(ps, int) or isinstance(ps, bool) or ps < 1):
         raise InvalidArgument(f"ps={ps!r}: the number of parameter servers is an integer from 1")
+    started.check()
+    place = _found(cluster, ps, security, insecure, timeout, started)
+    if started != AS_EVER and not place.is_ours:
+        place.close()
+        asked = ", ".join(f"{name}={value!r}" for name, value in started._asdict().items() if value)
+        raise InvalidArgument(f"{asked}: this cluster runs already; such options are of one that connect starts")
+    return place
+
+
+def _found(
+    cluster: Any, ps: int | None, security: Security | None, insecure: bool, timeout: float, started: Started
+) -> Place:  # fmt: skip
     match cluster:
         case bool() | float() | bytes():
             raise InvalidArgument(f"connect({cluster!r}): a number of compute tasks, an address, a Client or a cluster")
         case None:
-            return _default(ps, timeout)
+            return _default(ps, timeout, started)
         case int():
-            return local(cluster, ps, timeout)
+            return local(cluster, ps, timeout, started)
         case str() | Path():
             return _address(str(cluster), ps, security, insecure, timeout)
         case Client():
@@ -119,12 +161,12 @@ def find(cluster: Any, ps: int | None, security: Security | None, insecure: bool
     )
 
 
-def _default(ps: int | None, timeout: float) -> Place:
+def _default(ps: int | None, timeout: float, started: Started) -> Place:
     """Dask's default client, else a cluster of two tasks."""
     try:
         client = default_client()
     except ValueError:
-        return local(2, ps, timeout)
+        return local(2, ps, timeout, started)
     return _client(client, ps, True)
 
 
@@ -230,7 +272,7 @@ def _quietly(thing: Any) -> None:
         logging.getLogger(__name__).debug("closing %r failed", type(thing), exc_info=True)
 
 
-def local(tasks: int, ps: int | None, timeout: float) -> Place:
+def local(tasks: int, ps: int | None, timeout: float, started: Started = AS_EVER) -> Place:
     """A cluster of processes on this machine: ``tasks`` compute tasks and ``ps`` servers, default one."""
     if tasks < 1:
         raise InvalidArgument(f"connect({tasks}): at least one compute task is needed")
@@ -242,8 +284,9 @@ def local(tasks: int, ps: int | None, timeout: float) -> Place:
     def make() -> LocalCluster:
         with dask.config.set(_SETTINGS):
             cluster.__init__(  # type: ignore[misc]
-                n_workers=tasks + ps, threads_per_worker=1, processes=True, host="127.0.0.1",
-                dashboard_address="127.0.0.1:0", scheduler_kwargs={"dashboard": False}, silence_logs=logging.ERROR,
+                n_workers=tasks + ps, threads_per_worker=started.threads or 1, processes=True, host="127.0.0.1",
+                memory_limit=started.memory or "auto", dashboard_address="127.0.0.1:0",
+                scheduler_kwargs={"dashboard": started.dashboard}, silence_logs=logging.ERROR,
                 env=ENVIRONMENT, preload=["tfnb.cluster.task"], worker_class=_Starter,
             )  # fmt: skip
         return cluster
@@ -263,7 +306,8 @@ def local(tasks: int, ps: int | None, timeout: float) -> Place:
         _quietly(cluster)
         raise
     place.closers.insert(0, cluster.close)
-    place.ps, place.workers, place.dashboard, place.progress = ps, tasks + ps, False, progress
+    place.ps, place.workers, place.dashboard, place.progress = ps, tasks + ps, started.dashboard, progress
+    place.is_ours = True
     return place
 
 

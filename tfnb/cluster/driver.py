@@ -21,7 +21,7 @@ import torch
 from tfnb.cluster import connected, wire
 from tfnb.cluster.card import Row, Status, size
 from tfnb.cluster.collections import in_chunks, read
-from tfnb.cluster.deploy import EPOCH, Place, find, start
+from tfnb.cluster.deploy import EPOCH, Place, Started, find, start
 from tfnb.cluster.engine import Engine, in_words
 from tfnb.cluster.fit.leases import Offer
 from tfnb.cluster.fit.sources import drawn_from
@@ -63,7 +63,8 @@ AHEAD = 1 << 30  # bytes of arrays that are sent to every task before a training
 
 def connect(
     cluster: Any = None, *, ps: int | None = None, name: str | None = None, security: Any = None,
-    insecure: bool = False, timeout: float = 120.0,
+    insecure: bool = False, timeout: float = 120.0, threads: int | None = None, memory: str | int | None = None,
+    dashboard: bool = False,
 ) -> Cluster:  # fmt: skip
     """Run graphs on a Dask cluster from now on.
 
@@ -72,13 +73,15 @@ def connect(
     Of a given cluster ``ps`` workers become servers (default one in four, at least one), the rest compute; where that
     leaves no compute task, half of the workers become servers, which hold the ``ps`` shards round robin. security:
     a `distributed.Security` for tls:// addresses. insecure: allow a plain address on another machine. timeout in
-    seconds for everything; after two seconds it says which workers are up. Raises Unavailable naming the address,
+    seconds for everything; after two seconds it says which workers are up. Of a cluster that is started here, threads:
+    of each worker (one); memory: the limit of each worker, bytes or text such as ``"2GB"``; dashboard: Dask's, whose
+    address is in the status. Raises Unavailable naming the address,
     InvalidArgument, InsecureAddress, VersionMismatch, DeadlineExceeded; nothing is left running then.
     """
     if name is not None:
         raise Unimplemented("connect(name=...): re-attaching to the state of an earlier notebook is not there yet")
     end = time.monotonic() + timeout
-    where = find(cluster, ps, security, insecure, timeout)
+    where = find(cluster, ps, security, insecure, timeout, Started(threads, memory, dashboard))
     try:
         made = Cluster(where, max(0.1, end - time.monotonic()))
     except BaseException:

@@ -17,6 +17,7 @@ from tfnb.errors import InvalidArgument, ResourceExhausted, ShapeError
 from tfnb.graph import current
 from tfnb.state.batch_order import Arrays, Order, Rows
 from tfnb.state.chunks import Chunked, as_rows, is_collection, without_frames
+from tfnb.state.input_sources import Source
 
 DEFAULT_BATCH = 32  # rows
 MOST = 4 << 30  # bytes of a Dask collection that are computed here
@@ -48,7 +49,7 @@ class Batches:
 
 def batches(
     data: Any, *, epochs: int = 1, steps: int | None = None, batch_size: int | None = None, shuffle: bool = True,
-    seed: int = 0, feeds: Any = None,
+    seed: int = 0, feeds: Any = None, begin: int = 0,
 ) -> Batches:  # fmt: skip
     """Batches of ``data``: ``{key: array}`` with rows on axis 0, or an iterable of feed dicts.
 
@@ -57,7 +58,9 @@ def batches(
 
     epochs: passes over the data; the last batch of a pass may be short. steps: so many batches in all instead, over
     as many passes as it takes. batch_size: rows of arrays in a batch, 32 unless given. A value without an axis is fed
-    whole to every step. Raises ShapeError for unequal numbers of rows, InvalidArgument for anything else.
+    whole to every step. begin: steps of the same batches that were taken before; what can be iterated again is drawn
+    from its start and they are dropped, a `Source` and an iterator go on where they are. Raises ShapeError for unequal
+    numbers of rows, InvalidArgument for anything else.
     """
     _at_least_one(epochs=epochs, steps=steps, batch_size=batch_size)
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
@@ -66,10 +69,10 @@ def batches(
         raise InvalidArgument("feeds= is for an iterable of batches: {placeholder: array} says what each array feeds")
     if isinstance(data, Mapping):  # plain numbers and a bool: a cluster is told of them
         size, total = int(batch_size or DEFAULT_BATCH), None if steps is None else int(steps)
-        return _of_arrays(data, int(epochs), total, size, bool(shuffle), int(seed))
+        return _of_arrays(data, int(epochs), total, size, bool(shuffle), int(seed), begin)
     if batch_size is not None:
         raise InvalidArgument(f"batch_size={batch_size} is for arrays: an iterable of feed dicts is in batches already")
-    return _of_feeds(data, feeds, epochs, steps)
+    return _of_feeds(data, feeds, epochs, steps, begin)
 
 
 def _at_least_one(**counts: int | None) -> None:
@@ -82,15 +85,15 @@ def _at_least_one(**counts: int | None) -> None:
 
 
 def _of_arrays(
-    data: Mapping[Any, Any], epochs: int, steps: int | None, batch_size: int, shuffle: bool, seed: int
-) -> Batches:
+    data: Mapping[Any, Any], epochs: int, steps: int | None, batch_size: int, shuffle: bool, seed: int, begin: int
+) -> Batches:  # fmt: skip
     keys, arrays = tuple(data), tuple(as_array(key, value) for key, value in data.items())
     order = Order(_rows(keys, arrays), batch_size, shuffle, seed)
     total = steps or epochs * order.per_pass
 
     def each() -> Iterator[Batch]:
         taken = Rows(cast(tuple[torch.Tensor, ...], arrays), order)  # chunks lie on a cluster, which takes the rows
-        for step in range(total):
+        for step in range(begin, total):
             epoch, start, stop = order.place(step)
             yield Batch(epoch, keys, taken.part(step, 0, stop - start), stop - start)
 
@@ -150,7 +153,7 @@ def name_of(key: Any) -> str:
 # -- feed dicts -----------------------------------------------------------------------------------------------------
 
 
-def _of_feeds(data: Any, keys: Any, epochs: int, steps: int | None) -> Batches:
+def _of_feeds(data: Any, keys: Any, epochs: int, steps: int | None, begin: int) -> Batches:
     if not isinstance(data, Iterable):
         raise InvalidArgument(f"data is {{placeholder: array}} or an iterable of feed dicts, not {type(data).__name__}")
     is_spent = iter(data) is data
@@ -159,7 +162,9 @@ def _of_feeds(data: Any, keys: Any, epochs: int, steps: int | None) -> Batches:
             f"epochs={epochs} needs data that can be iterated again, and {type(data).__name__} can be only once: "
             "pass a list or another container, or use epochs=1"
         )
-    passes: Iterable[int] = count(1) if steps and not is_spent else range(1, epochs + 1)
+    goes_on = begin > 0 and (is_spent or isinstance(data, Source))
+    first = 1 + data.position["epoch"] if goes_on and isinstance(data, Source) else 1
+    passes: Iterable[int] = count(first) if steps and not is_spent else range(first, epochs + 1)
     length = len(data) if isinstance(data, Sized) else None
     if length == 0:
         raise InvalidArgument("data is empty")
@@ -170,10 +175,11 @@ def _of_feeds(data: Any, keys: Any, epochs: int, steps: int | None) -> Batches:
             for number, feeds in enumerate(data):
                 found = True
                 yield _fed(epoch, number, feeds if keys is None else _assigned(keys, number, feeds))
-            if not found:
+            if not found and not (goes_on and epoch == first):  # it may stand at the end of a pass
                 return
 
-    return Batches(islice(each(), steps), steps or (length and length * epochs))
+    last = None if steps is None else steps - begin if goes_on else steps
+    return Batches(islice(each(), 0 if goes_on else begin, last), steps or (length and length * epochs))
 
 
 def _assigned(keys: Any, number: int, item: Any) -> dict[Any, Any]:

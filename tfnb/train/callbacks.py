@@ -45,10 +45,9 @@ class Callbacks:
     """
 
     def __init__(self, callbacks: Any) -> None:
-        each = [callbacks] if callable(callbacks) or not isinstance(callbacks, Sequence) else list(callbacks)
         self._steps: list[Callable[[Progress], object]] = []
         self._epochs: list[Callable[[Progress], object]] = []
-        for one in each:
+        for one in listed(callbacks):
             on_step, on_epoch = getattr(one, "on_step", None), getattr(one, "on_epoch", None)
             if on_step is None and on_epoch is None:
                 on_epoch = one
@@ -72,6 +71,11 @@ class Callbacks:
     def on_epoch(self, progress: Progress) -> Progress:
         """After an epoch; with what was asked for."""
         return _told(self._epochs, progress)
+
+
+def listed(callbacks: Any) -> list[Any]:
+    """One callback, or a sequence of them, as a list."""
+    return [callbacks] if callable(callbacks) or not isinstance(callbacks, Sequence) else list(callbacks)
 
 
 def _told(calls: Sequence[Callable[[Progress], object]], progress: Progress) -> Progress:

@@ -1,6 +1,7 @@
 """Small reprs as HTML, in a ``details`` element without script.
 
-Takes anything that looks like a recorded tensor (``name spec node sample``) or a Variable; reads no remote value.
+Takes anything that looks like a recorded tensor (``name spec node sample``), an Operation (``node graph``) or a
+Session, and what a graph is made of; reads no remote value.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from typing import Any
 
 import torch
 
-from tfnb.graph import Variable
+from tfnb.graph import Spec, Variable
+from tfnb.graph.spec import dtype_name
 from tfnb.view import facts
 from tfnb.view.escape import xml
 from tfnb.view.style import LIGHT
@@ -53,6 +55,45 @@ def variable_facts(variable: Variable) -> Facts:
     found = [("bytes", _bytes(variable.spec)), ("home", "here" if here else str(variable.home))]
     found.append(("trainable", "yes" if variable.trainable else "no"))
     return [*found, ("value", _numbers(variable.storage) if here else "not fetched: use .value()")]
+
+
+def spec_html(spec: Spec) -> str:
+    """A Spec: dtype, sizes, which of them vary, bytes."""
+    return _details(str(spec), spec_facts(spec), "")
+
+
+def spec_facts(spec: Spec) -> Facts:
+    """What both forms say about a Spec."""
+    varies = ", ".join(spec.symbols) or "nothing"
+    return [("dtype", dtype_name(spec.dtype)), ("varies", varies), ("device", spec.device), ("bytes", _bytes(spec))]
+
+
+def operation_html(operation: Any) -> str:
+    """An Operation: what it runs, and where it was written."""
+    return _details(f"{operation.name}  {operation.node.op}", operation_facts(operation), "")
+
+
+def operation_facts(operation: Any) -> Facts:
+    """What both forms say about an Operation: ``inputs`` are the first `FEW` of what it runs or takes."""
+    node, by_id = operation.node, operation.graph.contents.by_id
+    names = dict.fromkeys(by_id[at].name for at in (*(value.node for value in node.inputs), *node.control))
+    more = f", … {len(names) - FEW} more" if len(names) > FEW else ""
+    found = [("graph", operation.graph.name), ("inputs", ", ".join([*names][:FEW]) + more)]
+    return found + ([("line", str(node.source))] if node.source else [])
+
+
+def session_html(session: Any) -> str:
+    """A Session: where it runs, and which code runs what was run."""
+    return _details(repr(session).strip("<>"), session_facts(session), "")
+
+
+def session_facts(session: Any) -> Facts:
+    """What both forms say about a Session."""
+    cluster, budget = session.cluster, session.memory_budget
+    found = [("runs", "here" if cluster is None else f"on a cluster: {', '.join(cluster.tasks)}")]
+    found += [] if budget is None else [("memory budget", facts.amount(budget))]
+    found += [("code", line) for line in session.status()[-FEW:]]
+    return found + ([("training", f"{session.trained} steps, not at its end")] if session.trained else [])
 
 
 def health(tensor: torch.Tensor) -> str:

@@ -1,0 +1,158 @@
+"""Trainings that stop and go on, run in the background, and are put back to one of their steps."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import tfnb
+from tfnb.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound
+from tfnb.session import default_session
+
+X = torch.randn(50, 6, generator=torch.Generator().manual_seed(0))
+Y = (X.sum(1) > 0).long()
+OPTIONS = {"epochs": 3, "batch_size": 8}  # 7 steps an epoch
+
+
+class Net:
+    """A network with dropout and momentum, recorded as a step; data in one of the forms that `fit` takes."""
+
+    def __init__(self, form: str = "arrays") -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, 2))
+        with tfnb.record() as self.graph:
+            x, y = tfnb.placeholder(X[:8], name="x"), tfnb.placeholder(Y[:8], name="y")
+            self.loss = F.cross_entropy(self.model(x), y)
+            self.step = tfnb.train.Momentum(0.1, 0.9).minimize(self.loss)
+        pairs = [(X[i : i + 8], Y[i : i + 8]) for i in range(0, 50, 8)]
+        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, Y), batch_size=8, shuffle=True)
+        self.data = {
+            "arrays": {x: X, y: Y}, "feeds": [{x: a, y: b} for a, b in pairs],
+            "source": tfnb.Source(loader, name="digits"), "iterator": iter([{x: a, y: b} for a, b in pairs * 3]),
+        }[form]  # fmt: skip
+        self.options = {
+            "arrays": OPTIONS, "feeds": {"epochs": 3}, "source": {"epochs": 3, "feeds": (x, y)}, "iterator": {},
+        }[form]  # fmt: skip
+
+    def fit(self, **more: object) -> tfnb.RunResult:
+        return tfnb.fit(self.step, self.data, watch={"loss": self.loss}, **self.options, **more)
+
+    def values(self) -> list[torch.Tensor]:
+        return [p.detach().clone() for p in self.model.parameters()]
+
+
+def stop_at(step: int):
+    class Stop:
+        def on_step(self, progress):
+            if progress.step == step:
+                progress.stop()
+
+    return Stop()
+
+
+@pytest.mark.parametrize("form", ["arrays", "feeds", "source", "iterator"])
+@pytest.mark.parametrize("at", [1, 7, 10])
+def test_a_stopped_training_goes_on_as_if_it_had_never_stopped(form, at):
+    whole, parts = Net(form), Net(form)
+    expected = whole.fit()
+    first = parts.fit(callbacks=[stop_at(at)])
+    second = parts.fit(resume=True)
+    assert (first.steps, second.steps) == (at, 21 - at)
+    torch.testing.assert_close(parts.values(), whole.values(), rtol=0, atol=0)
+    assert second.history[-1]["step"] == 21
+    if form != "iterator":  # of which nobody knows the epochs
+        assert second.history[-1] == pytest.approx(expected.history[-1]) and second.history[-1]["epoch"] == 3
+    with pytest.raises(FailedPrecondition, match=r"no training of graph .* to go on with in this session"):
+        parts.fit(resume=True)
+
+
+@pytest.mark.parametrize("form", ["arrays", "feeds"])
+def test_a_file_of_a_callback_is_gone_on_with_in_another_session(form, tmp_path: Path):
+    whole, lost, again = Net(form), Net(form), Net(form)
+    whole.fit()
+    path = tmp_path / "net.safetensors"
+
+    def save(progress):
+        default_session(lost.graph).save(path)
+        if progress.epoch == 2:
+            raise RuntimeError("the machine fails")
+
+    with pytest.raises(RuntimeError, match="the machine fails"):
+        lost.fit(callbacks=save)
+    assert again.fit(resume=path).steps == 7
+    torch.testing.assert_close(again.values(), whole.values(), rtol=0, atol=0)
+
+
+def test_what_cannot_be_gone_on_with_is_said_and_changes_nothing(tmp_path: Path):
+    net = Net()
+    path = tmp_path / "net.safetensors"
+    default_session(net.graph).save(path)
+    net.fit()
+    before = net.values()
+    with pytest.raises(FailedPrecondition, match=r"to go on with in .*net\.safetensors"):
+        net.fit(resume=path)
+    with pytest.raises(InvalidArgument, match="resume is True or the path of a file"):
+        net.fit(resume=7)
+    with pytest.raises(FileNotFoundError):
+        net.fit(resume=tmp_path / "nothing")
+    torch.testing.assert_close(net.values(), before, rtol=0, atol=0)
+
+
+def test_a_training_in_the_background_tells_where_it_is_and_stops_between_two_steps():
+    net, go = Net(), threading.Event()
+    begun = threading.Event()
+
+    class Wait:
+        def on_step(self, progress):
+            begun.set()
+            assert progress.step < 5 or go.wait(60)
+
+    handle = tfnb.launch(net.step, net.data, watch={"loss": net.loss}, callbacks=[Wait()], epochs=1000, batch_size=8)
+    assert begun.wait(60) and not handle.is_done and not handle.wait(0.01)
+    with pytest.raises(DeadlineExceeded, match=r"did not end within 0\.01 s: step \d, epoch 1, running"):
+        handle.result(timeout=0.01)
+    assert tfnb.run(net.loss, {"x": X, "y": Y}).isfinite()  # cells run meanwhile
+    handle.stop()
+    go.set()
+    result = handle.result(timeout=60)
+    assert result.stopped == "stopped by its handle" and result.steps == handle.step < 7000
+    assert list(handle.metrics) == ["loss"] and "loss 0." in repr(handle) and "stopped" in handle._repr_html_()
+    assert tfnb.fit(net.step, net.data, steps=handle.step + 2, batch_size=8, resume=True).steps == 2
+
+
+def test_a_handle_is_awaited_and_raises_what_failed():
+    net = Net()
+
+    async def both() -> int:
+        return (await tfnb.launch(net.step, net.data, **OPTIONS)).steps
+
+    assert asyncio.run(both()) == 21
+    failed = tfnb.launch(net.step, [{"x": X}])
+    assert failed.wait(60) and "InvalidArgument" in failed.progress
+    with pytest.raises(InvalidArgument, match="placeholder y"):
+        failed.result()
+
+
+def test_snapshots_put_a_training_back_and_another_branch_begins_there():
+    net = Net()
+    snapshots = tfnb.Snapshots(net.step, every=4, keep=3)
+    net.fit(callbacks=[snapshots])
+    last = net.values()
+    assert snapshots.steps == [12, 16, 20]
+    snapshots.restore(12)
+    torch.testing.assert_close(net.values(), [v for k, v in snapshots.values(12).items() if "." in k][:4])
+    net.fit(resume=True)
+    torch.testing.assert_close(net.values(), last, rtol=0, atol=0)
+    snapshots.restore(16)
+    tfnb.fit(net.step, net.data, batch_size=4, seed=7)
+    assert not torch.equal(net.values()[0], last[0])
+    with pytest.raises(NotFound, match="no snapshot of step 4; there are: 12, 16, 20"):
+        snapshots.restore(4)
+    with pytest.raises(InvalidArgument, match="every is an int"):
+        tfnb.Snapshots(net.step, every=0)

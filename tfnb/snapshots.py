@@ -1,0 +1,96 @@
+"""Snapshots of a training in memory: go back to one of its steps, and on from there in the same or another way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound
+from tfnb.graph.variable_locks import LOCKS
+from tfnb.session import default_session
+from tfnb.structures import graph_of
+from tfnb.train.callbacks import Progress
+
+
+class Snapshots:
+    """A callback of `fit` that copies the Variables every so many steps, in this process.
+
+    fetch: anything of the graph that is trained. every: steps between two snapshots. keep: how many there are at most;
+    the oldest goes first. `restore` puts the Variables, the random streams and the place in the data back, so that
+    ``fit(..., resume=True)`` takes the same steps again, and ``fit(...)`` with other options is a branch.
+
+    >>> import tfnb
+    >>> w = torch.nn.Parameter(torch.zeros(1))
+    >>> with tfnb.record():
+    ...     x = tfnb.placeholder(torch.ones(2))
+    ...     train = tfnb.train.SGD(0.25).minimize((w - x).square().mean())
+    >>> snapshots = tfnb.Snapshots(train, every=2)
+    >>> _ = tfnb.fit(train, {x: torch.ones(8)}, epochs=2, batch_size=2, callbacks=[snapshots])
+    >>> snapshots
+    <Snapshots at steps 2, 4, 6, 8: 16 bytes>
+    >>> later = w.item()
+    >>> snapshots.restore(2)
+    >>> round(w.item(), 6), tfnb.fit(train, {x: torch.ones(8)}, epochs=2, batch_size=2, resume=True).steps
+    (0.75, 6)
+    >>> w.item() == later
+    True
+    """
+
+    def __init__(self, fetch: Any, *, every: int = 100, keep: int = 10) -> None:
+        for name, value in (("every", every), ("keep", keep)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InvalidArgument(f"{name} is an int of at least 1, not {value!r}")
+        self._session = default_session(graph_of(fetch))
+        self._every, self._keep = every, keep
+        self._taken: dict[int, tuple[dict[str, torch.Tensor], dict[str, Any]]] = {}
+
+    @property
+    def steps(self) -> list[int]:
+        """Of which steps there are snapshots."""
+        return sorted(self._taken)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that they take."""
+        return sum(tensor.nbytes for values, _ in self._taken.values() for tensor in values.values())
+
+    def on_step(self, progress: Progress) -> None:
+        """`fit` tells that a step is done."""
+        if progress.step % self._every == 0:
+            self.take(progress.step)
+
+    def take(self, step: int) -> None:
+        """Copy the Variables of now under this number."""
+        session = self._session
+        if session.cluster is not None:
+            raise FailedPrecondition(
+                "snapshots are of trainings in this process, and servers hold the Variables: close the cluster, or use "
+                "Session.save"
+            )
+        variables = session.graph.contents.variables
+        with LOCKS.read(*variables.values()):  # no step in between
+            values = {label: variable.storage.detach().clone() for label, variable in variables.items()}
+        self._taken.pop(step, None)  # one that is taken again is the newest
+        self._taken[step] = values, session.positions
+        while len(self._taken) > self._keep:
+            del self._taken[next(iter(self._taken))]
+
+    def values(self, step: int) -> dict[str, torch.Tensor]:
+        """The Variables at a step, by name; the tensors are the snapshot's own."""
+        if step not in self._taken:
+            there = ", ".join(map(str, self.steps)) or "none"
+            raise NotFound(f"there is no snapshot of step {step}; there are: {there}")
+        return dict(self._taken[step][0])
+
+    def restore(self, step: int) -> None:
+        """Put everything back to where it was after this step. Variables that are newer stay as they are."""
+        variables = self._session.graph.contents.variables
+        values = {label: value for label, value in self.values(step).items() if label in variables}
+        with LOCKS.write(*variables.values()):
+            for label, value in values.items():
+                variables[label].set(value.clone())
+        self._session.go_to(self._taken[step][1])
+
+    def __repr__(self) -> str:
+        return f"<Snapshots at steps {', '.join(map(str, self.steps)) or 'none'}: {self.nbytes:,} bytes>"
