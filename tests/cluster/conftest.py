@@ -32,7 +32,14 @@ WORKERS = 4
 
 @pytest.fixture(scope="session")
 def dask() -> Iterator[Client]:
-    """A client of four worker processes, forked from one that has imported what they need: up in seconds."""
+    """A client of four worker processes."""
+    with worker_processes(WORKERS) as client:
+        yield client
+
+
+@contextmanager
+def worker_processes(count: int) -> Iterator[Client]:
+    """A client of that many, forked from one that has imported what they need: up in seconds."""
     settings = {
         "distributed.deploy.lost-worker-timeout": "300s",  # a slow machine restarts workers slowly
         "distributed.worker.multiprocessing-method": "forkserver",
@@ -40,7 +47,7 @@ def dask() -> Iterator[Client]:
     with (
         dask_config.set(settings), _imported("distributed", "tfnb.cluster.task"),
         LocalCluster(
-            n_workers=WORKERS, threads_per_worker=1, processes=True, host="127.0.0.1", dashboard_address=None,
+            n_workers=count, threads_per_worker=1, processes=True, host="127.0.0.1", dashboard_address=None,
             preload=["tfnb.cluster.task"], silence_logs=50,
         ) as cluster,
         Client(cluster, set_as_default=False) as client,

@@ -188,7 +188,7 @@ def test_c55_c56_reads_are_never_staler_than_asked_and_nobody_waits_for_the_dead
     assert not world.waiting
     for shard, core in world.cores.items():
         assert core.store.get("w").item() == world.values[shard]
-        assert not core.courses.of({"training": "t"}).clocks
+        assert not core.courses["t"].clocks
 
 
 def test_a_loop_that_comes_later_begins_where_the_slowest_is():

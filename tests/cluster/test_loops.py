@@ -15,9 +15,10 @@ from tfnb.cluster.asking import gathered
 from tfnb.cluster.computing import Computing
 from tfnb.cluster.core import Arrived, Core, Reply, Send
 from tfnb.cluster.fit.data import Data, written
-from tfnb.cluster.fit.resident import Ended, Given, Loop, Prefetch, read_failure
-from tfnb.cluster.messages import NotSent, Ok, OpId, Refused, Request
+from tfnb.cluster.fit.resident import Given, Loop, Prefetch
+from tfnb.cluster.messages import NotDone, NotSent, Ok, OpId, Refused, Request
 from tfnb.cluster.programs import Push
+from tfnb.cluster.transport import read_outcome
 from tfnb.state.batch_order import Order
 from tfnb.state.chunks import Chunked
 from tfnb.state.store import Store
@@ -80,7 +81,7 @@ class Servers:
             waits = self.waiting[ticket] = asyncio.get_running_loop().create_future()
             answer = await waits
         if not isinstance(answer, Ok):
-            raise Ended(answer)
+            raise NotDone(answer)
         return answer
 
     def deliver(self):
@@ -133,7 +134,7 @@ def test_a_failure_on_one_server_is_told_while_another_one_waits_for_the_round(w
         loop, _ = loop_on(servers)
         loop.lend(piece(3, part=(0, 1, 1)))
         await until(lambda: loop.is_over)
-        failure = read_failure(loop.report(0).meta["failure"])
+        failure = read_outcome(loop.report(0).meta["failure"], ())
         assert failure == Refused("unknown-plan", "add")
 
     asyncio.run(play())
@@ -185,7 +186,7 @@ def test_a_loop_that_waits_for_a_slower_one_stops_at_once(is_early):
         assert answer.meta["failure"] is None and answer.meta["over"]
         applied = {core.ledger.has(OpId("stream", 0)) for core in servers.cores.values()}
         assert applied == {bool(answer.meta["groups"])}, "told as it is"
-        clocks = [core.courses.of({"training": "t"}).clocks for core in servers.cores.values()]
+        clocks = [core.courses["t"].clocks for core in servers.cores.values()]
         assert clocks == [{"slow": 0}, {"slow": 0}], "nobody waits for it"
 
     asyncio.run(play())

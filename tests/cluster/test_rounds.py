@@ -214,7 +214,7 @@ class World:
                 self.record(event.request.method, event.request.meta, first.shard)
             effects = on(event, now)
             if "t" in first.courses:
-                latest = first.courses.of({"training": "t"}).latest
+                latest = first.courses["t"].latest
                 self.written += [latest] if latest and latest not in self.written else []
             return effects
 
@@ -467,4 +467,4 @@ def test_c53_c54_rounds_are_written_once_on_all_servers_or_on_none(data):  # noq
     assert {core.step for core in world.cores.values()} == {len(world.reported)}, "what is counted was written"
     if world.end[0].cause is None:
         assert len(world.reported) == total
-    assert all(not core.courses.nbytes for core in world.cores.values()), "nothing is left staged"
+    assert all(not core.staged for core in world.cores.values()), "nothing is left staged"

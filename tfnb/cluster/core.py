@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from tfnb.cluster.fit.courses import HOLD, Course, Courses, Turn
+from tfnb.cluster.fit.courses import HOLD, Course, Turn
 from tfnb.cluster.ledger import Ledger
 from tfnb.cluster.lines import Lines, Waiting
 from tfnb.cluster.messages import Failed, Ok, OpId, Refused, Request, failed
@@ -166,7 +166,7 @@ class Core:
         self.ledger = Ledger()
         self.plans: OrderedDict[str, ServerProgram] = OrderedDict()
         self.rounds: dict[int, Round] = {}
-        self.courses = Courses()
+        self.courses: dict[str, Course] = {}  # of the trainings that are open
         self.poisoned: str | None = None
         self.lines = Lines()
         self.objects = Objects()
@@ -200,7 +200,7 @@ class Core:
                 effects = self._arrived(ticket, request, now)
             case Tick():
                 effects = [Reply(ticket, Refused("again", "it waits still")) for ticket in self.lines.polled(now)]
-                for course in self.courses.all:
+                for course in self.courses.values():
                     self._commit_decided(course, now)
         if self.lines:
             effects += self._proceed(now)
@@ -268,7 +268,7 @@ class Core:
                 refused = Refused("stale", f"training {training} is over")
             elif "loop" in request.meta and request.method in ("push", "pull"):
                 loop = request.meta["loop"]
-                if loop not in self.courses.of(request.meta).clocks:
+                if loop not in self._course(request.meta).clocks:
                     refused = Refused("given-up", f"loop {loop} was given up")
         return refused
 
@@ -290,7 +290,7 @@ class Core:
         if answer is None:
             answer = self._carried_out(request, now)
         if "clock" in request.meta and request.method == "push" and isinstance(answer, Ok):
-            course, loop = self.courses.of(request.meta), str(request.meta["loop"])
+            course, loop = self._course(request.meta), str(request.meta["loop"])
             course.tick(loop, int(request.meta["clock"]))
             answer = replace(answer, meta={**answer.meta, "lead": course.lead(loop)})
         return answer
@@ -365,20 +365,20 @@ class Core:
 
     def _is_early(self, meta: Mapping[str, Any]) -> bool:
         """Whether a pull has to wait."""
-        if "staleness" in meta and self.courses.of(meta).lead(str(meta["loop"])) > int(meta["staleness"]):
+        if "staleness" in meta and self._course(meta).lead(str(meta["loop"])) > int(meta["staleness"]):
             return True
         return int(meta.get("step", 0)) > self.step
 
     def _enter(self, request: Request) -> Ok | Refused:
         """A loop goes to work: where its clock stands."""
-        course, loop = self.courses.of(request.meta), str(request.meta["loop"])
+        course, loop = self._course(request.meta), str(request.meta["loop"])
         if loop in course.gone:
             return Refused("given-up", f"loop {loop} was given up")
         return Ok({"clock": course.enter(loop, int(request.meta["clock"]))})
 
     def _depart(self, request: Request) -> Ok:
         """A loop stands still, or is given up (``gone``): what that one sends later is refused."""
-        course, loop = self.courses.of(request.meta), str(request.meta["loop"])
+        course, loop = self._course(request.meta), str(request.meta["loop"])
         course.leave(loop)
         if "gone" in request.meta:
             course.gone.add(loop)
@@ -408,8 +408,17 @@ class Core:
     @property
     def used(self) -> int:
         """Bytes of values, of generations that are read still, of staged parts and objects."""
-        held = sum(held.nbytes for held in self.rounds.values()) + self.objects.nbytes + self.courses.nbytes
-        return self.store.bytes + self.store.spare_bytes + held
+        return self.store.bytes + self.store.spare_bytes + self.objects.nbytes + self.staged
+
+    @property
+    def staged(self) -> int:
+        """Bytes of parts of rounds."""
+        rounds = sum(held.nbytes for held in self.rounds.values())
+        return rounds + sum(course.nbytes for course in self.courses.values())
+
+    def _course(self, meta: Mapping[str, Any]) -> Course:
+        """The training that a request is of; what is sent for one that is not open was refused."""
+        return self.courses[str(meta["training"])]
 
     # -- plans ----------------------------------------------------------------------------------------------
 
@@ -529,7 +538,7 @@ class Core:
 
     def _contribute(self, request: Request, now: float) -> Ok | Refused | None:
         """Keep one worker's part; answered when its round is written, with the values of now and whether it counts."""
-        meta, course = request.meta, self.courses.of(request.meta)
+        meta, course = request.meta, self._course(request.meta)
         number, worker = int(meta["round"]), int(meta["worker"])
         if number > course.latest:
             if number <= course.floor:
@@ -570,7 +579,7 @@ class Core:
 
     def _choose(self, request: Request) -> Ok:
         """The first shard has chosen the workers of a round."""
-        meta, course = request.meta, self.courses.of(request.meta)
+        meta, course = request.meta, self._course(request.meta)
         turn = course.turns.get(int(meta["round"]))
         if turn is not None and not turn.chosen:
             self._make(turn, list(map(int, meta["workers"])), meta)
@@ -607,7 +616,7 @@ class Core:
 
     def _staged(self, request: Request, now: float) -> Ok:
         """Another shard has the part of a worker, or has computed its write of a round."""
-        meta, course = request.meta, self.courses.of(request.meta)
+        meta, course = request.meta, self._course(request.meta)
         number, shard = int(meta["round"]), int(meta["by"])
         if number > max(course.latest, course.floor):
             turn = course.turn(number)
@@ -627,20 +636,20 @@ class Core:
 
     def _hold(self, request: Request, now: float) -> Ok:
         """On the first shard: commit nothing for a while; the last round that was decided."""
-        course = self.courses.of(request.meta)
+        course = self._course(request.meta)
         course.held_until = now + HOLD
         return Ok({"latest": course.latest})
 
     def _go(self, request: Request, now: float) -> Ok:
         """The end of a hold."""
-        course = self.courses.of(request.meta)
+        course = self._course(request.meta)
         course.held_until = 0.0
         self._commit_decided(course, now)
         return Ok({"latest": course.latest})
 
     def _cut(self, request: Request) -> Ok:
         """Rounds up to ``upto`` that are not decided are over; the last one that was written."""
-        course = self.courses.of(request.meta)
+        course = self._course(request.meta)
         if "decided" in request.meta:
             self._decided(request)
         course.end(int(request.meta["upto"]))
@@ -648,19 +657,19 @@ class Core:
 
     def _open(self, request: Request) -> Ok:
         """A training begins."""
-        self.courses.open(str(request.meta["training"]))
+        self.courses.setdefault(str(request.meta["training"]), Course())
         return self._ack()
 
     def _end_training(self, request: Request) -> Ok:
         """A training is over: nothing that is sent for it counts, so the ledger need not know its clients."""
-        self.courses.end(str(request.meta["training"]))
+        self.courses.pop(str(request.meta["training"]), None)
         for client in request.meta["clients"]:
             self.ledger.clients.pop(str(client), None)
         return self._ack()
 
     def _decided(self, request: Request) -> Ok:
         """Write every round that the first shard has decided."""
-        course, decided = self.courses.of(request.meta), int(request.meta["decided"])
+        course, decided = self._course(request.meta), int(request.meta["decided"])
         for number in sorted(course.turns):
             if number <= decided and course.turns[number].is_computed:
                 self._write(course, number)
@@ -680,9 +689,8 @@ class Core:
     # -- shared -----------------------------------------------------------------------------------------------
 
     def _stat(self, request: Request) -> Ok:
-        staged = sum(held.nbytes for held in self.rounds.values()) + self.courses.nbytes
         return Ok({
-            "version": self.version, "step": self.step, "bytes": self.store.bytes, "staged": staged,
+            "version": self.version, "step": self.step, "bytes": self.store.bytes, "staged": self.staged,
             "spare": self.store.spare_bytes,
             "budget": self.store.budget, "variables": len(self.versions), "plans": len(self.plans),
             "applied": self.ledger.applied, "dups": self.ledger.dups, "waiting": len(self.lines),

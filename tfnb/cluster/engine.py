@@ -25,8 +25,8 @@ from tfnb.cluster.fit.leases import Broken
 from tfnb.cluster.fit.resident import NO_LOOP
 from tfnb.cluster.fit.training import Training
 from tfnb.cluster.joins import Way
-from tfnb.cluster.members import Ahead, Batch, Member, Mode, NotDone
-from tfnb.cluster.messages import Ask, Failed, NotSent, Ok, Outcome, Refused, Unknown, raised
+from tfnb.cluster.members import Ahead, Batch, Member, Mode
+from tfnb.cluster.messages import Ask, Failed, NotDone, NotSent, Ok, Outcome, Refused, Unknown, failed, raised
 from tfnb.cluster.programs import Placed, Plan
 from tfnb.cluster.restarts import Restarts
 from tfnb.cluster.transport import ClientLink
@@ -449,7 +449,7 @@ class Engine:
             except NotDone as failure:
                 answer = failure.outcome
             except TfnbError as error:  # what cannot be encoded
-                return p.Error(number, task, _as_failed(error))
+                return p.Error(number, task, failed(error))
             if not (isinstance(answer, Refused) and answer.reason == "unknown-plan"):
                 break
         return await self._judged(answer, number, task)
@@ -522,11 +522,6 @@ class Engine:
             raise self._error(e.ServerLost(shard), None)
         if isinstance(answer, Failed):
             raise raised(answer)
-
-    async def insist(self, shard: int, method: str, meta: dict[str, Any]) -> Ok:
-        """`settled`; raises what went wrong."""
-        (answer,) = await self.insist_on([Ask(shard, method, meta)])
-        return answer
 
     async def insist_on(self, asks: Sequence[Ask]) -> list[Ok]:
         """`settled_on`; raises what went wrong first."""
@@ -752,10 +747,6 @@ def _shard_event(done: p.Prepared | p.Committed, answer: Settled) -> p.Event:
         case Failed():
             return p.ShardError(done.number, done.shard, answer)
     return answer
-
-
-def _as_failed(error: TfnbError) -> Failed:
-    return Failed(type(error).__name__, error.message)
 
 
 def _unpacked(answer: Ok) -> list[Any]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tfnb.cluster.messages import Outcome, Peer
+from tfnb.cluster.messages import Peer
 from tfnb.state.batch_order import Order
 from tfnb.state.chunks import Chunked
 
@@ -101,11 +101,3 @@ class Mode(NamedTuple):
 
 
 MODES = ("sync", "async", "bounded")
-
-
-class NotDone(Exception):
-    """A preparation that did not come through."""
-
-    def __init__(self, outcome: Outcome) -> None:
-        super().__init__(outcome)
-        self.outcome = outcome

@@ -75,7 +75,7 @@ class Failed:
 @dataclass(frozen=True, slots=True)
 class Refused:
     """Certainly not executed. ``reason``: fenced, stale, too-old, unknown-plan, unknown-task, poisoned, protocol,
-    again (it waits inside and keeps its place: ask again under the same identity)."""
+    given-up (its loop was), again (it waits inside and keeps its place: ask again under the same identity)."""
 
     reason: str
     message: str = ""
@@ -97,6 +97,15 @@ class Unknown:
 
 
 Outcome = Ok | Failed | Refused | NotSent | Unknown
+
+
+class NotDone(Exception):
+    """A call on the way did not come through; its outcome."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome)
+        self.outcome = outcome
+
 
 _CLASSES: dict[str, type[TfnbError]] = {
     name: item for name, item in vars(errors).items() if isinstance(item, type) and issubclass(item, TfnbError)

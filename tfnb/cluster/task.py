@@ -32,8 +32,8 @@ from tfnb.cluster import asking, wire
 from tfnb.cluster.computing import Computing, in_thread
 from tfnb.cluster.core import PLANS, Core, Send, fence
 from tfnb.cluster.cores import Cores
-from tfnb.cluster.fit.resident import Ended, Loops
-from tfnb.cluster.messages import Ask, Failed, NotSent, Ok, Outcome, Peer, Refused, Request, Unknown, failed
+from tfnb.cluster.fit.resident import Loops
+from tfnb.cluster.messages import Ask, Failed, NotDone, NotSent, Ok, Outcome, Peer, Refused, Request, Unknown, failed
 from tfnb.cluster.programs import ComputeProgram, Push, ShardProgram
 from tfnb.cluster.reading import Reader
 from tfnb.cluster.serving import Serving
@@ -256,8 +256,8 @@ class Task:
             out, pushes = await self.computing.do(number, lambda: self._computed(program, feeds, values, run_index))
             computed = time.monotonic()
             await self._stage(pushes, request, number, deadline)
-        except Ended as ended:
-            return ended.answer
+        except NotDone as ended:
+            return ended.outcome  # type: ignore[return-value]  # see `_passed_on`
         except Exception as error:
             return failed(error, self.name)
         timings = {"pull": pulled - begin, "compute": computed - pulled, "push": time.monotonic() - computed}
@@ -336,7 +336,7 @@ class Task:
         outcomes = await asking.persisted(self.link, peer, asks, epoch=self.epoch, deadline=deadline)
         for ask, outcome in sorted(zip(asks, outcomes, strict=True), key=lambda end: asking.is_again(end[1])):
             if not isinstance(outcome, Ok):
-                raise Ended(_passed_on(outcome, peer, ask.shard))
+                raise NotDone(_passed_on(outcome, peer, ask.shard))
         return [outcome for outcome in outcomes if isinstance(outcome, Ok)]
 
 

@@ -14,7 +14,7 @@ ahead of the slowest one than it may be. A loop that stands still leaves, and no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,6 +82,11 @@ class Course:
     held_until: float = 0.0
     turns: dict[int, Turn] = field(default_factory=dict)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are staged."""
+        return sum(turn.nbytes for turn in self.turns.values())
+
     def turn(self, number: int) -> Turn:
         """A round, begun if it was not."""
         return self.turns.setdefault(number, Turn())
@@ -109,35 +114,3 @@ class Course:
         """Rounds up to ``floor`` are over; what was staged for them is dropped."""
         self.floor = max(self.floor, floor)
         self.turns = {number: turn for number, turn in self.turns.items() if number > self.floor}
-
-
-class Courses:
-    """The trainings of a shard that are open. What is sent for another one comes from a task that was given up."""
-
-    def __init__(self) -> None:
-        self._of: dict[str, Course] = {}
-
-    def open(self, name: str) -> None:
-        """A training begins; harmless if repeated."""
-        self._of.setdefault(name, Course())
-
-    def end(self, name: str) -> None:
-        """A training is over, for good."""
-        self._of.pop(name, None)
-
-    def of(self, meta: Mapping[str, Any]) -> Course:
-        """The training that a request is of. Raises KeyError where it is not open."""
-        return self._of[str(meta["training"])]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._of
-
-    @property
-    def all(self) -> list[Course]:
-        """Every open training."""
-        return list(self._of.values())
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are staged."""
-        return sum(turn.nbytes for course in self._of.values() for turn in course.turns.values())

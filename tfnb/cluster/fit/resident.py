@@ -21,10 +21,11 @@ import torch
 
 from tfnb.cluster.computing import Compute, Computing
 from tfnb.cluster.fit.data import Data, Needs
-from tfnb.cluster.messages import Ask, Failed, NotSent, Ok, OpId, Outcome, Refused, Request, failed
+from tfnb.cluster.messages import Ask, Failed, NotDone, NotSent, Ok, OpId, Outcome, Refused, Request, failed
 from tfnb.cluster.plan import divide
 from tfnb.cluster.programs import ComputeProgram, Push
 from tfnb.cluster.streams import Streams
+from tfnb.cluster.transport import outcome_header
 from tfnb.errors import Cancelled
 from tfnb.state.batch_order import Order, Rows
 
@@ -40,14 +41,6 @@ NO_LOOP = {"at": 0, "some": [], "groups": [], "paused": True, "over": True, "fai
 _keys = itertools.count(1 << 60)  # of loops among the calls of the compute thread; rounds lie below
 
 Out = list[torch.Tensor | None]
-
-
-class Ended(Exception):
-    """A call on the way could not be carried out: what the notebook is told."""
-
-    def __init__(self, answer: Failed | Refused) -> None:
-        super().__init__(answer)
-        self.answer = answer
 
 
 class Host(Protocol):
@@ -341,7 +334,8 @@ class Loop:
             "at": self._told, "some": next(([v is not None for v in d.out] for d in log), []),
             "groups": [[d.number, d.index, len(group), d.rows, d.workers] for group in groups for d in group[:1]],
             "late": self._late,
-            "paused": self._stands.is_set(), "over": self._work.done(), "failure": _written(self._failure),
+            "paused": self._stands.is_set(), "over": self._work.done(),
+            "failure": None if self._failure is None else outcome_header(self._failure),
             "seconds": self._seconds,
         }, tensors)  # fmt: skip
 
@@ -368,14 +362,14 @@ class Loop:
                 self._news.set()
         except Cancelled:
             pass
-        except Ended as ended:
-            self._failure = ended.answer
+        except NotDone as ended:
+            self._failure = ended.outcome  # type: ignore[assignment]  # a host raises what is failed or refused
         except Exception as error:
             self._failure = failed(error, self._host.name)
         finally:
             if self._ahead is not None:
                 self._ahead.close()
-            with suppress(Ended):
+            with suppress(NotDone):
                 await self._depart()
             self._stands.set()
             self._news.set()
@@ -586,29 +580,6 @@ class Loop:
         for key, old, version in zip(keys, ask.meta["since"], answer.meta["versions"], strict=True):
             if old != version:
                 self._held[key] = (version, next(fresh))
-
-
-def _written(failure: Failed | Refused | None) -> list[Any] | None:
-    match failure:
-        case Failed(tag, message, details):
-            return ["failed", tag, message, dict(details)]
-        case Refused(reason, message):
-            return ["refused", reason, message]
-    return None
-
-
-def read_failure(written: Sequence[Any] | None) -> Failed | Refused | None:
-    """What a report says of how the loop ended.
-
-    >>> read_failure(["refused", "unknown-plan", "p"])
-    Refused(reason='unknown-plan', message='p')
-    """
-    match written:
-        case ["failed", tag, message, details]:
-            return Failed(tag, message, details)
-        case ["refused", reason, message]:
-            return Refused(reason, message)
-    return None
 
 
 class Loops:

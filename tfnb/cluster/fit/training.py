@@ -24,11 +24,11 @@ from tfnb.cluster.fit import leases as a
 from tfnb.cluster.fit import rounds as s
 from tfnb.cluster.fit.courses import HOLD
 from tfnb.cluster.fit.data import written
-from tfnb.cluster.fit.resident import read_failure
 from tfnb.cluster.joins import Way, join
-from tfnb.cluster.members import Ahead, Batch, Member, Mode, NotDone
-from tfnb.cluster.messages import Ask, Failed, Ok, Outcome, Refused, failed
+from tfnb.cluster.members import Ahead, Batch, Member, Mode
+from tfnb.cluster.messages import Ask, NotDone, Ok, Outcome, Refused, failed
 from tfnb.cluster.programs import Placed
+from tfnb.cluster.transport import read_outcome
 from tfnb.errors import StepAborted, TfnbError
 from tfnb.state.chunks import Chunked
 
@@ -192,7 +192,7 @@ class Training:
         """Let all servers stand at one round, which it gives; None where the training has ended meanwhile."""
         chief, *others = self.placed.writes
         try:
-            answer = await self.engine.insist(chief, "hold", {"training": self._name})
+            (answer,) = await self.engine.insist_on([Ask(chief, "hold", {"training": self._name})])
             latest = int(answer.meta["latest"])
             about = {"training": self._name, "decided": latest}
             await self.engine.insist_on([Ask(shard, "decided", about) for shard in others])
@@ -327,9 +327,11 @@ class Training:
 
     async def _abandoned(self, end: e.Finish) -> None:
         """It failed while it ended: loops finish the step that they are at, and what they say is not heard."""
-        tell = {task: {"loop": loop.name, "seen": loop.seen} for task, loop in self._loops.items()}
-        tasks = self.engine.tasks
-        await asyncio.gather(*(self.engine.stop(tasks[task], "leave", lambda m=meta: m) for task, meta in tell.items()))
+        ends = []
+        for task, loop in self._loops.items():
+            about = {"loop": loop.name, "seen": loop.seen}
+            ends.append(self.engine.stop(self.engine.tasks[task], "leave", partial(dict, about)))
+        await asyncio.gather(*ends)
         if self.end is None:
             self._over(end)
             self._news.set()
@@ -433,7 +435,7 @@ class Training:
             except NotDone as failure:
                 answer = failure.outcome
             except TfnbError as error:  # what cannot be encoded
-                answer = Failed(type(error).__name__, error.message)
+                answer = failed(error)
             if not isinstance(answer, Ok):
                 self._begin(self._broken(task, loop, answer))
             elif not loop.is_watched:
@@ -472,9 +474,8 @@ class Training:
                     continue
                 return await self._broken(task, loop, answer)
             self._hear(task, loop, answer)
-            failure = read_failure(answer.meta["failure"])
-            if failure is not None and self._loops.get(task) is loop:
-                return await self._broken(task, loop, failure)
+            if answer.meta["failure"] is not None and self._loops.get(task) is loop:
+                return await self._broken(task, loop, read_outcome(answer.meta["failure"], ()))
 
     def _hear(self, task: int, loop: _Listening, answer: Ok) -> None:
         """Take what a task tells of the steps that it had not told of before."""
@@ -527,12 +528,7 @@ class Training:
         """No other loop waits for that of a task, and servers take nothing from it: should it live, it begins anew."""
         loop = self._loops.get(task)
         if loop is not None and self._staleness is not None and self.end is None:
-            about = {"training": self._name, "loop": loop.name, "gone": True}
-            for shard in self.placed.writes:
-                self._begin(self._told_gone(shard, about))
-
-    async def _told_gone(self, shard: int, about: dict[str, Any]) -> None:
-        await self.engine.settled(shard, "depart", about)
+            self.engine.later(self.engine.settled_on(self._to_all("depart", loop=loop.name, gone=True)))
 
     async def _pause(self, task: int, *, is_wanted: bool) -> None:
         """Let a loop stand, and ask until it does, or let it go on."""
