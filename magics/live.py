@@ -24,9 +24,10 @@ class LiveDrawing:
         self.widget = GraphWidget(
             picture, twin=picture["name"], text=repr(graph), on_fetch=self.fetch,
             on_face=lambda key, unfolded: self.drawing.face(key, unfolded=unfolded),
+            on_layout=lambda keys: self.drawing.picture(keys),
         )  # fmt: skip
 
-    def fetch(self, name: str) -> dict[str, str]:
+    def fetch(self, name: str) -> dict[str, Any]:
         """A node's value now; of one in a loop or branch what the last traced run saw."""
         inside = self.drawing.contents.by_name.get(name)
         if name in self.graph or inside is None:
@@ -84,7 +85,7 @@ def _is_trace(found: Any) -> bool:
     return found is not None and isinstance(found, tfnb.execution.Trace)
 
 
-def fetched(graph: Any, name: str) -> dict[str, str]:
+def fetched(graph: Any, name: str) -> dict[str, Any]:
     """A node's value now: the variables as they are, the placeholders as they were while recording."""
     session = tfnb.session.default_session(graph)
     space = tfnb.recording.values.workspace.workspace(graph)
@@ -93,4 +94,5 @@ def fetched(graph: Any, name: str) -> dict[str, str]:
     if value is None:
         return {"preview": "no value: an operation"}
     spec = graph[name].outputs[0]
-    return {"preview": f"{spec}: {tfnb.view.reprs.health(value)}\n{value}"}
+    shown = {"preview": f"{spec}: {tfnb.view.reprs.health(value)}\n{value}"}
+    return shown | tfnb.view.reprs.histogram(value)

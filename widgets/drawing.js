@@ -1,10 +1,11 @@
-// One drawing in a page: pan, zoom, search, fold and unfold, hover, keyboard. Used by static pages and by the widget.
+// One drawing in a page: pan, zoom, search, fold and unfold, switches, details, keyboard. Used by static pages and by the
+// widget. options.layout(keys of unfolded boxes) gives the whole drawing laid out anew, where there is a kernel.
 //
 // Python draws and lays out. Each box comes with two faces (card and frame); unfolding swaps them and stretches the
 // level around it: along each axis a monotone map that is 1:1 between boxes. Text enters by textContent only.
 function tfnbDrawing(root, options) {
   const svg = root.querySelector("svg");
-  const HEAD = 32, TALLEST = 680, SMALLEST = 0.6;
+  const HEAD = 32, TALLEST = 680, SMALLEST = 0.6, GAP = [16, 24];  // the least space between boxes, across and down
   const faces = options.faces || {}, parsed = new Map(), bases = new WeakMap();
   const listeners = [];
   const on = (target, kind, call, how) => {
@@ -24,7 +25,7 @@ function tfnbDrawing(root, options) {
   const innerOf = (box) => box.querySelector(":scope > .face > .level");
   const levelOf = (box) => box.parentNode;
   const ownerOf = (level) => level.parentNode.closest(".box");
-  const top = svg.querySelector(".level");
+  let top = svg.querySelector(".level");
   const find = (key) => svg.querySelector(`.box[data-key="${CSS.escape(key)}"]`);
   const isOpen = (box) => !!innerOf(box);
   const isGroup = (box) => box.hasAttribute("aria-expanded");
@@ -35,6 +36,7 @@ function tfnbDrawing(root, options) {
       title.parentNode.setAttribute("aria-label", title.textContent);
       title.remove();
     }
+    for (const box of el.querySelectorAll(".box")) box.setAttribute("tabindex", "-1");  // Tab passes; arrows go from box to box
   }
   function parse(text) {
     const whole = tfnbParse(`<svg xmlns="${svg.namespaceURI}">${text}</svg>`);
@@ -47,7 +49,9 @@ function tfnbDrawing(root, options) {
   }
 
   // ---- geometry ----------------------------------------------------------------------------------------------
-  function sizeOf(box) {
+  const isOff = (box) => box.classList.contains("off");
+  const sizeOf = (box) => (isOff(box) ? { w: 0, h: 0 } : fullSize(box));
+  function fullSize(box) {
     const shape = [...faceOf(box).children].filter((el) => el.localName === "rect").pop();
     return { w: number(shape, "width"), h: number(shape, "height") };
   }
@@ -59,7 +63,7 @@ function tfnbDrawing(root, options) {
     if (bases.has(level)) return bases.get(level);
     const base = { w: number(level, "data-w"), h: number(level, "data-h"), boxes: new Map(), wires: [], ports: [] };
     for (const el of level.children) {
-      if (el.classList.contains("box")) base.boxes.set(el, { ...placeOf(el), ...sizeOf(el) });
+      if (el.classList.contains("box")) base.boxes.set(el, { ...placeOf(el), ...fullSize(el) });
       else if (el.classList.contains("port")) base.ports.push([el, number(el, "cx")]);
       else if (el.classList.contains("wire")) {
         const [line, tip] = el.getAttribute("d").slice(1).split("M");
@@ -122,8 +126,8 @@ function tfnbDrawing(root, options) {
     const spans = [[], []];
     for (const [box, was] of base.boxes) {
       const now = sizeOf(box);
-      spans[0].push([was.x, was.x + was.w, now.w / was.w]);
-      spans[1].push([was.y, was.y + was.h, now.h / was.h]);
+      spans[0].push([was.x, was.x + was.w, now.w / was.w], [was.x + was.w, was.x + was.w + GAP[0], +!isOff(box)]);
+      spans[1].push([was.y, was.y + was.h, now.h / was.h], [was.y + was.h, was.y + was.h + GAP[1], +!isOff(box)]);
       byKey.set(keyOf(box), box);
     }
     const fx = axis(spans[0]), fy = axis(spans[1]), w = fx(base.w), h = fy(base.h);
@@ -144,11 +148,12 @@ function tfnbDrawing(root, options) {
       points[0] = from;
       points[n - 1] = to;
       wire.el.setAttribute("d", pathOf(points, wire.tip));
+      wire.el.classList.toggle("off", [wire.el.dataset.tail, wire.el.dataset.head].some((key) => key && byKey.has(key) && isOff(byKey.get(key))));
     }
     level.setAttribute("data-w", w);
     level.setAttribute("data-h", h);
     const owner = ownerOf(level);
-    if (!owner) return;
+    if (!owner) return label();
     const frame = faceOf(owner).querySelector(":scope > .frame");
     const wide = Math.max(w, number(frame, "data-min"));
     frame.setAttribute("width", wide);
@@ -162,7 +167,7 @@ function tfnbDrawing(root, options) {
     parsed.set(key, old);
     old.replaceWith(face);
     box.setAttribute("aria-expanded", String(isOpen(box)));
-    arrange(levelOf(box));
+    if (!sift(box)) arrange(levelOf(box));
   }
   const toggle = (box) => turn(box, !isOpen(box));
   async function turn(box, open, quiet, patience) {  // open or closed; as it is already, also by another hand while this one waits
@@ -180,8 +185,67 @@ function tfnbDrawing(root, options) {
     }
     const before = box.getBoundingClientRect();
     swap(box, face);
-    if (!quiet) settle(box, before);
+    if (!quiet) { settle(box, before); relayout(keyOf(box)); }
     return true;
+  }
+  const openKeys = () => [...svg.querySelectorAll('.box[aria-expanded="true"]')].map(keyOf);
+  let layouts = 0;
+  async function relayout(key) {  // as soon as a kernel answers; until then the level is stretched
+    const opened = openKeys(), turn = ++layouts;
+    const whole = options.layout && tfnbParse((await options.layout(opened).catch(() => "")) || "<none/>");
+    const level = whole && whole.querySelector(":scope > .level");
+    if (!level || turn !== layouts || String(openKeys()) !== String(opened)) return;
+    const focused = svg.contains(document.activeElement) && document.activeElement.getAttribute("data-key");
+    const pin = find(key), before = pin && pin.getBoundingClientRect();
+    adopt(level);
+    top.replaceWith(level);
+    top = level;
+    sift(svg);
+    mark();
+    if (focused) find(focused)?.focus({ preventScroll: true });
+    if (chosen) { chosen = find(keyOf(chosen)); chosen?.classList.add("chosen"); }
+    light(chosen, true);
+    before && find(key) ? settle(find(key), before) : fit();
+  }
+
+  // ---- switches ----------------------------------------------------------------------------------------------
+  const PASSES = ["forward", "gradient", "update", "variable"], off = new Set();
+  function sift(around) {  // hide what is switched off inside of an element, and close the gaps; whether anything changed
+    let changed = false;
+    for (const box of [...around.querySelectorAll(".box")].reverse()) {
+      const hidden = (box.dataset.pass || "forward").split(" ").every((pass) => off.has(pass));
+      changed ||= hidden || isOff(box);
+      if (hidden !== isOff(box)) { baseOf(levelOf(box)); box.classList.toggle("off", hidden); }
+    }
+    if (changed) for (const level of [...around.querySelectorAll(".level")].reverse()) arrange(level);
+    return changed;
+  }
+  function upgrade(entry) {  // a word of the legend switches its pass
+    const word = entry.textContent;
+    if (!PASSES.includes(word)) return;
+    const set = (shown) => { entry.setAttribute("aria-checked", shown); shown ? off.delete(word) : off.add(word); };
+    for (const [name, value] of [["role", "switch"], ["tabindex", "0"], ["title", `Show or hide: ${word}`]]) entry.setAttribute(name, value);
+    const flip = () => { set(entry.getAttribute("aria-checked") !== "true"); sift(svg); tall(); view.moved ? show() : fit(); };
+    set(true);
+    on(entry, "click", flip);
+    on(entry, "keydown", (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); event.stopPropagation(); flip(); } });
+  }
+  function switchClass(text, label, name, call) {
+    const made = button(text, label, () => { made.setAttribute("aria-pressed", svg.classList.toggle(name)); call?.(); });
+    made.setAttribute("aria-pressed", "false");
+  }
+  function label() {  // shapes beside the edges
+    for (const el of svg.querySelectorAll("text.spec")) el.remove();
+    if (!svg.classList.contains("specs")) return;
+    for (const wire of svg.querySelectorAll(".wire:not(.order):not(.off)")) {
+      const shapes = (wire.getAttribute("aria-label") || "").split("\n").map((line) => line.split("  ")[1]).filter(Boolean);
+      const length = wire.getTotalLength();
+      if (!shapes.length || length < 14) continue;
+      const { x, y } = wire.getPointAtLength(length / 2), text = document.createElementNS(svg.namespaceURI, "text");
+      for (const [name, value] of [["class", "spec soft halo"], ["x", x + 5], ["y", y + 3], ["font-size", 9]]) text.setAttribute(name, value);
+      text.textContent = shapes[0] + (shapes.length > 1 ? ` +${shapes.length - 1}` : "");
+      wire.parentNode.appendChild(text);
+    }
   }
 
   // ---- the view ----------------------------------------------------------------------------------------------
@@ -245,6 +309,7 @@ function tfnbDrawing(root, options) {
     made.title = label;
     made.setAttribute("aria-label", label);
     on(made, "click", call);
+    return made;
   }
   const search = tools.appendChild(make("input", ""));
   search.type = "search";
@@ -256,6 +321,8 @@ function tfnbDrawing(root, options) {
   button("Fit", "Show the whole graph", () => fit(true));
   button("Unfold", "Unfold one more level", () => unfoldAll());
   button("Fold", "Fold all", () => foldAll());
+  switchClass("Shapes", "Write shapes beside the edges", "specs", label);
+  if (svg.querySelector(".order") || Object.values(faces).some((face) => face.includes("wire order"))) switchClass("Order", "Show what only runs before", "orders");
   button("SVG", "Save the picture as it is now", () => save());
 
   async function unfoldAll() {
@@ -265,10 +332,12 @@ function tfnbDrawing(root, options) {
       await turn(box, true, true);
     }
     fit();
+    await relayout("");
   }
   async function foldAll() {
     for (const box of [...top.querySelectorAll('.box[aria-expanded="true"]')].reverse()) await turn(box, false, true);
     fit();
+    await relayout("");
   }
   function save() {
     const copy = svg.cloneNode(true), { w, h } = extent();
@@ -396,8 +465,23 @@ function tfnbDrawing(root, options) {
     chosen = box;
     box?.classList.add("chosen");
     light(box, true);
-    if (box && options.select) options.select(box.dataset.node || "", keyOf(box));
+    box ? panel.show({ label: box.getAttribute("aria-label") || "", ...ends(box) }) : panel.hide();
+    if (options.select) options.select((box && box.dataset.node) || "");
   }
+  function ends(box) {  // what a box takes and who uses it, of the boxes that are shown
+    const key = keyOf(box), inside = (one) => one === key || one.startsWith(`${key}.`);
+    const takes = new Map(), gives = new Map();
+    const add = (ends, to, text) => to && !inside(keyOf(to)) && !ends.has(keyOf(to)) && ends.set(keyOf(to), text);
+    for (const wire of svg.querySelectorAll(".wire:not(.off)")) {
+      const { head = "", from, tail } = wire.dataset, words = (wire.getAttribute("aria-label") || "").split("\n")[0];
+      if (inside(head)) add(takes, nearest(from || tail), words === "runs first" ? `${titleOf(nearest(tail)) || tail} (runs first)` : words);
+      if (head && inside(from || tail) && !isOpen(find(head))) add(gives, find(head), titleOf(find(head)));
+    }
+    for (const use of (box.dataset.uses || "").split(" ").filter(Boolean)) add(takes, nearest(use), titleOf(nearest(use) || box));
+    const list = (ends) => [...ends].slice(0, 24).map(([key, text]) => ({ key, text: text || key }));
+    return { takes: list(takes), gives: list(gives) };
+  }
+  const panel = tfnbPanel(root, async (key) => { await reveal(key); const box = find(key); if (box) { select(box); moveTo(box); } }, () => { select(null); svg.focus({ preventScroll: true }); });
   function press(box, event) {  // a frame reacts on its title only; inside it is paper
     if (isOpen(box) && event.clientY - box.getBoundingClientRect().top > HEAD * view.scale) return select(null);
     select(box);
@@ -436,10 +520,10 @@ function tfnbDrawing(root, options) {
     const level = levelOf(box), wires = [...level.children].filter((el) => el.classList.contains("wire"));
     const along = key === "ArrowDown" ? ["tail", "head"] : ["head", "tail"];
     if (key === "ArrowDown" || key === "ArrowUp") {
-      const wire = wires.find((el) => el.dataset[along[0]] === keyOf(box) && find(el.dataset[along[1]] || ""));
-      return wire && find(wire.dataset[along[1]]);
+      const ends = wires.filter((el) => el.dataset[along[0]] === keyOf(box)).map((el) => find(el.dataset[along[1]] || ""));
+      return ends.find((end) => end && !isOff(end));
     }
-    const row = boxesOf(level).sort((a, b) => placeOf(a).x - placeOf(b).x || placeOf(a).y - placeOf(b).y);
+    const row = boxesOf(level).filter((one) => !isOff(one)).sort((a, b) => placeOf(a).x - placeOf(b).x || placeOf(a).y - placeOf(b).y);
     return row[row.indexOf(box) + (key === "ArrowRight" ? 1 : -1)];
   }
   function moveTo(box) {
@@ -451,14 +535,16 @@ function tfnbDrawing(root, options) {
   const KEYS = {
     "+": () => zoom(1.25), "=": () => zoom(1.25), "-": () => zoom(0.8), "0": () => fit(true), f: () => fit(true),
     "/": () => search.focus(),
-    Escape: (box) => { const owner = box && ownerOf(levelOf(box)); owner ? moveTo(owner) : (select(null), document.activeElement.blur()); },
+    Escape: (box) => { const owner = box && ownerOf(levelOf(box)); if (owner) return moveTo(owner); select(null); svg.focus({ preventScroll: true }); },
+    "?": () => say("Arrows go along edges and rows, Shift and down into a box, Escape out of it; Enter folds and shows details; + − 0 zoom, / finds."),
     Enter: (box) => { if (box) { select(box); toggle(box); } },
   };
   KEYS[" "] = KEYS.Enter;
   on(svg, "keydown", (event) => {
     const box = boxAt(event);
     if (event.ctrlKey || event.metaKey || event.altKey) return;
-    if (event.key.startsWith("Arrow")) moveTo(box ? neighbour(box, event.key) : boxesOf(top)[0]);
+    if (event.key === "ArrowDown" && event.shiftKey && box) moveTo(innerOf(box) && boxesOf(innerOf(box)).find((one) => !isOff(one)));
+    else if (event.key.startsWith("Arrow")) moveTo(box ? neighbour(box, event.key) : boxesOf(top).find((one) => !isOff(one)));
     else if (KEYS[event.key]) KEYS[event.key](box);
     else return;
     event.preventDefault();
@@ -479,6 +565,7 @@ function tfnbDrawing(root, options) {
 
   // ---- start -------------------------------------------------------------------------------------------------
   adopt(svg);
+  bar.querySelectorAll(".tfnb-key").forEach(upgrade);
   svg.setAttribute("role", "group");
   svg.setAttribute("tabindex", "0");
   svg.classList.add("live");
@@ -489,7 +576,7 @@ function tfnbDrawing(root, options) {
   watch.observe(svg);
   fit();
   return {
-    toggle: (key) => find(key) && toggle(find(key)), reveal, fit, say, select, point,
+    toggle: (key) => find(key) && toggle(find(key)), reveal, fit, say, select, point, tell: panel.tell,
     left: () => ({ boxes: boxes(), view: { ...view } }), resume,
     stop() { clearTimeout(wait); watch.disconnect(); listeners.forEach((off) => off()); },
   };

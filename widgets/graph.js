@@ -9,7 +9,7 @@ function tfnbTwin(el, name) {  // the nearest static drawing before this element
 }
 function render({ model, el }) {
   const waiting = new Map();
-  let drawing = null, sliders = null, twin = null, value = null, late = 0, clock = 0;
+  let drawing = null, sliders = null, twin = null, late = 0, clock = 0;
   function build() {
     const left = drawing?.left();
     stop();
@@ -22,18 +22,15 @@ function render({ model, el }) {
     bar.className = "tfnb-bar";
     bar.appendChild(document.createElement("span")).textContent = title;
     for (const [word, colour] of legend || []) {
-      const entry = bar.appendChild(document.createElement("span")), dot = document.createElement("span");
+      const entry = bar.appendChild(document.createElement("span"));
+      entry.className = "tfnb-key";
+      const dot = document.createElement("span");
       dot.className = "tfnb-dot";
       if (/^#[0-9a-f]{6}$/.test(colour)) dot.style.background = colour;
       entry.append(dot, word);
     }
     root.appendChild(svg);
-    value = document.createElement("div");
-    value.className = "tfnb-value";
-    value.setAttribute("aria-live", "polite");
-    value.hidden = true;
-    drawing = tfnbDrawing(root, { ask, select });
-    root.appendChild(value);
+    drawing = tfnbDrawing(root, { ask, select, layout });
     if (iterations?.loops) sliders = tfnbIterations(root, iterations, { chosen: model.get("chosen"), changed: slid });
     const below = timeline && tfnbBelow(timeline);
     if (below) { root.appendChild(below); tfnbTimeline(root, drawing, sliders); }
@@ -64,26 +61,33 @@ function render({ model, el }) {
       waiting.set(answer, scope);
     });
   }
+  let laid = null;  // who waits for a layout: only the last one matters
+  function layout(opened) {
+    laid?.("");
+    return new Promise((resolve) => {
+      laid = resolve;
+      model.send({ kind: "layout", opened });
+    });
+  }
   function select(node) {
     model.set("selection", node);
     model.save_changes();
-    if (!node) return;
-    value.hidden = false;
-    value.textContent = `${node}: …`;
     clearTimeout(late);
-    late = setTimeout(() => { value.textContent = `${node}: no answer; is the kernel running?`; }, 30000);
+    if (!node) return;
+    drawing.tell(`${node}: …`);
+    late = setTimeout(() => drawing?.tell(`${node}: no answer; is the kernel running?`), 30000);
     model.send({ kind: "fetch", node });
   }
   function heard(message) {
+    if (message.kind === "layout") laid?.(message.svg);
     if (message.kind === "face") for (const [answer, scope] of waiting) if (scope === message.scope) answer(message.svg);
     if (message.kind === "value" && message.node === model.get("selection")) {
       clearTimeout(late);
-      value.textContent = `${message.node}\n${message.error || message.preview}`;
+      drawing?.tell(`${message.node}\n${message.error || message.preview}`, message.histogram);
     }
   }
   const listeners = {
     "msg:custom": heard, "change:picture": build, "change:chosen": () => sliders?.set(model.get("chosen")),
-    "change:selection": () => { if (!model.get("selection") && value) value.hidden = true; },
   };
   build();
   for (const [kind, call] of Object.entries(listeners)) model.on(kind, call);

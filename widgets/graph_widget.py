@@ -14,6 +14,7 @@ log = logging.getLogger(__name__)
 
 Fetch = Callable[[str], Mapping[str, Any]]
 Face = Callable[[str, bool], str]
+Layout = Callable[[list[str]], str]
 
 _HERE = Path(__file__).parent
 
@@ -29,11 +30,12 @@ class GraphWidget(anywidget.AnyWidget):
     ``iterations``, data of the sliders of a traced run (see ``loop_sliders.js``), and its ``timeline`` as HTML, which
     stands below. Another picture replaces it whole; what was unfolded stays so. twin: the ``data-tfnb`` of a static
     drawing that this one hides while it is shown. text: what a front end without widgets shows. on_fetch(node name)
-    gives ``{"preview": str}``; on_face(key of a box, unfolded) gives SVG. ``selection`` is the name of the node that
+    gives ``{"preview": str}`` and where there are many numbers a ``histogram``: ``counts``, ``low``, ``high``;
+    on_face(key of a box, unfolded) gives SVG, on_layout(keys of the unfolded boxes) the whole drawing. ``selection`` is the name of the node that
     was clicked, ``chosen`` the iteration of each loop, or None for all of them: all views of the widget share both.
     """
 
-    _esm = _text("markup.js", "drawing.js", "loop_sliders.js", "timeline.js", "graph.js")
+    _esm = _text("markup.js", "panel.js", "drawing.js", "loop_sliders.js", "timeline.js", "graph.js")
     _css = _text("drawing.css")
 
     picture: traitlets.Dict[str, Any] = traitlets.Dict().tag(sync=True)
@@ -43,11 +45,11 @@ class GraphWidget(anywidget.AnyWidget):
 
     def __init__(
         self, picture: Mapping[str, Any], *, twin: str = "", text: str = "",
-        on_fetch: Fetch | None = None, on_face: Face | None = None,
+        on_fetch: Fetch | None = None, on_face: Face | None = None, on_layout: Layout | None = None,
     ) -> None:  # fmt: skip
         super().__init__(picture=dict(picture), twin=twin)
         self.text = text
-        self._fetch, self._face = on_fetch, on_face
+        self._fetch, self._face, self._layout = on_fetch, on_face, on_layout
         self.on_msg(self._heard)
 
     def _heard(self, _widget: Any, message: Any, _buffers: Any) -> None:
@@ -56,22 +58,26 @@ class GraphWidget(anywidget.AnyWidget):
             case {"kind": "fetch", "node": str(node)}:
                 self.send({"kind": "value", "node": node, **self._value(node)})
             case {"kind": "fold" | "unfold" as kind, "scope": str(scope)}:
-                self.send({"kind": "face", "scope": scope, "svg": self._drawn(scope, kind == "unfold")})
+                self.send({"kind": "face", "scope": scope, "svg": self._drawn(self._face, scope, kind == "unfold")})
+            case {"kind": "layout", "opened": list(keys)}:
+                self.send({"kind": "layout", "svg": self._drawn(self._layout, [str(key) for key in keys])})
 
-    def _value(self, node: str) -> dict[str, str]:
+    def _value(self, node: str) -> dict[str, Any]:
         if self._fetch is None:
             return {"error": "values cannot be fetched here"}
         try:
-            return {"preview": str(self._fetch(node).get("preview", ""))}
+            found = self._fetch(node)
+            more = {"histogram": found["histogram"]} if found.get("histogram") else {}
+            return {"preview": str(found.get("preview", "")), **more}
         except Exception as failure:  # the user's data and code: the page says what went wrong
             log.info("fetching %s failed", node, exc_info=True)
             return {"error": f"{type(failure).__name__}: {failure}"}
 
-    def _drawn(self, scope: str, unfolded: bool) -> str:
+    def _drawn(self, draw: Callable[..., str] | None, *of: Any) -> str:
         try:
-            return self._face(scope, unfolded) if self._face else ""
-        except Exception:  # a key of an older picture, or a layout that failed: the page says it cannot unfold
-            log.info("drawing %s failed", scope, exc_info=True)
+            return draw(*of) if draw is not None else ""
+        except Exception:  # a key of an older picture, or a layout that failed: the page keeps what it has
+            log.info("drawing %s failed", of, exc_info=True)
             return ""
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:

@@ -181,7 +181,7 @@ function tfnbIterations(root, data, options = {}) {
 
   set(options.chosen || []);
   const watch = new MutationObserver((changes) => {  // a box was folded or unfolded
-    if (changes.some(({ addedNodes }) => [...addedNodes].some((el) => el.classList?.contains("face")))) apply();
+    if (changes.some(({ addedNodes }) => [...addedNodes].some((el) => ["face", "level"].some((name) => el.classList?.contains(name))))) apply();
   });
   watch.observe(svg, { childList: true, subtree: true });
   return { chooseIteration, follow, set, stop() { watch.disconnect(); } };

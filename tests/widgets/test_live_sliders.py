@@ -63,6 +63,10 @@ class Live(Loops):
         while asked:
             asked = self.js("return window.model.sent.splice(0)")
             for message in asked:
+                if message["kind"] == "layout":
+                    laid = {"kind": "layout", "svg": self.live.drawing.picture(message["opened"])}
+                    self.js("window.model.emit('msg:custom', arguments[0])", laid)
+                    continue
                 found = self.live.drawing.face(message["scope"], unfolded=message["kind"] == "unfold")
                 face = {"kind": "face", "scope": message["scope"], "svg": found}
                 self.js("window.model.emit('msg:custom', arguments[0])", face)

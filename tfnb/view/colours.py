@@ -106,6 +106,42 @@ def duration(seconds: float) -> str:
     return f"{1e3 * seconds:.2f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.0f} us"
 
 
+# -- health ----------------------------------------------------------------------------------------------------
+
+STRIP = {
+    "nan": "#dc2f26", "-inf": "#ee7b15", "negative": "#5b8def", "zero": "#a9b0bb", "positive": "#33a98a",
+    "+inf": "#ee7b15",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Vitals:
+    """How many numbers of which kind a traced run saw, by the recorded path of a node."""
+
+    by_path: Mapping[Path, Any]  # of objects with ``counts`` and ``size`` that add up
+    paths: Mapping[int, Path]
+
+    def of(self, box: Box) -> Any:
+        """The health of all values of a box; None where nothing of it was looked at."""
+        found = [self.by_path.get(self.paths.get(node.id, (node.id,))) for node in box.nodes]
+        seen = [health for health in found if health is not None]
+        return sum(seen[1:], seen[0]) if seen else None
+
+    def words(self, box: Box) -> str:
+        """The counts, and the range of the finite ones."""
+        health = self.of(box)
+        return "" if health is None else repr(health)
+
+    def shares(self, box: Box) -> list[tuple[str, float]]:
+        """Colours and shares of the whole; of what there is too little of to be seen, a share that can be."""
+        health = self.of(box)
+        if health is None or not health.size:
+            return []
+        shares = [(STRIP[word], max(0.04, count / health.size)) for word, count in health.counts if count]
+        total = sum(share for _, share in shares)
+        return [(colour, share / total) for colour, share in shares]
+
+
 # -- differences -----------------------------------------------------------------------------------------------
 
 TONES = {"added": "update", "removed": "failing", "changed": "variable"}
@@ -121,10 +157,14 @@ class Marks:
     def _of(self, node: Node) -> str | None:
         return self.by_id.get(self.paths.get(node.id, (node.id,))[0])
 
-    def tone(self, box: Box) -> str:
-        """The colour of a box: that of its nodes if they agree, else a group with some of them is changed."""
+    def of(self, box: Box) -> str | None:
+        """What became of a box: of its nodes if they agree, else a group with some of them is changed."""
         found = {self._of(node) for node in box.nodes}
-        mark = found.pop() if len(found) == 1 else "changed"
+        return found.pop() if len(found) == 1 else "changed"
+
+    def tone(self, box: Box) -> str:
+        """The colour of a box."""
+        mark = self.of(box)
         return "plain" if mark is None else TONES[mark]
 
     def words(self, box: Box) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from tfnb.graph import Contents, Graph, Node, Value
 from tfnb.view import facts
 from tfnb.view.box import Box, Key, key_name
-from tfnb.view.colours import Heat, Marks, heat
+from tfnb.view.colours import Heat, Marks, Vitals, heat
 from tfnb.view.escape import shorten, xml
 from tfnb.view.face import HEAD, Face, Painter, n, times
 from tfnb.view.inside import opened
@@ -26,6 +26,7 @@ from tfnb.view.wiring import Wiring
 
 BOXES = 26  # boxes and frames of the first view, where the graph allows a choice
 MOST = 150
+OUTLINE = 12  # boxes of the outermost level that a description names
 MARKED = 12  # nodes that are new, gone or changed, which are shown at first
 
 Which = Node | Value | str | int | None
@@ -35,13 +36,16 @@ class Drawing:
     """Draws one version of a graph; ``cell`` folds other cells, ``failing`` is red, ``grey`` pale.
 
     ``trace`` colours boxes by what a traced run measured: ``by`` is ``"time"`` or ``"bytes"``; sides of branches that
-    it took are lit, others pale, and its loops have sliders over their iterations. ``marks`` says which nodes were
-    ``"added"``, ``"removed"`` or ``"changed"``: colours for those, the groups around them unfolded.
+    it took are lit, others pale, and its loops have sliders over their iterations. What it knows of the health of values
+    is a strip on each card, and what made the first bad numbers is red. ``marks`` says which nodes were ``"added"``,
+    ``"removed"`` or ``"changed"``: colours for those, the groups around them unfolded; ``badges`` says the same of a
+    cell that ran again: dots on boxes that keep their colours.
     """
 
     def __init__(
         self, graph: Graph, *, cell: str | None = None, failing: Which = None, grey: Collection[int] = (),
         boxes: int = BOXES, trace: Any = None, by: str = "time", marks: Mapping[int, str] | None = None,
+        badges: Mapping[int, str] | None = None,
     ) -> None:  # fmt: skip
         self.name = graph.name
         keep = {*getattr(trace, "fetched", ()), _id_of(failing, graph.contents)}
@@ -51,26 +55,45 @@ class Drawing:
         self.root = tree(self.contents, cell=cell)
         self.wiring = Wiring(self.contents, self.root)
         failed = _id_of(failing, self.contents)
-        red = frozenset() if failed is None else frozenset({failed})
+        self.vitals = Vitals(trace.health, inside.paths) if trace is not None and trace.health else None
+        red = self._origins(trace, inside.paths) | ({failed} if failed is not None else set())
         self.colours: Heat | Marks | None = None if marks is None else Marks(marks, inside.paths)
         if trace is not None:
             self.colours = heat(trace, by, inside.lit, inside.paths)
         self.sliders = LoopSliders(trace, inside, self.wiring) if trace is not None and trace.loops else None
-        self.painter = Painter(self.wiring, red, inside.dead.union(grey), self.colours, self.sliders)
-        self.opened = self._opened(min(boxes, MOST), red or (marks if marks and len(marks) <= MARKED else ()))
+        self.badges = Marks(badges, inside.paths) if badges else None
+        self.painter = Painter(
+            self.wiring, red, inside.dead.union(grey), self.colours, self.sliders, self.badges, self.vitals
+        )
+        wanted = next((ids for ids in (red, marks, badges) if ids), ())
+        self.opened = self._opened(min(boxes, MOST), wanted if len(wanted) <= MARKED else ())
 
     def path(self, node: int) -> tuple[int, ...]:
         """The ids of a node of the drawing and of those around it, as they were recorded."""
         return self._paths.get(node, (node,))
 
+    @staticmethod
+    def _origins(trace: Any, paths: Mapping[int, tuple[int, ...]]) -> frozenset[int]:
+        """The nodes of the drawing that made the first bad numbers of a traced run."""
+        found = {origin.path for origin in getattr(trace, "origins", {}).values() if origin.node is not None}
+        places = {path: node for node, path in paths.items()}
+        return frozenset(places.get(path, path[0]) for path in found if len(path) == 1 or path in places)
+
     # -- which boxes are unfolded -----------------------------------------------------------------------------
 
     def _opened(self, budget: int, wanted: Collection[int]) -> frozenset[Key]:
-        """Groups above the wanted nodes; then lines and modules, a whole depth of a line at a time, while they fit."""
+        """Groups above the wanted nodes; then lines and modules, a whole depth of a line at a time, while they fit.
+
+        Gradients and updates stay folded where there is a forward pass: they are its mirror.
+        """
         where = self.wiring.where
-        opened = {where[node][:depth] for node in wanted for depth in range(len(where[node]))} | {()}
+        ways = [where[node] for node in wanted if node in where]
+        opened = {way[:depth] for way in ways for depth in range(len(way))} | {()}
         seen = sum(len(box.children) + 1 for box in self.root.walk() if box.key in opened) - 1
-        for _, boxes in groupby(sorted(filter(_has_functions, self.root.walk()), key=_priority), key=_priority):
+        groups = [box for box in self.root.walk() if _has_functions(box)]
+        if "forward" in {facts.tone(node) for node in self.root.nodes}:
+            groups = [box for box in groups if "forward" in _passes(box) or box.kind in ("line", "cell")]
+        for _, boxes in groupby(sorted(groups, key=_priority), key=_priority):
             inner = [box for box in boxes if box.key not in opened and box.key[:-1] in opened]
             more = sum(len(box.children) + 1 for box in inner)
             if seen + more <= budget:
@@ -113,21 +136,27 @@ class Drawing:
         if len(results) == 1:
             words.append(f'data-node="{xml(results[0][0].name)}"')
         uses = self.wiring.uses(box)
+        if (passes := _passes(box)) != ["forward"]:
+            words.append(f'data-pass="{" ".join(passes)}"')
         if uses:
             words.append(f'data-uses="{" ".join(key_name(self.wiring.where[node.id]) for node in uses)}"')
         return f"<g {' '.join(words)}><title>{xml(self.title(box))}</title>{face.svg}</g>"
 
     def title(self, box: Box) -> str:
         """The lines of a box's tooltip."""
+        more = [each.words(box) for each in (self.badges, self.vitals) if each is not None]
+        return "\n".join(filter(None, (*self._lines(box), *more)))
+
+    def _lines(self, box: Box) -> list[str]:
         if not box.children:
-            return "\n".join(facts.describe(box.node, self.contents))
+            return facts.describe(box.node, self.contents)
         name = [box.title, times(box) if box.times > 1 else "", box.detail]
         lines = [" ".join(filter(None, name)), facts.plural(len(box.nodes), "node")]
         lines += [f"gives {node.name}  {node.outputs[places[0]]}" for node, places in self.wiring.results(box)[:4]]
         variables = dict.fromkeys(facts.variable_name(node) for node in box.nodes if node.op == "tfnb.read")
         lines += [f"reads {facts.joined(variables, 6)}"] if variables else []
         lines += facts.quoted(box.nodes[0])
-        return "\n".join(shorten(line, 200) for line in lines)
+        return [shorten(line, 200) for line in lines]
 
     def face(self, name: str, unfolded: bool) -> str:
         """One face of the group with that key, as SVG: what a live view asks for."""
@@ -143,19 +172,31 @@ class Drawing:
     def _groups(self) -> Iterator[Box]:
         return (box for box in self.root.walk() if box.children and box.key)
 
+    @cached_property
+    def outline(self) -> str:
+        """What the picture shows, in words: for those who cannot see it."""
+        seen = [f"{box.title} {box.detail}".strip() for box in self.root.children[:OUTLINE]]
+        more = f", and {len(self.root.children) - OUTLINE} more" if len(self.root.children) > OUTLINE else ""
+        return f"A dataflow graph from top to bottom: {', then '.join(shorten(word, 60) for word in seen)}{more}."
+
     # -- the picture ------------------------------------------------------------------------------------------
 
     @cached_property
     def svg(self) -> str:
         """The first view as a complete SVG document; raises LayoutFailed."""
-        drawn = self._level(self.root, self.opened)
+        return self.picture(self.opened)
+
+    def picture(self, opened: Collection[Key | str]) -> str:
+        """The drawing with these boxes, or those of these names, unfolded, laid out anew; raises LayoutFailed."""
+        opened = {tuple(map(int, key.split("."))) if isinstance(key, str) else key for key in opened}
+        drawn = self._level(self.root, opened)
         wide, high = n(drawn.width), n(drawn.height)
         words = f"Graph {self.name}: {facts.counts(self.contents)}"
         sheet = HOT_SHEET if isinstance(self.colours, Heat) else SHEET
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" class="tfnb" role="img" aria-label="{xml(words)}" '
             f'width="{wide}" height="{high}" viewBox="0 0 {wide} {high}" font-family="{SANS}" '
-            f'style="max-width:100%;height:auto"><style>{sheet}</style>'
+            f'style="max-width:100%;height:auto"><desc>{xml(self.outline)}</desc><style>{sheet}</style>'
             f'<rect class="paper" width="100%" height="100%" fill="{PAPER}"/>'
             f'<g class="level" data-w="{wide}" data-h="{high}">{drawn.svg}</g></svg>'
         )
@@ -171,6 +212,13 @@ def _id_of(which: Which, contents: Contents) -> int | None:
             node = contents.by_name.get(which)
             return node.id if node else None
     return which if which in contents.by_id else None
+
+
+def _passes(box: Box) -> list[str]:
+    """What switches a box hangs on: the passes of its nodes, of which a small one has none but its own."""
+    if box.is_small:
+        return ["variable"]
+    return sorted({facts.tone(node) for node in box.nodes if node.op not in facts.SMALL})
 
 
 def _has_functions(box: Box) -> bool:

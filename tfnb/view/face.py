@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tfnb.view import facts
 from tfnb.view.box import Box
-from tfnb.view.colours import Heat, Marks
+from tfnb.view.colours import TONES, Heat, Marks, Vitals
 from tfnb.view.escape import shorten, xml
 from tfnb.view.inside import ARGUMENT
 from tfnb.view.loop_sliders import LoopSliders
@@ -20,6 +20,7 @@ from tfnb.view.wiring import Wiring
 
 PAD, ROW, HEAD = 10, 15, 32
 TITLE = 44  # characters of a title
+STRIP = 9  # pixels of a card for its strip of health
 TRACK, SLIDER = 130, 330  # pixels: a slider's track, the slider with its words
 
 
@@ -61,6 +62,8 @@ class Painter:
     grey: frozenset[int] = frozenset()
     colours: Heat | Marks | None = None
     sliders: LoopSliders | None = None
+    badges: Marks | None = None
+    vitals: Vitals | None = None
 
     def tone(self, box: Box) -> str:
         """The colour of a box: that of its nodes, if they agree."""
@@ -82,12 +85,15 @@ class Painter:
         rows = self._rows(box)
         left = PAD + (13 if box.children else 0)
         wide = max(56, round(max(map(_length, rows)) + left + PAD))
-        high = ROW * len(rows) + 11
+        strip = self.vitals.shares(box) if self.vitals is not None else []
+        high = ROW * len(rows) + 11 + (STRIP if strip else 0)
         tone = self.tone(box)
         parts = [_card(tone, wide, high, 3 * stack, 6) for stack in ((2, 1) if box.times > 1 else ())]
         parts.append(_card(tone, wide, high, 0, high / 2 if tone == "input" else 6))
         parts += [_chevron(PAD, 13, opened=False)] if box.children else []
         parts += [_text(row, left, 17 + ROW * place) for place, row in enumerate(rows)]
+        parts += [_strip(strip, left, high - STRIP - 3, wide - left - PAD)] if strip else []
+        parts += self._badge(box, wide)
         return Face(self._group(box, tone, parts), wide, high)
 
     def frame(self, box: Box, inside: str, wide: float, high: float) -> Face:
@@ -99,6 +105,7 @@ class Painter:
         parts = [_frame(tone, wide, high + HEAD, least), inside, _chevron(PAD, 16, opened=True)]
         parts.append(_text(row, PAD + 13, 20, halo=True))
         parts += [_slider(PAD + 13 + _length(row) + 14, *slider)] if slider else []
+        parts += self._badge(box, wide)
         return Face(self._group(box, tone, parts), wide, high + HEAD)
 
     def _group(self, box: Box, tone: str, parts: Iterable[str]) -> str:
@@ -117,7 +124,16 @@ class Painter:
             row.append(Word(facts.specs(node, (0,)), 9, mono=True, soft=True))
         wide = max(28, round(_length(row) + 16))
         tone = self.tone(box)
-        return Face(self._group(box, tone, [_card(tone, wide, 20, 0, 10), _text(row, 8, 13.5)]), wide, 20)
+        parts = [_card(tone, wide, 20, 0, 10), _text(row, 8, 13.5), *self._badge(box, wide)]
+        return Face(self._group(box, tone, parts), wide, 20)
+
+    def _badge(self, box: Box, wide: float) -> list[str]:
+        """A dot at the corner of what is not as it was."""
+        mark = self.badges.of(box) if self.badges is not None else None
+        if mark is None:
+            return []
+        colour = LIGHT[TONES[mark]].line
+        return [f'<circle class="badge" cx="{n(wide - 3)}" cy="3" r="5" fill="{colour}" stroke="{FRAME}"/>']
 
     # -- words --------------------------------------------------------------------------------------------
 
@@ -226,6 +242,15 @@ def _text(row: Row, x: float, y: float, *, halo: bool = False) -> str:
         place = f'x="{n(x)}" y="{n(y)}" font-size="{n(word.size)}"'
         parts.append(f"<text {ink} {place}{family}{weight}>{xml(word.text)}</text>")
         x += word.width + 6
+    return "".join(parts)
+
+
+def _strip(shares: Iterable[tuple[str, float]], x: float, y: float, wide: float) -> str:
+    """How many numbers are of which kind, as lengths."""
+    parts = []
+    for colour, share in shares:
+        parts.append(f'<path class="vital" d="M{n(x)},{n(y)}h{n(share * wide)}v4h{n(-share * wide)}z" fill="{colour}"/>')
+        x += share * wide
     return "".join(parts)
 
 

@@ -92,10 +92,16 @@ class Level:
 
     def _dots(self) -> Iterator[str]:
         ports = self._ports()
+        busy = {end for edge in self.edges if edge.values for end in (edge.tail, edge.head)}
+
+        def dot_at(end: Inlet | Outlet, name: str, x: float, y: float) -> str:
+            look = "port" if end in busy else "port order"
+            return f'<circle class="{look}" {name} cx="{n(x)}" cy="{n(y)}" r="2.5" fill="{WIRE}"/>'
+
         for key, x in ports.inlets.items():
-            yield f'<circle class="port" data-in="{key_name(key)}" cx="{n(x)}" cy="{-HEAD}" r="2.5" fill="{WIRE}"/>'
+            yield dot_at(Inlet(key), f'data-in="{key_name(key)}"', x, -HEAD)
         for place, x in ports.outlets.items():
-            yield f'<circle class="port" data-out="{place}" cx="{n(x)}" cy="{n(self.height)}" r="2.5" fill="{WIRE}"/>'
+            yield dot_at(Outlet(place), f'data-out="{place}"', x, self.height)
 
     # -- edges --------------------------------------------------------------------------------------------
 
@@ -151,7 +157,8 @@ class Level:
         if any(facts.is_densified(contents.by_id[value.node]) for value in edge.values):
             tone = "failing"
         colour = LIGHT[tone].line if tone in ("gradient", "update", "failing") else WIRE
-        look = f'class="wire{f" w-{tone}" if colour != WIRE else ""}" stroke="{colour}" fill="none"'
+        kind = ("" if edge.values else " order") + (f" w-{tone}" if colour != WIRE else "")
+        look = f'class="wire{kind}" stroke="{colour}" fill="none"'
         look += f' stroke-width="{n(_thickness(edge.values, self.wiring))}"'
         look += "" if edge.values else ' stroke-dasharray="4 3"'
         look += f' opacity="{PALE}"' if pale else ""

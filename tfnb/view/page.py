@@ -1,6 +1,7 @@
-"""A drawing as one self-contained piece of HTML: the picture, its other faces packed, a style and a small script.
+"""A drawing as one self-contained piece of HTML: the picture, its other faces, the style and the script, packed.
 
-Without the script (GitHub strips it) the picture stays. The script and style are plain files of `tfnb.widgets`.
+Without the script (GitHub strips it) the picture stays. The script and style are plain files of `tfnb.widgets`. Every
+output has its own copy, as any of them may be cleared or copied elsewhere; a page unpacks and runs one of them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tfnb.view.layout import LayoutFailed
 from tfnb.view.style import LIGHT
 
 BYTES = 85_000  # of one page, where the picture leaves the choice; what is beyond unfolds in the live view only
+DOT = "display:inline-block;width:9px;height:9px;border-radius:3px;margin-right:4px"
 LEGEND = ("forward", "gradient", "update", "variable")
 
 
@@ -32,17 +34,24 @@ def html(drawing: Drawing, listing: Callable[[], str], *, below: str = "", limit
         iterations = drawing.sliders.data if drawing.sliders is not None else {}
         sliders = f'<script type="text/plain" class="tfnb-iterations">{packed(iterations)}</script>' * bool(iterations)
         wanted = {"loop_sliders.js": bool(iterations), "timeline.js": bool(below)}
-        scripts = ["markup.js", "drawing.js", *(name for name, has in wanted.items() if has), "static.js"]
-        script = "\n".join(map(asset, scripts))
-        room = limit - len(picture.encode()) - len(script)  # what a traced run shows comes on top
+        program, name = code(*(name for name, has in wanted.items() if has))
+        room = limit - len(picture.encode()) - len(program)  # what a traced run shows comes on top
         faces = packed(_fitting(drawing, room))
     except LayoutFailed as failure:
         return f'<div class="tfnb-page"><p>{xml(str(failure))}</p><pre>{xml(listing())}</pre>{below}</div>'
     return (
-        f'<div class="tfnb-page" data-tfnb="{digest(picture)}"><style>{asset("drawing.css")}</style>{_bar(drawing)}'
+        f'<div class="tfnb-page" data-tfnb="{digest(picture)}">{_bar(drawing)}'
         f'{picture}<script type="text/plain" class="tfnb-faces">{faces}</script>{sliders}{below}'
-        f"<script>{script}</script></div>"
+        f'<script type="text/plain" class="tfnb-code" data-name="{name}">{program}</script>'
+        f"<script>{asset('loader.js')}</script></div>"
     )
+
+
+@cache
+def code(*more: str) -> tuple[str, str]:
+    """The style and script of a page, packed, and a name for them: of two versions in one page each runs its own."""
+    script = "\n".join(map(asset, ("markup.js", "panel.js", "drawing.js", *more, "static.js")))
+    return packed({"style": asset("drawing.css"), "script": script}), digest(script)
 
 
 def _fitting(drawing: Drawing, room: int) -> dict[str, str]:
@@ -81,7 +90,7 @@ def _legend(drawing: Drawing) -> list[list[str]]:
 
 def _bar(drawing: Drawing) -> str:
     dots = "".join(
-        f'<span><span class="tfnb-dot" style="background:{colour}"></span>{word}</span>'
+        f'<span class="tfnb-key"><span class="tfnb-dot" style="{DOT};background:{colour}"></span>{word}</span>'
         for word, colour in _legend(drawing)
     )
     return f'<div class="tfnb-bar"><span><b>{xml(drawing.name)}</b> {facts.counts(drawing.contents)}</span>{dots}</div>'

@@ -135,11 +135,29 @@ def _glance(sample: torch.Tensor) -> str:
     return f"<code>{xml(_numbers(sample))}</code>" if sample.numel() <= FEW else _histogram(sample)
 
 
-def _histogram(tensor: torch.Tensor) -> str:
-    """A sparkline of the values, as inline SVG."""
+def histogram(tensor: Any) -> dict[str, Any]:
+    """``{"histogram": {"counts", "low", "high"}}`` of the finite values, for a live drawing; nothing of few numbers."""
+    values = _finite(tensor) if isinstance(tensor, torch.Tensor) and tensor.numel() > FEW else None
+    if values is None:
+        return {}
+    counts = [int(count) for count in torch.histc(values, 2 * _BARS).tolist()]
+    low, high = (facts.number(bound.item()) for bound in values.aminmax())
+    return {"histogram": {"counts": counts, "low": low, "high": high}}
+
+
+def _finite(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The finite values; None where they do not differ."""
+    if tensor.is_complex() or tensor.layout != torch.strided:
+        return None
     values = tensor.detach().flatten().float()
     values = values[values.isfinite()]
-    if values.numel() < 2 or values.min() == values.max():
+    return None if values.numel() < 2 or values.min() == values.max() else values
+
+
+def _histogram(tensor: torch.Tensor) -> str:
+    """A sparkline of the values, as inline SVG."""
+    values = _finite(tensor)
+    if values is None:
         return ""
     counts = torch.histc(values, _BARS).tolist()
     bars = "".join(

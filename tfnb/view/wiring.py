@@ -71,10 +71,13 @@ class Wiring:
         return found
 
     def _is_quiet(self, value: Value, user: Node) -> bool:
-        """Values that a gradient takes from the forward pass, and variables and constants used again far away."""
+        """Values that a gradient takes from the forward pass, variables and constants used again far away, and what a
+        step runs beside its updates: with counters of batch norm as edges no network would be a chain."""
         producer = self.contents.by_id.get(value.node)
         if producer is None or user.id not in self.where:
             return False
+        if user.op == "tfnb.group" and "buffer" in producer.tags:
+            return True
         if "gradient" in user.tags and user.forward is not None and "gradient" not in producer.tags:
             return True
         return producer.op in facts.SMALL and self.where[producer.id][:-1] != self.where[user.id][:-1]
