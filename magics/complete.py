@@ -8,7 +8,7 @@ from typing import Any
 
 import tfnb
 
-VERBS = ("show", "ls", "rm", "clear", "export", "on", "off")
+VERBS = ("show", "ls", "rm", "clear", "export", "refresh", "on", "off")
 
 
 def completer(magics: Any, name: str) -> Callable[[Any, Any], list[str]]:

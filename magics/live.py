@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import tfnb
@@ -16,9 +17,9 @@ class LiveDrawing:
     After a traced run of the graph it shows that run: colours, sliders over iterations, sides, and a timeline.
     """
 
-    def __init__(self, graph: Any, cell: str | None) -> None:
+    def __init__(self, graph: Any, cell: str | None, badges: Mapping[int, str] | None = None) -> None:
         self.graph, self.cell = graph, cell
-        self.drawing = tfnb.view.Drawing(graph, cell=cell)
+        self.drawing = tfnb.view.Drawing(graph, cell=cell, badges=badges)
         self.shown = graph.attached.get("trace")  # a picture of now is of no earlier run
         picture = tfnb.view.page.live(self.drawing)
         self.widget = GraphWidget(
@@ -66,12 +67,14 @@ class Lives:
         self._of: dict[Any, LiveDrawing] = {}
         self._serial = itertools.count()
 
-    def make(self, graph: Any, cell: str | None = None, owner: str = BY_TEXT) -> LiveDrawing:
+    def make(
+        self, graph: Any, cell: str | None = None, owner: str = BY_TEXT, badges: Mapping[int, str] | None = None
+    ) -> LiveDrawing:
         """A live drawing; that of the same owner before, which the front end has taken away, is closed."""
         key: Any = next(self._serial) if owner.startswith(BY_TEXT) else (owner, graph.name)
         if key in self._of:
             self._of.pop(key).widget.close()
-        made = self._of[key] = LiveDrawing(graph, cell)
+        made = self._of[key] = LiveDrawing(graph, cell, badges)
         return made
 
     def follow(self, _result: Any = None) -> None:

@@ -26,6 +26,7 @@ from tfnb.magics.complete import VERBS
 from tfnb.magics.export_files import exported
 from tfnb.magics.live import Lives
 from tfnb.magics.options import existing, magic, parsed, size
+from tfnb.magics.rerun import Cells, Change, RecordedCell, change
 from tfnb.magics.sticky import Sticky
 from tfnb.magics.text_table import COLUMNS, Lines, Table, variable_row
 from tfnb.magics.watch import CellWatch, recorded_by, shadowed
@@ -44,7 +45,7 @@ class TfnbMagics(Magics):
 
     def __init__(self, shell: InteractiveShell, **kwargs: Any) -> None:
         super().__init__(shell=shell, **kwargs)
-        self.watch, self.lives = CellWatch(shell), Lives()
+        self.watch, self.lives, self.cells = CellWatch(shell), Lives(), Cells()
         self.sticky = Sticky(lambda: self.watch.is_running)
 
     # -- recording and looking ------------------------------------------------------------------------------
@@ -57,6 +58,7 @@ class TfnbMagics(Magics):
         argument("--lazy", action="store_true", help="shapes only, no sample values"),
         argument("-N", "--no-execute", action="store_true", help="show what AutoGraph makes of the cell, run nothing"),
         argument("--no-autograph", action="store_true", help="if, while and for stay Python, decided by the samples"),
+        argument("--auto", action="store_true", help="then record again the cells that lost nodes by an edit"),
         argument("--append", action="store_true", help="keep the nodes of earlier runs of this cell"),
         argument("--show", action="store_true", default=None, help="draw the cell's part of the graph (default)"),
         argument("--no-show", action="store_false", dest="show", help="do not draw"),
@@ -67,7 +69,8 @@ class TfnbMagics(Magics):
 
         Cell form: the body is ordinary PyTorch, run at once on samples; a last expression becomes Out[n]. Each run
         decides its control flow. -o stores the graph. Line form: show (default), ls, rm [In[n]], clear, export FILE;
-        on: the cells below are recorded, too, but those that start with a magic; off ends that.
+        refresh: records cells again that lost nodes by an edit above them; on: the cells below are recorded, too, but
+        those that start with a magic; off ends that.
 
             %%tfgraph digits -i images:B,1,8,8
             %tfgraph digits export digits.svg
@@ -81,22 +84,44 @@ class TfnbMagics(Magics):
         program = compiled(self.shell, "tfgraph", line, cell)
         if options.no_execute:
             return self.watch.show({"text/plain": program.converted(tfnb.control_flow.Cell).text()})
-        before = recorded_by(tfnb.graphs().get(self._name(options)))
+        return self._recorded(RecordedCell(program, options, self.watch.owner(cell)))
+
+    def _recorded(self, cell: RecordedCell) -> Any:
+        """Record a cell, show its part of the graph, and say what changed since it ran before."""
+        __tracebackhide__ = True
+        program, options = cell.program, cell.options
+        name = self._name(options)
+        known = tfnb.graphs().get(name)
+        before, contents = recorded_by(known), getattr(known, "contents", None)
         with (
-            self._names_kept(options.input, self._name(options)),
+            self._names_kept(options.input, name),
             tfnb.recording.record_cell(
-                self._name(options), owner=self.watch.owner(cell), label=program.label, filename=program.filename,
+                name, owner=cell.owner, label=program.label, filename=program.filename,
                 namespace=self.shell.user_ns, device=options.device, lazy=options.lazy, append=options.append,
                 failed=lambda graph, node: self._draw_failed(graph, program.label, node, options),
             ) as graph,
         ):  # fmt: skip
             self.shell.user_ns.update(map(self._input, options.input))
             result = program.run(self.full_tracebacks, None if options.no_autograph else tfnb.control_flow.Cell)
-        self._draw(graph, program.label, options, silent=program.silent)
-        for note in (*graph.notes, *shadowed(graph, before, self.shell.user_ns)):
+        found = change(contents, graph, cell.owner)
+        self.cells.ran(graph, cell, found)
+        self._draw(graph, program.label, options, silent=program.silent, found=found)
+        for note in (*graph.notes, *shadowed(graph, before, self.shell.user_ns), *found.lines()):
             self.watch.show({"text/plain": f"note: {note}"})
+        if options.auto:
+            self._refresh(graph)
         self._store(options, graph)
         return None if program.silent else result
+
+    def _refresh(self, graph: Any) -> None:
+        """Record the cells again that lost nodes, from the top; what one of them takes from others, too."""
+        __tracebackhide__ = True
+        tried: set[str] = set()
+        while cells := [cell for cell in self.cells.stale(graph) if cell.owner not in tried]:
+            tried.add(cells[0].owner)
+            label, quiet = cells[0].program.label, Namespace(**{**vars(cells[0].options), "show": False, "auto": False})
+            self._recorded(replace(cells[0], options=quiet))
+            self.watch.show({"text/plain": f"note: {label} was recorded again"})
 
     def _name(self, options: Namespace) -> str | None:
         if len(options.words) > 1:
@@ -136,14 +161,17 @@ class TfnbMagics(Magics):
                 names.update(before)
             raise
 
-    def _draw(self, graph: Any, cell: str | None, options: Namespace, *, silent: bool) -> None:
+    def _draw(
+        self, graph: Any, cell: str | None, options: Namespace, *, silent: bool, found: Change | None = None
+    ) -> None:
         """Show the cell's part of the graph below its result."""
         wanted = self.display != "none" if options.show is None else options.show
         if silent or options.quiet or not wanted:
             return
-        self.watch.show(self._plain(tfnb.view.graph_bundle(graph, cell=cell)))
+        badges = found.badges if found is not None else {}
+        self.watch.show(self._plain(tfnb.view.graph_bundle(graph, cell=cell, badges=badges)))
         if getattr(options, "live", False) or self.display == "live":
-            self.watch.show(_bundle(self.lives.make(graph, cell, self.watch.owner("")).widget))
+            self.watch.show(_bundle(self.lives.make(graph, cell, self.watch.owner(""), badges).widget))
 
     def _draw_failed(self, graph: Any, cell: str | None, node: Any, options: Namespace) -> None:
         """Show what a cell had recorded when an op failed, which is red; below the error."""
@@ -175,6 +203,8 @@ class TfnbMagics(Magics):
             graph.commit(type(graph.contents)(), removed=[(n.id, f"node {n.name} was cleared") for n in graph.nodes])
         elif verb == "export":
             return exported(graph, file)
+        elif verb == "refresh":
+            return self._refresh(graph)
         elif options.live:
             if not options.quiet:  # what a saved notebook shows; the widget below hides it
                 display(self._plain(tfnb.view.graph_bundle(graph)), raw=True)

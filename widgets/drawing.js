@@ -239,11 +239,11 @@ function tfnbDrawing(root, options) {
     if (!svg.classList.contains("specs")) return;
     for (const wire of svg.querySelectorAll(".wire:not(.order):not(.off)")) {
       const shapes = (wire.getAttribute("aria-label") || "").split("\n").map((line) => line.split("  ")[1]).filter(Boolean);
-      const length = wire.getTotalLength();
-      if (!shapes.length || length < 14) continue;
+      const length = wire.getTotalLength() - (wire.dataset.head ? 13 : 0);  // without the tip
+      if (!shapes.length || length < 12) continue;
       const { x, y } = wire.getPointAtLength(length / 2), text = document.createElementNS(svg.namespaceURI, "text");
       for (const [name, value] of [["class", "spec soft halo"], ["x", x + 5], ["y", y + 3], ["font-size", 9]]) text.setAttribute(name, value);
-      text.textContent = shapes[0] + (shapes.length > 1 ? ` +${shapes.length - 1}` : "");
+      text.textContent = shapes[0].replace("float", "f").replace(/^(u?)int/, "$1i") + (shapes.length > 1 ? ` +${shapes.length - 1}` : "");
       wire.parentNode.appendChild(text);
     }
   }

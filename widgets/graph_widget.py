@@ -31,8 +31,9 @@ class GraphWidget(anywidget.AnyWidget):
     stands below. Another picture replaces it whole; what was unfolded stays so. twin: the ``data-tfnb`` of a static
     drawing that this one hides while it is shown. text: what a front end without widgets shows. on_fetch(node name)
     gives ``{"preview": str}`` and where there are many numbers a ``histogram``: ``counts``, ``low``, ``high``;
-    on_face(key of a box, unfolded) gives SVG, on_layout(keys of the unfolded boxes) the whole drawing. ``selection`` is the name of the node that
-    was clicked, ``chosen`` the iteration of each loop, or None for all of them: all views of the widget share both.
+    on_face(key of a box, unfolded) gives SVG, on_layout(keys of the unfolded boxes) the whole drawing. ``selection`` is
+    the name of the node that was clicked, ``chosen`` the iteration of each loop, or None for all of them: all views of
+    the widget share both.
     """
 
     _esm = _text("markup.js", "panel.js", "drawing.js", "loop_sliders.js", "timeline.js", "graph.js")

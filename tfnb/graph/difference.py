@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,30 @@ from tfnb.graph.node import Node, Ref, Value
 from tfnb.graph.ops import IN_PLACE
 from tfnb.graph.subgraph import Subgraph
 from tfnb.graph.variable import Variable
+
+
+class Compared(NamedTuple):
+    """Ids of the nodes that belong together, as before and as after; the others, and those that differ, as after."""
+
+    same: Mapping[int, int]
+    added: tuple[Node, ...]
+    removed: tuple[Node, ...]
+    changed: tuple[Node, ...]
+
+
+def compared(before: Contents, after: Contents) -> Compared:
+    """What two graphs do not have in common."""
+    same = _same(before, after)
+    kept = set(same.values())
+    alike = _Alike(before, after, same)
+    pairs = [(before.by_id[old], after.by_id[new]) for old, new in same.items()]
+    differ = {new.id for old, new in pairs if not alike.nodes(old, new)}
+    return Compared(
+        same,
+        tuple(node for node in after.nodes if node.id not in kept),
+        tuple(node for node in before.nodes if node.id not in same),
+        tuple(node for node in after.nodes if node.id in differ),
+    )
 
 
 class Difference(str):
@@ -41,14 +65,8 @@ class Difference(str):
         a, b = (text(name, contents).splitlines() for contents in (before, after))  # names are no difference
         made = cls("\n".join(difflib.unified_diff(a, b, name, other, lineterm="", n=1)))
         made.name = name if name == other else f"{name} and {other}"
-        made.before, made.after, made.same = before, after, _same(before, after)
-        kept = set(made.same.values())
-        made.added = tuple(node for node in after.nodes if node.id not in kept)
-        made.removed = tuple(node for node in before.nodes if node.id not in made.same)
-        alike = _Alike(before, after, made.same)
-        pairs = [(before.by_id[old], after.by_id[new]) for old, new in made.same.items()]
-        differ = {new.id for old, new in pairs if not alike.nodes(old, new)}
-        made.changed = tuple(node for node in after.nodes if node.id in differ)
+        made.before, made.after = before, after
+        made.same, made.added, made.removed, made.changed = compared(before, after)
         return made
 
     @property
@@ -117,4 +135,4 @@ class _Alike:
         return bool(a == b)
 
 
-__all__ = ["Difference"]
+__all__ = ["Compared", "Difference", "compared"]

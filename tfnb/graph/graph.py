@@ -17,7 +17,7 @@ from typing import Any
 from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound
 from tfnb.graph.check import check
 from tfnb.graph.contents import Contents, Guard
-from tfnb.graph.difference import Difference
+from tfnb.graph.difference import Compared, Difference, compared
 from tfnb.graph.forms.serial import read_graph, write_graph
 from tfnb.graph.forms.text import text
 from tfnb.graph.node import Node, Value
@@ -150,6 +150,14 @@ class Graph:
         <Difference: 0 added, 0 removed, 0 changed>
         """
         return Difference.of(self.name, self.contents, other.name, other.contents)
+
+    def since(self, before: Contents) -> Compared:
+        """What is new, gone and changed since these contents: nodes only, no text.
+
+        >>> Graph("a").since(Contents()).added
+        ()
+        """
+        return compared(before, self.contents)
 
     def to_module(self, fetches: Any, feeds: Iterable[Any]) -> Any:
         """The part of the graph that ``fetches`` need, as a `torch.fx.GraphModule` that takes ``feeds`` in this order.

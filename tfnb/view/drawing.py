@@ -36,10 +36,10 @@ class Drawing:
     """Draws one version of a graph; ``cell`` folds other cells, ``failing`` is red, ``grey`` pale.
 
     ``trace`` colours boxes by what a traced run measured: ``by`` is ``"time"`` or ``"bytes"``; sides of branches that
-    it took are lit, others pale, and its loops have sliders over their iterations. What it knows of the health of values
-    is a strip on each card, and what made the first bad numbers is red. ``marks`` says which nodes were ``"added"``,
-    ``"removed"`` or ``"changed"``: colours for those, the groups around them unfolded; ``badges`` says the same of a
-    cell that ran again: dots on boxes that keep their colours.
+    it took are lit, others pale, and its loops have sliders over their iterations. What it knows of the health of
+    values is a strip on each card, and what made the first bad numbers is red. ``marks`` says which nodes were
+    ``"added"``, ``"removed"`` or ``"changed"``: colours for those, the groups around them unfolded; ``badges`` says
+    the same of a cell that ran again: dots on boxes that keep their colours.
     """
 
     def __init__(

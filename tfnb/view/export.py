@@ -9,7 +9,9 @@ same bytes in every process.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import graphviz
@@ -25,7 +27,7 @@ from tfnb.view.escape import dot as quoted
 from tfnb.view.escape import visible
 from tfnb.view.layout import LayoutFailed
 from tfnb.view.listing import text_tree
-from tfnb.view.style import LIGHT
+from tfnb.view.style import LIGHT, MONO, SANS
 from tfnb.view.timeline import timeline
 
 
@@ -39,9 +41,11 @@ def graph_html(graph: Graph, *, limit: int = page.BYTES, **options: Any) -> str:
     return page.html(drawing, lambda: text_tree(graph, cell=options.get("cell")), below=below, limit=limit)
 
 
-def graph_bundle(graph: Graph, *, cell: str | None = None, failing: Node | None = None) -> dict[str, str]:
+def graph_bundle(
+    graph: Graph, *, cell: str | None = None, failing: Node | None = None, badges: Mapping[int, str] | None = None
+) -> dict[str, str]:
     """What a cell shows of a graph: HTML, the picture alone for where HTML is cleaned of it, and text."""
-    drawing, text = Drawing(graph, cell=cell, failing=failing), text_tree(graph, cell=cell)
+    drawing, text = Drawing(graph, cell=cell, failing=failing, badges=badges), text_tree(graph, cell=cell)
     shown = {"text/html": page.html(drawing, lambda: text), "text/plain": text}
     with suppress(LayoutFailed):
         shown["image/svg+xml"] = drawing.svg
@@ -72,14 +76,38 @@ def graph_svg(graph: Graph, **options: Any) -> str:
 def graph_png(graph: Graph, *, zoom: float = 2.0, **options: Any) -> bytes:
     """The first view as a PNG image in light colours, ``zoom`` pixels for one of the drawing.
 
-    Raises FailedPrecondition without the optional package, LayoutFailed.
+    Raises FailedPrecondition without the optional package, or without a font that it can write with, LayoutFailed.
     """
     try:
         import resvg_py  # listed exception: optional extra [png]
     except ImportError as missing:
         raise FailedPrecondition("a PNG image needs resvg-py: pip install 'tfnb[png]'") from missing
     plain = re.sub(r"<style>.*?</style>", "", graph_svg(graph, **options), flags=re.DOTALL)  # it knows no variables
+    sans, mono = (_font(resvg_py.svg_to_bytes, names) for names in FONTS)
+    plain = plain.replace(SANS, sans).replace(MONO, mono or sans)
     return bytes(resvg_py.svg_to_bytes(svg_string=plain, zoom=zoom))
+
+
+FONTS = (
+    ("Helvetica", "Arial", "Liberation Sans", "DejaVu Sans", "Noto Sans", "Segoe UI", "Verdana", "Roboto", "Ubuntu"),
+    ("Menlo", "Consolas", "Liberation Mono", "DejaVu Sans Mono", "Noto Sans Mono", "Courier New", "Ubuntu Mono"),
+)
+
+
+@cache
+def _font(drawn: Callable[..., Any], names: tuple[str, ...]) -> str:
+    """The first of these fonts that this machine has: with another one letters would be left out without a word."""
+    page = '<svg xmlns="http://www.w3.org/2000/svg" width="30" height="20"><text y="9" font-family="{}">{}</text></svg>'
+    empty = bytes(drawn(svg_string=page.format("", "")))
+    for name in names:
+        if bytes(drawn(svg_string=page.format(name, "M"))) != empty:
+            return name
+    if names == FONTS[0]:
+        raise FailedPrecondition(
+            f"a PNG image needs a font, and none is installed here: install one of {', '.join(names)}, "
+            "or export .svg or .html"
+        )
+    return ""
 
 
 def graph_dot(graph: Graph, **options: Any) -> str:

@@ -249,7 +249,9 @@ def _strip(shares: Iterable[tuple[str, float]], x: float, y: float, wide: float)
     """How many numbers are of which kind, as lengths."""
     parts = []
     for colour, share in shares:
-        parts.append(f'<path class="vital" d="M{n(x)},{n(y)}h{n(share * wide)}v4h{n(-share * wide)}z" fill="{colour}"/>')
+        parts.append(
+            f'<path class="vital" d="M{n(x)},{n(y)}h{n(share * wide)}v4h{n(-share * wide)}z" fill="{colour}"/>'
+        )
         x += share * wide
     return "".join(parts)
 

@@ -1,0 +1,94 @@
+"""Cells that run again: what each changed in its graph, and the cells below that lost nodes by it.
+
+A recorded cell is kept as a program with its options, so that it can be recorded once more where it lost nodes.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from tfnb.magics.cell import Program
+
+FEW = 4  # names of one kind that a line tells
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCell:
+    """A cell's compiled body, the options of its magic, and who it records as."""
+
+    program: Program
+    options: Namespace
+    owner: str
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Nodes that are new, gone and changed since the cell ran before; names that other cells lost, by their owner."""
+
+    added: tuple[Any, ...] = ()
+    removed: tuple[Any, ...] = ()
+    changed: tuple[Any, ...] = ()
+    lost: dict[str, list[Any]] = field(default_factory=dict)
+
+    @property
+    def badges(self) -> dict[int, str]:
+        """What a drawing marks."""
+        return {n.id: mark for mark in ("added", "changed") for n in getattr(self, mark)}
+
+    def lines(self) -> Iterator[str]:
+        """What is said about it: a line for the cell, and one for each that lost nodes."""
+        parts = {word: getattr(self, word) for word in ("added", "removed", "changed")}
+        if any(parts.values()):
+            yield "since its last run: " + ", ".join(f"{len(n)} {word} ({_names(n)})" for word, n in parts.items() if n)
+        for nodes in self.lost.values():
+            label = nodes[0].source.label if nodes[0].source else "a cell"
+            yield f"{label} lost {_names(nodes)}: run it again, or %tfgraph refresh"
+
+
+def change(before: Any, graph: Any, owner: str) -> Change:
+    """Between the contents of a graph before a cell of this owner ran, None where there was none, and now."""
+    if before is None:
+        return Change()
+    lost: dict[str, list[Any]] = {}
+    for node in before.nodes:
+        if node.id not in graph.contents.by_id and node.owner is not None and node.owner.key != owner:
+            lost.setdefault(node.owner.key, []).append(node)
+    if not any(node.owner is not None and node.owner.key == owner for node in before.nodes):
+        return Change(lost=lost)  # its first run
+    found = graph.since(before)
+    mine = [
+        tuple(node for node in nodes if node.owner is not None and node.owner.key == owner)
+        for nodes in (found.added, found.removed, found.changed)
+    ]
+    return Change(*mine, lost)
+
+
+def _names(nodes: Iterable[Any]) -> str:
+    """Names that the user gave first."""
+    names = sorted((node.name for node in nodes), key=lambda name: "/" in name)
+    more = f" and {len(names) - FEW} more" if len(names) > FEW else ""
+    return ", ".join(names[:FEW]) + more
+
+
+class Cells:
+    """The cells that recorded, by graph and owner, and which of them lost nodes since."""
+
+    def __init__(self) -> None:
+        self._recorded: dict[tuple[str, str], RecordedCell] = {}
+        self._stale: dict[tuple[str, str], None] = {}
+
+    def ran(self, graph: Any, cell: RecordedCell, found: Change) -> None:
+        """A cell was recorded."""
+        key = graph.name, cell.owner
+        self._recorded[key] = cell
+        self._stale |= dict.fromkeys((graph.name, owner) for owner in found.lost)
+        self._stale.pop(key, None)
+
+    def stale(self, graph: Any) -> list[RecordedCell]:
+        """The cells of a graph that lost nodes, in the order in which they first ran."""
+        order = {owner: place for place, owner in enumerate(graph.owners)}
+        keys = sorted((key for key in self._stale if key[0] == graph.name), key=lambda key: order.get(key[1], 0))
+        return [self._recorded[key] for key in keys if key in self._recorded]

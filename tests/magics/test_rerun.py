@@ -1,0 +1,75 @@
+"""A cell that runs again after an edit: what changed, which cells below lost nodes, and how they come back."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import tfnb
+
+X = "x = tfnb.placeholder(torch.ones(2, 3), name='x')"
+
+
+def notes(ran):
+    return [bundle["text/plain"] for bundle in ran.shown if bundle["text/plain"].startswith("note: ")]
+
+
+@pytest.fixture
+def cells(notebook):
+    """Three cells of one graph, each of which uses the one above."""
+    notebook.ok(f"%%tfgraph g\n{X}\nh = torch.relu(x)\nw = h * 2", cell_id="a")
+    notebook.ok("%%tfgraph g --no-show\ny = w.sum(1)", cell_id="b")
+    notebook.ok("%%tfgraph g --no-show\nz = y + 1", cell_id="c")
+    return notebook
+
+
+def test_what_an_edit_changed_is_said_and_marked(cells):
+    ran = cells.ok(f"%%tfgraph g\n{X}\nh = torch.tanh(x)\nk = h - 1\nw = h * 3", cell_id="a")
+    assert notes(ran) == ["note: since its last run: 1 added (k), 2 changed (h, w)"]
+    (drawn,) = ran.drawings
+    assert drawn.count('class="badge"') == 3 and "\nadded" in drawn and "\nchanged" in drawn
+    value = tfnb.run("z", {"x": torch.full((4, 3), 0.5)})
+    torch.testing.assert_close(value, 9 * torch.tanh(torch.full((4,), 0.5)) + 1)  # cells below follow by themselves
+
+
+def test_what_is_gone_is_said(cells):
+    (note,) = notes(cells.ok(f"%%tfgraph g\n{X}\nw = x * 2", cell_id="a"))
+    assert note == "note: since its last run: 1 removed (h), 1 changed (w)"
+
+
+def test_a_cell_run_again_as_it_was_says_nothing(cells):
+    ran = cells.ok(f"%%tfgraph g\n{X}\nh = torch.relu(x)\nw = h * 2", cell_id="a")
+    assert notes(ran) == [] and 'class="badge"' not in ran.drawings[0]
+
+
+LOST = f"%%tfgraph g --no-show\n{X}\nw = (x * 2).sum()"  # no axis 1 is left for y
+
+
+def test_cells_that_lost_nodes_are_named_and_refreshed(cells):
+    fixed = f"%%tfgraph g --no-show\n{X}\nw = torch.cat([x, x], 1)"
+    said = notes(cells.ok(fixed, cell_id="a"))
+    assert any(re.fullmatch(r"note: In\[\d+\] lost y: run it again, or %tfgraph refresh", note) for note in said)
+    assert any(re.fullmatch(r"note: In\[\d+\] lost z: run it again, or %tfgraph refresh", note) for note in said)
+    assert "y" not in tfnb.graph("g")
+    ran = cells.ok("%tfgraph g refresh")
+    assert [re.sub(r"\d+", "", note) for note in notes(ran)] == ["note: In[] was recorded again"] * 2
+    torch.testing.assert_close(tfnb.run("z", {"x": torch.ones(5, 3)}), torch.full((5,), 7.0))
+    assert notes(cells.ok("%tfgraph g refresh")) == []
+
+
+def test_a_cell_may_keep_those_below_fresh(cells):
+    ran = cells.ok(f"%%tfgraph g --auto --no-show\n{X}\nw = torch.cat([x, x], 1)", cell_id="a")
+    assert [note for note in notes(ran) if "recorded again" in note]
+    torch.testing.assert_close(tfnb.run("z", {"x": torch.ones(5, 3)}), torch.full((5,), 7.0))
+
+
+def test_a_cell_that_cannot_be_recorded_again_shows_its_own_line(cells):
+    number = cells.count - 2
+    ran = cells.run(LOST.replace("--no-show", "--no-show --auto"), cell_id="a")
+    assert isinstance(ran.error, (IndexError, tfnb.errors.TfnbError))
+    assert ran.frames[-1] == f"Cell In[{number}], line 2"
+    assert "w" in tfnb.graph("g") and "z" not in tfnb.graph("g")
+    cells.ok(f"%%tfgraph g --no-show --auto\n{X}\nw = torch.cat([x, x], 1)", cell_id="a")
+    torch.testing.assert_close(tfnb.run("z", {"x": torch.ones(5, 3)}), torch.full((5,), 7.0))
