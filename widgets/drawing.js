@@ -212,10 +212,12 @@ function tfnbDrawing(root, options) {
   const PASSES = ["forward", "gradient", "update", "variable"], off = new Set();
   function sift(around) {  // hide what is switched off inside of an element, and close the gaps; whether anything changed
     let changed = false;
+    if (!off.size && !svg.querySelector(".off")) return false;
+    svg.querySelectorAll(".level").forEach(baseOf);  // before anything changes
     for (const box of [...around.querySelectorAll(".box")].reverse()) {
       const hidden = (box.dataset.pass || "forward").split(" ").every((pass) => off.has(pass));
       changed ||= hidden || isOff(box);
-      if (hidden !== isOff(box)) { baseOf(levelOf(box)); box.classList.toggle("off", hidden); }
+      box.classList.toggle("off", hidden);
     }
     if (changed) for (const level of [...around.querySelectorAll(".level")].reverse()) arrange(level);
     return changed;

@@ -7,7 +7,7 @@ function tfnbPanel(root, go, closed) {
     if (text) made.textContent = text;
     return made;
   };
-  const panel = root.appendChild(make("section", "tfnb-panel"));
+  const panel = root.appendChild(make("section", "tfnb-panel"));  // below the picture in a narrow page
   panel.setAttribute("aria-label", "Details");
   const head = panel.appendChild(make("div", "tfnb-panel-head")), title = head.appendChild(make("b"));
   const close = head.appendChild(make("button", "", "×")), words = panel.appendChild(make("div", "tfnb-words"));
@@ -30,6 +30,9 @@ function tfnbPanel(root, go, closed) {
     links.replaceChildren(...row("takes", takes), ...row("used by", gives));
     value.hidden = true;
     panel.hidden = false;
+    const picture = root.querySelector("svg").getBoundingClientRect();
+    panel.style.top = `${picture.top - root.getBoundingClientRect().top + 8}px`;
+    panel.style.maxHeight = `${Math.max(120, picture.height - 16)}px`;
   }
   function row(word, ends) {
     if (!ends.length) return [];

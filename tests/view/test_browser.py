@@ -169,11 +169,121 @@ def test_everything_works_by_keyboard(page: Page) -> None:
     assert page.js("return document.activeElement.type") == "search"
 
 
+SHOWN = "[...document.querySelectorAll('.box')].filter(b => b.getBoundingClientRect().height)"
+BOXES = f"return {SHOWN}.map(b => b.dataset.key)"
+PANEL = "document.querySelector('.tfnb-panel')"
+
+
+def test_escape_and_tab_stay_in_order(page: Page) -> None:
+    page.js("document.activeElement.blur(); document.querySelector('.tfnb-tools button:last-of-type').focus()")
+    page.keys("\ue004")  # tab: the drawing is one stop
+    assert page.js("return document.activeElement === document.querySelector('svg.tfnb')")
+    page.keys("\ue015", "\ue015", "\ue007", "\ue007")  # to the model, folded, unfolded
+    page.hands().key_down("\ue008").send_keys("\ue015").key_up("\ue008").perform()  # shift and down: into it
+    model = page.key("model")
+    assert page.js("return document.activeElement.dataset.key") == f"{model}.0"
+    page.keys("\ue00c")
+    assert page.js("return document.activeElement.dataset.key") == model
+    assert page.js(f"return {PANEL}.hidden") is False
+    page.keys("\ue00c")
+    page.keys("\ue00c")  # out of the outermost box the focus stays in the drawing
+    assert page.js("return document.activeElement === document.querySelector('svg.tfnb')")
+    assert page.js(f"return {PANEL}.hidden") is True
+
+
+def test_details_stay_and_lead_on(page: Page) -> None:
+    page.click(page.key("model/1/relu"))
+    page.hands().move_by_offset(0, 400).perform()  # off the box, and off the drawing
+    words = page.js(f"return {PANEL}.textContent")
+    for part in ("model/1/relu", "aten.relu.default(", "float32[B, 16, 6, 6]", "logits = model(x)", "used by"):
+        assert part in words
+    links = page.js(f"return [...{PANEL}.querySelectorAll('.tfnb-links button')].map(b => b.textContent)")
+    assert "2" in links and any("convolution" in link for link in links), links
+    page.js(f"[...{PANEL}.querySelectorAll('.tfnb-links button')].find(b => b.textContent === '2').click()")
+    page.wait(f"{PANEL}.querySelector('b').textContent.startsWith('model/2')")
+    page.js(f"{PANEL}.querySelector('[aria-label=\"Close the details\"]').click()")
+    assert page.js(f"return {PANEL}.hidden") is True
+
+
+def test_a_pass_is_switched_off_and_its_room_is_closed(page: Page) -> None:
+    entry = "[...document.querySelectorAll('.tfnb-key')].find(k => k.textContent === arguments[0])"
+    before, high = page.js(BOXES), page.js("return +document.querySelector('svg .level').dataset.h")
+    for word in ("gradient", "update"):
+        page.js(f"{entry}.click()", word)
+    after = page.js(BOXES)
+    step = page.key("step")
+    assert set(before) - set(after) == {key for key in before if key == step or key.startswith(f"{step}.")}
+    assert page.js("return +document.querySelector('svg .level').dataset.h") < high - 120
+    page.js(f"{entry}.focus()", "gradient")
+    page.keys(" ")
+    assert page.js(f"return {entry}.getAttribute('aria-checked')", "gradient") == "true"
+    page.js(f"{entry}.click()", "update")
+    assert page.js(BOXES) == before
+    assert page.js("return +document.querySelector('svg .level').dataset.h") == pytest.approx(high)
+
+
+def test_shapes_are_written_beside_edges(page: Page) -> None:
+    press = "[...document.querySelectorAll('button')].find(b => b.textContent === 'Shapes').click()"
+    specs = "return [...document.querySelectorAll('text.spec')].map(t => t.textContent)"
+    assert page.js(specs) == []
+    page.js(press)
+    assert {"f32[B, 1, 8, 8]", "f32[B, 576]", "i64[B]"} <= set(page.js(specs))
+    page.js(press)
+    assert page.js(specs) == []
+
+
+def test_a_narrow_page_has_the_details_below(digits: Graph, tmp_path: Path) -> None:
+    with browser(size="520,900") as driver:
+        page = Page(driver, tmp_path, graph_html(digits))
+        page.click(page.key("model/1/relu"))
+        wide = page.js("return document.documentElement.scrollWidth - document.documentElement.clientWidth")
+        assert wide <= 0
+        panel, svg = (
+            page.js(f"return document.querySelector('{at}').getBoundingClientRect().toJSON()")
+            for at in (".tfnb-panel", "svg.tfnb")
+        )
+        assert panel["top"] >= svg["bottom"] and panel["right"] <= 520 and svg["right"] <= 520
+
+
+def test_nothing_moves_where_motion_is_unwanted(driver: Any, digits: Graph, tmp_path: Path) -> None:
+    wanted = [{"name": "prefers-reduced-motion", "value": "reduce"}]
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": wanted})
+    try:
+        page = Page(driver, tmp_path, graph_html(digits))
+        took = page.js(
+            "return [...document.querySelectorAll('.tfnb-page *')].map(e => getComputedStyle(e).transitionDuration)"
+        )
+        assert {float(each.removesuffix("s")) for text in took for each in text.split(", ")} == {0.0}
+    finally:
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def test_one_output_unpacks_the_script_for_all_and_any_may_go(driver: Any, digits: Graph, tmp_path: Path) -> None:
+    page = Page(driver, tmp_path, f"<div id=a>{graph_html(digits)}</div><div id=b></div>")
+    assert page.js("return document.head.querySelectorAll('script').length") == 1
+    page.js("document.getElementById('a').remove()")
+    page.js(
+        """const b = document.getElementById('b');
+        b.innerHTML = arguments[0];
+        for (const old of b.querySelectorAll('script:not([type])')) {  // as a notebook runs the scripts of an output
+          const made = document.createElement('script');
+          made.textContent = old.textContent;
+          old.replaceWith(made);
+        }""",
+        graph_html(digits),
+    )
+    page.wait("document.querySelector('#b .tfnb-page').dataset.on === '1'")
+    assert page.js("return document.head.querySelectorAll('script').length") == 1
+    assert page.js("return document.querySelectorAll('#b .tfnb-tools').length") == 1
+
+
 def test_boxes_have_labels_for_a_screen_reader(page: Page) -> None:
     assert page.js(
         "return [...document.querySelectorAll('.box')].every(b => b.getAttribute('aria-label') && b.tabIndex === -1)"
     )
     assert page.js("return document.querySelector('svg.tfnb').getAttribute('aria-label')").startswith("Graph digits")
+    described = page.js("return document.querySelector('svg.tfnb > desc').textContent")
+    assert "model, then cross_entropy" in described
 
 
 def test_one_page_may_hold_a_drawing_twice(driver: Any, digits: Graph, tmp_path: Path) -> None:
