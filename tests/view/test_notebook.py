@@ -51,7 +51,7 @@ def test_an_exported_notebook_is_alive_without_network(digits: Graph, tmp_path: 
 
 
 @contextmanager
-def lab(folder: Path) -> Iterator[str]:
+def lab(folder: Path, *more: str) -> Iterator[str]:
     """JupyterLab on a folder; gives its address."""
     pytest.importorskip("jupyterlab")
     with socket.socket() as probe:
@@ -63,6 +63,7 @@ def lab(folder: Path) -> Iterator[str]:
         f"--port={port}",
         "--IdentityProvider.token=",
         f"--ServerApp.root_dir={folder}",
+        *more,
     ]
     with (folder / "lab.log").open("w") as log:
         server = subprocess.Popen([sys.executable, "-m", "jupyterlab", *options], stdout=log, stderr=log, cwd=folder)
