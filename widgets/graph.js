@@ -63,9 +63,9 @@ function render({ model, el }) {
   }
   let laid = null;  // who waits for a layout: only the last one matters
   function layout(opened) {
-    laid?.("");
-    return new Promise((resolve) => {
-      laid = resolve;
+    laid?.answer("");
+    return new Promise((answer) => {
+      laid = { answer, opened: String(opened) };
       model.send({ kind: "layout", opened });
     });
   }
@@ -79,7 +79,7 @@ function render({ model, el }) {
     model.send({ kind: "fetch", node });
   }
   function heard(message) {
-    if (message.kind === "layout") laid?.(message.svg);
+    if (message.kind === "layout") if (laid?.opened === String(message.opened)) laid.answer(message.svg);
     if (message.kind === "face") for (const [answer, scope] of waiting) if (scope === message.scope) answer(message.svg);
     if (message.kind === "value" && message.node === model.get("selection")) {
       clearTimeout(late);

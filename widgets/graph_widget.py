@@ -61,7 +61,8 @@ class GraphWidget(anywidget.AnyWidget):
             case {"kind": "fold" | "unfold" as kind, "scope": str(scope)}:
                 self.send({"kind": "face", "scope": scope, "svg": self._drawn(self._face, scope, kind == "unfold")})
             case {"kind": "layout", "opened": list(keys)}:
-                self.send({"kind": "layout", "svg": self._drawn(self._layout, [str(key) for key in keys])})
+                drawn = self._drawn(self._layout, [str(key) for key in keys])
+                self.send({"kind": "layout", "opened": keys, "svg": drawn})
 
     def _value(self, node: str) -> dict[str, Any]:
         if self._fetch is None:

@@ -64,7 +64,9 @@ class Live(Loops):
             asked = self.js("return window.model.sent.splice(0)")
             for message in asked:
                 if message["kind"] == "layout":
-                    laid = {"kind": "layout", "svg": self.live.drawing.picture(message["opened"])}
+                    laid = {"kind": "layout", "opened": message["opened"]} | {
+                        "svg": self.live.drawing.picture(message["opened"])
+                    }
                     self.js("window.model.emit('msg:custom', arguments[0])", laid)
                     continue
                 found = self.live.drawing.face(message["scope"], unfolded=message["kind"] == "unfold")
