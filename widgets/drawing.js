@@ -468,8 +468,6 @@ function tfnbDrawing(root, options) {
     box?.classList.add("chosen");
     light(box, true);
     box ? panel.show({ label: box.getAttribute("aria-label") || "", ...ends(box) }) : panel.hide();
-    const covered = box ? panel.covers(box.querySelector(".face > rect")) : 0;
-    if (covered) { view.x += covered / view.scale; show(); }
     if (options.select) options.select((box && box.dataset.node) || "");
   }
   function ends(box) {  // what a box takes and who uses it, of the boxes that are shown

@@ -61,10 +61,5 @@ function tfnbPanel(root, go, closed) {
     figure.appendChild(make("span", "", `${low} to ${high}`));
     return figure;
   }
-  function covers(el) {  // how far something reaches below the panel
-    const mine = panel.getBoundingClientRect(), its = el.getBoundingClientRect();
-    const beside = panel.hidden || its.bottom < mine.top || its.top > mine.bottom || its.left > mine.right;
-    return beside ? 0 : Math.max(0, Math.min(its.right + 12 - mine.left, its.left - root.getBoundingClientRect().left - 12));
-  }
-  return { show, hide, tell, covers };
+  return { show, hide, tell };
 }
