@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import _inductor
+from torch import _inductor, fx
 from torch._dynamo.convert_frame import compile_lock
 from torch._inductor import cpp_builder
 from torch._inductor.decomposition import select_decomp_table
@@ -28,6 +28,7 @@ from tfnb.execution.compiling.compiled_packages import REQUEST
 from tfnb.execution.tiers.decompositions import decompositions
 from tfnb.execution.tiers.native.exportable import exportable
 from tfnb.execution.tiers.native.manifest import LEAST, About
+from tfnb.execution.tiers.native.product_kernels import choose_products
 from tfnb.execution.tiers.native.request import FORMLESS, NativeRequest
 from tfnb.execution.tiers.native.trial import tried
 from tfnb.execution.tiers.native.unrolling import unroll_scans
@@ -38,6 +39,7 @@ STEP, CALL = "step.so", "call.so"
 def build_in(folder: Path) -> dict[str, Any]:
     """`build` of the request in the folder, and what trying it found out: what the compiler's process calls."""
     request = NativeRequest.load(folder / REQUEST)
+    request.as_asked()
     try:
         build(request, folder)
     except Formless as error:
@@ -65,7 +67,7 @@ def build(request: NativeRequest, folder: Path) -> None:
 
     settings: dict[str, Any] = {
         "compile_threads": 1, "cpp.threads": request.threads, "layout_optimization": False,
-        "post_grad_custom_pre_pass": unroll_scans, "_pre_fusion_custom_pass": prepared,
+        "post_grad_custom_pre_pass": _before_kernels, "_pre_fusion_custom_pass": prepared,
         "aot_inductor.enable_line_tables": False,  # four fifths of the file, which is read before the first step
         # else test programs and 280 MB of headers come first: 32 s of a processor for the first step, not 19
         "cpp.vec_isa_ok": True, "aot_inductor.precompile_headers": False, "cpp_cache_precompile_headers": False,
@@ -95,6 +97,12 @@ def build(request: NativeRequest, folder: Path) -> None:
     compiler = [cpp_builder.get_cpp_compiler(), "-O2", "-shared", "-fPIC", *callers, "-x", "none"]
     subprocess.run([*compiler, "-o", str(folder / CALL)], check=True, capture_output=True)
     about.save(folder)
+
+
+def _before_kernels(graph: fx.Graph) -> None:
+    """What is changed in the step's graph before kernels are made of it."""
+    unroll_scans(graph)
+    choose_products(graph)
 
 
 def _dynamic(about: About) -> tuple[dict[int, Any] | None, ...] | None:

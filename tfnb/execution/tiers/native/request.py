@@ -96,6 +96,7 @@ class NativeRequest:
     feeds: tuple[tuple[int, int], ...]
     operands: tuple[Operand, ...]
     threads: int
+    default_dtype: str  # of torch, which ops take where nothing is said
     varying: tuple[Axis, ...] = ()
 
     @classmethod
@@ -108,7 +109,13 @@ class NativeRequest:
         )
         operands, axes = tuple(map(Operand.of, args[:-1])), varying_axes(program) if varies else ()
         operands = resized(operands, axes, _examples(operands, axes))
-        return cls(graph, fetches, feeds, operands, torch.get_num_threads(), axes)
+        default = dtype_name(torch.get_default_dtype())
+        return cls(graph, fetches, feeds, operands, torch.get_num_threads(), default, axes)
+
+    def as_asked(self) -> None:
+        """Let torch compute in this process as in the one that asks."""
+        torch.set_num_threads(self.threads)
+        torch.set_default_dtype(getattr(torch, self.default_dtype))
 
     def program(self) -> Program:
         """The step, lowered."""
@@ -137,10 +144,12 @@ class NativeRequest:
         operands = tuple(Operand(dtype, tuple(shape), tuple(stride), device)
                          for dtype, shape, stride, device in about["operands"])  # fmt: skip
         varying = tuple(Axis(*axis) for axis in about["varying"])
-        return cls(Graph("step", contents, seed=seed), fetches, feeds, operands, about["threads"], varying)
+        graph, settings = Graph("step", contents, seed=seed), (about["threads"], about["default_dtype"])
+        return cls(graph, fetches, feeds, operands, *settings, varying)
 
     def _about(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("fetches", "feeds", "operands", "threads", "varying")}
+        names = "fetches", "feeds", "operands", "threads", "default_dtype", "varying"
+        return {name: getattr(self, name) for name in names}
 
 
 def _examples(operands: Sequence[Operand], axes: Iterable[Axis]) -> dict[str, int]:

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tfnb.execution.tiers.agreement import at_other_sizes, compared
 from tfnb.execution.tiers.native.request import NativeRequest
 from tfnb.execution.tiers.native.step_arguments import load_arguments
@@ -20,7 +18,6 @@ from tfnb.execution.tiers.native.tier import loaded
 def tried(request: NativeRequest, folder: Path, arguments: Path) -> dict[str, Any]:
     """What `compared` found out about the package of a request. arguments: a folder that has some."""
     program = request.program().undonated()
-    torch.set_num_threads(request.threads)
     step = loaded(folder, program)
     return compared(program, program.forward, step, _samples(request, arguments))
 

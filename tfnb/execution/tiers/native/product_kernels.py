@@ -1,0 +1,87 @@
+"""Which library multiplies matrices: torch's own choice or oneDNN, whichever is quicker here for these very sizes.
+
+Torch takes MKL for float32, which uses half of the lanes of processors of another maker: oneDNN takes half of its time
+there (Zen 5, [256, 784] @ [784, 128] on one thread: 240 us, not 500). Of small products MKL is the quicker one. So
+each product of a step is timed both ways where the step is compiled, and oneDNN's are ops of ours from there on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._inductor.ir import FixedLayout, TensorBox
+from torch._inductor.lowering import permute, register_lowering
+from torch._inductor.mkldnn_ir import LinearUnary, _create_output_node
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tfnb.kernels.onednn import is_available, onednn_product
+
+QUICKER = 0.9  # of the time of torch's own; what differs by less may be noise
+ROUNDS, LEAST = 7, 1e-3  # timed blocks of each, and the seconds that one takes at least
+
+aten = torch.ops.aten
+_product = torch.ops.tfnb.onednn_product.default
+Layout = tuple[tuple[int, ...], tuple[int, ...]]
+"""Sizes and strides."""
+
+
+def choose_products(graph: fx.Graph) -> None:
+    """The pass of inductor's: products that oneDNN computes quicker become `onednn_product`."""
+    if not is_available():
+        return
+    for op in (aten.mm.default, aten.addmm.default):
+        for node in graph.find_nodes(op="call_function", target=op):
+            *bias, a, b = node.args
+            layouts = [_layout(x.meta.get("val")) for x in (a, b)]
+            if node.kwargs or None in layouts or not _is_quicker(*layouts, torch.get_num_threads()):
+                continue
+            with graph.inserting_before(node):
+                new = graph.call_function(_product, (a, b))
+                new.meta.update(node.meta)
+                if bias:
+                    new = graph.call_function(aten.add.Tensor, (new, *bias))
+                    new.meta.update(node.meta)
+            node.replace_all_uses_with(new)
+            graph.erase_node(node)
+
+
+def _layout(x: Any) -> Layout | None:
+    """How a matrix in float32 on the CPU lies, with examples for sizes that vary; None for another value."""
+    if not isinstance(x, Tensor) or x.dtype is not torch.float32 or x.device.type != "cpu":
+        return None
+    sizes, strides = ([n if isinstance(n, int) else n.node.hint for n in given] for given in (x.shape, x.stride()))
+    return None if None in (*sizes, *strides) or 0 in sizes else (tuple(sizes), tuple(strides))
+
+
+@cache
+def _is_quicker(first: Layout, second: Layout, threads: int) -> bool:
+    """Whether oneDNN is, for matrices that lie so."""
+    with _disable_current_modes(), torch.no_grad():
+        a, b = (torch.empty_strided(*layout).fill_(0.5) for layout in (first, second))
+        calls: Sequence[Callable[[], Tensor]] = (lambda: torch.mm(a, b), lambda: onednn_product(a, b))
+        for call in calls:
+            call()  # kernels are made for a size when it comes first
+        count = max(1, round(LEAST / max(_seconds(calls[0], 1), 1e-7)))
+        theirs, ours = zip(*([_seconds(call, count) for call in calls] for _ in range(ROUNDS)), strict=True)
+    return min(ours) < QUICKER * min(theirs)
+
+
+def _seconds(call: Callable[[], Tensor], count: int) -> float:
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    return time.perf_counter() - start
+
+
+@register_lowering(_product, type_promotion_kind=None)  # type: ignore[untyped-decorator]
+def _lowered(a: Any, b: Any) -> Any:
+    """As inductor lowers torch's op, which it takes for constant weights only, and of any strides here."""
+    x = LinearUnary.require_contiguous(LinearUnary.realize_input(a))
+    w = LinearUnary.require_stride1(LinearUnary.realize_input(permute(b, [1, 0])))
+    layout = FixedLayout(device=x.get_device(), dtype=x.get_dtype(), size=[x.get_size()[0], w.get_size()[0]])
+    return TensorBox.create(_create_output_node(LinearUnary(layout, [x, w], [None, "none", [-1], ""])))
