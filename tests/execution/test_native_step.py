@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import tfnb
 from tfnb.errors import TfnbError
 from tfnb.execution.tiers.compiled_loops import obstacle
 from tfnb.execution.tiers.interface import Unfit
-from tfnb.execution.tiers.native import package, product_kernels
+from tfnb.execution.tiers.native import package
 from tfnb.execution.tiers.native.request import NativeRequest, Operand
 from tfnb.execution.tiers.native.segments import SEGMENTS, SegmentedStep
 from tfnb.execution.tiers.native.step_arguments import load_arguments, save_arguments
@@ -65,32 +64,6 @@ class Recorded:
         NativeRequest.of(self.program, [*self.feeds, *self.storages(), 0]).save(folder)
         package.build(NativeRequest.load(folder), folder)
         return loaded(folder, self.program)
-
-
-def test_each_product_is_of_the_library_that_is_quicker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shown by what is told of each size; which sizes those are is up to the machine."""
-    asked: list[Any] = []
-
-    def said(first: Any, second: Any, threads: int) -> bool:
-        asked.append((first[0], second[0]))
-        return 3 in first[0]
-
-    def step(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        wide = torch.addmm(bias, a, b)
-        return wide, wide.t() @ a, a.double() @ b.double(), torch.addmm(bias, a, b, alpha=2)
-
-    given = torch.randn(3, 4), torch.randn(4, 5), torch.randn(5)
-    module = make_fx(step, tracing_mode="fake")(*given)
-    monkeypatch.setattr(product_kernels, "_is_quicker", said)
-    product_kernels.choose_products(module.graph)
-    module.recompile()
-    torch.testing.assert_close(module(*given), step(*given))
-    assert asked == [((5, 3), (3, 4)), ((3, 4), (4, 5))]
-    left = [str(node.target) for node in module.graph.nodes if node.op == "call_function"]
-    assert left.count("tfnb.onednn_product.default") == 2 and left.count("aten.mm.default") == 1
-    monkeypatch.undo()
-    layouts = ((64, 64), (64, 1)), ((64, 64), (1, 64))
-    assert product_kernels._is_quicker(*layouts, torch.get_num_threads()) in (True, False)
 
 
 OPTIMIZERS = {

@@ -19,23 +19,44 @@ from torch._inductor.lowering import permute, register_lowering
 from torch._inductor.mkldnn_ir import LinearUnary, _create_output_node
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tfnb.kernels.onednn import is_available, onednn_product
+from tfnb.kernels.define import op
 
 QUICKER = 0.9  # of the time of torch's own; less is noise, or what a copy beside it costs
 ROUNDS, LEAST = 7, 1e-3  # timed blocks of each, and the seconds that one takes at least
 
 aten = torch.ops.aten
-_product = torch.ops.tfnb.onednn_product.default
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
 """Sizes and strides."""
+
+
+def is_available() -> bool:
+    """Whether torch was built with oneDNN and this processor has what it needs."""
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def _fake(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[1]))
+
+
+@op("(Tensor a, Tensor b) -> Tensor", _fake)
+def onednn_product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` of two matrices in float32 on the CPU; ``b`` may lie in any strides, ``a`` is copied if it is turned.
+
+    >>> onednn_product(torch.ones(2, 3), torch.ones(3, 1)).tolist()
+    [[3.0], [3.0]]
+    """
+    return torch.ops.mkldnn._linear_pointwise.default(a, b.t(), None, "none", [], "")  # type: ignore[no-any-return]
+
+
+_product = torch.ops.tfnb.onednn_product.default
 
 
 def choose_products(graph: fx.Graph) -> None:
     """The pass of inductor's: products that oneDNN computes quicker become `onednn_product`."""
     if not is_available():
         return
-    for op in (aten.mm.default, aten.addmm.default):
-        for node in graph.find_nodes(op="call_function", target=op):
+    for target in (aten.mm.default, aten.addmm.default):
+        for node in graph.find_nodes(op="call_function", target=target):
             *bias, a, b = node.args
             layouts = [_layout(x.meta.get("val")) for x in (a, b)]
             if node.kwargs or None in layouts or not _is_quicker(*layouts, torch.get_num_threads()):
