@@ -11,7 +11,7 @@ from IPython.core.error import UsageError
 import tfnb
 from tfnb.errors import FailedPrecondition
 
-_EXPORTS = {
+_EXPORTS: dict[str, Any] = {
     ".svg": tfnb.view.graph_svg,
     ".html": partial(tfnb.view.graph_html, limit=16 << 20),  # a file may hold what an output should not
     ".dot": tfnb.view.graph_dot,

@@ -59,11 +59,11 @@ def change(before: Any, graph: Any, owner: str) -> Change:
     if not any(node.owner is not None and node.owner.key == owner for node in before.nodes):
         return Change(lost=lost)  # its first run
     found = graph.since(before)
-    mine = [
-        tuple(node for node in nodes if node.owner is not None and node.owner.key == owner)
-        for nodes in (found.added, found.removed, found.changed)
-    ]
-    return Change(*mine, lost)
+
+    def own(nodes: Iterable[Any]) -> tuple[Any, ...]:
+        return tuple(node for node in nodes if node.owner is not None and node.owner.key == owner)
+
+    return Change(own(found.added), own(found.removed), own(found.changed), lost)
 
 
 def _names(nodes: Iterable[Any]) -> str:

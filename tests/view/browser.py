@@ -17,6 +17,11 @@ import pytest
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 DRIVER = shutil.which("chromedriver")
 
+QUIET = (  # nothing of its own is asked of the network
+    "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+)  # fmt: skip
+
 needs_browser = pytest.mark.skipif(
     not (CHROMIUM and DRIVER), reason="no Chromium with its driver (Debian: chromium, chromium-driver)"
 )
@@ -34,7 +39,7 @@ def browser(*, dark: bool = False, size: str = "1000,900") -> Iterator[Any]:
     service = pytest.importorskip("selenium.webdriver.chrome.service")
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM
-    flags = ["--headless=new", "--hide-scrollbars", "--disable-dev-shm-usage", f"--window-size={size}"]
+    flags = ["--headless=new", "--hide-scrollbars", "--disable-dev-shm-usage", f"--window-size={size}", *QUIET]
     for flag in flags + (["--no-sandbox"] if os.geteuid() == 0 else []):  # a container's root has no sandbox
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})

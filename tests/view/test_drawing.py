@@ -16,8 +16,10 @@ from hypothesis import given, settings
 import tfnb
 from tests.graph.build import Builder, dense
 from tests.graph.strategies import graphs
+from tests.view.models import ResNet
 from tfnb.graph import Contents, Dim, Graph, Ref, Source, Spec
 from tfnb.view import Drawing, graph_bundle, graph_html, graph_svg
+from tfnb.view.colours import STRIP
 from tfnb.view.style import LIGHT
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -106,6 +108,49 @@ def test_a_failing_node_is_red_and_unfolded(digits: Graph) -> None:
     red = [box for box in boxes(svg) if box.find(f"{SVG}g").get("class") == "face t-failing"]  # type: ignore[union-attr]
     assert [box.get("data-node") for box in red if box.get("aria-expanded") is None] == ["model/0/conv2d/convolution"]
     assert all(box.get("aria-expanded") == "true" for box in red[:-1])
+
+
+def test_a_trained_residual_net_is_a_straight_chain() -> None:
+    with tfnb.record("net") as graph:
+        x = tfnb.placeholder(torch.rand(2, 3, 32, 32))
+        loss = ResNet(blocks=(1, 1, 1, 1)).train()(x).square().mean()
+        tfnb.train.SGD(0.1, momentum=0.9).minimize(loss)
+    drawing = Drawing(graph)
+    level = drawing.root.at(max((k for k in drawing.opened if k), key=lambda k: len(drawing.root.at(k).children)))
+    taken = [edge.tail for edge in drawing.wiring.edges(level) if isinstance(edge.tail, int)]
+    assert len(level.children) > 6 and len(taken) == len(set(taken)), "each box has one user: no counter goes aside"
+    assert all(drawing.root.at(key).kind != "pass" for key in drawing.opened), "gradients and updates are folded"
+
+
+def test_health_is_a_strip_on_each_card_and_the_first_bad_op_is_red() -> None:
+    with tfnb.record("g") as graph:
+        x = tfnb.placeholder(torch.ones(4, 3), name="x")
+        low = x - 5
+        bad = low.log()
+        bad.sum()
+    session = tfnb.Session(graph)
+    session.run("bad", {x: torch.ones(2, 3)}, trace="health")
+    drawing = Drawing(graph, trace=session.trace, boxes=150)
+    found = {title(box).split("\n")[0]: box for box in boxes(drawing.svg) if box.get("aria-expanded") is None}
+    strips = {
+        name: [path.get("fill") for path in box.iter(f"{SVG}path") if path.get("class") == "vital"]
+        for name, box in found.items()
+    }
+    assert strips["low"] == [STRIP["negative"]] and strips["bad"] == [STRIP["nan"]]
+    assert "6 numbers: 6 nan" in title(found["bad"]) and "6 numbers: 6 negative" in title(found["low"])
+    faces = {name: box.find(f"{SVG}g").get("class") for name, box in found.items()}  # type: ignore[union-attr]
+    assert faces["bad"] == "face t-failing" and faces["low"] != "face t-failing"
+
+
+def test_an_unfolded_drawing_is_laid_out_anew(digits: Graph) -> None:
+    drawing = Drawing(digits)
+    folded = [box.get("data-key") for box in boxes(drawing.picture([])) if box.get("aria-expanded")]
+    (conv,) = [box.name for box in drawing.root.walk() if box.title == "0" and box.detail == "conv2d" and box.children]
+    around = [conv[:at] for at, char in enumerate(conv) if char == "."]
+    shown = {box.get("data-key"): box for box in boxes(drawing.picture([*around, conv]))}
+    assert conv not in folded and shown[conv].get("aria-expanded") == "true" and f"{conv}.0" in shown
+    with pytest.raises(ValueError):
+        drawing.picture(["nonsense"])
 
 
 def test_grey_nodes_are_pale(digits: Graph) -> None:

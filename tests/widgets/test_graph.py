@@ -17,6 +17,7 @@ from tests.view.browser import Page, browser, needs_browser
 from tests.view.models import digits
 from tfnb.graph import Graph
 from tfnb.view import Drawing, graph_html, page
+from tfnb.view.reprs import histogram
 from tfnb.widgets import GraphWidget
 
 PICTURE = {"svg": "<svg/>", "name": "", "title": "", "legend": [], "iterations": {}, "timeline": ""}
@@ -61,6 +62,22 @@ def test_unfolding_asks_python() -> None:
         {"kind": "face", "scope": "2.1", "svg": "<g>2.1 True</g>"}
     ]
     assert tell(widget, {"kind": "fold", "scope": "2"})[0]["svg"] == "<g>2 False</g>"
+
+
+def test_a_layout_is_answered_with_the_boxes_that_it_is_for() -> None:
+    widget = Sent(PICTURE, on_layout=lambda keys: f"<svg>{keys}</svg>")
+    answer = {"kind": "layout", "opened": ["0", "2.1"], "svg": "<svg>['0', '2.1']</svg>"}
+    assert tell(widget, {"kind": "layout", "opened": ["0", "2.1"]}) == [answer]
+    assert tell(Sent(PICTURE), {"kind": "layout", "opened": []}) == [{"kind": "layout", "opened": [], "svg": ""}]
+
+
+def test_many_numbers_have_a_histogram() -> None:
+    shown = {"preview": "8 numbers", **histogram(torch.tensor([0.0, 0, 0, 1, 1, 2, float("nan"), float("inf")]))}
+    (answer,) = tell(Sent(PICTURE, on_fetch=lambda node: shown), {"kind": "fetch", "node": "h"})
+    counts = answer["histogram"]["counts"]
+    assert [counts[0], counts[len(counts) // 2], counts[-1], sum(counts)] == [3, 2, 1, 6]
+    assert (answer["histogram"]["low"], answer["histogram"]["high"]) == ("0", "2")
+    assert histogram(torch.zeros(9)) == histogram(torch.ones(2)) == histogram(None) == {}
 
 
 def test_a_face_that_cannot_be_drawn_is_empty() -> None:

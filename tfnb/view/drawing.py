@@ -188,8 +188,8 @@ class Drawing:
 
     def picture(self, opened: Collection[Key | str]) -> str:
         """The drawing with these boxes, or those of these names, unfolded, laid out anew; raises LayoutFailed."""
-        opened = {tuple(map(int, key.split("."))) if isinstance(key, str) else key for key in opened}
-        drawn = self._level(self.root, opened)
+        keys = {tuple(map(int, key.split("."))) if isinstance(key, str) else key for key in opened}
+        drawn = self._level(self.root, keys)
         wide, high = n(drawn.width), n(drawn.height)
         words = f"Graph {self.name}: {facts.counts(self.contents)}"
         sheet = HOT_SHEET if isinstance(self.colours, Heat) else SHEET
