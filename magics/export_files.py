@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,12 @@ from IPython.core.error import UsageError
 import tfnb
 from tfnb.errors import FailedPrecondition
 
-_EXPORTS: dict[str, Any] = {
-    ".svg": tfnb.view.graph_svg,
-    ".html": partial(tfnb.view.graph_html, limit=16 << 20),  # a file may hold what an output should not
-    ".dot": tfnb.view.graph_dot,
-    ".graphml": tfnb.view.graph_graphml,
-    ".png": tfnb.view.graph_png,
+_EXPORTS = {  # suffix -> a function of tfnb.view, and its options
+    ".svg": ("graph_svg", {}),
+    ".html": ("graph_html", {"limit": 16 << 20}),  # a file may hold what an output should not
+    ".dot": ("graph_dot", {}),
+    ".graphml": ("graph_graphml", {}),
+    ".png": ("graph_png", {}),
 }
 
 
@@ -29,7 +28,8 @@ def exported(graph: Any, file: str | None) -> Path:
         graph.save(path)
     elif path.suffix in _EXPORTS:
         try:
-            found = _EXPORTS[path.suffix](graph)
+            name, options = _EXPORTS[path.suffix]
+            found = getattr(tfnb.view, name)(graph, **options)
         except FailedPrecondition as error:
             raise UsageError(f"cannot export {path.name}: {error}") from error
         path.write_bytes(found.encode() if isinstance(found, str) else found)

@@ -18,8 +18,9 @@ from tfnb.view import difference_html, graph_bundle, graph_html, tensor_html, va
 from tfnb.view.drawing import Drawing
 
 PIECES = (
-    "<script>window.hacked = 1</script>", "</script>", "<img src=x onerror='window.hacked = 1'>", "</title>", "</desc>",
-    "</style>", "]]>", "<!--", "-->", '"', "'", "`", "${window.hacked = 1}", "&lt;", "&#60;", "\\u003c", "\u2028", "\x00",
+    "<script>window.hacked = 1</script>", "</script>", "<img src=x onerror='window.hacked = 1'>", "</title>",
+    "</desc>", "</style>", "]]>", "<!--", "-->", '"', "'", "`", "${window.hacked = 1}", "&lt;", "&#60;", "\\u003c",
+    "\u2028", "\x00",
     "\n", " onload=window.hacked=1 ", "javascript:window.hacked=1", "<svg/onload=window.hacked=1>", "{{", "\ud800", "a",
 )  # fmt: skip
 nasty = st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=4)), min_size=1, max_size=5).map("".join)
@@ -64,7 +65,8 @@ def pages(text: str) -> list[str]:
     badges = {graph.nodes[-1].id: "added"}
     drawing = Drawing(graph, badges=badges)
     return [
-        graph_html(graph), graph_bundle(graph, cell=text, badges=badges)["text/html"], drawing.svg, *dict(drawing.faces()).values(),
+        graph_html(graph), graph_bundle(graph, cell=text, badges=badges)["text/html"], drawing.svg,
+        *dict(drawing.faces()).values(),
         difference_html(graph.diff(named("plain"))), tensor_html(Sample(graph)), variable_html(graph.variables[0]),
     ]  # fmt: skip
 
