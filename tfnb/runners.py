@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from weakref import WeakSet
 
-from tfnb.errors import Cancelled, FailedPrecondition, InvalidArgument, OutOfRange, QueueClosed
+from tfnb.errors import Aborted, Cancelled, FailedPrecondition, InvalidArgument, OutOfRange, QueueClosed
 from tfnb.recording import Operation
 from tfnb.session import Session, run
 from tfnb.state.input_sources import Source
@@ -185,7 +185,8 @@ class QueueRunner:
         """One operation, until its input ends, the queue is closed, or a stop is asked for."""
         try:
             while not self.coordinator.should_stop():
-                self._put(op)
+                with suppress(Aborted):  # by another step, or because the queue moved: again
+                    self._put(op)
         except OutOfRange:
             pass  # the end of its input
         except BaseException as error:

@@ -78,7 +78,7 @@ _NOT_TOGETHER: Mapping[tuple[str, str], str] = {
     ("isolation", "cluster"): "isolation='snapshot' is of steps that run here: close the cluster",
     ("memory_budget", "cluster"): "memory_budget holds for steps that run here: close the cluster",
     ("memory_budget", "queues"): "memory_budget needs generated code, without queues and executor='dataflow'",
-    ("queues", "cluster"): "queues and executor='dataflow' run here only: close the cluster",
+    ("training", "queues"): "steps of fit on a cluster are generated code, without queues: run them, or feed the data",
 }
 """What does not go with what: of an option and a situation, what the error says."""
 
@@ -343,13 +343,13 @@ class Session:
         cluster = self.cluster
         if isinstance(data, tuple):
             prepared = self._prepare(fetches, tuple(feeds))
-            step = self._sent(prepared.code)
+            step = self._sent(prepared.code, "training")
             source = self._ahead(prepared, step, *data)
         else:
             if IndexedSlices in map(type, feeds):
                 data = (tuple(spread(zip(feeds, values, strict=True)).values()) for values in data)
             prepared = self._prepare(fetches, parts_of(feeds))
-            step = self._sent(prepared.code)
+            step = self._sent(prepared.code, "training")
             fed = ((prepared.feeder.fed(values)[0], self._runs.take()) for values in data)
             source = cluster.batches(step, fed)
         why = "a Variable is watched" if prepared.trailing else ""
@@ -567,10 +567,10 @@ class Session:
     def _on_cluster(self, code: StepCode, tensors: list[torch.Tensor], timeout: float | None) -> list[Any]:
         return list(self.cluster.run(self._sent(code), tensors, timeout=timeout, run=self._runs.take()))
 
-    def _sent(self, code: StepCode) -> StepGraph:
+    def _sent(self, code: StepCode, option: str = "") -> StepGraph:
         """The step for the cluster."""
         self._ensure_together("memory_budget", code)
-        self._ensure_together("queues", code)
+        self._ensure_together(option, code)
         return code.step
 
     def _ensure_together(self, option: str, code: StepCode) -> None:

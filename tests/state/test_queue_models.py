@@ -132,29 +132,44 @@ class Attempts(RuleBasedStateMachine):
         self.withdrawn: list[tuple[Asked, Attempt]] = []
         self.number = 0
 
+    def made(self, kind: Any, items: list[Any], **how: Any) -> Attempt:
+        """An attempt on the real queue."""
+        return Attempt(self.queue, kind, self.told.append, elements=items, **how)
+
+    def stored(self) -> list[Any]:
+        """What the real queue holds, in its order."""
+        return list(self.queue.elements)
+
+    def taken(self, attempt: Attempt) -> list[Any]:
+        """What an attempt took."""
+        return attempt.taken
+
+    def settle(self) -> None:
+        """All that was asked for has been seen."""
+
     def ask(self, asked: Asked, attempt: Attempt) -> None:
         self.pairs[asked] = attempt
         self.model.submit(asked)
         self.queue.submit(attempt)
+        self.settle()
         self.model.settle()
 
     @rule(ranks=st.lists(st.integers(0, 2), max_size=4))
     def put(self, ranks: list[int]) -> None:
         items = [(rank, self.number + place) for place, rank in enumerate(ranks)]
         self.number += len(items)
-        self.ask(Asked("put", items), Attempt(self.queue, "enqueue", self.told.append, elements=items))  # type: ignore[arg-type]
+        self.ask(Asked("put", items), self.made("enqueue", items))
 
     @rule(count=st.integers(0, 4), up_to=st.booleans())
     def take(self, count: int, up_to: bool) -> None:
-        attempt = Attempt(self.queue, "dequeue", self.told.append, count=count, up_to=up_to)
-        self.ask(Asked("take", count=count, up_to=up_to), attempt)
+        self.ask(Asked("take", count=count, up_to=up_to), self.made("dequeue", [], count=count, up_to=up_to))
 
     @rule(which=st.integers(0, 9))
     def close(self, which: int) -> None:
         if which < 3:  # not too soon
-            self.ask(Asked("close"), Attempt(self.queue, "close", self.told.append))
+            self.ask(Asked("close"), self.made("close", []))
         elif which == 9:
-            self.ask(Asked("cancel"), Attempt(self.queue, "close", self.told.append, cancel_pending=True))
+            self.ask(Asked("cancel"), self.made("close", [], cancel_pending=True))
 
     @rule(which=st.integers(0, 99))
     def withdraw(self, which: int) -> None:
@@ -164,6 +179,7 @@ class Attempts(RuleBasedStateMachine):
             self.withdrawn.append((asked, attempt := self.pairs.pop(asked)))
             self.model.withdraw(asked)
             self.queue.withdraw([attempt])
+            self.settle()
             self.model.settle()
 
     @invariant()
@@ -173,9 +189,9 @@ class Attempts(RuleBasedStateMachine):
         for asked, attempt in self.pairs.items():
             assert attempt.is_over == bool(asked.outcome)
             assert outcome(attempt) == asked.outcome
-            assert attempt.taken == (asked.items if asked.kind == "take" else [])
+            assert self.taken(attempt) == (asked.items if asked.kind == "take" else [])
             assert attempt.enqueued == asked.done
-        stored = list(self.queue.elements)
+        stored = self.stored()
         if self.model.kind == "fifo":
             assert stored == self.model.stored
         elif self.model.kind == "priority":
@@ -190,9 +206,9 @@ class Attempts(RuleBasedStateMachine):
             return
         everyone = [*self.pairs.values(), *(attempt for _, attempt in self.withdrawn)]
         put = [item for attempt in everyone for item in attempt.elements[: attempt.enqueued]]
-        taken = [item for attempt in everyone for item in attempt.taken]
-        assert sorted([*taken, *self.queue.elements]) == sorted(put)
-        assert self.queue.absorbed == sum(len(attempt.taken) for attempt in everyone if not attempt.is_over)
+        taken = [item for attempt in everyone for item in self.taken(attempt)]
+        assert sorted([*taken, *self.stored()]) == sorted(put)
+        assert self.queue.level.absorbed == sum(len(self.taken(a)) for a in everyone if not a.is_over)
 
 
 def outcome(attempt: Attempt) -> str:

@@ -7,7 +7,7 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +123,11 @@ def slices(values: torch.Tensor, indices: torch.Tensor) -> tfnb.IndexedSlices:
     return tfnb.IndexedSlices(values, indices, (5, *values.shape[1:]))
 
 
-def ours(name: str, *, recorded: bool) -> list[Any]:
-    """The outcomes of a scenario with our queues, each call recorded and run, or at once."""
+def ours(name: str, *, recorded: bool, machine: Callable[[Any], Any] = lambda queue: queue.machine) -> list[Any]:
+    """The outcomes of a scenario with our queues, each call recorded and run, or at once.
+
+    machine: finds what holds a queue, None where nobody does yet.
+    """
     about, steps = SCENARIOS[name]
     try:
         queue = made(about)
@@ -148,7 +151,7 @@ def ours(name: str, *, recorded: bool) -> list[Any]:
     def settle(thread: threading.Thread) -> None:
         """Until a new attempt stands in its line, or the call is over."""
         end = time.monotonic() + 60
-        while not (new := standing(queue) - begun) and thread.is_alive():
+        while not (new := standing(machine(queue)) - begun) and thread.is_alive():
             assert time.monotonic() < end
             time.sleep(0.002)
         begun.update(new)
@@ -156,9 +159,9 @@ def ours(name: str, *, recorded: bool) -> list[Any]:
     return Player(call, settle).play(steps)
 
 
-def standing(queue: Any) -> set[Any]:
+def standing(machine: Any) -> set[Any]:
     """The attempts that wait in a queue."""
-    lines = {} if queue.machine is None else queue.machine.lines
+    lines = {} if machine is None else machine.lines
     return {attempt for line in lines.values() for attempt in list(line)}
 
 

@@ -62,14 +62,14 @@ class _Call:
         """From the event loop."""
         self._is_unwanted = True
         if self._running is not None:
-            self._running.stop(lambda _: Cancelled("stopped while it computed"))
+            self._running.stop(lambda at: Cancelled("stopped while it computed", details={"waits": list(at.waits)}))
 
 
 class Computing:
-    """The compute thread of a task: calls in order, each under the number of its round."""
+    """Compute threads of a task: calls in order, each under the number of its round."""
 
-    def __init__(self) -> None:
-        self.executor = ThreadPoolExecutor(1, thread_name_prefix="tfnb-compute")
+    def __init__(self, threads: int = 1) -> None:
+        self.executor = ThreadPoolExecutor(threads, thread_name_prefix="tfnb-compute")
         self._calls: dict[int, tuple[_Call, asyncio.Future[Any]]] = {}
 
     async def do(self, number: int, function: Callable[[], T]) -> T:
@@ -94,10 +94,13 @@ class Computing:
         if not end.cancelled():
             end.exception()  # seen, also if nobody waits any more
 
-    async def stopped(self, is_over: Callable[[int], bool]) -> None:
-        """Stop the rounds that are over, and wait until the thread has left them."""
+    async def stopped(self, is_over: Callable[[int], bool]) -> list[str]:
+        """Stop the rounds that are over, and wait until the threads have left them: what they waited for, in words."""
         found = [entry for number, entry in self._calls.items() if is_over(number)]
         for call, _ in found:
             call.stop()
         if found:
             await asyncio.wait([end for _, end in found])
+        errors = [end.exception() for _, end in found if not end.cancelled()]
+        told = [error.details or {} for error in errors if isinstance(error, Cancelled)]
+        return [wait for details in told for wait in details.get("waits", ())]

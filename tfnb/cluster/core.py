@@ -26,7 +26,6 @@ from tfnb.cluster.messages import Failed, Ok, OpId, Refused, Request, failed
 from tfnb.cluster.objects import Objects
 from tfnb.errors import (
     AlreadyExists,
-    FailedPrecondition,
     InvalidArgument,
     NonFiniteGradient,
     NotFound,
@@ -162,6 +161,7 @@ class Core:
         self.beside: list[Core] = [self]
         self.epoch, self.incarnation = epoch, incarnation
         self.version = self.step = self.floor = self.requests = 0
+        self.over: set[int] = set()  # rounds above the floor
         self.versions: dict[str, int] = {}
         self.ledger = Ledger()
         self.plans: OrderedDict[str, ServerProgram] = OrderedDict()
@@ -169,12 +169,14 @@ class Core:
         self.courses: dict[str, Course] = {}  # of the trainings that are open
         self.poisoned: str | None = None
         self.lines = Lines()
-        self.objects = Objects()
+        self.objects = Objects(self._afford)
+        self.objects.is_over = lambda number: number <= self.floor or number in self.over
         self._methods: dict[str, Callable[[Request], Ok | Refused]] = {
             "create": self._create, "drop": self._drop, "assign": self._assign, "push": self._push,
             "commit": self._commit,
             "register_shard": self._register, "pull": self._pull, "stage": self._stage,
-            "prepare": self._prepare, "abort": self._abort, "stat": self._stat, "applied": self._applied,
+            "prepare": self._prepare, "abort": self._abort, "keep": self._keep, "stat": self._stat,
+            "applied": self._applied,
             "choose": self._choose, "decided": self._decided, "cut": self._cut,
             "enter": self._enter, "depart": self._depart, "gone": self._gone,
             "open_training": self._open, "end_training": self._end_training,
@@ -185,15 +187,14 @@ class Core:
         }  # fmt: skip
         self._effects: list[Effect] = []  # beside the answer to the request in progress
 
-    MUTATIONS = frozenset({"create", "drop", "assign", "push", "commit", "enter", "depart"}) | Objects.METHODS
-    METHODS = MUTATIONS | {
-        "register_shard", "pull", "stage", "prepare", "abort", "stat", "applied",
+    MUTATIONS = frozenset({"create", "drop", "assign", "push", "commit", "enter", "depart"})
+    METHODS = MUTATIONS | Objects.METHODS | {
+        "register_shard", "pull", "stage", "prepare", "abort", "keep", "stat", "applied",
         "contribute", "staged", "choose", "decided", "hold", "go", "cut", "open_training", "end_training", "gone",
     }  # fmt: skip
 
     def on(self, event: Event, now: float) -> list[Effect]:
         """The effects of an event, those on requests that waited for it among them."""
-        self._went_back(self.objects.expire(now))
         match event:
             case Arrived(ticket, request):
                 self.requests += 1
@@ -206,11 +207,6 @@ class Core:
             effects += self._proceed(now)
         more, self._effects = self._effects, []
         return [*effects, *more]
-
-    def _went_back(self, ops: Iterable[OpId]) -> None:
-        """Elements that these requests had been given are in their queues again."""
-        for op in ops:
-            self.ledger.amend(op, failed(FailedPrecondition(f"the element given to {op} went back: take another one")))
 
     def _arrived(self, ticket: int, request: Request, now: float) -> list[Effect]:
         """Answer a request, or let it stand in its line."""
@@ -246,8 +242,6 @@ class Core:
             proceeds = False
             for line in self.lines.names:
                 while (head := self.lines.head(line)) is not None:
-                    if head.request.method == "close" and not self.lines.is_first(head):
-                        break
                     answer = self._answer(head.request, now)
                     if answer is None:
                         break
@@ -299,8 +293,6 @@ class Core:
         answer: Answer | None
         try:
             if request.method in self._timed:
-                if request.method in self.objects.methods:
-                    self._afford(_size(request.tensors))
                 answer = self._timed[request.method](request, now)
             elif request.method == "pull" and self._is_early(request.meta):
                 answer = None
@@ -311,9 +303,6 @@ class Core:
         if request.method in self.MUTATIONS and isinstance(answer, Ok):
             self.ledger.record(request.op, answer)
             answer = self._with_values(answer, request)
-        if request.method == "taken" and isinstance(answer, Ok):
-            op = OpId(str(request.meta["client"]), int(request.meta["seq"]))
-            self.ledger.amend(op, failed(FailedPrecondition(f"the element given to {op} was acknowledged already")))
         return answer
 
     # -- variables ------------------------------------------------------------------------------------------
@@ -385,11 +374,10 @@ class Core:
         return self._ack()
 
     def _gone(self, request: Request) -> Ok:
-        """A client is lost: it waits for nothing any more, and elements on their way to it go back."""
+        """A client is lost: it waits for nothing any more. What it did for a round ends with that."""
         client = str(request.meta["client"])
         lost = Refused("fenced", f"{client} is gone")
         self._effects += [Reply(ticket, lost) for ticket in self.lines.gone(client)]
-        self._went_back(self.objects.outs.gone(client))
         return self._ack()
 
     def _with_values(self, answer: Ok, request: Request, names: str = "reads") -> Ok:
@@ -450,8 +438,8 @@ class Core:
     def _stage(self, request: Request) -> Ok | Refused:
         """Keep one worker's part until the round is committed or over."""
         number, worker = int(request.meta["round"]), int(request.meta["worker"])
-        if number <= self.floor:
-            return Refused("stale", f"round {number} is over; the last one was {self.floor}")
+        if (over := self._over(number)) is not None:
+            return over
         part = self._part(request)
         if isinstance(part, Refused):
             return part
@@ -464,8 +452,8 @@ class Core:
     def _prepare(self, request: Request) -> Ok | Refused:
         """Compute what a commit of these workers will write; writes nothing."""
         number, workers = int(request.meta["round"]), tuple(map(int, request.meta["workers"]))
-        if number <= self.floor:
-            return Refused("stale", f"round {number} is over; the last one was {self.floor}")
+        if (over := self._over(number)) is not None:
+            return over
         self._ready(number, workers)
         return Ok({"round": number})
 
@@ -482,26 +470,39 @@ class Core:
     def _commit(self, request: Request) -> Ok | Refused:
         """Write the round with exactly these workers, in this order."""
         number, workers = int(request.meta["round"]), tuple(map(int, request.meta["workers"]))
-        if number <= self.floor:
-            return Refused("stale", f"round {number} is over; the last one was {self.floor}")
+        if (over := self._over(number)) is not None:
+            return over
         held = self._ready(number, workers)
         assert held.write is not None
         with self._writing(held.writes):
             held.write()
         self.step += 1
-        self._end(number)
+        self.objects.keep(number)
+        self._end(request.meta)
+        return self._ack()
+
+    def _keep(self, request: Request) -> Ok:
+        """A round was committed, elsewhere: what it took from queues here does not come back."""
+        self.objects.keep(int(request.meta["round"]))
+        self._end(request.meta)
         return self._ack()
 
     def _abort(self, request: Request) -> Ok:
-        """End every round up to this one; what was committed stays committed."""
-        number = int(request.meta["round"])
-        if number > self.floor:
-            self._end(number)
+        """End a round, and those up to ``floor`` or else before it; what was committed stays committed."""
+        self._end(request.meta)
+        self.objects.abort()
         return self._ack()
 
-    def _end(self, number: int) -> None:
-        self.floor = number
-        self.rounds = {later: held for later, held in self.rounds.items() if later > number}
+    def _over(self, number: int) -> Refused | None:
+        """Why nothing is taken for a round."""
+        is_over = number <= self.floor or number in self.over
+        return Refused("stale", f"round {number} is over; the last one was {self.floor}") if is_over else None
+
+    def _end(self, meta: Mapping[str, Any]) -> None:
+        number = int(meta["round"])
+        self.floor = max(self.floor, int(meta.get("floor", number)))
+        self.over = {other for other in {*self.over, number} if other > self.floor}
+        self.rounds = {other: held for other, held in self.rounds.items() if self._over(other) is None}
 
     def _prepared(self, parts: Sequence[Part]) -> tuple[Callable[[], None], tuple[str, ...]]:
         """The write that applies ``parts`` as one update, fully computed; and the keys it writes."""
@@ -693,7 +694,7 @@ class Core:
             "version": self.version, "step": self.step, "bytes": self.store.bytes, "staged": self.staged,
             "spare": self.store.spare_bytes,
             "budget": self.store.budget, "variables": len(self.versions), "plans": len(self.plans),
-            "applied": self.ledger.applied, "dups": self.ledger.dups, "waiting": len(self.lines),
+            "applied": self.ledger.applied, "dups": self.ledger.dups, "waiting": len(self.lines) + self.objects.waiting,
             "requests": self.requests,
         })  # fmt: skip
 

@@ -30,6 +30,7 @@ from tfnb.cluster.holdings import Holdings
 from tfnb.cluster.joins import join, joins
 from tfnb.cluster.members import MODES, Ahead, Batch, Member, Mode
 from tfnb.cluster.programs import Placed, place
+from tfnb.cluster.queue_homes import QueueHomes
 from tfnb.cluster.supervisor import LOOK, Supervisor
 from tfnb.cluster.transport import ClientLink, parse_address, scheduler_address
 from tfnb.errors import (
@@ -88,6 +89,7 @@ def connect(
         where.close()
         raise
     connected.connect(made)
+    made._queues.begin()
     return made
 
 
@@ -110,6 +112,7 @@ class Cluster:
         self._supervisor = Supervisor(self.client, self._engine)
         self._link.wait(self._link.start(self._supervisor.start), timeout, "watching the workers")
         self._held = Holdings()
+        self._queues = QueueHomes(self._engine, self._link)
         self._placed: OrderedDict[tuple[int, bool], tuple[weakref.ref[StepGraph], Placed]] = OrderedDict()
         self._placing = threading.RLock()
         self._pulled = (0, time.monotonic(), 0.0)  # step, when, seconds it took
@@ -209,16 +212,23 @@ class Cluster:
         self._ensure_open()
         placed = self._place(step, parallel=False)
         self._send(step.variables)
-        values, _, _ = self._step(step, placed, Batch(tuple(tensors), run), timeout, "run")
+        queues = self._queues.used(placed.queues)
+        values, _, _ = self._step(step, placed, Batch(tuple(tensors), run), timeout, "run", queues)
         return _picked(placed.fetched, values[0])
 
     def _step(
-        self, step: StepGraph, placed: Placed, batch: Batch, timeout: float | None, what: str
+        self,
+        step: StepGraph,
+        placed: Placed,
+        batch: Batch,
+        timeout: float | None,
+        what: str,
+        queues: Sequence[tuple[int, str]] = (),
     ) -> tuple[list[list[Any]], list[int], list[Any]]:
         patience = None if timeout is None else timeout + 5
         before = self._engine.step
         try:
-            return self._do(what, patience, self._engine.run, placed, batch, timeout)
+            return self._do(what, patience, self._engine.run, placed, batch, timeout, queues)
         finally:
             if self._engine.step != before:
                 self._held.stale.update(variable.key for variable in step.writes)
@@ -540,6 +550,7 @@ class Cluster:
 
     def _lost(self, error: TfnbError) -> None:
         """A server is gone (called in the event loop): the notebook goes on with the last pulled values."""
+        self._queues.lost(error)
         step, missing = self.pulled_step, max(0, self._engine.step - self.pulled_step)
         tell = f"{missing} later steps are gone" if missing else "no later one was known here"
         error.message = (
@@ -561,12 +572,14 @@ class Cluster:
             return
         try:
             if self._engine.lost is None:
+                self._engine.is_closing = True
                 self._settle_writes()
                 self._do("close", timeout, self._leave, timeout)
         except Unavailable as error:
             warnings.warn(f"closed without the last values: {error}", stacklevel=2)
         finally:
             self._closed = True
+            self._queues.end()
             self._end_supervisor()
             connected.notices.clear()  # whoever closes it knows
             self._release()
@@ -581,6 +594,7 @@ class Cluster:
 
     async def _leave(self, timeout: float) -> None:
         await self._engine.settle(timeout / 2)
+        await self._queues.bring_home()
         if len(self._held):
             await self._bring_home()
 

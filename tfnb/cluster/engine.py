@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
@@ -51,6 +51,7 @@ MISSES = 3  # pings without an answer that make a peer dead
 GRACE = 1.0  # seconds for telling everybody that a round is over
 REPLACED_WITHIN = 60.0  # seconds that a nanny has to start a lost task's process again
 LINES = 100  # of who came and left that are kept
+FOREVER = 86400.0  # seconds
 RANK = 1 << 40  # between the random streams of the workers of one step
 
 
@@ -71,6 +72,10 @@ class Engine:
         self.on_lost: Callable[[TfnbError], None] = lambda error: None
         self.timings: OrderedDict[str, float] = OrderedDict()
         self._numbers = itertools.count(1)
+        self._rounds: set[int] = set()  # in progress
+        self._busy: Counter[str] = Counter()  # steps that use queues, by the name of their task
+        self._written: Counter[str] = Counter()  # steps that wrote each Variable, by its key
+        self.is_closing = False
         self._iteration = asyncio.Lock()  # one step at a time
         self._queues: set[asyncio.Queue[Any]] = set()  # of the machines in progress
         self._told: set[asyncio.Task[Any]] = set()
@@ -102,24 +107,33 @@ class Engine:
             await asyncio.wait(others, timeout=seconds)
 
     async def run(
-        self, placed: Placed, batch: Batch, seconds: float | None
+        self, placed: Placed, batch: Batch, seconds: float | None, queues: Sequence[tuple[int, str]] = ()
     ) -> tuple[list[list[Any]], list[int], list[Any]]:
-        """One step. Values of each worker, their rows, and the values seen after the commit."""
+        """One step. Values of each worker, their rows, and the values seen after the commit.
+
+        One at a time, but for steps that use ``queues`` (shard and key of each): they wait for others, and take their
+        turn when they commit.
+        """
         since = self._interrupts
-        async with self._iteration:
+        async with AsyncExitStack() as turn:
+            if not queues:
+                await turn.enter_async_context(self._iteration)
             deadline = time.monotonic() + seconds if seconds is not None else float("inf")
             whole, lost = placed.why_whole is not None, list[int]()
             while True:
                 tasks = await self._idle(deadline, placed.task, since)
-                machine = p.Step(tasks, placed.writes, self._numbers, batch.rows, whole, deadline)
+                if queues:
+                    tasks.sort(key=lambda task: self._busy[self.tasks[task].name])
+                machine = p.Step(tasks, placed.writes, self._numbers, batch.rows, whole, placed.puts, deadline)
                 machine.lost, machine.places = lost, {task: self._first(task) for task in tasks}
-                end = await self._drive(machine, placed, batch, since)
+                end, waits = await self._drive(machine, placed, batch, since, queues, turn)
                 if not (isinstance(end.cause, e.TasksLost) and end.cause.is_none_left and self.comes):
                     break
             if end.cause is not None:
-                raise self._error(end.cause, seconds)
+                raise self._error(end.cause, seconds, waits)
             if placed.writes:
                 self.step += 1
+                self._written.update(placed.written)
             after: list[Any] = []
             if placed.after is not None:
                 after = await self._afterwards(placed, placed.after, batch, deadline, seconds)
@@ -132,7 +146,7 @@ class Engine:
         reading = Placed(after, {}, placed.after_fetched, replace(placed.placement, transfers=(), writes=()))
         since = self._interrupts
         machine = p.Step(await self._idle(deadline, placed.task, since), (), self._numbers, deadline=deadline)
-        end = await self._drive(machine, reading, Batch(batch.tensors, batch.run_index), since)
+        end, _ = await self._drive(machine, reading, Batch(batch.tensors, batch.run_index), since)
         if end.cause is not None:
             raise self._error(end.cause, seconds)
         return _unpacked(end.values[0])
@@ -242,10 +256,18 @@ class Engine:
 
     # -- one synchronous step ------------------------------------------------------------------------------------
 
-    async def _drive(self, machine: p.Step, placed: Placed, batch: Batch, since: int) -> e.Finish:
-        """Run a step machine to its end."""
+    async def _drive(
+        self, machine: p.Step, placed: Placed, batch: Batch, since: int, queues: Sequence[tuple[int, str]] = (),
+        turn: AsyncExitStack | None = None,
+    ) -> tuple[e.Finish, list[str]]:  # fmt: skip
+        """Run a step machine to its end: that, and what the step waited for where it was stopped.
+
+        queues: that it uses. It enters its ``turn`` when it commits, and then has to find what it read.
+        """
         queue: asyncio.Queue[p.Event] = asyncio.Queue()
         carried: set[asyncio.Task[None]] = set()
+        seen, aborted = {key: self._written[key] for key in placed.read}, list[Coroutine[Any, Any, list[str]]]()
+        is_in_turn, mine = not queues, set[int]()
         self._queues.add(queue)
         if self._interrupts != since:
             queue.put_nowait(e.Interrupt())
@@ -257,14 +279,27 @@ class Engine:
                 begun: list[Coroutine[Any, Any, None]] = []
                 for instruction in instructions:
                     match instruction:
-                        case e.Finish():
-                            return instruction
+                        case e.Finish(cause=cause):
+                            waits = [wait for found in await asyncio.gather(*aborted) for wait in found]
+                            if queues and cause is None:
+                                await self._keep_round(machine.number, queues)
+                            return instruction, waits
+                        case p.Abort(number) if queues:
+                            aborted.append(self._ended_round(number, list(machine.ranges)))
                         case p.Abort(number):  # at once: what is begun here ends with the machine
                             self._forget_round(number)
-                        case p.Run():
-                            begun.append(self._run_part(instruction, placed, batch, queue))
+                        case p.Run(number, task):
+                            mine.add(number)
+                            self._rounds.add(number)
+                            self._busy[self.tasks[task].name] += bool(queues)
+                            begun.append(self._run_part(instruction, placed, batch, queue, queues))
                         case p.Prepare() | p.Commit():
                             there.append(instruction)
+                if there and not is_in_turn:
+                    assert turn is not None
+                    await turn.enter_async_context(self._iteration)
+                    is_in_turn = True
+                    there = self._unless_written(seen, there, queue)
                 for coroutine in [*begun, *([self._write(there, queue)] if there else [])]:
                     work = asyncio.create_task(coroutine)
                     carried.add(work)
@@ -273,33 +308,77 @@ class Engine:
                 instructions = machine.on(event, time.monotonic())
         finally:
             self._queues.discard(queue)
+            self._rounds -= mine
             watcher.cancel()
             for work in carried:
                 work.cancel()
 
-    async def _run_part(self, run: p.Run, placed: Placed, batch: Batch, queue: asyncio.Queue[p.Event]) -> None:
+    async def _run_part(
+        self, run: p.Run, placed: Placed, batch: Batch, queue: asyncio.Queue[p.Event], queues: Sequence[tuple[int, str]]
+    ) -> None:
         """Let a task run its part, and report the event it leads to."""
-        about = {"worker": run.worker, "rows": run.stop - run.start or 1}
+        about: dict[str, Any] = {"worker": run.worker, "rows": run.stop - run.start or 1}
         feeds, index = batch.part(run.start, run.stop), batch.run_index + run.worker * RANK
-        queue.put_nowait(await self._run_on(run.number, run.task, placed, about, feeds, index))
+        if queues:
+            about["queues"] = list(map(list, queues))
+        try:
+            event = await self._run_on(run.number, run.task, placed, about, feeds, index)
+        finally:
+            self._busy[self.tasks[run.task].name] -= bool(queues)
+        queue.put_nowait(event)
 
     async def _write(self, there: Sequence[p.Prepare | p.Commit], queue: asyncio.Queue[p.Event]) -> None:
         """Let shards prepare or commit a round, and report the events it leads to."""
         asks = []
         for one in there:
             method = "prepare" if isinstance(one, p.Prepare) else "commit"
-            asks.append(Ask(one.shard, method, {"round": one.number, "workers": list(one.workers)}))
+            asks.append(Ask(one.shard, method, {**self._over(one.number), "workers": list(one.workers)}))
         for one, answer in zip(there, await self.settled_on(asks), strict=True):
             done = p.Prepared if isinstance(one, p.Prepare) else p.Committed
             queue.put_nowait(_shard_event(done(one.number, one.shard), answer))
 
     def _forget_round(self, number: int) -> None:
         """Let everybody forget a round; nobody waits for the answers."""
-        asks = [Ask(shard, "abort", {"round": number}) for shard in range(len(self.shards))]
+        over = self._over(number)
+        asks = [Ask(shard, "abort", over) for shard in range(len(self.shards))]
         self.later(self.tell(asks, time.monotonic() + GRACE))
         for member in self.tasks:
             if member.alive:
-                self.stop(member, "cancel", lambda: {"round": number})
+                self.stop(member, "cancel", lambda: over)
+
+    async def _ended_round(self, number: int, tasks: Sequence[int]) -> list[str]:
+        """Let everybody forget a round that used queues, and wait until they have: what it waited for, in words.
+
+        What it took is in its queues again then.
+        """
+        over = self._over(number)
+        members = [self.tasks[task] for task in tasks]
+        stopping = [self.stop(member, "cancel", lambda: over) for member in members if member.alive]
+        asks = [Ask(shard, "abort", over) for shard in range(len(self.shards))]
+        await self.settled_on(asks)
+        answers = await asyncio.gather(*stopping)
+        return [str(wait) for answer in answers if answer is not None for wait in answer.meta.get("waits", ())]
+
+    def _unless_written(
+        self, seen: Mapping[str, int], there: list[p.Prepare | p.Commit], queue: asyncio.Queue[p.Event]
+    ) -> list[p.Prepare | p.Commit]:
+        """What shards are to do, unless somebody wrote what the step had read: then it is told so."""
+        if all(self._written[key] == before for key, before in seen.items()):
+            return there
+        failure = Failed("Aborted", "another step wrote what this one had read, while it waited: run it again")
+        for one in there:
+            queue.put_nowait(p.ShardError(one.number, one.shard, failure))
+        return []
+
+    async def _keep_round(self, number: int, queues: Sequence[tuple[int, str]]) -> None:
+        """A round was committed: what it took does not come back."""
+        over = self._over(number)
+        await self.settled_on([Ask(shard, "keep", over) for shard in dict.fromkeys(shard for shard, _ in queues)])
+
+    def _over(self, number: int) -> dict[str, int]:
+        """A round that is over, and the number up to which all are."""
+        others = self._rounds - {number}
+        return {"round": number, "floor": min(min(others, default=number + 1) - 1, number)}
 
     # -- tasks that stop ------------------------------------------------------------------------------------------
 
@@ -445,6 +524,8 @@ class Engine:
             try:
                 await self.register(placed, member, again=attempt > 0)
                 deadline = self.link.deadline("run", sum(t.numel() * t.element_size() for t in feeds))
+                if "queues" in about:  # it waits for others, as long as those take
+                    deadline = time.monotonic() + FOREVER
                 answer = await self.link.call(member.peer, "run", meta, feeds, epoch=self.epoch, deadline=deadline)
             except NotDone as failure:
                 answer = failure.outcome
@@ -682,17 +763,20 @@ class Engine:
 
     # -- errors ------------------------------------------------------------------------------------------------------
 
-    def _error(self, cause: e.Cause, seconds: float | None) -> TfnbError:
-        """The exception of a cause; a lost server or scheduler ends the cluster."""
+    def _error(self, cause: e.Cause, seconds: float | None, waits: Sequence[str] = ()) -> TfnbError:
+        """The exception of a cause; a lost server or scheduler ends the cluster. waits: for what it did, in words."""
         if self.link.dask.status not in ("running", "newly-created") and not isinstance(cause, Failed | e.Interrupted):
             return self._lose(SchedulerLost(f"the Dask scheduler was lost at step {self.step}"))
         match cause:
+            case e.Interrupted() if self.is_closing:
+                return Aborted(f"the cluster was closed at step {self.step}, run it again", step=self.step)
             case e.Interrupted():
                 return Cancelled(f"interrupted at step {self.step}", step=self.step)
             case e.TimedOut():
                 names = ", ".join(self.tasks[i].name for i in self._live())
                 return DeadlineExceeded(
-                    f"step {self.step + 1} did not end within {seconds} s; it waited for {names or 'nobody'}",
+                    f"step {self.step + 1} did not end within {seconds} s; it waited for "
+                    + ("\n  ".join(["", *waits]) if waits else names or "nobody"),
                     step=self.step,
                 )
             case e.TasksLost(message, tasks):
@@ -709,6 +793,10 @@ class Engine:
                 "a logarithm, root or division of zero"
             )
         return error
+
+    def lost_server(self, shard: int) -> TfnbError:
+        """The error of a server that does not answer any more; the cluster ends with it."""
+        return self._error(e.ServerLost(shard), None)
 
     def _server_error(self, shard: int) -> ParameterServerLost:
         member, count = self.shards[shard], len(self.servers)

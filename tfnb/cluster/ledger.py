@@ -65,12 +65,6 @@ class Ledger:
         window = self.clients.get(op.client)
         return window is not None and window.has(op.seq)
 
-    def amend(self, op: OpId, ack: Answer) -> None:
-        """From now on ``op``, which was applied, is answered with ``ack``."""
-        window = self.clients.get(op.client)
-        if window is not None and op.seq in window.acks:
-            window.acks[op.seq] = ack
-
     def is_too_old(self, op: OpId) -> bool:
         """Whether ``op`` lies below the window, where nobody knows any more."""
         window = self.clients.get(op.client)

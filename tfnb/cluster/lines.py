@@ -53,10 +53,6 @@ class Lines:
         """Who is next of those whose call is open: who is between two calls is given nothing, and keeps the place."""
         return next((waiting for waiting in self._lines.get(line, {}).values() if waiting.ticket is not None), None)
 
-    def is_first(self, waiting: Waiting) -> bool:
-        """Whether nobody stands before it, not even somebody between two calls."""
-        return next(iter(self._lines[waiting.line].values())) is waiting
-
     def join(self, waiting: Waiting) -> None:
         """Stand at the end of a line."""
         self._lines.setdefault(waiting.line, OrderedDict())[waiting.request.op] = waiting

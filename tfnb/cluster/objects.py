@@ -1,184 +1,373 @@
-"""Queues, accumulators and tokens of a server, by key: the classes of `tfnb.state`, reached by requests. Pure.
+"""Queues, accumulators, barriers and tokens of a server: the machines of `tfnb.state`, reached by requests. Pure.
 
-A method gives an answer, or None where it has to wait; `Core` then keeps the request in its line. Lines are in order of
-arrival, so a close stands behind the puts before it.
+Each process that asks has a `Channel`. It posts acts in order, each post under the next number, so that a repeated one
+does nothing; and it hears how they ended under growing numbers, again and again until it says that it has heard. Who
+waits is an attempt in the line of its queue, as it would be at home. Elements that were taken may come back: until the
+channel has heard of them, or, where they were taken for a round, until the notebook keeps or aborts that round.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 
-from tfnb.cluster.hand_outs import HandOuts
-from tfnb.cluster.messages import Ok, OpId, Request
-from tfnb.errors import InvalidArgument, NotFound
-from tfnb.graph import Spec
-from tfnb.state.accumulator import Accumulator, DenseSum
-from tfnb.state.queue_machine import Attempt, Kind, QueueMachine
-from tfnb.state.tokens import Tokens
+from tfnb.cluster.messages import Ok, Request, failed
+from tfnb.cluster.wire import size
+from tfnb.errors import InvalidArgument, NotFound, StepAborted, TfnbError
+from tfnb.graph.queue import QUEUES, Queue
+from tfnb.graph.spec import dtype_name
+from tfnb.state.queue_machine import Attempt, QueueMachine
+from tfnb.state.queue_operations import attempt_on, made, outcome
 
-Thing = QueueMachine | Accumulator | Tokens
+ENTRIES = 1000  # tensors in one message
+BYTES = 64 << 20  # of them, unless a single one is larger
+
 Method = Callable[[Request, float], Ok | None]
 
-LINES: Mapping[str, str] = {
-    "enqueue": "put", "close": "put", "dequeue": "get", "take_grad": "mean", "token_take": "token",
-}  # fmt: skip
-"""Methods that can wait, and the line of their object in which they do."""
+
+@dataclass(slots=True)
+class Held:
+    """A queue that is here, and bytes of elements that came and did not leave. ``left``: contents on their way home."""
+
+    key: str
+    queue: Queue
+    nbytes: int = 0
+    left: tuple[dict[str, Any], list[torch.Tensor]] | None = None
+
+    @property
+    def machine(self) -> QueueMachine:
+        """What holds its elements."""
+        assert isinstance(self.queue.machine, QueueMachine)
+        return self.queue.machine
+
+
+@dataclass(eq=False, slots=True)
+class Work:
+    """An operation that a channel asked for under a number, maybe for a round, and its attempt once it began."""
+
+    number: int
+    held: Held
+    attrs: Mapping[str, Any]
+    round: int | None
+    came: int  # bytes
+    attempt: Attempt | None = None
+
+
+class End(NamedTuple):
+    """How an act ended: what to say of it, its tensors, and the operation whose elements may come back."""
+
+    number: int
+    about: dict[str, Any]
+    tensors: Sequence[torch.Tensor] = ()
+    work: Work | None = None
+
+
+@dataclass(slots=True)
+class Channel:
+    """What one process asks for. ``posted``: the last post; ``serial``: of the last end."""
+
+    posted: int = -1
+    serial: int = 0
+    open: dict[int, Work] = field(default_factory=dict)  # operations that are not over
+    ends: OrderedDict[int, End] = field(default_factory=OrderedDict)  # that it has not heard of
+    held: list[torch.Tensor] = field(default_factory=list)  # for the next act, which needs several messages
+
+    def end(self, end: End) -> None:
+        """An act ended."""
+        self.serial += 1
+        self.ends[self.serial] = end
+        self.open.pop(end.number, None)
 
 
 class Objects:
-    """The objects of one server."""
+    """The queues of one server. afford: raises ResourceExhausted where so many bytes more have no room."""
 
-    METHODS = frozenset({
-        "make", "enqueue", "dequeue", "taken", "close", "apply_grad", "take_grad", "set_step", "token_give",
-        "token_take", "token_renew", "token_end",
-    })  # fmt: skip
+    METHODS = frozenset({"post", "ends", "contents", "first"})
 
-    def __init__(self) -> None:
-        self.things: dict[str, Thing] = {}
-        self.outs = HandOuts()
-        self._made: dict[str, dict[str, Any]] = {}  # what each was made of
+    def __init__(self, afford: Callable[[int], None] = lambda asked: None) -> None:
+        self.queues: dict[str, Held] = {}
+        self.channels: dict[str, Channel] = {}
+        self.is_over: Callable[[int], bool] = lambda number: False  # of a round
+        self._afford = afford
+        self._rounds: dict[int, list[Work]] = {}  # what each did so far
         self.methods: dict[str, Method] = {
-            "make": self._make, "enqueue": self._enqueue, "dequeue": self._dequeue, "taken": self._taken,
-            "close": self._close,
-            "apply_grad": self._apply, "take_grad": self._take, "set_step": self._set_step,
-            "token_give": self._give, "token_take": self._token, "token_renew": self._renew, "token_end": self._end,
+            "post": self._post, "ends": self._ends, "contents": self._contents,
+            "first": self._first,
+        }  # fmt: skip
+        self._acts: dict[str, Callable[[Channel, int, str, Mapping[str, Any], list[torch.Tensor]], None]] = {
+            "make": self._make, "do": self._do, "withdraw": self._withdraw, "leave": self._leave, "drop": self._drop,
         }  # fmt: skip
 
     @property
     def nbytes(self) -> int:
         """Bytes held in queues and accumulators."""
-        queues = [thing for thing in self.things.values() if isinstance(thing, QueueMachine)]
-        queued = (t for queue in queues for element in queue.elements for t in element)
-        sums = sum(thing.nbytes for thing in self.things.values() if isinstance(thing, Accumulator))
-        return sums + self.outs.nbytes + sum(t.numel() * t.element_size() for t in queued)
+        return sum(held.nbytes for held in self.queues.values())
 
-    def line(self, request: Request) -> str:
+    @property
+    def waiting(self) -> int:
+        """Attempts that wait."""
+        return sum(len(channel.open) for channel in self.channels.values())
+
+    @staticmethod
+    def line(request: Request) -> str:
         """Where a request stands that has to wait; empty for what never waits."""
-        key, meta = request.meta.get("key", ""), request.meta
-        if request.method == "close" and meta.get("cancel_pending"):
-            return ""
-        return f"{LINES[request.method]}:{key}" if request.method in LINES else ""
+        return f"ends:{request.meta['channel']}" if request.method == "ends" else ""
 
-    def expire(self, now: float) -> list[OpId]:
-        """Tokens and elements whose leases are over go back; the requests that had been given those elements."""
-        for thing in self.things.values():
-            if isinstance(thing, Tokens):
-                thing.expire(now)
-        return self.outs.expire(now)
+    # -- requests ---------------------------------------------------------------------------------------------
 
-    def _make(self, request: Request, now: float) -> Ok:
-        meta = dict(request.meta)
-        key = str(meta.pop("key"))
-        if key in self.things:
-            if self._made[key] != meta:
-                raise InvalidArgument(f"{key} was made of {self._made[key]}, not of {meta}")
-            return Ok({"key": key})
-        match meta:
-            case {"kind": "queue", "capacity": float() | int() as capacity}:
-                self.things[key] = QueueMachine(key, capacity if capacity > 0 else float("inf"))
-            case {"kind": "accumulator"}:
-                (like,) = request.tensors  # of its dtype and shape
-                spec = Spec.of(like)
-                self.things[key] = Accumulator(lambda: DenseSum(spec), int(meta.get("step", 0)))
-            case {"kind": "tokens", "lease": float() | int() as lease}:
-                self.things[key] = Tokens(lease)
-            case _:
-                raise InvalidArgument(f"a server makes queues, accumulators and tokens, not {meta}")
-        self._made[key] = meta
-        return Ok({"key": key})
+    def _post(self, request: Request, now: float) -> Ok:
+        """Acts of a channel, once; what has ended by now."""
+        channel, meta = self._channel(request), request.meta
+        acts = list(meta["acts"])
+        if int(meta["number"]) == channel.posted + 1:  # else it came before
+            channel.posted += 1
+            left = iter(request.tensors)
+            for verb, number, key, facts, count in acts:
+                self._act(channel, str(verb), int(number), str(key), facts, list(islice(left, count)))
+        return self._heard_from(channel, [str(key) for _, _, key, _, _ in acts])
 
-    # -- queues -----------------------------------------------------------------------------------------------
+    def _act(
+        self, channel: Channel, verb: str, number: int, key: str, facts: Mapping[str, Any], given: list[torch.Tensor]
+    ) -> None:
+        """One act; an error is how it ends."""
+        if verb == "hold":
+            channel.held += given
+            return
+        given, channel.held = channel.held + given, []
+        try:
+            if verb not in self._acts:
+                raise InvalidArgument(f"a server does not {verb[:40]!r}")
+            self._acts[verb](channel, number, key, facts, given)
+        except Exception as error:
+            channel.end(End(number, {"error": _told(error)}))
 
-    def _tried(self, request: Request, kind: Kind, **kwargs: Any) -> Attempt | None:
-        """An attempt on a queue, if it is over at once."""
-        queue = found(self.things, QueueMachine, request)
-        attempt = Attempt(queue, kind, _nobody, **kwargs)
-        queue.submit(attempt)
-        if not attempt.is_over:
-            queue.withdraw([attempt])
-            return None
-        if attempt.error is not None:
-            raise attempt.error
-        return attempt
+    def _ends(self, request: Request, now: float) -> Ok | None:
+        """What has ended; waits until something has."""
+        channel = self._channel(request)
+        return self._heard_from(channel, ()) if channel.ends else None
 
-    def _enqueue(self, request: Request, now: float) -> Ok | None:
-        done = self._tried(request, "enqueue", elements=[tuple(request.tensors)])
-        return None if done is None else Ok({"size": done.machine.size})
+    def _channel(self, request: Request) -> Channel:
+        """The channel of who asks, who has heard of some ends."""
+        channel = self.channels.setdefault(str(request.meta["channel"]), Channel())
+        got = int(request.meta["got"])
+        for serial in [serial for serial in channel.ends if serial <= got]:
+            end = channel.ends.pop(serial)
+            if end.work is not None and end.work.round is None:
+                _keep([end.work])
+        return channel
 
-    def _dequeue(self, request: Request, now: float) -> Ok | None:
-        queue = found(self.things, QueueMachine, request)
-        if not queue.size and self.outs.of(queue):
-            return None  # what is on its way may come back, also to a queue that is closed
-        done = self._tried(request, "dequeue")
-        if done is None:
-            return None
-        (element,) = done.taken
-        self.outs.add(request.op, queue, element, now)
-        return Ok({"size": queue.size}, element)
+    def _heard_from(self, channel: Channel, keys: Iterable[str]) -> Ok:
+        """Ends in their order, as many as find room, and how full the queues are that they are of."""
+        found: list[list[Any]] = []
+        tensors: list[torch.Tensor] = []
+        names = {work.held.key for work in channel.open.values()}.union(keys)
+        for serial, end in channel.ends.items():
+            if tensors and (len(tensors) + len(end.tensors) > ENTRIES or size([*tensors, *end.tensors]) > BYTES):
+                break
+            if len(found) >= ENTRIES:
+                break
+            found.append([serial, end.number, end.about, len(end.tensors)])
+            tensors += end.tensors
+            if end.work is not None:
+                names.add(end.work.held.key)
+        levels = {key: _level(self.queues[key].machine) for key in names if key in self.queues}
+        return Ok({"ends": found, "levels": levels}, tensors)
 
-    def _taken(self, request: Request, now: float) -> Ok:
-        self.outs.end(OpId(str(request.meta["client"]), int(request.meta["seq"])))
-        return Ok()
+    def keep(self, number: int) -> None:
+        """A round was committed: what it took does not come back."""
+        _keep(self._rounds.pop(number, []))
 
-    def _close(self, request: Request, now: float) -> Ok | None:
-        done = self._tried(request, "close", cancel_pending=bool(request.meta.get("cancel_pending")))
-        return None if done is None else Ok({"size": done.machine.size})
+    def abort(self) -> None:
+        """Of rounds that are over, and were not committed, what waits ends, and what they took comes back."""
+        for channel in self.channels.values():
+            for work in list(channel.open.values()):
+                if work.round is not None and self.is_over(work.round):
+                    _withdraw(channel, work)
+            for serial, end in list(channel.ends.items()):
+                if end.work is not None and end.work.round is not None and self.is_over(end.work.round):
+                    del channel.ends[serial]
+        for number in [number for number in self._rounds if self.is_over(number)]:
+            done = self._rounds.pop(number)
+            if any(work.attempt is not None and work.attempt.kind == "enqueue" for work in done):
+                _keep(done)  # it moved elements
+            else:
+                _give_back(done)
 
-    # -- accumulators -----------------------------------------------------------------------------------------
+    def _contents(self, request: Request, now: float) -> Ok:
+        """Some tensors of a queue that left, from number ``start`` on."""
+        held = self._held(str(request.meta["key"]))
+        if held.left is None:
+            raise InvalidArgument(f"queue {held.queue.name} is here, it did not leave")
+        found: list[torch.Tensor] = []
+        for tensor in held.left[1][int(request.meta["start"]) :]:
+            if found and (len(found) >= ENTRIES or size([*found, tensor]) > BYTES):
+                break
+            found.append(tensor)
+        return Ok({"facts": held.left[0], "count": len(held.left[1])}, found)
 
-    def _apply(self, request: Request, now: float) -> Ok:
-        sums, (grad,) = found(self.things, Accumulator, request), request.tensors
-        step, rows = int(request.meta["step"]), float(request.meta.get("rows", 1))
-        is_new = sums.put((grad, torch.tensor(step), torch.tensor(rows, dtype=torch.float64)))
-        return Ok({"applied": is_new, "step": sums.step, "count": sums.count})
+    def _first(self, request: Request, now: float) -> Ok:
+        """Elements that come next; they stay."""
+        found = self._held(str(request.meta["key"])).machine.first(min(int(request.meta["count"]), ENTRIES))
+        return Ok({"lengths": [len(element) for element in found]}, [part for element in found for part in element])
 
-    def _take(self, request: Request, now: float) -> Ok | None:
-        sums = found(self.things, Accumulator, request)
-        required = int(request.meta["required"])
-        if required < 1:
-            raise InvalidArgument(f"a mean is of at least 1 gradient, not {required}")
-        mean = sums.take() if sums.spare(False, required) else None
-        return None if mean is None else Ok({"step": sums.step}, list(mean))
+    # -- acts -------------------------------------------------------------------------------------------------
 
-    def _set_step(self, request: Request, now: float) -> Ok:
-        sums = found(self.things, Accumulator, request)
-        if (step := int(request.meta["step"])) < sums.step:  # a late message
-            raise InvalidArgument(f"the accumulator is at step {sums.step}, it cannot go back to {step}")
-        sums.set_step(step)
-        return Ok({"step": sums.step})
+    def _make(
+        self, channel: Channel, number: int, key: str, facts: Mapping[str, Any], given: list[torch.Tensor]
+    ) -> None:
+        """A queue, with what it held elsewhere."""
+        if key in self.queues:
+            raise InvalidArgument(f"a queue {key} is here already")
+        self._afford(size(given))
+        queue = read_queue(facts["queue"])
+        machine = queue.machine = made(queue)
+        if "holds" in facts:
+            machine.fill(facts["holds"], given)
+        self.queues[key] = Held(key, queue, size(given))
+        channel.end(End(number, {}))
 
-    # -- tokens -----------------------------------------------------------------------------------------------
+    def _do(self, channel: Channel, number: int, key: str, facts: Mapping[str, Any], given: list[torch.Tensor]) -> None:
+        """An operation on a queue, for a round or for itself."""
+        held, kind = self._held(key), facts["kind"]
+        work = Work(number, held, facts["attrs"], facts.get("round"), size(given))
+        if work.round is not None and self.is_over(work.round):
+            raise StepAborted(f"round {work.round} is over")
+        if kind == "enqueue":
+            self._afford(work.came)
+        then = partial(self._ended, channel, work)
+        work.attempt = attempt_on(held.queue, kind, then, work.attrs, given, str(facts["what"]), lends=True)
+        before = channel.open.get(facts.get("after", -1))
+        channel.open[number] = work
+        if kind == "enqueue":
+            held.nbytes += work.came
+        held.machine.submit(work.attempt, None if before is None else before.attempt)
 
-    def _give(self, request: Request, now: float) -> Ok:
-        tokens = found(self.things, Tokens, request)
-        tokens.give(int(request.meta["step"]), int(request.meta.get("count", 1)))
-        return Ok({"free": len(tokens.free)})
+    def _ended(self, channel: Channel, work: Work, attempt: Attempt) -> None:
+        """An operation is over: its tensors, or its error."""
+        about: dict[str, Any] = {"enqueued": attempt.enqueued}
+        tensors: Sequence[torch.Tensor] = ()
+        _settle(work)
+        error: Exception | None = attempt.error
+        if error is None:
+            try:
+                tensors = outcome(work.held.queue, attempt, work.attrs)
+            except Exception as failure:  # elements that make no batch
+                error = failure
+                attempt.machine.give_back([attempt])
+        if error is not None:
+            channel.end(End(work.number, about | {"error": _told(error)}))
+            return
+        if work.round is not None:
+            self._rounds.setdefault(work.round, []).append(work)
+        channel.end(End(work.number, about, tensors, work))
 
-    def _token(self, request: Request, now: float) -> Ok | None:
-        taken = found(self.things, Tokens, request).take(request.op.client, now)
-        return None if taken is None else Ok({"token": taken[0], "step": taken[1]})
+    def _withdraw(
+        self, channel: Channel, number: int, key: str, facts: Mapping[str, Any], given: list[torch.Tensor]
+    ) -> None:
+        """Take back operations; what one of them took, and nobody has heard of, comes next again."""
+        for other in map(int, facts["numbers"]):
+            if other in channel.open:
+                _withdraw(channel, channel.open[other])
+        channel.end(End(number, {}))
 
-    def _renew(self, request: Request, now: float) -> Ok:
-        found(self.things, Tokens, request).renew(int(request.meta["token"]), now)
-        return Ok()
+    def _leave(
+        self, channel: Channel, number: int, key: str, facts: Mapping[str, Any], given: list[torch.Tensor]
+    ) -> None:
+        """A queue goes home: who waits there is told so, and asks for its contents."""
+        held = self._held(key)
+        for other in self.channels.values():
+            for work in list(other.open.values()):
+                if work.held is held:
+                    _withdraw(other, work)
+        found, tensors, _ = held.machine.leave()
+        held.left = found, tensors
+        channel.end(End(number, {}))
 
-    def _end(self, request: Request, now: float) -> Ok:
-        found(self.things, Tokens, request).end(int(request.meta["token"]))
-        return Ok()
+    def _drop(
+        self, channel: Channel, number: int, key: str, facts: Mapping[str, Any], given: list[torch.Tensor]
+    ) -> None:
+        """Nobody needs it: who waits ends with StepAborted."""
+        held = self._held(key)
+        if held.left is None:
+            held.machine.abort(str(facts.get("why", "")))
+        del self.queues[key]
+        channel.end(End(number, {}))
+
+    def _held(self, key: str) -> Held:
+        if key not in self.queues:
+            raise NotFound(f"this server holds no queue {key!r}; it has {', '.join(self.queues) or 'none'}")
+        return self.queues[key]
+
+    def __iter__(self) -> Iterator[QueueMachine]:
+        return (held.machine for held in self.queues.values())
 
 
-def found(things: Mapping[str, Thing], kind: type[Any], request: Request) -> Any:
-    """The object that a request names; raises NotFound, or InvalidArgument for one of another kind."""
-    key = str(request.meta["key"])
-    if key not in things:
-        raise NotFound(f"this server holds no {kind.__name__.lower()} {key!r}; it has {', '.join(things) or 'none'}")
-    if not isinstance(things[key], kind):
-        raise InvalidArgument(f"{key!r} is no {kind.__name__.lower()}, it is a {type(things[key]).__name__.lower()}")
-    return things[key]
+def _withdraw(channel: Channel, work: Work) -> None:
+    assert work.attempt is not None
+    work.attempt.machine.withdraw([work.attempt])
+    _settle(work)
+    error = work.attempt.error or StepAborted("it was taken back")
+    channel.end(End(work.number, {"enqueued": work.attempt.enqueued, "error": _told(error)}))
 
 
-def _nobody(attempt: Attempt) -> None:
-    """The request is answered from the attempt itself."""
+def _settle(work: Work) -> None:
+    """What an enqueue did not put is not held here."""
+    attempt = work.attempt
+    if attempt is not None and attempt.kind == "enqueue":
+        work.held.nbytes -= sum(map(size, attempt.elements[attempt.enqueued :]))
+
+
+def _keep(done: Sequence[Work]) -> None:
+    for work in done:
+        if work.attempt is not None and work.attempt.taken:
+            work.held.nbytes -= sum(map(size, work.attempt.taken))
+            work.held.machine.keep([work.attempt])
+
+
+def _give_back(done: Sequence[Work]) -> None:
+    for held in {id(work.held): work.held for work in done}.values():
+        held.machine.give_back([work.attempt for work in done if work.held is held and work.attempt is not None])
+
+
+def write_queue(queue: Queue) -> dict[str, Any]:
+    """What a queue is, as JSON."""
+    return {
+        "name": queue.name, "capacity": None if queue.capacity == math.inf else queue.capacity, "kind": queue.kind,
+        "options": dict(queue.options),
+        "components": [[dtype_name(kind), None if shape is None else list(shape)] for kind, shape in queue.components],
+    }  # fmt: skip
+
+
+def read_queue(about: Mapping[str, Any]) -> Queue:
+    """The queue that was written, empty.
+
+    >>> queue = Queue("q", 3, [(torch.float32, (2, None))], options={})
+    >>> read_queue(write_queue(queue)).components == queue.components
+    True
+    """
+    parts = [
+        (getattr(torch, str(dtype)), None if shape is None else tuple(shape)) for dtype, shape in about["components"]
+    ]
+    if about["kind"] not in QUEUES or not all(isinstance(dtype, torch.dtype) for dtype, _ in parts):
+        raise InvalidArgument(f"a server makes queues of kinds {', '.join(QUEUES)}, not {about['kind']!r:.40}")
+    most = math.inf if about["capacity"] is None else about["capacity"]
+    return Queue(str(about["name"]), most, parts, kind=about["kind"], options=about["options"])
+
+
+def _told(error: Exception) -> dict[str, Any]:
+    """An error as data, with how many elements an enqueue had put."""
+    found = failed(error)
+    enqueued = {"enqueued": error.enqueued} if isinstance(error, TfnbError) else {}
+    return {"tag": found.tag, "message": found.message, "details": {**found.details, **enqueued}}
+
+
+def _level(machine: QueueMachine) -> list[Any]:
+    size, capacity, *others = machine.level
+    return [size, None if capacity == float("inf") else capacity, *others]

@@ -151,7 +151,8 @@ class Step:
     """One step with everything or nothing written.
 
     ``rows``: rows of the batch, None where it has none. ``whole``: one task computes all of them. ``shards``: those
-    that the step writes. ``numbers``: fresh round numbers. States: planned, running, preparing, committing, over.
+    that the step writes. ``once``: it puts elements into queues, so it is not tried again. ``numbers``: fresh round
+    numbers. States: planned, running, preparing, committing, over.
     """
 
     tasks: list[int]
@@ -159,6 +160,7 @@ class Step:
     numbers: Iterator[int]
     rows: int | None = None
     whole: bool = False
+    once: bool = False
     deadline: float = float("inf")
     state: str = "planned"
     number: int = -1
@@ -243,6 +245,9 @@ class Step:
         self.tasks.remove(task)
         if self.state == "planned" or task not in self.ranges:
             return []
+        if self.once:
+            text = "a task was lost in a step that puts elements into queues: those that it put are there"
+            return self._stop(e.TasksLost(text, (task,)))
         self.lost.append(self.places.get(task, task))
         if (cause := poison(self.lost)) is not None:
             return self._stop(cause)
@@ -250,7 +255,7 @@ class Step:
 
     def _again(self, failure: Failed) -> list[Instruction]:
         self.missed += 1
-        return self._stop(failure) if self.missed > RETRIES else [Abort(self.number), *self._run()]
+        return self._stop(failure) if self.once or self.missed > RETRIES else [Abort(self.number), *self._run()]
 
     def _stop(self, cause: e.Cause) -> list[Instruction]:
         begun, self.state = self.state != "planned", "over"

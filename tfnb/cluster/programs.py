@@ -17,13 +17,18 @@ import torch
 
 from tfnb.cluster.core import GRADIENTS
 from tfnb.errors import GraphFormatError, NonFiniteGradient, TfnbError
-from tfnb.execution import Pending, Program, lower
+from tfnb.execution import Pending, Program
+from tfnb.execution.dataflow.executor import lowered
 from tfnb.execution.explain import explained
 from tfnb.execution.tracing.health import is_finite
 from tfnb.graph import Graph, Spec, Value, Variable
 from tfnb.graph.files import sha256
 from tfnb.graph.forms.serial import dumps, loads
 from tfnb.graph.graph import new_id
+from tfnb.graph.ops import ENQUEUE
+from tfnb.graph.queue import Queue
+from tfnb.graph.subgraph import nested, queues_of
+from tfnb.passes import step_graph
 from tfnb.placement.partition import Server, Split
 from tfnb.placement.placement import Homes, Piece, Placement, joined, read_from
 
@@ -54,11 +59,19 @@ class Placed:
     after: Plan | None = None
     after_fetched: tuple[int | None, ...] = ()
     why_whole: str | None = None
+    queues: tuple[Queue, ...] = ()  # that the compute plan uses, in its order
+    puts: bool = False  # into one of them
+    read: tuple[str, ...] = ()  # keys of Variables that nobody may write while a step with queues waits
 
     @property
     def writes(self) -> tuple[int, ...]:
         """Shards that the step writes."""
         return self.placement.writes
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """Keys of the Variables that the step writes."""
+        return self.placement.changed
 
     @property
     def task(self) -> int | None:
@@ -92,7 +105,16 @@ def place(split: Split) -> Placed:
         late = tuple(value for value in split.after_fetches if value is not None)
         facts = {"homes": _homes(split.after, homes), "count": len(late), "pushes": [], "whole": False}
         after = _plan(split.after, late, split.after_feeds, facts)
-    return Placed(compute, servers, _numbered(split.fetches), split.placement, after, after_at, split.why_whole)
+    queues = queues_of(split.compute.nodes)
+    inner = (inner for node in split.compute.nodes for inner in (node, *nested(node)))
+    puts = any(node.op == ENQUEUE for node in inner)
+    read: tuple[str, ...] = ()
+    if queues and split.placement.writes:
+        read = (*split.placement.changed, *(v.key for v in split.compute.contents.variables.values()))
+    return Placed(
+        compute, servers, _numbered(split.fetches), split.placement, after, after_at, split.why_whole, queues, puts,
+        read,
+    )  # fmt: skip
 
 
 def _numbered(values: Iterable[Value | None]) -> tuple[int | None, ...]:
@@ -150,7 +172,8 @@ def _graph(meta: Meta, tensors: Sequence[torch.Tensor]) -> Graph:
 
 def _lowered(meta: Meta, tensors: Sequence[torch.Tensor]) -> Program:
     graph = _graph(meta, tensors)
-    return lower(graph, map(graph.value, meta["fetches"]), map(graph.value, meta["feeds"]))
+    fetches, feeds = map(graph.value, meta["fetches"]), map(graph.value, meta["feeds"])
+    return lowered(step_graph(graph, fetches, feeds), "auto")  # type: ignore[return-value]  # asked the same things
 
 
 def _keys(program: Program, keys: Mapping[str, Any]) -> list[Any]:
@@ -215,10 +238,11 @@ class ComputeProgram:
     tensors: Sequence[torch.Tensor]
     program: Program = field(init=False)
     homes: list[tuple[Piece, ...]] = field(init=False)  # of each of the program's variables
+    queues: tuple[Queue, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         self.program = _lowered(self.meta, self.tensors)
-        self.tensors = ()
+        self.tensors, self.queues = (), queues_of(self.program.whole.nodes)
         self.homes = [tuple(map(_piece, pieces)) for pieces in _keys(self.program, self.meta["homes"])]
 
     @property

@@ -10,6 +10,7 @@ Imports Dask for the worker it lives on; never IPython.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import itertools
 import multiprocessing
 import os
@@ -28,18 +29,19 @@ import torch
 from distributed import get_worker
 
 from tfnb import __version__
-from tfnb.cluster import asking, wire
+from tfnb.cluster import asking, queues_there, wire
 from tfnb.cluster.computing import Computing, in_thread
 from tfnb.cluster.core import PLANS, Core, Send, fence
 from tfnb.cluster.cores import Cores
 from tfnb.cluster.fit.resident import Loops
 from tfnb.cluster.messages import Ask, Failed, NotDone, NotSent, Ok, Outcome, Peer, Refused, Request, Unknown, failed
 from tfnb.cluster.programs import ComputeProgram, Push, ShardProgram
+from tfnb.cluster.queues_there import Channels, in_round
 from tfnb.cluster.reading import Reader
 from tfnb.cluster.serving import Serving
 from tfnb.cluster.streams import Streams
 from tfnb.cluster.transport import read_request, worker_link, write_outcome
-from tfnb.errors import InvalidArgument
+from tfnb.errors import InvalidArgument, Unavailable
 from tfnb.execution import heap
 from tfnb.state.store import Store
 
@@ -47,6 +49,7 @@ Answer = Ok | Failed | Refused
 
 SEND = 60.0  # seconds that a shard tries to reach another one
 TICK = 0.5  # seconds between looks at requests that wait inside of the core
+WAITING = 64  # steps that use queues at a time: each may wait for another one
 ROOM = 8 << 30  # bytes, where the worker has no memory limit
 SHARE = 0.6  # of a worker's memory limit that a server may fill; Dask pauses a worker at 0.8
 
@@ -78,7 +81,9 @@ class Task:
         self.cache: dict[str, tuple[int, torch.Tensor]] = {}  # key -> version and value, as last pulled
         self.steps: dict[int, asyncio.Task[Answer]] = {}  # round -> what runs for it
         self.floor = 0  # rounds up to here are over
-        self.computing = Computing()
+        self.computing, self.waiting = Computing(), Computing(WAITING)
+        self.over: set[int] = set()  # rounds above the floor
+        self.queues = Channels(worker.loop.asyncio_loop, self._asking)
         self.reader = Reader(worker)
         self.room = (self.budget or ROOM) // 2
         self.loops = Loops(self, self.plans)
@@ -205,7 +210,7 @@ class Task:
     async def _run(self, request: Request) -> Answer:
         """Run a plan for a round; ends early when the round is cancelled."""
         number = int(request.meta["round"])
-        if number <= self.floor:
+        if number <= self.floor or number in self.over:
             return Refused("stale", f"round {number} is over")
         step = asyncio.ensure_future(self._step(request, number))
         self.steps[number] = step
@@ -220,14 +225,21 @@ class Task:
         return Failed("Cancelled", f"round {number} was cancelled", {"task": self.name, "cancelled": number})
 
     async def _cancel(self, request: Request) -> Answer:
-        """End every round up to this one, and answer when the thread has left it; servers drop what was sent."""
-        self.floor = max(self.floor, int(request.meta["round"]))
-        floor = self.floor
+        """End a round, and those up to ``floor`` or else before it, and answer when the threads have left them.
+
+        The answer says what they waited for. Servers drop what was sent.
+        """
+        ended = int(request.meta["round"])
+        self.floor = floor = max(self.floor, int(request.meta.get("floor", ended)))
+        self.over = {number for number in {*self.over, ended} if number > floor}
         for number, step in list(self.steps.items()):
-            if number <= floor:
+            if number <= floor or number == ended:
                 step.cancel()
-        await self.computing.stopped(lambda number: number <= floor)
-        return Ok()
+        found = [
+            await threads.stopped(lambda number: number <= floor or number == ended)
+            for threads in (self.computing, self.waiting)
+        ]
+        return Ok({"waits": [wait for waits in found for wait in waits]})
 
     async def _forget(self, request: Request) -> Answer:
         """Drop copies of variables that are no more."""
@@ -253,14 +265,22 @@ class Task:
             values = await self._pull(program, deadline)
             pulled = time.monotonic()
             feeds, run_index = request.tensors, int(meta["run_index"])
-            out, pushes = await self.computing.do(number, lambda: self._computed(program, feeds, values, run_index))
+            for queue, (shard, key) in zip(program.queues, meta.get("queues", ()), strict=True):
+                queue.machine = self.queues.queue(queue, int(shard), str(key))
+            threads = self.waiting if program.queues else self.computing
+            with in_round(number):
+                context = contextvars.copy_context()
+            out, pushes = await threads.do(
+                number, lambda: context.run(self._computed, program, feeds, values, run_index)
+            )
             computed = time.monotonic()
             await self._stage(pushes, request, number, deadline)
         except NotDone as ended:
             return ended.outcome  # type: ignore[return-value]  # see `_passed_on`
         except Exception as error:
             return failed(error, self.name)
-        timings = {"pull": pulled - begin, "compute": computed - pulled, "push": time.monotonic() - computed}
+        kind = "wait" if program.queues else "compute"
+        timings = {"pull": pulled - begin, kind: computed - pulled, "push": time.monotonic() - computed}
         return Ok({"some": [value is not None for value in out], "timings": timings}, _tensors(out))
 
     def _computed(
@@ -293,6 +313,30 @@ class Task:
         }  # fmt: skip
         parts = [(push, {**about, "plan": push.plan, "keys": list(push.keys)}) for push in pushes]
         await self.ask([Ask(push.shard, "stage", meta, push.tensors) for push, meta in parts], deadline)
+
+    def _asking(self, shard: int) -> queues_there.Ask:
+        """Calls to a server about queues, until it is lost."""
+
+        async def ask(method: str, meta: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> Ok:
+            peer, op, end = self.shards[shard], self.link.op(), time.monotonic() + SEND
+            while time.monotonic() < end:
+                answer = await self.link.persist(
+                    peer, method, {**meta, "shard": shard}, tensors, epoch=self.epoch, op=op,
+                    deadline=time.monotonic() + SEND,
+                )  # fmt: skip
+                if isinstance(answer, Ok):
+                    return answer
+                if asking.is_again(answer):
+                    end = time.monotonic() + SEND
+                    continue
+                if not isinstance(answer, NotSent | Unknown):
+                    break
+                await asyncio.sleep(TICK)
+                self.link.confirm(peer.addr)
+            text = f"server {shard} at {peer.addr}: {getattr(answer, 'message', '')}"
+            raise Unavailable(text, details={"shard": shard, "missed": True})
+
+        return ask
 
     async def read(self, key: Any, what: str) -> torch.Tensor:
         """A chunk that Dask holds."""

@@ -33,7 +33,6 @@ from distributed.protocol import to_serialize
 from tfnb.cluster import wire
 from tfnb.cluster.lines import POLL
 from tfnb.cluster.messages import Failed, NotSent, Ok, OpId, Outcome, Peer, Refused, Request, Unknown, failed
-from tfnb.cluster.objects import LINES
 from tfnb.errors import DeadlineExceeded, ProtocolError, TfnbError
 
 T = TypeVar("T")
@@ -42,7 +41,7 @@ CONNECT = 3.0  # seconds to reach an address
 SLACK = 0.05  # seconds a call may end after its deadline
 DEADLINES = {"ping": 2.0, "hello": 10.0, "register": 30.0, "register_shard": 30.0, "run": 600.0}
 DEADLINES |= dict.fromkeys(
-    (*LINES, "contribute", "batch"), POLL + 2.0
+    ("ends", "contribute", "batch"), POLL + 2.0
 )  # what waits inside of a server answers "again" before that
 BYTES_PER_SECOND = 50e6
 SHORTEST = 5.0  # seconds: a server may stand behind one large update of another caller
@@ -157,23 +156,6 @@ class Link:
                     return outcome
         raise AssertionError("unreachable")
 
-    async def take(self, peer: Peer, key: str, *, epoch: int, deadline: float) -> Outcome:
-        """An element of a queue, in two phases: asked for, then acknowledged. Only what is acknowledged is taken.
-
-        If the acknowledgement is not answered in time (Unknown), the element was taken, or it is in its queue again.
-        """
-        while True:
-            op = self.op()
-            given = await self.persist(peer, "dequeue", {"key": key}, epoch=epoch, op=op, deadline=deadline)
-            if _went_back(given):
-                continue
-            if not isinstance(given, Ok):
-                return given
-            about = {"client": op.client, "seq": op.seq}
-            ended = await self.persist(peer, "taken", about, epoch=epoch, deadline=deadline)
-            if not _went_back(ended):
-                return given if isinstance(ended, Ok) else ended
-
     async def _bounded(self, peer: Peer, message: Sequence[wire.Buffer], deadline: float) -> Outcome:
         """An exchange that ends by its deadline; a late one is cancelled behind the caller's back."""
         sent: list[bool] = []
@@ -226,11 +208,6 @@ class Link:
         finally:
             self.pool.reuse(addr, comm)
             comm.name = name
-
-
-def _went_back(outcome: Outcome) -> bool:
-    """Whether an element was lent for too long, and is in its queue again."""
-    return isinstance(outcome, Failed) and outcome.tag == "FailedPrecondition"
 
 
 def _outcome(reply: Any, budget: int) -> Outcome:

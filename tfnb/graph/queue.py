@@ -40,7 +40,7 @@ class Queue:
 
     A component is a dtype and a shape, where None is a size that may differ from element to element. One whose shape is
     None takes any shape. kind: which elements come next, and what a batch of them is, with the ``options`` of that.
-    ``machine``: what holds the elements, once somebody uses them.
+    ``machine``: what holds the elements, once somebody uses them; ``device``: the server that should, on a cluster.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class Queue:
         self.components = tuple(components)  # dtype and shape of each
         self.kind, self.options = kind, dict(options or {})
         self.machine: Any = None
+        self.device: str | None = None  # of a server, asked for where it was made
 
     @property
     def gives(self) -> tuple[tuple[Any, tuple[int | None, ...] | None], ...]:
@@ -66,5 +67,5 @@ class Queue:
         return self.components if part is None else (self.components[0], self.components[1 + part])
 
     def __repr__(self) -> str:
-        state = "not used yet" if self.machine is None else self.machine.state
+        state = "not used yet" if self.machine is None else str(self.machine.level)
         return f"<{type(self).__name__} {self.name}: {state}>"

@@ -109,6 +109,16 @@ def containers(name: str | None = None) -> list[Entry]:
     )
 
 
+def all_of(kind: type[Any]) -> list[Any]:
+    """The resources of a class that live now.
+
+    >>> all_of(str)
+    []
+    """
+    with _ALL.lock:
+        return [one for one in _ALL.owners if isinstance(one, kind)]
+
+
 def reset(*names: str | Iterable[str]) -> int:
     """Drop all that lives in these containers, for all graphs and sessions; the number of resources.
 

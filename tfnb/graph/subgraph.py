@@ -114,6 +114,12 @@ def uses_queues(node: Node) -> bool:
     return node.op in QUEUES or any(inner.op in QUEUES for inner in nested(node))
 
 
+def queues_of(nodes: Iterable[Node]) -> tuple[Any, ...]:
+    """The queues that nodes use, or nodes inside of them, in order of first use."""
+    everyone = (inner for node in nodes for inner in (node, *nested(node)))
+    return tuple(dict.fromkeys(node.attrs["queue"] for node in everyone if node.op in QUEUES))
+
+
 def map_nodes(
     function: Callable[[Node], Node], node: Node, _made: dict[Recursion, Recursion] | None = None, *,
     guards: Callable[[tuple[Guard, ...]], Iterable[Guard]] = tuple,

@@ -22,6 +22,7 @@ from tfnb.graph import Contents, Dim, Graph, Node, Ref, Spec, Value, Variable
 from tfnb.graph.contents import unique
 from tfnb.graph.graph import new_id
 from tfnb.graph.ops import STRUCTURAL
+from tfnb.graph.subgraph import uses_queues
 from tfnb.passes import StepGraph
 from tfnb.passes.resolve import State, resolve
 from tfnb.placement.placement import TASK, Homes, Kind, Placement, Rows, Transfer, server, shards_of
@@ -51,9 +52,9 @@ class Split:
     """A step in parts.
 
     ``compute`` has one placeholder for each feed (``feeds``) and gives ``fetches`` (None: not from here), the border
-    values and ``checks``. ``after``: what the other fetches need, as a graph to be run when the step is committed.
-    ``why_whole`` (then there are no servers): the reason why one task must compute the whole step, updates included,
-    on private copies, and send whole new values.
+    values and ``checks``, nodes that are done for what they do. ``after``: what the other fetches need, as a graph to
+    be run when the step is committed. ``why_whole`` (then there are no servers): the reason why one task must compute
+    the whole step, updates included, on private copies, and send whole new values.
     """
 
     compute: Graph
@@ -124,7 +125,7 @@ class _Cut:
         fed = _Feeds(self.graph, self.feeds)
         compute = self._derived(fed, self.pruned.nodes)
         devices = {node.id: (TASK,) for node in self.pruned.nodes}
-        placement = Placement(devices, self.homes, (), self._writes, self.task)
+        placement = Placement(devices, self.homes, (), self._writes, self.task, self._changed)
         return Split(compute, fed.values, tuple(map(fed.of, self.fetches)), placement, why_whole=reason)
 
     def parts(self, late: Sequence[Value]) -> Split:
@@ -139,7 +140,7 @@ class _Cut:
             fed.values,
             tuple(None if v in late or not self._gives(v) else fed.of(self.state.resolved(v)) for v in self.fetches),
             placement,
-            tuple(Value(node.id) for node in nodes if node.op == "tfnb.guard"),
+            tuple(Value(node.id) for node in nodes if node.op == "tfnb.guard" or uses_queues(node)),
             tuple(replace(s, borders=tuple(b._replace(value=fed.of(b.value)) for b in s.borders)) for s in servers),
             *self._after(late),
         )
@@ -163,6 +164,10 @@ class _Cut:
         return dict(sorted(found.items()))
 
     @property
+    def _changed(self) -> tuple[str, ...]:
+        return tuple(variable.key for variable in self.state.final)
+
+    @property
     def _writes(self) -> tuple[int, ...]:
         return shards_of(self.state.final, self.homes)
 
@@ -178,7 +183,7 @@ class _Cut:
             for value, kind in kinds.items():
                 changed = _changed_by(value, self.pruned.contents)
                 transfers.append(Transfer(value, shard, kind, rows.get(value), changed))
-        return Placement(devices, self.homes, tuple(transfers), self._writes, self.task)
+        return Placement(devices, self.homes, tuple(transfers), self._writes, self.task, self._changed)
 
     def _server(self, placement: Placement, shard: int, targets: Mapping[Variable, Value]) -> Server:
         """The graph that computes and assigns the new values of one shard."""

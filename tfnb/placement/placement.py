@@ -83,7 +83,8 @@ class Placement:
     """Of one step.
 
     ``devices``: of each node's id the places where it runs: TASK, and servers by `server`. ``writes``: shards that the
-    step writes. ``task``: the number of the one that the graph asks for, None where any will do.
+    step writes, ``changed``: keys of the Variables that it writes. ``task``: the number of the one that the graph asks
+    for, None where any will do.
     """
 
     devices: Mapping[int, tuple[str, ...]]
@@ -91,3 +92,4 @@ class Placement:
     transfers: tuple[Transfer, ...]
     writes: tuple[int, ...]
     task: int | None = None
+    changed: tuple[str, ...] = ()

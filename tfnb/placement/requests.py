@@ -14,6 +14,7 @@ import torch
 from tfnb.errors import InvalidArgument, Unimplemented
 from tfnb.graph import Node
 from tfnb.graph.device_request import Request, parse
+from tfnb.graph.ops import QUEUES
 
 HERE = "this process"
 _JOBS = (None, "worker", "localhost", "task")
@@ -27,12 +28,13 @@ class Asked(NamedTuple):
 
 
 def asked(nodes: Iterable[Node]) -> tuple[Asked, ...]:
-    """The nodes that ask for a place.
+    """The nodes that ask for a place. What asks for a server and uses a queue says where that one lies.
 
     >>> asked([Node(id=1, name="a", op="tfnb.group")])
     ()
     """
-    return tuple(Asked(node, parse(node.device)) for node in nodes if node.device is not None)
+    found = [Asked(node, parse(node.device)) for node in nodes if node.device is not None]
+    return tuple(each for each in found if not (each.node.op in QUEUES and each.request.job == "ps"))
 
 
 def task_of(found: Sequence[Asked], tasks: Sequence[str] = (HERE,)) -> int | None:

@@ -21,6 +21,8 @@ from tfnb.state.orders import Element, Whole
 class Sum(Protocol):
     """Gradients that are added up."""
 
+    tensors: list[torch.Tensor]  # what it holds
+
     @property
     def nbytes(self) -> int:
         """Bytes held."""
@@ -58,6 +60,15 @@ class DenseSum:
         else:
             self._sum.add_(part, alpha=weight)
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The sum as it stands."""
+        return [] if self._sum is None else [self._sum]
+
+    @tensors.setter
+    def tensors(self, tensors: list[torch.Tensor]) -> None:
+        (self._sum,) = tensors or (None,)
+
     def merge(self, other: DenseSum) -> None:
         """All that another one holds."""
         if other._sum is not None:
@@ -89,8 +100,7 @@ class SparseSum:
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        parts = [] if self._indices is None else [self._indices, self._values, self._weights]
-        return sum(part.numel() * part.element_size() for part in parts)
+        return sum(part.numel() * part.element_size() for part in self.tensors)
 
     def add(self, grad: Element, weight: float) -> None:
         """A gradient more."""
@@ -102,6 +112,15 @@ class SparseSum:
             raise ShapeError(f"a sparse gradient has a row for each index, not {len(values)} rows for {len(indices)}")
         rows, summed = _merged(indices, values)
         self._extend(rows, summed * weight, torch.full((len(rows),), float(weight), dtype=torch.float64))
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Row numbers, rows and weights as they stand."""
+        return [] if self._indices is None else [self._indices, self._values, self._weights]
+
+    @tensors.setter
+    def tensors(self, tensors: list[torch.Tensor]) -> None:
+        self._indices, self._values, self._weights = tensors or (None, torch.empty(0), torch.empty(0))
 
     def merge(self, other: SparseSum) -> None:
         """All that another one holds."""
@@ -193,19 +212,24 @@ class Accumulator(Whole):
         self.step, self.count, self._weight, self._sum = self.step + 1, 0, 0.0, self._make()
         return mean
 
-    def restore(self, elements: Sequence[Element]) -> None:
-        """The gradients of a mean count again, and its step where nothing came in between."""
-        for element in elements:
-            assert isinstance(element, Mean)
-            made, count, weight, step = element.made_of
-            self._sum.merge(made)
-            self.count += count
-            self._weight += weight
-            self.step = step if self.step == step + 1 else self.step
-
     def put_back(self, element: Element, place: int) -> None:
-        """The gradients of a mean count again."""
-        self.restore([element])
+        """The gradients of a mean count again, and its step where nothing came in between."""
+        assert isinstance(element, Mean)
+        made, count, weight, step = element.made_of
+        self._sum.merge(made)
+        self.count += count
+        self._weight += weight
+        self.step = step if self.step == step + 1 else self.step
+
+    def contents(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        """The sum, and how many gradients it is of."""
+        facts = {"step": self.step, "count": self.count, "dropped": self.dropped, "weight": self._weight}
+        return facts, self._sum.tensors
+
+    def fill(self, facts: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
+        """Go on with such a sum."""
+        self.step, self.count, self.dropped = facts["step"], facts["count"], facts["dropped"]
+        self._weight, self._sum.tensors = facts["weight"], list(tensors)
 
     def set_step(self, step: int) -> int:
         """Gradients of earlier steps are dropped from here on; the step before. Warns of a step that was."""

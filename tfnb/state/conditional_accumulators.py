@@ -16,8 +16,7 @@ from tfnb.errors import InvalidArgument, ShapeError
 from tfnb.gradients import IndexedSlices
 from tfnb.graph import Spec, current, ops
 from tfnb.recording import Recorder, Tensor
-from tfnb.state.accumulator import Accumulator
-from tfnb.state.queue_operations import QueueHandle, limited, machine_of
+from tfnb.state.queue_operations import QueueHandle, limited
 
 
 class _Conditional(QueueHandle):
@@ -46,10 +45,9 @@ class _Conditional(QueueHandle):
 
     def _told(self, recorded: Sequence[Tensor]) -> Sequence[tuple[Spec, torch.Tensor | None]]:
         step = recorded[-1].found_sample()
-        order = machine_of(self).elements
-        assert isinstance(order, Accumulator)
         with _disable_current_modes():
-            return [(Spec(torch.bool, ()), None if step is None else torch.tensor(int(step) >= order.step))]
+            (now,) = self._act("size", {"step": True})
+            return [(Spec(torch.bool, ()), None if step is None else torch.tensor(int(step) >= int(now)))]
 
 
 def _ensure_flows(name: str, dtype: torch.dtype) -> None:

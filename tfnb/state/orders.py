@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -37,11 +37,14 @@ class Order(Protocol):
     def take(self) -> Element:
         """The element that comes next."""
 
-    def restore(self, elements: Sequence[Element]) -> None:
-        """Elements that were taken, in the order in which they were, come next again."""
-
     def put_back(self, element: Element, place: int) -> None:
         """An element that was taken comes next again, behind ``place`` others that came back, too."""
+
+    def contents(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        """All that it holds, as JSON and tensors; `fill` takes it up."""
+
+    def fill(self, facts: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
+        """Hold what another one of its class held."""
 
     def takes_late(self, elements: Sequence[Element]) -> bool:
         """Whether these may be put after the queue was closed."""
@@ -67,15 +70,35 @@ class Whole:
     def cancel(self) -> None:
         """Nothing was begun."""
 
+    def contents(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        """Its elements."""
+        return packed(self)  # type: ignore[call-overload, no-any-return]
+
+    def fill(self, facts: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
+        """Put them."""
+        for element in unpacked(facts, tensors):
+            self.put(element)  # type: ignore[attr-defined]
+
+
+def packed(elements: Iterable[Element]) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """Elements as the number of tensors of each, and all tensors."""
+    found = list(elements)
+    return {"lengths": [len(element) for element in found]}, [tensor for element in found for tensor in element]
+
+
+def unpacked(facts: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> list[Element]:
+    """The elements that were packed."""
+    left = iter(tensors)
+    return [tuple(next(left) for _ in range(length)) for length in facts["lengths"]]
+
 
 class Arrival(Whole, deque[Element]):
     """First in, first out.
 
     >>> line = Arrival("abc")
-    >>> taken = [line.take(), line.take()]
-    >>> line.restore(taken)
-    >>> list(line)
-    ['a', 'b', 'c']
+    >>> first, second = line.take(), line.take()
+    >>> line.put_back(second, 0), line.put_back(first, 0), list(line)
+    (None, None, ['a', 'b', 'c'])
     """
 
     noun = "elements"
@@ -90,10 +113,6 @@ class Arrival(Whole, deque[Element]):
         """It stands behind the others."""
         self.append(element)
         return True
-
-    def restore(self, elements: Sequence[Element]) -> None:
-        """They stand in front again."""
-        self.extendleft(reversed(elements))
 
     def put_back(self, element: Element, place: int) -> None:
         """It stands at ``place`` from the front again."""
@@ -141,13 +160,20 @@ class Shuffled(Whole):
         found[place], found[-1] = found[-1], found[place]
         return found.pop()
 
-    def restore(self, elements: Sequence[Element]) -> None:
-        """They may be picked again."""
-        self._elements += reversed(elements)
-
     def put_back(self, element: Element, place: int) -> None:
         """It may be picked again."""
         self._elements.append(element)
+
+    def contents(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        """Its elements, and the state of chance."""
+        facts, tensors = super().contents()
+        return facts | {"random": self._random.getstate()}, tensors
+
+    def fill(self, facts: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
+        """Put them; chance goes on from there."""
+        super().fill(facts, tensors)
+        version, numbers, gauss = facts["random"]
+        self._random.setstate((version, tuple(numbers), gauss))
 
 
 class Ranked(Whole):
@@ -157,7 +183,7 @@ class Ranked(Whole):
     >>> for element in [(2, "a"), (1, "b"), (1, "c")]:
     ...     _ = ranked.put(element)
     >>> first = ranked.take()
-    >>> ranked.restore([first])
+    >>> ranked.put_back(first, 0)
     >>> [word for _, word in ranked]
     ['b', 'c', 'a']
     """
@@ -187,11 +213,6 @@ class Ranked(Whole):
         """The one of the smallest rank."""
         self._ranks.pop()
         return self._elements.pop()
-
-    def restore(self, elements: Sequence[Element]) -> None:
-        """Each stands before those of its rank again."""
-        for element in reversed(elements):
-            self._insert(bisect_right, element)
 
     def put_back(self, element: Element, place: int) -> None:
         """It stands before those of its rank again."""
@@ -248,21 +269,16 @@ class Keyed:
         if len(found) == self._parts:
             del self._begun[key]
             ends = torch.tensor(number), torch.tensor(key)
-            self.restore([(*ends, *(found[place] for place in range(self._parts)))])
+            self.put_back((*ends, *(found[place] for place in range(self._parts))), 0)
         return True
 
     def take(self) -> Element:
         """The one whose key came first."""
         return self._whole.pop(0)[1]
 
-    def restore(self, elements: Sequence[Element]) -> None:
-        """Each stands at the place of its key again."""
-        for element in elements:
-            insort(self._whole, (int(element[0]), element), key=lambda found: found[0])
-
     def put_back(self, element: Element, place: int) -> None:
         """It stands at the place of its key again."""
-        self.restore([element])
+        insort(self._whole, (int(element[0]), element), key=lambda found: found[0])
 
     def takes_late(self, elements: Sequence[Element]) -> bool:
         """Parts of elements that were begun."""
@@ -275,6 +291,22 @@ class Keyed:
     def cancel(self) -> None:
         """Those that were begun are dropped."""
         self._begun.clear()
+
+    def contents(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        """Those that are whole, and the parts of those that were begun."""
+        facts, tensors = packed(self)
+        begun = [[key, number, list(parts)] for key, (number, parts) in self._begun.items()]
+        parts = [part for _, found in self._begun.values() for part in found.values()]
+        return facts | {"count": self._count, "begun": begun}, tensors + parts
+
+    def fill(self, facts: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
+        """Take them up."""
+        self._count = facts["count"]
+        for element in unpacked(facts, tensors):
+            self.put_back(element, 0)
+        left = iter(tensors[sum(facts["lengths"]) :])
+        for key, number, places in facts["begun"]:
+            self._begun[key] = number, {place: next(left) for place in places}
 
 
 ORDERS: Mapping[str, Callable[[Mapping[str, Any]], Order]] = {

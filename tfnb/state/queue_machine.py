@@ -10,15 +10,41 @@ from __future__ import annotations
 import math
 import threading
 import time
+from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
 
 from tfnb.errors import Cancelled, OutOfRange, QueueClosed, StepAborted, TfnbError
 from tfnb.state.orders import Arrival, Element, Order
 
-Kind = Literal["enqueue", "dequeue", "close", "size", "set_step"]
-_LINE = {"enqueue": "enqueue", "close": "enqueue", "dequeue": "dequeue", "size": "", "set_step": ""}
+Kind = Literal["enqueue", "dequeue", "close", "size", "set_step", "renew", "finish"]
+_LINE = {
+    "enqueue": "enqueue", "close": "enqueue", "dequeue": "dequeue", "size": "", "set_step": "", "renew": "",
+    "finish": "",
+}  # fmt: skip
+
+
+class Level(NamedTuple):
+    """How full a queue is: elements stored of ``capacity``, those taken for a batch that is not complete, who waits."""
+
+    size: int
+    capacity: float
+    absorbed: int = 0
+    enqueues: int = 0
+    dequeues: int = 0
+    closed: bool = False
+    noun: str = "elements"
+
+    def __str__(self) -> str:
+        most = "" if self.capacity == math.inf else f" of {self.capacity}"
+        waits = [f"{n} {kind}" for n, kind in ((self.enqueues, "enqueue"), (self.dequeues, "dequeue")) if n]
+        parts = [f"{self.size}{most} {self.noun}"]
+        parts += [f"{self.absorbed} more taken for a batch"] if self.absorbed else []
+        parts += ["closed" if self.closed else "open"]
+        return ", ".join(parts + ([f"{' and '.join(waits)} waits"] if waits else []))
 
 
 class Attempt:
@@ -27,24 +53,30 @@ class Attempt:
     elements: are put one by one, ``enqueued`` so far, of which the order ``kept`` so many. count: elements that are
     ``taken``, as they come; ``up_to``: fewer where the queue is closed; required: what each is to be made of. question:
     what the order is asked or told, in no line, and its ``answer``. It stands in its line when ``after``, the program's
-    operation before it, ended, or stands in the same line.
+    operation before it, ended, or stands in the same line. ``call``: the attributes and tensors that it was made of,
+    and ``outputs`` what it gave, where the queue is elsewhere. lends: what it takes may come back until it is `kept`.
     """
 
     __slots__ = (
-        "answer", "cancel_pending", "count", "elements", "enqueued", "error", "followers", "is_over", "is_placed",
-        "kept", "kind", "machine", "question", "required", "since", "taken", "then", "up_to", "what",
+        "answer", "call", "cancel_pending", "count", "elements", "enqueued", "error", "followers", "is_over",
+        "is_placed", "kept", "kind", "lends", "machine", "numbers", "outputs", "question", "required", "since", "taken",
+        "then", "up_to", "what",
     )  # fmt: skip
 
     def __init__(
-        self, machine: QueueMachine, kind: Kind, then: Callable[[Attempt], None], *, elements: Sequence[Element] = (),
+        self, machine: Home, kind: Kind, then: Callable[[Attempt], None], *, elements: Sequence[Element] = (),
         count: int = 1, up_to: bool = False, required: int = 1, cancel_pending: bool = False,
         question: Callable[[Any], int] = len, what: Any = None,
+        call: tuple[Mapping[str, Any], Sequence[torch.Tensor]] = ({}, ()), lends: bool = False,
     ) -> None:  # fmt: skip
         self.machine, self.kind, self.then, self.what = machine, kind, then, what
         self.elements, self.count, self.up_to, self.cancel_pending = elements, count, up_to, cancel_pending
         self.required, self.question = required, question
+        self.call, self.lends = call, lends
+        self.outputs: tuple[torch.Tensor, ...] | None = None
         self.enqueued = self.kept = self.answer = 0
         self.taken: list[Element] = []
+        self.numbers: list[int] = []  # the place of each of those in the order in which elements were taken
         self.error: TfnbError | None = None
         self.is_over = self.is_placed = False
         self.followers: list[Attempt] = []
@@ -67,6 +99,43 @@ class Attempt:
         return f"{self.kind}{many} on queue {self.machine.name}"
 
 
+class Home(Protocol):
+    """What an attempt is made on: a queue here, or one elsewhere that is reached by messages."""
+
+    name: str
+    capacity: float
+    starters: list[Callable[[], None]]  # are called when a dequeue has to wait
+    cause: BaseException | None  # the error that ended who filled it
+    used: float | None  # when somebody last did something, as `time.time` says
+    past: Mapping[str, set[str]]  # who did what so far
+
+    @property
+    def level(self) -> Level:
+        """How full it is and who waits."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held here."""
+
+    def first(self, count: int = 1) -> list[Element]:
+        """Up to so many elements, those that come next where chance has no part; they stay."""
+
+    def submit(self, attempt: Attempt, after: Attempt | None = None) -> None:
+        """Take up an attempt."""
+
+    def withdraw(self, attempts: Sequence[Attempt]) -> None:
+        """Take back attempts that are not over."""
+
+    def give_back(self, attempts: Sequence[Attempt]) -> None:
+        """What these took comes next again."""
+
+    def abort(self, why: str) -> None:
+        """Attempts that wait end with StepAborted."""
+
+
+Waiting = tuple[Attempt, Attempt | None]  # an attempt that waits, and the one behind which it stands
+
+
 class QueueMachine:
     """A queue of at most ``capacity`` elements, which stand in ``order``.
 
@@ -76,7 +145,7 @@ class QueueMachine:
     >>> len(done), queue.size
     (1, 1)
     >>> queue.submit(Attempt(queue, "dequeue", done.append, count=3))
-    >>> [attempt.kind for attempt in done], queue.state
+    >>> [attempt.kind for attempt in done], str(queue.level)
     (['enqueue', 'enqueue'], '0 of 1 elements, 2 more taken for a batch, open, 1 dequeue waits')
     >>> queue.submit(Attempt(queue, "enqueue", done.append, elements="cd"))
     >>> done[2].taken, queue.size
@@ -88,13 +157,17 @@ class QueueMachine:
         self.closed = False
         self.elements: Order = Arrival() if order is None else order
         self.lines: dict[str, OrderedDict[Attempt, None]] = {"enqueue": OrderedDict(), "dequeue": OrderedDict()}
-        self.starters: list[Callable[[], None]] = []  # are called when a dequeue has to wait
-        self.cause: BaseException | None = None  # the error that ended who filled it
-        self.used: float | None = None  # when somebody last did something, as `time.time` says
-        self.past: dict[str, set[str]] = {kind: set() for kind in _LINE}  # who did what so far
+        self.starters: list[Callable[[], None]] = []
+        self.cause: BaseException | None = None
+        self.used: float | None = None
+        self.past: dict[str, set[str]] = {kind: set() for kind in _LINE}
+        self.lent: set[Attempt] = set()  # whose elements may come back
+        self.heir: Home | None = None  # who has the elements now
         self._lock = threading.Lock()
         self._placing: deque[Attempt] = deque()
         self._over: list[Attempt] = []  # to be told
+        self._taken = 0  # elements so far
+        self._front: list[int] = []  # numbers of those that came back, and are the first ones again
 
     @property
     def size(self) -> int:
@@ -102,25 +175,22 @@ class QueueMachine:
         return len(self.elements)
 
     @property
-    def absorbed(self) -> int:
-        """Elements that left the queue for a batch that is not complete: that of the first who waits."""
+    def level(self) -> Level:
+        """How full it is and who waits."""
+        if self.heir is not None:
+            return self.heir.level
         with self._lock:
-            head = next(iter(self.lines["dequeue"]), None)
-            return 0 if head is None else len(head.taken)
+            puts, takes = self.lines["enqueue"], self.lines["dequeue"]
+            head = next(iter(takes), None)
+            absorbed = 0 if head is None else len(head.taken)
+            return Level(
+                self.size, self.capacity, absorbed, len(puts), len(takes), self.closed, self.elements.noun
+            )  # fmt: skip
 
     @property
-    def _fill(self) -> str:
-        most = "" if self.capacity == math.inf else f" of {self.capacity}"
-        return f"{self.size}{most} {self.elements.noun}"
-
-    @property
-    def state(self) -> str:
-        """How full it is and who waits, in words."""
-        absorbed, waits = self.absorbed, [f"{len(line)} {kind}" for kind, line in self.lines.items() if line]
-        parts = [self._fill]
-        parts += [f"{absorbed} more taken for a batch"] if absorbed else []
-        parts += ["closed" if self.closed else "open"]
-        return ", ".join(parts + ([f"{' and '.join(waits)} waits"] if waits else []))
+    def nbytes(self) -> int:
+        """Bytes of the elements that it holds."""
+        return sum(part.numel() * part.element_size() for element in self.first(self.size) for part in element)
 
     def first(self, count: int = 1) -> list[Element]:
         """Up to so many elements, those that come next where chance has no part; they stay."""
@@ -131,13 +201,19 @@ class QueueMachine:
         """Take up an attempt."""
         self.used = time.time()
         with self._lock:
-            if after is None or after.is_over or (after.is_placed and after.line == attempt.line):
+            heir = self.heir
+            if heir is not None:
+                pass
+            elif after is None or after.is_over or (after.is_placed and after.line == attempt.line):
                 self._placing.append(attempt)
             else:
                 after.followers.append(attempt)
             over = self._settled()
         _tell(over)
-        if self.starters and attempt.kind == "dequeue" and not attempt.is_over:
+        if heir is not None:
+            attempt.machine = heir
+            heir.submit(attempt, after)
+        elif self.starters and attempt.kind == "dequeue" and not attempt.is_over:
             for start in tuple(self.starters):
                 start()
 
@@ -146,6 +222,9 @@ class QueueMachine:
 
         Those that an enqueue of several has put stay.
         """
+        if self.heir is not None:
+            self.heir.withdraw(attempts)
+            return
         with self._lock:
             for attempt in attempts:
                 attempt.then = _nobody
@@ -163,21 +242,54 @@ class QueueMachine:
             over = self._settled()
         _tell(over)
 
-    def give_back(self, elements: Sequence[Element]) -> None:
-        """Elements that were taken come next again, in their order, also where the queue is full by now."""
+    def give_back(self, attempts: Sequence[Attempt]) -> None:
+        """What these took comes next again, in the order of the queue, also where the queue is full by now."""
         with self._lock:
-            self.elements.restore(elements)
+            for attempt in attempts:
+                self._restore(attempt)
+            self.lent.difference_update(attempts)
             over = self._settled()
         _tell(over)
 
-    def put_back(self, element: Element, place: int) -> None:
-        """An element that was taken stands at ``place`` from the front again, also where the queue is full by now."""
+    def keep(self, attempts: Iterable[Attempt]) -> None:
+        """What these took does not come back."""
         with self._lock:
-            self.elements.put_back(element, place)
+            self.lent.difference_update(attempts)
             over = self._settled()
         _tell(over)
+
+    def leave(self, heir: Home | None = None) -> tuple[dict[str, Any], list[torch.Tensor], list[Waiting]]:
+        """All elements go elsewhere: the facts and tensors of them, and who waits.
+
+        heir: takes up what is submitted here from now on.
+        """
+        with self._lock:
+            waiting: list[Waiting] = []
+            for line in self.lines.values():
+                for attempt in line:
+                    self._restore(attempt)
+                    waiting.append((attempt, None))
+                line.clear()
+            for attempt, _ in waiting:  # grows
+                waiting += [(follower, attempt) for follower in attempt.followers]
+                attempt.followers = []
+            self.heir = heir
+            facts, tensors = self.elements.contents()
+            self.lent.clear()
+            return {"closed": self.closed, "facts": facts}, tensors, waiting
+
+    def fill(self, found: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
+        """Hold what another one held, as `leave` gave it."""
+        with self._lock:
+            self.closed = bool(found["closed"])
+            self.elements.fill(found["facts"], tensors)
 
     # -- with the lock held -----------------------------------------------------------------------------------
+
+    @property
+    def _fill(self) -> str:
+        most = "" if self.capacity == math.inf else f" of {self.capacity}"
+        return f"{self.size}{most} {self.elements.noun}"
 
     def _settled(self) -> list[Attempt]:
         """Do all that can be done; the attempts that are over now."""
@@ -234,13 +346,29 @@ class QueueMachine:
 
     def _gets_no_more(self, attempt: Attempt) -> bool:
         """Whether a dequeue on a closed queue, which took all that there was, waits in vain."""
+        if self.lent:
+            return False
         return attempt.up_to or len(attempt.taken) + self.elements.coming() < attempt.count
 
     def _take(self, attempt: Attempt, spare: int) -> None:
         """A dequeue takes what it may of ``spare`` elements, and is over when it has all."""
-        attempt.taken += [self.elements.take() for _ in range(min(spare, attempt.count - len(attempt.taken)))]
+        for _ in range(min(spare, attempt.count - len(attempt.taken))):
+            attempt.taken.append(self.elements.take())
+            if self._front:
+                attempt.numbers.append(self._front.pop(0))
+            else:
+                self._taken += 1
+                attempt.numbers.append(self._taken)
         if len(attempt.taken) == attempt.count:
             self._end(attempt)
+
+    def _restore(self, attempt: Attempt) -> None:
+        """What an attempt took stands where it stood before those that were taken after it."""
+        for number, element in zip(reversed(attempt.numbers), reversed(attempt.taken), strict=True):
+            place = bisect_left(self._front, number)
+            self._front.insert(place, number)
+            self.elements.put_back(element, place)
+        attempt.numbers, attempt.taken = [], []
 
     def _put(self, attempt: Attempt) -> None:
         """An enqueue puts what there is room for, and is over when it put all."""
@@ -280,10 +408,11 @@ class QueueMachine:
         attempt.error, attempt.is_over = error, True
         if error is None:
             self.past[attempt.kind].add(attempt.what or "a call")
+            if attempt.lends and attempt.taken:
+                self.lent.add(attempt)
         else:
             error.enqueued = attempt.enqueued
-            self.elements.restore(attempt.taken)
-            attempt.taken = []
+            self._restore(attempt)
         if attempt.line in self.lines:
             self.lines[attempt.line].pop(attempt, None)
         self._over.append(attempt)
@@ -296,7 +425,7 @@ def give_back(done: Sequence[Attempt]) -> None:
     if any(attempt.kind == "enqueue" for attempt in done):
         return
     for machine in dict.fromkeys(attempt.machine for attempt in done):
-        machine.give_back([element for a in done if a.machine is machine for element in a.taken])
+        machine.give_back([attempt for attempt in done if attempt.machine is machine])
 
 
 def _tell(over: Sequence[Attempt]) -> None:

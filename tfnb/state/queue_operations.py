@@ -6,7 +6,7 @@ Which operations a kind has is the business of `tfnb.state.queues` and `tfnb.sta
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,10 +19,10 @@ from tfnb.graph.queue import QUEUES, Queue
 from tfnb.graph.spec import Size
 from tfnb.recording import Operation, Recorder, Tensor
 from tfnb.recording.values.effects import effect
-from tfnb.state.accumulator import ACCUMULATORS, Accumulator
+from tfnb.state.accumulator import ACCUMULATORS
 from tfnb.state.elements import batch_of, check_batch_part, check_lengths, check_part, copied, elements_of
 from tfnb.state.orders import ORDERS
-from tfnb.state.queue_machine import Attempt, Kind, QueueMachine
+from tfnb.state.queue_machine import Attempt, Home, Kind, Level, QueueMachine, give_back
 from tfnb.state.waits import WAITS, Runner
 
 Shape = tuple[int | None, ...]
@@ -48,6 +48,8 @@ class QueueHandle(Queue):
             return
         self.__dict__.update(new.__dict__)
         self.gone = ""  # why it holds nothing any more
+        recorder = current.recording()
+        self.device = recorder.tape.marks.device if isinstance(recorder, Recorder) else None
         resources.enter(self)
 
     @property
@@ -58,13 +60,23 @@ class QueueHandle(Queue):
     @property
     def nbytes(self) -> int:
         """Bytes of the elements that it holds."""
-        held = [] if self.machine is None else self.machine.first(self.machine.size)
-        return sum(part.numel() * part.element_size() for element in held for part in element)
+        return 0 if self.machine is None else int(self.machine.nbytes)
 
     @property
     def used(self) -> float | None:
         """When it was last used."""
         return None if self.machine is None else self.machine.used  # type: ignore[no-any-return]
+
+    @property
+    def level(self) -> Level:
+        """How full it is and who waits, now; of a queue on a server, as that said last. It waits for nobody.
+
+        >>> import torch, tfnb
+        >>> queue = tfnb.FIFOQueue(5, torch.float32, ())
+        >>> queue.enqueue(1.0), queue.level.size, queue.level.capacity, str(queue.level)
+        (None, 1, 5, '1 of 5 elements, open')
+        """
+        return Level(0, self.capacity) if self.machine is None else self.machine.level  # type: ignore[no-any-return]
 
     def drop(self, why: str) -> None:
         """It is no more: what waits for it ends with StepAborted, and nothing begins to."""
@@ -115,7 +127,7 @@ class QueueHandle(Queue):
         """A number of elements, as ``attrs`` say which."""
         recorder = current.recording()
         with _disable_current_modes():
-            held = torch.tensor(_question(attrs)(machine_of(self).elements))
+            (held,) = self._act("size", attrs)
         if not isinstance(recorder, Recorder):
             return int(held)
         return self._recorded_with(recorder, ops.SIZE, (), attrs, [(Spec(torch.int64, ()), held)])[0]
@@ -160,9 +172,11 @@ class QueueHandle(Queue):
                     WAITS.wait(runner, attempt, timeout)
         except BaseException:
             queue.withdraw([attempt])
+            if attempt.error is None:  # it ended in the last moment
+                give_back([attempt])
             raise
-        if not attempt.is_over:
-            raise overdue(attempt, timeout)
+        if not attempt.is_over and (late := overdue(attempt, timeout)) is not None:
+            raise late
         if attempt.error is not None:
             raise attempt.error
         return outcome(self, attempt, attrs)
@@ -208,43 +222,70 @@ def _defined(kind: type[Queue], queue: Queue) -> str:
     return f"a {kind.__name__} of {queue.capacity} elements ({parts}{options})"
 
 
-def machine_of(queue: Queue) -> QueueMachine:
+def machine_of(queue: Queue) -> Home:
     """What a queue holds; raises NotFound where its container was reset."""
     if getattr(queue, "gone", ""):
         raise NotFound(f"queue {queue.name} is no more: {queue.gone}; make it again")  # type: ignore[attr-defined]
     if queue.machine is None:
         with _MAKING:
             if queue.machine is None:
-                made = {**ORDERS, **ACCUMULATORS}[queue.kind](queue.options)
-                queue.machine = QueueMachine(queue.name, queue.capacity, made)
+                elsewhere = HOMES[-1] if HOMES else None
+                queue.machine = made(queue) if elsewhere is None else elsewhere(queue, None)
     return queue.machine  # type: ignore[no-any-return]
 
 
+def made(queue: Queue) -> QueueMachine:
+    """The machine of a queue here, empty."""
+    return QueueMachine(queue.name, queue.capacity, {**ORDERS, **ACCUMULATORS}[queue.kind](queue.options))
+
+
 _MAKING = threading.Lock()
+HOMES: list[Callable[[Queue, QueueMachine | None], Home]] = []
+"""Who holds queues elsewhere: makes the home of a queue, of what a machine here held; the last one counts."""
+
+
+def move(queues: Iterable[Queue]) -> None:
+    """Queues that are in use here go to where the last of `HOMES` holds them."""
+    for queue in queues:
+        with _MAKING:
+            if isinstance(queue.machine, QueueMachine):
+                queue.machine = HOMES[-1](queue, queue.machine)
 
 
 def attempt_on(
     queue: Queue, kind: Kind, then: Callable[[Attempt], None], attrs: Mapping[str, Any],
-    tensors: Sequence[torch.Tensor] = (), what: str | None = None,
+    tensors: Sequence[torch.Tensor] = (), what: str | None = None, lends: bool = False,
 ) -> Attempt:  # fmt: skip
     """An operation on a queue as its node's ``attrs`` say, not begun; raises ShapeError for tensors that do not fit."""
     count, many, part = attrs.get("count"), attrs.get("many", False), attrs.get("part")
     return Attempt(
-        machine_of(queue), kind, then, what=what,
+        machine_of(queue), kind, then, what=what, call=(attrs, tensors), lends=lends,
         elements=elements_of(queue, tensors, many=many, part=part) if kind == "enqueue" else (),
         count=1 if count is None else count, up_to=attrs.get("up_to", False), required=attrs.get("required", 1),
         cancel_pending=attrs.get("cancel_pending_enqueues", False),
-        question=partial(Accumulator.set_step, step=int(tensors[0])) if kind == "set_step" else _question(attrs),
+        question=partial(TOLD[kind], number=int(tensors[0])) if kind in TOLD else _question(attrs),
     )  # fmt: skip
 
 
+TOLD: Mapping[str, Callable[..., int]] = {
+    "set_step": lambda order, number: order.set_step(number),
+    "renew": lambda order, number: order.renew(number),
+    "finish": lambda order, number: order.end(number),
+}
+"""What an operation that stands in no line tells the order of a queue, with its one number."""
+
+
 def _question(attrs: Mapping[str, Any]) -> Callable[[Any], int]:
-    """What a node that asks for a number of elements asks their order."""
-    return (lambda order: order.coming()) if attrs.get("begun") else len
+    """What a node that asks for a number asks the order of the queue."""
+    if attrs.get("begun"):
+        return lambda order: int(order.coming())
+    return (lambda order: int(order.step)) if attrs.get("step") else len
 
 
 def outcome(queue: Queue, attempt: Attempt, attrs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
     """The tensors that an operation gives that ended well."""
+    if attempt.outputs is not None:
+        return attempt.outputs
     if attempt.kind == "size":
         return (torch.tensor(attempt.answer),)
     if attempt.kind == "enqueue" and QUEUES[queue.kind].tells:
@@ -254,10 +295,12 @@ def outcome(queue: Queue, attempt: Attempt, attrs: Mapping[str, Any]) -> tuple[t
     return attempt.taken[0] if attrs.get("count") is None else batch_of(queue, attempt.taken)
 
 
-def overdue(attempt: Attempt, timeout: float | None) -> DeadlineExceeded:
-    """The error of an operation that did not end in time; it is taken back."""
-    text = f"{attempt.act} did not end within {timeout} s: {attempt.machine.state}"
+def overdue(attempt: Attempt, timeout: float | None) -> DeadlineExceeded | None:
+    """The error of an operation that did not end in time; it is taken back. None where it ended in the last moment."""
+    text = f"{attempt.act} did not end within {timeout} s: {attempt.machine.level}"
     attempt.machine.withdraw([attempt])
+    if attempt.error is None:
+        return None
     error = DeadlineExceeded(text)
     error.enqueued = attempt.enqueued
     return error

@@ -18,7 +18,7 @@ from typing import Any
 
 from tfnb.errors import DeadlockError, TfnbError
 from tfnb.recording.marks.notes import user_level
-from tfnb.state.queue_machine import Attempt, QueueMachine
+from tfnb.state.queue_machine import Attempt, Home
 
 POLL = 0.1  # seconds between looks at whether the step was stopped
 LOOK = 1.0  # seconds between looks at who waits for whom
@@ -34,7 +34,7 @@ class Operation:
 
     what: str
     kind: str
-    machine: QueueMachine
+    machine: Home
     behind: Collection[Attempt] = ()
     attempt: Attempt | None = None
 
@@ -52,7 +52,7 @@ class Runner:
     ask for both while it waits.
     """
 
-    may: Collection[tuple[QueueMachine, str]] = ()
+    may: Collection[tuple[Home, str]] = ()
     attempts: Callable[[], Iterable[Attempt]] = tuple
     later: Callable[[], Iterable[Operation]] = tuple
     name: str = field(default_factory=lambda: f"thread {threading.current_thread().name}")
@@ -171,7 +171,7 @@ class Waits:
 WAITS = Waits()
 
 
-def stuck(operations: Iterable[Operation], free: Collection[tuple[QueueMachine, str]] = ()) -> list[Operation]:
+def stuck(operations: Iterable[Operation], free: Collection[tuple[Home, str]] = ()) -> list[Operation]:
     """Operations that nobody can end: those that wait for a producer stand before all that would produce it.
 
     free: what runners do that do not wait. Whoever used a queue before and is not among the operations may do it again.
@@ -184,12 +184,12 @@ def stuck(operations: Iterable[Operation], free: Collection[tuple[QueueMachine, 
 
 
 def _blocked(
-    found: Sequence[Operation], everyone: Iterable[Operation], free: Collection[tuple[QueueMachine, str]]
+    found: Sequence[Operation], everyone: Iterable[Operation], free: Collection[tuple[Home, str]]
 ) -> list[Operation]:
     """Those of ``found`` that only others of ``found`` could let go on."""
     kept, attempts = set(found), {one.attempt for one in found}
     open_ = {(one.machine, one.kind) for one in everyone if one not in kept}.union(free)
-    behind: dict[tuple[QueueMachine, str], set[str]] = {}  # who would do what to which queue, and cannot
+    behind: dict[tuple[Home, str], set[str]] = {}  # who would do what to which queue, and cannot
     for one in found:
         if not one.stands:
             behind.setdefault((one.machine, one.kind), set()).add(one.what)
@@ -218,7 +218,7 @@ def wait_graph(operations: Iterable[Operation]) -> WaitGraph:
         if not operation.stands:
             edges.update({(operation.what, named[attempt]): None for attempt in operation.behind if attempt in named})
             continue
-        place = f"{_WANTS[operation.kind]} of queue {held.name} ({held.state})"
+        place = f"{_WANTS[operation.kind]} of queue {held.name} ({held.level})"
         edges[operation.what, place] = None
         producer = _PRODUCER[operation.kind]
         serve = [o.what for o in everyone if not o.stands and o.machine is held and o.kind == producer]

@@ -31,7 +31,7 @@ from tfnb.passes import StepGraph, feed_symbols, optimized
 from tfnb.passes.rewrite import Pass
 from tfnb.recording.values.workspace import unburden
 from tfnb.state.elements import copied
-from tfnb.state.queue_machine import Attempt, Kind, QueueMachine
+from tfnb.state.queue_machine import Attempt, Home, Kind, give_back
 from tfnb.state.queue_operations import attempt_on, machine_of, outcome, overdue
 from tfnb.state.waits import POLL, WAITS, Operation, Runner
 
@@ -144,7 +144,8 @@ class Driver:
         for attempt, end in self.limited.items():
             if end <= now and not attempt.is_over:
                 node = self.machine.waits[attempt].step.op.node
-                raise _placed(overdue(attempt, node.attrs["timeout"]), node)
+                if (late := overdue(attempt, node.attrs["timeout"])) is not None:
+                    raise _placed(late, node)
 
     def _name(self, node: Node) -> str:
         return f"{node.name} of graph {self.graph}" + (f" ({node.source})" if node.source else "")
@@ -169,12 +170,13 @@ class Driver:
         return None if step is None or step.op is None else step.op.node
 
     def _abandon(self) -> None:
-        """Leave nothing behind: no attempt in a queue, no task that runs."""
-        queues: dict[QueueMachine, list[Attempt]] = {}
+        """Leave nothing behind: no attempt in a queue, no element that was taken, no task that runs."""
+        queues: dict[Home, list[Attempt]] = {}
         for attempt in self.machine.waits:
             queues.setdefault(attempt.machine, []).append(attempt)
         for held, attempts in queues.items():
             held.withdraw(attempts)
+        give_back([*self.ended, *(attempt for attempt in self.machine.waits if attempt.error is None)])
         self.lanes.drop()
 
 
@@ -185,7 +187,7 @@ def _kind(node: Node) -> Kind:
 
 def described(attempt: Attempt) -> str:
     """What waits, for what and how long, for messages."""
-    return f"{attempt.what}: {attempt.act} ({attempt.machine.state}), for {time.monotonic() - attempt.since:.1f} s"
+    return f"{attempt.what}: {attempt.act} ({attempt.machine.level}), for {time.monotonic() - attempt.since:.1f} s"
 
 
 def _outputs(attempt: Attempt, node: Node) -> tuple[Any, ...]:

@@ -1,0 +1,165 @@
+"""Queues on the servers of a real cluster: tasks share them, and who dies loses and doubles nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import tfnb
+from tests.state.test_queues import in_thread
+from tfnb.errors import DeadlineExceeded, InvalidArgument, OutOfRange, Unimplemented, WorkerLost
+from tfnb.state.queue_machine import QueueMachine
+from tfnb.state.queue_operations import attempt_on
+
+pytestmark = pytest.mark.filterwarnings("ignore:still waiting", "ignore:task.* was lost")
+
+
+def fifo(name: str, capacity: int = 50) -> tfnb.FIFOQueue:
+    return tfnb.FIFOQueue(capacity, torch.float32, (), name=name)
+
+
+def kill(cluster: Any, name: str) -> None:
+    (member,) = [member for member in cluster._engine.tasks if member.name == name and member.alive]
+    os.kill(member.info["pid"], signal.SIGKILL)
+
+
+def until(holds: Any, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_several_tasks_put_and_one_stream_takes_and_all_of_it_comes_home(connect) -> None:
+    queue, out = fifo("shared"), fifo("out")
+    queue.enqueue(0.0)
+    total = tfnb.Variable(torch.zeros(()), name="total", trainable=False)
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.tensor(1.0), name="x")
+        puts = []
+        for task in range(3):
+            with tfnb.device(f"/job:worker/task:{task}"):
+                puts.append(queue.enqueue(x + 100 * task))
+        moved = out.enqueue(queue.dequeue() * 10)
+        added = total.assign_add(queue.dequeue())
+        batch = queue.dequeue_many(4)
+    session = tfnb.Session(graph)
+    cluster = connect(3)
+    assert queue.size() == 1 and not isinstance(queue.machine, QueueMachine)
+    threads = [in_thread(lambda put=put, n=n: session.run(put, {x: float(n)}))[0] for n, put in enumerate(puts)]
+    [thread.join(60) for thread in threads]
+    assert sorted(session.run(batch).tolist()) == [0, 0, 101, 202], "the step took what is at home, and what tasks put"
+    waits, found = in_thread(lambda: session.run(moved))
+    until(lambda: _waiting(cluster) == 1)
+    queue.enqueue(4.0)
+    waits.join(60)
+    assert not isinstance(found[0], BaseException) and out.dequeue() == 40
+    queue.enqueue_many([5.0, 6.0])
+    session.run(added), session.run(added)
+    assert total.value() == 11 and queue.size() == 0
+    with pytest.raises(DeadlineExceeded, match="dequeue of 4 on queue shared") as late:
+        session.run(batch, timeout=1.0)
+    assert "0 of 50 elements" in str(late.value)
+    queue.enqueue_many([7.0, 8.0]), queue.close()
+    with pytest.raises(OutOfRange, match=r"requested 4, current size 2"):
+        session.run(batch)
+    with pytest.raises(Unimplemented, match="without queues"):
+        list(tfnb.fit(added, {x: torch.zeros(4)}, epochs=1, batch_size=1) or [])
+    cluster.close()
+    assert isinstance(queue.machine, QueueMachine) and queue.level.closed and total.value() == 11
+    assert [float(element) for element in queue] == [7, 8]
+
+
+def _waiting(cluster: Any) -> int:
+    found = cluster._do("stat", 60, cluster._engine.stats, 60.0)
+    return sum(stat["waiting"] for stat in found.values())
+
+
+def test_a_killed_consumer_gives_back_what_it_took_in_order(connect) -> None:
+    queue = fifo("survives")
+    never = fifo("never")
+    with tfnb.record() as graph, tfnb.device("/job:worker/task:1"):
+        taken = queue.dequeue_many(2)
+        stuck = taken.sum() + never.dequeue(sample=torch.tensor(0.0))
+    session = tfnb.Session(graph)
+    cluster = connect(2)
+    queue.enqueue_many([1.0, 2.0, 3.0])
+    thread, found = in_thread(lambda: session.run(stuck, timeout=120))
+    until(lambda: queue.size() == 1 and _waiting(cluster) == 1)
+    kill(cluster, "task:1")
+    never.enqueue(100.0)  # the step is tried again by the successor, and takes the same elements
+    thread.join(120)
+    assert found[0] == 103, found
+    assert queue.dequeue() == 3 and queue.size() == 0 and never.size() == 0
+
+
+def test_a_killed_producers_put_is_there_once(connect, nobody_joins) -> None:
+    queue, never = fifo("once"), fifo("never")
+    with tfnb.record() as graph, tfnb.device("/job:worker/task:1"):
+        x = tfnb.placeholder(torch.tensor(1.0), name="x")
+        put = queue.enqueue(x)
+        stuck = never.dequeue(sample=torch.tensor(0.0))
+    session = tfnb.Session(graph)
+    cluster = connect(2)
+    thread, found = in_thread(lambda: session.run([put, stuck], {x: 7.0}, timeout=120))
+    until(lambda: queue.size() == 1)
+    kill(cluster, "task:1")
+    thread.join(120)
+    assert isinstance(found[0], WorkerLost) and "those that it put are there" in str(found[0])
+    assert queue.dequeue() == 7 and queue.size() == 0
+
+
+def test_runners_and_accumulators_work_there(connect) -> None:
+    source, numbers = fifo("source"), fifo("numbers", 3)
+    grads = tfnb.ConditionalAccumulator(torch.float32, (2,), name="grads")
+    source.enqueue_many([float(n) for n in range(8)]), source.close()
+    with tfnb.record() as graph:
+        put = numbers.enqueue(source.dequeue() + 100)
+        g = tfnb.placeholder(torch.ones(2), name="g")
+        applied, mean = grads.apply_grad(g, 0), grads.take_grad(2)
+    session = tfnb.Session(graph)
+    runner = tfnb.QueueRunner(numbers, [put, put], session=session)
+    cluster = connect(2)
+    found = [float(numbers.dequeue()) for _ in range(3)]
+    thread, taken = in_thread(lambda: session.run(mean))
+    assert session.run(applied, {g: torch.tensor([1.0, 2.0])}) and grads.apply_grad([3.0, 4.0], 0)
+    thread.join(60)
+    assert taken[0].tolist() == [2, 3] and not session.run(applied, {g: torch.ones(2)})
+    cluster.close()  # in the middle of it
+    found += [float(number) for number in numbers]
+    assert sorted(found) == [100 + n for n in range(8)]
+    runner.coordinator.join(stop_grace_period_secs=30)
+
+
+def test_a_queue_lies_where_its_device_says(connect) -> None:
+    with tfnb.record(), tfnb.device("ps:1"):
+        queue = fifo("there")
+    with tfnb.record(), tfnb.device("ps:7"):
+        lost = fifo("nowhere")
+    cluster = connect(2)
+    queue.enqueue(1.0)
+    assert cluster._queues._here[queue][0] == 1
+    with pytest.raises(InvalidArgument, match="asks for 'ps:7'; the cluster has servers 0 to 1"):
+        lost.size()
+
+
+@pytest.mark.slow
+def test_ten_thousand_waits_on_a_real_server(connect) -> None:
+    queue, ended = fifo("crowd"), []
+    cluster = connect(3)
+    before = threading.active_count()
+    attempts = [attempt_on(queue, "dequeue", ended.append, {}) for _ in range(10_000)]
+    for attempt in attempts:
+        attempt.machine.submit(attempt)
+    until(lambda: _waiting(cluster) == 10_000)
+    assert threading.active_count() - before <= 8
+    begin = time.monotonic()
+    queue.machine.withdraw(attempts)
+    assert _waiting(cluster) == 0 and all(attempt.is_over for attempt in attempts)
+    assert time.monotonic() - begin < 5, "a second where nobody else computes"

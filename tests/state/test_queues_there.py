@@ -1,0 +1,263 @@
+"""Queues that live on a server: as at home, over a connection that loses answers and repeats messages.
+
+What serves them is a real core in this process. `tests/cluster/test_queues_on_servers.py` has processes that die.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, run_state_machine_as_test
+
+import tfnb
+from tests.state.distance import Distance, queues_there
+from tests.state.test_queue_models import Attempts, Model
+from tests.state.test_queue_oracle import ANSWERS, OURS, SCENARIOS, ours
+from tests.state.test_queues import in_thread, until
+from tfnb.cluster.messages import Refused
+from tfnb.cluster.queues_there import in_round
+from tfnb.errors import DeadlineExceeded, OutOfRange, QueueClosed, ResourceExhausted, StepAborted
+from tfnb.graph.queue import Queue
+from tfnb.state.queue_machine import Attempt
+from tfnb.state.queue_operations import HOMES, attempt_on, move
+
+pytestmark = pytest.mark.filterwarnings("ignore:still waiting", "ignore:an accumulator at step")
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_scenario_ends_there_as_tensorflow_recorded(name: str) -> None:
+    with queues_there(loss=0.2) as distance:
+        assert ours(name, recorded=False, machine=distance.found) == (OURS[name][0] if name in OURS else ANSWERS[name])
+
+
+class AttemptsThere(Attempts):
+    """The same attempts, by messages of which some are lost and some come twice or late."""
+
+    @initialize(kind=st.sampled_from(["fifo", "priority"]), capacity=st.sampled_from([3, 5, float("inf")]),
+                loss=st.sampled_from([0.0, 0.3]), seed=st.integers(0, 99))  # fmt: skip
+    def make(self, kind: str, capacity: float, loss: float, seed: int) -> None:  # type: ignore[override]
+        self.distance = Distance(loss, seed)
+        self.described = Queue("q", capacity, [(torch.int64, ())] * 2, kind=kind)
+        self.queue = self.described.machine = self.distance.home(self.described, None)  # type: ignore[assignment]
+        self.told: list[Attempt] = []
+        self.model = Model(kind, capacity, 0, None)  # type: ignore[arg-type]
+        self.pairs, self.withdrawn, self.number = {}, [], 0
+        self.settle()
+
+    def made(self, kind: Any, items: list[Any], **how: Any) -> Attempt:
+        attrs = {"cancel_pending_enqueues": True} if how.pop("cancel_pending", False) else how
+        if kind == "enqueue":
+            attrs = {"many": True}
+        columns = [torch.tensor([item[i] for item in items], dtype=torch.int64) for i in range(2)]
+        return attempt_on(self.described, kind, self.told.append, attrs, columns if kind == "enqueue" else ())
+
+    def stored(self) -> list[Any]:
+        return [tuple(map(int, element)) for element in self.distance.machine(self.described).elements]
+
+    def taken(self, attempt: Attempt) -> list[Any]:
+        if attempt.is_over:
+            found = attempt.outputs if attempt.kind == "dequeue" and attempt.error is None else None
+            return [] if not found else [tuple(row) for row in torch.stack(list(found), 1).tolist()]
+        there = self.distance.machine(self.described).lines["dequeue"]
+        number = self.queue.channel.number_of(attempt)  # type: ignore[attr-defined]
+        (channel,) = self.distance.core.objects.channels.values()
+        real = channel.open[number].attempt if number in channel.open else None
+        return [tuple(map(int, element)) for element in real.taken] if real is not None and real in there else []
+
+    def settle(self) -> None:
+        self.distance.settle()
+
+    def teardown(self) -> None:
+        if hasattr(self, "distance"):
+            self.distance.close()
+
+
+@pytest.mark.parametrize(
+    ("examples", "steps"), [(25, 20), pytest.param(300, 40, marks=pytest.mark.slow)], ids=["some", "many"]
+)
+def test_random_attempts_over_a_bad_connection_end_as_in_a_plain_model(examples: int, steps: int) -> None:
+    run_state_machine_as_test(
+        AttemptsThere, settings=settings(max_examples=examples, stateful_step_count=steps, deadline=None)
+    )  # fmt: skip
+
+
+def kinds() -> dict[str, Any]:
+    """A queue of each kind that holds something."""
+    return {
+        "fifo": tfnb.FIFOQueue(9, torch.float32, (), name="fifo"),
+        "shuffle": tfnb.RandomShuffleQueue(9, 1, torch.float32, (), seed=5, name="shuffle"),
+        "padding": tfnb.PaddingFIFOQueue(9, torch.float32, (None,), name="padding"),
+        "priority": tfnb.PriorityQueue(9, torch.float32, (), name="priority"),
+        "barrier": tfnb.Barrier(torch.float32, (), name="barrier"),
+        "mean": tfnb.ConditionalAccumulator(torch.float32, (2,), name="mean"),
+        "sparse": tfnb.SparseConditionalAccumulator(torch.float32, (5, 1), name="sparse"),
+    }
+
+
+def filled(kind: str, queue: Any) -> None:
+    match kind:
+        case "priority":
+            queue.enqueue_many(([3, 1, 2], [0.3, 0.1, 0.2]))
+        case "padding":
+            queue.enqueue([1.0]), queue.enqueue([1.0, 2.0]), queue.enqueue([])
+        case "barrier":
+            queue.insert_many(0, [7, 5], [0.7, 0.5])
+        case "mean":
+            queue.apply_grad([1.0, 2.0], 0), queue.apply_grad([3.0, 4.0], 0)
+        case "sparse":
+            queue.apply_grad(tfnb.IndexedSlices(torch.tensor([[4.0]]), torch.tensor([2]), (5, 1)), 0)
+        case _:
+            queue.enqueue_many([1.0, 2.0, 3.0, 4.0])
+
+
+def emptied(kind: str, queue: Any) -> Any:
+    match kind:
+        case "barrier":
+            queue.close()
+            return queue.incomplete_size()
+        case "mean":
+            return queue.take_grad(2).tolist(), queue.apply_grad([1.0, 1.0], 0)
+        case "sparse":
+            found = queue.take_grad(1)
+            return found.indices.tolist(), found.values.tolist()
+        case "padding":
+            return queue.dequeue_many(3).tolist()
+        case "priority":
+            return [part.tolist() for part in queue.dequeue_many(3)]
+        case _:
+            queue.close()
+            return queue.dequeue_many(4).tolist()
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_contents_go_there_and_come_home(kind: str) -> None:
+    here, moved = kinds()[kind], kinds()[kind]
+    filled(kind, here), filled(kind, moved)
+    with queues_there() as distance:
+        move([moved])
+        distance.settle()
+        assert distance.machine(moved).level == here.level
+        home(moved, distance)
+        assert moved.level == here.level and not distance.core.objects.queues
+    assert emptied(kind, moved) == emptied(kind, here)
+
+
+def home(queue: Any, distance: Distance) -> None:
+    HOMES.remove(distance.home)
+    try:
+        asyncio.run_coroutine_threadsafe(queue.machine.come_home(queue), distance.loop).result(30)
+    finally:
+        HOMES.append(distance.home)
+    distance.settle()
+
+
+def test_who_waits_goes_with_the_queue_and_comes_home_with_it() -> None:
+    queue = tfnb.FIFOQueue(2, torch.float32, (), name="moving")
+    batch, found = in_thread(lambda: queue.dequeue_many(5))
+    queue.enqueue(1.0)
+    with queues_there() as distance:
+        move([queue])
+        queue.enqueue(2.0)
+        distance.settle()
+        assert distance.machine(queue).level.absorbed == 2
+        out = tfnb.FIFOQueue(2, torch.float32, (), name="out")
+        put, _ = in_thread(lambda: out.enqueue_many([1.0, 2.0, 3.0]))
+        until(lambda: out.machine is not None and out.machine.level.enqueues == 1)
+        home(queue, distance)
+        assert queue.level.absorbed == 2 and queue.level.dequeues == 1
+        home(out, distance)
+    assert out.level.size == 2 and out.level.enqueues == 1 and out.dequeue_many(3).tolist() == [1, 2, 3]
+    queue.enqueue_many([3.0, 4.0, 5.0])
+    batch.join(30), put.join(30)
+    assert found[0].tolist() == [1, 2, 3, 4, 5]
+
+
+def test_elements_that_a_round_took_are_back_in_their_order_when_it_is_aborted() -> None:
+    with queues_there(loss=0.2) as distance:
+        queue = tfnb.FIFOQueue(9, torch.float32, (), name="rounds")
+        queue.enqueue_many([1.0, 2.0, 3.0, 4.0, 5.0])
+        for number in (1, 2, 3):
+            with in_round(number):
+                assert queue.dequeue() == number
+        assert queue.dequeue() == 4
+        distance.call("keep", round=2, floor=0)
+        distance.call("abort", round=3, floor=0), distance.call("abort", round=1, floor=0)
+        assert queue.dequeue_many(3).tolist() == [1, 3, 5]
+        with in_round(3), pytest.raises(StepAborted, match="round 3 is over"):
+            queue.dequeue()
+
+
+def test_a_closed_queue_waits_for_what_may_come_back() -> None:
+    with queues_there() as distance:
+        queue = tfnb.FIFOQueue(9, torch.float32, (), name="ends")
+        queue.enqueue(5.0), queue.close()
+        with in_round(1):
+            queue.dequeue()
+        taker, found = in_thread(queue.dequeue)
+        until(lambda: distance.machine(queue).level.dequeues == 1)
+        distance.call("abort", round=1)
+        taker.join(30)
+        assert found[0] == 5
+        with pytest.raises(OutOfRange):
+            queue.dequeue()
+        with pytest.raises(QueueClosed):
+            queue.enqueue(1.0)
+
+
+def test_a_server_without_room_refuses_what_is_put_and_serves_who_takes() -> None:
+    with queues_there(budget=10_000) as distance:
+        queue = tfnb.FIFOQueue(9, torch.float32, (1000,), name="large")
+        queue.enqueue(torch.ones(1000)), queue.enqueue(torch.ones(1000))
+        with pytest.raises(ResourceExhausted, match="asked 4000, used 8000, limit 10000"):
+            queue.enqueue(torch.ones(1000))
+        queue.dequeue()
+        distance.settle()
+        until(lambda: distance.core.objects.nbytes == 4000)
+        queue.enqueue(torch.ones(1000))
+
+
+def test_ten_thousand_blocked_waits_there_hold_no_thread_and_are_cancelled_at_once() -> None:
+    with queues_there() as distance:
+        queue = tfnb.FIFOQueue(9, torch.float32, (), name="crowd")
+        before, ended = threading.active_count(), []
+        attempts = [attempt_on(queue, "dequeue", ended.append, {}) for _ in range(10_000)]
+        for attempt in attempts:
+            attempt.machine.submit(attempt)
+        until(lambda: distance.machine(queue).level.dequeues == 10_000, 60)
+        assert threading.active_count() - before <= 8 and not ended
+        begin = time.process_time()
+        queue.machine.withdraw(attempts)
+        assert time.process_time() - begin < 3, "a second where nobody else computes"
+        assert not distance.machine(queue).level.dequeues and all(attempt.is_over for attempt in attempts)
+        queue.enqueue(1.0)
+        assert queue.dequeue() == 1
+
+
+def test_timeouts_say_how_many_were_put_and_leave_nobody_in_line() -> None:
+    with queues_there() as distance:
+        queue = tfnb.FIFOQueue(2, torch.float32, (), name="slow")
+        with pytest.raises(DeadlineExceeded, match=r"queue slow did not end within 0\.3 s") as late:
+            queue.enqueue_many([1.0, 2.0, 3.0], timeout=0.3)
+        assert late.value.enqueued == 2
+        with pytest.raises(DeadlineExceeded):
+            queue.dequeue_many(3, timeout=0.3)
+        assert queue.size() == 2 and distance.machine(queue).level.dequeues == 0
+        assert queue.dequeue_many(2).tolist() == [1, 2]
+
+
+def test_what_nobody_knows_is_refused() -> None:
+    with queues_there() as distance:
+        queue = tfnb.FIFOQueue(2, torch.float32, (), name="known")
+        queue.size()
+        answer = distance.call(
+            "post", channel="x", number=0, got=0, acts=[["do", 0, "none", {}, 0], ["sing", 1, "", {}, 0]]
+        )
+        assert [end[2]["error"]["tag"] for end in answer.meta["ends"]] == ["NotFound", "InvalidArgument"]
+        assert not isinstance(answer, Refused)

@@ -1,0 +1,136 @@
+"""Which queues of the notebook live on which servers: they go there at `connect`, and come home when that ends.
+
+A queue in use goes with what it holds and with who waits for it; another one is made there when it is first used. Where
+``tfnb.device("ps:1")`` was in force when it was made it lies on that server, else on the one with the fewest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tfnb.cluster.engine import Engine
+from tfnb.cluster.messages import Failed, Ok, raised
+from tfnb.cluster.queues_there import CONFIRM, Ask, Channels, RemoteQueue
+from tfnb.cluster.transport import ClientLink
+from tfnb.errors import FailedPrecondition, InvalidArgument, ParameterServerLost, TfnbError
+from tfnb.graph import resources
+from tfnb.graph.device_request import parse
+from tfnb.graph.queue import Queue
+from tfnb.state.queue_machine import QueueMachine
+from tfnb.state.queue_operations import HOMES, QueueHandle, machine_of, move
+
+
+class QueueHomes:
+    """The queues of one cluster."""
+
+    def __init__(self, engine: Engine, link: ClientLink) -> None:
+        self._engine, self._link = engine, link
+        self._channels = Channels(link.loop, self._asking)
+        self._here: weakref.WeakKeyDictionary[Queue, tuple[int, str]] = weakref.WeakKeyDictionary()
+        self._count, self._lock = itertools.count(), threading.Lock()
+
+    def begin(self) -> None:
+        """All queues that are in use go to the servers, and those that are used from now on."""
+        HOMES.append(self._home)
+        move(resources.all_of(QueueHandle))
+
+    def used(self, queues: Iterable[Queue]) -> list[tuple[int, str]]:
+        """Shard and key of the queues of a step, which runners begin to fill."""
+        found = []
+        for queue in queues:
+            machine = machine_of(queue)
+            if queue not in self._here:
+                raise FailedPrecondition(f"queue {queue.name} lives on another cluster: close that one first")
+            for start in tuple(machine.starters):
+                start()
+            found.append(self._here[queue])
+        return found
+
+    def _home(self, queue: Queue, held: QueueMachine | None) -> RemoteQueue:
+        """A queue lives on a server from now on, with what a machine here held."""
+        with self._lock:
+            shard, key = self._shard(queue), f"{queue.name}/{next(self._count)}"
+            self._here[queue] = shard, key
+        home = self._channels.queue(queue, shard, key)
+        home.make(queue, held)
+        weakref.finalize(queue, _forget, home)
+        return home
+
+    def _shard(self, queue: Queue) -> int:
+        count = len(self._engine.shards)
+        asked = None if queue.device is None else parse(queue.device)
+        if asked is not None and asked.job == "ps":
+            if (asked.task or 0) >= count:
+                raise InvalidArgument(
+                    f"queue {queue.name} asks for {queue.device!r}; the cluster has servers 0 to {count - 1}"
+                )
+            return asked.task or 0
+        taken = [shard for shard, _ in self._here.values()]
+        return min(range(count), key=taken.count)
+
+    def _asking(self, shard: int) -> Ask:
+        async def ask(method: str, meta: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> Ok:
+            answer = await self._engine.settled(shard, method, dict(meta), tensors)
+            if isinstance(answer, Ok):
+                return answer
+            if isinstance(answer, Failed):
+                raise raised(answer)
+            raise self._engine.lost_server(shard)
+
+        return ask
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    async def bring_home(self) -> None:
+        """All queues, with what they hold and who waits for them. In the event loop."""
+        if self._home in HOMES:
+            HOMES.remove(self._home)
+        found = [(queue, queue.machine) for queue in list(self._here) if isinstance(queue.machine, RemoteQueue)]
+        await asyncio.gather(*(machine.come_home(queue) for queue, machine in found))
+        self._here.clear()
+
+    def lost(self, error: TfnbError) -> None:
+        """A server is gone: its queues are empty, those of others come home. In the event loop."""
+        if self._home in HOMES:
+            HOMES.remove(self._home)
+        for queue, (shard, _) in list(self._here.items()):
+            machine = queue.machine
+            if not isinstance(machine, RemoteQueue):
+                continue
+            if self._engine.shards[shard].alive:
+                self._engine.later(self._try_home(queue, machine))
+            else:
+                held = machine.level.size
+                why = ParameterServerLost(f"queue {queue.name} was lost with its server, and about {held} elements")
+                machine.channel.close(why)
+                machine.lose(queue)
+        self._here.clear()
+
+    async def _try_home(self, queue: Queue, machine: RemoteQueue) -> None:
+        try:
+            await asyncio.wait_for(machine.come_home(queue), CONFIRM)
+        except (TfnbError, TimeoutError):
+            machine.lose(queue)
+
+    def end(self) -> None:
+        """Nothing is asked any more."""
+        if self._home in HOMES:
+            HOMES.remove(self._home)
+        for queue in list(self._here):
+            if isinstance(queue.machine, RemoteQueue):
+                queue.machine.lose(queue)
+        self._here.clear()
+        self._link.loop.call_soon_threadsafe(self._channels.close)
+
+
+def _forget(home: RemoteQueue) -> None:
+    """Nobody can reach the queue any more."""
+    if home.heir is None and home.channel.broken is None:
+        home.abort("nobody can reach it any more")
