@@ -78,7 +78,7 @@ def test_several_tasks_put_and_one_stream_takes_and_all_of_it_comes_home(connect
 
 def _waiting(cluster: Any) -> int:
     found = cluster._do("stat", 60, cluster._engine.stats, 60.0)
-    return sum(stat["waiting"] for stat in found.values())
+    return sum(stat["queued"] for stat in found.values())
 
 
 def test_a_killed_consumer_gives_back_what_it_took_in_order(connect) -> None:

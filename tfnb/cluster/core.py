@@ -694,7 +694,7 @@ class Core:
             "version": self.version, "step": self.step, "bytes": self.store.bytes, "staged": self.staged,
             "spare": self.store.spare_bytes,
             "budget": self.store.budget, "variables": len(self.versions), "plans": len(self.plans),
-            "applied": self.ledger.applied, "dups": self.ledger.dups, "waiting": len(self.lines) + self.objects.waiting,
+            "applied": self.ledger.applied, "dups": self.ledger.dups, "waiting": len(self.lines), "queued": self.objects.waiting,
             "requests": self.requests,
         })  # fmt: skip
 
