@@ -185,12 +185,14 @@ class QueueRunner:
         """One operation, until its input ends, the queue is closed, or a stop is asked for."""
         try:
             while not self.coordinator.should_stop():
-                with suppress(Aborted):  # by another step, or because the queue moved: again
+                try:
                     self._put(op)
+                except Aborted:  # by another step, or because the queue moves: again
+                    self.coordinator.wait_for_stop(_POLL)
         except OutOfRange:
             pass  # the end of its input
         except BaseException as error:
-            if not (isinstance(error, Cancelled) and machine_of(self.queue).closed):
+            if not (isinstance(error, Cancelled) and machine_of(self.queue).level.closed):
                 self.coordinator.request_stop(error)
         finally:
             with self._lock:

@@ -108,7 +108,8 @@ def test_a_killed_producers_put_is_there_once(connect, nobody_joins) -> None:
     session = tfnb.Session(graph)
     cluster = connect(2)
     thread, found = in_thread(lambda: session.run([put, stuck], {x: 7.0}, timeout=120))
-    until(lambda: queue.size() == 1)
+    until(lambda: queue.size() == 1 or found)
+    assert not found, found
     kill(cluster, "task:1")
     thread.join(120)
     assert isinstance(found[0], WorkerLost) and "those that it put are there" in str(found[0])

@@ -694,8 +694,8 @@ class Core:
             "version": self.version, "step": self.step, "bytes": self.store.bytes, "staged": self.staged,
             "spare": self.store.spare_bytes,
             "budget": self.store.budget, "variables": len(self.versions), "plans": len(self.plans),
-            "applied": self.ledger.applied, "dups": self.ledger.dups, "waiting": len(self.lines), "queued": self.objects.waiting,
-            "requests": self.requests,
+            "applied": self.ledger.applied, "dups": self.ledger.dups, "waiting": len(self.lines),
+            "queued": self.objects.waiting, "requests": self.requests,
         })  # fmt: skip
 
     def _applied(self, request: Request) -> Ok:

@@ -115,6 +115,8 @@ class Engine:
         turn when they commit.
         """
         since = self._interrupts
+        if self.is_closing:
+            raise self._error(e.Interrupted(), seconds)
         async with AsyncExitStack() as turn:
             if not queues:
                 await turn.enter_async_context(self._iteration)

@@ -241,11 +241,6 @@ class RemoteQueue:
         """Bytes held here: none."""
         return 0
 
-    @property
-    def closed(self) -> bool:
-        """Whether it was, when the server last told."""
-        return self.level.closed
-
     def heard(self, level: Sequence[Any]) -> None:
         """How full it is, as the server says."""
         size, capacity, *others = level

@@ -83,7 +83,7 @@ class Task:
         self.floor = 0  # rounds up to here are over
         self.computing, self.waiting = Computing(), Computing(WAITING)
         self.over: set[int] = set()  # rounds above the floor
-        self.queues = Channels(worker.loop.asyncio_loop, self._asking)
+        self.queues = Channels(worker.loop.asyncio_loop, self._asking)  # type: ignore[attr-defined]
         self.reader = Reader(worker)
         self.room = (self.budget or ROOM) // 2
         self.loops = Loops(self, self.plans)

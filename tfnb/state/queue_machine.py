@@ -160,7 +160,7 @@ class QueueMachine:
         self.starters: list[Callable[[], None]] = []
         self.cause: BaseException | None = None
         self.used: float | None = None
-        self.past: dict[str, set[str]] = {kind: set() for kind in _LINE}
+        self.past: Mapping[str, set[str]] = {kind: set() for kind in _LINE}
         self.lent: set[Attempt] = set()  # whose elements may come back
         self.heir: Home | None = None  # who has the elements now
         self._lock = threading.Lock()
