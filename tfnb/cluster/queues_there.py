@@ -258,7 +258,8 @@ class RemoteQueue:
 
     def submit(self, attempt: Attempt, after: Attempt | None = None) -> None:
         """Ask for an attempt there."""
-        self.used = time.time()
+        if attempt.kind != "size":
+            self.used = time.time()
         with self.channel.lock:
             heir = self.heir
             if heir is None and self._coming is not None:

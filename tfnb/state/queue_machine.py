@@ -199,7 +199,8 @@ class QueueMachine:
 
     def submit(self, attempt: Attempt, after: Attempt | None = None) -> None:
         """Take up an attempt."""
-        self.used = time.time()
+        if attempt.kind != "size":
+            self.used = time.time()
         with self._lock:
             heir = self.heir
             if heir is not None:
