@@ -10,7 +10,7 @@ import pytest
 
 from tests.graph.build import Builder
 from tfnb.graph import Dim, Graph, Ref, Source, Spec
-from tfnb.view import Drawing
+from tfnb.view import Drawing, graph_bundle
 
 
 def layered(count: int) -> Graph:
@@ -53,6 +53,7 @@ def test_pictures_are_quick() -> None:
 def test_five_thousand_nodes_fold_and_unfold_at_once() -> None:
     graph = layered(5000)
     whole = seconds(lambda: Drawing(graph).svg)
+    assert sum(len(form.encode()) for form in graph_bundle(graph).values()) < 150_000
     drawing = Drawing(graph)
     keys = [box.name for box in drawing.root.walk() if box.children and box.key]
     drawing.svg  # noqa: B018 - what is unfolded stands in a drawing that is there

@@ -46,10 +46,11 @@ def graph_bundle(
 ) -> dict[str, str]:
     """What a cell shows of a graph: HTML, the picture alone for where HTML is cleaned of it, and text."""
     drawing, text = Drawing(graph, cell=cell, failing=failing, badges=badges), text_tree(graph, cell=cell)
-    shown = {"text/html": page.html(drawing, lambda: text), "text/plain": text}
+    shown = {"text/plain": text}
     with suppress(LayoutFailed):
         shown["image/svg+xml"] = drawing.svg
-    return shown
+    room = OUTPUT - sum(len(form.encode()) for form in shown.values())
+    return {"text/html": page.html(drawing, lambda: text, limit=min(page.BYTES, room)), **shown}
 
 
 def timeline_of(trace: Any, drawing: Drawing) -> str:
@@ -88,6 +89,7 @@ def graph_png(graph: Graph, *, zoom: float = 2.0, **options: Any) -> bytes:
     return bytes(resvg_py.svg_to_bytes(svg_string=plain, zoom=zoom))
 
 
+OUTPUT = 148_000  # bytes of all forms of one output
 FONTS = (
     ("Helvetica", "Arial", "Liberation Sans", "DejaVu Sans", "Noto Sans", "Segoe UI", "Verdana", "Roboto", "Ubuntu"),
     ("Menlo", "Consolas", "Liberation Mono", "DejaVu Sans Mono", "Noto Sans Mono", "Courier New", "Ubuntu Mono"),
