@@ -29,7 +29,7 @@ with tfnb.record() as g:
         x.exp().gather(1, at["gather"][:, None]), (x + 1).tanh()[at["index"]],
         (x + 2).index_select(0, at["select"]), x.exp().scatter(1, at["scatter"][:, None], 1.0),
         torch.index_put(x.sin(), [at["put"]], x, accumulate=True), x.cos().index_add(0, at["rows"], x),
-        torch.div(at["emb"] + 7, at["divisor"], rounding_mode="trunc"),
+        torch.div(at["emb"] + 7, at["divisor"], rounding_mode="trunc"), 17 % at["divisor"], 100 // at["divisor"],
     ]
 good = {at[name]: torch.randint(1, ROWS, (N,)) for name in names} | {x: torch.randn(N, WIDTH)}
 good[at["target"]][::3] = -100

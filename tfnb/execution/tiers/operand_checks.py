@@ -127,14 +127,14 @@ def _unpooled(given: Given) -> Given:
 
 def _divisor(given: Given) -> Given:
     x, y = given["self"], given["other"]
-    if (
-        x.is_floating_point()
-        or not isinstance(y, Tensor)
-        or y.is_floating_point()
-        or given.get("rounding_mode", 0) is None
-    ):
+    if not isinstance(y, Tensor) or not (_is_whole(x) and _is_whole(y)) or given.get("rounding_mode", 0) is None:
         return {}
     return {"other": torch.where(y == 0, 1, y).to(y.dtype)}
+
+
+def _is_whole(x: Any) -> bool:
+    """Whether it is an integer, or a tensor of integers."""
+    return isinstance(x, int) if not isinstance(x, Tensor) else not (x.is_floating_point() or x.is_complex())
 
 
 _axis = _on_axis()
@@ -165,6 +165,7 @@ OPERANDS: dict[OpOverload, Callable[[Given], Given]] = {
     aten.div.Tensor_mode: _divisor,
     aten.floor_divide.default: _divisor,
     aten.remainder.Tensor: _divisor,
+    aten.remainder.Scalar_Tensor: _divisor,
     aten.fmod.Tensor: _divisor,
 }
 """For each op that is checked a function from its arguments to those that it shall take in their place."""

@@ -105,5 +105,5 @@ def _lowered(a: Any, b: Any) -> Any:
     """As inductor lowers torch's op, which it takes for constant weights only, and of any strides here."""
     x = LinearUnary.require_contiguous(LinearUnary.realize_input(a))
     w = LinearUnary.require_stride1(LinearUnary.realize_input(permute(b, [1, 0])))
-    layout = FixedLayout(device=x.get_device(), dtype=x.get_dtype(), size=[x.get_size()[0], w.get_size()[0]])
+    layout = FixedLayout(device=x.get_device_or_error(), dtype=x.get_dtype(), size=[x.get_size()[0], w.get_size()[0]])
     return TensorBox.create(_create_output_node(LinearUnary(layout, [x, w], [None, "none", [-1], ""])))
