@@ -136,3 +136,22 @@ def test_bad_validation_and_callbacks_are_refused_before_anything_runs() -> None
     assert layer.weight.item() == 0
     with pytest.raises(InvalidArgument, match=r"EarlyStopping\('lost'\): the values of an epoch are 'loss'"):
         tfnb.fit(train, data, watch={"loss": loss}, callbacks=tfnb.train.EarlyStopping("lost"))
+
+
+def test_here_a_change_of_mode_changes_nothing_but_is_checked() -> None:
+    """Steps are taken one at a time in this process, whatever the mode."""
+    data = {"x": torch.ones(8, 1), "y": torch.ones(8)}
+    trained = []
+    for change in (None, "async"):
+        layer, x, y, _, train = line()
+
+        def changes(progress: tfnb.train.Progress, mode: str | None = change) -> None:
+            if mode is not None:
+                progress.change(mode)
+
+        tfnb.fit(train, {x: data["x"], y: data["y"]}, epochs=3, batch_size=4, callbacks=changes)
+        trained.append(layer.weight)
+    assert torch.equal(*trained)
+    layer, x, y, _, train = line()
+    with pytest.raises(InvalidArgument, match="mode='bounded' takes staleness"):
+        tfnb.fit(train, {x: data["x"], y: data["y"]}, callbacks=lambda progress: progress.change("bounded"))
