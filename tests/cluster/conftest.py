@@ -102,6 +102,13 @@ def connect(dask: Client) -> Iterator[Callable[..., Cluster]]:
 
 
 @pytest.fixture
+def spawned() -> Iterator[None]:
+    """Worker processes start as those of a user do, not as those that this folder shares."""
+    with dask_config.set({"distributed.worker.multiprocessing-method": "spawn"}):
+        yield
+
+
+@pytest.fixture
 def nobody_joins(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cluster connected later sees no worker that comes, and waits for none."""
     monkeypatch.setattr("tfnb.cluster.supervisor.LOOK", 3600.0)

@@ -87,7 +87,7 @@ def test_the_default_deadline_is_for_busy_machines() -> None:
     assert TfnbMagics.tfcluster.parser.parse_args([]).timeout == 120
 
 
-def test_workers_that_connect_starts_have_the_threads_and_the_memory_that_were_asked_for() -> None:
+def test_workers_that_connect_starts_have_the_threads_and_the_memory_that_were_asked_for(spawned: None) -> None:
     has_bokeh = find_spec("bokeh") is not None
     with tfnb.connect(1, threads=2, memory="900MB", dashboard=has_bokeh) as cluster:
         workers = cluster.client.scheduler_info(n_workers=-1)["workers"].values()

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from dask import config as dask_config
 
 import tfnb
 from tests.cluster.conftest import close_to, stats
@@ -40,13 +39,6 @@ def train(cluster, p, batches, at=None, do=None, mode="sync"):
         if step == at and do is not None:
             do()
     return seen
-
-
-@pytest.fixture
-def spawned():
-    """Worker processes start as those of a user do, not as those that this folder shares."""
-    with dask_config.set({"distributed.worker.multiprocessing-method": "spawn"}):
-        yield
 
 
 # -- compute tasks ---------------------------------------------------------------------------------------------
