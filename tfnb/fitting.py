@@ -183,8 +183,8 @@ def fit(
             return _there(session, fetch, watched, source, run, {"mode": how, "changes": run.change})
 
         looks = session.graph.attached.get("watch")  # of `tfnb.watch`
-        steps = there(watched) if looks is None else looks.followed(watched, there)
-        taken = _by_epoch(steps, lambda told: told[0].epoch, run)
+        told: Taken = there(watched) if looks is None else looks.followed(watched, there)
+        taken = _by_epoch(told, lambda one: one[0].epoch, run)
     try:
         with _interrupts(run), closing(taken):
             for batch, values in taken:

@@ -93,12 +93,33 @@ def connect(
     return made
 
 
+def varying(step: StepGraph) -> list[bool]:
+    """Which feeds of a step have an axis 0 that varies."""
+    by_id = step.whole.contents.by_id
+    shapes = (by_id[value.node].outputs[value.index].shape for value in step.feeds)
+    return [bool(shape) and not isinstance(shape[0], int) for shape in shapes]
+
+
+def batches(step: StepGraph, rows: Iterable[tuple[Sequence[torch.Tensor], int]]) -> Iterator[Batch]:
+    """Batches of (tensors, run index): every feed with a varying axis 0 of the batch's length is divided."""
+    varies = varying(step)
+    for number, (tensors, run_index) in enumerate(rows):
+        lengths = {len(t) for t, free in zip(tensors, varies, strict=True) if free}
+        count = max(lengths, default=0)
+        cut = tuple(free and len(t) == count for t, free in zip(tensors, varies, strict=True))
+        if count == 0 and lengths:
+            raise InvalidArgument(f"batch {number} of the data (from 0) has no rows: leave it out")
+        yield Batch(tuple(tensors), run_index, count or None, cut, number)
+
+
 class Cluster:
     """A connected cluster; a context manager that closes it.
 
     >>> with connect(2) as cluster:  # doctest: +SKIP
     ...     tfnb.run(train, feeds)
     """
+
+    batches = staticmethod(batches)
 
     def __init__(self, where: Place, timeout: float) -> None:
         self._where = where
@@ -232,11 +253,6 @@ class Cluster:
         finally:
             if self._engine.step != before:
                 self._held.stale.update(variable.key for variable in step.writes)
-
-    @staticmethod
-    def batches(step: StepGraph, rows: Iterable[tuple[Sequence[torch.Tensor], int]]) -> Iterator[Batch]:
-        """What `train` takes, made of (tensors in the order of its feeds, run index)."""
-        return batches(step, rows)
 
     def in_chunks(self, data: Any, timeout: float | None) -> Any:
         """Data for `ahead`: Dask collections are computed and kept on the workers, and never come here."""
@@ -682,22 +698,3 @@ def _unstacked(values: Values) -> Iterator[list[Any]]:
         return repeat([], values.steps)
     columns = [[None] * values.steps if column is None else column.unbind() for column in values.each]
     return map(list, zip(*columns, strict=True)) if columns else repeat([], values.steps)
-
-
-def varying(step: StepGraph) -> list[bool]:
-    """Which feeds of a step have an axis 0 that varies."""
-    by_id = step.whole.contents.by_id
-    shapes = (by_id[value.node].outputs[value.index].shape for value in step.feeds)
-    return [bool(shape) and not isinstance(shape[0], int) for shape in shapes]
-
-
-def batches(step: StepGraph, rows: Iterable[tuple[Sequence[torch.Tensor], int]]) -> Iterator[Batch]:
-    """Batches of (tensors, run index): every feed with a varying axis 0 of the batch's length is divided."""
-    varies = varying(step)
-    for number, (tensors, run_index) in enumerate(rows):
-        lengths = {len(t) for t, free in zip(tensors, varies, strict=True) if free}
-        count = max(lengths, default=0)
-        cut = tuple(free and len(t) == count for t, free in zip(tensors, varies, strict=True))
-        if count == 0 and lengths:
-            raise InvalidArgument(f"batch {number} of the data (from 0) has no rows: leave it out")
-        yield Batch(tuple(tensors), run_index, count or None, cut, number)

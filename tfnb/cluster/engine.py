@@ -22,7 +22,7 @@ from tfnb.cluster import events as e
 from tfnb.cluster import plan as p
 from tfnb.cluster.asking import identified, messages, sent
 from tfnb.cluster.fit.leases import Broken
-from tfnb.cluster.fit.resident import NO_LOOP
+from tfnb.cluster.fit.resident import NO_LOOP, RANK
 from tfnb.cluster.fit.training import Training
 from tfnb.cluster.joins import Way
 from tfnb.cluster.members import Ahead, Batch, Member, Mode
@@ -52,7 +52,6 @@ GRACE = 1.0  # seconds for telling everybody that a round is over
 REPLACED_WITHIN = 60.0  # seconds that a nanny has to start a lost task's process again
 LINES = 100  # of who came and left that are kept
 FOREVER = 86400.0  # seconds
-RANK = 1 << 40  # between the random streams of the workers of one step
 
 
 class Engine:

@@ -411,10 +411,11 @@ class Loop:
         while index < given.count and self._is_free(until):
             if given.first + index > max(self._rounds.values(), default=-1):  # else it is written, without this worker
                 sent = self._streamed(given, index, compute(partial(self._computed, given, index)))
-                if not all(isinstance(outcome, Ok) for outcome in sent.outcomes):
+                answers = [outcome for outcome in sent.outcomes if isinstance(outcome, Ok)]
+                if len(answers) < len(sent.outcomes):
                     return index, sent
-                for ask, outcome in zip(sent.asks, sent.outcomes, strict=True):
-                    self._take(ask, outcome)
+                for ask, answer in zip(sent.asks, answers, strict=True):
+                    self._take(ask, answer)
                 self._applied(given, index, sent.done)
             index += 1
         return index, None
