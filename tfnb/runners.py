@@ -176,8 +176,12 @@ class QueueRunner:
 
     def _put(self, op: Operation | Source) -> None:
         if isinstance(op, Source):
-            element = op.read()
-            self.queue.enqueue(tuple(element) if isinstance(element, list) else element)
+            before, element = op.position, op.read()
+            try:
+                self.queue.enqueue(tuple(element) if isinstance(element, list) else element)
+            except BaseException:
+                op.seek(before)  # it was not put
+                raise
         else:
             self._run(op)
 

@@ -8,6 +8,7 @@ ways: a call for each element (put one, take one), and rows put and taken 100 at
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-PEER = ROOT / ".venv-peers" / "bin" / "python"
+PEER = Path(os.environ.get("TFNB_PEERS", ROOT / ".venv-peers" / "bin" / "python"))
 SIZES = {"small": (8, 2000), "1 MB": (250_000, 200)}  # float32 numbers of an element, and elements of a round
 ROUNDS = 5
 TARGETS = {"small": 1.0, "1 MB": 1.5}

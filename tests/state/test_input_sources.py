@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 import tfnb
+from tests.state.test_queues import until
 from tfnb.errors import DataLoss, InvalidArgument, NotFound, OutOfRange
 from tfnb.state.input_sources import Source
 
@@ -207,3 +209,59 @@ def test_a_source_fills_a_queue_to_its_end() -> None:
     with pytest.raises(OutOfRange):
         tfnb.run(both, timeout=60)
     runner.coordinator.join()
+
+
+class Interrupted:
+    """An iterable that is interrupted once, before its fourth element."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+
+    def __iter__(self) -> Iterator[float]:
+        for number in range(6):
+            if number == 3 and not self.is_done:
+                self.is_done = True
+                raise KeyboardInterrupt
+            yield float(number)
+
+
+def test_an_interrupt_in_the_middle_of_a_batch_leaves_the_position_before_it() -> None:
+    source = Source(Interrupted()).batch(2)
+    assert source.read().tolist() == [0, 1]
+    with pytest.raises(KeyboardInterrupt):
+        source.read()
+    assert source.position == {"epoch": 0, "count": 2}
+    assert [batch.tolist() for batch in source] == [[2, 3], [4, 5]]
+
+
+def test_an_element_that_was_not_put_is_read_again() -> None:
+    source, queue = Source([1.0, 2.0, 3.0]), tfnb.FIFOQueue(1, torch.float32, ())
+    runner = tfnb.QueueRunner(queue, [source])
+    (thread,) = runner.start()
+    until(lambda: queue.level.enqueues == 1)
+    runner.coordinator.request_stop()
+    thread.join(30)
+    assert source.position["count"] == 1 and queue.dequeue() == 1, "the second one found no room"
+
+
+@pytest.mark.parametrize(
+    ("content", "lines"),
+    [(b"", []), (b"one", ["one"]), (b"a\r\nb\r\n", ["a", "b"]), (b"a\nb", ["a", "b"]), (b"\n", [""])],
+)
+def test_odd_files_end_with_out_of_range(tmp_path: Path, content: bytes, lines: list[str]) -> None:
+    (tmp_path / "0.txt").write_bytes(content)
+    reader = tfnb.TextLineReader(str(tmp_path / "*.txt"))
+    assert [reader.read() for _ in lines] == lines
+    with pytest.raises(OutOfRange):
+        reader.read()
+    with pytest.raises(NotFound, match="no file is at"):
+        tfnb.TextLineReader(str(tmp_path / "*.none"))
+
+
+def test_a_loader_with_workers_is_taken_up_and_fills_a_queue() -> None:
+    data = TensorDataset(torch.arange(7.0))
+    source = Source(DataLoader(data, batch_size=2, num_workers=2)).map(lambda batch: batch[0].sum())
+    source.read()
+    queue = tfnb.FIFOQueue(2, torch.float32, ())
+    tfnb.QueueRunner(queue, [source])
+    assert [float(total) for total in queue] == [5, 9, 6]

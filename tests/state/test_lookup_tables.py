@@ -114,3 +114,10 @@ def test_bad_input_says_what_to_do() -> None:
             make()
     with pytest.raises(InvalidArgument, match="values, these are"):
         tfnb.MutableHashTable(2, 1).insert([1], torch.ones(1))
+
+
+def test_two_strings_with_one_digest_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tfnb.state.lookup_tables._key", len)
+    assert tfnb.string_keys(["a", "to", "a"]).tolist() == [1, 2, 1]
+    with pytest.raises(InvalidArgument, match="'to' and 'of' have the same 63-bit digest"):
+        tfnb.HashTable(["a", "to", "of"], [1, 2, 3])

@@ -82,6 +82,7 @@ class Source:
         """The next element; raises OutOfRange at the end of the pass."""
         if self._each is None or self._begins is not self._root._position:
             self._each, self._begins = self._elements(), self._root._position
+        before = dict(self._root._position)
         try:
             return next(self._each)
         except StopIteration:
@@ -91,7 +92,8 @@ class Source:
                 "rewind(), for another pass"
             ) from None
         except BaseException:
-            self._each = None  # the next read tries again, from the position
+            self._each = None  # the next read tries again, from the position, also where a batch was half read
+            self._root._position.update(before)
             raise
 
     def __iter__(self) -> Iterator[Any]:
