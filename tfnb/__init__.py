@@ -45,6 +45,7 @@ _HOME = {
     "tfnb.state.conditional_accumulators": ("ConditionalAccumulator", "SparseConditionalAccumulator"),
     "tfnb.state.lookup_tables": ("HashTable", "MutableHashTable", "string_keys"),
     "tfnb.state.input_sources": ("FixedLengthRecordReader", "Source", "TextLineReader", "WholeFileReader"),
+    "tfnb.state.token_queue": ("TokenQueue",),
     "tfnb.watching": ("Watch", "watch"),
     "tfnb.state.queues": ("FIFOQueue", "PaddingFIFOQueue", "PriorityQueue", "RandomShuffleQueue"),
 }  # fmt: skip

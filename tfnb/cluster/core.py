@@ -203,6 +203,7 @@ class Core:
                 effects = [Reply(ticket, Refused("again", "it waits still")) for ticket in self.lines.polled(now)]
                 for course in self.courses.values():
                     self._commit_decided(course, now)
+                self.objects.look()
         if self.lines:
             effects += self._proceed(now)
         more, self._effects = self._effects, []

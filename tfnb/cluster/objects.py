@@ -180,6 +180,12 @@ class Objects:
         levels = {key: _level(self.queues[key].machine) for key in names if key in self.queues}
         return Ok({"ends": found, "levels": levels}, tensors)
 
+    def look(self) -> None:
+        """Time has passed: leases of tokens may be over."""
+        for held in self.queues.values():
+            if held.left is None:
+                held.machine.look()
+
     def keep(self, number: int) -> None:
         """A round was committed: what it took does not come back."""
         _keep(self._rounds.pop(number, []))

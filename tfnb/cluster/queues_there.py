@@ -325,6 +325,9 @@ class RemoteQueue:
     def give_back(self, attempts: Sequence[Attempt]) -> None:
         """The notebook decides what comes back: the round of these."""
 
+    def look(self) -> None:
+        """The server looks."""
+
     def abort(self, why: str) -> None:
         """Nobody needs it any more."""
         self.channel.act("drop", self.key, {"why": why})

@@ -28,7 +28,8 @@ OPTIONAL = "optional"  # attr of such a branch: places of outputs that are None 
 REGIONS = frozenset({COND, WHILE})  # hold subgraphs: see tfnb.graph.subgraph
 ENQUEUE, DEQUEUE, CLOSE, SIZE = "tfnb.enqueue", "tfnb.dequeue", "tfnb.close", "tfnb.size"
 SET_STEP = "tfnb.set_step"  # of an accumulator
-QUEUES = frozenset({ENQUEUE, DEQUEUE, CLOSE, SIZE, SET_STEP})  # use the attr ``queue``, and may wait
+RENEW, FINISH = "tfnb.renew", "tfnb.finish"  # of a token
+QUEUES = frozenset({ENQUEUE, DEQUEUE, CLOSE, SIZE, SET_STEP, RENEW, FINISH})  # use the attr ``queue``, and may wait
 STRUCTURAL = REGIONS | QUEUES | {
     "tfnb.placeholder", "tfnb.constant", "tfnb.read", "tfnb.assign", "tfnb.group", "tfnb.guard", WITH_GRADIENT, CALL,
 }  # fmt: skip

@@ -12,15 +12,14 @@ class Kind:
     """A kind of queue. options: their names. The last ``kept_back`` components of what is put cannot be taken.
 
     tells: a put tells whether its element was kept. one_length: the tensors of what is taken have as many rows as one
-    another. by_parts: an element is put as parts, each with the key, which is the first component; what is taken begins
-    with a number.
+    another. numbered: what is taken begins with a number.
     """
 
     options: frozenset[str] = frozenset()
     kept_back: int = 0
     tells: bool = False
     one_length: bool = False
-    by_parts: bool = False
+    numbered: bool = False
 
 
 QUEUES: Mapping[str, Kind] = {
@@ -29,7 +28,8 @@ QUEUES: Mapping[str, Kind] = {
     "shuffle": Kind(frozenset({"min_after_dequeue", "seed"})),
     "priority": Kind(),
     "mean": Kind(kept_back=1, tells=True),
-    "barrier": Kind(frozenset({"parts"}), by_parts=True),
+    "barrier": Kind(frozenset({"parts"}), numbered=True),
+    "tokens": Kind(frozenset({"lease_ms"}), numbered=True),
     "sparse_mean": Kind(frozenset({"rows", "per_row"}), kept_back=1, tells=True, one_length=True),
 }
 """The kinds of queues. Accumulators are two of them: what is taken is a mean of all that was put."""
@@ -59,7 +59,7 @@ class Queue:
     def gives(self) -> tuple[tuple[Any, tuple[int | None, ...] | None], ...]:
         """Dtype and shape of each tensor of an element that is taken."""
         kind = QUEUES[self.kind]
-        numbered = self.components[:1] if kind.by_parts else ()
+        numbered = self.components[:1] if kind.numbered else ()
         return (*numbered, *self.components[: len(self.components) - kind.kept_back])
 
     def puts(self, part: int | None) -> tuple[tuple[Any, tuple[int | None, ...] | None], ...]:

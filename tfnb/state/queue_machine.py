@@ -129,6 +129,9 @@ class Home(Protocol):
     def give_back(self, attempts: Sequence[Attempt]) -> None:
         """What these took comes next again."""
 
+    def look(self) -> None:
+        """Time has passed."""
+
     def abort(self, why: str) -> None:
         """Attempts that wait end with StepAborted."""
 
@@ -233,6 +236,12 @@ class QueueMachine:
             over = self._settled()
         _tell(over)
 
+    def look(self) -> None:
+        """Time has passed: leases may be over."""
+        with self._lock:
+            over = self._settled()
+        _tell(over)
+
     def abort(self, why: str) -> None:
         """Attempts that wait end with StepAborted."""
         with self._lock:
@@ -308,8 +317,11 @@ class QueueMachine:
         self._placing.extend(f for f in attempt.followers if f.line == attempt.line)
         attempt.followers = [f for f in attempt.followers if f.line != attempt.line]
         if not attempt.line:
-            attempt.answer = attempt.question(self.elements)
-            self._end(attempt)
+            try:
+                attempt.answer = attempt.question(self.elements)
+                self._end(attempt)
+            except TfnbError as error:
+                self._end(attempt, error=error)
         elif attempt.asks_nothing:
             self._end(attempt)
         elif attempt.kind == "close" and attempt.cancel_pending:

@@ -21,8 +21,9 @@ from tfnb.recording import Operation, Recorder, Tensor
 from tfnb.recording.values.effects import effect
 from tfnb.state.accumulator import ACCUMULATORS
 from tfnb.state.elements import batch_of, check_batch_part, check_lengths, check_part, copied, elements_of
-from tfnb.state.orders import ORDERS
+from tfnb.state.orders import ORDERS, Order
 from tfnb.state.queue_machine import Attempt, Home, Kind, Level, QueueMachine, give_back
+from tfnb.state.tokens import Tokens
 from tfnb.state.waits import WAITS, Runner
 
 Shape = tuple[int | None, ...]
@@ -236,7 +237,13 @@ def machine_of(queue: Queue) -> Home:
 
 def made(queue: Queue) -> QueueMachine:
     """The machine of a queue here, empty."""
-    return QueueMachine(queue.name, queue.capacity, {**ORDERS, **ACCUMULATORS}[queue.kind](queue.options))
+    return QueueMachine(queue.name, queue.capacity, MAKE[queue.kind](queue.options))
+
+
+MAKE: Mapping[str, Callable[[Mapping[str, Any]], Order]] = {
+    **ORDERS, **ACCUMULATORS, "tokens": lambda options: Tokens(options["lease_ms"] / 1000),
+}  # fmt: skip
+"""The order of each kind of queue, made of the queue's options."""
 
 
 _MAKING = threading.Lock()

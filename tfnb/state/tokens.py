@@ -1,73 +1,108 @@
 """Tokens: a worker that has one may take a step. Each is held under a lease, so that who dies with one delays no more.
 
-Pure: time arrives as an argument. Nobody waits in here: `Tokens.take` gives None where there is none.
+The order of a queue, see `tfnb.state.orders`. Pure, but for the clock that it is given. Semantics S-93.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from tfnb.errors import FailedPrecondition, InvalidArgument
+import torch
+
+from tfnb.errors import FailedPrecondition
+from tfnb.state.orders import Element, Whole
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """A token that somebody holds until ``end``."""
+class Lease(NamedTuple):
+    """A token of a step that somebody holds until ``end``."""
 
     step: int
-    holder: str
     end: float
 
 
-class Tokens:
-    """Tokens, each of a step, given in order.
+class Tokens(Whole):
+    """Tokens, each of a step, given in order. What is put is a step; what is taken is the token's number, and its step.
 
-    >>> tokens = Tokens(lease=10.0)
-    >>> tokens.give(step=7, count=1)
-    >>> tokens.take("a", now=0.0), tokens.take("b", now=0.0)
-    ((1, 7), None)
-    >>> tokens.expire(now=11.0), tokens.take("b", now=11.0)
-    (1, (2, 7))
+    >>> now = [0.0]
+    >>> tokens = Tokens(lease=10.0, clock=lambda: now[0])
+    >>> tokens.put((torch.tensor(7),)), [int(part) for part in tokens.take()], tokens.spare(False)
+    (True, [1, 7], 0)
+    >>> now[0] = 11.0
+    >>> tokens.spare(False), [int(part) for part in tokens.take()]
+    (1, [2, 7])
     """
 
-    def __init__(self, lease: float) -> None:
-        if lease <= 0:
-            raise InvalidArgument(f"a lease is of more than 0 seconds, not {lease}")
-        self.lease = lease
-        self.free: deque[int] = deque()  # steps
-        self.held: dict[int, Lease] = {}
+    noun = "tokens"
+
+    def __init__(self, lease: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.lease, self._clock = lease, clock
+        self._free: deque[int] = deque()  # steps
+        self._held: dict[int, Lease] = {}
         self._count = 0
 
-    def give(self, step: int, count: int) -> None:
-        """So many tokens more."""
-        self.free.extend([step] * count)
+    def __len__(self) -> int:
+        return len(self._free)
 
-    def take(self, holder: str, now: float) -> tuple[int, int] | None:
-        """A token's number, and its step; None where there is none."""
-        if not self.free:
-            return None
+    def __iter__(self) -> Iterator[Element]:
+        return ((torch.tensor(self._count + 1 + at), torch.tensor(step)) for at, step in enumerate(self._free))
+
+    def spare(self, closed: bool, required: int = 1) -> int:
+        """All, those whose leases are over among them: they stand in front again."""
+        now = self._clock()
+        over = [number for number, lease in self._held.items() if lease.end <= now]
+        self._free.extendleft(self._held.pop(number).step for number in reversed(over))
+        return len(self._free)
+
+    def put(self, element: Element) -> bool:
+        """One more, of this step."""
+        self._free.append(int(element[0]))
+        return True
+
+    def take(self) -> Element:
+        """The first one, for as long as its lease."""
         self._count += 1
-        self.held[self._count] = Lease(self.free.popleft(), holder, now + self.lease)
-        return self._count, self.held[self._count].step
+        step = self._free.popleft()
+        self._held[self._count] = Lease(step, self._clock() + self.lease)
+        return torch.tensor(self._count), torch.tensor(step)
 
-    def renew(self, number: int, now: float) -> None:
-        """Hold it for another lease; raises FailedPrecondition where it was given to somebody else."""
-        found = self._of(number)
-        self.held[number] = Lease(found.step, found.holder, now + self.lease)
+    def put_back(self, element: Element, place: int) -> None:
+        """Who took it did nothing: it stands in front again."""
+        if self._held.pop(int(element[0]), None) is not None:
+            self._free.insert(place, int(element[1]))
 
-    def end(self, number: int) -> None:
+    def coming(self) -> int:
+        """Those that are held: they may come back."""
+        return len(self._held)
+
+    def renew(self, number: int) -> int:
+        """Hold it for another lease; raises FailedPrecondition where that was over."""
+        self._held[number] = Lease(self._of(number).step, self._clock() + self.lease)
+        return number
+
+    def end(self, number: int) -> int:
         """It is used up."""
         self._of(number)
-        del self.held[number]
+        del self._held[number]
+        return number
 
     def _of(self, number: int) -> Lease:
-        if number not in self.held:
+        self.spare(False)
+        if number not in self._held:
             raise FailedPrecondition(f"token {number} is not held any more: its lease of {self.lease:g} s is over")
-        return self.held[number]
+        return self._held[number]
 
-    def expire(self, now: float) -> int:
-        """Tokens whose leases are over stand in front again; how many."""
-        over = [number for number, lease in self.held.items() if lease.end <= now]
-        self.free.extendleft(self.held.pop(number).step for number in reversed(over))
-        return len(over)
+    def contents(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        """Steps of those that are free, and who holds others for how long still."""
+        now = self._clock()
+        held = [[number, lease.step, lease.end - now] for number, lease in self._held.items()]
+        return {"free": list(self._free), "held": held, "count": self._count}, []
+
+    def fill(self, facts: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
+        """Go on from there."""
+        now = self._clock()
+        self._free.extend(facts["free"])
+        self._held |= {number: Lease(step, now + left) for number, step, left in facts["held"]}
+        self._count = facts["count"]

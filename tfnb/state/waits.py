@@ -145,6 +145,8 @@ class Waits:
             return event
         if now - runner.looked >= LOOK:
             runner.looked = now
+            for home in {attempt.machine for attempt in runner.attempts()}:
+                home.look()
             self.look()
         if now - runner.since >= NOTICE and not runner.noticed:
             runner.noticed = True

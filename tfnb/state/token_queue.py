@@ -1,0 +1,66 @@
+"""Token queues as users meet them: recorded in a recording, at work at once outside of one. Semantics S-91, S-93."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from tfnb.errors import InvalidArgument
+from tfnb.graph import current, ops
+from tfnb.recording import Operation, Recorder
+from tfnb.state.queue_operations import QueueHandle, counted, limited
+
+
+class TokenQueue(QueueHandle):
+    """Tokens for workers: each is of a step, and is held under a lease of some seconds.
+
+    A token that is neither finished nor renewed in that time stands in front of the queue again, and what its holder
+    does with it later is refused. In a recording the methods are recorded, outside they act at once.
+
+    >>> tokens = TokenQueue(lease=30.0)
+    >>> tokens.give(step=7, count=2)
+    >>> token, step = tokens.take()
+    >>> tokens.renew(token), tokens.finish(token), int(step), tokens.size()
+    (None, None, 7, 1)
+    >>> tokens.finish(token)
+    Traceback (most recent call last):
+    tfnb.errors.FailedPrecondition: token 1 is not held any more: its lease of 30 s is over
+    """
+
+    def __init__(
+        self, lease: float = 30.0, *, name: str = "tokens", container: str = "", shared_name: str | None = None
+    ) -> None:
+        if lease <= 0:
+            raise InvalidArgument(f"{name}: a lease is of more than 0 seconds, not {lease!r}")
+        where: dict[str, Any] = {"container": container, "shared_name": shared_name}
+        options = {"lease_ms": max(1, int(1000 * lease))}
+        super().__init__(name, math.inf, [(torch.int64, ())], kind="tokens", options=options, **where)
+
+    def give(self, step: Any, count: int = 1) -> Operation | None:
+        """So many tokens more, of a step."""
+        many = counted(self, "give", count)
+        steps = torch.as_tensor(step, dtype=torch.int64).reshape(1).expand(many)
+        return self._put([steps], {"many": True})  # type: ignore[no-any-return]
+
+    def take(self, *, timeout: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """A token's number and its step; waits while there is none. Raises OutOfRange when it is closed and empty."""
+        token, step = self._take(None, limited(timeout))
+        return token, step
+
+    def renew(self, token: Any) -> Operation | None:
+        """Hold a token for another lease; raises FailedPrecondition where that was over."""
+        return self._tell("renew", ops.RENEW, token)
+
+    def finish(self, token: Any) -> Operation | None:
+        """A token is used up; raises FailedPrecondition where its lease was over."""
+        return self._tell("finish", ops.FINISH, token)
+
+    def _tell(self, kind: Any, op: str, token: Any) -> Operation | None:
+        recorder = current.recording()
+        if isinstance(recorder, Recorder):
+            given = [self._recorded(recorder, token, torch.int64)]
+            return self._recorded_with(recorder, op, given, {})  # type: ignore[no-any-return]
+        self._act(kind, {}, [self._plain(token, torch.int64)])
+        return None
