@@ -66,6 +66,30 @@ class Recorded:
         return loaded(folder, self.program)
 
 
+def test_a_step_is_compiled_with_the_default_dtype_of_who_asks(tmp_path: Path) -> None:
+    """Ops that say no dtype make tensors of that one; the compiler's process has another."""
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.randn(3, 4, dtype=torch.float64))
+        y = x @ torch.ones(4, x.shape[0], dtype=torch.float64)
+    session = tfnb.Session(graph, compile="off")
+    args = [torch.randn(3, 4, dtype=torch.float64), 0]
+    session.run(y, {x: args[0]})
+    (prepared,) = session._prepared.values()
+    requests = {}
+    try:
+        for dtype in (torch.float32, torch.float64):
+            torch.set_default_dtype(dtype)
+            requests[dtype] = NativeRequest.of(prepared.code.program.undonated(), args)
+        requests[torch.float64].save(tmp_path)
+        torch.set_default_dtype(torch.float32)
+        read = NativeRequest.load(tmp_path)
+        read.as_asked()
+        assert torch.get_default_dtype() is torch.float64 and read.key() == requests[torch.float64].key()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert read.key() != requests[torch.float32].key()
+
+
 OPTIMIZERS = {
     "adam": tfnb.train.Adam(0.05), "adamw": tfnb.train.AdamW(0.05, amsgrad=True),
     "momentum": tfnb.train.SGD(0.1, momentum=0.9, dampening=0.1, weight_decay=0.01),

@@ -150,22 +150,6 @@ def _(node: Node, look: Look) -> Value | None:
     return _unchanged(node, look) if _is_number(node, "other", 1) else None
 
 
-@row("x - 0 -> x", "sub.Tensor", "sub.Scalar")  # not x + 0: that makes -0. a 0.
-def _(node: Node, look: Look) -> Value | None:
-    return _unchanged(node, look) if _is_number(node, "other", 0) else None
-
-
-@row("x ** 1 -> x", "pow.Tensor_Scalar")
-def _(node: Node, look: Look) -> Value | None:
-    return _unchanged(node, look) if _is_number(node, "exponent", 1) else None
-
-
-@row("-(-x) -> x", "neg.default")
-def _(node: Node, look: Look) -> Value | None:
-    inner = _before(node, look, "neg.default")
-    return None if inner is None else _input(inner)
-
-
 @row("(x.T).T -> x", "t.default", "transpose.int")
 def _(node: Node, look: Look) -> Value | None:
     inner = _before(node, look, "t.default", "transpose.int")
@@ -268,18 +252,6 @@ def _(node: Node, look: Look) -> Node | None:
         if is_zeros and index.shape in ((), (1,)) and look.spec(other) == node.outputs[0] == rows.outputs[0]:
             return replace(node, op=rows.op, inputs=(other, *rows.inputs[1:]), attrs=rows.attrs)
     return None
-
-
-@row("an axis of one with its row replaced by v -> v with that axis", "select_scatter.default")
-def _(node: Node, look: Look) -> Node | None:
-    """A row that is written into ``x[:, i]``, which is a view of one row of x."""
-    x, dim = look.spec(node.inputs[0]), node.attrs.get("dim", 0)
-    if x is None or len(node.inputs) != 2 or x.shape[dim] != 1 or not _only_for_values(node, look):
-        return None
-    row = look.spec(node.inputs[1])
-    if row is None or row.dtype is not x.dtype:
-        return None
-    return replace(node, op="aten.unsqueeze.default", inputs=node.inputs[1:], attrs={"self": Ref(0), "dim": dim})
 
 
 @row("x.copy(v), both alike -> v, where nobody minds the memory", "copy.default")
