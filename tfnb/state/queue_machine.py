@@ -365,13 +365,11 @@ class QueueMachine:
 
     def _take(self, attempt: Attempt, spare: int) -> None:
         """A dequeue takes what it may of ``spare`` elements, and is over when it has all."""
-        for _ in range(min(spare, attempt.count - len(attempt.taken))):
-            attempt.taken.append(self.elements.take())
-            if self._front:
-                attempt.numbers.append(self._front.pop(0))
-            else:
-                self._taken += 1
-                attempt.numbers.append(self._taken)
+        count, take = min(spare, attempt.count - len(attempt.taken)), self.elements.take
+        attempt.taken += [take() for _ in range(count)]
+        back, self._front = self._front[:count], self._front[count:]
+        self._taken += count - len(back)
+        attempt.numbers += [*back, *range(self._taken - count + len(back) + 1, self._taken + 1)]
         if len(attempt.taken) == attempt.count:
             self._end(attempt)
 
@@ -385,13 +383,14 @@ class QueueMachine:
 
     def _put(self, attempt: Attempt) -> None:
         """An enqueue puts what there is room for, and is over when it put all."""
-        while attempt.enqueued < len(attempt.elements) and self.size < self.capacity:
-            try:
-                attempt.kept += self.elements.put(attempt.elements[attempt.enqueued])
-            except TfnbError as error:
-                self._end(attempt, error=error)
-                return
-            attempt.enqueued += 1
+        held, elements = self.elements, attempt.elements
+        try:
+            while attempt.enqueued < len(elements) and len(held) < self.capacity:
+                attempt.kept += held.put(elements[attempt.enqueued])
+                attempt.enqueued += 1
+        except TfnbError as error:
+            self._end(attempt, error=error)
+            return
         if attempt.enqueued == len(attempt.elements):
             self._end(attempt)
 
