@@ -143,9 +143,11 @@ def test_a_queue_lies_where_its_device_says(connect) -> None:
         queue = fifo("there")
     with tfnb.record(), tfnb.device("ps:7"):
         lost = fifo("nowhere")
+    used = fifo("used")
+    used.enqueue(2.0)
     cluster = connect(2)
     queue.enqueue(1.0)
-    assert cluster._queues._here[queue][0] == 1
+    assert cluster._queues._here[queue][0] == 1 and used.dequeue() == 2
     with pytest.raises(InvalidArgument, match="asks for 'ps:7'; the cluster has servers 0 to 1"):
         lost.size()
 

@@ -108,7 +108,12 @@ class Distance:
         return not channel._outbox and not channel._posting and heard
 
     def close(self) -> None:
-        self.loop.call_soon_threadsafe(self.channels.close)
+
+        async def end() -> None:
+            self.channels.close()
+            await asyncio.sleep(0.01)  # what was cancelled ends
+
+        asyncio.run_coroutine_threadsafe(end(), self.loop).result(30)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(10)
         self.loop.close()

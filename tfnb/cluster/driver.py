@@ -89,7 +89,11 @@ def connect(
         where.close()
         raise
     connected.connect(made)
-    made._queues.begin()
+    try:
+        made._queues.begin()
+    except BaseException:
+        made.close()
+        raise
     return made
 
 

@@ -70,7 +70,7 @@ class Channel:
         self.loop, self.ask = loop, ask
         self.broken: TfnbError | None = None
         self.queues: dict[str, RemoteQueue] = {}
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # the collector may drop a queue while this thread holds it
         self._numbers, self._posts = itertools.count(), itertools.count()
         self._outbox: deque[Act] = deque()
         self.open: dict[int, Act] = {}  # in the order of their numbers
