@@ -20,6 +20,7 @@ from tfnb.errors import TfnbError
 from tfnb.execution.tiers.compiled_loops import obstacle
 from tfnb.execution.tiers.interface import Unfit
 from tfnb.execution.tiers.native import package
+from tfnb.execution.tiers.native.exportable import Given
 from tfnb.execution.tiers.native.request import NativeRequest, Operand
 from tfnb.execution.tiers.native.segments import SEGMENTS, SegmentedStep
 from tfnb.execution.tiers.native.step_arguments import load_arguments, save_arguments
@@ -88,6 +89,21 @@ def test_a_step_is_compiled_with_the_default_dtype_of_who_asks(tmp_path: Path) -
     finally:
         torch.set_default_dtype(torch.float32)
     assert read.key() != requests[torch.float32].key()
+
+
+def test_constants_lie_as_the_compilers_process_reads_them() -> None:
+    """A folded constant may be turned round; the package would take it for another layout in each step."""
+    turned = torch.randn(3, 2).t()
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.randn(4, 2), shape=(4, 2))
+        y = x @ turned
+    session = tfnb.Session(graph, compile="off")
+    session.run(y, {x: torch.randn(4, 2)})
+    (prepared,) = session._prepared.values()
+    program = prepared.code.program.undonated()
+    (kept,) = program.module.buffers()
+    (given,) = Given.of(program, []).constants
+    assert not kept.is_contiguous() and given.is_contiguous() and torch.equal(given, turned)
 
 
 OPTIMIZERS = {

@@ -126,8 +126,8 @@ class Given:
 
 
 def _constants(program: Program) -> Iterator[torch.Tensor]:
-    """The constants that are operands, and then those of loops."""
-    yield from (getattr(program.module, name) for name in _lifted(program))
+    """The constants that are operands, and then those of loops, as they lie once they were read from a file."""
+    yield from (getattr(program.module, name).contiguous() for name in _lifted(program))
     for loop in _loops(program):
         yield from _constants(_body(loop))
 
