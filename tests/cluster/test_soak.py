@@ -1,4 +1,4 @@
-"""Training under kills, stops, interrupts and a second notebook, with a seed; four integers at the end, all of them 0.
+"""Training under kills, stops, interrupts, changes of mode and a second notebook: four integers at the end, all 0.
 
 lost: steps that the notebook was told of and some server has not applied. doubled: the other way round. torn: reads in
 mid-training that show two numbers of steps. late: calls that ended after their deadline. Gradients are ones, so that a
@@ -55,7 +55,7 @@ class Notebook:
         """A training, and then the check that what was told is what all servers hold."""
         begin = time.monotonic()
         data = as_batches(self.program, (([torch.ones(4)], n) for n in range(steps)))
-        run = self.cluster.train(self.program, data, mode=mode, timeout=patience)
+        run = self.cluster.train(self.program, data, mode=mode, timeout=patience, changes=self.changes)
         try:
             with suppress(DeadlineExceeded, WorkerLost):
                 for step, _ in run:
@@ -65,6 +65,13 @@ class Notebook:
             with suppress(ParameterServerLost):
                 run.close()
             self.wrong["late"] += time.monotonic() - begin > patience + GRACE
+
+    def changes(self) -> Mode | None:
+        """Now and then another mode in mid-training, that fits however many tasks are left."""
+        if self.source.random() > 0.1:
+            return None
+        self.done["changes"] += 1
+        return self.source.choice([Mode(), Mode("async"), Mode("bounded", staleness=1), Mode(required=1, joint=False)])
 
     def look(self) -> None:
         """A read in the midst."""
