@@ -202,6 +202,8 @@ def _backward(net: Net, wanted: Sequence[bool], dys: Sequence[Tensor | None], ou
     dx = None if dys[0] is None else net.turned(dys[0])
     firsts: list[list[Tensor]] = []
     down: list[list[Tensor]] = []
+    outputs: Any
+    ends: Any
     for layer in reversed(range(net.layers)):
         ways = net.directions(layer, xs[layer])
         outputs, cotangents = ([t] if t is None or not net.both else t.chunk(2, -1) for t in (ys[layer], dx))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.quick import quick
 from tfnb.execution.compiling import compiled_packages
 from tfnb.execution.compiling.compiled_packages import REQUEST, PackageFolder, cached, compiled
 from tfnb.execution.compiling.compiler_process import NOBODY, CompilerProcess, OverBudget
@@ -234,7 +235,7 @@ def parent(folder: Path, how: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("signal_", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("signal_", quick(1, [signal.SIGKILL, signal.SIGTERM]))
 @pytest.mark.usefixtures("builds")
 def test_it_is_gone_when_its_parent_was_killed(tmp_path: Path, signal_: signal.Signals) -> None:
     with parent(tmp_path, "waits") as process:

@@ -87,6 +87,7 @@ def test_freed_blocks_are_taken_again_without_page_faults() -> None:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about the heap of glibc")
+@pytest.mark.slow
 def test_a_limit_of_the_environment_stays() -> None:
     is_kept, _, here, _ = faults(MALLOC_MMAP_THRESHOLD_="131072")
     assert is_kept == "False" and int(here) > 10_000

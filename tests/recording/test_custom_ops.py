@@ -146,6 +146,24 @@ OLD.impl("applied", lambda x: x * 2, "CPU")
 OLD.impl("applied", Applied.apply, "Autograd")
 
 
+class Other(torch.autograd.Function):
+    """A kernel that computes by another op, and applies its own op in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            return OPS.applied(x) * 2
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+        return OPS.indirect(dy)
+
+
+OLD.define("indirect(Tensor x) -> Tensor")
+OLD.impl("indirect", lambda x: x * 4, "CPU")
+OLD.impl("indirect", Other.apply, "Autograd")
+
+
 def added(x: torch.Tensor) -> torch.Tensor:
     a = x * 1
     row = a[1:]
@@ -178,12 +196,13 @@ CASES: dict[str, Callable[..., Any]] = {
     "defined the old way": lambda x: OPS.old(x) + OPS.old(x, 5),
     "with a registered gradient": lambda x: OPS.kernel(x * 2),
     "with an Autograd kernel": lambda x: OPS.applied(x) * x,
+    "by another op": lambda x: OPS.indirect(x) * x,
     "composite": lambda x: OPS.old_composite(x),
     "an old write": old_write,
 }
 DIFFERENTIABLE = ("no fake", "keyword only", "keyword default", "a list of tensors", "several results",
                   "a list of results", "with a registered gradient", "with an Autograd kernel",
-                  "composite")  # fmt: skip
+                  "by another op", "composite")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -243,6 +262,9 @@ def test_mistakes_of_a_registered_backward() -> None:
             tfnb.gradients(y, x)
         wrong.register_autograd(lambda ctx, dy: (torch.from_numpy(dy.numpy()), None))
         with pytest.raises(tfnb.errors.NoGradient, match=r"wrong.* cannot be recorded: .numpy"):
+            tfnb.gradients(y, x)
+        wrong.register_autograd(lambda ctx, dy: (dy * float(dy.sum()), None))
+        with pytest.raises(tfnb.errors.NoGradient, match=r"wrong.* takes a value out of the graph with"):
             tfnb.gradients(y, x)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -108,7 +108,6 @@ def _grouped(op: Any, outs: list[Any]) -> Any:
     return outs if str(op._schema.returns[0].type) == "List[Tensor]" else tuple(outs)
 
 
-@cache
 def has_formula(op: str) -> bool:
     """Whether torch may know the gradient of an op: of its own ops, and of those with a kernel for the key Autograd.
 
@@ -163,12 +162,15 @@ def _backward(n: Forward, given: list[Any], mode: Derivation) -> list[Any]:
         torch._C._DisablePythonDispatcher(),
     ):  # Python ones of torch: some are wrong
         found = mode.op(*args, **kwargs)
+    mode.is_first = False  # a kernel may call another op in its place, and this one in its backward
     outs = found if isinstance(found, (list, tuple)) else [found]
     pairs = [(y, StandIn(dy, y)) for y, dy in zip(outs, given, strict=True) if dy is not None and y.requires_grad]
     wanted = [x for x in inputs if x.requires_grad]
     if not pairs:
         return [None] * len(inputs)
     ys, dys = zip(*pairs, strict=True)
-    grads: Iterator[Any] = iter(torch.autograd.grad(ys, wanted, dys, allow_unused=True, create_graph=mode.grad))
+    is_torchs = n.op.startswith("aten.")
+    with nullcontext() if is_torchs else torch._C._AutoDispatchBelowAutograd():  # ops of libraries are recorded whole
+        grads: Iterator[Any] = iter(torch.autograd.grad(ys, wanted, dys, allow_unused=True, create_graph=mode.grad))
     dxs = [next(grads) if x.requires_grad else None for x in inputs]
     return [None if dx is None else dx.recorded for dx in dxs]

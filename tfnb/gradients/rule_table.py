@@ -85,11 +85,6 @@ class Forward:
         """Arguments that have a default."""
         return facts_of(self.op).defaults
 
-    @property
-    def args(self) -> dict[str, Any]:
-        """Every argument by schema name, tensors substituted, defaults filled in."""
-        return {name: self[name] for name in (*self.defaults, *self.attrs)}
-
     def get(self, name: str) -> Any:
         """The argument, or None if the op has none of that name."""
         return self[name] if name in self.attrs or name in self.defaults else None
@@ -145,11 +140,6 @@ class Cotangents(Sequence[torch.Tensor]):
     def given(self, index: int) -> torch.Tensor | None:
         """The cotangent if there is one."""
         return self._given[index]
-
-    @property
-    def last(self) -> int:
-        """Index of the last output with a cotangent."""
-        return max(i for i, dy in enumerate(self._given) if dy is not None)
 
 
 def rule(*ops: Any, outputs: int | None = None, saves: bool = False) -> Callable[[RuleFunction], RuleFunction]:
