@@ -144,6 +144,10 @@ class Attempts(RuleBasedStateMachine):
         """What an attempt took."""
         return attempt.taken
 
+    def enqueued(self, attempt: Attempt) -> int:
+        """How many elements an attempt put so far."""
+        return attempt.enqueued
+
     def settle(self) -> None:
         """All that was asked for has been seen."""
 
@@ -190,7 +194,7 @@ class Attempts(RuleBasedStateMachine):
             assert attempt.is_over == bool(asked.outcome)
             assert outcome(attempt) == asked.outcome
             assert self.taken(attempt) == (asked.items if asked.kind == "take" else [])
-            assert attempt.enqueued == asked.done
+            assert self.enqueued(attempt) == asked.done
         stored = self.stored()
         if self.model.kind == "fifo":
             assert stored == self.model.stored
@@ -205,7 +209,7 @@ class Attempts(RuleBasedStateMachine):
         if not hasattr(self, "queue"):
             return
         everyone = [*self.pairs.values(), *(attempt for _, attempt in self.withdrawn)]
-        put = [item for attempt in everyone for item in attempt.elements[: attempt.enqueued]]
+        put = [item for attempt in everyone for item in attempt.elements[: self.enqueued(attempt)]]
         taken = [item for attempt in everyone for item in self.taken(attempt)]
         assert sorted([*taken, *self.stored()]) == sorted(put)
         assert self.queue.level.absorbed == sum(len(self.taken(a)) for a in everyone if not a.is_over)

@@ -65,11 +65,18 @@ class AttemptsThere(Attempts):
         if attempt.is_over:
             found = attempt.outputs if attempt.kind == "dequeue" and attempt.error is None else None
             return [] if not found else [tuple(row) for row in torch.stack(list(found), 1).tolist()]
-        there = self.distance.machine(self.described).lines["dequeue"]
+        real = self.real(attempt)
+        return [] if real is None else [tuple(map(int, element)) for element in real.taken]
+
+    def enqueued(self, attempt: Attempt) -> int:
+        real = None if attempt.is_over else self.real(attempt)
+        return attempt.enqueued if real is None else real.enqueued
+
+    def real(self, attempt: Attempt) -> Attempt | None:
+        """The attempt that stands there for one that waits here."""
         number = self.queue.channel.number_of(attempt)  # type: ignore[attr-defined]
         (channel,) = self.distance.core.objects.channels.values()
-        real = channel.open[number].attempt if number in channel.open else None
-        return [tuple(map(int, element)) for element in real.taken] if real is not None and real in there else []
+        return channel.open[number].attempt if number in channel.open else None
 
     def settle(self) -> None:
         self.distance.settle()
