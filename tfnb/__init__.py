@@ -32,6 +32,7 @@ _HOME = {
         "gradient_override", "gradients", "jvp", "register_gradient", "stop_gradient",
     ),
     "tfnb.graph": ("Graph", "Node", "Spec", "Variable"),
+    "tfnb.graph.variable": ("initialize",),
     "tfnb.graph.resources": ("container", "containers", "reset"),
     "tfnb.recording": (
         "Operation", "Tensor", "constant", "control_dependencies", "device", "graph", "graphs", "group",

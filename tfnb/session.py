@@ -393,6 +393,7 @@ class Session:
         if results is None:
             prepared.direct = None  # until the longer way gives it again
         else:
+            prepared.code.program.use.last = time.time()
             self._runs.take()
         return results
 
@@ -424,6 +425,7 @@ class Session:
         if prepared.asked:
             task_of(prepared.asked)
         access, run = program.access, self._runs.take()
+        program.use.last = time.time()
         if prepared.trailing:
             access = (access or NOTHING).also(prepared.trailing)
         if access is None:
@@ -500,15 +502,20 @@ class Session:
         error.cell, error.line, error.op, error.details = found.cell, found.line, found.op, found.details
 
     def _stoppable(self, program: Any, timeout: float | None, call: Callable[..., Any], *args: Any) -> Any:
-        """``call(*args)``, which `close` and the deadline end."""
+        """``call(*args)``, which `close`, the deadline, and a reset of what the hold in front is of, end."""
         __tracebackhide__ = True
-        running = Running()
+        running, hold = Running(), next((arg for arg in args[:1] if isinstance(arg, Hold)), None)
         self._running.add(running)
+        if hold is not None:
+            hold.stop = running.stop
+            LOCKS.computing.add(hold)
         try:
             self._ensure_open()  # after the step can be found: `close` looks for steps after it closed
             return running.compute(call, *args, until=None if timeout is None else deadline(program, timeout))
         finally:
             self._running.discard(running)
+            if hold is not None:
+                LOCKS.computing.discard(hold)
 
     def _written(
         self, hold: Hold, program: Program, tensors: list[torch.Tensor], forward: Any, run: int,

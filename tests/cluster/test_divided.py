@@ -12,7 +12,7 @@ import torch
 import tfnb
 import tfnb.placement.shards as shards_module
 from tests.cluster.conftest import close_to, stats
-from tfnb.errors import AlreadyExists
+from tfnb.errors import AlreadyExists, InvalidArgument
 
 
 @pytest.fixture(autouse=True)
@@ -124,3 +124,41 @@ def test_where_one_piece_cannot_be_made_nothing_is(connect):
     assert v.home is None and [s["variables"] for s in stats(cluster)] == [0, 1]
     cluster._do("drop", 60, cluster._engine.drop, {1: list(taken)})
     assert tfnb.run(total) == 120
+
+
+@pytest.mark.parametrize("said", [{"partitions": 2}, {"partitions": "auto"}, {"partition_bytes": 100}])
+def test_a_declared_division_holds_and_files_have_the_whole(connect, monkeypatch, tmp_path, said):
+    monkeypatch.setattr(shards_module, "LARGE", 64 << 20)
+    monkeypatch.setattr(shards_module, "SMALL", 50)
+    table = tfnb.Variable(torch.arange(36.0).view(12, 3), name="table", **said)
+    whole = tfnb.Variable(torch.ones(12, 3), name="whole")
+    with tfnb.record("declared") as graph:
+        x = tfnb.placeholder(torch.ones(4, 12), name="x")
+        train = tfnb.train.Adam(0.1).minimize((x @ (table * whole)).square().mean())
+    start, session = table.value(), tfnb.Session(graph)
+    session.run(train, {x: torch.ones(4, 12)})
+    wanted = table.value()
+    session.save(tmp_path / "one")
+    for v in graph.variables:
+        v.assign(torch.zeros(v.shape))
+    table.assign(start), whole.assign(torch.ones(12, 3))
+    cluster = connect(2)
+    session.run(train, {x: torch.ones(4, 12)})
+    assert len(cluster._held.homes[table.key]) == 2 and len(cluster._held.homes[whole.key]) == 1
+    assert torch.equal(table.value(), wanted)
+    session.save(tmp_path / "two")
+    table.assign(start)
+    session.restore(tmp_path / "one")
+    assert torch.equal(table.value(), wanted)
+    cluster.close()
+    table.divide(partitions=1)
+    table.assign(start)
+    session.restore(tmp_path / "two")
+    assert torch.equal(table.value(), wanted)
+
+
+@pytest.mark.parametrize("said", [{"partitions": 13}, {"partitions": 0}, {"partition_bytes": True},
+                                  {"partitions": 2, "partition_bytes": 9}])  # fmt: skip
+def test_a_division_that_cannot_be_is_refused(said):
+    with pytest.raises(InvalidArgument, match="variable table"):
+        tfnb.Variable(torch.ones(12, 3), name="table", **said)

@@ -156,4 +156,6 @@ def test_initial_values_depend_on_other_variables() -> None:
     assert b.value().tolist() == [1.0, 2.0] and c.value().tolist() == [10.0, 20.0]
     late = tfnb.Variable(torch.zeros(2), name="late", lazy_init=True)
     with pytest.raises(FailedPrecondition, match="Attempting to use uninitialized value late"):
-        tfnb.Variable(lambda: late.value() + 1)
+        late.value()
+    d = tfnb.Variable(lambda: late.value() + 1, name="d")  # its value is made first
+    assert d.value().tolist() == [1.0, 1.0] and late.initialized

@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from tfnb.errors import InvalidArgument, NotFound
+from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound
 
 
 class Resource(Protocol):
@@ -45,7 +45,7 @@ class Resource(Protocol):
 class Entry(NamedTuple):
     """One resource in the list of `containers`. owner: the process and thread that made it.
 
-    used: when a queue, or outside of steps a Variable, was last used, as `time.time` says; None where it was not.
+    used: when it was last used, by a step too, as `time.time` says; None where it was not.
     """
 
     container: str
@@ -123,8 +123,9 @@ def reset(*names: str | Iterable[str]) -> int:
     """Drop all that lives in these containers, for all graphs and sessions; the number of resources.
 
     Whoever uses one of them later gets NotFound, which says who dropped it and when. A Variable has a value again when
-    one is assigned or restored. A shared name that is used again makes a new resource. Steps that compute end first;
-    those that wait for a queue of the container end with StepAborted. Raises NotFound for a container that has nothing.
+    one is assigned or restored. A shared name that is used again makes a new resource. Steps that compute with one of
+    them, or wait for it, end with StepAborted and write nothing; a native call, or a commit, ends first. Raises
+    NotFound for a container that has nothing, FailedPrecondition where a cluster holds one of them.
 
     >>> import tfnb
     >>> rate = tfnb.Variable(0.5, name="rate", container="short")
@@ -139,6 +140,9 @@ def reset(*names: str | Iterable[str]) -> int:
                 known = sorted({one.container for one in _ALL.owners})
                 raise NotFound(f"container {name!r} has nothing; there are {', '.join(map(repr, known)) or 'none'}")
         gone = [one for members in found.values() for one in members]
+        away = next((one for one in gone if getattr(one, "home", None) is not None), None)
+        if away is not None:
+            raise FailedPrecondition(f"{away.name} of container {away.container!r} is on a cluster: close that first")
         for one in gone:
             del _ALL.owners[one]
         for key in [key for key, one in _ALL.named.items() if one.container in found]:

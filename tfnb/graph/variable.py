@@ -9,21 +9,25 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from contextvars import ContextVar
 from functools import partial
+from numbers import Real
 from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound, ShapeError
+from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound, ShapeError, StepAborted
 from tfnb.graph import current, resources
 from tfnb.graph.held import CHANGES, Held, Watch
 from tfnb.graph.spec import Spec, flows
 from tfnb.graph.variable_locks import LOCKS, counter
 
 _serial = itertools.count()
+_NONE: Any = object()  # no initial value is kept
+_INITIALIZING: ContextVar[tuple[Variable | str, ...]] = ContextVar("initializing", default=())
 
 
 class Home(Protocol):
@@ -40,7 +44,11 @@ class Variable:
     initial_value: tensor, array or number, another Variable, or a function that gives one of these. name: a label, made
     unique per graph. trainable: whether ``minimize`` updates it by default. container: where it lives, by default that
     of `tfnb.container`. shared_name: every Variable of that name in a container is this one; raises InvalidArgument for
-    another dtype or shape. lazy_init: no value until one is assigned; reading raises FailedPrecondition.
+    another dtype or shape. lazy_init: no value until `initialize`, or until one is assigned; reading raises
+    FailedPrecondition. With ``shape`` (and ``dtype``) a lazy initial value may be a function of Variables that are made
+    later. partitions: the number of pieces of rows that servers hold it in, or ``"auto"``, as many as there are servers
+    and pieces of 256 KB; partition_bytes: the most bytes of a piece. By default a piece has at most 64 MB. Here, and in
+    files, it is one. Where an update needs more than its own rows it is not divided.
 
     >>> v = Variable(torch.zeros(2), name="v")
     >>> v.assign_add(torch.ones(2))
@@ -58,18 +66,29 @@ class Variable:
 
     def __init__(
         self, initial_value: Any, *, name: str | None = None, trainable: bool = True, container: str = "",
-        shared_name: str | None = None, lazy_init: bool = False,
+        shared_name: str | None = None, lazy_init: bool = False, shape: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None, partitions: int | str | None = None, partition_bytes: int | None = None,
     ) -> None:  # fmt: skip
-        with _disable_current_modes():  # made in a recording, it is no part of that
-            owned = _initial(initial_value).detach().clone()
-        spec = Spec.of(owned)
+        owned = None
+        if lazy_init and shape is not None:
+            spec = Spec(dtype or torch.get_default_dtype(), (*shape,))
+        elif lazy_init and isinstance(initial_value, Variable):
+            spec = initial_value.spec
+        else:
+            with _disable_current_modes():  # made in a recording, it is no part of that
+                owned = _initial(initial_value, None if lazy_init else name or "Variable").detach().clone()
+            spec = Spec.of(owned)
         if (found := resources.shared(container, shared_name)) is not None:
             resources.ensure_same(found, f"a Variable {spec}")
             return
-        trains = trainable and flows(owned.dtype)
-        storage = None if lazy_init else lambda: owned
+        trains = trainable and flows(spec.dtype)
+        storage: Callable[[], torch.Tensor] | None = None if lazy_init else lambda: owned  # type: ignore[return-value]
         self._bind(storage, spec, name or shared_name or "Variable", trains, container, shared_name)
         self._owned = None if lazy_init else owned
+        keeps = isinstance(initial_value, Variable | Real) or _is_function(initial_value)  # other memory is not kept
+        if lazy_init or keeps:
+            self._start = initial_value
+        self.divide(partitions, partition_bytes)
         resources.enter(self)
 
     @classmethod
@@ -119,8 +138,31 @@ class Variable:
         self.home: Home | None = None
         self.container = resources.placed(container)
         self.shared_name = shared_name
-        self.used: float | None = None
+        self._used: float | None = None
         self._gone = ""  # why there is no value any more
+        self._start: Any = _NONE
+        self.partitions: int | str | None = None  # as `divide` says
+        self.partition_bytes: int | None = None
+
+    def divide(self, partitions: int | str | None = None, partition_bytes: int | None = None) -> None:
+        """In how many pieces of rows servers hold it, from the next connection on: as the arguments of a new one.
+
+        Raises InvalidArgument for more pieces than rows.
+        """
+        rows = self.shape[0] if self.shape else 1
+        if partitions is not None and partition_bytes is not None:
+            raise InvalidArgument(f"variable {self.name}: partitions or partition_bytes, not both")
+        for name, number in (("partitions", partitions), ("partition_bytes", partition_bytes)):
+            if number is not None and number != "auto" and (type(number) is not int or number < 1):
+                raise InvalidArgument(f"variable {self.name}: {name} is an int of at least 1, not {number!r}")
+        if isinstance(partitions, int) and partitions > rows:
+            raise InvalidArgument(f"variable {self.name} cannot have {partitions} pieces: it has {rows} rows")
+        self.partitions, self.partition_bytes = partitions, partition_bytes
+
+    @property
+    def used(self) -> float | None:
+        """When it was last used, by a step too, as `time.time` says; None if it was not."""
+        return max(filter(None, (self._used, *LOCKS.uses(self))), default=None)
 
     @property
     def trainable(self) -> bool:
@@ -148,12 +190,27 @@ class Variable:
             return self._followed(self.held)
         if self._storage is None and self._gone:
             raise NotFound(f"variable {self.name} has no value any more: {self._gone}; assign one, or restore it")
+        if self._storage is None and self._start is not _NONE and _INITIALIZING.get():
+            self.initialize()
         if self._storage is None:
+            made = "" if self._start is _NONE else f"tfnb.initialize({self.name}) gives it its initial value, or "
             raise FailedPrecondition(
                 f"Attempting to use uninitialized value {self.name} ({self.spec}): "
-                "restore a checkpoint with session.restore(path), or assign a value first"
+                f"{made}restore a checkpoint with session.restore(path), or assign a value first"
             )
         return self._storage()
+
+    def initialize(self) -> None:
+        """Give it its initial value, also anew; Variables without a value that this depends on get theirs first.
+
+        Raises InvalidArgument, with the cycle, for initial values that depend on each other; FailedPrecondition where
+        the initial value was a tensor, which is not kept.
+        """
+        if self._start is _NONE:
+            raise FailedPrecondition(f"variable {self.name} does not keep its initial value: assign one, or restore it")
+        with _disable_current_modes():
+            value = _initial(self._start, self)
+            self.set(value.to(self.dtype) if isinstance(self._start, Real) else value)
 
     def _followed(self, held: Held) -> torch.Tensor:
         """What the module holds now; raises where that can be no value of this variable."""
@@ -196,6 +253,8 @@ class Variable:
 
     def drop(self, why: str) -> None:
         """It has no value from here on, until one is stored; steps that use it end first."""
+        text = f"variable {self.name} was dropped while this step used it: {why}; nothing was written"
+        LOCKS.stop(self, lambda stop: StepAborted(text))
         with LOCKS.write(self):
             self._gone, self._owned, self._storage = why, None, None
             CHANGES.value += 1
@@ -223,6 +282,9 @@ class Variable:
                 if not self.initialized:
                     owned = torch.empty(self.shape, dtype=self.dtype, device=self.spec.device).copy_(value)
                     self._storage = lambda: owned
+                    if self._gone:
+                        self._gone = ""
+                        resources.enter(self)
                 else:
                     self.storage.copy_(value)
             finally:
@@ -261,7 +323,7 @@ class Variable:
         recording = current.recording()
         if recording is not None:
             recording.escaped(self, "value()")
-        self.used = time.time()
+        self._used = time.time()
         with _disable_current_modes():
             if self.home is not None:
                 return self.home.value(self)
@@ -270,7 +332,7 @@ class Variable:
 
     def set(self, value: torch.Tensor) -> None:
         """Write the value at once, wherever it lives; raises ShapeError for another shape."""
-        self.used = time.time()
+        self._used = time.time()
         if self.home is None:
             self.store(value)
             return
@@ -375,10 +437,47 @@ class Variable:
         )
 
 
-def _initial(value: Any) -> torch.Tensor:
-    """An initial value as a tensor: of a Variable its value, of a function what it gives."""
-    found = value() if callable(value) and not isinstance(value, (torch.Tensor, Variable)) else value
-    return found.value() if isinstance(found, Variable) else torch.as_tensor(current.plain(found))
+def initialize(*what: Any) -> int:
+    """Give Variables their initial values, in the order in which these depend on each other; how many got one.
+
+    what: Variables, each also anew, or graphs, of which those get one that have none and keep an initial value.
+
+    >>> import tfnb
+    >>> a = tfnb.Variable(lambda: b * 2, shape=(2,), lazy_init=True, name="a")  # b is made later
+    >>> b = tfnb.Variable(torch.ones(2), lazy_init=True, name="b")
+    >>> tfnb.initialize(a), a.value(), b.initialized
+    (1, tensor([2., 2.]), True)
+    """
+    wanted = [one for each in what for one in ([each] if isinstance(each, Variable) else _without_value(each))]
+    for variable in wanted:
+        if not variable.initialized or any(variable is each for each in what):
+            variable.initialize()
+    return len(wanted)
+
+
+def _without_value(graph: Any) -> list[Variable]:
+    return [v for v in graph.variables if not v.initialized and v.home is None and v._start is not _NONE]
+
+
+def _initial(value: Any, owner: Variable | str | None) -> torch.Tensor:
+    """An initial value as a tensor: of a Variable its value, of a function what it gives.
+
+    owner: whose it is; Variables that it depends on get theirs first. None: it is only looked at.
+    """
+    chain = _INITIALIZING.get()
+    if owner is not None and any(owner is other for other in chain):
+        names = " -> ".join(str(getattr(each, "name", each)) for each in (*chain, owner))
+        raise InvalidArgument(f"initial values depend on each other: {names}")
+    token = _INITIALIZING.set(chain if owner is None else (*chain, owner))
+    try:
+        found = value() if _is_function(value) else value
+        return found.value() if isinstance(found, Variable) else torch.as_tensor(current.plain(found))
+    finally:
+        _INITIALIZING.reset(token)
+
+
+def _is_function(value: Any) -> bool:
+    return callable(value) and not isinstance(value, (torch.Tensor, Variable))
 
 
 def updated(old: torch.Tensor, kind: str, *args: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -78,12 +79,23 @@ class Access:
         return ", ".join(variable.name for variable in self.variables if variable.key in other.used)
 
 
+class Use:
+    """The Variables of a program, and when it last ran, as `time.time` says."""
+
+    __slots__ = ("__weakref__", "keys", "last")
+
+    def __init__(self, keys: frozenset[str]) -> None:
+        self.keys = keys
+        self.last: float | None = None
+
+
 class Hold:
     """One step's locks, from `Locks.take` until the block of ``token`` is left; then `leave` wakes who waits."""
 
-    __slots__ = ("access", "is_granted", "thread", "token", "waiters")
+    __slots__ = ("access", "is_granted", "stop", "thread", "token", "waiters")
 
     def __init__(self, access: Access) -> None:
+        self.stop: Callable[[Any], None] | None = None  # ends it, from any thread, while it computes
         self.access, self.thread, self.token = access, threading.get_ident(), threading.Lock()
         self.is_granted = False
         self.waiters: list[threading.Event] = []
@@ -114,6 +126,8 @@ class Locks:
         self._mutex = threading.RLock()  # a finalizer may ask inside of it
         self.holds: list[Hold] = []  # in the order in which they asked; always the same list
         self._waiting: dict[int, Hold] = {}  # by thread
+        self.computing: set[Hold] = set()  # those that have a ``stop``
+        self._uses: weakref.WeakSet[Use] = weakref.WeakSet()
 
     def take(self, hold: Hold, timeout: float | None = None) -> None:
         """Wait until the Variables are free; inside of the block of ``hold.token``. Raises DeadlineExceeded."""
@@ -179,6 +193,24 @@ class Locks:
                 yield
         finally:
             hold.leave()
+
+    def stop(self, variable: Stored, why: Callable[[Any], BaseException]) -> None:
+        """End the steps of other threads that compute with a Variable, each with this error; they write nothing."""
+        for hold in tuple(self.computing):
+            if variable.key in hold.access.used and hold.thread != threading.get_ident() and hold.stop is not None:
+                hold.stop(why)
+
+    def use(self, variables: Iterable[Stored]) -> Use:
+        """What a program tells when it ran, for `uses`."""
+        with self._mutex:
+            made = Use(frozenset(variable.key for variable in variables))
+            self._uses.add(made)
+        return made
+
+    def uses(self, variable: Stored) -> list[float | None]:
+        """When each program that uses a Variable last ran."""
+        with self._mutex:
+            return [use.last for use in self._uses if variable.key in use.keys]
 
     def read(self, *variables: Stored, timeout: float | None = None) -> Any:
         """A block in which nobody else writes these Variables."""

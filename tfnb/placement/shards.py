@@ -15,6 +15,7 @@ from tfnb.passes.resolve import resolve
 from tfnb.placement.placement import Homes, Piece, Rows
 
 LARGE = 64 << 20  # bytes of a variable that lies on one shard, at most, where it can be divided
+SMALL = 256 << 10  # bytes of a piece, at least, where the number of pieces is "auto"
 BY_ROWS = frozenset(f"tfnb.{name}.default" for name in ("adagrad", "adam", "rmsprop", "sgd"))
 """Updates whose every row needs the same row of the gradient and of each slot only, and numbers."""
 
@@ -44,8 +45,8 @@ def together(graph: Graph) -> list[tuple[Variable, ...]]:
 def pack(groups: Iterable[Sequence[Variable]], placed: Homes, loads: Sequence[int], whole: Graph) -> Homes:
     """Pieces of each variable that is not yet ``placed``; ``loads``: bytes on each shard so far.
 
-    A variable of more than `LARGE` bytes is divided by rows over several shards, and its slots with it, if all updates
-    in ``whole``, the graph that the groups are of, go row by row.
+    A variable of more than `LARGE` bytes, or one that says so, is divided by rows over several shards, and its slots
+    with it, if all updates in ``whole``, the graph that the groups are of, go row by row.
     """
     found: dict[str, tuple[Piece, ...]] = {}
     loads, divisible = list(loads), by_rows(whole)
@@ -68,12 +69,24 @@ def _chosen(group: Sequence[Variable], loads: Sequence[int], is_divisible: bool)
     largest = max(group, key=nbytes)
     count, order = 1, sorted(range(len(loads)), key=loads.__getitem__)
     if is_divisible and all(variable.shape in ((), largest.shape) for variable in group):
-        count = max(1, min(len(loads), len(largest), -(-nbytes(largest) // LARGE))) if largest.shape else 1
+        declared = (v for v in group if v.shape and (v.partitions is not None or v.partition_bytes is not None))
+        count = pieces(next(declared, largest), len(loads))
     if count == 1:
         return (Piece(order[0], largest.key),)
     ends = [len(largest) * i // count for i in range(count + 1)]
     rows = pairwise(ends)
     return tuple(Piece(s, largest.key, r) for s, r in zip(sorted(order[:count]), rows, strict=True))
+
+
+def pieces(variable: Variable, shards: int) -> int:
+    """In how many pieces of rows a variable lies, at most one on each shard."""
+    if not variable.shape or not len(variable):
+        return 1
+    if variable.partitions == "auto":
+        wanted = nbytes(variable) // SMALL
+    else:
+        wanted = int(variable.partitions or -(-nbytes(variable) // (variable.partition_bytes or LARGE)))
+    return max(1, min(wanted, shards, len(variable)))
 
 
 def _pieces(variable: Variable, held: tuple[Piece, ...], shape: Sequence[int]) -> tuple[Piece, ...]:

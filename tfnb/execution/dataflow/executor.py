@@ -25,7 +25,7 @@ from tfnb.execution.lowering.program import Program, accesses
 from tfnb.execution.running import Stop
 from tfnb.graph import Dim, Node, Spec, Value, Variable
 from tfnb.graph.subgraph import uses_queues
-from tfnb.graph.variable_locks import Cut
+from tfnb.graph.variable_locks import LOCKS, Cut
 from tfnb.memory import LAST
 from tfnb.passes import StepGraph, feed_symbols, optimized
 from tfnb.passes.rewrite import Pass
@@ -252,6 +252,7 @@ class Dataflow:
         self.variables: tuple[Variable, ...] = tuple(dict.fromkeys((*self.plan.storages, *self.plan.writes)))
         self.writes: tuple[Variable, ...] = self.plan.writes
         self.inner: tuple[Program, ...] = tuple(self.plan.programs)
+        self.use = LOCKS.use(self.variables)
         everything = range(len(self.variables))
         self.access, self.commit_access = accesses(self.graph, self.variables, self.writes, everything)
         self.waits = any(map(uses_queues, self.graph.nodes))  # for what other steps do

@@ -16,7 +16,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from tfnb.execution.commit import Pending, Update, commit
 from tfnb.graph import Graph, Node, Spec, Value, Variable
 from tfnb.graph.op_facts import facts_of
-from tfnb.graph.variable_locks import Access, Cut
+from tfnb.graph.variable_locks import LOCKS, Access, Cut, Use
 from tfnb.kernels.row_writes import outside
 from tfnb.passes.in_place_commit import IN_PLACE
 from tfnb.passes.unordered import unordered
@@ -55,11 +55,13 @@ class Program:
     )  # the same by `tfnb.execution.tiers.scalarize`, where a session runs that
     probed: Any = field(init=False, default=None)  # the code with probes, by `tracing`
     access: Access | None = field(init=False)  # None of a program without Variables
+    use: Use = field(init=False)
     commit_access: Access | None = field(init=False)  # of locks that it takes when it commits, too
     late: tuple[int, ...] = field(init=False)  # places of feeds that the commit takes as they are, or as views
 
     def __post_init__(self) -> None:
         self.late = self._late() if self.writes else ()
+        self.use = LOCKS.use(self.variables)
         self.access, self.commit_access = accesses(self.graph, self.variables, self.writes, self.copies)
         self.module.__dict__.update(self.module.named_buffers())  # constants, found without a call of __getattr__
 

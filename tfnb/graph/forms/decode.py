@@ -231,15 +231,21 @@ class _Reader:
 
     def _declared(self, label: str, record: Any, given: Mapping[str, Variable]) -> Variable:
         path = f"variables.{label[:60]}"
-        fields = dict(only(record, SPEC | {"trainable"}, path))
+        fields = dict(only(record, SPEC | {"trainable", "partitions", "partition_bytes"}, path))
         trainable = field(fields, "trainable", bool, path)
         fields.pop("trainable")
+        divided = [fields.pop(name, None) for name in ("partitions", "partition_bytes")]
         spec = self.spec(fields, path)
         if spec.symbols:
             raise GraphFormatError(f"{path}.shape: a variable has fixed sizes, found {spec}")
         found = given.get(label)
         if found is None:
-            return Variable.declared(spec, name=label, trainable=trainable)
+            made = Variable.declared(spec, name=label, trainable=trainable)
+            try:
+                made.divide(*divided)
+            except InvalidArgument as error:
+                raise GraphFormatError(f"{path}: {error}") from None
+            return made
         if (found.spec.dtype, tuple(found.spec.shape)) != (spec.dtype, spec.shape):
             raise InvalidArgument(f"variable {label} is {found.spec}, but the graph needs {spec}")
         return found

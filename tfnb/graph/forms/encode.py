@@ -19,7 +19,9 @@ from tfnb.graph.variable import Variable
 
 
 def variable_json(variable: Variable) -> dict[str, Any]:
-    return {**spec_json(variable.spec), "trainable": variable.trainable}
+    divided = {"partitions": variable.partitions, "partition_bytes": variable.partition_bytes}
+    said = {name: value for name, value in divided.items() if value is not None}
+    return {**spec_json(variable.spec), "trainable": variable.trainable, **said}
 
 
 def spec_json(spec: Spec) -> dict[str, Any]:
