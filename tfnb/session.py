@@ -199,7 +199,7 @@ class Session:
         watch = None if self._is_twin else self.graph.attached.get("watch")
         if watch is None or trace:
             return self._run(fetches, feeds, timeout, trace, check, isolation)
-        options = {"timeout": timeout, "check": check, "isolation": isolation}
+        options: dict[str, Any] = {"timeout": timeout, "check": check, "isolation": isolation}
         plain = partial(self._run, fetches, feeds, trace=False, **options)
         return watch.step(self, plain, fetches, feeds, **options)
 
@@ -545,7 +545,7 @@ class Session:
     ) -> Any:  # fmt: skip
         """`_compute` of a step that waits inside, or reads copies: the locks come after it, if nobody wrote since."""
         __tracebackhide__ = True
-        kept = program.access.variables  # not those that it writes without order
+        kept = () if program.access is None else program.access.variables  # not those that it writes without order
         seen = versions(kept) if cut is None else {v: cut.versions[v] for v in kept}
         found = self._compute(program, tensors, forward, run, cut)
         try:

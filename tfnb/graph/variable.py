@@ -58,6 +58,7 @@ class Variable:
     """
 
     _owned: torch.Tensor | None  # what its storage is each time, where that is known
+    _start: Any  # the initial value, where it is kept
     spec: Spec
 
     def __new__(cls, *args: Any, container: str = "", shared_name: str | None = None, **kwargs: Any) -> Variable:
@@ -82,7 +83,7 @@ class Variable:
             resources.ensure_same(found, f"a Variable {spec}")
             return
         trains = trainable and flows(spec.dtype)
-        storage: Callable[[], torch.Tensor] | None = None if lazy_init else lambda: owned  # type: ignore[return-value]
+        storage: Callable[[], torch.Tensor] | None = None if lazy_init else lambda: owned  # type: ignore[assignment,return-value]
         self._bind(storage, spec, name or shared_name or "Variable", trains, container, shared_name)
         self._owned = None if lazy_init else owned
         keeps = isinstance(initial_value, Variable | Real) or _is_function(initial_value)  # other memory is not kept
@@ -140,7 +141,7 @@ class Variable:
         self.shared_name = shared_name
         self._used: float | None = None
         self._gone = ""  # why there is no value any more
-        self._start: Any = _NONE
+        self._start = _NONE
         self.partitions: int | str | None = None  # as `divide` says
         self.partition_bytes: int | None = None
 
