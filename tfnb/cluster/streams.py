@@ -28,7 +28,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from distributed import Security
 from distributed.comm.addressing import get_address_host, parse_address
@@ -306,7 +306,7 @@ class Stream:
     def share(self, peer: Peer, op: OpId) -> bool:
         """Agree to lend tensors; False where the server cannot. Raises OSError where this end cannot map its memory."""
         loans, until = TaskLoans(), time.monotonic() + CONNECT
-        about = {"epoch": 0, "op": op, "seconds": CONNECT, "budget": self._budget}
+        about: dict[str, Any] = {"epoch": 0, "op": op, "seconds": CONNECT, "budget": self._budget}
         outcome = self.send(write_request(peer, "share", {"memory": loans.name}, (), **about), until)
         outcome = outcome or self.receive(until)
         if isinstance(outcome, Ok):
@@ -465,13 +465,13 @@ class Streams:
                 found[peer] = [end] * len(mine)
         goes_on = not is_joint or len(waiting) == len(asks)
         while waiting and goes_on:
-            peer = _readable(waiting, is_thread_wanted) if is_joint or len(waiting) > 1 else next(iter(waiting))
-            if peer is None:
+            ready = _readable(waiting, is_thread_wanted) if is_joint or len(waiting) > 1 else next(iter(waiting))
+            if ready is None:
                 goes_on = not is_joint
                 continue
-            stream, until = waiting.pop(peer)
-            found[peer] = ends(asks[peer], stream.receive(until))
-            goes_on = not may_leave or all(isinstance(end, Ok) for end in found[peer])
+            stream, until = waiting.pop(ready)
+            found[ready] = ends(asks[ready], stream.receive(until))
+            goes_on = not may_leave or all(isinstance(end, Ok) for end in found[ready])
         for peer, (stream, _) in waiting.items():
             stream.leave()
             found[peer] = [Unknown("not waited for")] * len(asks[peer])

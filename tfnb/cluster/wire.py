@@ -203,6 +203,7 @@ def _checked(entry: Any, small: memoryview, frames: Sequence[memoryview], borrow
     """One tensor entry, with every size proved against the bytes that are here. ``borrows``: some may be lent."""
     if not isinstance(entry, dict):
         _broken("a tensor entry is not an object")
+    ref: Any  # a count, or a loan
     tag, shape, nbytes, lane, ref = (entry.get(key) for key in ("dt", "shape", "nbytes", "lane", "ref"))
     if not isinstance(tag, str) or tag not in _TAGS:
         _broken(f"dtype tag {str(tag)[:20]!r}")
