@@ -419,7 +419,8 @@ class Cluster:
         finally:
             if training.end is None and engine.lost is None:
                 self._do("ending the training", SETTLE, training.finish)
-        error = engine.training_error(training, timeout)
+        told = self._link.start(engine.training_error, training, timeout)
+        error = self._link.wait(told, SETTLE, "the end of the training")
         if error is not None:
             raise self._explained(error)
 

@@ -242,8 +242,8 @@ class Engine:
         self._told.add(told)
         told.add_done_callback(self._told.discard)
 
-    def training_error(self, training: Training, seconds: float | None) -> TfnbError | None:
-        """Why a training ended, if not by the end of its data."""
+    async def training_error(self, training: Training, seconds: float | None) -> TfnbError | None:
+        """Why a training ended, if not by the end of its data. In the event loop: queues may come home then."""
         end = training.end
         if end is None or end.cause is None:
             return None
