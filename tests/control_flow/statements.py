@@ -210,11 +210,6 @@ while i < 5:
     s = s + 1
 return s, i
 
-# a loop variable after the loop
-for i in range(len(x)):
-    last = x[i].sum()
-return i, last
-
 # a loop over a zip of numbers and rows
 s = x.sum()
 for k, w in zip((1, 2, 3), (0.5, 1.5, 2.5)):

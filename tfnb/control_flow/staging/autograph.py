@@ -16,7 +16,7 @@ from tfnb.control_flow.frontend.cell_parts import Part, cell_parts, cell_text
 from tfnb.control_flow.staging.conversion import fn, marked
 from tfnb.control_flow.staging.operators import OPERATORS
 from tfnb.control_flow.staging.statement import status
-from tfnb.control_flow.staging.unset import FirstSetInLoop, Undefined
+from tfnb.control_flow.staging.unset import Undefined
 from tfnb.control_flow.structure import recorder_if_open
 from tfnb.recording import Recorder, Tensor
 from tfnb.recording.overrides.override_table import Stage, override
@@ -144,9 +144,6 @@ def _names(part: Part, names: dict[str, Any]) -> Iterator[None]:
         for name in before.keys() & names.keys():
             if isinstance(found := names[name], Undefined) and found.why is None:
                 names[name] = before[name]
-    for name, value in list(names.items()):
-        if isinstance(value, FirstSetInLoop) and value.is_there:
-            names[name] = value.read()
 
 
 def _is_stale(value: Any) -> bool:

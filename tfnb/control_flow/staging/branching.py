@@ -83,7 +83,7 @@ def below_guard(recorder: Recorder, value: Any, old: Any, earlier: Container[int
     if value is old or not isinstance(value, Tensor) or value.shown.value.node not in earlier:
         return value
     why = "a branch or loop that Python took gave one name what another one holds"
-    return copy_of(recorder, value, why, is_held=True)
+    return copy_of(recorder, value, why)
 
 
 def chosen(

@@ -17,7 +17,7 @@ import torch
 from tfnb.control_flow.frontend.cannot_stage import CannotStage
 from tfnb.control_flow.staging.lists import plain
 from tfnb.control_flow.staging.statement import status
-from tfnb.control_flow.staging.unset import MISSING, FirstSetInLoop, Undefined
+from tfnb.control_flow.staging.unset import MISSING, Undefined
 from tfnb.control_flow.staging.user_frames import user_line
 
 CONTAINERS = (list, dict, set, bytearray, collections.deque)
@@ -67,7 +67,7 @@ class attribute:
 
     @value.setter
     def value(self, new: Any) -> None:
-        old, new = self.value, new.read() if isinstance(new, FirstSetInLoop) and new.is_there else new
+        old = self.value
         if status.depth:  # the body around the statement that carries it
             status.attributes.append((self.owner, self.name, old))
         if isinstance(new, Undefined):

@@ -34,14 +34,14 @@ from tfnb.control_flow.staging.statement import (
     status,
     tensor_of,
 )
-from tfnb.control_flow.staging.unset import FirstSetInLoop, Undefined, UndefinedReturnValue
+from tfnb.control_flow.staging.unset import Undefined, UndefinedReturnValue
 from tfnb.control_flow.structure import SIZES, spec_of, truth
 from tfnb.control_flow.tensor_array import arrays, has_blanks
 from tfnb.errors import BranchChanged, InvalidArgument, TfnbError
 from tfnb.graph import Spec, Variable
 from tfnb.recording import Tensor
-from tfnb.recording.subgraphs.capture import Retry, bound_around, now, retried
-from tfnb.recording.subgraphs.loop_node import DISAGREE, Loop
+from tfnb.recording.subgraphs.capture import Retry, bound_outside, now, retried
+from tfnb.recording.subgraphs.loop_node import DISAGREE, Loop, zeros
 from tfnb.recording.writes.aliases import REFUSED, family, lose
 
 
@@ -96,7 +96,8 @@ class Stage:
         self.st, self.recorder, self.by_size, self.entered = st, st.recorder, by_size, entered
         self.before = st.get()
         self.dtypes: dict[tuple[int, int], torch.dtype] = {}  # of numbers that the body makes into something else
-        self.late: set[int] = set()  # names that the body gives a first value
+        self.late: set[int] = set()  # names that the body gives a first value, which ends with the iteration
+        self.returned: dict[int, tuple[list[Spec], TreeSpec]] = {}  # what the body returns of the function
         self.elements: dict[int, list[Spec | None]] = {}  # of arrays that know theirs by the body only
         self.stay: set[int] = set()  # names that no iteration rebinds; the body may write into their memory
         self.rebound: set[int] = set()  # names of which that was not so after all
@@ -136,6 +137,8 @@ class Stage:
         for place, value in enumerate(self.before):
             if place in self.stay:
                 continue
+            if place in self.returned:
+                value = self._nothing_returned(place)
             if isinstance(value, Undefined):
                 continue
             if place in self.elements:
@@ -159,27 +162,25 @@ class Stage:
         leaves = iter(as_number(leaf) if number else leaf for leaf, number in zip(carried, self.numbers, strict=False))
         found = list(self.before)
         for place, (form, count) in self.forms.items():
-            if is_after or place not in self.late:
-                found[place] = tree_unflatten([next(leaves) for _ in range(count)], form)
+            value = tree_unflatten([next(leaves) for _ in range(count)], form)
+            if is_after or place not in self.returned:
+                found[place] = value
         return tuple(found)
 
+    def _nothing_returned(self, place: int) -> Any:
+        """What is carried for the value that the function returns, before it returns; raises CannotStage."""
+        specs, form = self.returned[place]
+        if not all(bound_outside(self.recorder, spec) for spec in specs):
+            raise CannotStage("it returns a tensor inside of the loop whose size only the loop knows")
+        return tree_unflatten([zeros(self.recorder, spec) for spec in specs], form)
+
     def set(self, carried: Sequence[Any]) -> None:
-        """The names for one iteration; a late one has no value before the body gives it one."""
-        self.st.set(tuple(
-            Undefined(value.symbol_name, value.why) if isinstance(value, FirstSetInLoop) else value
-            for value in self._values(carried)
-        ))  # fmt: skip
+        """The names for one iteration."""
+        self.st.set(self._values(carried))
 
     def set_back(self) -> None:
         """The names as they were before the loop."""
         self.st.set(self.before)
-
-    def forget_late(self) -> None:
-        """Before an iteration: names that the body gives a first value are not carried yet."""
-        for place in self.late & self.forms.keys():
-            del self.forms[place]
-        del self.numbers[len(self.start) :], self.labels[len(self.start) :]
-        self.late.clear()
 
     def leaves(self, values: tuple[Any, ...], carried: Sequence[Any]) -> list[Any]:
         """The carried leaves after one iteration; raises Retry where they are not those that were planned."""
@@ -206,27 +207,6 @@ class Stage:
             raise Retry(self)
         return found
 
-    def late_leaves(self, values: Sequence[Any], loop: Loop) -> tuple[list[Tensor], list[Tensor]]:
-        """Names to which an iteration gave a first value are carried too: what it began with, and what it leaves."""
-        given, left = list[Tensor](), list[Tensor]()
-        for place in sorted(self.late):
-            value = values[place]
-            leaves, form = tree_flatten(value)
-            if not all(map(is_value, leaves)):
-                continue
-            specs = [self._spec(leaf) for leaf in leaves]
-            if not all(bound_around(self.recorder, spec) for spec in specs):
-                continue
-            name = self.st.label(self.st.names[place])
-            mine = [loop.carry(spec, name) for spec in specs]
-            self.forms[place] = form, len(leaves)
-            self.numbers += [False] * len(leaves)
-            self.labels += [name] * len(leaves)
-            self.bases += self._bases(value)
-            given += mine
-            left += [tensor_of(self.recorder, leaf) for leaf in leaves]
-        return given, left
-
     def _bases(self, value: Any) -> list[Bases]:
         """What may have the memory that a name holds after an iteration."""
         return [bases_of(self.recorder, leaf) for leaf in tree_flatten(value)[0]]
@@ -252,10 +232,14 @@ class Stage:
         if not isinstance(old, Undefined):
             instead = Instead.FIRST_ITERATION if None in tree_flatten(old)[0] else Instead.RUN
             raise CannotStage(f"{name} is {kind(old)} before the loop and {kind(value)} after an iteration", instead)
-        if isinstance(old, UndefinedReturnValue) and not all(map(is_value, tree_flatten(value)[0])):
+        if not isinstance(old, UndefinedReturnValue):
+            self.late.add(place)
+            return False
+        leaves, form = tree_flatten(value)
+        if not all(map(is_value, leaves)):
             raise CannotStage(f"it returns {kind(value)} inside of the loop")
-        self.late.add(place)
-        return False
+        self.returned[place] = [self._spec(leaf) for leaf in leaves], form
+        return True
 
     def _spec(self, leaf: Any) -> Spec:
         tensor = tensor_of(self.recorder, leaf)
@@ -305,25 +289,18 @@ class Stage:
         return found
 
     def before_bases(self) -> list[Bases]:
-        """What may have the memory of what is carried, before the loop; nothing for what gets its first value there."""
-        known = [leaf for place in self.first for leaf in tree_flatten(self.first[place])[0]]
-        return [bases_of(self.recorder, leaf) for leaf in (*known, *[None] * (len(self.numbers) - len(known)))]
+        """What may have the memory of what is carried, before the loop."""
+        return [bases_of(self.recorder, leaf) for value in self.first.values() for leaf in tree_flatten(value)[0]]
 
-    def finish(self, carried: Sequence[Any], taken: Callable[[], Any]) -> None:
+    def finish(self, carried: Sequence[Any]) -> None:
         """Give the names what the loop leaves them."""
         values = list(self._values(carried, is_after=True))
         for outer, name in self.lost:
             self._lose(outer, name)
         self.aliases.share(self.st, carried, self.labels)
         st = self.st
-        for place, old in enumerate(self.before):
-            if not isinstance(old, Undefined) or isinstance(old, UndefinedReturnValue):
-                continue
-            name, why = st.names[place], f"it is first set in the loop of {st.place}"
-            if place in self.forms:
-                values[place] = FirstSetInLoop(name, values[place], taken(), st.recorder, why)
-            elif place in self.late:
-                values[place] = Undefined(name, f"{why}, and not in all of its iterations")
+        for place in self.late:
+            values[place] = Undefined(st.names[place], f"it is first set in the loop of {st.place}")
         st.set(tuple(values))
 
     def _lose(self, outer: Any, name: str) -> None:
@@ -352,13 +329,13 @@ class _Attempt:
     def record(self) -> None:
         """Record it and set the names to what the loop gives; raises Retry where the body told something new."""
         stage, iterations, st = self.stage, self.iterations, self.st
-        loop = self.loop = Loop(
+        loop = Loop(
             self.recorder, self.start, self.labels, iterations.xs, specs=self.specs, limit=iterations.limit,
             what=self.st.what.split()[0], entered=stage.entered,
         )  # fmt: skip
         result = loop.record(None if iterations.test is None else self._condition, self._iteration)
-        carried, count = result.carried[self.head :], result.iterations
-        stage.finish(carried, lambda: count > 0)
+        carried = result.carried[self.head :]
+        stage.finish(carried)
         if stage.growth.lists:
             stage.growth.finish(
                 result.rows, st.place, lambda rows, bases: stage.aliases.share_elements(st, rows, bases, carried)
@@ -375,24 +352,21 @@ class _Attempt:
     def _iteration(self, *given: Any) -> list[Any]:
         stage, recorder = self.stage, self.recorder
         carried, rows = given[self.head : len(self.start)], given[len(self.start) :]
-        stage.forget_late()
         versions = {tensor._family: tensor._family.version for tensor in recorder.live}
         values = self._taken(given, carried, rows)
         written = self._written(versions, carried, rows)
         stage.set(carried)
         self.st.refuse_attributes()
         after = stage.leaves(values, carried)
-        late, left = stage.late_leaves(values, self.loop)
         stage.set_back()
         stacks = {row._family: stack for row, stack in zip(rows, self.iterations.xs, strict=True)}
-        tensors = [*carried, *late]
-        aliases = stage.aliases = LoopAliases(recorder, tensors, stage.before_bases(), stage.bases, stacks)
-        aliases.check(self.st, tensors, written, stage.labels)
+        aliases = stage.aliases = LoopAliases(recorder, carried, stage.before_bases(), stage.bases, stacks)
+        aliases.check(self.st, carried, written, stage.labels)
         if stage.growth.is_new:
             raise Retry(stage)
         index = [place + self.iterations.step for place in given[: self.head]]
         elements = stage.growth.rows(recorder, lambda bases: aliases.check_element(self.st, bases, carried, written))
-        return [*index, *after, *left, *elements]
+        return [*index, *after, *elements]
 
     def _taken(self, given: Sequence[Any], carried: Sequence[Any], rows: Sequence[Any]) -> tuple[Any, ...]:
         """What the names hold after the body ran once."""

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from tfnb.control_flow.frontend.cannot_stage import CannotStage
 from tfnb.control_flow.staging.branching import below_guard, branched, chosen, taken_by_python
@@ -34,7 +35,7 @@ from tfnb.control_flow.staging.statement import (
     recorder_of_sizes,
     status,
 )
-from tfnb.control_flow.staging.unset import Undefined, UndefinedReturnValue, guarded
+from tfnb.control_flow.staging.unset import Undefined, UndefinedReturnValue
 from tfnb.control_flow.staging.user_frames import user_frame
 from tfnb.control_flow.structure import recorder_if_open, sample_truth
 from tfnb.recording import Recorder, Tensor
@@ -77,13 +78,15 @@ class scope:
         if recorder is None:
             return value
         name = user_frame().f_code.co_name
-        note = f"{name} returns nothing in some runs: a run must return where it returned for the samples"
+        because = f"{name} returns nothing in some runs: let it return a value on every way"
+        note = f"{because}; a run must return where it returned for the samples"
         if note not in recorder.tape.notes:
             recorder.tape.notes.append(note)
-        if sample_truth(recorder, returned) is False:
-            recorder.branch(returned, False)
+        has_returned, earlier = sample_truth(recorder, returned) is not False, recorder.tape.by_id.copy()
+        recorder.branch(returned, has_returned, is_check=True, because=because)
+        if not has_returned:
             return None
-        return guarded(recorder, value, returned, True, f"{name} returned for the samples, and returns nothing here")()
+        return tree_map(lambda leaf: below_guard(recorder, leaf, None, earlier), value)
 
 
 def _asked(test: Any) -> Any:

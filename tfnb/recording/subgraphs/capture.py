@@ -81,19 +81,15 @@ class Region:
 def record_region(
     recorder: Recording, function: Function, given: Sequence[Given], *, scope: str, iterations: bool,
     held: Sequence[Base] = (), inner: Inner | None = None, entered: bool = True,
-    added: list[Value] | None = None,
 ) -> Region:  # fmt: skip
     """Record a call of ``function`` as a region.
 
     scope: the path of the scope that it is recorded in. iterations: whether it runs many times: what is the same each
     time is then left outside. held: tensors and variables of outside that mean the last of ``given`` inside; what they
     mean at the end are the last outputs. inner: of a subgraph that is differentiated. entered: whether the samples get
-    there; an op that fails on those that do not has a shape and no sample. added: the function puts further inputs here
-    while it runs, see `added_input`; they are the last ones of the region.
+    there; an op that fails on those that do not has a shape and no sample.
     """
-    added = [] if added is None else added
     while True:
-        added.clear()
         before = Savepoint(recorder)
         try:
             recorder.inside.append(before)
@@ -121,18 +117,10 @@ def record_region(
             recorder.inside.pop()
         late = before.met_and_written()
         if not late:
-            inputs = (*inputs, *added)
             return before.cut(inputs, outputs, iterations=iterations, inner=inner or Inner(set(), {}))
         before.undo()
         for meet in late:
             meet()
-
-
-def added_input(recorder: Recording, given: Given, added: list[Value]) -> Tensor:
-    """One more input of the region that is being recorded, which turned out to be needed."""
-    tensor = _placeholder(recorder, given)
-    added.append(tensor._entry.value)
-    return tensor
 
 
 class Retry(BaseException):  # the user's `except Exception` is not meant
@@ -360,12 +348,6 @@ def same_shape(recorder: Recording, a: Spec, b: Spec) -> bool:
 def bound_outside(recorder: Recording, spec: Spec) -> bool:
     """Whether the sizes are those of values that are recorded here, and not those of values inside of something."""
     return not spec.symbols or _bound(recorder.tape.nodes).issuperset(spec.symbols)
-
-
-def bound_around(recorder: Recording, spec: Spec) -> bool:
-    """The same for what is recorded around the region that is being recorded."""
-    around = len(recorder.tape.kept) + recorder.inside[-1].at
-    return not spec.symbols or _bound(recorder.tape.nodes[:around]).issuperset(spec.symbols)
 
 
 def _bound(nodes: Iterable[Node]) -> set[str]:

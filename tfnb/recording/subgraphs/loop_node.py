@@ -17,7 +17,6 @@ from tfnb.recording.subgraphs.capture import (
     Given,
     Inner,
     Region,
-    added_input,
     append,
     bound_outside,
     captures,
@@ -92,9 +91,7 @@ class Loop:
     swap: bool | None = None
     entered: bool = True
     held: list[Base] = field(default_factory=list)  # what the body writes of outside: carried as well
-    late: list[Given] = field(default_factory=list)  # what the body asked to carry while it was recorded
     path: str = ""
-    _late_inputs: list[Value] = field(default_factory=list)
 
     def record(self, cond: Function | None, body: Function) -> Result:
         """The loop of ``body(*carried, *one row of each of xs)``, which returns the next carried values, then rows.
@@ -104,15 +101,6 @@ class Loop:
         with self.recorder.scope(self.what) as self.path:
             return self._recorded(cond, body)
 
-    def carry(self, spec: Spec, name: str) -> Tensor:
-        """Called by the body: one more carried value, which is zeros before the first iteration; what the iteration
-        begins with.
-
-        The body returns what the iteration leaves of it behind the other carried values.
-        """
-        self.late.append(Given(spec, name))
-        return added_input(self.recorder, self.late[-1], self._late_inputs)
-
     def _recorded(self, cond: Function | None, body: Function) -> Result:
         recorder = self.recorder
         entries = [recorder._entry(tensor) for tensor in self.init]
@@ -120,9 +108,6 @@ class Loop:
         inner = list(self.specs or map(self._spec, entries))
         given = [self._given(e, spec, name) for e, spec, name in zip(entries, inner, self.names, strict=True)]
         region = self._body(body, given, [self._row(e, i) for i, e in enumerate(sequences)])
-        given += self.late
-        entries += [recorder._entry(zeros(recorder, each.spec)) for each in self.late]
-        inner += [each.spec for each in self.late]
         count = len(entries)
         test = None if cond is None else self._test(cond, given)
         written = [base.entry for base in self.held]
@@ -168,15 +153,9 @@ class Loop:
     def _body(self, body: Function, given: list[Given], rows: list[Given]) -> Region:
         """The body; what it writes of outside is carried behind the other carried values."""
         while True:
-            kept = self._kept()
-
-            def iteration(*tensors: Tensor) -> Sequence[Any]:
-                self.late.clear()
-                return body(*tensors)
-
             region = record_region(
-                self.recorder, iteration, [*given, *rows, *kept], scope=self.path, iterations=True, held=self.held,
-                inner=None if self.saver is None else self.saver.inner, entered=self.entered, added=self._late_inputs,
+                self.recorder, body, [*given, *rows, *self._kept()], scope=self.path, iterations=True, held=self.held,
+                inner=None if self.saver is None else self.saver.inner, entered=self.entered,
             )  # fmt: skip
             if self.saver is not None:
                 self.saver.adopt(region.moved)
@@ -185,13 +164,9 @@ class Loop:
                 break
             region.undo()
             self.held += more
-        first, at = len(given), len(given) + len(rows)
-        late = len(region.inputs) - len(self.late)
-        region.inputs = (
-            *region.inputs[:first], *region.inputs[late:], *region.inputs[at:late], *region.inputs[first:at],
-        )  # fmt: skip
-        count, last = first + len(self.late), len(region.outputs) - len(self.held)
-        region.outputs = [*region.outputs[:count], *region.outputs[last:], *region.outputs[count:last]]
+        first, at, last = len(given), len(given) + len(rows), len(region.outputs) - len(self.held)
+        region.inputs = (*region.inputs[:first], *region.inputs[at:], *region.inputs[first:at])
+        region.outputs = [*region.outputs[:first], *region.outputs[last:], *region.outputs[first:last]]
         return region
 
     def _test(self, cond: Function, given: list[Given]) -> Region:
@@ -260,7 +235,6 @@ class Loop:
         recorder, at = self.recorder, self.recorder.tape.at()
         names = [
             *self.names,
-            *(each.name for each in self.late),
             *(f"a tensor written inside ({base.entry.value})" for base in self.held),
         ]
         for name, spec, value, out in zip(names, inner, before, region.outputs, strict=False):

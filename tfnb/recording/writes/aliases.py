@@ -67,16 +67,12 @@ def lose(rec: Recording, base: Base, why: str) -> None:
     base.become(entry)
 
 
-def copy_of(rec: Recording, tensor: torch.Tensor, why: str, *, is_held: bool) -> Tensor:
-    """A node of its own, for what is below a guard, with the memory of the tensor, which others may hold as well.
-
-    is_held: whether somebody may hold the tensor itself.
-    """
+def copy_of(rec: Recording, tensor: torch.Tensor, why: str) -> Tensor:
+    """A node of its own, for what is below a guard, with the memory of the tensor, which others may hold as well."""
     handle = rec.handle(tensor)
     with torch.enable_grad():  # in Python it is the tensor
         found = rec.handle(tensor.clone())
-    itself, *others = family(handle._family)
-    may_share(found, [itself, *others] if is_held else others, why)
+    may_share(found, family(handle._family), why)
     return found
 
 
