@@ -89,6 +89,22 @@ gc.collect()
 v *= 3
 return u, v
 
+# 4 `a`, a second name that each iteration gives and writes
+a = x.sum(0)
+b = a * 1
+for row in x:
+    b = a
+    b += row
+    a = a + 0
+return a, b
+
+# 3 prev, names that change places
+prev, cur = x.sum(0), x[0] * 1
+for row in x:
+    prev, cur = cur, cur + row
+cur *= 3
+return prev, cur
+
 # 3 an element, of which a name holds the last one
 a, h = [], x[0] * 0
 for row in x:
@@ -175,27 +191,6 @@ for row in x:
     a += row
     a = a.clamp(-2, 2)
 return a
-
-# a second name that each iteration gives and writes
-a = x.sum(0)
-b = a * 1
-for row in x:
-    b = a
-    b += row
-    a = a + 0
-return a, b
-
-# names that change places
-u, v, w = x.sum(0), x[0] * 1, x.mean(0)
-prev, cur = u * 1, v * 1
-for row in x:
-    u, v, w = v, w, u
-    prev, cur = cur, cur + row
-u += 1
-v *= 2
-prev -= 1
-cur *= 3
-return u, v, w, prev, cur
 
 # clones
 a, b = x.sum(0), x[0] * 1

@@ -361,11 +361,11 @@ class _Attempt:
         stage.set_back()
         stacks = {row._family: stack for row, stack in zip(rows, self.iterations.xs, strict=True)}
         aliases = stage.aliases = LoopAliases(recorder, carried, stage.before_bases(), stage.bases, stacks)
-        aliases.check(self.st, carried, written, stage.labels)
+        aliases.check(self.st, written, stage.labels)
         if stage.growth.is_new:
             raise Retry(stage)
         index = [place + self.iterations.step for place in given[: self.head]]
-        elements = stage.growth.rows(recorder, lambda bases: aliases.check_element(self.st, bases, carried, written))
+        elements = stage.growth.rows(recorder, lambda bases: aliases.check_element(self.st, bases, written))
         return [*index, *after, *elements]
 
     def _taken(self, given: Sequence[Any], carried: Sequence[Any], rows: Sequence[Any]) -> tuple[Any, ...]:
