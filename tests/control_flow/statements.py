@@ -117,70 +117,12 @@ else:
     r = x.mean()
 return r
 
-# match on a Python value
-mode = "a"
-match mode:
-    case "a":
-        r = x.sum() if x.sum() > 0 else x.mean()
-    case _:
-        r = x
-return r
-
-# match on recorded numbers
-n = x.sum().round().long()
-match n:
-    case 0:
-        r = x.sum()
-    case 4 | 5 if x.max() > 1:
-        r = x.mean()
-    case m if m > 0:
-        r = x.max() * m
-    case _:
-        r = -x.sum()
-return r, n
-
-# match in a loop on a state of Python and of a run
-state, s = 0, x.sum()
-for row in x:
-    match state:
-        case 0:
-            s = s + row.sum()
-            if s > 1: state = 1
-        case 1:
-            s = s * 0.5
-            state = 2
-        case other:
-            state = 0
-            s = s - other
-return s, state
-
 # pass and ellipsis
 if x.sum() > 0:
     pass
 else:
     ...
 return x.sum()
-
-# while else
-s, i = x.sum(), 0
-while i < 4:
-    if s > 2:
-        break
-    s = s + 0.75
-    i += 1
-else:
-    s = s * 100
-return s, i
-
-# for else over rows
-r = x.sum()
-for row in x:
-    if row.sum() > 1.5:
-        r = row.max()
-        break
-else:
-    r = -r
-return r
 
 # nested break and continue
 s = x.new_zeros(())
@@ -219,9 +161,9 @@ for k, w in zip((1, 2, 3), (0.5, 1.5, 2.5)):
         s = s + w
 return s
 
-# rows of several lengths together, with their number
+# rows together, with their number
 s = x.sum() * 0
-for i, (row, other) in enumerate(zip(x, torch.cat([x, x])[1:]), 1):
+for i, (row, other) in enumerate(zip(x, x * 2), 1):
     s = s * 0.5 + (row * other).sum() + i
 return s
 
@@ -263,9 +205,6 @@ r = 0
 if flag and (x.sum() > 0 or not x.max() > 1) and not (x.min() < -3):
     r = 1
 return r
-
-# any and all of Python over tensors
-return 1 if any([x.sum() > 0, x.max() > 2]) else 0
 
 # a sorted pair
 a, b = x.sum(), x.mean()
@@ -358,14 +297,6 @@ return v
 k = 1 if x.sum() > 0 else 2.5
 m = True if x.max() > 1 else 0
 return x.sum() * k + m
-
-# any and all of generators
-if any(v.sum() > 2 for v in x.unbind(1)):
-    return x.sum()
-n = 0
-while all(each < 6 for each in (x.sum() + n, n)) and not any(each for each in (n > 4, x.sum() > 9, False)):
-    n += 1
-return x.mean() + n + (2 if all(v.sum() > -1 for v in x.unbind(1)) else any(None for v in x.unbind(1)))
 
 # a string built up
 s = ""

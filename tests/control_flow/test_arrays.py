@@ -186,8 +186,8 @@ def test_writing_takes_time_by_what_is_written() -> None:
 # -- in staged statements ------------------------------------------------------------------------------------------
 
 STAGED = """
-# an array that a branch tells its elements, in a loop
-a = tfnb.TensorArray(len(x))
+# an array that a branch writes, in a loop
+a = tfnb.TensorArray(len(x), shape=(3,))
 for i, row in enumerate(x):
     if row.sum() > 0:
         a = a.write(i, row * 2)
@@ -211,6 +211,12 @@ def test_staged_statements_write_elements(name: str, body: str) -> None:
     notes, refused = compared(body, feeds[0], feeds)
     assert not any("stays Python" in note for note in notes), notes
     assert refused == 0
+
+
+def test_an_array_that_one_branch_alone_writes_has_to_know_its_elements() -> None:
+    body = "a = tfnb.TensorArray(2)\nif x.sum() > 0:\n    a = a.write(0, x[0])\nreturn a.stack()"
+    with pytest.raises(InvalidArgument, match=r"`a` is of another structure.*give it shape=\n *line 3 of f"):
+        compared(body, torch.ones(3, 3), [])
 
 
 def test_elements_of_several_shapes_are_refused_with_the_line() -> None:

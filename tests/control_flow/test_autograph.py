@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tfnb
-from tfnb.errors import BranchChanged, InvalidArgument, ShapeError
+from tfnb.errors import InvalidArgument, ShapeError
 
 F64 = torch.float64
 
@@ -201,17 +201,6 @@ def test_what_does_not_fit_names_the_variable_and_the_line(function: Any, kind: 
     line = next(n for n in range(first, first + 9) if re.search(r"\b(if|while)\b", linecache.getline(__file__, n)))
     for word in (*words, f"line {line} of {function.__name__}"):
         assert word in str(caught.value)
-
-
-def test_a_generator_that_fails_behind_what_settles_it_is_not_asked_there() -> None:
-    def function(x: Any) -> Any:
-        return x * 2 if any(1 / k < x.sum() for k in (1, 2, 0)) else x
-
-    with pytest.warns(UserWarning, match="Python took the True branch"):
-        y, (x,), _ = recorded(function, torch.ones(3))
-    assert tfnb.run(y, {x: torch.ones(2)}).tolist() == [2.0, 2.0]
-    with pytest.raises(BranchChanged):
-        tfnb.run(y, {x: -torch.ones(2)})
 
 
 def test_python_lists_and_attributes_stay_right_and_the_margin_says_why() -> None:

@@ -49,7 +49,7 @@ for row in x:
     setattr(b, "v", b.v + 1)
 return b.v
 
-# walrus in a condition with and
+# walrus
 if (s := x.sum()) > 0 and (m := x.max()) > 1:
     r = s + m
 else:
@@ -87,15 +87,37 @@ if x.sum() > 0:
     bump(x.sum())
 return count
 
-# match on a structure
-match (x.sum(), 2):
-    case (s, 2):
-        r = s * 2
+# match
+match int(x.sum() > 0):
+    case 1:
+        r = x.sum() * 2
     case _:
-        r = x
+        r = x.sum()
 if r > 0:
     r = r + 1
 return r
+
+# a loop with else
+r = x.sum()
+for row in x:
+    if row.sum() > 1.5:
+        r = row.max()
+        break
+else:
+    r = -r
+return r
+
+# any and all
+n = 0
+while all(each < 6 for each in (x.sum() + n, n)):
+    n += 1
+return x.mean() + n + (2 if any([x.sum() > 0, x.max() > 2]) else 0)
+
+# rows of several lengths
+s = x.sum() * 0
+for row, other in zip(x, torch.cat([x, x])[1:]):
+    s = s * 0.5 + (row * other).sum()
+return s
 
 # a dataclass state, replaced
 from dataclasses import dataclass, replace
@@ -233,7 +255,7 @@ def test_a_staged_statement_gives_what_python_gives(name: str, body: str) -> Non
 @pytest.mark.parametrize(("name", "body"), blocks(PYTHON), ids=[name for name, _ in blocks(PYTHON)])
 def test_a_statement_of_python_is_guarded(name: str, body: str) -> None:
     notes, refused = compared(body, FED[0], FED, (BranchChanged, ShapeError))
-    assert any("stays Python" in note for note in notes) or "walrus" in name
+    assert any("stays Python" in note for note in notes) or name in ("walrus", "any and all", "rows of several lengths")
     assert 0 < refused < len(FED)
 
 

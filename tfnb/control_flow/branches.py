@@ -175,7 +175,10 @@ def _agreed(
         return a if now(recorder, a) == now(recorder, b) and bound_outside(recorder, a) else _any_size(recorder, a)
     if not fits or not same_shape(recorder, a, b):
         kind = ShapeError if fits else InvalidArgument
-        raise kind(f"{name} is {a} in one branch and {b} in the other\n  {what}{recorder.tape.at()}", details=DISAGREE)
+        how = "" if a.dtype == b.dtype else ": let both give one dtype (a number as 0.0, not as 0)"
+        raise kind(
+            f"{name} is {a} in one branch and {b} in the other{how}\n  {what}{recorder.tape.at()}", details=DISAGREE
+        )
     return a
 
 

@@ -105,7 +105,7 @@ class _Parts:
         """The factory of statements, and the names that they read before they bind them."""
         function = self.tree(body)
         read: list[set[str]] = getattr(function, "read", [])  # of each statement with control flow, the outermost last
-        needed = set().union(*(read[-1:] if isinstance(body[0], CONTROL) and not _left(body[0]) else read))
+        needed = set().union(*(read[-1:] if isinstance(body[0], CONTROL) else read))
         return compiled(function, self.place, ()), needed
 
     def tree(self, body: list[ast.stmt]) -> ast.FunctionDef:
@@ -118,11 +118,6 @@ class _Parts:
         if names:
             inside.insert(0, placed(body[0], ast.Global(names)))
         return with_operators(placed(body[0], definition(FUNCTION, no_arguments(), inside)), self.unsure)
-
-
-def _left(statement: ast.stmt) -> bool:
-    """Whether it is a loop with an ``else``, which becomes two statements."""
-    return isinstance(statement, (ast.For, ast.While)) and bool(statement.orelse)
 
 
 def _names(body: Iterable[ast.AST]) -> set[str]:

@@ -1,4 +1,4 @@
-"""Expressions as calls of operators, and ``for ... else`` as a flag: what malt leaves out."""
+"""Expressions as calls of operators: what malt leaves out."""
 
 from __future__ import annotations
 
@@ -13,81 +13,6 @@ _AS_WRITTEN = frozenset({
     "super", "locals", "globals", "vars", "dir", "eval", "exec", "breakpoint", "isinstance", "issubclass", "hasattr",
     "callable", "type", "id", "format",
 })  # fmt: skip
-
-
-class Else(ast.NodeTransformer):
-    """``for ... else`` as a flag and an ``if``."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def _loop(self, node: Any) -> Any:
-        self.generic_visit(node)
-        if not node.orelse:
-            return node
-        self.count += 1
-        flag = f"{HIDDEN}left_{self.count}"
-        _Flagged(flag).visit_body(node)
-        orelse, node.orelse = node.orelse, []
-        test = placed(orelse[0], ast.UnaryOp(ast.Not(), placed(orelse[0], ast.Name(flag, ast.Load()))))
-        return [_flag(node, flag, False), node, placed(orelse[0], ast.If(test, orelse, []))]
-
-    visit_For = visit_While = _loop
-
-
-class Match(ast.NodeTransformer):
-    """``match`` by values, names and ``_`` as ``if`` and ``elif``: one by structure stays Python's."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def visit_Match(self, node: ast.Match) -> Any:
-        self.generic_visit(node)
-        if not all(_is_flat(case.pattern) for case in node.cases):
-            return node
-        self.count += 1
-        subject = f"{HIDDEN}subject_{self.count}"
-        rest: list[ast.stmt] = []
-        for case in reversed(node.cases):
-            rest = _case(case, placed(case.pattern, ast.Name(subject, ast.Load())), rest)
-        return [_assigned(node, subject, node.subject), *rest]
-
-
-def _is_flat(pattern: ast.pattern) -> bool:
-    if isinstance(pattern, ast.MatchOr):
-        return all(isinstance(each, (ast.MatchValue, ast.MatchSingleton)) for each in pattern.patterns)
-    is_name = isinstance(pattern, ast.MatchAs) and pattern.pattern is None
-    return is_name or isinstance(pattern, (ast.MatchValue, ast.MatchSingleton))
-
-
-def _case(case: ast.match_case, subject: ast.Name, rest: list[ast.stmt]) -> list[ast.stmt]:
-    """One case, and the cases below it."""
-    test = _matches(case.pattern, subject)
-    first: list[ast.stmt] = []
-    if isinstance(case.pattern, ast.MatchAs) and case.pattern.name is not None:
-        first = [_assigned(case.pattern, case.pattern.name, subject)]
-    tests = [each for each in (test, case.guard) if each is not None]
-    if not tests:
-        return [*first, *case.body]
-    whole = tests[0] if len(tests) == 1 else placed(case.pattern, ast.BoolOp(ast.And(), tests))
-    return [*first, placed(case.pattern, ast.If(whole, case.body, rest))]
-
-
-def _matches(pattern: ast.pattern, subject: ast.Name) -> ast.expr | None:
-    """The test of a pattern; None for one that takes all."""
-    found: Any = None
-    if isinstance(pattern, ast.MatchOr):
-        found = ast.BoolOp(ast.Or(), [test for each in pattern.patterns if (test := _matches(each, subject))])
-    elif isinstance(pattern, ast.MatchValue):
-        found = ast.Compare(subject, [ast.Eq()], [pattern.value])
-    elif isinstance(pattern, ast.MatchSingleton):
-        found = ast.Compare(subject, [ast.Is()], [placed(pattern, ast.Constant(pattern.value))])
-    return None if found is None else placed(pattern, found)  # type: ignore[no-any-return]
-
-
-def _assigned(at: ast.AST, name: str, value: ast.expr) -> ast.stmt:
-    found: ast.stmt = placed(at, ast.Assign([placed(at, ast.Name(name, ast.Store()))], value, None))
-    return found
 
 
 class Asserts(ast.NodeTransformer):
@@ -138,33 +63,6 @@ def told_names(function: ast.FunctionDef) -> ast.FunctionDef:
         told = operator_call(first, "rebinds", *(placed(first, ast.Constant(name)) for name in names))
         function.body.insert(has_text, placed(first, ast.Expr(told)))
     return function
-
-
-class _Flagged(ast.NodeTransformer):
-    """A flag that is set before each ``break`` of one loop."""
-
-    def __init__(self, flag: str) -> None:
-        self.flag = flag
-
-    def visit_body(self, loop: Any) -> None:
-        """Those of the loop itself."""
-        loop.body = [new for old in loop.body for new in _listed(self.visit(old))]
-
-    def visit_Break(self, node: ast.Break) -> Any:
-        return [_flag(node, self.flag, True), node]
-
-    def _leave(self, node: Any) -> Any:
-        return node
-
-    visit_For = visit_While = visit_FunctionDef = visit_ClassDef = visit_Lambda = _leave
-
-
-def _flag(at: ast.AST, name: str, value: bool) -> ast.Assign:
-    return placed(at, ast.Assign([placed(at, ast.Name(name, ast.Store()))], placed(at, ast.Constant(value)), None))
-
-
-def _listed(found: Any) -> list[Any]:
-    return found if isinstance(found, list) else [found]
 
 
 class Expressions(ast.NodeTransformer):

@@ -17,7 +17,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from tfnb.control_flow.frontend.cannot_stage import CannotStage
-from tfnb.control_flow.frontend.expressions import Asserts, Else, Expressions, Match, Plain, Walrus, told_names
+from tfnb.control_flow.frontend.expressions import Asserts, Expressions, Plain, Walrus, told_names
 from tfnb.control_flow.frontend.trees import (
     CONTROL,
     HIDDEN,
@@ -135,15 +135,27 @@ class _OfClass(ast.NodeTransformer):
 
 def with_operators(function: ast.FunctionDef, unsure: Container[str] = ()) -> ast.FunctionDef:
     """Control flow and expressions as calls of operators. unsure: global names that may have no value."""
-    if any(isinstance(n, (ast.Yield, ast.YieldFrom, ast.AsyncFunctionDef)) for n in ast.walk(function)):
-        raise CannotStage("a generator or async function is in it")
-    function = Asserts().visit(Match().visit(function))
+    for node in ast.walk(function):
+        if (why := _left_to_python(node)) is not None:
+            raise CannotStage(why)
+    function = Asserts().visit(function)
     if has_control([n for n in ast.walk(function) if isinstance(n, CONTROL)]):
         from tfnb.control_flow.frontend.autograph_frontend import with_calls
 
-        Walrus().visit(Else().visit(function))
+        Walrus().visit(function)
         function = with_calls(function)
     return Expressions(unsure).visit(function)
+
+
+def _left_to_python(node: ast.AST) -> str | None:
+    """Why a function that has this in it is left to Python."""
+    if isinstance(node, (ast.Yield, ast.YieldFrom, ast.AsyncFunctionDef)):
+        return "a generator or async function is in it"
+    if isinstance(node, ast.Match):
+        return f"the `match` of line {node.lineno} is in it: write `if` and `elif`"
+    if isinstance(node, (ast.For, ast.While)) and node.orelse:
+        return f"the loop of line {node.lineno} has an `else`: set a name before its `break`, and ask for that below it"
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from tfnb.control_flow.frontend.cannot_stage import CannotStage, Instead
-from tfnb.control_flow.loops import known_elements
 from tfnb.control_flow.staging.alias_analysis import Bases, bases_of
 from tfnb.control_flow.staging.phi import After, Phi
 from tfnb.control_flow.staging.statement import (
@@ -22,17 +21,14 @@ from tfnb.control_flow.staging.statement import (
     Statement,
     as_test,
     is_users,
-    joint_dtype,
     note_python,
-    of_dtype,
     reason,
     tensor_of,
 )
 from tfnb.control_flow.staging.unset import Undefined
 from tfnb.control_flow.structure import SIZES, sample_truth, truth
-from tfnb.control_flow.tensor_array import arrays, has_blanks
 from tfnb.errors import TfnbError
-from tfnb.graph import Dim, Spec, Variable
+from tfnb.graph import Dim, Variable
 from tfnb.recording import Recorder, Tensor
 from tfnb.recording.subgraphs.capture import axes, record_region
 from tfnb.recording.subgraphs.loop_node import DISAGREE
@@ -118,31 +114,14 @@ def stage_if(
     test = truth(recorder, test, st.what)
     before, taken = st.get(), sample_truth(recorder, test)
     with st.staging(), recorder.scope(st.what.split()[0]) as scope:
-        dtypes: dict[tuple[int, int], torch.dtype] = {}
-
-        def both(before: tuple[Any, ...]) -> dict[bool, After]:
-            return _both(st, taken, {True: body, False: orelse}, before, scope, wanted, dtypes)
-
-        after = both(before)
-        told = _told(after)
-        if told:
-            undo(after)
-            before = tuple(
-                known_elements(recorder, value, told[place], st.what) if place in told else value
-                for place, value in enumerate(before)
-            )
-            after = both(before)
-        dtypes.update(_weak(after, wanted))
-        if dtypes:
-            undo(after)
-            after = both(before)
+        after = _both(st, taken, {True: body, False: orelse}, before, scope, wanted)
         values = Phi(st, test, taken, before, after[True], after[False]).values(wanted)
     st.set(values)
 
 
 def _both(
     st: Statement, taken: bool | None, ways: dict[bool, Callable[[], None]], before: tuple[Any, ...],
-    scope: str, wanted: int, dtypes: dict[tuple[int, int], torch.dtype],
+    scope: str, wanted: int,
 ) -> dict[bool, After]:  # fmt: skip
     """Both branches, the one that the samples take first."""
     after: dict[bool, After] = {}
@@ -150,8 +129,7 @@ def _both(
         try:
             is_other = side is not (taken is not False)
             after[side] = _branch(
-                st, ways[side], before, scope, wanted, dtypes,
-                quiet=is_other, entered=taken in (None, side),
+                st, ways[side], before, scope, wanted, quiet=is_other, entered=taken in (None, side)
             )  # fmt: skip
         except Unfinished:
             why = "a function that it calls is being recorded"
@@ -167,38 +145,14 @@ def _both(
     return after
 
 
-def _told(after: dict[bool, After]) -> dict[int, list[Spec | None]]:
-    """The elements of the arrays of which one branch alone says what these are."""
-    one, other = after[True].elements, after[False].elements
-    return {place: specs for place, specs in (one | other).items() if place not in one or place not in other}
-
-
-def _weak(after: dict[bool, After], wanted: int) -> dict[tuple[int, int], torch.dtype]:
-    """The dtypes of what stands for a Python number in one branch and is a tensor of another dtype in the other."""
-    found: dict[tuple[int, int], torch.dtype] = {}
-    for place, pair in enumerate(zip(after[True].values[:wanted], after[False].values[:wanted], strict=True)):
-        (ones, form), (others, other_form) = map(tree_flatten, pair)
-        for at, (a, b) in enumerate(zip(ones, others, strict=False) if form == other_form else ()):
-            dtype = joint_dtype(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else None
-            if dtype is not None:
-                found[place, at] = dtype
-    return found
-
-
 def _disagrees(error: Exception) -> bool:
     """Whether branches do not fit each other: an error, where Python could not take the one that is meant."""
     return getattr(error, "details", None) in (REFUSED, DISAGREE)
 
 
-def undo(after: dict[bool, After]) -> None:
-    """As if no branch had been recorded."""
-    for side in reversed(list(after)):
-        after[side].region.undo()
-
-
 def _branch(
-    st: Statement, way: Callable[[], None], before: tuple[Any, ...], scope: str, wanted: int,
-    dtypes: dict[tuple[int, int], torch.dtype], *, quiet: bool, entered: bool,
+    st: Statement, way: Callable[[], None], before: tuple[Any, ...], scope: str, wanted: int, *, quiet: bool,
+    entered: bool,
 ) -> After:  # fmt: skip
     recorder = st.recorder
     found: list[Any] = []
@@ -223,19 +177,16 @@ def _branch(
                 if is_given or _is_of(own, recorder, leaf):
                     outputs[place, leaf_place] = len(tensors)
                     bases[place, leaf_place] = bases_of(recorder, leaf)
-                    tensors.append(of_dtype(tensor_of(recorder, leaf), dtypes.get((place, leaf_place))))
-        blank = [place for place in range(wanted) if has_blanks(before[place]) and not has_blanks(values[place])]
-        elements = {place: [array.spec for array in arrays(values[place])] for place in blank}
-        found[:] = [values, outputs, elements, bases]
+                    tensors.append(tensor_of(recorder, leaf))
+        found[:] = [values, outputs, bases]
         st.set(before)
         st.refuse_attributes()
         return tensors
 
     region = record_region(recorder, call, [], scope=scope, iterations=False, entered=entered)
     st.set(before)
-    values, outputs, elements, bases = found
-    named = {at: region.outputs[place] for at, place in outputs.items()}
-    return After(region, values, named, elements, bases)
+    values, outputs, bases = found
+    return After(region, values, {at: region.outputs[place] for at, place in outputs.items()}, bases)
 
 
 def _is_of(own: set[str], recorder: Recorder, leaf: Any) -> bool:

@@ -6,7 +6,6 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator
-from types import GeneratorType
 from typing import Any
 
 import torch
@@ -116,19 +115,9 @@ def iterations_of(items: Any) -> Range | Rows | None:
     """How to stage a loop over these items; None where Python goes over them."""
     if isinstance(items, (Range, Rows)):
         return items
-    if grown(items):
-        return _elements(items)
     if _varies(items):
         return Rows((items,), lambda index, row: row, lambda: items)
     return None
-
-
-def _elements(items: Any) -> Rows | None:
-    """Of a list that a loop appended to."""
-    if len(items) > 1:
-        return None
-    (only,) = items
-    return Rows(tuple(only.leaves), lambda index, *rows: only.one(rows), lambda: plain(items))
 
 
 def _rows(item: Any) -> Rows | None:
@@ -155,6 +144,10 @@ def _is_whole(tensor: Tensor) -> bool:
     return not tensor.dtype.is_floating_point and not tensor.dtype.is_complex and tensor.dtype != torch.bool
 
 
+def _reversed(items: Any) -> Any:
+    return reversed(plain(items))
+
+
 def _enumerate(items: Any, start: Any = 0) -> Any:
     rows = _rows(items)
     if rows is None:
@@ -167,13 +160,9 @@ def _zip(*items: Any, strict: bool = False) -> Any:
     rows = [each for each in map(_rows, items) if each is not None]
     if not rows or len(rows) < len(items):
         return zip(*map(plain, items), strict=strict)
-    first, *others = (each.tensors[0].shape[0] for each in rows)
+    if len({each.tensors[0].shape[0].node.expr for each in rows}) > 1:
+        return zip(*rows, strict=strict)
     tensors = [each.tensors for each in rows]
-    if any(other.node.expr != first.node.expr for other in others):
-        if strict:
-            return zip(*rows, strict=True)
-        count = functools.reduce(torch.sym_min, others, first)
-        tensors = [tuple(tensor[:count] for tensor in each) for each in tensors]
 
     def shape(index: Any, *found: Any) -> tuple[Any, ...]:
         left = iter(found)
@@ -227,40 +216,12 @@ def _best(
     return best
 
 
-def _joined(function: Callable[..., bool], join: Callable[..., Any]) -> Callable[..., Any]:
-    """``any`` or ``all``: of a list or generator with recorded truth values, each run looks.
-
-    Python would not ask a generator for more than settles it for the samples; what fails behind that was not asked.
-    """
-    settles = function is any
-
-    def joined(found: Any) -> Any:
-        found = plain(found)
-        if not isinstance(found, (list, tuple, GeneratorType)):
-            return function(found)
-        asked: list[Any] = []
-        try:
-            for each in found:
-                if isinstance(each, Tensor) and recorder_for(each) is not None:
-                    asked.append(each if each.dtype == torch.bool else each.bool())
-                elif bool(each) is settles:
-                    return settles
-        except Exception:
-            if function(asked) is not settles:  # with a guard of each
-                raise
-            return settles
-        return functools.reduce(join, asked) if asked else not settles
-
-    return joined
-
-
 def _bool(*args: Any) -> Any:
     return bool(_len(args[0])) if args and grown(args[0]) else NUMBERS[bool](*args)
 
 
 BUILTINS: dict[Any, Callable[..., Any]] = {
     **NUMBERS,
-    range: _range, enumerate: _enumerate, zip: _zip, len: _len, print: _print, bool: _bool,
-    any: _joined(any, torch.logical_or), all: _joined(all, torch.logical_and),
+    range: _range, reversed: _reversed, enumerate: _enumerate, zip: _zip, len: _len, print: _print, bool: _bool,
     max: _best("max", operator.gt, max, torch.sym_max), min: _best("min", operator.lt, min, torch.sym_min),
 }  # fmt: skip

@@ -1,8 +1,8 @@
 """Lists that a loop of the graph appends to: after the loop they are stacked tensors, with a row for each element.
 
 While the body of the loop is recorded the list holds a `Growing`: to read it there is an error, which says to use a
-TensorArray. After the loop it holds an `Appended`. ``torch.stack``, ``torch.cat``, ``len``, ``for`` and ``[i]`` of it
-are part of the graph; all else is an error, which says to stack it first.
+TensorArray. After the loop it holds an `Appended`. ``torch.stack``, ``torch.cat``, ``len`` and ``[-1]`` of it are part
+of the graph; all else is an error, which says to stack it first.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten
 
 from tfnb.control_flow.frontend.cannot_stage import CannotStage
 from tfnb.control_flow.staging.alias_analysis import Bases, bases_of
-from tfnb.control_flow.staging.statement import as_number, is_number, is_value, kind, status, tensor_of
+from tfnb.control_flow.staging.statement import kind, status, tensor_of
 from tfnb.control_flow.staging.user_frames import user_line
 from tfnb.control_flow.structure import recorder_if_open
 from tfnb.errors import Unsupported
@@ -64,34 +64,18 @@ class Growing(_Stands):
 
 @dataclass(eq=False)
 class Appended(_Stands):
-    """The elements that a loop appended, as rows: ``leaves`` of the nested structure that one element is."""
+    """The elements that the loop of ``place`` appended, as rows."""
 
-    leaves: list[torch.Tensor]
-    form: TreeSpec
-    numbers: list[bool]
+    rows: torch.Tensor
     place: str
 
     def refuse(self) -> NoReturn:
         recorder = recorder_if_open()
         raise Unsupported(
             f"the list that the loop of {self.place} appends to has as many elements as a run has iterations: "
-            "torch.stack, torch.cat, len, for and [i] take it as it is; for all else stack it first, as in "
-            f"torch.stack(items)[1:]{'' if recorder is None else recorder.tape.at()}", details=REFUSED,
+            "torch.stack, torch.cat, len and [-1] take it as it is; for all else stack it first, as in "
+            f"`for row in torch.stack(items)`{'' if recorder is None else recorder.tape.at()}", details=REFUSED,
         )  # fmt: skip
-
-    @property
-    def count(self) -> Any:
-        """How many there are."""
-        return self.leaves[0].shape[0]
-
-    def one(self, rows: Sequence[Any]) -> Any:
-        """An element, of the rows of its leaves."""
-        pairs = zip(rows, self.numbers, strict=True)
-        return tree_unflatten([as_number(row) if number else row for row, number in pairs], self.form)
-
-    def at(self, index: Any) -> Any:
-        """The element with this number."""
-        return self.one([rows[index] for rows in self.leaves])
 
 
 # -- while the loop is recorded ---------------------------------------------------------------------------------------
@@ -99,9 +83,9 @@ class Appended(_Stands):
 
 @dataclass
 class Growth:
-    """What the body of one loop appends to lists of outside; it stands in a body that made these containers, if any.
+    """What the body of one loop appends to lists of outside: to each one tensor, in every iteration.
 
-    rows: of each list, what an iteration appends: one element, and in every iteration.
+    around: the containers that were made in the body that the loop stands in, if it stands in one.
     """
 
     around: list[Any] | None
@@ -132,6 +116,8 @@ class Growth:
                 f"{user_line()} stands in a branch of it, below a break or continue, or in a loop inside of it: append "
                 "once in each iteration, or use a tfnb.TensorArray"
             )
+        if not isinstance(value, torch.Tensor):
+            raise CannotStage(f"{user_line()} appends {kind(value)}: append one tensor, and to a list for each of them")
         place = self._place(owner)
         if place >= len(self.elements):
             return
@@ -160,32 +146,20 @@ class Growth:
         return len(self.elements) < len(self.lists)
 
     def rows(self, recorder: Recorder, check: Callable[[Bases], None]) -> list[torch.Tensor]:
-        """What an iteration gives for all lists: their elements, leaf by leaf. check: raises for what loops write."""
-        self.forms: list[tuple[TreeSpec, list[bool]]] = []
-        self.bases: list[list[Bases]] = []  # of each list and leaf
-        found: list[torch.Tensor] = []
-        for elements in self.elements:
-            if not elements:
-                raise CannotStage("append() is called in some of its iterations only")
-            leaves, form = tree_flatten(elements[0])
-            for leaf in leaves:
-                if not is_value(leaf):
-                    raise CannotStage(f"append() is called with {kind(leaf)}")
-            self.forms.append((form, [is_number(leaf) or not isinstance(leaf, torch.Tensor) for leaf in leaves]))
-            self.bases.append([bases_of(recorder, leaf) for leaf in leaves])
-            for bases in self.bases[-1]:
-                check(bases)
-            found += (tensor_of(recorder, leaf) for leaf in leaves)
-        return found
+        """What an iteration gives for each list: its element. check: raises for what loops write."""
+        if not all(self.elements):
+            raise CannotStage("append() is called in some of its iterations only")
+        found = [element for (element,) in self.elements]
+        self.bases = [bases_of(recorder, element) for element in found]
+        for bases in self.bases:
+            check(bases)
+        return [tensor_of(recorder, element) for element in found]
 
     def finish(self, rows: Sequence[torch.Tensor], place: str, share: Callable[[Any, Bases], None]) -> None:
         """After the loop: its rows, at the end of the lists. share: says whose memory they may have."""
-        left = iter(rows)
-        for owner, (form, numbers), bases in zip(self.lists, self.forms, self.bases, strict=True):
-            leaves = [next(left) for _ in numbers]
-            for leaf, each in zip(leaves, bases, strict=True):
-                share(leaf, each)
-            owner.append(Appended(leaves, form, numbers, place))
+        for owner, stacked, bases in zip(self.lists, rows, self.bases, strict=True):
+            share(stacked, bases)
+            owner.append(Appended(stacked, place))
 
 
 def append_to(owner: list[Any]) -> Callable[[Any], None] | None:
@@ -208,7 +182,7 @@ def grown(items: Any) -> bool:
 
 def length(items: Any) -> Any:
     """``len(items)``."""
-    return sum(each.count if type(each) is Appended else 1 for each in items)
+    return sum(each.rows.shape[0] if type(each) is Appended else 1 for each in items)
 
 
 def plain(items: Any) -> Any:
@@ -220,7 +194,7 @@ def plain(items: Any) -> Any:
 
 def stack(tensors: Any, dim: int = 0) -> torch.Tensor:
     """``torch.stack`` of them."""
-    rows = torch.cat([each.leaves[0] if type(each) is Appended else each[None] for each in tensors])
+    rows = torch.cat([each.rows if type(each) is Appended else each[None] for each in tensors])
     return rows if dim == 0 else rows.movedim(0, dim)
 
 
@@ -231,12 +205,11 @@ def cat(tensors: Any, dim: int = 0) -> torch.Tensor:
         at = dim if dim >= 0 else rows.dim() - 1 + dim
         return rows.movedim(0, at).flatten(at, at + 1)
 
-    return torch.cat([joined(each.leaves[0]) if type(each) is Appended else each for each in tensors], dim)
+    return torch.cat([joined(each.rows) if type(each) is Appended else each for each in tensors], dim)
 
 
 def item(items: Any, index: Any) -> Any:
-    """``items[index]``: of what one loop appended, or the first or last one."""
-    at = 0 if len(items) == 1 and not isinstance(index, (slice, bool)) else index
-    if type(at) is not int or at not in (0, -1):
+    """``items[-1]``."""
+    if type(index) is not int or index != -1:
         plain(items)
-    return items[at].at(index) if type(items[at]) is Appended else items[at]
+    return items[-1].rows[-1] if type(items[-1]) is Appended else items[-1]

@@ -34,13 +34,15 @@ from tfnb.control_flow.staging.statement import (
 )
 from tfnb.control_flow.staging.unset import Undefined, UndefinedReturnValue
 from tfnb.control_flow.structure import SIZES, truth
-from tfnb.control_flow.tensor_array import varying
+from tfnb.control_flow.tensor_array import has_blanks, varying
 from tfnb.errors import InvalidArgument
-from tfnb.graph import Spec, Value, Variable
+from tfnb.graph import Value, Variable
 from tfnb.recording import Tensor
 from tfnb.recording.subgraphs.capture import Region, bound_outside
 from tfnb.recording.subgraphs.loop_node import DISAGREE
 from tfnb.recording.writes.aliases import may_share
+
+_HOW_ARRAYS = "; a TensorArray that one branch alone writes has to know its elements: give it shape="
 
 
 @dataclass
@@ -50,7 +52,6 @@ class After:
     region: Region
     values: tuple[Any, ...]
     outputs: dict[tuple[int, int], Value]  # (name, leaf) -> output
-    elements: dict[int, list[Spec | None]]  # of names with arrays that did not know theirs before
     bases: dict[tuple[int, int], Bases]  # (name, leaf) -> what may have its memory
 
 
@@ -102,7 +103,8 @@ class Phi:
                 raise CannotStage(_unlike(label, then, other))
             raise InvalidArgument(
                 f"{label} is of another structure in each branch: {kind(then)} of {len(leaves)} values and "
-                f"{kind(other)} of {len(theirs)}\n  {self.st.place}{self.st.recorder.tape.at()}", details=DISAGREE,
+                f"{kind(other)} of {len(theirs)}{_HOW_ARRAYS if has_blanks((then, other)) else ''}"
+                f"\n  {self.st.place}{self.st.recorder.tape.at()}", details=DISAGREE,
             )  # fmt: skip
         paths = [keystr(path) for path, _ in tree_flatten_with_path(then)[0]]
         parts = []

@@ -97,10 +97,6 @@ def shown(item: Any) -> Any:
     return item.sample.item() if found is None else _sampled(*found, "print()")
 
 
-def _divmod(a: Any, b: Any) -> Any:
-    return divmod(a, b) if _recorded(a) is None and _recorded(b) is None else (a // b, a % b)
-
-
 def _text(function: Callable[..., str]) -> Callable[..., str]:
     """``str`` and ``repr``: the text of a recorded number is that of the sample's, as in an f-string."""
 
@@ -119,6 +115,5 @@ def _sampled(recorder: Recorder, tensor: Tensor, how: str) -> Any:
 
 
 NUMBERS: dict[Any, Callable[..., Any]] = {
-    **{kind: _taken(kind, kind) for kind in (float, int, bool)}, round: _round, divmod: _divmod,
-    str: _text(str), repr: _text(repr),
+    **{kind: _taken(kind, kind) for kind in (float, int, bool)}, round: _round, str: _text(str), repr: _text(repr),
 }  # fmt: skip

@@ -133,22 +133,6 @@ def float_dtype(recorder: Recorder, leaves: Iterable[Any]) -> torch.dtype | None
     return torch.float64 if dtypes == {torch.float64} else None
 
 
-def joint_dtype(a: Tensor, b: Tensor) -> torch.dtype | None:
-    """What a Python number and a tensor of another dtype, or two numbers, have in common; None if there is nothing."""
-    if a.dtype == b.dtype or not (is_number(a) or is_number(b)):
-        return None
-    if is_number(a) and is_number(b):
-        return torch.promote_types(a.dtype, b.dtype)
-    number, tensor = (a, b) if is_number(a) else (b, a)
-    kind = complex if number.dtype.is_complex else float if number.dtype.is_floating_point else int
-    kind = bool if number.dtype == torch.bool else kind
-    return tensor.dtype if torch.result_type(empty_of(tensor.dtype), kind(0)) == tensor.dtype else None
-
-
-def of_dtype(tensor: Tensor, dtype: torch.dtype | None) -> Any:
-    return tensor if dtype is None or tensor.dtype == dtype else tensor.to(dtype)
-
-
 def same(a: Any, b: Any) -> bool:
     if isinstance(a, SIZES):
         return bool(a.node.expr == b.node.expr)
