@@ -169,6 +169,13 @@ if x.sum() > 0:
     b.v = b.v + 1
 return b.v
 
+# a range of a recorded number, whose loop changes a set
+seen, s = set(), x.sum()
+for _ in range(x.abs().sum().long()):
+    seen.add("a")
+    s = s * 2
+return s
+
 # functions that change a dict and a list
 import heapq, operator
 d, h = {"n": 0}, []

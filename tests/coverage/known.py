@@ -13,13 +13,15 @@ DATA = "the size of the result is read from the data: that of the sample, which 
 LEAVES = "gives a Python value: that of the sample, which a note says, or a guard holds to"
 LINES = "the call means something else at some sizes, and is refused there"
 NUMBERS = "torch's composite or formula asks for numbers: the size is fixed, which is said, and others are refused"
-RESIZED = "may take memory that is not there, at other sizes: refused with the line"
+RESIZED = "gives a tensor other memory: refused with the line"
 SPARSE = "sparse layout: a recorded value is a dense tensor"
 TALL = "tall and wide matrices have different formulas: a recording holds for one of them, and refuses the other"
 TORCH = "torch's own gradient is wrong or NaN there"
 
 RECORDS: dict[str, str] = {
     "as_strided.partial_views": BEYOND,
+    "resize_": RESIZED,
+    "resize_as_": RESIZED,
     "sparse.mm.reduce": SPARSE,
     "sparse.sampled_addmm": SPARSE,
     "to_sparse": SPARSE,
@@ -39,6 +41,9 @@ FIRST_ORDER: dict[str, str] = {
 SECOND_ORDER: dict[str, str] = {}
 VARYING: dict[str, str] = {
     "block_diag": NUMBERS,
+    "combinations": NUMBERS,
+    "corrcoef": NUMBERS,
+    "cov": NUMBERS,
     "cross": LINES,
     "fft.hfft2": NUMBERS,
     "fft.hfftn": NUMBERS,
@@ -80,8 +85,6 @@ VARYING: dict[str, str] = {
     "pca_lowrank": TALL,
     "pinverse": TALL,
     "qr": TALL,
-    "resize_": RESIZED,
-    "resize_as_": RESIZED,
     "svd": TALL,
     "svd_lowrank": TALL,
     "tensor_split": LINES,

@@ -235,10 +235,11 @@ SLOW = {
     "resnet18", "googlenet", "densenet", "unet", "translator", "encoder, norm first, both masks", "decoder",
     "resnet50", "transformer", "transformer, all masks", "mobilenet", "gpt by hand", "vit",
     "attention, one float mask each head", "vgg", "unet, bilinear", "lstm, deep, both ways", "encoder, padded",
-    "packed lstm, deep, both ways, sorted", "rnn", "packed rnn", "packed gru",
+    "packed lstm, deep, both ways, sorted", "rnn", "gru", "packed gru", "packed rnn", "autoencoder", "attention with weights",
+    "bag, mean", "bag, offsets", "attention, masks without weights", "householder",
 }  # fmt: skip
 # Those of the others in which a module computes something else in evaluation mode.
-EVALUATED = {"encoder", "norms", "cumulative norms", "normed weights", "attention with weights"}
+EVALUATED = {"norms", "cumulative norms", "normed weights"}
 
 
 def in_modes(names: Iterable[str], slow: Collection[str], evaluated: Collection[str]) -> list[Any]:
@@ -300,12 +301,12 @@ def _make_loss(model: nn.Module, made: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("model", [
-    pytest.param(lambda: sequence.GPT(layers=1, vocabulary=20, width=12, heads=2, time=8, dropout=0.3),
-                 marks=pytest.mark.slow),
-    pytest.param(lambda: sequence.GPT(layers=1, vocabulary=20, width=12, heads=2, time=8, dropout=0.3, by_hand=True),
-                 marks=pytest.mark.slow),
-    pytest.param(lambda: sequence.Encoder(layers=1, dropout=0.3), marks=pytest.mark.slow),
-    lambda: sequence.RecurrentClassifier(nn.GRU, num_layers=2, dropout=0.3),
+    *(pytest.param(model, marks=pytest.mark.slow) for model in (
+        lambda: sequence.GPT(layers=1, vocabulary=20, width=12, heads=2, time=8, dropout=0.3),
+        lambda: sequence.GPT(layers=1, vocabulary=20, width=12, heads=2, time=8, dropout=0.3, by_hand=True),
+        lambda: sequence.Encoder(layers=1, dropout=0.3),
+        lambda: sequence.RecurrentClassifier(nn.GRU, num_layers=2, dropout=0.3),
+    )),
     structures.VAE,
 ])  # fmt: skip
 def test_what_a_model_draws_is_new_in_each_run_and_repeats_by_seed(model: Callable[[], nn.Module]) -> None:

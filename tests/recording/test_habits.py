@@ -106,43 +106,6 @@ def test_one_hot_refuses_classes_that_torch_refuses(label: int) -> None:
         tfnb.run(hot, {labels: [0, label]})
 
 
-# -- memory of outside ------------------------------------------------------------------------------------------------
-
-
-def test_a_view_of_an_outside_tensor_sees_what_a_later_cell_writes() -> None:
-    outside = torch.arange(6.0).view(2, 3)
-    with tfnb.record() as graph:
-        x = tfnb.placeholder(SAMPLE)
-        view = outside[0]
-        first = x + view
-    with tfnb.record(graph):
-        outside.add_(1)
-        second = x + view
-    with tfnb.record(graph):
-        third = x + outside[0] * view
-    row = torch.arange(3.0)
-    want = [SAMPLE + row, SAMPLE + row + 1, SAMPLE + (row + 1) ** 2]
-    torch.testing.assert_close(tfnb.run([first, second, third], {x: SAMPLE}), want)
-    assert torch.equal(outside[0], row)  # a recording changes nothing
-    outside += 10
-    with tfnb.record(graph):
-        fourth = x + outside[0]
-    torch.testing.assert_close(tfnb.run(fourth, {x: SAMPLE}), SAMPLE + row + 10)
-
-
-def test_a_recording_that_fails_writes_nothing_to_the_view_of_another() -> None:
-    outside = torch.arange(3.0)
-    with tfnb.record() as graph:
-        x = tfnb.placeholder(SAMPLE)
-        view = outside[1:]
-    with pytest.raises(ZeroDivisionError), tfnb.record(graph):
-        outside.add_(1)
-        _ = 1 / 0
-    with tfnb.record(graph):
-        y = x[:, 1:] + view
-    torch.testing.assert_close(tfnb.run(y, {x: SAMPLE}), SAMPLE[:, 1:] + outside[1:])
-
-
 # -- gradients of writes ----------------------------------------------------------------------------------------------
 
 

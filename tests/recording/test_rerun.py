@@ -9,7 +9,7 @@ import torch
 
 import tfnb
 from tests.recording.test_cells import Notebook
-from tfnb.errors import FailedPrecondition, StaleNode
+from tfnb.errors import StaleNode
 
 X = "x = tfnb.placeholder(torch.tensor([[1., 2.], [3., 4.], [5., 6.]]), {shape}name='x')"
 FED = torch.tensor([[2.0, 3.0], [5.0, 7.0]])
@@ -115,12 +115,9 @@ def test_another_sample_of_another_length_reaches_every_cell(request: Any) -> No
     notebook = started(request, "h = x * 2\nv = h[1:]", "y = h.sum(1)\nflat = y.view(-1, 1)\ntail = y[1:]")
     notebook.run("0", "x = tfnb.placeholder(torch.ones(5, 2), name='x')")
     assert notebook.names["flat"].sample.tolist() == [[4.0]] * 5
-    notebook.run("3", "z = y * h.sum(1) + x[:, 0]\ntail.add_(1)\nk = flat + v.sum()")
-    assert (
-        notebook.names["z"].sample.tolist() == [17.0] * 5 and notebook.names["y"].sample.tolist() == [4.0] + [5.0] * 4
-    )
-    fed = {"x": FED}
-    assert tfnb.run(notebook.names["k"], fed).tolist() == [[10 + 24.0], [24 + 1 + 24.0]]
+    notebook.run("3", "z = y * h.sum(1) + x[:, 0]\nk = flat + v.sum() + tail.sum()")
+    assert notebook.names["z"].sample.tolist() == [17.0] * 5
+    assert tfnb.run(notebook.names["k"], {"x": FED}).tolist() == [[10 + 24.0 + 24], [24 + 24.0 + 24]]
 
 
 def test_a_cell_that_uses_what_stands_on_its_own_earlier_run_is_refused(request: Any) -> None:
@@ -131,60 +128,8 @@ def test_a_cell_that_uses_what_stands_on_its_own_earlier_run_is_refused(request:
     assert tfnb.graph(notebook.graph).text() == before
 
 
-WRITES = {
-    "added": ("h.add_(1)", "h.add_(2)"),
-    "through a view": ("h[0].mul_(3)", "h[0].mul_(4)"),
-    "no longer": ("h.add_(1)", "unused = h * 2"),
-    "newly": ("unused = h * 2", "h.add_(1)"),
-    "twice": ("h.add_(1)", "h.add_(1)\nh.mul_(2)"),
-}
-
-
-def plain(x: torch.Tensor, *cells: str) -> Any:
-    names: dict[str, Any] = {"torch": torch, "x": x.clone()}
-    for cell in cells:
-        exec(cell, names)
-    return names
-
-
-@pytest.mark.parametrize("edit", WRITES)
-def test_a_cell_that_writes_to_another_ones_tensor_writes_once_however_often_it_runs(request: Any, edit: str) -> None:
-    first, second = WRITES[edit]
-    above, below = "h = x * 2\nrow = h[0]", "z = h * 10\nk = row + 1"
-    notebook = started(request, above, first, below)
-    for _ in range(3):
-        notebook.run("2", first)
-    want = plain(FED, above, first, below)
-    assert all(fetched(notebook, name) == want[name].tolist() for name in ("h", "row", "z", "k"))
-    for _ in range(2):
-        notebook.run("2", second)
-    want = plain(FED, above, second, below)
-    assert all(fetched(notebook, name) == want[name].tolist() for name in ("h", "row"))
-    for name in ("z", "k"):
-        try:
-            assert fetched(notebook, name) == want[name].tolist()
-        except StaleNode as error:
-            assert "In[2] now writes to what it uses; run In[3] again" in str(error)
-    notebook.run("3", below)
-    assert all(fetched(notebook, name) == want[name].tolist() for name in ("h", "row", "z", "k"))
-
-
-def test_the_cell_that_made_a_tensor_run_again_keeps_what_cells_below_wrote(request: Any) -> None:
-    notebook = started(request, "h = x * 2\nrow = h[0]", "h.add_(1)", "row.mul_(3)\nz = h.sum(0)")
-    notebook.run("1", "h = x * 5\nrow = h[0]")
-    want = plain(FED, "h = x * 5\nrow = h[0]", "h.add_(1)", "row.mul_(3)\nz = h.sum(0)")
-    assert all(fetched(notebook, name) == want[name].tolist() for name in ("h", "row", "z"))
-    assert notebook.names["h"].sample[1].tolist() == [16, 21]
-
-
-def test_a_cell_removed_takes_its_writes_along(request: Any) -> None:
-    notebook = started(request, "h = x * 2", "h.add_(1)", "h.mul_(3)\nz = h + 0")
-    notebook.run("2", "")
-    assert fetched(notebook, "h") == fetched(notebook, "z") == (FED * 6).tolist()
-
-
 def test_a_cell_that_fails_when_it_runs_again_changes_nothing(request: Any) -> None:
-    notebook = started(request, "h = x * 2\nrow = h[0]", "row.add_(1)", "h.mul_(3)")
+    notebook = started(request, "h = x * 2\nrow = h[0]", "k = row + 1", "z = h * 3")
     before = fetched(notebook, "h"), fetched(notebook, "row"), tfnb.graph(notebook.graph).text()
     for cell in ("1", "2", "3"):
         held = dict(notebook.names)
@@ -192,28 +137,6 @@ def test_a_cell_that_fails_when_it_runs_again_changes_nothing(request: Any) -> N
             notebook.run(cell, "h = x * 7\nrow = h[1]\nrow.add_(1)\n1 / 0")
         notebook.names.update(held)
         assert (fetched(notebook, "h"), fetched(notebook, "row"), tfnb.graph(notebook.graph).text()) == before
-
-
-def test_a_deleted_name_is_no_loss(request: Any) -> None:
-    notebook = started(request, "h = x * 2\nrow = h[0]", "row.add_(1)\ndel row", "z = h * 2")
-    notebook.names["row"] = None
-    with pytest.raises(AttributeError):
-        notebook.run("2", "row.add_(1)\ndel row")
-    notebook.run("1", "h = x * 2\nrow = h[0]")
-    notebook.run("2", "row.add_(1)\ndel row")
-    assert fetched(notebook, "z") == plain(FED, "h = x * 2\nh[0].add_(1)\nz = h * 2")["z"].tolist()
-
-
-def test_using_a_later_cell_across_a_write_is_refused_with_what_to_do(request: Any) -> None:
-    notebook = started(request, "h = x * 2", "k = x + 1", "h.add_(1)", "z = h * 3")
-    held = dict(notebook.names)
-    with pytest.raises(FailedPrecondition, match=r"In\[3\] between them writes(.|\n)*%tfgraph rm"):
-        notebook.run("2", "k = h + z")
-    notebook.names.update(held)
-    assert fetched(notebook, "k") == (FED + 1).tolist() and fetched(notebook, "h") == (FED * 2 + 1).tolist()
-    notebook.run("2", "")
-    notebook.run("2", "k = h + z")
-    assert fetched(notebook, "k") == (4 * (FED * 2 + 1)).tolist()
 
 
 def test_a_name_rebound_by_its_own_cell_says_what_to_do(request: Any) -> None:

@@ -118,7 +118,6 @@ ROW: dict[str, tuple[Function, tuple[Any, ...]]] = {
     "cdist": (lambda x: torch.cdist(x, x.detach().flip(0) + 1), ("B", 4)),
     "pdist": (lambda x: F.pdist(x).sum(), ("B", 4)),
     "cov": (lambda x: torch.cov(x.T, correction=0), ("B", 4)),
-    "weighted cov": (lambda x: torch.cov(x.T * 1, aweights=torch.arange(x.shape[0]) + 1.0, correction=0), ("B", 4)),
     "corrcoef": (lambda x: torch.corrcoef(torch.cat([x, -x]).T), ("B", 4)),
     "combinations": (lambda x: torch.combinations(x, 3).prod(1).sum(), ("B",)),
     "diff": (lambda x: torch.diff(x, 2, 0, prepend=x[:1], append=x[:1]), ("B", 4)),
@@ -201,7 +200,6 @@ ROW: dict[str, tuple[Function, tuple[Any, ...]]] = {
     "reflection pad": (lambda x: F.pad(x, (1, 2, 0, 1), mode="reflect").sin(), ("B", 2, 5, 6)),
     "replication pad": (lambda x: F.pad(x, (1, 2, 0, 1), mode="replicate").sin(), ("B", 2, 5, 6)),
     "circular pad": (lambda x: F.pad(x, (1, 2, 0, 1), mode="circular").sin(), ("B", 2, 5, 6)),
-    "affine_grid": (lambda x: F.affine_grid(x, [x.shape[0], 1, 4, 5], align_corners=False).sin(), ("B", 2, 3)),
     "grid_sample": (
         lambda x: F.grid_sample(x, torch.tanh(x[:, :2].permute(0, 2, 3, 1)), align_corners=False), ("B", 3, 4, 5),
     ),
@@ -233,7 +231,10 @@ def _written(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-FIXED = {"pdist", "multi_dot", "matrix norms", "norm of the batch", "block_diag", "kron"}
+FIXED = {
+    "pdist", "multi_dot", "matrix norms", "norm of the batch", "block_diag", "kron", "linspace", "tril_indices", "cov",
+    "corrcoef", "combinations",
+}  # fmt: skip
 """Torch asks for numbers there, or a formula of autograd does: which batches run is decided by the sample."""
 
 

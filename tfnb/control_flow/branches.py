@@ -57,7 +57,7 @@ def cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], *
 
 @dataclass(slots=True)
 class _Side:
-    """What one branch returned: the region with its tensors, how they nest, and where steps and None stand."""
+    """The results of one branch: the region with its tensors, how they nest, and where steps and None stand."""
 
     region: Region
     form: TreeSpec
@@ -159,7 +159,7 @@ def joined(
 
 
 def _left(base: Base, region: Region) -> Value:
-    """What a tensor of outside means after a branch."""
+    """The value of a tensor of outside after a branch."""
     return region.written.get(base, base.entry.value)
 
 

@@ -348,7 +348,7 @@ class _Loop:
         return self.emit(MERGE, (Port(gate.op, 0), out), part=("test", 0))
 
     def number(self, iteration: Port) -> Port | None:
-        """What the draws of an iteration depend on; in a reversed loop the iterations count down."""
+        """The number that the draws of an iteration depend on; in a reversed loop the iterations count down."""
         if self.run is None:
             return None
         limits = self.limits if self.attrs["reverse"] else ()
@@ -366,7 +366,7 @@ class _Loop:
         )  # fmt: skip
 
     def turned(self, inner: _Place, switches: Sequence[Port], carried: int, queues: Sequence[Any]) -> list[Port]:
-        """What the next iteration starts with."""
+        """The values that the next iteration starts with."""
         outs = [inner.ports[value] for value in self.attrs["body"].outputs]
         pushed = [
             self.emit(PUSH, (Port(switches[1 + carried + k].op, 1), port), part=k)

@@ -1,4 +1,4 @@
-"""What goes into and comes out of loops and branches: nested structures of tensors, flat, with a name for each leaf."""
+"""Arguments and results of loops and branches: nested structures of tensors, flat, with a name for each leaf."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def form_text(form: TreeSpec) -> str:
 
 
 def names(function: Callable[..., Any], variables: Sequence[Any]) -> list[str]:
-    """What to call each leaf of the variables: by the parameters of the function that takes them."""
+    """Names of the leaves of loop variables, from the parameters of the function that takes them."""
     try:
         given = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_POSITIONAL]
     except (TypeError, ValueError):

@@ -74,22 +74,22 @@ class TensorArray:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Of an element; None where nothing says yet."""
+        """The dtype of an element; None while it is unknown."""
         return self._dtype if self._rows is None else self._rows.dtype
 
     @property
     def element_shape(self) -> tuple[Any, ...] | None:
-        """Of an element; None where nothing says yet."""
+        """The shape of an element; None while it is unknown."""
         return None if self._rows is None else self._rows.shape[1:]
 
     @property
     def varying(self) -> list[bool]:
-        """Of each tensor that it is made of, whether its axis 0 may change from iteration to iteration of a loop."""
+        """For each tensor that it is made of: whether its axis 0 may change from iteration to iteration of a loop."""
         return [self.dynamic_size] * (1 if self._rows is None else 2)
 
     @property
     def spec(self) -> Spec | None:
-        """Of an element, in a recording; None where nothing says yet."""
+        """The spec of an element, in a recording; None while it is unknown."""
         if not isinstance(self._rows, Tensor):
             return None if self._rows is None else Spec.of(self._rows[:0].sum(0))
         rows = spec_of(self._rows)
@@ -269,7 +269,7 @@ def arrays(items: Any) -> list[TensorArray]:
 
 
 def varying(items: Any) -> list[bool]:
-    """Of each leaf of nested structures, whether its axis 0 may change: those of arrays say so."""
+    """For each leaf of nested structures: whether its axis 0 may change, as arrays say."""
     each = (item.varying if is_array(item) else [False] for item in tree_flatten(items, is_leaf=is_array)[0])
     return list(chain.from_iterable(each))
 

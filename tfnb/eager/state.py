@@ -23,7 +23,7 @@ from tfnb.recording.writes.in_place_calls import rebind
 
 
 class Autograd:
-    """What torch's autograd would know of the tensors of one recording."""
+    """The autograd state of the tensors of one recording, as torch's engine would have it."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
@@ -34,7 +34,7 @@ class Autograd:
     # -- gradients and their holders ----------------------------------------------------------------------------
 
     def holder(self, tensor: Any) -> Any:
-        """What a gradient belongs to: the Variable of a Parameter, else the tensor object."""
+        """The holder of a gradient: the Variable of a Parameter, else the tensor object."""
         if isinstance(tensor, Tensor | Variable):
             return tensor
         var = self.recorder.variable_of(tensor)

@@ -1,4 +1,4 @@
-"""What a user calls inside a recording: placeholders, constants, scopes, order."""
+"""Functions for the user inside a recording: placeholders, constants, scopes, order."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def device(spec: str | None) -> Iterator[None]:
 
 @contextmanager
 def control_dependencies(nodes: Sequence[Any] | None) -> Iterator[None]:
-    """What is recorded inside runs after ``nodes``, and reads of variables inside are fresh. ``None`` clears.
+    """Nodes recorded inside run after ``nodes``, and reads of variables inside are fresh. ``None`` clears.
 
     nodes: recorded tensors, Operations or Variables.
 

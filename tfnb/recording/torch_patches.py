@@ -117,7 +117,7 @@ def _is_off(scaler: Any) -> bool:
 
 
 def _keeps(hooks: Any) -> bool:
-    """Where a value would be kept is the run's affair."""
+    """Hooks that only say where a value is kept are allowed: the run decides that."""
     return isinstance(hooks, graph.save_on_cpu)
 
 

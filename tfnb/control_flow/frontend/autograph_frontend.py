@@ -1,4 +1,4 @@
-"""What `diastatic-malt` does for us: break, continue and return as flags, bodies as functions, undefined names.
+"""Passes of `diastatic-malt` that we use: break, continue and return as flags, bodies as functions, undefined names.
 
 Its passes run on trees with the lines of the user's file; each node that they make gets the line of the statement it
 was made from, so that the tree is compiled as it is, without another file and a map between the two.
@@ -85,7 +85,7 @@ def _read_by_lambdas(function: ast.FunctionDef) -> set[str]:
 
 
 def _origin(node: Any) -> tuple[int, int, int, int]:
-    """Where a node stands; of a statement with a body, where it begins, which is where its operator is called."""
+    """The position of a node; for a statement with a body its beginning, where its operator is called."""
     if hasattr(node, "body") and isinstance(node, ast.stmt):
         return node.lineno, node.col_offset, node.lineno, node.col_offset + 1
     return tuple(getattr(node, name) for name in _PLACE)  # type: ignore[return-value]

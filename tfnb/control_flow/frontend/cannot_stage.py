@@ -6,7 +6,7 @@ from enum import Enum, auto
 
 
 class Instead(Enum):
-    """What Python does with a statement that is not staged."""
+    """The ways in which Python runs a statement that is not staged."""
 
     RUN = auto()  # runs it; where it branches, as the samples do
     FIRST_ITERATION = auto()  # runs the first iteration of a loop, which gives a value to a name that is None before

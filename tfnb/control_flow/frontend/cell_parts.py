@@ -47,7 +47,7 @@ def cell_parts(
 
 
 def cell_text(body: Sequence[ast.stmt], result: ast.expr | None) -> str:
-    """What `cell_parts` makes of a cell, as text: calls of operators, and why the rest stays Python."""
+    """The text of a cell as `cell_parts` converts it: calls of operators, and why the rest stays Python."""
     found = []
     for group in _grouped([*body, *([] if result is None else [placed(result, ast.Expr(result))])]):
         line = group[0].lineno

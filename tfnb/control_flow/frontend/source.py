@@ -103,7 +103,7 @@ def _prepared(tree: Any, owner: str | None) -> Any:
 
 
 class _OfClass(ast.NodeTransformer):
-    """What a method writes for short: ``self.__x`` and ``super()``."""
+    """Expands the short forms of a method: ``self.__x`` and ``super()``."""
 
     def __init__(self, owner: str | None, first: str | None) -> None:
         self.prefix = None if owner is None else f"_{owner.lstrip('_')}"
@@ -160,7 +160,7 @@ def _left_to_python(node: ast.AST) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What converted code is of."""
+    """The file, name and first line that converted code belongs to."""
 
     filename: str
     name: str

@@ -21,14 +21,14 @@ Bases = frozenset[Base]
 
 
 def bases_of(recorder: Recorder, leaf: Any) -> Bases:
-    """What a tensor looks at, and what may have the same memory; nothing for a number."""
+    """The bases that a tensor may share memory with, its own included; none for a number."""
     if not isinstance(leaf, torch.Tensor) or is_number(leaf):
         return frozenset()
     return frozenset(family(recorder.handle(leaf)._family))
 
 
 def reason_of(st: Statement, label: str) -> str:
-    """Which statement decides what memory a name has."""
+    """Words for the statement that decides what memory a name has."""
     return f"the `{st.what}` of {st.place} decides what memory {label} has"
 
 

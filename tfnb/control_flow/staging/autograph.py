@@ -112,7 +112,7 @@ class Cell:
         self._source = list(body), result
 
     def text(self) -> str:
-        """What AutoGraph makes of the cell, for people."""
+        """The converted text of the cell, for people."""
         return cell_text(*self._source)
 
     def run(self, names: dict[str, Any]) -> Any:

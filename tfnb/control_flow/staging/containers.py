@@ -1,4 +1,4 @@
-"""What staged bodies do to Python's objects: a list, dict or set of outside cannot follow what a run decides."""
+"""Refuses changes of Python's objects in staged bodies: a list or dict of outside cannot follow a run's decision."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class attribute:
 
     @property
     def value(self) -> Any:
-        """What it holds; `MISSING` where there is none."""
+        """The attribute's value; `MISSING` where there is none."""
         return getattr(self.owner, self.name, MISSING)
 
     @value.setter
@@ -100,7 +100,7 @@ def refuse_change(owner: Any, how: str) -> None:
 
 
 def changing(function: Any) -> Any:
-    """What to call in a staged body in place of a function of Python's that changes an object; None for any other."""
+    """The stand-in, within a staged body, for a function of Python's that changes an object; None for any other."""
     if isinstance(function, MethodDescriptorType):
         is_change = issubclass(function.__objclass__, CONTAINERS) and function.__name__ in CHANGES
         return _refusing(function, _container_changed) if is_change else None

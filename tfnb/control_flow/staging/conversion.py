@@ -1,4 +1,4 @@
-"""Which function converted code calls: the converted one, where a function is the user's and has source."""
+"""Chooses the function that converted code calls: the converted one, if a function is the user's and has source."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _factories: WeakKeyDictionary[CodeType, CodeType | None] = WeakKeyDictionary()
 
 
 def fn(function: Any) -> Any:
-    """What to call in place of ``function``: the converted one if it is the user's, and its source is there."""
+    """The function to call in place of ``function``: the converted one, if it is the user's and its source is there."""
     if status.off or recorder_if_open() is None:
         return function
     kind = type(function)

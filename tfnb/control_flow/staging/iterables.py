@@ -1,4 +1,4 @@
-"""What a loop may go over, and Python's ``range``, ``enumerate``, ``zip`` and ``len`` of what varies."""
+"""Iterables of staged loops, and Python's ``range``, ``enumerate``, ``zip`` and ``len`` of what varies."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def iterations_of(items: Any) -> Range | Rows | None:
 
 
 def _rows(item: Any) -> Rows | None:
-    """What `enumerate` and `zip` may go over together with others."""
+    """The rows that `enumerate` and `zip` may go over together with others."""
     found = iterations_of(item)
     return found if isinstance(found, Rows) else None
 

@@ -32,7 +32,7 @@ _OPERATORS = """
 
 
 class _Stands:
-    """What stands in a list for elements: whoever takes it for one is told what to write."""
+    """A stand-in for elements of a list. Code that takes it for one is told what to write."""
 
     def refuse(self) -> NoReturn:
         """Raise Unsupported."""
@@ -51,7 +51,7 @@ for _name in _OPERATORS.split():
 
 
 class Growing(_Stands):
-    """What a list holds while the body of a loop that appends to it is recorded."""
+    """The last item of a list while the body of a loop that appends to it is recorded."""
 
     def refuse(self) -> NoReturn:
         recorder = recorder_if_open()
@@ -83,7 +83,7 @@ class Appended(_Stands):
 
 @dataclass
 class Growth:
-    """What the body of one loop appends to lists of outside: to each one tensor, in every iteration.
+    """Collects what the body of one loop appends to lists of outside: one tensor to each, in every iteration.
 
     around: the containers that were made in the body that the loop stands in, if it stands in one.
     """
@@ -146,7 +146,7 @@ class Growth:
         return len(self.elements) < len(self.lists)
 
     def rows(self, recorder: Recorder, check: Callable[[Bases], None]) -> list[torch.Tensor]:
-        """What an iteration gives for each list: its element. check: raises for what loops write."""
+        """The element of each list in one iteration. check: raises for memory that loops write."""
         if not all(self.elements):
             raise CannotStage("append() is called in some of its iterations only")
         found = [element for (element,) in self.elements]
@@ -186,7 +186,7 @@ def length(items: Any) -> Any:
 
 
 def plain(items: Any) -> Any:
-    """What Python goes over; raises Unsupported for such a list."""
+    """The items as they are; raises Unsupported for a list that a loop appended to."""
     if grown(items):
         next(each for each in items if type(each) is Appended).refuse()
     return items

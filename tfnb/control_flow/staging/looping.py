@@ -128,7 +128,7 @@ class Stage:
                 raise CannotStage(why) from error
 
     def plan(self) -> None:
-        """What is carried: names that hold tensors and numbers."""
+        """Choose what the loop carries: names that hold tensors and numbers."""
         self.start: list[Tensor] = []
         self.first: dict[int, Any] = {}  # what the carried names hold in the first iteration
         self.labels: list[str] = []
@@ -168,7 +168,7 @@ class Stage:
         return tuple(found)
 
     def _nothing_returned(self, place: int) -> Any:
-        """What is carried for the value that the function returns, before it returns; raises CannotStage."""
+        """Zeros, carried in place of the value that the function has not returned yet; raises CannotStage."""
         specs, form = self.returned[place]
         if not all(bound_outside(self.recorder, spec) for spec in specs):
             raise CannotStage("it returns a tensor inside of the loop whose size only the loop knows")
@@ -208,7 +208,7 @@ class Stage:
         return found
 
     def _bases(self, value: Any) -> list[Bases]:
-        """What may have the memory that a name holds after an iteration."""
+        """The bases of the memory that a name holds after an iteration."""
         return [bases_of(self.recorder, leaf) for leaf in tree_flatten(value)[0]]
 
     def _stays(self, place: int, value: Any, mine: Sequence[Tensor]) -> bool:
@@ -289,7 +289,7 @@ class Stage:
         return found
 
     def before_bases(self) -> list[Bases]:
-        """What may have the memory of what is carried, before the loop."""
+        """The bases of the carried memory before the loop."""
         return [bases_of(self.recorder, leaf) for value in self.first.values() for leaf in tree_flatten(value)[0]]
 
     def finish(self, carried: Sequence[Any]) -> None:
@@ -304,7 +304,7 @@ class Stage:
         st.set(tuple(values))
 
     def _lose(self, outer: Any, name: str) -> None:
-        """What a name held before a loop that wrote into it: others that hold it would see that in Python."""
+        """Forbid looks at what a name held before a loop that wrote into it: in Python others would see the write."""
         st = self.st
         why = f"{st.place}: the `{st.what}` writes into what {name} holds before it, and then gives it another value"
         if isinstance(outer, (torch.Tensor, Variable)):
@@ -369,7 +369,7 @@ class _Attempt:
         return [*index, *after, *elements]
 
     def _taken(self, given: Sequence[Any], carried: Sequence[Any], rows: Sequence[Any]) -> tuple[Any, ...]:
-        """What the names hold after the body ran once."""
+        """Run the body once; returns the values of the names after it."""
         stage, iterations = self.stage, self.iterations
         if (
             self.head

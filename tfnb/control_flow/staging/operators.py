@@ -1,4 +1,4 @@
-"""What converted code calls in place of Python's statements and expressions. `source` writes the calls.
+"""Operators that converted code calls in place of Python's statements and expressions. `source` writes the calls.
 
 Each looks at what it is given: a recorded tensor that another run may have another way is staged, anything else is
 Python's, with what Python would do.
@@ -71,7 +71,7 @@ class scope:
         status.active -= 1
 
     def ret(self, value: Any, returned: Any) -> Any:
-        """What the function gives: where only a run knows whether it returned, the run must agree with the samples."""
+        """The result of the function. If only a run knows whether it returned, the run must agree with the samples."""
         if isinstance(value, UndefinedReturnValue):
             return None
         recorder = recorder_for(returned)
@@ -90,7 +90,7 @@ class scope:
 
 
 def _asked(test: Any) -> Any:
-    """What is asked; of a list that a loop appended to, how many elements it has, and of a size that it is not zero."""
+    """The test that decides: for a list that a loop appended to its length, for a size whether it is not zero."""
     return as_test(length(test) if grown(test) else test)
 
 
@@ -278,7 +278,7 @@ def rebinds(*names: str) -> None:
 
 
 def items(owner: Any) -> Any:
-    """What a comprehension or a ``*`` goes over."""
+    """The items that a comprehension or a ``*`` goes over."""
     recorder = _staging()
     if recorder is not None and iterations_of(plain(owner)) is not None:
         st = Statement("for", recorder, (), tuple, lambda _: None)

@@ -1,4 +1,4 @@
-"""What names hold after one of two branches: the outputs of both, as one node.
+"""The values of names after one of two branches: the outputs of both, as one node.
 
 A name that one branch leaves as it was, or gives a view of something, has that memory where the branch is taken: nobody
 may write into it while others hold that memory, see `alias_analysis`.
@@ -47,7 +47,7 @@ _HOW_ARRAYS = "; a TensorArray that one branch alone writes has to know its elem
 
 @dataclass
 class After:
-    """What the names hold after a branch: the leaves and form of each; tensors are outputs of the region."""
+    """The values of the names after one branch; tensors are outputs of the region."""
 
     region: Region
     values: tuple[Any, ...]
@@ -56,7 +56,7 @@ class After:
 
 
 class Phi:
-    """What names hold after one of two branches."""
+    """Joins the values that names hold after two branches."""
 
     def __init__(
         self, st: Statement, test: Any, taken: bool | None, before: tuple[Any, ...], then: After, other: After
@@ -74,7 +74,7 @@ class Phi:
         return truth(self.st.recorder, self.test, self.st.what)
 
     def values(self, wanted: int) -> tuple[Any, ...]:
-        """What to set the names to, once the branches are one node."""
+        """The values to set the names to, once the branches are one node."""
         plans = [self._plan(place) if place < wanted else (lambda _, v=v: v) for place, v in enumerate(self.before)]
         st = self.st
         for place, side in enumerate((True, False)):
@@ -166,7 +166,7 @@ class Phi:
         return lambda results: results[index]
 
     def _dtype(self, a: Any, b: Any, label: str) -> torch.dtype | None:
-        """Of numbers: that of the tensor in the other branch, or torch's promotion of both."""
+        """The dtype of numbers: that of the tensor in the other branch, or torch's promotion of both."""
         numbers = [v for v in (a, b) if not isinstance(v, (torch.Tensor, Variable))]
         if not numbers:
             return None

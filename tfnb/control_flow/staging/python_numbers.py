@@ -56,7 +56,7 @@ def _taken(function: Callable[..., Any], kind: type | None) -> Callable[..., Any
 
 
 def item_of(function: Any, owner: Any) -> Callable[..., Any] | None:
-    """What to call in place of the method ``item`` of a recorded tensor; None for any other method."""
+    """The stand-in for the method ``item`` of a recorded tensor; None for any other method."""
     if getattr(function, "__name__", "") != "item" or _recorded(owner) is None:
         return None
     return functools.partial(_taken(lambda _: function(), None), owner)
@@ -82,7 +82,7 @@ def needed(item: Any) -> Any:
 
 
 def given(item: Any) -> Any:
-    """What a function of a package gets: the number itself where staged code took one."""
+    """The argument that a function of a package gets: the number itself where staged code took one."""
     found = _recorded(item)
     if found is None or not stands_for_number(found[0], found[0]._entry(found[1]).value):
         return item
@@ -90,7 +90,7 @@ def given(item: Any) -> Any:
 
 
 def shown(item: Any) -> Any:
-    """What is printed: of a number that of the sample, with a note."""
+    """The value to print: for a number that of the sample, with a note."""
     if not is_number(item) or status.depth:
         return item
     found = _recorded(item)

@@ -59,7 +59,7 @@ def converted(function: Any) -> Any:
 
 
 class Function:
-    """What `function` returns."""
+    """The callable that `function` returns."""
 
     def __init__(
         self, fn: Callable[..., Any], limit: int = LIMIT, convert: Callable[[Any], Any] = lambda fn: fn
@@ -128,7 +128,7 @@ class Call:
         return tensors(self.recorder, [self.leaves[i] for i in self.places], self._name)
 
     def arguments(self, given: Any) -> Any:
-        """What the function is called with, for these tensors."""
+        """The arguments of the function, with these tensors in their places."""
         leaves = list(self.leaves)
         for place, tensor in zip(self.places, given, strict=True):
             leaves[place] = tensor

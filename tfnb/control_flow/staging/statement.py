@@ -33,7 +33,7 @@ _DEEP = 12  # branches and loops inside of each other
 
 
 class _Status(threading.local):
-    """What holds in this thread."""
+    """The state of staging in this thread."""
 
     def __init__(self) -> None:
         self.active = 0  # calls of converted code
@@ -105,7 +105,7 @@ def is_number(item: Any) -> bool:
 
 
 def kind(item: Any) -> str:
-    """What something is, for messages."""
+    """A short description of a value, for messages."""
     if isinstance(item, Undefined):
         return "without a value"
     if isinstance(item, Tensor):

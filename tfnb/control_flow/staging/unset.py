@@ -10,7 +10,7 @@ MISSING = object()
 
 
 class Undefined:
-    """What a name holds that was not assigned; with ``why``, one that a staged statement did not assign for sure."""
+    """Stands for the value of a name that was not assigned, or, with ``why``, that only some runs assign."""
 
     def __init__(self, symbol_name: str, why: str | None = None) -> None:
         self.symbol_name, self.why = symbol_name, why
@@ -28,7 +28,7 @@ class Undefined:
 
 
 class UndefinedReturnValue(Undefined):
-    """What a function gives that has not returned."""
+    """Stands for the result of a function that has not returned."""
 
     def __init__(self) -> None:
         super().__init__("the value that is returned")

@@ -1,4 +1,4 @@
-"""Where the user's code is: the frame and line that converted code stands in, and which files are not the user's."""
+"""Finds the user's code: the frame and line that converted code stands in, and which files are not the user's."""
 
 from __future__ import annotations
 

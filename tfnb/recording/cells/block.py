@@ -24,7 +24,6 @@ from tfnb.graph import Contents, Graph, Node, Owner, Source, Value, current
 from tfnb.graph.collector import uncollected
 from tfnb.graph.graph import new_id
 from tfnb.recording.cells.new_contents import drop_unreachable_data, replaced
-from tfnb.recording.cells.replay_log import Rewound, past
 from tfnb.recording.cells.size_letters import substitute, unified_guards
 from tfnb.recording.dispatch.function_mode import Functions
 from tfnb.recording.dispatch.module_hooks import follow_modules
@@ -33,7 +32,7 @@ from tfnb.recording.marks.held_interrupts import at_user_lines, raise_held
 from tfnb.recording.marks.scopes import clean
 from tfnb.recording.overrides.rng_state import own_streams
 from tfnb.recording.torch_patches import surroundings
-from tfnb.recording.values.tensor import Base, Operation, Tensor
+from tfnb.recording.values.tensor import Operation, Tensor
 
 _UNUSED = "it holds data that nothing recorded uses, which is not kept: use .sample, or make it a tfnb.constant"
 _graphs: dict[str, Graph] = {}
@@ -158,7 +157,7 @@ def reopen(graph: Graph) -> Iterator[Recorder]:
 
 
 def _lines(frame: FrameType, label: str) -> Where:
-    """Where a frame is whenever it is asked; the same object for the same line."""
+    """A function that gives the current line of a frame; the same object for the same line."""
 
     @cache
     def at(line: int) -> Source:
@@ -194,18 +193,15 @@ def _opened(
         kept = tuple(n for n in before.nodes if append or n.owner is None or n.owner.key != owner.key)
         recorder = Recorder(graph, owner, where=where, kept=kept, names=names, stop=stop, lazy=lazy)
         recorder.default_device = device
-        rewound = past(graph).rewind(owner, before, graph.owners)
-        recorder.below = rewound.below
         try:
             with ExitStack() as stack:
                 _enter(stack, recorder, device)
                 yield recorder
                 recorder.settle()
             with uncollected():
-                _commit(recorder, before, names(), rewound, raise_held, append=append)
+                _commit(recorder, before, names(), raise_held, append=append)
         except BaseException as error:
-            recorder.journal.undo()
-            rewound.undo()
+            recorder.leave()
             recorder.space.forget({node.id for node in recorder.new})
             graph.stale.update((node.id, _failed(node)) for node in recorder.new)
             if failed is not None and isinstance(error, Exception):
@@ -267,8 +263,7 @@ def _listening(recorder: Recorder) -> Iterator[None]:
 
 
 def _commit(
-    recorder: Recorder, before: Contents, names: Mapping[str, Any], rewound: Rewound, ready: Callable[[], None], *,
-    append: bool,
+    recorder: Recorder, before: Contents, names: Mapping[str, Any], ready: Callable[[], None], *, append: bool
 ) -> None:  # fmt: skip
     """Turn what was recorded into the graph's new contents. ready: the last that may raise."""
     aliases, assigned = _assigned_names(recorder, names)
@@ -281,13 +276,10 @@ def _commit(
         nodes = [substitute(node, sizes) for node in nodes]
     guards = unified_guards(recorder.tape.guards, sizes)
     space = recorder.space
-    changed = [(thing, old) for thing, old in recorder.journal if isinstance(thing, Base) or thing in space.live]
     change = replaced(
         before, nodes, guards, aliases, recorder.owner, append=append, derivatives=space.derivatives,
-        opaque=space.rules, written=rewound.moved(), hidden=rewound.hidden(changed), live=live,
-        chosen=recorder.tape.chosen, assigned=space.assigned | assigned,
+        opaque=space.rules, live=live, chosen=recorder.tape.chosen, assigned=space.assigned | assigned,
     )  # fmt: skip
-    rewound.check(change.contents)
     if recorder.graph.contents is not before:
         raise FailedPrecondition(f"graph {recorder.graph.name} was changed by another thread during this recording")
     ready()
@@ -297,18 +289,15 @@ def _commit(
     space.symbols.relabel(recorder.tape.letters, sizes, change.letters.block, change.letters.below)
     space.derivatives = (*change.derivatives, *recorder.tape.derivatives)
     space.forget(set(change.gone) | unused)
-    rewound.adopt(recorder.live, space.live, change.moved)
-    rewound.replay(changed, held, recorder.graph.stale)
     space.live.update(recorder.live)
     space.assigned |= assigned
     recorder.outside.remember()
-    past(recorder.graph).renew(change.relinked, space.symbols.renewed)
     space.renew(change.relinked)
     space.samples.settle(live)
 
 
 def _attempted(recorder: Recorder, error: Exception) -> tuple[Graph, Node | None]:
-    """What was recorded until then, and the op that raised the error."""
+    """The graph as recorded until the error, and the op that raised it."""
     culprit = next((node for raised, node in filter(None, [recorder.failed]) if raised is error), None)
     nodes = (*recorder.nodes, *filter(None, [culprit]))
     return recorder.graph.derive(Contents(nodes)), culprit

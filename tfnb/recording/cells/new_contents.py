@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from tfnb.graph.subgraph import uses_queues
 from tfnb.recording.cells.size_letters import Letters, matched, substitute, unified_guards
 from tfnb.recording.values.workspace import Derivative
 
-_NOTHING: Mapping[Any, Any] = MappingProxyType({})
 _SOURCES = ("tfnb.placeholder", "tfnb.read", "tfnb.assign", "tfnb.group", "tfnb.guard")
 
 
@@ -67,16 +65,14 @@ class Replacement:
 
 def replaced(
     old: Contents, new: list[Node], guards: list[Guard], aliases: Mapping[str, Value], owner: Owner, *, append: bool,
-    derivatives: Iterable[Derivative] = (), opaque: Container[int] = (), written: Mapping[Value, Value] = _NOTHING,
-    hidden: Container[Value] = (), live: Container[int] = (), chosen: Collection[str] = (),
-    assigned: Container[int] = (),
+    derivatives: Iterable[Derivative] = (), opaque: Container[int] = (), live: Container[int] = (),
+    chosen: Collection[str] = (), assigned: Container[int] = (),
 ) -> Replacement:  # fmt: skip
     """Contents with ``owner``'s block replaced by ``new``.
 
     The block keeps its place in program order unless it uses nodes recorded later. derivatives: what was differentiated
-    before. opaque: nodes that count as changed whenever their cell runs again. written: what the earlier run left in a
-    tensor that it wrote -> what this one leaves there. hidden: what tensors were that only this one writes. live: nodes
-    that somebody holds. chosen: letters of sizes that the user gave. assigned: nodes whose name is the user's, who
+    before. opaque: nodes that count as changed whenever their cell runs again. live: nodes that
+    somebody holds. chosen: letters of sizes that the user gave. assigned: nodes whose name is the user's, who
     assigned them to it. Raises StaleNode for a block that uses what is computed from its own earlier run.
     """
     mine = [] if append else [n for n in old.nodes if n.owner is not None and n.owner.key == owner.key]
@@ -90,19 +86,12 @@ def replaced(
     _refuse_circles(before, gone, old)
     moved = _relinked(mine, new, assigned, old.aliases, aliases)
     same = _same(mine, new, moved, opaque)
-    specs = {Value(n.id, i): spec for n in (*others, *mine, *new) for i, spec in enumerate(n.outputs)}
-    moved |= {a: b for a, b in written.items() if specs.get(a) is not None and specs.get(a) == specs.get(b)}
-    gone |= {
-        n.id: _dropped_text(n, f"{_label(new[0])} now writes to what it uses")
-        for n in after
-        if any(v in hidden for v in n.inputs)
-    }
     after = [_relink(node, moved) for node in after]
     kept_by = {d.moved(moved): d.ways(old.nodes) for d in derivatives if d.nodes.isdisjoint(gone)}
     while True:
         after = _possible([*before, *new], after, gone, old)
         nodes = (*before, *new, *after)
-        wrong = _wrong(kept_by, nodes, same, hidden) if mine else []
+        wrong = _wrong(kept_by, nodes, same) if mine else []
         if not wrong:
             break
         for derivative in wrong:
@@ -187,14 +176,10 @@ def _possible(before: list[Node], after: list[Node], gone: dict[int, str], old: 
 
 
 def _wrong(
-    kept: Mapping[Derivative, frozenset[int]], nodes: Sequence[Node], same: Mapping[int, int], hidden: Container[Value]
+    kept: Mapping[Derivative, frozenset[int]], nodes: Sequence[Node], same: Mapping[int, int]
 ) -> list[Derivative]:
     """The derivatives whose ys do not depend on their xs as they did."""
-    return [
-        derivative
-        for derivative, ways in kept.items()
-        if derivative.ways(nodes) != {same.get(i, i) for i in ways} or any(y in hidden for y in derivative.ys)
-    ]
+    return [derivative for derivative, ways in kept.items() if derivative.ways(nodes) != {same.get(i, i) for i in ways}]
 
 
 def _downstream(nodes: list[Node], ids: set[int], symbols: set[str]) -> frozenset[int]:
@@ -289,7 +274,7 @@ def _relink(node: Node, moved: Mapping[Value, Value]) -> Node:
 
 
 def _place(old: Contents, others: list[Node], mine: list[Node], new: list[Node]) -> int:
-    """Where the block stands among the others: its old place, or after the last node that it uses."""
+    """The place of the block among the others: its old place, or after the last node that it uses."""
     if not mine:
         return len(others)
     first = old.position[mine[0].id]

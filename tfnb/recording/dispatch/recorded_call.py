@@ -135,7 +135,7 @@ def _fake_call(rec: Recording, func: Op, args: Any, kwargs: Any, inputs: list[En
 def _sample_call(
     rec: Recording, func: Op, called: tuple[Any, Any], inputs: list[Entry], node: Node
 ) -> tuple[torch.Tensor | None, ...] | None:
-    """What the op gives on samples; None where an input has none."""
+    """The op's results on samples; None where an input has no sample."""
     known = [entry.sample for entry in inputs]
     if any(sample is None for sample in known):
         rec.space.samples.lacks(node.id)

@@ -7,7 +7,7 @@ the recording changes: variables, modules, user tensors and torch's random state
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
@@ -42,7 +42,6 @@ from tfnb.recording.values.views import View
 from tfnb.recording.values.workspace import workspace
 from tfnb.recording.writes.aliases import STRAIGHT, looked
 from tfnb.recording.writes.in_place_calls import note_copy, record_write
-from tfnb.recording.writes.undo_log import Journal, restore, state
 
 aten = torch.ops.aten
 _STATE = (torch.nn.Parameter, torch.nn.Buffer)
@@ -71,9 +70,7 @@ class Recorder(TorchDispatchMode):
         self.scopes = Scopes(names)
         self.tape = Tape(owner, where, kept)
         self.born = WeakIdKeyDictionary()  # parameters and buffers made in this recording
-        self.journal = Journal()
-        self._elsewhere = WeakIdKeyDictionary()  # views of variables, as they looked before this recording
-        self.below: Container[str] = ()  # owners whose blocks follow the one that is recorded
+        self._elsewhere = WeakIdKeyDictionary()  # views of variables that other recordings made: what they look at
         self.live = WeakIdKeyDictionary()  # every recorded tensor that somebody still holds
         self.outside = Outside(self)
         self._warned: set[Any] = set()
@@ -102,31 +99,27 @@ class Recorder(TorchDispatchMode):
         """Whether the samples of what is recorded now are computed when somebody looks: gradients and updates."""
         return not self.tape.marks.tags.isdisjoint(_COMPUTED_BY_RUNS)
 
-    def changes(self, *things: Tensor | Base) -> None:
-        """Said before a handle or base changes: those of earlier recordings are put back should this one fail."""
-        for thing in things:
-            if thing not in self.live if isinstance(thing, Tensor) else self.tape.is_earlier(thing.entry.value):
-                self.journal.note(thing)
-
     def settle(self) -> None:
-        """At the end of the block: views of what it wrote show the new values, also those of cells above."""
-        for tensor, before in self._elsewhere.items():
-            if not tensor._family.version:
-                restore(tensor, before)
-        for tensor in (*self.live, *self.space.live):
-            base, node = tensor._family, self.tape.by_id.get(tensor.shown.value.node)
-            is_inside = node is None and tensor in self.live  # last looked at in a loop or branch, which has the node
-            is_here = is_inside or (node is not None and (node.owner is None or node.owner.key not in self.below))
+        """At the end of the block: views of what it wrote show the new values."""
+        self.leave()
+        for tensor in list(self.live):
+            base = tensor._family
             is_old = tensor._seen != base.version and not base.entry.lost
-            if is_here and is_old and not self.tape.is_earlier(base.entry.value):
+            if is_old and not self.tape.is_earlier(base.entry.value):
                 self._refresh(tensor)
         grouped = {v.node for node in self.new if node.op == "tfnb.group" for v in node.inputs}
         left = {v: at for v, at in self.tape.by_hand.items() if self._read_base(v).entry.value.node not in grouped}
         self.tape.notes += written_by_hand(left)
         warn_of_written(self.tape.asked, self.new)
 
+    def leave(self) -> None:
+        """At the end, also by an error: views of variables look again at what their own recordings read."""
+        for tensor, before in self._elsewhere.items():
+            tensor._entry, tensor._family, tensor._seen = before
+        self._elsewhere.clear()
+
     def look(self, tensor: Tensor) -> Entry:
-        """What a recorded tensor means at this place of the program."""
+        """The entry of a recorded tensor at this place of the program."""
         with _disable_current_modes():
             return self._entry(tensor)
 
@@ -370,7 +363,7 @@ class Recorder(TorchDispatchMode):
             self.tape.guards.append(guard)
 
     def settled(self, expr: Any) -> Any:
-        """What Python asks of a size that only data tell: the samples' answer, and a guard that a run agrees."""
+        """Answer for a size that only data tell: take the samples' answer, and guard that a run agrees."""
         return settle_size(self, expr)
 
     # -- the dispatch mode --------------------------------------------------------------------------------------
@@ -437,8 +430,7 @@ class Recorder(TorchDispatchMode):
         """A view of a variable that an earlier recording made looks at what the variable is in this one."""
         var = tensor._family.variable
         if var is not None and tensor._chain and self.tape.is_earlier(tensor._family.entry.value):
-            self._elsewhere.setdefault(tensor, state(tensor))
-            self.changes(tensor)
+            self._elsewhere.setdefault(tensor, (tensor._entry, tensor._family, tensor._seen))
             tensor._family, tensor._seen = self._read_base(var), -1
         return tensor
 
@@ -473,7 +465,6 @@ class Recorder(TorchDispatchMode):
             with self.on(), self.tape.marked(tags=self.tape.marks.tags - STRAIGHT):  # of a write that takes it
                 look = looked(tensor._chain, self._wrap(entry, base))
             entry = self._entry(look)
-        self.changes(tensor)
         tensor._entry, tensor._seen = entry, base.version
 
     def handle(self, tensor: torch.Tensor) -> Tensor:
@@ -483,7 +474,7 @@ class Recorder(TorchDispatchMode):
         return self.outside.handle(tensor)
 
     def home(self, tensor: torch.Tensor) -> Base:
-        """What the aliases of a tensor share."""
+        """The base that the aliases of a tensor share."""
         return self.handle(tensor)._family
 
     def fresh(self, tensor: torch.Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Where a node stands and what the user is told: scopes, notes, what torch changes while a recording goes on.
+"""Scopes of nodes, notes for the user, and changes to torch while a recording is open.
 
 `scopes` names module paths and torch functions, `notes` words what a user is
 told. `while_recording` changes things of torch for as long as any thread records. `held_interrupts` keeps Ctrl-C out

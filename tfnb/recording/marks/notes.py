@@ -1,4 +1,4 @@
-"""What a user is told when an op fails while recording, when Python decides, and at the end; where a warning points."""
+"""Messages: an op failed while recording, Python decided, a recording ended; and the line that a warning points to."""
 
 from __future__ import annotations
 

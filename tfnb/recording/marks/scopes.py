@@ -1,4 +1,4 @@
-"""Which module and which torch function a node belongs to. Drawings and names show it.
+"""The module and the torch function that a node belongs to. Drawings and names show them.
 
 Overrides of torch functions are called from here, too: `Functions` sees each call of one before torch does.
 
@@ -28,7 +28,7 @@ def clean(name: str) -> str:
 
 
 class Label(NamedTuple):
-    """Where a parameter or buffer was seen."""
+    """A place where a parameter or buffer was seen."""
 
     tensor: torch.Tensor
     path: str
@@ -125,7 +125,7 @@ class Scopes:
                     label.places.append((module, attribute))
 
     def python_name(self, target: Any) -> str | None:
-        """What the user's program calls an object."""
+        """The name that the user's program has for an object."""
         found = [n for n, v in self._names().items() if v is target and not n.startswith("_")]
         return found[0] if found else None
 

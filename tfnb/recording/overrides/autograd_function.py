@@ -50,7 +50,7 @@ class Context(FunctionCtx):
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
-        """What ``save_for_backward`` was given."""
+        """The arguments of ``save_for_backward``."""
         return tuple(self.to_save)
 
     def settle(self, recorder: Recording) -> None:

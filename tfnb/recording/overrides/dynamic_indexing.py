@@ -78,7 +78,7 @@ def _is_truth(item: Any) -> bool:
 
 
 def _is_slice(item: Any) -> bool:
-    """Of what recorded numbers say; a step that is one is read, as torch does."""
+    """Whether it is a slice whose ends are recorded numbers. Torch reads a step that is one."""
     return isinstance(item, slice) and (_is_whole(item.start) or _is_whole(item.stop)) and not _is_whole(item.step)
 
 
@@ -96,7 +96,7 @@ def _number(item: Any) -> Any:
 
 
 def _row(rec: Recording, item: Any, size: Any) -> Any:
-    """Where a number is in an axis of so many rows: one below 0 counts from the end."""
+    """The place of a number in an axis of so many rows: a number below 0 counts from the end."""
     number = _number(item)
     found = number if _said(rec, item).is_nonnegative else torch.where(number < 0, number + size, number)
     return found.reshape(1).long()

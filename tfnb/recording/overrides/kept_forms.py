@@ -24,7 +24,7 @@ def _attention(rec: Recording, *args: Any, **kwargs: Any) -> Any:
 
 @override(Stage.OP, aten.dropout.default)
 def _dropout(rec: Recording, x: Any, p: float, train: bool) -> Any:
-    """Where nothing is dropped torch gives back the very tensor, whatever a device's kernel does."""
+    """If nothing is dropped, torch returns the very tensor, whatever a device's kernel does."""
     return NotImplemented if train and p else x
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -35,27 +34,6 @@ def _matmul(rec: Recording, a: Any, b: Any) -> Any:
 def _cdist(rec: Recording, x1: Any, x2: Any, p: float = 2.0, compute_mode: Any = None) -> Any:
     """One kernel, which chooses by the number of rows in each run; the composite would choose while recording."""
     return aten._cdist_forward(x1, x2, p, compute_mode)
-
-
-@override(Stage.OP, aten.cov.default)
-def _cov(rec: Recording, x: Any, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Any:
-    """Covariances of rows: torch's own composite wants numbers, and looks at the divisor's value."""
-    rows = x.reshape(1, -1) if x.dim() < 2 else x
-    given = [w for w in (fweights, aweights) if w is not None]
-    if not given:
-        centred = rows - rows.sum(1, keepdim=True) / rows.shape[1]
-        return (centred @ centred.mH / torch.sym_max(rows.shape[1] - correction, 0)).squeeze()
-    weights = given[0] if len(given) == 1 else given[0] * given[1]
-    total = weights.sum()
-    lost = correction if aweights is None else correction * (weights * aweights).sum() / total
-    centred = rows - (rows * weights).sum(1, keepdim=True) / total
-    return (centred @ (centred * weights).mH / (total - lost).clamp_min(0)).squeeze()
-
-
-@override(Stage.OP, aten.linalg_tensorinv.default)
-def _tensorinv(rec: Recording, x: Any, ind: int = 2) -> Any:
-    rows, columns = x.shape[:ind], x.shape[ind:]
-    return torch.linalg.inv(x.reshape(math.prod(columns), -1)).reshape(*columns, *rows)
 
 
 def _checked(op: Any, count: int) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ _Row = TypeVar("_Row", bound=Row)
 
 
 class Stage(Enum):
-    """Where a call meets its row, first to last."""
+    """The stages at which a call may meet its row, first to last."""
 
     MODULE = "a call of a module, by its class or a base of it; the row gives the forward to use for this call"
     AUTOGRAD = "a function or attribute of torch's autograd; the row gets the autograd state in place of the recorder"

@@ -26,7 +26,7 @@ aten, tfnb = torch.ops.aten, torch.ops.tfnb
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the rows of packed data stand in the padded batch [T, B], and back."""
+    """The places of the rows of packed data in the padded batch [T, B], and back."""
 
     lengths: torch.Tensor  # [B]
     inside: torch.Tensor  # [T, B]: whether the row has that step

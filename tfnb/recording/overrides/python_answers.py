@@ -1,4 +1,4 @@
-"""What torch and Python ask of recorded values while recording: numbers, truths and sizes.
+"""Answers to torch and Python, which ask recorded values for numbers, truths and sizes while recording.
 
 The samples answer. A number is a constant of the graph and is noted; a truth or a size is guarded: a run where it would
 be another one stops.
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 @override(Stage.ANSWER, aten.size.default)
 def _size(rec: Recording, x: Any) -> list[int]:
-    """Of a composite in C++ that wants numbers: it fixes the sizes, which is heard as equalities and warned about."""
+    """A composite in C++ wants numbers: this fixes the sizes, which is heard as equalities and warned about."""
     return [int(size) for size in x.size()]
 
 
@@ -109,7 +109,7 @@ override(Stage.ANSWER, aten.allclose.default)(_comparison(aten.allclose.default,
 
 
 def settle_size(rec: Recording, expr: Any) -> Any:
-    """What Python asks of a size that only data tell: the samples' answer, and a guard that a run agrees."""
+    """Answer for a size that only data tell: take the samples' answer, and guard that a run agrees."""
     found = rec.symbols.seen(expr, bool if is_relation(expr) else int)
     if found is None:
         raise ShapeError(

@@ -47,7 +47,7 @@ def _changing(what: str) -> None:
 
 
 def _look_at_seeds(recorder: Recording) -> None:
-    """What the methods of a generator did is seen afterwards: they cannot be followed."""
+    """Look afterwards whether methods of a generator changed a seed: nothing can follow them."""
     start = _start[recorder]
     differ = any(each.initial_seed() != seed for each, (_, seed) in zip(_generators(), start, strict=False))
     if recorder not in _before and differ:

@@ -141,7 +141,7 @@ def _asked(relation: Any) -> bool:
 def _vector_norm(
     x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
-    """Of a size that only data tell: the rule of torch 2.11 asks whether it is 1."""
+    """For a size that only data tell: the rule of torch 2.11 asks whether it is 1."""
     if not _is_of_data(x):
         return aten.linalg_vector_norm.default(x, ord, dim, keepdim, dtype=dtype)
     lengths = (x if dtype is None else x.to(dtype)).abs()
@@ -174,7 +174,7 @@ def _roll(x: Any, shifts: Any, dims: Any = ()) -> Any:
 
 @override(Stage.SHAPE, aten.copy.default)
 def _copy(x: Any, source: Any, non_blocking: bool = False) -> Any:
-    """What has the sizes of ``x``, where only data tell them: torch 2.11 compares them with the source's."""
+    """A tensor with the sizes of ``x``, where only data tell them: torch 2.11 compares them with the source's."""
     if _are_told(x, source):
         return aten.copy.default(x, source, non_blocking)
     return torch.empty_like(x)
@@ -241,7 +241,7 @@ def _ctc_shape(x: Any, targets: Any, steps: Any, lengths: Any, *rest: Any) -> An
 
 @override(Stage.SHAPE, aten.linalg_lstsq.default)
 def _lstsq_shape(a: Any, b: Any, rcond: Any = None, *, driver: str | None = None) -> Any:
-    """Of a matrix of full rank: else torch leaves out the residuals too, which only the values tell."""
+    """For a matrix of full rank: else torch leaves out the residuals too, which only the values tell."""
     rows, columns = a.shape[-2:]
     driver = driver or ("gels" if a.device.type == "cuda" else "gelsy")
     vector = b.dim() == 1 or b.dim() == a.dim() - 1
@@ -274,7 +274,7 @@ def _is_kept(size: Any) -> bool:
 
 @override(Stage.SHAPE, aten._unsafe_view.default)
 def _unsafe_view(x: Any, size: Any) -> Any:
-    """Of contiguous memory: torch's rule folds one axis after another."""
+    """For contiguous memory: torch's rule folds one axis after another."""
     plain = isinstance(x.storage_offset(), int) and not x.storage_offset() and x.is_contiguous()
     if not plain or not statically_known_true(math.prod(size) == x.numel()):
         return _view(x, size)

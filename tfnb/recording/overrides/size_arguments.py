@@ -21,16 +21,6 @@ aten = torch.ops.aten
 _VARYING = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-@override(Stage.FUNCTION, torch.linspace)
-def _linspace(rec: Recording, start: Any, end: Any, steps: Any, **kwargs: Any) -> Any:
-    if not isinstance(steps, torch.SymInt):
-        return NotImplemented
-    kwargs.setdefault("dtype", torch.get_default_dtype())
-    place = torch.arange(steps, **kwargs)  # type: ignore[call-overload]  # torch's stubs know no symbolic sizes
-    step = (end - start) / torch.sym_max(steps - 1, 1)
-    return torch.where(place < (steps + 1) // 2, start + step * place, end - step * (steps - 1 - place))
-
-
 @override(Stage.FUNCTION, torch.tensor, torch.as_tensor)
 def _tensor(rec: Recording, data: Any, **kwargs: Any) -> Any:
     """A tensor of numbers, sizes that vary among them, of which torch would make those of the sample."""
@@ -62,28 +52,6 @@ def _pad(rec: Recording, x: Any, pad: Any, mode: str = "constant", value: Any = 
     if mode == "constant" and isinstance(value, (torch.SymInt, torch.SymFloat)):
         return torch.constant_pad_nd(x, pad, value)  # type: ignore[arg-type]  # F.pad makes a number of it
     return NotImplemented
-
-
-def _triangle(cut: Callable[..., Any]) -> Callable[..., Any]:
-    """Where a matrix has a triangle; how many places, is left to each run."""
-
-    def indices(rec: Recording, row: Any, col: Any, offset: int = 0, **kwargs: Any) -> Any:
-        if not any(isinstance(size, torch.SymInt) for size in (row, col)):
-            return NotImplemented
-        inside = cut(torch.ones([row, col], dtype=torch.bool, device=kwargs.get("device")), offset)
-        return inside.nonzero().t().to(kwargs.get("dtype", torch.int64))
-
-    return indices
-
-
-@override(Stage.FUNCTION, F.affine_grid)
-def _affine_grid(rec: Recording, theta: Any, size: Any, align_corners: bool | None = None) -> Any:
-    """Asks of each size what torch asks of the least: to find that, it would compare them with one another."""
-    if not any(isinstance(length, torch.SymInt) for length in size):
-        return NotImplemented
-    if any(length <= 0 for length in size):
-        raise ValueError(f"Expected non-zero, positive output size. Got {size}")
-    return torch.affine_grid_generator(theta, size, bool(align_corners))
 
 
 @override(Stage.FUNCTION, torch.einsum)
@@ -124,5 +92,3 @@ for _op in (
     aten.is_strides_like_format.default,
 ):
     override(Stage.FUNCTION, _op)(_of_strides(_op))
-override(Stage.FUNCTION, torch.tril_indices)(_triangle(torch.tril))
-override(Stage.FUNCTION, torch.triu_indices)(_triangle(torch.triu))

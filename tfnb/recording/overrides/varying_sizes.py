@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -32,17 +31,6 @@ def _fill_diagonal(rec: Recording, x: Any, value: Any, wrap: bool = False) -> An
         return NotImplemented
     x.diagonal().fill_(value)
     return x
-
-
-@override(Stage.OP, aten.combinations.default)
-def _combinations(rec: Recording, x: Any, r: int = 2, with_replacement: bool = False) -> Any:
-    if r < 1:
-        return NotImplemented
-    grids = torch.meshgrid(*[torch.arange(x.shape[0], device=x.device)] * r, indexing="ij")
-    kept = torch.ones_like(grids[0], dtype=torch.bool)
-    for a, b in pairwise(grids):
-        kept = kept & (a <= b if with_replacement else a < b)
-    return x[kept.nonzero()]
 
 
 @override(Stage.OP, aten.take_along_dim.default)
@@ -123,7 +111,7 @@ def _squeeze(rec: Recording, x: Any, dim: Any = None) -> Any:
 
 
 def _has_one_row(rec: Recording, x: Any, axis: int) -> bool:
-    """Of an axis whose length only data tell: whether the sample has one row, and a guard that a run agrees."""
+    """Whether the sample has one row on an axis whose length only data tell; a guard holds runs to that."""
     size = x.shape[axis]
     seen = rec.symbols.concrete(size)
     if seen is None:
@@ -138,7 +126,7 @@ def _has_one_row(rec: Recording, x: Any, axis: int) -> bool:
 
 @override(Stage.OP, aten.ctc_loss.IntList)
 def _ctc_loss(rec: Recording, x: Any, targets: Any, steps: Any, lengths: Any, *args: Any) -> Any:
-    """Of lengths that Python knows: torch's composite writes them into memory that a recorded tensor has not."""
+    """With lengths that Python knows, torch's composite writes into memory, and a recorded tensor has none."""
     return aten.ctc_loss.Tensor(x, targets, torch.tensor(steps), torch.tensor(lengths), *args)
 
 

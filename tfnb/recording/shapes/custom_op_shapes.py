@@ -46,7 +46,7 @@ class Sampled(Protocol):
 
 
 def shapes(symbols: Symbols, op: Op, args: Any, kwargs: Any, inputs: Sequence[Sampled], at: Callable[[], str]) -> Any:
-    """What ``op`` returns for fakes, as fakes; raises Unsupported where that cannot be known. at: the user's line."""
+    """The fake results of ``op``; raises Unsupported where they cannot be known. at: the user's line."""
     error: Exception | None = None
     for kernel in _kernels(op):
         try:

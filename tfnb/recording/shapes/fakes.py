@@ -1,4 +1,4 @@
-"""What the first fake tensor of a process imports: torch's compiler, which takes as long to load as torch itself.
+"""The imports of a process's first fake tensor: torch's compiler, which takes as long to load as torch itself.
 
 ``%load_ext tfnb`` imports it in the background. A recording that opens earlier waits here.
 """

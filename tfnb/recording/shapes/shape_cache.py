@@ -42,7 +42,7 @@ class Shapes:
         self._relations = 0
 
     def call(self, func: Op, args: Any, kwargs: Any, rule: Callable[..., Any]) -> Any:
-        """What ``rule``, the shape rule of ``func``, returns on these fake tensors. Raises what it raises."""
+        """The results of ``rule``, the shape rule of ``func``, on these fake tensors. Raises what the rule raises."""
         __tracebackhide__ = True
         key = self._key(func, args, kwargs)
         found = None if key is None else self._results.get(key)
@@ -129,7 +129,7 @@ class Shapes:
             self._specs.clear()
 
     def _key(self, func: Op, args: Any, kwargs: Any) -> Any:
-        """What the result depends on; None if it may be another one for the same arguments."""
+        """Everything that the result depends on; None if equal arguments may give another result."""
         if not _repeats(func):
             return None
         self._forget_on_new_relation()

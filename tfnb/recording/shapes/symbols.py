@@ -52,7 +52,7 @@ _HINTS = (37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83)  # distinct, never 0 o
 
 @dataclass(frozen=True)
 class _Named(Source):
-    """Where a symbol comes from: as torch._dynamo's ConstantSource, which takes seconds to import."""
+    """The source of a symbol. It stands for torch._dynamo's ConstantSource, which takes seconds to import."""
 
     label: str
 
@@ -86,7 +86,7 @@ class _Env(ShapeEnv):
         self.laying = False  # whether torch lays a tensor out: its answers are properties of that object alone
 
     def _get_stack_summary(self, is_debug: bool = False, framework_loc: Any = None) -> tuple[SLoc, str]:
-        """Where torch thinks that a relation was made: to look, it imports its exporter, and nodes have their lines."""
+        """No stack for a relation: torch would import its exporter to find one, and our nodes have their lines."""
         return SLoc(framework_loc or "", None), ""
 
     def _log_create_unbacked_symbol(self, *args: Any, **kwargs: Any) -> None:
@@ -158,7 +158,7 @@ def _holds_when_short(expr: Any) -> bool:
 
 
 class Listener(Protocol):
-    """Who is told what a recording relies on, and answers what only the samples know."""
+    """It hears what a recording relies on, and answers what only the samples know."""
 
     def heard(self, text: str, expr: Any, *, by_torch: bool) -> None:
         """A new relation between sizes."""

@@ -39,7 +39,7 @@ AGAIN = "again"  # tag of a forward node's copy that gives more
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a function gets: a spec, a name, and a sample if there is one."""
+    """One argument of a recorded function: a spec, a name, and a sample if there is one."""
 
     spec: Spec
     name: str
@@ -60,7 +60,7 @@ class Inner:
 
 @dataclass(slots=True)
 class Region:
-    """What one call of a function recorded: nodes, the placeholders of what it got, and what it returned."""
+    """One recorded call of a function: its nodes, the placeholders of its arguments, and its results."""
 
     nodes: list[Node]
     inputs: tuple[Value, ...]
@@ -124,14 +124,14 @@ def record_region(
 
 
 class Retry(BaseException):  # the user's `except Exception` is not meant
-    """What was recorded does not fit: ``of`` knows by now what does, and is recorded again."""
+    """The recording of ``of`` did not fit. ``of`` has learnt what does, and is recorded again."""
 
     def __init__(self, of: object) -> None:
         self.of = of
 
 
 def retried(of: object, record: Callable[[], Result], recorder: Recording | None = None) -> Result:
-    """What ``record`` gives; where it raises `Retry` of this object, it is called again.
+    """Call ``record`` until it does not raise `Retry` of this object; returns its result.
 
     A region that is left by it is undone in any case; with a recorder, so is all else that was recorded since.
     """
@@ -147,7 +147,7 @@ def retried(of: object, record: Callable[[], Result], recorder: Recording | None
 
 
 def attempt(recorder: Recording) -> Callable[[], None]:
-    """What takes back everything that is recorded from here on."""
+    """A function that takes back everything recorded from here on."""
     return Savepoint(recorder).undo
 
 
@@ -491,7 +491,7 @@ def _conducts(part: Subgraph) -> bool:
 def write_back(
     recorder: Recording, bases: Sequence[Base], tensors: Sequence[Tensor], regions: Iterable[Region]
 ) -> None:  # fmt: skip
-    """What a loop or branch left of tensors and variables of outside becomes their value.
+    """Give tensors and variables of outside the values that a loop or branch left them.
 
     Where it took an optimizer's step, whoever runs the write of a trained Variable runs those of its slots.
     """
@@ -505,7 +505,6 @@ def write_back(
         return var in stepped and var is not None and var.trainable
 
     for base, tensor in sorted(zip(bases, tensors, strict=True), key=is_trained):
-        recorder.changes(base)
         after = slots if is_trained((base, tensor)) else ()
         tags = recorder.tape.marks.tags | ({"buffer"} if base.variable in buffers else set())
         control = (*recorder.tape.marks.control, *after)

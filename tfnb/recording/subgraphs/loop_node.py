@@ -33,7 +33,7 @@ DISAGREE = "branches or iterations disagree"  # details of such an error
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a loop gives: the carried values after the last iteration, the number of iterations, the stacked rows."""
+    """Results of a loop: the carried values after the last iteration, the number of iterations, the stacked rows."""
 
     carried: list[Tensor]
     iterations: Tensor

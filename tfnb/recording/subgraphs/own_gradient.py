@@ -62,7 +62,6 @@ def attach(
 def _renewed(recorder: Recording, out: Any, entry: Entry) -> Tensor:
     if not isinstance(out, Tensor) or out._space is not recorder.space:
         return recorder._wrap(entry)
-    recorder.changes(out)
     out._entry, out._family, out._chain, out._seen = entry, Base(entry), (), 0
     return out
 

@@ -55,7 +55,7 @@ def recompute(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def region(recorder: Recording) -> Iterator[None]:
-    """What is recorded inside is a region, inside of the regions that are open."""
+    """Nodes recorded inside form a region, within the regions that are open."""
     outer = region_of_tags(recorder.tape.marks.tags)
     recorder.tape.regions += 1
     path = (*outer, f"{recorder.owner.index}.{recorder.tape.regions}")
@@ -155,7 +155,7 @@ CHECKPOINTS: dict[Any, Callable[..., Any]] = {torch.utils.checkpoint.CheckpointF
 
 
 def checkpoint_generator(original: Callable[..., Iterator[None]]) -> Callable[..., Iterator[None]]:
-    """What ``checkpoint(use_reentrant=False)`` runs, as a region while something is recorded."""
+    """The generator behind ``checkpoint(use_reentrant=False)``: it opens a region while something is recorded."""
 
     def generator(fn: Any, preserve: bool = True, context_fn: Any = None, *args: Any, **kwargs: Any) -> Iterator[None]:
         recorder = open_recording()

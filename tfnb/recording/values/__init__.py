@@ -1,4 +1,4 @@
-"""What a user holds: recorded tensors, their samples, Variables of parameters, tensors of outside.
+"""Objects that a user holds: recorded tensors, their samples, Variables of parameters, tensors of outside.
 
 `tape` is the state of one recording, and how attempts are undone. `tensor` is what the user holds, `outside_calls` how
 torch meets it outside of recordings; `variables` finds parameters, `outside_tensors` constants. `samples` keeps or

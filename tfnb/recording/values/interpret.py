@@ -90,7 +90,7 @@ def _called(node: Node, attrs: Mapping[str, Any], seed: int, run: int) -> Sequen
 
 
 def too_deep(node: Node, why: RecursionError) -> ResourceExhausted:
-    """What a recursion that does not end means to the user."""
+    """The user's error for a recursion that does not end."""
     return ResourceExhausted(f"{why}\n  at {node.source}", **node.where)
 
 
@@ -131,7 +131,7 @@ def run_subgraph(subgraph: Subgraph, inputs: Sequence[torch.Tensor], seed: int, 
 
 
 def absent(spec: Spec, sizes: Sequence[int]) -> torch.Tensor:
-    """What stands for an output that nobody looks at: the right shape, and hardly any memory."""
+    """A stand-in for an output that nobody looks at: it has the shape, and hardly any memory."""
     return torch.zeros((), dtype=spec.dtype, device=spec.device).expand(list(sizes))
 
 

@@ -1,4 +1,4 @@
-"""What Python asks of the memory layout of a tensor whose sizes vary: relations, so that a run can be held to them."""
+"""Questions about the memory layout of a tensor whose sizes vary, as relations that a run can be held to."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Plain tensors of outside that a recording meets: constants, and views of memory met before.
 
 A tensor met once is one constant; another that lies in the same memory is a view of it, so that writes to either show.
-That holds across the recordings of a graph, for memory that was recorded as written, or that a view looks into, and
-that still holds what it held when it was met.
+Each recording of a graph starts from what the tensor holds: memory that one of them writes, no other one may use.
 """
 
 from __future__ import annotations
@@ -28,13 +27,12 @@ class Met:
     """Memory of outside that a finished recording met."""
 
     storage: StorageWeakRef
-    first: torch.Tensor  # the tensor that was met, without its memory
-    held: torch.Tensor  # what it held
-    base: Base
+    owner: str
+    is_written: bool
 
 
 class Outside:
-    """What stands in one recording for the plain tensors that it met."""
+    """The recorded stand-ins of the plain tensors that one recording met."""
 
     def __init__(self, recorder: Recording) -> None:
         self._rec = recorder
@@ -49,6 +47,7 @@ class Outside:
             base = self._rec._read_base(var)
             handle = self._rec._wrap(base.entry, base)
         else:
+            self._refuse_written(tensor)
             seen = self._seen_memory(tensor)
             handle = self._constant_of(tensor) if seen is None else seen
             self._rec.tape.handles[id(tensor)] = (tensor, handle)
@@ -58,14 +57,13 @@ class Outside:
     def _constant_of(self, tensor: torch.Tensor) -> Tensor:
         with _disable_current_modes():
             entry = self._rec.constant(self._captured(tensor))
-        self._rec.tape.constants.setdefault(_storage(tensor), entry)
         if entry.sample is not None and _storage(entry.sample) == _storage(tensor):
             self._rec.tape.borrowed[entry.value.node] = entry
         return self._rec._wrap(entry)
 
     def _seen_memory(self, tensor: torch.Tensor) -> Tensor | None:
         """A plain tensor that shares memory with one met before: a view of that, so that writes to either show."""
-        met, base = self._rec.tape.memory.get(_storage(tensor)) or self._met_before(tensor), tensor._base
+        met, base = self._rec.tape.memory.get(_storage(tensor)), tensor._base
         if met is None and base is not None and self._rec.variable_of(base) is not None:
             met = base, self.handle(base)
         if met is None:
@@ -75,7 +73,6 @@ class Outside:
             why = "a tensor whose memory another tensor met in this recording shares in part: write to a copy of it"
             if handle._family.version:
                 raise Unsupported(f"a read after a write to {why}{self._rec.tape.at()}")
-            self._rec.changes(handle._family)
             handle._family.frozen = why
             other = self._constant_of(tensor)
             other._family.frozen = why
@@ -85,32 +82,28 @@ class Outside:
             offset = tensor.storage_offset() - first.storage_offset() + int(handle.storage_offset())
             return aten.as_strided(handle, tensor.shape, tensor.stride(), offset)
 
-    def _met_before(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Tensor] | None:
-        """The same for memory that an earlier recording met, where it matters: it was written, or is looked into."""
-        met = self._rec.space.outside.get(_storage(tensor))
-        if met is None or met.storage.expired() or met.base.entry.value.node not in self._rec.tape.by_id:
-            return None
-        base, live = met.base, self._rec.space.live
-        if not base.version and not any(view._family is base and view._chain for view in list(live)):
-            return None
-        with _disable_current_modes():
-            now = tensor.detach().as_strided(met.first.shape, met.first.stride(), met.first.storage_offset())
-            if now.dtype != met.held.dtype or not torch.equal(now, met.held):
-                return None
-        handle = self._rec._wrap(base.entry, base)
-        self._rec.tape.handles[id(met.first)] = self._rec.tape.memory[_storage(tensor)] = met.first, handle
-        return met.first, handle
+    def _others(self, key: int) -> list[Met]:
+        """The same memory as other recordings met it, of which nodes stand in the graph."""
+        met = [each for each in self._rec.space.outside.get(key, ()) if not each.storage.expired()]
+        standing = {node.owner.key for node in self._rec.tape.kept if node.owner is not None} if met else set()
+        return [each for each in met if each.owner in standing - {self._rec.owner.key}]
+
+    def _refuse_written(self, tensor: torch.Tensor) -> None:
+        """Raises Unsupported for memory that another recording writes: a run of this one would not see that."""
+        if any(each.is_written for each in self._others(_storage(tensor))):
+            raise Unsupported(f"a plain tensor that another cell writes into{self._rec.tape.at()}{_INSTEAD}")
 
     def remember(self) -> None:
         """At the end of a recording that succeeded: the memory that it met, for those that follow."""
-        known = self._rec.space.outside
-        for key in [key for key, met in known.items() if met.storage.expired()]:
-            del known[key]
+        known, owner = self._rec.space.outside, self._rec.owner.key
+        for key, met in list(known.items()):
+            known[key] = [each for each in met if not each.storage.expired() and each.owner != owner]
+            if not known[key]:
+                del known[key]
         for key, (tensor, handle) in self._rec.tape.memory.items():
-            base = handle._family
-            entry = self._rec.tape.constants.get(key)
-            if entry is not None and entry.sample is not None and base.variable is None:
-                known[key] = Met(StorageWeakRef(tensor.untyped_storage()), _geometry(tensor), entry.sample, base)
+            if handle._family.variable is None and tensor.layout is torch.strided:
+                met = Met(StorageWeakRef(tensor.untyped_storage()), owner, bool(handle._family.version))
+                known.setdefault(key, []).append(met)
 
     def _captured(self, tensor: torch.Tensor) -> torch.Tensor:
         """A plain tensor as a constant: copied, so that later changes do not reach the graph; a big one at the end."""
@@ -134,15 +127,18 @@ class Outside:
 
     def lost_write(self, base: Base) -> None:
         """Say once a line that a write into a tensor of outside that is no Variable does not last."""
-        if all(handle._family is not base for _, handle in self._rec.tape.memory.values()):
+        key = next((key for key, (_, handle) in self._rec.tape.memory.items() if handle._family is base), None)
+        if key is None:
             return
+        if self._others(key):
+            raise Unsupported(f"a write to a plain tensor that another cell uses{self._rec.tape.at()}{_INSTEAD}")
         self._rec.note(
             "a run does not write into a plain tensor of outside, and starts each time from what it held; make it a "
             "buffer or a tfnb.Variable to keep it"
         )
 
     def written(self, tensor: torch.Tensor, how: str = "numpy()") -> torch.Tensor:
-        """What a tensor that was not recorded holds for the program: its memory, or what this recording wrote to it."""
+        """The value of a plain tensor for the program: its memory, or the sample that this recording wrote to it."""
         if _storage(tensor) not in self._rec.tape.memory or not self._rec.home(tensor).version:
             return tensor
         self._rec.escaped(tensor, how)
@@ -152,16 +148,12 @@ class Outside:
         return sample
 
 
+_INSTEAD = "\n  make it a tfnb.Variable or a buffer of a module, or write to a clone() of it"
+
+
 def _storage(tensor: torch.Tensor) -> int:
     """The memory of a plain tensor; its own id where that is not one piece."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
-
-
-def _geometry(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that lies in its memory as this one does, and has none."""
-    reach = tensor.storage_offset() + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    memory = torch.empty(max(reach, 0) + 1, dtype=tensor.dtype, device="meta")  # one without elements reaches nowhere
-    return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def _covers(first: torch.Tensor, tensor: torch.Tensor) -> bool:

@@ -63,7 +63,7 @@ class Recording(current.Recording, Protocol):
         """The recorded tensor that stands for any tensor met while recording."""
 
     def home(self, tensor: torch.Tensor) -> Base:
-        """What the aliases of a tensor share."""
+        """The base that the aliases of a tensor share."""
 
     def fresh(self, tensor: torch.Tensor) -> Tensor:
         """The value of ``tensor`` in memory of its own."""
@@ -84,10 +84,7 @@ class Recording(current.Recording, Protocol):
         """A node that holds ``tensor``."""
 
     def look(self, tensor: Tensor) -> Entry:
-        """What a recorded tensor means at this place of the program."""
-
-    def changes(self, *things: Tensor | Base) -> None:
-        """Said before a handle or base changes."""
+        """The entry of a recorded tensor at this place of the program."""
 
     def _entry(self, tensor: torch.Tensor) -> Entry: ...
 

@@ -46,7 +46,7 @@ def physical(tensor: Any) -> Any:
 
 
 class Samples:
-    """What is known of the values of one graph while recording."""
+    """The known sample values of one graph while recording."""
 
     def __init__(self, number: Callable[[Dim], Any], graph: Callable[[], Graph | None]) -> None:
         self._number, self._graph = number, graph
@@ -66,7 +66,7 @@ class Samples:
     # -- keeping ------------------------------------------------------------------------------------------------
 
     def root(self, value: Value, sample: torch.Tensor | None) -> None:
-        """What cannot be computed again: never dropped."""
+        """Keep a sample that cannot be computed again: it is never dropped."""
         if sample is not None:
             self._roots[value] = sample
             self._stamps[value] = _stamp(sample)
@@ -173,7 +173,7 @@ class Samples:
         return found
 
     def _look_at_roots(self) -> None:
-        """What was computed from values that are not there any more is computed anew."""
+        """Drop the samples that were computed from values that have changed since."""
         with _disable_current_modes(), torch._C.DisableTorchFunction():  # a look at a Variable is no read
             now = {v: _stamp(sample) for v, sample in self._roots.items()}
             now |= {v: stamp for v, variable in self._reads.items() if (stamp := _stamp_of(variable)) is not None}
@@ -199,7 +199,7 @@ class Samples:
         return order
 
     def _outputs(self, node: Node, found: Mapping[Value, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """What one node gives; nothing where it has no sample."""
+        """The samples of one node's outputs; none where an input has no sample."""
         match node.op:
             case "tfnb.constant":
                 return (node.attrs["value"],)
@@ -219,7 +219,7 @@ class Samples:
 
 
 def _stamp(tensor: torch.Tensor) -> Any:
-    """What changes when the tensor is written, or another takes its place."""
+    """A stamp that changes when the tensor is written, or another takes its place."""
     written = 0 if tensor.is_inference() else tensor._version
     return tensor.data_ptr() if tensor.layout is torch.strided else id(tensor), written
 

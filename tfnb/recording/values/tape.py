@@ -34,7 +34,7 @@ _UNSCOPED = ("tfnb.placeholder", "tfnb.read", "tfnb.constant")
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """What every node recorded now carries."""
+    """Marks that every node recorded now carries."""
 
     control: tuple[int, ...] = ()
     tags: frozenset[str] = frozenset()
@@ -44,7 +44,7 @@ class Marks:
 
 @dataclass(eq=False)
 class State:
-    """What a tape puts back. Containers are copied when it is saved, so what is in them is not changed in place."""
+    """The state that a tape puts back. Saving copies the containers, so nothing may change their items in place."""
 
     new: list[Node]
     by_id: dict[int, Node]
@@ -58,7 +58,6 @@ class State:
     reads: dict[Variable, Base] = field(default_factory=dict)
     handles: dict[int, tuple[torch.Tensor, Tensor]] = field(default_factory=dict)  # of plain tensors met, by id
     memory: dict[int, tuple[torch.Tensor, Tensor]] = field(default_factory=dict)  # the first of them, by storage
-    constants: dict[int, Entry] = field(default_factory=dict)  # what stood for that one first
     borrowed: dict[int, Entry] = field(default_factory=dict)  # constants that share memory with what was captured
     wanted: set[int] = field(default_factory=set)  # constants that the user asked for
     # what is known of sizes and values
@@ -139,6 +138,10 @@ class Tape(State):
         """Whether a value is not of this recording."""
         return value.node in self._earlier or value.node not in self.by_id
 
+    def is_of_another_cell(self, value: Value) -> bool:
+        """Whether another recording of the graph has it."""
+        return value.node in self._earlier
+
     def is_fixed(self, value: Value) -> bool:
         """Whether a value is the same in every run: no placeholder, variable, size or random draw leads to it."""
         return next(self._varying(value), None) is None
@@ -153,7 +156,7 @@ class Tape(State):
         return ", ".join(sorted(names))
 
     def _varying(self, value: Value) -> Iterator[Node]:
-        """What leads to a value and may be another one in a run."""
+        """The nodes on the way to a value that a run may compute otherwise."""
         stack, seen = [value.node], {value.node}
         while stack:
             node = self.by_id[stack.pop()]
@@ -220,6 +223,6 @@ class Tape(State):
             self.marks = before
 
     def at(self) -> str:
-        """Where the user's program stands, as the end of an error text."""
+        """The line of the user's program, as the end of an error text."""
         source = self.where()
         return f"\n  at {source}" if source else ""

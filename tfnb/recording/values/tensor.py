@@ -72,7 +72,7 @@ class Entry:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Base:
-    """What a family of aliases looks at: the current entry, raised by each write.
+    """The shared memory of a family of aliases: its current entry, which each write replaces.
 
     ``version`` is 0 before the first write and then never twice the same, also where a write is taken back.
     ``written`` is called with the new entry when the base is a Variable.
@@ -157,16 +157,7 @@ class Tensor(Recorded):
         if not self._chain or (is_current and self._family.variable is None):
             return self.shown
         recording = next((r for r in reversed(current.stack.open) if r.graph is self._graph), None)
-        if recording is None and is_current:
-            return self.shown
-        if recording is None:
-            node = _node(self._graph, self._family.entry.value)
-            where = node.source.label if node.source else "a cell"
-            raise StaleNode(
-                f"this is a view of {node.name}, which {where} wrote before the cell of this view was run again; run "
-                f"{where} again"
-            )
-        return recording.look(self)
+        return self.shown if recording is None else recording.look(self)
 
     @property
     def value(self) -> Value:
@@ -185,7 +176,7 @@ class Tensor(Recorded):
 
     @property
     def index(self) -> int:  # type: ignore[override]
-        """Which output of the node."""
+        """The number of the node's output."""
         return self.value.index
 
     @property
@@ -224,13 +215,6 @@ class Tensor(Recorded):
         self._entry, self._family, self._chain, self._seen = other._entry, other._family, other._chain, other._seen
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
             self.data = other  # sizes and strides; torch asks whether the two fit, also where there is no sample
-
-    def look_as_before(self, entry: Entry, family: Base, chain: tuple[View, ...], seen: int) -> None:
-        """Become again what this was."""
-        with self._space.symbols.quiet():
-            if self._entry.fake is not entry.fake:
-                self.look_as(Tensor(entry, self._space, family, chain, seen))
-        self._entry, self._family, self._chain, self._seen = entry, family, chain, seen
 
     def renew(self, ids: Container[int], renewed: Callable[[Any], Any]) -> None:
         """If a node of ``ids`` computes it: its sample is to be computed again, and its sizes are ``renewed``."""
@@ -406,7 +390,7 @@ class Operation:
 
 
 def _at() -> str:
-    """Where the open recording stands, as the end of an error text."""
+    """The line of the open recording, as the end of an error text."""
     recording = current.recording()
     return "" if recording is None else recording.tape.at()
 

@@ -1,4 +1,4 @@
-"""What recordings of one graph share in this process: symbols, samples, fakes, tensors of values.
+"""The workspace that recordings of one graph share in this process: symbols, samples, fakes, tensors of values.
 
 What is kept of the samples, and how others are computed, is `tfnb.recording.values.samples`.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Derivative:
-    """What `gradients` recorded: right for as long as ``ys`` depend on ``xs`` by the same nodes."""
+    """A derivative that `gradients` recorded. It holds for as long as ``ys`` depend on ``xs`` by the same nodes."""
 
     nodes: frozenset[int]
     ys: tuple[Value, ...]
@@ -63,7 +63,7 @@ class Workspace:
         self._apart: dict[Value, torch.Tensor] = {}  # fakes that stand for one value alone
         self.samples = Samples(self.symbols.number, self._graph)
         self.live = WeakIdKeyDictionary()  # recorded tensors of finished recordings that somebody still holds
-        self.outside: dict[int, Met] = {}  # memory of plain tensors that recordings met, by storage
+        self.outside: dict[int, list[Met]] = {}  # memory of plain tensors that recordings met, by storage
         self.rules: dict[int, Callable[..., Any]] = {}  # nodes with a gradient rule of their own
         self.asked: dict[int, tuple[str, int]] = {}  # nodes of a function that the user's line called: where in it
         self.derivatives: tuple[Derivative, ...] = ()

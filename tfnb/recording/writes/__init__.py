@@ -1,5 +1,4 @@
 """Kinds of writes: calls in place, views, shared memory.
 
-`in_place_calls` records the twins, `aliases` memory that several names share, `undo_log` takes back what a failed
-recording wrote.
+`in_place_calls` records the twins, `aliases` memory that several names share.
 """

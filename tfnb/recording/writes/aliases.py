@@ -57,11 +57,14 @@ def check_write(rec: Recording, base: Base) -> None:
 
 
 def lose(rec: Recording, base: Base, why: str) -> None:
-    """Nobody may look at it any more: only runs know whether it was written. Raises Unsupported inside of a region."""
+    """Nobody may look at it any more: only runs know whether it was written.
+
+    Raises Unsupported for a tensor of another cell, and inside of a region.
+    """
     error = f"{why}\n  {ADVICE}"
-    if base.variable is not None or (rec.inside and base in rec.inside[-1].entries):
+    is_outside = rec.tape.is_of_another_cell(base.entry.value) or (rec.inside and base in rec.inside[-1].entries)
+    if base.variable is not None or is_outside:
         raise Unsupported(error, details=REFUSED)
-    rec.changes(base)
     entry = base.entry.light()
     entry.lost = error
     base.become(entry)
@@ -77,13 +80,13 @@ def copy_of(rec: Recording, tensor: torch.Tensor, why: str) -> Tensor:
 
 
 def outer(rec: Recording) -> set[Base]:
-    """What is of outside of the region that is being recorded, also what that met first."""
+    """Tensors of outside of the region that is being recorded, those that it met first included."""
     handles = rec.tape.handles.values()
     return {*rec.inside[-1].entries, *rec.tape.reads.values(), *(handle._family for _, handle in handles)}
 
 
 def looked(chain: tuple[View, ...], base: torch.Tensor) -> torch.Tensor:
-    """What the views show of the base."""
+    """The part of the base that the views show."""
     for view in chain:
         base = view.apply(base)
     return base

@@ -7,8 +7,6 @@ through ``detach()`` or ``.data``, leaves the path of gradients through its targ
 
 from __future__ import annotations
 
-import math
-import operator
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +23,6 @@ from tfnb.recording.values.tensor import Base, Entry, Tensor
 from tfnb.recording.writes.aliases import STRAIGHT, check_write, fitting, put
 
 aten = torch.ops.aten
-_RESIZES: dict[Op, str] = {aten.resize_.default: "size", aten.resize_as_.default: "the_template"}
 
 
 def record_write(rec: Recording, func: Op, own: Facts, args: Any, kwargs: Any) -> Any:
@@ -104,41 +101,22 @@ def _entry_of(argument: Any, at: int, count: int) -> Any:
 def _look_again(rec: Recording, func: Op, other: Op, own: Facts, named: Mapping[str, Any]) -> torch.Tensor:
     """A call that changes the shape of its target and no value: the handle looks through one more view."""
     target = named[own.writes[0]]
-    resizes = func in _RESIZES
-    if not (facts(other).is_view or resizes):
+    if not facts(other).is_view:
         raise _refused(rec, func, "gives a tensor other memory, which is not recorded: use a new tensor")
-    if not isinstance(target, Tensor) or target._space is not rec.space:
+    if not isinstance(target, Tensor) or target not in rec.live:
         raise _refused(rec, func, "changes the shape of a tensor made outside of the recording: use a view of it")
-    look = rec.handle(_resized(rec, func, target, named) if resizes else _called(other, named)[0])
-    rec.changes(target)
+    look = rec.handle(_called(other, named)[0])
     target.look_as(look)
     return target
-
-
-def _resized(rec: Recording, func: Op, target: Tensor, named: Mapping[str, Any]) -> torch.Tensor:
-    """What ``resize_`` makes of its target: other sizes on the memory that it has."""
-    sizes = named[_RESIZES[func]]
-    sizes = sizes.shape if isinstance(sizes, torch.Tensor) else sizes
-    if len(sizes) == target.dim() and all(map(statically_known_true, map(operator.eq, sizes, target.shape))):
-        return target
-    offset = target.storage_offset()
-    fits = statically_known_true(offset + math.prod(sizes) <= rec.home(target).entry.fake.numel())
-    if not fits or named.get("memory_format") not in (None, torch.contiguous_format, torch.preserve_format):
-        shapes = rec.symbols.readable(f"{list(target.shape)} to {list(sizes)}")
-        raise _refused(rec, func, f"from {shapes} gives a tensor other memory, which is not recorded: use a new tensor")
-    strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
-    return aten.as_strided(target, sizes, strides, offset)
 
 
 def _grow(rec: Recording, func: Op, target: torch.Tensor, result: torch.Tensor) -> None:
     """An ``out=`` without elements takes the shape of the result."""
     grows = result.dtype == target.dtype and statically_known_true(target.numel() == 0)
-    if not (grows and isinstance(target, Tensor) and target._space is rec.space and not target._chain):
+    if not (grows and isinstance(target, Tensor) and target in rec.live and not target._chain):
         shapes = f"{list(target.shape)} {target.dtype} to {list(result.shape)} {result.dtype}"
         raise _refused(rec, func, f"would change its out= from {shapes}: give it a tensor that fits")
-    fresh = rec.fresh(result)
-    rec.changes(target)
-    target.look_as(fresh)
+    target.look_as(rec.fresh(result))
 
 
 def _broadcasts(result: torch.Tensor, target: torch.Tensor) -> bool:
@@ -152,9 +130,10 @@ def _broadcasts(result: torch.Tensor, target: torch.Tensor) -> bool:
 
 
 def rebind(rec: Recording, target: torch.Tensor, new: torch.Tensor) -> None:
-    """What ``target`` (a recorded tensor, a view, a parameter, a buffer) means from here on: ``new``."""
+    """From here on ``target`` (a recorded tensor, a view, a parameter, a buffer) means ``new``."""
     handle = rec.handle(target)
     base, chain = handle._family, handle._chain
+    refuse_of_another_cell(rec, target, base)
     if base.frozen:
         raise Unsupported(f"a write to {base.frozen}{rec.tape.at()}")
     if any(twin() is not None for twin in base.twins):
@@ -168,10 +147,19 @@ def rebind(rec: Recording, target: torch.Tensor, new: torch.Tensor) -> None:
             rec.symbols.decided(is_view())
     entry = rec._entry(put(rec, chain, rec._wrap(base.entry, base), new))
     new_entry = rec._entry(new) if chain else None
-    rec.changes(handle)
     _become(rec, base, entry)
     handle._entry = new_entry or base.entry
     handle._seen = base.version
+
+
+def refuse_of_another_cell(rec: Recording, target: torch.Tensor, base: Base) -> None:
+    """Raises Unsupported for a write that other cells would see: each cell runs again by itself."""
+    is_view_of_another = isinstance(target, Tensor) and target._space is rec.space and target not in rec.live
+    if rec.tape.is_of_another_cell(base.entry.value) or (is_view_of_another and base.variable is not None):
+        raise Unsupported(
+            f"a write to a tensor that another cell recorded{rec.tape.at()}\n  write to a copy of it here, as in "
+            "`h = h.clone()`, or move the line into that cell; what cells share and change is a tfnb.Variable"
+        )
 
 
 def _become(rec: Recording, base: Base, entry: Entry) -> None:
@@ -184,7 +172,6 @@ def _become(rec: Recording, base: Base, entry: Entry) -> None:
     elif var.trainable and rec.scopes.module is None:
         rec.tape.by_hand[var] = rec.where()
     in_module = var is not None and var.held is not None and bool(rec.scopes.places(var.held.tensor()))
-    rec.changes(base)
     tags = frozenset({"buffer"} if in_module else ())  # it belongs to the step of a loss
     with torch.enable_grad(), rec.tagged(tags, rec.tape.marks.forward):
         base.write(entry)
@@ -202,7 +189,6 @@ def note_copy(rec: Recording, source: torch.Tensor, result: Any) -> None:
     def is_view() -> Any:
         return contiguous(env, sizes, strides, torch.contiguous_format)
 
-    rec.changes(base, other)
     base.copies += ((weakref.ref(other), is_view),)
     other.copies += ((weakref.ref(base), is_view),)
 
@@ -212,11 +198,10 @@ def take_data(rec: Recording, target: torch.Tensor, new: torch.Tensor) -> None:
     base, other = rec.home(target), rec.home(new)
     if base is other and all(view.op is aten.detach.default for view in rec.handle(new)._chain):
         return
-    rec.changes(base, other)
     if isinstance(target, Tensor):
+        refuse_of_another_cell(rec, target, base)
         with torch.no_grad(), rec.tagged(STRAIGHT, rec.tape.marks.forward):
             look = rec.fresh(aten.copy(target, new))
-        rec.changes(target)
         target.look_as(look)
         base = look._family
     elif any(view._family is base and view is not new for view in list(rec.live) if view._chain):
