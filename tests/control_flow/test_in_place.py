@@ -136,15 +136,14 @@ return a * a
 """
 
 
-@pytest.mark.parametrize("executor", ["auto", "dataflow"])
 @pytest.mark.parametrize(("name", "body"), blocks(QUIET), ids=[name for name, _ in blocks(QUIET)])
-def test_with_grad_mode_off_gradients_pass_where_autograd_has_them(name: str, body: str, executor: str) -> None:
+def test_with_grad_mode_off_gradients_pass_where_autograd_has_them(name: str, body: str) -> None:
     program = function(body)
     with tfnb.record() as graph:
         x = tfnb.placeholder(FED[0], name="x")
         y = tfnb.autograph(program)(x)
         (dx,) = tfnb.gradients(y.sum(), [x], unconnected="zero")
-    session = tfnb.Session(graph, executor=executor)
+    session = tfnb.Session(graph)
     for fed in (*FED, -FED[2]):
         leaf = fed.clone().requires_grad_()
         expected = program(leaf)
@@ -169,8 +168,7 @@ return net.seen * 2
 """
 
 
-@pytest.mark.parametrize("executor", ["auto", "dataflow"])
-def test_a_buffer_that_a_staged_loop_adds_to_is_written_and_not_trained(executor: str) -> None:
+def test_a_buffer_that_a_staged_loop_adds_to_is_written_and_not_trained() -> None:
     program, net, plain = function(ADDED), Counting(), Counting()
     seen = net.seen
     with tfnb.record() as graph:
@@ -179,7 +177,7 @@ def test_a_buffer_that_a_staged_loop_adds_to_is_written_and_not_trained(executor
         train = tfnb.train.SGD(0.1).minimize(out)
         step = tfnb.group(train, net.seen)
     assert net.seen is seen
-    session = tfnb.Session(graph, executor=executor)
+    session = tfnb.Session(graph)
     for fed in FED:
         with torch.no_grad():
             expected = program((fed, plain))
@@ -213,18 +211,15 @@ return net.seen.square()
 """
 
 
-@pytest.mark.parametrize("executor", ["auto", "dataflow"])
 @pytest.mark.parametrize(("name", "body"), blocks(QUIET_STATE), ids=[name for name, _ in blocks(QUIET_STATE)])
-def test_with_grad_mode_off_gradients_pass_through_a_buffer_where_autograd_has_them(
-    name: str, body: str, executor: str
-) -> None:
+def test_with_grad_mode_off_gradients_pass_through_a_buffer_where_autograd_has_them(name: str, body: str) -> None:
     net, program = Counting(), function("x, net = x\n" + body)
     with tfnb.record() as graph:
         x = tfnb.placeholder(FED[0], name="x")
         y = tfnb.autograph(program)((x, net))
         (dx,) = tfnb.gradients(y, [x], unconnected="zero")
     assert not any("stays Python" in note for note in graph.notes), graph.notes
-    session = tfnb.Session(graph, executor=executor)
+    session = tfnb.Session(graph)
     for fed in (*FED, -FED[2]):
         leaf, plain = fed.clone().requires_grad_(), Counting()
         expected = program((leaf, plain))
@@ -282,8 +277,7 @@ def test_what_is_computed_in_place_of_a_buffer_is_not_trained() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*Python took the")
-@pytest.mark.parametrize("executor", ["auto", "dataflow"])
-def test_a_parameter_first_read_below_a_guard_inside_of_a_loop(executor: str) -> None:
+def test_a_parameter_first_read_below_a_guard_inside_of_a_loop() -> None:
     net = Counting()
 
     def body(i: Any, y: Any) -> Any:
@@ -294,7 +288,7 @@ def test_a_parameter_first_read_below_a_guard_inside_of_a_loop(executor: str) ->
     with tfnb.record() as graph:
         x = tfnb.placeholder(torch.ones(3), shape=(3,), name="x")
         y = tfnb.while_loop(lambda i, y: i < 2, body, (0, x))[1]
-    session = tfnb.Session(graph, executor=executor)
+    session = tfnb.Session(graph)
     torch.testing.assert_close(session.run(y, {x: torch.ones(3)}), torch.tensor([3.0, 5.0, 7.0]))
     with pytest.raises(BranchChanged):
         session.run(y, {x: -torch.ones(3)})

@@ -315,9 +315,8 @@ def test_a_loop_that_reads_a_list_that_it_appends_to_is_told_to_use_an_array(nam
     assert "line" in str(found.value)
 
 
-@pytest.mark.parametrize("executor", ["auto", "dataflow"])
 @pytest.mark.parametrize("is_taken", [True, False])
-def test_how_many_iterations_a_run_took_is_known_by_a_list_alone(executor: str, is_taken: bool) -> None:
+def test_how_many_iterations_a_run_took_is_known_by_a_list_alone(is_taken: bool) -> None:
     def function(n: Any, x: Any) -> Any:
         k = 0
         if x > 0:
@@ -330,7 +329,7 @@ def test_how_many_iterations_a_run_took_is_known_by_a_list_alone(executor: str, 
     with tfnb.record() as graph:
         n, x = tfnb.placeholder(torch.tensor(2), name="n"), tfnb.placeholder(torch.tensor(1.0 if is_taken else -1.0))
         k = tfnb.autograph(function)(n, x)
-    session = tfnb.Session(graph, executor=executor)
+    session = tfnb.Session(graph)
     found = [
         session.run(k, {n: iterations, x: value}).tolist() for iterations, value in ((5, 1.0), (0, 1.0), (3, -1.0))
     ]

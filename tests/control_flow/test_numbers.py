@@ -52,11 +52,8 @@ def test_a_number_takes_the_dtype_of_the_tensor_in_the_other_branch(program: Cal
     assert not any("stays Python" in note for note in graph.notes)
     for fed in ([1.5, 2.0, -1.0], [3.0, 1.0, 0.25, 7.0], [-1.0, -2.0]):
         row = torch.tensor(fed, dtype=dtype)
-        for executor in ("auto", "dataflow"):
-            got = tfnb.Session(graph, executor=executor).run(out, {x: row})  # type: ignore[arg-type]
-            pairs = zip(got, program(row), strict=True) if isinstance(got, tuple) else [(got, program(row))]
-            for a, b in pairs:
-                torch.testing.assert_close(a.to(F64), torch.as_tensor(b, dtype=F64))
+        for a, b in zip(tfnb.Session(graph).run(out, {x: row}), program(row), strict=True):
+            torch.testing.assert_close(a.to(F64), torch.as_tensor(b, dtype=F64))
 
 
 def test_gradients_pass_through_a_number_that_became_a_tensor() -> None:
@@ -86,9 +83,8 @@ def test_a_number_of_another_kind_than_the_tensor_of_the_other_branch_is_refused
         tfnb.autograph(program)(tfnb.placeholder(torch.tensor([0.5, 2.0])))
 
 
-@pytest.mark.parametrize("executor", ["auto", "dataflow"])
 @pytest.mark.parametrize("dtype", [F32, F64])
-def test_a_rate_that_a_loop_lowers_is_as_exact_as_what_it_is_used_on(executor: Any, dtype: Any) -> None:
+def test_a_rate_that_a_loop_lowers_is_as_exact_as_what_it_is_used_on(dtype: Any) -> None:
     def descend(x: Any, n: Any) -> Any:
         rate, i = 0.1, 0
         while i < n:
@@ -101,7 +97,7 @@ def test_a_rate_that_a_loop_lowers_is_as_exact_as_what_it_is_used_on(executor: A
         x, n = tfnb.placeholder(torch.linspace(0, 1, 5, dtype=dtype)), tfnb.placeholder(torch.tensor(2))
         y = tfnb.autograph(descend)(x, n)
     fed = {x: torch.linspace(-1, 3, 7, dtype=dtype), n: torch.tensor(9)}
-    got = tfnb.Session(graph, executor=executor).run(y, fed)
+    got = tfnb.Session(graph).run(y, fed)
     torch.testing.assert_close(got, descend(*fed.values()), rtol=4 * torch.finfo(dtype).eps, atol=0.0)
 
 

@@ -156,14 +156,13 @@ def test_slices_by_a_loops_number_are_those_of_each_iteration(program: Callable[
         (first,) = tfnb.gradients(y.sin().sum(), [x])
         (second,) = tfnb.gradients(first.square().sum(), [x])
     assert not any("stays Python" in note for note in graph.notes)
-    sessions = [tfnb.Session(graph, executor=executor) for executor in ("auto", "dataflow")]
+    session = tfnb.Session(graph)
     for shape in [(4, 3), (7, 5), (1, 4)]:
         fed = torch.randn(shape, dtype=torch.float64, requires_grad=True)
         with sdpa_kernel(SDPBackend.MATH):  # torch's others have no second derivative
             want = program(fed)
             expected = [want.detach(), *_gradients(want, fed)]
-        for session in sessions:
-            torch.testing.assert_close(session.run([y, first, second], {x: fed.detach()}), expected)
+        torch.testing.assert_close(session.run([y, first, second], {x: fed.detach()}), expected)
 
 
 def test_one_row_that_a_run_does_not_have_is_an_error_with_the_line() -> None:
@@ -234,8 +233,7 @@ def test_rows_by_a_loops_number_take_memory_by_the_row(program: Callable[[Any], 
     assert taken < 40 * fed.nbytes, f"{taken / fed.nbytes:.0f} times x, in {iterations} iterations"
 
 
-@pytest.mark.parametrize("executor", ["auto", "dataflow"])
-def test_what_was_there_before_a_row_was_written_stays(executor: str) -> None:
+def test_what_was_there_before_a_row_was_written_stays() -> None:
     def body(n: Any, y: Any, old: Any, total: Any) -> Any:
         row = n.reshape(1)
         new = y.index_copy(0, row, y[n : n + 1] * 2 + 1)
@@ -252,7 +250,7 @@ def test_what_was_there_before_a_row_was_written_stays(executor: str) -> None:
     y, old, total = fed, fed, torch.zeros_like(fed)
     for n in range(5):
         _, y, old, total = body(torch.tensor(n), y, old, total)
-    torch.testing.assert_close(tfnb.Session(graph, executor=executor).run(list(out), {x: fed}), [y, old, total])
+    torch.testing.assert_close(tfnb.Session(graph).run(list(out), {x: fed}), [y, old, total])
 
 
 def test_what_a_late_write_takes_is_not_written_before() -> None:
@@ -304,17 +302,15 @@ def test_a_decoder_writes_token_after_token() -> None:
         x = tfnb.placeholder(torch.randint(7, (2, 3)), shape=("B", "T"))
         out = tfnb.autograph(written)(x)
     assert not any("stays Python" in note for note in graph.notes)
-    sessions = [tfnb.Session(graph, executor=executor) for executor in ("auto", "dataflow")]
+    session = tfnb.Session(graph)
     for shape in [(2, 3), (4, 5), (1, 1)]:
         fed = torch.randint(7, shape)
         with torch.no_grad():
             wanted = written(fed)
-        for session in sessions:
-            assert torch.equal(session.run(out, {x: fed}), wanted)
+        assert torch.equal(session.run(out, {x: fed}), wanted)
 
 
-@pytest.mark.parametrize("executor", ["auto", "dataflow"])
-def test_a_loop_in_a_loop_takes_a_part_of_which_no_axis_tells_how_long_the_whole_is(executor: str) -> None:
+def test_a_loop_in_a_loop_takes_a_part_of_which_no_axis_tells_how_long_the_whole_is() -> None:
     def program(x: Any) -> Any:
         a, last, iterations = x.max(), x[-1:], 0
         while a < 2 and iterations < 3:
@@ -329,7 +325,7 @@ def test_a_loop_in_a_loop_takes_a_part_of_which_no_axis_tells_how_long_the_whole
         x = tfnb.placeholder(torch.tensor([0.5, -0.25], dtype=torch.float64), name="x")
         a = tfnb.autograph(program)(x)
         (dx,) = tfnb.gradients(a, [x])
-    session = tfnb.Session(graph, executor=executor)
+    session = tfnb.Session(graph)
     for fed in ([0.5, 0.25, -0.5], [0.75], [0.25, 3.0], [-0.5, 0.25]):
         leaf = torch.tensor(fed, dtype=torch.float64, requires_grad=True)
         want = program(leaf)

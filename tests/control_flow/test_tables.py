@@ -59,9 +59,8 @@ def dense(g: Any) -> torch.Tensor:
     return g.to_dense() if isinstance(g, tfnb.IndexedSlices) else g
 
 
-@pytest.mark.parametrize("executor", ["program", "dataflow"])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_rows_stay_rows_through_branches(name: str, executor: str) -> None:
+def test_rows_stay_rows_through_branches(name: str) -> None:
     torch.manual_seed(0)
     e, f = nn.Embedding(7, 3), nn.Embedding(7, 3)
     forms, program = PROGRAMS[name]
@@ -71,7 +70,7 @@ def test_rows_stay_rows_through_branches(name: str, executor: str) -> None:
     assert "".join(map(form, found)) == forms
     notes = [note for note in g.notes if "becomes dense" in note]
     assert len(notes) == forms.count("d") and all("[7, 3] becomes dense, 84 bytes" in note for note in notes)
-    session = tfnb.Session(g, **({"executor": executor} if executor == "dataflow" else {}))
+    session = tfnb.Session(g)
     kept = [i for i, dx in enumerate(found) if dx is not None]
     for indices in map(torch.tensor, INDICES):
         y = program(indices, e, f) + 0.0 * (e.weight.sum() + f.weight.sum())

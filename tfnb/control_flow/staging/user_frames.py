@@ -11,10 +11,6 @@ from types import FrameType
 
 import torch
 
-from tfnb.errors import file_label
-from tfnb.graph import Source
-from tfnb.recording import Recorder
-
 _HERE = str(Path(__file__).parent.parent)
 
 _FOREIGN = tuple({
@@ -36,15 +32,6 @@ def user_line() -> str:
     """The line of the converted code that called, for messages."""
     frame = user_frame()
     return f"line {frame.f_lineno} `{linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()}`"
-
-
-def source_line(recorder: Recorder) -> Source | None:
-    """The line of the converted code that called."""
-    here, frame = recorder.where(), user_frame()
-    text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-    if here is not None and (here.line, here.text) == (frame.f_lineno, text):
-        return here
-    return Source(file_label(frame.f_code.co_filename), frame.f_lineno, text)
 
 
 def is_foreign(filename: str) -> bool:
