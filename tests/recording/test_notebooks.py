@@ -2,7 +2,8 @@
 
 The contract, as a model that knows nothing of recordings: a notebook's names are what its cells, each as it was last
 run without an error, give when they run once from top to bottom, in the order in which they first ran. What an edit
-above has made impossible to know says that it is stale, until its cell is run again.
+above has made impossible to know says that it is stale, until its cell is run again. A cell that writes into a tensor
+of another one is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from hypothesis import HealthCheck, given, note, settings
 
 import tfnb
 from tests.recording.test_cells import Notebook
-from tfnb.errors import StaleNode
+from tfnb.errors import StaleNode, Unsupported
 
 SAMPLE = torch.arange(12.0).view(4, 3) - 5
 OTHER = torch.arange(12.0, 0, -1).view(4, 3) - 4
@@ -65,9 +66,10 @@ def source(data: st.DataObject, model: Model, cell: int) -> str:
     lines: list[str] = []
     for line in range(data.draw(st.integers(1, 3))):
         known = sorted(model.values(SAMPLE, [*model.sources[:cell], "\n".join(lines)]))
-        pick = st.sampled_from(known)
         text = data.draw(st.sampled_from(STATEMENTS))
-        text = text.format(new=f"c_{cell + 1}_{line}", a=data.draw(pick), b=data.draw(pick))
+        mine = [name for name in known if name.startswith(f"c_{cell + 1}_")]
+        a = data.draw(st.sampled_from(mine if mine and not text.startswith("{new}") else known))
+        text = text.format(new=f"c_{cell + 1}_{line}", a=a, b=data.draw(st.sampled_from(known)))
         if runs(model, [*model.sources[:cell], "\n".join([*lines, text])]):
             lines.append(text)
     return "\n".join(lines) or "pass"
@@ -96,6 +98,18 @@ def check(notebook: Notebook, model: Model, names: list[str], *, strict: bool) -
         assert torch.equal(sample, shown[name]), name
 
 
+def is_taken(notebook: Notebook, cell: int, text: str) -> bool:
+    """Run a cell; False where it is refused, which leaves everything as it was."""
+    held = dict(notebook.names)
+    try:
+        notebook.run(str(cell + 1), text)
+    except Unsupported as error:
+        assert "a tensor that another cell recorded" in str(error)
+        notebook.names.update(held)
+        return False
+    return True
+
+
 def play(data: st.DataObject) -> None:
     model, notebook = Model(), Notebook(f"random-{next(numbers)}")
     notebook.names |= {"grad": grad, "sample": SAMPLE}
@@ -108,21 +122,19 @@ def play(data: st.DataObject) -> None:
         note(f"# {action} cell {cell + 1}\n{text}")
         if action == "fail":
             held = dict(notebook.names)
-            with pytest.raises(ZeroDivisionError):
+            with pytest.raises((ZeroDivisionError, Unsupported)):
                 notebook.run(str(cell + 1), f"{text}\n1 / 0")
             notebook.names.update(held)
         elif action == "edit":
             sources = [*model.sources[:cell], text, *model.sources[cell + 1 :]]
-            if not runs(model, sources):
+            if not runs(model, sources) or not is_taken(notebook, cell, text):
                 continue
             model.sources = sources
-            notebook.run(str(cell + 1), text)
             check(notebook, model, [n for n in model.names(count) if int(n.split("_")[1]) > cell + 1], strict=False)
             for below in range(cell + 1, count):
                 notebook.run(str(below + 1), model.sources[below])
-        else:
+        elif is_taken(notebook, cell, text):
             model.sources[cell:] = [text, *model.sources[cell + 1 :]]
-            notebook.run(str(cell + 1), text)
         check(notebook, model, model.names(len(model.sources)), strict=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,12 @@ def _matmul(rec: Recording, a: Any, b: Any) -> Any:
 def _cdist(rec: Recording, x1: Any, x2: Any, p: float = 2.0, compute_mode: Any = None) -> Any:
     """One kernel, which chooses by the number of rows in each run; the composite would choose while recording."""
     return aten._cdist_forward(x1, x2, p, compute_mode)
+
+
+@override(Stage.OP, aten.linalg_tensorinv.default)
+def _tensorinv(rec: Recording, x: Any, ind: int = 2) -> Any:
+    rows, columns = x.shape[:ind], x.shape[ind:]
+    return torch.linalg.inv(x.reshape(math.prod(columns), -1)).reshape(*columns, *rows)
 
 
 def _checked(op: Any, count: int) -> Callable[..., Any]:
