@@ -79,7 +79,18 @@ def test_a_name_that_some_runs_set_cannot_be_read(name: str, body: str) -> None:
         compared(body, torch.ones(5, 3), [])
 
 
+SET_AGAIN = """
+t = x[0] * 0
+for row in x:
+    new = row * 2
+    t = t + new
+new = x[0] * 0
+for row in x:
+    new = new + row
+return new, t
+"""
+
+
 def test_a_name_that_a_loop_sets_may_be_set_again() -> None:
-    body = "t = 0\nfor row in x:\n    new = row * 2\n    t = t + new\nnew = t * 0\nfor row in x:\n    new = new + row\n"
-    _, refused = compared(body + "return new, t", torch.ones(5, 3), [torch.rand(rows, 3) for rows in (1, 4)])
+    _, refused = compared(SET_AGAIN, torch.ones(5, 3), [torch.rand(rows, 3) for rows in (1, 4)])
     assert refused == 0

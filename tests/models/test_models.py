@@ -235,8 +235,8 @@ SLOW = {
     "resnet18", "googlenet", "densenet", "unet", "translator", "encoder, norm first, both masks", "decoder",
     "resnet50", "transformer", "transformer, all masks", "mobilenet", "gpt by hand", "vit",
     "attention, one float mask each head", "vgg", "unet, bilinear", "lstm, deep, both ways", "encoder, padded",
-    "packed lstm, deep, both ways, sorted", "rnn", "gru", "packed gru", "packed rnn", "autoencoder", "attention with weights",
-    "bag, mean", "bag, offsets", "attention, masks without weights", "householder",
+    "packed lstm, deep, both ways, sorted", "rnn", "gru", "packed gru", "packed rnn", "autoencoder",
+    "attention with weights", "bag, mean", "bag, offsets", "attention, masks without weights", "householder",
 }  # fmt: skip
 # Those of the others in which a module computes something else in evaluation mode.
 EVALUATED = {"norms", "cumulative norms", "normed weights"}
