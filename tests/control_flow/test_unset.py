@@ -84,7 +84,7 @@ t = x[0] * 0
 for row in x:
     new = row * 2
     t = t + new
-new = x[0] * 0
+new = x[0] * 1
 for row in x:
     new = new + row
 return new, t
