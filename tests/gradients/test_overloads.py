@@ -51,6 +51,8 @@ def _pad3d(mode: str) -> Callable[..., Any]:
 
 # overload -> (function, inputs, the function that torch differentiates if it is another)
 ROWS: dict[str, tuple[Any, ...]] = {
+    "aten.prod.default": (lambda x: x.prod(), lambda: (r(2, 3),)),
+    "aten.prod.dim_int": (lambda x: x.prod(1), lambda: (r(2, 3),)),
     "aten._batch_norm_no_update.default": (
         lambda x, w, b: aten._batch_norm_no_update(x, w, b, *_statistics(), 0.1, 1e-5)[0],
         lambda: (r(4, 3, 2), r(3), r(3)), _batch_norm_eval,

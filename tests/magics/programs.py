@@ -185,11 +185,6 @@ for row in x:
     s = s + row.sum()
 out = s
 
-# rows, the last one: staged
-for row in x:
-    last = row * 2
-out = last
-
 # rows counted: staged
 k = 0
 for row in x:
@@ -268,16 +263,6 @@ for i in range(n):
         if (i + j) % 3 == 0:
             continue
         s = s + i * j
-out = s
-
-# loop with else: staged
-s = x.sum()
-for i in range(n):
-    s = s + 1
-    if s > 5:
-        break
-else:
-    s = -s
 out = s
 
 # a python range: staged

@@ -47,25 +47,6 @@ def test_a_cell_stages_its_own_statements(notebook: Any) -> None:
         torch.testing.assert_close(found, [y, torch.tensor(n), fed[fed >= 0].sum()], rtol=0, atol=0)
 
 
-def test_a_cell_stages_match(notebook: Any) -> None:
-    notebook.ok(
-        "%%tfgraph g\n"
-        "x = tfnb.placeholder(torch.tensor(2), name='x')\n"
-        "z = tfnb.placeholder(torch.ones(3, 2), name='z')\n"
-        "match x:\n"
-        "    case 0: r = x * 10\n"
-        "    case 1 | 2: r = x * 100\n"
-        "    case v if v > 50: r = v * 3\n"
-        "    case _: r = -x\n"
-        "rows = z * r\n"
-        "rows"
-    )
-    for fed, factor in ((0, 0), (1, 100), (2, 200), (60, 180), (7, -7)):
-        z = torch.arange(8.0).reshape(4, 2)
-        torch.testing.assert_close(tfnb.run(notebook.names["rows"], {"x": fed, "z": z}), z * factor)
-    assert not any(name.startswith("ag__") for name in notebook.names)
-
-
 def test_no_autograph_leaves_a_guard_and_a_warning(notebook: Any) -> None:
     body = "x = tfnb.placeholder(torch.ones(3), name='x')\ny = x * 2 if x.sum() > 0 else -x"
     with pytest.warns(UserWarning, match="Python took the True branch"):
