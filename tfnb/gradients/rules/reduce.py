@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tfnb.gradients.rule_table import Forward, nograd, partials, rule
+from tfnb.gradients.rule_table import Forward, composite, nograd, partials, rule
 
 aten = torch.ops.aten
 
@@ -86,3 +86,17 @@ def _(n: Forward, dy: Any) -> Any:
     eye = torch.eye(x.shape[dim], dtype=torch.bool, device=x.device)
     without = torch.where(eye, torch.ones_like(row), row).cumprod(-1).triu()
     return ((dy.transpose(dim, -1).unsqueeze(-2) * without).sum(-1).transpose(dim, -1),)
+
+
+for _op in (aten.cummax.default, aten.cummin.default):
+
+    @rule(_op, outputs=1)
+    def _(n: Forward, dy: Any) -> Any:
+        x = n["self"]
+        return (dy if x.dim() == 0 else dy.new_zeros(x.shape).scatter_add(n["dim"], n.outs[1], dy),)
+
+
+@composite(aten._cdist_forward.default)
+def _(x1: torch.Tensor, x2: torch.Tensor, p: float, compute_mode: int | None) -> torch.Tensor:
+    apart = x1.unsqueeze(-2) - x2.unsqueeze(-3)
+    return torch.linalg.vector_norm(apart, p, apart.dim() - 1)  # for -1 torch 2.13 refuses an empty batch
