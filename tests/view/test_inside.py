@@ -87,7 +87,7 @@ def test_a_traced_run_lights_the_side_that_was_taken_and_greys_the_other() -> No
 
 @tfnb.autograph
 def staged(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    total = x.sum()
+    total, half = x.sum(), torch.zeros(x.shape[1])
     for row in x:
         half = row / 2
         while half.norm() > 1:
