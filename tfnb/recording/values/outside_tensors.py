@@ -96,8 +96,8 @@ class Outside:
     def remember(self) -> None:
         """At the end of a recording that succeeded: the memory that it met, for those that follow."""
         known, owner = self._rec.space.outside, self._rec.owner.key
-        for key, met in list(known.items()):
-            known[key] = [each for each in met if not each.storage.expired() and each.owner != owner]
+        for key, earlier in list(known.items()):
+            known[key] = [each for each in earlier if not each.storage.expired() and each.owner != owner]
             if not known[key]:
                 del known[key]
         for key, (tensor, handle) in self._rec.tape.memory.items():
