@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import tfnb
-from tfnb import fitting
+from tfnb import fit_display, fitting
 from tfnb.errors import DeadlineExceeded, FeedError, InvalidArgument, ShapeError, Unimplemented
 from tfnb.execution.tiers import tiered
 from tfnb.execution.tiers.compiled_loops import obstacle
@@ -222,11 +222,11 @@ def test_terminal_shows_one_line_after_a_while(monkeypatch):
 def test_the_panel_and_the_result_say_the_same_numbers(monkeypatch, epochs):
     shown = []
 
-    class Panel(fitting._Panel):
+    class Panel(fit_display.Panel):
         def finish(self, text, metrics, curve):
             shown.append((text, dict(metrics), list(curve)))
 
-    monkeypatch.setattr(fitting, "_front", Panel)
+    monkeypatch.setattr(fitting, "front", Panel)
     x, y, loss, step = recorded(network())
     result = tfnb.fit(step, {x: X, y: Y}, epochs=epochs, watch={"loss": loss})
     assert shown == [(result.summary, {"loss": result.history[-1]["loss"]}, result.curve)]

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -12,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import tfnb
-from tfnb.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound
+from tfnb.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound, ShapeError
 from tfnb.session import default_session
 
 X = torch.randn(50, 6, generator=torch.Generator().manual_seed(0))
@@ -72,7 +76,7 @@ def test_a_stopped_training_goes_on_as_if_it_had_never_stopped(form, at):
         parts.fit(resume=True)
 
 
-@pytest.mark.parametrize("form", ["arrays", "feeds"])
+@pytest.mark.parametrize("form", ["arrays", "feeds", "source"])
 def test_a_file_of_a_callback_is_gone_on_with_in_another_session(form, tmp_path: Path):
     whole, lost, again = Net(form), Net(form), Net(form)
     whole.fit()
@@ -87,6 +91,110 @@ def test_a_file_of_a_callback_is_gone_on_with_in_another_session(form, tmp_path:
         lost.fit(callbacks=save)
     assert again.fit(resume=path).steps == 7
     torch.testing.assert_close(again.values(), whole.values(), rtol=0, atol=0)
+
+
+class StopAtEpoch:
+    def on_epoch(self, progress):
+        if progress.epoch < 3:
+            progress.stop()
+
+
+def test_a_source_that_is_left_between_two_passes_loses_no_batch():
+    whole, parts = Net("source"), Net("source")
+    whole.fit()
+    found = []
+    for resume in (False, True, True):
+        found.append((parts.fit(resume=resume, callbacks=[StopAtEpoch()]).steps, parts.data.position))
+    assert found == [(7, {"epoch": 0, "count": 7}), (7, {"epoch": 1, "count": 7}), (7, {"epoch": 2, "count": 7})]
+    torch.testing.assert_close(parts.values(), whole.values(), rtol=0, atol=0)
+    assert parts.fit().steps == 21  # a new training has whole passes, not the empty rest of the last one
+
+
+def test_a_failed_step_is_taken_again_with_its_batch_and_its_random_numbers():
+    whole, parts = Net("source"), Net("source")
+    whole.fit()
+    fails = [True]
+
+    def once(item):
+        if fails and parts.data.position["count"] == 4:
+            fails.clear()
+            return item[0][:, :2], item[1]  # a step that cannot be computed
+        return item
+
+    source, parts.data = parts.data, parts.data.map(once)
+    with pytest.raises(ShapeError):
+        parts.fit()
+    assert source.position == {"epoch": 0, "count": 3}
+    assert parts.fit(resume=True).steps == 18
+    torch.testing.assert_close(parts.values(), whole.values(), rtol=0, atol=0)
+
+
+INTERRUPTED = """
+import json, os, random, signal, sys, threading, time
+import torch, tfnb
+from torch.nn import functional as F
+
+torch.set_num_threads(1)
+random.seed(int(sys.argv[1]))
+X = torch.randn(56, 6, generator=torch.Generator().manual_seed(0))
+Y = (X.sum(1) > 0).long()
+
+def made():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 2))
+    count = tfnb.Variable(torch.tensor(0.0), name="count", trainable=False)
+    with tfnb.record() as graph:
+        graph.seed = 5
+        x, y = tfnb.placeholder(X[:8], name="x"), tfnb.placeholder(Y[:8], name="y")
+        step = tfnb.train.Momentum(0.1, 0.9).minimize(F.cross_entropy(model(x), y))
+        steps = [step, count.assign_add(torch.ones(()))]
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, Y), batch_size=8, shuffle=True)
+    source = tfnb.Source(loader, name="rows").map(lambda item: (time.sleep(0.001), item)[1])
+    return model, count, source, lambda **more: tfnb.fit(steps, source, feeds=(x, y), epochs=3, **more)
+
+def ended(timer):  # Thread.join believes in the end of a thread once it was interrupted itself
+    while timer in threading.enumerate():
+        time.sleep(0.001)
+    time.sleep(0.002)
+
+def interrupt():
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGINT)
+        threading.Event().wait(random.random() * 0.001)
+
+whole, _, _, fit = made()
+fit()
+for trial in range(int(sys.argv[2])):
+    model, count, source, fit = made()
+    stops = 0
+    while count.value() < 21:
+        timer = threading.Timer(random.random() * 0.03, interrupt)
+        try:
+            try:
+                timer.start()
+                fit(resume=bool(count.value()))
+            except KeyboardInterrupt:
+                stops += 1
+            ended(timer)
+        except KeyboardInterrupt:  # after fit
+            before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+            ended(timer)
+            signal.signal(signal.SIGINT, before)
+    same = all(map(torch.equal, model.state_dict().values(), whole.state_dict().values()))
+    print(json.dumps([same, stops, count.value().item(), source.position]), flush=True)
+"""
+
+
+@pytest.mark.parametrize("trials", [12, pytest.param(300, marks=pytest.mark.slow)])
+def test_interrupts_at_random_instants_neither_lose_nor_double_a_batch(trials):
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, "1", str(trials)], capture_output=True, text=True, timeout=500,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [one for one in found if not one[0] or one[2] != 21] == [] and len(found) == trials
+    assert sum(stops for _, stops, _, _ in found) > trials / 2
 
 
 def test_what_cannot_be_gone_on_with_is_said_and_changes_nothing(tmp_path: Path):

@@ -5,18 +5,16 @@ The loop is the session's callable over `tfnb.train.batches`; with a connected c
 
 from __future__ import annotations
 
-import difflib
-import logging
 import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from html import escape
-from itertools import chain, count
+from itertools import chain
 from operator import is_not
 from pathlib import Path
 from types import FrameType
@@ -24,35 +22,28 @@ from typing import Any, TypeVar
 
 import torch
 
-from tfnb import widgets
-from tfnb.cluster.members import MODES, Mode
-from tfnb.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, ShapeError, TfnbError, Unimplemented
-from tfnb.graph import Variable
+from tfnb.cluster.members import Mode
+from tfnb.errors import DeadlineExceeded, InvalidArgument, TfnbError
+from tfnb.fit_display import front
+from tfnb.fit_options import begin, mode_of, watched_by
 from tfnb.interrupts import handled
-from tfnb.recording import Tensor
 from tfnb.session import Session, default_session
-from tfnb.state import checkpoint
 from tfnb.state.batch_order import Arrays
 from tfnb.state.input_sources import Source
-from tfnb.structures import graph_of, value_of
+from tfnb.state.steps_taken import StepsHere, StepsThere
+from tfnb.structures import graph_of
 from tfnb.train.batches import Batch, Batches, batches, name_of
 from tfnb.train.callbacks import Callbacks, Progress
 from tfnb.train.metrics import Metrics
-from tfnb.train.modes import SyncReplicas
 from tfnb.widgets.curve import number, svg
-
-log = logging.getLogger("tfnb.fit")
 
 T = TypeVar("T")
 
-Curve = Sequence[Mapping[str, float]]  # of `Metrics`
 Taken = Generator[tuple[Batch, Sequence[torch.Tensor]], None, None]
 
-LATER = ("downpour", "sandblaster", "allreduce")
 SHOWN_AFTER = 2.0  # seconds
 SHOWN_EVERY = 0.1  # seconds
 _PLAIN = "generated code"  # needs no word
-LOGGED_EVERY = 10.0  # seconds, where there is no terminal
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +98,8 @@ def fit(
 
     fetch: usually what ``minimize`` gave. data: ``{placeholder: array}`` with rows on axis 0, or an iterable of feed
     dicts, or of other items such as those of a DataLoader: ``feeds=(x, y)`` says what the parts of a tuple are fed to,
-    ``feeds={"image": x}`` those of a dict. The position of a `tfnb.Source` is saved by `Session.save`.
+    ``feeds={"image": x}`` those of a dict. A `tfnb.Source` stands behind the batch of the last step that counts, which
+    `Session.save` keeps, however much was drawn ahead; with asynchronous tasks a step after a gap does not count.
     An array is of torch or NumPy, or a Dask array, bag, dataframe or column of one: its chunks are computed and kept
     on the workers of a connected cluster, whose tasks read them there; without a cluster, up to 4 GiB are computed
     here. epochs: passes over the data. steps: so many steps in all instead. batch_size: rows of a step over all tasks
@@ -154,11 +146,11 @@ def fit(
     6
     """
     __tracebackhide__ = True
-    how = _mode(mode, backup, staleness)
+    how = mode_of(mode, backup, staleness)
     if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout <= 0):
         raise InvalidArgument(f"timeout is in seconds, more than 0, not {timeout!r}")
     session = default_session(graph_of(fetch))
-    names, watched = _watched(watch, session)
+    names, watched = watched_by(watch, session)
     if session.cluster is not None:
         if check is not None:
             raise InvalidArgument(
@@ -167,14 +159,15 @@ def fit(
             )
         data = session.cluster.in_chunks(data, timeout)
     checked = _validation(session, validation, feeds, names, watched)
-    begin = _begin(session, resume)
-    if isinstance(data, Source):
-        session.reads(data)
+    start = begin(session, resume)
+    reads = data if isinstance(data, Source) else None
+    if reads is not None:
+        session.reads(reads)
     source = batches(
-        data, epochs=epochs, steps=steps, batch_size=batch_size, shuffle=shuffle, seed=seed, feeds=feeds, begin=begin
+        data, epochs=epochs, steps=steps, batch_size=batch_size, shuffle=shuffle, seed=seed, feeds=feeds, begin=start
     )
-    front = _front(source.total, session.graph.name)
-    run = _Run(Metrics(names), front, timeout, session, Callbacks(callbacks), checked, begin)
+    shown = front(source.total, session.graph.name)
+    run = _Run(Metrics(names), shown, timeout, session, Callbacks(callbacks), checked, start, reads, how)
     if session.cluster is None:
         taken = _here(session, fetch, watched, source, run, check)
     else:
@@ -198,6 +191,8 @@ def fit(
     except BaseException as error:
         run.failed(error)
         raise
+    finally:
+        session.settle(run.steps, is_over=run.is_over)
     raise KeyboardInterrupt(stopped)
 
 
@@ -214,8 +209,9 @@ def _here(
     for batch in _by_epoch(each, lambda batch: batch.epoch, run):
         if call is None or len(keys) != len(batch.keys) or any(map(is_not, keys, batch.keys)):
             keys, call = batch.keys, session.make_callable((fetch, watched), batch.keys, check=check)
+            written = next(iter(session.written((fetch, watched), keys)), None)
             run.code = partial(session.code, (fetch, watched), keys)
-        run.is_inside = True
+        run.steps.begins(batch.position, written)
         yield batch, call(*batch.values)[1]
 
 
@@ -246,7 +242,7 @@ def _there(
     if first is None:
         return
     begun: dict[int, Batch] = {}  # by number: in asynchronous mode several at a time, and they end in any order
-    numbers, drawn = deque[int | None](), count()
+    numbers = deque[int | None]()
 
     def rows() -> Iterator[tuple[Any, ...]]:
         for batch in chain([first], each):
@@ -256,7 +252,7 @@ def _there(
                     "on a cluster every feed dict has the same keys in the same order: the first one has "
                     f"{asked}; another one has {found or 'none'}"
                 )
-            begun[next(drawn)] = batch
+            begun[run.steps.drawn(batch.position)] = batch
             yield batch.values
 
     with closing(
@@ -264,6 +260,7 @@ def _there(
     ) as steps:
         for _, values in steps:
             number = numbers.popleft()
+            run.steps.told(number)
             yield first if number is None else begun.pop(number), values
 
 
@@ -296,10 +293,10 @@ class _Run:
 
     def __init__(
         self, metrics: Metrics, front: Any, timeout: float | None, session: Session, callbacks: Callbacks,
-        validate: Callable[[_Run], dict[str, float]], begin: int,
+        validate: Callable[[_Run], dict[str, float]], begin: int, reads: Source | None, mode: Mode,
     ) -> None:  # fmt: skip
         self._session, self._begin, cluster = session, begin, session.cluster
-        self.step = session.trained = begin
+        self.step = begin  # told
         self.why_over: str | None = None  # a callback ended it
         self._change: Mode | None = None  # a callback asked for it
         self._callbacks, self._validate = callbacks, validate
@@ -308,7 +305,13 @@ class _Run:
         self._cluster = cluster
         self._before = 0 if cluster is None else cluster.step
         self._lines = 0 if cluster is None else cluster.news(0)[0]  # that tell who came and left, shown so far
-        self.is_inside = False  # within a step
+        self.steps: Any = (  # that count
+            StepsHere(begin, reads, session.runs)
+            if cluster is None
+            else StepsThere(reads, session.runs, self._applied, in_order=mode.name == "sync")
+        )
+        session.training = self.steps
+        self.is_over = False  # all steps were taken
         self.is_waiting = False  # for data
         self.is_wanted = False  # an interrupt
         self._metrics, self._front = metrics, front
@@ -321,8 +324,7 @@ class _Run:
         """One more step is done."""
         __tracebackhide__ = True
         self.step += 1
-        self._session.trained = self.step
-        self.is_inside = False
+        self.steps.ends()
         is_known = not any(value is None for value in values)  # else a lost task told nobody of them
         self._metrics.add(self.step, batch.rows, values if is_known else (), batch.epoch)
         if self._callbacks.follow_steps:
@@ -346,7 +348,7 @@ class _Run:
     def _heed(self, progress: Progress) -> None:
         """What a callback asked for."""
         self.why_over = progress.stopped or self.why_over
-        self._change = _mode(*progress.changed) if progress.changed is not None else self._change
+        self._change = mode_of(*progress.changed) if progress.changed is not None else self._change
 
     def change(self) -> Mode | None:
         """The mode that a callback asked for last, once."""
@@ -396,9 +398,8 @@ class _Run:
         self._read()
         self._say_who_came()
         seconds = time.perf_counter() - self._start
-        if self.why_over is None:
-            self._session.trained = 0
-        steps = (self.step if self.why_over is None else self._applied()) - self._begin
+        self.is_over = self.why_over is None
+        steps = (self.step if self.is_over else self.steps.applied.steps) - self._begin
         history = [entry | self._validated.get(entry["epoch"], {}) for entry in self._metrics.history]
         result = RunResult(steps, history, seconds, self._metrics.curve(), self.code(), self.why_over or "")
         self._finish(result.summary)
@@ -409,9 +410,8 @@ class _Run:
 
     def stopped(self) -> str:
         """The end by an interrupt; says where the variables are."""
-        step = self._applied()
-        place = f"{step} or {step + 1}" if self.is_inside else str(step)
-        text = f"stopped at step {step}; variables are at step {place}"
+        step = self.steps.applied.steps
+        text = f"stopped at step {step}; variables are at step {step}"
         if self._cluster is None:
             text += "; the same call with resume=True goes on"
         self._finish(text)
@@ -419,13 +419,13 @@ class _Run:
 
     def _applied(self) -> int:
         """Steps that the variables have seen: a cluster ends what it has begun."""
-        return self.step if self._cluster is None else self._cluster.step - self._before
+        return 0 if self._cluster is None else self._cluster.step - self._before
 
     def failed(self, error: BaseException) -> None:
         """The end by an error, which learns its step."""
         self._finish(f"failed after step {self.step}: {type(error).__name__}")
-        if self.is_inside:
-            error.add_note(f"in step {self.step + 1} of fit; variables are at step {self.step}")
+        if self.steps.is_inside:
+            error.add_note(f"in step {self.step + 1} of fit; variables are at step {self.steps.applied.steps}")
             if isinstance(error, TfnbError) and error.step is None:
                 error.step = self.step + 1
 
@@ -455,26 +455,7 @@ def _interrupts(run: _Run) -> Iterator[None]:
     run.stop_if_wanted()  # wished after the last step
 
 
-# -- watched values ---------------------------------------------------------------------------------------------------
-
-
-def _watched(watch: Any, session: Session) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-    """Names and fetches of what is watched; raises ShapeError for what is no scalar."""
-    if isinstance(watch, Mapping):
-        named = [(str(name), item) for name, item in watch.items()]
-    else:
-        if not isinstance(watch, str | Tensor | Variable | Iterable):
-            raise InvalidArgument(
-                f"watch is a scalar of the graph, its name, a list of them, or a dict of names to them: got {watch!r}"
-            )
-        items = [watch] if isinstance(watch, str | Tensor | Variable) else list(watch)
-        named = [(name_of(item), item) for item in items]
-    found: dict[str, Any] = {}
-    for name, item in named:
-        unique = name if name not in found else f"{name}_{len(found)}"
-        _check_scalar(unique, item, session)
-        found[unique] = item
-    return tuple(found), tuple(found.values())
+# -- validation -------------------------------------------------------------------------------------------------------
 
 
 def _validation(
@@ -507,142 +488,3 @@ def _validation(
         return {f"val_{name}": value for name, value in metrics.means().items()}
 
     return values
-
-
-def _check_scalar(name: str, item: Any, session: Session) -> None:
-    if isinstance(item, Variable):
-        spec = item.spec
-    else:
-        value = value_of(session.graph, item)
-        node = session.graph.contents.by_id[value.node]
-        if not node.outputs:
-            raise InvalidArgument(f"cannot watch {name}: it has no value")
-        spec = node.outputs[value.index]
-    if any(size != 1 for size in spec.shape):
-        raise ShapeError(f"a watched value has shape []: {name} is {spec}; take its mean() in the graph")
-
-
-# -- options ----------------------------------------------------------------------------------------------------------
-
-
-def _begin(session: Session, resume: Any) -> int:
-    """Steps that were taken before."""
-    if resume is False or resume is None:
-        return 0
-    if session.cluster is not None:
-        raise InvalidArgument(
-            "fit(resume=...) is of trainings in this process: on a cluster call fit with the steps that are left, and "
-            "another seed"
-        )
-    if resume is not True:
-        if not isinstance(resume, str | Path):
-            raise InvalidArgument(f"resume is True or the path of a file of Session.save, not {resume!r}")
-        steps = checkpoint.load(resume)[1].get("training", {}).get("steps", 0)
-    else:
-        steps = session.trained
-    if not steps:
-        where = "in this session" if resume is True else f"in {resume}"
-        raise FailedPrecondition(
-            f"there is no training of graph {session.graph.name} to go on with {where}: none began, or it was at its "
-            "end; leave out resume"
-        )
-    if resume is not True:
-        session.restore(resume)
-    return steps
-
-
-def _mode(mode: Any, backup: Any, staleness: Any) -> Mode:
-    """The mode that is asked for; raises InvalidArgument, or Unimplemented for one that is to come."""
-    if isinstance(mode, SyncReplicas):
-        if backup or staleness is not None:
-            raise InvalidArgument("SyncReplicas says how many tasks are spare: leave out backup and staleness")
-        elastic = mode.elastic or not mode.distinct
-        return Mode("sync", mode.backup, None, mode.m, mode.n or 0, mode.atomic, elastic)
-    if not isinstance(mode, str) or mode in LATER:
-        raise Unimplemented(f"mode={mode!r} is not there yet; there are: {', '.join(MODES)}")
-    if mode not in MODES:
-        near = difflib.get_close_matches(mode, [*MODES, *LATER], 1)
-        nearest = f"; near: {near[0]!r}" if near else ""
-        raise InvalidArgument(f"unknown mode {mode!r}{nearest}; there are: {', '.join(MODES)}")
-    if isinstance(backup, bool) or not isinstance(backup, int) or backup < 0:
-        raise InvalidArgument(f"backup is the number of spare tasks, an int of at least 0, not {backup!r}")
-    if backup and mode != "sync":
-        raise InvalidArgument(
-            f"backup={backup} belongs to mode='sync', not to {mode!r}: there no task waits for others"
-        )
-    if staleness is not None and mode != "bounded":
-        raise InvalidArgument(f"staleness={staleness!r} belongs to mode='bounded', not to {mode!r}")
-    if mode == "bounded" and (isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0):
-        raise InvalidArgument(
-            "mode='bounded' takes staleness, the number of steps that a task may be ahead of the slowest one: an int "
-            f"of at least 0, not {staleness!r}"
-        )
-    return Mode(mode, backup, staleness)
-
-
-# -- showing ----------------------------------------------------------------------------------------------------------
-
-
-class _Log:
-    """Log lines now and then, where nobody watches."""
-
-    def __init__(self, total: int | None, label: str) -> None:
-        self._total, self._label = total, label
-        self._next = 0.0
-
-    def update(self, step: int, metrics: Mapping[str, float], rate: float, curve: Curve) -> None:
-        """A line, if the last one is some time ago."""
-        now = time.monotonic()
-        if now >= self._next:
-            self._next = now + LOGGED_EVERY
-            log.info("%s", _line(self._label, step, self._total, metrics, rate))
-
-    def say(self, text: str) -> None:
-        """Once, when other code runs or is on its way, or when a task of a cluster came or left."""
-        log.info("%s: %s", self._label, text)
-
-    def finish(self, text: str, metrics: Mapping[str, float], curve: Curve) -> None:
-        """The last line."""
-        log.info("%s: %s", self._label, text)
-
-
-class _Panel:
-    """The panel of a notebook or the line of a terminal, made when there is something to show."""
-
-    def __init__(self, total: int | None, label: str) -> None:
-        self._total, self._label = total, label
-        self._panel: Any = None
-
-    def say(self, text: str) -> None:
-        """Show it beside the steps."""
-        if self._panel is None:
-            self._panel = widgets.ProgressPanel(self._total, self._label)
-        self._panel.note = text
-
-    def update(self, step: int, metrics: Mapping[str, float], rate: float, curve: Curve) -> None:
-        """Show it, or renew it."""
-        if self._panel is None:
-            self._panel = widgets.ProgressPanel(self._total, self._label)
-        self._panel.update(step, metrics, rate, curve)
-
-    def finish(self, text: str, metrics: Mapping[str, float], curve: Curve) -> None:
-        """The final state, which a saved notebook keeps."""
-        if self._panel is not None:
-            self._panel.finish(text, metrics, curve)
-
-
-def _front(total: int | None, label: str) -> _Panel | _Log:
-    """Where progress goes: the notebook or terminal, or the log."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    is_seen = hasattr(shell, "kernel") or (sys.stdout is not None and sys.stdout.isatty())
-    return (_Panel if is_seen else _Log)(total, label)
-
-
-def _line(label: str, step: int, total: int | None, metrics: Mapping[str, float], rate: float) -> str:
-    """``digits: step 312/1000  50.1/s  loss 0.123  13 s left``."""
-    parts = [f"{label}: step {step}/{total}" if total else f"{label}: step {step}", f"{number(rate)}/s"]
-    parts += [f"{name} {number(value)}" for name, value in metrics.items()]
-    if total and rate:
-        parts.append(f"{(total - step) / rate:.0f} s left")
-    return "  ".join(parts)

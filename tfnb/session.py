@@ -41,6 +41,7 @@ from tfnb.graph.collector import uncollected
 from tfnb.graph.forms.serial import graph_hash
 from tfnb.graph.resources import reset
 from tfnb.graph.variable_locks import LOCKS, NOTHING, Cut, Hold, ensure_unchanged, versions
+from tfnb.interrupts import no_interrupt
 from tfnb.memory import step_passes
 from tfnb.passes import LAYOUTS, Passes, StepGraph, chosen_layout, step_graph, table
 from tfnb.placement.requests import Asked, asked, task_of
@@ -52,6 +53,7 @@ from tfnb.state.chunks import Chunked, like
 from tfnb.state.input_sources import Source
 from tfnb.state.queue_machine import give_back
 from tfnb.state.run_numbers import RunNumbers
+from tfnb.state.steps_taken import StepsTaken
 from tfnb.step import Step
 from tfnb.structures import (
     fed_by,
@@ -149,10 +151,11 @@ class Session:
         self.graph = graph if isinstance(graph, Graph) else graph_named(graph)
         self._cluster = cluster
         self._prepared: dict[Any, _Prepared] = {}
-        self._runs = RunNumbers()
+        self.runs = RunNumbers()
         self._sources: dict[str, Source] = {}
         self._positions: dict[str, dict[str, int]] = {}  # restored, of sources that it does not know yet
-        self.trained = 0  # steps of a training of `fit` that is not at its end
+        self._trained = 0
+        self.training: StepsTaken | None = None  # of `fit`, in progress
         self._running: set[Running] = set()
         self._closed = False
         self.trace: Trace | None = None  # what the last traced run did
@@ -270,7 +273,7 @@ class Session:
         if self._twin is None:
             self._twin = Session(self.graph, cluster=self._cluster, compile="off", executor=self._executor,
                                  memory_budget=self.memory_budget)  # fmt: skip
-            self._twin._once, self._twin._runs, self._twin._is_twin = self._once, self._runs, True
+            self._twin._once, self._twin.runs, self._twin._is_twin = self._once, self.runs, True
         step = self._prepare(fetches, parts_of(tuple(feeds))).code.step
         made = step.graph.contents.by_id.keys() - {value.node for value in step.feeds}
         there = {name: item for name, item in more.items() if isinstance(item, Variable) or item.node in made}
@@ -326,7 +329,7 @@ class Session:
         values = {value: place for place, value in enumerate(prepared.values)}
         keys = {fed_by(self.graph, key)[0]: place for place, key in enumerate(feeds)}
         return Step(
-            prepared.code.program, prepared.feeder, self._runs.take(),
+            prepared.code.program, prepared.feeder, self.runs.take(),
             fetch=lambda item: values.get(value_of(self.graph, item)),
             feed=lambda key: keys.get(fed_by(self.graph, key)[0]),
         )  # fmt: skip
@@ -350,7 +353,7 @@ class Session:
                 data = (tuple(spread(zip(feeds, values, strict=True)).values()) for values in data)
             prepared = self._prepare(fetches, parts_of(feeds))
             step = self._sent(prepared.code, "training")
-            fed = ((prepared.feeder.fed(values)[0], self._runs.take()) for values in data)
+            fed = ((prepared.feeder.fed(values)[0], self.runs.take()) for values in data)
             source = cluster.batches(step, fed)
         why = "a Variable is watched" if prepared.trailing else ""
         with closing(cluster.train(step, source, mode=mode, timeout=timeout, one_by_one=why, **options)) as steps:
@@ -365,7 +368,7 @@ class Session:
         shown = Rows([like(array) for array in arrays], order)
         for at in {0, min(total, order.per_pass) - 1}:
             prepared.feeder.fed(shown.batch(at))
-        first = self._runs.take(total)
+        first = self.runs.take(total)
         given = prepared.feeder.converted([a.stand_in()[:0] if isinstance(a, Chunked) else a for a in arrays])
         fed = [
             replace(array, dtype=tensor.dtype) if isinstance(array, Chunked) else tensor
@@ -394,7 +397,7 @@ class Session:
             prepared.direct = None  # until the longer way gives it again
         else:
             prepared.code.program.use.last = time.time()
-            self._runs.take()
+            self.runs.take()
         return results
 
     def _execute(self, prepared: _Prepared, fed: Fed, timeout: float | None, cut: Cut | None = None) -> list[Any]:
@@ -404,7 +407,7 @@ class Session:
             try:
                 sent = self._stoppable(prepared.code.step, None, self._on_cluster, prepared.code, tensors, timeout)
             except NonFiniteGradient as error:
-                self._locate(error, prepared.code, tensors, self._runs.next - 1)
+                self._locate(error, prepared.code, tensors, self.runs.next - 1)
                 raise
             return [*sent, *prepared.after()]
         while notices:
@@ -424,7 +427,7 @@ class Session:
         __tracebackhide__ = True
         if prepared.asked:
             task_of(prepared.asked)
-        access, run = program.access, self._runs.take()
+        access, run = program.access, self.runs.take()
         program.use.last = time.time()
         if prepared.trailing:
             access = (access or NOTHING).also(prepared.trailing)
@@ -572,7 +575,7 @@ class Session:
             raise explained(program, error, tensors) from error
 
     def _on_cluster(self, code: StepCode, tensors: list[torch.Tensor], timeout: float | None) -> list[Any]:
-        return list(self.cluster.run(self._sent(code), tensors, timeout=timeout, run=self._runs.take()))
+        return list(self.cluster.run(self._sent(code), tensors, timeout=timeout, run=self.runs.take()))
 
     def _sent(self, code: StepCode, option: str = "") -> StepGraph:
         """The step for the cluster."""
@@ -662,16 +665,21 @@ class Session:
     def positions(self) -> dict[str, Any]:
         """Where its random streams, sources and training are, as a dict for JSON."""
         sources = self._positions | {name: source.position for name, source in self._sources.items()}
+        training, trained, run = self.training, self._trained, self.runs.next
+        if training is not None:
+            trained, position = training.applied
+            run = training.next_run
+            if training.source is not None and position is not None:
+                sources[training.source.name] = position
         return {
-            "streams": {"seed": self.graph.seed, "runs": self._runs.next}, "sources": sources,
-            "training": {"steps": self.trained},
+            "streams": {"seed": self.graph.seed, "runs": run}, "sources": sources, "training": {"steps": trained},
         }  # fmt: skip
 
     def go_to(self, positions: Mapping[str, Any]) -> None:
         """Go on from where `positions` of this session, or of a file, says."""
         if streams := positions.get("streams"):
-            self.graph.seed, self._runs.next = streams["seed"], streams["runs"]
-        self.trained = positions.get("training", {}).get("steps", 0)
+            self.graph.seed, self.runs.next = streams["seed"], streams["runs"]
+        self._trained = positions.get("training", {}).get("steps", 0)
         self._positions |= positions.get("sources", {})
         for source in self._sources.values():
             self.reads(source)
@@ -707,6 +715,25 @@ class Session:
             )
         if (position := self._positions.pop(source.name, None)) is not None:
             source.seek(position)
+
+    @property
+    def trained(self) -> int:
+        """Steps of a training of `fit` that is not at its end."""
+        return self._trained if self.training is None else self.training.applied.steps
+
+    def settle(self, training: StepsTaken, *, is_over: bool = False) -> None:
+        """A training stands still: its data and the random numbers go on behind the last step that counts."""
+        with no_interrupt():
+            steps, position = training.applied
+            self.runs.next = training.next_run
+            self._trained = 0 if is_over else steps
+            if training.source is not None and position is not None and not is_over:
+                training.source.back_to(position)
+            self.training = None if self.training is training else self.training
+
+    def written(self, fetches: Any, feeds: Sequence[Any] = ()) -> Sequence[Variable]:
+        """The Variables that a step writes."""
+        return self._prepare(fetches, tuple(feeds)).code.step.writes
 
     def status(self) -> list[str]:
         """For each signature run here and each choice of feed sizes, which code runs and why."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
+import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -28,3 +31,40 @@ def test_a_loader_trains_there_as_here(connect):
     (here, place), (there, place_there) = found
     torch.testing.assert_close(there, here, rtol=1e-10, atol=1e-12)
     assert place == place_there == {"epoch": 1, "count": 2}
+
+
+@pytest.mark.parametrize("ends", ["callback", "interrupt"])
+def test_a_source_stands_behind_the_last_step_that_servers_applied(connect, ends):
+    """Tasks are ahead of what is told, and more was drawn: what was not applied is drawn again."""
+    data = TensorDataset(torch.randn(20, 3).double(), torch.randn(20, 1).double())
+    model = torch.nn.Linear(3, 1).double()
+    with tfnb.record("stops"):
+        x, y = tfnb.placeholder(data[:4][0], name="x"), tfnb.placeholder(data[:4][1], name="y")
+        step = tfnb.train.Momentum(0.1).minimize((model(x) - y).square().mean())
+    start = {v: v.value() for v in step.graph.variables}
+    loader = DataLoader(data, 6, shuffle=True)
+    tfnb.fit(step, tfnb.Source(loader, name="whole", seed=3), feeds=(x, y), epochs=25)
+    expected = model.weight.detach().clone()
+    for v, value in start.items():
+        v.assign(value)
+
+    class Stop:
+        def on_step(self, progress):
+            if progress.step == self.at and ends == "callback":
+                progress.stop()
+            elif progress.step == self.at:
+                raise KeyboardInterrupt
+
+    cluster, source, stop, chance = connect(2), tfnb.Source(loader, name="parts", seed=3), Stop(), random.Random(4)
+    before, places = cluster.step, []
+    while cluster.step < before + 100:
+        stop.at = chance.randint(1, 30)
+        try:
+            tfnb.fit(step, source, feeds=(x, y), steps=before + 100 - cluster.step, callbacks=[stop])
+        except KeyboardInterrupt:
+            pass
+        done = cluster.step - before
+        places.append((source.position["epoch"] * 4 + source.position["count"], done))
+    cluster.close()
+    assert [place for place, _ in places] == [done for _, done in places] and len(places) > 3
+    torch.testing.assert_close(model.weight.detach(), expected, rtol=1e-10, atol=1e-12)

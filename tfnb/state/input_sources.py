@@ -71,6 +71,11 @@ class Source:
             raise InvalidArgument(f"source {self.name}: a position has {', '.join(keys)}; this is {position!r}")
         self._root._start({key: int(value) for key, value in position.items()})
 
+    def back_to(self, position: Position) -> None:
+        """Go on from a position; nothing happens where it stands there."""
+        if self._root._is_spent or self.position != position:
+            self.seek(position)
+
     def rewind(self) -> None:
         """Start the next pass."""
         root = self._root

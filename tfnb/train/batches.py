@@ -17,7 +17,7 @@ from tfnb.errors import InvalidArgument, ResourceExhausted, ShapeError
 from tfnb.graph import current
 from tfnb.state.batch_order import Arrays, Order, Rows
 from tfnb.state.chunks import Chunked, as_rows, is_collection, without_frames
-from tfnb.state.input_sources import Source
+from tfnb.state.input_sources import Position, Source
 
 DEFAULT_BATCH = 32  # rows
 MOST = 4 << 30  # bytes of a Dask collection that are computed here
@@ -30,6 +30,7 @@ class Batch(NamedTuple):
     keys: tuple[Any, ...]
     values: tuple[Any, ...]
     rows: int
+    position: Position | None = None  # of a `Source`, behind them
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,14 +157,14 @@ def name_of(key: Any) -> str:
 def _of_feeds(data: Any, keys: Any, epochs: int, steps: int | None, begin: int) -> Batches:
     if not isinstance(data, Iterable):
         raise InvalidArgument(f"data is {{placeholder: array}} or an iterable of feed dicts, not {type(data).__name__}")
-    is_spent = iter(data) is data
+    is_spent, source = iter(data) is data, data if isinstance(data, Source) else None
     if is_spent and epochs > 1:
         raise InvalidArgument(
             f"epochs={epochs} needs data that can be iterated again, and {type(data).__name__} can be only once: "
             "pass a list or another container, or use epochs=1"
         )
-    goes_on = begin > 0 and (is_spent or isinstance(data, Source))
-    first = 1 + data.position["epoch"] if goes_on and isinstance(data, Source) else 1
+    goes_on = begin > 0 and (is_spent or source is not None)
+    first = 1 + source.position["epoch"] if goes_on and source is not None else 1
     passes: Iterable[int] = count(first) if steps and not is_spent else range(first, epochs + 1)
     length = len(data) if isinstance(data, Sized) else None
     if length == 0:
@@ -172,14 +173,26 @@ def _of_feeds(data: Any, keys: Any, epochs: int, steps: int | None, begin: int) 
     def each() -> Iterator[Batch]:
         for epoch in passes:
             found = False
-            for number, feeds in enumerate(data):
+            each = _pass_of(data) if epoch == first and source is not None and not goes_on else data
+            for number, feeds in enumerate(each):
                 found = True
-                yield _fed(epoch, number, feeds if keys is None else _assigned(keys, number, feeds))
+                batch = _fed(epoch, number, feeds if keys is None else _assigned(keys, number, feeds))
+                yield batch if source is None else batch._replace(position=source.position)
             if not found and not (goes_on and epoch == first):  # it may stand at the end of a pass
                 return
 
     last = None if steps is None else steps - begin if goes_on else steps
     return Batches(islice(each(), 0 if goes_on else begin, last), steps or (length and length * epochs))
+
+
+def _pass_of(source: Source) -> Iterator[Any]:
+    """The rest of a pass, or the next one where it stood at the end of a pass."""
+    found = False
+    for item in source:
+        found = True
+        yield item
+    if not found:
+        yield from source
 
 
 def _assigned(keys: Any, number: int, item: Any) -> dict[Any, Any]:

@@ -17,6 +17,7 @@ from tfnb.execution.commit import Pending, Update, commit
 from tfnb.graph import Graph, Node, Spec, Value, Variable
 from tfnb.graph.op_facts import facts_of
 from tfnb.graph.variable_locks import LOCKS, Access, Cut, Use
+from tfnb.interrupts import no_interrupt
 from tfnb.kernels.row_writes import outside
 from tfnb.passes.in_place_commit import IN_PLACE
 from tfnb.passes.unordered import unordered
@@ -118,9 +119,11 @@ class Program:
         self, feeds: Iterable[torch.Tensor], storages: list[torch.Tensor], run: int, forward: Callable[..., Any]
     ) -> list[torch.Tensor | None] | None:
         """The whole step by code that ``writes``: the fetched values; None where it did nothing."""
-        for variable in self.writes:  # first: an interrupt may come right after the call
-            variable.writes.value += 1
-        return forward(feeds, storages, run)  # type: ignore[no-any-return]
+        with no_interrupt():
+            results = forward(feeds, storages, run)
+            for variable in self.writes if results is not None else ():
+                variable.writes.value += 1
+        return results  # type: ignore[no-any-return]
 
     def _late(self) -> tuple[int, ...]:
         inputs = self.module.graph.find_nodes(op="placeholder")[: len(self.feeds)]

@@ -1,0 +1,109 @@
+"""What `fit` was asked for, checked: the watched values, the mode, and the steps that were taken before."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tfnb.cluster.members import MODES, Mode
+from tfnb.errors import FailedPrecondition, InvalidArgument, ShapeError, Unimplemented
+from tfnb.graph import Variable
+from tfnb.recording import Tensor
+from tfnb.session import Session
+from tfnb.state import checkpoint
+from tfnb.structures import value_of
+from tfnb.train.batches import name_of
+from tfnb.train.modes import SyncReplicas
+
+LATER = ("downpour", "sandblaster", "allreduce")
+
+
+def watched_by(watch: Any, session: Session) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+    """Names and fetches of what is watched; raises ShapeError for what is no scalar."""
+    if isinstance(watch, Mapping):
+        named = [(str(name), item) for name, item in watch.items()]
+    else:
+        if not isinstance(watch, str | Tensor | Variable | Iterable):
+            raise InvalidArgument(
+                f"watch is a scalar of the graph, its name, a list of them, or a dict of names to them: got {watch!r}"
+            )
+        items = [watch] if isinstance(watch, str | Tensor | Variable) else list(watch)
+        named = [(name_of(item), item) for item in items]
+    found: dict[str, Any] = {}
+    for name, item in named:
+        unique = name if name not in found else f"{name}_{len(found)}"
+        _check_scalar(unique, item, session)
+        found[unique] = item
+    return tuple(found), tuple(found.values())
+
+
+def _check_scalar(name: str, item: Any, session: Session) -> None:
+    if isinstance(item, Variable):
+        spec = item.spec
+    else:
+        value = value_of(session.graph, item)
+        node = session.graph.contents.by_id[value.node]
+        if not node.outputs:
+            raise InvalidArgument(f"cannot watch {name}: it has no value")
+        spec = node.outputs[value.index]
+    if any(size != 1 for size in spec.shape):
+        raise ShapeError(f"a watched value has shape []: {name} is {spec}; take its mean() in the graph")
+
+
+def begin(session: Session, resume: Any) -> int:
+    """Steps that were taken before."""
+    if resume is False or resume is None:
+        return 0
+    if session.cluster is not None:
+        raise InvalidArgument(
+            "fit(resume=...) is of trainings in this process: on a cluster call fit with the steps that are left, and "
+            "another seed"
+        )
+    if resume is not True:
+        if not isinstance(resume, str | Path):
+            raise InvalidArgument(f"resume is True or the path of a file of Session.save, not {resume!r}")
+        steps = checkpoint.load(resume)[1].get("training", {}).get("steps", 0)
+    else:
+        if session.training is not None:  # an interrupt came before it was put away
+            session.settle(session.training)
+        steps = session.trained
+    if not steps:
+        where = "in this session" if resume is True else f"in {resume}"
+        raise FailedPrecondition(
+            f"there is no training of graph {session.graph.name} to go on with {where}: none began, or it was at its "
+            "end; leave out resume"
+        )
+    if resume is not True:
+        session.restore(resume)
+    return steps
+
+
+def mode_of(mode: Any, backup: Any, staleness: Any) -> Mode:
+    """The mode that is asked for; raises InvalidArgument, or Unimplemented for one that is to come."""
+    if isinstance(mode, SyncReplicas):
+        if backup or staleness is not None:
+            raise InvalidArgument("SyncReplicas says how many tasks are spare: leave out backup and staleness")
+        elastic = mode.elastic or not mode.distinct
+        return Mode("sync", mode.backup, None, mode.m, mode.n or 0, mode.atomic, elastic)
+    if not isinstance(mode, str) or mode in LATER:
+        raise Unimplemented(f"mode={mode!r} is not there yet; there are: {', '.join(MODES)}")
+    if mode not in MODES:
+        near = difflib.get_close_matches(mode, [*MODES, *LATER], 1)
+        nearest = f"; near: {near[0]!r}" if near else ""
+        raise InvalidArgument(f"unknown mode {mode!r}{nearest}; there are: {', '.join(MODES)}")
+    if isinstance(backup, bool) or not isinstance(backup, int) or backup < 0:
+        raise InvalidArgument(f"backup is the number of spare tasks, an int of at least 0, not {backup!r}")
+    if backup and mode != "sync":
+        raise InvalidArgument(
+            f"backup={backup} belongs to mode='sync', not to {mode!r}: there no task waits for others"
+        )
+    if staleness is not None and mode != "bounded":
+        raise InvalidArgument(f"staleness={staleness!r} belongs to mode='bounded', not to {mode!r}")
+    if mode == "bounded" and (isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0):
+        raise InvalidArgument(
+            "mode='bounded' takes staleness, the number of steps that a task may be ahead of the slowest one: an int "
+            f"of at least 0, not {staleness!r}"
+        )
+    return Mode(mode, backup, staleness)
