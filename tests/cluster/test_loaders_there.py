@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import pytest
@@ -59,10 +60,8 @@ def test_a_source_stands_behind_the_last_step_that_servers_applied(connect, ends
     before, places = cluster.step, []
     while cluster.step < before + 100:
         stop.at = chance.randint(1, 30)
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
             tfnb.fit(step, source, feeds=(x, y), steps=before + 100 - cluster.step, callbacks=[stop])
-        except KeyboardInterrupt:
-            pass
         done = cluster.step - before
         places.append((source.position["epoch"] * 4 + source.position["count"], done))
     cluster.close()
