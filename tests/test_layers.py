@@ -57,7 +57,7 @@ BELOW = {
 
 # Floors of a room, from the ground up: each may import those before it.
 FLOORS = {
-    "recording": "marks shapes values writes subgraphs overrides dispatch torch_patches cells api",
+    "recording": "marks shapes values writes subgraphs overrides dispatch torch_patches cells api print_and_assert",
     "control_flow": "structure tensor_array branches loops frames frontend staging",
 }
 

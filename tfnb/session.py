@@ -36,7 +36,7 @@ from tfnb.execution.tiers import tiered as tiers
 from tfnb.execution.tracing.origins import not_finite
 from tfnb.feeding import Fed, Feeder
 from tfnb.gradients import IndexedSlices
-from tfnb.graph import Graph, Value, Variable
+from tfnb.graph import Graph, Node, Value, Variable
 from tfnb.graph.collector import uncollected
 from tfnb.graph.forms.serial import graph_hash
 from tfnb.graph.resources import reset
@@ -44,6 +44,7 @@ from tfnb.graph.variable_locks import LOCKS, NOTHING, Cut, Hold, ensure_unchange
 from tfnb.interrupts import no_interrupt
 from tfnb.memory import step_passes
 from tfnb.passes import LAYOUTS, Passes, StepGraph, chosen_layout, step_graph, table
+from tfnb.passes.printed import lines, printing
 from tfnb.placement.requests import Asked, asked, task_of
 from tfnb.recording import graph as graph_named
 from tfnb.recording.marks.notes import user_level
@@ -71,6 +72,7 @@ from tfnb.structures import (
 _NOT_TOGETHER: Mapping[tuple[str, str], str] = {
     ("step", "cluster"): "a step in parts runs here only: close the cluster, or run the fetches together",
     ("step", "memory_budget"): "a step in parts keeps what later fetches may take: use a session without memory_budget",
+    ("step", "prints"): "a step in parts fetches values one by one: print those, and take tfnb.print out of the cell",
     ("step", "queues"): "a step in parts is generated code, without queues; run the fetches together",
     ("trace", "cluster"): "a traced run runs here only: close the cluster, or run without trace=True",
     ("trace", "queues"): "a traced run is generated code, without queues: run without trace=True",
@@ -96,6 +98,7 @@ class _Prepared:
     trailing: tuple[Variable, ...]  # variables fetched as such: their value after the step
     version: int
     asked: tuple[Asked, ...] = ()  # nodes that ask for a place
+    prints: tuple[Node, ...] = ()  # whose values are fetched behind ``values``
     direct: Callable[..., list[Any] | None] | None = None  # the whole step, where nothing is in the way
     guarded: tiers.Guarded | None = None  # what that is of
 
@@ -321,7 +324,7 @@ class Session:
         """
         feeds = tuple(feeds)
         prepared = self._prepare(tuple(fetches), feeds)
-        self._ensure_together("step", prepared.code)
+        self._ensure_together("step", prepared.code, prints=bool(prepared.prints))
         task_of(prepared.asked)
         if prepared.trailing:
             names = ", ".join(variable.name for variable in prepared.trailing)
@@ -583,10 +586,10 @@ class Session:
         self._ensure_together(option, code)
         return code.step
 
-    def _ensure_together(self, option: str, code: StepCode) -> None:
+    def _ensure_together(self, option: str, code: StepCode, *, prints: bool = False) -> None:
         """Raise Unimplemented where an option that is asked for does not go with how the step runs."""
         asked = {"memory_budget": self.memory_budget is not None, "queues": code.is_dataflow}
-        holds = asked | {"cluster": self.cluster is not None}
+        holds = asked | {"cluster": self.cluster is not None, "prints": prints}
         if asked.get(option, True):
             for (what, situation), text in _NOT_TOGETHER.items():
                 if what == option and holds[situation]:
@@ -628,11 +631,13 @@ class Session:
         else:
             made = type(fetches) if flat(fetches, leaves) else rebuild
         feeder = Feeder(self.graph, [(key, fed_by(self.graph, key)) for key in feed_keys])
-        step = step_graph(self.graph, values, feeder.values)
+        step, prints = printing(step_graph(self.graph, values, feeder.values))
+        if prints:
+            made = _printed(prints, made, len(values), len(step.fetches))
         feeder.narrow(step.graph.nodes)
         return _Prepared(
             self._code(step, None if old is None else old.code), feeder, values, made, trailing, version,
-            asked(step.graph.nodes),
+            asked(step.graph.nodes), prints,
         )  # fmt: skip
 
     def _code(self, step: StepGraph, old: StepCode | None) -> StepCode:
@@ -793,7 +798,19 @@ class Session:
 
 
 def _same_step(old: StepGraph, new: StepGraph) -> bool:
-    return old.graph.nodes == new.graph.nodes and old.feeds == new.feeds and old.graph.seed == new.graph.seed
+    is_same = old.fetches == new.fetches and old.feeds == new.feeds and old.graph.seed == new.graph.seed
+    return is_same and old.graph.nodes == new.graph.nodes
+
+
+def _printed(prints: tuple[Node, ...], rebuild: Callable[[list[Any]], Any], start: int, end: int) -> Any:
+    """``rebuild``, which prints the results from ``start`` to ``end`` and leaves them out."""
+
+    def rebuilt(results: Sequence[Any]) -> Any:
+        for text in lines(prints, results[start:end]):
+            print(text)  # noqa: T201  the user asked for it
+        return rebuild([*results[:start], *results[end:]])
+
+    return rebuilt
 
 
 def _take(hold: Hold) -> None:

@@ -85,39 +85,6 @@ def test_a_traced_run_lights_the_side_that_was_taken_and_greys_the_other() -> No
     assert sides(1.0, some, "n =") == [same, same]
 
 
-@tfnb.autograph
-def staged(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    total, half = x.sum(), torch.zeros(x.shape[1])
-    for row in x:
-        half = row / 2
-        while half.norm() > 1:
-            step = half / 3
-            half = half - step
-        total = total + half.sum()
-    big = total
-    if total > 1:
-        big = total * 2
-    return total, half, big
-
-
-def test_names_that_nothing_takes_are_not_drawn() -> None:
-    with tfnb.record("names") as graph:
-        x = tfnb.placeholder(torch.ones(3, 2), name="x")
-        _, half, big = staged(x)
-    drawing = Drawing(graph)
-    drawn = [node.op for node in drawing.contents.nodes]
-    assert "tfnb.guard" not in drawn and "aten.clone.default" not in drawn and "aten.zeros.default" not in drawn
-    assert [op for op in nodes(drawing.root) if op == "tfnb.while"] == ["tfnb.while"] * 2
-    session = tfnb.Session(graph)
-    session.run(half, {x: torch.ones(4, 2)}, trace=True)
-    shown = [node.id for node in Drawing(graph, trace=session.trace).contents.nodes]
-    assert half.node.id in shown  # what was fetched is
-    with tfnb.record(graph):
-        more = big + 1
-    shown = [node.id for node in Drawing(graph).contents.nodes]
-    assert big.node.id in shown and more.node.id in shown
-
-
 def test_guards_and_copies_of_the_user_stay() -> None:
     with tfnb.record("own") as graph:
         x = tfnb.placeholder(torch.ones(3), name="x")

@@ -72,8 +72,6 @@ _SAID: Mapping[str, frozenset[str]] = {fact: frozenset(names.split()) for fact, 
     "pool": """
         aten.max_pool2d_with_indices aten.adaptive_max_pool2d aten.max_pool3d_with_indices aten.adaptive_max_pool3d
     """,
-    # of which AutoGraph makes tests whether a name was set
-    "test_of_name": "aten.gt.Scalar aten.logical_and.default aten.logical_not.default",
     # runs code or reads files
     "untrusted": "aten.from_file aten._print aten.set_data",
 }.items()}  # fmt: skip

@@ -20,7 +20,6 @@ from tfnb.graph.pure import original, pure
 WITH_GRADIENT = "tfnb.with_gradient"  # the identity of its values, with a gradient of its own
 COND, WHILE = "tfnb.cond", "tfnb.while"
 CALL = "tfnb.call"  # of a function that calls itself
-NAMED = "named"  # tag of a guard that only those need who read one name
 IN_PLACE = "in place"  # tag of a node that writes into its first operand: only the pass that donates memory gives it
 HOISTED = "hoisted"  # tag of an update that was taken out of a branch: it is done if its gradient is there
 UNORDERED, LOCKING = "unordered", "locking"  # tags of what `tfnb.unordered` has inside; of writes under a lock

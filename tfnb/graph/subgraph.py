@@ -27,7 +27,7 @@ from typing import Any
 
 from tfnb.graph.contents import Contents, Guard
 from tfnb.graph.node import Node, Value, leaves, map_leaves
-from tfnb.graph.ops import CALL, NAMED, QUEUES, REGIONS
+from tfnb.graph.ops import CALL, QUEUES, REGIONS
 
 
 def row_places(attrs: Mapping[str, Any]) -> list[tuple[int, ...]]:
@@ -99,14 +99,9 @@ def subgraphs(node: Node) -> Iterator[Subgraph]:
         yield from (leaf for leaf in leaves(node.attrs) if isinstance(leaf, Subgraph))
 
 
-def lasts(node: Node) -> bool:
-    """Whether a node is a guard of all that is computed below it, and not only of a name that it gave a value."""
-    return node.op == "tfnb.guard" and NAMED not in node.tags
-
-
 def is_guarding(node: Node) -> bool:
-    """Whether it is such a guard, or one is inside of it."""
-    return lasts(node) or any(map(lasts, nested(node)))
+    """Whether a node is a guard of all that is computed below it, or one is inside of it."""
+    return node.op == "tfnb.guard" or any(inner.op == "tfnb.guard" for inner in nested(node))
 
 
 def uses_queues(node: Node) -> bool:

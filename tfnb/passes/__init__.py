@@ -4,7 +4,7 @@
 table, `merge` equal nodes (`region_merging`: loops and branches). Once, what a commit does in place:
 `conditional_updates`, `in_place_commit`. Once, kernels and order: `stack` products, `memory_format`, `narrow`, `order`,
 `numbers`, `donate`. What passes share: `rewrite`, `resolve` (the state that nodes see), `liveness` (which values are
-held when), `unordered` (which accesses to Variables have no order).
+held when), `unordered` (which accesses to Variables have no order). `printed` is asked what a step prints.
 """
 
 from tfnb.passes.conditional_updates import conditional_updates

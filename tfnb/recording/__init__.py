@@ -3,7 +3,7 @@
 The way of a call: `cells` opens a recording, whose recorder in `dispatch` sees each op. It looks in `overrides`, asks
 `shapes` for the shape, makes a tensor of `values`, and puts the node on the tape of `marks`. `writes` knows calls in
 place, `subgraphs` loops and branches. `ops` has facts about operators. `api` is what a user calls;
-`torch_patches` is what changes in torch meanwhile.
+`print_and_assert` is done in every run. `torch_patches` is what changes in torch meanwhile.
 """
 
 from tfnb.recording.api import constant, control_dependencies, device, group, name_scope, placeholder, unordered
@@ -24,12 +24,13 @@ from tfnb.recording.overrides import (  # noqa: F401  they fill the table of ove
     size_arguments,
     varying_sizes,
 )  # fmt: skip
+from tfnb.recording.print_and_assert import assert_, print
 from tfnb.recording.subgraphs.recompute import recompute
 from tfnb.recording.values.tensor import Operation, Tensor
 from tfnb.recording.values.variables import variable
 
 __all__ = [
-    "Operation", "Recorder", "Tensor", "constant", "control_dependencies", "device", "forget", "graph", "graphs",
-    "group", "name_scope", "placeholder", "recompute", "record", "record_cell", "reopen", "unordered",
-    "variable",
+    "Operation", "Recorder", "Tensor", "assert_", "constant", "control_dependencies", "device", "forget", "graph",
+    "graphs", "group", "name_scope", "placeholder", "print", "recompute", "record", "record_cell", "reopen",
+    "unordered", "variable",
 ]  # fmt: skip

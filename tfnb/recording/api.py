@@ -189,7 +189,7 @@ def control_dependencies(nodes: Sequence[Any] | None) -> Iterator[None]:
     tensor(1.)
     """
     recorder = _recorder("control_dependencies")
-    with recorder.after(None if nodes is None else tuple(_value(node, recorder).node for node in nodes)):
+    with recorder.after(None if nodes is None else tuple(value_in(node, recorder).node for node in nodes)):
         yield
 
 
@@ -244,10 +244,10 @@ def group(*fetches: Any, name: str | None = None) -> Operation:
     (None, [0.5, 0.5])
     """
     recorder = _recorder("group")
-    return recorder.group(tuple(_value(f, recorder) for f in fetches), name)
+    return recorder.group(tuple(value_in(f, recorder) for f in fetches), name)
 
 
-def _value(item: Any, recorder: Recorder) -> Value:
+def value_in(item: Any, recorder: Recorder) -> Value:
     if isinstance(item, torch.Tensor):
         return recorder._entry(item).value
     if isinstance(item, Operation):

@@ -13,8 +13,7 @@ from typing import Any
 
 from tfnb.graph import Contents, Node, Ref, Subgraph, Value
 from tfnb.graph.node import leaves
-from tfnb.graph.op_facts import facts_of
-from tfnb.graph.ops import COND, NAMED, REGIONS
+from tfnb.graph.ops import COND, REGIONS
 
 ARGUMENT = "tfnb.argument"
 
@@ -39,42 +38,20 @@ class Opened:
 def opened(
     contents: Contents, taken: Mapping[int, Collection[bool]] | None = None, keep: Collection[int] = ()
 ) -> Opened:  # fmt: skip
-    """The contents with all subgraphs opened, at any depth, without names that nothing takes, but for those to keep.
+    """The contents with all subgraphs opened, at any depth.
 
-    taken: the sides that a run took, by the branch's id.
+    keep: constants and the like that are shown even where a loop does not use them. taken: the sides that
+    a run took, by the branch's id.
     """
     if not any(node.op in REGIONS for node in contents.nodes):
         return Opened(contents)
-    opening, left_out = _Opening(taken or {}), _unread(contents, keep)
-    found = [inner for node in contents.nodes if node.id not in left_out for inner in opening.node(node)]
+    opening = _Opening(taken or {})
+    found = [inner for node in contents.nodes for inner in opening.node(node)]
     opening.taken_from.update(value.node for node in contents.nodes for value in node.inputs)
     nodes = tuple(_without_unused(found, opening.taken_from.difference(keep)))
     dead = frozenset(opening.dead)
     shown = Contents(nodes, contents.guards, contents.aliases)
     return Opened(shown, frozenset(opening.lit) - dead, dead, opening.paths, opening.sides)
-
-
-def _unread(contents: Contents, keep: Collection[int]) -> set[int]:
-    """What only keeps names that a loop or branch was the first to set: a guard that it did, its test, and copies."""
-    takers: dict[int, set[int]] = {}
-    behind: dict[int, list[Node]] = {}
-    for node in contents.nodes:
-        for value in node.inputs:
-            takers.setdefault(value.node, set()).add(node.id)
-        for before in node.control:
-            behind.setdefault(before, []).append(node)
-    found: set[int] = set()
-    for guard in (node for node in contents.nodes if node.op == "tfnb.guard" and NAMED in node.tags):
-        copies = behind.get(guard.id, [])
-        ids = {guard.id, *(copy.id for copy in copies)}
-        ends = not any(copy.id in takers or copy.id in behind for copy in copies)
-        if ends and ids.isdisjoint(keep):
-            found |= ids
-    for node in reversed(contents.nodes):
-        mine = takers.get(node.id, set())
-        if mine and mine <= found and len(node.outputs) == 1 and facts_of(node.op).test_of_name and node.id not in keep:
-            found.add(node.id)
-    return found
 
 
 def _without_unused(nodes: Sequence[Node], taken: Collection[int]) -> Iterator[Node]:

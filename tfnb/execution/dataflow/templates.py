@@ -35,7 +35,7 @@ from tfnb.execution.lowering.program import Program
 from tfnb.graph import Contents, Node, Spec, Subgraph, Value, ops
 from tfnb.graph.contents import unique
 from tfnb.graph.graph import new_id
-from tfnb.graph.subgraph import is_guarding, lasts
+from tfnb.graph.subgraph import is_guarding
 
 LONG = 2**21  # multiplications that are worth a thread of their own
 _NOMINAL = 32  # taken for a size that only a run knows
@@ -339,7 +339,7 @@ def _checks(op: Op) -> bool:
     """Whether an op looks at what its whole scope relies on, or is of a loop or branches that do."""
     if op.kind in (frames.EXIT, frames.TRUTH):
         return op.node is not None and is_guarding(op.node)
-    return op.kind == frames.SIZES or (op.kind == frames.NODE and lasts(node_of(op)))
+    return op.kind == frames.SIZES or (op.kind == frames.NODE and node_of(op).op == "tfnb.guard")
 
 
 def _uses_queue(op: Op) -> bool:

@@ -221,12 +221,14 @@ class Recorder(TorchDispatchMode):
             return torch.as_tensor(value)
 
     def group(
-        self, values: tuple[Value, ...], name: str | None = None, *, tags: frozenset[str] = frozenset()
-    ) -> Operation:
-        """An Operation that runs all of ``values``."""
-        attrs = {"values": tuple(map(Ref, range(len(values))))}
+        self, values: tuple[Value, ...], name: str | None = None, *, tags: frozenset[str] = frozenset(),
+        attrs: Mapping[str, Any] | None = None,
+    ) -> Operation:  # fmt: skip
+        """An Operation that runs all of ``values``; ``attrs`` say what else it does."""
+        more = attrs or {}
         value = self.tape.append(
-            "tfnb.group", "group", (), inputs=values, attrs=attrs, tags=tags, scope=self.scopes.current(),
+            "tfnb.group", next(iter(more), "group"), (), inputs=values,
+            attrs={"values": tuple(map(Ref, range(len(values)))), **more}, tags=tags, scope=self.scopes.current(),
             chosen=name,
         )  # fmt: skip
         return Operation(self.graph, value)
