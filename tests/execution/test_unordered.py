@@ -196,3 +196,41 @@ def test_hogwild_steps_race_and_those_with_locks_do_not() -> None:
     assert {race.variable.name for race in tfnb.races(free, free)} >= {"weight", "bias"}
     assert {race.variable.name for race in tfnb.races(free, ordered)} == {"weight", "bias"}
     assert tfnb.races(locked, locked) == tfnb.races(ordered, ordered, loss) == []
+
+
+@pytest.mark.parametrize("trial", range(8))  # the two may miss each other
+def test_a_commit_that_goes_before_a_waiting_step_is_waited_for(trial: int) -> None:
+    """One holds v, a second one waits for it, and a third one takes it within its own step: one after the other."""
+    v, w = tfnb.Variable(torch.zeros(()), name="v"), tfnb.Variable(torch.zeros(()), name="w")
+    inside, most, held, go = [], [], threading.Event(), threading.Event()
+
+    def first() -> None:
+        with LOCKS.write(v):
+            held.set()
+            assert go.wait(20)
+
+    def use() -> None:
+        with LOCKS.write(v):
+            inside.append(1)
+            time.sleep(0.02)  # the other one would come now
+            most.append(len(inside))
+            inside.pop()
+
+    def second() -> None:
+        assert held.wait(20)
+        use()
+
+    def third() -> None:
+        with LOCKS.write(w):
+            waits_until(2)
+            threading.Timer(0.03, go.set).start()
+            use()
+
+    def waits_until(count: int) -> None:
+        end = time.monotonic() + 20
+        while sum(v.key in hold.access.used and hold.token.locked() for hold in LOCKS.holds) < count:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+
+    at_once(first, second, third)
+    assert most == [1, 1]

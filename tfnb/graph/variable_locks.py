@@ -2,7 +2,8 @@
 
 A step asks for all that it reads and writes at once, and waits for the steps before it that conflict: those that write
 what it uses, or use what it writes. Steps wait only for earlier ones, so they cannot wait for each other, and steps of
-different models never wait. What a thread does inside of its own step (a hook, a finalizer) is part of that step.
+different models never wait. What a thread does inside of its own step (a hook, a finalizer, a commit that takes more
+locks) is part of that step: it goes before those that still wait, and they wait for it.
 
 A hold ends with the block of its token, a lock of C: no interrupt can come between the end of the block and the
 release. Whoever waits looks again every `ITERATION`, so a missed wake-up costs no more than that. Only a step waits as
@@ -92,12 +93,13 @@ class Use:
 class Hold:
     """One step's locks, from `Locks.take` until the block of ``token`` is left; then `leave` wakes who waits."""
 
-    __slots__ = ("access", "is_granted", "stop", "thread", "token", "waiters")
+    __slots__ = ("access", "behind", "is_granted", "stop", "thread", "token", "waiters")
 
     def __init__(self, access: Access) -> None:
         self.stop: Callable[[Any], None] | None = None  # ends it, from any thread, while it computes
         self.access, self.thread, self.token = access, threading.get_ident(), threading.Lock()
         self.is_granted = False
+        self.behind: list[Hold] = []  # that it waits for
         self.waiters: list[threading.Event] = []
 
     def leave(self) -> None:
@@ -135,9 +137,17 @@ class Locks:
             self.holds.append(hold)  # from here on a `reusable` one is not taken
             earlier = [other for other in [*self.holds] if other is not hold and other.token.locked()]
             self.holds[:] = [*earlier, hold]
-        if earlier:
-            self._wait(hold, earlier, timeout)
-        hold.is_granted = True
+            is_nested = any(other.thread == hold.thread for other in earlier)
+            for other in earlier:
+                if other.thread == hold.thread or not other.access.conflicts(hold.access):
+                    continue
+                if is_nested and not other.is_granted:  # it may wait for this thread
+                    other.behind.append(hold)
+                else:
+                    hold.behind.append(other)
+            hold.is_granted = not hold.behind
+        if not hold.is_granted:
+            self._wait(hold, is_nested, timeout)
 
     def reusable(self, access: Access) -> Hold:
         """A hold for code of C that takes it again and again, where no hold of ``holds`` is locked.
@@ -148,13 +158,13 @@ class Locks:
         hold.is_granted = True  # as soon as its token is locked
         return hold
 
-    def _wait(self, hold: Hold, earlier: list[Hold], timeout: float | None) -> None:
+    def _wait(self, hold: Hold, is_nested: bool, timeout: float | None) -> None:
         end = None if timeout is None else time.monotonic() + timeout
-        is_nested = any(other.thread == hold.thread for other in earlier)  # those that wait may wait for this thread
-        for other in earlier:
-            if other.thread == hold.thread or not (other.is_granted or not is_nested):
-                continue
-            if not other.access.conflicts(hold.access):
+        while not hold.is_granted:
+            other = next((other for other in [*hold.behind] if other.token.locked()), None)
+            if other is None:
+                with self._mutex:  # in which another one may go before this one
+                    hold.is_granted = not any(other.token.locked() for other in hold.behind)
                 continue
             freed = threading.Event()
             other.waiters.append(freed)
@@ -174,6 +184,7 @@ class Locks:
                     freed.wait(ITERATION)
             finally:
                 del self._waiting[hold.thread]
+        hold.behind.clear()
 
     def _comes_back(self, hold: Hold | None, thread: int) -> bool:
         """Whether the thread that has a hold waits, through others, for this one."""
