@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from tests.quick import quick
-from tfnb.execution.compiling import compiled_packages
+from tfnb.execution.compiling import compiled_packages, compiler_process
 from tfnb.execution.compiling.compiled_packages import REQUEST, PackageFolder, cached, compiled
 from tfnb.execution.compiling.compiler_process import NOBODY, CompilerProcess, OverBudget
-from tfnb.execution.compiling.package_cache import packages
+from tfnb.execution.compiling.package_cache import PackageCache, packages
 
 BUILDS = """
 import os, signal, subprocess, sys, time
@@ -60,6 +61,9 @@ def busy(folder):
 def starts_busy(folder):
     for _ in range(1000):
         subprocess.run([sys.executable, "-c", "sum(range(10_000_000))"])
+
+def scratch(folder):
+    Path("here").touch()
 
 def private(folder):
     where = [Path(os.environ[name]) for name in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR")]
@@ -227,29 +231,32 @@ COMPILER.build("builds_of_test:long", Path(sys.argv[1]), owner)
 """
 
 
-def parent(folder: Path, how: str) -> subprocess.Popen[str]:
+def parent(folder: Path, cache: Path, how: str) -> subprocess.Popen[str]:
     """A process with a compiler of its own, and packages of its own."""
     return subprocess.Popen(
         [sys.executable, "-c", PARENT, str(folder), how], text=True, stdout=subprocess.PIPE,
-        env={**os.environ, "TFNB_CACHE_DIR": str(folder / "cache")}, start_new_session=True,
+        env={**os.environ, "TFNB_CACHE_DIR": str(cache)}, start_new_session=True,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("signal_", quick(1, [signal.SIGKILL, signal.SIGTERM]))
 @pytest.mark.usefixtures("builds")
 def test_it_is_gone_when_its_parent_was_killed(tmp_path: Path, signal_: signal.Signals) -> None:
-    with parent(tmp_path, "waits") as process:
-        running = pids(tmp_path)
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    with parent(draft, tmp_path / "cache", "waits") as process:
+        running = pids(draft)
         process.send_signal(signal_)
         process.wait(60)
     assert within(60, lambda: all(map(is_gone, running))), running
+    assert not draft.exists()  # what was to be tried is as large as the Variables
     assert within(60, lambda: not list((tmp_path / "cache" / "packages").glob(".draft-*")))
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("builds")
 def test_it_is_gone_at_the_end_of_the_interpreter(tmp_path: Path) -> None:
-    with parent(tmp_path, "ends") as process:
+    with parent(tmp_path, tmp_path / "cache", "ends") as process:
         out, _ = process.communicate(timeout=200)
         assert float(out) >= 0 and process.returncode == 0
     assert list((tmp_path / "cache" / "packages").iterdir()) == []
@@ -258,7 +265,7 @@ def test_it_is_gone_at_the_end_of_the_interpreter(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("builds")
 def test_ctrl_c_does_not_reach_it(tmp_path: Path) -> None:
     """A terminal and Jupyter send SIGINT to the whole group of processes."""
-    with parent(tmp_path, "waits") as process:
+    with parent(tmp_path, tmp_path / "cache", "waits") as process:
         running = pids(tmp_path)
         assert {os.getpgid(pid) for pid in running} == {running[0]} != {os.getpgid(process.pid)}
         os.kill(running[0], signal.SIGINT)  # and if it did
@@ -267,6 +274,44 @@ def test_ctrl_c_does_not_reach_it(tmp_path: Path) -> None:
         process.kill()
         process.wait(60)
     assert within(60, lambda: all(map(is_gone, running)))
+
+
+ENDING = """
+import time, torch, tfnb
+from tfnb.execution.tiers import tiered
+tiered.WORTH_COMPILING = 0.0
+model = torch.nn.Sequential(*[torch.nn.Linear(30, 30) for _ in range(40)])
+sample = torch.randn(4, 30)
+with tfnb.record() as graph:
+    x = tfnb.placeholder(sample)
+    train = tfnb.train.Adam(0.01).minimize(model(x).square().mean())
+session = tfnb.Session(graph)
+session.run(train, {x: sample})
+assert "compiling" in session.status()[0]
+time.sleep(DELAY)
+"""
+
+
+def test_a_cache_that_is_removed_is_made_again(
+    builds: str, compiler: CompilerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = PackageCache(tmp_path / "packages")
+    monkeypatch.setattr(compiler_process, "packages", lambda: alone)
+    assert isinstance(compiler.build(f"{builds}:scratch", tmp_path, owner := Owner()), dict)
+    shutil.rmtree(alone.folder)
+    assert isinstance(compiler.build(f"{builds}:scratch", tmp_path, owner), dict)
+
+
+@pytest.mark.slow
+def test_a_script_that_ends_while_it_compiles_leaves_nothing(tmp_path: Path) -> None:
+    environment = {**os.environ, "TFNB_CACHE_DIR": str(tmp_path), "TFNB_COMPILE": "auto"}
+    for delay in (0.0, 0.0, 0.01, 0.02, 0.05, 1.0):
+        ended = subprocess.run(
+            [sys.executable, "-c", f"DELAY = {delay}\n{ENDING}"], capture_output=True, text=True, timeout=120,
+            env=environment,
+        )  # fmt: skip
+        assert (ended.returncode, ended.stderr) == (0, "")
+    assert list((tmp_path / "packages").iterdir()) == []
 
 
 # -- requests -------------------------------------------------------------------------------------------------
@@ -309,6 +354,8 @@ def test_a_request_that_fails_leaves_nothing(builds: str) -> None:
     assert ask("another", f"{builds}:fails", owner) == "ValueError: no way"
     with pytest.raises(ZeroDivisionError):
         compiled("another", lambda folder: 1 / 0, f"{builds}:quick", owner)  # type: ignore[func-returns-value, arg-type]
+    found = compiled("another", lambda folder: Path("/dev/full").write_text("x") and None, f"{builds}:quick", owner)
+    assert "No space left on device: make room there, or set TFNB_CACHE_DIR" in str(found)
     assert entries() == before
 
 

@@ -24,15 +24,21 @@ NICE = 10  # of what nobody waits for
 LOOKED = 0.5  # seconds between two looks whether the parent is there
 
 
-def serve(pipe: Connection, idle: float) -> None:
-    """Build what is asked for, until nothing was for ``idle`` seconds or the parent hangs up."""
+def serve(pipe: Connection, idle: float, drafts: list[Path]) -> None:
+    """Build what is asked for, until nothing was for ``idle`` seconds or the parent hangs up.
+
+    drafts: the folders that nobody needs when the parent is gone; that of a build is among them until it is answered.
+    """
     front = os.nice(0)
     pipe.send_bytes(b"{}")
     while pipe.poll(idle):
         message = json.loads(pipe.recv_bytes())
         with suppress(PermissionError):  # back to the front goes where the system allows it
             os.setpriority(os.PRIO_PROCESS, 0, front if message["urgent"] else front + NICE)
-        pipe.send_bytes(json.dumps(built(message["build"], Path(message["folder"]), message["budget"])).encode())
+        drafts.append(Path(message["folder"]))
+        answer = built(message["build"], drafts[-1], message["budget"])
+        drafts.pop()
+        pipe.send_bytes(json.dumps(answer).encode())
 
 
 def built(build: str, folder: Path, budget: float) -> dict[str, object]:
@@ -87,11 +93,12 @@ def _used() -> float:
     return sum(os.times()[:4])
 
 
-def _end_with(parent: int) -> None:
+def _end_with(parent: int, drafts: list[Path]) -> None:
     """End this process, and the compilers that it started, when the parent is gone; nobody waits for them then."""
     while os.getppid() == parent:
         time.sleep(LOOKED)
-    shutil.rmtree(Path.cwd(), ignore_errors=True)
+    for draft in reversed(drafts):
+        shutil.rmtree(draft, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 
 
@@ -99,9 +106,10 @@ def main(descriptor: int, parent: int, idle: float) -> None:
     """Run in a process group of its own, in its scratch folder."""
     os.umask(0o077)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with, args=(parent,), name="tfnb-parent", daemon=True).start()
+    drafts = [Path.cwd()]
+    threading.Thread(target=_end_with, args=(parent, drafts), name="tfnb-parent", daemon=True).start()
     try:
-        serve(Connection(descriptor), idle)
+        serve(Connection(descriptor), idle, drafts)
     except (EOFError, OSError):  # the parent hung up
         return
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tfnb.execution.compiling.compiler_process import COMPILER, OverBudget
-from tfnb.execution.compiling.package_cache import cpp_compiler, digest, packages, surroundings
+from tfnb.execution.compiling.package_cache import FOLDER, cpp_compiler, digest, packages, surroundings
 
 REQUEST = "request"  # folder
 OVER = "over"  # the fact that there will be no package, and why
@@ -81,6 +81,8 @@ def compiled(
         (draft / REQUEST).mkdir()
         write(draft / REQUEST)
         facts = COMPILER.build(build, draft, owner, urgent=urgent)
+    except OSError as error:  # a full disk, say
+        return f"{draft}: {error.strerror}: make room there, or set {FOLDER} to another folder"
     except OverBudget as error:
         packages().keep(_key(request), packages().draft(), {OVER: str(error)})
         raise

@@ -57,7 +57,7 @@ class CompilerProcess:
     def pid(self) -> int | None:
         """Of the process, while there is one."""
         child = self._child
-        return child.process.pid if child is not None and child.process.poll() is None else None
+        return None if child is None or child.is_gone else child.process.pid
 
     def build(self, call: str, folder: Path, owner: object, *, urgent: bool = False) -> dict[str, Any] | str:
         """Let the process call ``module:function`` with ``folder``: what it gives, and the ``seconds`` that it took.
@@ -96,7 +96,7 @@ class CompilerProcess:
         with self._lock:
             if owner not in self._owners or self._closed:
                 return None
-            if self._child is None or self._child.process.poll() is not None:
+            if self._child is None or self._child.is_gone:
                 self._end()
                 self._child = _Child(self.idle)
             self._for = owner
@@ -139,6 +139,11 @@ class _Child:
                 pass_fds=[theirs.fileno()], start_new_session=True, cwd=self.scratch, env=environment,
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             )  # fmt: skip
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it has ended, or has nowhere to write: somebody removed the folder of the cache."""
+        return self.process.poll() is not None or not self.scratch.exists()
 
     def answer(self, message: bytes, deadline: float) -> bytes:
         """What it answers; raises EOFError or OSError where it is gone, TimeoutError where that takes too long."""

@@ -96,6 +96,7 @@ class PackageCache:
 
     def draft(self) -> Path:
         """A new folder to write a package into."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # it may have been removed
         return Path(tempfile.mkdtemp(prefix=DRAFT, dir=self.folder))
 
     def keep(self, key: str, draft: Path, facts: Mapping[str, Any]) -> Path:

@@ -8,6 +8,7 @@ step computed again. On CUDA either is captured and launched whole (`tfnb.execut
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import queue
@@ -25,7 +26,7 @@ import torch
 
 from tfnb.errors import InvalidArgument, Unimplemented
 from tfnb.execution.compiling.compiled_packages import PackageFolder
-from tfnb.execution.compiling.compiler_process import COMPILER
+from tfnb.execution.compiling.compiler_process import COMPILER, END
 from tfnb.execution.lowering.program import Program
 from tfnb.execution.running import Stop
 from tfnb.execution.tiers.agreement import at_other_sizes, compared, copied, verdict
@@ -392,18 +393,21 @@ class Guarded:
 
 
 def _nothing() -> None:
-    """There is no such call."""
+    """There is none."""
 
 
 class Worker:
     """A daemon thread that compiles one thing after the other.
 
     Nothing is compiled in a thread of the user's: an interrupt between two of inductor's imports leaves it half loaded
-    for the rest of the process.
+    for the rest of the process. The interpreter's end waits for it: Python ends daemon threads inside of C++, which
+    aborts the process, and drafts would stay on disk.
     """
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[tuple[weakref.ref[Sizes], Sequence[Any], threading.Event]] = queue.SimpleQueue()
+        self._is_over = False
+        atexit.register(self.close)
+        self._jobs = queue.SimpleQueue[tuple[Callable[[], Sizes | None], Sequence[Any], threading.Event]]()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
@@ -417,10 +421,19 @@ class Worker:
                 self._thread.start()
         return done
 
+    def close(self) -> None:
+        """Let nobody wait for the compiler any more, and the thread come to its end."""
+        self._is_over = True
+        COMPILER.close()
+        thread = self._thread
+        if thread is not None and thread.is_alive():
+            self._jobs.put((_nothing, (), threading.Event()))
+            thread.join(END)
+
     def _work(self) -> None:
-        while True:
+        while not self._is_over:
             reference, args, done = self._jobs.get()
-            sizes = reference()
+            sizes = None if self._is_over else reference()
             try:
                 if sizes is not None:
                     sizes.compile(args)

@@ -21,7 +21,7 @@ def save_arguments(args: Sequence[Any], folder: Path) -> None:
     with (folder / DATA).open("wb") as file:
         for x in tensors:
             data = x.detach().resolve_conj().resolve_neg().contiguous()
-            data.view(-1).view(torch.uint8).numpy().tofile(file)
+            file.write(data.view(-1).view(torch.uint8).numpy().data)
 
 
 def load_arguments(folder: Path) -> list[Any]:
