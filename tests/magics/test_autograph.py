@@ -193,3 +193,29 @@ def test_a_staged_cell_gives_what_python_gives(notebook: Any, name: str, kind: s
         for leaf, value in zip(leaves, wanted, strict=True):
             got = next(found) if isinstance(leaf, torch.Tensor) else leaf
             torch.testing.assert_close(torch.as_tensor(got).double(), torch.as_tensor(value).double())
+
+
+@pytest.mark.parametrize(
+    ("target", "items", "is_said"),
+    [
+        ("x, y", "loader", True),
+        ("k, (x, y)", "enumerate(loader)", True),
+        ("(x, y), k", "zip(loader, range(3))", True),
+        ("x, y", "[*loader][:1]", False),
+        ("x, y", "[(p, p) for p in model.parameters()]", False),
+    ],
+    ids=["loader", "enumerate", "zip", "list", "parameters"],
+)
+def test_a_loader_that_a_cell_unrolls_is_said_with_what_to_write(
+    notebook: Any, target: str, items: str, is_said: bool
+) -> None:  # fmt: skip
+    notebook.ok(
+        "from torch.utils.data import DataLoader, TensorDataset\nmodel = nn.Linear(4, 4)\n"
+        "loader = DataLoader(TensorDataset(torch.rand(9, 4), torch.rand(9, 4)), batch_size=3)"
+    )
+    cell = f"%%tfgraph\ntotal = 0.0\nfor {target} in {items}:\n    total = total + (model(x) - y).square().sum()"
+    notes = [shown["text/plain"] for shown in notebook.ok(cell).shown if "was unrolled" in shown["text/plain"]]
+    assert len(notes) == is_said
+    for note in notes:
+        assert note.startswith("note: line 3: this `for` over a DataLoader was unrolled: 3 batches are ")
+        assert "feeds=(x, y)" in note

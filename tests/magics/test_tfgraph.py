@@ -520,14 +520,17 @@ def test_cells_below_on_are_recorded_until_off_and_magics_among_them_run(noteboo
 @pytest.mark.parametrize(
     "name, words",
     [
-        ("step", ["inputs", "In[4] line 2"]),
+        ("step", ["inputs", "In[6] line 2"]),
         ("session", ["runs", "here"]),
         ("spec", ["float32", "varies", "nothing", "4 bytes"]),
+        ("queue", ["FIFOQueue", "1 of 5 elements, open", "float32[3], int64", "20 bytes"]),
     ],
 )
-def test_operations_sessions_and_specs_have_cards(notebook, name, words):
+def test_operations_sessions_specs_and_queues_have_cards(notebook, name, words):
+    notebook.ok("queue = tfnb.FIFOQueue(5, [torch.float32, torch.int64], [(3,), ()], name='<b>')")
+    notebook.ok("queue.enqueue((torch.ones(3), torch.tensor(1)))")
     notebook.ok(f"%%tfgraph g --no-show\n{X}\nw = nn.Parameter(torch.ones(3))\nloss = (x * w).sum()")
     notebook.ok("%%tfgraph g --no-show\nstep = tfnb.train.SGD(0.1).minimize(loss)")
     notebook.ok("session, spec = tfnb.session.default_session(tfnb.graph('g')), loss.spec")
     html = notebook.shell.display_formatter.format(notebook.names[name])[0]["text/html"]
-    assert html.startswith("<details>") and all(word in html for word in words), html
+    assert html.startswith("<details>") and all(word in html for word in words) and "<b>" not in html, html

@@ -1,7 +1,7 @@
 """Small reprs as HTML, in a ``details`` element without script.
 
-Takes anything that looks like a recorded tensor (``name spec node sample``), an Operation (``node graph``) or a
-Session, and what a graph is made of; reads no remote value.
+Takes anything that looks like a recorded tensor (``name spec node sample``), an Operation (``node graph``), a Session
+or a queue, and what a graph is made of; reads no remote value.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tfnb.graph import Spec, Variable
+from tfnb.graph.queue import Queue
 from tfnb.graph.spec import dtype_name
 from tfnb.view import facts
 from tfnb.view.escape import xml
@@ -94,6 +95,30 @@ def session_facts(session: Any) -> Facts:
     found += [] if budget is None else [("memory budget", facts.amount(budget))]
     found += [("code", line) for line in session.status()[-FEW:]]
     return found + ([("training", f"{session.trained} steps, not at its end")] if session.trained else [])
+
+
+def queue_html(queue: Queue) -> str:
+    """A queue, accumulator or barrier: how full it is, who waits, and what it holds."""
+    return _details(repr(queue).strip("<>"), queue_facts(queue), "")
+
+
+def queue_facts(queue: Queue) -> Facts:
+    """What both forms say about a queue; of one on a server, as that said last."""
+    parts = (f"{dtype_name(dtype)}{_shape(shape)}" for dtype, shape in queue.components)
+    found = [
+        ("level", repr(queue).strip("<>").partition(": ")[2]),
+        ("element", ", ".join(parts)),
+        ("bytes", facts.amount(0 if queue.machine is None else queue.machine.nbytes)),
+    ]
+    found += [(name, str(option)) for name, option in queue.options.items()]
+    return found + [
+        (name, str(text)) for name, text in (("device", queue.device), ("container", queue.container)) if text
+    ]
+
+
+def _shape(shape: tuple[int | None, ...] | None) -> str:
+    """``[3, ?]``: sizes, of which some differ from element to element; nothing for any shape."""
+    return " of any shape" if shape is None else f"[{', '.join('?' if n is None else str(n) for n in shape)}]"
 
 
 def health(tensor: torch.Tensor) -> str:

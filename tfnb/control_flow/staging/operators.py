@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from tfnb.control_flow.frontend.cannot_stage import CannotStage
 from tfnb.control_flow.staging.branching import below_guard, branched, chosen, taken_by_python
@@ -172,7 +174,7 @@ def for_stmt(
             each, iterations = parted
             items = iterations
             body(each)
-    for each in plain(items):
+    for each in _unrolled(recorder, items, names):
         test: Any = True if more is None else more()
         staged = recorder_for(test)
         if staged is not None:  # an iteration before left the loop in some runs
@@ -182,6 +184,35 @@ def for_stmt(
             body(each)
         else:
             return
+
+
+def _unrolled(recorder: Recorder | None, items: Any, names: tuple[str, ...]) -> Iterator[Any]:
+    """The items, one by one. A DataLoader whose batches all become parts of the graph is said, once."""
+    if recorder is None or not _is_loader(plain(items)):
+        yield from items
+        return
+    st, start, count = Statement("for", recorder, names, tuple, lambda _: None), len(recorder.new), 0
+    try:
+        for each in items:
+            count += 1
+            yield each
+    finally:
+        if (made := len(recorder.new) - start) and count > 1:
+            recorder.tape.notes.append(
+                f"{st.place}: this `for` over a DataLoader was unrolled: {count} batches are {made} nodes of the "
+                "graph, with these data in every run. Record one step, with a placeholder for each part of a batch, "
+                "and go over the data outside of the cell: `tfnb.fit(step, loader, feeds=(x, y))`, or `for a, b in "
+                "loader: tfnb.run(step, {x: a, y: b})`"
+            )
+
+
+def _is_loader(items: Any) -> bool:
+    """Whether these are batches of a DataLoader, also with numbers (``enumerate``) or a progress bar around them."""
+    if isinstance(items, (enumerate, zip)):
+        return any(map(_is_loader, items.__reduce__()[1]))
+    if type(items) is tuple:  # the parts of a zip
+        return any(map(_is_loader, items))
+    return isinstance(getattr(items, "iterable", items), (DataLoader, _BaseDataLoaderIter))
 
 
 def _nothing() -> None:
