@@ -48,7 +48,7 @@ def print(*xs: Any) -> Operation | None:
 def _piece(x: Any, recorder: Recorder, values: dict[Value, Ref]) -> str | Ref:
     """What a print node says of ``x``: the number of its value among ``values``, or its text."""
     if isinstance(x, torch.SymInt):
-        x = torch.scalar_tensor(x, dtype=torch.int64)
+        x = torch.scalar_tensor(x, dtype=torch.int64)  # type: ignore[arg-type]  # torch takes it
     if isinstance(x, (torch.Tensor, Variable)):
         return values.setdefault(value_in(x, recorder), Ref(len(values)))
     if any(isinstance(leaf, (torch.Tensor, Variable)) for leaf in leaves(x)):
@@ -76,11 +76,13 @@ def assert_(cond: Any, message: str = "") -> None:
     """
     __tracebackhide__ = True
     recorder = current.recording()
-    is_recorded = isinstance(cond, Tensor) and isinstance(recorder, Recorder)
     if isinstance(cond, torch.Tensor) and (cond.dim() or cond.dtype != torch.bool):
         cond = cond.all()
-    sample = recorder._entry(cond).sample if is_recorded else cond
-    if sample is not None and (not is_recorded or recorder.entered) and not sample:
-        raise CheckFailed(f"{message or 'assert_'}{recorder.tape.at() if is_recorded else ''}")
-    if is_recorded:
-        recorder.guard(cond, True, raises=f"AssertionError: {message}" if message else "AssertionError")
+    if not isinstance(cond, Tensor) or not isinstance(recorder, Recorder):
+        if not cond:
+            raise CheckFailed(message or "assert_")
+        return
+    sample = recorder._entry(cond).sample
+    if sample is not None and recorder.entered and not sample:
+        raise CheckFailed(f"{message or 'assert_'}{recorder.tape.at()}")
+    recorder.guard(cond, True, raises=f"AssertionError: {message}" if message else "AssertionError")

@@ -173,7 +173,7 @@ def _of_feeds(data: Any, keys: Any, epochs: int, steps: int | None, begin: int) 
     def each() -> Iterator[Batch]:
         for epoch in passes:
             found = False
-            each = _pass_of(data) if epoch == first and source is not None and not goes_on else data
+            each = _pass_of(source) if source is not None and epoch == first and not goes_on else data
             for number, feeds in enumerate(each):
                 found = True
                 batch = _fed(epoch, number, feeds if keys is None else _assigned(keys, number, feeds))
