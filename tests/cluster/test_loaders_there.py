@@ -12,12 +12,19 @@ from torch.utils.data import DataLoader, TensorDataset
 import tfnb
 
 
-def test_a_loader_trains_there_as_here(connect):
+@pytest.fixture
+def recorded():
+    """A data set of 20 rows, a model, its feeds and its step."""
     data = TensorDataset(torch.randn(20, 3).double(), torch.randn(20, 1).double())
     model = torch.nn.Linear(3, 1).double()
     with tfnb.record("loader"):
         x, y = tfnb.placeholder(data[:4][0], name="x"), tfnb.placeholder(data[:4][1], name="y")
         step = tfnb.train.Momentum(0.1).minimize((model(x) - y).square().mean())
+    return data, model, (x, y), step
+
+
+def test_a_loader_trains_there_as_here(connect, recorded):
+    data, model, feeds, step = recorded
     start = {v: v.value() for v in step.graph.variables}
     found = []
     for number in range(2):
@@ -25,7 +32,7 @@ def test_a_loader_trains_there_as_here(connect):
             v.assign(value)
         cluster = connect(2) if number else None
         source = tfnb.Source(DataLoader(data, 6, shuffle=True), name=f"train {number}", seed=3)
-        assert tfnb.fit(step, source, feeds=(x, y), epochs=2, steps=6).steps == 6
+        assert tfnb.fit(step, source, feeds=feeds, epochs=2, steps=6).steps == 6
         if cluster is not None:
             cluster.close()
         found.append((model.weight.detach().clone(), source.position))
@@ -35,16 +42,12 @@ def test_a_loader_trains_there_as_here(connect):
 
 
 @pytest.mark.parametrize("ends", ["callback", "interrupt"])
-def test_a_source_stands_behind_the_last_step_that_servers_applied(connect, ends):
+def test_a_source_stands_behind_the_last_step_that_servers_applied(connect, recorded, ends):
     """Tasks are ahead of what is told, and more was drawn: what was not applied is drawn again."""
-    data = TensorDataset(torch.randn(20, 3).double(), torch.randn(20, 1).double())
-    model = torch.nn.Linear(3, 1).double()
-    with tfnb.record("stops"):
-        x, y = tfnb.placeholder(data[:4][0], name="x"), tfnb.placeholder(data[:4][1], name="y")
-        step = tfnb.train.Momentum(0.1).minimize((model(x) - y).square().mean())
+    data, model, feeds, step = recorded
     start = {v: v.value() for v in step.graph.variables}
     loader = DataLoader(data, 6, shuffle=True)
-    tfnb.fit(step, tfnb.Source(loader, name="whole", seed=3), feeds=(x, y), epochs=25)
+    tfnb.fit(step, tfnb.Source(loader, name="whole", seed=3), feeds=feeds, epochs=25)
     expected = model.weight.detach().clone()
     for v, value in start.items():
         v.assign(value)
@@ -61,7 +64,7 @@ def test_a_source_stands_behind_the_last_step_that_servers_applied(connect, ends
     while cluster.step < before + 100:
         stop.at = chance.randint(1, 30)
         with contextlib.suppress(KeyboardInterrupt):
-            tfnb.fit(step, source, feeds=(x, y), steps=before + 100 - cluster.step, callbacks=[stop])
+            tfnb.fit(step, source, feeds=feeds, steps=before + 100 - cluster.step, callbacks=[stop])
         done = cluster.step - before
         places.append((source.position["epoch"] * 4 + source.position["count"], done))
     cluster.close()
