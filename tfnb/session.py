@@ -203,11 +203,11 @@ class Session:
             check_timeout(timeout)
         feeds = feed_dict or {}
         watch = None if self._is_twin else self.graph.attached.get("watch")
-        if watch is None or trace:
+        if watch is None or trace or not (step := watch.next_step()):
             return self._run(fetches, feeds, timeout, trace, check, isolation)
         options: dict[str, Any] = {"timeout": timeout, "check": check, "isolation": isolation}
         plain = partial(self._run, fetches, feeds, trace=False, **options)
-        return watch.step(self, plain, fetches, feeds, **options)
+        return watch.step(step, self, plain, fetches, feeds, **options)
 
     def _run(
         self, fetches: Any, feeds: Mapping[Any, Any], timeout: float | None, trace: bool | str, check: str | None,
@@ -248,10 +248,10 @@ class Session:
 
         def watched(*values: Any) -> Any:
             watch = None if self._is_twin else self.graph.attached.get("watch")
-            if watch is None or len(values) != len(feeds):
+            if watch is None or len(values) != len(feeds) or not (step := watch.next_step()):
                 return call(*values)
             fed = dict(zip(feeds, values, strict=True))
-            return watch.step(self, partial(call, *values), fetches, fed, check=check)
+            return watch.step(step, self, partial(call, *values), fetches, fed, check=check)
 
         def call(*values: Any) -> Any:
             nonlocal prepared

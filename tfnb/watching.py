@@ -31,6 +31,7 @@ from tfnb.widgets.curve import bars, blocks, number, svg, table
 
 SHARE = 0.01  # of the time that looking may take, as measured; the caches that it empties come on top
 LEAST = 0.05  # seconds between two looks
+TIMED = 5  # ordinary runs after each look that are timed
 PERIOD = 0.25  # seconds between two renewals of the picture, and between two looks on a cluster, at least
 POINTS = 400  # of a curve
 BINS = 30
@@ -121,20 +122,27 @@ class Watch:
         self._usual, self._next, self._shown = 0.0, 0.0, 0.0
         self._extra: list[float] = []  # seconds that the last looks took
         self._looks = 0
+        self._to_time = 0  # ordinary runs that are still to be timed
         self._is_fresh = False  # seen and not shown
         self._plot: Any = None
 
     # -- what a session calls ---------------------------------------------------------------------------------
 
-    def step(
-        self, session: Session, plain: Callable[[], Any], fetches: Any, feeds: Mapping[Any, Any], **options: Any
-    ) -> Any:  # fmt: skip
-        """One run: ``plain()``, or now and then the same run with the watched values."""
+    def next_step(self) -> int:
+        """Count a run: its number, with which `step` makes it, or 0 where it is an ordinary one."""
         step = self.steps = next(self._number)
+        return step if self._to_time or self._is_due(step, time.perf_counter()) else 0
+
+    def step(
+        self, step: int, session: Session, plain: Callable[[], Any], fetches: Any, feeds: Mapping[Any, Any],
+        **options: Any,
+    ) -> Any:  # fmt: skip
+        """One run: ``plain()``, timed, or now and then the same run with the watched values."""
         start = time.perf_counter()
         if not self._is_due(step, start) or not self._looking.acquire(blocking=False):
             found = plain()
             took = time.perf_counter() - start
+            self._to_time = max(0, self._to_time - 1)
             self._usual = min(took, 1.05 * self._usual) if self._usual else took  # the first ones are slow
             return found
         try:
@@ -155,7 +163,7 @@ class Watch:
     def _pause(self, extra: float, least: float) -> None:
         """The next look comes when one is a small part of the time; the first one also made its code."""
         self._extra = [*self._extra, extra][-5:] if self._looks else []
-        self._looks += 1
+        self._looks, self._to_time = self._looks + 1, TIMED
         self._next = time.perf_counter() + max(least, LEAST, median(self._extra or [0.0]) / SHARE)
 
     def followed(
