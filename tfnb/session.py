@@ -82,7 +82,10 @@ _NOT_TOGETHER: Mapping[tuple[str, str], str] = {
     ("isolation", "cluster"): "isolation='snapshot' is of steps that run here: close the cluster",
     ("memory_budget", "cluster"): "memory_budget holds for steps that run here: close the cluster",
     ("memory_budget", "queues"): "memory_budget needs generated code, without queues and executor='dataflow'",
-    ("training", "queues"): "steps of fit on a cluster are generated code, without queues: run them, or feed the data",
+    ("training", "queues"): (
+        "fit divides the rows of a step over tasks and gives the part of a lost one to another, and an element of a "
+        "queue can be taken once: let fit take the elements, fit(step, queue, feeds=x), or call run for each step"
+    ),
 }
 """What does not go with what: of an option and a situation, what the error says."""
 

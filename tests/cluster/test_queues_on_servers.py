@@ -69,11 +69,24 @@ def test_several_tasks_put_and_one_stream_takes_and_all_of_it_comes_home(connect
     queue.enqueue_many([7.0, 8.0]), queue.close()
     with pytest.raises(OutOfRange, match=r"requested 4, current size 2"):
         session.run(batch)
-    with pytest.raises(Unimplemented, match="without queues"):
-        list(tfnb.fit(added, {x: torch.zeros(4)}, epochs=1, batch_size=1) or [])
+    with pytest.raises(Unimplemented, match=r"can be taken once: let fit take the elements, fit\("):
+        tfnb.fit(added, {x: torch.zeros(4)}, epochs=1, batch_size=1)
     cluster.close()
     assert isinstance(queue.machine, QueueMachine) and queue.level.closed and total.value() == 11
     assert [float(element) for element in queue] == [7, 8]
+
+
+def test_fit_takes_the_elements_of_a_queue_on_a_server(connect) -> None:
+    """What the refusal of a step that takes them says to write."""
+    queue, weight = tfnb.FIFOQueue(50, torch.float32, (4,), name="rows"), torch.nn.Parameter(torch.zeros(()))
+    with tfnb.record():
+        x = tfnb.placeholder(torch.ones(4), name="x")
+        step = tfnb.train.SGD(0.1).minimize(-(weight * x).mean())
+    connect(2)
+    queue.enqueue_many(torch.arange(5.0)[:, None].expand(5, 4))
+    queue.close()
+    assert tfnb.fit(step, queue, feeds=x).steps == 5
+    assert weight.item() == pytest.approx(1.0)
 
 
 def _waiting(cluster: Any) -> int:

@@ -344,9 +344,11 @@ def test_ten_thousand_waits_hold_no_threads_and_can_be_cancelled() -> None:
     before = threading.active_count()
     thread, found = in_thread(lambda: session.run(total))
     until(lambda: queue.machine is not None and len(queue.machine.lines["dequeue"]) == count, 120)
-    assert threading.active_count() < before + 100
+    assert threading.active_count() <= before + 8
+    begin = time.process_time()
     session.close()
-    thread.join(120)  # a second, on a machine that does nothing else
+    thread.join(120)
+    assert time.process_time() - begin < 2, "a second where nobody else computes"
     assert isinstance(found[0], Cancelled) and not queue.machine.lines["dequeue"]
     queue.enqueue(1.0)
     assert queue.size() == 1
