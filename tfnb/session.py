@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -19,50 +19,44 @@ import torch
 
 from tfnb.cluster.connected import connected, notices
 from tfnb.errors import (
-    Cancelled,
-    FailedPrecondition,
     InvalidArgument,
     NonFiniteGradient,
-    TfnbError,
     Unimplemented,
 )  # fmt: skip
-from tfnb.execution import TRACERS, Checked, Program, Trace, Tracer, ValueHealth, profiling
+from tfnb.execution import TRACERS, Checked, Trace, Tracer, ValueHealth, profiling
 from tfnb.execution.budgeted import Planned
 from tfnb.execution.dataflow.executor import EXECUTORS
-from tfnb.execution.explain import check_timeout, deadline, explained
-from tfnb.execution.running import Running, Stop
+from tfnb.execution.explain import check_timeout
 from tfnb.execution.step_code import StepCode
 from tfnb.execution.tiers import tiered as tiers
 from tfnb.execution.tracing.origins import not_finite
-from tfnb.feeding import Fed, Feeder
+from tfnb.feeding import Fed
 from tfnb.gradients import IndexedSlices
-from tfnb.graph import Graph, Node, Value, Variable
+from tfnb.graph import Graph, Variable
 from tfnb.graph.collector import uncollected
 from tfnb.graph.forms.serial import graph_hash
 from tfnb.graph.resources import reset
-from tfnb.graph.variable_locks import LOCKS, NOTHING, Cut, Hold, ensure_unchanged, versions
+from tfnb.graph.variable_locks import LOCKS, Cut
 from tfnb.interrupts import no_interrupt
 from tfnb.memory import step_passes
-from tfnb.passes import LAYOUTS, Passes, StepGraph, chosen_layout, step_graph, table
-from tfnb.passes.printed import lines, printing
-from tfnb.placement.requests import Asked, asked, task_of
+from tfnb.passes import LAYOUTS, Passes, StepGraph, chosen_layout, table
+from tfnb.placement.requests import task_of
+from tfnb.prepared import Prepared, prepare, same_step
 from tfnb.recording import graph as graph_named
 from tfnb.recording.marks.notes import user_level
 from tfnb.state import checkpoint
 from tfnb.state.batch_order import Arrays, Rows
 from tfnb.state.chunks import Chunked, like
 from tfnb.state.input_sources import Source
-from tfnb.state.queue_machine import give_back
 from tfnb.state.run_numbers import RunNumbers
 from tfnb.state.steps_taken import StepsTaken
 from tfnb.step import Step
+from tfnb.step_runner import StepRunner
 from tfnb.structures import (
     fed_by,
-    flat,
     graph_of,
     key_of,
     parts_of,
-    places_of,
     spread,
     structure,
     value_of,
@@ -88,32 +82,6 @@ _NOT_TOGETHER: Mapping[tuple[str, str], str] = {
     ),
 }
 """What does not go with what: of an option and a situation, what the error says."""
-
-
-@dataclass(slots=True)
-class _Prepared:
-    """One signature, ready to run."""
-
-    code: StepCode
-    feeder: Feeder
-    values: tuple[Value, ...]
-    rebuild: Callable[[Sequence[Any]], Any]
-    trailing: tuple[Variable, ...]  # variables fetched as such: their value after the step
-    version: int
-    asked: tuple[Asked, ...] = ()  # nodes that ask for a place
-    prints: tuple[Node, ...] = ()  # whose values are fetched behind ``values``
-    direct: Callable[..., list[Any] | None] | None = None  # the whole step, where nothing is in the way
-    guarded: tiers.Guarded | None = None  # what that is of
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it asks for nothing beside the step itself."""
-        return not self.trailing and not self.asked and not self.feeder.repeats
-
-    def after(self, cut: Cut | None = None) -> list[torch.Tensor]:
-        """The values of the fetched Variables after the step; those that it did not write are of the cut."""
-        copies, writes = {} if cut is None else cut.copies, self.code.step.writes
-        return [v.value() if v in writes or v not in copies else copies[v] for v in self.trailing]
 
 
 class Session:
@@ -156,14 +124,12 @@ class Session:
         self.memory_budget = memory_budget
         self.graph = graph if isinstance(graph, Graph) else graph_named(graph)
         self._cluster = cluster
-        self._prepared: dict[Any, _Prepared] = {}
-        self.runs = RunNumbers()
+        self._prepared: dict[Any, Prepared] = {}
+        self._steps = StepRunner(self.graph.name)
         self._sources: dict[str, Source] = {}
         self._positions: dict[str, dict[str, int]] = {}  # restored, of sources that it does not know yet
         self._trained = 0
         self.training: StepsTaken | None = None  # of `fit`, in progress
-        self._running: set[Running] = set()
-        self._closed = False
         self.trace: Trace | None = None  # what the last traced run did
         self._twin: Session | None = None  # for runs that a watch looks at: generated code
         self._is_twin = False
@@ -172,6 +138,11 @@ class Session:
     def cluster(self) -> Any:
         """The cluster that runs go to: the session's own, else the connected one, else None."""
         return self._cluster if self._cluster is not None else connected()
+
+    @property
+    def runs(self) -> RunNumbers:
+        """The numbers of its runs, by which random nodes draw."""
+        return self._steps.runs
 
     # -- running ------------------------------------------------------------------------------------------------
 
@@ -279,7 +250,7 @@ class Session:
         if self._twin is None:
             self._twin = Session(self.graph, cluster=self._cluster, compile="off", executor=self._executor,
                                  memory_budget=self.memory_budget)  # fmt: skip
-            self._twin._once, self._twin.runs, self._twin._is_twin = self._once, self.runs, True
+            self._twin._once, self._twin._is_twin, self._twin._steps.runs = self._once, True, self.runs
         step = self._prepare(fetches, parts_of(tuple(feeds))).code.step
         made = step.graph.contents.by_id.keys() - {value.node for value in step.feeds}
         there = {name: item for name, item in more.items() if isinstance(item, Variable) or item.node in made}
@@ -364,10 +335,10 @@ class Session:
         why = "a Variable is watched" if prepared.trailing else ""
         with closing(cluster.train(step, source, mode=mode, timeout=timeout, one_by_one=why, **options)) as steps:
             for _, results in steps:
-                self._ensure_open()
+                self._steps.ensure_open()
                 yield prepared.rebuild([*results, *(variable.value() for variable in prepared.trailing)])
 
-    def _ahead(self, prepared: _Prepared, step: StepGraph, data: Arrays, total: int) -> Any:
+    def _ahead(self, prepared: Prepared, step: StepGraph, data: Arrays, total: int) -> Any:
         """Arrays for the cluster; the steps of a full and of a short batch are checked here, before anything runs."""
         __tracebackhide__ = True
         arrays, order = data
@@ -382,7 +353,7 @@ class Session:
         ]
         return self.cluster.ahead(step, Arrays(tuple(fed), order), total, first)
 
-    def _cut(self, prepared: _Prepared, isolation: str, timeout: float | None) -> Cut:
+    def _cut(self, prepared: Prepared, isolation: str, timeout: float | None) -> Cut:
         """Copies of what a step reads, and of the Variables that are fetched with it."""
         if isolation != "snapshot":
             raise InvalidArgument(f"isolation is None or 'snapshot', not {isolation!r}")
@@ -390,11 +361,11 @@ class Session:
         return LOCKS.cut((*prepared.code.program.variables, *prepared.trailing), timeout)
 
     def _directly(
-        self, prepared: _Prepared, values: Iterable[Any], timeout: float | None = None
+        self, prepared: Prepared, values: Iterable[Any], timeout: float | None = None
     ) -> list[Any] | None:  # fmt: skip
         """The step in one call; None where it did nothing, and `_execute` does it."""
         direct = prepared.direct  # another thread may forget it meanwhile
-        if direct is None or self._closed or self._cluster is not None or connected() is not None or notices:
+        if direct is None or self._steps.is_closed or self._cluster is not None or connected() is not None or notices:
             return None
         if timeout is not None and not (prepared.guarded and prepared.guarded.is_over_within(timeout)):
             return None
@@ -406,12 +377,13 @@ class Session:
             self.runs.take()
         return results
 
-    def _execute(self, prepared: _Prepared, fed: Fed, timeout: float | None, cut: Cut | None = None) -> list[Any]:
+    def _execute(self, prepared: Prepared, fed: Fed, timeout: float | None, cut: Cut | None = None) -> list[Any]:
         __tracebackhide__ = True
         tensors, shapes = fed
         if self.cluster is not None:
             try:
-                sent = self._stoppable(prepared.code.step, None, self._on_cluster, prepared.code, tensors, timeout)
+                code = prepared.code
+                sent = self._steps.stoppable(code.step, None, self._on_cluster, code, tensors, timeout)
             except NonFiniteGradient as error:
                 self._locate(error, prepared.code, tensors, self.runs.next - 1)
                 raise
@@ -419,49 +391,14 @@ class Session:
         while notices:
             warnings.warn(notices.pop(), stacklevel=user_level(None))
         program, forward = prepared.code.at(shapes)
-        results = self._step(prepared, program, tensors, timeout, forward, program.commit, cut)
+        results = self._steps.step(prepared, program, tensors, timeout, forward, program.commit, cut)
         if type(forward) is tiers.Guarded and prepared.is_plain:
             again = prepared.guarded is forward  # a step that runs once needs none
             prepared.direct, prepared.guarded = forward.direct() if again else None, forward
         return results
 
-    def _step(
-        self, prepared: _Prepared, program: Program, tensors: list[torch.Tensor], timeout: float | None,
-        forward: Callable[..., Any], commit: Callable[[Any], None], cut: Cut | None,
-    ) -> list[Any]:  # fmt: skip
-        """Compute, commit, and read the fetched Variables, with the locks of all Variables."""
-        __tracebackhide__ = True
-        if prepared.asked:
-            task_of(prepared.asked)
-        access, run = program.access, self.runs.take()
-        program.use.last = time.time()
-        if prepared.trailing:
-            access = (access or NOTHING).also(prepared.trailing)
-        if access is None:
-            return self._stoppable(program, timeout, self._compute, program, tensors, forward, run)[0]  # type: ignore[no-any-return]
-        hold = Hold(access)
-        try:
-            with hold.token:
-                results = None
-                if getattr(forward, "writes", False):  # nothing can stop it
-                    if cut is None and (timeout is None or getattr(forward, "seconds", None) is not None):
-                        results = self._written(hold, program, tensors, forward, run, timeout)
-                    if results is None:
-                        forward = program.forward
-                if results is None:
-                    compute = self._locked if cut is None and not program.waits else self._aside
-                    given = hold, program, tensors, forward, run, cut
-                    results, pending = self._stoppable(program, timeout, compute, *given)
-                    with nullcontext() if program.commit_access is None else LOCKS.held(program.commit_access):
-                        commit(pending)
-                if prepared.trailing:
-                    results += prepared.after(cut)
-        finally:
-            hold.leave()
-        return results  # type: ignore[no-any-return]
-
     def _traced(
-        self, prepared: _Prepared, fed: Fed, timeout: float | None, how: bool | str, cut: Cut | None
+        self, prepared: Prepared, fed: Fed, timeout: float | None, how: bool | str, cut: Cut | None
     ) -> list[Any]:
         """`_execute` with a tracer."""
         __tracebackhide__ = True
@@ -472,7 +409,7 @@ class Session:
         program, _ = prepared.code.at(shapes)
         with profiling(how == "kernels") as profile:
             tracer = TRACERS[how](program)
-            results = self._step(prepared, program, tensors, timeout, tracer.forward, tracer.commit, cut)
+            results = self._steps.step(prepared, program, tensors, timeout, tracer.forward, tracer.commit, cut)
         tracer.end(results, profile.found)
         tracer.untraced = "" if prepared.code.budget else prepared.code.tiers.code(shapes)
         self._keep(tracer)
@@ -483,7 +420,7 @@ class Session:
         self.trace = self.graph.attached["trace"] = tracer.trace()  # live drawings of the graph look there
 
     def _checked(
-        self, prepared: _Prepared, fed: Fed, timeout: float | None, check: str, cut: Cut | None = None
+        self, prepared: Prepared, fed: Fed, timeout: float | None, check: str, cut: Cut | None = None
     ) -> list[Any]:  # fmt: skip
         """`_execute` of a step that writes nothing that is not finite."""
         __tracebackhide__ = True
@@ -494,7 +431,7 @@ class Session:
         program, _ = prepared.code.at(shapes)
         checked = Checked(program)
         try:
-            return self._step(prepared, program, tensors, timeout, checked.forward, checked.commit, cut)
+            return self._steps.step(prepared, program, tensors, timeout, checked.forward, checked.commit, cut)
         finally:
             if checked.found is not None:
                 self._keep(checked.found)
@@ -509,76 +446,6 @@ class Session:
         found = not_finite(tracer.results, self.graph)
         error.message += f"\nRun again here: {found.message}"
         error.cell, error.line, error.op, error.details = found.cell, found.line, found.op, found.details
-
-    def _stoppable(self, program: Any, timeout: float | None, call: Callable[..., Any], *args: Any) -> Any:
-        """``call(*args)``, which `close`, the deadline, and a reset of what the hold in front is of, end."""
-        __tracebackhide__ = True
-        running, hold = Running(), next((arg for arg in args[:1] if isinstance(arg, Hold)), None)
-        self._running.add(running)
-        if hold is not None:
-            hold.stop = running.stop
-            LOCKS.computing.add(hold)
-        try:
-            self._ensure_open()  # after the step can be found: `close` looks for steps after it closed
-            return running.compute(call, *args, until=None if timeout is None else deadline(program, timeout))
-        finally:
-            self._running.discard(running)
-            if hold is not None:
-                LOCKS.computing.discard(hold)
-
-    def _written(
-        self, hold: Hold, program: Program, tensors: list[torch.Tensor], forward: Any, run: int,
-        timeout: float | None,
-    ) -> list[Any] | None:  # fmt: skip
-        """A step in one call of compiled code, with the locks; None where that did nothing, or may end too late."""
-        self._ensure_open()
-        if timeout is None:
-            _take(hold)
-        else:
-            end = time.monotonic() + timeout
-            self._stoppable(program, timeout, _take, hold)
-            if not forward.is_over_within(end - time.monotonic()):
-                return None
-        return program.write(tensors, [variable.storage for variable in program.variables], run, forward)
-
-    def _locked(self, hold: Hold, *args: Any) -> Any:
-        """`_compute` with the locks, which the step keeps until it committed."""
-        __tracebackhide__ = True
-        if not hold.is_granted:
-            _take(hold)
-        return self._compute(*args)
-
-    def _aside(
-        self, hold: Hold, program: Program, tensors: list[torch.Tensor], forward: Callable[..., Any], run: int,
-        cut: Cut | None,
-    ) -> Any:  # fmt: skip
-        """`_compute` of a step that waits inside, or reads copies: the locks come after it, if nobody wrote since."""
-        __tracebackhide__ = True
-        kept = () if program.access is None else program.access.variables  # not those that it writes without order
-        seen = versions(kept) if cut is None else {v: cut.versions[v] for v in kept}
-        found = self._compute(program, tensors, forward, run, cut)
-        try:
-            if program.writes or (cut is None and hold.access is not program.access):  # which fetches Variables
-                _take(hold)
-            if program.writes:
-                ensure_unchanged(seen)
-        except BaseException:
-            give_back(found[1].queued)
-            raise
-        return found
-
-    def _compute(
-        self, program: Program, tensors: list[torch.Tensor], forward: Callable[..., Any], run: int,
-        cut: Cut | None = None,
-    ) -> Any:  # fmt: skip
-        __tracebackhide__ = True
-        storages = [variable.storage for variable in program.variables]
-        try:
-            return program.compute(tensors, storages, run, forward, cut)
-        except TfnbError:
-            raise
-        except Exception as error:
-            raise explained(program, error, tensors) from error
 
     def _on_cluster(self, code: StepCode, tensors: list[torch.Tensor], timeout: float | None) -> list[Any]:
         return list(self.cluster.run(self._sent(code), tensors, timeout=timeout, run=self.runs.take()))
@@ -598,19 +465,16 @@ class Session:
                 if what == option and holds[situation]:
                     raise Unimplemented(text)
 
-    def _ensure_open(self) -> None:
-        if self._closed:
-            raise FailedPrecondition(f"the session of graph {self.graph.name} is closed; make a new tfnb.Session")
-
-    def _prepare(self, fetches: Any, feed_keys: tuple[Any, ...]) -> _Prepared:
+    def _prepare(self, fetches: Any, feed_keys: tuple[Any, ...]) -> Prepared:
         __tracebackhide__ = True
-        self._ensure_open()
+        self._steps.ensure_open()
         key = (key_of(fetches), tuple(map(key_of, feed_keys)))
         prepared = self._prepared.get(key)
         if prepared is None or prepared.version != self.graph.version:
             self._forget()
             with uncollected():
-                prepared = self._resolve(fetches, feed_keys, prepared)
+                old = None if prepared is None else prepared.code
+                prepared = prepare(self.graph, fetches, feed_keys, partial(self._code, old=old))
             self._prepared[key] = prepared
         return prepared
 
@@ -621,31 +485,9 @@ class Session:
             if any(value.node not in nodes for value in old.values):
                 self._prepared.pop(key, None)
 
-    def _resolve(self, fetches: Any, feed_keys: tuple[Any, ...], old: _Prepared | None) -> _Prepared:
-        version = self.graph.version
-        leaves: list[Any] = []
-        rebuild = structure(fetches, leaves)
-        variables = [variable_of(self.graph, leaf) for leaf in leaves]
-        trailing = tuple(variable for variable in variables if variable is not None)
-        values = tuple(value_of(self.graph, leaf) for leaf, var in zip(leaves, variables, strict=True) if var is None)
-        places = places_of([variable is not None for variable in variables])
-        if trailing:
-            made = lambda results: rebuild([results[p] for p in places])  # noqa: E731
-        else:
-            made = type(fetches) if flat(fetches, leaves) else rebuild
-        feeder = Feeder(self.graph, [(key, fed_by(self.graph, key)) for key in feed_keys])
-        step, prints = printing(step_graph(self.graph, values, feeder.values))
-        if prints:
-            made = _printed(prints, made, len(values), len(step.fetches))
-        feeder.narrow(step.graph.nodes)
-        return _Prepared(
-            self._code(step, None if old is None else old.code), feeder, values, made, trailing, version,
-            asked(step.graph.nodes), prints,
-        )  # fmt: skip
-
-    def _code(self, step: StepGraph, old: StepCode | None) -> StepCode:
+    def _code(self, step: StepGraph, *, old: StepCode | None) -> StepCode:
         """What runs a step; where another cell changed, what there is."""
-        if old is not None and _same_step(old.step, step):
+        if old is not None and same_step(old.step, step):
             return old
         code = StepCode(
             step, executor=self._executor, compile=self._mode, once=self._once, memory_budget=self.memory_budget
@@ -772,12 +614,9 @@ class Session:
 
     def close(self) -> None:
         """End the session: runs in other threads raise Cancelled and write nothing, later ones FailedPrecondition."""
-        self._closed = True
+        self._steps.close()
         if self._twin is not None:
             self._twin.close()
-        name = self.graph.name
-        for running in tuple(self._running):
-            running.stop(lambda _: Cancelled(f"the session of graph {name} was closed during this run"))
         for prepared in self._prepared.values():
             prepared.code.close()
         self._prepared.clear()
@@ -794,37 +633,10 @@ class Session:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Session of {self.graph!r}{', closed' if self._closed else ''}>"
+        return f"<Session of {self.graph!r}{', closed' if self._steps.is_closed else ''}>"
 
 
 # -- the default session -------------------------------------------------------------------------------------------
-
-
-def _same_step(old: StepGraph, new: StepGraph) -> bool:
-    is_same = old.fetches == new.fetches and old.feeds == new.feeds and old.graph.seed == new.graph.seed
-    return is_same and old.graph.nodes == new.graph.nodes
-
-
-def _printed(prints: tuple[Node, ...], rebuild: Callable[[list[Any]], Any], start: int, end: int) -> Any:
-    """``rebuild``, which prints the results from ``start`` to ``end`` and leaves them out."""
-
-    def rebuilt(results: Sequence[Any]) -> Any:
-        for text in lines(prints, results[start:end]):
-            print(text)  # noqa: T201  the user asked for it
-        return rebuild([*results[:start], *results[end:]])
-
-    return rebuilt
-
-
-def _take(hold: Hold) -> None:
-    """Wait for the locks; the error of a deadline says for which."""
-    start = time.monotonic()
-    try:
-        LOCKS.take(hold)
-    except Stop as stop:
-        names = ", ".join(variable.name for variable in hold.access.variables)
-        stop.waits = (f"Variables that other steps use ({names}), for {time.monotonic() - start:.1f} s",)
-        raise
 
 
 def default_session(graph: Graph) -> Session:

@@ -306,13 +306,13 @@ def test_a_step_in_parts_is_aborted_if_what_it_read_was_written_since() -> None:
 
 def test_training_from_a_snapshot_that_is_too_old_is_aborted() -> None:
     session, x, _, after, counter = counter_step()
-    computes = session._compute
+    computes = session._steps._compute
 
     def beside(*args: object) -> object:  # another step writes while this one computes
         counter.assign(torch.tensor(5.0))
         return computes(*args)
 
-    session._compute = beside  # type: ignore[method-assign, assignment]
+    session._steps._compute = beside  # type: ignore[method-assign, assignment]
     with pytest.raises(Aborted, match="another step wrote counter"):
         session.run(after, {x: 1.0}, isolation="snapshot")
     assert counter.value() == 5
@@ -356,7 +356,7 @@ def test_steps_of_two_models_do_not_wait_for_each_other_and_steps_of_one_model_d
         closed, error = tfnb.Session(x.graph), list[BaseException]()
         waits = threading.Thread(target=lambda: error.extend(_raised(lambda: closed.run(after, {x: 1.0}))))
         waits.start()
-        while not closed._running:
+        while not closed._steps.running:
             time.sleep(0.01)
         closed.close()
         waits.join(100)

@@ -149,7 +149,7 @@ def test_a_loop_that_does_not_end_is_stopped_and_the_next_run_is_right() -> None
 
     thread = threading.Thread(target=endless)
     thread.start()
-    while not session._running:
+    while not session._steps.running:
         time.sleep(0.01)
     session.close()
     thread.join(60)

@@ -121,7 +121,7 @@ def test_close_ends_the_runs_of_all_threads() -> None:
     threads = [threading.Thread(target=work) for _ in range(3)]
     for thread in threads:
         thread.start()
-    while len(session._running) < len(threads):
+    while len(session._steps.running) < len(threads):
         time.sleep(0.01)
     session.close()
     for thread in threads:
