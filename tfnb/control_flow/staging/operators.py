@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from tfnb.control_flow.frontend.cannot_stage import CannotStage
 from tfnb.control_flow.staging.branching import below_guard, branched, chosen, taken_by_python
@@ -212,7 +211,8 @@ def _is_loader(items: Any) -> bool:
         return any(map(_is_loader, items.__reduce__()[1]))
     if type(items) is tuple:  # the parts of a zip
         return any(map(_is_loader, items))
-    return isinstance(getattr(items, "iterable", items), (DataLoader, _BaseDataLoaderIter))
+    batches = getattr(items, "iterable", items)
+    return isinstance(batches, DataLoader) or type(batches).__module__ == DataLoader.__module__  # its iterators
 
 
 def _nothing() -> None:
