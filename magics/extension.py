@@ -22,12 +22,13 @@ from tfnb.magics.watch_names import settle
 
 NAMES = (
     "tfgraph", "tfrun", "tfprof", "tfdiff", "tfgrad", "tfcluster", "tfvars", "tfbudget", "tfsave", "tfload", "tfwatch",
+    "tfbreak",
 )  # fmt: skip
 SHOWN = (
     "tfnb.graph.graph.Graph", "tfnb.graph.variable.Variable", "torch.tfnb.Tensor",  # what torch thinks its module is
     "tfnb.graph.spec.Spec", "tfnb.recording.values.tensor.Operation", "tfnb.session.Session", "tfnb.fitting.RunResult",
     "tfnb.background.RunHandle", "tfnb.execution.tracing.trace.Trace", "tfnb.magics.text_table.Table",
-    "tfnb.watching.Watch", "tfnb.graph.queue.Queue",
+    "tfnb.watching.Watch", "tfnb.graph.queue.Queue", "tfnb.breakpoints.Stopped",
 )  # fmt: skip
 
 PICTURES = ("tfnb.graph.graph.Graph",)  # those of them that have an SVG, too
@@ -49,6 +50,7 @@ def load(shell: InteractiveShell) -> None:
     _named[id(shell)] = name_cells(lambda filename: (shell.compile.format_code_name(filename) or ("", None))[1])
     shell.events.register("post_run_cell", magics.lives.follow)
     shell.events.register("post_run_cell", settle)
+    shell.events.register("post_run_cell", magics.hand_over)
     for name in NAMES:
         shell.set_hook("complete_command", completer(magics, name), str_key=f"%{name}")
         shell.set_hook("complete_command", completer(magics, name), str_key=f"%%{name}")
@@ -77,6 +79,7 @@ def unload(shell: InteractiveShell) -> None:
     _named.pop(id(shell))()
     shell.events.unregister("post_run_cell", magics.lives.follow)
     shell.events.unregister("post_run_cell", settle)
+    shell.events.unregister("post_run_cell", magics.hand_over)
     for name in NAMES:
         for kind in ("line", "cell"):
             shell.magics_manager.magics[kind].pop(name, None)

@@ -411,6 +411,31 @@ class TfnbMagics(Magics):
         self._store(options, watch)
         return watch.stop() if options.stop else None if options.what else watch
 
+    @magic(
+        argument("node", nargs="?", metavar="NODE", help="the name of a value; then: if nan, if inf, if EXPRESSION"),
+        argument("--off", action="store_true", help="remove the breakpoint at NODE, or all"),
+    )
+    def tfbreak(self, line: str, cell: str | None = None) -> Any:
+        """Stop runs and fit at a node when a condition on its value holds; nothing is written. Bare: the breakpoints.
+
+        The next cell has the inputs of the node and its value, by name, in the dict `stopped`.
+
+        %tfbreak loss if nan
+        %tfbreak logits if value.abs().max() > 100
+        """
+        head, _, condition = line.partition(" if ")
+        options = self._line_only(self.tfbreak, head, cell)
+        if options.help:
+            return self._help(self.tfbreak)
+        points = tfnb.break_at(options.node, condition.strip() or None, graph=options.graph, off=options.off)
+        return self._out(options, points)
+
+    def hand_over(self, ran: Any) -> None:
+        """A cell ended: the next one has the values at the breakpoint that stopped it."""
+        if isinstance(error := getattr(ran, "error_in_exec", None), tfnb.errors.BreakpointReached):
+            self.shell.user_ns["stopped"] = error.details
+            display(error.details)
+
     # -- variables and files --------------------------------------------------------------------------------
 
     @magic(
@@ -559,7 +584,7 @@ class TfnbMagics(Magics):
         cards = {
             tfnb.Tensor: tfnb.view.tensor_html, tfnb.Variable: tfnb.view.variable_html, tfnb.Spec: tfnb.view.spec_html,
             tfnb.Operation: tfnb.view.operation_html, tfnb.Session: tfnb.view.session_html,
-            tfnb.view.reprs.Queue: tfnb.view.queue_html,
+            tfnb.view.reprs.Queue: tfnb.view.queue_html, tfnb.breakpoints.Stopped: tfnb.view.values_html,
         }  # fmt: skip
         card = next((card for kind, card in cards.items() if isinstance(shown, kind)), None)
         return shown._repr_html_() if card is None else card(shown)

@@ -21,6 +21,7 @@ if find_spec("tfnb.kernels") is None:
 
 _HOME = {
     "tfnb.background": ("RunHandle", "launch"),
+    "tfnb.breakpoints": ("break_at",),
     "tfnb.cluster": ("Cluster", "connect"),
     "tfnb.control_flow": (
         "TensorArray", "autograph", "cond", "fold", "function", "map_fn", "no_autograph", "scan", "while_loop",

@@ -158,6 +158,10 @@ class Cancelled(TfnbError):
     code = "CANCELLED"
 
 
+class BreakpointReached(Cancelled):
+    """A run that a breakpoint stopped; ``details`` has the values there, by name."""
+
+
 class QueueClosed(Cancelled):
     """An element was put on a closed queue, or it was closed a second time."""
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tfnb.breakpoints import Stop, stopping
 from tfnb.execution.step_code import StepCode
 from tfnb.execution.tiers import tiered as tiers
 from tfnb.feeding import Feeder
@@ -31,13 +32,14 @@ class Prepared:
     version: int
     asked: tuple[Asked, ...] = ()  # nodes that ask for a place
     prints: tuple[Node, ...] = ()  # whose values are fetched behind ``values``
+    stops: tuple[Stop, ...] = ()  # breakpoints, whose values are fetched behind those of prints
     direct: Callable[..., list[Any] | None] | None = None  # the whole step, where nothing is in the way
     guarded: tiers.Guarded | None = None  # what that is of
 
     @property
     def is_plain(self) -> bool:
         """Whether it asks for nothing beside the step itself."""
-        return not self.trailing and not self.asked and not self.feeder.repeats
+        return not (self.trailing or self.asked or self.feeder.repeats or self.stops)
 
     def after(self, cut: Cut | None = None) -> list[torch.Tensor]:
         """The values of the fetched Variables after the step; those that it did not write are of the cut."""
@@ -62,12 +64,13 @@ def prepare(
         made = type(fetches) if flat(fetches, leaves) else rebuild
     feeder = Feeder(graph, [(key, fed_by(graph, key)) for key in feed_keys])
     step, prints = printing(step_graph(graph, values, feeder.values))
-    if prints:
+    step, stops = stopping(step)
+    if prints or stops:
         made = _printed(prints, made, len(values), len(step.fetches))
     feeder.narrow(step.graph.nodes)
     return Prepared(
         code(step), feeder, values, made, trailing, version,
-        asked(step.graph.nodes), prints,
+        asked(step.graph.nodes), prints, stops,
     )  # fmt: skip
 
 

@@ -67,6 +67,11 @@ _NOT_TOGETHER: Mapping[tuple[str, str], str] = {
     ("step", "cluster"): "a step in parts runs here only: close the cluster, or run the fetches together",
     ("step", "memory_budget"): "a step in parts keeps what later fetches may take: use a session without memory_budget",
     ("step", "prints"): "a step in parts fetches values one by one: print those, and take tfnb.print out of the cell",
+    (
+        "step",
+        "stops",
+    ): "a step in parts fetches values one by one: look at those, and tfnb.break_at(off=True)",
+    ("stops", "cluster"): "breakpoints are of runs here: close the cluster, or remove them, tfnb.break_at(off=True)",
     ("step", "queues"): "a step in parts is generated code, without queues; run the fetches together",
     ("trace", "cluster"): "a traced run runs here only: close the cluster, or run without trace=True",
     ("trace", "queues"): "a traced run is generated code, without queues: run without trace=True",
@@ -298,7 +303,7 @@ class Session:
         """
         feeds = tuple(feeds)
         prepared = self._prepare(tuple(fetches), feeds)
-        self._ensure_together("step", prepared.code, prints=bool(prepared.prints))
+        self._ensure_together("step", prepared.code, prepared)
         task_of(prepared.asked)
         if prepared.trailing:
             names = ", ".join(variable.name for variable in prepared.trailing)
@@ -323,13 +328,13 @@ class Session:
         cluster = self.cluster
         if isinstance(data, tuple):
             prepared = self._prepare(fetches, tuple(feeds))
-            step = self._sent(prepared.code, "training")
+            step = self._sent(prepared, "training")
             source = self._ahead(prepared, step, *data)
         else:
             if IndexedSlices in map(type, feeds):
                 data = (tuple(spread(zip(feeds, values, strict=True)).values()) for values in data)
             prepared = self._prepare(fetches, parts_of(feeds))
-            step = self._sent(prepared.code, "training")
+            step = self._sent(prepared, "training")
             fed = ((prepared.feeder.fed(values)[0], self.runs.take()) for values in data)
             source = cluster.batches(step, fed)
         why = "a Variable is watched" if prepared.trailing else ""
@@ -383,7 +388,7 @@ class Session:
         if self.cluster is not None:
             try:
                 code = prepared.code
-                sent = self._steps.stoppable(code.step, None, self._on_cluster, code, tensors, timeout)
+                sent = self._steps.stoppable(code.step, None, self._on_cluster, prepared, tensors, timeout)
             except NonFiniteGradient as error:
                 self._locate(error, prepared.code, tensors, self.runs.next - 1)
                 raise
@@ -447,19 +452,21 @@ class Session:
         error.message += f"\nRun again here: {found.message}"
         error.cell, error.line, error.op, error.details = found.cell, found.line, found.op, found.details
 
-    def _on_cluster(self, code: StepCode, tensors: list[torch.Tensor], timeout: float | None) -> list[Any]:
-        return list(self.cluster.run(self._sent(code), tensors, timeout=timeout, run=self.runs.take()))
+    def _on_cluster(self, prepared: Prepared, tensors: list[torch.Tensor], timeout: float | None) -> list[Any]:
+        return list(self.cluster.run(self._sent(prepared), tensors, timeout=timeout, run=self.runs.take()))
 
-    def _sent(self, code: StepCode, option: str = "") -> StepGraph:
+    def _sent(self, prepared: Prepared, *options: str) -> StepGraph:
         """The step for the cluster."""
-        self._ensure_together("memory_budget", code)
-        self._ensure_together(option, code)
-        return code.step
+        for option in ("memory_budget", "stops", *options):
+            self._ensure_together(option, prepared.code, prepared)
+        return prepared.code.step
 
-    def _ensure_together(self, option: str, code: StepCode, *, prints: bool = False) -> None:
+    def _ensure_together(self, option: str, code: StepCode, prepared: Prepared | None = None) -> None:
         """Raise Unimplemented where an option that is asked for does not go with how the step runs."""
         asked = {"memory_budget": self.memory_budget is not None, "queues": code.is_dataflow}
-        holds = asked | {"cluster": self.cluster is not None, "prints": prints}
+        if prepared is not None:
+            asked |= {"stops": bool(prepared.stops), "prints": bool(prepared.prints)}
+        holds = asked | {"cluster": self.cluster is not None}
         if asked.get(option, True):
             for (what, situation), text in _NOT_TOGETHER.items():
                 if what == option and holds[situation]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
+from tfnb.breakpoints import ensure_passed
 from tfnb.errors import Cancelled, FailedPrecondition, TfnbError
-from tfnb.execution import Program
+from tfnb.execution import Pending, Program
 from tfnb.execution.explain import deadline, explained
 from tfnb.execution.running import Running, Stop
 from tfnb.graph.variable_locks import LOCKS, NOTHING, Cut, Hold, ensure_unchanged, versions
@@ -53,13 +54,16 @@ class StepRunner:
         if prepared.trailing:
             access = (access or NOTHING).also(prepared.trailing)
         if access is None:
-            return self.stoppable(program, timeout, self._compute, program, tensors, forward, run)[0]  # type: ignore[no-any-return]
+            results, pending = self.stoppable(program, timeout, self._compute, program, tensors, forward, run)
+            _look(prepared, results, pending)
+            return results  # type: ignore[no-any-return]
         hold = Hold(access)
         try:
             with hold.token:
                 results = None
                 if getattr(forward, "writes", False):  # nothing can stop it
-                    if cut is None and (timeout is None or getattr(forward, "seconds", None) is not None):
+                    is_timed = timeout is None or getattr(forward, "seconds", None) is not None
+                    if cut is None and is_timed and not prepared.stops:
                         results = self._written(hold, program, tensors, forward, run, timeout)
                     if results is None:
                         forward = program.forward
@@ -67,6 +71,7 @@ class StepRunner:
                     compute = self._locked if cut is None and not program.waits else self._aside
                     given = hold, program, tensors, forward, run, cut
                     results, pending = self.stoppable(program, timeout, compute, *given)
+                    _look(prepared, results, pending)
                     with nullcontext() if program.commit_access is None else LOCKS.held(program.commit_access):
                         commit(pending)
                 if prepared.trailing:
@@ -144,6 +149,16 @@ class StepRunner:
             raise
         except Exception as error:
             raise explained(program, error, tensors) from error
+
+
+def _look(prepared: Prepared, results: Sequence[Any], pending: Pending) -> None:
+    """Raise where a breakpoint stops the step; elements of queues are back then."""
+    __tracebackhide__ = True
+    try:
+        ensure_passed(prepared.stops, results)
+    except TfnbError:
+        give_back(pending.queued)
+        raise
 
 
 def _take(hold: Hold) -> None:

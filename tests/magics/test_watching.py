@@ -45,3 +45,16 @@ def test_expressions_are_followed_in_runs_and_shown_as_text_and_picture(net):
 def test_bad_input_is_one_error(net, line, text):
     ran = net.run(line)
     assert ran.error is not None and text in ran.out + ran.err + str(ran.error)
+
+
+def test_a_breakpoint_hands_the_inputs_of_its_node_to_the_next_cell(net):
+    assert repr(net.ok("%tfbreak loss if value > 50").result) == "[loss if value > 50]"
+    net.ok("tfnb.run(train, {x: torch.ones(4, 3)})")
+    ran = net.run("tfnb.fit(train, {x: -1000 * torch.ones(8, 3)}, batch_size=4)")
+    assert "stopped at loss if value > 50, In[" in str(ran.error) and len(ran.frames) == 1
+    values, (card,) = net.ok("stopped").result, ran.shown
+    assert list(values)[-1] == "loss" and values["loss"] > 50
+    assert all(f">{name}</th>" in card["text/html"] for name in values) and "In[" in card["text/html"]
+    assert net.ok("%tfbreak --off").result == []
+    net.ok("tfnb.fit(train, {x: -1000 * torch.ones(8, 3)}, batch_size=4)")
+    assert "near: loss" in str(net.run("%tfbreak los if nan").error)

@@ -143,7 +143,7 @@ def test_a_run_that_fails_an_assert_says_what_python_would_raise(executor: str) 
     for fetch, fed, text in (
         (y, [-1.0, 0.5], r"AssertionError: the sum is negative \(line \d+ of checked\)"),
         (y, [1.0, 200.0], r"AssertionError \(line \d+ of checked\)"),
-        (z, [-6.0, 9.0], r"AssertionError: with what(.|\n)*assert x\[0\] > -5"),
+        (z, [-6.0, 9.0], r"AssertionError\n.*assert x\[0\] > -5"),
     ):
         with pytest.raises(AssertionError, match=text) as failed:
             session.run(fetch, {x: torch.tensor(fed)})

@@ -71,7 +71,7 @@ def assert_(cond: Any, message: str = "") -> None:
     >>> try:
     ...     tfnb.run(y, {x: torch.zeros(3)})
     ... except AssertionError as error:
-    ...     print(str(error).partition(": with")[0])
+    ...     print(str(error).splitlines()[0])
     AssertionError: x must be positive
     """
     __tracebackhide__ = True

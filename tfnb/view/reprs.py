@@ -58,6 +58,16 @@ def variable_facts(variable: Variable) -> Facts:
     return [*found, ("value", _numbers(variable.storage) if here else "not fetched: use .value()")]
 
 
+def values_html(values: Any) -> str:
+    """Tensors by name, with a ``title``: spec, numbers or histogram, and health of each."""
+    rows = "".join(
+        f"<tr><th {_CELL}>{xml(name)}</th><td {_CELL}>{xml(str(Spec.of(value)))}</td><td {_CELL}>{_glance(value)}</td>"
+        f"<td {_CELL}>{xml(health(value))}</td></tr>"
+        for name, value in values.items()
+    )
+    return f"<div><code>{xml(values.title)}</code></div><table {_TABLE}>{rows}</table>"
+
+
 def spec_html(spec: Spec) -> str:
     """A Spec: dtype, sizes, which of them vary, bytes."""
     return _details(str(spec), spec_facts(spec), "")

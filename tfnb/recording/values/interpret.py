@@ -168,8 +168,9 @@ def held(node: Node, value: torch.Tensor) -> None:
     is_assert = raises.startswith("AssertionError") or (
         source is not None and source.text.lstrip().startswith("assert")
     )
-    raises = raises or ("AssertionError" if is_assert else "a check fails")
-    raise (CheckFailed if is_assert else BranchChanged)(
-        f"{raises}: with what this run is fed Python would raise here, and with the samples it did not\n"
-        f"  at {at}", **node.where,
+    if is_assert:
+        raise CheckFailed(f"{raises or 'AssertionError'}\n  at {at}", **node.where)
+    raise BranchChanged(
+        f"{raises or 'a check fails'}: with what this run is fed Python would raise here, and with the samples it did "
+        f"not\n  at {at}", **node.where,
     )  # fmt: skip

@@ -1,0 +1,212 @@
+"""Breakpoints: a run stops at a node when a condition on its value holds, writes nothing, and hands over the values.
+
+The node's value and its inputs are further fetches of the step, which is stopped between computing and committing. May
+import what knows fetches and steps.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tfnb.errors import BreakpointReached, InvalidArgument, NotFound
+from tfnb.execution.tracing.health import health
+from tfnb.graph import Graph, Node, Value
+from tfnb.passes import StepGraph, step_graph
+from tfnb.recording import graph as graph_named
+from tfnb.structures import graph_of, value_of
+
+_KEY = "breakpoints"  # in `Graph.attached`: name -> Breakpoint
+
+
+@dataclass(frozen=True)
+class Breakpoint:
+    """Where runs of a graph stop: the name of a value, the condition, and what it is in words."""
+
+    name: str
+    holds: Callable[[torch.Tensor], bool]
+    text: str
+
+    def __repr__(self) -> str:
+        return f"{self.name}{self.text and f' if {self.text}'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """A breakpoint in one step: its node, and where the value and the inputs stand among the results."""
+
+    at: Breakpoint
+    node: Node
+    place: int
+    inputs: dict[str, int]
+
+
+class Stopped(dict[str, Any]):
+    """The values at a breakpoint, by name: the inputs of the node, and behind them its own value."""
+
+    def __init__(self, at: Breakpoint, node: Node, values: dict[str, Any]) -> None:
+        super().__init__(values)
+        self.at, self.node = at, node
+
+    @property
+    def title(self) -> str:
+        """Where the run stopped, and why."""
+        return f"stopped at {self.at!r}{f', {self.node.source}' if self.node.source else ''}"
+
+
+def stopping(step: StepGraph) -> tuple[StepGraph, tuple[Stop, ...]]:
+    """The step with what its breakpoints look at among its fetches, and those breakpoints."""
+    wanted = step.whole.attached.get(_KEY)
+    if not wanted:
+        return step, ()
+    fetches, stops = list(step.fetches), []
+    for at in wanted.values():
+        try:
+            value = step.whole.value(at.name)
+        except NotFound:  # its cell was recorded again without it
+            continue
+        node = step.graph.contents.by_id.get(value.node)
+        if node is None:
+            continue
+        names = dict(_inputs(step.whole, node))
+        start = len(fetches)
+        fetches += [value, *names.values()]
+        stops.append(Stop(at, node, start, {name: start + place for place, name in enumerate(names, 1)}))
+    return (step_graph(step.whole, fetches, step.feeds), tuple(stops)) if stops else (step, ())
+
+
+def _inputs(graph: Graph, node: Node) -> Iterator[tuple[str, Value]]:
+    for value in node.inputs:
+        source = graph.contents.by_id[value.node]
+        if source.outputs:
+            yield f"{source.name}:{value.index}" if value.index else source.name, value
+
+
+def ensure_passed(stops: Sequence[Stop], results: Sequence[Any]) -> None:
+    """Raise BreakpointReached if the condition of one holds."""
+    for stop in stops:
+        value = results[stop.place]
+        if value is None or not stop.at.holds(value):  # None: of a branch that was not taken
+            continue
+        values = {name: results[place] for name, place in stop.inputs.items()} | {stop.at.name: value}
+        found = Stopped(stop.at, stop.node, values)
+        raise BreakpointReached(
+            f"{found.title}; nothing was written. The error's `details`, in the next cell of a notebook `stopped`, has "
+            f"the values of {', '.join(values)}",
+            **stop.node.where, details=found,
+        )  # fmt: skip
+
+
+def break_at(
+    node: Any = None, condition: str | Callable[[torch.Tensor], Any] | None = None, *, graph: Graph | str | None = None,
+    off: bool = False,
+) -> list[Breakpoint]:  # fmt: skip
+    """Stop runs of a graph, also those of `fit`, at a node when a condition on its value holds.
+
+    Such a run raises BreakpointReached and writes nothing; ``error.details`` is a dict with the inputs of the node and
+    its value. In a notebook the next cell has it as ``stopped``. Later runs stop there, too, until ``off``.
+
+    node: a recorded tensor, or the name of one. condition: ``"nan"``, ``"inf"``, an expression of ``value`` such as
+    ``"value.abs().max() > 10"`` (`torch` and `math` are known), or a function of the value; of several elements one is
+    enough. Without it each run that computes the node stops. off: remove the breakpoint at ``node``, or all of them.
+    Gives the breakpoints of the graph, also when called without arguments. Runs on a cluster refuse breakpoints.
+    Raises NotFound, with near names, for what is not in the graph.
+
+    >>> import tfnb
+    >>> with tfnb.record():
+    ...     x = tfnb.placeholder(torch.ones(3), name="x")
+    ...     y = x.log().sum()
+    >>> tfnb.break_at(y, "inf")
+    [y if inf]
+    >>> try:
+    ...     tfnb.run(y, {x: [1.0, 0.0]})
+    ... except tfnb.errors.BreakpointReached as error:
+    ...     print(error.details)
+    {'log': tensor([0., -inf]), 'y': tensor(-inf)}
+    >>> tfnb.break_at(y, off=True)
+    []
+    """
+    found = graph if isinstance(graph, Graph) else graph_named(graph) if graph or node is None else graph_of(node)
+    points: dict[str, Breakpoint] = found.attached.setdefault(_KEY, {})
+    if off and node is None:
+        points.clear()
+    elif node is not None:
+        name = _name(found, node)
+        if not off:
+            points[name] = Breakpoint(name, _holds(name, condition), _text(condition))
+        elif points.pop(name, None) is None:
+            raise NotFound(f"graph {found.name} has no breakpoint at {name}; there are: {_listed(points)}")
+    found.version += 1  # steps that were prepared know others
+    return list(points.values())
+
+
+def _name(graph: Graph, item: Any) -> str:
+    value = value_of(graph, item)
+    node = graph.contents.by_id[value.node]
+    if not node.outputs:
+        raise InvalidArgument(f"{node.name} has no value to stop at: take a node that has one")
+    return item if isinstance(item, str) else f"{node.name}:{value.index}" if value.index else node.name
+
+
+def _listed(points: dict[str, Breakpoint]) -> str:
+    return ", ".join(map(repr, points.values())) or "none"
+
+
+def _text(condition: Any) -> str:
+    return "" if condition is None else condition if isinstance(condition, str) else condition.__name__
+
+
+def _holds(name: str, condition: Any) -> Callable[[torch.Tensor], bool]:
+    """The condition as a function; what fails in it is an error that names the breakpoint."""
+    if condition is None:
+        return lambda _: True
+    if condition in _BAD:
+        return _BAD[condition]
+    test = _expression(name, condition) if isinstance(condition, str) else condition
+    if not callable(test):
+        raise InvalidArgument(f"a condition is 'nan', 'inf', an expression of value or a function, not {condition!r}")
+
+    def holds(value: torch.Tensor) -> bool:
+        try:
+            found = test(value)
+            return bool(found.any() if isinstance(found, torch.Tensor) else found)
+        except Exception as error:
+            raise InvalidArgument(
+                f"the condition of the breakpoint at {name} failed for a value of {list(value.shape)}: "
+                f"{type(error).__name__}: {error}; nothing was written. %tfbreak {name} --off removes it"
+            ) from error
+
+    return holds
+
+
+def _expression(name: str, text: str) -> Callable[[torch.Tensor], Any]:
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+        code = compile(tree, f"<breakpoint at {name}>", "eval")
+    except (SyntaxError, ValueError) as error:
+        raise InvalidArgument(f"the condition {text!r} is no expression: {error}") from None
+    names = [at for at in ast.walk(tree) if isinstance(at, ast.Name)]
+    made = {at.id for at in names if isinstance(at.ctx, ast.Store)}
+    if unknown := {at.id for at in names} - made - {"value", "torch", "math", *dir(builtins)}:
+        raise InvalidArgument(
+            f"the condition {text!r} knows value, torch and math, not {', '.join(sorted(unknown))}: "
+            "tfnb.break_at takes a function of the value, too"
+        )
+    return lambda value: eval(code, {"value": value, "torch": torch, "math": math})
+
+
+def _counts(*words: str) -> Callable[[torch.Tensor], bool]:
+    def holds(value: torch.Tensor) -> bool:
+        found = health(value)
+        return found is not None and any(count for word, count in found.counts if word in words)
+
+    return holds
+
+
+_BAD = {"nan": _counts("nan"), "inf": _counts("-inf", "+inf")}
