@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 import dask
 from dask.utils import parse_bytes
 from distributed import Client, KilledWorker, LocalCluster, Nanny, Security, default_client
+from distributed.utils import silence_logging_cmgr
 
 from tfnb.cluster.members import Member
 from tfnb.cluster.messages import Failed, Ok, Outcome, Peer, raised
@@ -237,7 +239,13 @@ def _dialled(target: Any, name: str, security: Any, timeout: float, **kwargs: An
             f"no Dask scheduler answered at {name} within {spent:.1f} s (timeout {timeout:g} s). "
             "Is it running, and is the port right? The notebook goes on without a cluster"
         ) from error
-    return Place(client, [client.close])
+    return Place(client, [partial(_closed, client)])
+
+
+def _closed(client: Client) -> None:
+    """Close a client of our own; Dask logs a traceback where it was looking for a scheduler that is gone."""
+    with silence_logging_cmgr(logging.CRITICAL):
+        client.close()
 
 
 def _opened(make: Callable[[], T], timeout: float, what: str, every: Callable[[], None] | None = None) -> T:

@@ -7,12 +7,14 @@ Ctrl-C happens in the client's event loop; this thread only waits for it.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 import warnings
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import repeat
 from typing import Any, TypeVar
 
@@ -23,6 +25,7 @@ from tfnb.cluster.card import Row, Status, size
 from tfnb.cluster.collections import in_chunks, read
 from tfnb.cluster.deploy import EPOCH, Place, Started, find, start
 from tfnb.cluster.engine import Engine, in_words
+from tfnb.cluster.farewell import Farewell
 from tfnb.cluster.fit.leases import Offer
 from tfnb.cluster.fit.sources import drawn_from
 from tfnb.cluster.fit.training import Training, Values
@@ -138,10 +141,12 @@ class Cluster:
         self._link.wait(self._link.start(self._supervisor.start), timeout, "watching the workers")
         self._held = Holdings()
         self._queues = QueueHomes(self._engine, self._link)
+        self._farewell = Farewell(self.client, self._client_closes)
         self._placed: OrderedDict[tuple[int, bool], tuple[weakref.ref[StepGraph], Placed]] = OrderedDict()
         self._placing = threading.RLock()
         self._pulled = (0, time.monotonic(), 0.0)  # step, when, seconds it took
         self._closed = False
+        self._is_loss_told = False  # an error said that the cluster is lost
 
     # -- what is there --------------------------------------------------------------------------------------
 
@@ -508,11 +513,8 @@ class Cluster:
         return self._pull()
 
     def _settle_writes(self) -> None:
-        for variable in self._sent_but_behind():
-            warnings.warn(
-                f"what was written here to variable {variable.name} gives way to the servers' value: it is newer",
-                stacklevel=user_level(None),
-            )
+        self._engine.notes += map(_gives_way, self._sent_but_behind())
+        self._say_notes()
 
     def _sent_but_behind(self) -> list[Variable]:
         """Send what was written here, but for what is behind the servers' values: these Variables."""
@@ -587,37 +589,64 @@ class Cluster:
     def close(self, timeout: float = 30.0) -> None:
         """Bring the values home and close what `connect` opened; harmless if repeated.
 
-        With a server lost the last pulled values stay, and a warning says of which step they are.
+        With a server, the scheduler or the client lost the last pulled values stay, and a warning says of which step
+        they are. A client that the user closes first brings the values home by itself.
         """
-        if self._closed:
-            return
+        is_known = self._closed or self._is_loss_told
         try:
-            if self._engine.lost is None:
+            if self._engine.lost is None and not self._closed:
                 self._engine.is_closing = True
-                self._settle_writes()
                 self._do("close", timeout, self._leave, timeout)
-        except Unavailable as error:
-            warnings.warn(f"closed without the last values: {error}", stacklevel=2)
+        except Unavailable:
+            self._engine.lose_scheduler()  # unless a server was
         finally:
-            self._closed = True
-            self._queues.end()
-            self._end_supervisor()
-            connected.notices.clear()  # whoever closes it knows
-            self._release()
-            connected.disconnect(self)
-            for member in (*self._engine.tasks, *self._engine.servers):
-                member.future.release()
+            if self._engine.lost is not None and not is_known:
+                warnings.warn(f"closed without the last values: {self._engine.lost}", stacklevel=2)
+            self._end()
             self._where.close()
 
-    def _end_supervisor(self) -> None:
-        if self.client.status == "running":
-            self._link.wait(self._link.start(self._supervisor.stop), 5.0, "ending the watch over the workers")
+    async def _client_closes(self) -> None:
+        """The user closes the Dask client first: what `close` does, while its connections stand. In the event loop."""
+        if self._engine.lost is None:
+            self._engine.is_closing = True
+            with suppress(TfnbError, TimeoutError, OSError):
+                await asyncio.wait_for(self._leave(SETTLE), SETTLE)
+                if self._engine.lost is None:
+                    self._end()
+                    connected.notices.append("the Dask client was closed: the values came home, and runs are here now")
+                    return
+            self._engine.lose_scheduler()
+
+    def _end(self) -> None:
+        """Nothing is asked any more, whoever closed what."""
+        if self._closed:
+            return
+        self._say_notes()
+        self._closed = True
+        self._farewell.cancel()
+        self._queues.end()
+        self._link.post(self._supervisor.cancel)
+        connected.notices.clear()  # whoever closes it knows
+        self._release()
+        connected.disconnect(self)
+        for member in (*self._engine.tasks, *self._engine.servers):
+            member.future.release()
 
     async def _leave(self, timeout: float) -> None:
         await self._engine.settle(timeout / 2)
         await self._queues.bring_home()
         if len(self._held):
-            await self._bring_home()
+            await self._bring_home(self._kept())
+
+    def _kept(self) -> list[Variable]:
+        """Variables that were written here since they were pulled: their values here count.
+
+        But where the servers' values are newer: a warning names these.
+        """
+        written = self._held.written(self._held.variables, thorough=True)
+        behind = self._held.behind(written)
+        self._engine.notes += [_gives_way(variable) for variable in behind]
+        return [variable for variable in written if variable not in behind]
 
     def __enter__(self) -> Cluster:
         return self
@@ -635,8 +664,7 @@ class Cluster:
 
     def _do(self, what: str, timeout: float | None, function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
         """Wait for the event loop to do it; an interrupt or a deadline here ends it there, at a step boundary."""
-        while self._engine.notes:
-            warnings.warn(self._engine.notes.pop(0), stacklevel=user_level(None))
+        self._say_notes()
         try:
             return self._link.wait(self._link.start(function, *args), timeout, what)
         except ParameterServerLost as error:
@@ -647,12 +675,17 @@ class Cluster:
             self._settle()
             raise
 
+    def _say_notes(self) -> None:
+        while self._engine.notes:
+            warnings.warn(self._engine.notes.pop(0), stacklevel=user_level(None))
+
     def _settle(self) -> None:
         """End what is in progress, at a step boundary."""
         self._link.wait(self._link.start(self._engine.settle, SETTLE), SETTLE + 1, "ending the step")
 
     def _explained(self, error: TfnbError) -> TfnbError:
         """A fresh exception of the same error, so that tracebacks do not pile up."""
+        self._is_loss_told = self._is_loss_told or error is self._engine.lost
         return type(error)(error.message, step=error.step, task=error.task, details=error.details)
 
 
@@ -691,6 +724,10 @@ def _on_shards(variables: Iterable[Variable], homes: Homes) -> dict[int, dict[st
         for piece in homes[variable.key]:
             found.setdefault(piece.shard, {})[piece.key] = piece.of(value)
     return found
+
+
+def _gives_way(variable: Variable) -> str:
+    return f"what was written here to variable {variable.name} gives way to the servers' value: it is newer"
 
 
 def _picked(places: Sequence[int | None], values: Sequence[Any]) -> list[Any]:

@@ -767,7 +767,7 @@ class Engine:
     def _error(self, cause: e.Cause, seconds: float | None, waits: Sequence[str] = ()) -> TfnbError:
         """The exception of a cause; a lost server or scheduler ends the cluster. waits: for what it did, in words."""
         if self.link.dask.status not in ("running", "newly-created") and not isinstance(cause, Failed | e.Interrupted):
-            return self._lose(SchedulerLost(f"the Dask scheduler was lost at step {self.step}"))
+            return self.lose_scheduler()
         match cause:
             case e.Interrupted() if self.is_closing:
                 return Aborted(f"the cluster was closed at step {self.step}, run it again", step=self.step)
@@ -798,6 +798,12 @@ class Engine:
     def lost_server(self, shard: int) -> TfnbError:
         """The error of a server that does not answer any more; the cluster ends with it."""
         return self._error(e.ServerLost(shard), None)
+
+    def lose_scheduler(self) -> TfnbError:
+        """The client has no scheduler any more, which forgets the actors of a client that it does not hear."""
+        is_closed = self.link.dask.status in ("closing", "closed")
+        what = "Dask client was closed" if is_closed else "Dask scheduler was lost"
+        return self._lose(SchedulerLost(f"the {what} at step {self.step}"))
 
     def _server_error(self, shard: int) -> ParameterServerLost:
         member, count = self.shards[shard], len(self.servers)

@@ -127,7 +127,7 @@ class QueueHomes:
             if isinstance(queue.machine, RemoteQueue):
                 queue.machine.lose(queue)
         self._here.clear()
-        self._link.loop.call_soon_threadsafe(self._channels.close)
+        self._link.post(self._channels.close)
 
 
 def _forget(home: RemoteQueue) -> None:

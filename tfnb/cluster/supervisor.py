@@ -39,19 +39,19 @@ class Supervisor:
         """Look from now on."""
         self._watch = asyncio.create_task(self._watched())
 
-    async def stop(self) -> None:
-        """Look no more, and give up what is being made."""
-        works = [work for _, work in self._joining.values()]
-        works += [self._watch] if self._watch is not None else []
-        for work in works:
-            work.cancel()
-        if works:
-            await asyncio.wait(works, timeout=1.0)
+    def cancel(self) -> None:
+        """Look no more, and give up what is being made. In the event loop."""
+        for work in (self._watch, *(work for _, work in self._joining.values())):
+            if work is not None:
+                work.cancel()
 
     async def _watched(self) -> None:
         while self._engine.lost is None:
             await asyncio.sleep(LOOK)
-            with suppress(OSError, TimeoutError, RuntimeError):  # the engine says that it is lost
+            if self._client.status != "running":
+                self._engine.lose_scheduler()
+                return
+            with suppress(OSError, TimeoutError, RuntimeError):  # the next look says what it was
                 found = await identities(self._client)
                 self._say_who_left()
                 self._look(found)

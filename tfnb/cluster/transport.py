@@ -20,6 +20,7 @@ import time
 import uuid
 from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from ipaddress import ip_address
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -33,7 +34,7 @@ from distributed.protocol import to_serialize
 from tfnb.cluster import wire
 from tfnb.cluster.lines import POLL
 from tfnb.cluster.messages import Failed, NotSent, Ok, OpId, Outcome, Peer, Refused, Request, Unknown, failed
-from tfnb.errors import DeadlineExceeded, ProtocolError, TfnbError
+from tfnb.errors import DeadlineExceeded, ProtocolError, SchedulerLost, TfnbError
 
 T = TypeVar("T")
 
@@ -319,8 +320,16 @@ class ClientLink(Link):
     def start(self, function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> Handle[T]:
         """Begin ``await function(*args)`` in the event loop; it goes on whatever happens to the calling thread."""
         handle: Handle[T] = Handle()
-        self.loop.call_soon_threadsafe(self._begin, handle, function, args)
+        if not self.post(self._begin, handle, function, args):
+            raise _no_client("a call")
         return handle
+
+    def post(self, function: Callable[..., Any], *args: Any) -> bool:
+        """Let the event loop call ``function(*args)``; False where it runs no more."""
+        with suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(function, *args)
+            return self.loop.is_running()
+        return False
 
     def _begin(self, handle: Handle[T], function: Callable[..., Coroutine[Any, Any, T]], args: tuple[Any, ...]) -> None:
         task = self.loop.create_task(function(*args))
@@ -331,8 +340,22 @@ class ClientLink(Link):
     def wait(
         self, handle: Handle[T], timeout: float | None, what: str, every: Callable[[], None] | None = None
     ) -> T:  # fmt: skip
-        """The result of what was begun. Raises DeadlineExceeded after ``timeout`` seconds; the work goes on."""
-        return wait(handle, timeout, what, every)
+        """The result of what was begun. Raises DeadlineExceeded after ``timeout`` seconds; the work goes on.
+
+        Raises SchedulerLost where nobody does the work any more.
+        """
+
+        def look() -> None:
+            if not self.loop.is_running() and not handle.task:
+                raise _no_client(what)
+            if every is not None:
+                every()
+
+        return wait(handle, timeout, what, look)
+
+
+def _no_client(what: str) -> SchedulerLost:
+    return SchedulerLost(f"{what} cannot be done: the Dask client is closed")
 
 
 class Handle(Generic[T]):

@@ -1,0 +1,91 @@
+"""The cluster, the Dask client and Dask's own cluster are closed in any order: no traceback, no hang."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed import Client
+
+import tfnb
+from tests.cluster.conftest import worker_processes
+from tfnb.cluster import connected
+
+STEPS, RATE = 3, 0.5
+
+
+def trained(cluster: Any) -> tuple[torch.nn.Parameter, Any, Any, Any, Any]:
+    """A cluster that took steps, whose values are not here yet, and a queue there that holds an element."""
+    weight, queue = torch.nn.Parameter(torch.zeros(3)), tfnb.FIFOQueue(5, torch.float32, (), name="ends")
+    with tfnb.record("ending"):
+        x = tfnb.placeholder(torch.ones(2, 3), name="x")
+        step = tfnb.train.SGD(RATE).minimize((x * weight).sum(1).mean())
+    own = tfnb.connect(cluster, ps=1, timeout=180)
+    queue.enqueue(7.0)
+    for _ in range(STEPS):
+        tfnb.run(step, {x: torch.ones(2, 3)})
+    return weight, queue, step, x, own
+
+
+def test_a_client_that_is_closed_first_brings_the_values_home(dask, caplog) -> None:
+    client = Client(dask.scheduler.address, set_as_default=False)  # in an event loop of its own, which ends with it
+    weight, queue, step, x, own = trained(client)
+    with torch.no_grad():
+        own.pull(), weight[0].fill_(5.0)  # written here, and not sent yet
+    client.close()
+    assert connected.connected() is None and weight.tolist() == [5.0, -1.5, -1.5]
+    own.close(), own.close()
+    with pytest.warns(UserWarning, match="the Dask client was closed: the values came home, and runs are here now"):
+        tfnb.run(step, {x: torch.ones(2, 3)})
+    assert weight.tolist() == [4.5, -2.0, -2.0] and queue.dequeue() == 7
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", [*itertools.permutations(("ours", "client", "workers"))], ids="-".join)
+def test_every_order_of_closing(order, caplog, capfd) -> None:
+    with worker_processes(2) as client:
+        weight, queue, step, x, own = trained(client)
+        close = {"ours": own.close, "client": client.close, "workers": client.cluster.close}
+        begin = time.monotonic()
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for which in order:
+                close[which]()
+            lost = [str(warning.message) for warning in found if "last values" in str(warning.message)]
+            tfnb.run(step, {x: torch.ones(2, 3)})
+        assert time.monotonic() - begin < 30
+    if order[0] == "workers":
+        assert len(lost) == 1, ([str(w.message) for w in found], own._engine.lost, own._is_loss_told)
+        assert "pulled values, of step 0: 3 later steps are gone" in lost[0]
+        assert weight.tolist() == [-0.5] * 3 and queue.size() == 0
+    else:
+        assert not lost and weight.tolist() == [-2.0] * 3 and queue.dequeue() == 7
+    ours = [r.name for r in caplog.records if r.levelno >= logging.ERROR and not r.name.startswith("distributed")]
+    assert not ours and "Task exception was never" not in caplog.text + capfd.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("connect", ["2", "Client(n_workers=2, threads_per_worker=1, dashboard_address=None)"])
+def test_a_process_that_ends_without_closing_anything(connect, tmp_path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch, tfnb\nfrom distributed import Client\nfrom tests.cluster.test_ending import trained\n"
+        f"if __name__ == '__main__':\n    kept = trained({connect})\n    print('trained')\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=150, env=_with_tests())
+    assert done.returncode == 0 and done.stdout.strip().endswith("trained"), done
+    assert "Traceback" not in done.stderr and "never retrieved" not in done.stderr, done.stderr
+
+
+def _with_tests() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
